@@ -11,6 +11,7 @@ from adl_dist.schedule import Method, method
 
 if TYPE_CHECKING:
     from adl_dist.checkpoint.policy import CheckpointPolicy
+    from adl_dist.data import Loading
     from adl_dist.monitor.timeouts import WatchdogTimeouts
     from adl_dist.stage import GradientPolicy, Precision
     from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
@@ -22,6 +23,7 @@ __all__ = [
     "AdlError",
     "CheckpointPolicy",
     "GradientPolicy",
+    "Loading",
     "Method",
     "Monitoring",
     "PartitionSpec",

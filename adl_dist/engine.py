@@ -9,18 +9,26 @@ from torch import Tensor
 from torch.autograd import _profiler_enabled
 from torch.profiler import record_function
 
+from adl_dist.batch import Batch
+from adl_dist.data.stream import Stream
 from adl_dist.schedule import Action, Op, StageWork
 from adl_dist.schedule.actions import RECEIVES
 from adl_dist.stage import Stage
 from adl_dist.stage.calls import Tensors
 from adl_dist.transport.channel import Receiver, Sender
 
-Batches = Generator[tuple[Tensor, Tensor], None, None]
+Batches = Generator[tuple[Batch, Batch], None, None]
 NO_TARGET = (None,)  # where there is no loss
 
 
 class BatchSource(Protocol):
-    """The source of stage 0's micro-batches."""
+    """The source of stage 0's micro-batches.
+
+    Attributes:
+        stream: an iterable dataset, which has a place of its own; None: there is none.
+    """
+
+    stream: Stream | None
 
     def batches(self, epoch: int, sizes: Sequence[int], *, first_sample: int = 0) -> Batches:
         """Yield (input, target) of ``sizes`` samples each, from ``first_sample`` in the order of ``epoch`` on."""
@@ -45,8 +53,10 @@ class StageContext:
     senders: dict[str, Sender] = field(default_factory=dict)  # one for each kind that leaves
     work: StageWork = field(default_factory=lambda: StageWork([], [], [], []))  # of this segment
     last_of_groups: frozenset[int] = frozenset()  # micro-batches whose backward completes the gradients of a group
-    # On stage 0 only: (input, target) of each micro-batch; its counts, too, if the loss counts its terms.
+    # On stage 0 only: the tensors of each micro-batch: its input, of which there are ``num_inputs``, its target, and
+    # its counts, if the loss counts its terms.
     batches: Iterator[tuple[Tensor, ...]] | None = None
+    num_inputs: int = 1
     # Where there is a loss: the weight of each micro-batch in its group, unless that comes with its target.
     loss_grads: Sequence[Tensor] = ()
     held: dict[str, Tensors] = field(default_factory=dict)  # what one action leaves for the next, by kind
@@ -122,7 +132,7 @@ def step(action: Action, context: StageContext) -> None:
         case Op.LOAD:
             assert context.batches is not None
             loaded = next(context.batches)
-            held["act"], held["target"] = loaded[:1], loaded[1:]
+            held["act"], held["target"] = loaded[: context.num_inputs], loaded[context.num_inputs :]
         case Op.SEND_TARGET:
             context.senders["target"].send(b, held.pop("target"))
         case Op.RECV_TARGET:

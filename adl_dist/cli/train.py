@@ -71,6 +71,7 @@ def train(overrides: list[str]) -> None:
             max_updates=config.train.max_updates,
             shuffle=config.data.get("shuffle", True),
             num_workers=config.data.get("num_workers", 0),
+            loading=instantiate.loading(config, train_data),
             checkpoints=config.runtime.checkpoints,
             monitoring=Monitoring(
                 tensorboard=config.runtime.tensorboard, trace=config.runtime.trace, memory=config.runtime.memory
@@ -92,7 +93,7 @@ def evaluate(arguments: list[str]) -> None:
     config, path, trainer = _restored(run_dir, options.get("checkpoint"))
     _, val_data = instantiate.build_data(config.data)
     micro_batch_size = config.train.batch_size // config.method.chosen().micro_batches_per_update
-    metrics = trainer.evaluate(val_data, batch_size=micro_batch_size)
+    metrics = trainer.evaluate(val_data, batch_size=micro_batch_size, loading=instantiate.loading(config, None))
     shown = [f"{n.replace('_', ' ')} {v:{'.2%' if n.endswith('accuracy') else '.4f'}}" for n, v in metrics.items()]
     say(f"{path}: {', '.join(shown)}, {len(val_data)} samples")  # type: ignore[arg-type]
 

@@ -19,6 +19,7 @@ from adl_dist.control.requests import Ask, Requests
 from adl_dist.errors import DivergedError, SaveError, StageFailed
 from adl_dist.monitor.trace import TRACE, Instant, merge_parts
 from adl_dist.report import Progress, Recorder, warn
+from adl_dist.report.progress import TOKENS
 from adl_dist.schedule.run_plan import Plan
 
 logger = logging.getLogger("adl_dist")
@@ -59,8 +60,13 @@ class Coordinator:
         progress: Progress,
         requests: Requests | None = None,
         drain_changes_result: Callable[[int], bool] = lambda epoch: False,
+        unit: str = "images",
     ) -> None:
-        """Prepare; ``drain_changes_result``: whether draining in an epoch, where ``plan`` does not, changes values."""
+        """Prepare; ``drain_changes_result``: whether draining in an epoch, where ``plan`` does not, changes values.
+
+        ``unit``: what samples are, or ``tokens``, if these are what is counted.
+        """
+        self._unit, self._num_tokens = unit, 0.0  # in the present segment
         self._plan, self._saving = plan, saving
         self._recorder, self._progress = recorder, progress
         self._requests, self._drain_changes_result = requests or Requests(), drain_changes_result
@@ -71,6 +77,7 @@ class Coordinator:
         self._failure_recorded: str | None = None
         self._metrics: dict[str, Any] = {}
         self._trained: list[Trained] = []  # by this process
+        self._all_tokens = 0.0  # likewise
 
     def train(self, workers: WorkerGroup) -> Summary:
         """Train to the end and return the summary."""
@@ -88,6 +95,8 @@ class Coordinator:
         """Write down a record of a stage, and show it; called in the thread that trains."""
         self._recorder.write(record)
         self._progress.update(record)
+        if self._unit == TOKENS and record["name"] == "train/loss":
+            self._num_tokens += float(record.get("num_terms", 0))
 
     def part(self, part: PartReport) -> None:
         """Hand the report of a process on its part of a save to the save; called by any thread."""
@@ -113,7 +122,8 @@ class Coordinator:
             "epochs": self._epoch,
             "updates": self._update,
             "seconds": time.monotonic() - started,
-            **_totals(self._trained, self._plan.tokens_per_sample),
+            **_totals(self._trained),
+            **self._of_unit(),
             **({"stopped": stopped} if stopped else {}),
         }
         # The summary of a run that was over is kept, with its training times; it may be missing or of an earlier end.
@@ -203,7 +213,7 @@ class Coordinator:
         segment = self._plan.segment(self._epoch, self._sample, self._update)
         goes_on = self._sample > 0 and bool(self._trained)  # this process has begun the epoch
         self._progress.begin(segment.epoch, self._plan.epochs, self._plan.total_updates, goes_on=goes_on)
-        start = time.perf_counter()
+        self._num_tokens, start = 0.0, time.perf_counter()
         results = self._workers.call(messages.Train(segment), TrainResult)
         seconds = time.perf_counter() - start
         (num_updates,) = {result.num_updates for result in results}  # fewer if it was ended early
@@ -218,8 +228,16 @@ class Coordinator:
             self._record("stage/busy_share", result.busy_seconds / result.seconds, stage=result.stage)
             self._record("stage/peak_memory", result.peak_memory_bytes, unit="bytes", stage=result.stage)
         self._record("train/samples_per_second", segment.num_samples / seconds, unit="samples/s")
-        if (tokens := self._plan.tokens_per_sample) is not None:
-            self._record("train/tokens_per_second", tokens * segment.num_samples / seconds, unit="tokens/s")
+        if self._unit == TOKENS:
+            self._all_tokens += self._num_tokens
+            self._record("train/tokens_per_second", self._num_tokens / seconds, unit="tokens/s")
+
+    def _of_unit(self) -> Summary:
+        """Return the unit of speed, if it is no image, and the speed in tokens."""
+        seconds = sum(seconds for _, seconds, _ in self._trained)
+        if self._unit == TOKENS and seconds:
+            return {"unit": self._unit, "num_tokens": self._all_tokens, "tokens_per_second": self._all_tokens / seconds}
+        return {} if self._unit == "images" else {"unit": self._unit}
 
     def _evaluate(self) -> None:
         if not self._plan.num_validation:
@@ -230,13 +248,14 @@ class Coordinator:
         assert last.num_samples == self._plan.num_validation, "every sample is evaluated exactly once"
         loss = last.loss_sum / last.num_terms if last.num_terms else math.nan
         self._metrics = {"validation_loss": loss}
-        if self._plan.tokens_per_sample is not None:
+        if self._unit == TOKENS:
             self._metrics["validation_perplexity"] = math.exp(min(loss, LARGEST_EXPONENT))
         if last.num_correct is not None and last.num_classed:
             self._metrics["validation_accuracy"] = last.num_correct / last.num_classed
+        self._metrics |= {f"validation_{name}": value for name, value in last.metrics.items()}
         for name, value in self._metrics.items():
-            self._record(name.replace("_", "/"), value)
-        self._progress.end(loss, self._metrics.get("validation_accuracy"))
+            self._record(name.replace("_", "/", 1), value)
+        self._progress.end(loss, self._metrics.get("validation_accuracy"), last.metrics)
         # The loss of training is that of the weights before the update; these here must not be saved either.
         if self._trained and not math.isfinite(loss):
             where = {"stage": last.stage, "update": self._update - 1, "epoch": self._last_epoch}
@@ -302,7 +321,7 @@ class Coordinator:
         self._recorder.write({"name": name, "value": value, **where, **more})
 
 
-def _totals(trained: Sequence[Trained], tokens_per_sample: int | None) -> Summary:
+def _totals(trained: Sequence[Trained]) -> Summary:
     """Return figures of ``summary.json``: sums and peaks of what the stages reported of each segment of training."""
     num_samples, seconds = sum(samples for samples, _, _ in trained), sum((seconds for _, seconds, _ in trained), 0.0)
     return {
@@ -310,7 +329,6 @@ def _totals(trained: Sequence[Trained], tokens_per_sample: int | None) -> Summar
         "train_seconds": seconds,
         "num_samples": num_samples,
         **({"samples_per_second": num_samples / seconds} if seconds else {}),
-        **({"tokens_per_second": tokens_per_sample * num_samples / seconds} if seconds and tokens_per_sample else {}),
         "stages": [_stage_totals(results) for results in zip(*(results for _, _, results in trained), strict=True)],
     }
 

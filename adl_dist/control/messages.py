@@ -138,6 +138,7 @@ class EvaluateResult:
     loss_sum: float = 0.0  # over all of these
     num_correct: int | None = None  # targets classified correctly; None if the task has no classes
     num_classed: int = 0  # of so many
+    metrics: Mapping[str, float] = field(default_factory=dict)  # those that were asked for, by name
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from adl_dist import engine
+from adl_dist.batch import Batch, tensors_of
+from adl_dist.checkpoint import data_state
 from adl_dist.checkpoint.async_save import PartWriter
 from adl_dist.checkpoint.state import FreshStage, check_storable, load, state_of
 from adl_dist.control import messages
 from adl_dist.control.messages import Command, EvaluateResult, Record, Reporter, Result, TrainResult, command_name
 from adl_dist.control.stop import EarlyStop
+from adl_dist.data.stream import Stream
 from adl_dist.distributed.world import World
 from adl_dist.engine import BatchSource, StageContext
 from adl_dist.errors import ConfigError
@@ -31,6 +34,7 @@ from adl_dist.schedule.work import turns_of
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import Stage, StepStats
 from adl_dist.stage.loss_terms import LossTerms, counted
+from adl_dist.stage.stats import value_of
 from adl_dist.streams import streams_kept
 from adl_dist.transport.process import POSTED_AHEAD
 
@@ -48,6 +52,8 @@ class LocalWorker:
     validation_loader: BatchSource | None = None  # likewise
     terms: LossTerms | None = None  # what the loss averages over, where that is not samples
     pick_next: Callable[[Any], int] = downstream_first  # of several local stages; any choice gives the same values
+    is_plain: bool = True  # whether input and target are a tensor each
+    unit: str = "images"  # what samples are, or "tokens", if the loss counts many in a sample
     fresh: Mapping[int, FreshStage] = field(default_factory=dict)  # what each stage was; empty: nothing is saved
     meter: MemoryMeter | None = None  # of the one stage of this process; None: its memory is not measured
     stop: EarlyStop = field(default_factory=EarlyStop)
@@ -77,6 +83,8 @@ class LocalWorker:
                 case messages.Save():
                     part = PartWriter(self.world.rank, reporter.part)
                     tensors = state_of(self.stages, self.pipeline.num_stages, self.fresh)
+                    if (place := self._stream.place() if self._stream is not None else None) is not None:
+                        tensors[data_state.FILE] = data_state.shard_of(place)
                     part.write(Path(command.path), tensors, token=command.token, background=command.background)
                 case messages.Trace():
                     folder, stages = Path(command.run_dir), sorted(self.contexts)
@@ -126,13 +134,21 @@ class LocalWorker:
                 loss_sum=numbers.get("loss_sum", 0.0),
                 num_correct=int(numbers["num_correct"]) if "num_correct" in numbers else None,
                 num_classed=int(numbers.get("num_classed", numbers["num_samples"])),
+                metrics={name: value_of(name, pair) for name, pair in stage.tally.sums(stage.metrics).items()},
             )
             for stage in self.stages
             for numbers in [stage.tally.numbers()]
         ]
 
+    @property
+    def _stream(self) -> Stream | None:
+        """The iterable dataset that this process trains on, if it does."""
+        return self.train_loader.stream if self.train_loader is not None else None
+
     def _load(self, path: str, update: int) -> None:
         load(Path(path), self.stages, self.fresh)
+        if self._stream is not None and (place := data_state.read(Path(path))) is not None:
+            self._stream.resume(place)
         for stage in self.stages:
             stage.version = update
             if stage.lr_schedule is not None:
@@ -144,10 +160,11 @@ class LocalWorker:
     ) -> Generator[tuple[Tensor, ...], None, None]:
         """Return the source of stage 0's micro-batches, with counts if the loss counts its terms."""
         batches = feed.batches(segment.epoch, segment.sizes, first_sample=segment.first_sample)
-        if self.terms is None:
-            return batches
-        group_sizes = segment.group_sizes if training else None
-        return counted(batches, self.terms, group_sizes, reduction=self.pipeline.method.reduction)
+        if self.terms is not None:
+            group_sizes = segment.group_sizes if training else None
+            counts = counted(batches, self.terms, group_sizes, reduction=self.pipeline.method.reduction)
+            return counts if self.is_plain else _taken_apart(counts)
+        return batches if self.is_plain else _taken_apart(batches)  # type: ignore[return-value]
 
     def _run(
         self,
@@ -190,6 +207,13 @@ class LocalWorker:
             finally:
                 if batches is not None:
                     batches.close()
+
+
+def _taken_apart(batches: Generator[tuple[Batch, ...], None, None]) -> Generator[tuple[Tensor, ...], None, None]:
+    """Yield the tensors of each micro-batch, one after the other."""
+    with contextlib.closing(batches):
+        for batch in batches:
+            yield tuple(tensor for part in batch for tensor in tensors_of(part))
 
 
 @contextlib.contextmanager
@@ -238,7 +262,7 @@ class _UpdateReports:
         stage.tally = StepStats()
         where = {"stage": k, "update": self._segment.first_update + group, "epoch": self._segment.epoch}
         seconds = time.perf_counter() - self._start
-        self._pending.append((_records(stats, seconds, is_last=stage.is_last), where))
+        self._pending.append((_records(stats, seconds, stage), where))
         self.send(keep=self._lag)
 
     def send(self, *, keep: int) -> None:
@@ -249,8 +273,8 @@ class _UpdateReports:
                 self._emit({**record, **where})
 
 
-def _records(stats: StepStats, seconds: float, *, is_last: bool) -> Iterator[Record]:
-    offsets = stats.staleness
+def _records(stats: StepStats, seconds: float, stage: Stage) -> Iterator[Record]:
+    offsets, is_last = stats.staleness, stage.is_last
     mean = {"name": "stage/staleness", "value": sum(offsets) / len(offsets), "unit": "updates"}
     yield {**mean, "max": max(offsets), "by_offset": offsets}
     if stats.skipped is not None:
@@ -269,6 +293,9 @@ def _records(stats: StepStats, seconds: float, *, is_last: bool) -> Iterator[Rec
         yield {"name": "train/loss", "value": numbers["loss_sum"] / num_terms, **sizes, "elapsed_seconds": seconds}
         if stats.learning_rate is not None:
             yield {"name": "train/learning_rate", "value": stats.learning_rate}
-        if "num_correct" in numbers and num_classed:
+        measured = stats.sums(stage.metrics) if stage.metrics else {}
+        for name, pair in measured.items():
+            yield {"name": f"train/{name}", "value": value_of(name, pair), "num_targets": pair[1], "is_metric": True}
+        if "num_correct" in numbers and num_classed and "accuracy" not in measured:
             more: Record = {"num_targets": num_classed} if "num_classed" in numbers else {}
             yield {"name": "train/accuracy", "value": numbers["num_correct"] / num_classed, **more}

@@ -1,10 +1,11 @@
 """Datasets, and a loader whose samples, order and augmentation are functions of (seed, epoch, index) alone."""
 
 from adl_dist.data.datasets import cifar10, cifar100, digits, imagefolder, imagenet, synthetic
-from adl_dist.data.loader import Loader, check_dataset, epoch_order
+from adl_dist.data.loader import Loader, epoch_order
+from adl_dist.data.loading import Loading, check_dataset
 from adl_dist.data.tokens import tokens
 
 __all__ = [
-    "Loader", "check_dataset", "cifar10", "cifar100", "digits", "epoch_order", "imagefolder", "imagenet", "synthetic",
-    "tokens",
+    "Loader", "Loading", "check_dataset", "cifar10", "cifar100", "digits", "epoch_order", "imagefolder", "imagenet",
+    "synthetic", "tokens",
 ]  # fmt: skip

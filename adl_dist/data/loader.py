@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, pairwise
@@ -22,8 +22,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
+from adl_dist.batch import Layout, layout_of
+from adl_dist.data.collate import Pair, as_pair, collated, described, in_layout, stacked
+from adl_dist.data.loading import PLAIN, Loading, check_dataset
+from adl_dist.data.rows import rows_of
+from adl_dist.data.stream import Stream, is_iterable
 from adl_dist.errors import DataError, place_of
 from adl_dist.seeds import stream_seed, stream_seeds
 
@@ -43,29 +48,6 @@ def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> ND
     return torch.randperm(num_samples, generator=generator).numpy()
 
 
-def check_dataset(dataset: object, *, name: str, min_samples: int) -> None:
-    """Refuse a dataset that cannot be trained on; ``name``, for the message: ``training`` or ``validation``.
-
-    Raises:
-        DataError: not a map-style dataset, empty, or smaller than ``min_samples``, for example those of one update.
-    """
-    kind = type(dataset).__name__
-    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise DataError(
-            f"{name} dataset: expected a map-style torch Dataset of (input, target), with __len__ and __getitem__, got "
-            f"{kind}; samples are visited by index, so that any number of stages sees the same ones: wrap it in such "
-            "a class"
-        )
-    size = len(dataset)
-    if size == 0:
-        raise DataError(f"{name} dataset: expected samples, but {kind} is empty; check data.root and the split")
-    if size < min_samples:
-        raise DataError(
-            f"{name} dataset: expected at least {min_samples} samples, but {kind} has {size}; use a larger dataset or "
-            f"train.batch_size={size} or less"
-        )
-
-
 class Loader:
     """Loads micro-batches of given sizes in the order of an epoch.
 
@@ -74,21 +56,37 @@ class Loader:
     number of workers, any micro-batch sizes and after any resume. The process's own streams stay where they are. A
     ``TensorDataset`` of two tensors on the CPU, or a ``Subset`` of one, draws nothing and is spared this.
 
+    A sampler is seeded by (seed, epoch), and a ``collate_fn`` by (seed, epoch, index of its first sample).
+
     Workers import the user's script again, so one that uses them needs ``if __name__ == "__main__":``.
     """
 
     def __init__(
-        self, dataset: Dataset[Any], *, seed: int, shuffle: bool, num_workers: int = 0, pin_memory: bool = False
+        self,
+        dataset: Dataset[Any],
+        *,
+        seed: int,
+        shuffle: bool,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        loading: Loading = PLAIN,
     ) -> None:
+        """Take what :func:`check_dataset` accepts; an iterable dataset is not shuffled, and read by this process."""
         self._dataset, self._seed, self._shuffle, self._pin_memory = dataset, seed, shuffle, pin_memory
-        self.num_samples: int = len(dataset)  # type: ignore[arg-type]
+        self._loading = loading
+        self.stream = Stream(dataset, seed) if is_iterable(dataset) else None  # of an iterable dataset
+        if self.stream is not None and num_workers:
+            raise DataError(
+                f"{type(dataset).__name__} is iterable, and {num_workers} processes that load would each read all of "
+                "it; use data.num_workers=0"
+            )
+        self.num_samples = check_dataset(dataset, name="the", min_samples=1, loading=loading)
+        self.layouts: tuple[Layout | None, Layout | None] | None = None  # of input and target; None: not known yet
         self.num_workers = num_workers  # processes that load; 0: the caller's own
         # Those of the process, not of the thread that will ask for batches: that one may be bound to a few.
         self._cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 
-    def batches(
-        self, epoch: int, sizes: Sequence[int], *, first_sample: int = 0
-    ) -> Generator[tuple[Tensor, Tensor], None, None]:
+    def batches(self, epoch: int, sizes: Sequence[int], *, first_sample: int = 0) -> Generator[Pair, None, None]:
         """Yield one epoch's micro-batches; workers live from the first one until the generator ends or is closed.
 
         Args:
@@ -97,30 +95,27 @@ class Loader:
             first_sample: the place in the epoch's order to begin at.
 
         Yields:
-            (input [size, ...], target [size, ...]) on the CPU, stacked from the samples' own dtypes and shapes; a
-            Python float becomes torch's default dtype.
+            (input [size, ...], target [size, ...]) on the CPU, each a tensor or several of them, stacked from the
+            samples' own dtypes and shapes, or collated; a Python float becomes torch's default dtype.
 
         Raises:
             DataError: too few samples for ``sizes``, a sample that is not a pair of tensors or numbers, two samples
                 of a micro-batch that differ in shape or dtype, what the dataset itself raises, with the index of the
                 sample, or a dataset that cannot be sent to workers.
         """
-        order = epoch_order(self.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)[first_sample:]
-        if sum(sizes) > len(order) or min(sizes, default=1) < 1:
+        available = self.num_samples - first_sample
+        if sum(sizes) > available or min(sizes, default=1) < 1:
             raise DataError(
-                f"epoch {epoch + 1}: expected micro-batches of at least 1 sample, {len(order)} in all, got sizes "
+                f"epoch {epoch + 1}: expected micro-batches of at least 1 sample, {available} in all, got sizes "
                 f"{list(sizes)}, {sum(sizes)} in all"
             )
-        order = order[: sum(sizes)]
-        micro_batches: Dataset[Any] = _rows_of(self._dataset, order) or _Samples(
-            self._dataset, order, stream_seeds(self._seed, "sample", epoch, last=order)
-        )
+        micro_batches = self._micro_batches(epoch, first_sample, sum(sizes))
         places = [slice(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
         num_workers = min(self.num_workers, len(sizes))  # the one sample that shapes are agreed with needs one
         if not num_workers and not self._pin_memory:  # what torch's would do, at a fraction of the price
             with _gaussian_kept():
                 for place in places:
-                    yield _loaded(micro_batches[place])
+                    yield self._checked(micro_batches[place])
             return
         loading = DataLoader(
             micro_batches,
@@ -137,12 +132,68 @@ class Loader:
         iterator = self._begun(loading)
         try:
             for loaded in iterator:
-                yield _loaded(loaded)
+                yield self._checked(loaded)
         finally:
             # The iterator would do this when it is collected, but the traceback of an error keeps it alive.
             getattr(iterator, "_shutdown_workers", lambda: None)()
             for worker in getattr(iterator, "_workers", ()):  # one that is stuck: it takes no SIGTERM
                 worker.kill()
+
+    def order(self, epoch: int) -> NDArray[np.int64]:
+        """Return the indices that ``epoch`` visits, in their order [n].
+
+        Raises:
+            DataError: the sampler does not give as many indices as it says.
+        """
+        sampler, num = self._loading.sampler, self.num_samples
+        if sampler is None:
+            whole = len(self._dataset)  # type: ignore[arg-type]
+            return epoch_order(whole, seed=self._seed, epoch=epoch, shuffle=self._shuffle)[:num]
+        seed = stream_seed(self._seed, "order", epoch)
+        with _seeded(seed):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+            if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
+                generator.manual_seed(seed)
+            indices = [*sampler]
+        kind = type(sampler).__name__
+        if wrong := [index for index in indices if not isinstance(index, int | np.integer)]:
+            raise DataError(
+                f"sampler: {kind} yields {type(wrong[0]).__name__}, expected indices; micro-batches are made of them "
+                "by train.batch_size"
+            )
+        if len(indices) < num:
+            raise DataError(f"sampler: {kind} yields {len(indices)} indices in epoch {epoch + 1}, expected {num}")
+        return np.array(indices[:num], dtype=np.int64)
+
+    def _micro_batches(self, epoch: int, first_sample: int, num_samples: int) -> Dataset[Any]:
+        """Return the micro-batches of so many samples, by their places behind the first one."""
+        collate_fn = self._loading.collate_fn
+        collate = partial(_collated, collate_fn, self._seed, epoch) if collate_fn is not None else None
+        if self.stream is not None:
+            self.stream.begin(epoch, first_sample, _seeded)
+            return _Streamed(self._dataset, self.stream, collate)
+        order = self.order(epoch)[first_sample : first_sample + num_samples]
+        rows = rows_of(self._dataset, order) if collate is None else None
+        return rows or _Samples(self._dataset, order, stream_seeds(self._seed, "sample", epoch, last=order), collate)
+
+    def _checked(self, micro_batch: "Pair | DataError") -> Pair:
+        """Return a micro-batch as it was loaded, in the containers of the first one."""
+        if isinstance(micro_batch, DataError):
+            raise micro_batch
+        input_, target = micro_batch  # torch's DataLoader makes it a list
+        if type(input_) is Tensor and type(target) is Tensor and self.layouts == NO_LAYOUTS:
+            return input_, target
+        if self.layouts is None:
+            self.layouts = layout_of(input_), layout_of(target)
+        pair = in_layout(input_, self.layouts[0]), in_layout(target, self.layouts[1])
+        if pair[0] is None or pair[1] is None:
+            expected = " and ".join("a tensor" if layout is None else str(layout) for layout in self.layouts)
+            raise DataError(
+                f"a micro-batch is (input {described(input_)}, target {described(target)}), but those before were "
+                f"{expected}; let all samples have the same tuples, or dictionaries with the same keys"
+            )
+        return pair[0], pair[1]
 
     def _begun(self, loading: DataLoader[Any]) -> Iterator[Any]:
         """Start the workers of ``loading``, if it has any."""
@@ -158,89 +209,82 @@ class Loader:
             ) from error
 
 
-class _Rows(Dataset[tuple[Tensor, Tensor]]):
-    """The micro-batches of one epoch, by their places in its order: rows of tensors, taken at once."""
-
-    def __init__(self, inputs: Tensor, targets: Tensor, rows: Tensor) -> None:
-        self._inputs, self._targets, self._rows = inputs, targets, rows
-
-    def __getitem__(self, places: slice) -> tuple[Tensor, Tensor]:
-        rows = self._rows[places]
-        return self._inputs.index_select(0, rows), self._targets.index_select(0, rows)
+Collate = Callable[[list[Any], list[int]], Pair]  # of samples and their indices
+NO_LAYOUTS = (None, None)  # input and target are a tensor each
 
 
-def _rows_of(dataset: Dataset[Any], order: NDArray[np.int64]) -> _Rows | None:
-    """Return the samples ``order`` [n] of a ``TensorDataset`` of two plain CPU tensors, or of a ``Subset`` of one.
-
-    None for any other dataset, also of a class derived from these, which may treat its samples in its own way; and
-    where a subset's indices are not places counted from 0, whose meaning, or error, is that of one by one.
-    """
-    rows, subsets = order, []
-    while type(dataset) is Subset:
-        subsets.append(dataset.indices)
-        dataset = dataset.dataset
-    if type(dataset) is not TensorDataset or len(dataset.tensors) != 2 or not all(map(_is_plain, dataset.tensors)):
-        return None
-    for subset in subsets:
-        try:
-            of_subset = np.asarray(subset)
-        except (TypeError, ValueError, RuntimeError):  # lists of several lengths, tensors on a GPU
-            return None
-        if of_subset.ndim != 1 or of_subset.dtype.kind not in "iu":
-            return None
-        rows = of_subset[rows]
-    if rows.size and not 0 <= rows.min() <= rows.max() < len(dataset):
-        return None
-    return _Rows(*dataset.tensors, torch.from_numpy(rows.astype(np.int64)))
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Return whether rows taken at once equal rows taken one by one, in the same memory format."""
-    if type(tensor) is not Tensor or tensor.device.type != "cpu" or tensor.layout != torch.strided:
-        return False
-    return not tensor.is_nested and not tensor.is_quantized and tensor.is_contiguous()
-
-
-class _Samples(Dataset["tuple[Tensor, Tensor] | DataError"]):
+class _Samples(Dataset["Pair | DataError"]):
     """The micro-batches of one epoch, by their places in its order: loaded sample by sample, here or in a worker."""
 
-    def __init__(self, dataset: Dataset[Any], order: NDArray[np.int64], seeds: NDArray[np.uint64]) -> None:
-        self._dataset, self._order, self._seeds = dataset, order, seeds
+    def __init__(
+        self, dataset: Dataset[Any], order: NDArray[np.int64], seeds: NDArray[np.uint64], collate: Collate | None
+    ) -> None:
+        self._dataset, self._order, self._seeds, self._collate = dataset, order, seeds, collate
 
-    def __getitem__(self, places: slice) -> "tuple[Tensor, Tensor] | DataError":
+    def __getitem__(self, places: slice) -> "Pair | DataError":
         # A DataError is returned, not raised: raised in a worker it would reach the user as torch's copy of a
         # traceback, with the one line that matters at its end.
-        samples: list[tuple[Tensor, Tensor]] = []
+        samples: list[Any] = []
         indices: list[int] = self._order[places].tolist()
         try:
             with _streams_restored():
                 for index, seed in zip(indices, self._seeds[places].tolist(), strict=True):
                     _seed_streams(seed)
-                    samples.append(_as_pair(self._sample(index), index))
-            _check_alike(samples, indices)
+                    sample = _told(self._dataset, index, lambda: self._dataset[index])  # noqa: B023
+                    samples.append(sample if self._collate is not None else as_pair(sample, index))
+                return stacked(samples, indices) if self._collate is None else self._collate(samples, indices)
         except DataError as error:
             return error
-        return torch.stack([input_ for input_, _ in samples]), torch.stack([target for _, target in samples])
 
-    def _sample(self, index: int) -> Any:
+
+class _Streamed(Dataset["Pair | DataError"]):
+    """The micro-batches of an iterable dataset, which come one after the other, whatever places are asked for."""
+
+    def __init__(self, dataset: Dataset[Any], stream: Stream, collate: Collate | None) -> None:
+        self._dataset, self._stream, self._collate = dataset, stream, collate
+
+    def __getitem__(self, places: slice) -> "Pair | DataError":
+        samples: list[Any] = []
+        first = self._stream.position
+        indices = [*range(first, first + places.stop - places.start)]
         try:
-            return self._dataset[index]
-        except DataError:
-            raise
-        except (Exception, SystemExit) as error:  # the user's own code can raise anything
-            raised = " ".join(f"{type(error).__name__}: {error}".split())
-            refusal = DataError(f"sample {index}: {type(self._dataset).__name__} raised {raised}{place_of(error)}")
-            if isinstance(error, OSError | MemoryError) and not isinstance(error, FileNotFoundError | PermissionError):
-                refusal.exit_code = 1  # a disk or a server that may be there again when the run is restarted
-            refusal.add_note(traceback.format_exc())  # for the log; a worker's error arrives without its cause
-            raise refusal from error
+            with _streams_restored():
+                for index in indices:
+                    _seed_streams(self._stream.seed_of(index))
+                    sample = _told(self._dataset, index, self._stream.next)
+                    samples.append(sample if self._collate is not None else as_pair(sample, index))
+                return stacked(samples, indices) if self._collate is None else self._collate(samples, indices)
+        except DataError as error:
+            return error
 
 
-def _loaded(micro_batch: "tuple[Tensor, Tensor] | DataError") -> tuple[Tensor, Tensor]:
-    if isinstance(micro_batch, DataError):
-        raise micro_batch
-    input_, target = micro_batch  # torch's DataLoader makes it a list
-    return input_, target
+def _told(dataset: Dataset[Any], index: int, load: Callable[[], Any]) -> Any:
+    """Return a sample of ``dataset``; an error of the user's own code names its ``index``."""
+    try:
+        return load()
+    except DataError:
+        raise
+    except (Exception, SystemExit) as error:  # the user's own code can raise anything
+        raised = " ".join(f"{type(error).__name__}: {error}".split())
+        refusal = DataError(f"sample {index}: {type(dataset).__name__} raised {raised}{place_of(error)}")
+        if isinstance(error, OSError | MemoryError) and not isinstance(error, FileNotFoundError | PermissionError):
+            refusal.exit_code = 1  # a disk or a server that may be there again when the run is restarted
+        refusal.add_note(traceback.format_exc())  # for the log; a worker's error arrives without its cause
+        raise refusal from error
+
+
+def _collated(collate_fn: Callable[[list[Any]], Any], seed: int, epoch: int, samples: list[Any], at: list[int]) -> Pair:
+    """Collate ``samples`` with the indices ``at``; what that draws depends on the first of them."""
+    _seed_streams(stream_seed(seed, "collate", epoch, at[0]))
+    return collated(collate_fn, samples, at)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Have the global random streams begin at ``seed`` inside."""
+    with _streams_restored():
+        _seed_streams(seed)
+        yield
 
 
 @contextmanager
@@ -308,46 +352,3 @@ def _begin_worker(cores: set[int] | None, worker: int) -> None:
         os._exit(1)
 
     threading.Thread(target=wait, name="end with parent", daemon=True).start()
-
-
-def _as_pair(sample: Any, index: int) -> tuple[Tensor, Tensor]:
-    if not isinstance(sample, tuple | list) or len(sample) != 2:
-        kind = f"{type(sample).__name__} of {len(sample)}" if isinstance(sample, tuple | list) else _type_name(sample)
-        raise DataError(
-            f"sample {index}: expected a pair (input, target), got {kind}; let the dataset's __getitem__ return two "
-            "values"
-        )
-    return _as_tensor(sample[0], "an input", index), _as_tensor(sample[1], "a target", index)
-
-
-def _as_tensor(value: Any, what: str, index: int) -> Tensor:
-    if isinstance(value, Tensor):  # torchvision's images are of a subclass, with rules of its own
-        return value if type(value) is Tensor else value.as_subclass(Tensor)
-    if isinstance(value, int | float):
-        return torch.tensor(value)
-    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
-        # A copy: torch takes no flipped, read-only or foreign-endian array.
-        return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("=")))
-    raise DataError(
-        f"sample {index}: expected {what} that is a tensor, a numeric numpy array or a number, got "
-        f"{_type_name(value)}; add a transform that converts it, for example torchvision's ToTensor for images"
-    )
-
-
-def _check_alike(samples: list[tuple[Tensor, Tensor]], indices: list[int]) -> None:
-    first = samples[0]
-    for index, sample in zip(indices[1:], samples[1:], strict=True):
-        if any(t.shape != f.shape or t.dtype != f.dtype for t, f in zip(sample, first, strict=True)):
-            raise DataError(
-                f"sample {index}: expected {_describe(first)} like sample {indices[0]} of the same micro-batch, got "
-                f"{_describe(sample)}; add a transform that gives all samples one shape and dtype"
-            )
-
-
-def _describe(sample: tuple[Tensor, Tensor]) -> str:
-    input_, target = (f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in sample)
-    return f"(input {input_}, target {target})"
-
-
-def _type_name(value: Any) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")

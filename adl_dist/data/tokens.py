@@ -93,15 +93,15 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
     The input is the first T of them, the target the last T. Tokens behind the last whole window are not used.
 
     Attributes:
-        tokens_per_sample: T, by which speed is told in tokens/s.
+        context: T.
     """
 
     def __init__(self, file: TokenFile, context: int, vocab_size: int | None = None) -> None:
-        self._file, self._vocab_size, self.tokens_per_sample = file, vocab_size, context
+        self._file, self._vocab_size, self.context = file, vocab_size, context
         self._tokens: NDArray[Any] | None = None
 
     def __len__(self) -> int:
-        return self._file.num_tokens // (self.tokens_per_sample + 1)
+        return self._file.num_tokens // (self.context + 1)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """Return input int64[T] and target int64[T]; DataError for a token that the vocabulary does not have."""
@@ -109,7 +109,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
             raise IndexError(index)
         if self._tokens is None:
             self._tokens = self._file.mapped()
-        length = self.tokens_per_sample + 1
+        length = self.context + 1
         window = self._tokens[index * length : (index + 1) * length].astype(np.int64)
         if self._vocab_size is not None and (largest := int(window.max())) >= self._vocab_size:
             raise DataError(

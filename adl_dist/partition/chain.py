@@ -3,28 +3,32 @@
 import difflib
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import fx, nn
 
+from adl_dist.batch import call, tensors_of
 from adl_dist.errors import PartitionError
 from adl_dist.partition.nodes import is_light
 from adl_dist.partition.piece import Crossing, StageModule, adopt, extract
-from adl_dist.partition.ran import Pair, Ran, Samples, run
+from adl_dist.partition.ran import Ran, Samples, run
 from adl_dist.partition.ties import Ties, Use, never_moved, torn
 from adl_dist.partition.trace import Trace, read, unsendable
 from adl_dist.partition.tracer import UntraceableError, has_hooks
 
 
 def linearise(model: nn.Module, *, granularity: str = "block", samples: Samples | None = None) -> "Chain":
-    """Read ``model``, any module that torch.fx can trace, with one tensor as its input, as a chain of units.
+    """Read ``model``, any module that torch.fx can trace, as a chain of units.
 
     At granularity ``layer`` units are single layers and operations, also in residual blocks; at ``block`` they are what
     the model's own forward calls, of an ``nn.Sequential`` its children, which need not be traceable. ``samples``: real
     inputs of two different batch sizes, on the model's device, say of 2 and 4 samples. The parts of the model run once
-    on both, so that its forward may branch on what is the same for every batch; None: on nothing but parameters.
+    on both, so that its forward may branch on what is the same for every batch; None: its input is one tensor, and it
+    branches on nothing but parameters.
 
     Raises:
         PartitionError: it cannot be traced; names the line and the ways out.
@@ -36,6 +40,24 @@ def linearise(model: nn.Module, *, granularity: str = "block", samples: Samples 
         return TracedChain(model, *read(model, granularity=granularity, samples=samples))
     except UntraceableError as error:
         raise PartitionError(f"{error}; {_ways_out(model, error.where, granularity, samples)}") from error
+
+
+def check_same_chain(chain: "Chain", model: nn.Module, samples: Samples, *, granularity: str) -> None:
+    """Refuse a ``model`` that does something else for ``samples`` of another length than those ``chain`` was read with.
+
+    Raises:
+        PartitionError: its forward branches on a length, or repeats something as often.
+    """
+    if isinstance(chain, SequentialChain):
+        return
+    other = TracedChain(model, *read(model, granularity=granularity, samples=samples))
+    if other.keys != chain.keys:
+        shapes = [list(tensor.shape) for tensor in tensors_of(samples[0])]
+        raise PartitionError(
+            f"{type(model).__name__}: its forward is another one for an input of {shapes}, because it branches on a "
+            "length or repeats something as often, and would be read once and for all: hide the function that does by "
+            "torch.fx.wrap, use partition.granularity=block if it lies in a block, or pad to one length"
+        )
 
 
 class SequentialChain:
@@ -71,6 +93,7 @@ class TracedChain:
 
     def __init__(self, model: nn.Module, training: Trace, evaluation: Trace) -> None:
         self._model = model
+        self.keys = training.key, evaluation.key  # of the forwards that were read
         unit_of, self.units = _units(training)
         self._modes = [_Mode(training, unit_of, len(self.units))]
         if evaluation is not training:
@@ -151,7 +174,7 @@ class _Mode:
     def crossing(self, cut: int) -> list[Crossing]:
         """Return what crosses the cut after unit ``cut``, in the order it was computed."""
         crossing = []
-        for node in (self.trace.input, *(step for step in self.trace.steps if self.unit_of[step] <= cut)):
+        for node in (*self.trace.inputs, *(step for step in self.trace.steps if self.unit_of[step] <= cut)):
             is_value = self._last_value_use.get(node, -1) > cut
             if is_value or self._last_shape_use.get(node, -1) > cut:
                 crossing.append(Crossing(node, is_shape=not is_value))
@@ -160,7 +183,8 @@ class _Mode:
     def graph(self, start: int, stop: int) -> fx.Graph:
         """Return the graph of the stage that holds units ``start`` to ``stop`` - 1."""
         steps = [step for step in self.trace.steps if start <= self.unit_of[step] < stop]
-        arriving = self.crossing(start - 1) if start > 0 else [Crossing(self.trace.input, is_shape=False)]
+        first = [Crossing(node, is_shape=False) for node in self.trace.inputs]
+        arriving = self.crossing(start - 1) if start > 0 else first
         return extract(self.trace, steps, arriving, self.crossing(stop - 1) if stop < self._num_units else None)
 
 
@@ -221,10 +245,10 @@ def _run_one_after_the_other(model: nn.Module, units: Sequence[nn.Module], sampl
     try:
         for mode in (True, False):
             model.train(mode)
-            values: Pair = (samples[0].clone(), samples[1].clone())
+            values: Any = (samples[0].clone(), samples[1].clone())
             with torch.set_grad_enabled(mode):
                 for unit, of_unit in zip(units, found, strict=True):
-                    of_unit.append(run(unit, (((values[0],), {}), ((values[1],), {})), modules=[unit]))
+                    of_unit.append(run(partial(call, unit), (((values[0],), {}), ((values[1],), {})), modules=[unit]))
                     values = of_unit[-1].values
     except (Exception, SystemExit):
         return []

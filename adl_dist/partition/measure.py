@@ -14,8 +14,10 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
 
+from adl_dist.batch import Batch, call
 from adl_dist.partition.chain import Chain
 from adl_dist.partition.costs import Profile, UnitCost
+from adl_dist.partition.piece import as_argument
 from adl_dist.streams import streams_kept
 
 WARMUP = 2  # rounds; the second is the first to add to gradients that are there
@@ -23,7 +25,7 @@ FEWEST, MOST = 3, 30  # rounds after these
 SECONDS = 6.0  # beyond the fewest no round is started after so long
 
 Figures = TypeVar("Figures")
-LossFn = Callable[[Any, Tensor], Tensor]
+LossFn = Callable[[Any, Any], Tensor]
 Within = Callable[[], AbstractContextManager[Any]]  # what forward and loss are called in: autocast, or nothing
 
 
@@ -31,8 +33,8 @@ def measure(  # 9: the model and its units, a sample, how it is trained, and the
     model: nn.Module,
     chain: Chain,
     *,
-    input_: Tensor,
-    target: Tensor,
+    input_: Batch,
+    target: Batch,
     loss_fn: LossFn,
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
     of: dict[str, Any],
@@ -65,14 +67,14 @@ def measure(  # 9: the model and its units, a sample, how it is trained, and the
 
 
 def pace(
-    model: nn.Module, input_: Tensor, target: Tensor, loss_fn: LossFn, within: Within = nullcontext
+    model: nn.Module, input_: Batch, target: Batch, loss_fn: LossFn, within: Within = nullcontext
 ) -> tuple[float, float]:
     """Return the mean seconds of forward and backward of the whole model. Its state is as before."""
 
     def once() -> tuple[float, float]:
         start = now(input_.device)
         with within():
-            loss = loss_fn(model(input_), target)
+            loss = loss_fn(call(model, input_), target)
         middle = now(input_.device)
         loss.backward()
         return middle - start, now(input_.device) - middle
@@ -84,7 +86,7 @@ def pace(
 
 
 @contextmanager
-def restored(model: nn.Module, input_: Tensor) -> Iterator[None]:
+def restored(model: nn.Module, input_: Batch) -> Iterator[None]:
     """Leave the model, and the random streams of its device, as they were found."""
     state = copy.deepcopy(model.state_dict())
     # Some buffers are no part of the state, and a forward may put others in their places.
@@ -117,8 +119,8 @@ class _Bench:
     """The units of a model side by side, each with leaves of its own between it and its neighbours."""
 
     pieces: Sequence[nn.Module]
-    input_: Tensor
-    target: Tensor
+    input_: Batch
+    target: Batch
     loss_fn: LossFn
     within: Within
     written: list[list[bool]] = field(default_factory=list)  # by unit and tensor: whether it writes to its argument
@@ -129,7 +131,7 @@ class _Bench:
         saver: dict[int, int] = {}  # storage -> the unit that first saves it
         saved_bytes = [0] * len(self.pieces)
         alive = []  # leaves and outputs of each unit, or a storage would be used again
-        arriving: Any = self.input_
+        arriving: Any = as_argument(self.pieces[0], self.input_)
         for unit, piece in enumerate(self.pieces):
 
             def pack(tensor: Tensor, unit: int = unit) -> Tensor:
@@ -154,7 +156,7 @@ class _Bench:
             crossing = tree_leaves(out)
             tensors = [t for t in crossing if isinstance(t, Tensor)]
             firsts = [saver.get(_storage(t)) for t in tensors]
-            whole = len(tensors) == len(crossing) and all(t.shape[:1] == self.input_.shape[:1] for t in tensors)
+            whole = len(tensors) == len(crossing) and all(t.shape[:1] == (len(self.input_),) for t in tensors)
             last = unit == len(self.pieces) - 1
             sent = [] if last else [(t, _bytes_sent(t, wire_dtype)) for t in tensors]
             unsaved = [n for (t, n), f in zip(sent, firsts, strict=not last) if n < t.nbytes or f is None or f > unit]
@@ -181,7 +183,7 @@ class _Bench:
     def run(self) -> tuple[list[float], list[float]]:
         """Return the seconds of each unit's forward and backward."""
         forwards, backwards, kept = [], [], []
-        arriving: Any = self.input_
+        arriving: Any = as_argument(self.pieces[0], self.input_)
         for unit in range(len(self.pieces)):
             leaves = _leaves(arriving, with_gradient=unit > 0)
             inputs = self._inputs(unit, leaves)
@@ -198,7 +200,7 @@ class _Bench:
 
     def _call(self, unit: int, inputs: Any) -> Any:
         with self.within():
-            out = self.pieces[unit](inputs)
+            out = call(self.pieces[unit], inputs)
             return self.loss_fn(out, self.target) if unit == len(self.pieces) - 1 else out
 
     def _inputs(self, unit: int, leaves: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Self, cast
 
 from torch import Tensor, fx, nn
 
+from adl_dist.batch import Batch, Several
 from adl_dist.errors import PartitionError
 from adl_dist.partition.trace import Trace
 
@@ -78,6 +79,13 @@ class StageModule(nn.Module):
         for module in vars(self)[_OWN].unlike[0 if mode else 1]:
             module.training = not mode
         return self
+
+
+def as_argument(module: nn.Module, input_: Batch) -> Any:
+    """Return what the first stage, or the whole model, is called with: a traced stage takes all tensors in a tuple."""
+    if not isinstance(module, StageModule) or not isinstance(input_, Several):
+        return input_
+    return input_.tensors if len(input_.tensors) > 1 else input_.tensors[0]
 
 
 def traced_units(module: nn.Module) -> list[str]:

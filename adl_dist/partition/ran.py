@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
+from adl_dist.batch import Batch
 from adl_dist.partition.module_state import ModuleState
 from adl_dist.partition.nodes import ABOUT_TENSORS
 from adl_dist.streams import Streams
@@ -15,7 +16,7 @@ from adl_dist.streams import Streams
 _LIKE_ANOTHER = {"to", "type_as", "expand_as", "view_as", "reshape_as"}  # ask their second argument for its shape
 _NEW = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor"}
 Pair = tuple[Any, Any]  # a value of the forward for each of the two batches
-Samples = tuple[Tensor, Tensor]  # inputs of 2 and of 4 samples, say
+Samples = tuple[Batch, Batch]  # inputs of 2 and of 4 samples, say; each a tensor, or several
 
 
 @dataclass(frozen=True)

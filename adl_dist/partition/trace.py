@@ -28,10 +28,10 @@ Reading = tuple[fx.Graph, Values | None]
 
 @dataclass(frozen=True)
 class Trace:
-    """One forward, with one placeholder, its input."""
+    """One forward, with a placeholder for each tensor of its input."""
 
     key: tuple[Any, ...]  # what two traces of equal meaning have in common
-    input: fx.Node
+    inputs: list[fx.Node]
     result: Any  # the returned nodes, in whatever structure
     steps: list[fx.Node]  # that compute tensors, in an order in which they can run, without shapes
     shapes: set[fx.Node]  # that compute shapes
@@ -91,7 +91,7 @@ def _trace(model: nn.Module, reading: Reading, unlike: set[nn.Module], read_only
     sizes = values.sizes if values is not None else (0, 0)
     return Trace(
         key=([(n.op, n.target, plain(n.args), plain(n.kwargs)) for n in graph.nodes], unlike),
-        input=next(iter(graph.nodes)),
+        inputs=[node for node in graph.nodes if node.op == "placeholder"],
         result=result,
         steps=_steps(graph, kinds),
         shapes={node for node, kind in kinds.items() if kind == "shape"},

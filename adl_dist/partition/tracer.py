@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx, nn
 
+from adl_dist.batch import Several, call
 from adl_dist.errors import PartitionError
 from adl_dist.partition.forward_patches import CHECKPOINTS, Patches
 from adl_dist.partition.known import Known
@@ -48,21 +49,16 @@ _UNTRACEABLE = "{} cannot be traced, so where it can be cut is not known: "
 def symbolic(
     model: nn.Module, *, granularity: str, samples: Samples | None, like: Values | None = None
 ) -> tuple[fx.Graph, Values | None]:
-    """Return the operations of ``model`` in its present mode, with one placeholder, and the values of its nodes.
+    """Return the operations of ``model`` in its present mode, with a placeholder for each tensor of its input.
+
+    And the values of its nodes.
 
     There are values only with ``samples``; see :func:`trace.read`. ``like``: those of the other mode.
 
     Raises:
         PartitionError: it cannot be traced, or a cut model would do something else.
     """
-    parameters = list(inspect.signature(model.forward).parameters.values())
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if not positional or needed not in ([], [positional[0].name]):
-        raise PartitionError(
-            f"{type(model).__name__}.forward takes {', '.join(p.name for p in parameters) or 'nothing'}; expected one "
-            "input, all else with defaults: wrap the model in a module whose forward takes one tensor"
-        )
+    _check_signature(model, samples)
     if has_hooks(model):
         raise PartitionError(
             f"{type(model).__name__} has hooks, but is taken apart when it is cut, so that they would never run: "
@@ -78,6 +74,22 @@ def symbolic(
                 error.where,
             ) from error
         raise PartitionError(f"{type(model).__name__} fails on a batch of the data: {error}") from error
+
+
+def _check_signature(model: nn.Module, samples: Samples | None) -> None:
+    """Raise a PartitionError unless the forward of ``model`` can be called with an input like those of ``samples``."""
+    signature = inspect.signature(model.forward)
+    args, kwargs = samples[0].arguments if samples is not None and isinstance(samples[0], Several) else ((None,), {})
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        takes = ", ".join(signature.parameters) or "nothing"
+        given = f"{len(args)} by place" if args else f"{', '.join(kwargs)} by name"
+        raise PartitionError(
+            f"{type(model).__name__}.forward takes {takes}, but the input has {given} ({error}): let the dataset "
+            "return as input one tensor, a tuple in the order of forward's arguments, or a dictionary by their names, "
+            "or wrap the model in a module whose forward takes what there is"
+        ) from None
 
 
 def _read(
@@ -106,7 +118,7 @@ class _Tracer(fx.Tracer):
 
     def __init__(self, model: nn.Module, granularity: str, samples: Samples | None, like: Values | None) -> None:
         super().__init__(autowrap_modules=(math,), autowrap_functions=CHECKPOINTS)
-        self._granularity = granularity
+        self._granularity, self._samples = granularity, samples
         self._with_gradient, self._around = torch.is_grad_enabled(), _surroundings()
         self.where = ""  # the innermost module whose forward could not be read
         self.refusal: Exception | None = None  # the first, which the forward may catch
@@ -147,9 +159,17 @@ class _Tracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
-        # One placeholder, whatever else the forward could take: it is called as a stage will be.
-        self._input = self.create_proxy("placeholder", "input", (), {})
-        return (lambda root, x: root.forward(x)), [self.root, self._input]
+        # As many placeholders as the input has tensors, whatever else the forward could take: it is called as a stage
+        # will be.
+        whole = self._samples[0] if self._samples is not None else None
+        if not isinstance(whole, Several):
+            self._input = self.create_proxy("placeholder", "input", (), {})
+            return (lambda root, x: root.forward(x)), [self.root, self._input]
+        layout = whole.layout
+        names = layout.names or [f"input_{place}" for place in range(layout.count)]
+        inputs = [self.create_proxy("placeholder", name, (), {}) for name in names]
+        self._input = inputs[0]
+        return (lambda root, *given: call(root.forward, layout.build(given))), [self.root, *inputs]
 
     def input_device(self) -> Any:
         """Return the device of the model's input."""
@@ -241,7 +261,8 @@ def _surroundings() -> tuple[list[bool], Any]:
 def _runs(model: nn.Module, samples: Samples) -> bool:
     """Return whether the model itself runs on the ``samples``; what it moves is put back."""
     try:
-        run(model, (((samples[0].clone(),), {}), ((samples[1].clone(),), {})), modules=[model])
+        arguments: Any = ((samples[0].clone(),), {}), ((samples[1].clone(),), {})
+        run(partial(call, model), arguments, modules=[model])
     except Exception:
         return False
     return True

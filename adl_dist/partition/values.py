@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from adl_dist.batch import tensors_of
 from adl_dist.partition.known import (
     ALL_UNKNOWN,
     OF_SHAPE,
@@ -151,7 +152,9 @@ class Values:
     def _value(self, node: fx.Node) -> Known:
         if node.op == "placeholder":
             self._of_data.add(node)
-            return Known((self._samples[0].clone(), self._samples[1].clone()))
+            place = sum(1 for known in self.known if known.op == "placeholder")
+            first, second = (tensors_of(batch)[place].clone() for batch in self._samples)
+            return Known((first, second))
         if node.op == "get_attr":
             value = self._copied(str(node.target))
             if not isinstance(value[0], Tensor) or value[0].requires_grad:

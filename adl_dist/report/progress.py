@@ -10,16 +10,17 @@ from adl_dist.report.tables import text_table
 from adl_dist.report.warning import tell
 
 REDRAW_SECONDS = 0.1
+TOKENS = "tokens"  # the unit of speed where a loss averages over many in a sample
 
 
 class Progress:
-    """Shows loss, accuracy, images/s and mean staleness of the epoch while it is trained. One line per epoch stays."""
+    """Shows loss, metrics, speed and mean staleness of the epoch while it is trained. One line per epoch stays."""
 
     def __init__(
-        self, *, num_stages: int, quiet: bool = False, out: IO[str] | None = None, tokens_per_sample: int | None = None
+        self, *, num_stages: int, quiet: bool = False, out: IO[str] | None = None, unit: str = "images"
     ) -> None:
-        """Show to ``out`` (standard output), or nothing if ``quiet``; tokens/s if samples have tokens."""
-        self._per_sample, self._unit = (1, "images/s") if tokens_per_sample is None else (tokens_per_sample, "tokens/s")
+        """Show to ``out`` (standard output), or nothing if ``quiet``; ``unit``: what samples are, or ``tokens``."""
+        self._unit = unit
         self._out, self._quiet = out or sys.stdout, quiet
         # Only a terminal can overwrite a line; a log file gets the line of each epoch.
         self._live = False
@@ -55,7 +56,11 @@ class Progress:
                 self._loss_sum += record["value"] * num_terms
                 self._num_terms += num_terms
                 self._seconds = record["elapsed_seconds"]
-                self._rate = self._samples / max(self._seconds_before + self._seconds, 1e-9)
+                of_unit = self._num_terms if self._unit == TOKENS else self._samples
+                self._rate = of_unit / max(self._seconds_before + self._seconds, 1e-9)
+            case name if record.get("is_metric") and name != "train/accuracy":
+                total, count = self._metrics.get(name, (0.0, 0.0))
+                self._metrics[name] = total + record["value"] * record["num_targets"], count + record["num_targets"]
             case "train/accuracy":
                 # Of the targets of the loss before it. Counted apart: a line may be drawn between the two.
                 num_targets = record.get("num_targets", self._last_size)
@@ -69,12 +74,14 @@ class Progress:
             self._shown_at = now
             tell(self._out, f"\r\033[K{self._line()}")
 
-    def end(self, loss: float | None, accuracy: float | None) -> None:
-        """End the epoch with the validation figures, where there are any."""
+    def end(self, loss: float | None, accuracy: float | None, metrics: Mapping[str, float] | None = None) -> None:
+        """End the epoch with the validation figures, where there are any, ``metrics`` by their names."""
         if self._quiet or not self._head:
             return
         validation = "" if loss is None else f"  |  validation loss {loss:.4f}"
         validation += "" if accuracy is None else f"  acc {accuracy:7.2%}"
+        others = {name: value for name, value in (metrics or {}).items() if name != "accuracy"}
+        validation += "".join(f"  {name} {value:.4g}" for name, value in others.items())
         self.note(self._line() + validation)
 
     def note(self, text: str) -> None:
@@ -86,18 +93,21 @@ class Progress:
         """Set all counts of an epoch to zero."""
         self._loss_sum = self._num_terms = self._num_correct = self._seconds_before = 0.0
         self._samples = self._num_judged = self._num_skipped = 0
+        self._metrics: dict[str, tuple[float, float]] = {}  # sum and count, by the name of the record
         self._staleness_sums, self._num_backwards = [0.0] * self._num_stages, [0] * self._num_stages
 
     def _line(self) -> str:
         means = zip(self._staleness_sums, self._num_backwards, strict=True)
         stale = "/".join(f"{total / number:.3g}" if number else "-" for total, number in means)
         accuracy = f"  acc {self._num_correct / self._num_judged:7.2%}" if self._num_judged else ""
+        for name, (total, count) in self._metrics.items():
+            accuracy += f"  {name.removeprefix('train/')} {total / count:.4g}"
         loss = self._loss_sum / self._num_terms if self._num_terms else float("nan")
         width = len(str(self._total_updates))
         skipped = f"  skipped {self._num_skipped}" if self._num_skipped else ""
         return (
             f"{self._head}  update {self._update:>{width}}/{self._total_updates}  loss {loss:.4f}{accuracy}"
-            f"  {self._per_sample * self._rate:7,.0f} {self._unit}  staleness {stale}{skipped}"
+            f"  {self._rate:7,.0f} {self._unit}/s  staleness {stale}{skipped}"
         )
 
 
@@ -111,10 +121,8 @@ def final_table(summary: Mapping[str, Any]) -> str:
     if "validation_perplexity" in summary:
         head.append(f"perplexity {summary['validation_perplexity']:.2f}")
     if "samples_per_second" in summary:
-        speed = f"{summary['samples_per_second']:,.0f} images/s"
-        if "tokens_per_second" in summary:
-            speed = f"{summary['tokens_per_second']:,.0f} tokens/s"
-        head.append(f"{speed}, {summary['train_seconds']:.1f} s of training")
+        unit, speed = summary.get("unit", "images"), summary.get("tokens_per_second", summary["samples_per_second"])
+        head.append(f"{speed:,.0f} {unit}/s, {summary['train_seconds']:.1f} s of training")
     lines = [", ".join(head)]
     if summary["skipped_updates"]:
         lines.append(f"{summary['skipped_updates']} updates skipped: their loss or gradient was not finite")

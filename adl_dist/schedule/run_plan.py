@@ -71,7 +71,6 @@ class Plan:
     """How long a run is and how it is divided. Sizes in samples, lengths in epochs and updates.
 
     A segment ends with its epoch, and also after every ``checkpoint_every_updates`` of the epoch.
-    ``tokens_per_sample``: of data that are sequences of tokens; None: they are none.
     """
 
     epochs: int
@@ -81,7 +80,6 @@ class Plan:
     num_validation: int
     micro_batch_size: int
     accumulation_steps: int
-    tokens_per_sample: int | None = None
 
     def segment(self, epoch: int, first_sample: int, update: int) -> Segment:
         """Return the segment from ``first_sample`` of ``epoch`` and ``update`` on."""

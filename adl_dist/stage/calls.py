@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from adl_dist.batch import Several
 from adl_dist.seeds import stream_seeds
 
 Tensors = tuple[Tensor, ...]
@@ -28,9 +29,13 @@ def call_of(module: nn.Module, *, compiled: bool) -> Call:
     """
 
     def call(argument: Any, buffers: dict[str, Tensor] | None) -> Any:
-        if buffers is None:
+        is_one = type(argument) is not Several
+        if is_one and buffers is None:
             return module(argument)
-        return torch.func.functional_call(module, buffers, (argument,))
+        args, kwargs = ((argument,), {}) if is_one else argument.arguments
+        if buffers is None:
+            return module(*args, **kwargs)
+        return torch.func.functional_call(module, buffers, args, kwargs)
 
     if not compiled:
         return call

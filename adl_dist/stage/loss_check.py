@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from adl_dist.batch import Batch, Several
+from adl_dist.batch import put_together as joined
 from adl_dist.errors import ConfigError
 from adl_dist.stage.loss_terms import LossTerms, is_known_mean, loss_terms, own_num_terms
 from adl_dist.stage.spec import LossFn
@@ -39,7 +41,7 @@ class _Asked(NamedTuple):
 
 
 def check_is_mean(
-    loss_fn: LossFn, outs: tuple[Any, Any], targets: tuple[Tensor, Tensor], terms: LossTerms | None
+    loss_fn: LossFn, outs: tuple[Any, Any], targets: tuple[Batch, Batch], terms: LossTerms | None
 ) -> None:
     """Check a loss on two real micro-batches together.
 
@@ -56,7 +58,7 @@ def check_is_mean(
     Raises:
         ConfigError: the loss is no such mean, or fails on the samples.
     """
-    out, target = put_together(outs), torch.cat(targets)
+    out, target = put_together(outs), joined(*targets)
     parts = torch.arange(len(target)).split([len(of_one) for of_one in targets])
     # First in float64, where little is rounded; not each loss takes that. And with outputs that differ: those of a
     # model that has not learnt may all be alike, and each mean of them is the same. Not each loss takes these, either.
@@ -118,14 +120,14 @@ class MeanGuard:
         """Take a loss that keeps nothing; it is called ``within`` a context. ``where`` begins an error."""
         self._loss_fn, self._within, self._where = loss_fn, within, where
         self._count, self._next = 0, 1
-        self._first: tuple[Any, Tensor] | None = None  # a micro-batch that the next one is compared with
+        self._first: tuple[Any, Any] | None = None  # a micro-batch that the next one is compared with
 
     @classmethod
     def of(cls, loss_fn: LossFn, within: Callable[[], AbstractContextManager[Any]], where: str) -> "MeanGuard | None":
         """Return a guard, if what the loss averages over is not known anyway."""
         return None if is_known_mean(loss_fn) else cls(loss_fn, within, where)
 
-    def look(self, out: Any, target: Tensor) -> None:
+    def look(self, out: Any, target: Batch) -> None:
         """Look at a micro-batch, if it is its turn: the model's ``out`` and ``target`` [B, ...], on one device.
 
         Raises:
@@ -152,13 +154,20 @@ class MeanGuard:
             raise ConfigError(f"{self._where}: {fault}, which no sample at the start has shown; {WAYS_OUT}")
 
 
+def halves(out: Any) -> tuple[Any, Any]:
+    """Return the first half of the samples of an output or a target, and the other one."""
+    rows = torch.arange(_length(out))
+    half = len(rows) // 2
+    return _rows(out, rows[:half]), _rows(out, rows[half:])
+
+
 def put_together(outs: tuple[Any, Any]) -> Any:
     """Return the output of two micro-batches together; of what has no dimension, that of the first."""
     return tree_map(lambda a, b: torch.cat([a, b]) if isinstance(a, Tensor) and a.ndim else a, *outs)
 
 
 def _fault_in_copy(
-    loss_fn: LossFn, out: Any, target: Tensor, parts: Sequence[Tensor], terms: LossTerms | None, *, in_double: bool
+    loss_fn: LossFn, out: Any, target: Batch, parts: Sequence[Tensor], terms: LossTerms | None, *, in_double: bool
 ) -> str | None:
     own = loss_fn
     if isinstance(loss_fn, nn.Module):
@@ -175,7 +184,7 @@ def _fault_in_copy(
 def _fault(
     loss_fn: LossFn,
     out: Any,
-    target: Tensor,
+    target: Batch,
     parts: Sequence[Tensor],
     terms: LossTerms | None,
     *,
@@ -238,7 +247,7 @@ def _difference(
     return None
 
 
-def _ask(loss_fn: LossFn, out: Any, target: Tensor, *, with_grads: bool) -> _Asked:
+def _ask(loss_fn: LossFn, out: Any, target: Batch, *, with_grads: bool) -> _Asked:
     """Call a loss on copies, to which it may write, and go backward to the outputs if ``with_grads``."""
     leaves, tree = tree_flatten(out)
     own = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -263,7 +272,7 @@ def _divisions(size: int) -> Iterator[tuple[Tensor, ...]]:
         first //= 2
 
 
-def _varied(out: Any, target: Tensor) -> Any:
+def _varied(out: Any, target: Batch) -> Any:
     """Return outputs with each sample up to a tenth smaller, and zeros up to a tenth above 0.
 
     Probabilities stay between 0 and 1, their logarithms below 0.
@@ -286,10 +295,12 @@ def _widened(leaf: Any) -> Any:
 
 
 def _rows(out: Any, rows: Tensor) -> Any:
+    if isinstance(out, Several):
+        return out[rows.to(out.device)]
     return tree_map(lambda leaf: _at(leaf, rows) if isinstance(leaf, Tensor) and leaf.ndim else leaf, out)
 
 
-def _at(tensor: Tensor, rows: Tensor) -> Tensor:
+def _at(tensor: Any, rows: Tensor) -> Any:
     return tensor[rows.to(tensor.device)]
 
 
@@ -298,4 +309,6 @@ def _floating(out: Any) -> list[Tensor]:
 
 
 def _length(out: Any) -> int:
+    if isinstance(out, Several):
+        return len(out)
     return next((len(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.ndim), 1)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from adl_dist.batch import Batch, Several
 from adl_dist.errors import ConfigError
 from adl_dist.losses import TokenCrossEntropy
 from adl_dist.schedule.run_plan import weights_in_group
@@ -55,9 +56,9 @@ class ClassLoss:
 class LossTerms:
     """Counts the terms that a loss averages over in the targets of a micro-batch."""
 
-    num_terms: Callable[[Tensor], Any]
+    num_terms: Callable[[Any], Any]
 
-    def count(self, target: Tensor) -> float:
+    def count(self, target: Batch) -> float:
         """Return how many terms ``target`` [B, ...] has, on the CPU; not a whole number if they have weights.
 
         Raises:
@@ -126,7 +127,7 @@ def own_num_terms(loss_fn: Callable[..., Any]) -> Callable[[Tensor], Any] | None
     return getattr(said_by, "num_terms", None)
 
 
-def loss_terms(loss_fn: Callable[..., Any], target: Tensor) -> LossTerms | None:
+def loss_terms(loss_fn: Callable[..., Any], target: Batch) -> LossTerms | None:
     """Return what counts the terms of ``loss_fn`` in targets like ``target`` [B, ...]; None: each sample is one.
 
     A loss counts its terms if it says so, by ``num_terms``, or if it is torch's loss of classes with weights, with an
@@ -136,19 +137,21 @@ def loss_terms(loss_fn: Callable[..., Any], target: Tensor) -> LossTerms | None:
     if (own := own_num_terms(loss_fn)) is not None:
         return LossTerms(own)
     found = class_loss(loss_fn)
-    if found is None or not found.is_torchs_own or target.is_floating_point():  # class probabilities: one per sample
+    if (
+        found is None or not found.is_torchs_own or not isinstance(target, Tensor) or target.is_floating_point()
+    ):  # class probabilities: one per sample
         return None
     is_plain = target.ndim == 1 and found.weight is None and found.ignore_index == IGNORED
     return None if is_plain else LossTerms(found.num_terms)
 
 
 def counted(
-    batches: Generator[tuple[Tensor, Tensor], None, None],
+    batches: Generator[tuple[Batch, Batch], None, None],
     terms: LossTerms,
     group_sizes: Sequence[int] | None,
     *,
     reduction: str = "mean",
-) -> Generator[tuple[Tensor, ...], None, None]:
+) -> Generator[tuple[Any, ...], None, None]:
     """Yield (input, target, counts) of each micro-batch; a whole group is loaded before its first one.
 
     Args:
@@ -177,5 +180,7 @@ def counted(
                 yield input_, target, torch.tensor(of_loss, dtype=torch.float64).repeat(len(target), 1)
 
 
-def _described(target: Tensor) -> str:
+def _described(target: Batch) -> str:
+    if isinstance(target, Several):
+        return f"{target.layout} ({', '.join(map(_described, target.tensors))})"
     return f"{str(target.dtype).removeprefix('torch.')}{list(target.shape)}"

@@ -1,7 +1,7 @@
 """The specification of a training: values made once, checked, and handed on whole."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from adl_dist.errors import ConfigError
 from adl_dist.schedule import Method, Pipeline
 
-LossFn = Callable[[Any, Tensor], Tensor]
+LossFn = Callable[[Any, Any], Tensor]  # (output, target), which may be a tuple or a dictionary
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
@@ -157,8 +157,9 @@ class TrainSpec:
     """Everything about a training that is the same in all stages and on all ranks, except the model and its cut.
 
     ``loss_fn`` is (output, target) to the mean loss over the samples, or over terms that it counts; ``optimizer`` makes
-    that of one stage from its parameters, and ``lr_schedule`` its learning rate schedule; ``seed`` seeds data order,
-    augmentation and dropout.
+    that of one stage from its parameters, and ``lr_schedule`` its learning rate schedule; ``metrics`` are what is
+    measured besides the loss, by name or as callables (metrics.py); ``seed`` seeds data order, augmentation and
+    dropout.
 
     Raises:
         ConfigError: a value is out of range, or does not fit the method.
@@ -170,6 +171,7 @@ class TrainSpec:
     lr_schedule: Callable[..., LRScheduler] | None = None
     precision: Precision = field(default_factory=Precision)
     gradients: GradientPolicy = field(default_factory=GradientPolicy)
+    metrics: Sequence[str | Callable[[Any, Any], Any]] = ()
     seed: int = 0
 
     def __post_init__(self) -> None:

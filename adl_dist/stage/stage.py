@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import compress
@@ -15,11 +15,13 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map
 
+from adl_dist.batch import Batch
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.stage.calls import RandomStreams, Remember, Tensors, call_of, packed, takes_gradient, unpacked
 from adl_dist.stage.deferred import DeferredGradients, PutOff
 from adl_dist.stage.loss_check import MeanGuard
 from adl_dist.stage.loss_terms import class_loss
+from adl_dist.stage.metrics import measured, metrics_of
 from adl_dist.stage.mitigation import mitigation_of
 from adl_dist.stage.nonfinite import NonFiniteCheck, buffers_kept_finite
 from adl_dist.stage.optimizer import scaled_learning_rates, stage_optimizer
@@ -39,7 +41,7 @@ class InFlight:
     """A micro-batch between its forward and its backward."""
 
     acts: Tensors  # what came in; their .grad is sent upstream
-    target: Tensor | None  # where there is a loss
+    target: Batch | None  # where there is a loss
     version: int  # updates that had led to the weights of the forward
     grad_edges: GradEdges | None = None  # where the graph begins to go backward; None: to be recomputed
     output_and_loss: tuple[Tensor | None, Tensor] | None = None  # the model's output if this is its end, and the loss
@@ -47,6 +49,7 @@ class InFlight:
     as_then: Callable[[], AbstractContextManager[None]] = nullcontext  # what its replay runs in
     # Where the loss counts its terms: its weight in the group, and how many terms it has.
     loss_weight: float | None = None
+    measured: Sequence[Tensor] = ()  # (sum, count) of each metric
     num_terms: float | None = None
 
 
@@ -112,7 +115,12 @@ class Stage:
         self._first_version = 0  # of the segment
         self._loss_fn, self._within = spec.loss_fn, spec.precision.autocasting(device)
         self._class_loss = class_loss(spec.loss_fn)
-        is_watched = self.is_last and pipeline.micro_batches_per_update > 1 and not traits.loss.moves
+        of_loss = traits.loss
+        self._is_one_target = of_loss.target is None
+        # Two micro-batches in a row cannot be put together if they are of two lengths.
+        self.metrics = metrics_of(spec.metrics, self._class_loss) if self.is_last else []
+        is_watched = self.is_last and pipeline.micro_batches_per_update > 1
+        is_watched = is_watched and not (of_loss.moves or of_loss.varies or of_loss.target)
         self._guard = MeanGuard.of(spec.loss_fn, self._within, f"stage {index}") if is_watched else None
         self._call_module = call_of(module, compiled=spec.precision.compile)
         if self._splits:
@@ -181,22 +189,21 @@ class Stage:
         self,
         micro_batch: int,
         acts: Tensors,
-        target: Tensor | None,
-        counts: Tensor | None = None,
-        *,
+        *wanted: Tensor | None,
         keep_graph: bool = True,
     ) -> Tensors:
         """Forward one micro-batch; return what goes downstream, cut off from the graph, or () on the last stage.
 
-        ``acts`` [B, ...] come from upstream or the data; ``target`` is [B, ...] where there is a loss, else None, and
-        ``counts`` are those of :func:`~adl_dist.stage.loss_terms.counted` if the loss counts its terms. The graph is
-        kept, or, without ``keep_graph``, what came in, for :meth:`recompute`.
+        ``acts`` [B, ...] come from upstream or the data; ``wanted`` is the target, [B, ...], where there is a loss, or
+        its tensors, else None, and behind it the counts of :func:`~adl_dist.stage.loss_terms.counted` if the loss
+        counts its terms. The graph is kept, or, without ``keep_graph``, what came in, for :meth:`recompute`.
         """
+        target, counts = (wanted[0], None) if self._is_one_target and len(wanted) == 1 else self._wanted(wanted)
         leaves = acts
         if self.index > 0:
-            wanted = not self._learns_locally
+            is_sent = not self._learns_locally
             needs = self._traits.needs_grad if self._traits.needs_grad is not None else map(takes_gradient, acts)
-            leaves = tuple([a.detach().requires_grad_(wanted and need) for a, need in zip(acts, needs, strict=True)])
+            leaves = tuple([a.detach().requires_grad_(is_sent and need) for a, need in zip(acts, needs, strict=True)])
         if target is not None:
             target = target.to(acts[0].device, non_blocking=True)
         version = self.version if self._forward_version is None else self._forward_version
@@ -216,6 +223,8 @@ class Stage:
                 out = self._call(given)
             outs = self._taken_apart(out)
             last = (self._loss(out, target, kept.num_terms),) if self.has_loss else outs
+        if self.metrics:
+            kept.measured = measured(self.metrics, tree_map(_detached, out), target)
         if self._guard is not None and target is not None:
             self._guard.look(out, target)
         if self.has_loss:
@@ -268,6 +277,8 @@ class Stage:
                 self.tally.score(out, kept.target, loss)
             else:
                 self.tally.score_counted(out, kept.target, loss, kept.num_terms, self._class_loss)
+            if kept.measured:
+                self.tally.measured.append(kept.measured)
         if self.index == 0 or self._learns_locally:
             return ()
         leaving = self._gradients_of(kept.acts, micro_batch)
@@ -357,11 +368,12 @@ class Stage:
             ) from error
 
     @torch.no_grad()
-    def predict(self, micro_batch: int, acts: Tensors, target: Tensor | None, counts: Tensor | None = None) -> Tensors:
+    def predict(self, micro_batch: int, acts: Tensors, *wanted: Tensor | None) -> Tensors:
         """Forward one micro-batch for evaluation; the last stage scores it and returns nothing.
 
-        ``counts`` are those of :meth:`forward`.
+        ``wanted`` is that of :meth:`forward`.
         """
+        target, counts = (wanted[0], None) if self._is_one_target and len(wanted) == 1 else self._wanted(wanted)
         self._random.seed(micro_batch, acts[0].device)
         out = self._call(acts)
         outs = self._taken_apart(out)
@@ -369,12 +381,21 @@ class Stage:
             return outs
         assert target is not None
         target = target.to(outs[0].device, non_blocking=True)
+        if self.metrics:
+            self.tally.measured.append(measured(self.metrics, out, target))
         if counts is None:
             self.tally.score(outs[0], target, self._loss(out, target))
             return ()
         _, num_terms = counts[0].tolist()
         self.tally.score_counted(outs[0], target, self._loss(out, target, num_terms), num_terms, self._class_loss)
         return ()
+
+    def _wanted(self, wanted: tuple[Tensor | None, ...]) -> tuple[Batch | None, Tensor | None]:
+        """Return target and counts, of more than one tensor."""
+        layout = self._traits.loss.target
+        if layout is not None and wanted[0] is not None:
+            return layout.split(wanted)  # type: ignore[arg-type]
+        return wanted[0], wanted[1] if len(wanted) > 1 else None
 
     def _set_mode(self, *, training: bool) -> None:
         self._trained.train(training)
@@ -467,7 +488,7 @@ class Stage:
             "elsewhere"
         )
 
-    def _loss(self, out: Any, target: Tensor | None, num_terms: float | None = None) -> Tensor:
+    def _loss(self, out: Any, target: Batch | None, num_terms: float | None = None) -> Tensor:
         assert target is not None
         if num_terms == 0:
             # The mean over nothing is NaN. In the mean over the whole group such a micro-batch counts for nothing: its
@@ -487,3 +508,7 @@ class Stage:
                 return self._loss_fn(out, target)
             assert self.head is not None
             return self.head(out, target, self._loss_fn)  # type: ignore[no-any-return]
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf

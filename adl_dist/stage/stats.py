@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from adl_dist.batch import Batch
 from adl_dist.stage.loss_terms import ClassLoss
+from adl_dist.stage.metrics import PERPLEXITY, Metric
+
+MOST_LOSS = 700.0  # of which the exponential is still a number
 
 
 @dataclass
@@ -19,6 +23,7 @@ class StepStats:
         sizes: samples of each micro-batch that was scored.
         losses: the mean loss of each of these micro-batches; none where there is no loss.
         hits: targets of each of them that the largest output is for; none if the task has no classes.
+        measured: (sum, count), float64[2], of each metric, for each of them; empty: there is no metric.
         num_terms: what each of these losses is the mean over, if that is not its samples.
         num_classed: targets of each of them that are classes, if not all have to be: those that hits are looked for in.
         gradient_norm: 2-norm of the stage's gradient of the group, before it is clipped; None without parameters.
@@ -30,6 +35,7 @@ class StepStats:
     sizes: list[int] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     hits: list[Tensor] = field(default_factory=list)
+    measured: list[Sequence[Tensor]] = field(default_factory=list)
     num_terms: list[float] = field(default_factory=list)
     num_classed: list[Tensor] = field(default_factory=list)
     gradient_norm: Tensor | None = None
@@ -37,25 +43,25 @@ class StepStats:
     learning_rate: float | None = None
     _fetched: torch.cuda.Event | None = None
 
-    def score(self, out: Tensor | None, target: Tensor, loss: Tensor) -> None:
+    def score(self, out: Tensor | None, target: Batch, loss: Tensor) -> None:
         """Add one micro-batch: the model's ``out`` [B, ...], ``target`` [B, ...], mean ``loss``. No host sync."""
-        self.sizes.append(target.shape[0])
+        self.sizes.append(len(target))
         self.losses.append(loss.detach())
         if out is not None and out.ndim == 2 and target.ndim == 1 and not target.is_floating_point():
-            self.hits.append((out.detach().argmax(dim=1) == target).sum())
+            self.hits.append((out.detach().argmax(dim=1) == target).sum())  # type: ignore[attr-defined]
 
     def score_counted(
-        self, out: Tensor | None, target: Tensor, loss: Tensor, num_terms: float, classes: ClassLoss | None
+        self, out: Tensor | None, target: Batch, loss: Tensor, num_terms: float, classes: ClassLoss | None
     ) -> None:
         """Add one micro-batch whose ``loss`` is the mean over ``num_terms``; ``classes``: how torch's own is set.
 
         Of that one it is known that several targets in a sample, [B, ...], belong to outputs [B, C, ...], or to
         [B, ..., C] if it says so.
         """
-        self.sizes.append(target.shape[0])
+        self.sizes.append(len(target))
         self.num_terms.append(num_terms)
         self.losses.append(loss.detach())
-        if out is None or target.is_floating_point() or out.ndim != target.ndim + 1:
+        if out is None or not isinstance(target, Tensor) or target.is_floating_point() or out.ndim != target.ndim + 1:
             return
         if target.ndim == 1 or (classes is not None and classes.is_torchs_own):
             dim = 1 if classes is None else classes.dim
@@ -72,6 +78,7 @@ class StepStats:
             return False
         figures = self.losses, self.hits, self.num_classed, norms
         self.losses, self.hits, self.num_classed, norms = (_underway(scalars) for scalars in figures)
+        self.measured = [_underway(list(pairs)) for pairs in self.measured]
         self.gradient_norm = norms[0] if norms else None
         self._fetched = torch.cuda.current_stream().record_event()
         return True
@@ -100,6 +107,30 @@ class StepStats:
         if self.gradient_norm is not None:
             numbers["gradient_norm"] = float(self.gradient_norm)
         return numbers
+
+    def sums(self, metrics: Sequence[Metric]) -> dict[str, tuple[float, float]]:
+        """Return sum and count of each of ``metrics``, by its name; perplexity has those of the loss.
+
+        One that has counted nothing is absent.
+        """
+        numbers = self.numbers()
+        columns = iter([*zip(*self.measured, strict=True)])
+        found: dict[str, tuple[float, float]] = {}
+        for metric in metrics:
+            if metric.measure is None:
+                pair = (float(numbers.get("loss_sum", 0.0)), float(numbers.get("num_terms", numbers["num_samples"])))
+            else:
+                totals, counts = zip(*(one.tolist() for one in next(columns, ())), strict=True)
+                pair = (math.fsum(totals), math.fsum(counts))
+            if pair[1]:
+                found[metric.name] = pair
+        return found
+
+
+def value_of(name: str, pair: tuple[float, float]) -> float:
+    """Return a metric from its sum and its count."""
+    mean = pair[0] / pair[1]
+    return math.exp(min(mean, MOST_LOSS)) if name == PERPLEXITY else mean
 
 
 def _underway(scalars: list[Tensor]) -> list[Tensor]:

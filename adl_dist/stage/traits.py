@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from adl_dist.batch import Layout
 from adl_dist.errors import PartitionError
 
 Tensors = tuple[Tensor, ...]
@@ -54,6 +55,9 @@ class Structure:
         return repr(tree_unflatten([_Shown(text) for text in shown], self.tree))
 
 
+Takes = Structure | Layout  # a layout: that of the model's input
+
+
 class _Shown(str):
     """A text that stands for itself in the ``repr`` of a container."""
 
@@ -71,11 +75,15 @@ class LossTraits:
         writes_output: whether it writes to the output that it is given.
         writes_target: whether it writes to the target, or might, where it is called once more with the same.
         moves: what it keeps and changes in each call, by name, like a counter.
+        target: how the several tensors of a target stand together; None: it is one.
+        varies: whether lengths in output and target change from one micro-batch to another.
     """
 
     writes_output: bool = False
     writes_target: bool = False
     moves: Sequence[str] = ()
+    target: Layout | None = None
+    varies: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +116,7 @@ class StageTraits:
     """
 
     overwrites: tuple[Sequence[bool], Sequence[bool]] = ((), ())
-    takes: tuple[Structure | None, Structure | None] = (None, None)
+    takes: tuple[Takes | None, Takes | None] = (None, None)
     returns: tuple[Structure | None, Structure | None] = (None, None)
     needs_grad: Sequence[bool] | None = None
     gets_grad: Sequence[bool] | None = None

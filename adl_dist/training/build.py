@@ -2,14 +2,16 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from adl_dist.batch import Several, layout_of, tensors_of
 from adl_dist.checkpoint.buffers import is_saved
 from adl_dist.checkpoint.identity import described, described_optimizer, described_schedule, merged
 from adl_dist.checkpoint.loss_state import not_kept
@@ -20,23 +22,27 @@ from adl_dist.engine import StageContext
 from adl_dist.errors import ConfigError
 from adl_dist.optim import build_lr_schedule, fast_forward, takes_length, try_schedule
 from adl_dist.optimizers import mark_roles
+from adl_dist.report.progress import TOKENS
 from adl_dist.schedule import Pipeline, downstream_first, max_pending_of
 from adl_dist.schedule.run_plan import Plan
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import LossFn, Stage, TrainSpec, in_dtype
 from adl_dist.stage.heads import NORMALISES_SAMPLES, build_head
-from adl_dist.stage.loss_terms import LossTerms, loss_terms
+from adl_dist.stage.loss_terms import LossTerms, class_loss, loss_terms
+from adl_dist.stage.own_loss import MeanOf, OnSeveral
 from adl_dist.training import samples as samples_of
 from adl_dist.training.agreement import LENGTH, MADE, check_consistent, exchange, read
 from adl_dist.training.findings import Agreed
 from adl_dist.training.homes import units_of
 from adl_dist.training.input import DeviceLoader
-from adl_dist.training.loss_checks import check_first_targets
-from adl_dist.training.partitioned_model import Measuring, PartitionedModel
+from adl_dist.training.loss_checks import ReturnsSumError, check_first_targets
+from adl_dist.training.partitioned_model import Measuring, PartitionedModel, Settled
 from adl_dist.training.replayed_state import remembered
+from adl_dist.training.samples import Samples
 from adl_dist.transport.channel import LocalChannel
-from adl_dist.transport.process import ProcessReceiver, ProcessSender
+from adl_dist.transport.process import SIZES, Edge, ProcessReceiver, ProcessSender
 from adl_dist.transport.spec import Specs, TensorSpec
+from adl_dist.transport.varying import AsSent, GradientReceiver, VaryingChannel, VaryingReceiver, VaryingSender
 
 Settings = dict[str, Any]
 GO = Specs.always([TensorSpec((), "uint8")])  # carries nothing but that it has come
@@ -77,13 +83,13 @@ def build_worker(
     samples = samples_of.share(
         store, samples_of.take(*loaders, plan.first_epoch.sizes), rank=world.rank, size=world.size
     )
-    terms, feed = loss_terms(spec.loss_fn, samples.one[1]), loaders[0] or loaders[1]
-    if feed is not None:
-        feed.expect(spec.loss_fn, terms, num_outputs=None)
-        for batch in samples.pair if not samples.one[1].is_floating_point() else ():
-            feed.check(batch.target, "micro-batch 0 of epoch 1")
+    if isinstance(samples.one[1], Several):
+        spec = replace(spec, loss_fn=OnSeveral(spec.loss_fn))
+    feed = loaders[0] or loaders[1]
     measuring = Measuring(feed, plan.micro_batch_size, folder) if feed is not None else None
-    spec, agreed, *_ = partitioned.finalize(store, spec, samples, device=device, measuring=measuring)
+    finalize = partial(partitioned.finalize, store, samples=samples, device=device, measuring=measuring)
+    spec, agreed = settled(spec, samples, feed, finalize)
+    terms = loss_terms(spec.loss_fn, samples.one[1])
     if loaders[0] is not None:
         check_first_targets(spec, loaders[0], plan.first_epoch.sizes, agreed)
     found = {**agreed.plain(), "sizes": partitioned.sizes}
@@ -102,16 +108,74 @@ def build_worker(
             loader.precision = precision
             loader.expect(spec.loss_fn, terms, num_outputs=agreed.num_outputs)
     acts = {k: specs.travelling(precision.wire_dtype) for k, specs in agreed.acts.items()}
-    targets = [agreed.target] if terms is None else [agreed.target, COUNTS]
-    contexts = connect_stages(world, stages, acts, targets, spec.pipeline)
+    targets = [*agreed.targets] if terms is None else [*agreed.targets, COUNTS]
+    contexts = connect_stages(world, stages, acts, targets, spec.pipeline, has_counts=terms is not None)
+    layouts = [layout_of(batch) for batch in samples.one]
+    if 0 in contexts:
+        contexts[0].num_inputs = len(tensors_of(samples.one[0]))
     fresh = {}
     if folder is not None:
         of_loss = spec.loss_fn if agreed.traits[0].loss.moves else None
         fresh = {k: FreshStage.of(stage, scheduled.get(k, ()), of_loss) for k, stage in stages.items()}
     worker = LocalWorker(
-        world, spec.pipeline, spec.seed, precision.dtype, contexts, *loaders, terms, pick_next, fresh=fresh
+        world,
+        spec.pipeline,
+        spec.seed,
+        precision.dtype,
+        contexts,
+        *loaders,
+        terms,
+        pick_next,
+        is_plain=layouts == [None, None],
+        unit=unit_of(samples, spec.loss_fn, terms),
+        fresh=fresh,
     )
     return worker, settings_made(spec, [one for some in by_rank for one in some])
+
+
+def settled(
+    spec: TrainSpec, samples: Samples, feed: DeviceLoader | None, finalize: Callable[..., Settled]
+) -> tuple[TrainSpec, Agreed]:
+    """Return the spec with what the trial has settled of it, and what that has found.
+
+    ``finalize`` makes the trial with ``samples``, whose targets are those that ``feed`` loads.
+
+    Raises:
+        ConfigError, PartitionError, DataError: the model cannot be trained with this loss on these targets.
+    """
+
+    def check(loss_fn: LossFn) -> None:
+        if feed is None:
+            return
+        feed.expect(loss_fn, loss_terms(loss_fn, samples.one[1]), num_outputs=None)
+        for target in (batch.target for batch in samples.pair):
+            if isinstance(target, Tensor) and not target.is_floating_point():
+                feed.check(target, "micro-batch 0 of epoch 1")
+
+    if class_loss(spec.loss_fn) is not None:
+        check(spec.loss_fn)
+    found = None
+    try:
+        found = finalize(spec)
+    except ReturnsSumError as pair:  # whatever it counts, which is only known now
+        spec = replace(spec, loss_fn=MeanOf(spec.loss_fn, pair.target, pair.count))
+    except ConfigError:
+        check(spec.loss_fn)  # an ignored target may be why
+        raise
+    if found is None:
+        found = finalize(spec)
+    check(found.spec.loss_fn)
+    return found.spec, found.agreed
+
+
+def unit_of(samples: Samples, loss_fn: LossFn, terms: LossTerms | None) -> str:
+    """Return in what the speed of training is told: ``images``, ``tokens``, or ``samples`` of anything else."""
+    first, target = tensors_of(samples.one[0])[0], tensors_of(samples.one[1])[0]
+    classes = class_loss(loss_fn)
+    is_text = not first.is_floating_point() and first.ndim == 2 and target.ndim == 2 and not target.is_floating_point()
+    if is_text and terms is not None and (classes is None or classes.weight is None):
+        return TOKENS
+    return "images" if first.is_floating_point() and first.ndim == 4 else "samples"
 
 
 def settings_of(spec: TrainSpec, partitioned: PartitionedModel) -> dict[str, object]:
@@ -183,10 +247,11 @@ def check_targets(pipeline: Pipeline, agreed: Agreed, terms: LossTerms | None) -
             f"but with method.buffer_size={pipeline.method.buffer_size} each stage has groups of its own, whose terms "
             "are not known beforehand; use method.buffer_size=0 or method.accumulation_steps=1"
         )
-    target = agreed.target
-    if pipeline.method.head == "predsim" and (target.is_floating_point or target.shape):
+    target = agreed.targets[0]
+    if pipeline.method.head == "predsim" and (len(agreed.targets) > 1 or target.is_floating_point or target.shape):
+        shown = ", ".join(map(str, agreed.targets))
         raise ConfigError(
-            f"method.head=predsim compares samples by their class, but the targets are {target}; expected one whole "
+            f"method.head=predsim compares samples by their class, but the targets are {shown}; expected one whole "
             "number per sample: choose another method.head"
         )
     if pipeline.num_stages > 1 and agreed.num_classes is None:
@@ -227,17 +292,22 @@ def connect_stages(
     acts: Mapping[int, Specs],
     targets: Sequence[TensorSpec],
     pipeline: Pipeline,
+    *,
+    has_counts: bool,
 ) -> dict[int, StageContext]:
     """Join the stages of this process to their neighbours, in this process or in others.
 
     ``acts`` are what arrives at each of them and at the next one, ``targets`` what the loss takes besides the output,
-    and the counts of its terms if there are any.
+    and the counts of its terms if it ``has_counts``. Sizes that change are told with each message.
     """
     edges = edges_of(pipeline)
     contexts = {k: StageContext(stage) for k, stage in stages.items()}
+    varying = any(spec.varies for specs in acts.values() for mode in specs for spec in mode)
     if world.is_distributed:
         most = max_pending_of(pipeline)
-        world.connect_more(sorted({what for what, _, _ in edges}))
+        kinds = {what for what, _, _ in edges}
+        world.connect_more(sorted(kinds | {f"act{SIZES}"} if varying and world.backend == "nccl" else kinds))
+    as_sent = {k: AsSent() for k in stages}
     for what, source, to in edges:
         if source not in stages and to not in stages:
             continue
@@ -248,11 +318,13 @@ def connect_stages(
         else:
             specs = GO if what == "go" else Specs.always(targets)
         units = f" ({units_of(stages[source].module)})" if source in stages else ""
+        varies = any(spec.varies for mode in specs for spec in mode)
         if source in stages and to in stages:
-            channel = LocalChannel(specs, what=what, edge=f"stage {source}{units} -> stage {to}")
+            kind = VaryingChannel if varies else LocalChannel
+            channel = kind(specs, what=what, edge=f"stage {source}{units} -> stage {to}")
             contexts[source].senders[what] = contexts[to].receivers[what] = channel
         elif source in stages:
-            contexts[source].senders[what] = ProcessSender(
+            sender = (VaryingSender if varies else ProcessSender)(
                 world.edges[what, source],
                 specs,
                 what=what,
@@ -260,12 +332,29 @@ def connect_stages(
                 max_pending_in_evaluation=pipeline.max_pending,
                 units=units,
             )
+            if isinstance(sender, VaryingSender) and what != "grad":
+                is_answered = what == "act" and not pipeline.spec.local_losses
+                sender.telling(header_edge(world, what, source), as_sent[source] if is_answered else None)
+            contexts[source].senders[what] = sender
         else:
             # Labels travel to the next stage from the CPU; a stage that computes with one moves it. Counts are read.
-            is_read = what in ("go", "label") or (what == "target" and len(targets) > 1)
+            is_read = what in ("go", "label") or (what == "target" and has_counts)
             device = torch.device("cpu") if is_read else world.device
-            contexts[to].receivers[what] = ProcessReceiver(world.edges[what, source], specs, what=what, device=device)
+            edge, how = world.edges[what, source], dict[str, Any](what=what, device=device)
+            if not varies:
+                contexts[to].receivers[what] = ProcessReceiver(edge, specs, **how)
+            elif what == "grad":
+                contexts[to].receivers[what] = GradientReceiver(edge, specs, **how, as_sent=as_sent[to])
+            else:
+                headers = header_edge(world, what, source)
+                contexts[to].receivers[what] = VaryingReceiver(edge, specs, **how, headers=headers)
     return contexts
+
+
+def header_edge(world: World, what: str, source: int) -> Edge:
+    """Return the edge by which the sizes of what stage ``source`` sends are told: of gloo, which needs no GPU."""
+    edge = world.edges[what, source]
+    return edge if edge.backend == "gloo" else world.edges[f"{what}{SIZES}", source]
 
 
 def schedule_learning_rates(

@@ -15,11 +15,13 @@ from adl_dist.training.samples import SIZES
 from adl_dist.transport.spec import TensorSpec
 
 
-def crossing(k: int, out: Any, size: int, gets: str, behind: Seen) -> tuple[Tensors, Structure | None]:
+def crossing(
+    k: int, out: Any, size: int, gets: str, behind: Seen, *, varies: bool = False
+) -> tuple[Tensors, Structure | None]:
     """Return the tensors in ``out``, and how they stand in it; None: it is one tensor or a tuple of several.
 
     ``out`` is what stage ``k`` returns for ``size`` samples, ``gets`` says in errors what it is given, and ``behind``
-    is what the next stage got before, which must be alike.
+    is what the next stage got before, which must be alike, but for lengths if the data ``varies`` in them.
 
     Raises:
         CutImpossible: it cannot cross the cut.
@@ -46,8 +48,10 @@ def crossing(k: int, out: Any, size: int, gets: str, behind: Seen) -> tuple[Tens
     is_plain = isinstance(out, Tensor) or of_tensors
     structure = None if is_plain else Structure.of(out)
     specs = tuple(map(TensorSpec.of, tensors))
-    shapes = [(spec.shape, spec.dtype) for spec in specs]
-    before = [(spec.shape, spec.dtype) for spec in behind.specs[0]] if behind.specs else shapes
+    shapes, before = (
+        [(len(spec.shape) if varies else spec.shape, spec.dtype) for spec in some]
+        for some in (specs, behind.specs[0] if behind.specs else specs)
+    )
     if behind.takes and (behind.takes[0] != structure or before != shapes):
         now = f"{structure or ''} {', '.join(map(str, specs))}".strip()
         other = f"{behind.takes[0] or ''} {', '.join(map(str, behind.specs[0]))}".strip()

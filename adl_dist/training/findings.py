@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from adl_dist.errors import PartitionError
-from adl_dist.stage.traits import StageTraits, Structure
+from adl_dist.stage.traits import StageTraits, Takes
 from adl_dist.transport.spec import Specs, TensorSpec
 
 
@@ -14,7 +14,7 @@ class Agreed(NamedTuple):
     """What is known of all stages, the same on every rank."""
 
     acts: dict[int, Specs]  # what arrives at each stage
-    target: TensorSpec  # what the loss takes besides the output
+    targets: tuple[TensorSpec, ...]  # what the loss takes besides the output
     traits: dict[int, StageTraits]
     num_classes: int | None  # classes that the model tells apart; None if its output is not [B, classes]
     num_outputs: int | None  # its output's dimension of classes; None if that has none
@@ -27,7 +27,12 @@ class Agreed(NamedTuple):
         """Return in plain values what all ranks must have found alike."""
         acts = {str(k): [[str(spec) for spec in mode] for mode in specs] for k, specs in self.acts.items()}
         grads = {str(k): list(traits.gets_grad or ()) for k, traits in self.traits.items()}
-        return {"acts": acts, "target": str(self.target), "gradients": grads, "classes": self.num_classes}
+        return {
+            "acts": acts,
+            "target": [str(spec) for spec in self.targets],
+            "gradients": grads,
+            "classes": self.num_classes,
+        }
 
 
 class CutImpossible(PartitionError):
@@ -48,7 +53,7 @@ class Seen:
     """What was seen of one stage in one mode."""
 
     specs: list[tuple[TensorSpec, ...]] = field(default_factory=list)  # what arrived, each time
-    takes: list[Structure | None] = field(default_factory=list)  # its structure
+    takes: list[Takes | None] = field(default_factory=list)  # its structure
     overwrites: list[list[bool]] = field(default_factory=list)
     needs_grad: list[list[bool]] = field(default_factory=list)
     gets_grad: list[list[bool]] = field(default_factory=list)

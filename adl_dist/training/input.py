@@ -3,18 +3,28 @@
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from adl_dist.data import Loader, check_dataset
+from adl_dist.batch import Several, mapped
+from adl_dist.data import Loader, Loading, check_dataset
+from adl_dist.data.loading import PLAIN
 from adl_dist.engine import Batches
 from adl_dist.errors import DataError
 from adl_dist.stage import LossFn, Precision
 from adl_dist.stage.loss_terms import IGNORED, ClassLoss, LossTerms, class_loss
 from adl_dist.transport.staging import to_device
+
+
+def in_format(tensor: Tensor, *, channels_last: bool) -> Tensor:
+    """Return ``tensor``, if it is of images [B, C, H, W], as [B, H, W, C] in memory, if that is wanted."""
+    if not channels_last or tensor.ndim != 4:
+        return tensor
+    return tensor.contiguous(memory_format=torch.channels_last)
 
 
 class DeviceLoader:
@@ -31,17 +41,20 @@ class DeviceLoader:
         device: torch.device,
         precision: Precision,
         min_samples: int = 1,
+        loading: Loading = PLAIN,
     ) -> None:
         """Open ``dataset``, the ``training`` or ``validation`` dataset by its ``name``.
 
         Raises:
-            DataError: it is None, has fewer than ``min_samples``, or is not a map-style dataset.
+            DataError: it is None, has fewer than ``min_samples``, or is no dataset that can be loaded.
         """
         if dataset is None:
             raise DataError(f"the {name} dataset is None on the rank that feeds the pipeline, rank 0; pass it there")
-        check_dataset(dataset, name=name, min_samples=min_samples)
-        pinned = device.type == "cuda"
-        self._loader = Loader(dataset, seed=seed, shuffle=shuffle, num_workers=num_workers, pin_memory=pinned)
+        check_dataset(dataset, name=name, min_samples=min_samples, loading=loading)
+        how: dict[str, Any] = {"num_workers": num_workers, "pin_memory": device.type == "cuda", "loading": loading}
+        self._loader = Loader(dataset, seed=seed, shuffle=shuffle, **how)
+        self.varies = loading.collate_fn is not None  # whether lengths may change from one micro-batch to another
+        self.stream = self._loader.stream  # of an iterable dataset; else None
         self.num_samples = self._loader.num_samples
         self.precision = precision  # of what is loaded; the memory format may be settled later on
         self._device, self._name = device, name
@@ -68,17 +81,27 @@ class DeviceLoader:
         """
         batches = self._named(self._loader.batches(epoch, sizes, first_sample=first_sample))
         for micro_batch, (input_, target) in enumerate(batches):
-            if (self._num_classes is not None or not self._may_ignore) and not target.is_floating_point():
+            is_looked_at = (self._num_classes is not None or not self._may_ignore) and not target.is_floating_point()
+            if is_looked_at and isinstance(target, Tensor):
                 self.check(target, f"micro-batch {micro_batch} of epoch {epoch + 1}")
             if self._device.type != "cpu":
                 # First, because a conversion on the CPU would leave the pinned memory that the copy needs; on a stream
                 # of its own, to overlap with what is launched already.
-                input_ = to_device(input_, self._device)
+                input_ = mapped(input_, partial(to_device, device=self._device))
+            if isinstance(input_, Several) or isinstance(target, Several):
+                yield mapped(mapped(input_, self._floating), self._formatted), mapped(target, self._floating)
+                continue
             dtype = self.precision.dtype
             input_, target = (x.to(dtype) if x.is_floating_point() else x for x in (input_, target))
             if self.precision.channels_last and input_.ndim == 4:
                 input_ = input_.contiguous(memory_format=torch.channels_last)
             yield input_, target
+
+    def _floating(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.precision.dtype) if tensor.is_floating_point() else tensor
+
+    def _formatted(self, tensor: Tensor) -> Tensor:
+        return in_format(tensor, channels_last=bool(self.precision.channels_last))
 
     def _named(self, batches: Batches) -> Batches:
         try:

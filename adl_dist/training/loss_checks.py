@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from adl_dist.batch import Batch, Layout
 from adl_dist.errors import ConfigError
 from adl_dist.partition.module_state import ModuleState
 from adl_dist.schedule import Pipeline
@@ -24,8 +25,23 @@ from adl_dist.training.input import DeviceLoader
 MOST_SAMPLES = 256  # whose targets are looked at
 
 
+class ReturnsSumError(ConfigError):
+    """The loss returns a sum and the number of its terms.
+
+    Attributes:
+        count: that number.
+        target: of the samples it was called with, on the CPU.
+    """
+
+    def __init__(self, count: float, target: Any = None) -> None:
+        super().__init__("the loss returns a pair; expected a tensor of one number, the mean over the samples")
+        self.count, self.target = count, target
+
+
 def check_loss(stage: int, loss: Any, got: str) -> None:
     """Raise ConfigError unless ``loss``, returned for what it ``got``, is one number as a tensor."""
+    if isinstance(loss, tuple | list) and len(loss) == 2:
+        raise ReturnsSumError(float(loss[1]))
     if not isinstance(loss, Tensor):
         found = "None" if loss is None else f"a {type(loss).__name__}"
         raise ConfigError(
@@ -106,13 +122,15 @@ def check_first_targets(spec: TrainSpec, feed: DeviceLoader, sizes: Sequence[int
         ConfigError: it is no mean over samples, or over what it counts.
         DataError: a sample that cannot be loaded.
     """
+    if feed.varies or isinstance(agreed.traits[0].loss.target, Layout):
+        return  # its targets are of several lengths or parts: no outputs can be made up for them
     if agreed.output is None or is_known_mean(spec.loss_fn) or agreed.traits[0].loss.moves:
         return
     most = min(MOST_SAMPLES, num_made_up(agreed.output))
     starts = accumulate(sizes, initial=0)
     some = [min(size, most - start) for start, size in zip(starts, sizes, strict=False) if start < most]
     with closing(feed.batches(0, some)) as batches:
-        target = torch.cat([target for _, target in batches])
+        target = torch.cat([target for _, target in batches if isinstance(target, Tensor)])
     state = ModuleState.of(functions={"loss_fn": spec.loss_fn})
     try:
         target = target.to(next(leaf.device for leaf in tree_leaves(agreed.output) if isinstance(leaf, Tensor)))
@@ -127,7 +145,7 @@ def _numbers_like(tensor: Tensor) -> Tensor:
     return numbers.view(tensor.shape).to(tensor.device, tensor.dtype)
 
 
-def try_loss(stage: int, got: str, out: Any, target: Tensor, loss_fn: LossFn) -> Tensor:
+def try_loss(stage: int, got: str, out: Any, target: Batch, loss_fn: LossFn) -> Tensor:
     """Return the loss of a micro-batch; ``got`` says what it is given.
 
     Raises:
@@ -145,5 +163,8 @@ def try_loss(stage: int, got: str, out: Any, target: Tensor, loss_fn: LossFn) ->
             f"stage {stage}: the loss gets {got} and fails on it: {type(error).__name__}: {error}; choose another "
             "loss._target_ (loss_fn), or correct the model's output or the targets"
         ) from error
-    check_loss(stage, loss, got)
+    try:
+        check_loss(stage, loss, got)
+    except ReturnsSumError as found:
+        raise ReturnsSumError(found.count, target.cpu()) from None
     return loss

@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from adl_dist.batch import Batch, layout_of, mapped, tensors_of
 from adl_dist.checkpoint.state import signature
 from adl_dist.errors import ConfigError, PartitionError
-from adl_dist.partition import Chain, Machine, checked_sizes, even_sizes, linearise
+from adl_dist.partition import Chain, Machine, check_same_chain, checked_sizes, even_sizes, linearise
 from adl_dist.partition.costs import Profile
 from adl_dist.partition.imbalance import why_uneven
 from adl_dist.partition.measure import measure
@@ -63,8 +64,11 @@ class Settled(NamedTuple):
 
     def holds_for(self, samples: Samples) -> bool:
         """Return whether it was found with samples like these."""
-        alike = [[TensorSpec.of(x) for x in one.pair[0]] for one in (self.samples, samples)]
-        return alike[0] == alike[1]
+        alike = [
+            [(layout_of(of), len(tensors_of(of)), *map(TensorSpec.of, tensors_of(of))) for of in one.pair[0]]
+            for one in (self.samples, samples)
+        ]
+        return alike[0] == alike[1] and self.samples.varies == samples.varies
 
 
 class PartitionedModel:
@@ -160,7 +164,9 @@ class PartitionedModel:
         chain = None
         if self._num_stages > 1 or not isinstance(self.spec.balance, str):
             with spec.precision.autocasting(trial.device)():
-                chain = linearise(self._model, granularity=self.spec.units, samples=trial.inputs)
+                chain = linearise(self._model, granularity=self.spec.units, samples=trial.readings[0])
+                for samples_of_length in trial.readings[1:]:
+                    check_same_chain(chain, self._model, samples_of_length, granularity=self.spec.units)
         if chain is None or self._num_stages == 1:
             if chain is not None:
                 checked_sizes(chain, 1, self.spec.balance)
@@ -337,7 +343,7 @@ def take_profile(
     spec: TrainSpec,
     *,
     granularity: str,
-    sample: tuple[Tensor, Tensor],
+    sample: tuple[Batch, Batch],
     micro_batch_size: int,
     kept_in: Path | None,
     feed: DeviceLoader | None,
@@ -351,7 +357,7 @@ def take_profile(
     Raises:
         PartitionError: that file is not a profile.
     """
-    device, precision = sample[0].device, spec.precision
+    device, precision, inputs = sample[0].device, spec.precision, tensors_of(sample[0])
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     digest = json.dumps([chain.units, shapes, repr(model), repr(spec.loss_fn)])
@@ -363,8 +369,8 @@ def take_profile(
         "optimizer": type(stage_optimizer(spec.optimizer, trained, where="the model")).__name__,
         **precision.settings,
         "micro_batch_size": micro_batch_size,
-        "input": list(sample[0].shape[1:]),
-        "channels_last": TensorSpec.of(sample[0]).channels_last,
+        "input": list(inputs[0].shape[1:]) if len(inputs) == 1 else [list(tensor.shape[1:]) for tensor in inputs],
+        "channels_last": TensorSpec.of(inputs[0]).channels_last,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
@@ -398,10 +404,13 @@ def device_memory(device: torch.device) -> int | None:
     return int(torch.cuda.mem_get_info(device)[1] * SHARE_OF_MEMORY) if device.type == "cuda" else None
 
 
-def micro_batch(sample: tuple[Tensor, Tensor], size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def micro_batch(sample: tuple[Batch, Batch], size: int, device: torch.device) -> tuple[Batch, Batch]:
     """Return input [size, ...] and target [size, ...] of one sample, repeated."""
-    input_, target = (TensorSpec.of(tensor).empty(size, device).copy_(tensor) for tensor in sample)
-    return input_, target
+
+    def repeated(tensor: Tensor) -> Tensor:
+        return TensorSpec.of(tensor).empty(size, device).copy_(tensor)
+
+    return mapped(sample[0], repeated), mapped(sample[1], repeated)
 
 
 def sampled(model: nn.Module) -> dict[str, list[float]]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from adl_dist.batch import Batch, call
 from adl_dist.partition import Chain
 from adl_dist.partition.costs import Profile
 from adl_dist.partition.measure import LossFn, Within, now, restored
@@ -30,8 +31,8 @@ def with_split_costs(
     model: nn.Module,
     chain: Chain,
     *,
-    input_: Tensor,
-    target: Tensor,
+    input_: Batch,
+    target: Batch,
     loss_fn: LossFn,
     within: Within,
 ) -> Profile:
@@ -47,7 +48,7 @@ def with_split_costs(
 
     def loss() -> Tensor:
         with within():
-            return loss_fn(model(input_), target)
+            return loss_fn(call(model, input_), target)
 
     with restored(model, input_), torch.enable_grad():
         model.train()

@@ -14,15 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from adl_dist.batch import Batch, Several, call, layout_of, tensors_of
 from adl_dist.errors import ConfigError
 from adl_dist.memory import memory_of
 from adl_dist.partition.module_state import ModuleState
+from adl_dist.partition.piece import as_argument
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.calls import Tensors, packed
 from adl_dist.stage.heads import check_outs
-from adl_dist.stage.loss_check import check_is_mean, num_made_up, put_together
+from adl_dist.stage.loss_check import check_is_mean, halves, num_made_up, put_together
 from adl_dist.stage.loss_terms import class_loss, is_known_mean, loss_terms
-from adl_dist.stage.traits import LossTraits, StageTraits, Structure, joined
+from adl_dist.stage.traits import LossTraits, StageTraits, Takes, joined
 from adl_dist.stage.versions import Exchange
 from adl_dist.streams import Streams
 from adl_dist.training.cut_values import check_output, crossing, share_memory
@@ -32,6 +34,7 @@ from adl_dist.training.loss_checks import check_broadcast, check_not_shared, is_
 from adl_dist.training.outcome import EVALUATION, FIRST, SECOND, THIRD, Outcome, Replacement, change_values
 from adl_dist.training.samples import NUM_SAMPLES, MicroBatch, Samples
 from adl_dist.transport.spec import Specs, TensorSpec
+from adl_dist.transport.varying import merged
 
 
 @dataclass
@@ -70,10 +73,11 @@ class StageChain:
         self._device = device
         self._seen = [[Seen() for _ in stages] for _ in Specs._fields]
         self._traits = [StageTraits() for _ in stages]
-        self._target: TensorSpec | None = None
+        self._targets: list[tuple[TensorSpec, ...]] = []
+        self._varies = False  # whether lengths of the samples do
         self._num_classes: int | None = None
         self._num_outputs: int | None = None
-        self._outputs: list[tuple[Any, Tensor]] = []  # of both micro-batches in training, with their targets, for M > 1
+        self._outputs: list[tuple[Any, Batch]] = []  # of both micro-batches in training, with their targets, for M > 1
         self._accumulates = spec.pipeline.micro_batches_per_update > 1
         self._learns = self._is_loss_tried = False
         self._of_loss = LossTraits()
@@ -102,6 +106,7 @@ class StageChain:
         change, outcome = change or Replacement(), Outcome() if into is None else into
         older: list[nn.Parameter] = []
         first, second = samples.pair
+        self._varies = samples.varies
         replaced = {name: p for name, p in change.parameters.items() if name in change.between}
         exchange = Exchange([*replaced.values()], self.stages if replaced else ())
         in_place = [p for n, p in change.parameters.items() if change.changed is None or n in change.changed]
@@ -157,9 +162,10 @@ class StageChain:
             self._is_training = training
             for stage in self.stages:
                 stage.train(training)
-        tensors: Tensors = (batch.input_,)
-        needs, shared = [False], [False]
-        structure: Structure | None = None
+        tensors: Tensors = tensors_of(batch.input_)
+        needs, shared = ([False] * len(tensors) for _ in range(2))
+        given = as_argument(self.stages[0], batch.input_)
+        structure: Takes | None = given.layout if isinstance(given, Several) else None
         for k in range(len(self.stages)):
             seen = self._seen[0 if training else 1][k]
             specs = tuple(map(TensorSpec.of, tensors))
@@ -194,7 +200,8 @@ class StageChain:
                 self._learns = self._learns or passage.loss.requires_grad
                 passage.ends.append((passage.loss,))
             else:
-                tensors, structure = crossing(k, out, size, gets, self._seen[0 if training else 1][k + 1])
+                behind = self._seen[0 if training else 1][k + 1]
+                tensors, structure = crossing(k, out, size, gets, behind, varies=self._varies)
                 passage.ends.append(tensors)
                 shared = share_memory(tensors, acts, shared)
                 needs = [t.requires_grad for t in tensors]
@@ -204,14 +211,17 @@ class StageChain:
         """Return what has been seen of the ``samples``, after a look at evaluation with the other size if need be."""
         training, evaluation = self._seen
         pairs = zip(training[1:], evaluation[1:], strict=True)
-        if any((one.specs[0], one.takes[0]) != (other.specs[0], other.takes[0]) for one, other in pairs):
+        if samples.varies or any((a.specs[0], a.takes[0]) != (b.specs[0], b.takes[0]) for a, b in pairs):
             self.forward(samples.pair[1], training=False)  # else it was seen in training what the batch dimension is
-        acts, traits, of_loss = {}, {}, self._of_loss
+        acts, traits = {}, {}
+        of_loss = replace(self._of_loss, varies=samples.varies, target=layout_of(samples.one[1]))
         if is_called_again(spec.pipeline) and not is_known_mean(self._loss_fn):
             of_loss = replace(of_loss, writes_target=True)  # it may, with other targets
         for k, (seen, in_evaluation) in enumerate(zip(training, evaluation, strict=True)):
             gets_grad = seen.gets_grad[-1] if seen.gets_grad else None
-            acts[k] = Specs(seen.specs[-1], in_evaluation.specs[-1]).getting_gradients(gets_grad)
+            modes = seen.specs, in_evaluation.specs
+            of_modes = map(merged, modes) if samples.varies else (specs[-1] for specs in modes)
+            acts[k] = Specs(*of_modes).getting_gradients(gets_grad)
             traits[k] = replace(
                 self._traits[k],
                 overwrites=(_any(seen.overwrites), _any(in_evaluation.overwrites)),
@@ -221,14 +231,16 @@ class StageChain:
                 loss=of_loss,
             )
         for k in range(self.last):
-            traits[k] = replace(traits[k], returns=traits[k + 1].takes)
+            traits[k] = replace(traits[k], returns=traits[k + 1].takes)  # type: ignore[arg-type]  # no input's
         traits = joined(traits)
-        assert self._target is not None
+        of_target = merged(self._targets) if samples.varies else self._targets[-1]
         method = spec.pipeline.method
         if method.spec.local_losses:
             for k in range(self.last):
                 check_outs(method.head, k, [out.shape for out in acts[k + 1].training])
         outs, targets = zip(*self._outputs, strict=True) if self._outputs else ((), ())
+        if samples.varies and outs:  # two micro-batches cannot be put together, but one can be divided
+            outs, targets = halves(outs[-1]), halves(targets[-1])
         fault = None
         try:
             check_not_shared(spec.pipeline, self._of_loss)
@@ -238,7 +250,7 @@ class StageChain:
         except ConfigError as error:  # evaluation may do with such a loss, and training come after it
             fault = str(error)
         output = put_together(outs) if outs and num_made_up(outs[0]) > NUM_SAMPLES else None
-        return Agreed(acts, self._target, traits, self._num_classes, self._num_outputs, self._learns, fault, output)
+        return Agreed(acts, of_target, traits, self._num_classes, self._num_outputs, self._learns, fault, output)
 
     @contextmanager
     def _looking(self, k: int, state: ModuleState) -> Iterator[None]:
@@ -269,23 +281,29 @@ class StageChain:
     def _call(self, k: int, argument: Any, gets: str) -> Any:
         try:
             with self._within(), self._around(k):
-                return self.stages[k](argument)
+                return call(self.stages[k], argument)
         except torch.OutOfMemoryError:
             raise
         except (Exception, SystemExit) as error:  # the user's own forward can raise anything
             text = f"{gets} and fails on it: {type(error).__name__}: {error}"
             raise ConfigError(text) from error
 
-    def _loss(self, k: int, out: Any, target: Tensor) -> Tensor:
+    def _loss(self, k: int, out: Any, target: Batch) -> Tensor:
         outs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         specs = [TensorSpec.of(leaf) if leaf.ndim else "a number" for leaf in outs]
-        self._target = TensorSpec.of(target)
+        self._targets.append(tuple(map(TensorSpec.of, tensors_of(target))))
+        got = ", ".join(map(str, specs)) + " and " + ", ".join(map(str, self._targets[-1]))
         self._num_classes = outs[0].shape[1] if outs and outs[0].ndim == 2 else None
         classes = class_loss(self._loss_fn)
         dim = 1 if classes is None else classes.dim
         self._num_outputs = outs[0].shape[dim] if outs and outs[0].ndim > 1 else None
         target = target.to(outs[0].device if outs else self._device)
-        if classes is not None and self._num_outputs is not None and not target.is_floating_point():
+        if (
+            isinstance(target, Tensor)
+            and classes is not None
+            and self._num_outputs is not None
+            and not target.is_floating_point()
+        ):
             # One out of range ends a GPU's process; the loader names the micro-batch.
             known = target.clamp(0, self._num_outputs - 1)
             target = torch.where(target == classes.ignore_index, target, known)
@@ -294,13 +312,13 @@ class StageChain:
             self._outputs.append((held, target))
         given, versions = target.clone(), [_version_of(leaf) for leaf in outs]  # the samples are used again
         with self._within():
-            loss = try_loss(k, f"{', '.join(map(str, specs))} and {self._target}", out, given, self._loss_fn)
+            loss = try_loss(k, got, out, given, self._loss_fn)
             self._of_loss = replace(
                 self._of_loss,
                 writes_output=self._of_loss.writes_output or versions != [_version_of(leaf) for leaf in outs],
                 writes_target=self._of_loss.writes_target or given._version > 0,
             )
-            if len(target) > 1 and not self._is_loss_tried:
+            if isinstance(target, Tensor) and len(target) > 1 and not self._is_loss_tried:
                 check_broadcast(k, self._loss_fn, out, target)
                 self._is_loss_tried = True
         return loss

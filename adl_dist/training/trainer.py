@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from adl_dist.control.coordinator import Coordinator, Saving
 from adl_dist.control.messages import Summary
 from adl_dist.control.requests import Ask, Requests
 from adl_dist.control.worker import LocalWorker
+from adl_dist.data import Loading
 from adl_dist.distributed.affinity import bound_to, default_threads, tune_malloc
 from adl_dist.distributed.device import choose_device
 from adl_dist.distributed.world import (
@@ -43,6 +44,7 @@ from adl_dist.schedule import Method, Pipeline
 from adl_dist.schedule.run_plan import Plan, check_lengths, micro_batch_size_of
 from adl_dist.schedule.work import forget_actions
 from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, TrainSpec, in_dtype
+from adl_dist.stage.metrics import metrics_of
 from adl_dist.training import arguments, build
 from adl_dist.training.agreement import propagate_errors
 from adl_dist.training.delays import record_delays
@@ -55,7 +57,7 @@ VALUES: dict[str, type] = {
     **dict.fromkeys(("num_stages", "seed", "epochs", "batch_size", "max_updates", "num_workers"), int),
     **{"partition": PartitionSpec, "precision": Precision, "gradients": GradientPolicy},
     **{"processes": ProcessOptions, "timeouts": WatchdogTimeouts},
-    **{"checkpoints": CheckpointPolicy, "monitoring": Monitoring},
+    **{"checkpoints": CheckpointPolicy, "monitoring": Monitoring, "loading": Loading},
 }
 
 
@@ -74,7 +76,7 @@ class Trainer:
     Under torchrun every rank runs the same script and makes the same calls.
     """
 
-    def __init__(  # 12: what is trained, four values that say how, and the seed
+    def __init__(  # 13: what is trained, five values that say how, and the seed
         self,
         model: nn.Module,
         *,
@@ -86,6 +88,7 @@ class Trainer:
         lr_schedule: Callable[..., LRScheduler] | None = None,
         precision: Precision | None = None,
         gradients: GradientPolicy | None = None,
+        metrics: Sequence[str | Callable[[Any, Any], Any]] = (),
         processes: ProcessOptions | None = None,
         timeouts: WatchdogTimeouts | None = None,
         seed: int = 0,
@@ -96,7 +99,8 @@ class Trainer:
         ``torch.manual_seed`` before it is built. :meth:`full_state_dict` returns those that training ends with.
 
         Args:
-            model: any module that torch.fx can trace, or an ``nn.Sequential`` of whatever blocks; it takes one tensor.
+            model: any module that torch.fx can trace, or an ``nn.Sequential`` of whatever blocks. It is called with the
+                data's input: a tensor, the elements of a tuple, or the entries of a dictionary by their names.
             loss_fn: (output, target) to the mean loss over the samples, or over terms that it counts (docs/own.md).
             optimizer: makes a torch optimizer from the parameters of one stage.
             method: from :func:`adl_dist.method`, or a method's name; None: ADL with M = 4.
@@ -107,6 +111,8 @@ class Trainer:
                 stepped through the run, more than once.
             precision: number formats and kernels; all parameters and floating-point inputs get its ``dtype``.
             gradients: clipping, and what happens if a loss or gradient is not finite.
+            metrics: what is measured besides the loss, in training and validation: ``accuracy``, ``top5``,
+                ``perplexity``, or a callable of (output, target) that returns (sum, count); recorded by its name.
             processes: device, threads and processes.
             timeouts: how long the job may stand still.
             seed: seeds data order, augmentation and dropout.
@@ -129,6 +135,7 @@ class Trainer:
             lr_schedule=lr_schedule,
             precision=precision or Precision(),
             gradients=gradients or GradientPolicy(),
+            metrics=tuple(metrics),
             seed=seed,
         )
         partition = partition or PartitionSpec()
@@ -138,6 +145,7 @@ class Trainer:
                 "adl-dist plan prints for this cut, like method.delay=[2,1,0]"
             )
         self._processes = processes or ProcessOptions()
+        metrics_of(self._spec.metrics, None)  # a wrong name is told now
         self._distributed = _is_distributed(self._processes, self._spec.pipeline)
         self._timeouts = timeouts or WatchdogTimeouts()
         self._loss_settings = described(loss_fn)  # now, because a loss may count its calls
@@ -155,7 +163,7 @@ class Trainer:
         """Whether this process feeds the pipeline; the others need no dataset."""
         return 0 in self._partitioned.modules
 
-    def fit(  # 12: data, length, folder, and two values
+    def fit(  # 13: data, length, folder, and three values
         self,
         train_dataset: Dataset[Any] | None,
         *,
@@ -167,6 +175,7 @@ class Trainer:
         max_updates: int | None = None,
         shuffle: bool = True,
         num_workers: int = 0,
+        loading: Loading | None = None,
         checkpoints: CheckpointPolicy | None = None,
         monitoring: Monitoring | None = None,
         config: Mapping[str, Any] | None = None,
@@ -178,7 +187,8 @@ class Trainer:
         all of them in either case.
 
         Args:
-            train_dataset: map-style, of (input, target); may be None where ``needs_data`` is False.
+            train_dataset: map-style or iterable, of (input, target), each a tensor, a tuple or a dictionary of tensors
+                (docs/own.md); may be None where ``needs_data`` is False.
             epochs: passes over it.
             batch_size: samples of one update; micro-batches hold floor(batch_size / M).
             val_dataset: evaluated after each epoch, every sample exactly once.
@@ -187,6 +197,7 @@ class Trainer:
             max_updates: stop after so many updates, if that comes first.
             shuffle: a new order of samples each epoch, a function of (seed, epoch) alone.
             num_workers: processes that load data; 0: the first stage loads between its actions.
+            loading: a ``collate_fn``, a sampler, the length of an epoch; None: samples are stacked, each visited once.
             checkpoints: when to save and what to keep.
             monitoring: what is recorded and shown.
             config: the settings that ``run_dir`` is recognised by; None: this trainer's own.
@@ -202,7 +213,11 @@ class Trainer:
             SaveError: the last checkpoint could not be written.
         """
         given = {"epochs": epochs, "batch_size": batch_size, "max_updates": max_updates, "num_workers": num_workers}
-        arguments.check_values({**given, "checkpoints": checkpoints, "monitoring": monitoring}, VALUES)
+        arguments.check_values(
+            {**given, "checkpoints": checkpoints, "monitoring": monitoring, "loading": loading}, VALUES
+        )
+        loading = loading or Loading()
+        loading.check()
         checkpoints, monitoring = checkpoints or CheckpointPolicy(), monitoring or Monitoring()
         check_lengths(epochs=epochs, max_updates=max_updates)
         steps = self._spec.pipeline.micro_batches_per_update
@@ -233,14 +248,19 @@ class Trainer:
                 folder.recognise(known_by)
 
         data = {"training": train_dataset} | ({"validation": val_dataset} if val_dataset is not None else {})
-        running, worker, plan, made = self._start(make_plan, data, folder, batch_size, shuffle, num_workers, recognise)
+        loadings = {"training": loading, "validation": loading.of_validation}
+        running, worker, plan, made = self._start(
+            make_plan, data, loadings, folder, batch_size, shuffle, num_workers, recognise
+        )
         if folder is not None and worker.world.rank == 0 and self._spec.pipeline.method.awaits_delays:
             record_delays(folder.path, worker.pipeline.nominal_delays)
         with contextlib.nullcontext() if folder is None else contextlib.closing(folder):
             saving = self._saving(worker.world, folder, known_by, resume, checkpoints, made, trace=monitoring.trace)
             return self._train(running, worker, plan, saving, checkpoints, monitoring)
 
-    def evaluate(self, dataset: Dataset[Any] | None, *, batch_size: int, num_workers: int = 0) -> Summary:
+    def evaluate(
+        self, dataset: Dataset[Any] | None, *, batch_size: int, num_workers: int = 0, loading: Loading | None = None
+    ) -> Summary:
         """Evaluate the present weights on ``dataset``, every sample exactly once.
 
         Returns:
@@ -253,7 +273,8 @@ class Trainer:
         if batch_size < 1:
             raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
         make_plan = partial(Plan, epochs=0, max_updates=None, micro_batch_size=batch_size, accumulation_steps=1)
-        running, worker, plan, _ = self._start(make_plan, {"validation": dataset}, num_workers=num_workers)
+        loadings = {"validation": (loading or Loading()).of_validation}
+        running, worker, plan, _ = self._start(make_plan, {"validation": dataset}, loadings, num_workers=num_workers)
         recorder, progress = Recorder(None), Progress(num_stages=self._spec.pipeline.num_stages, quiet=True)
         coordinator = Coordinator(plan, saving=None, recorder=recorder, progress=progress)
         with self._applied(), self._bound(worker.world):
@@ -313,6 +334,7 @@ class Trainer:
         self,
         make_plan: Callable[..., Plan],
         datasets: Mapping[str, Dataset[Any] | None],
+        loadings: Mapping[str, Loading],
         folder: RunFolder | None = None,
         min_samples: int = 1,
         shuffle: bool = False,
@@ -321,7 +343,8 @@ class Trainer:
     ) -> tuple[job.Job, LocalWorker, Plan, build.Settings]:
         """Join the other ranks, open the data, build this process's worker, and make the plan for so much data.
 
-        ``datasets`` are ``training`` and ``validation``, for the first of which ``min_samples`` and ``shuffle`` are.
+        ``datasets`` are ``training`` and ``validation``, for the first of which ``min_samples`` and ``shuffle`` are;
+        ``loadings`` are how they are loaded.
         ``recognise`` looks at the settings in the optimizers and schedules that all stages have made, which are
         returned, too. An error of one rank reaches the others through the store.
         """
@@ -342,6 +365,7 @@ class Trainer:
                     min_samples=min_samples if name == "training" else 1,
                     device=world.device,
                     precision=self._spec.precision,
+                    loading=loadings[name],
                 )
                 for name, dataset in datasets.items()
                 if self.needs_data
@@ -350,7 +374,6 @@ class Trainer:
             plan = make_plan(
                 num_samples=lengths.get("training", 0),
                 num_validation=lengths.get("validation", 0),
-                tokens_per_sample=getattr(next(iter(datasets.values())), "tokens_per_sample", None),
             )
             build.check_sizes(self._spec.pipeline, plan.first_epoch.sizes)
             # With the threads that the first forward starts, but without the loaders: their workers are not bound.
@@ -416,8 +439,7 @@ class Trainer:
         is_planned = not pipeline.drain_is_exact and checkpoints.every_updates is not None
         stops_early = not is_planned and not pipeline.method.is_asynchronous_greedy
         recorder = Recorder(saving.folder.path if saving else None, tensorboard=monitoring.tensorboard)
-        tokens = plan.tokens_per_sample
-        progress = Progress(num_stages=pipeline.num_stages, quiet=monitoring.quiet, tokens_per_sample=tokens)
+        progress = Progress(num_stages=pipeline.num_stages, quiet=monitoring.quiet, unit=worker.unit)
         if world.rank == 0:
             for note in self._partitioned.notes:
                 progress.note(note)
@@ -430,6 +452,7 @@ class Trainer:
             progress=progress,
             requests=running.requests,
             drain_changes_result=lambda epoch: not pipeline.in_epoch(epoch).drain_is_exact,
+            unit=worker.unit,
         )
         try:
             with self._applied(), self._bound(world), contextlib.ExitStack() as stack:

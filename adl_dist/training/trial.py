@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from adl_dist.batch import Batch, tensors_of
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.stage import TrainSpec, in_memory_format
 from adl_dist.training.findings import Agreed, CutImpossible
@@ -37,13 +38,12 @@ class Trial:
         self._use(device if has_room else torch.device("cpu"))
 
     @property
-    def inputs(self) -> tuple[Tensor, Tensor]:
-        """The inputs of the two micro-batches."""
-        first, second = self._samples.pair
-        return first.input_, second.input_
+    def readings(self) -> list[tuple[Batch, Batch]]:
+        """Inputs of two micro-batches of one length, for each length that is tried."""
+        return self._samples.readings
 
     @property
-    def one(self) -> tuple[Tensor, Tensor]:
+    def one(self) -> tuple[Batch, Batch]:
         """Input [1, ...] and target [1, ...]."""
         return self._samples.one
 
@@ -146,7 +146,9 @@ def in_a_memory_format(
     try:
         return attempted(wanted is not False), False
     except (ConfigError, PartitionError) as error:
-        formats_differ = samples.pair[0].input_.ndim == 4 or any(p.ndim == 4 for p in model.parameters())
+        formats_differ = any(t.ndim == 4 for t in tensors_of(samples.one[0])) or any(
+            p.ndim == 4 for p in model.parameters()
+        )
         if wanted is False or not formats_differ:
             raise
         in_memory_format(model, channels_last=False)

@@ -28,6 +28,7 @@ from adl_dist.transport.staging import to_device, to_host
 
 # Receives posted beyond the one awaited, so that a message is taken in while the one before is worked on.
 POSTED_AHEAD = 2
+SIZES = " sizes"  # ends the names of edges by which the sizes of messages go, see varying.py
 ON_CPU = ("target", "label", "go")  # small, and their receivers want them on the CPU
 Issue = Callable[..., dist.Work | None]  # isend or irecv
 Message = list[tuple[dist.Work | None, Tensor]]  # a Work, kept with the buffer that it uses; None: an empty tensor
@@ -57,16 +58,17 @@ def connect_edges(
     """
     rank, num_ranks, edges = dist.get_rank(), dist.get_world_size(), {}
     pairs = [
-        (link.what, sender, receiver(op, sender, num_stages=num_stages))
+        (what, sender, receiver(op, sender, num_stages=num_stages))
         for op, link in LINKS.items()
-        if link.what in links
+        for what in (link.what, f"{link.what}{SIZES}")
+        if what in links
         for sender in ([0] if link.hop is None else range(num_stages))
     ]
     for what, sender, to in pairs:
         ranks = sender % num_ranks, to % num_ranks
         if not 0 <= to < num_stages or ranks[0] == ranks[1]:
             continue
-        edge_backend = "gloo" if what in ON_CPU else backend
+        edge_backend = "gloo" if what in ON_CPU or what.endswith(SIZES) else backend
         # NCCL asks strangers for a number that only its ranks know, and may connect again later.
         with blocking_new() if edge_backend == "gloo" else nullcontext():
             group = dist.new_group(
@@ -87,7 +89,7 @@ def connect_edges(
     return edges
 
 
-class _End:
+class End:
     """One end of an edge, with the messages that are under way."""
 
     def __init__(self, edge: Edge, specs: Specs, peer: int, trouble: str) -> None:
@@ -119,7 +121,7 @@ class _End:
         return ChannelError(f"{what} is gone or silent; its own log, logs/rank{self._peer}.log, says why")
 
 
-class ProcessSender(_End):
+class ProcessSender(End):
     """Sends the tensors of each micro-batch to one peer."""
 
     def __init__(
@@ -160,7 +162,7 @@ class ProcessSender(_End):
             self._finish_oldest()
 
 
-class ProcessReceiver(_End):
+class ProcessReceiver(End):
     """Receives the tensors of each micro-batch from one peer, posting receives ahead."""
 
     def __init__(self, edge: Edge, specs: Specs, *, what: str, device: torch.device) -> None:
@@ -186,6 +188,10 @@ class ProcessReceiver(_End):
         """Wait for one micro-batch, with the receives of the next ones posted."""
         while len(self._pending) < 1 + POSTED_AHEAD and self._to_post and self._to_post[0] < self._end:
             self._post(self._to_post.popleft())
+        return self._taken(micro_batch)
+
+    def _taken(self, micro_batch: int) -> Tensors:
+        """Return the tensors of the message posted first, which is that of ``micro_batch``."""
         got, arrived = self._finish_oldest()
         assert got == micro_batch, f"the schedule asks for micro-batch {micro_batch}, {got} comes next"
         if self._through_host:

@@ -17,6 +17,9 @@ SAME_EACH_TIME = (
 )
 
 
+VARIES = -1  # in the place of a size that changes from one micro-batch to another
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """Shape, dtype and memory format of one tensor, all but the number of samples."""
@@ -108,6 +111,11 @@ class TensorSpec:
         """Whether it has no elements: it carries a shape, and nothing of it is sent."""
         return 0 in self.shape
 
+    @cached_property
+    def varies(self) -> bool:
+        """Whether sizes are told with each message, see varying.py."""
+        return VARIES in self.shape
+
     @property
     def is_floating_point(self) -> bool:
         """Whether its elements are real numbers."""
@@ -119,7 +127,7 @@ class TensorSpec:
         return self.gets_gradient and (self.is_floating_point or self._dtype.is_complex)
 
     def __str__(self) -> str:
-        return f"{self.dtype}[{', '.join(['B', *map(str, self.shape)])}]"
+        return f"{self.dtype}[{', '.join(['B', *('?' if size == VARIES else str(size) for size in self.shape)])}]"
 
 
 def fitted(

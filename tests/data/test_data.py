@@ -327,9 +327,6 @@ def test_numbers_and_numpy_arrays_of_any_layout_become_tensors():
 
 
 class Stream(IterableDataset):
-    def __len__(self):
-        return 10
-
     def __iter__(self):
         return iter([])
 
@@ -342,8 +339,11 @@ class Sizeless:
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        (Stream(), "train dataset: expected a map-style torch Dataset .*got Stream; .* wrap it in such a class"),
-        (Sizeless(), "map-style .* with __len__ and __getitem__, got Sizeless"),
+        (
+            Stream(),
+            "train dataset: Stream is iterable and does not say how many samples an epoch has",
+        ),
+        (Sizeless(), "with __len__ and __getitem__, or an IterableDataset, got Sizeless"),
         ([], r"train dataset: expected samples, but list is empty; check data\.root"),
         (Augmented(20), r"train dataset: expected at least 21 samples, but Augmented has 20; .*batch_size=20 or less"),
     ],

@@ -555,8 +555,11 @@ DRAWS = "draws random numbers that do not depend on its input.*fx.wrap"
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (net(Refused.two_inputs), r"forward takes x, mask, scale; expected one input, all else with defaults: wrap"),
-        (net(Refused.no_input), r"no_input.forward takes scale; expected one input"),
+        (
+            net(Refused.two_inputs),
+            r"forward takes x, mask, scale, but the input has 1 by place .*: let the dataset",
+        ),
+        (net(Refused.no_input), r"no_input.forward takes scale, but the input has 1 by place"),
         (branching, rf"{__file__}:\d+: if x.sum\(\) > 0:.*\(inner.0\).*torch.fx.wrap.*partition.granularity=block"),
         (draws_by(random.random), DRAWS),
         (draws_by(lambda: torch.rand(()).item()), DRAWS),

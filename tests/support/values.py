@@ -19,6 +19,7 @@ KINDS = {
     "timeouts": adl_dist.WatchdogTimeouts,
     "checkpoints": adl_dist.CheckpointPolicy,
     "monitoring": adl_dist.Monitoring,
+    "loading": adl_dist.Loading,
 }
 
 

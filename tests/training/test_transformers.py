@@ -151,7 +151,10 @@ def test_a_resumed_run_continues_with_the_tokens_that_come_next(file, tmp_path, 
 def test_perplexity_and_tokens_per_second_are_told_of_tokens(file):
     _, summary = trained(build_gpt, file, 1, 2)
     assert summary["validation_perplexity"] == math.exp(summary["validation_loss"])
-    assert summary["tokens_per_second"] == CONTEXT * summary["samples_per_second"]
+    data = data_of(file, 2)
+    counted = EPOCHS * sum(int((target != -100).sum()) for _, target in (data[n] for n in range(len(data))))
+    assert summary["num_tokens"] == counted < EPOCHS * NUM_SAMPLES * CONTEXT
+    assert summary["tokens_per_second"] == counted / summary["train_seconds"]
 
 
 @pytest.mark.parametrize("granularity", ["block", "layer"])

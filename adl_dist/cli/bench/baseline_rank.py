@@ -6,7 +6,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -107,7 +107,8 @@ def rank_batches(
         train = Subset(train, [order[i] for i in range(len(order)) if i % samples // batch_size == rank])
         shuffle = False
     loader = device_loader(config, device, shuffle=shuffle, dataset=train)
-    return loader.batches(0, [batch_size] * (len(train) // batch_size))
+    batches = loader.batches(0, [batch_size] * (len(train) // batch_size))
+    return cast(Iterator[tuple[Tensor, Tensor]], batches)  # anything else was refused by the survey
 
 
 def main(task_file: Path, rank: int) -> None:

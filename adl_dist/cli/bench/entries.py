@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from adl_dist.batch import Several
 from adl_dist.cli.config.compose import method_named
 from adl_dist.cli.config.schema import Device, RunConfig
 from adl_dist.cli.plan.link import link_figures
@@ -184,6 +185,11 @@ def survey(config: RunConfig, able: Sequence[Entry]) -> ModelSurvey:
     """
     K, balance = config.partition.num_stages, config.partition.balance
     profiler = Profiler(config, granularity=config.partition.chosen().units, threads=config.threads)
+    if any(isinstance(batch, Several) for batch in profiler.samples.one):
+        raise ConfigError(
+            "bench runs torch's own pipelines, too, and compares what takes one tensor and one target; the data's are "
+            "several; use adl-dist plan and adl-dist train for such a model"
+        )
     sizes: dict[int, list[int] | None] = {}
     for num in dict.fromkeys([K, *(entry.num_stages for entry in able if entry.is_cut)]):
         sizes[num] = (
@@ -211,7 +217,7 @@ def survey(config: RunConfig, able: Sequence[Entry]) -> ModelSurvey:
         cuts=cuts,
         granularity=profiler.granularity,
         channels_last=bool(profiler.spec.precision.channels_last),
-        target=agreed.target,
+        target=agreed.targets[0],
         parameter_bytes=sum(p.numel() * p.element_size() for p in profiler.model.parameters()),
         predicted=predicted,
     )

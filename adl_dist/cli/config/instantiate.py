@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 from adl_dist.checkpoint.state import read_weights
 from adl_dist.checkpoint.storage import SUFFIX
 from adl_dist.cli.config.schema import RunConfig
+from adl_dist.data import Loading
 from adl_dist.errors import AdlError, CheckpointError, ConfigError
 from adl_dist.optim import build_lr_schedule
 from adl_dist.optimizers import mark_roles
@@ -29,7 +30,8 @@ from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, 
 from adl_dist.training.trainer import Trainer
 
 # Keys of data.* that are ours; the two that describe the data reach its target only if that takes them.
-OF_THE_LOADER, OF_THE_MODEL = ("shuffle", "num_workers"), ("num_classes", "in_channels")
+OF_THE_LOADER = ("shuffle", "num_workers", "collate_fn", "sampler", "samples_per_epoch")
+OF_THE_MODEL = ("num_classes", "in_channels")
 
 logging.getLogger("hydra").addHandler(logging.NullHandler())  # it logs what it also raises
 
@@ -71,6 +73,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
             non_finite=config.train.non_finite.value,
             max_skipped=config.train.max_skipped,
         ),
+        "metrics": [_named("train.metrics", name) if "." in name else name for name in config.train.metrics],
         "seed": config.seed,
     }
 
@@ -107,6 +110,32 @@ def build_data(node: Mapping[str, Any]) -> tuple[Dataset[Any], Dataset[Any]]:
     return pair  # type: ignore[no-any-return]
 
 
+def loading(config: RunConfig, dataset: Dataset[Any] | None) -> Loading:
+    """Return how the data are loaded; ``dataset``, for training, is what a sampler is made for, None: no sampler."""
+    node = config.data
+    made: dict[str, Any] = {}
+    if node.get("collate_fn") is not None:
+        made["collate_fn"] = _named("data.collate_fn", node["collate_fn"])
+    if node.get("sampler") is not None and dataset is not None:
+        make = _named("data.sampler", node["sampler"])
+        try:
+            made["sampler"] = make(dataset)
+        except Exception as error:  # the user's own code
+            raise ConfigError(
+                f"data.sampler={node['sampler']} is called with the training dataset and fails: "
+                f"{type(error).__name__}: {' '.join(str(error).split())}"
+            ) from error
+    found = Loading(**made, samples_per_epoch=node.get("samples_per_epoch"))
+    found.check()
+    return found
+
+
+def _named(name: str, path: Any) -> Callable[..., Any]:
+    """Return the callable that the key ``name`` names."""
+    holder, _, key = name.rpartition(".")
+    return _locate(holder, {"_target_": path}, key=key)
+
+
 def check_targets(config: RunConfig) -> None:
     """Check arguments against signatures, and try optimizer and schedule out; no data is read.
 
@@ -115,6 +144,9 @@ def check_targets(config: RunConfig) -> None:
     for name, node in (("data", data_arguments(config.data)), ("model", config.model)):
         _bind(name, node)
     _bind_loss(config.loss)
+    loading(config, None)
+    if config.data.get("sampler") is not None:
+        _named("data.sampler", config.data["sampler"])
     make = train_spec(config).optimizer
     try:
         optimizer = make([nn.Parameter(torch.zeros(1, 1))])  # a matrix, which most take
@@ -237,20 +269,20 @@ def _bind(name: str, node: Mapping[str, Any], *supplied: str) -> tuple[Callable[
     return target, arguments
 
 
-def _locate(name: str, node: Mapping[str, Any]) -> Callable[..., Any]:
-    path = node.get("_target_")
+def _locate(name: str, node: Mapping[str, Any], *, key: str = "_target_") -> Callable[..., Any]:
+    path, name = node.get("_target_"), f"{name}.{key}"
     if not path or not isinstance(path, str):
-        raise ConfigError(f"{name}._target_ must name a callable, for example {name}._target_=my.module.make")
+        raise ConfigError(f"{name} must name a callable, for example {name}=my.module.make")
     try:
         target = get_object(path)
     except Exception as error:  # importing runs the user's module, which can fail in any way
         cause = error.__cause__ or error
         raise ConfigError(
-            f"{name}._target_={path} cannot be imported: {type(cause).__name__}: {cause}{_near(path)}; expected a "
+            f"{name}={path} cannot be imported: {type(cause).__name__}: {cause}{_near(path)}; expected a "
             "dotted name like my.module.make, of a module in this folder or an installed one"
         ) from error
     if not callable(target):
-        raise ConfigError(f"{name}._target_={path} is a {type(target).__name__}, not something to call")
+        raise ConfigError(f"{name}={path} is a {type(target).__name__}, not something to call")
     return target  # type: ignore[no-any-return]
 
 

@@ -91,6 +91,7 @@ class TrainConfig:
     clip_norm: float | None = None
     non_finite: NonFinite = NonFinite.stop
     max_skipped: int = 10
+    metrics: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         _at_least("train.batch_size", self.batch_size, 1)
@@ -190,6 +191,9 @@ class RunConfig:
             raise ConfigError(f"data.shuffle must be true or false, got {shuffle!r}")
         if type(num_workers) is not int or num_workers < 0:
             raise ConfigError(f"data.num_workers must be a whole number of at least 0, got {num_workers!r}")
+        per_epoch = self.data.get("samples_per_epoch")
+        if per_epoch is not None and (type(per_epoch) is not int or per_epoch < 1):
+            raise ConfigError(f"data.samples_per_epoch must be a whole number of at least 1, got {per_epoch!r}")
         self.partition.chosen()
         micro_batch_size_of(self.train.batch_size, self.pipeline.micro_batches_per_update)
 

@@ -188,12 +188,14 @@ def device_loader(
     config: RunConfig, device: torch.device, *, shuffle: bool, dataset: Dataset[Any] | None = None
 ) -> DeviceLoader:
     """Return micro-batches as our first stage gets them; ``dataset`` None: of the training data."""
+    whole = instantiate.build_data(config.data)[0] if dataset is None else dataset
     return DeviceLoader(
-        instantiate.build_data(config.data)[0] if dataset is None else dataset,
+        whole,
         "training",
         seed=config.seed,
         shuffle=shuffle,
         num_workers=config.data.get("num_workers", 0),
+        loading=instantiate.loading(config, whole if dataset is None else None),
         device=device,
         precision=instantiate.precision(config),
     )

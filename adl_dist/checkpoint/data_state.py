@@ -1,0 +1,51 @@
+"""Where an iterable dataset is: saved by the process that feeds the pipeline, in a file of its own, ``data-*``."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from adl_dist.checkpoint import layout, nested, storage
+from adl_dist.checkpoint.nested import Packer, Unstorable
+from adl_dist.checkpoint.storage import Shard
+from adl_dist.data.stream import Place
+from adl_dist.errors import CheckpointError, ConfigError
+
+DATA = "data"
+PLACE = "place"  # the key of everything but tensors
+FILE = storage.file_name(DATA, 0, 1)
+
+
+def shard_of(place: Place) -> Shard:
+    """Return what is saved of a dataset that is at ``place``.
+
+    Raises:
+        ConfigError: its ``state_dict`` holds what cannot be saved.
+    """
+    packer = Packer({}, torch.device("cpu"))
+    try:
+        packed = packer.packed("state_dict", place.state)
+    except Unstorable as error:
+        raise ConfigError(
+            f"training dataset: what its state_dict() returns cannot be saved: {error}; let it return tensors, numbers "
+            "and text, in lists, tuples and dictionaries"
+        ) from None
+    return Shard(packer.tensors, {PLACE: json.dumps([place.epoch, place.sample, packed])})
+
+
+def read(path: Path) -> Place | None:
+    """Return where the dataset was at a checkpoint; None: that holds no such place.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    tensors, metadata = storage.scan(path, DATA, layout.read_manifest(path)["files"])
+    if PLACE not in metadata:
+        return None
+    try:
+        epoch, sample, packed = json.loads(metadata[PLACE])
+        values = dict(storage.read({name: tensors[name] for name in nested.tensor_names([packed])}))
+        state = nested.unpacked(packed, values, device=torch.device("cpu"), steps_on_cpu=True)
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: where the training dataset was cannot be read: {error}") from error
+    return Place(epoch, sample, state)

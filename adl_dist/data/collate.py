@@ -1,0 +1,145 @@
+"""Samples become the input and the target of a micro-batch: stacked, or collated by a function of the user's."""
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from adl_dist.batch import Batch, Layout, Several, layout_of, tensors_of
+from adl_dist.errors import DataError, place_of
+
+Pair = tuple[Batch, Batch]  # an input and a target
+
+
+def stacked(samples: Sequence[Pair], indices: Sequence[int]) -> Pair:
+    """Return input [B, ...] and target [B, ...] of ``samples``, whose ``indices`` are for errors.
+
+    Raises:
+        DataError: two of them differ in shape, dtype, or in what they are made of.
+    """
+    first = samples[0]
+    for index, sample in zip(indices[1:], samples[1:], strict=True):
+        if not all(map(_is_alike, sample, first)):
+            raise DataError(
+                f"sample {index}: expected {_described(first)} like sample {indices[0]} of the same micro-batch, got "
+                f"{_described(sample)}; add a transform that gives all samples one shape and dtype, or a collate_fn "
+                "that pads them"
+            )
+    input_, target = (_stack([sample[part] for sample in samples]) for part in (0, 1))
+    return input_, target
+
+
+def collated(collate_fn: Callable[[list[Any]], Any], samples: list[Any], indices: Sequence[int]) -> Pair:
+    """Return input [B, ...] and target [B, ...] that ``collate_fn`` makes of samples as the dataset returned them.
+
+    Raises:
+        DataError: it fails, or returns something else.
+    """
+    where = f"collate_fn, for {len(samples)} samples from sample {indices[0]} on,"
+    try:
+        made = collate_fn(samples)
+    except (Exception, SystemExit) as error:  # the user's own code can raise anything
+        raised = " ".join(f"{type(error).__name__}: {error}".split())
+        refusal = DataError(f"{where} raised {raised}{place_of(error)}")
+        refusal.add_note(traceback.format_exc())
+        raise refusal from error
+    if not isinstance(made, tuple | list) or len(made) != 2:
+        raise DataError(f"{where} returned {_kind(made)}; expected a pair (input, target)")
+    pair = _as_batch(made[0], "an input", where), _as_batch(made[1], "a target", where)
+    for tensor in (*tensors_of(pair[0]), *tensors_of(pair[1])):
+        if tensor.shape[:1] != (len(samples),):
+            raise DataError(f"{where} returned a tensor {list(tensor.shape)}; its first dimension must be the samples")
+    return pair
+
+
+def as_pair(sample: Any, index: int) -> Pair:
+    """Return input and target of one sample.
+
+    Raises:
+        DataError: it is no pair of tensors or numbers, or of tuples or dictionaries of these.
+    """
+    where = f"sample {index}:"
+    if not isinstance(sample, tuple | list) or len(sample) != 2:
+        raise DataError(
+            f"{where} expected a pair (input, target), got {_kind(sample)}; let the dataset's __getitem__ return two "
+            "values; an input or a target of several tensors is a tuple or a dictionary of them"
+        )
+    return _as_batch(sample[0], "an input", where), _as_batch(sample[1], "a target", where)
+
+
+def _as_batch(value: Any, what: str, where: str) -> Batch:
+    if isinstance(value, Mapping | tuple) and len(value):
+        if isinstance(value, Mapping):
+            if not all(isinstance(name, str) and name.isidentifier() for name in value):
+                raise DataError(f"{where} expected {what} whose keys are names of arguments, got {list(value)}")
+            return Several.of({name: _as_tensor(part, what, where) for name, part in value.items()})
+        return Several.of(tuple(_as_tensor(part, what, where) for part in value))
+    return _as_tensor(value, what, where)
+
+
+def _as_tensor(value: Any, what: str, where: str) -> Tensor:
+    if isinstance(value, Tensor):  # torchvision's images are of a subclass, with rules of its own
+        return value if type(value) is Tensor else value.as_subclass(Tensor)
+    if isinstance(value, int | float):
+        return torch.tensor(value)
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
+        # A copy: torch takes no flipped, read-only or foreign-endian array.
+        return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("=")))
+    raise DataError(
+        f"{where} expected {what} that is a tensor, a numeric numpy array or a number, or a tuple or a dictionary of "
+        f"these, got {_type_name(value)}; add a transform that converts it, for example torchvision's ToTensor for "
+        "images"
+    )
+
+
+def in_layout(batch: Batch, layout: Layout | None) -> Batch | None:
+    """Return ``batch`` in ``layout`` (None: one tensor), its names in that order; None if it has another."""
+    if not isinstance(batch, Several):
+        return batch if layout is None else None
+    if layout is None or batch.layout == layout:
+        return batch if layout is not None else None
+    names, value = layout.names, batch.value
+    if names is None or not isinstance(value, dict) or {*names} != {*value}:
+        return None
+    return Several.of({name: value[name] for name in names})
+
+
+def _stack(parts: Sequence[Batch]) -> Batch:
+    first = parts[0]
+    if not isinstance(first, Several):
+        return torch.stack([part for part in parts if isinstance(part, Tensor)])
+    columns = zip(*map(tensors_of, parts), strict=True)
+    return Several(tuple(torch.stack(column) for column in columns), first.layout)
+
+
+def _is_alike(one: Batch, other: Batch) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype
+    if layout_of(one) != layout_of(other):
+        return False
+    return all(map(_is_alike, tensors_of(one), tensors_of(other)))
+
+
+def _described(sample: Pair) -> str:
+    return f"(input {described(sample[0])}, target {described(sample[1])})"
+
+
+def described(batch: Batch) -> str:
+    """Return dtype and shape of an input or a target, for messages."""
+    if isinstance(batch, Tensor):
+        return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"
+    parts = [described(tensor) for tensor in batch.tensors]
+    if batch.layout.names is None:
+        return f"({', '.join(parts)})"
+    return "{" + ", ".join(f"{name}: {part}" for name, part in zip(batch.layout.names, parts, strict=True)) + "}"
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__name__} of {len(value)}" if isinstance(value, tuple | list) else _type_name(value)
+
+
+def _type_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")

@@ -1,0 +1,97 @@
+"""How the samples of a dataset are chosen and put together, and which datasets can be loaded."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import Sampler
+
+from adl_dist.data.stream import is_iterable
+from adl_dist.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """How samples become micro-batches, and which of them an epoch visits.
+
+    Attributes:
+        collate_fn: from the list of a micro-batch's samples, as the dataset returns them, to (input, target), each a
+            tensor [B, ...], a tuple or a dictionary of such; lengths may differ from one micro-batch to another. None:
+            samples are stacked.
+        sampler: a torch ``Sampler`` of indices, which decides what an epoch of training visits, in which order; None:
+            each sample once, shuffled if that is asked for.
+        samples_per_epoch: how many samples an epoch of training visits; None: as many as the sampler or the dataset
+            has, by ``len``.
+    """
+
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    sampler: Sampler[int] | None = None
+    samples_per_epoch: int | None = None
+
+    @property
+    def of_validation(self) -> "Loading":
+        """How a dataset for validation is loaded: each sample once."""
+        return Loading(collate_fn=self.collate_fn)
+
+    def check(self) -> None:
+        """Raise ConfigError for what is no such thing."""
+        if self.collate_fn is not None and not callable(self.collate_fn):
+            raise ConfigError(f"collate_fn: expected a callable that takes a list of samples, got {self.collate_fn!r}")
+        if self.sampler is not None and not (hasattr(self.sampler, "__iter__") and hasattr(self.sampler, "__len__")):
+            raise ConfigError(
+                f"sampler: expected a torch Sampler, with __iter__ and __len__, got {type(self.sampler).__name__}"
+            )
+        if self.samples_per_epoch is not None and self.samples_per_epoch < 1:
+            raise ConfigError(f"samples_per_epoch must be at least 1, got {self.samples_per_epoch}")
+
+
+PLAIN = Loading()
+
+
+def check_dataset(dataset: object, *, name: str, min_samples: int, loading: Loading = PLAIN) -> int:
+    """Refuse a dataset that cannot be trained on; ``name``, for the message: ``training`` or ``validation``.
+
+    Returns:
+        The samples that an epoch visits.
+
+    Raises:
+        DataError: of another kind, empty, or smaller than ``min_samples``, for example those of one update.
+    """
+    kind = type(dataset).__name__
+    if is_iterable(dataset):
+        size = _length_of_stream(dataset, name, loading)
+    elif not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise DataError(
+            f"{name} dataset: expected a torch Dataset of (input, target), with __len__ and __getitem__, or an "
+            f"IterableDataset, got {kind}; wrap it in such a class"
+        )
+    else:
+        size = len(dataset) if loading.sampler is None else len(loading.sampler)  # type: ignore[arg-type]
+    if size == 0:
+        raise DataError(f"{name} dataset: expected samples, but {kind} is empty; check data.root and the split")
+    if loading.samples_per_epoch is not None:
+        if not is_iterable(dataset) and loading.samples_per_epoch > size:
+            raise DataError(f"{name} dataset: samples_per_epoch is {loading.samples_per_epoch}, but there are {size}")
+        size = loading.samples_per_epoch
+    if size < min_samples:
+        raise DataError(
+            f"{name} dataset: expected at least {min_samples} samples, but {kind} has {size}; use a larger dataset or "
+            f"train.batch_size={size} or less"
+        )
+    return size
+
+
+def _length_of_stream(dataset: object, name: str, loading: Loading) -> int:
+    kind = type(dataset).__name__
+    if loading.sampler is not None:
+        raise DataError(f"{name} dataset: {kind} is iterable and has an order of its own; use no sampler with it")
+    if loading.samples_per_epoch is not None:
+        return loading.samples_per_epoch
+    try:
+        return len(dataset)  # type: ignore[arg-type]
+    except TypeError:
+        way_out = ", or use data.samples_per_epoch (Loading(samples_per_epoch=...))" if name == "training" else ""
+        raise DataError(
+            f"{name} dataset: {kind} is iterable and does not say how many samples an epoch has, on which the length "
+            f"of the run depends; give it a __len__{way_out}"
+        ) from None

@@ -1,0 +1,113 @@
+"""What is measured of a model's outputs besides the loss, where they are: on the last stage, as a sum and a count."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adl_dist.batch import Several
+from adl_dist.errors import ConfigError
+from adl_dist.stage.loss_terms import IGNORED, ClassLoss
+
+TAKEN = (
+    "loss",
+    "learning_rate",
+    "skipped_updates",
+    "samples_per_second",
+    "tokens_per_second",
+)  # names of other figures
+PERPLEXITY = "perplexity"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A figure of outputs and targets, by its ``name``.
+
+    ``measure`` is (output, target) to (sum, count), of which the figure is sum / count over all micro-batches; None: it
+    follows from the loss.
+    """
+
+    name: str
+    measure: Callable[[Any, Any], tuple[Any, Any]] | None
+
+
+def metrics_of(wanted: Sequence[str | Callable[[Any, Any], Any]], classes: ClassLoss | None) -> list[Metric]:
+    """Return the metrics that a user names, or gives as callables; ``classes``: how torch's loss of classes is set.
+
+    Raises:
+        ConfigError: there is no such metric, or two have one name.
+    """
+    made = [_metric(one, classes) for one in wanted]
+    for metric in made:
+        if metric.name in TAKEN or [one.name for one in made].count(metric.name) > 1:
+            raise ConfigError(f"metrics: the name '{metric.name}' is taken; give the callable another __name__")
+    return made
+
+
+def _metric(wanted: Any, classes: ClassLoss | None) -> Metric:
+    if wanted == PERPLEXITY:
+        return Metric(PERPLEXITY, None)
+    if isinstance(wanted, str):
+        top = {"accuracy": 1, "top5": 5}
+        if wanted not in top:
+            raise ConfigError(f"metrics: there is no '{wanted}'; use accuracy, top5, perplexity, or a callable")
+        return Metric(wanted, lambda out, target: hits(out, target, classes, top=top[wanted]))
+    if not callable(wanted):
+        raise ConfigError(f"metrics: expected a name or a callable of (output, target), got {type(wanted).__name__}")
+    return Metric(getattr(wanted, "__name__", type(wanted).__name__), wanted)
+
+
+def hits(out: Any, target: Any, classes: ClassLoss | None, *, top: int) -> tuple[Tensor, Tensor]:
+    """Return for how many of the targets theirs is among the ``top`` outputs, and how many targets there are.
+
+    Classes are the second dimension of outputs for torch's own losses, [B, C, ...]; for another loss they are the last
+    one if that fits to targets [B, ...], else the second. Targets that the loss ignores, or that are no class, are not
+    counted.
+
+    Raises:
+        ConfigError: outputs and targets are none of classes.
+    """
+    if not (isinstance(out, Tensor) and isinstance(target, Tensor)) or target.is_floating_point():
+        raise ConfigError("metrics: accuracy and top5 need targets of whole numbers and one tensor of outputs")
+    is_last = (classes is None or classes.dim == -1) and out.shape[:-1] == target.shape
+    if out.ndim != target.ndim + 1 or not (is_last or out.shape[2:] == target.shape[1:]):
+        raise ConfigError(
+            f"metrics: accuracy and top5 need outputs [B, classes, ...] or [B, ..., classes] for targets [B, ...], got "
+            f"{list(out.shape)} and {list(target.shape)}"
+        )
+    scores = out if is_last else out.movedim(1, -1)
+    counts = (target != (IGNORED if classes is None else classes.ignore_index)) & (target >= 0)
+    counts &= target < scores.shape[-1]
+    if top == 1:
+        right = scores.argmax(dim=-1) == target
+    else:
+        right = (scores.topk(min(top, scores.shape[-1]), dim=-1).indices == target.unsqueeze(-1)).any(dim=-1)
+    return (right & counts).sum(), counts.sum()
+
+
+def measured(metrics: Sequence[Metric], out: Any, target: Any) -> list[Tensor]:
+    """Return (sum, count), float64[2], of each metric that is measured, for one micro-batch.
+
+    Raises:
+        ConfigError: one fails, or returns something else.
+    """
+    given = target.value if isinstance(target, Several) else target
+    found = []
+    with torch.no_grad():
+        for metric in metrics:
+            if metric.measure is None:
+                continue
+            try:
+                total, count = metric.measure(out, given)
+                pair = [torch.as_tensor(number, dtype=torch.float64, device=target.device) for number in (total, count)]
+                found.append(torch.stack(pair).detach())
+            except ConfigError:
+                raise
+            except Exception as error:  # the user's own callable
+                raise ConfigError(
+                    f"metrics: {metric.name} fails: {type(error).__name__}: {' '.join(str(error).split())}; it is "
+                    "given (output, target) of a micro-batch and returns two numbers, (sum, count)"
+                ) from error
+    return found

@@ -1,0 +1,119 @@
+"""Metrics by name and by callable, of training and of validation, as sums and counts over all micro-batches."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from adl_dist import Loading
+from adl_dist.errors import ConfigError
+from tests.support.runs import toy_trainer
+from tests.support.sentences import IGNORED, Sentences, encoder, padded
+from tests.support.values import QUIET, SILENT
+from tests.training.test_structured_batches import batches
+
+
+def entropy(out, target):
+    """The mean entropy of the scores for words that count."""
+    counts = target != IGNORED
+    of_words = -(out.softmax(1) * out.log_softmax(1)).sum(1)
+    return of_words[counts].sum(), counts.sum()
+
+
+NAMES = ["accuracy", "top5", "perplexity", entropy]
+
+
+def trained(K, M, metrics, *, run_dir=None, **options):
+    more = {"dtype": torch.float64, "balance": "even", "metrics": metrics, **options}
+    trainer = toy_trainer(K, M, "bp" if K == 1 else "gpipe", model=encoder(), loss_fn=nn.CrossEntropyLoss(), **more)
+    how = {"loading": Loading(collate_fn=padded), "val_dataset": Sentences(10, 100), "run_dir": run_dir}
+    summary = trainer.fit(Sentences(), epochs=1, batch_size=20, shuffle=False, monitoring=SILENT, **how)
+    return trainer.full_state_dict(), summary
+
+
+def by_torch(state):
+    model = encoder().double().eval()
+    model.load_state_dict(state)
+    ((ids, mask), target) = batches(Sentences(10, 100), padded, 10)[0]
+    with torch.no_grad():
+        out, counts = model(ids, mask), target != IGNORED
+    found = (out.topk(5, dim=1).indices == target[:, None]).any(1)
+    return {
+        "validation_accuracy": (out.argmax(1) == target)[counts].double().mean().item(),
+        "validation_top5": found[counts].double().mean().item(),
+        "validation_perplexity": math.exp(nn.functional.cross_entropy(out, target).item()),
+        "validation_entropy": (entropy(out, target)[0] / counts.sum()).item(),
+    }
+
+
+@pytest.mark.parametrize(("K", "M"), [(1, 1), (1, 4), (3, 4)])
+def test_metrics_of_validation_are_those_of_all_samples_at_once(K, M):
+    state, summary = trained(K, M, NAMES)
+    for name, value in by_torch(state).items():
+        assert summary[name] == pytest.approx(value, rel=1e-12), name
+
+
+def test_metrics_of_training_are_recorded_for_each_update(tmp_path):
+    _, summary = trained(2, 4, NAMES, run_dir=tmp_path)
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    found = {line["name"]: line["value"] for line in lines}
+    model = encoder().double()
+    ((ids, mask), target) = batches(Sentences(), padded, 20)[0]
+    out = model(ids, mask)
+    assert found["train/perplexity"] == pytest.approx(math.exp(nn.functional.cross_entropy(out, target).item()))
+    assert found["train/entropy"] == pytest.approx((entropy(out, target)[0] / (target != IGNORED).sum()).item())
+    assert found["validation/top5"] == summary["validation_top5"]
+    assert found["train/tokens_per_second"] > 0
+    assert summary["num_tokens"] == (target != IGNORED).sum()
+
+
+class Last(nn.Module):
+    """Scores [B, T, words], as most users have them."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = encoder()
+
+    def forward(self, ids, mask):
+        return self.inner(ids, mask).transpose(1, 2)
+
+
+def last_loss(out, target):
+    return nn.functional.cross_entropy(out.flatten(0, 1), target.flatten())
+
+
+last_loss.num_terms = lambda target: (target != IGNORED).sum()
+
+
+def test_accuracy_by_name_finds_classes_in_the_last_dimension():
+    trainer = toy_trainer(1, 2, "bp", model=Last(), loss_fn=last_loss, metrics=["accuracy"], dtype=torch.float64)
+    how = {"loading": Loading(collate_fn=padded), "val_dataset": Sentences(10, 100), "monitoring": QUIET}
+    summary = trainer.fit(Sentences(), epochs=1, batch_size=20, shuffle=False, **how)
+    state = {name.removeprefix("inner."): tensor for name, tensor in trainer.full_state_dict().items()}
+    assert summary["validation_accuracy"] == pytest.approx(by_torch(state)["validation_accuracy"])
+
+
+def failing(out, target):
+    return out.missing
+
+
+def loss(out, target):
+    return 0, 1
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        (["acuracy"], "there is no 'acuracy'; use accuracy, top5, perplexity, or a callable"),
+        ([entropy, entropy], "the name 'entropy' is taken"),
+        ([loss], "the name 'loss' is taken"),
+        ([7], "expected a name or a callable of"),
+        ([failing], "metrics: failing fails: AttributeError"),
+    ],
+)
+def test_a_metric_that_cannot_be_measured_is_refused(metrics, message):
+    with pytest.raises(ConfigError, match=message) as refused:
+        trained(1, 1, metrics)
+    assert "\n" not in str(refused.value)

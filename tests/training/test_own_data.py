@@ -1,0 +1,158 @@
+"""A user's collate_fn, sampler and iterable dataset: what they decide, and the same again after a resume."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import RandomSampler, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
+
+import adl_dist
+from adl_dist import Loading
+from adl_dist.data import Loader
+from adl_dist.errors import AdlError
+from tests.support.runs import toy_trainer
+from tests.support.sentences import Resumable, Sentences, Streamed, encoder, padded
+from tests.support.values import QUIET, SILENT, values
+
+sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def trained(dataset, *, K=2, M=2, loading=None, **of_fit):
+    more = {"dtype": torch.float64, "optimizer": sgd, "balance": "even"}
+    trainer = toy_trainer(K, M, model=encoder(dropout=0.1), loss_fn=nn.CrossEntropyLoss(), **more)
+    of_fit = {"epochs": 2, "monitoring": QUIET, **of_fit}
+    trainer.fit(dataset, batch_size=4, loading=loading or Loading(collate_fn=padded), **of_fit)
+    return trainer.full_state_dict()
+
+
+def are_equal(one, other):
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("make", [Streamed, Resumable])
+def test_an_iterable_is_resumed_in_mid_epoch_to_the_bit(make, tmp_path):
+    whole = trained(make(), run_dir=tmp_path / "whole", checkpoints=adl_dist.CheckpointPolicy(every_updates=2))
+    parts = {"run_dir": tmp_path / "parts", "checkpoints": adl_dist.CheckpointPolicy(every_updates=2)}
+    for updates in (2, 4, 7):
+        trained(make(), max_updates=updates, **parts)
+    assert are_equal(trained(make(), **parts), whole)
+
+
+def test_an_iterable_with_a_state_is_not_read_from_the_start(tmp_path):
+    of_fit = {"run_dir": tmp_path, "checkpoints": adl_dist.CheckpointPolicy(every_updates=1), "epochs": 1}
+    trained(Resumable(), max_updates=4, **of_fit)
+    Resumable.made = 0
+    trained(Resumable(), **of_fit)
+    assert Resumable.made < 4 + 64 + 4  # the last update, and what the model is tried out with: not the 16 before
+
+
+def test_the_samples_of_an_iterable_do_not_depend_on_m_or_k():
+    one, other = (trained(Streamed(), K=K, M=M) for K, M in ((1, 1), (1, 4)))
+    assert not are_equal(one, other)  # rounding, and dropout of other micro-batches
+    batches = [[*loader_of(Streamed()).batches(1, sizes)] for sizes in ([4, 4], [8], [1] * 8)]
+    ids = [
+        torch.cat([nn.functional.pad(x.tensors[0], (0, 9 - x.tensors[0].shape[1])) for x, _ in of]) for of in batches
+    ]
+    assert all(torch.equal(ids[0], of) for of in ids)
+
+
+def loader_of(dataset, **loading):
+    return Loader(dataset, seed=0, shuffle=True, loading=Loading(**{"collate_fn": padded, **loading}))
+
+
+def place_of(x):
+    return int(x)
+
+
+NUMBERS = TensorDataset(torch.arange(10.0), torch.arange(10))
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        WeightedRandomSampler([0.0, *[1.0] * 9], 6),
+        RandomSampler(range(10), replacement=True, num_samples=6),
+        RandomSampler(range(10), num_samples=6, generator=torch.Generator()),
+        SubsetRandomSampler([1, 3, 5, 7, 9, 2]),
+    ],
+)
+def test_a_sampler_decides_what_is_visited_alike_each_time(sampler):
+    def visited(epoch, sizes, first_sample=0):
+        loader = loader_of(NUMBERS, sampler=sampler, collate_fn=None)
+        return torch.cat([y for _, y in loader.batches(epoch, sizes, first_sample=first_sample)]).tolist()
+
+    torch.manual_seed(5)
+    whole = visited(1, [2, 2, 2])
+    other = visited(0, [6])
+    assert 0 not in whole if not isinstance(sampler, RandomSampler) else len(whole) == 6
+    assert (visited(1, [6]), visited(1, [2], first_sample=4)) == (whole, whole[4:])
+    assert whole != other  # an epoch of its own
+    assert torch.rand(()) == torch.rand(
+        (), generator=torch.Generator().manual_seed(5)
+    )  # the caller's stream is as before
+
+
+class Short(Streamed):
+    def __iter__(self):
+        return iter([next(super().__iter__())] * 3)
+
+
+class Once(Streamed):
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        raise AssertionError
+
+
+class Sizeless(Streamed):
+    __len__ = None
+
+
+class Changing(Sentences):
+    def __getitem__(self, index):
+        ids, target = super().__getitem__(index)
+        return ((ids, ids) if index == 7 else (ids,)), target
+
+
+REFUSED = {
+    "too short": (Short(), {}, {}, "Short ended after 3 samples of epoch 1, fewer than"),
+    "read once only": (Once(), {}, {}, "Once is an iterator, which can be read once only"),
+    "no length": (Sizeless(), {}, {}, "does not say how many samples an epoch has.*samples_per_epoch"),
+    "workers": (Streamed(), {}, {"num_workers": 2}, "iterable, and 2 processes .* use data.num_workers=0"),
+    "a sampler of a stream": (Streamed(), {"sampler": range(10)}, {}, "iterable and has an order of its own"),
+    "batches": (NUMBERS, {"sampler": [[0, 1], [2, 3]] * 4, "collate_fn": None}, {}, "yields list, expected indices"),
+    "rows": (
+        Sentences(),
+        {"collate_fn": lambda some: padded(some[:-1] or some)},
+        {},
+        "first dimension must be the samp",
+    ),
+    "no pair": (Sentences(), {"collate_fn": lambda some: some[0][0]}, {}, "returned torch.Tensor; expected a pair"),
+    "its own error": (Sentences(), {"collate_fn": lambda some: 1 / 0}, {}, "collate_fn, .* raised ZeroDivisionError"),
+    "other containers": (Changing(), {"collate_fn": None}, {}, "expected|those before were|tuple of 1"),
+    "no function": (Sentences(), {"collate_fn": "padded"}, {}, "collate_fn: expected a callable"),
+    "too long an epoch": (NUMBERS, {"samples_per_epoch": 11}, {}, "samples_per_epoch is 11, but there are 10"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_data_that_cannot_be_loaded_is_refused_in_one_line(name):
+    dataset, loading, of_fit, message = REFUSED[name]
+    with pytest.raises(AdlError, match=message) as refused:
+        trained(dataset, loading=Loading(**{"collate_fn": padded, **loading}), **of_fit)
+    assert "\n" not in str(refused.value)
+
+
+def test_an_epoch_may_be_shorter_than_the_dataset():
+    state = toy_state(NUMBERS, samples_per_epoch=4)
+    assert not are_equal(state, toy_state(NUMBERS, samples_per_epoch=8))
+
+
+def toy_state(dataset, **loading):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Unflatten(0, (-1, 1)), nn.Linear(1, 10), nn.ReLU(), nn.Linear(10, 10))
+    trainer = toy_trainer(1, 1, model=model, optimizer=sgd, **values(threads=1) and {})
+    trainer.fit(dataset, epochs=1, batch_size=2, monitoring=SILENT, loading=Loading(**loading))
+    return trainer.full_state_dict()

@@ -1,0 +1,228 @@
+"""Several inputs, by place and by name, and lengths that change: the equations, for any cut and any M."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from adl_dist import Loading
+from adl_dist.batch import Several
+from adl_dist.errors import ConfigError, PartitionError
+from adl_dist.partition import cut
+from tests.support.equations import EQUATIONS, assert_close
+from tests.support.oracle import train_by_the_equations
+from tests.support.runs import toy_trainer
+from tests.support.sentences import (
+    IGNORED,
+    LONGEST,
+    Encoder,
+    Masked,
+    Sentences,
+    by_names,
+    encoder,
+    padded,
+)  # fmt: skip
+from tests.support.values import QUIET
+
+LR, MOMENTUM, DECAY, EPOCHS, MICRO_BATCH, NUM = 0.2, 0.9, 1e-2, 2, 3, 20
+LOSS = nn.CrossEntropyLoss()
+sgd = functools.partial(torch.optim.SGD, lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
+
+# Each with the dataset, what collates it, and in which order its input names the model's arguments.
+DATA = {
+    "tuple": (Masked, None),
+    "names": (functools.partial(Masked, named=True), None),
+    "lengths": (Sentences, padded),
+    "lengths by names": (Sentences, by_names),
+}
+
+
+def batches(dataset, collate_fn, size):
+    """Each micro-batch as ((ids, mask), target)."""
+    made = []
+    for start in range(0, len(dataset), size):
+        samples = [dataset[index] for index in range(start, min(start + size, len(dataset)))]
+        if collate_fn is None:
+            input_, target = torch.utils.data.default_collate(samples)
+        else:
+            input_, target = collate_fn(samples)
+        ids, mask = (input_["ids"], input_["mask"]) if isinstance(input_, dict) else input_
+        made.append(((ids, mask), target))
+    return made
+
+
+def fitted(name, K, M, method="adl", *, dataset=None, loss_fn=LOSS, **options):
+    make, collate_fn = DATA[name]
+    more = {"dtype": torch.float64, "optimizer": sgd, "granularity": "block", "balance": "even"}
+    trainer = toy_trainer(K, M, method, options, model=encoder(), loss_fn=loss_fn, **more)
+    how = {"loading": Loading(collate_fn=collate_fn), "val_dataset": make(10, 100), "monitoring": QUIET}
+    summary = trainer.fit(make(NUM), epochs=EPOCHS, batch_size=MICRO_BATCH * M, shuffle=False, **how)
+    return trainer.full_state_dict(), summary
+
+
+def modules(K):
+    if K == 1:
+        return [_Whole(encoder().double())]
+    one = [Several.of(of) for of, _ in batches(Masked(6), None, 2)[:1] + batches(Masked(6), None, 4)[:1]]
+    return cut(encoder().double(), num_stages=K, samples=(one[0], one[1]))
+
+
+class _Whole(nn.Module):
+    """The model as the only module of the equations, with the model's own names."""
+
+    def __init__(self, model):
+        super().__init__()
+        vars(self).update(_modules=model._modules, _run=type(model).forward)
+
+    def forward(self, given):
+        return self._run(self, *given)
+
+
+def loss_of_some(out, target):
+    return LOSS(out, target) if (target != IGNORED).any() else (out * 0).sum()
+
+
+def by_the_equations(name, K, M, method):
+    delays, weights = EQUATIONS[method]
+    epochs = [batches(DATA[name][0](NUM), DATA[name][1], MICRO_BATCH)] * EPOCHS
+    of_sgd = {"lr": [LR] * 99, "momentum": MOMENTUM, "weight_decay": DECAY}
+    count = {"num_terms": lambda target: float((target != IGNORED).sum())}
+    return train_by_the_equations(
+        modules(K), epochs, M=M, loss_fn=loss_of_some, delays=delays(K), weights=weights, **of_sgd, **count
+    )
+
+
+CASES = [
+    *itertools.product(["lengths"], (1, 2, 3, 4), (1, 2, 3, 4)),
+    *itertools.product(["tuple", "names", "lengths by names"], (1, 4), (3,)),
+]
+
+
+@pytest.mark.parametrize(("name", "K", "M"), CASES)
+def test_several_inputs_and_lengths_follow_the_equations(name, K, M):
+    state, _ = fitted(name, K, M)
+    assert_close(state, by_the_equations(name, K, M, "adl"))
+
+
+@pytest.mark.parametrize("method", ["gpipe", "dsp", "paci"])
+def test_lengths_follow_the_equations_of_other_methods(method):
+    if method == "paci":  # whose backward by hand knows no attention: the runs of two cuts must not be one
+        assert fitted("lengths", 2, 2, method)[1]["validation_loss"] > 0
+        return
+    state, _ = fitted("lengths", 3, 2, method)
+    assert_close(state, by_the_equations("lengths", 3, 2, method))
+
+
+def test_any_m_and_cut_train_what_plain_torch_trains():
+    """Whole batches of 12, padded as one; padding is masked, so the length that it adds changes nothing."""
+    model = encoder().double()
+    optimizer = sgd(model.parameters())
+    for (ids, mask), target in batches(Sentences(NUM), padded, 12) * EPOCHS:
+        optimizer.zero_grad()
+        LOSS(model(ids, mask), target).backward()
+        optimizer.step()
+    for K, M in ((1, 4), (2, 4), (4, 4)):
+        state, summary = fitted("lengths", K, M, "gpipe" if K > 1 else "bp")
+        assert_close(state, model.state_dict())
+    model.eval()
+    with torch.no_grad():
+        ((ids, mask), target) = batches(Sentences(10, 100), padded, 10)[0]
+        out = model(ids, mask)
+    assert summary["validation_loss"] == pytest.approx(LOSS(out, target).item(), rel=1e-12)
+    counts = target != IGNORED
+    assert summary["validation_accuracy"] == pytest.approx((out.argmax(1) == target)[counts].double().mean().item())
+
+
+class Pairs(Masked):
+    """Targets in a dictionary."""
+
+    def __getitem__(self, index):
+        input_, target = super().__getitem__(index)
+        return input_, {"words": target, "weight": torch.tensor(1.0 + index % 3)}
+
+
+def weighted(out, target):
+    """The mean over words, each with the weight of its sentence."""
+    losses = nn.functional.cross_entropy(out, target["words"], reduction="none")
+    weights = target["weight"][:, None] * (target["words"] != IGNORED)
+    return (losses * weights).sum() / weights.sum()
+
+
+weighted.num_terms = lambda target: (target["weight"][:, None] * (target["words"] != IGNORED)).sum()
+
+
+def test_a_target_of_several_tensors_reaches_the_loss_whole(monkeypatch):
+    monkeypatch.setitem(DATA, "pairs", (Pairs, None))
+    (expected, of_one), (state, of_three) = (
+        fitted("pairs", K, M, "gpipe", loss_fn=weighted) for K, M in ((1, 1), (3, 3))
+    )
+    monkeypatch.setitem(globals(), "MICRO_BATCH", 9)
+    expected, of_one = fitted("pairs", 1, 1, "bp", loss_fn=weighted)
+    assert_close(state, expected)
+    assert of_three["validation_loss"] == pytest.approx(of_one["validation_loss"], rel=1e-12)
+
+
+class Branching(Encoder):
+    def forward(self, ids, mask):
+        if ids.shape[1] > LONGEST // 2:
+            ids = ids + 0
+        return super().forward(ids, mask)
+
+
+def test_a_forward_that_branches_on_a_length_is_refused():
+    trainer = toy_trainer(2, 1, model=Branching(), loss_fn=LOSS, balance="even")
+    with pytest.raises(PartitionError, match="branches on a length") as refused:
+        trainer.fit(Sentences(), epochs=1, batch_size=3, loading=Loading(collate_fn=padded), monitoring=QUIET)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("K", [1, 2])
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda ids, mask: (ids,), "forward takes ids, mask, but the input has 1 by place|missing 1 required .*'mask'"),
+        (lambda ids, mask: {"ids": ids, "masks": mask}, "masks"),
+    ],
+)
+def test_an_input_that_the_model_does_not_take_is_refused(K, change, found):
+    class Other(Masked):
+        def __getitem__(self, index):
+            input_, target = super().__getitem__(index)
+            return change(*input_), target
+
+    trainer = toy_trainer(K, 1, model=encoder(), loss_fn=LOSS, balance="even")
+    with pytest.raises((ConfigError, PartitionError), match=found) as refused:
+        trainer.fit(Other(), epochs=1, batch_size=3, monitoring=QUIET)
+    assert "\n" not in str(refused.value)
+
+
+def sum_and_count(out, target):
+    return nn.functional.cross_entropy(out, target, reduction="sum"), (target != IGNORED).sum()
+
+
+@pytest.mark.parametrize(("name", "K", "M"), [("lengths", 1, 4), ("lengths", 3, 2), ("tuple", 2, 3)])
+def test_a_loss_may_return_a_sum_and_a_count(name, K, M):
+    state, summary = fitted(name, K, M, loss_fn=sum_and_count)
+    assert_close(state, by_the_equations(name, K, M, "adl"))
+    assert summary["validation_loss"] == pytest.approx(fitted(name, K, M)[1]["validation_loss"], rel=1e-12)
+
+
+def test_a_count_that_no_target_tells_is_refused():
+    def strange(out, target):
+        return out.square().sum(), 7.5
+
+    with pytest.raises(ConfigError, match=r"count 7.5, but the targets have as .*num_terms") as refused:
+        fitted("tuple", 2, 2, loss_fn=strange)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_count_that_changes_its_mind_is_refused():
+    def changing(out, target):
+        total, count = sum_and_count(out, target)
+        return total, count if len(target) != MICRO_BATCH else count + 1
+
+    with pytest.raises(ConfigError, match=r"for a micro-batch, but its targets have|fails|no mean") as refused:
+        fitted("tuple", 1, 2, "bp", loss_fn=changing)
+    assert "\n" not in str(refused.value)
