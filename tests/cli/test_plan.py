@@ -14,7 +14,7 @@ from adl_dist.cli.plan.link import measure
 from adl_dist.cli.plan.profiler import Profiler
 from adl_dist.cli.plan.report import line_to_paste
 from adl_dist.distributed.procfs import state_of
-from adl_dist.errors import ConfigError
+from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.partition import Machine, UnitCost
 from adl_dist.partition.costs import Profile
 from adl_dist.partition.predict import Throughput, advise, alternative, predict
@@ -232,6 +232,17 @@ def test_a_split_is_predicted_by_what_can_be_put_off():
     held, more = (predict(known(deferred_bytes=size), third).balance.stage_bytes for size in (0, 1000))
     deferred = [stage.deferred for stage in figures(third)]
     assert [b - a for a, b in zip(held, more, strict=True)] == [2 * 1000 * n for n in deferred], "of two units each"
+
+
+def test_stages_that_share_devices_share_their_memory():
+    """Four stages on two devices, each of which has half of its device's memory."""
+    profile, pipeline = known(parameter_bytes=1000), Pipeline(method("interleaved", accumulation_steps=4), 4)
+    most = 2 * max(predict(profile, pipeline).balance.stage_bytes)
+    told = predict(profile, pipeline, machine=Machine(memory_bytes=most))
+    other = replace(without(profile, devices=2, machine=Machine()), single=1e-3, ddp=1e-3)
+    assert advise([told], other)[0] is told
+    with pytest.raises(PartitionError, match="fits"):
+        predict(profile, pipeline, machine=Machine(memory_bytes=most - 2))
 
 
 def test_a_model_that_fits_on_no_device_gets_a_line_to_paste(tmp_path):
