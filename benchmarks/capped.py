@@ -8,6 +8,7 @@ delays d keeps the same cap, d + 1, but waits for the action that the list names
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from adl_dist.errors import ConfigError
@@ -49,49 +50,72 @@ def simulate_dataflow(
     K, N = len(costs.forward), num_micro_batches
     if len(caps) != K or min(caps) < 1:
         raise ConfigError(f"caps={list(caps)}: expected {K} numbers of at least 1, one for each stage")
-    free = [0.0] * K
-    acts: list[list[float]] = [[0.0] * N] + [[] for _ in range(K - 1)]  # when each arrives, in order
-    grads: list[list[float]] = [[] for _ in range(K)]
-    num_forward, num_backward = [0] * K, [0] * K
-    spans = []
-
-    def spend(stage: int, action: Action, start: float) -> float:
-        free[stage] = start + costs.of(stage, action.op) * slowdown(stage, action)
-        spans.append(Span(stage, action, start, free[stage]))
-        return free[stage]
-
-    def options(stage: int) -> list[tuple[float, int, Op]]:
-        """Return what ``stage`` can do next and when; a tie goes to the preferred action."""
-        f, b = num_forward[stage], num_backward[stage]
-        ready = []
-        if b < len(grads[stage]):
-            later = SAME_MOMENT * (prefer == "forward")
-            ready.append((max(free[stage], grads[stage][b]) + later, stage, Op.BACKWARD))
-        if f < len(acts[stage]) and f - b < caps[stage]:
-            later = SAME_MOMENT * (prefer == "backward")
-            ready.append((max(free[stage], acts[stage][f]) + later, stage, Op.FORWARD))
-        return ready
-
+    stages = _Stages(costs, caps, prefer, slowdown, [[0.0] * N] + [[] for _ in range(K - 1)])
     # What starts first is settled first: nothing that is not known yet can come before it.
-    while ready := [option for k in range(K) for option in options(k)]:
+    while ready := [option for k in range(K) for option in stages.options(k)]:
         _, k, op = min(ready, key=lambda option: option[:2])
         if op is Op.FORWARD:
-            b = num_forward[k]
-            end = spend(k, Action(op, b), max(free[k], acts[k][b]))
-            num_forward[k] += 1
-            if k < K - 1:
-                acts[k + 1].append(end + costs.between(k, k + 1))
-            else:
-                grads[k].append(end)
+            stages.go_forward(k)
+            continue
+        b, end = stages.go_backward(k)
+        if (b + 1) % accumulation_steps == 0 or b + 1 == N:
+            stages.spend(k, Action(Op.UPDATE, b // accumulation_steps), end)
+    return stages.spans
+
+
+@dataclass
+class _Stages:
+    """All stages at one moment of the simulation; ``acts``, ``grads``: when each message arrives, in order."""
+
+    costs: Costs
+    caps: Sequence[int]
+    prefer: Prefer
+    slowdown: Slowdown
+    acts: list[list[float]]
+
+    def __post_init__(self) -> None:
+        K = len(self.caps)
+        self.free = [0.0] * K
+        self.grads: list[list[float]] = [[] for _ in range(K)]
+        self.num_forward, self.num_backward = [0] * K, [0] * K
+        self.spans: list[Span] = []
+
+    def spend(self, stage: int, action: Action, start: float) -> float:
+        """Have ``stage`` do ``action`` from ``start`` on; return when it ends."""
+        self.free[stage] = start + self.costs.of(stage, action.op) * self.slowdown(stage, action)
+        self.spans.append(Span(stage, action, start, self.free[stage]))
+        return self.free[stage]
+
+    def options(self, stage: int) -> list[tuple[float, int, Op]]:
+        """Return what ``stage`` can do next and when; a tie goes to the preferred action."""
+        f, b = self.num_forward[stage], self.num_backward[stage]
+        ready = []
+        if b < len(self.grads[stage]):
+            later = SAME_MOMENT * (self.prefer == "forward")
+            ready.append((max(self.free[stage], self.grads[stage][b]) + later, stage, Op.BACKWARD))
+        if f < len(self.acts[stage]) and f - b < self.caps[stage]:
+            later = SAME_MOMENT * (self.prefer == "backward")
+            ready.append((max(self.free[stage], self.acts[stage][f]) + later, stage, Op.FORWARD))
+        return ready
+
+    def go_forward(self, k: int) -> None:
+        """Do the next forward of stage ``k``, and send what comes out."""
+        b = self.num_forward[k]
+        end = self.spend(k, Action(Op.FORWARD, b), max(self.free[k], self.acts[k][b]))
+        self.num_forward[k] += 1
+        if k < len(self.caps) - 1:
+            self.acts[k + 1].append(end + self.costs.between(k, k + 1))
         else:
-            b = num_backward[k]
-            end = spend(k, Action(op, b), max(free[k], grads[k][b]))
-            num_backward[k] += 1
-            if k > 0:
-                grads[k - 1].append(end + costs.between(k, k - 1))
-            if (b + 1) % accumulation_steps == 0 or b + 1 == N:
-                spend(k, Action(Op.UPDATE, b // accumulation_steps), end)
-    return spans
+            self.grads[k].append(end)
+
+    def go_backward(self, k: int) -> tuple[int, float]:
+        """Do the next backward of stage ``k``, and send its gradient; return its number and its end."""
+        b = self.num_backward[k]
+        end = self.spend(k, Action(Op.BACKWARD, b), max(self.free[k], self.grads[k][b]))
+        self.num_backward[k] += 1
+        if k > 0:
+            self.grads[k - 1].append(end + self.costs.between(k, k - 1))
+        return b, end
 
 
 def simulate_synchronous(costs: Costs, *, num_micro_batches: int, slowdown: Slowdown = at_full_speed) -> float:

@@ -374,7 +374,7 @@ def take_profile(
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
-        "splits": 2,  # what is put off by a split, and what that takes, is measured, too
+        "splits": True,  # what is put off by a split is measured, too
     }
     if kept_in is not None and kept_in.is_file():
         kept = Profile.load(kept_in)

@@ -14,7 +14,7 @@ from adl_dist.partition.costs import Profile
 from adl_dist.partition.measure import LossFn, Within, now, restored
 from adl_dist.stage.deferred import DeferredGradients
 
-ROUNDS = 5  # the first is not counted
+ROUNDS = 8  # the first is not counted
 
 
 class _Round(NamedTuple):

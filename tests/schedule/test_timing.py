@@ -12,6 +12,8 @@ from adl_dist.schedule.actions import Op
 from adl_dist.schedule.least_delays import with_least_delays
 from adl_dist.schedule.timing import makespan
 from benchmarks.capped import simulate_dataflow, stragglers
+from benchmarks.orders import orders as all_orders
+from benchmarks.orders import time_per_micro_batch as time_of_orders
 from benchmarks.paper_tables import DELAYS, cap_time, paper_tables
 
 
@@ -313,6 +315,21 @@ def test_of_delays_up_to_a_most_none_are_faster(seed):
     assert found[0] <= most
     slowest = max(map(sum, zip(costs.forward, costs.backward, strict=True)))
     assert time_of(found) <= 1.025 * max(min(map(time_of, lists)), slowest)
+
+
+def test_the_search_over_orders_knows_the_engines_and_its_time():
+    """Of two stages, delays 1 0: what all orders are tried for in benchmarks/orders.py."""
+    chosen = method("adl", accumulation_steps=4, delay=[1, 0], split_backward=True)
+    names = {Op.FORWARD: "F", Op.BACKWARD_INPUT: "I", Op.BACKWARD_WEIGHT: "W"}
+    own = []
+    for actions in actions_of_all(Pipeline(chosen, 2), num_micro_batches=80):
+        begin, end = (actions.index((Op.UPDATE, group)) for group in (9, 10))
+        own.append([(names[op], b - 40) for op, b in actions[begin:end] if op in names])
+    for known, order in zip(all_orders(), own, strict=True):
+        assert order in known
+    for link in (0.0, 0.1, 0.25, 0.5):
+        expected = time_per_micro_batch(2, 4, Costs.balanced(2, link=3 * link), delay=[1, 0], split_backward=True) / 3
+        assert time_of_orders(*own, 3 * link) == pytest.approx(expected)
 
 
 def test_what_takes_no_time_needs_no_delay_and_2bw_at_most_m():
