@@ -1,5 +1,6 @@
 """What tokens mean: bytes, characters, or those of a ``tokenizers`` file; kept next to the tokens, as JSON."""
 
+import functools
 import importlib
 import json
 from collections.abc import Iterable, Sequence
@@ -50,7 +51,8 @@ class Vocabulary:
             ConfigError: the package is not installed; DataError: the file is none.
         """
         definition = _text_of(path)
-        return cls("tokenizers", int(_tokenizer(definition, str(path)).get_vocab_size()), definition=definition)
+        largest = max(_tokenizer(definition, str(path)).get_vocab().values(), default=0)  # there may be gaps
+        return cls("tokenizers", int(largest) + 1, definition=definition)
 
     @classmethod
     def next_to(cls, tokens: Path) -> "Vocabulary | None":
@@ -77,7 +79,8 @@ class Vocabulary:
         if self.kind == "byte":
             return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8).astype(np.uint32)
         if self.kind == "tokenizers":
-            return np.array(_tokenizer(self.definition, FILE).encode(text).ids, np.uint32)
+            # Without those that mark the ends of a text: a prompt has none.
+            return np.array(_tokenizer(self.definition, FILE).encode(text, add_special_tokens=False).ids, np.uint32)
         known = np.frombuffer(self.chars.encode("utf-32-le"), np.uint32)  # sorted
         wanted = np.frombuffer(text.encode("utf-32-le"), np.uint32)
         places = np.searchsorted(known, wanted).clip(max=len(known) - 1)
@@ -105,6 +108,7 @@ def _text_of(path: Path) -> str:
         raise DataError(f"{path} is no text: byte {error.start} is not UTF-8; give another file") from error
 
 
+@functools.lru_cache(maxsize=1)  # to read one takes a moment
 def _tokenizer(definition: str, where: str) -> Any:
     try:
         package = importlib.import_module("tokenizers")

@@ -16,7 +16,7 @@ from adl_dist.partition.module_state import ModuleState
 from adl_dist.schedule import Pipeline
 from adl_dist.stage import LossFn, TrainSpec
 from adl_dist.stage.loss_check import check_many, num_made_up
-from adl_dist.stage.loss_terms import is_known_mean, is_sum, loss_terms
+from adl_dist.stage.loss_terms import class_loss, is_known_mean, is_sum, loss_terms
 from adl_dist.stage.traits import LossTraits
 from adl_dist.streams import streams_kept
 from adl_dist.training.findings import Agreed
@@ -159,9 +159,12 @@ def try_loss(stage: int, got: str, out: Any, target: Batch, loss_fn: LossFn) -> 
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # the user's own loss can raise anything
+        way_out = "choose another loss._target_ (loss_fn), or correct the model's output or the targets"
+        are_last = isinstance(out, Tensor) and target.ndim > 1 and out.shape[:-1] == target.shape
+        if class_loss(loss_fn) is not None and are_last:
+            way_out = "for outputs with the classes last, use loss=tokens (adl_dist.losses.TokenCrossEntropy)"
         raise ConfigError(
-            f"stage {stage}: the loss gets {got} and fails on it: {type(error).__name__}: {error}; choose another "
-            "loss._target_ (loss_fn), or correct the model's output or the targets"
+            f"stage {stage}: the loss gets {got} and fails on it: {type(error).__name__}: {error}; {way_out}"
         ) from error
     try:
         check_loss(stage, loss, got)

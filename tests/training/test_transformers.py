@@ -12,6 +12,7 @@ from torch import nn
 
 from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.data.tokens import TokenFile, Windows, header_of
+from adl_dist.errors import ConfigError
 from adl_dist.losses import TokenCrossEntropy
 from adl_dist.models import gpt, llama, vit
 from adl_dist.partition.chain import linearise
@@ -155,6 +156,12 @@ def test_perplexity_and_tokens_per_second_are_told_of_tokens(file):
     counted = EPOCHS * sum(int((target != -100).sum()) for _, target in (data[n] for n in range(len(data))))
     assert summary["num_tokens"] == counted < EPOCHS * NUM_SAMPLES * CONTEXT
     assert summary["tokens_per_second"] == counted / summary["train_seconds"]
+
+
+def test_torchs_own_loss_is_refused_with_the_one_that_fits(file):
+    trainer = toy_trainer(1, 1, model=build_gpt(), loss_fn=nn.CrossEntropyLoss())
+    with pytest.raises(ConfigError, match=r"fails on it.*with the classes last, use loss=tokens"):
+        trainer.fit(data_of(file, 1), epochs=1, batch_size=2, monitoring=QUIET)
 
 
 @pytest.mark.parametrize("granularity", ["block", "layer"])
