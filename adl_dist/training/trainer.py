@@ -216,7 +216,7 @@ class Trainer:
         arguments.check_values(
             {**given, "checkpoints": checkpoints, "monitoring": monitoring, "loading": loading}, VALUES
         )
-        loading = loading or Loading()
+        loading, self._partitioned.peak_tflops = loading or Loading(), monitoring.peak_tflops
         loading.check()
         checkpoints, monitoring = checkpoints or CheckpointPolicy(), monitoring or Monitoring()
         check_lengths(epochs=epochs, max_updates=max_updates)
@@ -448,6 +448,7 @@ class Trainer:
             requests=running.requests,
             drain_changes_result=lambda epoch: not pipeline.in_epoch(epoch).drain_is_exact,
             unit=worker.unit,
+            flops=None if self._partitioned.flops is None else self._partitioned.flops / world.size,
         )
         try:
             with self._applied(), self._bound(world), contextlib.ExitStack() as stack:
