@@ -216,9 +216,10 @@ class Trainer:
         arguments.check_values(
             {**given, "checkpoints": checkpoints, "monitoring": monitoring, "loading": loading}, VALUES
         )
-        loading, self._partitioned.peak_tflops = loading or Loading(), monitoring.peak_tflops
+        loading = loading or Loading()
         loading.check()
         checkpoints, monitoring = checkpoints or CheckpointPolicy(), monitoring or Monitoring()
+        self._partitioned.peak_tflops = monitoring.peak_tflops
         check_lengths(epochs=epochs, max_updates=max_updates)
         steps = self._spec.pipeline.micro_batches_per_update
         every: dict[str, Any] = {"checkpoint_every_updates": checkpoints.every_updates}
