@@ -27,7 +27,6 @@ from adl_dist.launch.local import launch_local
 from adl_dist.partition.imbalance import is_uneven
 from adl_dist.report import final_table, say, tell
 from adl_dist.report.files import write_atomically
-from adl_dist.training.options import Monitoring
 from adl_dist.training.trainer import Trainer
 
 
@@ -73,9 +72,7 @@ def train(overrides: list[str]) -> None:
             num_workers=config.data.get("num_workers", 0),
             loading=instantiate.loading(config, train_data),
             checkpoints=config.runtime.checkpoints,
-            monitoring=Monitoring(
-                tensorboard=config.runtime.tensorboard, trace=config.runtime.trace, memory=config.runtime.memory
-            ),
+            monitoring=config.runtime.monitoring,
             config=plain,
         )
     except DivergedError as error:

@@ -61,11 +61,14 @@ class Coordinator:
         requests: Requests | None = None,
         drain_changes_result: Callable[[int], bool] = lambda epoch: False,
         unit: str = "images",
+        flops: float | None = None,
     ) -> None:
         """Prepare; ``drain_changes_result``: whether draining in an epoch, where ``plan`` does not, changes values.
 
-        ``unit``: what samples are, or ``tokens``, if these are what is counted.
+        ``unit``: what samples are, or ``tokens``, if these are what is counted. ``flops``: those of a sample, as a
+        share of what all devices do in a second at their peak; None: not known.
         """
+        self._flops = flops
         self._unit, self._num_tokens = unit, 0.0  # in the present segment
         self._plan, self._saving = plan, saving
         self._recorder, self._progress = recorder, progress
@@ -228,16 +231,22 @@ class Coordinator:
             self._record("stage/busy_share", result.busy_seconds / result.seconds, stage=result.stage)
             self._record("stage/peak_memory", result.peak_memory_bytes, unit="bytes", stage=result.stage)
         self._record("train/samples_per_second", segment.num_samples / seconds, unit="samples/s")
+        if self._flops is not None:
+            self._record("train/mfu", self._flops * segment.num_samples / seconds)
         if self._unit == TOKENS:
             self._all_tokens += self._num_tokens
             self._record("train/tokens_per_second", self._num_tokens / seconds, unit="tokens/s")
 
     def _of_unit(self) -> Summary:
-        """Return the unit of speed, if it is no image, and the speed in tokens."""
-        seconds = sum(seconds for _, seconds, _ in self._trained)
-        if self._unit == TOKENS and seconds:
-            return {"unit": self._unit, "num_tokens": self._all_tokens, "tokens_per_second": self._all_tokens / seconds}
-        return {} if self._unit == "images" else {"unit": self._unit}
+        """Return the unit of speed, if it is no image, the speed in tokens, and the share of the devices' peak."""
+        seconds, found = sum(seconds for _, seconds, _ in self._trained), Summary()
+        if self._unit != "images":
+            found["unit"] = self._unit
+        if seconds and self._unit == TOKENS:
+            found |= {"num_tokens": self._all_tokens, "tokens_per_second": self._all_tokens / seconds}
+        if seconds and self._flops is not None:
+            found["mfu"] = self._flops * sum(samples for samples, _, _ in self._trained) / seconds
+        return found
 
     def _evaluate(self) -> None:
         if not self._plan.num_validation:

@@ -1,5 +1,6 @@
 """The live line of a run and the table at its end."""
 
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -100,9 +101,10 @@ class Progress:
         means = zip(self._staleness_sums, self._num_backwards, strict=True)
         stale = "/".join(f"{total / number:.3g}" if number else "-" for total, number in means)
         accuracy = f"  acc {self._num_correct / self._num_judged:7.2%}" if self._num_judged else ""
-        for name, (total, count) in self._metrics.items():
-            accuracy += f"  {name.removeprefix('train/')} {total / count:.4g}"
         loss = self._loss_sum / self._num_terms if self._num_terms else float("nan")
+        for name, (total, count) in self._metrics.items():
+            value = total / count if name != "train/perplexity" else math.exp(min(loss, 700.0))
+            accuracy += f"  {name.removeprefix('train/')} {value:.4g}"
         width = len(str(self._total_updates))
         skipped = f"  skipped {self._num_skipped}" if self._num_skipped else ""
         return (
@@ -122,7 +124,8 @@ def final_table(summary: Mapping[str, Any]) -> str:
         head.append(f"perplexity {summary['validation_perplexity']:.2f}")
     if "samples_per_second" in summary:
         unit, speed = summary.get("unit", "images"), summary.get("tokens_per_second", summary["samples_per_second"])
-        head.append(f"{speed:,.0f} {unit}/s, {summary['train_seconds']:.1f} s of training")
+        mfu = f" ({summary['mfu']:.1%} of the devices' peak)" if "mfu" in summary else ""
+        head.append(f"{speed:,.0f} {unit}/s{mfu}, {summary['train_seconds']:.1f} s of training")
     lines = [", ".join(head)]
     if summary["skipped_updates"]:
         lines.append(f"{summary['skipped_updates']} updates skipped: their loss or gradient was not finite")

@@ -107,9 +107,19 @@ class Monitoring:
         trace: write ``run_dir/trace.json``, what each stage did and when, and the shares of its time.
         memory: measure the most bytes of tensors that each stage's process held; slows the first updates.
         quiet: no live line.
+        peak_tflops: what a device does at its peak, in 1e12 floating-point operations per second, for the share of it
+            that training reaches (``train/mfu``); None: what is known of a few GPUs, for bfloat16.
+
+    Raises:
+        ConfigError: a value is out of range.
     """
 
     tensorboard: bool = True
     trace: bool = False
     memory: bool = False
     quiet: bool = False
+    peak_tflops: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.peak_tflops is not None and not self.peak_tflops > 0:
+            raise ConfigError(f"runtime.peak_tflops must be above 0, got {self.peak_tflops}")

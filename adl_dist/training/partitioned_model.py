@@ -31,6 +31,7 @@ from adl_dist.stage.optimizer import stage_optimizer
 from adl_dist.training.agreement import SIZES, read
 from adl_dist.training.delays import recorded_delays
 from adl_dist.training.findings import Agreed, CutImpossible
+from adl_dist.training.flops import flops_per_sample, peak_tflops
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.options import PartitionSpec
 from adl_dist.training.samples import NUM_SAMPLES, Samples
@@ -83,6 +84,7 @@ class PartitionedModel:
         initial: samples of the weights that training begins with, see :func:`sampled`; empty: those of a checkpoint.
         notes: what the user should know of the cut, a line each.
         verify_seconds: how long the comparison with the uncut model took; None: there was none.
+        flops: of forward and backward of a sample, as a share of a device's peak in a second; None: not known.
     """
 
     def __init__(self, model: nn.Module, num_stages: int, spec: PartitionSpec, *, own: Iterable[int]) -> None:
@@ -105,6 +107,8 @@ class PartitionedModel:
         self.notes: list[str] = []
         self.warning: str | None = None
         self.verify_seconds: float | None = None
+        self.flops: float | None = None
+        self.peak_tflops: float | None = None  # of a device, if that is given
         self._settled: Settled | None = None
         self._home: dict[str, tuple[int, torch.dtype]] = {}
 
@@ -183,6 +187,10 @@ class PartitionedModel:
                 f"the cut model was found equal to the uncut one on {NUM_SAMPLES} samples in "
                 f"{self.verify_seconds:.2f} s"
             )
+        peak = peak_tflops(self.peak_tflops, spec, device)
+        if peak is not None and measuring is not None:
+            flops = flops_per_sample(self._model, spec, samples.to(trial.device, channels_last=False), trial.device)
+            self.flops = None if flops is None else flops / (1e12 * peak)
         self._cut(sizes, stages)
         return Settled(spec, agreed, samples, self._trained())
 

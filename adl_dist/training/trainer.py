@@ -219,6 +219,7 @@ class Trainer:
         loading = loading or Loading()
         loading.check()
         checkpoints, monitoring = checkpoints or CheckpointPolicy(), monitoring or Monitoring()
+        self._partitioned.peak_tflops = monitoring.peak_tflops
         check_lengths(epochs=epochs, max_updates=max_updates)
         steps = self._spec.pipeline.micro_batches_per_update
         every: dict[str, Any] = {"checkpoint_every_updates": checkpoints.every_updates}
@@ -453,6 +454,7 @@ class Trainer:
             requests=running.requests,
             drain_changes_result=lambda epoch: not pipeline.in_epoch(epoch).drain_is_exact,
             unit=worker.unit,
+            flops=None if self._partitioned.flops is None else self._partitioned.flops / world.size,
         )
         try:
             with self._applied(), self._bound(world), contextlib.ExitStack() as stack:

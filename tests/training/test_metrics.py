@@ -6,8 +6,9 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
-from adl_dist import Loading
+from adl_dist import Loading, Monitoring
 from adl_dist.errors import ConfigError
 from tests.support.runs import toy_trainer
 from tests.support.sentences import IGNORED, Sentences, encoder, padded
@@ -67,6 +68,19 @@ def test_metrics_of_training_are_recorded_for_each_update(tmp_path):
     assert found["validation/top5"] == summary["validation_top5"]
     assert found["train/tokens_per_second"] > 0
     assert summary["num_tokens"] == (target != IGNORED).sum()
+
+
+@pytest.mark.parametrize("K", [1, 2])
+def test_the_share_of_the_peak_is_that_of_the_products_of_matrices(K):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 10))
+    monitoring = Monitoring(quiet=True, tensorboard=False, peak_tflops=1e-6)
+    trainer = toy_trainer(K, 1, "gpipe" if K > 1 else "bp", model=model, balance="even")
+    data = TensorDataset(torch.randn(8, 3, 4), torch.arange(8))
+    summary = trainer.fit(data, epochs=1, batch_size=4, monitoring=monitoring)
+    # A product of one sample and a matrix has a multiplication and an addition for each weight; there are three of
+    # them for each layer in forward and backward, but for the gradient of the data.
+    flops = 2 * (2 * 12 * 20 + 3 * 20 * 10)
+    assert summary["mfu"] == pytest.approx(flops * summary["samples_per_second"] / 1e6)
 
 
 class Last(nn.Module):

@@ -10,7 +10,7 @@ from adl_dist.errors import ConfigError
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.schedule import Method, Pipeline
 from adl_dist.schedule.run_plan import check_lengths, micro_batch_size_of
-from adl_dist.training.options import PartitionSpec, ProcessOptions
+from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
 
 MOST_THREADS = 1024  # per process; torch ends without a message if there are very many
 LARGEST_SEED = 2**63 - 1  # the largest that torch takes
@@ -124,6 +124,7 @@ class RuntimeConfig:
     tensorboard: bool = True
     trace: bool = False
     memory: bool = False
+    peak_tflops: float | None = None
 
     def __post_init__(self) -> None:
         if self.threads is not None:
@@ -131,7 +132,14 @@ class RuntimeConfig:
             if self.threads > MOST_THREADS:
                 raise ConfigError(f"runtime.threads must be at most {MOST_THREADS}, got {self.threads}")
         _at_least("runtime.max_restarts", self.max_restarts, 0)
-        _ = self.timeouts, self.checkpoints, self.process_options
+        _ = self.timeouts, self.checkpoints, self.process_options, self.monitoring
+
+    @property
+    def monitoring(self) -> Monitoring:
+        """What is recorded."""
+        return Monitoring(
+            tensorboard=self.tensorboard, trace=self.trace, memory=self.memory, peak_tflops=self.peak_tflops
+        )
 
     @property
     def timeouts(self) -> WatchdogTimeouts:

@@ -1,0 +1,40 @@
+"""Floating-point operations of a model, and the share of a device's peak that a speed amounts to."""
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from adl_dist.batch import call
+from adl_dist.stage import TrainSpec
+from adl_dist.training.samples import Samples
+from adl_dist.training.verify import kept
+
+# Dense, of bfloat16 with sums in float32, in 1e12 operations per second, as the maker's data sheets say.
+PEAK_TFLOPS = {"NVIDIA A100": 312.0, "NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H200": 989.4}
+
+
+def peak_tflops(given: float | None, spec: TrainSpec, device: torch.device) -> float | None:
+    """Return the peak of one device: what is ``given``, or is known of a GPU that computes in bfloat16; else None."""
+    if given is not None or device.type != "cuda" or spec.precision.autocast is not torch.bfloat16:
+        return given
+    name = torch.cuda.get_device_name(device)
+    return next((peak for known, peak in PEAK_TFLOPS.items() if name.startswith(known)), None)
+
+
+def flops_per_sample(model: nn.Module, spec: TrainSpec, samples: Samples, device: torch.device) -> float | None:
+    """Return the operations of forward and backward of one sample, as torch counts them; all is as before.
+
+    Counted are matrix products, convolutions and attention. None: it cannot be told, because lengths change, or nothing
+    of this is in the model.
+    """
+    if samples.varies:
+        return None
+    batch = samples.pair[1]
+    with kept(model, [], spec, device) as found, FlopCounterMode(display=False) as counter, torch.enable_grad():
+        found.begin()
+        model.train()
+        target = batch.target.to(device)
+        with spec.precision.autocasting(device)():
+            out = call(model, batch.input_.clone())  # it may write to it
+            spec.loss_fn(out, target.clone()).backward()
+    return counter.get_total_flops() / len(batch.input_) or None
