@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from adl_dist.schedule.actions import Action, Op
-from adl_dist.schedule.parts import backward_part, forward, forward_part, places_of
+from adl_dist.schedule.parts import backward_part, forward, forward_part, learning_part, places_of
 from adl_dist.schedule.pipeline import Pipeline
 from adl_dist.schedule.split import split_actions
 
@@ -46,19 +46,24 @@ def training_actions(pipeline: Pipeline, stage: int, *, group_sizes: Sequence[in
 
 def _until_drained(pipeline: Pipeline, stage: int, first: int, groups: Sequence[tuple[int, int]]) -> Iterator[Action]:
     """Yield from an empty pipeline to an empty one; ``groups`` are (number, size), from micro-batch ``first`` on."""
-    delay = pipeline.delays[stage]
+    delay, head_delay = pipeline.delays[stage], pipeline.head_delay(stage)
     where = dict(enumerate(places_of(groups), start=first))
     order = sorted(where, reverse=pipeline.spec.last_in_first_out)
     num = len(order)
 
-    for tick in range(num + delay):
+    for tick in range(num + max(delay, head_delay or 0)):
         if tick < num:
             yield from forward_part(pipeline, stage, first + tick, where[first + tick])
-        if tick - delay >= 0:
+        if 0 <= tick - delay < num:
             b = order[tick - delay]
             yield from backward_part(Op.BACKWARD, pipeline, stage, b, where[b])
             if tick - delay + 1 == num or where[order[tick - delay + 1]].group != where[b].group:
                 yield Action(Op.UPDATE, where[b].group)
+        if head_delay is not None and tick - head_delay >= 0:
+            b = first + tick - head_delay
+            yield from learning_part(b)
+            if where[b].offset + 1 == where[b].size:
+                yield Action(Op.UPDATE_HEAD, where[b].group)
 
 
 def evaluation_actions(stage: int, *, num_stages: int, num_micro_batches: int) -> Iterator[Action]:

@@ -151,6 +151,8 @@ def _legend(rows: list[dict[int, list[str]]]) -> str:
         Op.BACKWARD_INPUT: "I backward without the weights' gradients",
         Op.BACKWARD_WEIGHT: "WG the weights' gradients",
         Op.UPDATE: "U update",
+        Op.LEARN: "H the head learns from the gradient",
+        Op.UPDATE_HEAD: "HU update of the head",
     }
     letters = ", ".join(text for op, text in words.items() if op.value in ops)
-    return f"{letters}; the number is the micro-batch, of U the group"
+    return f"{letters}; the number is the micro-batch, of updates the group"

@@ -138,7 +138,11 @@ def ticks(lists: ActionLists) -> list[dict[int, list[Action]]]:
                 rank = 1
             now[stage], used[stage] = tick, rank
             table[stage][tick].append(action)
-        elif action.op in (Op.BACKWARD_WEIGHT, Op.UPDATE):
+        elif action.op is Op.LEARN:
+            # Not its wait alone: a stage that forwards no more learns when the gradient comes.
+            now[stage] = max(now[stage], ready[stage])
+            table[stage][now[stage]].append(action)
+        elif action.op in (Op.BACKWARD_WEIGHT, Op.UPDATE, Op.UPDATE_HEAD):
             table[stage][now[stage]].append(action)
     return table
 

@@ -225,9 +225,11 @@ class StageChain:
         traits = joined(traits)
         assert self._target is not None
         method = spec.pipeline.method
-        if method.spec.local_losses:
+        if method.spec.has_heads:
             for k in range(self.last):
-                check_outs(method.head, k, [out.shape for out in acts[k + 1].training])
+                sent = acts[k + 1].training
+                gets_gradient = all(act.takes_gradient and act.is_floating_point for act in sent)
+                check_outs(method, k, [act.shape for act in sent], gets_gradient=gets_gradient)
         outs, targets = zip(*self._outputs, strict=True) if self._outputs else ((), ())
         fault = None
         try:
