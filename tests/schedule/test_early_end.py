@@ -16,7 +16,12 @@ CHOSEN = {
     "gpipe": {"recompute": "except_last"},
     **{name: {"flush_epochs": 1} for name in ("pipedream", "fr")},
 }
-CHOSEN |= {f"{name} split": CHOSEN[name] | {"split_backward": True} for name in METHODS if name != "dgl"}
+CHOSEN |= {
+    f"{name} split": CHOSEN[name] | {"split_backward": True}
+    for name, row in METHODS.items()
+    if "split_backward" in row.options
+}
+CHOSEN["dni late"] = {"head_delay": 7, "head_sees_target": True}
 CHOSEN["adl third"] = {"split_backward": True, "delay": "third"}
 GRID = list(itertools.product(CHOSEN, (1, 2, 4), (1, 2, 9)))  # name, K, M
 NUM_MICRO_BATCHES = 21

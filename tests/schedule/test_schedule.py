@@ -16,14 +16,17 @@ from adl_dist.schedule.greedy import Buffer, greedy_actions
 from adl_dist.schedule.replay import at_random, max_outstanding
 from tests.schedule.rendezvous import check_rendezvous
 
+SPLIT = [name for name, row in METHODS.items() if "split_backward" in row.options]
 ALL = [
     *((name, {}) for name in METHODS),
     ("gpipe", {"recompute": "except_last"}),
     ("adl", {"weights": "recompute"}),
     ("adl", {"order": "backward_first"}),
     ("dsp", {"activation_queue": 3, "gradient_queue": 2}),
-    *((name, {"split_backward": True}) for name in METHODS if name != "dgl"),
+    *((name, {"split_backward": True}) for name in SPLIT),
     ("adl", {"split_backward": True, "delay": "third"}),
+    ("dni", {"head_delay": 0}),
+    ("dni", {"head_delay": 5, "head_sees_target": True}),
     ("adl", {"split_backward": True, "delay": "minimal", "max_deferred": 1}),
     ("gpipe", {"split_backward": True, "recompute": "except_last", "max_deferred": 5}),
 ]
@@ -165,7 +168,7 @@ def test_backward_first_is_the_order_of_the_authors_mode_b(K, M):
 
 
 @settings(max_examples=100)
-@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.sampled_from(sorted(METHODS.keys() - {"dgl"})))
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.sampled_from(SPLIT))
 def test_gradients_of_weights_come_after_what_is_sent(K, M, most, name):
     """And before the group's update, in the order of the first parts, never of more than so many micro-batches."""
     chosen = method(name, accumulation_steps=max(M, K), split_backward=True, max_deferred=most)
@@ -281,7 +284,7 @@ def test_every_edge_of_training_and_of_evaluation_has_a_limit(name, K):
     limits = max_pending_of(Pipeline(chosen, K))
     wanted = {("target", 0), *(("act", k) for k in range(K - 1)), *(("grad", k) for k in range(1, K))}
     wanted |= {("go", k) for k in range(1, K) if chosen.spec.forward_lock}
-    wanted |= {("label", k) for k in range(K - 1) if chosen.spec.local_losses}
+    wanted |= {("label", k) for k in range(K - 1) if chosen.passes_targets}
     assert wanted <= limits.keys()
     if chosen.spec.local_losses:
         assert set(limits.values()) == {Pipeline(chosen, K).max_pending}, "nothing comes back that could tell more"
