@@ -120,13 +120,14 @@ def describe(pipeline: Pipeline, *, num_micro_batches: int, width: int | None = 
     A table of more than ``width`` columns is cut into blocks of ticks.
     """
     rows, has_heads = tick_words(pipeline, num_micro_batches=num_micro_batches), pipeline.spec.predicts_gradients
+    outputs = "outputs  " if has_heads else ""
     lines = [
         title(pipeline, num_micro_batches=num_micro_batches),
         "",
         *_tick_table(rows, width),
         _legend(rows),
         "",
-        f"stage  delay  graphs  inputs  {'outputs  ' * has_heads}weight copies  staleness mean  max  by offset (updates)",
+        f"stage  delay  graphs  inputs  {outputs}weight copies  staleness mean  max  by offset (updates)",
     ]
     for f in figures(pipeline):
         outputs = f"{f.outputs:<9}" if has_heads else ""

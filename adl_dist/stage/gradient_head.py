@@ -62,7 +62,7 @@ class GradientHead:
         self.predictions: list[Tensor] = []
         self._lr_factor = spec.pipeline.lr_factor(stage) * spec.pipeline.method.head_lr_factor
         self._clip_norm, self._faults = spec.gradients.clip_norm, faults
-        self._within = spec.precision.autocasting(device)
+        self._within, self._dtype = spec.precision.autocasting(device), spec.precision.dtype
         self._awaited: dict[int, _Awaited] = {}
         self._epoch = 0
 
@@ -91,7 +91,7 @@ class GradientHead:
         with self._within():
             predicted = self.network(out, target)
         # A sample's own loss is averaged over the micro-batch and then weighted.
-        return (predicted.to(out.dtype) * (weight / len(out)),)
+        return ((predicted * (weight / len(out))).to(out.dtype),)
 
     def learn(self, micro_batch: int, grads: Tensors) -> None:
         """Learn from the gradient that has come back for a micro-batch, adding to the gradients of the group."""
@@ -99,8 +99,8 @@ class GradientHead:
         (grad,) = grads
         with self._within():
             predicted = self.network(out, target)
-        wanted = grad * (len(out) / weight)
-        error = F.mse_loss(predicted.to(wanted.dtype), wanted)
+        wanted = grad.to(self._dtype) * (len(out) / weight)
+        error = F.mse_loss(predicted.to(self._dtype), wanted)
         (error * weight).backward()
         self.predictions.append(torch.stack([error.detach(), wanted.square().mean()]) * len(out))
 

@@ -95,7 +95,7 @@ def test_who_cannot_run_is_left_out_with_the_reason(name, words, reason, monkeyp
 
 
 def test_bytes_are_counted_as_each_way_to_train_sends_them():
-    able, _ = fit("torch-bp,torch-ddp,torch-1f1b,adl,ddg,dgl", "partition.num_stages=3", "train.batch_size=60")
+    able, _ = fit("torch-bp,torch-ddp,torch-1f1b,adl,ddg,dgl,dni", "partition.num_stages=3", "train.batch_size=60")
     told = {contender.name: SURVEY.bytes_per_image(contender) for contender in able}
     assert told == {
         "torch-bp": 0,
@@ -104,6 +104,7 @@ def test_bytes_are_counted_as_each_way_to_train_sends_them():
         "adl": 608,
         "ddg": 608 + 2,  # the word that a micro-batch has passed, over two hops
         "dgl": 300 + 2 * 8,  # no gradients; labels over two hops
+        "dni": 608,
     }
 
 

@@ -188,9 +188,10 @@ def test_what_is_too_stale_is_not_recommended_however_fast():
         assert (advise([prediction], other)[0] is prediction) == is_recommended
 
 
-def test_local_losses_are_not_predicted():
-    with pytest.raises(ConfigError, match="local losses have heads that are not measured"):
-        predict(known(), Pipeline(method("dgl"), 2))
+@pytest.mark.parametrize("name", ["dgl", "dni"])
+def test_methods_with_heads_are_not_predicted(name):
+    with pytest.raises(ConfigError, match="heads .*are not measured"):
+        predict(known(), Pipeline(method(name), 2))
 
 
 def done(*words):

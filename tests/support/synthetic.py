@@ -1,7 +1,7 @@
 """Synthetic gradients (DNI) written straight from the equations of Jaderberg et al. Shares no code with the engine.
 
-As in :mod:`tests.support.oracle`: it goes through the micro-batches one by one, keeps every past version of every module
-and head, and looks up those that the equations name.
+As in :mod:`tests.support.oracle`: it goes through the micro-batches one by one, keeps every past version of every
+module and head, and looks up those that the equations name.
 """
 
 import copy
@@ -15,7 +15,7 @@ from tests.support.oracle import Versions, leaf, place_in_group, state_of
 
 def train_by_synthetic_gradients(
     modules, heads, epochs, *, M, loss_fn, lr, momentum=0.0, weight_decay=0.0, delay=2, sees_target=False,
-    reduction="mean", head_lr_factor=1.0, clip_norm=None, perfect=None,
+    reduction="mean", head_lr_factor=1.0, clip_norm=None, num_terms=len,
 ):  # fmt: skip
     """Train; return the state of the modules, that of each head, and (square error, square) of all it was to predict.
 
@@ -25,7 +25,7 @@ def train_by_synthetic_gradients(
 
     Args:
         delay: head k learns from micro-batch b after the forward of b + delay.
-        perfect: from (k, h_k, target) to what replaces the prediction of head k, already by n.
+        num_terms: from a target to what ``loss_fn`` divides by, if not samples. Heads count samples all the same.
     """
     K = len(modules)
     modules = [copy.deepcopy(module).train() for module in modules]
@@ -37,8 +37,8 @@ def train_by_synthetic_gradients(
     for batches in epochs:
         base = theta[0].updates
         for b, (x, target) in enumerate(batches):
-            share, last_of_group = place_in_group(batches, b, M, len)
-            weight = share if reduction == "mean" else 1.0
+            (of_terms, _), (share, last_of_group) = (place_in_group(batches, b, M, n) for n in (num_terms, len))
+            weight, of_loss = (share, of_terms) if reduction == "mean" else (1.0, 1.0)
             sees = (target,) if sees_target else (None,)
             h, outs, arrived = x, [], [None] * (K + 1)
             for k, module in enumerate(modules):
@@ -46,9 +46,7 @@ def train_by_synthetic_gradients(
                 h = functional_call(module, w, (z,))
                 outs.append(h.detach())
                 if k + 1 == K:
-                    given = torch.autograd.grad(loss_fn(h, target) * weight, h, retain_graph=True)
-                elif perfect is not None:
-                    given = (perfect(k + 1, h.detach(), target) * (weight / len(x)),)
+                    given = torch.autograd.grad(loss_fn(h, target) * of_loss, h, retain_graph=True)
                 else:
                     # The head has learned from b - delay - 1 and all before, which make so many whole groups.
                     seen = phi[k].leaves(base + max(0, b - delay) // M)
@@ -82,9 +80,10 @@ class ByHand(nn.Module):
 
     def forward(self, h, target):
         if self.num_classes:
-            masks = torch.zeros(len(h), self.num_classes, *h.shape[2:], dtype=h.dtype)
+            masks = torch.zeros(len(h), self.num_classes, *h.shape[2:], dtype=h.dtype)  # an ignored one has none
             for sample, label in enumerate(target.tolist()):
-                masks[sample, label] = 1.0
+                if label >= 0:
+                    masks[sample, label] = 1.0
             h = torch.cat([h, masks], dim=1)
         weights = iter(self.weights)
         apply = nn.functional.linear if h.ndim == 2 else lambda x, w, b=None: torch.conv2d(x, w, b, padding=1)

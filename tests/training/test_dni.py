@@ -1,4 +1,4 @@
-"""Synthetic gradients (DNI): values against a second implementation, and whether heads learn what they are to predict."""
+"""Synthetic gradients (DNI): values against a second implementation, and whether heads learn what they predict."""
 
 import functools
 
@@ -7,17 +7,17 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-import adl_dist
-from adl_dist.errors import ConfigError
+from adl_dist.errors import ConfigError, DivergedError
 from adl_dist.schedule import method
 from adl_dist.seeds import stream_seed
 from adl_dist.stage.heads import build_gradient_network
 from tests.support.commands import assert_same
 from tests.support.equations import assert_close, differ, micro_batches, modules_of
+from tests.support.kill import records
 from tests.support.runs import EPOCHS, LR, MOMENTUM, WEIGHT_DECAY, toy_trainer, train, trained, warm_up
 from tests.support.synthetic import ByHand, train_by_synthetic_gradients
 from tests.support.tiers import grid
-from tests.support.toys import NUM_CLASSES, FixedImages
+from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net, tuple_net
 from tests.support.values import QUIET, SILENT
 
 LINEAR = {"head_layers": 0}  # BatchNorm of a head over 2 or 3 samples of one pixel would turn rounding into chaos
@@ -107,3 +107,106 @@ def test_the_first_predictions_are_zero():
     parts = [[name for name, _ in module.named_parameters()] for module in modules_of(3)]
     still = [[name for name in names if torch.equal(before[name], after[name])] for names in parts]
     assert still == [*parts[:2], []]
+
+
+# --- Whether heads learn what they are to predict ----------------------------------------------------------
+
+
+class Rotations(torch.utils.data.Dataset):
+    """x and A x, so that of a squared error every stage's output, an invertible image of x, tells the gradient."""
+
+    def __init__(self, num=240, width=5):
+        generator = torch.Generator().manual_seed(5)
+        self.x = torch.randn(num, width, generator=generator, dtype=torch.float64)
+        self.y = self.x @ torch.linalg.qr(torch.randn(width, width, generator=generator, dtype=torch.float64)).Q
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index], self.y[index]
+
+
+def linear_stages(K, width=5):
+    torch.manual_seed(2)
+    layers = [nn.Linear(width, width, bias=False) for _ in range(K)]
+    for layer in layers:  # so that no direction is harder to learn than another
+        nn.init.orthogonal_(layer.weight)
+    return nn.Sequential(*layers)
+
+
+def errors_of(tmp_path, K, **of_trainer):
+    """The relative error of the predictions of each stage, update by update."""
+    trainer = toy_trainer(K, model=linear_stages(K), balance=[1] * K, loss_fn=nn.MSELoss(), method="dni", **of_trainer)
+    fit = {"epochs": 5, "batch_size": 8, "run_dir": tmp_path, "monitoring": SILENT}
+    trainer.fit(Rotations(), **fit)
+    found = [r for r in records(tmp_path) if r["name"] == "stage/prediction_error"]
+    return [[r["value"] for r in found if r["stage"] == k] for k in range(K - 1)]
+
+
+@pytest.mark.parametrize("K", [2, 3])
+def test_linear_heads_learn_gradients_that_are_linear(K, tmp_path):
+    """With stages that hardly move, so that what is to be predicted stays the same."""
+    sgd = functools.partial(torch.optim.SGD, lr=1e-9)
+    options = {"head_layers": 0, "head_lr_factor": 1e9}
+    for errors in errors_of(tmp_path, K, options=options, optimizer=sgd, dtype=torch.float64):
+        assert errors[0] == 1.0, "the first prediction is 0"
+        assert errors[30] < 1e-3 * errors[2]
+        assert errors[-1] < 1e-12
+
+
+# --- What is recorded and what is refused ------------------------------------------------------------------
+
+
+def test_the_last_stage_predicts_nothing(tmp_path):
+    trained(3, 2, torch.float32, method="dni", options=LINEAR, run_dir=tmp_path)
+    found = [r for r in records(tmp_path) if r["name"] == "stage/prediction_error"]
+    # The head of stage 0 first learns from a prediction of 0, in the third micro-batch.
+    assert {r["stage"] for r in found} == {0, 1}
+    assert not [r for r in records(tmp_path) if r["name"] == "stage/local_loss"]
+
+
+def test_a_head_that_diverges_stops_the_run_by_name():
+    """Before its update, so that the weights of the head are still finite."""
+    with pytest.raises(DivergedError, match=r"stage 1: the norm of the gradient of its head is (inf|nan)"):
+        train(3, 1, torch.float32, method="dni", options={**LINEAR, "head_lr_factor": 1e30})
+
+
+def frozen_net():
+    """Nothing before the cut is trained, so that no gradient goes there."""
+    net = batch_norm_net()
+    for unit in net[:3]:
+        unit.requires_grad_(False)
+    return net
+
+
+REFUSED = {
+    "two tensors": ({"model": tuple_net()}, {}, r"method=dni puts a head on the output of stage 0: expected one"),
+    "a single sample": ({}, {"head_layers": 2}, r"BatchNorm in method.head_layers=2 .* or method.head_layers=0"),
+    "no gradient": ({"model": frozen_net()}, {}, "stage 0 sends on, but none of real numbers comes back for it"),
+    "no classes": (
+        {"model": linear_stages(2), "loss_fn": nn.MSELoss(), "balance": [1, 1], "dtype": torch.float64},
+        {"head_sees_target": True},
+        r"method.head_sees_target=true .* the targets are float64\[B, 5\]; expected one whole number per sample",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_head_cannot_learn_from_is_refused(case):
+    of_trainer, options, message = REFUSED[case]
+    trainer = toy_trainer(2, 1, "dni", options, **of_trainer)
+    data = Rotations() if case == "no classes" else FixedImages(13)
+    with pytest.raises(ConfigError, match=message):
+        trainer.fit(data, epochs=1, batch_size=4, monitoring=QUIET)
+
+
+def test_stages_may_have_nothing_to_train():
+    """Their gradient goes upstream all the same."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(72, 6), nn.Tanh(), nn.Linear(6, NUM_CLASSES))
+    sgd = functools.partial(torch.optim.SGD, lr=0.5)
+    trainer = toy_trainer(3, 1, "dni", LINEAR, model=net, balance=[2, 1, 1], optimizer=sgd)
+    before = net[1].weight.detach().clone()
+    trainer.fit(FixedImages(24), epochs=2, batch_size=4, monitoring=QUIET)
+    assert not torch.equal(trainer.full_state_dict()["1.weight"], before)
