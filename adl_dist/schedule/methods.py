@@ -156,7 +156,7 @@ class Method:
     buffer_size: int = 0
     buffer_reuse: int | None = None
     stage_speeds: Sequence[float] | None = None
-    head_layers: int = 2
+    head_layers: int = 0
     head_width: int | None = None
     head_sees_target: bool = False
     head_delay: int = 2

@@ -190,7 +190,7 @@ def test_what_is_too_stale_is_not_recommended_however_fast():
 
 @pytest.mark.parametrize("name", ["dgl", "dni"])
 def test_methods_with_heads_are_not_predicted(name):
-    with pytest.raises(ConfigError, match="heads .*are not measured"):
+    with pytest.raises(ConfigError, match=r"heads .*are not measured"):
         predict(known(), Pipeline(method(name), 2))
 
 

@@ -8,10 +8,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from adl_dist.errors import ConfigError, DivergedError
-from adl_dist.schedule import method
+from adl_dist.schedule import Pipeline, method
 from adl_dist.seeds import stream_seed
+from adl_dist.stage import TrainSpec
+from adl_dist.stage.gradient_head import GradientHead
 from adl_dist.stage.heads import build_gradient_network
-from tests.support.commands import assert_same
+from adl_dist.stage.nonfinite import NonFiniteCheck
 from tests.support.equations import assert_close, differ, micro_batches, modules_of
 from tests.support.kill import records
 from tests.support.runs import EPOCHS, LR, MOMENTUM, WEIGHT_DECAY, toy_trainer, train, trained, warm_up
@@ -168,8 +170,14 @@ def test_the_last_stage_predicts_nothing(tmp_path):
 
 def test_a_head_that_diverges_stops_the_run_by_name():
     """Before its update, so that the weights of the head are still finite."""
-    with pytest.raises(DivergedError, match=r"stage 1: the norm of the gradient of its head is (inf|nan)"):
-        train(3, 1, torch.float32, method="dni", options={**LINEAR, "head_lr_factor": 1e30})
+    spec = TrainSpec(pipeline=Pipeline(method("dni"), 2), loss_fn=nn.MSELoss(), optimizer=torch.optim.Adam)
+    network = build_gradient_network(method("dni"), (5,), num_classes=None, seed=0)
+    head = GradientHead(network, 0, spec, torch.device("cpu"), NonFiniteCheck(spec.gradients, stage=0, is_last=False))
+    head.predict(0, (torch.ones(2, 5),), None, weight=1.0)
+    head.learn(0, (torch.full((2, 5), torch.inf),))
+    with pytest.raises(DivergedError, match=r"stage 0: the norm of the gradient of its head is (inf|nan)"):
+        head.update()
+    assert not any(p.any() for p in network.parameters())
 
 
 def frozen_net():

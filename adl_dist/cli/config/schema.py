@@ -48,7 +48,7 @@ class MethodConfig:
     buffer_size: int = 0
     buffer_reuse: int | None = None
     stage_speeds: list[float] | None = None
-    head_layers: int = 2
+    head_layers: int = 0
     head_width: int | None = None
     head_sees_target: bool = False
     head_delay: int = 2
