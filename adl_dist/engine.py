@@ -15,6 +15,7 @@ from adl_dist.schedule import Action, Op, StageWork
 from adl_dist.schedule.actions import RECEIVES
 from adl_dist.stage import Stage
 from adl_dist.stage.calls import Tensors
+from adl_dist.stage.gradient_head import GradientHead
 from adl_dist.transport.channel import Receiver, Sender
 
 Batches = Generator[tuple[Batch, Batch], None, None]
@@ -166,6 +167,19 @@ def step(action: Action, context: StageContext) -> None:
             held["grad"] = stage.backward_input(b, grads, completes=b in context.last_of_groups)
         case Op.BACKWARD_WEIGHT:
             stage.backward_weight(b, completes=b in context.last_of_groups)
+        case Op.PREDICT_GRADIENT:
+            target = held.get("target", NO_TARGET)[0]
+            weight = context.work.loss_weights[b]
+            held["grad"] = _head_of(stage).predict(b, held["out"], target, weight=weight)
+        case Op.LEARN:
+            _head_of(stage).learn(b, held.pop("grad"))
+        case Op.UPDATE_HEAD:
+            _head_of(stage).update()
+
+
+def _head_of(stage: Stage) -> GradientHead:
+    assert stage.gradient_head is not None, "the schedule has these actions for stages with such a head"
+    return stage.gradient_head
 
 
 def _profiled_step(action: Action, context: StageContext) -> None:

@@ -58,6 +58,7 @@ class SymbolicStage:
     weights: int = 0
     older: list = field(default_factory=list)
     used: int | None = None
+    gradient_head: "SymbolicHead | None" = None
     gradient: tuple = ()
     closed: tuple = ()
     in_flight: dict = field(default_factory=dict)
@@ -106,6 +107,27 @@ class SymbolicStage:
         self.weights, self.gradient = hash((self.weights, self.gradient)), ()
 
 
+@dataclass
+class SymbolicHead:
+    """The head of a symbolic stage: what it returns depends on all that it has learned so far."""
+
+    delay: int
+    weights: int = 0
+    gradient: tuple = ()
+    awaited: dict = field(default_factory=dict)
+
+    def predict(self, b, outs, target, *, weight):
+        self.awaited[b] = (outs, target, weight)
+        assert len(self.awaited) <= self.delay + 1
+        return (hash((self.weights, outs, target, weight)),)
+
+    def learn(self, b, grads):
+        self.gradient += (hash((self.weights, self.awaited.pop(b), grads)),)
+
+    def update(self):
+        self.weights, self.gradient = hash((self.weights, self.gradient)), ()
+
+
 def work_of(chosen, K, group_sizes):
     sizes = {"num_samples": sum(group_sizes), "accumulation_steps": chosen.micro_batches_per_update}
     segment = Segment(epoch=0, first_update=0, micro_batch_size=1, **sizes)
@@ -118,6 +140,7 @@ def final_weights(chosen, K, group_sizes, pick_next):
     contexts, shares = {}, [f"share {b}" for b in range(num_micro_batches)]
     for k, delay in enumerate(Pipeline(chosen, K).delays):
         stage = SymbolicStage(k, k == K - 1, k == K - 1 or chosen.spec.local_losses, delay)
+        stage.gradient_head = SymbolicHead(chosen.head_delay)
         contexts[k] = StageContext(stage, loss_grads=shares)
     for what, source, to in edges_of(Pipeline(chosen, K)):
         contexts[source].senders[what] = contexts[to].receivers[what] = Queue()
@@ -127,9 +150,10 @@ def final_weights(chosen, K, group_sizes, pick_next):
     engine.run(replay([work[k].actions for k in range(K)], pick_next=pick_next), contexts)
     for context in contexts.values():
         assert not context.stage.in_flight, "the stash is empty at the end"
+        assert not context.stage.gradient_head.awaited
         assert all(not end.waiting for end in (*context.receivers.values(), *context.senders.values()))
         assert not context.buffer
-    return [contexts[k].stage.weights for k in range(K)]
+    return [(context.stage.weights, context.stage.gradient_head.weights) for context in contexts.values()]
 
 
 @pytest.mark.parametrize("per_size", [25, slow(250)])
@@ -157,6 +181,8 @@ OTHERS = [(name, {}) for name in METHODS if name != "adl"] + [
     ("adl", {"weights": "recompute"}),
     ("adl", {"order": "backward_first"}),
     ("dsp", {"activation_queue": 2}),
+    ("dni", {"head_delay": 0}),
+    ("dni", {"head_delay": 7, "head_sees_target": True}),
     ("dgl", {"buffer_size": 3, "stage_speeds": [1, 0.5, 2, 1]}),
 ]
 

@@ -22,7 +22,7 @@ from adl_dist.checkpoint.closures import Mark, Place
 from adl_dist.checkpoint.nested import Packer, Unstorable
 from adl_dist.checkpoint.storage import Shard, Stored
 from adl_dist.errors import CheckpointError, ConfigError
-from adl_dist.stage import Stage
+from adl_dist.stage import Learner
 
 # What names of metadata begin with; no name of a module has a colon.
 OF_PARAMETER, OF_STAGE, OF_MITIGATION = "parameter:", "optimizer:", "mitigation:"
@@ -47,16 +47,16 @@ class FreshOptimizer:
     scheduled: Collection[str]
 
     @classmethod
-    def of(cls, stage: Stage, scheduled: Collection[str] = ()) -> "FreshOptimizer":
-        """Look at the optimizer of ``stage``, which has made no step and has its schedule."""
-        assert stage.optimizer is not None
+    def of(cls, learner: Learner, scheduled: Collection[str] = ()) -> "FreshOptimizer":
+        """Look at the optimizer of ``learner``, which has made no step and has its schedule."""
+        assert learner.optimizer is not None
         names: dict[int, list[str]] = {}
         # The cut decides under which of its names the state of a parameter was saved.
-        for name, parameter in (*stage.named_parameters(), *stage.module.named_parameters(remove_duplicate=False)):
+        for name, parameter in (*learner.named_parameters(), *learner.named_parameters(remove_duplicate=False)):
             if name not in (known := names.setdefault(id(parameter), [])):
                 known.append(name)
-        groups = [[names.get(id(p), [""]) for p in group["params"]] for group in stage.optimizer.param_groups]
-        marks = {name: _mark(name, home[key]) for name, (home, key) in _values_of(stage.optimizer)}
+        groups = [[names.get(id(p), [""]) for p in group["params"]] for group in learner.optimizer.param_groups]
+        marks = {name: _mark(name, home[key]) for name, (home, key) in _values_of(learner.optimizer)}
         return cls(groups, marks, scheduled)
 
     @property
@@ -80,20 +80,20 @@ class FreshOptimizer:
         return {name: value for name, value in values.items() if _has_moved(name, self.marks.get(name), value)}
 
 
-def shard_of(stage: Stage, fresh: FreshOptimizer | None) -> Shard:
-    """Return all that the optimizer of ``stage`` remembers; ``fresh``: as it was, None: it has none.
+def shard_of(learner: Learner, fresh: FreshOptimizer | None) -> Shard:
+    """Return all that the optimizer of ``learner`` remembers; ``fresh``: as it was, None: it has none.
 
     Raises:
         ConfigError: a part of it cannot be saved.
     """
-    if stage.optimizer is None or fresh is None:
+    if learner.optimizer is None or fresh is None:
         return Shard({})
-    parameters = fresh.parameters(stage.optimizer)
+    parameters = fresh.parameters(learner.optimizer)
     names = {parameter: name for name, parameter in reversed(parameters.items())}  # the first of several
     packer = Packer({f"{A_PARAMETER}{name}": p for p, name in names.items()}, _device_of(parameters))
     metadata = {}
     try:
-        for parameter, state in stage.optimizer.state.items():
+        for parameter, state in learner.optimizer.state.items():
             if isinstance(parameter, str) or not state:
                 continue
             if (name := names.get(parameter)) is None:
@@ -101,48 +101,52 @@ def shard_of(stage: Stage, fresh: FreshOptimizer | None) -> Shard:
                     f"its state has a key that is no parameter of the stage but a {type(parameter).__name__}"
                 )
             metadata[f"{OF_PARAMETER}{name}"] = json.dumps(packer.packed(name, dict(state)))
-        for parameter, past in stage.mitigation.history.items() if stage.mitigation is not None else ():
+        for parameter, past in learner.mitigation.history.items() if learner.mitigation is not None else ():
             place = f"{OF_MITIGATION}{names[parameter]}"
             metadata[place] = json.dumps(packer.packed(place, past))
-        if moved := fresh.moved(stage.optimizer):
-            place = f"{OF_STAGE}{stage.index}"
+        if moved := fresh.moved(learner.optimizer):
+            place = f"{OF_STAGE}{learner.key}"
             metadata[place] = json.dumps({"groups": fresh.groups, "values": packer.packed(place, moved)})
     except Unstorable as error:
-        raise _unstorable(stage, str(error).removeprefix(f"{OF_STAGE}{stage.index}.")) from None
+        raise _unstorable(learner, str(error).removeprefix(f"{OF_STAGE}{learner.key}.")) from None
     return Shard(packer.tensors, metadata)
 
 
-def refuse_inner(stage: Stage) -> None:
+def refuse_inner(learner: Learner) -> None:
     """Refuse an optimizer that steps another one, whose state would be lost.
 
     Raises:
         ConfigError: names it.
     """
-    if stage.optimizer is None:
+    if learner.optimizer is None:
         return
-    for name, (home, key) in _values_of(stage.optimizer):
+    for name, (home, key) in _values_of(learner.optimizer):
         if (inner := _optimizer_in(home[key])) is not None:
-            raise _unstorable(stage, f"{name} is a {type(inner).__name__}, an optimizer in an optimizer")
+            raise _unstorable(learner, f"{name} is a {type(inner).__name__}, an optimizer in an optimizer")
 
 
 def restore(
-    where: str, stage: Stage, fresh: FreshOptimizer | None, tensors: Mapping[str, Stored], metadata: Mapping[str, str]
+    where: str,
+    learner: Learner,
+    fresh: FreshOptimizer | None,
+    tensors: Mapping[str, Stored],
+    metadata: Mapping[str, str],
 ) -> None:
-    """Give the optimizer of ``stage`` what was saved ``where`` for its parameters, in any cut, and for the stage.
+    """Give the optimizer of ``learner`` what was saved ``where`` for its parameters, in any cut, and for the stage.
 
     Not by its ``load_state_dict``, which turns ints into tensors and gives tensors the dtype of their parameter.
 
     Raises:
         CheckpointError: values of a stage were saved, and no stage had the parameters that this one has.
     """
-    if stage.optimizer is None or fresh is None:
+    if learner.optimizer is None or fresh is None:
         return
-    parameters = fresh.parameters(stage.optimizer)
+    parameters = fresh.parameters(learner.optimizer)
     kept = ((name, metadata[key]) for name in parameters if (key := f"{OF_PARAMETER}{name}") in metadata)
     states = {name: json.loads(text) for name, text in kept}
     # A stage that has become fresh has no use for what was remembered of its parameters; one that has become stale
     # begins to remember.
-    used = parameters if stage.mitigation is not None else ()
+    used = parameters if learner.mitigation is not None else ()
     pasts = {name: json.loads(metadata[key]) for name in used if (key := f"{OF_MITIGATION}{name}") in metadata}
     values = _values_for(where, fresh.groups, metadata)
     names = {*nested.tensor_names([*states.values(), *pasts.values(), values])}
@@ -151,16 +155,16 @@ def restore(
         nested.unpacked,
         tensors=read,
         device=_device_of(parameters),
-        steps_on_cpu=_steps_on_cpu(stage.optimizer),
+        steps_on_cpu=_steps_on_cpu(learner.optimizer),
         own={f"{A_PARAMETER}{name}": parameter for name, parameter in parameters.items()},
     )
     for name, packed in states.items():
-        stage.optimizer.state[parameters[name]] = place(packed)
+        learner.optimizer.state[parameters[name]] = place(packed)
     for name, packed in pasts.items():
-        assert stage.mitigation is not None
-        stage.mitigation.history[parameters[name]] = place(packed)
+        assert learner.mitigation is not None
+        learner.mitigation.history[parameters[name]] = place(packed)
     for name, value in place(values).items():
-        _put(stage.optimizer, name, value)
+        _put(learner.optimizer, name, value)
 
 
 def _values_of(optimizer: Optimizer, *, without: Collection[str] = ()) -> Iterator[tuple[str, Place]]:
@@ -189,9 +193,9 @@ def _optimizer_in(value: Any) -> Optimizer | None:
     return next((inner for one in held if (inner := _optimizer_in(one)) is not None), None)
 
 
-def _unstorable(stage: Stage, said: str) -> ConfigError:
+def _unstorable(learner: Learner, said: str) -> ConfigError:
     return ConfigError(
-        f"stage {stage.index}: what {type(stage.optimizer).__name__} remembers cannot be saved: {said}. Without it a "
+        f"{learner.where}: what {type(learner.optimizer).__name__} remembers cannot be saved: {said}. Without it a "
         "resumed run would differ; choose another optimizer, or train without run_dir"
     )
 

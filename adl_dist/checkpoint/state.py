@@ -3,7 +3,7 @@
 model-*        parameters and buffers, by the uncut model's names
 buffers-*      buffers that are not in the model's ``state_dict`` and that the run has moved: :mod:`.buffers`
 optimizer-*    what the optimizers remember: :mod:`.optimizer_state`
-heads-*        heads of local losses, by their prefixed names; the metadata says behind which unit each of them stands
+heads-*        heads that stages learn from, by their prefixed names; the metadata says behind which unit each stands
 
 Only the names of the files depend on the cut, and the manifest says what it was. Learning rates are not stored: a
 schedule is a function of the update index and of the cut in use.
@@ -35,7 +35,7 @@ class FreshStage:
     """What of a stage was there when the run began, before a checkpoint is read: only what moves is saved."""
 
     buffers: FreshBuffers
-    optimizer: FreshOptimizer | None
+    optimizers: Sequence[FreshOptimizer | None]  # of each of its learners
     loss: FreshLoss | None = None  # on the last stage only
 
     @classmethod
@@ -47,10 +47,11 @@ class FreshStage:
         Raises:
             ConfigError: its optimizer steps another one, which no checkpoint would hold.
         """
-        optimizer_state.refuse_inner(stage)
-        optimizer = FreshOptimizer.of(stage, scheduled) if stage.optimizer is not None else None
+        for learner in stage.learners:
+            optimizer_state.refuse_inner(learner)
+        optimizers = [FreshOptimizer.of(one, scheduled) if one.optimizer else None for one in stage.learners]
         loss = FreshLoss(loss_fn) if loss_fn is not None and stage.is_last else None
-        return cls(FreshBuffers(stage.module), optimizer, loss)
+        return cls(FreshBuffers(stage.module), optimizers, loss)
 
 
 def signature(model: nn.Module) -> Signature:
@@ -76,7 +77,7 @@ def refuse_hidden_state(names: Sequence[str]) -> None:
 
 def check_storable(stage: Stage, fresh: FreshStage) -> None:
     """Raise ConfigError if the optimizer of ``stage``, its module, or the loss holds by now what cannot be saved."""
-    optimizer_state.shard_of(stage, fresh.optimizer)
+    _of_optimizers(stage, fresh)
     fresh.buffers.moved(stage.module)
     if fresh.loss is not None:
         fresh.loss.moved()
@@ -94,7 +95,7 @@ def state_of(stages: Iterable[Stage], num_stages: int, fresh: Mapping[int, Fresh
         parts = {
             MODEL: Shard(stage.module.state_dict()),
             BUFFERS: first.buffers.moved(stage.module),
-            OPTIMIZER: optimizer_state.shard_of(stage, first.optimizer),
+            OPTIMIZER: _of_optimizers(stage, first),
         }
         if first.loss is not None:
             of_loss, kept = first.loss.moved(), parts[BUFFERS]
@@ -127,7 +128,8 @@ def load(path: Path, stages: Sequence[Stage], fresh: Mapping[int, FreshStage]) -
             first.buffers.restored(*moved)
             if first.loss is not None:
                 first.loss.restore(*moved)
-            optimizer_state.restore(where, stage, first.optimizer, optimizer, values)
+            for learner, of_optimizer in zip(stage.learners, first.optimizers, strict=True):
+                optimizer_state.restore(where, learner, of_optimizer, optimizer, values)
 
 
 def load_weights(path: Path, module: nn.Module) -> None:
@@ -157,6 +159,13 @@ def verify(path: Path, expected: Signature) -> dict[str, Any]:
                 "run_dir"
             )
     return manifest
+
+
+def _of_optimizers(stage: Stage, fresh: FreshStage) -> Shard:
+    """Return what the optimizers of a stage remember; their names differ by the prefix of the head's."""
+    shards = [optimizer_state.shard_of(*pair) for pair in zip(stage.learners, fresh.optimizers, strict=True)]
+    tensors = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
+    return Shard(tensors, {name: text for shard in shards for name, text in shard.metadata.items()})
 
 
 def _fill(tensors: Mapping[str, Tensor], stored: Mapping[str, Stored]) -> None:
@@ -192,8 +201,8 @@ def _check_heads(path: Path, stages: Sequence[Stage], heads: Mapping[str, Stored
             misfits.append(f"{stage.head_prefix} stood after {saved}, and would now stand after {here}")
     if misfits:
         raise CheckpointError(
-            f"{path} holds local losses of another cut or head ({misfits[0]}); continue with the partition and "
-            "method.head that it was made with, or start a new run with init_from= in another run_dir"
+            f"{path} holds heads of another cut or kind ({misfits[0]}); continue with the partition and "
+            "options of method.head that it was made with, or start a new run with init_from= in another run_dir"
         )
 
 

@@ -149,11 +149,11 @@ class LocalWorker:
         load(Path(path), self.stages, self.fresh)
         if self._stream is not None and (place := data_state.read(Path(path))) is not None:
             self._stream.resume(place)
-        for stage in self.stages:
-            stage.version = update
-            if stage.lr_schedule is not None:
-                done = update if stage.lr_updates is None else min(update, stage.lr_updates)
-                fast_forward(stage.lr_schedule, done)
+        for learner in (learner for stage in self.stages for learner in stage.learners):
+            learner.version = update
+            if learner.lr_schedule is not None:
+                done = update if learner.lr_updates is None else min(update, learner.lr_updates)
+                fast_forward(learner.lr_schedule, done)
 
     def _batches(
         self, feed: BatchSource, segment: Segment, *, training: bool
@@ -286,6 +286,8 @@ def _records(stats: StepStats, seconds: float, stage: Stage) -> Iterator[Record]
     num_terms, num_classed = numbers.get("num_terms", n), numbers.get("num_classed", n)
     if "gradient_norm" in numbers:
         yield {"name": "stage/gradient_norm", "value": numbers["gradient_norm"]}
+    if "prediction_error" in numbers:
+        yield {"name": "stage/prediction_error", "value": numbers["prediction_error"]}
     if "loss_sum" in numbers and not is_last:
         yield {"name": "stage/local_loss", "value": numbers["loss_sum"] / num_terms}
     elif "loss_sum" in numbers:

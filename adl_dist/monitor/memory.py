@@ -35,7 +35,7 @@ class MemoryMeter:
     @classmethod
     def of(cls, pipeline: Pipeline, device: torch.device) -> "MemoryMeter":
         """Return a meter that runs until the pipeline is full, and for some updates more."""
-        return cls(device, 2 * (pipeline.delays[0] // pipeline.micro_batches_per_update) + 6)
+        return cls(device, 2 * (pipeline.round_trip // pipeline.micro_batches_per_update) + 6)
 
     @property
     def peak_bytes(self) -> int | None:
@@ -68,10 +68,10 @@ class MemoryMeter:
         # stopped meanwhile: into whatever tensor has that memory now.
         _enable_record_function(False)
         # It would not see the end of what was there before it. The values stay, and nothing else uses the tensors now.
-        owned: list[Any] = [parameter for _, parameter in stage.named_parameters()]
+        owned: list[Any] = [parameter for learner in stage.learners for _, parameter in learner.named_parameters()]
         owned += [buffer for module in filter(None, (stage.module, stage.head)) for buffer in module.buffers()]
-        if stage.optimizer is not None:
-            owned += [value for state in stage.optimizer.state.values() for value in state.values()]
+        for optimizer in (learner.optimizer for learner in stage.learners if learner.optimizer is not None):
+            owned += [value for state in optimizer.state.values() for value in state.values()]
         for tensor in filter(torch.is_tensor, owned):
             tensor.data = tensor.data.clone()
 

@@ -111,10 +111,12 @@ def predict(
 
     Raises:
         PartitionError: no cut is possible, or none fits into memory.
-        ConfigError: local losses, whose heads are not measured.
+        ConfigError: a method whose heads are not measured.
     """
     if pipeline.spec.local_losses and pipeline.num_stages > 1:
         raise ConfigError("its local losses have heads that are not measured, and another goal than the model's")
+    if pipeline.spec.predicts_gradients and pipeline.num_stages > 1:
+        raise ConfigError("its heads are not measured, and how well they predict gradients only a run can tell")
     M = pipeline.micro_batches_per_update
     pipeline = with_delays(profile, pipeline, machine=machine, sizes=sizes, most=most)
     balance = best_cut(profile, pipeline, machine=machine, sizes=sizes)

@@ -33,11 +33,12 @@ STYLES = {
     Op.BACKWARD: ("#E69F00", "black", "backward"),
     Op.BACKWARD_INPUT: ("#E69F00", "black", "I: backward, without gradients of weights"),
     Op.BACKWARD_WEIGHT: ("#009E73", "white", "WG: gradients of weights"),
+    Op.LEARN: ("#CC79A7", "black", "the head learns"),
     Op.UPDATE: ("#333333", "white", "update"),
 }
 ACT, GRAD, DASHES = "#0072B2", "#D55E00", (0, (4, 1.6))
 # In a tick a backward is drawn as wide as two forwards, which is about what it costs.
-PARTS = {Op.FORWARD: 1, Op.FORWARD_ONLY: 1, Op.RECOMPUTE: 1, Op.BACKWARD: 2}
+PARTS = {Op.FORWARD: 1, Op.FORWARD_ONLY: 1, Op.RECOMPUTE: 1, Op.BACKWARD: 2, Op.LEARN: 1}
 FORWARDS = (Op.FORWARD, Op.FORWARD_ONLY)
 
 # In inches.
@@ -107,16 +108,15 @@ def _spans_of_ticks(table: Sequence[dict[int, list[Action]]]) -> Iterator[Span]:
     if any(a.op is Op.BACKWARD_INPUT for actions in in_ticks for a in actions):
         yield from _spans_of_split_ticks(table, parts=1 + max(map(_num_behind_forward, in_ticks)))
         return
-    replays = any(a.op is Op.RECOMPUTE for row in table for actions in row.values() for a in actions)
-    parts = 4 if replays else 3
+    replays, learns = (any(a.op is op for actions in in_ticks for a in actions) for op in (Op.RECOMPUTE, Op.LEARN))
+    parts = 3 + replays + learns
+    # A forward begins its tick.
+    begins = {Op.RECOMPUTE: 1 / parts, Op.BACKWARD: (1 + replays) / parts, Op.LEARN: (parts - 1) / parts}
     for stage, row in enumerate(table):
         for tick, actions in row.items():
             end = float(tick)
             for action in actions:
-                if action.op is Op.RECOMPUTE:
-                    end = tick + 1 / parts
-                elif action.op is Op.BACKWARD:
-                    end = tick + 1 - 2 / parts
+                end = tick + begins[action.op] if action.op in begins else end
                 start, end = end, end + PARTS.get(action.op, 0) / parts
                 yield Span(stage, action, start, end)
 
@@ -172,6 +172,7 @@ def _arrows(axes: Axes, lists: Sequence[Sequence[Action]], boxes: Sequence[Span]
     """Draw an arrow from the work that made a message to the work that needs it."""
     ends = (*FORWARDS, *BACKWARDS)
     made = {(box.stage, box.action.op in FORWARDS, box.action.number): box for box in boxes if box.action.op in ends}
+    learning = {(box.stage, box.action.number): box for box in boxes if box.action.op is Op.LEARN}
     for stage, actions in enumerate(lists):
         came = None
         for op, number in actions:
@@ -180,7 +181,8 @@ def _arrows(axes: Axes, lists: Sequence[Sequence[Action]], boxes: Sequence[Span]
             elif op in FORWARDS and came is not None:
                 _arrow(axes, made[stage - 1, True, came], made[stage, True, number], inches, ACT)
             elif op is Op.RECV_GRAD:
-                _arrow(axes, made[stage + 1, False, number], made[stage, False, number], inches, GRAD)
+                to = learning.get((stage, number)) or made[stage, False, number]
+                _arrow(axes, made[stage + 1, False, number], to, inches, GRAD)
 
 
 def _arrow(axes: Axes, tail: Span, head: Span, inches: float, color: str) -> None:

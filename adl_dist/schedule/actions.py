@@ -30,6 +30,9 @@ class Op(enum.Enum):
     KEEP = "K"  # replay buffer: put away what has just arrived
     PICK = "G"  # take it out again, to be worked on; it stays in the buffer
     DROP = "D"  # make room in the buffer
+    PREDICT_GRADIENT = "Q"  # synthetic gradients: a head says what gradient will come back for the output
+    LEARN = "H"  # the head learns from the gradient that has come back
+    UPDATE_HEAD = "HU"  # when it has learned from a whole group
 
     __hash__ = object.__hash__  # Enum's own hashes the name, in Python, and every action is looked up by its op
 
@@ -42,7 +45,7 @@ class Action(NamedTuple):
     """One step of one stage."""
 
     op: Op
-    number: int  # the micro-batch within the segment; for UPDATE the group; for WEIGHTS a count of updates
+    number: int  # the micro-batch within the segment; for updates the group; for WEIGHTS a count of updates
 
     def __str__(self) -> str:
         return f"{self.op.value}{self.number}"

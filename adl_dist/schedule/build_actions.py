@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from adl_dist.schedule.actions import Action, Op
-from adl_dist.schedule.parts import backward_part, forward, forward_part, places_of
+from adl_dist.schedule.parts import backward_part, forward, forward_part, learning_part, places_of
 from adl_dist.schedule.pipeline import Pipeline
 from adl_dist.schedule.split import split_actions
 
@@ -86,26 +86,28 @@ def _until_drained(
     pipeline: Pipeline, stage: int, first: int, groups: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[Time, list[Action]]]:
     """Yield (time, actions) from an empty pipeline to an empty one; see :func:`_drains`."""
-    delay, splits = pipeline.delays[stage], pipeline.spec.splits
+    delay, splits, head_delay = pipeline.delays[stage], pipeline.spec.splits, pipeline.head_delay(stage)
     op, until = (Op.BACKWARD_INPUT, pipeline.delays[0]) if splits else (Op.BACKWARD, delay)
     where = dict(enumerate(places_of(groups), start=first))
     order = sorted(where, reverse=pipeline.spec.last_in_first_out)
     last_of_groups = {where[b].group: b for b in order}
-    # Each part in its order: a forward, what goes upstream, what is left until then.
+    # Each part in its order: a forward, what goes upstream, what is left until then, what a head learns from.
     ticks = [pipeline.forward_tick(stage, place) for place in range(len(order))]
-    parts = [
-        [(tick + later, part, place) for place, tick in enumerate(ticks)]
-        for part, later in enumerate((0, delay, until))
-    ]
+    laters = [0, delay, until] if head_delay is None else [0, delay, until, head_delay]
+    parts = [[(tick + later, part, place) for place, tick in enumerate(ticks)] for part, later in enumerate(laters)]
     for tick, part, place in sorted(itertools.chain(*parts)):
-        b = order[place]
+        b, arrived = order[place], first + place
         if part == 0:
-            yield (tick, 0), list(forward_part(pipeline, stage, first + place, where[first + place]))
+            yield (tick, 0), list(forward_part(pipeline, stage, arrived, where[arrived]))
         elif part == 1:
             yield (tick, 1), list(backward_part(op, pipeline, stage, b, where[b]))
-        else:
+        elif part == 2:
             weights = [Action(Op.BACKWARD_WEIGHT, b)] * splits
             yield (tick, 1), weights + [Action(Op.UPDATE, where[b].group)] * (last_of_groups[where[b].group] == b)
+        else:
+            place_in_group = where[arrived]
+            ends = place_in_group.offset + 1 == place_in_group.size
+            yield (tick, 1), [*learning_part(arrived), *[Action(Op.UPDATE_HEAD, place_in_group.group)] * ends]
 
 
 def evaluation_actions(stage: int, *, num_stages: int, num_micro_batches: int) -> Iterator[Action]:

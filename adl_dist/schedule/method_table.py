@@ -1,9 +1,10 @@
 """One row per method: a method is a schedule plus a weight policy.
 
 A schedule is a delay for each stage and a few yes-or-no facts: is the pipeline emptied after each group, do
-backwards run last-in first-out, is the forward locked, are losses local. :mod:`adl_dist.schedule.build_actions` turns
-a row into actions, the same way for all. What a user may change are the fields of
-:class:`adl_dist.schedule.methods.Method`; a row names those that mean something to it, and all others are refused.
+backwards run last-in first-out, is the forward locked, are losses local, are gradients predicted.
+:mod:`adl_dist.schedule.build_actions` turns a row into actions, the same way for all. What a user may change are the
+fields of :class:`adl_dist.schedule.methods.Method`; a row names those that mean something to it, and all others are
+refused.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,6 +42,7 @@ CLOCKED = (*STALE, "lr_index")  # stages move in step, so that there is one cloc
 QUEUED = (*CLOCKED, "activation_queue", "gradient_queue")
 SHARING = (*LOCAL, "stages_per_process")
 GREEDY = (*LOCAL, "head", "buffer_size", "buffer_reuse", "stage_speeds")
+PREDICTING = (*LOCAL, "head_layers", "head_width", "head_sees_target", "head_delay", "head_lr_factor")
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,13 @@ class MethodSpec:
         False  # whether a backward is in two parts, the second one as late everywhere as the first on stage 0
     )
     local_losses: bool = False  # whether each stage learns from its own loss instead of a gradient from downstream
+    predicts_gradients: bool = False  # whether each stage learns from a prediction of the gradient from downstream
     options: Sequence[str] = CLOCKED  # the fields of ``Method`` that mean something to it
+
+    @property
+    def has_heads(self) -> bool:
+        """Whether each stage but the last has a head to learn from, and so waits for no gradient."""
+        return self.local_losses or self.predicts_gradients
 
 
 METHODS = {
@@ -73,6 +81,12 @@ METHODS = {
     "fr": MethodSpec("Features Replay (Huo et al., NeurIPS 2018)", "minimal", weights="recompute", forward_lock=True),
     "dgl": MethodSpec(
         "Decoupled Greedy Learning (Belilovsky et al., ICML 2020)", "none", local_losses=True, options=GREEDY
+    ),
+    "dni": MethodSpec(
+        "Decoupled Neural Interfaces (Jaderberg et al., ICML 2017)",
+        "none",
+        predicts_gradients=True,
+        options=PREDICTING,
     ),
     "bp": MethodSpec("Backpropagation, one micro-batch at a time", "none", 4, flush=True, options=ANY),
     "gpipe": MethodSpec(

@@ -41,13 +41,14 @@ def _list(value: object, of: Callable[[object], bool]) -> bool:
 WHOLE = ("a whole number", _whole)
 WHOLE_OR_NONE = ("a whole number", lambda v: v is None or _whole(v))
 NUMBER = ("a finite number", _number)
+YES_OR_NO = ("true or false", lambda v: type(v) is bool)
 NAMES = ("a list of names, like [predict,spike]", lambda v: v is None or _list(v, lambda one: isinstance(one, str)))
 NUMBERS = ("a list of finite numbers, like [2,0.5]", lambda v: v is None or _list(v, _number))
 QUEUE = ("a whole number or a list of some, like [1,2]", lambda v: _whole(v) or _list(v, _whole))
 # What each option must be, and whether a value is that.
 TYPES: dict[str, tuple[str, Callable[[object], bool]]] = {
     "accumulation_steps": WHOLE,
-    "split_backward": ("true or false", lambda v: type(v) is bool),
+    "split_backward": YES_OR_NO,
     "max_deferred": WHOLE,
     "delay": ("a rule or a list of whole numbers, like [2,1,0]", lambda v: isinstance(v, str) or _list(v, _whole)),
     "stages_per_process": WHOLE,
@@ -66,14 +67,20 @@ TYPES: dict[str, tuple[str, Callable[[object], bool]]] = {
     "buffer_size": WHOLE,
     "buffer_reuse": WHOLE_OR_NONE,
     "stage_speeds": NUMBERS,
+    "head_layers": WHOLE,
+    "head_width": WHOLE_OR_NONE,
+    "head_sees_target": YES_OR_NO,
+    "head_delay": WHOLE,
+    "head_lr_factor": NUMBER,
 }
 SMALLEST = {
     **{"accumulation_steps": 1, "max_deferred": 1, "stages_per_process": 1},
     **{"activation_queue": 1, "gradient_queue": 1, "buffer_size": 0, "buffer_reuse": 1},
     **{"flush_epochs": 0, "discount_power": 0, "discount_updates": 1, "error_feedback_lag": 1},
+    **{"head_layers": 0, "head_width": 1, "head_delay": 0},
 }
 ABOVE_0 = (
-    *("lr_factors", "stage_speeds", "gradient_shrink"),
+    *("lr_factors", "stage_speeds", "gradient_shrink", "head_lr_factor"),
     *("nesterov_gamma", "error_feedback_coefficient", "delay_compensation_lambda"),
 )
 
@@ -109,6 +116,12 @@ class Method:
         buffer_size: micro-batches in the replay buffer between two stages; 0: none, stages work in step.
         buffer_reuse: how often one of them may be used; None: any number of times.
         stage_speeds: with a buffer, how often each stage gets its turn, relative to the others.
+        head_layers: hidden layers of a head that predicts gradients; 0: it is linear.
+        head_width: their features or channels; None: as many as the stage sends on.
+        head_sees_target: whether the head is also given the classes of its samples.
+        head_delay: micro-batches that a stage forwards between the forward of a micro-batch and the moment its head
+            learns from the gradient that has come back for it.
+        head_lr_factor: the factor on the learning rate of the head, besides that of its stage.
         mitigation: rows of ``MITIGATIONS``: what is done about staleness in stages that have some, t updates; None:
             nothing. Those from ``discount_power`` on are options of one row each.
         flush_epochs: epochs at the start in which the pipeline is emptied after each group, so that nothing is stale.
@@ -146,6 +159,11 @@ class Method:
     buffer_size: int = 0
     buffer_reuse: int | None = None
     stage_speeds: Sequence[float] | None = None
+    head_layers: int = 0
+    head_width: int | None = None
+    head_sees_target: bool = False
+    head_delay: int = 2
+    head_lr_factor: float = 1.0
     mitigation: Sequence[str] | None = None
     flush_epochs: int = 0
     discount_power: float = 0.5
@@ -209,6 +227,11 @@ class Method:
     def is_asynchronous_greedy(self) -> bool:
         """Whether stages draw their inputs from replay buffers."""
         return self.buffer_size > 0
+
+    @property
+    def passes_targets(self) -> bool:
+        """Whether the target travels from stage to stage, because heads need it."""
+        return self.spec.local_losses or (self.spec.predicts_gradients and self.head_sees_target)
 
     @property
     def replays(self) -> bool:

@@ -27,7 +27,9 @@ def forward_part(pipeline: Pipeline, stage: int, b: int, place: Place) -> Iterat
         yield Action(Op.WEIGHTS, max(place.group - 1, 0))
     keeps_input_only = method.recomputes(place.offset, place.size, pipeline.delays[stage])
     op = Op.FORWARD_ONLY if keeps_input_only else Op.FORWARD
-    yield from forward(op, b, stage, pipeline.num_stages, pipeline.spec.local_losses)
+    yield from forward(
+        op, b, stage, pipeline.num_stages, method.passes_targets, predicts_gradient=pipeline.spec.predicts_gradients
+    )
     if pipeline.spec.forward_lock and stage < last:
         yield Action(Op.RECV_GO, b)
     if pipeline.spec.forward_lock and stage > 0:
@@ -36,23 +38,39 @@ def forward_part(pipeline: Pipeline, stage: int, b: int, place: Place) -> Iterat
 
 def backward_part(op: Op, pipeline: Pipeline, stage: int, b: int, place: Place) -> Iterator[Action]:
     """Yield the backward of micro-batch ``b``, ``op`` being all of it or its first part, and its messages."""
-    exchanges = not pipeline.spec.local_losses
+    exchanges, awaits = not pipeline.spec.local_losses, not pipeline.spec.has_heads
     if pipeline.method.recomputes(place.offset, place.size, pipeline.delays[stage]):
         yield Action(Op.RECOMPUTE, b)  # while the gradient is still on its way
-    if stage < pipeline.num_stages - 1 and exchanges:
+    if stage < pipeline.num_stages - 1 and awaits:
         yield Action(Op.RECV_GRAD, b)
     yield Action(op, b)
     if stage > 0 and exchanges:
         yield Action(Op.SEND_GRAD, b)
 
 
-def forward(op: Op, b: int, stage: int, num_stages: int, every_stage_has_targets: bool = False) -> Iterator[Action]:
+def learning_part(b: int) -> Iterator[Action]:
+    """Yield what the head of a stage does once the gradient of micro-batch ``b`` has come back."""
+    yield Action(Op.RECV_GRAD, b)
+    yield Action(Op.LEARN, b)
+
+
+def forward(
+    op: Op,
+    b: int,
+    stage: int,
+    num_stages: int,
+    every_stage_has_targets: bool = False,
+    *,
+    predicts_gradient: bool = False,
+) -> Iterator[Action]:
     """Yield the forward ``op`` of micro-batch ``b``, with what it receives and sends."""
     first, last = stage == 0, stage == num_stages - 1
     yield Action(Op.LOAD if first else Op.RECV_ACT, b)
     if not first and (last or every_stage_has_targets):
         yield Action(Op.TAKE_TARGET if every_stage_has_targets else Op.RECV_TARGET, b)
     yield Action(op, b)
+    if not last and predicts_gradient:
+        yield Action(Op.PREDICT_GRADIENT, b)
     if not last:
         yield Action(Op.SEND_ACT, b)
     if not last and (first or every_stage_has_targets):

@@ -112,10 +112,23 @@ class Pipeline:
         """Whether a stage goes forward again before the backward of a graph that it keeps."""
         return any(self.delays) and self.method.weights != "recompute" and self.method.recompute != "always"
 
+    def head_delay(self, stage: int) -> int | None:
+        """Return how many ticks after a forward the head of ``stage`` learns from its gradient; None: none learns."""
+        has_head = self.spec.predicts_gradients and stage < self.num_stages - 1
+        return self.method.head_delay if has_head else None
+
+    @property
+    def round_trip(self) -> int:
+        """Ticks until what depends on a forward of stage 0 has come back to it from all stages."""
+        if not self.spec.predicts_gradients:
+            return self.delays[0]
+        # What one stage knows of the next it learns from a gradient, which it meets so many forwards later.
+        return (self.num_stages - 1) * (self.method.head_delay + 1)
+
     @property
     def updates_to_fill(self) -> int:
         """Updates after which all stages are at work."""
-        return -(-self.delays[0] // self.micro_batches_per_update) + 1
+        return -(-self.round_trip // self.micro_batches_per_update) + 1
 
     @property
     def max_pending(self) -> int:
@@ -124,7 +137,7 @@ class Pipeline:
         As in evaluation and with local losses: it keeps stage 0 from running away, but not from filling the pipeline.
         Where gradients come back, :func:`max_pending_of` has a smaller number for each edge.
         """
-        return max(self.delays[0], 2 * (self.num_stages - 1)) + 2
+        return max(self.round_trip, 2 * (self.num_stages - 1)) + 2
 
     def lr_lead(self, stage: int) -> int:
         """Return by how many updates the learning rate of ``stage`` runs ahead: 0 but for ``lr_index=slot``.
@@ -213,6 +226,8 @@ class Pipeline:
     @property
     def drain_is_exact(self) -> bool:
         """Whether the pipeline can be emptied after any update without changing a value."""
+        if any(self.head_delay(stage) for stage in range(self.num_stages)):
+            return False  # heads would learn earlier
         return not any(any(self.steady_staleness(stage)) for stage in range(self.num_stages))
 
     def _hops(self, name: str) -> list[int]:

@@ -1,6 +1,7 @@
 """A schedule as a person reads it: who does what in which tick, and what each stage holds for it."""
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from adl_dist.schedule.actions import BACKWARDS, Action, Op
 from adl_dist.schedule.pipeline import Pipeline
@@ -21,6 +22,7 @@ class StageFigures:
     weight_copies: int  # most weight versions held besides the newest
     history_copies: int  # tensors like the weights that a mitigation remembers
     deferred: int  # most micro-batches whose gradients of weights are put off, while it holds the most graphs
+    outputs: int  # most micro-batches whose output a head keeps until their gradients come back
 
 
 def figures(pipeline: Pipeline, *, num_micro_batches: int | None = None) -> list[StageFigures]:
@@ -47,9 +49,15 @@ def figures(pipeline: Pipeline, *, num_micro_batches: int | None = None) -> list
                 weight_copies=copies,
                 history_copies=pipeline.remembers_displacement(k) + pipeline.feedback_lag(k),
                 deferred=deferred,
+                outputs=_most_open(actions, Op.PREDICT_GRADIENT, Op.LEARN),
             )
         )
     return rows
+
+
+def _most_open(actions: list[Action], begins: Op, ends: Op) -> int:
+    """Return the most micro-batches between two of their actions at a moment."""
+    return max(accumulate((op is begins) - (op is ends) for op, _ in actions))
 
 
 def _held(pipeline: Pipeline, stage: int, actions: list[Action]) -> tuple[int, int, int, int]:
@@ -114,19 +122,21 @@ def describe(pipeline: Pipeline, *, num_micro_batches: int, width: int | None = 
     A message takes one tick. Processes keep the order of a row, not its columns: nothing in a run waits for a tick.
     A table of more than ``width`` columns is cut into blocks of ticks.
     """
-    rows = tick_words(pipeline, num_micro_batches=num_micro_batches)
+    rows, has_heads = tick_words(pipeline, num_micro_batches=num_micro_batches), pipeline.spec.predicts_gradients
+    outputs = "outputs  " if has_heads else ""
     lines = [
         title(pipeline, num_micro_batches=num_micro_batches),
         "",
         *_tick_table(rows, width),
         _legend(rows),
         "",
-        "stage  delay  graphs  inputs  weight copies  staleness mean  max  by offset (updates)",
+        f"stage  delay  graphs  inputs  {outputs}weight copies  staleness mean  max  by offset (updates)",
     ]
     for f in figures(pipeline):
+        outputs = f"{f.outputs:<9}" if has_heads else ""
         lines.append(
-            f"{f.stage:<7}{f.delay:<7}{f.graphs:<8}{f.inputs:<8}{f.weight_copies:<15}{f.staleness_mean:<16.3g}"
-            f"{f.staleness_max:<5}{' '.join(map(str, f.staleness_by_offset))}"
+            f"{f.stage:<7}{f.delay:<7}{f.graphs:<8}{f.inputs:<8}{outputs}{f.weight_copies:<15}"
+            f"{f.staleness_mean:<16.3g}{f.staleness_max:<5}{' '.join(map(str, f.staleness_by_offset))}"
         )
     return "\n".join(lines)
 
@@ -164,6 +174,8 @@ def _legend(rows: list[dict[int, list[str]]]) -> str:
         Op.BACKWARD_INPUT: "I backward without the weights' gradients",
         Op.BACKWARD_WEIGHT: "WG the weights' gradients",
         Op.UPDATE: "U update",
+        Op.LEARN: "H the head learns",
+        Op.UPDATE_HEAD: "HU its update",
     }
     letters = ", ".join(text for op, text in words.items() if op.value in ops)
-    return f"{letters}; the number is the micro-batch, of U the group"
+    return f"{letters}; the number is the micro-batch, of updates the group"

@@ -148,7 +148,11 @@ def ticks(lists: ActionLists, *, turns: Turns | None = None) -> list[dict[int, l
                 rank = 1
             now[process], used[process] = tick, rank
             table[stage][tick].append(action)
-        elif action.op in (Op.BACKWARD_WEIGHT, Op.UPDATE):
+        elif action.op is Op.LEARN:
+            # Not its wait alone: a stage that forwards no more learns when the gradient comes.
+            now[process] = max(now[process], ready[stage])
+            table[stage][now[process]].append(action)
+        elif action.op in (Op.BACKWARD_WEIGHT, Op.UPDATE, Op.UPDATE_HEAD):
             table[stage][now[process]].append(action)
     return table
 

@@ -9,10 +9,10 @@ from adl_dist.stage.spec import (
     in_dtype,
     in_memory_format,
 )
-from adl_dist.stage.stage import Stage
+from adl_dist.stage.stage import Learner, Stage
 from adl_dist.stage.stats import StepStats
 
 __all__ = [
-    "GradientPolicy", "LossFn", "OptimizerFactory", "Precision", "Stage", "StepStats", "TrainSpec", "in_dtype",
-    "in_memory_format",
+    "GradientPolicy", "Learner", "LossFn", "OptimizerFactory", "Precision", "Stage", "StepStats", "TrainSpec",
+    "in_dtype", "in_memory_format",
 ]  # fmt: skip

@@ -1,17 +1,19 @@
-"""Local losses: heads that turn a stage's output into a loss of its own (greedy learning).
+"""Heads on what a stage sends on: they make a loss of it (greedy learning), or predict its gradient (DNI).
 
 A head serves only to train its stage; it does not belong to the model and is not exported. Its functions know the
 output by the shape of one sample: [C, H, W] of an image or [C] of features.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from adl_dist.errors import ConfigError
+from adl_dist.schedule import Method
 from adl_dist.stage.spec import LossFn
 from adl_dist.streams import streams_kept
 
@@ -109,23 +111,87 @@ NORMALISES_SAMPLES = ("mlp_sr", "mlp", "cnn")
 OF_IMAGES = ("mlp_sr", "cnn")
 
 
-def check_outs(name: str, stage: int, shapes: Sequence[tuple[int, ...]]) -> None:
-    """Check that the head called ``name`` can be put on what ``stage`` sends on.
+class GradientNetwork(nn.Module):
+    """Predicts, from what a stage sends on, the gradient of each sample's own loss (DNI, or cDNI with classes).
+
+    It begins by predicting 0. Its BatchNorm has no running statistics: it only ever trains.
+    """
+
+    def __init__(self, shape: tuple[int, ...], *, num_layers: int, width: int | None, num_classes: int) -> None:
+        """Make it for outputs of ``shape``; ``num_classes``: those it is given; 0: it does not see the target."""
+        super().__init__()
+        self.num_classes = num_classes
+        channels = shape[0]
+        widths = [channels + num_classes, *[width or channels] * num_layers]
+        layer: Callable[..., nn.Linear | nn.Conv2d] = _conv_of_3 if len(shape) == 3 else nn.Linear
+        norm = nn.BatchNorm2d if len(shape) == 3 else nn.BatchNorm1d
+        hidden = (
+            nn.Sequential(layer(before, after, bias=False), norm(after, track_running_stats=False), nn.ReLU())
+            for before, after in pairwise(widths)
+        )
+        last = layer(widths[-1], channels, bias=True)
+        for parameter in last.parameters():
+            nn.init.zeros_(parameter)
+        self.layers = nn.Sequential(*hidden, last)
+
+    def forward(self, out: Tensor, target: Tensor | None) -> Tensor:
+        """Return the gradients [B, C, H, W] or [B, C] of ``out``, of that shape, whose classes are ``target`` [B]."""
+        if self.num_classes:
+            assert target is not None
+            # A target that the loss ignores is of no class.
+            one_hot = (target[:, None] == torch.arange(self.num_classes, device=target.device)).to(out.dtype)
+            masks = one_hot.view(*one_hot.shape, *[1] * (out.ndim - 2)).expand(-1, -1, *out.shape[2:])
+            out = torch.cat([out, masks], dim=1)
+        gradient: Tensor = self.layers(out)
+        return gradient
+
+
+def _conv_of_3(before: int, after: int, *, bias: bool) -> nn.Conv2d:
+    return nn.Conv2d(before, after, 3, padding=1, bias=bias)
+
+
+def normalises_samples(method: Method) -> bool:
+    """Return whether a head of ``method`` computes statistics over samples, so that one sample is not enough."""
+    return method.head_layers > 0 if method.spec.predicts_gradients else method.head in NORMALISES_SAMPLES
+
+
+def check_outs(method: Method, stage: int, shapes: Sequence[tuple[int, ...]], *, gets_gradient: bool) -> None:
+    """Check that a head of ``method`` can be put on what ``stage`` sends on.
 
     Raises:
-        ConfigError: it is not one tensor of images or features, or no images where convolutions need some.
+        ConfigError: it is not one tensor of images or features, or no images where convolutions need some; or not one
+            that ``gets_gradient`` of real numbers, which could be predicted.
     """
     if len(shapes) != 1 or len(shapes[0]) not in (1, 3):
         received = ", ".join(str(["B", *shape]) for shape in shapes)
         raise ConfigError(
-            f"method=dgl puts a head on the output of stage {stage}: expected one tensor [B, C, H, W] or [B, C], "
-            f"got {received}: choose another partition.balance"
+            f"method={method.name} puts a head on the output of stage {stage}: expected one tensor [B, C, H, W] or "
+            f"[B, C], got {received}: choose another partition.balance"
         )
-    if name in OF_IMAGES and len(shapes[0]) == 1:
+    if method.spec.predicts_gradients and not gets_gradient:
         raise ConfigError(
-            f"method.head={name} convolves images, but stage {stage} sends on features {['B', *shapes[0]]}; choose "
-            "method.head=mlp or linear, or another partition.balance"
+            f"method={method.name} predicts the gradient of what stage {stage} sends on, but none of real numbers "
+            "comes back for it; expected one: choose another partition.balance, or another method"
         )
+    if method.spec.local_losses and method.head in OF_IMAGES and len(shapes[0]) == 1:
+        raise ConfigError(
+            f"method.head={method.head} convolves images, but stage {stage} sends on features {['B', *shapes[0]]}; "
+            "choose method.head=mlp or linear, or another partition.balance"
+        )
+
+
+def build_gradient_network(
+    method: Method, shape: tuple[int, ...], *, num_classes: int | None, seed: int
+) -> GradientNetwork:
+    """Build what predicts gradients of outputs of ``shape``; ``num_classes``: of the model, None: it has none.
+
+    Its weights are drawn by ``seed`` and nothing else.
+    """
+    seen = num_classes if method.head_sees_target else 0
+    assert seen is not None, "refused earlier"
+    with streams_kept():
+        torch.manual_seed(seed)
+        return GradientNetwork(shape, num_layers=method.head_layers, width=method.head_width, num_classes=seen)
 
 
 def build_head(name: str, shape: tuple[int, ...], *, num_classes: int, seed: int) -> LocalLoss:

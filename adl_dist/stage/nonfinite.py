@@ -113,7 +113,7 @@ def buffers_kept_finite(module: nn.Module) -> Iterator[None]:
 
 def _fault(tally: StepStats) -> str | None:
     numbers = tally.numbers()
-    for name, figure in (("loss_sum", "the loss"), ("gradient_norm", "the norm of the gradient")):
+    for name, figure in (("loss_sum", "the loss"), ("gradient_norm", f"the norm of {tally.gradient_of}")):
         if not math.isfinite(value := numbers.get(name, 0.0)):
             return f"{figure} is {value}"
     return None

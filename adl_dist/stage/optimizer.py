@@ -1,4 +1,4 @@
-"""The optimizer of one stage, from the user's factory."""
+"""The optimizer of one stage, from the user's factory, and its steps, whose faults are named."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -7,6 +7,7 @@ from inspect import signature
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from adl_dist.errors import AdlError, ConfigError
 from adl_dist.stage.spec import OptimizerFactory
@@ -61,6 +62,33 @@ def _refuses(factory: OptimizerFactory, parameter: nn.Parameter) -> bool:
     except Exception:
         return True
     return False
+
+
+@contextmanager
+def told_whose(optimizer: Optimizer, where: str, update: int) -> Iterator[None]:
+    """Turn what a step of ``optimizer`` raises into a ConfigError that begins with ``where`` it is."""
+    try:
+        yield
+    except (TypeError, ValueError, AttributeError) as error:  # the user's own code
+        raise ConfigError(
+            f"{where}: optimizer: {type(optimizer).__name__} fails in update {update}: "
+            f"{type(error).__name__}: {' '.join(str(error).split())}; expected step() to need no argument"
+        ) from error
+
+
+def advance(lr_schedule: LRScheduler, where: str, update: int) -> None:
+    """Move on to the learning rate after ``update`` updates.
+
+    Raises:
+        ConfigError: the schedule fails; the text begins with ``where`` it is.
+    """
+    try:
+        lr_schedule.step()
+    except Exception as error:  # the user's own code
+        raise ConfigError(
+            f"{where}: lr_schedule: {type(lr_schedule).__name__} fails after update {update}: "
+            f"{type(error).__name__}: {' '.join(str(error).split())}; make it as long as the run"
+        ) from error
 
 
 @contextmanager

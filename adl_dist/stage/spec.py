@@ -140,10 +140,11 @@ class GradientPolicy:
             )
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
             raise ConfigError(f"train.clip_norm must be finite and above 0, got {self.clip_norm}; null clips nothing")
-        if self.skips and pipeline.spec.local_losses and pipeline.num_stages > 1:
+        if self.skips and pipeline.spec.has_heads and pipeline.num_stages > 1:
             raise ConfigError(
                 f"train.non_finite=skip cannot skip an update in all stages of method={pipeline.method.name}, whose "
-                "stages send no gradients that could carry the decision; use train.non_finite=stop, or another method"
+                "stages wait for no gradient that could carry the decision; use train.non_finite=stop, or another "
+                "method"
             )
 
     @property

@@ -19,12 +19,13 @@ from adl_dist.batch import Batch
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.stage.calls import RandomStreams, Remember, Tensors, call_of, packed, takes_gradient, unpacked
 from adl_dist.stage.deferred import DeferredGradients, PutOff
+from adl_dist.stage.gradient_head import GradientHead
 from adl_dist.stage.loss_check import MeanGuard
 from adl_dist.stage.loss_terms import class_loss
 from adl_dist.stage.metrics import measured, metrics_of
 from adl_dist.stage.mitigation import mitigation_of
 from adl_dist.stage.nonfinite import NonFiniteCheck, buffers_kept_finite
-from adl_dist.stage.optimizer import scaled_learning_rates, stage_optimizer
+from adl_dist.stage.optimizer import advance, scaled_learning_rates, stage_optimizer, told_whose
 from adl_dist.stage.spec import TrainSpec
 from adl_dist.stage.stats import StepStats, norm_of
 from adl_dist.stage.traits import StageTraits
@@ -59,7 +60,11 @@ class Stage:
     Attributes:
         index: k in [0, K).
         module: the part of the model, on its device.
-        head: turns what goes downstream into a loss of the stage's own; None without local losses.
+        head: turns what goes downstream into a loss of the stage's own, or predicts its gradient; None: there is none.
+        gradient_head: the head that predicts gradients, with what it needs to learn; None: there is none.
+        has_loss: whether this stage computes a loss: the model's, or one of its own.
+        where: the stage, as errors name it.
+        key: the stage, as names in checkpoints have it.
         version: updates applied so far, over the whole run.
         in_flight: micro-batches forwarded and not yet back-propagated, oldest first.
         tally: what the stage counts about itself; the owner takes it and puts a fresh one.
@@ -81,7 +86,8 @@ class Stage:
         """Take over ``module``, which is on ``device``, as stage ``index``.
 
         It is called with the act of one micro-batch, [B, ...], or containers of several, and returns the same. ``head``
-        is (what goes downstream, target, loss_fn) to a loss of the stage's own. ``traits`` is what is known of both;
+        is (what goes downstream, target, loss_fn) to a loss of the stage's own, or, where the method predicts
+        gradients, the network of a :class:`GradientHead`. ``traits`` is what is known of both;
         ``remember`` keeps the state besides buffers that they move, for replays; None: there is none.
 
         Raises:
@@ -99,9 +105,16 @@ class Stage:
         self._clip_norm = gradients.clip_norm
         self._watching_buffers = buffers_kept_finite if gradients.skips else nullcontext
         self._gradient_norm: Tensor | None = None  # of the group that is complete
-        # What is trained together: the part of the model and what serves only to train it.
-        self._trained = module if head is None else nn.ModuleList([module, head])
-        self.optimizer = stage_optimizer(spec.optimizer, dict(self.named_parameters()), where=f"stage {index}")
+        self.gradient_head: GradientHead | None = None
+        self._trained = module
+        if head is not None and method.spec.predicts_gradients:
+            self.gradient_head = GradientHead(head, index, spec, device, self.faults)
+        elif head is not None:
+            # What is trained together: the part of the model and what serves only to train it.
+            self._trained = nn.ModuleList([module, head])
+        self.has_loss = self.is_last or self._trained is not module
+        self.where, self.key = f"stage {index}", str(index)
+        self.optimizer = stage_optimizer(spec.optimizer, dict(self.named_parameters()), where=self.where)
         self.lr_schedule: LRScheduler | None = None
         self.lr_updates: int | None = None  # after so many the schedule is at its end; None: it has none
         self._traits, self._remember, self._lr_factor = traits, remember, pipeline.lr_factor(index)
@@ -135,11 +148,6 @@ class Stage:
         self._set_mode(training=True)
 
     @property
-    def has_loss(self) -> bool:
-        """Whether this stage computes a loss: the model's, or one of its own."""
-        return self.is_last or self.head is not None
-
-    @property
     def draws(self) -> frozenset[str]:
         """The random streams besides torch's that are seeded for each micro-batch: ``python``, ``numpy``."""
         return self._traits.draws
@@ -149,11 +157,20 @@ class Stage:
         """The prefix of the names of the head's tensors; no name of a module has a colon."""
         return f"head{self.index}:"
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield (name, parameter) by the uncut model's names; parameters of the head get ``head_prefix``."""
-        yield from self.module.named_parameters()
-        if self.head is not None:
-            yield from ((f"{self.head_prefix}{name}", p) for name, p in self.head.named_parameters())
+    @property
+    def learners(self) -> "tuple[Learner, ...]":
+        """The stage and, if it is one that learns by itself, its head."""
+        return (self,) if self.gradient_head is None else (self, self.gradient_head)
+
+    def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield (name, parameter) by the uncut model's names; parameters of the head get ``head_prefix``.
+
+        Those of a head that learns by itself are not the stage's.
+        """
+        yield from self.module.named_parameters(remove_duplicate=remove_duplicate)
+        if self.head is not None and self.gradient_head is None:
+            named = self.head.named_parameters(remove_duplicate=remove_duplicate)
+            yield from ((f"{self.head_prefix}{name}", p) for name, p in named)
 
     def begin(self, epoch: int, *, training: bool, first_micro_batch: int = 0) -> None:
         """Get ready for a segment that starts at ``first_micro_batch`` of ``epoch``."""
@@ -170,6 +187,8 @@ class Stage:
             self._policy.forget()
         if self.mitigation is not None:
             self.mitigation.begin(epoch)
+        if self.gradient_head is not None:
+            self.gradient_head.begin(epoch)
         if training:
             self._trained.zero_grad()
             hooks = (p._backward_hooks or p._post_accumulate_grad_hooks for p in self._trained.parameters())
@@ -327,6 +346,8 @@ class Stage:
         """
         gradients = [p.grad for p in self._policy.gather() if p.grad is not None] if self._policy else []
         self._gradient_norm = self.tally.gradient_norm = norm_of(gradients) if gradients else None
+        if self.gradient_head is not None:
+            self.tally.predictions, self.gradient_head.predictions = self.gradient_head.predictions, []
         self.tally.skipped = self.faults.judge(self.tally, arrived, update=self.version, epoch=self._epoch)
         return tuple(torch.full_like(grad, math.nan) for grad in leaving) if self.tally.skipped else leaving
 
@@ -342,30 +363,15 @@ class Stage:
             if self._clip_norm is not None and self._gradient_norm is not None and not skip:
                 clip_grads_with_norm_(self._policy.gather(), self._clip_norm, self._gradient_norm)
             graphs = {kept.version for kept in self.in_flight.values() if kept.grad_edges is not None}
-            try:
-                with scaled_learning_rates(self.optimizer, factor):
-                    self._policy.step(self.version, in_flight=graphs, skip=skip)
-            except (TypeError, ValueError, AttributeError) as error:  # the user's own code
-                raise ConfigError(
-                    f"stage {self.index}: optimizer: {type(self.optimizer).__name__} fails in update {self.version}: "
-                    f"{type(error).__name__}: {' '.join(str(error).split())}; expected step() to need no argument"
-                ) from error
+            with told_whose(self.optimizer, self.where, self.version), scaled_learning_rates(self.optimizer, factor):
+                self._policy.step(self.version, in_flight=graphs, skip=skip)
         self.version += 1
         if self.lr_schedule is not None and (self.lr_updates is None or self.version <= self.lr_updates):
             # True, and meant, where the very first update is skipped: that torch's optimizer has not stepped yet.
             with warnings.catch_warnings() if skip else nullcontext():
                 if skip:
                     warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-                self._advance(self.lr_schedule)
-
-    def _advance(self, lr_schedule: LRScheduler) -> None:
-        try:
-            lr_schedule.step()
-        except Exception as error:  # the user's own code
-            raise ConfigError(
-                f"stage {self.index}: lr_schedule: {type(lr_schedule).__name__} fails after update {self.version}: "
-                f"{type(error).__name__}: {' '.join(str(error).split())}; make it as long as the run"
-            ) from error
+                advance(self.lr_schedule, self.where, self.version)
 
     @torch.no_grad()
     def predict(self, micro_batch: int, acts: Tensors, *wanted: Tensor | None) -> Tensors:
@@ -512,3 +518,6 @@ class Stage:
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+Learner = Stage | GradientHead  # what has an optimizer of its own

@@ -28,7 +28,9 @@ class StepStats:
         num_classed: targets of each of them that are classes, if not all have to be: those that hits are looked for in.
         gradient_norm: 2-norm of the stage's gradient of the group, before it is clipped; None without parameters.
         skipped: why the update is not made; None: it is.
+        gradient_of: what that is the gradient of, in words.
         learning_rate: the learning rate of the update; None without parameters, and before it.
+        predictions: those of :class:`~adl_dist.stage.gradient_head.GradientHead` since the update before.
     """
 
     staleness: list[int] = field(default_factory=list)
@@ -38,7 +40,9 @@ class StepStats:
     measured: list[Sequence[Tensor]] = field(default_factory=list)
     num_terms: list[float] = field(default_factory=list)
     num_classed: list[Tensor] = field(default_factory=list)
+    predictions: list[Tensor] = field(default_factory=list)
     gradient_norm: Tensor | None = None
+    gradient_of: str = "the gradient"
     skipped: str | None = None
     learning_rate: float | None = None
     _fetched: torch.cuda.Event | None = None
@@ -74,10 +78,10 @@ class StepStats:
     def fetch(self) -> bool:
         """Start to copy losses, hits and norm off a GPU, for :meth:`numbers`; False: they are not on one."""
         norms = [] if self.gradient_norm is None else [self.gradient_norm]
-        if not any(number.is_cuda for number in (*self.losses[:1], *norms)):
+        if not any(number.is_cuda for number in (*self.losses[:1], *self.predictions[:1], *norms)):
             return False
-        figures = self.losses, self.hits, self.num_classed, norms
-        self.losses, self.hits, self.num_classed, norms = (_underway(scalars) for scalars in figures)
+        figures = self.losses, self.hits, self.num_classed, self.predictions, norms
+        self.losses, self.hits, self.num_classed, self.predictions, norms = (_underway(alike) for alike in figures)
         self.measured = [_underway(list(pairs)) for pairs in self.measured]
         self.gradient_norm = norms[0] if norms else None
         self._fetched = torch.cuda.current_stream().record_event()
@@ -106,6 +110,10 @@ class StepStats:
             numbers["num_classed"] = sum(map(int, self.num_classed))
         if self.gradient_norm is not None:
             numbers["gradient_norm"] = float(self.gradient_norm)
+        if self.predictions:
+            error, square = (math.fsum(sums) for sums in zip(*(p.tolist() for p in self.predictions), strict=True))
+            if square > 0:
+                numbers["prediction_error"] = error / square
         return numbers
 
     def sums(self, metrics: Sequence[Metric]) -> dict[str, tuple[float, float]]:
@@ -133,9 +141,9 @@ def value_of(name: str, pair: tuple[float, float]) -> float:
     return math.exp(min(mean, MOST_LOSS)) if name == PERPLEXITY else mean
 
 
-def _underway(scalars: list[Tensor]) -> list[Tensor]:
-    """Return copies on the CPU, in pinned memory; they are filled when the GPU's stream has computed ``scalars``."""
-    return list(torch.stack(scalars).to("cpu", non_blocking=True)) if scalars else []
+def _underway(alike: list[Tensor]) -> list[Tensor]:
+    """Return copies on the CPU, in pinned memory; they are filled when the GPU's stream has computed what is there."""
+    return list(torch.stack(alike).to("cpu", non_blocking=True)) if alike else []
 
 
 def norm_of(gradients: Sequence[Tensor]) -> Tensor:

@@ -27,7 +27,7 @@ from adl_dist.schedule import Pipeline, downstream_first, max_pending_of
 from adl_dist.schedule.run_plan import Plan
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import LossFn, Stage, TrainSpec, in_dtype
-from adl_dist.stage.heads import NORMALISES_SAMPLES, build_head
+from adl_dist.stage.heads import build_gradient_network, build_head, normalises_samples
 from adl_dist.stage.loss_terms import LossTerms, class_loss, loss_terms
 from adl_dist.stage.own_loss import MeanOf, OnSeveral
 from adl_dist.training import samples as samples_of
@@ -224,20 +224,32 @@ def check_compiler(device: torch.device) -> None:
 
 
 def check_sizes(pipeline: Pipeline, sizes: Iterable[int]) -> None:
-    """Raise ConfigError for a local loss with BatchNorm over the features of one single sample."""
-    head = pipeline.method.head
-    if pipeline.spec.local_losses and pipeline.num_stages > 1 and head in NORMALISES_SAMPLES and 1 in sizes:
+    """Raise ConfigError for a head with BatchNorm over the features of one single sample."""
+    method = pipeline.method
+    if pipeline.spec.has_heads and pipeline.num_stages > 1 and normalises_samples(method) and 1 in sizes:
+        option, without = f"method.head={method.head}", "method.head=linear"
+        if pipeline.spec.predicts_gradients:
+            option, without = f"method.head_layers={method.head_layers}", "method.head_layers=0"
         raise ConfigError(
-            f"a micro-batch of the training data holds a single sample, which BatchNorm in method.head={head} "
-            "cannot normalise; choose another train.batch_size, or method.head=linear"
+            f"a micro-batch of the training data holds a single sample, which BatchNorm in {option} cannot normalise; "
+            f"choose another train.batch_size, or {without}"
         )
 
 
 def check_targets(pipeline: Pipeline, agreed: Agreed, terms: LossTerms | None) -> None:
-    """Raise ConfigError for a local loss without classes to learn or to compare; every rank finds it alike.
+    """Raise ConfigError for a head without classes to learn, to compare or to see; every rank finds it alike.
 
     And for stages that each make groups of their own, so that no other stage can say what a group has of the ``terms``.
     """
+    target, shown = agreed.targets[0], ", ".join(map(str, agreed.targets))
+    is_class = len(agreed.targets) == 1 and not target.is_floating_point and not target.shape
+    has_classes = agreed.num_classes is not None and is_class
+    if pipeline.method.head_sees_target and pipeline.num_stages > 1 and not has_classes:
+        raise ConfigError(
+            "method.head_sees_target=true tells heads the class of each sample, but the targets are "
+            f"{shown}; expected one whole number per sample and a model that returns [B, classes]: use "
+            "method.head_sees_target=false"
+        )
     if not pipeline.spec.local_losses:
         return
     is_greedy, M = pipeline.method.is_asynchronous_greedy, pipeline.micro_batches_per_update
@@ -247,9 +259,7 @@ def check_targets(pipeline: Pipeline, agreed: Agreed, terms: LossTerms | None) -
             f"but with method.buffer_size={pipeline.method.buffer_size} each stage has groups of its own, whose terms "
             "are not known beforehand; use method.buffer_size=0 or method.accumulation_steps=1"
         )
-    target = agreed.targets[0]
-    if pipeline.method.head == "predsim" and (len(agreed.targets) > 1 or target.is_floating_point or target.shape):
-        shown = ", ".join(map(str, agreed.targets))
+    if pipeline.method.head == "predsim" and not is_class:
         raise ConfigError(
             f"method.head=predsim compares samples by their class, but the targets are {shown}; expected one whole "
             "number per sample: choose another method.head"
@@ -260,11 +270,15 @@ def check_targets(pipeline: Pipeline, agreed: Agreed, terms: LossTerms | None) -
 
 def build_stage(module: nn.Module, k: int, spec: TrainSpec, agreed: Agreed, device: torch.device) -> Stage:
     """Build the stage that trains ``module``, part k of the model on ``device``."""
-    method, head = spec.pipeline.method, None
-    if method.spec.local_losses and k < spec.pipeline.num_stages - 1:
-        assert agreed.num_classes is not None
+    method = spec.pipeline.method
+    head: nn.Module | None = None
+    if method.spec.has_heads and k < spec.pipeline.num_stages - 1:
         shape, seed = agreed.acts[k + 1].training[0].shape, stream_seed(spec.seed, "head", k)
-        head = build_head(method.head, shape, num_classes=agreed.num_classes, seed=seed)
+        if method.spec.predicts_gradients:
+            head = build_gradient_network(method, shape, num_classes=agreed.num_classes, seed=seed)
+        else:
+            assert agreed.num_classes is not None
+            head = build_head(method.head, shape, num_classes=agreed.num_classes, seed=seed)
         spec.precision.place(head, device)
         for classifier in head.children():  # each makes outputs of its own
             mark_roles(classifier, prefix="head:")
@@ -281,7 +295,7 @@ def edges_of(pipeline: Pipeline) -> list[tuple[str, int, int]]:
         edges += [("act", k, k + 1), ("grad", k + 1, k)]
         if pipeline.spec.forward_lock:
             edges.append(("go", k + 1, k))
-        if pipeline.spec.local_losses:
+        if pipeline.method.passes_targets:
             edges.append(("label", k, k + 1))
     return edges
 
@@ -374,18 +388,18 @@ def schedule_learning_rates(
     length = read(store, LENGTH, 0)
     made: list[dict[str, Any]] = []
     scheduled: dict[int, set[str]] = {}
-    for k, stage in stages.items():
-        if stage.optimizer is None:
+    for k, learner in ((k, learner) for k, stage in stages.items() for learner in stage.learners):
+        if learner.optimizer is None:
             continue
-        made.append({"optimizer": described_optimizer(stage.optimizer)})
+        made.append({"optimizer": described_optimizer(learner.optimizer)})
         if spec.lr_schedule is None:
             continue
-        make = partial(build_lr_schedule, spec.lr_schedule, stage.optimizer, **length)
+        make = partial(build_lr_schedule, spec.lr_schedule, learner.optimizer, **length)
         tried = next(iter(scheduled.values()), None)  # one for all: a schedule knows no stage
-        scheduled[k] = try_schedule(make, stage.optimizer, length["total_updates"]) if tried is None else tried
+        scheduled[k] = try_schedule(make, learner.optimizer, length["total_updates"]) if tried is None else tried
         lead = spec.pipeline.lr_lead(k)
-        stage.lr_schedule = make()
-        made[-1]["lr_schedule"] = described_schedule(stage.lr_schedule)
-        stage.lr_updates = length["total_updates"] - lead
-        fast_forward(stage.lr_schedule, min(lead, length["total_updates"]))
+        learner.lr_schedule = make()
+        made[-1]["lr_schedule"] = described_schedule(learner.lr_schedule)
+        learner.lr_updates = length["total_updates"] - lead
+        fast_forward(learner.lr_schedule, min(lead, length["total_updates"]))
     return made, scheduled

@@ -160,8 +160,8 @@ def try_loss(stage: int, got: str, out: Any, target: Batch, loss_fn: LossFn) -> 
         raise
     except Exception as error:  # the user's own loss can raise anything
         way_out = "choose another loss._target_ (loss_fn), or correct the model's output or the targets"
-        are_last = isinstance(out, Tensor) and target.ndim > 1 and out.shape[:-1] == target.shape
-        if class_loss(loss_fn) is not None and are_last:
+        shapes = [one.shape for one in (out, target) if isinstance(one, Tensor)]
+        if class_loss(loss_fn) is not None and len(shapes) == 2 and 1 < len(shapes[1]) and shapes[0][:-1] == shapes[1]:
             way_out = "for outputs with the classes last, use loss=tokens (adl_dist.losses.TokenCrossEntropy)"
         raise ConfigError(
             f"stage {stage}: the loss gets {got} and fails on it: {type(error).__name__}: {error}; {way_out}"

@@ -235,9 +235,11 @@ class StageChain:
         traits = joined(traits)
         of_target = merged(self._targets) if samples.varies else self._targets[-1]
         method = spec.pipeline.method
-        if method.spec.local_losses:
+        if method.spec.has_heads:
             for k in range(self.last):
-                check_outs(method.head, k, [out.shape for out in acts[k + 1].training])
+                sent = acts[k + 1].training
+                gets_gradient = all(act.takes_gradient and act.is_floating_point for act in sent)
+                check_outs(method, k, [act.shape for act in sent], gets_gradient=gets_gradient)
         outs, targets = zip(*self._outputs, strict=True) if self._outputs else ((), ())
         if samples.varies and outs:  # two micro-batches cannot be put together, but one can be divided
             outs, targets = halves(outs[-1]), halves(targets[-1])

@@ -235,7 +235,7 @@ def test_local_losses_continue_in_their_places_only(old, new, message, tmp_path)
     Run(*old, **greedy).fit(tmp_path, epochs=1)
     before = snapshot(tmp_path)
     log = before.pop("logs/rank0.log")
-    with pytest.raises(CheckpointError, match=rf"holds local losses of another cut or head \({message}\)"):
+    with pytest.raises(CheckpointError, match=rf"holds heads of another cut or kind \({message}\)"):
         Run(*new, **greedy).fit(tmp_path, epochs=2)
     after = snapshot(tmp_path)
     assert after.pop("logs/rank0.log") != log, "the new cut was tried out"

@@ -103,7 +103,7 @@ def test_who_cannot_run_is_left_out_with_the_reason(name, words, reason, monkeyp
 
 
 def test_bytes_are_counted_as_each_way_to_train_sends_them():
-    names = "torch-bp,torch-ddp,torch-1f1b,adl,ddg,dgl,zbh1,interleaved,torch-interleaved-zb,torch-zbv"
+    names = "torch-bp,torch-ddp,torch-1f1b,adl,ddg,dgl,dni,zbh1,interleaved,torch-interleaved-zb,torch-zbv"
     able, _ = fit(names, "partition.num_stages=3", "train.batch_size=60")
     told = {contender.name: SURVEY.bytes_per_image(contender) for contender in able}
     assert told == {
@@ -113,6 +113,7 @@ def test_bytes_are_counted_as_each_way_to_train_sends_them():
         "adl": 608,
         "ddg": 608 + 2,  # the word that a micro-batch has passed, over two hops
         "dgl": 300 + 2 * 8,  # no gradients; labels over two hops
+        "dni": 608,
         "zbh1": 608,
         "interleaved": 2 * 5 * 10 + 8,  # two stages in each process
         "torch-interleaved-zb": 2 * 5 * 10 + 8,

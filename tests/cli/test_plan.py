@@ -188,9 +188,10 @@ def test_what_is_too_stale_is_not_recommended_however_fast():
         assert (advise([prediction], other)[0] is prediction) == is_recommended
 
 
-def test_local_losses_are_not_predicted():
-    with pytest.raises(ConfigError, match="local losses have heads that are not measured"):
-        predict(known(), Pipeline(method("dgl"), 2))
+@pytest.mark.parametrize("name", ["dgl", "dni"])
+def test_methods_with_heads_are_not_predicted(name):
+    with pytest.raises(ConfigError, match=r"heads .*are not measured"):
+        predict(known(), Pipeline(method(name), 2))
 
 
 def done(*words):
@@ -231,6 +232,7 @@ def test_a_split_is_predicted_by_what_can_be_put_off():
     assert nothing.speed_up < 3.0, "the delays are too short for that"
     held, more = (predict(known(deferred_bytes=size), third).balance.stage_bytes for size in (0, 1000))
     deferred = [stage.deferred for stage in figures(third)]
+    assert max(deferred) > 0
     assert [b - a for a, b in zip(held, more, strict=True)] == [2 * 1000 * n for n in deferred], "of two units each"
 
 

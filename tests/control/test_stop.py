@@ -30,7 +30,7 @@ from tests.support.values import values
 
 NUM_SAMPLES, MICRO_BATCH, EPOCHS = 60, 2, 2
 PER_EPOCH = NUM_SAMPLES // (3 * MICRO_BATCH)  # updates
-OPTIONS = {"dgl": {"head": "linear"}, "paci": {"flush_epochs": EPOCHS}}
+OPTIONS = {"dgl": {"head": "linear"}, "dni": {"head_layers": 0, "head_delay": 0}, "paci": {"flush_epochs": EPOCHS}}
 RANKS = 3
 STOPS = {8: 3, 22: 8}  # while which of the samples ranks are asked to stop, and the update that it comes after
 
@@ -71,7 +71,10 @@ def different(state, expected):
     return [name for name in expected if not torch.equal(state[name], expected[name])]
 
 
-@pytest.mark.parametrize(("K", "name"), [(1, "adl"), (3, "gpipe"), slow(2, "1f1b"), (3, "dgl"), (3, "paci")], ids=str)
+EXACT = [(1, "adl"), (3, "gpipe"), slow(2, "1f1b"), (3, "dgl"), (3, "dni"), (3, "paci")]
+
+
+@pytest.mark.parametrize(("K", "name"), EXACT, ids=str)
 def test_where_nothing_is_stale_a_stopped_run_resumes_exactly(K, name, tmp_path):
     data, _, summary = fitted(K, data=Asking(at=68), name=name, run_dir=tmp_path)
     assert summary["stopped"] == {

@@ -36,6 +36,7 @@ def segment(epoch, *, num_samples=NUM_SAMPLES, steps=M):
 
 RECOMPUTE = {"weights": "recompute"}
 METHODS = {"adl": {}, "adl recompute": RECOMPUTE, "gpipe": {}, "ddg": {}, "dgl": {"head": "linear"}, "2bw": {}}
+METHODS["dni"] = {"head_layers": 0}
 
 
 @pytest.mark.parametrize(("name", "options"), [(n.partition(" ")[0], o) for n, o in METHODS.items()], ids=METHODS)

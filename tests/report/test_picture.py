@@ -84,6 +84,18 @@ def test_every_method_can_be_drawn_without_words_over_each_other(chosen):
             assert not box.overlaps(there), (text, other)
 
 
+@pytest.mark.parametrize("costs", [None, Costs.balanced(3, link=0.3)])
+def test_gradients_that_were_predicted_arrive_where_heads_learn(costs):
+    chosen = method("dni", accumulation_steps=2)
+    figure = picture(Pipeline(chosen, 3), num_micro_batches=6, costs=costs)
+    boxes = [p for p in figure.axes[0].patches if p.get_facecolor()[:3] == to_rgb(STYLES[Op.LEARN][0])]
+    assert len(boxes) == 6 * 2
+    left = {round(box.get_x() + 0.04, 6) for box in boxes}
+    upwards = [arrow for arrow in arrows(figure) if arrow.xy[1] < arrow.get_position()[1]]
+    assert {round(arrow.xy[0], 6) for arrow in upwards} == left
+    assert len(upwards) == len(arrows(figure)) - len(upwards) == 6 * 2
+
+
 def test_with_a_replay_buffer_arrows_start_where_it_was_made():
     greedy = method("dgl", buffer_size=3)
     found = arrows(picture(Pipeline(greedy, 3), num_micro_batches=8))

@@ -21,6 +21,7 @@ CHOSEN |= {
     for name, spec in METHODS.items()
     if "split_backward" in spec.options
 }
+CHOSEN["dni late"] = {"head_delay": 7, "head_sees_target": True}
 CHOSEN["adl third"] = {"split_backward": True, "delay": "third"}
 GRID = list(itertools.product(CHOSEN, (1, 2, 4), (1, 2, 9)))  # name, K, M
 NUM_MICRO_BATCHES = 21

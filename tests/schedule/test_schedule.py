@@ -32,6 +32,8 @@ ALL = [
     ("dsp", {"activation_queue": 3, "gradient_queue": 2}),
     *((name, {"split_backward": True}) for name in MAY_SPLIT),
     ("adl", {"split_backward": True, "delay": "third"}),
+    ("dni", {"head_delay": 0}),
+    ("dni", {"head_delay": 5, "head_sees_target": True}),
     ("adl", {"split_backward": True, "delay": "minimal", "max_deferred": 1}),
     ("gpipe", {"split_backward": True, "recompute": "except_last", "max_deferred": 5}),
 ]
@@ -376,7 +378,7 @@ def test_every_edge_of_training_and_of_evaluation_has_a_limit(name, K):
     limits = max_pending_of(Pipeline(chosen, K))
     wanted = {("target", 0), *(("act", k) for k in range(K - 1)), *(("grad", k) for k in range(1, K))}
     wanted |= {("go", k) for k in range(1, K) if chosen.spec.forward_lock}
-    wanted |= {("label", k) for k in range(K - 1) if chosen.spec.local_losses}
+    wanted |= {("label", k) for k in range(K - 1) if chosen.passes_targets}
     assert wanted <= limits.keys()
     if chosen.spec.local_losses:
         assert set(limits.values()) == {Pipeline(chosen, K).max_pending}, "nothing comes back that could tell more"

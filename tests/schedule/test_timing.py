@@ -79,7 +79,8 @@ def test_caps_that_do_not_fit_the_stages_are_refused():
         ("1f1b", {}, lambda K: K * 4 / (4 + K - 1)),
         ("1f1b", {"accumulation_steps": 2}, lambda K: K * 2 / (2 + K - 1)),
         ("dsp", {}, lambda K: 3 * K / 4),
-        *((name, {}, lambda K: K) for name in ("adl", "fdg", "pipedream", "paci", "dgl")),
+        *((name, {}, lambda K: K) for name in ("adl", "fdg", "pipedream", "paci", "dgl", "dni")),
+        ("dni", {"head_delay": 1}, lambda K: K),
     ],
 )
 def test_balanced_stages_speed_up_as_the_formula_says(name, options, formula, K):
@@ -156,7 +157,9 @@ def test_each_stage_holds_what_the_comparison_table_says(K, M):
     assert of("paci") == [(d + 1, 0, 0) for d in one]
     assert of("dsp") == [(1, d + 1 if d else 0, 0) for d in two]  # without a delay the graph itself is kept
     assert of("fr") == [(1, d + 1 if d else 0, 0) for d in one]
-    assert of("bp") == of("dgl") == [(1, 0, 0)] * K
+    assert of("bp") == of("dgl") == of("dni") == [(1, 0, 0)] * K
+    told = figures(Pipeline(method("dni", accumulation_steps=M, head_delay=3), K))
+    assert [f.outputs for f in told] == [*[4] * (K - 1), 0], "and the outputs of which no gradient has come back"
     assert of("gpipe") == [(M, 0, 0)] * K
     assert of("gpipe", recompute="always") == [(1, M, 0)] * K
     assert of("gpipe", recompute="except_last") == [(1, M - 1, 0)] * K

@@ -112,10 +112,11 @@ def test_an_infinite_gradient_upstream_only_stops_the_run():
         train(3, 2, torch.float32, plant=infinite_gradient, **SKIP)
 
 
-def test_local_losses_cannot_skip_in_all_stages():
-    with pytest.raises(ConfigError, match=r"train\.non_finite=skip cannot skip .* method=dgl"):
-        GradientPolicy(**SKIP).check(Pipeline(adl_dist.method("dgl"), 2))
-    GradientPolicy(**SKIP).check(Pipeline(adl_dist.method("dgl"), 1))
+@pytest.mark.parametrize("name", ["dgl", "dni"])
+def test_stages_with_heads_cannot_skip_in_all_stages(name):
+    with pytest.raises(ConfigError, match=rf"train\.non_finite=skip cannot skip .* method={name}"):
+        GradientPolicy(**SKIP).check(Pipeline(adl_dist.method(name), 2))
+    GradientPolicy(**SKIP).check(Pipeline(adl_dist.method(name), 1))
 
 
 @pytest.mark.parametrize("method", ["adl", "fr", "gpipe"])

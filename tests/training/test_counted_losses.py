@@ -15,11 +15,12 @@ import adl_dist
 from adl_dist.errors import ConfigError, DataError, DivergedError
 from adl_dist.partition import cut
 from adl_dist.seeds import stream_seed
-from adl_dist.stage.heads import build_head
+from adl_dist.stage.heads import build_gradient_network, build_head
 from tests.support.equations import assert_close
 from tests.support.oracle import train_by_the_equations, train_greedily
 from tests.support.ranks import run_ranks
 from tests.support.runs import toy_trainer
+from tests.support.synthetic import ByHand, train_by_synthetic_gradients
 from tests.support.values import QUIET, SILENT
 
 C, T = 4, 5
@@ -182,12 +183,26 @@ def test_local_losses_count_their_terms_too(name):
     assert_close(fitted(loss_fn, ignored, {}, K=3, method="dgl", options={"head": "linear"})[0], expected)
 
 
+@pytest.mark.parametrize("sees_target", [False, True])
+@pytest.mark.parametrize("name", ["class weights", "ignored classes"])
+def test_heads_that_predict_gradients_learn_from_losses_that_count(name, sees_target):
+    loss_fn, ignored, of_data, num_terms = CASES[name]
+    options = {"head_layers": 0, "head_sees_target": sees_target}
+    made = build_gradient_network(adl_dist.method("dni", **options), (8,), num_classes=C, seed=0)
+    heads = [ByHand(made.double().parameters(), 0, C * sees_target) for _ in range(2)]
+    modules = cut(net(), num_stages=3, balance=[2, 2, 2])
+    epochs, arguments = for_oracle(loss_fn, ignored, of_data, num_terms)
+    expected = train_by_synthetic_gradients(modules, heads, epochs, sees_target=sees_target, **arguments)[0]
+    assert_close(fitted(loss_fn, ignored, {}, K=3, method="dni", options=options)[0], expected)
+
+
 # --- Processes, stops, records -----------------------------------------------------------------------------
 
 OF_RANKS = [(name, {}) for name in CASES] + [
     ("ignored classes", {"method": "adl", "options": {"delay": [3, 3, 1]}}),
     ("ignored classes", {"method": "dgl", "options": {"head": "linear"}}),
     ("class weights", {"method": "dgl", "options": {"head": "linear", "buffer_size": 2}, "M": 1}),
+    ("ignored classes", {"method": "dni", "options": {"head_layers": 0, "head_sees_target": True}}),
     ("tokens", {"method": "gpipe", "options": {"recompute": "except_last"}}),
 ]
 

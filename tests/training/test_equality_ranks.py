@@ -31,6 +31,7 @@ CASES = [
     (3, {"method": "gpipe", "options": {"recompute": "except_last"}, "dropout": 0.3}),
     (1, {"method": "dsp", "options": {"activation_queue": 2}}),
     (1, {"method": "dgl", "options": {"head": "linear", "buffer_size": 3}}),
+    (2, {"method": "dni", "options": {"head_sees_target": True, "head_delay": 1}, "clip_norm": 0.3}),
     (2, {"dropout": 0.3, "shuffle": True}),
     (2, {"channels_last": True}),
     (2, {"channels_last": True, "optimizer": partial(Muon, lr=0.02)}),
@@ -60,6 +61,7 @@ LOWER_PRECISION = [
     (3, {**LOWERED, "method": "2bw"}),
     (2, {**LOWERED, "method": "gpipe", "options": {"recompute": "except_last"}, "dropout": 0.3}),
     (1, {**LOWERED, "method": "dgl", "options": {"head": "predsim"}}),
+    (2, {**LOWERED, **NARROW, "method": "dni", "channels_last": True}),
 ]
 
 # Over the cuts of this network go the input itself, a tensor for three stages, booleans, and shapes without a byte.

@@ -34,6 +34,7 @@ VARIANTS = [
     ("gpipe", {"recompute": "except_last"}),
     ("dsp", {"activation_queue": 2}),
     ("dgl", {"head": "linear", "buffer_size": 3}),
+    ("dni", {"head_layers": 0, "head_delay": 5, "head_sees_target": True}),
     *(("adl", {"mitigation": ["predict", "spike"], "weights": w}) for w in ("stash", "latest", "recompute")),
     ("adl", {"split_backward": True}),
     ("adl", {"split_backward": True, "delay": "third"}),
@@ -60,7 +61,7 @@ class Watching:
     """Looks at what the stages hold between any two actions of a run in one process."""
 
     def __init__(self):
-        self.contexts, self.most = {}, defaultdict(lambda: [0, 0, 0])
+        self.contexts, self.most = {}, defaultdict(lambda: [0, 0, 0, 0])
 
     def __call__(self, runnable):
         for k, context in self.contexts.items():
@@ -69,7 +70,8 @@ class Watching:
             inputs = sum(m.grad_edges is None for m in kept) + len(context.buffer)
             policy = context.stage._policy
             copies = [*getattr(policy, "_older", ()), *(getattr(policy, "_copies", None) or ())]
-            now = graphs, inputs, len(copies)
+            outputs = len(context.stage.gradient_head._awaited) if context.stage.gradient_head is not None else 0
+            now = graphs, inputs, len(copies), outputs
             self.most[k] = [max(pair) for pair in zip(self.most[k], now, strict=True)]
         return downstream_first(runnable)
 
@@ -96,7 +98,8 @@ def test_a_run_is_as_stale_and_holds_what_is_predicted(variant, M, tmp_path, mon
         assert measured == [pipeline.staleness(k, b) for b in range(N)]
         assert all(r["value"] == statistics.mean(r["by_offset"]) and r["unit"] == "updates" for r in groups)
         assert figure.stage == k
-        assert watching.most[k] == [figure.graphs, figure.inputs, figure.weight_copies], f"stage {k}"
+        held = [figure.graphs, figure.inputs, figure.weight_copies, figure.outputs]
+        assert watching.most[k] == held, f"stage {k}"
 
 
 class Saved:
@@ -237,5 +240,5 @@ def test_local_losses_of_another_cut_are_refused_by_name(tmp_path):
         trainer.fit(FixedImages(16), epochs=epochs, batch_size=8, config={"the": "same"}, **options)
 
     fit(2, 1)
-    with pytest.raises(CheckpointError, match=r"holds local losses of another cut or head \(head1:"):
+    with pytest.raises(CheckpointError, match=r"holds heads of another cut or kind \(head1:"):
         fit(3, 2)

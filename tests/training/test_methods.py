@@ -35,7 +35,7 @@ DELAYS = ["decoupled", "minimal", [5, 3, 0], [2, 2, 1], [0, 0, 0]]
 
 
 def test_every_method_has_its_equations_here():
-    assert EQUATIONS.keys() | {"dgl"} == METHODS.keys()
+    assert EQUATIONS.keys() | {"dgl", "dni"} == METHODS.keys()
 
 
 @pytest.mark.parametrize(
@@ -170,11 +170,11 @@ def test_one_stage_is_plain_sgd_with_accumulation_bit_for_bit(name):
         assert_same(train(1, 3, torch.float32, method=name)[0], plain)
 
 
-WITHOUT_DGL = [name for name in METHODS if name != "dgl"]
+WITHOUT_HEADS = [name for name, row in METHODS.items() if not row.has_heads]
 
 
 @pytest.mark.parametrize(
-    ("name", "K"), grid(WITHOUT_DGL, [3, 4], default=[(n, 3 + i % 2) for i, n in enumerate(WITHOUT_DGL)])
+    ("name", "K"), grid(WITHOUT_HEADS, [3, 4], default=[(n, 3 + i % 2) for i, n in enumerate(WITHOUT_HEADS)])
 )
 def test_with_a_rate_of_zero_every_gradient_is_that_of_bp(name, K):
     """Staleness cannot matter if the weights stand still: momentum then holds the same sum of gradients as in BP."""

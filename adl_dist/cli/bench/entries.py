@@ -174,7 +174,8 @@ class ModelSurvey:
         if spec.local_losses:  # no gradient comes back, and labels go along from stage to stage
             return float(sum(cut.act_bytes) + (K - 1) * target_bytes)
         lock_bytes = (K - 1) * spec.forward_lock  # a byte per sample says that a micro-batch has passed
-        return float(sum(cut.act_bytes) + sum(cut.grad_bytes) + target_bytes + lock_bytes)
+        targets = K - 1 if entry.method.passes_targets else 1  # how often each travels
+        return float(sum(cut.act_bytes) + sum(cut.grad_bytes) + targets * target_bytes + lock_bytes)
 
 
 def survey(config: RunConfig, able: Sequence[Entry]) -> ModelSurvey:

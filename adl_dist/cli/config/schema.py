@@ -49,6 +49,11 @@ class MethodConfig:
     buffer_size: int = 0
     buffer_reuse: int | None = None
     stage_speeds: list[float] | None = None
+    head_layers: int = 0
+    head_width: int | None = None
+    head_sees_target: bool = False
+    head_delay: int = 2
+    head_lr_factor: float = 1.0
     mitigation: Any = None
     flush_epochs: int = 0
     discount_power: float = 0.5

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from adl_dist.batch import Several
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.distributed.affinity import num_cores, tune_malloc

@@ -1,0 +1,126 @@
+"""Synthetic gradients: a head predicts what gradient will come back for its stage's output (DNI).
+
+The stage back-propagates the prediction at once (Jaderberg et al., ICML 2017, section 2). When the gradient comes back,
+which the next stage has computed from a prediction of its own, and the last stage from the loss, the head learns from
+it, and nothing else does. It computes the same output once more for that, with its present weights, so that its own
+gradient is never stale.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import clip_grads_with_norm_
+from torch.optim.lr_scheduler import LRScheduler
+
+from adl_dist.stage.calls import Tensors
+from adl_dist.stage.nonfinite import NonFiniteCheck
+from adl_dist.stage.optimizer import advance, scaled_learning_rates, stage_optimizer, told_whose
+from adl_dist.stage.spec import TrainSpec
+from adl_dist.stage.stats import StepStats, norm_of
+
+
+class _Awaited(NamedTuple):
+    """A micro-batch between the prediction of its gradient and the gradient itself."""
+
+    out: Tensor  # of the stage, cut off from its graph
+    target: Tensor | None
+    weight: float  # in its group
+
+
+class GradientHead:
+    """A network that predicts gradients, with an optimizer of its own, made like that of its stage.
+
+    A group is complete only some micro-batches after the stage's own update with it, hence the second optimizer. It
+    follows the same learning rates by the index of the update.
+
+    Attributes:
+        network: from an output [B, ...] and targets [B], or None, to the gradient of each sample's own loss, [B, ...].
+        version: updates applied so far, over the whole run.
+        predictions: of each gradient that has come since this was emptied, two sums over samples, [2]: mean squared
+            error of the prediction, and mean square of the gradient.
+    """
+
+    mitigation = None  # there is no staleness
+
+    def __init__(
+        self, network: nn.Module, stage: int, spec: TrainSpec, device: torch.device, faults: NonFiniteCheck
+    ) -> None:
+        """Take over ``network``, which is on ``device``; ``faults`` are those of its stage.
+
+        Raises:
+            ConfigError: the optimizer is none for it.
+        """
+        self.network, self.where, self.prefix = network.train(), f"the head of stage {stage}", f"head{stage}:"
+        self.key = f"head{stage}"
+        self.version = 0
+        self.optimizer = stage_optimizer(spec.optimizer, dict(self.named_parameters()), where=self.where)
+        self.lr_schedule: LRScheduler | None = None
+        self.lr_updates: int | None = None
+        self.predictions: list[Tensor] = []
+        self._lr_factor = spec.pipeline.lr_factor(stage) * spec.pipeline.method.head_lr_factor
+        self._clip_norm, self._faults = spec.gradients.clip_norm, faults
+        self._within, self._dtype = spec.precision.autocasting(device), spec.precision.dtype
+        self._awaited: dict[int, _Awaited] = {}
+        self._epoch = 0
+
+    def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield (name, parameter), each name with ``prefix``."""
+        named = self.network.named_parameters(remove_duplicate=remove_duplicate)
+        yield from ((f"{self.prefix}{name}", parameter) for name, parameter in named)
+
+    def begin(self, epoch: int) -> None:
+        """Get ready for a segment of ``epoch``."""
+        self._epoch = epoch
+        self._awaited.clear()
+        self.predictions = []
+        self.network.zero_grad()
+
+    @torch.no_grad()
+    def predict(self, micro_batch: int, outs: Tensors, target: Tensor | None, *, weight: float) -> Tensors:
+        """Return the gradient expected for what the stage sends on, one tensor [B, ...], and keep that until it comes.
+
+        ``target`` [B] is for a network that sees it; ``weight`` is that of the micro-batch in its group.
+        """
+        (out,) = outs
+        if target is not None:
+            target = target.to(out.device, non_blocking=True)
+        self._awaited[micro_batch] = _Awaited(out, target, weight)
+        with self._within():
+            predicted = self.network(out, target)
+        # A sample's own loss is averaged over the micro-batch and then weighted.
+        return ((predicted * (weight / len(out))).to(out.dtype),)
+
+    def learn(self, micro_batch: int, grads: Tensors) -> None:
+        """Learn from the gradient that has come back for a micro-batch, adding to the gradients of the group."""
+        out, target, weight = self._awaited.pop(micro_batch)
+        (grad,) = grads
+        with self._within():
+            predicted = self.network(out, target)
+        wanted = grad.to(self._dtype) * (len(out) / weight)
+        error = F.mse_loss(predicted.to(self._dtype), wanted)
+        (error * weight).backward()
+        self.predictions.append(torch.stack([error.detach(), wanted.square().mean()]) * len(out))
+
+    def update(self) -> None:
+        """Apply the gradients of the group.
+
+        Raises:
+            DivergedError: the gradient is not finite, as :meth:`adl_dist.stage.stage.Stage.finish_group` finds it.
+        """
+        parameters = [p for p in self.network.parameters() if p.grad is not None]
+        norm = norm_of([p.grad for p in parameters if p.grad is not None])
+        figures = StepStats(gradient_norm=norm, gradient_of="the gradient of its head")
+        self._faults.judge(figures, (), update=self.version, epoch=self._epoch)
+        if self._clip_norm is not None:
+            clip_grads_with_norm_(parameters, self._clip_norm, norm)
+        if self.optimizer is not None:
+            scaled = scaled_learning_rates(self.optimizer, self._lr_factor)
+            with told_whose(self.optimizer, self.where, self.version), scaled:
+                self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.version += 1
+        if self.lr_schedule is not None and (self.lr_updates is None or self.version <= self.lr_updates):
+            advance(self.lr_schedule, self.where, self.version)

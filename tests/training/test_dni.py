@@ -1,0 +1,220 @@
+"""Synthetic gradients (DNI): values against a second implementation, and whether heads learn what they predict."""
+
+import functools
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from adl_dist.errors import ConfigError, DivergedError
+from adl_dist.schedule import Pipeline, method
+from adl_dist.seeds import stream_seed
+from adl_dist.stage import TrainSpec
+from adl_dist.stage.gradient_head import GradientHead
+from adl_dist.stage.heads import build_gradient_network
+from adl_dist.stage.nonfinite import NonFiniteCheck
+from tests.support.equations import assert_close, differ, micro_batches, modules_of
+from tests.support.kill import records
+from tests.support.runs import EPOCHS, LR, MOMENTUM, WEIGHT_DECAY, toy_trainer, train, trained, warm_up
+from tests.support.synthetic import ByHand, train_by_synthetic_gradients
+from tests.support.tiers import grid
+from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net, tuple_net
+from tests.support.values import QUIET, SILENT
+
+LINEAR = {"head_layers": 0}  # BatchNorm of a head over 2 or 3 samples of one pixel would turn rounding into chaos
+
+
+def heads_of(K, options):
+    chosen = method("dni", **options)
+    x = micro_batches()[0][0]
+    for k, module in enumerate(modules_of(K)[:-1]):
+        x = module(x)
+        seed = stream_seed(0, "head", k)
+        made = build_gradient_network(chosen, x.shape[1:], num_classes=NUM_CLASSES, seed=seed).double()
+        yield ByHand(made.parameters(), chosen.head_layers, NUM_CLASSES if chosen.head_sees_target else 0)
+
+
+def by_the_equations(K, M, options, **of_training):
+    known = {"head_delay": "delay", "head_sees_target": "sees_target", "head_lr_factor": "head_lr_factor"}
+    named = {known[name]: value for name, value in options.items() if name in known}
+    lr = [LR * warm_up(s) for s in range(EPOCHS * 11)]
+    of_sgd = {"lr": lr, "momentum": MOMENTUM, "weight_decay": WEIGHT_DECAY, "loss_fn": nn.CrossEntropyLoss()}
+    heads = list(heads_of(K, options))
+    return train_by_synthetic_gradients(
+        modules_of(K), heads, [micro_batches()] * EPOCHS, M=M, **of_sgd, **named, **of_training
+    )
+
+
+def run(K, M, options, **of_trainer):
+    return train(K, M, torch.float64, method="dni", options=options, **of_trainer)[0]
+
+
+SIZES = [(2, 1), (2, 2), (3, 1), (3, 3), (4, 2)]
+
+
+@pytest.mark.parametrize(("K", "M"), grid([2, 3, 4], [1, 2, 3], default=SIZES))
+def test_dni_follows_its_equations_to_1e_12(K, M):
+    """Uneven last micro-batch, uneven last group, BatchNorm, momentum, weight decay, another rate at each update."""
+    assert_close(run(K, M, LINEAR), by_the_equations(K, M, LINEAR)[0])
+
+
+OPTIONS = {
+    "no delay": {**LINEAR, "head_delay": 0},
+    "a delay of one": {**LINEAR, "head_delay": 1},
+    "a longer delay than a group": {**LINEAR, "head_delay": 5},
+    "a longer delay than an epoch": {**LINEAR, "head_delay": 40},
+    "hidden layers": {"head_layers": 1, "head_width": 4},
+    "classes": {**LINEAR, "head_sees_target": True},
+    "classes and hidden layers": {"head_layers": 2, "head_sees_target": True},
+    "another rate": {**LINEAR, "head_lr_factor": 0.5},
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_an_option_of_dni_follows_its_equations(case):
+    options = OPTIONS[case]
+    got = run(3, 2, options)
+    assert_close(got, by_the_equations(3, 2, options)[0])
+    assert differ(got, run(3, 2, LINEAR)) > 1e-4, "and changes much"
+
+
+def test_heads_end_as_their_equations_say(tmp_path):
+    """Their last updates, which no stage sees any more, are in the checkpoint."""
+    trained(3, 2, torch.float64, method="dni", options=LINEAR, run_dir=tmp_path)
+    expected = by_the_equations(3, 2, LINEAR)[1]
+    path = max((tmp_path / "checkpoints").glob("update-*"))
+    for k, head in enumerate(expected):
+        found = load_file(path / f"heads-0000{k + 1}-of-00003.safetensors")
+        assert [name.partition(":")[0] for name in found] == [f"head{k}"] * len(head)
+        for tensor, wanted in zip((found[name] for name in sorted(found, reverse=True)), head.values(), strict=True):
+            torch.testing.assert_close(tensor, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_sum_of_gradients_and_clipping_follow_the_equations():
+    summed = by_the_equations(3, 2, LINEAR, reduction="sum")[0]
+    assert_close(run(3, 2, {**LINEAR, "reduction": "sum"}), summed)
+    clipped = by_the_equations(3, 2, LINEAR, clip_norm=0.05)[0]
+    assert_close(run(3, 2, LINEAR, clip_norm=0.05), clipped)
+    assert differ(clipped, by_the_equations(3, 2, LINEAR)[0]) > 1e-3
+
+
+def test_the_first_predictions_are_zero():
+    """Until the first update of a head, its stage stands still but for weight decay, which is off here."""
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    trainer = toy_trainer(3, 1, "dni", {"head_delay": 4}, optimizer=sgd)
+    before = trainer.full_state_dict()
+    trainer.fit(FixedImages(15), epochs=1, batch_size=3, shuffle=False, monitoring=QUIET)
+    after = trainer.full_state_dict()
+    parts = [[name for name, _ in module.named_parameters()] for module in modules_of(3)]
+    still = [[name for name in names if torch.equal(before[name], after[name])] for names in parts]
+    assert still == [*parts[:2], []]
+
+
+# --- Whether heads learn what they are to predict ----------------------------------------------------------
+
+
+class Rotations(torch.utils.data.Dataset):
+    """x and A x, so that of a squared error every stage's output, an invertible image of x, tells the gradient."""
+
+    def __init__(self, num=240, width=5):
+        generator = torch.Generator().manual_seed(5)
+        self.x = torch.randn(num, width, generator=generator, dtype=torch.float64)
+        self.y = self.x @ torch.linalg.qr(torch.randn(width, width, generator=generator, dtype=torch.float64)).Q
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index], self.y[index]
+
+
+def linear_stages(K, width=5):
+    torch.manual_seed(2)
+    layers = [nn.Linear(width, width, bias=False) for _ in range(K)]
+    for layer in layers:  # so that no direction is harder to learn than another
+        nn.init.orthogonal_(layer.weight)
+    return nn.Sequential(*layers)
+
+
+def errors_of(tmp_path, K, **of_trainer):
+    """The relative error of the predictions of each stage, update by update."""
+    trainer = toy_trainer(K, model=linear_stages(K), balance=[1] * K, loss_fn=nn.MSELoss(), method="dni", **of_trainer)
+    fit = {"epochs": 5, "batch_size": 8, "run_dir": tmp_path, "monitoring": SILENT}
+    trainer.fit(Rotations(), **fit)
+    found = [r for r in records(tmp_path) if r["name"] == "stage/prediction_error"]
+    return [[r["value"] for r in found if r["stage"] == k] for k in range(K - 1)]
+
+
+@pytest.mark.parametrize("K", [2, 3])
+def test_linear_heads_learn_gradients_that_are_linear(K, tmp_path):
+    """With stages that hardly move, so that what is to be predicted stays the same."""
+    sgd = functools.partial(torch.optim.SGD, lr=1e-9)
+    options = {"head_layers": 0, "head_lr_factor": 1e9}
+    for errors in errors_of(tmp_path, K, options=options, optimizer=sgd, dtype=torch.float64):
+        assert errors[0] == 1.0, "the first prediction is 0"
+        assert errors[30] < 1e-3 * errors[2]
+        assert errors[-1] < 1e-12
+
+
+# --- What is recorded and what is refused ------------------------------------------------------------------
+
+
+def test_the_last_stage_predicts_nothing(tmp_path):
+    trained(3, 2, torch.float32, method="dni", options=LINEAR, run_dir=tmp_path)
+    found = [r for r in records(tmp_path) if r["name"] == "stage/prediction_error"]
+    # The head of stage 0 first learns from a prediction of 0, in the third micro-batch.
+    assert {r["stage"] for r in found} == {0, 1}
+    assert not [r for r in records(tmp_path) if r["name"] == "stage/local_loss"]
+
+
+def test_a_head_that_diverges_stops_the_run_by_name():
+    """Before its update, so that the weights of the head are still finite."""
+    spec = TrainSpec(pipeline=Pipeline(method("dni"), 2), loss_fn=nn.MSELoss(), optimizer=torch.optim.Adam)
+    network = build_gradient_network(method("dni"), (5,), num_classes=None, seed=0)
+    head = GradientHead(network, 0, spec, torch.device("cpu"), NonFiniteCheck(spec.gradients, stage=0, is_last=False))
+    head.predict(0, (torch.ones(2, 5),), None, weight=1.0)
+    head.learn(0, (torch.full((2, 5), torch.inf),))
+    with pytest.raises(DivergedError, match=r"stage 0: the norm of the gradient of its head is (inf|nan)"):
+        head.update()
+    assert not any(p.any() for p in network.parameters())
+
+
+def frozen_net():
+    """Nothing before the cut is trained, so that no gradient goes there."""
+    net = batch_norm_net()
+    for unit in net[:3]:
+        unit.requires_grad_(False)
+    return net
+
+
+REFUSED = {
+    "two tensors": ({"model": tuple_net()}, {}, r"method=dni puts a head on the output of stage 0: expected one"),
+    "a single sample": ({}, {"head_layers": 2}, r"BatchNorm in method.head_layers=2 .* or method.head_layers=0"),
+    "no gradient": ({"model": frozen_net()}, {}, "stage 0 sends on, but none of real numbers comes back for it"),
+    "no classes": (
+        {"model": linear_stages(2), "loss_fn": nn.MSELoss(), "balance": [1, 1], "dtype": torch.float64},
+        {"head_sees_target": True},
+        r"method.head_sees_target=true .* the targets are float64\[B, 5\]; expected one whole number per sample",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_head_cannot_learn_from_is_refused(case):
+    of_trainer, options, message = REFUSED[case]
+    trainer = toy_trainer(2, 1, "dni", options, **of_trainer)
+    data = Rotations() if case == "no classes" else FixedImages(13)
+    with pytest.raises(ConfigError, match=message):
+        trainer.fit(data, epochs=1, batch_size=4, monitoring=QUIET)
+
+
+def test_stages_may_have_nothing_to_train():
+    """Their gradient goes upstream all the same."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(72, 6), nn.Tanh(), nn.Linear(6, NUM_CLASSES))
+    sgd = functools.partial(torch.optim.SGD, lr=0.5)
+    trainer = toy_trainer(3, 1, "dni", LINEAR, model=net, balance=[2, 1, 1], optimizer=sgd)
+    before = net[1].weight.detach().clone()
+    trainer.fit(FixedImages(24), epochs=2, batch_size=4, monitoring=QUIET)
+    assert not torch.equal(trainer.full_state_dict()["1.weight"], before)
