@@ -161,7 +161,7 @@ def try_loss(stage: int, got: str, out: Any, target: Batch, loss_fn: LossFn) -> 
     except Exception as error:  # the user's own loss can raise anything
         way_out = "choose another loss._target_ (loss_fn), or correct the model's output or the targets"
         shapes = [one.shape for one in (out, target) if isinstance(one, Tensor)]
-        if class_loss(loss_fn) is not None and len(shapes) == 2 and 1 < len(shapes[1]) and shapes[0][:-1] == shapes[1]:
+        if class_loss(loss_fn) is not None and len(shapes) == 2 and len(shapes[1]) > 1 and shapes[0][:-1] == shapes[1]:
             way_out = "for outputs with the classes last, use loss=tokens (adl_dist.losses.TokenCrossEntropy)"
         raise ConfigError(
             f"stage {stage}: the loss gets {got} and fails on it: {type(error).__name__}: {error}; {way_out}"
