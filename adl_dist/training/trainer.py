@@ -323,12 +323,15 @@ class Trainer:
         if monitoring.trace and run_dir is None:
             raise ConfigError("trace=True writes run_dir/trace.json, but there is no run_dir; pass one, or no trace")
         pipeline = self._spec.pipeline
-        num_processes = pipeline.num_processes if self._distributed else 1
-        if monitoring.memory and num_processes < pipeline.num_stages:
+        if monitoring.memory and pipeline.num_stages > 1 and not self._distributed:
             raise ConfigError(
-                f"memory=True (runtime.memory) measures a process, but {pipeline.num_stages} stages share "
-                f"{num_processes}; start one for each stage (runtime.processes=true, torchrun; "
-                "method.stages_per_process=1), or omit it"
+                f"memory=True (runtime.memory) measures a process, but all {pipeline.num_stages} stages share one; "
+                "start one for each stage (runtime.processes=true, torchrun), or omit it"
+            )
+        if monitoring.memory and pipeline.num_processes < pipeline.num_stages:
+            raise ConfigError(
+                f"memory=True (runtime.memory) measures a process, but {pipeline.stages_per_process} stages share one; "
+                "use method.stages_per_process=1, or omit it"
             )
 
     def _start(

@@ -116,6 +116,20 @@ def test_a_trace_without_a_folder_is_refused(tmp_path):
         run(tmp_path, trace=False, memory=True)
 
 
+def test_processes_of_several_stages_are_refused_by_name(tmp_path, monkeypatch):
+    """Another number of processes than there are to be, and a measurement of one stage by its process."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    told = r"=4 with method.stages_per_process=2 needs 2 processes, but torchrun started 4: .*=2, or .*num_stages=8"
+    with pytest.raises(ConfigError, match=told):
+        toy_trainer(4, 4, "interleaved")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"but 2 stages share one; use method\.stages_per_process=1"):
+        toy_trainer(4, 4, "interleaved").fit(
+            None, epochs=1, batch_size=8, run_dir=tmp_path, monitoring=adl_dist.Monitoring(memory=True)
+        )
+
+
 def train_traced(run_dir, seconds_off):
     """As on two machines, if ``seconds_off``: rank 1's clock is so much ahead of rank 0's, and another's."""
     trainer = toy_trainer(2, M, timeout_seconds=30)
