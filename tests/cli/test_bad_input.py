@@ -89,6 +89,9 @@ NONSENSE = [
     ("=3", ["'=3' names no key", "KEY=VALUE"]),
     ("train.epochs=1,2", ["train.epochs=1,2 gives several values", "one run", "[1,2]"]),
     ("train.batch_size=${nosuch}", ["train.batch_size=${nosuch}", "'nosuch' not found"]),
+    # models and data that do not go together
+    ("model=gpt", ["model.vocab_size is taken from data.vocab_size", "as model=gpt and data=tokens do"]),
+    ("data=tokens", ["model.num_classes is taken from data.num_classes", "as model=gpt and data=tokens do"]),
     # open nodes: what they name, and its arguments
     ("model.dept=3", ["there is no key 'model.dept'", "did you mean 'model.depth'?", "takes depth, num_classes"]),
     ("optimizer.momentumm=0.1", ["'optimizer.momentumm'", "did you mean 'optimizer.momentum'?", "torch.optim.SGD"]),

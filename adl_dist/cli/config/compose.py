@@ -238,9 +238,10 @@ def readable(error: Exception, overrides: Sequence[str]) -> str:
     if not full_key:
         return first
     if "Missing mandatory value" in text:
-        missing = re.findall(r"Missing mandatory value: (\S+)", text) or [full_key]  # it, or one that it is taken from
-        return f"{missing[0]} must be given: add {missing[0]}=VALUE"
-    if match := re.search(r"Interpolation key '([^']*)' not found", text):
+        source = re.search(r"resolving interpolation: Missing mandatory value: (\S+)", text)
+        missing = source[1] if source else full_key  # a key that it is taken from, or it itself
+        return f"{missing} must be given: add {missing}=VALUE"
+    if match := re.search(r"Interpolation key '(data\.[^']*)' not found", text):
         return (
             f"{full_key} is taken from {match[1]}, which there is not with these data; choose data and a model that go "
             f"together, as model=gpt and data=tokens do, or give {full_key}=VALUE"
