@@ -17,7 +17,7 @@ from adl_dist.schedule import METHODS, Pipeline, Segment, method, replay, traini
 from adl_dist.schedule.replay import at_random, downstream_first
 from adl_dist.stage import Stage
 from adl_dist.stage.traits import StageTraits
-from adl_dist.training.build import edges_of
+from adl_dist.training.edges import edges_of
 from adl_dist.training.samples import Samples
 from adl_dist.training.stage_chain import StageChain
 from tests.support.runs import sgd

@@ -18,12 +18,11 @@ from adl_dist.checkpoint.loss_state import not_kept
 from adl_dist.checkpoint.state import FreshStage, refuse_hidden_state
 from adl_dist.control.worker import LocalWorker
 from adl_dist.distributed.world import World
-from adl_dist.engine import StageContext
 from adl_dist.errors import ConfigError
 from adl_dist.optim import build_lr_schedule, fast_forward, takes_length, try_schedule
 from adl_dist.optimizers import mark_roles
 from adl_dist.report.progress import TOKENS
-from adl_dist.schedule import Pipeline, downstream_first, max_pending_of
+from adl_dist.schedule import Pipeline, downstream_first
 from adl_dist.schedule.run_plan import Plan
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import LossFn, Stage, TrainSpec, in_dtype
@@ -32,21 +31,15 @@ from adl_dist.stage.loss_terms import LossTerms, class_loss, loss_terms
 from adl_dist.stage.own_loss import MeanOf, OnSeveral
 from adl_dist.training import samples as samples_of
 from adl_dist.training.agreement import LENGTH, MADE, check_consistent, exchange, read
+from adl_dist.training.edges import COUNTS, connect_stages
 from adl_dist.training.findings import Agreed
-from adl_dist.training.homes import units_of
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.loss_checks import ReturnsSumError, check_first_targets
 from adl_dist.training.partitioned_model import Measuring, PartitionedModel, Settled
 from adl_dist.training.replayed_state import remembered
 from adl_dist.training.samples import Samples
-from adl_dist.transport.channel import LocalChannel
-from adl_dist.transport.process import SIZES, Edge, ProcessReceiver, ProcessSender
-from adl_dist.transport.spec import Specs, TensorSpec
-from adl_dist.transport.varying import AsSent, GradientReceiver, VaryingChannel, VaryingReceiver, VaryingSender
 
 Settings = dict[str, Any]
-GO = Specs.always([TensorSpec((), "uint8")])  # carries nothing but that it has come
-COUNTS = TensorSpec((2,), "float64")  # travels with the target, where the loss counts its terms
 
 
 def build_worker(
@@ -109,7 +102,7 @@ def build_worker(
             loader.expect(spec.loss_fn, terms, num_outputs=agreed.num_outputs)
     acts = {k: specs.travelling(precision.wire_dtype) for k, specs in agreed.acts.items()}
     targets = [*agreed.targets] if terms is None else [*agreed.targets, COUNTS]
-    contexts = connect_stages(world, stages, acts, targets, spec.pipeline, has_counts=terms is not None)
+    contexts = connect_stages(world, stages, acts, targets, spec.pipeline)
     layouts = [layout_of(batch) for batch in samples.one]
     if 0 in contexts:
         contexts[0].num_inputs = len(tensors_of(samples.one[0]))
@@ -285,90 +278,6 @@ def build_stage(module: nn.Module, k: int, spec: TrainSpec, agreed: Agreed, devi
     traits = agreed.traits[k]
     remember = partial(remembered, module, spec.loss_fn) if method.replays and traits.moves_more else None
     return Stage(module, k, spec, device=device, head=head, traits=traits, remember=remember)
-
-
-def edges_of(pipeline: Pipeline) -> list[tuple[str, int, int]]:
-    """Return all edges: what travels, from which stage, to which."""
-    last = pipeline.num_stages - 1
-    edges = [("target", 0, last)] if last > 0 else []
-    for k in range(last):
-        edges += [("act", k, k + 1), ("grad", k + 1, k)]
-        if pipeline.spec.forward_lock:
-            edges.append(("go", k + 1, k))
-        if pipeline.method.passes_targets:
-            edges.append(("label", k, k + 1))
-    return edges
-
-
-def connect_stages(
-    world: World,
-    stages: Mapping[int, Stage],
-    acts: Mapping[int, Specs],
-    targets: Sequence[TensorSpec],
-    pipeline: Pipeline,
-    *,
-    has_counts: bool,
-) -> dict[int, StageContext]:
-    """Join the stages of this process to their neighbours, in this process or in others.
-
-    ``acts`` are what arrives at each of them and at the next one, ``targets`` what the loss takes besides the output,
-    and the counts of its terms if it ``has_counts``. Sizes that change are told with each message.
-    """
-    edges = edges_of(pipeline)
-    contexts = {k: StageContext(stage) for k, stage in stages.items()}
-    varying = any(spec.varies for specs in acts.values() for mode in specs for spec in mode)
-    if world.is_distributed:
-        most = max_pending_of(pipeline)
-        kinds = {what for what, _, _ in edges}
-        world.connect_more(sorted(kinds | {f"act{SIZES}"} if varying and world.backend == "nccl" else kinds))
-    as_sent = {k: AsSent() for k in stages}
-    for what, source, to in edges:
-        if source not in stages and to not in stages:
-            continue
-        if what == "act":
-            specs = acts[to]
-        elif what == "grad":
-            specs = acts[source].of_gradients()
-        else:
-            specs = GO if what == "go" else Specs.always(targets)
-        units = f" ({units_of(stages[source].module)})" if source in stages else ""
-        varies = any(spec.varies for mode in specs for spec in mode)
-        if source in stages and to in stages:
-            kind = VaryingChannel if varies else LocalChannel
-            channel = kind(specs, what=what, edge=f"stage {source}{units} -> stage {to}")
-            contexts[source].senders[what] = contexts[to].receivers[what] = channel
-        elif source in stages:
-            sender = (VaryingSender if varies else ProcessSender)(
-                world.edges[what, source],
-                specs,
-                what=what,
-                max_pending=most[what, source],
-                max_pending_in_evaluation=pipeline.max_pending,
-                units=units,
-            )
-            if isinstance(sender, VaryingSender) and what != "grad":
-                is_answered = what == "act" and not pipeline.spec.local_losses
-                sender.telling(header_edge(world, what, source), as_sent[source] if is_answered else None)
-            contexts[source].senders[what] = sender
-        else:
-            # Labels travel to the next stage from the CPU; a stage that computes with one moves it. Counts are read.
-            is_read = what in ("go", "label") or (what == "target" and has_counts)
-            device = torch.device("cpu") if is_read else world.device
-            edge, how = world.edges[what, source], dict[str, Any](what=what, device=device)
-            if not varies:
-                contexts[to].receivers[what] = ProcessReceiver(edge, specs, **how)
-            elif what == "grad":
-                contexts[to].receivers[what] = GradientReceiver(edge, specs, **how, as_sent=as_sent[to])
-            else:
-                headers = header_edge(world, what, source)
-                contexts[to].receivers[what] = VaryingReceiver(edge, specs, **how, headers=headers)
-    return contexts
-
-
-def header_edge(world: World, what: str, source: int) -> Edge:
-    """Return the edge by which the sizes of what stage ``source`` sends are told: of gloo, which needs no GPU."""
-    edge = world.edges[what, source]
-    return edge if edge.backend == "gloo" else world.edges[f"{what}{SIZES}", source]
 
 
 def schedule_learning_rates(

@@ -25,6 +25,10 @@ from adl_dist.training.input import DeviceLoader
 MOST_SAMPLES = 256  # whose targets are looked at
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.ndim == 0)
+
+
 class ReturnsSumError(ConfigError):
     """The loss returns a sum and the number of its terms.
 
@@ -40,7 +44,7 @@ class ReturnsSumError(ConfigError):
 
 def check_loss(stage: int, loss: Any, got: str) -> None:
     """Raise ConfigError unless ``loss``, returned for what it ``got``, is one number as a tensor."""
-    if isinstance(loss, tuple | list) and len(loss) == 2:
+    if isinstance(loss, tuple | list) and len(loss) == 2 and all(map(_is_number, loss)):
         raise ReturnsSumError(float(loss[1]))
     if not isinstance(loss, Tensor):
         found = "None" if loss is None else f"a {type(loss).__name__}"

@@ -107,7 +107,7 @@ class VaryingSender(_Tagged, ProcessSender):
     def open(self, sizes: Sequence[int], *, training: bool) -> None:
         """Begin a segment."""
         super().open(sizes, training=training)
-        self._open = self._specs
+        self._open, self._is_answered = self._specs, training
         if self._as_sent is not None:
             self._as_sent.clear()
 
@@ -118,7 +118,7 @@ class VaryingSender(_Tagged, ProcessSender):
         if self._headers is not None:
             sizes = torch.tensor([size for spec in self._specs for size in spec.shape], dtype=torch.int64)
             header = [self._header(dist.isend, sizes, micro_batch, self._headers)]
-        if self._as_sent is not None:
+        if self._as_sent is not None and self._is_answered:
             self._as_sent[micro_batch] = tuple(spec for spec in self._specs if spec.takes_gradient)
         most, self._max_pending = self._max_pending, sys.maxsize
         super().send(micro_batch, tensors)

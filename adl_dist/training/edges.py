@@ -1,0 +1,108 @@
+"""Joins stages to their neighbours: which edges there are, and what is at their ends."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from adl_dist.distributed.world import World
+from adl_dist.engine import StageContext
+from adl_dist.schedule import Pipeline, max_pending_of
+from adl_dist.stage import Stage
+from adl_dist.training.homes import units_of
+from adl_dist.transport.channel import LocalChannel
+from adl_dist.transport.process import SIZES, Edge, ProcessReceiver, ProcessSender
+from adl_dist.transport.spec import Specs, TensorSpec
+from adl_dist.transport.varying import AsSent, GradientReceiver, VaryingChannel, VaryingReceiver, VaryingSender
+
+COUNTS = TensorSpec((2,), "float64")  # travels with the target, where the loss counts its terms
+GO = Specs.always([TensorSpec((), "uint8")])  # carries nothing but that it has come
+
+
+def edges_of(pipeline: Pipeline) -> list[tuple[str, int, int]]:
+    """Return all edges: what travels, from which stage, to which."""
+    last = pipeline.num_stages - 1
+    edges = [("target", 0, last)] if last > 0 else []
+    for k in range(last):
+        edges += [("act", k, k + 1), ("grad", k + 1, k)]
+        if pipeline.spec.forward_lock:
+            edges.append(("go", k + 1, k))
+        if pipeline.method.passes_targets:
+            edges.append(("label", k, k + 1))
+    return edges
+
+
+def connect_stages(
+    world: World,
+    stages: Mapping[int, Stage],
+    acts: Mapping[int, Specs],
+    targets: Sequence[TensorSpec],
+    pipeline: Pipeline,
+) -> dict[int, StageContext]:
+    """Join the stages of this process to their neighbours, in this process or in others.
+
+    ``acts`` are what arrives at each of them and at the next one, ``targets`` what the loss takes besides the output,
+    and last the ``COUNTS`` of its terms if there are any. Sizes that change are told with each message.
+    """
+    edges = edges_of(pipeline)
+    contexts = {k: StageContext(stage) for k, stage in stages.items()}
+    if world.is_distributed:
+        most = max_pending_of(pipeline)
+        has_headers = world.backend == "nccl" and any(map(varies, acts.values()))
+        world.connect_more(sorted({what for what, _, _ in edges} | ({f"act{SIZES}"} if has_headers else set())))
+    as_sent = {k: AsSent() for k in stages}
+    for what, source, to in edges:
+        if source not in stages and to not in stages:
+            continue
+        if what == "act":
+            specs = acts[to]
+        elif what == "grad":
+            specs = acts[source].of_gradients()
+        else:
+            specs = GO if what == "go" else Specs.always(targets)
+        units = f" ({units_of(stages[source].module)})" if source in stages else ""
+        if source in stages and to in stages:
+            kind = VaryingChannel if varies(specs) else LocalChannel
+            channel = kind(specs, what=what, edge=f"stage {source}{units} -> stage {to}")
+            contexts[source].senders[what] = contexts[to].receivers[what] = channel
+        elif source in stages:
+            sender = (VaryingSender if varies(specs) else ProcessSender)(
+                world.edges[what, source],
+                specs,
+                what=what,
+                max_pending=most[what, source],
+                max_pending_in_evaluation=pipeline.max_pending,
+                units=units,
+            )
+            if isinstance(sender, VaryingSender) and what != "grad":
+                is_answered = what == "act" and not pipeline.spec.local_losses and varies(specs.of_gradients())
+                sender.telling(header_edge(world, what, source), as_sent[source] if is_answered else None)
+            contexts[source].senders[what] = sender
+        else:
+            # Labels travel to the next stage from the CPU; a stage that computes with one moves it. Counts are read.
+            is_read = what in ("go", "label") or (what == "target" and targets[-1] == COUNTS)
+            device = torch.device("cpu") if is_read else world.device
+            contexts[to].receivers[what] = receiver_of(world, what, source, specs, device, as_sent[to])
+    return contexts
+
+
+def receiver_of(
+    world: World, what: str, source: int, specs: Specs, device: torch.device, as_sent: AsSent
+) -> ProcessReceiver:
+    """Return the end of an edge at which ``what`` stage ``source`` sends arrives, to be on ``device``."""
+    edge = world.edges[what, source]
+    if not varies(specs):
+        return ProcessReceiver(edge, specs, what=what, device=device)
+    if what == "grad":
+        return GradientReceiver(edge, specs, what=what, device=device, as_sent=as_sent)
+    return VaryingReceiver(edge, specs, what=what, device=device, headers=header_edge(world, what, source))
+
+
+def varies(specs: Specs) -> bool:
+    """Return whether sizes of these tensors change from one micro-batch to another."""
+    return any(spec.varies for mode in specs for spec in mode)
+
+
+def header_edge(world: World, what: str, source: int) -> Edge:
+    """Return the edge by which the sizes of what stage ``source`` sends are told: of gloo, which needs no GPU."""
+    edge = world.edges[what, source]
+    return edge if edge.backend == "gloo" else world.edges[f"{what}{SIZES}", source]
