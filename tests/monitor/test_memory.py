@@ -87,7 +87,7 @@ def test_a_split_holds_what_was_predicted_within_15_percent(profile):
     compare(profile, "adl", 2, {"split_backward": True}, tolerance=0.15)
 
 
-NOTHING = SimpleNamespace(named_parameters=lambda: [], module=None, head=None, optimizer=None)  # a stage
+NOTHING = SimpleNamespace(learners=[], module=None, head=None)  # a stage
 
 
 def test_allocations_alone_are_written_down(monkeypatch):
