@@ -221,8 +221,15 @@ def test_a_variant_that_fixes_k_meets_the_seeds_not_other_ks():
 
 TUNED = ["-m", BP, '++sweep.variants.fdg=["method=fdg"]', "seed=4,5,6", "runtime.processes=false"]
 TUNED += ["sweep.tune=['optimizer.lr=0.1,0.2,0.4']"]
-# By label and rate: the accuracy of each run that plays; None: it diverges.
-PLAYED = {("bp", 0.1): 0.7, ("bp", 0.2): 0.9, ("bp", 0.4): 0.8, ("fdg", 0.1): 0.5, ("fdg", 0.2): None}
+# By label and rate: the accuracy of each run that plays; None: it diverges; no entry: it has no validation.
+PLAYED = {
+    ("bp", 0.1): 0.7,
+    ("bp", 0.2): 0.9,
+    ("bp", 0.4): 0.8,
+    ("fdg", 0.1): 0.5,
+    ("fdg", 0.2): None,
+    ("fdg", 0.4): None,
+}
 
 
 @pytest.fixture
@@ -235,13 +242,15 @@ def played(monkeypatch):
             asked.append(job.name)
             job.folder.mkdir(parents=True)
             (job.folder / "config.yaml").write_text(yaml.safe_dump(job.plain))
-            accuracy = PLAYED.get((job.plain["method"]["name"], job.plain["optimizer"]["lr"]))
+            method, lr = job.plain["method"]["name"], job.plain["optimizer"]["lr"]
+            accuracy = PLAYED.get((method, lr), "none")
             if accuracy is None:
                 (job.folder / "diverged.json").write_text(json.dumps({"update": 3, "epoch": 0}))
             else:
-                (job.folder / "summary.json").write_text(json.dumps({"epochs": 20, "validation_accuracy": accuracy}))
+                found = {} if accuracy == "none" else {"validation_accuracy": accuracy}
+                (job.folder / "summary.json").write_text(json.dumps({"epochs": 20, **found}))
                 metric = {"name": "validation/accuracy", "epoch": 0, "value": accuracy}
-                (job.folder / "metrics.jsonl").write_text(json.dumps(metric) + "\n")
+                (job.folder / "metrics.jsonl").write_text(json.dumps(metric) + "\n" if found else "")
             yield job, 0
 
     monkeypatch.setattr(sweep, "_run_here", play)
@@ -283,7 +292,8 @@ def test_a_row_with_a_trial_that_failed_waits_for_it(played, tmp_path, monkeypat
 
 
 def test_without_a_validation_nothing_can_be_tuned(played, tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep, "_status", lambda job: "complete" if job.folder.is_dir() else "unfinished")
-    for key in PLAYED:
-        monkeypatch.setitem(PLAYED, key, None)
-    assert "sweep.tune needs a validation" in in_process("train", *TUNED, f"run_dir={tmp_path}").refusal()
+    for key in list(PLAYED):
+        monkeypatch.delitem(PLAYED, key)
+    refusal = in_process("train", *TUNED, f"run_dir={tmp_path}").refusal()
+    shows(refusal, ["bp-optimizer.lr0.1/k2-seed4: sweep.tune needs a validation to tell which value is the best"])
+    assert len(played) == 6

@@ -15,7 +15,7 @@ from adl_dist import engine
 from adl_dist.checkpoint import async_save
 from adl_dist.control import run_socket, worker
 from adl_dist.control.requests import Ask
-from adl_dist.training import build
+from adl_dist.training import edges
 from adl_dist.transport.channel import LocalChannel
 from tools.faults.disk import Died, Disk, DiskFault
 from tools.faults.plan import StageBroke, Step, StepFault
@@ -42,7 +42,7 @@ class Process:
             for place, name, planted in (
                 (engine, "step", self._stepping(engine.step)),
                 (worker, "replay", lambda lists, *, pick_next, replay=worker.replay: replay(lists, pick_next=turns)),
-                (build, "LocalChannel", WatchedChannel),
+                (edges, "LocalChannel", WatchedChannel),
                 (async_save, "threading", self._background.threading),
                 # Nothing asks this run anything, and its listener takes a twentieth of a second to end.
                 (run_socket.LiveControl, "start", lambda live: None),
