@@ -80,9 +80,8 @@ class Profiler:
     @cached_property
     def chain(self) -> Chain:
         """The units of the model; a PartitionError: it cannot be divided."""
-        first, second = self.samples.pair
         with self._autocast():  # read as training reads it, or buffers that many units read would be on one stage
-            return linearise(self.model, granularity=self.granularity, samples=(first.input_, second.input_))
+            return linearise(self.model, granularity=self.granularity, samples=self.samples.readings[0])
 
     def num_others(self, num_stages: int) -> int:
         """Return how many of K stages share this machine's cores with one; none on GPUs."""
