@@ -41,7 +41,14 @@ class ReturnsSumError(ConfigError):
 def check_loss(stage: int, loss: Any, got: str) -> None:
     """Raise ConfigError unless ``loss``, returned for what it ``got``, is one number as a tensor."""
     if isinstance(loss, tuple | list) and len(loss) == 2:
-        raise ReturnsSumError(float(loss[1]))
+        try:
+            count = float(loss[1])
+        except Exception:  # the user's own second value can be anything
+            raise ConfigError(
+                f"stage {stage}: the loss returned a pair for {got} whose second value, a {type(loss[1]).__name__}, is "
+                "no number; expected (sum, count), or a tensor of one number, the mean over the samples"
+            ) from None
+        raise ReturnsSumError(count)
     if not isinstance(loss, Tensor):
         found = "None" if loss is None else f"a {type(loss).__name__}"
         raise ConfigError(

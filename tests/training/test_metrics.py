@@ -9,6 +9,8 @@ from torch import nn
 
 from adl_dist import Loading
 from adl_dist.errors import ConfigError
+from adl_dist.stage.loss_terms import class_loss
+from adl_dist.stage.metrics import metrics_of
 from tests.support.runs import toy_trainer
 from tests.support.sentences import IGNORED, Sentences, encoder, padded
 from tests.support.values import QUIET, SILENT
@@ -99,8 +101,31 @@ def failing(out, target):
     return out.missing
 
 
+def blanking(out, target):
+    target[target == IGNORED] = 0
+    return 0, 1
+
+
 def loss(out, target):
     return 0, 1
+
+
+class Flattened(nn.CrossEntropyLoss):
+    """torch's loss with a forward of its own, which takes classes in the last dimension."""
+
+    def forward(self, out, target):
+        return super().forward(out.flatten(0, 1), target.flatten())
+
+    def num_terms(self, target):
+        return (target != IGNORED).sum()
+
+
+def test_of_a_loss_derived_from_torchs_classes_are_the_last_dimension_if_that_fits():
+    out = torch.eye(3)[None]  # [1, 3, 3]: each class right, whichever dimension; rolled, only in the last one
+    target = torch.tensor([[1, 2, 0]])
+    out = out.roll(1, dims=2)
+    (metric,) = metrics_of(["accuracy"], class_loss(Flattened()))
+    assert [number.item() for number in metric.measure(out, target)] == [3, 3]
 
 
 @pytest.mark.parametrize(
@@ -111,6 +136,7 @@ def loss(out, target):
         ([loss], "the name 'loss' is taken"),
         ([7], "expected a name or a callable of"),
         ([failing], "metrics: failing fails: AttributeError"),
+        ([blanking], "metrics: blanking writes to the output or the target"),
     ],
 )
 def test_a_metric_that_cannot_be_measured_is_refused(metrics, message):
