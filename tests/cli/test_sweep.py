@@ -282,10 +282,16 @@ def test_a_row_with_a_trial_that_failed_waits_for_it(played, tmp_path, monkeypat
     assert "fdg-optimizer.lr0.1/k2-seed5" in played
 
 
-def test_without_a_validation_nothing_can_be_tuned(played, tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep, "_status", lambda job: "complete" if job.folder.is_dir() else "unfinished")
-    for key in PLAYED:
-        monkeypatch.setitem(PLAYED, key, None)
+def test_without_a_validation_nothing_can_be_tuned(tmp_path, monkeypatch):
+    def play(jobs, *, at_once):
+        for job in jobs:
+            job.folder.mkdir(parents=True)
+            (job.folder / "config.yaml").write_text(yaml.safe_dump(job.plain))
+            (job.folder / "summary.json").write_text(json.dumps({"epochs": 20}))
+            (job.folder / "metrics.jsonl").write_text("")
+            yield job, 0
+
+    monkeypatch.setattr(sweep, "_run_here", play)
     assert "sweep.tune needs a validation" in in_process("train", *TUNED, f"run_dir={tmp_path}").refusal()
 
 
