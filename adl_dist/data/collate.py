@@ -1,6 +1,5 @@
 """Samples become the input and the target of a micro-batch: stacked, or collated by a function of the user's."""
 
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +8,8 @@ import torch
 from torch import Tensor
 
 from adl_dist.batch import Batch, Layout, Several, layout_of, tensors_of
-from adl_dist.errors import DataError, place_of
+from adl_dist.data.own_code import own_code
+from adl_dist.errors import DataError
 
 Pair = tuple[Batch, Batch]  # an input and a target
 
@@ -39,13 +39,8 @@ def collated(collate_fn: Callable[[list[Any]], Any], samples: list[Any], indices
         DataError: it fails, or returns something else.
     """
     where = f"collate_fn, for {len(samples)} samples from sample {indices[0]} on,"
-    try:
+    with own_code(where):
         made = collate_fn(samples)
-    except (Exception, SystemExit) as error:  # the user's own code can raise anything
-        raised = " ".join(f"{type(error).__name__}: {error}".split())
-        refusal = DataError(f"{where} raised {raised}{place_of(error)}")
-        refusal.add_note(traceback.format_exc())
-        raise refusal from error
     if not isinstance(made, tuple | list) or len(made) != 2:
         raise DataError(f"{where} returned {_kind(made)}; expected a pair (input, target)")
     pair = _as_batch(made[0], "an input", where), _as_batch(made[1], "a target", where)

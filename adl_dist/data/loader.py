@@ -9,7 +9,6 @@ import random
 import signal
 import sys
 import threading
-import traceback
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,9 +26,10 @@ from torch.utils.data import DataLoader, Dataset
 from adl_dist.batch import Layout, layout_of
 from adl_dist.data.collate import Pair, as_pair, collated, described, in_layout, stacked
 from adl_dist.data.loading import PLAIN, Loading, check_dataset
+from adl_dist.data.own_code import own_code
 from adl_dist.data.rows import rows_of
 from adl_dist.data.stream import Stream, is_iterable
-from adl_dist.errors import DataError, place_of
+from adl_dist.errors import DataError
 from adl_dist.seeds import stream_seed, stream_seeds
 
 # What is sent to a whole process group or job is for the process that trains. It may have to stop, and until its
@@ -150,13 +150,13 @@ class Loader:
             whole = len(self._dataset)  # type: ignore[arg-type]
             return epoch_order(whole, seed=self._seed, epoch=epoch, shuffle=self._shuffle)[:num]
         seed = stream_seed(self._seed, "order", epoch)
-        with _seeded(seed):
+        kind = type(sampler).__name__
+        with _seeded(seed), own_code(f"sampler: {kind}"):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
             if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
                 generator.manual_seed(seed)
             indices = [*sampler]
-        kind = type(sampler).__name__
         if wrong := [index for index in indices if not isinstance(index, int | np.integer)]:
             raise DataError(
                 f"sampler: {kind} yields {type(wrong[0]).__name__}, expected indices; micro-batches are made of them "
@@ -230,7 +230,8 @@ class _Samples(Dataset["Pair | DataError"]):
             with _streams_restored():
                 for index, seed in zip(indices, self._seeds[places].tolist(), strict=True):
                     _seed_streams(seed)
-                    sample = _told(self._dataset, index, lambda: self._dataset[index])  # noqa: B023
+                    with own_code(f"sample {index}: {type(self._dataset).__name__}"):
+                        sample = self._dataset[index]
                     samples.append(sample if self._collate is not None else as_pair(sample, index))
                 return stacked(samples, indices) if self._collate is None else self._collate(samples, indices)
         except DataError as error:
@@ -251,26 +252,11 @@ class _Streamed(Dataset["Pair | DataError"]):
             with _streams_restored():
                 for index in indices:
                     _seed_streams(self._stream.seed_of(index))
-                    sample = _told(self._dataset, index, self._stream.next)
+                    sample = self._stream.next()
                     samples.append(sample if self._collate is not None else as_pair(sample, index))
                 return stacked(samples, indices) if self._collate is None else self._collate(samples, indices)
         except DataError as error:
             return error
-
-
-def _told(dataset: Dataset[Any], index: int, load: Callable[[], Any]) -> Any:
-    """Return a sample of ``dataset``; an error of the user's own code names its ``index``."""
-    try:
-        return load()
-    except DataError:
-        raise
-    except (Exception, SystemExit) as error:  # the user's own code can raise anything
-        raised = " ".join(f"{type(error).__name__}: {error}".split())
-        refusal = DataError(f"sample {index}: {type(dataset).__name__} raised {raised}{place_of(error)}")
-        if isinstance(error, OSError | MemoryError) and not isinstance(error, FileNotFoundError | PermissionError):
-            refusal.exit_code = 1  # a disk or a server that may be there again when the run is restarted
-        refusal.add_note(traceback.format_exc())  # for the log; a worker's error arrives without its cause
-        raise refusal from error
 
 
 def _collated(collate_fn: Callable[[list[Any]], Any], seed: int, epoch: int, samples: list[Any], at: list[int]) -> Pair:

@@ -41,8 +41,10 @@ class Loading:
             raise ConfigError(
                 f"sampler: expected a torch Sampler, with __iter__ and __len__, got {type(self.sampler).__name__}"
             )
-        if self.samples_per_epoch is not None and self.samples_per_epoch < 1:
-            raise ConfigError(f"samples_per_epoch must be at least 1, got {self.samples_per_epoch}")
+        if self.samples_per_epoch is not None and (
+            not isinstance(self.samples_per_epoch, int) or self.samples_per_epoch < 1
+        ):
+            raise ConfigError(f"samples_per_epoch must be a whole number of at least 1, got {self.samples_per_epoch!r}")
 
 
 PLAIN = Loading()
@@ -89,7 +91,7 @@ def _length_of_stream(dataset: object, name: str, loading: Loading) -> int:
         return loading.samples_per_epoch
     try:
         return len(dataset)  # type: ignore[arg-type]
-    except TypeError:
+    except Exception:  # it has none, or its own code raises something
         way_out = ", or use data.samples_per_epoch (Loading(samples_per_epoch=...))" if name == "training" else ""
         raise DataError(
             f"{name} dataset: {kind} is iterable and does not say how many samples an epoch has, on which the length "

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from adl_dist.data.own_code import own_code
 from adl_dist.errors import DataError
 from adl_dist.seeds import stream_seed
 
@@ -46,7 +47,9 @@ class Stream:
         """Return where it is now, for a checkpoint; None: at the beginning of an epoch."""
         if self._at is None:
             return self._resumed
-        return Place(self._at.epoch, self._at.sample, self._dataset.state_dict() if self._has_state else None)
+        with own_code(f"training dataset: {type(self._dataset).__name__}.state_dict()"):
+            state = self._dataset.state_dict() if self._has_state else None
+        return Place(self._at.epoch, self._at.sample, state)
 
     def resume(self, place: Place) -> None:
         """Be at the ``place`` of a checkpoint when that is asked for."""
@@ -57,7 +60,7 @@ class Stream:
         if self._at is not None and (self._at.epoch, self._at.sample) == (epoch, first_sample) and first_sample:
             return
         kept = self._resumed
-        with seeded(stream_seed(self._seed, "stream", epoch)):
+        with seeded(stream_seed(self._seed, "stream", epoch)), own_code(type(self._dataset).__name__):
             if hasattr(self._dataset, "set_epoch"):
                 self._dataset.set_epoch(epoch)
             is_kept = kept is not None and (kept.epoch, kept.sample) == (epoch, first_sample)
@@ -70,7 +73,7 @@ class Stream:
         if self._iterator is self._dataset:
             raise DataError(
                 f"{type(self._dataset).__name__} is an iterator, which can be read once only; expected a dataset whose "
-                "__iter__ begins anew, because the model is tried out with its first samples"
+                "__iter__ starts again from the first sample, because the model is tried out with its first samples"
             )
         self._at = Place(epoch, skipped)
         for place in range(skipped, first_sample):
@@ -92,12 +95,12 @@ class Stream:
         """Return the next sample; raise DataError if there is none."""
         assert self._iterator is not None
         assert self._at is not None
-        try:
-            sample = next(self._iterator)
-        except StopIteration:
+        with own_code(f"sample {self._at.sample}: {type(self._dataset).__name__}"):
+            sample = next(self._iterator, self)
+        if sample is self:
             raise DataError(
                 f"{type(self._dataset).__name__} ended after {self._at.sample} samples of epoch {self._at.epoch + 1}, "
                 "fewer than its __len__ or samples_per_epoch says; correct that number"
-            ) from None
+            )
         self._at = Place(self._at.epoch, self._at.sample + 1)
         return sample

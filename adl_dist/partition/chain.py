@@ -21,14 +21,17 @@ from adl_dist.partition.trace import Trace, read, unsendable
 from adl_dist.partition.tracer import UntraceableError, has_hooks
 
 
-def linearise(model: nn.Module, *, granularity: str = "block", samples: Samples | None = None) -> "Chain":
+def linearise(
+    model: nn.Module, *, granularity: str = "block", samples: Samples | None = None, varies: bool = False
+) -> "Chain":
     """Read ``model``, any module that torch.fx can trace, as a chain of units.
 
     At granularity ``layer`` units are single layers and operations, also in residual blocks; at ``block`` they are what
     the model's own forward calls, of an ``nn.Sequential`` its children, which need not be traceable. ``samples``: real
     inputs of two different batch sizes, on the model's device, say of 2 and 4 samples. The parts of the model run once
     on both, so that its forward may branch on what is the same for every batch; None: its input is one tensor, and it
-    branches on nothing but parameters.
+    branches on nothing but parameters. ``varies``: inputs of other lengths will come; a forward that would decide
+    something otherwise for one of them ends with an error.
 
     Raises:
         PartitionError: it cannot be traced; names the line and the ways out.
@@ -37,7 +40,7 @@ def linearise(model: nn.Module, *, granularity: str = "block", samples: Samples 
     if granularity == "block" and is_plain and not has_hooks(model):
         return SequentialChain(model, samples)
     try:
-        return TracedChain(model, *read(model, granularity=granularity, samples=samples))
+        return TracedChain(model, *read(model, granularity=granularity, samples=samples, varies=varies))
     except UntraceableError as error:
         raise PartitionError(f"{error}; {_ways_out(model, error.where, granularity, samples)}") from error
 
@@ -50,7 +53,7 @@ def check_same_chain(chain: "Chain", model: nn.Module, samples: Samples, *, gran
     """
     if isinstance(chain, SequentialChain):
         return
-    other = TracedChain(model, *read(model, granularity=granularity, samples=samples))
+    other = TracedChain(model, *read(model, granularity=granularity, samples=samples, varies=True))
     if other.keys != chain.keys:
         shapes = [list(tensor.shape) for tensor in tensors_of(samples[0])]
         raise PartitionError(

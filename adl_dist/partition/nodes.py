@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from adl_dist.errors import PartitionError
+
 IN_PLACE = (
     *("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor", "ilshift"),
     "irshift",
@@ -23,10 +25,25 @@ _LIBRARIES = {"torch", "math", "_operator", "operator", "builtins"}
 _LIGHT = {
     *("getitem", "getattr", "flatten", "reshape", "view", "view_as", "permute", "transpose", "movedim", "contiguous"),
     *("expand", "expand_as", "squeeze", "unsqueeze", "chunk", "split", "unbind", "narrow", "select", "detach", "to"),
-    *("float", "type_as", "_assert", "unflatten", "swapaxes"),
+    *("float", "type_as", "_assert", "must_stay", "unflatten", "swapaxes"),
 }
 # Of torch's functions, those that draw: by a part of their names.
 _DRAWING = ("rand", "dropout", "bernoulli", "normal", "multinomial", "poisson", "uniform", "exponential", "rrelu")
+
+
+def must_stay(found: Any, as_read: Any, question: str) -> None:
+    """Raise PartitionError unless the answer to what a forward asks about a length is ``found`` ``as_read``."""
+    if found != as_read:
+        raise PartitionError(
+            f"the model's forward branches on a length: '{question}' was {as_read} for all samples at the start, where "
+            f"the forward was read once and for all, and is {found} now: hide the function that asks by torch.fx.wrap, "
+            "use partition.granularity=block if it lies in a block, or pad to one length"
+        )
+
+
+def is_check(node: fx.Node) -> bool:
+    """Return whether ``node`` only looks whether something holds, and so has its place."""
+    return node.target is torch._assert or node.target is must_stay
 
 
 def function_name(node: fx.Node) -> str:
@@ -78,7 +95,7 @@ def writes(node: fx.Node) -> bool:
 def may_repeat(node: fx.Node) -> bool:
     """Return whether a function, called twice with the same arguments, does the same twice: it only computes."""
     is_drawing = any(part in function_name(node) for part in _DRAWING)
-    return is_of_library(node) and not (writes(node) or is_drawing or node.target is torch._assert)
+    return is_of_library(node) and not (writes(node) or is_drawing or is_check(node))
 
 
 def is_part(node: fx.Node, whole: fx.Node) -> bool:

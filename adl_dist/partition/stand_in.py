@@ -240,6 +240,16 @@ class KnownFloat(_KnownNumber, float):
     """Any other."""
 
 
+def _asked(ask: Callable[..., Any], of_number: Callable[..., Any]) -> Callable[..., Any]:
+    def answer(number: Any, *more: Any) -> Any:
+        found = of_number(number, *more)
+        if found is not NotImplemented:
+            number.tracer.note_decision(ask, number, more, found)
+        return found
+
+    return answer
+
+
 _KNOWN_NUMBERS: dict[type, Any] = {int: KnownInt, float: KnownFloat}
 
 
@@ -258,6 +268,11 @@ for _kind in (KnownInt, KnownFloat):
         for _prefix in ("", "r"):
             made = _arithmetic(getattr(operator, _name), reflected=bool(_prefix))
             setattr(_kind, f"__{_prefix}{_name}__", made)
+    # What Python asks such a number for, and goes on with a plain one.
+    for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+        setattr(_kind, f"__{_name}__", _asked(getattr(operator, _name), getattr(_kind, f"__{_name}__")))
+    for _name, _ask in (("bool", bool), ("int", int), ("float", float), ("round", round)):
+        setattr(_kind, f"__{_name}__", _asked(_ask, getattr(_kind, f"__{_name}__")))
     _kind.__neg__ = lambda number: number.tracer.create_proxy("call_function", operator.neg, (number,), {})  # type: ignore
 
 

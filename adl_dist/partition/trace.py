@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from adl_dist.partition.nodes import asks_for_shape, is_light, is_of_python, is_part, may_repeat, writes
+from adl_dist.partition.nodes import asks_for_shape, is_check, is_light, is_of_python, is_part, may_repeat, writes
 from adl_dist.partition.ran import Pair, Samples
 from adl_dist.partition.state_walk import CAN_CROSS
 from adl_dist.partition.ties import never_moved
@@ -44,12 +44,15 @@ class Trace:
     unsendable: Mapping[fx.Node, str]  # steps whose values cannot cross a cut, with the reason
 
 
-def read(model: nn.Module, *, granularity: str, samples: Samples | None = None) -> tuple[Trace, Trace]:
+def read(
+    model: nn.Module, *, granularity: str, samples: Samples | None = None, varies: bool = False
+) -> tuple[Trace, Trace]:
     """Read the forward of ``model`` in training and in evaluation; one and the same trace twice if they agree.
 
     At granularity ``layer`` down to single layers and operations; at ``block`` no further than what the model and its
     plain Sequentials call. ``samples``: real inputs of two different batch sizes, on the model's device, on which its
-    parts run once while it is read; None: nothing is known of values.
+    parts run once while it is read; None: nothing is known of values. ``varies``: lengths change from one micro-batch
+    to another, so what is asked about sizes is asked again each time.
 
     Raises:
         PartitionError: it cannot be traced; names the line.
@@ -62,7 +65,7 @@ def read(model: nn.Module, *, granularity: str, samples: Samples | None = None) 
             model.train(mode)
             with torch.set_grad_enabled(mode), streams_kept(device):
                 like = readings[0][1] if readings else None
-                readings.append(symbolic(model, granularity=granularity, samples=samples, like=like))
+                readings.append(symbolic(model, granularity=granularity, samples=samples, like=like, varies=varies))
             unlike.append({module for module in model.modules() if module.training != mode})
     finally:
         for module, mode in modes.items():
@@ -166,7 +169,7 @@ def _kinds(graph: fx.Graph) -> dict[fx.Node, str]:
     written = {node for node in _written(graph, None) if node.op == "get_attr"}
     for node in graph.nodes:
         kinds_in = {kinds[n] for n in node.all_input_nodes}
-        if node.op in ("placeholder", "output", "call_module") or node.target is torch._assert or node in written:
+        if node.op in ("placeholder", "output", "call_module") or is_check(node) or node in written:
             kinds[node] = "tensor"
         elif node.op == "get_attr" or (kinds_in <= {"constant"} and not writes(node)):
             kinds[node] = "constant"

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import operator
 import sysconfig
 import traceback
 import warnings
@@ -20,7 +21,7 @@ from adl_dist.batch import Several, call
 from adl_dist.errors import PartitionError
 from adl_dist.partition.forward_patches import CHECKPOINTS, Patches
 from adl_dist.partition.known import Known
-from adl_dist.partition.nodes import asks_for_shape, is_of_python
+from adl_dist.partition.nodes import asks_for_shape, is_of_python, must_stay
 from adl_dist.partition.ran import Samples, run
 from adl_dist.partition.side_effects import as_before
 from adl_dist.partition.stand_in import OF_SHAPES, Held, stand_in
@@ -43,17 +44,22 @@ class _FailedError(UntraceableError):
     """The forward fails on the values that it gets while it is read."""
 
 
+_SIGNS: dict[Callable[..., Any], str] = {
+    **{operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">="},
+    **{operator.eq: "==", operator.ne: "!="},
+}
 _UNTRACEABLE = "{} cannot be traced, so where it can be cut is not known: "
 
 
 def symbolic(
-    model: nn.Module, *, granularity: str, samples: Samples | None, like: Values | None = None
+    model: nn.Module, *, granularity: str, samples: Samples | None, like: Values | None = None, varies: bool = False
 ) -> tuple[fx.Graph, Values | None]:
     """Return the operations of ``model`` in its present mode, with a placeholder for each tensor of its input.
 
     And the values of its nodes.
 
     There are values only with ``samples``; see :func:`trace.read`. ``like``: those of the other mode.
+    ``varies``: the graph checks what the forward decides by sizes.
 
     Raises:
         PartitionError: it cannot be traced, or a cut model would do something else.
@@ -65,7 +71,7 @@ def symbolic(
             "register them on modules in it, or write what they do into its forward"
         )
     try:
-        return _read(model, granularity, samples, like)
+        return _read(model, granularity, samples, like, varies=varies)
     except _FailedError as error:
         if samples is not None and _runs(model, samples):
             raise UntraceableError(
@@ -93,16 +99,19 @@ def _check_signature(model: nn.Module, samples: Samples | None) -> None:
 
 
 def _read(
-    model: nn.Module, granularity: str, samples: Samples | None, like: Values | None
+    model: nn.Module, granularity: str, samples: Samples | None, like: Values | None, *, varies: bool
 ) -> tuple[fx.Graph, Values | None]:
     with as_before(model, granularity):
         tracer = _Tracer(model, granularity, samples, like)
         # It may warn of what it does when it runs; that it will do once more, where it trains.
         with warnings.catch_warnings(action="ignore"), tracer.patches.applied():
+            tracer.notes_decisions = varies
             try:
                 graph = tracer.trace(model)
             except Exception as error:  # the user's own forward, met by stand-ins, can raise anything
                 raise _refused(model, tracer, tracer.refusal or error) from error
+            finally:
+                tracer.notes_decisions = False  # numbers that the forward has kept outlive it
         if tracer.refusal is not None:  # the forward has caught it, and gone another way
             raise _refused(model, tracer, tracer.refusal) from tracer.refusal
     return graph, tracer.values
@@ -125,6 +134,7 @@ class _Tracer(fx.Tracer):
         self.has_failed: BaseException | None = None  # of the forward itself, when it ran on a sample
         self._held: dict[str, Held] = {}
         self.is_paused = False  # while parts of the model run as they are, and nothing is read
+        self.notes_decisions = False  # whether what is asked about sizes is asked again whenever the graph runs
         self.patches = Patches(self)
         self.values = Values(model, samples, self.patches.lifted, like) if samples is not None else None
         self.known: dict[fx.Node, Known] = {} if self.values is None else self.values.known
@@ -170,6 +180,15 @@ class _Tracer(fx.Tracer):
         inputs = [self.create_proxy("placeholder", name, (), {}) for name in names]
         self._input = inputs[0]
         return (lambda root, *given: call(root.forward, layout.build(given))), [self.root, *inputs]
+
+    def note_decision(self, ask: Callable[..., Any], number: Any, more: tuple[Any, ...], answer: Any) -> None:
+        """Have the graph check that ``ask``, of a ``number`` made of sizes and of ``more``, gives this ``answer``."""
+        if not self.notes_decisions or self.is_paused:
+            return
+        args = tuple(getattr(one, "node", one) for one in (number, *more))
+        asked = self.create_node("call_function", ask, args, {})
+        question = f"{ask.__name__}(size)" if not more else f"size {_SIGNS[ask]} {more[0]}"
+        self.create_node("call_function", must_stay, (asked, answer, question), {})
 
     def input_device(self) -> Any:
         """Return the device of the model's input."""

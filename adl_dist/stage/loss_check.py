@@ -20,6 +20,7 @@ from adl_dist.batch import Batch, Several
 from adl_dist.batch import put_together as joined
 from adl_dist.errors import ConfigError
 from adl_dist.stage.loss_terms import LossTerms, is_known_mean, loss_terms, own_num_terms
+from adl_dist.stage.own_loss import MeanOf
 from adl_dist.stage.spec import LossFn
 from adl_dist.streams import streams_kept
 
@@ -71,7 +72,8 @@ def check_is_mean(
             failure = error
             continue
         if fault is not None:
-            raise ConfigError(f"{fault}; {WAYS_OUT}")
+            hint = "; of (sum, count) the first must be the sum, not the mean" if isinstance(loss_fn, MeanOf) else ""
+            raise ConfigError(f"{fault}{hint}; {WAYS_OUT}")
         return
     raise ConfigError(
         f"the loss fails on {len(targets[0])}, {len(targets[1])} or all of these samples: {type(failure).__name__}: "
@@ -192,7 +194,8 @@ def _fault(
 ) -> str | None:
     """Return why the loss of a micro-batch does not follow from those of its two ``parts``, rows [n]; None: it does."""
     counts = [float(len(rows)) if terms is None else terms.count(_at(target, rows).cpu()) for rows in parts]
-    if not any(counts) or (own_num_terms(loss_fn) is not None and counts == [len(rows) for rows in parts]):
+    is_said = own_num_terms(loss_fn) is not None and not getattr(loss_fn, "is_guessed", False)
+    if not any(counts) or (is_said and counts == [len(rows) for rows in parts]):
         return None
     asked = [
         _ask(loss_fn, _rows(out, rows), _at(target, rows), with_grads=with_grads) if count else None

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from adl_dist.batch import Several
+from adl_dist.batch import Several, tensors_of
 from adl_dist.errors import ConfigError
 from adl_dist.stage.loss_terms import IGNORED, ClassLoss
 
@@ -71,7 +72,7 @@ def hits(out: Any, target: Any, classes: ClassLoss | None, *, top: int) -> tuple
     """
     if not (isinstance(out, Tensor) and isinstance(target, Tensor)) or target.is_floating_point():
         raise ConfigError("metrics: accuracy and top5 need targets of whole numbers and one tensor of outputs")
-    is_last = (classes is None or classes.dim == -1) and out.shape[:-1] == target.shape
+    is_last = (classes is None or not classes.is_torchs_own or classes.dim == -1) and out.shape[:-1] == target.shape
     if out.ndim != target.ndim + 1 or not (is_last or out.shape[2:] == target.shape[1:]):
         raise ConfigError(
             f"metrics: accuracy and top5 need outputs [B, classes, ...] or [B, ..., classes] for targets [B, ...], got "
@@ -95,12 +96,20 @@ def measured(metrics: Sequence[Metric], out: Any, target: Any) -> list[Tensor]:
     """
     given = target.value if isinstance(target, Several) else target
     found = []
+    leaves = (leaf for leaf in (*tree_leaves(out), *tensors_of(target)) if isinstance(leaf, Tensor))
+    tensors = [leaf for leaf in leaves if not leaf.is_inference()]
+    versions = [tensor._version for tensor in tensors]
     with torch.no_grad():
         for metric in metrics:
             if metric.measure is None:
                 continue
             try:
                 total, count = metric.measure(out, given)
+                if [tensor._version for tensor in tensors] != versions:
+                    raise ConfigError(
+                        f"metrics: {metric.name} writes to the output or the target that it is given, which are still "
+                        "needed; let it write to a clone()"
+                    )
                 pair = [torch.as_tensor(number, dtype=torch.float64, device=target.device) for number in (total, count)]
                 found.append(torch.stack(pair).detach())
             except ConfigError:

@@ -59,6 +59,7 @@ class MeanOf(nn.Module):
         self.loss_fn = loss_fn
         own = own_num_terms(loss_fn)
         self._is_own = own is not None
+        self.is_guessed = own is None  # what it counts is concluded from one number, not said by the user
         candidates: dict[str, Callable[[Any], Any]] = {"its num_terms": own} if own is not None else COUNTS
         for counts in candidates.values():
             found = counts(target)

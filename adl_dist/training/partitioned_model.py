@@ -168,9 +168,10 @@ class PartitionedModel:
         chain = None
         if self._num_stages > 1 or not isinstance(self.spec.balance, str):
             with spec.precision.autocasting(trial.device)():
-                chain = linearise(self._model, granularity=self.spec.units, samples=trial.readings[0])
-                for samples_of_length in trial.readings[1:]:
-                    check_same_chain(chain, self._model, samples_of_length, granularity=self.spec.units)
+                lengths, units = trial.readings, self.spec.units
+                chain = linearise(self._model, granularity=units, samples=lengths[0], varies=samples.varies)
+                for of_length in lengths[1:]:
+                    check_same_chain(chain, self._model, of_length, granularity=units)
         if chain is None or self._num_stages == 1:
             if chain is not None:
                 checked_sizes(chain, 1, self.spec.balance)

@@ -22,6 +22,7 @@ from adl_dist.cli.bench.runner import BenchConfig, Measured, measure_once, secon
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.plan.profiler import Profiler
 from adl_dist.cli.subprocesses import Child, ChildFailed, run_together
+from adl_dist.errors import ConfigError
 from adl_dist.schedule import Pipeline
 from adl_dist.transport.spec import TensorSpec
 from tests.support import commands
@@ -222,6 +223,22 @@ def test_several_stages_in_a_process_have_a_finer_cut():
         config, num_stages = compose_run(train_argv(entry, setting, 9))[0], 2 if entry.name in ("1f1b", "zbh1") else 4
         assert (config.pipeline.num_stages, config.pipeline.num_processes) == (num_stages, 2)
         assert len(config.partition.balance) == len(found.cuts[num_stages].overwrites) == num_stages
+
+
+def sum_and_count(out, target):
+    return torch.nn.functional.cross_entropy(out, target, reduction="sum"), len(target)
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["loss._target_=tests.cli.test_bench.sum_and_count"], r"a loss that returns \(sum, count\)"),
+        (["data.collate_fn=torch.utils.data.default_collate"], "a collate_fn"),
+    ],
+)
+def test_what_torchs_own_ways_to_train_do_not_take_is_refused(words, what):
+    with pytest.raises(ConfigError, match=f"bench .* here is {what}"):
+        look([*TINY, *words], "gpipe", "torch-gpipe")
 
 
 def test_the_speeds_of_our_methods_and_torchs_are_predicted(monkeypatch):

@@ -86,6 +86,15 @@ def test_neighbours_rest_until_they_work_and_end_in_time(num_workers):
     assert not process.is_alive()
 
 
+def test_a_model_of_several_inputs_and_lengths_with_a_loss_of_sum_and_count_is_measured():
+    own = "tests.support.sentences.encoder", "tests.support.sentences.both", "tests.support.sentences.padded"
+    words = [f"model._target_={own[0]}", f"data._target_={own[1]}", f"data.collate_fn={own[2]}"]
+    words += ["loss._target_=tests.training.test_structured_batches.sum_and_count", "data.num_workers=0"]
+    profiler = Profiler(compose_run(words)[0], granularity="layer", threads=1)
+    assert len(profiler.chain.units) > 3
+    assert profiler.profile(2).of["units"] == len(profiler.chain.units)
+
+
 @pytest.mark.slow
 def test_a_neighbour_that_cannot_train_says_why():
     profiler = Profiler(compose_run(TINY[:4])[0], granularity="layer", threads=1)

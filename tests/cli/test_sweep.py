@@ -297,3 +297,10 @@ def test_without_a_validation_nothing_can_be_tuned(played, tmp_path, monkeypatch
     refusal = in_process("train", *TUNED, f"run_dir={tmp_path}").refusal()
     shows(refusal, ["bp-optimizer.lr0.1/k2-seed4: sweep.tune needs a validation to tell which value is the best"])
     assert len(played) == 6
+
+
+@pytest.mark.parametrize("values", ["seed=7,8", "partition.num_stages=2,3"])
+def test_what_tells_the_runs_of_a_row_apart_is_not_tuned(values, played, tmp_path):
+    words = [*TUNED[:-1], f"sweep.tune=['{values}']", f"run_dir={tmp_path}"]
+    shows(in_process("train", *words).refusal(), ["sweep.tune", values, "sweep it"])
+    assert not played

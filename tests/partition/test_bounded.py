@@ -125,5 +125,5 @@ def test_what_does_not_fit_is_told_with_its_steps():
     ("batch", "bound", "K", "steps"),
     [(128, 0.5, 2, [1, 2, 4]), (128, 0.5, 4, [1, 2, 4, 8, 16]), (128, 2.0, 2, [1]), (12, 0.5, 3, [1, 2, 3, 4, 6, 12])],
 )
-def test_steps_divide_the_batch_up_to_those_that_bear_adls_delays(batch, bound, K, steps):
+def test_steps_divide_the_batch_up_to_those_for_adls_delays(batch, bound, K, steps):
     assert steps_to_try(batch, bound, K) == steps

@@ -71,6 +71,11 @@ class Sentences(Dataset):
         return sentence(self.first + index)
 
 
+def both():
+    """Return sentences to train and to validate on."""
+    return Sentences(), Sentences(10, 100)
+
+
 class Masked(Dataset):
     """Sentences of one length with a mask, in a tuple, or by names."""
 

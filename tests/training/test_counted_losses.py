@@ -185,7 +185,7 @@ def test_local_losses_count_their_terms_too(name):
 
 @pytest.mark.parametrize("sees_target", [False, True])
 @pytest.mark.parametrize("name", ["class weights", "ignored classes"])
-def test_heads_that_predict_gradients_learn_from_losses_that_count(name, sees_target):
+def test_heads_of_gradients_learn_from_losses_that_count(name, sees_target):
     loss_fn, ignored, of_data, num_terms = CASES[name]
     options = {"head_layers": 0, "head_sees_target": sees_target}
     made = build_gradient_network(adl_dist.method("dni", **options), (8,), num_classes=C, seed=0)

@@ -46,7 +46,7 @@ def test_a_loss_that_does_not_broadcast_is_let_through(loss_fn, out, target):
 
 @pytest.mark.parametrize(
     ("loss", "found"),
-    [(None, "returned None"), (0.5, "returned a float"), ((torch.tensor(0.5), 1), "returned a tuple"),
+    [(None, "returned None"), (0.5, "returned a float"), ((torch.tensor(0.5), 1, 2), "returned a tuple"),
      (torch.zeros(2), r"has shape \[2\]")],
 )  # fmt: skip
 def test_what_is_no_number_is_no_loss(loss, found):

@@ -10,6 +10,8 @@ from torch.utils.data import TensorDataset
 
 from adl_dist import Loading, Monitoring
 from adl_dist.errors import ConfigError
+from adl_dist.stage.loss_terms import class_loss
+from adl_dist.stage.metrics import metrics_of
 from tests.support.runs import toy_trainer
 from tests.support.sentences import IGNORED, Sentences, encoder, padded
 from tests.support.values import QUIET, SILENT
@@ -71,7 +73,7 @@ def test_metrics_of_training_are_recorded_for_each_update(tmp_path):
 
 
 @pytest.mark.parametrize("K", [1, 2])
-def test_the_share_of_the_peak_is_that_of_the_products_of_matrices(K):
+def test_the_share_of_the_peak_counts_products_of_matrices(K):
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 10))
     monitoring = Monitoring(quiet=True, tensorboard=False, peak_tflops=1e-6)
     trainer = toy_trainer(K, 1, "gpipe" if K > 1 else "bp", model=model, balance="even")
@@ -113,8 +115,31 @@ def failing(out, target):
     return out.missing
 
 
+def blanking(out, target):
+    target[target == IGNORED] = 0
+    return 0, 1
+
+
 def loss(out, target):
     return 0, 1
+
+
+class Flattened(nn.CrossEntropyLoss):
+    """torch's loss with a forward of its own, which takes classes in the last dimension."""
+
+    def forward(self, out, target):
+        return super().forward(out.flatten(0, 1), target.flatten())
+
+    def num_terms(self, target):
+        return (target != IGNORED).sum()
+
+
+def test_of_a_loss_derived_from_torchs_classes_are_the_last_dimension_if_that_fits():
+    out = torch.eye(3)[None]  # [1, 3, 3]: each class right, whichever dimension; rolled, only in the last one
+    target = torch.tensor([[1, 2, 0]])
+    out = out.roll(1, dims=2)
+    (metric,) = metrics_of(["accuracy"], class_loss(Flattened()))
+    assert [number.item() for number in metric.measure(out, target)] == [3, 3]
 
 
 @pytest.mark.parametrize(
@@ -125,6 +150,7 @@ def loss(out, target):
         ([loss], "the name 'loss' is taken"),
         ([7], "expected a name or a callable of"),
         ([failing], "metrics: failing fails: AttributeError"),
+        ([blanking], "metrics: blanking writes to the output or the target"),
     ],
 )
 def test_a_metric_that_cannot_be_measured_is_refused(metrics, message):

@@ -156,3 +156,56 @@ def toy_state(dataset, **loading):
     trainer = toy_trainer(1, 1, model=model, optimizer=sgd, **values(threads=1) and {})
     trainer.fit(dataset, epochs=1, batch_size=2, monitoring=SILENT, loading=Loading(**loading))
     return trainer.full_state_dict()
+
+
+class Faulty(Streamed):
+    """Fails in the method that ``where`` names."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
+
+    def _fail(self, where):
+        if self.where == where:
+            raise FileNotFoundError("no shard")
+
+    def set_epoch(self, epoch):
+        self._fail("set_epoch")
+
+    def __iter__(self):
+        self._fail("iter")
+        return super().__iter__()
+
+    def state_dict(self):
+        self._fail("state_dict")
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+@pytest.mark.parametrize("where", ["set_epoch", "iter", "state_dict"])
+def test_what_an_iterable_raises_anywhere_is_one_line(where, tmp_path):
+    with pytest.raises(AdlError, match=r"training dataset: Faulty.* raised FileNotFoundError: no shard at") as refused:
+        trained(Faulty(where), run_dir=tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+class NoOrder(list):
+    """A sampler that fails."""
+
+    def __iter__(self):
+        raise ValueError("no order")
+
+
+@pytest.mark.parametrize(
+    ("loading", "message"),
+    [
+        ({"sampler": NoOrder([1] * 8)}, "sampler: NoOrder raised ValueError: no order at"),
+        ({"samples_per_epoch": "10"}, "samples_per_epoch must be a whole number of at least 1, got '10'"),
+    ],
+)
+def test_a_sampler_that_fails_and_a_length_that_is_none_are_one_line(loading, message):
+    with pytest.raises(AdlError, match=message) as refused:
+        trained(Sentences(), loading=Loading(collate_fn=padded, **loading))
+    assert "\n" not in str(refused.value)

@@ -23,6 +23,7 @@ from tests.support.sentences import (
     by_names,
     encoder,
     padded,
+    sentence,
 )  # fmt: skip
 from tests.support.values import QUIET
 
@@ -150,11 +151,11 @@ def weighted(out, target):
     return (losses * weights).sum() / weights.sum()
 
 
+DATA["pairs"] = (Pairs, None)
 weighted.num_terms = lambda target: (target["weight"][:, None] * (target["words"] != IGNORED)).sum()
 
 
 def test_a_target_of_several_tensors_reaches_the_loss_whole(monkeypatch):
-    monkeypatch.setitem(DATA, "pairs", (Pairs, None))
     (expected, of_one), (state, of_three) = (
         fitted("pairs", K, M, "gpipe", loss_fn=weighted) for K, M in ((1, 1), (3, 3))
     )
@@ -166,7 +167,7 @@ def test_a_target_of_several_tensors_reaches_the_loss_whole(monkeypatch):
 
 class Branching(Encoder):
     def forward(self, ids, mask):
-        if ids.shape[1] > LONGEST // 2:
+        if ids.shape[1] > LONGEST // 2 + 1:
             ids = ids + 0
         return super().forward(ids, mask)
 
@@ -175,6 +176,35 @@ def test_a_forward_that_branches_on_a_length_is_refused():
     trainer = toy_trainer(2, 1, model=Branching(), loss_fn=LOSS, balance="even")
     with pytest.raises(PartitionError, match="branches on a length") as refused:
         trainer.fit(Sentences(), epochs=1, batch_size=3, loading=Loading(collate_fn=padded), monitoring=QUIET)
+    assert "\n" not in str(refused.value)
+
+
+class Late(Sentences):
+    """The long sentences come behind those that are looked at before training."""
+
+    def __getitem__(self, index):
+        return sentence(index, length=4 + index // 2 % 2 if index < 70 else LONGEST)
+
+
+class AtMost(Encoder):
+    def forward(self, ids, mask):
+        return super().forward(ids[:, : min(ids.shape[1], 6)], mask[:, :6])
+
+
+class Scaled(Encoder):
+    def forward(self, ids, mask):
+        return super().forward(ids, mask) * (2 if ids.shape[1] == LONGEST else 1)
+
+
+@pytest.mark.parametrize(
+    ("net", "question"),
+    [(Branching, "size > 5' was False"), (AtMost, "size > 6' was False"), (Scaled, "size == 9' was False")],
+)
+def test_a_branch_that_only_a_later_length_takes_is_refused(net, question):
+    trainer = toy_trainer(2, 1, model=net(), loss_fn=LOSS, balance="even")
+    loading = Loading(collate_fn=padded)
+    with pytest.raises(PartitionError, match="branches on a length.*" + question) as refused:
+        trainer.fit(Late(80), epochs=1, batch_size=2, shuffle=False, loading=loading, monitoring=QUIET)
     assert "\n" not in str(refused.value)
 
 
@@ -215,6 +245,23 @@ def test_a_count_that_no_target_tells_is_refused():
 
     with pytest.raises(ConfigError, match=r"count 7.5, but the targets have as .*num_terms") as refused:
         fitted("tuple", 2, 2, loss_fn=strange)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (lambda out, target: len(target["words"]), "no mean over the terms .* the first must be the sum, not the mean"),
+        (lambda out, target: {"accuracy": 0.5}, "a pair .* whose second value, a dict, is no number"),
+        (lambda out, target: out, "a pair .* whose second value, a Tensor, is no number"),
+    ],
+)
+def test_a_pair_that_is_no_sum_and_count_is_refused(second, message):
+    def loss_fn(out, target):
+        return nn.functional.mse_loss(out.mean((1, 2)), target["weight"]), second(out, target)
+
+    with pytest.raises(ConfigError, match=message) as refused:
+        fitted("pairs", 2, 2, loss_fn=loss_fn)
     assert "\n" not in str(refused.value)
 
 

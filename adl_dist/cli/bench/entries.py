@@ -19,6 +19,7 @@ from adl_dist.partition import Machine, checked_sizes, even_sizes
 from adl_dist.partition.predict import best_cut, predict
 from adl_dist.schedule import METHODS, Method, Pipeline
 from adl_dist.schedule.run_plan import micro_batch_size_of
+from adl_dist.stage.own_loss import MeanOf
 from adl_dist.training.trial import Trial
 from adl_dist.transport.spec import TensorSpec
 
@@ -186,11 +187,17 @@ def survey(config: RunConfig, able: Sequence[Entry]) -> ModelSurvey:
     """
     K, balance = config.partition.num_stages, config.partition.balance
     profiler = Profiler(config, granularity=config.partition.chosen().units, threads=config.threads)
-    if any(isinstance(batch, Several) for batch in profiler.samples.one):
-        raise ConfigError(
-            "bench runs torch's own pipelines, too, and compares what takes one tensor and one target; the data's are "
-            "several; use adl-dist plan and adl-dist train for such a model"
-        )
+    for is_so, what in (
+        (any(isinstance(batch, Several) for batch in profiler.samples.one), "inputs or targets of several tensors"),
+        (profiler.samples.varies, "a collate_fn, by which lengths may change"),
+        (profiler.reads_stream, "an iterable dataset"),
+        (isinstance(profiler.spec.loss_fn, MeanOf), "a loss that returns (sum, count)"),
+    ):
+        if is_so:
+            raise ConfigError(
+                "bench runs plain torch and torch's own pipelines, too, which take tensors of one shape, a dataset "
+                f"with indices and a loss that is a mean; here is {what}: use adl-dist plan and adl-dist train"
+            )
     sizes: dict[int, list[int] | None] = {}
     for num in dict.fromkeys([K, *(entry.num_stages for entry in able if entry.is_cut)]):
         sizes[num] = (

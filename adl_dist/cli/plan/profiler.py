@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from adl_dist.batch import Several
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.distributed.affinity import num_cores, tune_malloc
@@ -26,8 +27,10 @@ from adl_dist.partition.costs import Profile
 from adl_dist.partition.measure import pace
 from adl_dist.partition.predict import Throughput
 from adl_dist.stage import TrainSpec, in_dtype
+from adl_dist.stage.own_loss import MeanOf, OnSeveral
 from adl_dist.training import samples as samples_of
 from adl_dist.training.input import DeviceLoader
+from adl_dist.training.loss_checks import ReturnsSumError
 from adl_dist.training.partitioned_model import micro_batch, take_profile
 from adl_dist.training.samples import Samples
 from adl_dist.training.trial import Trial, in_a_memory_format
@@ -74,6 +77,7 @@ class Profiler:
         (self.spec, self.samples), _ = in_a_memory_format(self.model, self.spec, samples, tried)
         if self._loader is not None:
             self._loader.precision = self.spec.precision
+        self.reads_stream = self._loader is not None and self._loader.stream is not None
         self._autocast = self.spec.precision.autocasting(self.device)
         self._sample = self.samples.one
 
@@ -179,7 +183,13 @@ class Profiler:
 
 def _tried(model: nn.Module, samples: Samples, device: torch.device, spec: TrainSpec) -> tuple[TrainSpec, Samples]:
     """Return the spec that ``model`` has been tried with, and the samples in its memory format."""
-    Trial(model, spec, samples, device).run([model])
+    if isinstance(samples.one[1], Several):
+        spec = replace(spec, loss_fn=OnSeveral(spec.loss_fn))
+    try:
+        Trial(model, spec, samples, device).run([model])
+    except ReturnsSumError as pair:
+        spec = replace(spec, loss_fn=MeanOf(spec.loss_fn, pair.target, pair.count))
+        Trial(model, spec, samples, device).run([model])
     return spec, samples.to(device, channels_last=bool(spec.precision.channels_last))
 
 

@@ -89,7 +89,9 @@ def requested(arguments: Sequence[str]) -> Sweep | tuple[RunConfig, Plain]:
     typed = set(keys_of.values())
     params = [f"{k}={v}" for k, v in (composed.hydra.sweeper.params or {}).items() if k not in typed]
     swept = [*params, *(override for override in overrides if override not in single)]
-    tune = [override for override in config.tune if _key(override) not in {*typed, STAGES, SEED, *map(_key, params)}]
+    if own := [override for override in config.tune if _key(override) in (STAGES, SEED)]:
+        raise ConfigError(f"sweep.tune: {own[0]} tells the runs of a row apart and has no best value; sweep it instead")
+    tune = [override for override in config.tune if _key(override) not in {*typed, *map(_key, params)}]
     common = [w for w in single if w not in of_sweep and keys_of[w] not in ("hydra.mode", "run_dir")]
     choices, keys = composed.hydra.runtime.choices, {_key(override) for override in swept}
     nodes = [compose.named(node, composed, choices) for node in ("data", "model") if node not in keys]

@@ -1,0 +1,23 @@
+"""Errors of the user's own code, in one line."""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from adl_dist.errors import DataError, place_of
+
+
+@contextmanager
+def own_code(what: str) -> Iterator[None]:
+    """Tell what the user's code raises inside as a DataError that begins with ``what`` did it, and says where."""
+    try:
+        yield
+    except DataError:
+        raise
+    except (Exception, SystemExit) as error:  # it can raise anything
+        raised = " ".join(f"{type(error).__name__}: {error}".split())
+        refusal = DataError(f"{what} raised {raised}{place_of(error)}")
+        if isinstance(error, OSError | MemoryError) and not isinstance(error, FileNotFoundError | PermissionError):
+            refusal.exit_code = 1  # a disk or a server that may be there again when the run is restarted
+        refusal.add_note(traceback.format_exc())  # for the log; a worker's error arrives without its cause
+        raise refusal from error
