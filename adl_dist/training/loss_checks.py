@@ -44,7 +44,13 @@ class ReturnsSumError(ConfigError):
 
 def check_loss(stage: int, loss: Any, got: str) -> None:
     """Raise ConfigError unless ``loss``, returned for what it ``got``, is one number as a tensor."""
-    if isinstance(loss, tuple | list) and len(loss) == 2 and all(map(_is_number, loss)):
+    if isinstance(loss, tuple | list) and len(loss) == 2:
+        for name, value in zip(("first", "second"), loss, strict=True):
+            if not _is_number(value):
+                raise ConfigError(
+                    f"stage {stage}: the loss returned a pair for {got} whose {name} value, a {type(value).__name__}, "
+                    "is no number; expected (sum, count), or a tensor of one number, the mean over the samples"
+                )
         raise ReturnsSumError(float(loss[1]))
     if not isinstance(loss, Tensor):
         found = "None" if loss is None else f"a {type(loss).__name__}"
