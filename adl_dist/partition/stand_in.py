@@ -269,7 +269,7 @@ for _kind in (KnownInt, KnownFloat):
         for _prefix in ("", "r"):
             made = _arithmetic(getattr(operator, _name), reflected=bool(_prefix))
             setattr(_kind, f"__{_prefix}{_name}__", made)
-    # What Python asks such a number for, and goes on with a plain one.
+    # What Python asks such a number for, to use a plain one from there.
     for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
         setattr(_kind, f"__{_name}__", _asked(getattr(operator, _name), getattr(_kind, f"__{_name}__")))
     for _name, _ask in (("bool", bool), ("int", int), ("float", float), ("round", round), ("hash", hash)):

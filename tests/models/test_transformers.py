@@ -217,7 +217,7 @@ def test_outputs_are_those_of_transformers(pair):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("pair", [gpt_pair, llama_pair])
-def test_fifty_updates_are_those_of_a_plain_loop_over_transformers(pair, tmp_path):
+def test_fifty_updates_are_those_of_a_loop_over_transformers(pair, tmp_path):
     """One stage and M = 2, in float64, against batches at once."""
     ours, theirs = pair()
     data = [torch.randint(VOCAB, (CONTEXT + 1,)) for _ in range(200)]
