@@ -73,7 +73,7 @@ class Stream:
         if self._iterator is self._dataset:
             raise DataError(
                 f"{type(self._dataset).__name__} is an iterator, which can be read once only; expected a dataset whose "
-                "__iter__ starts again from the first sample, because the model is tried out with its first samples"
+                "__iter__ begins at the start again, because the model is tried out with its first samples"
             )
         self._at = Place(epoch, skipped)
         for place in range(skipped, first_sample):

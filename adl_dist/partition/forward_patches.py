@@ -11,7 +11,7 @@ from torch.fx import _symbolic_trace as symbolic_trace
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as checkpointing
 
-from adl_dist.partition.stand_in import ISINSTANCE, StandIn, is_instance
+from adl_dist.partition.stand_in import ISINSTANCE, Range, StandIn, is_instance
 
 # What makes a tensor from a shape has no tensor to ask: torch.zeros(x.shape[0], 3).
 FACTORIES = (
@@ -29,12 +29,14 @@ Place = tuple[Any, str, Any]  # an object, its attribute, and what is put there
 class Patches:
     """All that is patched while one forward is read."""
 
-    def __init__(self, tracer: Any) -> None:
+    def __init__(self, tracer: Any, *, varies: bool) -> None:
+        """``varies``: what sizes decide is noted."""
         self._mode = _RegisteredRead(tracer)
         self._patched: list[Place] = [
             # A stand-in must not claim a class of its own accord (``__class__``): torch would take it for a tensor, and
             # read memory that is none.
             (builtins, "isinstance", is_instance),
+            *([(builtins, "range", Range)] if varies else []),
             *((torch, name, _reading(getattr(torch, name))) for name in FACTORIES),
             *((torch, name, _answering(getattr(torch, name))) for name in ABOUT_DTYPES),
             *((checkpointing, function.__name__, _reading(function)) for function in CHECKPOINTS),

@@ -18,6 +18,7 @@ from adl_dist.partition.known import UNKNOWN, Known, is_same_value, scenario
 from adl_dist.partition.nodes import IN_PLACE
 
 OF_SHAPES = "of_shapes"  # in a node's ``meta``: whether it computes numbers from nothing but the shapes of tensors
+_RANGE = range
 ISINSTANCE = isinstance  # Python's own, which is replaced by :func:`is_instance` while a forward is read
 _ANY_TENSOR = torch.empty(0)
 _OWN = {"tracer", "node", "root", "attr", "_node", "_found", "_tensor"}  # attributes of stand-ins
@@ -268,12 +269,25 @@ for _kind in (KnownInt, KnownFloat):
         for _prefix in ("", "r"):
             made = _arithmetic(getattr(operator, _name), reflected=bool(_prefix))
             setattr(_kind, f"__{_prefix}{_name}__", made)
-    # What Python asks such a number for, to use a plain one from then on.
+    # What Python asks such a number for, to use a plain one from there.
     for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
         setattr(_kind, f"__{_name}__", _asked(getattr(operator, _name), getattr(_kind, f"__{_name}__")))
-    for _name, _ask in (("bool", bool), ("int", int), ("float", float), ("round", round)):
+    for _name, _ask in (("bool", bool), ("int", int), ("float", float), ("round", round), ("hash", hash)):
         setattr(_kind, f"__{_name}__", _asked(_ask, getattr(_kind, f"__{_name}__")))
     _kind.__neg__ = lambda number: number.tracer.create_proxy("call_function", operator.neg, (number,), {})  # type: ignore
+
+
+class _OfRanges(type):
+    def __instancecheck__(cls, value: Any) -> bool:
+        return ISINSTANCE(value, _RANGE)
+
+
+class Range(metaclass=_OfRanges):
+    """In the place of Python's ``range`` while a forward is read, for that asks a number for nothing."""
+
+    def __new__(cls, *args: Any) -> Any:
+        """Return a range of plain numbers, of which is noted that they decide something."""
+        return _RANGE(*(int(number) if ISINSTANCE(number, KnownInt) else number for number in args))
 
 
 def is_instance(value: Any, kind: Any) -> bool:

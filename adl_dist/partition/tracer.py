@@ -102,7 +102,7 @@ def _read(
     model: nn.Module, granularity: str, samples: Samples | None, like: Values | None, *, varies: bool
 ) -> tuple[fx.Graph, Values | None]:
     with as_before(model, granularity):
-        tracer = _Tracer(model, granularity, samples, like)
+        tracer = _Tracer(model, granularity, samples, like, varies=varies)
         # It may warn of what it does when it runs; that it will do once more, where it trains.
         with warnings.catch_warnings(action="ignore"), tracer.patches.applied():
             tracer.notes_decisions = varies
@@ -125,7 +125,9 @@ def has_hooks(module: nn.Module) -> bool:
 class _Tracer(fx.Tracer):
     """Reads one forward; ``known`` holds the values of its nodes for two batches, if there are samples."""
 
-    def __init__(self, model: nn.Module, granularity: str, samples: Samples | None, like: Values | None) -> None:
+    def __init__(
+        self, model: nn.Module, granularity: str, samples: Samples | None, like: Values | None, *, varies: bool
+    ) -> None:
         super().__init__(autowrap_modules=(math,), autowrap_functions=CHECKPOINTS)
         self._granularity, self._samples = granularity, samples
         self._with_gradient, self._around = torch.is_grad_enabled(), _surroundings()
@@ -135,7 +137,7 @@ class _Tracer(fx.Tracer):
         self._held: dict[str, Held] = {}
         self.is_paused = False  # while parts of the model run as they are, and nothing is read
         self.notes_decisions = False  # whether what is asked about sizes is asked again whenever the graph runs
-        self.patches = Patches(self)
+        self.patches = Patches(self, varies=varies)
         self.values = Values(model, samples, self.patches.lifted, like) if samples is not None else None
         self.known: dict[fx.Node, Known] = {} if self.values is None else self.values.known
         self.names = {id(t): name for name, t in (*model.named_buffers(), *model.named_parameters())}

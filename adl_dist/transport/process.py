@@ -31,7 +31,8 @@ POSTED_AHEAD = 2
 SIZES = " sizes"  # ends the names of edges by which the sizes of messages go, see varying.py
 ON_CPU = ("target", "label", "go")  # small, and their receivers want them on the CPU
 Issue = Callable[..., dist.Work | None]
-START_SEND, START_RECV = dist.isend, dist.irecv  # tensors are sent and received by these, here and in varying.py
+SEND: Issue = dist.isend
+RECEIVE: Issue = dist.irecv
 Message = list[tuple[dist.Work | None, Tensor]]  # a Work, kept with the buffer that it uses; None: an empty tensor
 
 
@@ -152,7 +153,7 @@ class ProcessSender(End):
                 continue
             if self._edge.backend == "gloo" and wire.is_cuda:
                 wire = to_host(wire)
-            works.append((self._begin(START_SEND, wire, micro_batch, place), wire))
+            works.append((self._begin(SEND, wire, micro_batch, place), wire))
         self._pending.append((micro_batch, works))
         while len(self._pending) > self._max_pending:
             self._finish_oldest()
@@ -203,6 +204,6 @@ class ProcessReceiver(End):
         works: Message = []
         for place, spec in enumerate(self._specs):
             buffer = spec.empty(self._sizes[micro_batch], self._arrives_on, on_wire=True, pinned=self._through_host)
-            work = None if spec.is_empty else self._begin(START_RECV, spec.as_wire(buffer), micro_batch, place)
+            work = None if spec.is_empty else self._begin(RECEIVE, spec.as_wire(buffer), micro_batch, place)
             works.append((work, buffer))
         self._pending.append((micro_batch, works))

@@ -19,8 +19,8 @@ from adl_dist.errors import PartitionError
 from adl_dist.transport.channel import LocalChannel, Tensors
 from adl_dist.transport.process import (
     POSTED_AHEAD,
-    START_RECV,
-    START_SEND,
+    RECEIVE,
+    SEND,
     Edge,
     End,
     Issue,
@@ -127,7 +127,7 @@ class VaryingSender(_Tagged, ProcessSender):
         header: Message = []
         if self._headers is not None:
             sizes = torch.tensor([size for spec in self._specs for size in spec.shape], dtype=torch.int64)
-            header = [self._header(START_SEND, sizes, micro_batch, self._headers)]
+            header = [self._header(SEND, sizes, micro_batch, self._headers)]
         if self._as_sent is not None and self._is_answered:
             self._as_sent[micro_batch] = tuple(spec for spec in self._specs if spec.takes_gradient)
         most, self._max_pending = self._max_pending, sys.maxsize
@@ -156,7 +156,7 @@ class VaryingReceiver(_Tagged, ProcessReceiver):
         while len(self._awaited) < 1 + POSTED_AHEAD and self._to_post and self._to_post[0] < self._end:
             ahead = self._to_post.popleft()
             sizes = torch.empty(sum(len(spec.shape) for spec in self._open), dtype=torch.int64)
-            self._awaited.append((ahead, self._header(START_RECV, sizes, ahead, self._headers)))
+            self._awaited.append((ahead, self._header(RECEIVE, sizes, ahead, self._headers)))
         awaited, (work, header) = self._awaited.popleft()
         try:
             if work is not None:

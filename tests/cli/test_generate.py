@@ -49,7 +49,7 @@ def test_a_seed_gives_the_same_text_and_another_one_another(run_dir, capsys):
     assert len(texts[0].strip()) == 201
 
 
-def test_the_commands_of_experiment_gpt_make_new_text_of_a_file(tmp_path, monkeypatch, capsys):
+def test_the_commands_of_experiment_gpt_lead_to_new_text(tmp_path, monkeypatch, capsys):
     """As its header says, in fewer updates."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "FILE").write_text(Path(__file__).read_text())

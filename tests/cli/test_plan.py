@@ -86,7 +86,7 @@ def test_neighbours_rest_until_they_work_and_end_in_time(num_workers):
     assert not process.is_alive()
 
 
-def test_a_model_of_several_inputs_and_lengths_with_a_loss_of_sum_and_count_is_measured():
+def test_several_inputs_lengths_and_a_sum_and_count_are_measured():
     own = "tests.support.sentences.encoder", "tests.support.sentences.both", "tests.support.sentences.padded"
     words = [f"model._target_={own[0]}", f"data._target_={own[1]}", f"data.collate_fn={own[2]}"]
     words += ["loss._target_=tests.training.test_structured_batches.sum_and_count", "data.num_workers=0"]

@@ -48,7 +48,7 @@ def test_tokens_behind_the_last_whole_window_are_not_used(tmp_path):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_epoch_visits_every_window_in_an_order_of_its_own(tmp_path, num_workers):
+def test_an_epoch_visits_every_window_once_in_its_own_order(tmp_path, num_workers):
     path = written(tmp_path / "a.bin", np.arange(100))
     loader = Loader(tokens(path, path, context=4)[0], seed=3, shuffle=True, num_workers=num_workers)
     firsts = [[int(x) for batch, _ in loader.batches(epoch, [8, 8, 4]) for x in batch[:, 0]] for epoch in (0, 1)]
@@ -92,7 +92,7 @@ def test_a_token_that_the_model_does_not_have_is_named(tmp_path):
         train[1]
 
 
-def test_the_vocabulary_says_how_many_tokens_there_are(tmp_path):
+def test_the_vocabulary_next_to_tokens_says_how_many_there_are(tmp_path):
     path = written(tmp_path / "a.bin")
     with pytest.raises(ConfigError, match=r"data.vocab_size must be given: next to .* there is no vocabulary"):
         vocab_size_next_to(path)

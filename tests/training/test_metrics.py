@@ -134,7 +134,7 @@ class Flattened(nn.CrossEntropyLoss):
         return (target != IGNORED).sum()
 
 
-def test_of_a_loss_derived_from_torchs_classes_are_the_last_dimension_if_that_fits():
+def test_classes_of_a_derived_loss_are_the_last_dimension():
     out = torch.eye(3)[None]  # [1, 3, 3]: each class right, whichever dimension; rolled, only in the last one
     target = torch.tensor([[1, 2, 0]])
     out = out.roll(1, dims=2)

@@ -205,7 +205,7 @@ class NoOrder(list):
         ({"samples_per_epoch": "10"}, "samples_per_epoch must be a whole number of at least 1, got '10'"),
     ],
 )
-def test_a_sampler_that_fails_and_a_length_that_is_none_are_one_line(loading, message):
+def test_a_sampler_that_fails_and_no_length_are_one_line(loading, message):
     with pytest.raises(AdlError, match=message) as refused:
         trained(Sentences(), loading=Loading(collate_fn=padded, **loading))
     assert "\n" not in str(refused.value)

@@ -196,9 +196,28 @@ class Scaled(Encoder):
         return super().forward(ids, mask) * (2 if ids.shape[1] == LONGEST else 1)
 
 
+class Repeated(Encoder):
+    def forward(self, ids, mask):
+        scores = super().forward(ids, mask)
+        for _ in range(ids.shape[1] // 6):
+            scores = scores * 2
+        return scores
+
+
+class LookedUp(Encoder):
+    def forward(self, ids, mask):
+        return super().forward(ids, mask) * {1: 2.0}.get(ids.shape[1] // 6, 1.0)
+
+
 @pytest.mark.parametrize(
     ("net", "question"),
-    [(Branching, "size > 5' was False"), (AtMost, "size > 6' was False"), (Scaled, "size == 9' was False")],
+    [
+        (Branching, "size > 5' was False"),
+        (AtMost, "size > 6' was False"),
+        (Scaled, "size == 9' was False"),
+        (Repeated, r"int\(size\)' was 0"),
+        (LookedUp, r"hash\(size\)' was 0"),
+    ],
 )
 def test_a_branch_that_only_a_later_length_takes_is_refused(net, question):
     trainer = toy_trainer(2, 1, model=net(), loss_fn=LOSS, balance="even")
