@@ -85,14 +85,13 @@ def max_pending_of(pipeline: Pipeline) -> Mapping[Sending, int]:
     such wait closes a cycle of stages that wait for each other (tests/schedule/test_schedule.py).
     """
     K, M = pipeline.num_stages, pipeline.micro_batches_per_update
-    anywhere = {(link.what, k): pipeline.max_pending for link in LINKS.values() for k in range(K)}
     if pipeline.spec.local_losses:  # nothing comes back that would tell
-        return anywhere
+        return {(link.what, k): pipeline.max_pending for link in LINKS.values() for k in range(K)}
     fill = pipeline.updates_to_fill
     groups = [M] * (fill + 1 + fill)
     made = [list(training_actions(pipeline, k, group_sizes=groups)) for k in range(K)]
     steady = range(fill * M, (fill + 1) * M)
-    return anywhere | max_outstanding(made, steady)  # an edge may be for evaluation alone
+    return max_outstanding(made, steady)
 
 
 def updates_that_load(group_sizes: Sequence[int], num_micro_batches: int) -> int:

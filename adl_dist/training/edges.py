@@ -69,7 +69,7 @@ def connect_stages(
                 world.edges[what, source],
                 specs,
                 what=what,
-                max_pending=most[what, source],
+                max_pending=most.get((what, source), pipeline.max_pending),  # or it is for evaluation alone
                 max_pending_in_evaluation=pipeline.max_pending,
                 units=units,
             )
