@@ -1,4 +1,4 @@
-"""Train a plain network on digits by DNI, beside BP, DGL and stages that stand still: what are predictions worth?
+"""Train a plain network on digits by DNI, next to BP, DGL and stages that stand still: what are predictions worth?
 
 python benchmarks/synthetic_gradients.py [SEEDS]
 """

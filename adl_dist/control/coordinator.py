@@ -21,11 +21,12 @@ from adl_dist.monitor.trace import TRACE, Instant, merge_parts
 from adl_dist.report import Progress, Recorder, warn
 from adl_dist.report.progress import TOKENS
 from adl_dist.schedule.run_plan import Plan
+from adl_dist.stage.metrics import PERPLEXITY
+from adl_dist.stage.stats import value_of
 
 logger = logging.getLogger("adl_dist")
 Trained = tuple[int, float, list[TrainResult]]  # of one segment: samples, seconds, the results of all stages
 
-LARGEST_EXPONENT = 700.0  # whose power of e is a float
 DRAIN_CHANGED_RESULT = (
     "; the pipeline was emptied for it in mid-epoch: the gradients after it are less stale, and values those of a run "
     "that ended with train.max_updates={update} and was continued"
@@ -258,7 +259,7 @@ class Coordinator:
         loss = last.loss_sum / last.num_terms if last.num_terms else math.nan
         self._metrics = {"validation_loss": loss}
         if self._unit == TOKENS:
-            self._metrics["validation_perplexity"] = math.exp(min(loss, LARGEST_EXPONENT))
+            self._metrics["validation_perplexity"] = value_of(PERPLEXITY, (loss, 1.0))
         if last.num_correct is not None and last.num_classed:
             self._metrics["validation_accuracy"] = last.num_correct / last.num_classed
         self._metrics |= {f"validation_{name}": value for name, value in last.metrics.items()}

@@ -162,7 +162,7 @@ def settled(
 
 
 def unit_of(samples: Samples, loss_fn: LossFn, terms: LossTerms | None) -> str:
-    """Return in what the speed of training is told: ``images``, ``tokens``, or ``samples`` of anything else."""
+    """Return the unit of the speed of training: ``images``, ``tokens``, or ``samples`` of anything else."""
     first, target = tensors_of(samples.one[0])[0], tensors_of(samples.one[1])[0]
     classes = class_loss(loss_fn)
     is_text = not first.is_floating_point() and first.ndim == 2 and target.ndim == 2 and not target.is_floating_point()

@@ -145,7 +145,7 @@ class Trainer:
                 "adl-dist plan prints for this cut, like method.delay=[2,1,0]"
             )
         self._processes = processes or ProcessOptions()
-        metrics_of(self._spec.metrics, None)  # a wrong name is told now
+        metrics_of(self._spec.metrics, None)  # refuses a wrong name before any work
         self._distributed = _is_distributed(self._processes, self._spec.pipeline)
         self._timeouts = timeouts or WatchdogTimeouts()
         self._loss_settings = described(loss_fn)  # now, because a loss may count its calls

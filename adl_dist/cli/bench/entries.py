@@ -200,9 +200,8 @@ def survey(config: RunConfig, able: Sequence[Entry]) -> ModelSurvey:
             )
     sizes: dict[int, list[int] | None] = {}
     for num in dict.fromkeys([K, *(entry.num_stages for entry in able if entry.is_cut)]):
-        sizes[num] = (
-            even_sizes(profiler.chain, num) if num > 1 else [1]
-        )  # there must be enough units, however it is cut
+        # Evenly first, however it is cut: there must be enough units.
+        sizes[num] = even_sizes(profiler.chain, num) if num > 1 else [1]
         if num == K > 1 and balance not in ("even", "auto"):
             sizes[num] = checked_sizes(profiler.chain, K, balance)
         elif num > 1 and balance == "auto":
