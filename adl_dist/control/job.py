@@ -73,6 +73,7 @@ class Job:
         """
         plane, endpoint = self._plane, self._plane.endpoint
         worker.stop, endpoint.on_part = endpoint.stop, coordinator.part
+        endpoint.on_abort = self._world.abort_edges
         if stops_early and self._world.rank == COORDINATOR_RANK:
             endpoint.stop.is_wanted = lambda: self.requests.any_open
             endpoint.stop.announce = plane.announce

@@ -37,6 +37,7 @@ class JobEndpoint:
         self.reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self.requests = Requests()
         self.on_part: Callable[[PartReport], None] = lambda part: None  # takes what the processes report of a save
+        self.on_abort: Callable[[], None] = lambda: None  # ends messages that would never arrive; may take a while
 
     def take(self, message: Message) -> None:
         """Take a message to where it is waited for."""
@@ -47,6 +48,10 @@ class JobEndpoint:
                 self.reports.put(message)
             case PartReport():
                 self.on_part(message)
+            case Abort():
+                self.stop.take(message)
+                self.commands.put(message)
+                threading.Thread(target=self.on_abort, name="abort", daemon=True).start()
             case _:
                 self.commands.put(message)
 

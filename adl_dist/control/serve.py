@@ -86,6 +86,9 @@ def serve(worker: LocalWorker, plane: ControlPlane) -> Summary:
                 reporter.results(worker.execute(command, reporter))
                 continue
         except BaseException as error:
+            told = plane.endpoint.stop.failure
+            if told is not None and not isinstance(error, ChannelError):  # what was computed since is worth nothing
+                raise told.error() from None
             is_reported = reporter.failure(error)
             world.is_rank_0_informed, world.has_failed_itself = is_reported, not isinstance(error, ChannelError)
             if isinstance(error, ChannelError):

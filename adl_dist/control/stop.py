@@ -1,5 +1,7 @@
 """The early end of a running segment: one decision, "after update u", applied by each process between two actions.
 
+Or the end of the job, because a process failed: over NCCL nothing else would end what this process waits for.
+
 Stage 0 is the place to decide, because no stage is ahead of it: about to load micro-batch b, it knows that no stage
 waits for more than b and the receives posted beyond. The segment ends with the group of the last of these. Only when
 all other processes have the decision does stage 0 continue; none of them can meet a micro-batch beyond b before that.
@@ -7,7 +9,7 @@ all other processes have the decision does stage 0 continue; none of them can me
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from adl_dist.control.messages import Stop
+from adl_dist.control.messages import Abort, Failure, Stop
 from adl_dist.engine import StageContext
 from adl_dist.schedule import Action, Op, Pipeline, Segment, shorten, updates_that_load
 
@@ -19,11 +21,17 @@ class EarlyStop:
         # On rank 0: whether the running segment should end, and what hands the decision to all other processes.
         self.is_wanted: Callable[[], bool] = lambda: False
         self.announce: Callable[[Stop], None] = lambda stop: None
+        self.failure: Failure | None = None  # that the job has ended for
         self._stop: Stop | None = None
+        self._is_told = False  # whether something was taken that the main thread has not looked at
 
-    def take(self, stop: Stop) -> None:
-        """Take the decision of rank 0; called by any thread. The main thread acts on it between two actions."""
-        self._stop = stop
+    def take(self, news: Stop | Abort) -> None:
+        """Take what rank 0 says; called by any thread. The main thread acts on it between two actions."""
+        if isinstance(news, Abort):
+            self.failure = news.failure
+        else:
+            self._stop = news
+        self._is_told = True
 
     def applied(
         self,
@@ -38,6 +46,9 @@ class EarlyStop:
 
         ``order`` are the actions of this process, drawn from ``contexts[k].work.actions`` of stages that are opened for
         ``segment``; ``posted_ahead`` receives are posted before they are needed.
+
+        Raises:
+            StageFailed: the job has ended for the failure of a process.
         """
 
         def apply() -> bool:
@@ -59,5 +70,8 @@ class EarlyStop:
                     self.announce(stop)
                     self.take(stop)
             yield k, action
-            if self._stop is not None and not is_applied:
-                is_applied = apply()
+            if self._is_told:
+                self._is_told = False  # first: what is taken from here on sets it again
+                if self.failure is not None:
+                    raise self.failure.error()
+                is_applied = is_applied or apply()

@@ -34,7 +34,7 @@ from adl_dist.report import warn
 from adl_dist.schedule import Pipeline
 from adl_dist.transport import port_filter
 from adl_dist.transport.port_filter import block, blocking_new, unblock
-from adl_dist.transport.process import Edge, connect_edges
+from adl_dist.transport.process import Edge, abort, connect_edges
 
 COORDINATOR_RANK = 0
 EVERY_METHOD_NEEDS = ("act", "grad", "target")
@@ -60,7 +60,9 @@ class World:
     is_rank_0_informed: bool = True  # whether rank 0 knows that error, as far as can be seen from here
     is_ended_by_rank_0: bool = False  # whether rank 0 has ended the job for it, and so prints it unless this rank does
     has_left: bool = False  # after an error, which the others may not have met
+    is_aborted: bool = False  # whether its edges have been given up
     _links: set[str] = field(default_factory=lambda: set(EVERY_METHOD_NEEDS))
+    _abort: threading.Lock = field(default_factory=threading.Lock)  # torch's abort may be called once
 
     @property
     def is_distributed(self) -> bool:
@@ -86,6 +88,13 @@ class World:
                 "is gone or silent, and its own log, logs/rankR.log, says why"
             ) from error
         self._links |= set(missing)
+
+    def abort_edges(self) -> None:
+        """Give up, once and for all, messages that would never arrive and that nothing else would end."""
+        with self._abort:
+            if not self.is_aborted:
+                abort(self.edges.values())
+            self.is_aborted = True
 
     def fresh_store(self) -> dist.Store:
         """The store of the next job; what one before it settled must not answer for it."""
@@ -189,6 +198,8 @@ def disconnect(*, in_order: bool = True) -> None:
     world.has_left = True
     if in_order:
         _world = None
+    else:
+        world.abort_edges()  # before they are destroyed, which would wait for all that is under way
     if in_order and dist.is_initialized():  # unless the user has destroyed a group of his own, and ours with it
         with contextlib.suppress(RuntimeError):  # a peer is gone: there is nothing left to keep in step with
             dist.barrier()

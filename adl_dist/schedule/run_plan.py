@@ -110,6 +110,17 @@ class Plan:
         return replace(self, checkpoint_every_updates=None).segment(0, 0, 0)
 
     @property
+    def evaluation(self) -> Segment:
+        """The validation set, in micro-batches of the same size; they form no groups."""
+        return Segment(
+            epoch=0,
+            first_update=0,
+            num_samples=self.num_validation,
+            micro_batch_size=self.micro_batch_size,
+            accumulation_steps=1,
+        )
+
+    @property
     def updates_per_epoch(self) -> int:
         """Updates of one whole epoch."""
         return replace(self, max_updates=None).first_epoch.num_updates

@@ -38,6 +38,7 @@ from adl_dist.training.loss_checks import ReturnsSumError, check_first_targets
 from adl_dist.training.partitioned_model import Measuring, PartitionedModel, Settled
 from adl_dist.training.replayed_state import remembered
 from adl_dist.training.samples import Samples
+from adl_dist.training.warm_up import needs_warm_up, warm_up
 
 Settings = dict[str, Any]
 
@@ -73,9 +74,7 @@ def build_worker(
         in_dtype(spec.loss_fn, spec.precision.dtype, device)
     settings = settings_of(spec, partitioned)
     check_consistent(store, world.rank, world.size, settings, found=False, initial=partitioned.initial)
-    samples = samples_of.share(
-        store, samples_of.take(*loaders, plan.first_epoch.sizes), rank=world.rank, size=world.size
-    )
+    samples = samples_of.share(store, samples_of.take(*loaders, plan), rank=world.rank, size=world.size)
     if isinstance(samples.one[1], Several):
         spec = replace(spec, loss_fn=OnSeveral(spec.loss_fn))
     feed = loaders[0] or loaders[1]
@@ -106,6 +105,8 @@ def build_worker(
     layouts = [layout_of(batch) for batch in samples.one]
     if 0 in contexts:
         contexts[0].num_inputs = len(tensors_of(samples.one[0]))
+    if needs_warm_up(spec, device) and not samples.varies:
+        warm_up(contexts, spec, device, agreed.acts, samples, terms)
     fresh = {}
     if folder is not None:
         of_loss = spec.loss_fn if agreed.traits[0].loss.moves else None

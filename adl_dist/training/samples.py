@@ -12,6 +12,7 @@ from torch import Tensor
 
 from adl_dist.batch import Batch, Layout, layout_of, mapped, tensors_of
 from adl_dist.errors import DataError
+from adl_dist.schedule.run_plan import Plan
 from adl_dist.training.agreement import SAMPLES, reaching, read_bytes
 from adl_dist.training.input import DeviceLoader, in_format
 from adl_dist.transport.spec import VARIES, TensorSpec
@@ -41,6 +42,8 @@ class Samples(NamedTuple):
     other_sizes: tuple[int, ...] = ()  # of OTHER_SIZES, those that training micro-batches are like
     # Of SIZES[0] samples each, and of several lengths, where these change from one micro-batch to another; else none.
     lengths: tuple[MicroBatch, ...] = ()
+    # All sizes of micro-batches that the run has in training and in evaluation.
+    sizes: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
 
     @classmethod
     def of(cls, input_: Batch, target: Batch, *, trains: bool = False, sizes: Iterable[int] = ()) -> "Samples":
@@ -74,6 +77,10 @@ class Samples(NamedTuple):
         input_, target = self.pair[1]
         return MicroBatch(input_[:size], target[:size])
 
+    def repeated(self, size: int) -> MicroBatch:
+        """Return a micro-batch of any ``size``, of the same samples again and again."""
+        return _rows(self.pair[1], 0, size)
+
     @property
     def one(self) -> tuple[Batch, Batch]:
         """Input [1, ...] and target [1, ...]."""
@@ -91,10 +98,8 @@ class Samples(NamedTuple):
         return self._replace(pair=pair, lengths=tuple(map(placed, self.lengths)))
 
 
-def take(training: DeviceLoader | None, validation: DeviceLoader | None, sizes: Iterable[int]) -> Samples | None:
+def take(training: DeviceLoader | None, validation: DeviceLoader | None, plan: Plan) -> Samples | None:
     """Return the first samples in the order of the data, of training if there is any; None where no data is fed.
-
-    ``sizes`` are those of the training micro-batches.
 
     Raises:
         DataError: training and validation data have samples of different shapes or dtypes.
@@ -102,7 +107,7 @@ def take(training: DeviceLoader | None, validation: DeviceLoader | None, sizes: 
     loader, other = (training, validation) if training is not None else (validation, None)
     if loader is None:
         return None
-    trains = training is not None
+    trains, sizes = training is not None, plan.first_epoch.sizes
     if loader.varies:
         samples = Samples.of_lengths(_lengths(loader), trains=trains, sizes=sizes)
     else:
@@ -115,7 +120,7 @@ def take(training: DeviceLoader | None, validation: DeviceLoader | None, sizes: 
                 f"validation dataset: its samples are {' and '.join(specs[1])}, but those of the training dataset are "
                 f"{' and '.join(specs[0])}; give both the same shape and dtype"
             )
-    return samples
+    return samples._replace(sizes=(tuple(sorted({*sizes})), tuple(sorted({*plan.evaluation.sizes}))))
 
 
 def _described(batch: Batch, *, with_sizes: bool) -> str:
@@ -164,7 +169,8 @@ def share(store: dist.Store, samples: Samples | None, *, rank: int, size: int) -
         kept = torch.load(io.BytesIO(b"".join(parts)), weights_only=True)
         built = [None if layout is None else Layout(*layout) for layout in kept["layouts"]]
         first, second, *more = (MicroBatch(*map(_built, built, both)) for both in kept["batches"])
-        return Samples((first, second), kept["trains"], tuple(kept["other_sizes"]), tuple(more))
+        sizes = tuple(kept["sizes"][0]), tuple(kept["sizes"][1])
+        return Samples((first, second), kept["trains"], tuple(kept["other_sizes"]), tuple(more), sizes)
     assert samples is not None
     if size > 1:
         file = io.BytesIO()
@@ -173,7 +179,8 @@ def share(store: dist.Store, samples: Samples | None, *, rank: int, size: int) -
         ]
         layouts = [None if (at := layout_of(of)) is None else (at.count, at.names) for of in samples.one]
         kept = {"batches": batches, "layouts": layouts, "trains": samples.trains}
-        torch.save({**kept, "other_sizes": list(samples.other_sizes)}, file)
+        sizes = [list(some) for some in samples.sizes]
+        torch.save({**kept, "other_sizes": list(samples.other_sizes), "sizes": sizes}, file)
         data: Any = file.getvalue()
         with reaching(0):
             for part, start in enumerate(range(0, len(data), PART_BYTES)):

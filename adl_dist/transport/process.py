@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from threading import Thread
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from adl_dist.transport.staging import to_device, to_host
 # Receives posted beyond the one awaited, so that a message is taken in while the one before is worked on.
 POSTED_AHEAD = 2
 SIZES = " sizes"  # ends the names of edges by which the sizes of messages go, see varying.py
+ABORT_SECONDS = 10.0  # within which NCCL gives up a communicator
 ON_CPU = ("target", "label", "go")  # small, and their receivers want them on the CPU
 Issue = Callable[..., dist.Work | None]
 SEND: Issue = dist.isend
@@ -89,6 +91,19 @@ def connect_edges(
             else:
                 dist.recv(probe, ranks[0], group=edge.group)
     return edges
+
+
+def abort(edges: Iterable[Edge]) -> None:
+    """Give up what is under way over NCCL: kernels that wait on the GPU for a peer that will not send.
+
+    All edges at once: to give up one frees its memory, which waits for the kernels of all others on the GPU. gloo finds
+    out by itself that a peer is gone.
+    """
+    threads = [Thread(target=edge.group.abort, daemon=True) for edge in edges if edge.backend == "nccl"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(ABORT_SECONDS)
 
 
 class End:

@@ -16,7 +16,8 @@ from adl_dist.control.rpc import ControlPlane, JobEndpoint
 from adl_dist.control.serve import RpcReporter, serve
 from adl_dist.distributed.rpc_errors import Call, PeerError, PeerGoneError, PeerLateError
 from adl_dist.distributed.world import single_process
-from adl_dist.errors import ChannelError, StageFailed
+from adl_dist.errors import ChannelError, DivergedError, StageFailed
+from adl_dist.schedule import Pipeline, Segment, method, training_work
 
 CAUSE = Failure(rank=2, text="rank 2: boom")
 COMMAND = Load("a checkpoint", 0)
@@ -134,3 +135,46 @@ def test_a_ctrl_c_between_two_commands_reaches_the_coordinator(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         serve(WaitsInVain(), plane)
     assert "KeyboardInterrupt" in plane.endpoint.reports.get(timeout=0).failure.text
+
+
+def order_of(loop, news):
+    """Hand out the actions of a segment; after the third one ``news`` arrives."""
+    handed_out = []
+    for _, action in loop:
+        handed_out.append(action)
+        if len(handed_out) == 3:
+            news()
+    return handed_out
+
+
+def test_a_failure_elsewhere_ends_a_segment_between_two_actions():
+    """Over NCCL nothing else would: what waits on a GPU waits for ever, and the host does not notice."""
+    endpoint, aborted = JobEndpoint(), threading.Event()
+    endpoint.on_abort = aborted.set
+    segment = Segment(epoch=0, first_update=0, num_samples=8, micro_batch_size=1, accumulation_steps=2)
+    pipeline = Pipeline(method("adl", accumulation_steps=2), 1)
+    actions = training_work(pipeline, segment, stages=[0], seed=0)[0].actions
+    loop = endpoint.stop.applied(((0, a) for a in actions), segment, pipeline, {}, posted_ahead=2)
+    with pytest.raises(StageFailed, match="rank 2: boom"):
+        order_of(loop, lambda: endpoint.take(Abort(CAUSE)))
+    assert aborted.wait(5)
+    assert isinstance(endpoint.commands.get_nowait(), Abort), "who waits for the next command finds it, too"
+
+
+class DivergesOfGarbage:
+    """A worker whose receives were given up: what it computes since is worth nothing."""
+
+    def __init__(self, endpoint):
+        self._endpoint = endpoint
+
+    def execute(self, command, reporter):
+        self._endpoint.take(Abort(CAUSE))
+        raise DivergedError("the loss is nan", stage=1, update=3, epoch=0)
+
+
+def test_what_is_found_after_a_failure_elsewhere_is_not_told():
+    plane = Plane(1)
+    plane.endpoint.take(COMMAND)
+    with pytest.raises(StageFailed, match="rank 2: boom"):
+        serve(DivergesOfGarbage(plane.endpoint), plane)
+    assert not plane.world.has_failed_itself

@@ -27,6 +27,20 @@ pytestmark = pytest.mark.ranks
 UPDATES = math.ceil(math.ceil(NUM_SAMPLES / MICRO_BATCH) / 2)  # of an epoch with M = 2
 
 
+def test_after_an_error_edges_are_given_up_once_and_first(monkeypatch):
+    """To destroy a group of NCCL waits for what is under way on it."""
+    did = []
+    here = replace(world.single_process(torch.device("cpu")), size=2)
+    monkeypatch.setattr(world, "_world", here)
+    monkeypatch.setattr(world, "abort", lambda edges: did.append("abort"))
+    monkeypatch.setattr(world.rpc, "shutdown", lambda graceful: did.append("rpc"))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group: did.append("destroy"))
+    here.abort_edges()  # by a thread of RPC, when rank 0 has ended the job
+    disconnect(in_order=False)
+    assert did == ["abort", "rpc", "destroy"]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     ("mine", "other", "agreed"),

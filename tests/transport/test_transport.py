@@ -1,6 +1,8 @@
 """What travels on an edge: several tensors, their memory format, and what is refused."""
 
 import functools
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 from adl_dist.errors import ChannelError, PartitionError
 from adl_dist.partition import cut
 from adl_dist.transport.channel import LocalChannel
+from adl_dist.transport.process import Edge, abort
 from adl_dist.transport.spec import Specs, TensorSpec
 from tests.support.oracle import train_by_the_equations
 from tests.support.ranks import run_ranks
@@ -130,3 +133,17 @@ def test_what_reaches_the_next_stage_is_rounded_in_its_dtype():
         assert tensor.dtype == torch.float32, what
         assert torch.equal(tensor, tensor.bfloat16().float()), what
     assert seen.keys() == {"act", "grad"}
+
+
+def test_edges_of_nccl_are_given_up_all_at_once():
+    """One alone would wait for the kernels of the others, whose peers are gone. gloo needs no such end."""
+    meeting, ended = threading.Barrier(3, timeout=5), []
+
+    def end():
+        meeting.wait()
+        ended.append(True)
+
+    edges = [Edge(k, k + 1, (k, k + 1), SimpleNamespace(abort=end), "nccl") for k in range(3)]
+    unused = SimpleNamespace(abort=lambda: ended.append(False))
+    abort([*edges, Edge(3, 4, (3, 4), unused, "gloo")])
+    assert ended == [True] * 3

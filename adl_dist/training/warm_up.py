@@ -1,0 +1,149 @@
+"""What a device does for the first time is done before training: kernels are loaded and chosen, stages compiled.
+
+Over NCCL a receive that was posted ahead is a kernel that waits for its peer. To load another kernel for the first
+time may wait for all that the GPU does, so each process would wait for the other (CUDA's programming guide, "lazy
+loading", potential hazards). And K stages that compile in their first micro-batch would do so one after the other.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from adl_dist import engine
+from adl_dist.batch import tensors_of
+from adl_dist.engine import StageContext
+from adl_dist.errors import describe
+from adl_dist.schedule import Op, Segment, StageWork, evaluation_work, training_work
+from adl_dist.stage import TrainSpec
+from adl_dist.stage.calls import Tensors
+from adl_dist.stage.loss_terms import LossTerms
+from adl_dist.training.samples import Samples
+from adl_dist.training.verify import kept
+from adl_dist.transport.spec import Specs
+
+logger = logging.getLogger("adl_dist")
+
+STEPS = Op.UPDATE, Op.UPDATE_HEAD  # left out: what they change could not be put back for any optimizer
+
+
+def needs_warm_up(spec: TrainSpec, device: torch.device) -> bool:
+    """Whether the first micro-batch would do more than those after it."""
+    return device.type == "cuda" or spec.precision.compile
+
+
+def warm_up(
+    contexts: Mapping[int, StageContext],
+    spec: TrainSpec,
+    device: torch.device,
+    acts: Mapping[int, Specs],
+    samples: Samples,
+    terms: LossTerms | None,
+) -> None:
+    """Have each stage carry out the actions of one micro-batch of each size, without updates, and forget it.
+
+    Everything that can be seen of a stage, and the random streams, are as before. What comes from other stages are
+    zeros, so a stage that fails is left to its first real micro-batch.
+
+    Args:
+        contexts: the stages of this process.
+        spec: how they are trained.
+        device: where they are.
+        acts: what arrives at each of them and at the next one.
+        samples: what the first stage gets, and the last one's targets.
+        terms: what the loss counts, if it does.
+    """
+    samples = samples.to(device, channels_last=bool(spec.precision.channels_last))
+    modes = zip((True, False), samples.sizes, strict=True)
+    for training, size in [(training, size) for training, sizes in modes for size in sizes]:
+        batch = samples.repeated(size)
+        targets = tensors_of(batch.target)
+        if terms is not None:
+            targets = (*targets, torch.tensor([1.0, terms.count(batch.target)], dtype=torch.float64).repeat(size, 1))
+        for k, context in contexts.items():
+            try:
+                _carry_out(k, context, spec, device, acts, tensors_of(batch.input_), targets, training=training)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # the user's code, on values that are not his
+                logger.info("stage %d: no warm-up with %d samples: %s", k, size, describe(error))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _carry_out(  # 8: a stage, what is known of it, and what it is given
+    k: int,
+    context: StageContext,
+    spec: TrainSpec,
+    device: torch.device,
+    acts: Mapping[int, Specs],
+    inputs: Tensors,
+    targets: Tensors,
+    *,
+    training: bool,
+) -> None:
+    stage, size = context.stage, len(targets[0])
+    segment = Segment(epoch=0, first_update=0, num_samples=size, micro_batch_size=size, accumulation_steps=1)
+    if training:
+        work = training_work(spec.pipeline, segment, stages=[k], seed=0)[k]
+    else:
+        work = evaluation_work(segment, num_stages=spec.pipeline.num_stages, stages=[k])[k]
+
+    def zeros(specs: Specs) -> Tensors:
+        return tuple(spec.empty(size, device).zero_() for spec in specs.for_segment(training=training))
+
+    arriving: dict[str, Tensors] = {"target": targets, "label": targets, "go": ()}
+    if k in acts:
+        arriving["act"] = zeros(acts[k])
+    if training and k + 1 in acts:
+        arriving["grad"] = zeros(acts[k + 1].of_gradients())
+    rehearsed = replace(
+        context,
+        receivers={kind: _Given(tensors) for kind, tensors in arriving.items()},
+        senders={kind: _Nowhere() for kind in context.senders},
+        batches=iter([(*inputs, *targets)]),
+        loss_grads=[torch.ones((), dtype=spec.precision.dtype, device=device)],
+    )
+    modules = [stage.module] if stage.head is None else [stage.module, stage.head]
+    with kept(stage.module, modules, spec, device):
+        stage.begin(0, training=training)
+        try:
+            rehearsed.open(_without_steps(work), training=training)
+            engine.run(((k, action) for action in rehearsed.work.actions), {k: rehearsed})
+        finally:
+            stage.begin(0, training=training)  # forgets it
+
+
+def _without_steps(work: StageWork) -> StageWork:
+    return replace(work, actions=[action for action in work.actions if action.op not in STEPS])
+
+
+class _Given:
+    """A receiver that has one message."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+
+    def open(self, sizes: Sequence[int], order: Sequence[int], *, training: bool) -> None:
+        """Nothing is to come."""
+
+    def shorten(self, num_micro_batches: int) -> None:
+        """Nothing is to come."""
+
+    def recv(self, micro_batch: int) -> Tensors:
+        """Return it."""
+        return self._tensors
+
+
+class _Nowhere:
+    """A sender without a peer."""
+
+    def open(self, sizes: Sequence[int], *, training: bool) -> None:
+        """Nothing is to leave."""
+
+    def send(self, micro_batch: int, tensors: Tensors) -> None:
+        """Drop it."""
+
+    def drain(self) -> None:
+        """Nothing is under way."""
