@@ -98,8 +98,10 @@ class Samples(NamedTuple):
         return self._replace(pair=pair, lengths=tuple(map(placed, self.lengths)))
 
 
-def take(training: DeviceLoader | None, validation: DeviceLoader | None, plan: Plan) -> Samples | None:
+def take(training: DeviceLoader | None, validation: DeviceLoader | None, plan: Plan | None) -> Samples | None:
     """Return the first samples in the order of the data, of training if there is any; None where no data is fed.
+
+    With the sizes of the micro-batches of ``plan``.
 
     Raises:
         DataError: training and validation data have samples of different shapes or dtypes.
@@ -107,7 +109,7 @@ def take(training: DeviceLoader | None, validation: DeviceLoader | None, plan: P
     loader, other = (training, validation) if training is not None else (validation, None)
     if loader is None:
         return None
-    trains, sizes = training is not None, plan.first_epoch.sizes
+    trains, sizes = training is not None, [] if plan is None else plan.first_epoch.sizes
     if loader.varies:
         samples = Samples.of_lengths(_lengths(loader), trains=trains, sizes=sizes)
     else:
@@ -120,7 +122,8 @@ def take(training: DeviceLoader | None, validation: DeviceLoader | None, plan: P
                 f"validation dataset: its samples are {' and '.join(specs[1])}, but those of the training dataset are "
                 f"{' and '.join(specs[0])}; give both the same shape and dtype"
             )
-    return samples._replace(sizes=(tuple(sorted({*sizes})), tuple(sorted({*plan.evaluation.sizes}))))
+    evaluated = [] if plan is None else plan.evaluation.sizes
+    return samples._replace(sizes=(tuple(sorted({*sizes})), tuple(sorted({*evaluated}))))
 
 
 def _described(batch: Batch, *, with_sizes: bool) -> str:
@@ -179,8 +182,8 @@ def share(store: dist.Store, samples: Samples | None, *, rank: int, size: int) -
         ]
         layouts = [None if (at := layout_of(of)) is None else (at.count, at.names) for of in samples.one]
         kept = {"batches": batches, "layouts": layouts, "trains": samples.trains}
-        sizes = [list(some) for some in samples.sizes]
-        torch.save({**kept, "other_sizes": list(samples.other_sizes), "sizes": sizes}, file)
+        numbers = {"other_sizes": list(samples.other_sizes), "sizes": [list(some) for some in samples.sizes]}
+        torch.save({**kept, **numbers}, file)
         data: Any = file.getvalue()
         with reaching(0):
             for part, start in enumerate(range(0, len(data), PART_BYTES)):

@@ -68,7 +68,7 @@ class Profiler:
         precision = self.spec.precision
         self.model = in_dtype(instantiate.build_model(config), precision.dtype, self.device)
         self._loader = None if shape else device_loader(config, self.device, shuffle=True)
-        samples = samples_of.take(self._loader, None, [])
+        samples = samples_of.take(self._loader, None, None)
         if samples is None:
             assert shape is not None
             inputs = torch.randn(samples_of.NUM_SAMPLES, *shape, dtype=precision.dtype, device=self.device)
