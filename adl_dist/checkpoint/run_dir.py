@@ -44,7 +44,7 @@ FREE_TO_CHANGE = {
     *("runtime.processes", "runtime.device", "runtime.threads", "runtime.bind_cores", "runtime.max_restarts"),
     *("runtime.timeout_seconds", "runtime.stall_seconds", "runtime.abort_seconds"),
     *("method.split_backward", "method.max_deferred", "method.stages_per_process"),
-    *("runtime.tf32", "tf32", "runtime.cudnn_benchmark", "runtime.compile"),
+    *("runtime.tf32", "tf32", "runtime.cudnn_benchmark", "runtime.compile", "runtime.deterministic", "deterministic"),
     *("runtime.checkpoint_every_epochs", "runtime.keep_checkpoints", "runtime.keep_best", "runtime.async_save"),
     *("runtime.tensorboard", "runtime.trace", "runtime.memory"),
     *(*CUT, *(f"partition.{name}" for name in CUT)),

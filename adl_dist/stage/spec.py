@@ -1,6 +1,7 @@
 """The specification of a training: values made once, checked, and handed on whole."""
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -32,6 +33,7 @@ class Precision:
         compile: whether torch.compile compiles each stage.
         tf32: whether a GPU may round float32 to 10 bits of mantissa in matrix products and convolutions.
         cudnn_benchmark: whether cuDNN times its kernels for each new shape and takes the fastest; no seed repeats it.
+        deterministic: whether torch uses only kernels that give the same bits each time, and refuses what has none.
         channels_last: whether images [B, C, H, W] are computed and sent in memory as [B, H, W, C]; None: where the
             model allows it.
     """
@@ -42,6 +44,7 @@ class Precision:
     compile: bool = False
     tf32: bool = False
     cudnn_benchmark: bool = False
+    deterministic: bool = False
     channels_last: bool | None = False
 
     def check(self, method: Method) -> None:
@@ -59,6 +62,11 @@ class Precision:
             raise ConfigError(
                 f"runtime.autocast={_named(self.autocast)} lowers float32 only, but dtype={_named(self.dtype)}; use "
                 "dtype=float32, or runtime.autocast=null"
+            )
+        if self.deterministic and self.cudnn_benchmark:
+            raise ConfigError(
+                "runtime.deterministic asks for the same bits in each run, but with runtime.cudnn_benchmark each run "
+                "chooses its kernels by how fast they just were; use one of them"
             )
         if self.compile and method.splits:
             divider = "method.split_backward" if method.split_backward else f"method={method.name}"
@@ -87,7 +95,16 @@ class Precision:
 
     @contextmanager
     def apply(self, *, threads: int) -> Iterator[None]:
-        """Set what torch keeps for a whole process, and ``threads``; restore it afterwards."""
+        """Set what torch keeps for a whole process, and ``threads``; restore it afterwards.
+
+        Raises:
+            ConfigError: inside a torch.autocast of the caller's, which remembers lowered weights past their update.
+        """
+        if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+            raise ConfigError(
+                "the trainer is used inside torch.autocast, which remembers lowered weights that an update then makes "
+                "stale; use it outside, with Precision(autocast=torch.bfloat16) (runtime.autocast)"
+            )
         # The flags of CUDA are set on a CPU, too, so that nothing depends on when a user's script touches the GPU.
         matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
         # Read by the newer names, which answer whatever a script has set; written by the older ones, which keep both
@@ -98,7 +115,8 @@ class Precision:
         cudnn.benchmark = self.cudnn_benchmark
         torch.set_num_threads(threads)
         try:
-            yield
+            with _deterministic() if self.deterministic else nullcontext():
+                yield
         finally:
             matmul.allow_tf32, cudnn.allow_tf32 = before
             cudnn.benchmark = benchmark
@@ -112,8 +130,24 @@ class Precision:
             "autocast": _named(self.autocast),
             "wire_dtype": _named(self.wire_dtype),
             "tf32": self.tf32,
+            "deterministic": self.deterministic,
             "channels_last": self.channels_last,
         }
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """Have torch use kernels inside that give the same bits each time."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which cuBLAS wants for it, and torch asks for
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic
+    fills, memory.fill_uninitialized_memory = memory.fill_uninitialized_memory, False  # it finds errors, and takes time
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        memory.fill_uninitialized_memory = fills
 
 
 @dataclass(frozen=True, kw_only=True)

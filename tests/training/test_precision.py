@@ -26,6 +26,7 @@ cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
         ({"autocast": torch.float16}, r"runtime\.autocast=float16 is not supported"),
         ({"autocast": torch.bfloat16, "dtype": torch.float64}, "lowers float32 only, but dtype=float64"),
         ({"autocast": torch.bfloat16, "method": "paci"}, r"runtime\.autocast a graph may keep what was computed"),
+        ({"deterministic": True, "cudnn_benchmark": True}, r"deterministic asks for the same bits"),
         ({"compile": True, "method": "paci"}, r"runtime\.compile a graph may keep what was computed from those of its"),
     ],
 )
@@ -171,6 +172,32 @@ def test_tf32_and_kernels_are_as_said_while_stages_compute(options, tf32, benchm
     toy_trainer(M=4, model=model, **options).fit(FixedImages(8), epochs=1, batch_size=8, monitoring=QUIET)
     assert model[-1].seen == ([tf32] * 3, tf32, tf32, benchmark)
     assert flags() == before
+
+
+class Determined(nn.Module):
+    """Notes whether its forward meets kernels that give the same bits each time."""
+
+    def forward(self, x):
+        self.seen = torch.are_deterministic_algorithms_enabled()
+        return x
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_kernels_are_deterministic_while_stages_compute(deterministic, monkeypatch):
+    """And whatever they were before afterwards."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    model = nn.Sequential(*batch_norm_net(), Determined())
+    fit = toy_trainer(M=4, model=model, deterministic=deterministic).fit
+    fit(FixedImages(8), epochs=1, batch_size=8, monitoring=QUIET)
+    assert model[-1].seen == deterministic
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
+
+
+def test_training_inside_autocast_is_refused():
+    trainer = toy_trainer(M=4)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ConfigError, match=r"inside torch\.autocast"):
+        trainer.fit(FixedImages(8), epochs=1, batch_size=8, monitoring=QUIET)
 
 
 def test_a_three_dimensional_net_trains_with_channels_last():

@@ -87,6 +87,7 @@ def precision(config: RunConfig) -> Precision:
         compile=config.runtime.compile,
         tf32=config.runtime.tf32,
         cudnn_benchmark=config.runtime.cudnn_benchmark,
+        deterministic=config.runtime.deterministic,
         channels_last=config.runtime.channels_last,
     )
 

@@ -31,7 +31,7 @@ sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def trained(K, device, *, name="adl", dropout=0.0, dtype=torch.float64, epochs=2, of_trainer=None, **options):
-    of_trainer = {"device": device, "timeout_seconds": 60, "dtype": dtype, **(of_trainer or {})}
+    of_trainer = {"device": device, "timeout_seconds": 60, "dtype": dtype, "deterministic": True, **(of_trainer or {})}
     trainer = runs.toy_trainer(K, 2, name, options, model=batch_norm_net(dropout=dropout), optimizer=sgd, **of_trainer)
     data = FixedImages(32, dtype=dtype)
     summary = trainer.fit(data, epochs=epochs, batch_size=6, val_dataset=data, monitoring=QUIET)
