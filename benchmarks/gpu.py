@@ -1,0 +1,282 @@
+#!/usr/bin/env python3
+"""What one GPU can show, in parts of at most ten minutes; each prints Markdown for docs/results, with its commands.
+
+    python benchmarks/gpu.py tests | overhead | ranks | launches | memory
+    python benchmarks/gpu.py accuracy CIFAR10_FOLDER [MINUTES]
+
+    tests     tests/gpu: values on the GPU, and NCCL between several ranks on it
+    overhead  our engine and torch's own loop where the GPU is busy: ResNet-18 at batch 128, ResNet-50 at 224x224
+    ranks     ResNet-56 in micro-batches of 32: 2 and 4 ranks on the GPU, and BP in one process, eager, compiled, and as
+              one CUDA graph for each update
+    launches  the same network by torch's profiler: kernels, and host and GPU milliseconds per micro-batch
+    memory    Table 4 of the paper: four ranks on the GPU
+    accuracy  Table 2(a) of the paper, K = 16, M = 1 to 4, side by side for as many epochs as fit into the MINUTES (9);
+              in CIFAR10_FOLDER the images are in train/CLASS and test/CLASS
+
+Further words KEY=VALUE are settings of ``adl-dist train`` for all runs, also of the same names on a CPU:
+``runtime.device=cpu`` tries the commands out. Figures of one call were taken in turns and may be compared.
+"""
+
+import json
+import platform
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from adl_dist.models import cifar_resnet, cifar_resnet18, torchvision_model
+
+ROUNDS, SECONDS = 3, 6.0
+COMMON = ("data=synthetic", "runtime.tensorboard=false", "runtime.checkpoint_every_epochs=0")
+RESNET56 = ("model=resnet56", "train.batch_size=128")
+OTHERS = tuple(word for word in sys.argv[1:] if "=" in word)
+DEVICE = "cpu" if "runtime.device=cpu" in OTHERS else "cuda"
+Update = Callable[[], None]
+
+
+def main() -> None:
+    """Do one part."""
+    words = [word for word in sys.argv[1:] if "=" not in word]
+    parts = {"tests": tests, "overhead": overhead, "ranks": ranks, "launches": launches, "memory": memory}
+    print(machine(), "\n", flush=True)
+    if words and words[0] == "accuracy" and len(words) > 1:
+        accuracy(Path(words[1]), float(words[2]) if len(words) > 2 else 9.0)
+    elif len(words) == 1 and words[0] in parts:
+        parts[words[0]]()
+    else:
+        sys.exit(__doc__)
+
+
+def machine() -> str:
+    """Return in one line what this runs on."""
+    gpu = torch.cuda.get_device_name() if DEVICE == "cuda" else platform.processor() or platform.machine()
+    versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}, Python {platform.python_version()}"
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if DEVICE == "cuda" else "-"
+    try:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        at = commit.stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        at = "unknown"
+    return f"{gpu}; {versions}, NCCL {nccl}; commit {at}"
+
+
+def tests() -> None:
+    """Run the tier of tests and print what became of it."""
+    command = [sys.executable, *shlex.split("-m pytest --noconftest -o addopts=-q -W default -m gpu tests/gpu -rA")]
+    print(f"    {shlex.join(command[1:])}\n")
+    begin = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True)
+    for line in done.stdout.splitlines():
+        if re.match(r"(FAILED|ERROR|\d+ (passed|failed|skipped))|=+ .*(passed|failed)", line):
+            print(line)
+    print(f"\nexit code {done.returncode} after {time.monotonic() - begin:.0f} s")
+
+
+def train(*words: str) -> dict[str, object]:
+    """Train by the command line; return the run's summary."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings = [*COMMON, f"runtime.device={DEVICE}", *words, *OTHERS, f"run_dir={folder}/run"]
+        done = subprocess.run([sys.executable, "-m", "adl_dist", "train", *settings], capture_output=True, text=True)
+        if done.returncode:
+            last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
+            return {"failed": " ".join(last)}
+        summary: dict[str, object] = json.loads((Path(folder) / "run" / "summary.json").read_text())
+        return summary
+
+
+def images_per_second(*words: str) -> float:
+    """Return the speed of a run; not a number if it failed, which is said."""
+    summary = train(*words)
+    if "failed" in summary:
+        print(f"    {shlex.join(words)}: {summary['failed']}", flush=True)
+        return float("nan")
+    return float(str(summary["samples_per_second"]))
+
+
+def by_hand(kind: str, model: nn.Module, size: int, num_micro_batches: int, side: int) -> float:
+    """Return the images/s of torch's own loop: ``eager``, ``compiled``, or each update as one CUDA ``graph``."""
+    model = model.to(DEVICE).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    x = torch.randn(num_micro_batches, size, 3, side, side, device=DEVICE)
+    y = torch.randint(10, (num_micro_batches, size), device=DEVICE)
+    loss_fn = nn.CrossEntropyLoss()
+    call: Callable[[Tensor], Tensor] = torch.compile(model) if kind == "compiled" else model
+
+    def update() -> None:
+        for images, classes in zip(x, y, strict=True):
+            (loss_fn(call(images), classes) / num_micro_batches).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=kind != "graph")
+
+    once = _graphed(update) if kind == "graph" else update
+    for _ in range(5):
+        once()
+    return num_micro_batches * size * _per_second(once)
+
+
+def _graphed(update: Update) -> Update:
+    """Return ``update`` as one CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            update()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        update()
+    return graph.replay
+
+
+def _per_second(update: Update) -> float:
+    """Return how often ``update`` runs in a second."""
+    wait = torch.cuda.synchronize if DEVICE == "cuda" else lambda: None
+    wait()
+    begin, count = time.perf_counter(), 0
+    while time.perf_counter() - begin < SECONDS:
+        update()
+        count += 1
+        if count % 10 == 0:  # or the host would run ahead of the clock
+            wait()
+    wait()
+    return count / (time.perf_counter() - begin)
+
+
+def in_turns(rows: dict[str, Callable[[], float]], base: str) -> None:
+    """Measure each row ROUNDS times, in turns, and print medians and ratios to ``base``."""
+    found: dict[str, list[float]] = {row: [] for row in rows}
+    for number in range(ROUNDS):
+        for row in list(rows)[:: 1 if number % 2 == 0 else -1]:
+            found[row].append(rows[row]())
+    medians = {row: statistics.median(figures) for row, figures in found.items()}
+    print("| | images/s, median | least .. most | ratio |\n|---|---|---|---|")
+    for row, median in medians.items():
+        each = found[row]
+        print(f"| {row} | {median:,.0f} | {min(each):,.0f} .. {max(each):,.0f} | {median / medians[base]:.2f} |")
+    print(flush=True)
+
+
+def overhead() -> None:
+    """Our engine next to torch's loop, where the GPU is the limit."""
+    print("ResNet-18 (CIFAR form), batch 128, M = 1, float32; and K = 4 stages in one process\n")
+    ours = ("model=resnet18", "train.batch_size=128", "data.num_samples=25600", "train.epochs=2")
+    one = ("method=bp", "partition.num_stages=1", "method.accumulation_steps=1", "runtime.channels_last=false")
+    four = ("method=fdg", "partition.num_stages=4", "runtime.processes=false", "runtime.channels_last=false")
+    rows: dict[str, Callable[[], float]] = {
+        "torch's loop": lambda: by_hand("eager", cifar_resnet18(), 128, 1, 32),
+        "bp, our engine": lambda: images_per_second(*ours, *one),
+        "fdg, K = 4 in one process": lambda: images_per_second(*ours, *four),
+    }
+    in_turns(rows, "torch's loop")
+    print("ResNet-50, 224x224, batch 64, M = 1\n")
+    ours = ("model=torchvision", "model.name=resnet50", "data.image_size=224", "data.num_classes=1000")
+    ours += ("train.batch_size=64", "data.num_samples=2560", "train.epochs=2")
+    rows = {
+        "torch's loop": lambda: by_hand("eager", torchvision_model("resnet50"), 64, 1, 224),
+        "bp, our engine": lambda: images_per_second(*ours, *one),
+    }
+    in_turns(rows, "torch's loop")
+
+
+def ranks() -> None:
+    """A network of small kernels: what do more processes on one GPU gain over one?"""
+    print("ResNet-56, M = 4 micro-batches of 32, float32; ranks share the GPU and send through host memory\n")
+    ours = (*RESNET56, "method.accumulation_steps=4", "data.num_samples=25600", "train.epochs=2")
+    rows: dict[str, Callable[[], float]] = {
+        f"BP by hand, {kind}": lambda kind=kind: by_hand(kind, cifar_resnet(56), 32, 4, 32)  # type: ignore[misc]
+        for kind in ("eager", "compiled", "graph")
+        if DEVICE == "cuda" or kind != "graph"
+    }
+    rows["bp, our engine"] = lambda: images_per_second(*ours, "method=bp", "partition.num_stages=1")
+    for k in (2, 4):
+        cut = (f"partition.num_stages={k}", "partition.balance=auto")
+        rows[f"adl, {k} ranks"] = lambda cut=cut: images_per_second(*ours, "method=adl", *cut)  # type: ignore[misc]
+    in_turns(rows, "BP by hand, eager")
+
+
+def launches() -> None:
+    """Count kernels, and the milliseconds of host and GPU, of one micro-batch."""
+    from torch.profiler import ProfilerActivity, profile
+
+    model, x = cifar_resnet(56).to(DEVICE).train(), torch.randn(32, 3, 32, 32, device=DEVICE)
+    y = torch.randint(10, (32,), device=DEVICE)
+
+    def once() -> None:
+        nn.functional.cross_entropy(model(x), y).backward()
+
+    for _ in range(5):
+        once()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if DEVICE == "cuda" else [])]
+    with profile(activities=activities) as found:
+        once()
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+    events = found.key_averages()
+    kernels = [event for event in events if str(event.device_type).endswith("CUDA")]
+    host = 1e3 / _per_second(once)
+    gpu = sum(event.self_device_time_total for event in kernels) / 1e3
+    count = sum(event.count for event in kernels)
+    print(f"ResNet-56, 32 images: {count} kernels, {gpu:.2f} ms of the GPU, {host:.2f} ms in all")
+
+
+def memory() -> None:
+    """Table 4, with all four ranks on this GPU."""
+    command = ["train", "experiment=table4", f"runtime.device={DEVICE}", *OTHERS]
+    print(f"    adl-dist {shlex.join(command)}\n", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([sys.executable, "-m", "adl_dist", *command, f"run_dir={folder}/runs"], check=False)
+        for summary in sorted(Path(folder).glob("runs/*/*/summary.json")):
+            stages = json.loads(summary.read_text())["stages"]
+            megabytes = [f"{stage['peak_tensor_bytes'] / 1e6:,.0f}" for stage in stages]
+            print(f"| {summary.parent.parent.name} | {' | '.join(megabytes)} |")
+
+
+def accuracy(folder: Path, minutes: float) -> None:
+    """Train M = 1 to 4 side by side, for the number of epochs that the slowest of them can do in time."""
+    words = ["experiment=table2a", "hydra.mode=RUN", "data=imagefolder", f"data.root={folder.resolve()}"]
+    words += ["data.cache=true", "data.num_workers=2", "runtime.processes=false", "runtime.tensorboard=false"]
+    words += [f"runtime.device={DEVICE}", "seed=0", *OTHERS]
+    runs = Path(tempfile.mkdtemp(prefix="table2a-"))
+
+    def side_by_side(name: str, more: Iterable[str]) -> list[Path]:
+        folders = [runs / f"{name}-M{m}" for m in (1, 2, 3, 4)]
+        commands = [[*words, *more, f"method.accumulation_steps={m + 1}"] for m in range(4)]
+        started = [_started(command, one) for command, one in zip(commands, folders, strict=True)]
+        for process in started:
+            process.wait()
+        return folders
+
+    begin = time.monotonic()
+    side_by_side("timed", ["train.epochs=1"])  # with the start, so that the estimate is a safe one
+    epochs = max(1, int((60 * minutes - (time.monotonic() - begin)) / (time.monotonic() - begin)))
+    scaled = [f"lr_schedule.milestones=[{epochs // 2},{3 * epochs // 4},{11 * epochs // 12}]"] if epochs > 11 else []
+    folders = side_by_side("run", [f"train.epochs={epochs}", *scaled])
+    print(f"    adl-dist train {shlex.join([*words, *scaled])} train.epochs={epochs} method.accumulation_steps=M\n")
+    print("| M | accuracy after the last epoch |\n|---|---|")
+    for m, one in enumerate(folders, start=1):
+        print(f"| {m} | {_result(one)} |")
+
+
+def _started(words: Sequence[str], folder: Path) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "adl_dist", "train", *words, f"run_dir={folder}"]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def _result(folder: Path) -> str:
+    if (folder / "diverged.json").exists():
+        return f"diverged at update {json.loads((folder / 'diverged.json').read_text())['update']}"
+    if (folder / "summary.json").exists():
+        return f"{json.loads((folder / 'summary.json').read_text())['validation_accuracy']:.2%}"
+    return "no result"
+
+
+if __name__ == "__main__":
+    main()
