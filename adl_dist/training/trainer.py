@@ -38,7 +38,7 @@ from adl_dist.monitor.memory import MemoryMeter
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.monitor.trace import MOST_EVENTS
 from adl_dist.optim import takes_length
-from adl_dist.optimizers import mark_roles
+from adl_dist.optimizers import prepare
 from adl_dist.report import Progress, Recorder, warn
 from adl_dist.schedule import Method, Pipeline
 from adl_dist.schedule.run_plan import Plan, check_lengths, micro_batch_size_of
@@ -102,7 +102,8 @@ class Trainer:
             model: any module that torch.fx can trace, or an ``nn.Sequential`` of whatever blocks. It is called with the
                 data's input: a tensor, the elements of a tuple, or the entries of a dictionary by their names.
             loss_fn: (output, target) to the mean loss over the samples, or over terms that it counts (docs/own.md).
-            optimizer: makes a torch optimizer from the parameters of one stage.
+            optimizer: makes a torch optimizer from the parameters of one stage; with groups by rules, see
+                :func:`adl_dist.optimizers.with_rules`, which also freezes parameters of ``model``.
             method: from :func:`adl_dist.method`, or a method's name; None: ADL with M = 4.
             num_stages: K.
             partition: where the model is cut.
@@ -149,7 +150,7 @@ class Trainer:
         self._distributed = _is_distributed(self._processes, self._spec.pipeline)
         self._timeouts = timeouts or WatchdogTimeouts()
         self._loss_settings = described(loss_fn)  # now, because a loss may count its calls
-        mark_roles(model)
+        prepare(model, optimizer)
         self._partitioned = PartitionedModel(
             in_dtype(model, self._spec.precision.dtype),
             num_stages,

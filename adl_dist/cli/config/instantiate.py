@@ -1,5 +1,6 @@
 """Make what the open nodes of a configuration name; what cannot be made is refused by an AdlError of one line."""
 
+import contextlib
 import difflib
 import inspect
 import logging
@@ -24,7 +25,7 @@ from adl_dist.cli.config.schema import RunConfig
 from adl_dist.data import Loading
 from adl_dist.errors import AdlError, CheckpointError, ConfigError
 from adl_dist.optim import build_lr_schedule
-from adl_dist.optimizers import mark_roles
+from adl_dist.optimizers import prepare, with_rules
 from adl_dist.schedule import Method
 from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, TrainSpec
 from adl_dist.training.trainer import Trainer
@@ -98,7 +99,7 @@ def build_model(config: RunConfig) -> nn.Module:
     _expect(isinstance(model, nn.Module), "model", config.model, model, "a torch.nn.Module")
     if config.init_from is not None:
         _load_state(model, Path(config.init_from))
-    mark_roles(model)
+    prepare(model, build_optimizer(config))  # with what rules freeze, also where no Trainer is made
     return model  # type: ignore[no-any-return]
 
 
@@ -139,7 +140,8 @@ def _named(name: str, path: Any) -> Callable[..., Any]:
 def check_targets(config: RunConfig) -> None:
     """Check arguments against signatures, and try optimizer and schedule out; no data is read.
 
-    No model is built, unless the optimizer refuses a parameter that is none of the model's: then that may be why.
+    No model is built, unless the optimizer has rules for its parameters, or refuses one that is none of the model's,
+    which may be why.
     """
     for name, node in (("data", data_arguments(config.data)), ("model", config.model)):
         _bind(name, node)
@@ -148,9 +150,11 @@ def check_targets(config: RunConfig) -> None:
     if config.data.get("sampler") is not None:
         _named("data.sampler", config.data["sampler"])
     make = train_spec(config).optimizer
-    try:
-        optimizer = make([nn.Parameter(torch.zeros(1, 1))])  # a matrix, which most take
-    except ConfigError:
+    optimizer = None
+    if not config.optimizer.get("rules"):  # which are about parameters of the model
+        with contextlib.suppress(ConfigError):
+            optimizer = make([nn.Parameter(torch.zeros(1, 1))])  # a matrix, which most take
+    if optimizer is None:
         optimizer = make([*build_model(config).parameters()])
     epoch = 1000  # any length will do: the data is not there yet
     total = epoch * config.train.epochs
@@ -180,8 +184,10 @@ def build_loss(config: RunConfig) -> LossFn:
 
 
 def build_optimizer(config: RunConfig) -> OptimizerFactory:
-    """Return what makes the optimizer of some parameters."""
-    target, arguments = _bind("optimizer", config.optimizer, "params")
+    """Return what makes the optimizer of some parameters, with groups by ``optimizer.rules``, if there are any."""
+    node = {key: value for key, value in config.optimizer.items() if key != "rules"}
+    rules = config.optimizer.get("rules")
+    target, arguments = _bind("optimizer", node, "params")
 
     def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
         try:
@@ -194,7 +200,7 @@ def build_optimizer(config: RunConfig) -> OptimizerFactory:
         _expect(is_optimizer, "optimizer", config.optimizer, optimizer, "a torch.optim.Optimizer")
         return optimizer  # type: ignore[no-any-return]
 
-    return make
+    return with_rules(make, rules) if rules else make
 
 
 def lr_schedule(config: RunConfig) -> Callable[..., LRScheduler]:
