@@ -44,6 +44,7 @@ from adl_dist.schedule import Method, Pipeline
 from adl_dist.schedule.run_plan import Plan, check_lengths, micro_batch_size_of
 from adl_dist.schedule.work import forget_actions
 from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, TrainSpec, in_dtype
+from adl_dist.stage.average import WeightAverage
 from adl_dist.stage.metrics import metrics_of
 from adl_dist.training import arguments, build
 from adl_dist.training.agreement import propagate_errors
@@ -76,7 +77,7 @@ class Trainer:
     Under torchrun every rank runs the same script and makes the same calls.
     """
 
-    def __init__(  # 13: what is trained, five values that say how, and the seed
+    def __init__(  # 14: what is trained, five values that say how, what is measured and averaged, and the seed
         self,
         model: nn.Module,
         *,
@@ -89,6 +90,7 @@ class Trainer:
         precision: Precision | None = None,
         gradients: GradientPolicy | None = None,
         metrics: Sequence[str | Callable[[Any, Any], Any]] = (),
+        ema: float | None = None,
         processes: ProcessOptions | None = None,
         timeouts: WatchdogTimeouts | None = None,
         seed: int = 0,
@@ -114,6 +116,7 @@ class Trainer:
             gradients: clipping, and what happens if a loss or gradient is not finite.
             metrics: what is measured besides the loss, in training and validation: ``accuracy``, ``top5``,
                 ``perplexity``, or a callable of (output, target) that returns (sum, count); recorded by its name.
+            ema: the decay of a moving average of the weights; None: there is none.
             processes: device, threads and processes.
             timeouts: how long the job may stand still.
             seed: seeds data order, augmentation and dropout.
@@ -137,6 +140,7 @@ class Trainer:
             precision=precision or Precision(),
             gradients=gradients or GradientPolicy(),
             metrics=tuple(metrics),
+            ema=ema,
             seed=seed,
         )
         partition = partition or PartitionSpec()
@@ -157,6 +161,7 @@ class Trainer:
             partition,
             own=self._spec.pipeline.stages_of(launched_rank()) if self._distributed else range(num_stages),
         )
+        self._averages: list[WeightAverage] = []  # of the stages of this process, since fit
         self.requests = Requests()  # of the job that runs now, or did last; to ask it to stop or to save
 
     @property
@@ -254,6 +259,7 @@ class Trainer:
         running, worker, plan, made = self._start(
             make_plan, data, loadings, folder, batch_size, shuffle, num_workers, recognise
         )
+        self._averages = [stage.average for stage in worker.stages if stage.average is not None]
         if folder is not None and worker.world.rank == 0 and self._spec.pipeline.method.awaits_delays:
             record_delays(folder.path, worker.pipeline.nominal_delays)
         with contextlib.nullcontext() if folder is None else contextlib.closing(folder):
@@ -282,33 +288,40 @@ class Trainer:
         with self._applied(), self._bound(worker.world):
             return running.run(worker, coordinator, coordinator.evaluate, stops_early=False)
 
-    def full_state_dict(self) -> dict[str, Tensor]:
+    def full_state_dict(self, *, ema: bool = False) -> dict[str, Tensor]:
         """Return parameters and buffers of the whole model by the uncut model's own names, on the CPU.
 
-        Under torchrun every rank must call it, and every rank gets all of it.
+        Under torchrun every rank must call it, and every rank gets all of it. With ``ema`` the parameters are the
+        moving averages of the last call of :meth:`fit`.
 
         Raises:
-            ConfigError: there is no such device, network interface, address or port.
+            ConfigError: there is no such average, device, network interface, address or port.
             ChannelError: the other processes cannot be reached.
             RuntimeError: one of them is gone meanwhile.
         """
         self._join()
-        return self._partitioned.full_state_dict(distributed=self._distributed)
+        with contextlib.ExitStack() as stack:
+            if ema and not self._averages:
+                raise ConfigError("ema=True: no average was made; give Trainer(ema=0.999) and call fit before")
+            for average in self._averages if ema else ():
+                stack.enter_context(average.in_place_of_weights())
+            return self._partitioned.full_state_dict(distributed=self._distributed)
 
-    def load_checkpoint(self, path: str | os.PathLike[str], which: str = "newest") -> None:
+    def load_checkpoint(self, path: str | os.PathLike[str], which: str = "newest", *, ema: bool = False) -> None:
         """Read weights and running statistics from a checkpoint, whatever cut wrote it.
 
         Args:
             path: the checkpoint's own folder, or a run folder.
             which: of a run folder, the ``newest``, or the ``best`` by validation.
+            ema: read the moving average of the weights in their place.
 
         Raises:
-            CheckpointError: damaged, no checkpoint, or of another model.
+            CheckpointError: damaged, no checkpoint, of another model, or without an average.
         """
         chosen = chosen_checkpoint(Path(path), which)
         state.verify(chosen, self._partitioned.signature)
         for module in self._partitioned.modules.values():
-            state.load_weights(chosen, module)
+            state.load_weights(chosen, module, ema=ema)
         self._partitioned.initial = {}
 
     @property

@@ -75,6 +75,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
             max_skipped=config.train.max_skipped,
         ),
         "metrics": [_named("train.metrics", name) if "." in name else name for name in config.train.metrics],
+        "ema": config.train.ema,
         "seed": config.seed,
     }
 

@@ -97,6 +97,7 @@ class TrainConfig:
     non_finite: NonFinite = NonFinite.stop
     max_skipped: int = 10
     metrics: list[str] = field(default_factory=list)
+    ema: float | None = None
 
     def __post_init__(self) -> None:
         _at_least("train.batch_size", self.batch_size, 1)
