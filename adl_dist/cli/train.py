@@ -72,7 +72,8 @@ def train(overrides: list[str]) -> None:
             num_workers=config.data.get("num_workers", 0),
             loading=instantiate.loading(config, train_data),
             checkpoints=config.runtime.checkpoints,
-            monitoring=config.runtime.monitoring,
+            monitoring=instantiate.monitoring(config),
+            callbacks=instantiate.callbacks(config),
             config=plain,
         )
     except DivergedError as error:
@@ -156,6 +157,8 @@ def _end_stopped(stopped: Mapping[str, Any], epochs: int) -> None:
 
 def _ending(summary: Mapping[str, Any], config: RunConfig) -> str:
     lines, run_dir = [final_table(summary)], config.run_dir
+    if "ended_by" in summary:
+        lines += ["", f"ended by {summary['ended_by']}"]
     if "stopped" in summary:
         return lines[0]
     loads = [stage["busy_share"] for stage in summary["stages"]]

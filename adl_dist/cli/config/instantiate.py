@@ -26,8 +26,11 @@ from adl_dist.data import Loading
 from adl_dist.errors import AdlError, CheckpointError, ConfigError
 from adl_dist.optim import build_lr_schedule
 from adl_dist.optimizers import prepare, with_rules
+from adl_dist.report.callbacks import Callbacks
 from adl_dist.schedule import Method
 from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, TrainSpec
+from adl_dist.training.options import Monitoring
+from adl_dist.training.outputs import Outputs
 from adl_dist.training.trainer import Trainer
 
 # Keys of data.* that are ours; the two that describe the data reach its target only if that takes them.
@@ -132,6 +135,30 @@ def loading(config: RunConfig, dataset: Dataset[Any] | None) -> Loading:
     return found
 
 
+def callbacks(config: RunConfig) -> list[Any]:
+    """Return the callbacks, made."""
+    made = [_listed(f"callbacks[{number}]", node) for number, node in enumerate(config.callbacks)]
+    Callbacks(made)
+    return made
+
+
+def monitoring(config: RunConfig) -> Monitoring:
+    """Return what is recorded, with the loggers that are the user's own made."""
+    loggers = [
+        one if isinstance(one, str) and "." not in one else _listed(f"runtime.loggers[{number}]", one)
+        for number, one in enumerate(config.runtime.loggers)
+    ]
+    return replace(config.runtime.monitoring, loggers=loggers)
+
+
+def _listed(name: str, node: Any) -> Any:
+    """Return what an entry of a list makes: a dotted name, or a node with ``_target_`` and arguments."""
+    node = {"_target_": node} if isinstance(node, str) else node
+    if not isinstance(node, Mapping):
+        raise ConfigError(f"{name}: expected my.module.make, or {{_target_: my.module.make, KEY: VALUE}}, got {node!r}")
+    return _call(name, node)
+
+
 def _named(name: str, path: Any) -> Callable[..., Any]:
     """Return the callable that the key ``name`` names."""
     holder, _, key = name.rpartition(".")
@@ -150,7 +177,11 @@ def check_targets(config: RunConfig) -> None:
     loading(config, None)
     if config.data.get("sampler") is not None:
         _named("data.sampler", config.data["sampler"])
-    make = train_spec(config).optimizer
+    callbacks(config)
+    outputs = Outputs(config.runtime.checkpoints, monitoring(config))
+    spec = train_spec(config)
+    outputs.check(config.run_dir, config.resume, spec, is_distributed=config.runtime.processes)
+    make = spec.optimizer
     optimizer = None
     if not config.optimizer.get("rules"):  # which are about parameters of the model
         with contextlib.suppress(ConfigError):
