@@ -120,6 +120,8 @@ class Coordinator:
             self._callbacks.open(lambda why: self._requests.ask(Ask.END, why))
             self._resume()
             self._callbacks.call("on_start", self._moment())
+            if self._callbacks.asked is not None:
+                self._progress.note(f"nothing is trained: ended by {self._callbacks.asked}")
             stopped = None
             while stopped is None and not self._is_over:
                 self._train_one()

@@ -73,7 +73,13 @@ class Outputs:
         loggers = [*self.monitoring.loggers]
         if self.monitoring.tensorboard and "tensorboard" not in loggers:
             loggers.insert(0, "tensorboard")
-        return Recorder(saving.folder.path, loggers=loggers, settings=flatten(saving.config))
+        settings = flatten(saving.config)
+        shapes = {key for key, value in settings.items() if key.startswith("model.") and isinstance(value, list)}
+        return Recorder(
+            saving.folder.path,
+            loggers=loggers,
+            settings={key: value for key, value in settings.items() if key not in shapes},
+        )
 
     def coordinator(
         self,
