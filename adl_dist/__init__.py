@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from adl_dist.checkpoint.policy import CheckpointPolicy
     from adl_dist.data import Loading
     from adl_dist.monitor.timeouts import WatchdogTimeouts
+    from adl_dist.report.callbacks import Callback, EarlyStopping
     from adl_dist.stage import GradientPolicy, Precision
     from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
     from adl_dist.training.trainer import Trainer
@@ -21,7 +22,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AdlError",
+    "Callback",
     "CheckpointPolicy",
+    "EarlyStopping",
     "GradientPolicy",
     "Loading",
     "Method",
@@ -39,7 +42,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # Late, so that schedules can be made, checked and printed without torch.
     if name in __all__:
+        from adl_dist.report import callbacks
         from adl_dist.training import trainer
 
-        return getattr(trainer, name)
+        return getattr(trainer if hasattr(trainer, name) else callbacks, name)
     raise AttributeError(f"module 'adl_dist' has no attribute '{name}'")

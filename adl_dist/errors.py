@@ -34,6 +34,12 @@ class UnusableError(CheckpointError):
     """A run cannot resume from this checkpoint, damaged or of another model; an older one may be good."""
 
 
+class CallbackError(AdlError, RuntimeError):
+    """A callback of the user has raised; the text names it, what it was called for, and its error."""
+
+    exit_code = 1
+
+
 class SaveError(AdlError, RuntimeError):
     """The last checkpoint of a run could not be written, and its weights with it."""
 

@@ -127,6 +127,7 @@ def build_lr_schedule(
     except TypeError as error:
         keys = [key for key in takes[1:] if key not in ("updates_per_epoch", "total_updates")]
         raise ConfigError(f"lr_schedule: {name} takes {', '.join(keys)}; given {options}: {error}") from error
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
     try:
         schedule = target(optimizer, **given)
     except AdlError:
@@ -143,7 +144,23 @@ def build_lr_schedule(
         raise ConfigError(
             f"lr_schedule: {name} must return a torch.optim.lr_scheduler.LRScheduler, got {type(schedule).__name__}"
         )
+    _check_factors(schedule, rates, name)
     return schedule
+
+
+def _check_factors(schedule: LRScheduler, rates: Sequence[float], name: str) -> None:
+    """Raise ConfigError if a schedule gives groups one base rate that had several ``rates``, by a factor of a rule."""
+    groups = schedule.optimizer.param_groups
+    if not any("lr_factor" in group for group in groups):
+        return
+    bases = [float(group["initial_lr"]) for group in groups]
+    for base, rate in zip(bases, rates, strict=True):
+        if base != rate and any(base == other and rate != before for other, before in zip(bases, rates, strict=True)):
+            raise ConfigError(
+                f"lr_schedule: {name} sets the rates of all groups itself, and lr_factor of optimizer.rules would be "
+                f"lost; give it a list of {len(rates)} rates, one for each group, or take a schedule that multiplies "
+                "the optimizer's own"
+            )
 
 
 def _length_for(

@@ -18,10 +18,12 @@ from typing import IO, Any
 
 from adl_dist.errors import CheckpointError, UnusableError
 from adl_dist.report import warn
+from adl_dist.report.goal import Goal
 
 FORMAT = 5
 MANIFEST = "manifest.json"
 # Where the run stood: updates made, whole epochs done, samples of the next epoch done; and its last metrics.
+# "goal" is what the best checkpoint is the best of, "callbacks" what callbacks remember; older ones have neither.
 # "identity" is what the position refers to: sizes of data and batches, length of the run, optimizer; and the cut.
 FIELDS = {"update": int, "epochs": int, "sample": int, "metrics": dict, "identity": dict, "files": dict}
 # Large files are written and read in pieces of this size; a piece is on disk before the next one is written.
@@ -135,13 +137,14 @@ def prune(folder: Path, *, keep: int, keep_best: bool) -> None:
 
 
 def best_of(saved: Sequence[Path]) -> Path | None:
-    """Return the checkpoint of highest validation accuracy, else of lowest loss; the newest of equals."""
-    scores = {}
+    """Return the best checkpoint, by what the newest one says its run is after; the newest of equals."""
+    manifests = {}
     for path in saved:
         with suppress(CheckpointError, OSError):  # damaged, or removed meanwhile
-            metrics = read_manifest(path)["metrics"]
-            if "validation_loss" in metrics:
-                scores[path] = metrics.get("validation_accuracy", 0.0), -metrics["validation_loss"]
+            manifests[path] = read_manifest(path)
+    goal = Goal(**manifests[max(manifests)].get("goal", {})) if manifests else Goal()
+    found = {path: goal.score(manifest["metrics"]) for path, manifest in manifests.items()}
+    scores = {path: score for path, score in found.items() if score is not None}
     return max(scores, key=lambda path: (scores[path], path.name), default=None)
 
 

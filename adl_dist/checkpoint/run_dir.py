@@ -46,6 +46,7 @@ FREE_TO_CHANGE = {
     *("method.split_backward", "method.max_deferred", "method.stages_per_process"),
     *("runtime.tf32", "tf32", "runtime.cudnn_benchmark", "runtime.compile", "runtime.deterministic", "deterministic"),
     *("runtime.checkpoint_every_epochs", "runtime.keep_checkpoints", "runtime.keep_best", "runtime.async_save"),
+    *("runtime.best_metric", "runtime.best_is", "runtime.loggers", "callbacks"),
     *("runtime.tensorboard", "runtime.trace", "runtime.memory"),
     *(*CUT, *(f"partition.{name}" for name in CUT)),
 }
@@ -292,7 +293,7 @@ def chosen_checkpoint(run_dir: Path, wanted: str | None) -> Path:
     if wanted == "best":
         if best := layout.best_of(layout.complete(run_dir / "checkpoints")):
             return best
-        nothing = f"{run_dir} holds no checkpoint with a validation loss"
+        nothing = f"{run_dir} holds no checkpoint with the validation that it is the best of"
         raise CheckpointError(f"checkpoint=best: {nothing}; omit it for the newest")
     path = run_dir if wanted in (None, "newest") else Path(str(wanted))
     if (path / layout.MANIFEST).is_file():

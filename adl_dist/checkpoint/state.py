@@ -2,6 +2,7 @@
 
 model-*        parameters and buffers, by the uncut model's names
 buffers-*      buffers that are not in the model's ``state_dict`` and that the run has moved: :mod:`.buffers`
+ema-*          the moving average of the weights that are trained, by the same names, if there is one
 optimizer-*    what the optimizers remember: :mod:`.optimizer_state`
 heads-*        heads that stages learn from, by their prefixed names; the metadata says behind which unit each stands
 
@@ -22,7 +23,7 @@ from adl_dist.checkpoint import buffers, layout, optimizer_state, storage
 from adl_dist.checkpoint.buffers import FreshBuffers
 from adl_dist.checkpoint.loss_state import FreshLoss
 from adl_dist.checkpoint.optimizer_state import FreshOptimizer
-from adl_dist.checkpoint.storage import BUFFERS, HEADS, MODEL, OPTIMIZER, Shard, Stored
+from adl_dist.checkpoint.storage import BUFFERS, EMA, HEADS, MODEL, OPTIMIZER, Shard, Stored
 from adl_dist.errors import CheckpointError, ConfigError, UnusableError
 from adl_dist.partition.piece import traced_units
 from adl_dist.stage import LossFn, Stage
@@ -97,6 +98,8 @@ def state_of(stages: Iterable[Stage], num_stages: int, fresh: Mapping[int, Fresh
             BUFFERS: first.buffers.moved(stage.module),
             OPTIMIZER: _of_optimizers(stage, first),
         }
+        if stage.average is not None:
+            parts[EMA] = Shard(stage.average.tensors)
         if first.loss is not None:
             of_loss, kept = first.loss.moved(), parts[BUFFERS]
             parts[BUFFERS] = Shard({**kept.tensors, **of_loss.tensors}, {**kept.metadata, **of_loss.metadata})
@@ -116,12 +119,16 @@ def load(path: Path, stages: Sequence[Stage], fresh: Mapping[int, FreshStage]) -
     moved = storage.scan(path, BUFFERS, files)
     optimizer, values = storage.scan(path, OPTIMIZER, files)
     heads, places = storage.scan(path, HEADS, files)
+    averages, _ = storage.scan(path, EMA, files)
     _check_heads(path, stages, heads, places)
     cut = ", ".join(f"{name} {value}" for name, value in manifest["identity"].get("cut", {}).items())
     where = f"{path} ({cut})" if cut else str(path)
     with _explained(path):
         for stage in stages:
             _fill(stage.module.state_dict(), model)
+            if stage.average is not None:
+                own = {name: averages[name] for name in averages.keys() & stage.average.names}
+                stage.average.restore(dict(storage.read(own)))
             _fill(_head_tensors(stage), heads)
             first = fresh[stage.index]
             buffers.restore(stage.module, *moved)
@@ -132,11 +139,23 @@ def load(path: Path, stages: Sequence[Stage], fresh: Mapping[int, FreshStage]) -
                 optimizer_state.restore(where, learner, of_optimizer, optimizer, values)
 
 
-def load_weights(path: Path, module: nn.Module) -> None:
-    """Read parameters and buffers of a model or a part of it from a checkpoint; CheckpointError if that fails."""
+def load_weights(path: Path, module: nn.Module, *, ema: bool = False) -> None:
+    """Read parameters and buffers of a model or a part of it from a checkpoint; CheckpointError if that fails.
+
+    With ``ema`` the trained parameters are their moving averages.
+    """
     files = layout.read_manifest(path)["files"]
+    averages = storage.scan(path, EMA, files)[0] if ema else {}
+    if ema and not averages:
+        raise CheckpointError(
+            f"{path} holds no moving average of the weights: its run had none, or no update yet; omit ema=true, or "
+            "train with train.ema=0.999"
+        )
     with _explained(path):
-        _fill(module.state_dict(), storage.scan(path, MODEL, files)[0])
+        # A parameter of several names is averaged under one of them, and filled by that.
+        state = module.state_dict()
+        _fill(state, storage.scan(path, MODEL, files)[0])
+        _fill({name: tensor for name, tensor in state.items() if name in averages}, averages)
         buffers.restore(module, *storage.scan(path, BUFFERS, files))
 
 

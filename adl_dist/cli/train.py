@@ -72,7 +72,8 @@ def train(overrides: list[str]) -> None:
             num_workers=config.data.get("num_workers", 0),
             loading=instantiate.loading(config, train_data),
             checkpoints=config.runtime.checkpoints,
-            monitoring=config.runtime.monitoring,
+            monitoring=instantiate.monitoring(config),
+            callbacks=instantiate.callbacks(config),
             config=plain,
         )
     except DivergedError as error:
@@ -86,8 +87,8 @@ def train(overrides: list[str]) -> None:
 
 def evaluate(arguments: list[str]) -> None:
     """``adl-dist evaluate``: a checkpoint, uncut, in this process."""
-    run_dir, options = named_folder("evaluate", arguments, {"checkpoint": "best"})
-    config, path, trainer = _restored(run_dir, options.get("checkpoint"))
+    run_dir, options = named_folder("evaluate", arguments, {"checkpoint": "best", "ema": "true"})
+    config, path, trainer = _restored(run_dir, options)
     _, val_data = instantiate.build_data(config.data)
     micro_batch_size = config.train.batch_size // config.method.chosen().micro_batches_per_update
     metrics = trainer.evaluate(val_data, batch_size=micro_batch_size, loading=instantiate.loading(config, None))
@@ -97,7 +98,9 @@ def evaluate(arguments: list[str]) -> None:
 
 def export(arguments: list[str]) -> None:
     """``adl-dist export``: one plain state_dict with the uncut model's own names, as safetensors or for torch.load."""
-    run_dir, options = named_folder("export", arguments, {"out": "model.safetensors", "checkpoint": "best"})
+    run_dir, options = named_folder(
+        "export", arguments, {"out": "model.safetensors", "checkpoint": "best", "ema": "true"}
+    )
     if not options.get("out"):
         raise ConfigError(f"adl-dist export needs out=, for example: adl-dist export {run_dir} out=model.safetensors")
     out = Path(options["out"])
@@ -105,7 +108,7 @@ def export(arguments: list[str]) -> None:
         raise CheckpointError(f"out={out} is there already and would be written over; choose another name")
     if not out.parent.is_dir():
         raise CheckpointError(f"out={out} cannot be written: there is no folder {out.parent}")
-    _, path, trainer = _restored(run_dir, options.get("checkpoint"))
+    _, path, trainer = _restored(run_dir, options)
     state, is_safetensors = trainer.full_state_dict(), out.suffix == storage.SUFFIX
     try:
         with write_atomically(out) as unfinished:
@@ -121,16 +124,18 @@ def export(arguments: list[str]) -> None:
     say(f"{out}: {len(state)} tensors of {path}; model.load_state_dict({loader}('{out}')) takes them")
 
 
-def _restored(run_dir: Path, checkpoint: str | None) -> tuple[RunConfig, Path, Trainer]:
-    """Load the chosen checkpoint; on the CPU where there is no GPU: weights outlive the machine."""
+def _restored(run_dir: Path, options: Mapping[str, str]) -> tuple[RunConfig, Path, Trainer]:
+    """Load the chosen checkpoint, with ``ema=true`` its averages; on the CPU if there is no GPU: weights outlive it."""
     config = known_run(run_dir)
     if config.runtime.device is Device.cuda and not torch.cuda.is_available():
         config.runtime.device = Device.cpu
         note = "has runtime.device=cuda, but torch finds no CUDA device here; computing on the CPU"
         tell(sys.stderr, f"adl-dist: {run_dir} {note}\n")
-    path = chosen_checkpoint(run_dir, checkpoint)
+    if (ema := options.get("ema", "false").lower()) not in ("true", "false"):
+        raise ConfigError(f"ema={options['ema']}: expected true or false")
+    path = chosen_checkpoint(run_dir, options.get("checkpoint"))
     trainer = instantiate.evaluator(config)
-    trainer.load_checkpoint(path)
+    trainer.load_checkpoint(path, ema=ema == "true")
     return config, path, trainer
 
 
@@ -152,6 +157,8 @@ def _end_stopped(stopped: Mapping[str, Any], epochs: int) -> None:
 
 def _ending(summary: Mapping[str, Any], config: RunConfig) -> str:
     lines, run_dir = [final_table(summary)], config.run_dir
+    if "ended_by" in summary:
+        lines += ["", f"ended by {summary['ended_by']}"]
     if "stopped" in summary:
         return lines[0]
     loads = [stage["busy_share"] for stage in summary["stages"]]

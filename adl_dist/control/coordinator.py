@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from adl_dist.control.requests import Ask, Requests
 from adl_dist.errors import DivergedError, SaveError, StageFailed
 from adl_dist.monitor.trace import TRACE, Instant, merge_parts
 from adl_dist.report import Progress, Recorder, warn
+from adl_dist.report.callbacks import Callbacks, Moment
+from adl_dist.report.goal import Goal
 from adl_dist.report.progress import TOKENS
 from adl_dist.schedule.run_plan import Plan
 from adl_dist.stage.metrics import PERPLEXITY
@@ -46,6 +48,7 @@ class Saving:
     optimizer: str  # the name of its class
     schedule_follows: bool  # whether the learning rate schedule depends on the length of the run
     cut: Mapping[str, Any]  # the partition, as made
+    goal: Goal = field(default_factory=Goal)  # what the best checkpoint is the best of
     trace: bool = False  # whether the stages record what they do, to be written at the end
 
 
@@ -59,6 +62,7 @@ class Coordinator:
         saving: Saving | None,
         recorder: Recorder,
         progress: Progress,
+        callbacks: Callbacks | None = None,
         requests: Requests | None = None,
         drain_changes_result: Callable[[int], bool] = lambda epoch: False,
         unit: str = "images",
@@ -66,14 +70,16 @@ class Coordinator:
     ) -> None:
         """Prepare; ``drain_changes_result``: whether draining in an epoch, where ``plan`` does not, changes values.
 
-        ``unit``: what samples are, or ``tokens``, if these are what is counted. ``flops``: those of a sample, as a
-        share of what all devices do in a second at their peak; None: not known.
+        ``callbacks``: the user's. ``unit``: what samples are, or ``tokens``, if these are what is counted. ``flops``:
+        those of a sample, as a share of what all devices do in a second at their peak; None: not known.
         """
         self._flops = flops
         self._unit, self._num_tokens = unit, 0.0  # in the present segment
         self._plan, self._saving = plan, saving
         self._recorder, self._progress = recorder, progress
         self._requests, self._drain_changes_result = requests or Requests(), drain_changes_result
+        self._callbacks = callbacks or Callbacks()
+        self._saved_moment: Moment | None = None  # of a checkpoint that callbacks do not know of yet
         # The position of the run: whole epochs done, samples of the next one done, updates done.
         self._epoch = self._sample = self._update = 0
         self._last_epoch = 0
@@ -99,6 +105,7 @@ class Coordinator:
         """Write down a record of a stage, and show it; called in the thread that trains."""
         self._recorder.write(record)
         self._progress.update(record)
+        self._callbacks.take(record)
         if self._unit == TOKENS and record["name"] == "train/loss":
             self._num_tokens += float(record.get("num_terms", 0))
 
@@ -110,12 +117,17 @@ class Coordinator:
     def _train(self) -> Summary:
         started, origin = time.monotonic(), Instant.now()
         try:
+            self._callbacks.open(lambda why: self._requests.ask(Ask.END, why))
             self._resume()
+            self._callbacks.call("on_start", self._moment())
+            if self._callbacks.asked is not None:
+                self._progress.note(f"nothing is trained: ended by {self._callbacks.asked}")
             stopped = None
             while stopped is None and not self._is_over:
                 self._train_one()
                 if self._is_over or self._sample == 0:
                     self._evaluate()
+                    self._callbacks.end_epoch(self._update, self._epoch, self._metrics)
                 if self._is_over or self._is_to_be_saved:
                     self._save()
                 stopped = self._carry_out_requests()
@@ -129,12 +141,14 @@ class Coordinator:
             **_totals(self._trained),
             **self._of_unit(),
             **({"stopped": stopped} if stopped else {}),
+            **({"ended_by": self._callbacks.asked} if self._callbacks.asked else {}),
         }
         # The summary of a run that was over is kept, with its training times; it may be missing or of an earlier end.
         if self._saving and (self._trained or self._saving.folder.summarised_updates != self._update):
             self._saving.folder.write_summary(summary)
         if self._saving and self._saving.trace and self._trained:
             self._write_trace(self._saving.folder.path, origin)
+        self._callbacks.call("on_end", replace(self._moment(), summary=summary))
         return summary
 
     def evaluate(self, workers: WorkerGroup) -> Summary:
@@ -145,7 +159,11 @@ class Coordinator:
 
     @property
     def _is_over(self) -> bool:
-        return self._epoch >= self._plan.epochs or self._update >= self._plan.total_updates
+        is_asked = self._callbacks.asked is not None
+        return is_asked or self._epoch >= self._plan.epochs or self._update >= self._plan.total_updates
+
+    def _moment(self) -> Moment:
+        return Moment(self._update, self._epoch, dict(self._metrics))
 
     @property
     def _is_to_be_saved(self) -> bool:
@@ -206,6 +224,7 @@ class Coordinator:
         self._note(note)
         self._epoch, self._sample, self._update = manifest["epochs"], manifest["sample"], manifest["update"]
         self._metrics = dict(manifest["metrics"])
+        self._callbacks.restore(manifest.get("callbacks", []), self._update)
         if not self._is_over:
             self._note(partition_change_note(manifest["identity"].get("cut", {}), saving.cut))
         for bad, error in rejected:
@@ -220,6 +239,7 @@ class Coordinator:
         self._num_tokens, start = 0.0, time.perf_counter()
         results = self._workers.call(messages.Train(segment), TrainResult)
         seconds = time.perf_counter() - start
+        self._callbacks.tell_update()
         (num_updates,) = {result.num_updates for result in results}  # fewer if it was ended early
         segment = segment.first_updates(num_updates)
         self._sample += segment.num_samples
@@ -280,10 +300,13 @@ class Coordinator:
             "epochs": self._epoch,
             "sample": self._sample,
             "metrics": self._metrics,
+            "goal": asdict(self._saving.goal),
+            "callbacks": self._callbacks.state(self._update),
             "identity": {**identity_of(self._plan, self._saving.optimizer), "cut": dict(self._saving.cut)},
         }
         saver = self._saving.saver
         self._finish_saving(saver)
+        self._saved_moment = self._moment()
         saver.save(self._write_parts, manifest)
         self._saved_at = self._update
         if self._is_over:
@@ -299,6 +322,9 @@ class Coordinator:
         if saver.failure is not None and saver.failure != self._failure_recorded:
             self._failure_recorded = saver.failure
             self._record("checkpoint/failed", 1.0, reason=saver.failure)
+        moment, self._saved_moment = self._saved_moment, None
+        if path is not None and moment is not None:
+            self._callbacks.call("on_checkpoint", replace(moment, checkpoint=path))
         return path
 
     def _finish_last_save(self, saver: Saver, so: str) -> None:

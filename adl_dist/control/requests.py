@@ -9,10 +9,11 @@ from adl_dist.errors import AdlError
 
 
 class Ask(enum.Enum):
-    """The two requests. Both empty the pipeline and save; ``STOP`` then ends the run."""
+    """The requests. All empty the pipeline and save; ``STOP`` then ends the run, ``END`` ends it as complete."""
 
     CHECKPOINT = "checkpoint"
     STOP = "stop"
+    END = "end"
 
 
 class NotDoneError(AdlError, RuntimeError):

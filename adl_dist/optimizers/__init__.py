@@ -1,7 +1,8 @@
-"""Optimizers that bear stale gradients: a rule for the matrices of a model, AdamW or SGD for the rest."""
+"""Optimizers that bear stale gradients, and rules for groups of the parameters of any optimizer."""
 
 from adl_dist.optimizers.muon import Muon
 from adl_dist.optimizers.roles import mark_roles
 from adl_dist.optimizers.rotated import RotatedAdam
+from adl_dist.optimizers.rules import prepare, with_rules
 
-__all__ = ["Muon", "RotatedAdam", "mark_roles"]
+__all__ = ["Muon", "RotatedAdam", "mark_roles", "prepare", "with_rules"]

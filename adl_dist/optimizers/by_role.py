@@ -64,14 +64,26 @@ class ByRole(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        matrices, rest = self.param_groups
-        if trained := [p for p in matrices["params"] if p.grad is not None]:
-            self.step_matrices(trained, matrices)
+        rest = [group for group in self.param_groups if "rule" in group]  # several where ``optimizer.rules`` divide it
+        for group in self.param_groups:
+            if "rule" not in group and (trained := [p for p in group["params"] if p.grad is not None]):
+                self.step_matrices(trained, group)
         # A new one for each step, made in microseconds: it holds nothing that a copy or a checkpoint could miss.
-        inner = REST[rest["rule"]][0]([{"params": []}])
-        inner.param_groups, inner.state = [rest], self.state
+        inner = REST[rest[0]["rule"]][0]([{"params": []}])
+        inner.param_groups, inner.state = rest, self.state
         inner.step()
         return loss
+
+    def check_group(self, group: Mapping[str, Any], where: str) -> None:
+        """Raise ConfigError, which begins with ``where``, if a value in ``group`` is out of range."""
+        if "rule" in group:
+            check_values(REST[group["rule"]][0], group, where)
+        else:
+            self.check_matrices(group, where)
+
+    def check_matrices(self, group: Mapping[str, Any], where: str) -> None:
+        """Do so for a group of matrices."""
+        raise NotImplementedError
 
     def step_matrices(self, params: Sequence[nn.Parameter], group: Mapping[str, Any]) -> None:
         """Update ``params``, which all have a gradient, by the options of ``group``."""
@@ -89,3 +101,9 @@ def checked_options(kind: Callable[..., Optimizer], options: Mapping[str, Any], 
             "it names, or omit that for the default"
         ) from error
     return group
+
+
+def check_values(kind: Callable[..., Optimizer], group: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError, which begins with ``where``, if ``kind``, a class of torch, refuses what is in ``group``."""
+    known = inspect.signature(kind).parameters
+    checked_options(kind, {key: value for key, value in group.items() if key in known and key != "params"}, where)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from adl_dist.optimizers.by_role import ByRole, checked_options
+from adl_dist.optimizers.by_role import ByRole, check_values, checked_options
 
 
 class Muon(ByRole):
@@ -66,6 +66,10 @@ class Muon(ByRole):
         of_matrices = checked_options(torch.optim.Muon, options, "optimizer")
         more: dict[str, Any] = {"rest": rest, "rest_lr": rest_lr, "rest_options": rest_options}
         super().__init__(params, of_matrices, **more, rest_names=rest_names)
+
+    def check_matrices(self, group: Mapping[str, Any], where: str) -> None:
+        """Raise ConfigError if torch's Muon refuses a value in ``group``."""
+        check_values(torch.optim.Muon, group, where)
 
     def step_matrices(self, params: Sequence[nn.Parameter], group: Mapping[str, Any]) -> None:
         """Update ``params`` [out, ...] by torch's Muon."""

@@ -8,7 +8,7 @@ not written on them: an attribute would be saved with a model, and could not be 
 import fnmatch
 import re
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -38,12 +38,21 @@ class Role:
         kind: ``table``: of an embedding or a norm, or by its name a table or a bias; ``head``: of the layer that makes
             the model's outputs; ``convolution``: a convolution's; ``other``: any other.
         names: the uncut model's names for it, several if layers share it.
-        of_model: the names of all parameters of that model.
+        layers: the classes of the layers that have it, and torch's or the user's own that these derive from, by name.
+        ndim: its number of dimensions; None: the weight of a lazy layer, which has none yet.
+        of_model: the roles of all parameters of that model, in its order.
     """
 
     kind: str
     names: tuple[str, ...]
-    of_model: frozenset[str]
+    layers: frozenset[str]
+    ndim: int | None
+    of_model: "list[Role]" = field(repr=False, compare=False)
+
+    @property
+    def all_names(self) -> frozenset[str]:
+        """The names of all parameters of the model."""
+        return frozenset(name for role in self.of_model for name in role.names)
 
 
 # By the parameter itself, which stays the same object for the whole training; an entry ends with its parameter.
@@ -61,10 +70,12 @@ def mark_roles(model: nn.Module, prefix: str = "") -> None:
     is.
     """
     by_kind: dict[str, set[nn.Parameter]] = {"table": set(), "head": set(), "convolution": set()}
+    layers: dict[nn.Parameter, set[str]] = {}
     last = None  # layer with a matrix
     for layer in model.modules():
         kind = _class_of(layer)
         for name, parameter in _parameters_of(layer):
+            layers.setdefault(parameter, set()).update(_class_names(kind))
             if issubclass(kind, TABLES) or TABLE_NAME.search(name):
                 by_kind["table"].add(parameter)
                 continue
@@ -78,10 +89,35 @@ def mark_roles(model: nn.Module, prefix: str = "") -> None:
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(f"{prefix}{name}")
-    of_model = frozenset(name for some in names.values() for name in some)
+    of_model = list[Role]()
     for parameter, own in names.items():
         found = next((known for known, members in by_kind.items() if parameter in members), "other")
-        _ROLES[parameter] = Role(found, tuple(own), of_model)
+        is_lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
+        of_layers = frozenset(layers.get(parameter, ()))
+        role = Role(found, tuple(own), of_layers, None if is_lazy else parameter.ndim, of_model)
+        of_model.append(role)
+        _ROLES[parameter] = role
+
+
+def role_of(parameter: nn.Parameter, asking: str) -> Role:
+    """Return what ``parameter`` is for; ``asking`` is what has to know it, like ``Muon``.
+
+    Raises:
+        ConfigError: that is not known.
+    """
+    role = _ROLES.get(parameter)
+    if role is None:
+        raise ConfigError(
+            f"optimizer: {asking} must know whether a parameter of shape {list(parameter.shape)} is of an "
+            "embedding, of the head, or a matrix; call adl_dist.optimizers.mark_roles(model) on the uncut model "
+            "first, as a Trainer does, and make no new parameters after it"
+        )
+    return role
+
+
+def _class_names(kind: type) -> list[str]:
+    """Return the names of ``kind`` and of what it derives from, without what all layers derive from."""
+    return [one.__name__ for one in kind.__mro__ if issubclass(one, nn.Module) and one is not nn.Module]
 
 
 def _parameters_of(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -113,20 +149,14 @@ def split_by_role(
         ConfigError: it is not known what a parameter is for, or no name is like one of ``rest_names``; the text names
             the ``optimizer``.
     """
-    matrices, rest, models = list[nn.Parameter](), list[nn.Parameter](), set[frozenset[str]]()
+    matrices, rest, models = list[nn.Parameter](), list[nn.Parameter](), dict[int, Role]()
     patterns = [rest_names] if isinstance(rest_names, str) else rest_names
     for parameter in parameters:
-        role = _ROLES.get(parameter)
-        if role is None:
-            raise ConfigError(
-                f"optimizer: {optimizer} must know whether a parameter of shape {list(parameter.shape)} is of an "
-                "embedding, of the head, or a matrix; call adl_dist.optimizers.mark_roles(model) on the uncut model "
-                "first, as a Trainer does, and make no new parameters after it"
-            )
-        models.add(role.of_model)
+        role = role_of(parameter, optimizer)
+        models[id(role.of_model)] = role
         is_named = any(fnmatch.filter(role.names, pattern) for pattern in patterns)
         (rest if is_named or not _is_matrix(parameter, role.kind) else matrices).append(parameter)
-    names = frozenset[str]().union(*models)
+    names = {name for role in models.values() for name in role.all_names}
     for pattern in patterns:
         if names and not fnmatch.filter(names, pattern):
             raise ConfigError(

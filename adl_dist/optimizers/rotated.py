@@ -71,9 +71,13 @@ class RotatedAdam(ByRole):
         """
         group: dict[str, Any] = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         group |= {"rotation": rotation, "source": source, "every": every, "max_dim": max_dim}
-        _check(group)
+        self.check_matrices(group, "optimizer")
         more: dict[str, Any] = {"rest": rest, "rest_lr": rest_lr, "rest_options": rest_options}
         super().__init__(params, group, **more, rest_names=rest_names)
+
+    def check_matrices(self, group: Mapping[str, Any], where: str) -> None:
+        """Raise ConfigError, which begins with ``where``, for a value in ``group`` that is out of range."""
+        _check(group, where)
 
     def step_matrices(self, params: Sequence[nn.Parameter], group: Mapping[str, Any]) -> None:
         """Update ``params`` [out, ...] as above."""
@@ -86,7 +90,7 @@ class RotatedAdam(ByRole):
             p.sub_(group["lr"] * step.view(p.shape))
 
 
-def _check(group: Mapping[str, Any]) -> None:
+def _check(group: Mapping[str, Any], where: str) -> None:
     """Raise ConfigError for an option of the matrices that is out of range."""
     b1, b2 = group["betas"] if len(group["betas"]) == 2 else (-1, -1)
     for is_right, key, expected in (
@@ -101,7 +105,7 @@ def _check(group: Mapping[str, Any]) -> None:
     ):
         if not is_right:
             way_out = "correct it, or omit it for the default"
-            raise ConfigError(f"optimizer.{key} must be {expected}, got {group[key]}; {way_out}")
+            raise ConfigError(f"{where}.{key} must be {expected}, got {group[key]}; {way_out}")
 
 
 def _fresh(p: nn.Parameter, group: Mapping[str, Any]) -> dict[str, Any]:

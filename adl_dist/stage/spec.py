@@ -193,8 +193,8 @@ class TrainSpec:
 
     ``loss_fn`` is (output, target) to the mean loss over the samples, or over terms that it counts; ``optimizer`` makes
     that of one stage from its parameters, and ``lr_schedule`` its learning rate schedule; ``metrics`` are what is
-    measured besides the loss, by name or as callables (metrics.py); ``seed`` seeds data order, augmentation and
-    dropout.
+    measured besides the loss, by name or as callables (metrics.py); ``ema`` is the decay of the moving average of the
+    weights, None: there is none; ``seed`` seeds data order, augmentation and dropout.
 
     Raises:
         ConfigError: a value is out of range, or does not fit the method.
@@ -207,9 +207,14 @@ class TrainSpec:
     precision: Precision = field(default_factory=Precision)
     gradients: GradientPolicy = field(default_factory=GradientPolicy)
     metrics: Sequence[str | Callable[[Any, Any], Any]] = ()
+    ema: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ConfigError(
+                f"train.ema must be above 0 and below 1, like 0.999, got {self.ema}; null averages nothing"
+            )
         self.precision.check(self.pipeline.method)
         self.gradients.check(self.pipeline)
 
@@ -222,6 +227,7 @@ class TrainSpec:
             "seed": self.seed,
             **self.precision.settings,
             **asdict(self.gradients),
+            **({} if self.ema is None else {"ema": self.ema}),
         }
 
 

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from adl_dist.batch import Batch
 from adl_dist.errors import ConfigError, PartitionError
+from adl_dist.stage.average import WeightAverage
 from adl_dist.stage.calls import RandomStreams, Remember, Tensors, call_of, packed, takes_gradient, unpacked
 from adl_dist.stage.deferred import DeferredGradients, PutOff
 from adl_dist.stage.gradient_head import GradientHead
@@ -70,6 +71,7 @@ class Stage:
         tally: what the stage counts about itself; the owner takes it and puts a fresh one.
         faults: looks at loss and gradient of each update; the last ones are checked at the end of a segment.
         mitigation: what is done about the staleness of its gradients; None: nothing.
+        average: the moving average of its weights; None: there is none, or nothing is trained.
     """
 
     def __init__(
@@ -119,6 +121,8 @@ class Stage:
         self.lr_updates: int | None = None  # after so many the schedule is at its end; None: it has none
         self._traits, self._remember, self._lr_factor = traits, remember, pipeline.lr_factor(index)
         self.mitigation = mitigation_of(pipeline, index, self.optimizer, self._lr_factor) if self.optimizer else None
+        is_averaged = spec.ema is not None and self.optimizer is not None
+        self.average = WeightAverage(module, spec.ema) if is_averaged and spec.ema is not None else None
         self._policy = (
             weight_policy(method.weights, self._trained, self.optimizer, self.mitigation) if self.optimizer else None
         )
@@ -365,6 +369,8 @@ class Stage:
             graphs = {kept.version for kept in self.in_flight.values() if kept.grad_edges is not None}
             with told_whose(self.optimizer, self.where, self.version), scaled_learning_rates(self.optimizer, factor):
                 self._policy.step(self.version, in_flight=graphs, skip=skip)
+            if self.average is not None and not skip:
+                self.average.update()
         self.version += 1
         if self.lr_schedule is not None and (self.lr_updates is None or self.version <= self.lr_updates):
             # True, and meant, where the very first update is skipped: that torch's optimizer has not stepped yet.

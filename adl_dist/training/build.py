@@ -21,6 +21,7 @@ from adl_dist.distributed.world import World
 from adl_dist.errors import ConfigError
 from adl_dist.optim import build_lr_schedule, fast_forward, takes_length, try_schedule
 from adl_dist.optimizers import mark_roles
+from adl_dist.optimizers.rules import RuledOptimizer
 from adl_dist.report.progress import TOKENS
 from adl_dist.schedule import Pipeline, downstream_first
 from adl_dist.schedule.run_plan import Plan
@@ -175,8 +176,10 @@ def unit_of(samples: Samples, loss_fn: LossFn, terms: LossTerms | None) -> str:
 def settings_of(spec: TrainSpec, partitioned: PartitionedModel) -> dict[str, object]:
     """Return the plain values that two ranks, or a run and its continuation, must have in common."""
     balance = partitioned.spec.balance
+    rules = {"rules": spec.optimizer.settings} if isinstance(spec.optimizer, RuledOptimizer) else {}
     return {
         **spec.settings,
+        **rules,
         "balance": balance if isinstance(balance, str) else list(balance),
         "model": {name: list(shape) for name, shape in partitioned.signature.items()},
     }

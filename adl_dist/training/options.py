@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from adl_dist.errors import ConfigError
+from adl_dist.report.loggers import check_loggers
 from adl_dist.schedule import downstream_first
 
 LONGEST_TIMEOUT = 1_000_000  # seconds; torch counts milliseconds in 32 bits
@@ -104,6 +105,7 @@ class Monitoring:
 
     Attributes:
         tensorboard: write ``run_dir/tensorboard``.
+        loggers: what else gets the records: ``mlflow``, ``wandb``, or objects of your own (docs/hooks.md).
         trace: write ``run_dir/trace.json``, what each stage did and when, and the shares of its time.
         memory: measure the most bytes of tensors that each stage's process held; slows the first updates.
         quiet: no live line.
@@ -115,11 +117,13 @@ class Monitoring:
     """
 
     tensorboard: bool = True
+    loggers: Sequence[Any] = ()
     trace: bool = False
     memory: bool = False
     quiet: bool = False
     peak_tflops: float | None = None
 
     def __post_init__(self) -> None:
+        check_loggers(self.loggers)
         if self.peak_tflops is not None and not self.peak_tflops > 0:
             raise ConfigError(f"runtime.peak_tflops must be above 0, got {self.peak_tflops}")

@@ -38,18 +38,20 @@ from adl_dist.monitor.memory import MemoryMeter
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.monitor.trace import MOST_EVENTS
 from adl_dist.optim import takes_length
-from adl_dist.optimizers import mark_roles
-from adl_dist.report import Progress, Recorder, warn
+from adl_dist.optimizers import prepare
+from adl_dist.report import Progress, Recorder
 from adl_dist.schedule import Method, Pipeline
 from adl_dist.schedule.run_plan import Plan, check_lengths, micro_batch_size_of
 from adl_dist.schedule.work import forget_actions
 from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, TrainSpec, in_dtype
+from adl_dist.stage.average import WeightAverage
 from adl_dist.stage.metrics import metrics_of
 from adl_dist.training import arguments, build
 from adl_dist.training.agreement import propagate_errors
 from adl_dist.training.delays import record_delays
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
+from adl_dist.training.outputs import Outputs
 from adl_dist.training.partitioned_model import PartitionedModel
 
 # The arguments that are a value of one type.
@@ -76,7 +78,7 @@ class Trainer:
     Under torchrun every rank runs the same script and makes the same calls.
     """
 
-    def __init__(  # 13: what is trained, five values that say how, and the seed
+    def __init__(  # 14: what is trained, five values that say how, what is measured and averaged, and the seed
         self,
         model: nn.Module,
         *,
@@ -89,6 +91,7 @@ class Trainer:
         precision: Precision | None = None,
         gradients: GradientPolicy | None = None,
         metrics: Sequence[str | Callable[[Any, Any], Any]] = (),
+        ema: float | None = None,
         processes: ProcessOptions | None = None,
         timeouts: WatchdogTimeouts | None = None,
         seed: int = 0,
@@ -102,7 +105,8 @@ class Trainer:
             model: any module that torch.fx can trace, or an ``nn.Sequential`` of whatever blocks. It is called with the
                 data's input: a tensor, the elements of a tuple, or the entries of a dictionary by their names.
             loss_fn: (output, target) to the mean loss over the samples, or over terms that it counts (docs/own.md).
-            optimizer: makes a torch optimizer from the parameters of one stage.
+            optimizer: makes a torch optimizer from the parameters of one stage; with groups by rules, see
+                :func:`adl_dist.optimizers.with_rules`, which also freezes parameters of ``model``.
             method: from :func:`adl_dist.method`, or a method's name; None: ADL with M = 4.
             num_stages: K.
             partition: where the model is cut.
@@ -113,6 +117,7 @@ class Trainer:
             gradients: clipping, and what happens if a loss or gradient is not finite.
             metrics: what is measured besides the loss, in training and validation: ``accuracy``, ``top5``,
                 ``perplexity``, or a callable of (output, target) that returns (sum, count); recorded by its name.
+            ema: the decay of a moving average of the weights; None: there is none.
             processes: device, threads and processes.
             timeouts: how long the job may stand still.
             seed: seeds data order, augmentation and dropout.
@@ -136,6 +141,7 @@ class Trainer:
             precision=precision or Precision(),
             gradients=gradients or GradientPolicy(),
             metrics=tuple(metrics),
+            ema=ema,
             seed=seed,
         )
         partition = partition or PartitionSpec()
@@ -149,13 +155,14 @@ class Trainer:
         self._distributed = _is_distributed(self._processes, self._spec.pipeline)
         self._timeouts = timeouts or WatchdogTimeouts()
         self._loss_settings = described(loss_fn)  # now, because a loss may count its calls
-        mark_roles(model)
+        prepare(model, optimizer)
         self._partitioned = PartitionedModel(
             in_dtype(model, self._spec.precision.dtype),
             num_stages,
             partition,
             own=self._spec.pipeline.stages_of(launched_rank()) if self._distributed else range(num_stages),
         )
+        self._averages: list[WeightAverage] = []  # of the stages of this process, since fit
         self.requests = Requests()  # of the job that runs now, or did last; to ask it to stop or to save
 
     @property
@@ -163,7 +170,7 @@ class Trainer:
         """Whether this process feeds the pipeline; the others need no dataset."""
         return 0 in self._partitioned.modules
 
-    def fit(  # 13: data, length, folder, and three values
+    def fit(  # 14: data, length, folder, and four that say how it is loaded, saved and watched
         self,
         train_dataset: Dataset[Any] | None,
         *,
@@ -178,6 +185,7 @@ class Trainer:
         loading: Loading | None = None,
         checkpoints: CheckpointPolicy | None = None,
         monitoring: Monitoring | None = None,
+        callbacks: Sequence[Any] = (),
         config: Mapping[str, Any] | None = None,
     ) -> Summary:
         """Train, evaluating and saving between epochs.
@@ -200,16 +208,19 @@ class Trainer:
             loading: a ``collate_fn``, a sampler, the length of an epoch; None: samples are stacked, each visited once.
             checkpoints: when to save and what to keep.
             monitoring: what is recorded and shown.
+            callbacks: what is called on rank 0, see :class:`adl_dist.Callback`.
             config: the settings that ``run_dir`` is recognised by; None: this trainer's own.
 
         Returns:
             The summary, as in ``summary.json``; the same on every rank. After a stop it has ``stopped``: ``why``,
-            ``update``, ``epoch``, ``checkpoint`` (a path, or None), and whether ``drain_changed_result``.
+            ``update``, ``epoch``, ``checkpoint`` (a path, or None), and whether ``drain_changed_result``; if a callback
+            has ended the run, it has ``ended_by``, which one and why.
 
         Raises:
             ConfigError, PartitionError, DataError, CheckpointError: before training starts.
             DivergedError: a loss or a gradient is not finite.
             StageFailed, ChannelError: another process failed.
+            CallbackError: a callback has raised.
             SaveError: the last checkpoint could not be written.
         """
         given = {"epochs": epochs, "batch_size": batch_size, "max_updates": max_updates, "num_workers": num_workers}
@@ -218,13 +229,13 @@ class Trainer:
         )
         loading = loading or Loading()
         loading.check()
-        checkpoints, monitoring = checkpoints or CheckpointPolicy(), monitoring or Monitoring()
-        self._partitioned.peak_tflops = monitoring.peak_tflops
+        outputs = Outputs.of(checkpoints, monitoring, callbacks)
+        self._partitioned.peak_tflops = outputs.monitoring.peak_tflops
         check_lengths(epochs=epochs, max_updates=max_updates)
         steps = self._spec.pipeline.micro_batches_per_update
-        every: dict[str, Any] = {"checkpoint_every_updates": checkpoints.every_updates}
+        every: dict[str, Any] = {"checkpoint_every_updates": outputs.checkpoints.every_updates}
         sizes = {"micro_batch_size": micro_batch_size_of(batch_size, steps), "accumulation_steps": steps}
-        self._check_outputs(run_dir, resume, monitoring)
+        outputs.check(run_dir, resume, self._spec, is_distributed=self._distributed)
         folder = RunFolder(Path(run_dir)) if run_dir is not None else None
         own = {**self._settings, "batch_size": batch_size, "shuffle": shuffle, **every}
         known_by = own if config is None else dict(config)
@@ -236,11 +247,8 @@ class Trainer:
         log_to(folder.path / "logs" / f"rank{launched_rank()}.log" if folder is not None else None)
 
         def make_plan(**lengths: Any) -> Plan:
-            if checkpoints.keep_best and folder is not None and self.needs_data and not lengths["num_validation"]:
-                raise ConfigError(
-                    "keep_best=True (runtime.keep_best) keeps the checkpoint with the best validation, but there is no "
-                    "validation dataset; give one, or omit keep_best"
-                )
+            if folder is not None and self.needs_data:
+                outputs.checkpoints.check_validation(lengths["num_validation"])
             return Plan(epochs=epochs, max_updates=max_updates, **every, **sizes, **lengths)
 
         def recognise(made: build.Settings) -> None:
@@ -253,11 +261,12 @@ class Trainer:
         running, worker, plan, made = self._start(
             make_plan, data, loadings, folder, batch_size, shuffle, num_workers, recognise
         )
+        self._averages = [stage.average for stage in worker.stages if stage.average is not None]
         if folder is not None and worker.world.rank == 0 and self._spec.pipeline.method.awaits_delays:
             record_delays(folder.path, worker.pipeline.nominal_delays)
         with contextlib.nullcontext() if folder is None else contextlib.closing(folder):
-            saving = self._saving(worker.world, folder, known_by, resume, checkpoints, made, trace=monitoring.trace)
-            return self._train(running, worker, plan, saving, checkpoints, monitoring)
+            saving = self._saving(worker.world, folder, known_by, resume, outputs, made)
+            return self._train(running, worker, plan, saving, outputs)
 
     def evaluate(
         self, dataset: Dataset[Any] | None, *, batch_size: int, num_workers: int = 0, loading: Loading | None = None
@@ -281,58 +290,46 @@ class Trainer:
         with self._applied(), self._bound(worker.world):
             return running.run(worker, coordinator, coordinator.evaluate, stops_early=False)
 
-    def full_state_dict(self) -> dict[str, Tensor]:
+    def full_state_dict(self, *, ema: bool = False) -> dict[str, Tensor]:
         """Return parameters and buffers of the whole model by the uncut model's own names, on the CPU.
 
-        Under torchrun every rank must call it, and every rank gets all of it.
+        Under torchrun every rank must call it, and every rank gets all of it. With ``ema`` the parameters are the
+        moving averages of the last call of :meth:`fit`.
 
         Raises:
-            ConfigError: there is no such device, network interface, address or port.
+            ConfigError: there is no such average, device, network interface, address or port.
             ChannelError: the other processes cannot be reached.
             RuntimeError: one of them is gone meanwhile.
         """
         self._join()
-        return self._partitioned.full_state_dict(distributed=self._distributed)
+        with contextlib.ExitStack() as stack:
+            if ema and not self._averages:
+                raise ConfigError("ema=True: no average was made; give Trainer(ema=0.999) and call fit before")
+            for average in self._averages if ema else ():
+                stack.enter_context(average.in_place_of_weights())
+            return self._partitioned.full_state_dict(distributed=self._distributed)
 
-    def load_checkpoint(self, path: str | os.PathLike[str], which: str = "newest") -> None:
+    def load_checkpoint(self, path: str | os.PathLike[str], which: str = "newest", *, ema: bool = False) -> None:
         """Read weights and running statistics from a checkpoint, whatever cut wrote it.
 
         Args:
             path: the checkpoint's own folder, or a run folder.
             which: of a run folder, the ``newest``, or the ``best`` by validation.
+            ema: read the moving average of the weights in their place.
 
         Raises:
-            CheckpointError: damaged, no checkpoint, or of another model.
+            CheckpointError: damaged, no checkpoint, of another model, or without an average.
         """
         chosen = chosen_checkpoint(Path(path), which)
         state.verify(chosen, self._partitioned.signature)
         for module in self._partitioned.modules.values():
-            state.load_weights(chosen, module)
+            state.load_weights(chosen, module, ema=ema)
         self._partitioned.initial = {}
 
     @property
     def _settings(self) -> dict[str, Any]:
         """The settings of this trainer that a run folder is recognised by, as far as they are known already."""
         return {**build.settings_of(self._spec, self._partitioned), "loss": self._loss_settings}
-
-    def _check_outputs(self, run_dir: str | os.PathLike[str] | None, resume: str, monitoring: Monitoring) -> None:
-        if run_dir is None and resume != "auto":
-            raise ConfigError(
-                f"resume={resume} needs a run_dir to continue in; without one nothing is saved or resumed"
-            )
-        if monitoring.trace and run_dir is None:
-            raise ConfigError("trace=True writes run_dir/trace.json, but there is no run_dir; pass one, or no trace")
-        pipeline = self._spec.pipeline
-        if monitoring.memory and pipeline.num_stages > 1 and not self._distributed:
-            raise ConfigError(
-                f"memory=True (runtime.memory) measures a process, but all {pipeline.num_stages} stages share one; "
-                "start one for each stage (runtime.processes=true, torchrun), or omit it"
-            )
-        if monitoring.memory and pipeline.num_processes < pipeline.num_stages:
-            raise ConfigError(
-                f"memory=True (runtime.memory) measures a process, but {pipeline.stages_per_process} stages share one; "
-                "use method.stages_per_process=1, or omit it"
-            )
 
     def _start(
         self,
@@ -402,13 +399,12 @@ class Trainer:
         folder: RunFolder | None,
         config: Mapping[str, Any],
         resume: str,
-        policy: CheckpointPolicy,
+        outputs: Outputs,
         made: build.Settings,
-        *,
-        trace: bool,
     ) -> Saving | None:
         if folder is None or world.rank != 0:
             return None
+        policy = outputs.checkpoints
         return Saving(
             folder=folder,
             config=config,
@@ -423,7 +419,8 @@ class Trainer:
                 "balance": self._partitioned.sizes,
                 "granularity": self._partitioned.spec.units,
             },
-            trace=trace,
+            goal=policy.goal,
+            trace=outputs.monitoring.trace,
         )
 
     def _train(
@@ -432,32 +429,18 @@ class Trainer:
         worker: LocalWorker,
         plan: Plan,
         saving: Saving | None,
-        checkpoints: CheckpointPolicy,
-        monitoring: Monitoring,
+        outputs: Outputs,
     ) -> Summary:
         """Run the job, with its outputs open and signals handled."""
-        world, pipeline = worker.world, worker.pipeline
+        world, pipeline, monitoring = worker.world, worker.pipeline, outputs.monitoring
         worker.activity.most_events = MOST_EVENTS if monitoring.trace else 0
         worker.meter = MemoryMeter.of(pipeline, world.device) if monitoring.memory else None
         # Where draining changes the result and checkpoints are planned, a stop waits for the next one.
-        is_planned = not pipeline.drain_is_exact and checkpoints.every_updates is not None
+        is_planned = not pipeline.drain_is_exact and outputs.checkpoints.every_updates is not None
         stops_early = not is_planned and not pipeline.method.is_asynchronous_greedy
-        recorder = Recorder(saving.folder.path if saving else None, tensorboard=monitoring.tensorboard)
-        progress = Progress(num_stages=pipeline.num_stages, quiet=monitoring.quiet, unit=worker.unit)
-        if world.rank == 0:
-            for note in self._partitioned.notes:
-                progress.note(note)
-            if self._partitioned.warning is not None:
-                warn(f"{self._partitioned.warning}; so {pipeline.num_stages} stages are hardly faster than one")
-        coordinator = Coordinator(
-            plan,
-            saving=saving,
-            recorder=recorder,
-            progress=progress,
-            requests=running.requests,
-            drain_changes_result=lambda epoch: not pipeline.in_epoch(epoch).drain_is_exact,
-            unit=worker.unit,
-            flops=None if self._partitioned.flops is None else self._partitioned.flops / world.size,
+        recorder = outputs.recorder(saving)
+        coordinator = outputs.coordinator(
+            plan, worker, self._partitioned, saving=saving, recorder=recorder, requests=running.requests
         )
         try:
             with self._applied(), self._bound(world), contextlib.ExitStack() as stack:

@@ -319,7 +319,7 @@ def small_files():
 def test_records_that_cannot_be_written_leave_no_half_line(tmp_path, small_files, monkeypatch):
     warnings = []
     monkeypatch.setattr("adl_dist.report.recorder.warn", warnings.append)
-    recorder = Recorder(tmp_path)
+    recorder = Recorder(tmp_path, loggers=["tensorboard"])
     recorder.start(from_update=0)
     for update in range(20):
         small_files(150 if 1 < update < 15 else resource.RLIM_INFINITY)
@@ -346,7 +346,7 @@ def test_a_log_that_cannot_be_written_is_reported_once(tmp_path, small_files, ca
 
 def test_a_garbled_record_is_dropped_at_the_next_start(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"update": 0}\n\0\0\0\n{"update": 1}\n[]\n{"upd')
-    recorder = Recorder(tmp_path, tensorboard=False)
+    recorder = Recorder(tmp_path)
     recorder.start(from_update=1)
     recorder.close()
     assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"update": 0}\n'

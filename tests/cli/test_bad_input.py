@@ -162,8 +162,11 @@ def test_a_mistake_is_reported_before_anything_is_written(override, parts, tmp_p
     [
         (["trian"], ["there is no command 'trian'", "choose one of train, evaluate, export"]),
         (["schedule", "partition.num_stage=3"], ["'partition.num_stage'", "did you mean 'partition.num_stages'?"]),
-        (["evaluate"], ["takes one run folder, got none: adl-dist evaluate RUN_DIR [checkpoint=best]"]),
-        (["evaluate", "rundir=x"], ["does not know 'rundir=x'", "adl-dist evaluate RUN_DIR [checkpoint=best]"]),
+        (["evaluate"], ["takes one run folder, got none: adl-dist evaluate RUN_DIR [checkpoint=best] [ema=true]"]),
+        (
+            ["evaluate", "rundir=x"],
+            ["does not know 'rundir=x'", "adl-dist evaluate RUN_DIR [checkpoint=best] [ema=true]"],
+        ),
         (["evaluate", "x", "train.epochs=2"], ["does not know 'train.epochs=2'", "adl-dist evaluate RUN_DIR"]),
         (["evaluate", "x", "run_dir=y"], ["takes one run folder, got 'x y'"]),
         (["export", "run_dir=x"], ["adl-dist export needs out=", "adl-dist export x out=model.safetensors"]),

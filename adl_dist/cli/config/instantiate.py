@@ -1,5 +1,6 @@
 """Make what the open nodes of a configuration name; what cannot be made is refused by an AdlError of one line."""
 
+import contextlib
 import difflib
 import inspect
 import logging
@@ -24,9 +25,12 @@ from adl_dist.cli.config.schema import RunConfig
 from adl_dist.data import Loading
 from adl_dist.errors import AdlError, CheckpointError, ConfigError
 from adl_dist.optim import build_lr_schedule
-from adl_dist.optimizers import mark_roles
+from adl_dist.optimizers import prepare, with_rules
+from adl_dist.report.callbacks import Callbacks
 from adl_dist.schedule import Method
 from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, TrainSpec
+from adl_dist.training.options import Monitoring
+from adl_dist.training.outputs import Outputs
 from adl_dist.training.trainer import Trainer
 
 # Keys of data.* that are ours; the two that describe the data reach its target only if that takes them.
@@ -74,6 +78,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
             max_skipped=config.train.max_skipped,
         ),
         "metrics": [_named("train.metrics", name) if "." in name else name for name in config.train.metrics],
+        "ema": config.train.ema,
         "seed": config.seed,
     }
 
@@ -99,7 +104,7 @@ def build_model(config: RunConfig) -> nn.Module:
     _expect(isinstance(model, nn.Module), "model", config.model, model, "a torch.nn.Module")
     if config.init_from is not None:
         _load_state(model, Path(config.init_from))
-    mark_roles(model)
+    prepare(model, build_optimizer(config))  # with what rules freeze, also where no Trainer is made
     return model  # type: ignore[no-any-return]
 
 
@@ -131,6 +136,30 @@ def loading(config: RunConfig, dataset: Dataset[Any] | None) -> Loading:
     return found
 
 
+def callbacks(config: RunConfig) -> list[Any]:
+    """Return the callbacks, made."""
+    made = [_listed(f"callbacks[{number}]", node) for number, node in enumerate(config.callbacks)]
+    Callbacks(made)
+    return made
+
+
+def monitoring(config: RunConfig) -> Monitoring:
+    """Return what is recorded, with the loggers that are the user's own made."""
+    loggers = [
+        one if isinstance(one, str) and "." not in one else _listed(f"runtime.loggers[{number}]", one)
+        for number, one in enumerate(config.runtime.loggers)
+    ]
+    return replace(config.runtime.monitoring, loggers=loggers)
+
+
+def _listed(name: str, node: Any) -> Any:
+    """Return what an entry of a list makes: a dotted name, or a node with ``_target_`` and arguments."""
+    node = {"_target_": node} if isinstance(node, str) else node
+    if not isinstance(node, Mapping):
+        raise ConfigError(f"{name}: expected my.module.make, or {{_target_: my.module.make, KEY: VALUE}}, got {node!r}")
+    return _call(name, node)
+
+
 def _named(name: str, path: Any) -> Callable[..., Any]:
     """Return the callable that the key ``name`` names."""
     holder, _, key = name.rpartition(".")
@@ -140,7 +169,8 @@ def _named(name: str, path: Any) -> Callable[..., Any]:
 def check_targets(config: RunConfig) -> None:
     """Check arguments against signatures, and try optimizer and schedule out; no data is read.
 
-    No model is built, unless the optimizer refuses a parameter that is none of the model's: then that may be why.
+    No model is built, unless the optimizer has rules for its parameters, or refuses one that is none of the model's,
+    which may be why.
     """
     for name, node in (("data", data_arguments(config.data)), ("model", config.model)):
         _bind(name, node)
@@ -148,10 +178,16 @@ def check_targets(config: RunConfig) -> None:
     loading(config, None)
     if config.data.get("sampler") is not None:
         _named("data.sampler", config.data["sampler"])
-    make = train_spec(config).optimizer
-    try:
-        optimizer = make([nn.Parameter(torch.zeros(1, 1))])  # a matrix, which most take
-    except ConfigError:
+    callbacks(config)
+    outputs = Outputs(config.runtime.checkpoints, monitoring(config))
+    spec = train_spec(config)
+    outputs.check(config.run_dir, config.resume, spec, is_distributed=config.runtime.processes)
+    make = spec.optimizer
+    optimizer = None
+    if not config.optimizer.get("rules"):  # which are about parameters of the model
+        with contextlib.suppress(ConfigError):
+            optimizer = make([nn.Parameter(torch.zeros(1, 1))])  # a matrix, which most take
+    if optimizer is None:
         optimizer = make([*build_model(config).parameters()])
     epoch = 1000  # any length will do: the data is not there yet
     total = epoch * config.train.epochs
@@ -181,8 +217,10 @@ def build_loss(config: RunConfig) -> LossFn:
 
 
 def build_optimizer(config: RunConfig) -> OptimizerFactory:
-    """Return what makes the optimizer of some parameters."""
-    target, arguments = _bind("optimizer", config.optimizer, "params")
+    """Return what makes the optimizer of some parameters, with groups by ``optimizer.rules``, if there are any."""
+    node = {key: value for key, value in config.optimizer.items() if key != "rules"}
+    rules = config.optimizer.get("rules")
+    target, arguments = _bind("optimizer", node, "params")
 
     def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
         try:
@@ -195,7 +233,7 @@ def build_optimizer(config: RunConfig) -> OptimizerFactory:
         _expect(is_optimizer, "optimizer", config.optimizer, optimizer, "a torch.optim.Optimizer")
         return optimizer  # type: ignore[no-any-return]
 
-    return make
+    return with_rules(make, rules) if rules else make
 
 
 def lr_schedule(config: RunConfig) -> Callable[..., LRScheduler]:

@@ -97,6 +97,7 @@ class TrainConfig:
     non_finite: NonFinite = NonFinite.stop
     max_skipped: int = 10
     metrics: list[str] = field(default_factory=list)
+    ema: float | None = None
 
     def __post_init__(self) -> None:
         _at_least("train.batch_size", self.batch_size, 1)
@@ -126,8 +127,11 @@ class RuntimeConfig:
     checkpoint_every_updates: int | None = None
     keep_checkpoints: int = 2
     keep_best: bool = False
+    best_metric: str | None = None
+    best_is: str | None = None
     async_save: bool = True
     tensorboard: bool = True
+    loggers: list[Any] = field(default_factory=list)
     trace: bool = False
     memory: bool = False
     peak_tflops: float | None = None
@@ -142,9 +146,13 @@ class RuntimeConfig:
 
     @property
     def monitoring(self) -> Monitoring:
-        """What is recorded."""
+        """What is recorded; loggers of the user's own are yet to be made."""
         return Monitoring(
-            tensorboard=self.tensorboard, trace=self.trace, memory=self.memory, peak_tflops=self.peak_tflops
+            tensorboard=self.tensorboard,
+            loggers=[one for one in self.loggers if isinstance(one, str) and "." not in one],
+            trace=self.trace,
+            memory=self.memory,
+            peak_tflops=self.peak_tflops,
         )
 
     @property
@@ -160,6 +168,8 @@ class RuntimeConfig:
             every_updates=self.checkpoint_every_updates,
             keep=self.keep_checkpoints,
             keep_best=self.keep_best,
+            best_metric=self.best_metric,
+            best_is=self.best_is,
             background=self.async_save,
         )
 
@@ -188,6 +198,7 @@ class RunConfig:
     optimizer: dict[str, Any] = field(default_factory=dict)
     lr_schedule: dict[str, Any] = field(default_factory=dict)
     loss: dict[str, Any] = field(default_factory=dict)
+    callbacks: list[Any] = field(default_factory=list)
     seed: int = 0
     dtype: Dtype = Dtype.float32
     init_from: str | None = None

@@ -1,0 +1,228 @@
+"""What a user's own code is told of a run, on rank 0: at updates, epochs, checkpoints and the end."""
+
+import difflib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from adl_dist.errors import CallbackError, ConfigError, place_of
+from adl_dist.report.goal import Goal
+
+EVENTS = ("on_start", "on_update", "on_epoch", "on_checkpoint", "on_end")
+logger = logging.getLogger("adl_dist")
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where a run stands when a callback is called.
+
+    Attributes:
+        update: updates made; in ``on_update`` that of ``metrics``, counted from 1.
+        epoch: whole epochs done.
+        metrics: figures by name: ``train_loss`` and what else is measured of the update or epoch, ``validation_loss``
+            and so on in ``on_epoch``, ``on_checkpoint`` and ``on_end``.
+        checkpoint: the folder of the one that was completed, in ``on_checkpoint``.
+        summary: that of ``summary.json``, in ``on_end``.
+        stop: ends the run, for the reason that it is given, with the pipeline empty and all saved.
+    """
+
+    update: int
+    epoch: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    checkpoint: Path | None = None
+    summary: Mapping[str, Any] | None = None
+    stop: Callable[[str], object] = lambda why: None
+
+
+class Callback:
+    """Override what you need; anything with one of these methods will do. Exceptions end the run.
+
+    With ``state_dict`` and ``load_state_dict``, of what JSON can hold, checkpoints keep what it remembers.
+    """
+
+    def on_start(self, now: Moment) -> None:
+        """Training begins, or continues from a checkpoint."""
+
+    def on_update(self, now: Moment) -> None:
+        """The figures of an update have come. Stages do not wait: they may be some updates further."""
+
+    def on_epoch(self, now: Moment) -> None:
+        """An epoch, or the run, has come to its end and was evaluated; a checkpoint comes after it."""
+
+    def on_checkpoint(self, now: Moment) -> None:
+        """A checkpoint is complete on disk; training may be further."""
+
+    def on_end(self, now: Moment) -> None:
+        """The run has ended, in order."""
+
+
+class EarlyStopping(Callback):
+    """Ends the run when a metric of the validation has not become better for ``patience`` evaluations in a row."""
+
+    def __init__(
+        self, patience: int = 3, metric: str | None = None, best: str | None = None, min_change: float = 0.0
+    ) -> None:
+        """Watch ``metric``; None: the accuracy, or without classes the loss.
+
+        Args:
+            patience: evaluations without a better value.
+            metric: like ``validation_loss``.
+            best: ``highest`` or ``lowest``; None: as known of the metric.
+            min_change: by how much a value must be better to count.
+
+        Raises:
+            ConfigError: a value is out of range, or the metric none of which it is known which way it is better.
+        """
+        if type(patience) is not int or patience < 1:
+            raise ConfigError(f"EarlyStopping: patience must be a whole number of at least 1, got {patience!r}")
+        if not min_change >= 0:
+            raise ConfigError(f"EarlyStopping: min_change must be at least 0, got {min_change!r}")
+        self.patience, self.goal, self.min_change = patience, Goal(metric, best), min_change
+        self.best_score: list[float] | None = None
+        self.best_value, self.waited = "", 0
+
+    def on_start(self, now: Moment) -> None:
+        """End a run at once that has been ended before, unless there is more patience now."""
+        self._stop(now)
+
+    def on_epoch(self, now: Moment) -> None:
+        """Compare what was measured with the best so far."""
+        if (score := self.goal.score(now.metrics)) is None:
+            measured = ", ".join(name for name in now.metrics if name.startswith("validation_")) or "nothing"
+            raise ConfigError(
+                f"EarlyStopping watches {self.goal.metric or 'the validation'}, but what is measured is {measured}; "
+                "give validation data, or name a metric that is measured"
+            )
+        best = self.best_score
+        # The first figure decides; that behind it only between equals.
+        if best is None or score[0] > best[0] + self.min_change or (score[0] == best[0] and score > tuple(best)):
+            self.best_score, self.best_value, self.waited = [*score], self.goal.value(now.metrics), 0
+        else:
+            self.waited += 1
+        self._stop(now)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of it."""
+        return {"best_score": self.best_score, "best_value": self.best_value, "waited": self.waited}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what a checkpoint has kept."""
+        self.best_score, self.best_value, self.waited = (state[k] for k in ("best_score", "best_value", "waited"))
+
+    def _stop(self, now: Moment) -> None:
+        if self.waited >= self.patience:
+            now.stop(f"{self.best_value} was not bettered in {self.waited} evaluations")
+
+
+class Callbacks:
+    """The callbacks of a run, called one after the other.
+
+    Attributes:
+        asked: why one of them wants the run to end; None: none does.
+    """
+
+    def __init__(self, callbacks: Sequence[Any] = ()) -> None:
+        """Take them; ConfigError for what is no callback."""
+        if not isinstance(callbacks, Sequence) or isinstance(callbacks, str):
+            raise ConfigError(f"callbacks: expected a list of callbacks, got {callbacks!r}")
+        for one in callbacks:
+            if isinstance(one, type):
+                raise ConfigError(f"callbacks: {one.__name__} is a class; give one that is made: {one.__name__}()")
+            events = [name for name in dir(one) if name.startswith("on_") and callable(getattr(one, name, None))]
+            unknown = [name for name in events if name not in EVENTS]
+            if not events or unknown:
+                what = f"has {unknown[0]}" if unknown else "has none of them"
+                near = difflib.get_close_matches(unknown[0], EVENTS, n=1) if unknown else []
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise ConfigError(f"callbacks: there are {', '.join(EVENTS)}, and {_name(one)} {what}{hint}")
+        self._callbacks = [*callbacks]
+        self.asked: str | None = None
+        self._ask: Callable[[str], object] = lambda why: None
+        self._update: int | None = None  # of which figures have come
+        self._figures: dict[str, float] = {}
+        self._loss_sum = self._num_terms = 0.0  # of the epoch
+        self._epoch = 0
+
+    def open(self, ask: Callable[[str], object]) -> None:
+        """Begin a run that a callback ends by ``ask``, with the reason."""
+        self.asked, self._ask, self._update = None, ask, None
+        self._loss_sum = self._num_terms = 0.0
+
+    def call(self, event: str, now: Moment) -> None:
+        """Call ``event`` of all of them; CallbackError if one fails."""
+        for one in self._callbacks:
+            if (method := getattr(one, event, None)) is None:
+                continue
+
+            def stop(why: str, one: Any = one) -> None:
+                self.asked = f"{_name(one)}: {why}"
+                self._ask(self.asked)
+
+            self._safely(one, event, now.update, partial(method, replace(now, stop=stop)))
+
+    def take(self, record: Mapping[str, Any]) -> None:
+        """Take a record of a stage; those of training make the figures of an update, which are told when complete."""
+        if not self._callbacks or not record["name"].startswith("train/"):
+            return
+        if record["update"] != self._update:
+            self.tell_update()
+            self._update, self._epoch = record["update"], record["epoch"]
+        self._figures[record["name"].replace("/", "_", 1)] = record["value"]
+        if record["name"] == "train/loss":
+            num_terms = record.get("num_terms", record["num_samples"])
+            self._loss_sum += record["value"] * num_terms
+            self._num_terms += num_terms
+
+    def tell_update(self) -> None:
+        """Call ``on_update`` with the figures that have come, if any."""
+        if self._figures and self._update is not None:
+            now, self._figures = Moment(self._update + 1, self._epoch, self._figures), {}
+            self.call("on_update", now)
+
+    def end_epoch(self, update: int, epoch: int, metrics: Mapping[str, float]) -> None:
+        """Call ``on_epoch`` with the mean loss of training, and the ``metrics`` of the validation."""
+        mean = {"train_loss": self._loss_sum / self._num_terms} if self._num_terms else {}
+        self._loss_sum = self._num_terms = 0.0
+        self.call("on_epoch", Moment(update, epoch, {**mean, **metrics}))
+
+    def state(self, update: int) -> list[dict[str, Any]]:
+        """Return what a checkpoint keeps of them."""
+        kept = []
+        for one in (one for one in self._callbacks if hasattr(one, "state_dict")):
+            state = self._safely(one, "state_dict", update, partial(_as_json, one))
+            kept.append({"name": _name(one), "state": state})
+        return kept
+
+    def restore(self, kept: Sequence[Mapping[str, Any]], update: int) -> None:
+        """Give each what was kept of it, by its class and the order among those of one class."""
+        left = [*kept]
+        for one in (one for one in self._callbacks if hasattr(one, "load_state_dict")):
+            found = next((entry for entry in left if entry["name"] == _name(one)), None)
+            if found is not None:
+                left.remove(found)
+                self._safely(one, "load_state_dict", update, partial(one.load_state_dict, found["state"]))
+
+    def _safely(self, one: Any, event: str, update: int, action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except Exception as error:  # the user's own code
+            logger.error("callback %s.%s failed", _name(one), event, exc_info=error)
+            said = " ".join(str(error).split())
+            if not isinstance(error, ConfigError):
+                said = f"{type(error).__name__}: {said}{place_of(error)}"
+            raise CallbackError(
+                f"callback {_name(one)}.{event} fails at update {update}: {said}; the last checkpoint is kept"
+            ) from error
+
+
+def _as_json(callback: Any) -> Any:
+    """Return the state of a callback as it will be read; raise what JSON raises if it cannot hold it."""
+    return json.loads(json.dumps(callback.state_dict()))
+
+
+def _name(one: object) -> str:
+    return type(one).__name__

@@ -1,0 +1,65 @@
+"""What makes one set of weights better than another: a metric of the validation, and which way it is better."""
+
+import difflib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from adl_dist.errors import ConfigError
+
+HIGHEST, LOWEST = "highest", "lowest"
+# Which way the figures that have names of their own are better.
+KNOWN = {
+    **{"validation_accuracy": HIGHEST, "validation_top5": HIGHEST},
+    **{"validation_loss": LOWEST, "validation_perplexity": LOWEST},
+}
+
+
+@dataclass(frozen=True)
+class Goal:
+    """The ``metric`` of a summary that is best if it is ``highest`` or ``lowest``.
+
+    ``metric`` None: the validation accuracy, highest, or where there is none, the validation loss, lowest. ``best``
+    None: what is known of the metric.
+
+    Raises:
+        ConfigError: it is not known which way the metric is better, or ``best`` is no way.
+    """
+
+    metric: str | None = None
+    best: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.best not in (None, HIGHEST, LOWEST):
+            raise ConfigError(f"best={self.best!r}: expected {HIGHEST} or {LOWEST}")
+        if self.metric is None and self.best is not None:
+            raise ConfigError(f"best={self.best} says which way a metric is better, but there is none; name it, too")
+        if self.metric is not None and self.best is None and self.metric not in KNOWN:
+            raise ConfigError(
+                f"it is not known which way {self.metric} is better; say {HIGHEST} or {LOWEST}, in the command line "
+                f"by runtime.best_is={HIGHEST}"
+            )
+
+    def check(self, own: Collection[str]) -> None:
+        """Raise ConfigError if no run measures this metric that measures ``own`` besides loss and accuracy."""
+        known = [*KNOWN, *(f"validation_{name}" for name in own)]
+        if self.metric is not None and self.metric not in known:
+            near = difflib.get_close_matches(self.metric, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ";"
+            raise ConfigError(f"there is no metric '{self.metric}'{hint} there are {', '.join(known)}")
+
+    def score(self, metrics: Mapping[str, float]) -> tuple[float, ...] | None:
+        """Return a figure that is higher where ``metrics`` are better; None: they do not have what it takes."""
+        if self.metric is None:
+            if "validation_loss" not in metrics:
+                return None
+            return metrics.get("validation_accuracy", 0.0), -metrics["validation_loss"]
+        if self.metric not in metrics:
+            return None
+        value = metrics[self.metric]
+        return (value if (self.best or KNOWN[self.metric]) == HIGHEST else -value,)
+
+    def value(self, metrics: Mapping[str, float]) -> str:
+        """Return the figure of ``metrics`` that counts, as text."""
+        names = [self.metric] if self.metric else ["validation_accuracy", "validation_loss"]
+        name = next(name for name in names if name in metrics)
+        return f"{name} {metrics[name]:.4g}"

@@ -1,0 +1,70 @@
+"""The exponential moving average of a stage's weights: torch's own, see :mod:`torch.optim.swa_utils`.
+
+After each update that is not skipped E <- decay E + (1 - decay) W; the first update makes E = W. Only what is trained
+is averaged. Everything else, running statistics among it, is that of the model itself, as torch's ``AveragedModel``
+with ``use_buffers=False`` copies it.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+
+class WeightAverage:
+    """The average of the trained parameters of one module, in tensors of its own: one copy of them."""
+
+    def __init__(self, module: nn.Module, decay: float) -> None:
+        """Average the parameters of ``module`` that take a gradient; there is no update yet."""
+        self._names: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if parameter.requires_grad:
+                self._names.setdefault(parameter, []).append(name)
+        self._parameters = [*self._names]
+        self._averages: list[Tensor] = []  # none before the first update
+        self._average = get_ema_multi_avg_fn(decay)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the present weights, once after each update."""
+        if self._averages:
+            # torch's function keeps no count: it is for an AveragedModel to copy the first weights.
+            self._average(self._averages, [p.detach() for p in self._parameters], 1)
+        else:
+            self._averages = [p.detach().clone() for p in self._parameters]
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The averages by the names of their parameters; empty before the first update."""
+        pairs = zip(self._parameters, self._averages, strict=False)
+        return {self._names[parameter][0]: average for parameter, average in pairs}
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from averages by name; without any the next update is the first one."""
+        by_name = {name: p for p, names in self._names.items() for name in names}
+        found = {by_name[name]: tensor for name, tensor in tensors.items() if name in by_name}
+        self._averages = []
+        if found:
+            self._averages = [torch.empty_like(p, requires_grad=False).copy_(found[p]) for p in self._parameters]
+
+    @property
+    def names(self) -> set[str]:
+        """All names of what is averaged."""
+        return {name for names in self._names.values() for name in names}
+
+    @contextmanager
+    def in_place_of_weights(self) -> Iterator[None]:
+        """Have the parameters hold the averages inside, where nothing is in flight; the weights if there are none."""
+        before = [p.detach().clone() for p in self._parameters[: len(self._averages)]]
+        self._write(self._averages)
+        try:
+            yield
+        finally:
+            self._write(before)
+
+    @torch.no_grad()
+    def _write(self, tensors: list[Tensor]) -> None:
+        for parameter, tensor in zip(self._parameters, tensors, strict=False):
+            parameter.copy_(tensor)

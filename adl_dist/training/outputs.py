@@ -1,0 +1,112 @@
+"""What a run records, saves and tells, and to whom."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from adl_dist.checkpoint.policy import CheckpointPolicy
+from adl_dist.control.coordinator import Coordinator, Saving
+from adl_dist.control.requests import Requests
+from adl_dist.control.worker import LocalWorker
+from adl_dist.errors import ConfigError
+from adl_dist.report import Progress, Recorder, warn
+from adl_dist.report.callbacks import Callbacks
+from adl_dist.report.runs import flatten
+from adl_dist.schedule.run_plan import Plan
+from adl_dist.stage import TrainSpec
+from adl_dist.stage.metrics import metrics_of
+from adl_dist.training.options import Monitoring
+from adl_dist.training.partitioned_model import PartitionedModel
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """When a run saves, what it records, and the user's code that it calls."""
+
+    checkpoints: CheckpointPolicy = field(default_factory=CheckpointPolicy)
+    monitoring: Monitoring = field(default_factory=Monitoring)
+    callbacks: Callbacks = field(default_factory=Callbacks)
+
+    @classmethod
+    def of(
+        cls, checkpoints: CheckpointPolicy | None, monitoring: Monitoring | None, callbacks: Sequence[Any]
+    ) -> "Outputs":
+        """Return these, None being the defaults; ConfigError for a callback that is none."""
+        return cls(checkpoints or CheckpointPolicy(), monitoring or Monitoring(), Callbacks(callbacks))
+
+    def check(
+        self,
+        run_dir: str | os.PathLike[str] | None,
+        resume: str,
+        spec: TrainSpec,
+        *,
+        is_distributed: bool,
+    ) -> None:
+        """Raise ConfigError for what needs a ``run_dir``, another pipeline, or other metrics."""
+        if run_dir is None and resume != "auto":
+            raise ConfigError(
+                f"resume={resume} needs a run_dir to continue in; without one nothing is saved or resumed"
+            )
+        monitoring, pipeline = self.monitoring, spec.pipeline
+        num_stages = pipeline.num_stages
+        if monitoring.trace and run_dir is None:
+            raise ConfigError("trace=True writes run_dir/trace.json, but there is no run_dir; pass one, or no trace")
+        if monitoring.loggers and run_dir is None:
+            raise ConfigError("loggers know a run by its run_dir, but there is none; pass one, or no loggers")
+        if monitoring.memory and num_stages > 1 and not is_distributed:
+            raise ConfigError(
+                f"memory=True (runtime.memory) measures a process, but all {num_stages} stages share one; "
+                "start one for each stage (runtime.processes=true, torchrun), or omit it"
+            )
+        if monitoring.memory and pipeline.num_processes < num_stages:
+            raise ConfigError(
+                f"memory=True (runtime.memory) measures a process, but {pipeline.stages_per_process} stages share one; "
+                "use method.stages_per_process=1, or omit it"
+            )
+        self.checkpoints.goal.check([metric.name for metric in metrics_of(spec.metrics, None)])
+
+    def recorder(self, saving: Saving | None) -> Recorder:
+        """Return what writes the records of a run; of one that saves nothing, none."""
+        if saving is None:
+            return Recorder(None)
+        loggers = [*self.monitoring.loggers]
+        if self.monitoring.tensorboard and "tensorboard" not in loggers:
+            loggers.insert(0, "tensorboard")
+        settings = flatten(saving.config)
+        shapes = {key for key, value in settings.items() if key.startswith("model.") and isinstance(value, list)}
+        return Recorder(
+            saving.folder.path,
+            loggers=loggers,
+            settings={key: value for key, value in settings.items() if key not in shapes},
+        )
+
+    def coordinator(
+        self,
+        plan: Plan,
+        worker: LocalWorker,
+        partitioned: PartitionedModel,
+        *,
+        saving: Saving | None,
+        recorder: Recorder,
+        requests: Requests,
+    ) -> Coordinator:
+        """Return the coordinator of a run, and on rank 0 show what there is to know of the cut."""
+        pipeline, is_rank_0 = worker.pipeline, worker.world.rank == 0
+        progress = Progress(num_stages=pipeline.num_stages, quiet=self.monitoring.quiet, unit=worker.unit)
+        if is_rank_0:
+            for note in partitioned.notes:
+                progress.note(note)
+            if partitioned.warning is not None:
+                warn(f"{partitioned.warning}; so {pipeline.num_stages} stages are hardly faster than one")
+        return Coordinator(
+            plan,
+            saving=saving,
+            recorder=recorder,
+            progress=progress,
+            callbacks=self.callbacks,
+            requests=requests,
+            drain_changes_result=lambda epoch: not pipeline.in_epoch(epoch).drain_is_exact,
+            unit=worker.unit,
+            flops=None if partitioned.flops is None else partitioned.flops / worker.world.size,
+        )

@@ -1,0 +1,78 @@
+"""The best checkpoint is the best of the metric that was chosen, for whoever asks later."""
+
+import pytest
+
+import adl_dist
+from adl_dist.checkpoint import layout
+from adl_dist.errors import ConfigError
+from adl_dist.report.goal import Goal
+from tests.support.runs import toy_trainer
+from tests.support.toys import FixedImages
+from tests.support.values import SILENT
+
+EPOCHS = 5
+
+
+def tenth(output, target):
+    """A metric of a user's own, which no one knows the way of."""
+    return (output[:, 0] > 0).sum(), len(target)
+
+
+def kept_by(folder, **policy):
+    """The updates of the checkpoints that are left, and the metrics of all."""
+    found = {}
+
+    class Watch(adl_dist.Callback):
+        def on_epoch(self, now):
+            found[now.update] = dict(now.metrics)
+
+    checkpoints = adl_dist.CheckpointPolicy(keep=1, keep_best=True, **policy)
+    trainer = toy_trainer(2, 2, metrics=["top5", tenth])
+    options = {"val_dataset": FixedImages(12, seed=1), "monitoring": SILENT, "callbacks": [Watch()]}
+    trainer.fit(FixedImages(8), epochs=EPOCHS, batch_size=4, run_dir=folder, checkpoints=checkpoints, **options)
+    left = [int(path.name.removeprefix("update-")) for path in layout.complete(folder / "checkpoints")]
+    return left, found
+
+
+@pytest.mark.parametrize(
+    ("metric", "best", "pick"),
+    [
+        ("validation_loss", None, min),
+        ("validation_loss", "highest", max),
+        ("validation_accuracy", None, max),
+        ("validation_tenth", "lowest", min),
+    ],
+)
+def test_the_best_is_that_of_the_chosen_metric(metric, best, pick, tmp_path):
+    left, found = kept_by(tmp_path, best_metric=metric, best_is=best)
+    value = pick(one[metric] for one in found.values())
+    expected = max(update for update, one in found.items() if one[metric] == value)  # the newest of equals
+    assert left == sorted({expected, max(found)})
+    assert layout.best_of(layout.complete(tmp_path / "checkpoints")).name == f"update-{expected:08d}"
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ({"best_metric": "validation_tenth"}, r"not known which way validation_tenth is better; say highest or lowest"),
+        (
+            {"best_metric": "validation_tent", "best_is": "lowest"},
+            r"no metric 'validation_tent'; did you mean validation_te",
+        ),
+        ({"best_is": "lowest"}, r"says which way a metric is better, but there is none"),
+    ],
+)
+def test_a_best_of_nothing_known_is_refused(policy, said, tmp_path):
+    with pytest.raises(ConfigError, match=said):
+        kept_by(tmp_path, **policy)
+
+
+def test_without_a_choice_accuracy_counts_and_then_the_loss():
+    goal = Goal()
+    worse, better = (
+        {"validation_loss": 1.0, "validation_accuracy": 0.5},
+        {"validation_loss": 2.0, "validation_accuracy": 0.6},
+    )
+    assert goal.score(worse) < goal.score(better)
+    assert goal.score({"validation_loss": 1.0}) > goal.score({"validation_loss": 2.0})
+    assert goal.score({}) is None

@@ -1,0 +1,243 @@
+"""Callbacks are called in order with the figures of the run, may end it, and fail in one line."""
+
+import json
+import re
+from functools import partial
+
+import pytest
+import torch
+
+import adl_dist
+from adl_dist.errors import CallbackError, ConfigError, StageFailed
+from tests.support.commands import assert_same, in_process, shows, words
+from tests.support.ranks import run_ranks
+from tests.support.runs import toy_trainer
+from tests.support.toys import FixedImages
+from tests.support.values import SILENT
+
+TRAIN, VALIDATION = FixedImages(16), FixedImages(8, seed=1)
+
+
+class Diary(adl_dist.Callback):
+    """Writes down all that it is told."""
+
+    def __init__(self):
+        self.lines = []
+
+    def on_start(self, now):
+        self.lines.append(("start", now.update, now.epoch))
+
+    def on_update(self, now):
+        self.lines.append(("update", now.update, now.epoch, now.metrics))
+
+    def on_epoch(self, now):
+        self.lines.append(("epoch", now.update, now.epoch, now.metrics))
+
+    def on_checkpoint(self, now):
+        assert (now.checkpoint / "manifest.json").is_file()
+        self.lines.append(("checkpoint", now.update, now.epoch, now.checkpoint.name))
+
+    def on_end(self, now):
+        self.lines.append(("end", now.update, now.epoch, now.summary["updates"]))
+
+
+class Raises(adl_dist.Callback):
+    """Fails in update 3."""
+
+    def on_update(self, now):
+        assert now.update < 3, f"update {now.update}"
+
+
+class StopsAt(adl_dist.Callback):
+    """Ends the run behind an update."""
+
+    def __init__(self, update):
+        self.at = update
+
+    def on_update(self, now):
+        if now.update == self.at:
+            now.stop("enough")
+
+
+class Unspeakable(adl_dist.Callback):
+    """Remembers what JSON cannot hold."""
+
+    def state_dict(self):
+        return {"of": torch.nn.Linear(1, 1)}
+
+
+def fit(callbacks, *, K=2, epochs=2, **options):
+    trainer = toy_trainer(K, 2)
+    options = {"monitoring": SILENT, "val_dataset": VALIDATION, **options}
+    return trainer, trainer.fit(TRAIN, epochs=epochs, batch_size=4, callbacks=callbacks, **options)
+
+
+def diary_of(folder):
+    diary = Diary()
+    fit([diary], run_dir=folder)
+    return diary.lines
+
+
+def test_callbacks_hear_all_in_order(tmp_path):
+    lines = diary_of(tmp_path)
+    told = [line[:3] for line in lines if line[0] != "checkpoint"]
+    epochs = [
+        [*(("update", 4 * epoch + update, epoch) for update in (1, 2, 3, 4)), ("epoch", 4 * epoch + 4, epoch + 1)]
+        for epoch in (0, 1)
+    ]
+    assert told == [("start", 0, 0), *epochs[0], *epochs[1], ("end", 8, 2)]
+    saved = [line for line in lines if line[0] == "checkpoint"]
+    assert saved == [("checkpoint", 4, 1, "update-00000004"), ("checkpoint", 8, 2, "update-00000008")]
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    losses = [one["value"] for one in records if one["name"] == "train/loss"]
+    assert [line[3]["train_loss"] for line in lines if line[0] == "update"] == losses
+    of_epoch = next(line[3] for line in lines if line[0] == "epoch")
+    assert of_epoch["train_loss"] == pytest.approx(sum(losses[:4]) / 4)
+    assert of_epoch["validation_loss"] == next(one["value"] for one in records if one["name"] == "validation/loss")
+
+
+@pytest.mark.ranks
+def test_two_processes_tell_rank_0_what_one_tells(tmp_path):
+    on_0, on_1 = run_ranks(2, diary_of, tmp_path / "ranks")
+    here = diary_of(tmp_path / "here")
+    assert [line for line in on_0 if line[0] != "checkpoint"] == [line for line in here if line[0] != "checkpoint"]
+    assert [line for line in on_0 if line[0] == "checkpoint"] == [line for line in here if line[0] == "checkpoint"]
+    assert on_1 == []
+
+
+SAID = r"callback Raises.on_update fails at update 3: AssertionError: update 3.*test_callbacks.py:\d+; the last checkp"
+
+
+def failing(folder):
+    with pytest.raises((CallbackError, StageFailed)) as failed:
+        fit([Raises()], run_dir=folder)
+    return str(failed.value)
+
+
+def test_an_exception_ends_the_run_in_a_line_that_names_it(tmp_path):
+    said = failing(tmp_path)
+    assert re.search(SAID, said), said
+    assert "\n" not in said
+    assert "Traceback" in (tmp_path / "logs" / "rank0.log").read_text()
+
+
+@pytest.mark.ranks
+def test_an_exception_on_rank_0_ends_all_processes(tmp_path):
+    for said in run_ranks(2, failing, tmp_path):
+        assert re.search(SAID, said), said
+
+
+def test_a_callback_ends_the_run_evaluated_and_saved(tmp_path):
+    diary = Diary()
+    trainer, summary = fit([StopsAt(3), diary], run_dir=tmp_path, epochs=5, K=1)
+    assert summary["ended_by"] == "StopsAt: enough"
+    assert summary["updates"] < 20
+    assert "stopped" not in summary
+    assert "validation_loss" in summary
+    assert diary.lines[-1][0] == "end"
+    again, _ = fit([], run_dir=tmp_path, epochs=5, K=1)
+    whole, _ = fit([], epochs=5, K=1)
+    assert_same(again.full_state_dict(), whole.full_state_dict())
+
+
+def test_early_stopping_waits_patiently_also_across_resumes(tmp_path):
+    _, whole = fit([adl_dist.EarlyStopping(2)], epochs=30)
+    assert 8 < whole["updates"] < 120
+    for epochs in range(1, 31):
+        _, summary = fit([adl_dist.EarlyStopping(2)], epochs=epochs, run_dir=tmp_path)
+    assert (summary["updates"], summary["ended_by"]) == (whole["updates"], whole["ended_by"])
+    assert summary["num_samples"] == 0, "the last calls find it ended"
+    _, more = fit([adl_dist.EarlyStopping(3)], epochs=30, run_dir=tmp_path)
+    assert more["updates"] > whole["updates"]
+
+
+@pytest.mark.parametrize(
+    ("metric", "best", "pick"), [("validation_loss", "lowest", min), ("validation_loss", "highest", max)]
+)
+def test_early_stopping_follows_its_metric_and_direction(metric, best, pick):
+    diary, epochs = Diary(), 12
+    fit([diary], epochs=epochs)
+    values = [line[3][metric] for line in diary.lines if line[0] == "epoch"]
+    waited, expected = 0, epochs
+    for epoch in range(1, epochs):
+        waited = 0 if pick(values[: epoch + 1]) == values[epoch] else waited + 1
+        if waited == 2:
+            expected = epoch + 1
+            break
+    _, summary = fit([adl_dist.EarlyStopping(2, metric=metric, best=best)], epochs=epochs)
+    assert summary["epochs"] == expected
+
+
+def test_what_json_cannot_hold_is_refused_by_name(tmp_path):
+    with pytest.raises(CallbackError, match=r"Unspeakable.state_dict fails at update 4: TypeError: .*not JSON serial"):
+        fit([Unspeakable()], run_dir=tmp_path)
+
+
+class Misnamed:
+    """As other frameworks call it."""
+
+    def on_epoch_end(self, now): ...
+
+
+REFUSED = {
+    "another name": ([Misnamed()], r"Misnamed has on_epoch_end; did you mean on_epoch\?"),
+    "no callback": ([3], r"callbacks: there are on_start, .* and int has none of them"),
+    "a class": ([Diary], r"Diary is a class; give one that is made: Diary\(\)"),
+    "no list": (Diary(), r"expected a list of callbacks"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_callback_is_refused(case):
+    callbacks, said = REFUSED[case]
+    with pytest.raises(ConfigError, match=said):
+        fit(callbacks)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (partial(adl_dist.EarlyStopping, 0), r"patience must be a whole number of at least 1, got 0"),
+        (partial(adl_dist.EarlyStopping, metric="validation_f1"), r"not known which way validation_f1 is better"),
+        (partial(adl_dist.EarlyStopping, metric="validation_loss", best="low"), r"'low': expected highest or lowest"),
+        (partial(adl_dist.EarlyStopping, min_change=-1), r"min_change must be at least 0, got -1"),
+    ],
+)
+def test_early_stopping_refuses_what_it_cannot_follow(make, said):
+    with pytest.raises(ConfigError, match=said):
+        make()
+
+
+def test_early_stopping_needs_what_it_watches():
+    stopping = adl_dist.EarlyStopping(metric="validation_top5")
+    with pytest.raises(CallbackError, match=r"watches validation_top5, but what is measured is validation_loss, valid"):
+        fit([stopping])
+
+
+def test_the_command_line_makes_callbacks(tmp_path):
+    stopping = "callbacks=[{_target_:adl_dist.EarlyStopping,patience:1,metric:validation_loss,best:highest}]"
+    few = ["train.epochs=9", "partition.num_stages=1", "method=bp", "optimizer.lr=0.01"]
+    done = in_process(*words(tmp_path / "run", stopping, *few))
+    assert done.code == 0
+    shows(done.out, ["ended by EarlyStopping: validation_loss", "was not bettered in 1 evaluations"])
+    again = in_process(*words(tmp_path / "run", stopping, *few))
+    assert again.code == 0
+    shows(again.out, ["nothing is trained: ended by EarlyStopping"])
+
+
+@pytest.mark.parametrize(
+    ("word", "parts"),
+    [
+        ("callbacks=[adl_dist.EarlyStoping]", ["callbacks[0]._target_=adl_dist.EarlyStoping cannot be imported"]),
+        ("callbacks=[{_target_:adl_dist.EarlyStopping,patence:3}]", ["no key 'callbacks[0].patence'", "patience"]),
+        ("callbacks=[torch.nn.Identity]", ["Identity has none of them"]),
+        ("callbacks=[3]", ["callbacks[0]: expected my.module.make"]),
+        ("runtime.loggers=[mlfow]", ["there is no 'mlfow'; choose of tensorboard, mlflow, wandb"]),
+        ("runtime.loggers=[torch.nn.Identity]", ["expected an object with start, write, flush and close"]),
+        ("runtime.best_metric=validation_los", ["which way validation_los is better"]),
+        ("runtime.best_is=high", ["best='high': expected highest or lowest"]),
+    ],
+)
+def test_the_command_line_refuses_at_the_start(word, parts, tmp_path):
+    shows(in_process(*words(tmp_path / "run", word)).refusal(), parts)
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,147 @@
+"""What rules are about, in which order they count, and which are refused."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from adl_dist.errors import ConfigError
+from adl_dist.models import cifar_resnet
+from adl_dist.optimizers import Muon, RotatedAdam, prepare, with_rules
+from tests.support.toys import batch_norm_net
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.5)
+
+
+def groups_of(rules, model=None, make=SGD):
+    """The names and options of each group that has parameters."""
+    model = batch_norm_net() if model is None else model
+    ruled = with_rules(make, rules)
+    prepare(model, ruled)
+    names = {p: name for name, p in model.named_parameters()}
+    return [
+        ({names[p] for p in group["params"]}, group)
+        for group in ruled(model.parameters()).param_groups
+        if group["params"]
+    ]
+
+
+def names_with(rules, key, value, **more):
+    return {name for names, group in groups_of(rules, **more) if group[key] == value for name in names}
+
+
+def test_a_layer_is_meant_by_what_it_derives_from_too():
+    class OwnNorm(nn.LayerNorm):
+        pass
+
+    model = nn.Sequential(
+        nn.Linear(3, 3), OwnNorm(3), nn.BatchNorm1d(3), nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+    )
+    found = {
+        pattern: names_with([{"layers": pattern, "weight_decay": 0}], "weight_decay", 0, model=model)
+        for pattern in ("LayerNorm", "OwnNorm", "*Norm*", "Linear")
+    }
+    norms = {"1.weight", "1.bias"}
+    assert found["LayerNorm"] == found["OwnNorm"] == norms
+    assert found["*Norm*"] == norms | {"2.weight", "2.bias"}
+    assert found["Linear"] == {name for name, _ in model.named_parameters() if name[0] in "03"}
+
+
+def test_all_criteria_of_a_rule_must_be_met_each_by_one_value():
+    rule = {"names": ["1.*", "2.*"], "ndim": [1, 2], "layers": "BatchNorm2d", "weight_decay": 0}
+    expected = {f"{unit}.norm.{name}" for unit in (1, 2) for name in ("weight", "bias")}
+    assert names_with([rule], "weight_decay", 0) == expected
+
+
+def test_of_rules_that_set_the_same_the_later_one_counts():
+    rules = [
+        {"names": "*", "weight_decay": 0.1, "lr_factor": 0.5, "frozen": True},
+        {"names": "6.*", "weight_decay": 0.2, "frozen": False},
+        {"names": "6.2.bias", "lr_factor": 2},
+    ]
+    model = batch_norm_net()
+    found = {name: (group["weight_decay"], group["lr"]) for names, group in groups_of(rules, model) for name in names}
+    assert found["0.0.weight"] == (0.1, 0.05)
+    assert found["6.2.weight"] == (0.2, 0.05)
+    assert found["6.2.bias"] == (0.2, 0.2)
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == ["6.2.weight", "6.2.bias"]
+
+
+def test_every_part_of_a_model_has_the_same_groups_in_the_same_order():
+    model = cifar_resnet(8)
+    ruled = with_rules(Muon, [{"layers": "BatchNorm2d", "betas": [0.5, 0.6]}, {"names": "*conv1*", "momentum": 0.5}])
+    prepare(model, ruled)
+
+    def options(parameters):
+        return [{k: v for k, v in group.items() if k != "params"} for group in ruled(parameters).param_groups]
+
+    parts = [options([p]) for p in model.parameters()]
+    assert all(part == parts[0] for part in parts)
+    assert len(parts[0]) == 4  # matrices, those with another momentum, the rest, norms
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "SGD",
+        "Adam",
+        "AdamW",
+        "NAdam",
+        "RAdam",
+        "Adamax",
+        "RMSprop",
+        "Adagrad",
+        "Adadelta",
+        "ASGD",
+        "Rprop",
+        "Adafactor",
+    ],
+)
+def test_torchs_optimizers_step_with_a_group_that_is_empty(kind):
+    model = nn.Linear(3, 3)
+    ruled = with_rules(partial(getattr(torch.optim, kind), lr=0.1), [{"names": "*", "lr_factor": 0.5}])
+    prepare(model, ruled)
+    optimizer, before = ruled(model.parameters()), model.weight.detach().clone()
+    assert [len(group["params"]) for group in optimizer.param_groups] == [0, 2]
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
+
+
+NOT_THERE = r"optimizer.rules\[0\].names: no parameter of the model is called '1.cnv.weight'; near it are 1.conv.weight"
+REFUSED = {
+    "a name": ([{"names": "1.cnv.weight", "frozen": True}], NOT_THERE),
+    "a layer": ([{"layers": "LayerNorm", "frozen": True}], r"no layer of the model is called 'LayerNorm'; near it are"),
+    "criteria that exclude each other": (
+        [{"layers": "BatchNorm2d", "ndim": 2, "frozen": True}],
+        r"is about no parameter: .* have 1, 2, 4 dimensions",
+    ),
+    "an option": ([{"names": "*", "weight_decy": 0}], r"SGD has no option 'weight_decy' .* mean weight_decay\?"),
+    "a criterion": ([{"name": "*", "ndim": 1, "weight_decay": 0}], r"no option 'name' .* did you mean names\?"),
+    "a value": ([{"names": "*", "weight_decay": -1}], r"rules\[0\]: torch's SGD refuses .*Invalid weight_decay value"),
+    "a word": ([{"names": "*", "weight_decay": "no"}], r"rules\[0\].weight_decay='no': expected a float, like 0.5"),
+    "no criterion": ([{"weight_decay": 0}], r"names no parameters"),
+    "no effect": ([{"names": "*"}], r"sets nothing"),
+    "the rate": ([{"names": "*", "lr": 1}], r"lr is not for rules to set; give lr_factor"),
+    "a factor of 0": ([{"names": "*", "lr_factor": 0}], r"lr_factor must be a number above 0, got 0; frozen"),
+    "frozen": ([{"names": "*", "frozen": 1}], r"frozen must be true or false, got 1"),
+    "no list": ({"names": "*", "frozen": True}, r"expected a list of rules"),
+    "no mapping": (["*bias"], r"optimizer.rules\[0\]: expected keys and values"),
+    "a pattern": ([{"names": 3, "frozen": True}], r"3: expected patterns"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_rule_that_is_none_is_refused_in_one_line(case):
+    rules, said = REFUSED[case]
+    with pytest.raises(ConfigError, match=said) as refused:
+        groups_of(rules)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_options_of_matrices_and_of_the_rest_are_their_own():
+    with pytest.raises(ConfigError, match=r"Muon has no option 'momentum' for 6.2.bias"):
+        groups_of([{"names": "6.2.bias", "momentum": 0.5}], make=Muon)
+    with pytest.raises(ConfigError, match=r"optimizer.rules\[0\].every must be at least 1 update, got 0"):
+        groups_of([{"names": "1.conv.weight", "every": 0}], make=RotatedAdam)

@@ -1,0 +1,130 @@
+"""The moving average of the weights is torch's AveragedModel, once per update, in any cut and after any resume."""
+
+from functools import partial
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import adl_dist
+from adl_dist.errors import CheckpointError, ConfigError
+from adl_dist.optimizers import with_rules
+from tests.support.commands import assert_same, in_process, words
+from tests.support.equations import micro_batches
+from tests.support.ranks import run_ranks
+from tests.support.runs import EPOCHS, NUM_SAMPLES, nan_inputs, sgd, toy_trainer, trained, warm_up_schedule
+from tests.support.toys import FixedImages, batch_norm_net
+from tests.support.values import SILENT
+
+DECAY, M = 0.9, 2
+DATA = FixedImages(NUM_SAMPLES)
+
+
+def by_torch():
+    """A plain loop with torch's AveragedModel: its state under the model's own names."""
+    model = batch_norm_net()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    optimizer = sgd(model.parameters())
+    schedule, batches = warm_up_schedule(optimizer), micro_batches(dtype=torch.float32)
+    for _ in range(EPOCHS):
+        for start in range(0, len(batches), M):
+            group = batches[start : start + M]
+            for x, target in group:
+                share = len(target) / sum(len(t) for _, t in group)
+                torch.nn.functional.cross_entropy(model(x), target).backward(torch.tensor(share))
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            average.update_parameters(model)
+    return average.module.state_dict()
+
+
+def averaged(K, *, method="adl", **options):
+    """The averages, and the weights, of a run."""
+    trainer, _ = trained(K, M, torch.float32, method=method, ema=DECAY, **options)
+    return trainer.full_state_dict(ema=True), trainer.full_state_dict()
+
+
+@pytest.mark.parametrize("K", [1, 3])
+def test_the_average_is_that_of_torchs_averaged_model(K):
+    average, weights = averaged(K, method="bp" if K == 1 else "1f1b")
+    assert_same(average, by_torch())
+    without, _ = trained(K, M, torch.float32, method="bp" if K == 1 else "1f1b")
+    assert_same(weights, without.full_state_dict())
+    assert not torch.equal(average["6.2.weight"], weights["6.2.weight"])
+    assert torch.equal(average["0.1.running_mean"], weights["0.1.running_mean"])
+
+
+OF_RANKS = {
+    "stash": {},
+    "skipped": {"non_finite": "skip", "plant": nan_inputs},
+    "frozen": {"optimizer": with_rules(sgd, [{"names": "0.*", "frozen": True}])},
+    "ahead": {"options": {"mitigation": ["predict"]}},
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", OF_RANKS)
+def test_three_processes_average_the_bits_of_one(case):
+    for pair in run_ranks(3, partial(averaged, **OF_RANKS[case]), 3):
+        for there, here in zip(pair, averaged(3, **OF_RANKS[case]), strict=True):
+            assert_same(there, here)
+
+
+def test_an_update_that_is_skipped_is_not_averaged():
+    steps = []
+
+    def watched(parameters):
+        optimizer = sgd(parameters)
+        weight = optimizer.param_groups[0]["params"][-2]
+        optimizer.register_step_post_hook(lambda *_: steps.append(weight.detach().clone()))
+        return optimizer
+
+    options = {"optimizer": watched, "non_finite": "skip", "plant": nan_inputs, "ema": DECAY}
+    trainer, summary = trained(1, M, torch.float32, method="bp", **options)
+    assert summary["skipped_updates"] > 0
+    expected = steps[0]
+    for weight in steps[1:]:
+        expected = expected.lerp(weight, 1 - DECAY)
+    assert torch.equal(trainer.full_state_dict(ema=True)["6.2.weight"], expected)
+
+
+def test_an_average_goes_on_with_another_cut_to_the_same_bits(tmp_path):
+    of_fit = {"batch_size": 6, "monitoring": SILENT}
+    whole = toy_trainer(1, M, "bp", ema=DECAY)
+    whole.fit(DATA, epochs=3, **of_fit)
+    for K, epochs in ((3, 1), (2, 2), (4, 3)):
+        trainer = toy_trainer(K, M, "1f1b", ema=DECAY)
+        trainer.fit(DATA, epochs=epochs, run_dir=tmp_path, **of_fit)
+    assert_same(trainer.full_state_dict(ema=True), whole.full_state_dict(ema=True))
+    other = toy_trainer(2, 1)
+    other.load_checkpoint(tmp_path, ema=True)
+    assert_same(other.full_state_dict(), whole.full_state_dict(ema=True))
+
+
+def test_a_run_without_an_average_has_none_to_give(tmp_path):
+    trainer = toy_trainer(2, M)
+    trainer.fit(DATA, epochs=1, batch_size=6, run_dir=tmp_path, monitoring=SILENT)
+    assert not [*tmp_path.glob("checkpoints/*/ema-*")]
+    with pytest.raises(CheckpointError, match=r"holds no moving average of the weights"):
+        trainer.load_checkpoint(tmp_path, ema=True)
+    with pytest.raises(ConfigError, match=r"ema=True: no average was made"):
+        trainer.full_state_dict(ema=True)
+    with pytest.raises(ConfigError, match=r"train.ema must be above 0 and below 1, like 0.999, got 1"):
+        adl_dist.Trainer(batch_norm_net(), loss_fn=torch.nn.CrossEntropyLoss(), optimizer=sgd, ema=1.0)
+
+
+def test_the_commands_evaluate_and_export_the_average(tmp_path):
+    run, out = tmp_path / "run", tmp_path / "average.pt"
+    given = ["partition.num_stages=1", "method=bp", "optimizer.lr=0.3"]
+    assert in_process(*words(run, "train.ema=0.5", "train.epochs=2", *given)).code == 0
+    plain, average = (in_process("evaluate", f"{run}", *more) for more in ([], ["ema=true"]))
+    assert (plain.code, average.code) == (0, 0)
+    assert plain.out != average.out
+    assert in_process("export", f"{run}", f"out={out}", "ema=true").code == 0
+    (file,) = run.glob("checkpoints/update-00000004/ema-*")
+    exported, averages = torch.load(out), load_file(file)
+    assert averages.keys() == {name for name in exported if name.endswith(("weight", "bias"))}
+    assert all(torch.equal(exported[name], tensor) for name, tensor in averages.items())
+    assert "ema=yes: expected true or false" in in_process("evaluate", f"{run}", "ema=yes").refusal()
