@@ -51,7 +51,7 @@ test-gpu: install
 	@$(VENV)/bin/python -m pytest -m gpu $(ARGS)
 
 test-slurm: install
-	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,slurm]'
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,hf,slurm]'
 	@$(VENV)/bin/python -m pytest -m slurm $(ARGS)
 
 lint: install
@@ -64,7 +64,7 @@ install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,hf]'
 	@touch $@
 
 clean:
