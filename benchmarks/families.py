@@ -9,13 +9,15 @@ import timm
 import torch
 import transformers as hf
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from adl_dist import Monitoring, PartitionSpec, ProcessOptions, Trainer
+from adl_dist.batch import Several
 from adl_dist.losses import TokenCrossEntropy
 from adl_dist.models.from_transformers import build
+from adl_dist.partition import linearise
 
-VOCAB, LENGTH, CLASSES, NUM, EPOCHS, BATCH = 64, 16, 3, 384, 4, 32
+VOCAB, LENGTH, CLASSES, NUM, EPOCHS, BATCH = 64, 16, 3, 256, 4, 32
 TEXT = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
 TEXT |= {"num_attention_heads": 4, "max_position_embeddings": 32, "num_labels": CLASSES}
 DECODER = {**TEXT, "num_key_value_heads": 2, "tie_word_embeddings": False}
@@ -117,7 +119,11 @@ def main() -> None:
 
 def row(name: str) -> str:
     """Return a row of the table: the network, its units, and the validation losses before and after training."""
-    losses, units = [], ""
+    losses = []
+    task, model = network(name)
+    given = next(iter(DataLoader(Data(task, 4, 0), batch_size=4)))[0]
+    whole = Several.of(given) if isinstance(given, dict) else given
+    units = len(linearise(model, samples=(whole[:2], whole)).units)
     for num_stages in (1, 2, 4):
         torch.manual_seed(0)
         task, model = network(name)
@@ -137,7 +143,6 @@ def row(name: str) -> str:
             data[0], val_dataset=data[1], epochs=EPOCHS, batch_size=BATCH, monitoring=Monitoring(quiet=True)
         )
         losses.append(summary["validation_loss"])
-        units = ", ".join(map(str, summary["balance"]))
     return f"| {name} | {units} | " + " | ".join(f"{loss:.3f}" for loss in losses) + " |"
 
 

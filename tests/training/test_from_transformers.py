@@ -16,7 +16,6 @@ from tests.support.equations import assert_close, differ
 from tests.support.oracle import train_by_the_equations
 from tests.support.ranks import run_ranks
 from tests.support.runs import toy_trainer
-from tests.support.tiers import slow
 from tests.support.values import QUIET
 
 pytest.importorskip("transformers")
@@ -117,9 +116,10 @@ def train_both(K):
 
 
 @pytest.mark.ranks
-@slow
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_two_processes_train_a_network_as_one_process_does():
-    by_rank, alone = run_ranks(2, train_both, 2, timeout_seconds=110), train_both(2)
+    by_rank, alone = run_ranks(2, train_both, 2, timeout_seconds=280), train_both(2)
     for of_rank in by_rank:
         for state, expected in zip(of_rank, alone, strict=True):
             assert_same(state, expected)
