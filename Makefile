@@ -52,7 +52,7 @@ test-gpu:
 	@PYTHONPATH=. $(or $(wildcard $(VENV)/bin/python),$(PYTHON)) -m pytest --noconftest -o addopts=-q -W default -m gpu tests/gpu $(ARGS)
 
 test-slurm: install
-	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,slurm]'
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,hf,slurm]'
 	@$(VENV)/bin/python -m pytest -m slurm $(ARGS)
 
 lint: install
@@ -65,7 +65,7 @@ install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,hf]'
 	@touch $@
 
 clean:

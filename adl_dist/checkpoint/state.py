@@ -25,7 +25,7 @@ from adl_dist.checkpoint.loss_state import FreshLoss
 from adl_dist.checkpoint.optimizer_state import FreshOptimizer
 from adl_dist.checkpoint.storage import BUFFERS, EMA, HEADS, MODEL, OPTIMIZER, Shard, Stored
 from adl_dist.errors import CheckpointError, ConfigError, UnusableError
-from adl_dist.partition.piece import traced_units
+from adl_dist.partition.piece import stage_units
 from adl_dist.stage import LossFn, Stage
 
 Signature = dict[str, list[int]]
@@ -234,4 +234,4 @@ def _end_of(stage: Stage) -> str:
     """Return the unit of the uncut model behind which the head of ``stage`` stands."""
     modules = [name for name, _ in stage.module.named_modules(remove_duplicate=False)]
     # The stage of a traced model knows its units, and not all of them are modules.
-    return (traced_units(stage.module) or modules)[-1]
+    return (stage_units(stage.module) or modules)[-1]

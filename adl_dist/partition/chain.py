@@ -13,18 +13,23 @@ from torch import fx, nn
 
 from adl_dist.batch import call, tensors_of
 from adl_dist.errors import PartitionError
+from adl_dist.partition.layered import look
 from adl_dist.partition.nodes import is_light
-from adl_dist.partition.piece import Crossing, StageModule, adopt, extract
+from adl_dist.partition.piece import Crossing, TracedStage, adopt, extract
 from adl_dist.partition.ran import Ran, Samples, run
 from adl_dist.partition.ties import Ties, Use, never_moved, torn
 from adl_dist.partition.trace import Trace, read, unsendable
-from adl_dist.partition.tracer import UntraceableError, has_hooks
+from adl_dist.partition.tracer import UntraceableError, check_signature, has_hooks
+from adl_dist.partition.trimmed import LayeredStage, travelling
 
 
 def linearise(
     model: nn.Module, *, granularity: str = "block", samples: Samples | None = None, varies: bool = False
 ) -> "Chain":
     """Read ``model``, any module that torch.fx can trace, as a chain of units.
+
+    One with an attribute ``layer_list``, the name of an ``nn.ModuleList`` in it, is not traced: its units are those of
+    :class:`LayeredChain`, whatever the granularity.
 
     At granularity ``layer`` units are single layers and operations, also in residual blocks; at ``block`` they are what
     the model's own forward calls, of an ``nn.Sequential`` its children, which need not be traceable. ``samples``: real
@@ -36,6 +41,8 @@ def linearise(
     Raises:
         PartitionError: it cannot be traced; names the line and the ways out.
     """
+    if (layers := getattr(model, "layer_list", None)) is not None:
+        return LayeredChain(model, layers, samples)
     is_plain = all(getattr(type(model), name) is getattr(nn.Sequential, name) for name in ("forward", "train"))
     if granularity == "block" and is_plain and not has_hooks(model):
         return SequentialChain(model, samples)
@@ -51,7 +58,7 @@ def check_same_chain(chain: "Chain", model: nn.Module, samples: Samples, *, gran
     Raises:
         PartitionError: its forward branches on a length, or repeats something as often.
     """
-    if isinstance(chain, SequentialChain):
+    if not isinstance(chain, TracedChain):
         return
     other = TracedChain(model, *read(model, granularity=granularity, samples=samples, varies=True))
     if other.keys != chain.keys:
@@ -120,7 +127,7 @@ class TracedChain:
         held: set[str] = set()
         for start, stop in pairwise(accumulate(sizes, initial=0)):
             graphs = training.graph(start, stop), evaluation.graph(start, stop)
-            pieces.append(StageModule(self._model, graphs, self.units[start:stop], unlike, held=held))
+            pieces.append(TracedStage(self._model, graphs, self.units[start:stop], unlike, held=held))
             held |= pieces[-1].state_dict().keys()
         # What no forward reads, and second names of what one does, go to the stage of that tensor, or the last.
         home = {id(t): piece for piece in reversed(pieces) for t in (*piece.parameters(), *piece.buffers())}
@@ -130,9 +137,40 @@ class TracedChain:
         return pieces
 
 
+class LayeredChain:
+    """What a model calls before its layers, each layer, and what it calls behind them; nothing of it is read."""
+
+    def __init__(self, model: nn.Module, layers: str, samples: Samples | None) -> None:
+        if samples is None:
+            raise PartitionError(f"{type(model).__name__} is cut by watching it run, which takes samples of the data")
+        check_signature(model, samples)
+        self._model, self._anatomy = model, (anatomy := look(model, layers, samples))
+        inside = {0: anatomy.before, anatomy.count + 1: anatomy.after}
+        inside |= {place + 1: (f"{layers}.{place}",) for place in range(anatomy.count)}
+        ties, uses = Ties(model, never_moved(model, anatomy.moved)), list[Use]()
+        for unit, names in inside.items():
+            for name in names:
+                uses += ties.uses(unit, name, model.get_submodule(name), ())
+        with_state = {unit: [n for n in names if model.get_submodule(n).state_dict()] for unit, names in inside.items()}
+        first, last = (with_state[0] or ["input"])[0], (with_state[anatomy.count + 1] or ["output"])[-1]
+        self.units = [first, *(inside[place + 1][0] for place in range(anatomy.count)), last]
+        self.forbidden = torn(uses)
+        for unit, pair in enumerate(anatomy.pairs):
+            if (why := unsendable(pair, (len(samples[0]), len(samples[1])))) is not None:
+                self.forbidden.setdefault(unit, why)
+        self._travels = travelling(model, anatomy, self.units, samples[0])
+
+    def pieces(self, sizes: Sequence[int]) -> list[nn.Module]:
+        """Return the model without what other stages hold, for each stage of ``sizes`` units."""
+        bounds = pairwise(accumulate(sizes, initial=0))
+        return [
+            LayeredStage(self._model, self._anatomy, self.units, start, stop, self._travels) for start, stop in bounds
+        ]
+
+
 # ``units``: their names, in the order they run; ``forbidden``: cuts that cannot be made, by the unit before them, each
 # with the reason; ``pieces(sizes)``: stages that together hold exactly the model's modules.
-Chain = SequentialChain | TracedChain
+Chain = SequentialChain | TracedChain | LayeredChain
 
 
 class _Mode:

@@ -8,7 +8,7 @@ from torch import nn
 
 from adl_dist.errors import PartitionError
 from adl_dist.partition.balance import best_balance
-from adl_dist.partition.chain import Chain, linearise
+from adl_dist.partition.chain import Chain, LayeredChain, linearise
 from adl_dist.partition.costs import StageFootprint, UnitCost
 from adl_dist.partition.imbalance import usual
 from adl_dist.partition.ran import Samples
@@ -38,15 +38,19 @@ def cut(
     return [model] if num_stages == 1 else chain.pieces(sizes)
 
 
-def even_balance(num_units: int, num_stages: int) -> list[int]:
+def even_balance(num_units: int, num_stages: int, *, looks_inside: bool = True) -> list[int]:
     """Return the units of each stage, as equal as can be; the last stages take one more where it does not divide.
 
-    Raises PartitionError for more stages than units.
+    ``looks_inside``: whether another granularity would have more units.
+
+    Raises:
+        PartitionError: there are more stages than units.
     """
     if num_stages > num_units:
+        inside = ", or partition.granularity=layer, which looks inside blocks" if looks_inside else ""
         raise PartitionError(
             f"partition.num_stages={num_stages} needs at least {num_stages} units, but the model has {num_units}; "
-            f"use at most partition.num_stages={num_units}, or partition.granularity=layer, which looks inside blocks"
+            f"use at most partition.num_stages={num_units}{inside}"
         )
     few, extra = divmod(num_units, num_stages)
     return [few + (stage >= num_stages - extra) for stage in range(num_stages)]
@@ -54,7 +58,7 @@ def even_balance(num_units: int, num_stages: int) -> list[int]:
 
 def even_sizes(chain: Chain, num_stages: int) -> list[int]:
     """Return the units of each stage, as equal as can be where the chain can be cut; raise a PartitionError if not."""
-    sizes = even_balance(len(chain.units), num_stages)
+    sizes = even_balance(len(chain.units), num_stages, looks_inside=not isinstance(chain, LayeredChain))
     if chain.forbidden.keys().isdisjoint(stop - 1 for stop in accumulate(sizes[:-1])):
         return sizes
     num_places = len(chain.units) - 1 - len(chain.forbidden)

@@ -20,25 +20,37 @@ class Crossing(NamedTuple):
     is_shape: bool
 
 
+class StageModule(nn.Module):
+    """One stage of a model that is no ``nn.Sequential``: takes a tensor, or several in a tuple, and returns likewise.
+
+    It knows the names of its units: :func:`stage_units`.
+    """
+
+    def __init__(self, unit_names: Sequence[str]) -> None:
+        super().__init__()
+        vars(self)[_NAMES] = list(unit_names)
+
+
+_NAMES, _OWN = (
+    "units of the stage",
+    "of the stage",
+)  # where they are kept: no attribute of a user's module has such names
+
+
 @dataclass(frozen=True)
 class _Own:
     """What a stage holds besides the user's modules.
 
     Attributes:
-        unit_names: of its units, in the order they run.
         forwards: in training and in evaluation.
         unlike: modules that evaluate in training, and those that train in evaluation.
     """
 
-    unit_names: Sequence[str]
     forwards: Sequence[Callable[[nn.Module, Any], Any]]
     unlike: Sequence[Set[nn.Module]]
 
 
-_OWN = "of the stage"  # where it is kept: a name that no attribute of a user's module can have
-
-
-class StageModule(nn.Module):
+class TracedStage(StageModule):
     """One stage of a traced model; training and evaluation may run different operations."""
 
     def __init__(
@@ -55,7 +67,7 @@ class StageModule(nn.Module):
         ``unlike``: modules that evaluate in training, and those that train in evaluation. ``held``: names of state that
         an earlier stage holds; this one may read it, too, but it is no part of its state_dict.
         """
-        super().__init__()
+        super().__init__(unit_names)
         self.training = model.training
         nodes = [node for graph in graphs for node in graph.nodes]
         twins: dict[nn.Module, nn.Module] = {}
@@ -64,7 +76,6 @@ class StageModule(nn.Module):
             adopt(self, model, name, held=held, twins=twins)
         here = {*self.modules()}
         vars(self)[_OWN] = _Own(
-            list(unit_names),
             [_compiled(graph) for graph in graphs],
             [{twins.get(module, module) for module in modules} & here for modules in unlike],
         )
@@ -82,16 +93,15 @@ class StageModule(nn.Module):
 
 
 def as_argument(module: nn.Module, input_: Batch) -> Any:
-    """Return what the first stage, or the whole model, is called with: a traced stage takes all tensors in a tuple."""
+    """Return what the first stage, or the whole model, is called with: a stage takes all tensors in a tuple."""
     if not isinstance(module, StageModule) or not isinstance(input_, Several):
         return input_
     return input_.tensors if len(input_.tensors) > 1 else input_.tensors[0]
 
 
-def traced_units(module: nn.Module) -> list[str]:
-    """Return the names of the units of one stage of a traced model, in the order they run; empty: it is none."""
-    own = vars(module).get(_OWN)
-    return [] if own is None else list(own.unit_names)
+def stage_units(module: nn.Module) -> list[str]:
+    """Return the names of the units of a :class:`StageModule`, in the order they run; empty: it is none."""
+    return list(vars(module).get(_NAMES, ()))
 
 
 def adopt(

@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 from adl_dist.memory import memory_of
 
 MOST_ELEMENTS = 10_000  # a longer container holds data: its own elements are compared, but not looked into
-LIBRARIES = {"torch", "numpy", "torchvision", *sys.stdlib_module_names}
+LIBRARIES = {"torch", "numpy", "torchvision", "transformers", "timm", *sys.stdlib_module_names}
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 CAN_CROSS = (*PLAIN, torch.dtype, torch.device, torch.Size)  # a cut, besides tensors, if it never changes
 TENSORS = {"parameter", "buffer", "tensor"}

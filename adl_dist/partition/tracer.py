@@ -64,7 +64,7 @@ def symbolic(
     Raises:
         PartitionError: it cannot be traced, or a cut model would do something else.
     """
-    _check_signature(model, samples)
+    check_signature(model, samples)
     if has_hooks(model):
         raise PartitionError(
             f"{type(model).__name__} has hooks, but is taken apart when it is cut, so that they would never run: "
@@ -82,7 +82,7 @@ def symbolic(
         raise PartitionError(f"{type(model).__name__} fails on a batch of the data: {error}") from error
 
 
-def _check_signature(model: nn.Module, samples: Samples | None) -> None:
+def check_signature(model: nn.Module, samples: Samples | None) -> None:
     """Raise a PartitionError unless the forward of ``model`` can be called with an input like those of ``samples``."""
     signature = inspect.signature(model.forward)
     args, kwargs = samples[0].arguments if samples is not None and isinstance(samples[0], Several) else ((None,), {})

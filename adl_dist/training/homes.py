@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from adl_dist.errors import PartitionError
 from adl_dist.memory import memory_of
 from adl_dist.partition.module_state import ModuleState
-from adl_dist.partition.piece import traced_units
+from adl_dist.partition.piece import stage_units
 from adl_dist.partition.state_walk import Key
 
 Around = Callable[[int], AbstractContextManager[None]]  # what the forward of each stage runs in
@@ -53,5 +53,5 @@ class Homes:
 
 def units_of(module: nn.Module) -> str:
     """Return the names of the first and the last unit of a stage."""
-    names = traced_units(module) or [name for name, _ in module.named_children()] or [type(module).__name__]
+    names = stage_units(module) or [name for name, _ in module.named_children()] or [type(module).__name__]
     return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import adl_dist
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.partition import cut, linearise
-from adl_dist.partition.piece import traced_units
+from adl_dist.partition.piece import stage_units
 from tests.support.cut_steps import cut_step, uncut_step
 from tests.support.equations import assert_close
 from tests.support.oracle import train_by_the_equations
@@ -242,7 +242,7 @@ def test_a_model_cut_anywhere_computes_what_the_uncut_one_does(make):
     assert all(torch.equal(tensor, before[name]) for name, tensor in tensors.items())
     if not make.__name__.startswith("written"):
         is_counting = make.__name__ == "counting"
-        assert [len(traced_units(piece)) for piece in pieces] == ([1, 9, 1] if is_counting else [1] * len(pieces))
+        assert [len(stage_units(piece)) for piece in pieces] == ([1, 9, 1] if is_counting else [1] * len(pieces))
     assert len(pieces) > 1
     assert sorted(name for piece in pieces for name in piece.state_dict()) == sorted(model.state_dict())
     for tensor in tensors.values():  # nothing of the tracing may be left in what the stages compute
@@ -336,8 +336,8 @@ def test_units_are_named_by_the_layer_and_function_they_run(granularity):
 )
 def test_a_balance_of_names_begins_a_stage_at_each(balance, first):
     stages = cut(Nested(), num_stages=len(balance) + 1, balance=balance, granularity="layer")
-    assert [traced_units(stage)[0] for stage in stages] == first
-    assert [name for stage in stages for name in traced_units(stage)] == linearise(Nested(), granularity="layer").units
+    assert [stage_units(stage)[0] for stage in stages] == first
+    assert [name for stage in stages for name in stage_units(stage)] == linearise(Nested(), granularity="layer").units
 
 
 @pytest.mark.parametrize(
@@ -378,7 +378,7 @@ def test_a_tensor_that_two_stages_need_is_named(make, message, even):
     with pytest.raises(PartitionError, match=message):
         cut(model, num_stages=2, balance=["b"], granularity="layer")
     stages = cut(model, num_stages=2, granularity="layer")
-    assert traced_units(stages[1])[0] == even
+    assert stage_units(stages[1])[0] == even
     assert sorted(name for stage in stages for name in stage.state_dict()) == sorted(model.state_dict())
 
 

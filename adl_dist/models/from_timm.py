@@ -1,0 +1,47 @@
+"""Any classification network of timm, by its name."""
+
+import difflib
+from typing import Any
+
+from torch import nn
+
+from adl_dist.errors import ConfigError
+
+
+def timm_model(name: str, num_classes: int = 1000, *, download: bool = False, **options: Any) -> nn.Module:
+    """Build a network of timm with newly drawn weights; nothing is downloaded unless ``download`` asks for it.
+
+    Args:
+        name: one of ``timm.list_models()``, with or without a tag of its weights.
+        num_classes: outputs.
+        download: whether to load the weights that timm publishes for it, from the local cache or else from the hub.
+        options: further arguments of the builder, like ``img_size``, ``drop_rate`` or ``checkpoint_path``.
+
+    Returns:
+        float[B, 3, H, W] -> float[B, num_classes].
+
+    Raises:
+        ConfigError: timm is missing, the name is unknown, an option is refused, or weights cannot be had.
+    """
+    try:
+        import timm  # late: it takes a second
+    except ImportError as error:
+        raise ConfigError(f"model=timm needs the package timm ({error}): pip install adl_dist[hf]") from None
+    if not timm.is_model(name):
+        known = timm.list_models()
+        close = difflib.get_close_matches(str(name).lower().partition(".")[0], known)
+        hint = f"did you mean {' or '.join(close)}?" if close else "see timm.list_models()"
+        raise ConfigError(f"model.name={name} is not one of timm's {len(known)} networks; {hint}")
+    if num_classes < 1:
+        raise ConfigError(f"model.num_classes must be at least 1, got {num_classes}")
+    if "pretrained" in options:
+        raise ConfigError(
+            "model.pretrained is not taken: use model.download=true for the weights that timm publishes, or "
+            "model.checkpoint_path=FILE for those in a file"
+        )
+    try:
+        return timm.create_model(name, pretrained=download, num_classes=num_classes, **options)
+    except Exception as error:  # timm's own code can raise anything
+        arguments = ", ".join(f"model.{key}={value}" for key, value in {"download": download, **options}.items())
+        why = " ".join(str(error).split())[:200]
+        raise ConfigError(f"timm's {name} refuses {arguments}: {type(error).__name__}: {why}") from error

@@ -1,0 +1,224 @@
+"""Networks of the transformers library, from a folder with a config.json or by a name of the hub."""
+
+import difflib
+import inspect
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adl_dist.errors import ConfigError
+
+_TEXT = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+# For each task the class that finds the network of a configuration, and the inputs that its network may take.
+TASKS = {
+    "causal-lm": ("AutoModelForCausalLM", _TEXT),
+    "sequence-classification": ("AutoModelForSequenceClassification", _TEXT),
+    "image-classification": ("AutoModelForImageClassification", ("pixel_values",)),
+}
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # by one of these a folder is seen to have weights
+_USE = {None: "where the folder has them", True: "from the folder", False: "newly drawn"}
+
+
+def hf_model(
+    config: str, task: str, *, weights: bool | None = None, download: bool = False, **options: Any
+) -> nn.Module:
+    """Build a network of the transformers library, whose forward returns the logits; nothing is downloaded unasked.
+
+    Args:
+        config: a folder with a config.json, or a name of the hub.
+        task: one of :data:`TASKS`.
+        weights: whether to load them from ``config``; None: if they are there.
+        download: whether a name of the hub may be looked up in the network; else it must be in the local cache.
+        options: what replaces entries of the configuration, like ``num_hidden_layers``.
+
+    Returns:
+        what the library's own model of this task is, with the names of its parameters: int[B, T] -> float[B, T, V] for
+        ``causal-lm``, or -> float[B, classes], or from images float[B, 3, H, W].
+
+    Raises:
+        ConfigError: the library is missing, or there is no such folder, task, option or network.
+    """
+    transformers = _library()
+    _check_task(task)
+    found = read_config(config, download=download, options=options)
+    _check_kind(found, task)
+    return build(found, task, weights=_weights_of(config, weights, transformers, download=download), download=download)
+
+
+def build(config: Any, task: str, *, weights: str | None = None, download: bool = False) -> nn.Module:
+    """Build the network of a ``config`` of the transformers library for a ``task``; see :func:`hf_model`.
+
+    ``weights``: the folder or name of the hub to load them from; None: they are drawn. Units are found later, from
+    ``layer_list``, the name of the list of layers, if there is one.
+
+    Raises:
+        ConfigError: the library has no such network, or refuses the configuration or the weights.
+    """
+    transformers = _library()
+    auto = getattr(transformers, TASKS[task][0])
+    kind = auto._model_mapping.get(type(config), None)
+    kind = kind[0] if isinstance(kind, tuple | list) else kind
+    if kind is None:
+        fit = [name for name, (other, _) in TASKS.items() if _has(transformers, other, config)]
+        fit_text = f"use model.task={' or '.join(fit)}" if fit else "no task of this project fits it"
+        raise ConfigError(
+            f"model.task={task}: transformers has no such network of type {config.model_type}; {fit_text}"
+        )
+    how = {"attn_implementation": "sdpa" if kind._supports_sdpa else "eager", "dtype": torch.float32}
+    try:
+        if weights is None:
+            model = kind._from_config(config, **how)
+        else:
+            model = kind.from_pretrained(weights, config=config, local_files_only=not download, **how)
+    except Exception as error:  # the library's own code can raise anything
+        where = f"weights of {weights}" if weights is not None else "configuration"
+        raise ConfigError(f"{kind.__name__} refuses the {where}: {_one_line(error)}") from error
+    return _logits_only(model.train(), TASKS[task][1])
+
+
+def read_config(config: str, *, download: bool = False, options: dict[str, Any] | None = None) -> Any:
+    """Return the configuration in a folder or of a name of the hub, with ``options`` in the place of its entries.
+
+    Raises:
+        ConfigError: there is none, it is of no kind that the library knows, or it has no such entries.
+    """
+    transformers = _library()
+    path = Path(config)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ConfigError(f"model.config={config} has no config.json; expected a folder that save_pretrained has made")
+    if not path.is_dir() and (path.exists() or path.is_absolute() or config.count("/") > 1 or config.startswith(".")):
+        raise ConfigError(f"model.config={config} is no folder; expected one with a config.json, or a name of the hub")
+    try:
+        entries, _ = transformers.PreTrainedConfig.get_config_dict(config, local_files_only=not download)
+    except Exception as error:
+        if path.is_dir():
+            raise ConfigError(f"model.config={config}/config.json cannot be read: {_one_line(error)}") from error
+        way_out = "" if download else "; give a folder, or model.download=true, which looks it up in the hub"
+        raise ConfigError(
+            f"model.config={config} is no folder, and not in the local cache of the hub{way_out}"
+        ) from None
+    kind = entries.pop("model_type", None)
+    if kind not in transformers.CONFIG_MAPPING:
+        close = difflib.get_close_matches(str(kind), list(transformers.CONFIG_MAPPING.keys()), n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ConfigError(
+            f"model.config={config}: model_type {kind!r} is none that transformers {transformers.__version__} knows"
+            f"{hint}"
+        )
+    try:
+        known = transformers.AutoConfig.for_model(kind, **entries)
+        for option in options or {}:
+            if not hasattr(known, option):
+                close = difflib.get_close_matches(option, dir(known), n=1)
+                hint = f"; did you mean 'model.{close[0]}'?" if close else ""
+                raise ConfigError(
+                    f"there is no key 'model.{option}'{hint}; a configuration of {kind} has no such entry"
+                )
+        return transformers.AutoConfig.for_model(kind, **{**entries, **options}) if options else known
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"model.config={config}: transformers refuses it: {_one_line(error)}") from error
+
+
+def find_layers(model: nn.Module) -> str | None:
+    """Return the name of the list of layers of a model of transformers; None: it has none.
+
+    The one that the model's own pipeline plan names; or else, of the lists that are in no other list, the one with the
+    most parameters.
+    """
+    prefix = getattr(model, "base_model_prefix", "")
+    base = getattr(model, prefix, None) if prefix else None
+    plan = getattr(model.config, "base_model_pp_plan", None) or {}
+    lists = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)
+    }
+    planned = [f"{prefix}.{key}" if isinstance(base, nn.Module) else key for key in plan]
+    for name in planned:
+        if name in lists:
+            return name
+    outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    return max(outermost, key=lambda name: sum(p.numel() for p in lists[name].parameters()), default=None)
+
+
+def _library() -> Any:
+    try:
+        import transformers  # late: it takes seconds
+    except ImportError as error:
+        raise ConfigError(f"model=hf needs the package transformers ({error}): pip install adl_dist[hf]") from None
+    return transformers
+
+
+def _check_task(task: str) -> None:
+    if task not in TASKS:
+        raise ConfigError(f"model.task={task} is none of {', '.join(TASKS)}")
+
+
+def _check_kind(config: Any, task: str) -> None:
+    """Refuse networks that would be trained as something else than what they are."""
+    name = f"model.config: a network of type {config.model_type}"
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"{name} has an encoder and a decoder, which is no chain of layers; only one of both is taken"
+        )
+    if getattr(config, "output_router_logits", False):
+        raise ConfigError(
+            f"{name} adds a loss of its routers (output_router_logits=true), which would be left out; with "
+            "model.output_router_logits=false it is trained without that loss, as transformers does then"
+        )
+
+
+def _weights_of(config: str, weights: bool | None, transformers: Any, *, download: bool) -> str | None:
+    """Return where weights are loaded from; None: nowhere."""
+    if weights is False:
+        return None
+    if Path(config).is_dir():
+        is_there = any((Path(config) / name).is_file() for name in WEIGHTS)
+    else:
+        is_there = download or any(
+            isinstance(transformers.utils.cached_file(config, name, local_files_only=True, **_SILENT), str)
+            for name in WEIGHTS
+        )
+    if weights and not is_there:
+        raise ConfigError(f"model.weights=true, but {config} has no {' or '.join(WEIGHTS)}")
+    return config if is_there else None
+
+
+_SILENT = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+
+
+def _logits_only(model: Any, inputs: tuple[str, ...]) -> nn.Module:
+    """Let ``model`` take ``inputs``, as far as it knows them, and return the logits; it stays what it is otherwise."""
+    kind = type(model)
+    taken = inspect.signature(kind.forward).parameters
+    names = [name for name in inputs if name in taken]
+    always = {"use_cache": False} if "use_cache" in taken else {}
+    own = kind.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if len(args) > len(names) or not kwargs.keys() <= {*names}:
+            raise TypeError(
+                f"{kind.__name__} takes {', '.join(names)}, got {len(args)} by place and {[*kwargs]} by name"
+            )
+        logits: Tensor = own(self, **dict(zip(names, args, strict=False)), **kwargs, **always).logits
+        return logits
+
+    by_place = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter("self", by_place), inspect.Parameter(names[0], by_place)]
+    parameters += [inspect.Parameter(name, by_place, default=None) for name in names[1:]]
+    vars(forward)["__signature__"] = inspect.Signature(parameters)
+    body = {"forward": forward, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    model.__class__ = types.new_class(kind.__name__, (kind,), exec_body=lambda held: held.update(body))
+    model.layer_list = find_layers(model)
+    return model  # type: ignore[no-any-return]
+
+
+def _has(transformers: Any, auto: str, config: Any) -> bool:
+    return type(config) in getattr(transformers, auto)._model_mapping
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -1,0 +1,125 @@
+"""Networks of transformers through the trainer: the equations, plain training, and processes, for any cut."""
+
+import functools
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from adl_dist.batch import Several, tensors_of
+from adl_dist.losses import TokenCrossEntropy
+from adl_dist.partition import linearise
+from tests.support.commands import assert_same
+from tests.support.equations import assert_close, differ
+from tests.support.oracle import train_by_the_equations
+from tests.support.ranks import run_ranks
+from tests.support.runs import toy_trainer
+from tests.support.values import QUIET
+
+pytest.importorskip("transformers")
+from tests.support.hf_models import CLASSES, VOCAB, hf_input, hf_net
+
+LR, MOMENTUM, EPOCHS, MICRO_BATCH, NUM, M = 0.1, 0.9, 2, 2, 15, 2
+sgd = functools.partial(torch.optim.SGD, lr=LR, momentum=MOMENTUM)
+LOSSES = {"gpt2": TokenCrossEntropy(), "bert": nn.CrossEntropyLoss()}
+SIZES = {1: [5], 2: [2, 3], 4: [1, 1, 2, 1]}
+
+
+class Texts(Dataset):
+    """Tokens with the next ones as targets, of which some are ignored; or with mask, token types and a class."""
+
+    def __init__(self, family):
+        self.given = hf_input(family, NUM, masked=family == "bert")
+
+    def __len__(self):
+        return NUM
+
+    def __getitem__(self, index):
+        one = self.given[index]
+        if isinstance(one, Several):
+            return one.value, torch.tensor(index % CLASSES)
+        target = one.roll(-1)
+        target[torch.arange(len(target)) % 3 == index % 4] = -100
+        return one, target
+
+
+def larger(model):
+    """With weights of 0.02 a network of this size passes nothing on."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(10.0 if p.ndim > 1 else 1.0)
+    return model
+
+
+def batches(family, size):
+    data = Texts(family)
+    samples = [data[index] for index in range(NUM)]
+    return [torch.utils.data.default_collate(samples[start : start + size]) for start in range(0, NUM, size)]
+
+
+def trained(family, K, method, *, dtype=torch.float64):
+    of_trainer = {"optimizer": sgd, "dtype": dtype, "balance": SIZES[K]}
+    trainer = toy_trainer(K, M, method, model=larger(hf_net(family)), loss_fn=LOSSES[family], **of_trainer)
+    data = Texts(family)
+    how = {"epochs": EPOCHS, "batch_size": MICRO_BATCH * M, "shuffle": False, "monitoring": QUIET}
+    summary = trainer.fit(data, val_dataset=data, **how)
+    return trainer.full_state_dict(), summary
+
+
+def plain(family):
+    """Whole batches in a loop of torch's own."""
+    model = larger(hf_net(family)).double()
+    optimizer = sgd(model.parameters())
+    for given, target in batches(family, MICRO_BATCH * M) * EPOCHS:
+        optimizer.zero_grad()
+        LOSSES[family](model(**given) if isinstance(given, dict) else model(given), target).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("K", [1, 2, 4])
+@pytest.mark.parametrize("family", LOSSES)
+def test_without_delays_a_cut_network_trains_as_plain_torch(family, K):
+    state, _ = trained(family, K, "gpipe" if K > 1 else "bp")
+    assert_close(state, plain(family))
+    assert differ(state, larger(hf_net(family)).double().state_dict()) > 1e-2
+
+
+def modules(family, K):
+    """The stages; each takes all that crosses in a tuple."""
+    model = larger(hf_net(family)).double()
+    samples = tuple(hf_input(family, n, masked=family == "bert") for n in (2, 4))
+    return linearise(model, samples=samples).pieces(SIZES[K])
+
+
+@pytest.mark.parametrize("K", [2, 4])
+@pytest.mark.parametrize("family", LOSSES)
+def test_adl_of_a_cut_network_follows_the_equations(family, K):
+    state, summary = trained(family, K, "adl")
+    made = [
+        (tensors_of(Several.of(given)) if isinstance(given, dict) else given, target)
+        for given, target in batches(family, MICRO_BATCH)
+    ]
+    num_updates = EPOCHS * math.ceil(len(made) / M)
+    expected = train_by_the_equations(
+        modules(family, K), [made] * EPOCHS, M=M, loss_fn=LOSSES[family], lr=[LR] * num_updates, momentum=MOMENTUM,
+        num_terms=lambda target: (target != -100).sum().item(),
+    )  # fmt: skip
+    assert_close(state, {name: expected[name] for name in state})
+    assert summary["validation_loss"] < math.log(VOCAB if family == "gpt2" else CLASSES) + 1
+
+
+def train_both(K):
+    return [trained(family, K, "adl", dtype=torch.float32)[0] for family in LOSSES]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_processes_train_a_network_as_one_process_does():
+    by_rank, alone = run_ranks(2, train_both, 2, timeout_seconds=280), train_both(2)
+    for of_rank in by_rank:
+        for state, expected in zip(of_rank, alone, strict=True):
+            assert_same(state, expected)
