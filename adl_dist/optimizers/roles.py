@@ -84,6 +84,12 @@ def mark_roles(model: nn.Module, prefix: str = "") -> None:
         _ROLES[parameter] = Role(found, tuple(own), of_model)
 
 
+def keep_role(parameter: nn.Parameter, old: nn.Parameter) -> None:
+    """Give ``parameter`` the role of ``old``, in whose place it is."""
+    if old in _ROLES:
+        _ROLES[parameter] = _ROLES[old]
+
+
 def _parameters_of(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters of ``layer`` itself, and what its weights are made from by torch's parametrizations."""
     if isinstance(layer, ParametrizationList):

@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 from hydra.utils import get_object
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from adl_dist.checkpoint.state import read_weights
 from adl_dist.checkpoint.storage import SUFFIX
+from adl_dist.checkpoint.weight_files import WeightFiles, check_same
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.data import Loading
 from adl_dist.errors import AdlError, CheckpointError, ConfigError
@@ -27,6 +26,7 @@ from adl_dist.optim import build_lr_schedule
 from adl_dist.optimizers import mark_roles
 from adl_dist.schedule import Method
 from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, TrainSpec
+from adl_dist.training.lazy_weights import is_lazy_model, load_weights
 from adl_dist.training.trainer import Trainer
 
 # Keys of data.* that are ours; the two that describe the data reach its target only if that takes them.
@@ -38,8 +38,10 @@ logging.getLogger("hydra").addHandler(logging.NullHandler())  # it logs what it 
 
 def trainer(config: RunConfig, *, handle_signals: bool = False) -> Trainer:
     """Build the model and its trainer. Changes no file and starts no process."""
+    is_lazy = config.runtime.lazy
     return Trainer(
-        build_model(config),
+        build_model_on_meta(config) if is_lazy else build_model(config),
+        init_from=config.init_from if is_lazy else None,
         method=config.method.chosen(),
         num_stages=config.partition.num_stages,
         partition=config.partition.chosen(),
@@ -99,6 +101,20 @@ def build_model(config: RunConfig) -> nn.Module:
     if config.init_from is not None:
         _load_state(model, Path(config.init_from))
     mark_roles(model)
+    return model  # type: ignore[no-any-return]
+
+
+def build_model_on_meta(config: RunConfig) -> nn.Module:
+    """Build the uncut model without a single weight: ``init_from`` is for the trainer to read."""
+    torch.manual_seed(config.seed)
+    with torch.device("meta"):
+        model = _call("model", config.model)
+    _expect(isinstance(model, nn.Module), "model", config.model, model, "a torch.nn.Module")
+    if not is_lazy_model(model):
+        raise ConfigError(
+            f"runtime.lazy=true builds the model on torch.device('meta'), but {config.model['_target_']} makes its "
+            "tensors elsewhere, or has none; use runtime.lazy=false"
+        )
     return model  # type: ignore[no-any-return]
 
 
@@ -309,20 +325,12 @@ def _signature(target: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def _load_state(model: nn.Module, path: Path) -> None:
-    if not path.exists():
-        raise CheckpointError(
-            f"init_from={path} is not there; expected a state_dict saved by torch.save, a {SUFFIX} file, or the "
-            "folder of a checkpoint"
-        )
+    """Give ``model`` the weights in ``path``: safetensors files, or a state_dict saved by ``torch.save``."""
+    if path.is_dir() or path.suffix == SUFFIX or not path.exists():
+        load_weights(model, WeightFiles.at(path))
+        return
     try:
-        if path.is_dir():
-            state: Any = read_weights(path)
-        elif path.suffix == SUFFIX:
-            state = load_file(path, backend="pread")
-        else:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-    except CheckpointError as error:
-        raise CheckpointError(f"init_from: {error}") from error
+        state: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle can raise anything
         reason = (str(error).strip() or "no more is known").splitlines()[0][:100]
         raise CheckpointError(
@@ -335,10 +343,5 @@ def _load_state(model: nn.Module, path: Path) -> None:
         {name: list(value.shape) if isinstance(value, Tensor) else type(value).__name__ for name, value in each.items()}
         for each in (model.state_dict(), state)
     )
-    for name in {**here, **there}:
-        if here.get(name) != there.get(name):
-            raise CheckpointError(
-                f"init_from={path} is of another model: {name} is {here.get(name, 'missing')} in this model and "
-                f"{there.get(name, 'missing')} in the file; use the model= and data= that it was made with"
-            )
+    check_same(path, here, there)
     model.load_state_dict(dict(state))
