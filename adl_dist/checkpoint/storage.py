@@ -31,7 +31,7 @@ CODES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
     torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-
+DTYPES = {code: dtype for dtype, code in CODES.items()}
 Described = tuple[str, list[int], int]  # the code of a tensor's dtype, its shape, its bytes
 
 
@@ -112,14 +112,13 @@ def scan(path: Path, kind: str, files: Iterable[str]) -> tuple[dict[str, Stored]
 
 def header(file: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     """Read where each tensor of a file is, and its metadata; SafetensorError, OSError or KeyError if that fails."""
-    sizes = {code: dtype.itemsize for dtype, code in CODES.items()}
     # Not by mapping it into memory: a disk that fails would kill the process.
     with safe_open(file, "pt", backend="pread") as content:
         tensors = {}
         for name in content.keys():  # noqa: SIM118 (no mapping)
             part = content.get_slice(name)
             code, shape = part.get_dtype(), part.get_shape()
-            tensors[name] = Stored(file, shape, math.prod(shape) * sizes[code], code)
+            tensors[name] = Stored(file, shape, math.prod(shape) * DTYPES[code].itemsize, code)
         return tensors, content.metadata() or {}
 
 

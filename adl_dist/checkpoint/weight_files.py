@@ -56,7 +56,9 @@ class WeightFiles:
         )
 
     def check(self, model: nn.Module) -> None:
-        """Compare names and shapes with those of ``model``; a tensor of several names may be there by one of them.
+        """Compare names, shapes and kinds of numbers with those of ``model``.
+
+        A tensor of several names may be there by one of them.
 
         Raises:
             CheckpointError: they differ; names the first that does.
@@ -66,6 +68,13 @@ class WeightFiles:
         here = {name: list(t.shape) for name, t in state.items() if name in self.tensors or id(t) not in found}
         there = {name: stored.shape for name, stored in self.tensors.items()}
         check_same(self.path, here, there)
+        for name, stored in self.tensors.items():
+            dtype, wanted = storage.DTYPES[stored.code], state[name].dtype
+            if (dtype.is_floating_point, dtype.is_complex) != (wanted.is_floating_point, wanted.is_complex):
+                raise CheckpointError(
+                    f"init_from={self.path} is of another model: {name} is {wanted} in this model and {dtype} in the "
+                    "file; expected numbers of one kind"
+                )
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Read those of ``names`` that are there, one after the other, into memory of their own.

@@ -83,7 +83,7 @@ class LazyWeights:
         if self.files is not None:
             for full in todo:
                 for _, value in self.files.read(self._found(full)[:1]):
-                    values[full] = self._as_built(full, value)
+                    values[full] = value.to(self._dtypes[full])
         if {*self._of_reset(name, layer)} & todo.keys():
             values = self._reset_values(name, layer, todo) | values
         for full in todo.keys() - values.keys():
@@ -95,12 +95,6 @@ class LazyWeights:
             if value.shape != todo[full].shape:
                 raise ConfigError(f"'{full}' should have shape {list(todo[full].shape)}, found {list(value.shape)}")
         return values
-
-    def _as_built(self, name: str, value: Tensor) -> Tensor:
-        wanted = self._dtypes[name]
-        if value.is_floating_point() != wanted.is_floating_point or value.is_complex() != wanted.is_complex:
-            raise CheckpointError(f"init_from: {name} is {wanted} in this model and {value.dtype} in the file")
-        return value.to(wanted)
 
     def _found(self, name: str) -> list[str]:
         """Return the names of the tensor ``name`` that the files have."""
@@ -120,9 +114,9 @@ class LazyWeights:
         """Return what the layer's ``reset_parameters`` makes of the tensors ``todo``; others keep their values."""
         before = dict(_own(layer))
         for key, old in before.items():
-            full = f"{name}.{key}".lstrip(".")
-            empty = _unset(torch.empty(old.shape, dtype=self._dtypes[full]))
-            _put(layer, key, old, empty) if old.is_meta else None
+            if old.is_meta:  # as it was built, whatever dtype it has got since
+                empty = _unset(torch.empty(old.shape, dtype=self._dtypes[f"{name}.{key}".lstrip(".")]))
+                _hold(layer, key, nn.Parameter(empty, old.requires_grad) if isinstance(old, nn.Parameter) else empty)
         reset = _reset(layer)
         assert reset is not None
         with streams_kept():
@@ -136,7 +130,7 @@ class LazyWeights:
                 ) from error
         after = {f"{name}.{key}".lstrip("."): t.detach() for key, t in _own(layer)}
         for key, old in before.items():
-            (layer._parameters if isinstance(old, nn.Parameter) else layer._buffers)[key] = old  # type: ignore[assignment]
+            _hold(layer, key, old)
         wanted = {full: after[full] for full in self._of_reset(name, layer) if full in todo}
         for full, value in wanted.items():
             _check_set(full, value, f"{type(layer).__name__}.reset_parameters()")
@@ -230,11 +224,18 @@ def _put(layer: nn.Module, key: str, old: Tensor, new: Tensor) -> Tensor:
             new = nn.Parameter(new.to(old.dtype), requires_grad=old.requires_grad)
             new.__dict__.update(old.__dict__)
             keep_role(new, old)
-        layer._parameters[key] = new
     else:
         new = new.to(old.dtype)
-        layer._buffers[key] = new
+    _hold(layer, key, new)
     return new
+
+
+def _hold(layer: nn.Module, key: str, tensor: Tensor) -> None:
+    """Have ``layer`` hold ``tensor`` as its ``key``, without its own ``__setattr__``."""
+    if isinstance(tensor, nn.Parameter):
+        layer._parameters[key] = tensor
+    else:
+        layer._buffers[key] = tensor
 
 
 def _unset(tensor: Tensor) -> Tensor:
