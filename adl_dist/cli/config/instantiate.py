@@ -17,13 +17,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
+from adl_dist.checkpoint.state import Signature, signature
 from adl_dist.checkpoint.storage import SUFFIX
 from adl_dist.checkpoint.weight_files import WeightFiles, check_same
-from adl_dist.cli.config.schema import RunConfig
+from adl_dist.cli.config.compose import known_run
+from adl_dist.cli.config.schema import Device, RunConfig
 from adl_dist.data import Loading
 from adl_dist.errors import AdlError, CheckpointError, ConfigError
 from adl_dist.optim import build_lr_schedule
 from adl_dist.optimizers import mark_roles
+from adl_dist.report import tell
 from adl_dist.schedule import Method
 from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, TrainSpec
 from adl_dist.training.lazy_weights import is_lazy_model, load_weights
@@ -116,6 +119,24 @@ def build_model_on_meta(config: RunConfig) -> nn.Module:
             "tensors elsewhere, or has none; use runtime.lazy=false"
         )
     return model  # type: ignore[no-any-return]
+
+
+def run_on_this_machine(run_dir: Path) -> RunConfig:
+    """Return :func:`known_run`, to compute on the CPU where there is no GPU: weights outlive the machine."""
+    config = known_run(run_dir)
+    if config.runtime.device is Device.cuda and not torch.cuda.is_available():
+        config.runtime.device = Device.cpu
+        note = "has runtime.device=cuda, but torch finds no CUDA device here; computing on the CPU"
+        tell(sys.stderr, f"adl-dist: {run_dir} {note}\n")
+    return config
+
+
+def model_signature(config: RunConfig) -> Signature:
+    """Return names and shapes of the model of a run, which is built without its weights if that is possible."""
+    try:
+        return signature(build_model_on_meta(config))
+    except ConfigError:  # its own code makes values
+        return signature(build_model(config))
 
 
 def build_data(node: Mapping[str, Any]) -> tuple[Dataset[Any], Dataset[Any]]:
