@@ -26,6 +26,11 @@ def stream_seed(seed: int, purpose: str, *indices: int) -> int:
     return (int(high) << 32 | int(low)) >> 1
 
 
+def weights_seed(seed: int, name: str) -> int:
+    """Return the seed of the stream by which the weights called ``name`` are drawn: their own, whatever the cut."""
+    return stream_seed(seed, "weights", _number_of(name))
+
+
 def stream_seeds(seed: int, purpose: str, *indices: int, last: Sequence[int] | NDArray[np.int64]) -> NDArray[np.uint64]:
     """Return :func:`stream_seed` of many streams that differ in the ``last`` index (< 2**32) alone, much faster."""
     # SeedSequence's mixing (numpy/random/bit_generator.pyx), each word of entropy a column with a row per stream.

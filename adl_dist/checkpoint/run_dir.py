@@ -41,7 +41,14 @@ CUT = "num_stages", "balance", "granularity", "speeds"
 FREE_TO_CHANGE = {
     *("run_dir", "resume", "init_from", "data.root", "data.download", "data.num_workers"),
     *("train.epochs", "train.max_updates", "train.non_finite", "train.max_skipped", "non_finite", "max_skipped"),
-    *("runtime.processes", "runtime.device", "runtime.threads", "runtime.bind_cores", "runtime.max_restarts"),
+    *(
+        "runtime.processes",
+        "runtime.device",
+        "runtime.threads",
+        "runtime.bind_cores",
+        "runtime.max_restarts",
+        "runtime.lazy",
+    ),
     *("runtime.timeout_seconds", "runtime.stall_seconds", "runtime.abort_seconds"),
     *("method.split_backward", "method.max_deferred", "method.stages_per_process"),
     *("runtime.tf32", "tf32", "runtime.cudnn_benchmark", "runtime.compile", "runtime.deterministic", "deterministic"),

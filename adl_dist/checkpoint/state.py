@@ -145,18 +145,33 @@ def load_weights(path: Path, module: nn.Module, *, ema: bool = False) -> None:
     With ``ema`` the trained parameters are their moving averages.
     """
     files = layout.read_manifest(path)["files"]
-    averages = storage.scan(path, EMA, files)[0] if ema else {}
-    if ema and not averages:
+    with _explained(path):
+        tensors = storage.scan(path, MODEL, files)[0]
+        _fill(module.state_dict(), averaged(path, tensors, module) if ema else tensors)
+        buffers.restore(module, *storage.scan(path, BUFFERS, files))
+
+
+def averaged(path: Path, tensors: Mapping[str, Stored], module: nn.Module) -> dict[str, Stored]:
+    """Return ``tensors`` of the checkpoint at ``path`` with the moving averages of those of ``module`` in their places.
+
+    Raises:
+        CheckpointError: it holds none.
+    """
+    averages = storage.scan(path, EMA, layout.read_manifest(path)["files"])[0]
+    if not averages:
         raise CheckpointError(
             f"{path} holds no moving average of the weights: its run had none, or no update yet; omit ema=true, or "
             "train with train.ema=0.999"
         )
-    with _explained(path):
-        # A parameter of several names is averaged under one of them, and filled by that.
-        state = module.state_dict()
-        _fill(state, storage.scan(path, MODEL, files)[0])
-        _fill({name: tensor for name, tensor in state.items() if name in averages}, averages)
-        buffers.restore(module, *storage.scan(path, BUFFERS, files))
+    names_of: dict[int, list[str]] = {}  # a parameter of several names is averaged under one of them
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        names_of.setdefault(id(tensor), []).append(name)
+    found = dict(tensors)
+    for names in names_of.values():
+        average = next((averages[name] for name in names if name in averages), None)
+        if average is not None:
+            found |= dict.fromkeys(names, average)
+    return found
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

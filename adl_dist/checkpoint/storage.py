@@ -31,6 +31,8 @@ CODES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
     torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
+DTYPES = {code: dtype for dtype, code in CODES.items()}
+Described = tuple[str, list[int], int]  # the code of a tensor's dtype, its shape, its bytes
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,12 @@ class Shard:
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor of a checkpoint is, and how many bytes it has."""
+    """Where a tensor of a checkpoint is, how many bytes it has, and of which of ``CODES`` it is."""
 
     file: Path
     shape: list[int]
     num_bytes: int
+    code: str
 
 
 def file_name(kind: str, stage: int, num_stages: int) -> str:
@@ -97,19 +100,26 @@ def scan(path: Path, kind: str, files: Iterable[str]) -> tuple[dict[str, Stored]
     """
     tensors: dict[str, Stored] = {}
     metadata: dict[str, str] = {}
-    sizes = {code: dtype.itemsize for dtype, code in CODES.items()}
     for file in (path / name for name in files if name.startswith(f"{kind}-")):
         try:
-            # Not by mapping it into memory: a disk that fails would kill the process.
-            with safe_open(file, "pt", backend="pread") as content:
-                metadata |= content.metadata() or {}
-                for name in content.keys():  # noqa: SIM118 (no mapping)
-                    part = content.get_slice(name)
-                    shape = part.get_shape()
-                    tensors[name] = Stored(file, shape, math.prod(shape) * sizes[part.get_dtype()])
+            of_file = header(file)
         except (SafetensorError, OSError, KeyError) as error:
             raise damaged(path, f"{file.name} cannot be read ({type(error).__name__}: {error})") from error
+        tensors |= of_file[0]
+        metadata |= of_file[1]
     return tensors, metadata
+
+
+def header(file: Path) -> tuple[dict[str, Stored], dict[str, str]]:
+    """Read where each tensor of a file is, and its metadata; SafetensorError, OSError or KeyError if that fails."""
+    # Not by mapping it into memory: a disk that fails would kill the process.
+    with safe_open(file, "pt", backend="pread") as content:
+        tensors = {}
+        for name in content.keys():  # noqa: SIM118 (no mapping)
+            part = content.get_slice(name)
+            code, shape = part.get_dtype(), part.get_shape()
+            tensors[name] = Stored(file, shape, math.prod(shape) * DTYPES[code].itemsize, code)
+        return tensors, content.metadata() or {}
 
 
 def read(tensors: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]:
@@ -121,19 +131,40 @@ def read(tensors: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]:
                 progress.count()
 
 
+def copy(path: Path, tensors: Mapping[str, Stored]) -> Digest:
+    """Write one file of ``tensors``, reading each when its turn has come, so that one at a time is in memory."""
+    described = {name: (stored.code, stored.shape, stored.num_bytes) for name, stored in tensors.items()}
+    content = (tensor for name in _in_order(described) for _, tensor in read({name: tensors[name]}))
+    return write_hashed(path, _laid_out(described, {}, content))
+
+
 def _encoded(shard: Shard) -> Iterator[bytes | memoryview]:
     for name, tensor in shard.tensors.items():
         if reason := why_unstorable(tensor):
             raise ValueError(f"{name} cannot be saved: {reason}")
-    tensors = sorted(shard.tensors.items(), key=lambda item: (list(CODES).index(item[1].dtype), item[0]))
-    header: dict[str, object] = {"__metadata__": dict(sorted({"format": "pt", **shard.metadata}.items()))}
+    described = {name: (CODES[t.dtype], list(t.shape), t.nbytes) for name, t in shard.tensors.items()}
+    yield from _laid_out(described, shard.metadata, (shard.tensors[name] for name in _in_order(described)))
+
+
+def _in_order(described: Mapping[str, Described]) -> list[str]:
+    """Return the names of tensors as they lie in a file."""
+    codes = list(CODES.values())
+    return sorted(described, key=lambda name: (codes.index(described[name][0]), name))
+
+
+def _laid_out(
+    described: Mapping[str, Described], metadata: Mapping[str, str], content: Iterable[Tensor]
+) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a file of tensors, ``described`` by name, whose ``content`` comes in their order."""
+    header: dict[str, object] = {"__metadata__": dict(sorted({"format": "pt", **metadata}.items()))}
     end = 0
-    for name, tensor in tensors:
-        begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    for name in _in_order(described):
+        code, shape, num_bytes = described[name]
+        begin, end = end, end + num_bytes
+        header[name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
-    for _, tensor in tensors:
+    for tensor in content:
         plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         yield plain.reshape(-1).view(torch.uint8).numpy().data

@@ -53,7 +53,8 @@ adl-dist export RUN_DIR out=FILE [checkpoint=best|PATH]
 
 Writes one plain state_dict with the uncut model's own names.
 
-  out=FILE           a new file: FILE.safetensors as safetensors, any other name for torch.load
+  out=FILE           a new file: FILE.safetensors as safetensors, any other name for torch.load; of model=hf a name
+                     without a dot is a folder, which from_pretrained of transformers loads
 {OF_A_CHECKPOINT}""",
     "generate": f"""\
 adl-dist generate RUN_DIR prompt=TEXT [max_tokens=200] [temperature=1.0] [top_k=K] [seed=0] [checkpoint=best|PATH]
@@ -95,7 +96,8 @@ Has the job that trains in RUN_DIR (or run_dir=RUN_DIR) save now, and end. Print
 
 # The module of each command, whose function has its name. Imported when called: torch takes seconds to load.
 COMMANDS = {
-    **dict.fromkeys(("train", "evaluate", "export"), "train"),
+    **dict.fromkeys(("train", "evaluate"), "train"),
+    "export": "export",
     "compare": "compare",
     "schedule": "schedule",
     "tokenize": "tokenize",

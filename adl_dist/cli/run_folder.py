@@ -33,3 +33,10 @@ def named_folder(
         got = f"'{' '.join(folders)}'" if folders else "none"
         raise ConfigError(f"adl-dist {command} takes one run folder, got {got}: {usage}")
     return Path(folders[0]), options
+
+
+def wants_averages(options: Mapping[str, str]) -> bool:
+    """Return whether ``ema=true`` asks for the moving averages of the weights."""
+    if (ema := options.get("ema", "false").lower()) not in ("true", "false"):
+        raise ConfigError(f"ema={options['ema']}: expected true or false")
+    return ema == "true"

@@ -1,20 +1,15 @@
-"""``adl-dist train``, ``evaluate`` and ``export``."""
+"""``adl-dist train`` and ``evaluate``."""
 
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from adl_dist.checkpoint import storage
 from adl_dist.checkpoint.run_dir import RunFolder, chosen_checkpoint
-from adl_dist.checkpoint.storage import Shard
 from adl_dist.cli.config import instantiate
-from adl_dist.cli.config.compose import known_run, print_keys
+from adl_dist.cli.config.compose import print_keys
 from adl_dist.cli.config.schema import Device, RunConfig
-from adl_dist.cli.run_folder import named_folder
+from adl_dist.cli.run_folder import named_folder, wants_averages
 from adl_dist.cli.sweep import command as sweep
 from adl_dist.cli.sweep.request import Sweep, requested
 from adl_dist.control.run_socket import remove_stale
@@ -22,11 +17,10 @@ from adl_dist.distributed import parent_process, print_turn
 from adl_dist.distributed.device import check_device, set_for_early_receives
 from adl_dist.distributed.network import check_named_interfaces
 from adl_dist.distributed.world import launched_rank, launched_world_size
-from adl_dist.errors import CheckpointError, ConfigError, DivergedError, Exit
+from adl_dist.errors import DivergedError, Exit
 from adl_dist.launch.local import launch_local
 from adl_dist.partition.imbalance import is_uneven
 from adl_dist.report import final_table, say, tell
-from adl_dist.report.files import write_atomically
 from adl_dist.training.trainer import Trainer
 
 
@@ -96,46 +90,12 @@ def evaluate(arguments: list[str]) -> None:
     say(f"{path}: {', '.join(shown)}, {len(val_data)} samples")  # type: ignore[arg-type]
 
 
-def export(arguments: list[str]) -> None:
-    """``adl-dist export``: one plain state_dict with the uncut model's own names, as safetensors or for torch.load."""
-    run_dir, options = named_folder(
-        "export", arguments, {"out": "model.safetensors", "checkpoint": "best", "ema": "true"}
-    )
-    if not options.get("out"):
-        raise ConfigError(f"adl-dist export needs out=, for example: adl-dist export {run_dir} out=model.safetensors")
-    out = Path(options["out"])
-    if os.path.lexists(out):
-        raise CheckpointError(f"out={out} is there already and would be written over; choose another name")
-    if not out.parent.is_dir():
-        raise CheckpointError(f"out={out} cannot be written: there is no folder {out.parent}")
-    _, path, trainer = _restored(run_dir, options)
-    state, is_safetensors = trainer.full_state_dict(), out.suffix == storage.SUFFIX
-    try:
-        with write_atomically(out) as unfinished:
-            unfinished.unlink(missing_ok=True)  # from an export that was killed
-            if is_safetensors:
-                storage.write_file(unfinished, Shard(state))
-            else:
-                with unfinished.open("wb") as file:
-                    torch.save(state, file)
-    except OSError as error:
-        raise CheckpointError(f"out={out} cannot be written: {error.strerror}; choose another place") from error
-    loader = "safetensors.torch.load_file" if is_safetensors else "torch.load"
-    say(f"{out}: {len(state)} tensors of {path}; model.load_state_dict({loader}('{out}')) takes them")
-
-
 def _restored(run_dir: Path, options: Mapping[str, str]) -> tuple[RunConfig, Path, Trainer]:
-    """Load the chosen checkpoint, with ``ema=true`` its averages; on the CPU if there is no GPU: weights outlive it."""
-    config = known_run(run_dir)
-    if config.runtime.device is Device.cuda and not torch.cuda.is_available():
-        config.runtime.device = Device.cpu
-        note = "has runtime.device=cuda, but torch finds no CUDA device here; computing on the CPU"
-        tell(sys.stderr, f"adl-dist: {run_dir} {note}\n")
-    if (ema := options.get("ema", "false").lower()) not in ("true", "false"):
-        raise ConfigError(f"ema={options['ema']}: expected true or false")
+    """Load the chosen checkpoint, with ``ema=true`` its averages, where its run was or on the CPU."""
+    config = instantiate.run_on_this_machine(run_dir)
     path = chosen_checkpoint(run_dir, options.get("checkpoint"))
     trainer = instantiate.evaluator(config)
-    trainer.load_checkpoint(path, ema=ema == "true")
+    trainer.load_checkpoint(path, ema=wants_averages(options))
     return config, path, trainer
 
 

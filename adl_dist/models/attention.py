@@ -1,12 +1,14 @@
 """The parts of transformers: attention, feed-forward networks and the blocks of both, all before-normalised."""
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from adl_dist.errors import ConfigError
+from adl_dist.seeds import weights_seed
 
 
 class Rotary(nn.Module):
@@ -18,11 +20,20 @@ class Rotary(nn.Module):
 
     def __init__(self, head_width: int, context: int, theta: float) -> None:
         super().__init__()
-        frequencies = theta ** (-torch.arange(0, head_width, 2, dtype=torch.float64) / head_width)
-        angles = torch.outer(torch.arange(context, dtype=torch.float64), frequencies).repeat(1, 2)
-        default = torch.get_default_dtype()
-        self.register_buffer("cos", angles.cos().to(default), persistent=False)  # [context, D]
-        self.register_buffer("sin", angles.sin().to(default), persistent=False)
+        self.head_width, self.context, self.theta = head_width, context, theta
+        self.register_buffer("cos", torch.empty(context, head_width), persistent=False)
+        self.register_buffer("sin", torch.empty(context, head_width), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Make the tables, again if they were on ``torch.device("meta")``."""
+        places = torch.arange(0, self.head_width, 2, dtype=torch.float64, device="cpu")
+        frequencies = self.theta ** (-places / self.head_width)
+        times = torch.arange(self.context, dtype=torch.float64, device="cpu")
+        angles = torch.outer(times, frequencies).repeat(1, 2)  # [context, D]
+        for table, values in ((self.cos, angles.cos()), (self.sin, angles.sin())):
+            assert isinstance(table, Tensor)
+            table.copy_(values)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` [B, heads, T, D] turned by the angles of positions 0 to T-1."""
@@ -139,15 +150,39 @@ def check_sizes(heads: int, width: int, dropout: float, *, kv_heads: int | None 
         raise ConfigError(f"model.dropout must be at least 0 and below 1, got {dropout}")
 
 
-def draw_weights(model: nn.Module, layers: int) -> None:
-    """Draw the weights as GPT-2 does: N(0, 0.02^2), and biases 0.
+def new_stream() -> int:
+    """Return the seed of the weights of a model, drawn from torch's stream: the only number that is drawn for them.
+
+    It is drawn before the first layer is made, which draws as well, unless it is made on ``torch.device("meta")``.
+    """
+    return int(torch.randint(2**31, (), device="cpu"))
+
+
+def draw_weights(model: nn.Module, layers: int, seed: int) -> None:
+    """Draw the weights of ``model`` by :func:`draw_parameter`, or have the trainer draw those that are on meta.
+
+    It calls ``model.draw_parameter`` with the name of each and a tensor to fill (docs/large-models.md).
+    """
+    draw = partial(draw_parameter, layers, seed)
+    model.draw_parameter = draw  # type: ignore[assignment]
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta:
+            draw(name, parameter)
+
+
+@torch.no_grad()
+def draw_parameter(layers: int, seed: int, name: str, parameter: Tensor) -> None:
+    """Fill the parameter called ``name`` as GPT-2 does: matrices N(0, 0.02^2), biases 0, what norms multiply by 1.
 
     The last layer of each of the 2 ``layers`` summands has a standard deviation of 0.02 / sqrt(2 ``layers``), so that
-    their sum does not grow with the depth.
+    their sum does not grow with the depth. Each parameter has a random stream of its own, so its values do not depend
+    on which others a process draws.
     """
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            nn.init.zeros_(parameter)
-        elif parameter.ndim > 1:
-            is_last = name.endswith(("attention.out.weight", "network.out.weight"))
-            nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if is_last else 0.02)
+    if name.endswith("bias"):
+        parameter.zero_()
+    elif parameter.ndim > 1:
+        is_last = name.endswith(("attention.out.weight", "network.out.weight"))
+        generator = torch.Generator().manual_seed(weights_seed(seed, name))
+        parameter.normal_(std=0.02 / math.sqrt(2 * layers) if is_last else 0.02, generator=generator)
+    else:
+        parameter.fill_(1.0)

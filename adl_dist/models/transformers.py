@@ -9,7 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from adl_dist.errors import ConfigError
-from adl_dist.models.attention import Attention, Block, GeluNetwork, Rotary, SwigluNetwork, check_sizes, draw_weights
+from adl_dist.models.attention import (
+    Attention,
+    Block,
+    GeluNetwork,
+    Rotary,
+    SwigluNetwork,
+    check_sizes,
+    draw_weights,
+    new_stream,
+)
 
 
 class TokenEmbedding(nn.Module):
@@ -60,6 +69,7 @@ def gpt(
         ConfigError: a count below 1, or a ``width`` that the ``heads`` do not divide.
     """
     check_sizes(heads, width, dropout, vocab_size=vocab_size, context=context, layers=layers)
+    seed = new_stream()
     embedding = TokenEmbedding(vocab_size, width, context=context, dropout=dropout)
     units: OrderedDict[str, nn.Module] = OrderedDict(embedding=embedding)
     for layer in range(layers):
@@ -67,7 +77,7 @@ def gpt(
     output = nn.Linear(width, vocab_size, bias=False)
     units["head"] = nn.Sequential(OrderedDict(norm=nn.LayerNorm(width, bias=bias), output=output))
     model = nn.Sequential(units)
-    draw_weights(model, layers)
+    draw_weights(model, layers, seed)
     if tied:
         output.weight = embedding.tokens.weight
     return model
@@ -114,6 +124,7 @@ def llama(
     check_sizes(heads, width, 0.0, kv_heads=kv_heads, **counts)
     if width // heads % 2:
         raise ConfigError(f"model.width={width} / model.heads={heads} must be even: rotary positions turn pairs")
+    seed = new_stream()
     rotary = Rotary(width // heads, context, rope_theta)
     embedding = TokenEmbedding(vocab_size, width)
     units: OrderedDict[str, nn.Module] = OrderedDict(embedding=embedding)
@@ -124,7 +135,7 @@ def llama(
     output = nn.Linear(width, vocab_size, bias=False)
     units["head"] = nn.Sequential(OrderedDict(norm=nn.RMSNorm(width, norm_eps), output=output))
     model = nn.Sequential(units)
-    draw_weights(model, layers)
+    draw_weights(model, layers, seed)
     if tied:
         output.weight = embedding.tokens.weight
     return model
@@ -196,13 +207,14 @@ def vit(
     check_sizes(heads, width, dropout, **counts, patch_size=patch_size, layers=layers)
     if image_size % patch_size:
         raise ConfigError(f"model.image_size={image_size} is not a multiple of model.patch_size={patch_size}")
+    seed = new_stream()
     embedding = PatchEmbedding(image_size, patch_size, in_channels, width, dropout)
     units: OrderedDict[str, nn.Module] = OrderedDict(embedding=embedding)
     for layer in range(layers):
         units[f"layer{layer}"] = _layer_of_gpt(width, heads, causal=False, bias=True, dropout=dropout)
     units["head"] = PooledHead(width, num_classes)
     model = nn.Sequential(units)
-    draw_weights(model, layers)
+    draw_weights(model, layers, seed)
     return model
 
 

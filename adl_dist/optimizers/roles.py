@@ -120,6 +120,12 @@ def _class_names(kind: type) -> list[str]:
     return [one.__name__ for one in kind.__mro__ if issubclass(one, nn.Module) and one is not nn.Module]
 
 
+def keep_role(parameter: nn.Parameter, old: nn.Parameter) -> None:
+    """Give ``parameter`` the role of ``old``, in whose place it is."""
+    if old in _ROLES:
+        _ROLES[parameter] = _ROLES[old]
+
+
 def _parameters_of(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters of ``layer`` itself, and what its weights are made from by torch's parametrizations."""
     if isinstance(layer, ParametrizationList):

@@ -43,13 +43,18 @@ def linearise(
     """
     if (layers := getattr(model, "layer_list", None)) is not None:
         return LayeredChain(model, layers, samples)
-    is_plain = all(getattr(type(model), name) is getattr(nn.Sequential, name) for name in ("forward", "train"))
-    if granularity == "block" and is_plain and not has_hooks(model):
+    if granularity == "block" and has_plain_units(model):
         return SequentialChain(model, samples)
     try:
         return TracedChain(model, *read(model, granularity=granularity, samples=samples, varies=varies))
     except UntraceableError as error:
         raise PartitionError(f"{error}; {_ways_out(model, error.where, granularity, samples)}") from error
+
+
+def has_plain_units(model: nn.Module) -> bool:
+    """Return whether ``model`` is an ``nn.Sequential`` that does nothing else than calling its children in order."""
+    is_plain = all(getattr(type(model), name) is getattr(nn.Sequential, name) for name in ("forward", "train"))
+    return is_plain and not has_hooks(model)
 
 
 def check_same_chain(chain: "Chain", model: nn.Module, samples: Samples, *, granularity: str) -> None:

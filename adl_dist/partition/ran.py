@@ -54,7 +54,9 @@ def run(call: Callable[..., Any], arguments: tuple[Pair, Pair], *, modules: Sequ
         moved = frozenset(
             id(buffer)
             for buffer, version, kept, owner, key in buffers
-            if owner._buffers.get(key) is not buffer or buffer._version != version or not torch.equal(buffer, kept)
+            if owner._buffers.get(key) is not buffer
+            or buffer._version != version
+            or not (buffer.is_meta or torch.equal(buffer, kept))
         )
         draws = any(map(_differ, of_torch, _torch_streams(device))) or bool(streams and streams.moved())
         return Ran((first, second), _reached(first, history), moved, bool(moved or state.changes()), draws)

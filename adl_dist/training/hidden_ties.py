@@ -84,6 +84,15 @@ class SharedState:
         if Comparison(self._spec, together).first_difference(apart) is not None:
             self._refuse(next(iter(self.moved)))
 
+    def refuse_moved(self) -> None:
+        """Refuse all that has been moved, where it cannot be tried whether that makes a difference.
+
+        Raises:
+            PartitionError: something has been; names both stages.
+        """
+        for key in self.moved:
+            self._refuse(key)
+
     @contextmanager
     def _alone_with(self, k: int) -> Iterator[None]:
         """Have stage ``k`` meet what it left when it ran last."""

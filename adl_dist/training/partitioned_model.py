@@ -21,6 +21,7 @@ from adl_dist.batch import Batch, layout_of, mapped, tensors_of
 from adl_dist.checkpoint.state import signature
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.partition import Chain, Machine, check_same_chain, checked_sizes, even_sizes, linearise
+from adl_dist.partition.chain import has_plain_units
 from adl_dist.partition.costs import Profile
 from adl_dist.partition.imbalance import why_uneven
 from adl_dist.partition.measure import measure
@@ -33,6 +34,8 @@ from adl_dist.training.delays import recorded_delays
 from adl_dist.training.findings import Agreed, CutImpossible
 from adl_dist.training.flops import flops_per_sample, peak_tflops
 from adl_dist.training.input import DeviceLoader
+from adl_dist.training.lazy_weights import LazyWeights
+from adl_dist.training.meta_trial import MetaTrial
 from adl_dist.training.options import PartitionSpec
 from adl_dist.training.samples import NUM_SAMPLES, Samples
 from adl_dist.training.split_costs import with_split_costs
@@ -84,23 +87,38 @@ class PartitionedModel:
         initial: samples of the weights that training begins with, see :func:`sampled`; empty: those of a checkpoint.
         notes: what the user should know of the cut, a line each.
         verify_seconds: how long the comparison with the uncut model took; None: there was none.
+        weights: what makes the tensors of this process's stages, if the model is on meta; else None.
         flops: of forward and backward of a sample, as a share of a device's peak in a second; None: not known.
     """
 
-    def __init__(self, model: nn.Module, num_stages: int, spec: PartitionSpec, *, own: Iterable[int]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        num_stages: int,
+        spec: PartitionSpec,
+        *,
+        own: Iterable[int],
+        weights: LazyWeights | None = None,
+    ) -> None:
         """Take ``model``, to be cut into ``num_stages``, of which this process keeps ``own``.
 
+        ``weights``: what makes its tensors, if it is on meta.
+
         Raises:
-            ConfigError: the speeds do not fit K.
+            ConfigError: the speeds do not fit K, or a model on meta cannot be cut as it is asked for.
             PartitionError: there are too few units, as far as that is known without reading the forward.
         """
         self._num_stages, self._own, self.spec = num_stages, list(own), spec
         speeds = spec.speeds
         if speeds is not None and (len(speeds) != num_stages or min(speeds) <= 0):
             raise ConfigError(f"partition.speeds={list(speeds)} must be {num_stages} numbers above 0, one per stage")
+        self.weights = weights
+        if weights is not None:
+            check_lazy(model, spec)
         if type(model) is nn.Sequential and spec.units == "block" and num_stages > 1:
             check_counts(model, num_stages, spec.balance)
-        self.signature, self.initial = signature(model), sampled(model)
+        self.signature = signature(model)
+        self.initial = sampled(model) if weights is None else {"stream of the weights": weights.stream}
         self._model: nn.Module | None = model
         self.modules: dict[int, nn.Module] = dict.fromkeys(self._own, model)
         self.sizes: list[int] | None = None
@@ -114,6 +132,8 @@ class PartitionedModel:
 
     def full_state_dict(self, *, distributed: bool) -> dict[str, Tensor]:
         """Return parameters and buffers of the whole model, on the CPU; if ``distributed``, every rank must call it."""
+        if self._model is not None and self.weights is not None:
+            raise ConfigError("the model is on torch.device('meta') until fit or evaluate has made each process's part")
         if self._model is not None:
             return {name: _plain(tensor) for name, tensor in self._model.state_dict().items()}
         own = {k: module.state_dict() for k, module in self.modules.items()}
@@ -164,7 +184,8 @@ class PartitionedModel:
     ) -> Settled:
         """Settle everything in the memory format of ``spec``."""
         assert self._model is not None
-        trial = Trial(self._model, spec, samples, device)
+        make_trial = Trial if self.weights is None else MetaTrial
+        trial = make_trial(self._model, spec, samples, device)
         chain = None
         if self._num_stages > 1 or not isinstance(self.spec.balance, str):
             with spec.precision.autocasting(trial.device)():
@@ -183,20 +204,36 @@ class PartitionedModel:
             method = replace(spec.pipeline.method, delay=delays)
             spec = replace(spec, pipeline=Pipeline(method, self._num_stages))
         self.verify_seconds = trial.verify_seconds
-        if self.verify_seconds is not None and self._num_stages > 1:
+        if self.weights is not None:
+            self._note_lazy()
+        elif self.verify_seconds is not None and self._num_stages > 1:
             self._note(
                 f"the cut model was found equal to the uncut one on {NUM_SAMPLES} samples in "
                 f"{self.verify_seconds:.2f} s"
             )
         peak = peak_tflops(self.peak_tflops, spec, device)
-        if peak is not None and measuring is not None:
+        if peak is not None and measuring is not None and self.weights is None:
             flops = flops_per_sample(self._model, spec, samples.to(trial.device, channels_last=False), trial.device)
             self.flops = None if flops is None else flops / (1e12 * peak)
         self._cut(sizes, stages)
+        if self.weights is not None:
+            for module in self.modules.values():
+                self.weights.make(module)
+            self.weights = None
         return Settled(spec, agreed, samples, self._trained())
 
+    def _note_lazy(self) -> None:
+        """Say what a model on meta was compared by."""
+        compared = "the operations of the cut model were not compared with the uncut one's (partition.verify=false)"
+        if self.verify_seconds is not None:
+            compared = (
+                f"the cut model was found to do the same operations as the uncut one in {self.verify_seconds:.2f} s; "
+                "values were not compared, since no process holds all weights"
+            )
+        self._note(f"each process makes or reads the weights of its own stages only; {compared}")
+
     def _choose(
-        self, trial: Trial, chain: Chain, store: dist.Store, measuring: Measuring | None
+        self, trial: Trial | MetaTrial, chain: Chain, store: dist.Store, measuring: Measuring | None
     ) -> tuple[list[int], list[nn.Module], Agreed, tuple[int, ...]]:
         """Return sizes, stages, findings and nominal delays of the cut that was asked for, or can be made."""
         balance = self.spec.balance
@@ -228,9 +265,12 @@ class PartitionedModel:
         stages = chain.pieces(sizes)
         return sizes, stages, trial.run(stages, verify=self.spec.verify), delays
 
-    def _measured(self, trial: Trial, chain: Chain, measuring: Measuring) -> tuple[list[int], tuple[int, ...]]:
+    def _measured(
+        self, trial: Trial | MetaTrial, chain: Chain, measuring: Measuring
+    ) -> tuple[list[int], tuple[int, ...]]:
         """Return the sizes and nominal delays that are best for what is measured now, or was before."""
         assert self._model is not None
+        assert isinstance(trial, Trial)
         with kept(self._model, [], trial.spec, trial.device):
             profile = take_profile(
                 self._model,
@@ -344,6 +384,22 @@ def check_counts(model: nn.Sequential, num_stages: int, balance: str | Sequence[
         even_sizes(chain, num_stages)
     else:
         checked_sizes(chain, num_stages, balance)
+
+
+def check_lazy(model: nn.Module, spec: PartitionSpec) -> None:
+    """Raise ConfigError if ``model``, which is on meta, cannot be cut by ``spec``."""
+    way_out = "or build the model with its weights (runtime.lazy=false)"
+    if spec.balance == "auto":
+        raise ConfigError(
+            "partition.balance=auto measures units with their weights, but the model is on torch.device('meta'); use "
+            f"even, or the list that adl-dist plan prints, {way_out}"
+        )
+    if spec.units != "block" or not has_plain_units(model):
+        raise ConfigError(
+            f"a {type(model).__name__} at partition.granularity={spec.units} is read by running it, but it is on "
+            "torch.device('meta'); expected an nn.Sequential of units, without hooks, at partition.granularity=block, "
+            f"{way_out}"
+        )
 
 
 def take_profile(

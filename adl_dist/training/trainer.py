@@ -16,6 +16,7 @@ from adl_dist.checkpoint.async_save import Saver
 from adl_dist.checkpoint.identity import described, optimizer_name
 from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.checkpoint.run_dir import RunFolder, chosen_checkpoint, log_to
+from adl_dist.checkpoint.weight_files import WeightFiles
 from adl_dist.control import job
 from adl_dist.control.coordinator import Coordinator, Saving
 from adl_dist.control.messages import Summary
@@ -50,6 +51,7 @@ from adl_dist.training import arguments, build
 from adl_dist.training.agreement import propagate_errors
 from adl_dist.training.delays import record_delays
 from adl_dist.training.input import DeviceLoader
+from adl_dist.training.lazy_weights import given_weights
 from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
 from adl_dist.training.outputs import Outputs
 from adl_dist.training.partitioned_model import PartitionedModel
@@ -78,7 +80,7 @@ class Trainer:
     Under torchrun every rank runs the same script and makes the same calls.
     """
 
-    def __init__(  # 14: what is trained, five values that say how, what is measured and averaged, and the seed
+    def __init__(  # 15: what is trained and from which weights, five values that say how, what is measured, the seed
         self,
         model: nn.Module,
         *,
@@ -95,11 +97,14 @@ class Trainer:
         processes: ProcessOptions | None = None,
         timeouts: WatchdogTimeouts | None = None,
         seed: int = 0,
+        init_from: str | os.PathLike[str] | None = None,
     ) -> None:
         """Take what is trained and how; the model is cut when there is data to try it with. None: a value's defaults.
 
         Initial weights are the model's own: for the same ones in every run, and on every rank, call
-        ``torch.manual_seed`` before it is built. :meth:`full_state_dict` returns those that training ends with.
+        ``torch.manual_seed`` before it is built. :meth:`full_state_dict` returns those that training ends with. Of a
+        model on ``torch.device("meta")`` each process makes the weights of its own stages only, or reads them from
+        ``init_from``; other Parameter objects then take the place of those that it has now (docs/large-models.md).
 
         Args:
             model: any module that torch.fx can trace, or an ``nn.Sequential`` of whatever blocks. It is called with the
@@ -120,11 +125,13 @@ class Trainer:
             ema: the decay of a moving average of the weights; None: there is none.
             processes: device, threads and processes.
             timeouts: how long the job may stand still.
-            seed: seeds data order, augmentation and dropout.
+            seed: seeds data order, augmentation and dropout, and the weights of a model on meta.
+            init_from: weights to begin with: a safetensors file, a folder of several with their index, or a checkpoint.
 
         Raises:
-            ConfigError: an argument of a wrong kind, a value out of range, another number of processes than K, or a
-                method that does not fit K.
+            ConfigError: an argument of a wrong kind, a value out of range, another number of processes than K, a
+                method that does not fit K, or a model on meta with tensors that cannot be made.
+            CheckpointError: ``init_from`` is not there, damaged, or of another model.
         """
         arguments.check_model(model)
         arguments.check_loss(loss_fn)
@@ -155,12 +162,17 @@ class Trainer:
         self._distributed = _is_distributed(self._processes, self._spec.pipeline)
         self._timeouts = timeouts or WatchdogTimeouts()
         self._loss_settings = described(loss_fn)  # now, because a loss may count its calls
+        weights = given_weights(model, None if init_from is None else Path(init_from), seed)
+        if weights is not None and not self._distributed:  # this process has all of it in any case
+            weights.make(model)
+            weights = None
         prepare(model, optimizer)
         self._partitioned = PartitionedModel(
             in_dtype(model, self._spec.precision.dtype),
             num_stages,
             partition,
             own=self._spec.pipeline.stages_of(launched_rank()) if self._distributed else range(num_stages),
+            weights=weights,
         )
         self._averages: list[WeightAverage] = []  # of the stages of this process, since fit
         self.requests = Requests()  # of the job that runs now, or did last; to ask it to stop or to save
@@ -322,6 +334,11 @@ class Trainer:
         """
         chosen = chosen_checkpoint(Path(path), which)
         state.verify(chosen, self._partitioned.signature)
+        if self._partitioned.weights is not None:  # not made yet
+            files = self._partitioned.weights.files = WeightFiles.at(chosen)
+            for module in self._partitioned.modules.values() if ema else ():
+                files.tensors = state.averaged(chosen, files.tensors, module)
+            return
         for module in self._partitioned.modules.values():
             state.load_weights(chosen, module, ema=ema)
         self._partitioned.initial = {}

@@ -13,22 +13,24 @@ from typing import Any
 
 import torch
 from hydra.utils import get_object
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from adl_dist.checkpoint.state import read_weights
 from adl_dist.checkpoint.storage import SUFFIX
-from adl_dist.cli.config.schema import RunConfig
+from adl_dist.checkpoint.weight_files import WeightFiles, check_same
+from adl_dist.cli.config.compose import known_run
+from adl_dist.cli.config.schema import Device, RunConfig
 from adl_dist.data import Loading
 from adl_dist.errors import AdlError, CheckpointError, ConfigError
 from adl_dist.optim import build_lr_schedule
 from adl_dist.optimizers import prepare, with_rules
+from adl_dist.report import tell
 from adl_dist.report.callbacks import Callbacks
 from adl_dist.schedule import Method
 from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, TrainSpec
+from adl_dist.training.lazy_weights import is_lazy_model, load_weights
 from adl_dist.training.options import Monitoring
 from adl_dist.training.outputs import Outputs
 from adl_dist.training.trainer import Trainer
@@ -42,8 +44,10 @@ logging.getLogger("hydra").addHandler(logging.NullHandler())  # it logs what it 
 
 def trainer(config: RunConfig, *, handle_signals: bool = False) -> Trainer:
     """Build the model and its trainer. Changes no file and starts no process."""
+    is_lazy = config.runtime.lazy
     return Trainer(
-        build_model(config),
+        build_model_on_meta(config) if is_lazy else build_model(config),
+        init_from=config.init_from if is_lazy else None,
         method=config.method.chosen(),
         num_stages=config.partition.num_stages,
         partition=config.partition.chosen(),
@@ -106,6 +110,38 @@ def build_model(config: RunConfig) -> nn.Module:
         _load_state(model, Path(config.init_from))
     prepare(model, build_optimizer(config))  # with what rules freeze, also where no Trainer is made
     return model  # type: ignore[no-any-return]
+
+
+def build_model_on_meta(config: RunConfig) -> nn.Module:
+    """Build the uncut model without a single weight: ``init_from`` is for the trainer to read."""
+    torch.manual_seed(config.seed)
+    with torch.device("meta"):
+        model = _call("model", config.model)
+    _expect(isinstance(model, nn.Module), "model", config.model, model, "a torch.nn.Module")
+    if not is_lazy_model(model):
+        raise ConfigError(
+            f"runtime.lazy=true builds the model on torch.device('meta'), but {config.model['_target_']} makes its "
+            "tensors elsewhere, or has none; use runtime.lazy=false"
+        )
+    return model  # type: ignore[no-any-return]
+
+
+def run_on_this_machine(run_dir: Path) -> RunConfig:
+    """Return :func:`known_run`, to compute on the CPU where there is no GPU: weights outlive the machine."""
+    config = known_run(run_dir)
+    if config.runtime.device is Device.cuda and not torch.cuda.is_available():
+        config.runtime.device = Device.cpu
+        note = "has runtime.device=cuda, but torch finds no CUDA device here; computing on the CPU"
+        tell(sys.stderr, f"adl-dist: {run_dir} {note}\n")
+    return config
+
+
+def described_model(config: RunConfig) -> nn.Module:
+    """Return the model of a run for its names and shapes, built without its weights if that is possible."""
+    try:
+        return build_model_on_meta(config)
+    except ConfigError:  # its own code makes values
+        return build_model(config)
 
 
 def build_data(node: Mapping[str, Any]) -> tuple[Dataset[Any], Dataset[Any]]:
@@ -348,20 +384,12 @@ def _signature(target: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def _load_state(model: nn.Module, path: Path) -> None:
-    if not path.exists():
-        raise CheckpointError(
-            f"init_from={path} is not there; expected a state_dict saved by torch.save, a {SUFFIX} file, or the "
-            "folder of a checkpoint"
-        )
+    """Give ``model`` the weights in ``path``: safetensors files, or a state_dict saved by ``torch.save``."""
+    if path.is_dir() or path.suffix == SUFFIX or not path.exists():
+        load_weights(model, WeightFiles.at(path))
+        return
     try:
-        if path.is_dir():
-            state: Any = read_weights(path)
-        elif path.suffix == SUFFIX:
-            state = load_file(path, backend="pread")
-        else:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-    except CheckpointError as error:
-        raise CheckpointError(f"init_from: {error}") from error
+        state: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle can raise anything
         reason = (str(error).strip() or "no more is known").splitlines()[0][:100]
         raise CheckpointError(
@@ -374,10 +402,5 @@ def _load_state(model: nn.Module, path: Path) -> None:
         {name: list(value.shape) if isinstance(value, Tensor) else type(value).__name__ for name, value in each.items()}
         for each in (model.state_dict(), state)
     )
-    for name in {**here, **there}:
-        if here.get(name) != there.get(name):
-            raise CheckpointError(
-                f"init_from={path} is of another model: {name} is {here.get(name, 'missing')} in this model and "
-                f"{there.get(name, 'missing')} in the file; use the model= and data= that it was made with"
-            )
+    check_same(path, here, there)
     model.load_state_dict(dict(state))

@@ -112,6 +112,7 @@ class RuntimeConfig:
     device: Device = Device.cpu
     threads: int | None = None
     bind_cores: bool = True
+    lazy: bool = False
     channels_last: bool | None = None
     autocast: NarrowDtype | None = None
     wire_dtype: NarrowDtype | None = None

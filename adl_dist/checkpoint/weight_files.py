@@ -1,0 +1,156 @@
+"""Weights in safetensors files, whoever wrote them: found by their headers, and read one tensor at a time.
+
+A file, a folder with an index of several (``model.safetensors.index.json``, as the Hugging Face hub has them), a folder
+with one ``model.safetensors``, or a checkpoint.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from adl_dist.checkpoint import layout, storage
+from adl_dist.checkpoint.storage import INDEX, MODEL, SUFFIX, Stored
+from adl_dist.errors import CheckpointError
+
+SINGLE = f"{MODEL}{SUFFIX}"
+
+
+class WeightFiles:
+    """Where the tensors of a model are on disk.
+
+    Attributes:
+        tensors: by name, where each is.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, Stored]) -> None:
+        self.path, self.tensors = path, dict(tensors)
+
+    @classmethod
+    def at(cls, path: Path) -> "WeightFiles":
+        """Look at what is at ``path``; of a checkpoint compare the checksums, too.
+
+        Raises:
+            CheckpointError: it is nothing of what is known, or damaged.
+        """
+        if not path.exists():
+            raise CheckpointError(
+                f"init_from={path} is not there; expected a state_dict saved by torch.save, a {SUFFIX} file, a folder "
+                f"with {INDEX} or {SINGLE}, or the folder of a checkpoint"
+            )
+        if not path.is_dir():
+            return cls(path, _header(path))
+        if (path / layout.MANIFEST).is_file() or path in layout.complete(path.parent):
+            try:
+                return cls(path, storage.scan(path, MODEL, layout.verify(path)["files"])[0])
+            except CheckpointError as error:
+                raise CheckpointError(f"init_from: {error}") from error
+        if (path / INDEX).is_file():
+            return cls(path, _indexed(path))
+        if (path / SINGLE).is_file():
+            return cls(path, _header(path / SINGLE))
+        raise CheckpointError(
+            f"init_from={path} is a folder without {INDEX}, {SINGLE} and {layout.MANIFEST}; name the file itself, or "
+            "the folder of a checkpoint, like runs/NAME/checkpoints/update-00000042"
+        )
+
+    def check(self, model: nn.Module) -> None:
+        """Compare names, shapes and kinds of numbers with those of ``model``.
+
+        A tensor of several names may be there by one of them.
+
+        Raises:
+            CheckpointError: they differ; names the first that does.
+        """
+        state = model.state_dict(keep_vars=True)
+        found = {id(tensor) for name, tensor in state.items() if name in self.tensors}
+        here = {name: list(t.shape) for name, t in state.items() if name in self.tensors or id(t) not in found}
+        there = {name: stored.shape for name, stored in self.tensors.items()}
+        check_same(self.path, here, there)
+        for name, stored in self.tensors.items():
+            dtype, wanted = storage.DTYPES[stored.code], state[name].dtype
+            if (dtype.is_floating_point, dtype.is_complex) != (wanted.is_floating_point, wanted.is_complex):
+                raise CheckpointError(
+                    f"init_from={self.path} is of another model: {name} is {wanted} in this model and {dtype} in the "
+                    "file; expected numbers of one kind"
+                )
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Read those of ``names`` that are there, one after the other, into memory of their own.
+
+        Raises:
+            CheckpointError: the files cannot be read any more.
+        """
+        try:
+            yield from storage.read({name: self.tensors[name] for name in names if name in self.tensors})
+        except Exception as error:
+            raise CheckpointError(
+                f"init_from={self.path} cannot be read any more ({type(error).__name__}: {error}); was it changed?"
+            ) from error
+
+
+def check_same(path: Path, here: Mapping[str, object], there: Mapping[str, object]) -> None:
+    """Raise a CheckpointError if names or shapes of a model, ``here``, are not those of ``path``, ``there``."""
+    for name in {**here, **there}:
+        if here.get(name) != there.get(name):
+            raise CheckpointError(
+                f"init_from={path} is of another model: {name} is {here.get(name, 'missing')} in this model and "
+                f"{there.get(name, 'missing')} in the file; {_way_out(here, there)}"
+            )
+
+
+def _way_out(here: Mapping[str, object], there: Mapping[str, object]) -> str:
+    for ours, theirs, longer in ((here, there, "file"), (there, here, "model")):
+        if (prefix := _prefix(ours, theirs)) is not None:
+            other = "model" if longer == "file" else "file"
+            return (
+                f"the names of the {longer} are those of the {other} with '{prefix}' before them: save the weights "
+                f"under the names of this model"
+            )
+    return "use the model= and data= that it was made with"
+
+
+def _prefix(short: Mapping[str, object], long: Mapping[str, object]) -> str | None:
+    """Return what, put before the names of ``short``, makes most of those of ``long``; None: nothing does."""
+    first = next(iter(short), "")
+    for name in long:
+        prefix = name.removesuffix(first)
+        if first and prefix and prefix != name and prefix.endswith("."):
+            same = sum(f"{prefix}{each}" in long for each in short)
+            if 2 * same > len(short):
+                return prefix
+    return None
+
+
+def _header(file: Path) -> dict[str, Stored]:
+    try:
+        return storage.header(file)[0]
+    except Exception as error:  # whatever the library makes of a file that is none of its own
+        reason = (str(error).strip() or "no more is known").splitlines()[0][:100]
+        raise CheckpointError(
+            f"init_from={file} cannot be read ({type(error).__name__}: {reason}); expected a {SUFFIX} file, like those "
+            "of adl-dist export"
+        ) from error
+
+
+def _indexed(folder: Path) -> dict[str, Stored]:
+    """Return where the tensors are that the index of ``folder`` names."""
+
+    def refuse(reason: str) -> CheckpointError:
+        return CheckpointError(f"init_from={folder}: {reason}; expected all files of one model, as they were saved")
+
+    try:
+        of_name = dict(json.loads((folder / INDEX).read_bytes())["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise refuse(f"{INDEX} has no 'weight_map' that can be read ({type(error).__name__})") from error
+    files = dict.fromkeys(of_name.values())
+    for file in files:
+        if not isinstance(file, str) or Path(file).name != file:
+            raise refuse(f"{INDEX} names a file elsewhere, {file}")
+        if not (folder / file).is_file():
+            raise refuse(f"{file}, which {INDEX} names, is missing")
+    held = {file: _header(folder / file) for file in files}
+    if lacking := [name for name, file in of_name.items() if name not in held[file]]:
+        raise refuse(f"{of_name[lacking[0]]} does not hold {lacking[0]}, though {INDEX} says so")
+    return {name: held[file][name] for name, file in of_name.items()}

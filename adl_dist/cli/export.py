@@ -1,0 +1,96 @@
+"""``adl-dist export``: the weights of a checkpoint in one file that other programs read."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adl_dist.checkpoint import state, storage
+from adl_dist.checkpoint.run_dir import chosen_checkpoint
+from adl_dist.checkpoint.state import signature
+from adl_dist.checkpoint.weight_files import SINGLE
+from adl_dist.cli.config import instantiate
+from adl_dist.cli.config.schema import RunConfig
+from adl_dist.cli.run_folder import named_folder, wants_averages
+from adl_dist.errors import CheckpointError, ConfigError
+from adl_dist.report import say
+from adl_dist.report.files import write_atomically
+
+OF_TRANSFORMERS = "adl_dist.models.hf_model"  # model._target_ of a run whose weights from_pretrained can load
+KEYS = {"_target_", "task", "config", "weights", "download"}  # of that node; others replace entries of config.json
+
+
+def export(arguments: list[str]) -> None:
+    """Write a state_dict with the uncut model's own names, or a folder that transformers loads.
+
+    A safetensors file is written tensor by tensor, from one to the other, so that the model may be of any size.
+    """
+    run_dir, options = named_folder("export", arguments, {"out": SINGLE, "checkpoint": "best", "ema": "true"})
+    if not options.get("out"):
+        raise ConfigError(f"adl-dist export needs out=, for example: adl-dist export {run_dir} out={SINGLE}")
+    out = Path(options["out"])
+    if os.path.lexists(out):
+        raise CheckpointError(f"out={out} is there already and would be written over; choose another name")
+    if not out.parent.is_dir():
+        raise CheckpointError(f"out={out} cannot be written: there is no folder {out.parent}")
+    config = instantiate.run_on_this_machine(run_dir)
+    path = chosen_checkpoint(run_dir, options.get("checkpoint"))
+    model = instantiate.described_model(config)
+    names = signature(model)
+    found = storage.scan(path, storage.MODEL, state.verify(path, names)["files"])[0]
+    if wants_averages(options):
+        found = state.averaged(path, found, model)
+    tensors = {name: found[name] for name in names}
+    is_folder = not out.suffix and config.model.get("_target_") == OF_TRANSFORMERS
+    settings = _settings_of_transformers(config) if is_folder else None
+    try:
+        with write_atomically(out) as unfinished:
+            if is_folder:
+                _write_folder(unfinished, tensors, settings)
+            else:
+                unfinished.unlink(missing_ok=True)  # from an export that was killed
+                _write_file(unfinished, tensors)
+    except OSError as error:
+        raise CheckpointError(f"out={out} cannot be written: {error.strerror}; choose another place") from error
+    if is_folder:
+        say(f"{out}: {len(tensors)} tensors of {path}; transformers' from_pretrained('{out}') loads them")
+        return
+    loader = "safetensors.torch.load_file" if out.suffix == storage.SUFFIX else "torch.load"
+    say(f"{out}: {len(tensors)} tensors of {path}; model.load_state_dict({loader}('{out}')) takes them")
+
+
+def _write_file(path: Path, tensors: dict[str, storage.Stored]) -> None:
+    if path.suffix == storage.SUFFIX:
+        storage.copy(path, tensors)
+        return
+    read = dict(storage.read(tensors))
+    with path.open("wb") as file:
+        torch.save({name: read[name] for name in tensors}, file)
+
+
+def _write_folder(path: Path, tensors: dict[str, storage.Stored], settings: Any) -> None:
+    shutil.rmtree(path, ignore_errors=True)  # from an export that was killed
+    path.mkdir()
+    try:
+        storage.copy(path / SINGLE, tensors)
+        settings.save_pretrained(path)
+    except BaseException:
+        shutil.rmtree(path, ignore_errors=True)
+        raise
+
+
+def _settings_of_transformers(config: RunConfig) -> Any:
+    """Return the library's configuration of the model of a run, as it was trained."""
+    try:
+        from transformers import AutoConfig  # late: it takes seconds, and need not be there
+    except ImportError as error:
+        raise ConfigError("a folder for transformers needs the library: pip install transformers") from error
+    node = config.model
+    replaced = {key: value for key, value in node.items() if key not in KEYS}
+    try:
+        return AutoConfig.from_pretrained(node["config"], local_files_only=True, **replaced)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"model.config={node['config']} of the run cannot be read any more: {reason}") from error

@@ -1,0 +1,262 @@
+"""Models whose tensors are on ``torch.device("meta")``: shapes without memory, until a process makes its own part.
+
+Weights come from files, or each is made where it is needed, by a random stream of its own. So no process holds more
+than its stages, and values depend neither on K nor on which process makes them.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adl_dist.checkpoint.weight_files import WeightFiles
+from adl_dist.errors import CheckpointError, ConfigError
+from adl_dist.optimizers.roles import keep_role
+from adl_dist.partition.module_state import tensors_reached
+from adl_dist.seeds import weights_seed
+from adl_dist.streams import streams_kept
+
+DRAW = "draw_parameter"  # what a model may define: from the name of a parameter and a tensor, which it fills
+RESETS = "reset_parameters", "_reset_parameters"  # of a layer; the second is what torch's own attention has
+UNSET_BYTE = 2  # of a bool, which has only 0 and 1
+
+
+class LazyWeights:
+    """Makes the tensors of a model that is on meta, or of a part of it.
+
+    A tensor that ``files`` hold is read. A parameter that they do not hold is filled by the model's ``draw_parameter``,
+    if it has one; any other by ``reset_parameters`` of its layer, as torch's own layers have it, which fills all
+    parameters and buffers of the layer.
+    """
+
+    def __init__(self, model: nn.Module, *, files: WeightFiles | None, seed: int) -> None:
+        """Take ``model``, as it was built: before its parameters get another dtype.
+
+        Raises:
+            ConfigError: a tensor cannot be made; names it.
+            CheckpointError: ``files`` are those of another model.
+        """
+        self.files, self._seed = files, seed
+        self._draw = getattr(model, DRAW, None)
+        self._dtypes = {name: t.dtype for name, t in _registered(model)}
+        by_tensor: dict[int, list[str]] = {}
+        for name, tensor in _registered(model):
+            by_tensor.setdefault(id(tensor), []).append(name)
+        self._names_of = {name: names for names in by_tensor.values() for name in names}  # of one tensor, if tied
+        if files is not None:
+            files.check(model)
+        check_on_meta(model)
+        for name, layer in _layers(model):
+            if (needs := self._of_reset(name, layer)) and _reset(layer) is None:
+                raise ConfigError(
+                    f"'{needs[0]}' is on torch.device('meta') and cannot be made: {type(layer).__name__} has no "
+                    "reset_parameters() that fills its parameters and buffers, as torch's layers have; give it one, "
+                    "or build the model with its weights"
+                )
+
+    @property
+    def stream(self) -> list[float]:
+        """What ranks compare in the place of initial weights that they do not have."""
+        sample = torch.empty(4)
+        if self._draw is None or self.files is not None:
+            return []
+        first = next((name for name, _ in self._dtypes.items()), "")
+        self._draw(first, sample.view(2, 2))
+        return [float(value) for value in sample]
+
+    def make(self, module: nn.Module) -> None:
+        """Make all tensors of ``module``, a part of the model by whose names they go, in their present dtypes."""
+        made: dict[int, Tensor] = {}
+        for name, layer in reversed(list(_layers(module))):  # what holds others is the last to reset, as when built
+            own = {f"{name}.{key}".lstrip("."): (key, t) for key, t in _own(layer) if t.is_meta}
+            new = {full: made[id(t)] for full, (_, t) in own.items() if id(t) in made}
+            todo = {full: t for full, (_, t) in own.items() if full not in new}
+            new |= self._made(name, layer, todo)
+            for full, (key, old) in own.items():
+                made[id(old)] = _put(layer, key, old, new[full])
+
+    def _made(self, name: str, layer: nn.Module, todo: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors ``todo`` of a layer, by their full names."""
+        values: dict[str, Tensor] = {}
+        if self.files is not None:
+            for full in todo:
+                for _, value in self.files.read(self._found(full)[:1]):
+                    values[full] = value.to(self._dtypes[full])
+        if {*self._of_reset(name, layer)} & todo.keys():
+            values = self._reset_values(name, layer, todo) | values
+        for full in todo.keys() - values.keys():
+            assert self._draw is not None
+            values[full] = _unset(torch.empty(todo[full].shape, dtype=self._dtypes[full]))
+            self._draw(self._names_of[full][0], values[full])
+            _check_set(full, values[full], "the model's draw_parameter")
+        for full, value in values.items():
+            if value.shape != todo[full].shape:
+                raise ConfigError(f"'{full}' should have shape {list(todo[full].shape)}, found {list(value.shape)}")
+        return values
+
+    def _found(self, name: str) -> list[str]:
+        """Return the names of the tensor ``name`` that the files have."""
+        return [each for each in self._names_of[name] if self.files is not None and each in self.files.tensors]
+
+    def _of_reset(self, name: str, layer: nn.Module) -> list[str]:
+        """Return the names of the tensors of a layer that its own ``reset_parameters`` has to make."""
+        found = []
+        for key, tensor in _own(layer):
+            full = f"{name}.{key}".lstrip(".")
+            is_drawn = isinstance(tensor, nn.Parameter) and (self._draw is not None or self.files is not None)
+            if not is_drawn and not self._found(full):
+                found.append(full)
+        return found
+
+    def _reset_values(self, name: str, layer: nn.Module, todo: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return what the layer's ``reset_parameters`` makes of the tensors ``todo``; others keep their values."""
+        before = dict(_own(layer))
+        for key, old in before.items():
+            if old.is_meta:  # as it was built, whatever dtype it has got since
+                empty = _unset(torch.empty(old.shape, dtype=self._dtypes[f"{name}.{key}".lstrip(".")]))
+                _hold(layer, key, nn.Parameter(empty, old.requires_grad) if isinstance(old, nn.Parameter) else empty)
+        reset = _reset(layer)
+        assert reset is not None
+        with streams_kept():
+            torch.default_generator.manual_seed(weights_seed(self._seed, name))
+            try:
+                reset()
+            except Exception as error:
+                raise ConfigError(
+                    f"'{name}' cannot be made: {type(layer).__name__}.reset_parameters() fails with "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+        after = {f"{name}.{key}".lstrip("."): t.detach() for key, t in _own(layer)}
+        for key, old in before.items():
+            _hold(layer, key, old)
+        wanted = {full: after[full] for full in self._of_reset(name, layer) if full in todo}
+        for full, value in wanted.items():
+            _check_set(full, value, f"{type(layer).__name__}.reset_parameters()")
+        return wanted
+
+
+def is_lazy_model(model: nn.Module) -> bool:
+    """Return whether a tensor of ``model`` is on meta."""
+    return any(tensor.is_meta for _, tensor in _registered(model))
+
+
+def given_weights(model: nn.Module, init_from: Path | None, seed: int) -> LazyWeights | None:
+    """Return what makes the tensors of ``model``; None: it has them, or has now those of ``init_from``.
+
+    Raises:
+        ConfigError: the model is on meta and cannot be made.
+        CheckpointError: ``init_from`` is not there, damaged, or of another model.
+    """
+    if is_lazy_model(model):
+        if init_from is not None and init_from.is_file() and init_from.suffix not in (".safetensors", ""):
+            raise CheckpointError(
+                f"init_from={init_from} can be read as a whole only, but the model is on meta so that no process holds "
+                "all of it; expected .safetensors, like adl-dist export writes it"
+            )
+        files = WeightFiles.at(init_from) if init_from is not None else None
+        return LazyWeights(model, files=files, seed=seed)
+    if init_from is not None:
+        load_weights(model, WeightFiles.at(init_from))
+    return None
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, files: WeightFiles) -> None:
+    """Read the tensors of ``model`` from ``files``, one after the other.
+
+    Raises:
+        CheckpointError: they are those of another model.
+    """
+    files.check(model)
+    state = model.state_dict()
+    for name, value in files.read(state):
+        state[name].copy_(value)
+
+
+def check_on_meta(model: nn.Module) -> None:
+    """Raise ConfigError unless all that ``model`` holds is on meta, registered and plain."""
+    known = {id(tensor) for _, tensor in _registered(model)}
+    for name, tensor in tensors_reached(model):
+        if not tensor.is_meta and id(tensor) in known:
+            raise ConfigError(
+                f"the model is on torch.device('meta') in part: '{name}' is on {tensor.device}; build all of it "
+                "within one `with torch.device('meta'):`, or nothing"
+            )
+        if tensor.is_meta and id(tensor) not in known:
+            raise ConfigError(
+                f"'{name}' is on torch.device('meta'), but neither parameter nor buffer, so it would never get values; "
+                "register it as a buffer, which reset_parameters() of its module fills"
+            )
+    for name, tensor in _registered(model):
+        is_plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
+        if not is_plain or tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+            raise ConfigError(
+                f"'{name}' is on torch.device('meta') and another tensor will take its place, which would not have "
+                "its class or hooks; build the model with its weights"
+            )
+
+
+def _registered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that have tensors of their own on meta."""
+    return ((name, m) for name, m in module.named_modules() if any(t.is_meta for _, t in _own(m)))
+
+
+def _own(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for held in (layer._parameters, layer._buffers):
+        yield from ((key, tensor) for key, tensor in held.items() if tensor is not None)
+
+
+def _reset(layer: nn.Module) -> Any:
+    return next((method for name in RESETS if callable(method := getattr(layer, name, None))), None)
+
+
+def _put(layer: nn.Module, key: str, old: Tensor, new: Tensor) -> Tensor:
+    """Put ``new`` in the place of ``old``, in whose dtype; return it."""
+    if isinstance(old, nn.Parameter):
+        if not isinstance(new, nn.Parameter):
+            new = nn.Parameter(new.to(old.dtype), requires_grad=old.requires_grad)
+            new.__dict__.update(old.__dict__)
+            keep_role(new, old)
+    else:
+        new = new.to(old.dtype)
+    _hold(layer, key, new)
+    return new
+
+
+def _hold(layer: nn.Module, key: str, tensor: Tensor) -> None:
+    """Have ``layer`` hold ``tensor`` as its ``key``, without its own ``__setattr__``."""
+    if isinstance(tensor, nn.Parameter):
+        layer._parameters[key] = tensor
+    else:
+        layer._buffers[key] = tensor
+
+
+def _unset(tensor: Tensor) -> Tensor:
+    """Fill ``tensor`` with what :func:`_check_set` recognises."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.fill_(float("nan"))
+    if tensor.dtype is torch.bool:
+        tensor.view(torch.uint8).fill_(UNSET_BYTE)
+        return tensor
+    return tensor.fill_(torch.iinfo(tensor.dtype).max)
+
+
+def _check_set(name: str, tensor: Tensor, by: str) -> None:
+    """Raise ConfigError if a part of ``tensor`` is as :func:`_unset` left it."""
+    if tensor.is_meta or not tensor.numel():
+        is_set = not tensor.is_meta
+    elif tensor.is_floating_point() or tensor.is_complex():
+        is_set = not bool(tensor.isnan().any())
+    elif tensor.dtype is torch.bool:
+        is_set = bool(tensor.view(torch.uint8).max() < UNSET_BYTE)
+    else:
+        is_set = bool(tensor.max() < torch.iinfo(tensor.dtype).max)
+    if not is_set:
+        raise ConfigError(f"'{name}' was on torch.device('meta'), and {by} does not fill it, or not all of it")

@@ -1,0 +1,133 @@
+"""What a model does, as a list of torch's operations: by it a cut model on meta is compared with the uncut one.
+
+On ``torch.device("meta")`` there are no values, but every operation is there, also those of the backward, with what it
+reads and writes. Two models that do the same operations with the same tensors in the same order compute the same.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from adl_dist.batch import Batch, call
+from adl_dist.training.homes import Around, Homes
+
+
+class Operation(NamedTuple):
+    """One call of an operator: its name, and its arguments, tensors by where they come from."""
+
+    name: str
+    arguments: str
+
+    def __str__(self) -> str:
+        return f"{self.name}{self.arguments}"
+
+
+class Recorder(TorchDispatchMode):
+    """Notes the operations that are called inside.
+
+    Attributes:
+        operations: in the order they were called.
+        recomputed: names of parameters that a backward computed with again, as activation checkpointing does.
+        written: names of parameters and buffers that a forward has written to.
+        stage: the stage whose forward is running, if it must compute with its own tensors only.
+    """
+
+    def __init__(self, model: nn.Module, homes: Homes | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations: list[Operation] = []
+        self.recomputed, self.written = set[str](), set[str]()
+        self.stage: int | None = None
+        self._homes, self._is_backward = homes, False
+        named = (*model.named_buffers(), *model.named_parameters())
+        self._names = {_storage(tensor): (name, tensor) for name, tensor in named}
+        self._origins: dict[int, str] = {}  # of other tensors
+        self._kept: list[Tensor] = []  # so that no address is used a second time
+
+    def take(self, batch: Any, name: str) -> None:
+        """Know the tensors in ``batch`` by ``name``."""
+        for place, leaf in enumerate(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)):
+            self._origins.setdefault(_storage(leaf), f"{name}[{place}]")
+            self._kept.append(leaf)
+
+    def backward(self, value: Any) -> None:
+        """Go back from all tensors in ``value`` that have a history."""
+        ends = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        self._is_backward = True
+        with self:
+            torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and _storage(leaf) in self._names:
+                self._note_use(*self._names[_storage(leaf)])
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            is_write = argument.alias_info is not None and argument.alias_info.is_write
+            if is_write and isinstance(value, Tensor) and _storage(value) in self._names and not self._is_backward:
+                self.written.add(self._names[_storage(value)][0])
+        shown = tree_map(self._shown, (args, kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        self.take(out, f"operation {len(self.operations)}")
+        self.operations.append(Operation(str(func), repr(shown)))
+        return out
+
+    def _note_use(self, name: str, tensor: Tensor) -> None:
+        if self._is_backward and torch.is_grad_enabled():  # which it is for a forward only
+            self.recomputed.add(name)
+        if self._homes is not None and self.stage is not None:
+            self._homes.check(name, tensor, self.stage)
+
+    def _shown(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        place = _storage(leaf)
+        origin = self._names[place][0] if place in self._names else self._origins.get(place, "a new tensor")
+        return f"{origin} {leaf.dtype} {[*leaf.shape]} {leaf.stride()} {leaf.storage_offset()}"
+
+
+def record(
+    stages: Sequence[nn.Module],
+    model: nn.Module,
+    batch: Batch,
+    *,
+    homes: Homes | None = None,
+    around: Around = lambda k: nullcontext(),
+    graph: bool = True,
+) -> Recorder:
+    """Return what ``stages``, which are ``model`` or its parts, do with ``batch``, which is on meta; and backward.
+
+    ``homes``: each stage must compute with its own tensors only. ``around(k)``: what stage k runs in. ``graph``:
+    whether there is a backward, too.
+
+    Raises:
+        PartitionError: a stage computes with a tensor of another one.
+    """
+    recorder = Recorder(model, homes)
+    value: Any = batch.clone()
+    recorder.take(value, "input")
+    with torch.set_grad_enabled(graph), torch.device("meta"):
+        for k, stage in enumerate(stages):
+            recorder.stage = k
+            with around(k), recorder:
+                value = call(stage, value)
+        recorder.stage = None
+        if graph:
+            recorder.backward(value)
+    return recorder
+
+
+def first_difference(expected: Sequence[Operation], found: Sequence[Operation]) -> tuple[str, str] | None:
+    """Return the first operation that is another one, of both; None: all are the same."""
+    for one, other in zip_longest(expected, found):
+        if one != other:
+            return str(one or "nothing more"), str(other or "nothing more")
+    return None
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,452 @@
+"""Models on ``torch.device("meta")``: each process makes or reads its own weights, and values are the same."""
+
+import contextlib
+import functools
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+from adl_dist.checkpoint import storage
+from adl_dist.checkpoint.policy import CheckpointPolicy
+from adl_dist.errors import CheckpointError, ConfigError, PartitionError
+from adl_dist.losses import TokenCrossEntropy
+from adl_dist.models import gpt, llama, vit
+from adl_dist.partition.chain import SequentialChain
+from adl_dist.training.homes import Homes
+from adl_dist.training.lazy_weights import LazyWeights, given_weights
+from adl_dist.training.operations import first_difference, record
+from tests.support.commands import assert_same
+from tests.support.ranks import RanksFailed, run_ranks
+from tests.support.runs import toy_trainer
+from tests.support.tiers import slow
+from tests.support.values import QUIET
+
+VOCAB, CONTEXT, LAYERS = 11, 6, 2
+META = torch.device("meta")
+adamw = functools.partial(torch.optim.AdamW, lr=0.01)
+MODELS = {
+    "gpt": functools.partial(gpt, VOCAB, CONTEXT, layers=LAYERS, heads=2, width=8, dropout=0.2),
+    "llama": functools.partial(llama, VOCAB, CONTEXT, layers=LAYERS, heads=4, width=16, kv_heads=2, hidden=12),
+    "tied": functools.partial(gpt, VOCAB, CONTEXT, layers=1, heads=2, width=8, tied=True),
+    "vit": functools.partial(vit, image_size=8, layers=2, heads=2, width=8),
+}
+
+
+def build(name, *, on_meta, seed=0):
+    torch.manual_seed(seed)
+    with META if on_meta else contextlib.nullcontext():
+        return MODELS[name]()
+
+
+def made(model, *, files=None, seed=0):
+    weights = given_weights(model, files, seed)
+    weights.make(model)
+    return model
+
+
+def tokens():
+    ids = torch.randint(VOCAB, (10, CONTEXT + 1), generator=torch.Generator().manual_seed(3))
+    return TensorDataset(ids[:, :-1], ids[:, 1:])
+
+
+def trained(name, K, *, on_meta, dtype=torch.float32, run_dir=None, updates=None, method="adl", **of_trainer):
+    of_trainer = {"optimizer": adamw, "loss_fn": TokenCrossEntropy(), "dtype": dtype, **of_trainer}
+    model = build(name, on_meta=on_meta) if isinstance(name, str) else name(on_meta)
+    trainer = toy_trainer(K, 2, method, model=model, **of_trainer)
+    policy = CheckpointPolicy(every_updates=1, background=False) if run_dir is not None else None
+    of_fit = {"max_updates": updates, "checkpoints": policy, "monitoring": QUIET}
+    trainer.fit(tokens(), epochs=2, batch_size=4, val_dataset=tokens(), run_dir=run_dir, **of_fit)
+    return trainer.full_state_dict(), model, trainer
+
+
+def kept_state(*args, **options):
+    state, model, trainer = trained(*args, **options)
+    return state, {name: t.is_meta for name, t in model.state_dict().items()}, trainer._partitioned.notes
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_made_from_meta_are_those_of_a_model_that_was_built(name):
+    """Bit for bit, tables that are in no checkpoint included, and tied weights are one tensor again."""
+    expected, found = build(name, on_meta=False), made(build(name, on_meta=True))
+    assert_same(found.state_dict(), expected.state_dict())
+    assert_same(dict(found.named_buffers()), dict(expected.named_buffers()))
+    assert [*dict(found.named_parameters())] == [*dict(expected.named_parameters())]
+
+
+def test_weights_of_a_layer_do_not_depend_on_which_others_are_made():
+    def layers():
+        with META:
+            return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.TransformerEncoderLayer(4, 2), nn.Linear(4, 2))
+
+    expected = made(layers()).state_dict()
+    model = layers()
+    weights = LazyWeights(model, files=None, seed=0)
+    for part in (model[2:], model[:2]):
+        weights.make(part)
+    assert_same(model.state_dict(), expected)
+    other = made(layers(), seed=1).state_dict()
+    assert not torch.equal(other["0.weight"], expected["0.weight"])
+
+
+def train_lazily(K, files):
+    """Returns (state, which tensors stayed on meta, notes) of some runs, and the names that the first one read."""
+    read, storage_read = [], storage.read
+    storage.read = lambda tensors: (read.extend(tensors), storage_read(tensors))[1]
+    runs = [kept_state("llama", K, on_meta=True, init_from=files)]
+    names = list(read)
+    runs.append(kept_state("llama", K, on_meta=True, dtype=torch.float64))
+    if K == 2:
+        runs.append(kept_state("gpt", K, on_meta=True))
+        runs.append(kept_state("gpt", K, on_meta=True, method="gpipe"))
+        runs.append(kept_state(with_recomputed_unit, K, on_meta=True))
+    return runs, names
+
+
+class Recomputed(nn.Module):
+    """Computes with its weights again in its backward."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def with_recomputed_unit(on_meta):
+    """The weights that it was built with, if it was, go by other names than those that it has."""
+    model = build("gpt", on_meta=on_meta)
+    model.layer0 = Recomputed(model.layer0)
+    return model
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    """A folder of two files with an index, as the hub has them, and the weights in it."""
+    folder = tmp_path_factory.mktemp("sharded")
+    state = {name: t.clone() for name, t in build("llama", on_meta=False, seed=5).state_dict().items()}
+    names = sorted(state)
+    parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, some in parts.items():
+        save_file({name: state[name] for name in some}, folder / file)
+    index = {"weight_map": {name: file for file, some in parts.items() for name in some}}
+    (folder / storage.INDEX).write_text(json.dumps(index))
+    return folder, state
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("K", [2, slow(3), 4])
+def test_k_processes_train_a_model_on_meta_as_one_trains_a_built_one(K, sharded):
+    """Bit for bit, from drawn and from read weights; and each process has and reads tensors of its own stage only."""
+    folder, start = sharded
+    by_rank = run_ranks(K, train_lazily, K, folder, timeout_seconds=110)
+
+    def loaded(on_meta):
+        model = build("llama", on_meta=False)
+        model.load_state_dict(start)
+        return model
+
+    expected = [trained(loaded, K, on_meta=False), trained("llama", K, on_meta=False, dtype=torch.float64)]
+    if K == 2:
+        expected.append(trained("gpt", K, on_meta=False))
+        expected.append(trained("gpt", K, on_meta=False, method="gpipe"))
+        # Its weights are drawn by their names, which are others than when it was built.
+        expected.append(trained(lambda on_meta: made(with_recomputed_unit(True)), K, on_meta=False))
+    for runs, _ in by_rank:
+        for (state, _, notes), (wanted, *_) in zip(runs, expected, strict=True):
+            assert_same(state, wanted)
+            assert "found to do the same operations as the uncut one" in notes[-1]
+    for run, (wanted, *_) in enumerate(expected):
+        for name in wanted:
+            assert [of_rank[0][run][1][name] for of_rank in by_rank].count(False) == 1
+    assert sorted(name for _, read in by_rank for name in read) == sorted(start)
+
+
+@pytest.mark.parametrize("K", [1, 2])
+def test_one_process_makes_all_of_a_model_on_meta(K, sharded, tmp_path):
+    state, _, _ = trained("gpt", K, on_meta=True)
+    assert_same(state, trained("gpt", K, on_meta=False)[0])
+    save_file(sharded[1], tmp_path / "model.safetensors")
+    for files in (sharded[0], tmp_path, tmp_path / "model.safetensors"):
+        for on_meta in (True, False):
+            model = build("llama", on_meta=on_meta)
+            trainer = toy_trainer(K, 2, model=model, loss_fn=TokenCrossEntropy(), init_from=files)
+            assert_same(trainer.full_state_dict(), sharded[1])
+
+
+def resume_lazily(K, run_dir):
+    trained("llama", K, on_meta=True, run_dir=run_dir, updates=2)
+    trained("llama", 2, on_meta=True, run_dir=run_dir, updates=3)
+    return trained("llama", 2, on_meta=True, run_dir=run_dir)[0]
+
+
+@pytest.mark.ranks
+def test_a_run_of_a_model_on_meta_is_resumed_bit_for_bit(tmp_path):
+    expected = trained("llama", 2, on_meta=False, run_dir=tmp_path / "whole")[0]
+    for state in run_ranks(2, resume_lazily, 2, tmp_path / "run", timeout_seconds=110):
+        assert_same(state, expected)
+
+
+def grown(layers, width, vocab):
+    """Returns the most MiB that this process has held since now, up to the first update, and those of its stage."""
+
+    def most():
+        return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+
+    before = most()
+    with META:
+        model = llama(vocab, 8, layers=layers, heads=4, width=width)
+    trainer = toy_trainer(4, 1, model=model, loss_fn=TokenCrossEntropy())
+    at_start, train = [], trainer._train
+    trainer._train = lambda *args: (at_start.append(most()), train(*args))[1]
+    ids = torch.randint(vocab, (4, 8))
+    trainer.fit(TensorDataset(ids, ids), epochs=1, batch_size=1, max_updates=1, monitoring=QUIET)
+    (part,) = trainer._partitioned.modules.values()
+    return at_start[0] - before, sum(t.nbytes for t in part.state_dict().values()) / 2**20
+
+
+@pytest.mark.ranks
+def test_no_process_ever_holds_the_whole_of_a_model_on_meta():
+    """Before the first update, by the kernel's own peak: a share of 290 MiB, and what the trial needs."""
+    by_rank = run_ranks(4, grown, 6, 1024, 1000, timeout_seconds=110)
+    whole = sum(share for _, share in by_rank)
+    assert whole > 280
+    for growth, share in by_rank:
+        assert growth < share + 120 < whole - 50
+
+
+# --- Refused at the start -------------------------------------------------------------------------------------------
+
+
+class Table(nn.Module):
+    """A buffer that nothing rebuilds."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+    def forward(self, x):
+        return x + self.table
+
+
+class Forgets(Table):
+    def reset_parameters(self):
+        with torch.no_grad():
+            self.table[:2] = 1.0
+
+
+class Mask(Table):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.ones(4, 4).tril().bool())
+
+    def reset_parameters(self):
+        pass
+
+
+class Hidden(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.scales = [torch.ones(4)]
+
+
+class Fails(Table):
+    def reset_parameters(self):
+        raise IndexError("no such table")
+
+
+@pytest.mark.parametrize(
+    ("layer", "said"),
+    [
+        (Table, r"'1.table' is on torch.device\('meta'\) and cannot be made: Table has no reset_parameters\(\)"),
+        (Forgets, r"'1.table' was on torch.device\('meta'\), and Forgets.reset_parameters\(\) does not fill it"),
+        (Mask, r"'1.table' was on torch.device\('meta'\), and Mask.reset_parameters\(\) does not fill it"),
+        (Fails, r"'1' cannot be made: Fails.reset_parameters\(\) fails with IndexError: no such table"),
+        (Hidden, r"'1.scales\[0\]' is on torch.device\('meta'\), but neither parameter nor buffer"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_by_name(layer, said):
+    with META:
+        model = nn.Sequential(nn.Linear(4, 4), layer())
+    with pytest.raises(ConfigError, match=said):
+        made(model)
+
+
+def test_a_model_that_is_on_meta_in_part_is_refused():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
+    with pytest.raises(ConfigError, match=r"on torch.device\('meta'\) in part: '0.weight' is on cpu"):
+        toy_trainer(1, model=model)
+
+
+def without(state):
+    return {name: t for name, t in state.items() if name != "layer1.network.up.weight"}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (without, r"layer1.network.up.weight is \[12, 16\] in this model and missing in the file"),
+        (lambda state: state | {"more": torch.zeros(2)}, r"more is missing in this model and \[2\] in the file"),
+        (
+            lambda state: state | {"head.norm.weight": torch.zeros(3)},
+            r"head.norm.weight is \[16\] in this model and \[3\] in the file",
+        ),
+        (
+            lambda state: {f"model.{name}": t for name, t in state.items()},
+            r"the names of the file are those of the model with 'model.' before them",
+        ),
+        (
+            lambda state: {name: t.to(torch.int32) for name, t in state.items()},
+            r"embedding.tokens.weight is torch.float32 in this model and torch.int32 in the file",
+        ),
+    ],
+    ids=["missing", "unexpected", "another shape", "a prefix", "another kind of number"],
+)
+@pytest.mark.parametrize("on_meta", [True, False])
+def test_weights_of_another_model_are_refused_by_the_tensors_name(change, said, on_meta, sharded, tmp_path):
+    save_file(change(sharded[1]), tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=said):
+        toy_trainer(1, model=build("llama", on_meta=on_meta), init_from=tmp_path)
+
+
+def test_files_that_their_index_names_and_are_not_there_are_named(sharded, tmp_path):
+    (tmp_path / storage.INDEX).write_text((sharded[0] / storage.INDEX).read_text())
+    with pytest.raises(CheckpointError, match=r"model-0000\d-of-00002.safetensors, which model.* names, is missing"):
+        toy_trainer(1, model=build("llama", on_meta=True), init_from=tmp_path)
+    (tmp_path / storage.INDEX).write_text("{}")
+    with pytest.raises(CheckpointError, match="has no 'weight_map' that can be read"):
+        toy_trainer(1, model=build("llama", on_meta=True), init_from=tmp_path)
+
+
+def refuse(kind):
+    """Raises what a rank is told of a model on meta that cannot be cut, or tried out, there."""
+    images = TensorDataset(torch.randn(8, 4), torch.zeros(8, dtype=torch.int64))
+    with META:
+        model, options = REFUSED[kind][0](), REFUSED[kind][1]
+        model.loss = None
+    toy_trainer(2, model=model, **options).fit(images, epochs=1, batch_size=4, monitoring=QUIET)
+
+
+class Branches(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) if x.sum() > 0 else x
+
+
+class Reads(nn.Linear):
+    """Computes with the weight of another unit, by a reference that is not registered."""
+
+    def __init__(self, other):
+        super().__init__(4, 4)
+        self.others = [other]
+
+    def forward(self, x):
+        with torch.no_grad():
+            return super().forward(x) + self.others[0].weight.sum()
+
+
+class Counts(nn.Linear):
+    def __init__(self, calls):
+        super().__init__(4, 4)
+        self.calls = calls
+
+    def forward(self, x):
+        self.calls.append(1)
+        return super().forward(x) * len(self.calls)
+
+
+def two(unit, other=None):
+    return nn.Sequential(nn.Linear(4, 4), unit, other or nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def reading():
+    first = nn.Linear(4, 4)
+    return nn.Sequential(first, nn.Linear(4, 4), Reads(first), nn.Linear(4, 2))
+
+
+def counting():
+    calls = []
+    return two(Counts(calls), Counts(calls))
+
+
+REFUSED = {
+    "measured": (lambda: two(nn.ReLU()), {"balance": "auto"}, "partition.balance=auto measures units with their weigh"),
+    "traced": (lambda: two(nn.ReLU()), {"granularity": "layer"}, "expected an nn.Sequential of units, without hooks"),
+    "statistics": (lambda: two(nn.BatchNorm1d(4)), {}, "a forward writes to '1.num_batches_tracked'"),
+    "autocast": (lambda: two(nn.ReLU()), {"autocast": torch.bfloat16}, "runtime.autocast changes what travels"),
+    "values": (lambda: two(Branches(4, 4)), {}, "stage 0 .* fails on it"),
+    "reference": (reading, {}, "'0.weight' is a tensor of stage 0 .*, but stage 1 .* computes with it, too"),
+    "counter": (counting, {}, "writes to '.*calls.*', which stage 1 .* reaches, too"),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_tried_out_without_values_is_refused(kind):
+    with pytest.raises(RanksFailed, match=REFUSED[kind][2]):
+        run_ranks(2, refuse, kind)
+
+
+# --- The guard: a cut model does the operations of the uncut one ----------------------------------------------------
+
+
+def operations(stages, model, batch):
+    for p in model.parameters():
+        p.grad = None
+    return record(stages, model, batch, homes=Homes(stages) if len(stages) > 1 else None).operations
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda m: [m[:2], nn.Sequential(m[3], m[2])],
+        lambda m: [m[:2], m[3:]],
+        lambda m: [m[:2], nn.Sequential(m[2], m[3], nn.Dropout(0.1))],
+        lambda m: [m[:1], nn.Sequential(Detached(m[1]), m[2], m[3])],
+        lambda m: [m[:2], nn.Sequential(nn.Linear(4, 4, device="meta"), m[3])],
+    ],
+    ids=["another order", "a unit less", "a unit more", "a detached value", "other weights"],
+)
+def test_a_model_that_does_something_else_on_meta_is_told(cut):
+    with META:
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        batch = torch.zeros(2, 4)
+    uncut = operations([model], model, batch)
+    assert first_difference(uncut, operations([model[:2], model[2:]], model, batch)) is None
+    assert first_difference(uncut, operations(cut(model), model, batch)) is not None
+
+
+class Detached(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x.detach())
+
+
+def train_another_model():
+    pieces = SequentialChain.pieces
+    SequentialChain.pieces = lambda self, sizes: [
+        *pieces(self, sizes)[:-1],
+        nn.Sequential(nn.Dropout(0.1), self_last(self)),
+    ]
+    trained("gpt", 2, on_meta=True)
+
+
+def self_last(chain):
+    return nn.Sequential(*(child for _, child in chain._children[3:]))
+
+
+@pytest.mark.ranks
+def test_a_cut_that_makes_another_model_on_meta_does_not_train():
+    with pytest.raises(
+        RanksFailed, match=f"{PartitionError.__name__}.*the cut model is not the uncut one: in training"
+    ):
+        run_ranks(2, train_another_model)
