@@ -25,7 +25,8 @@ from adl_dist.checkpoint.optimizer_state import FreshOptimizer
 from adl_dist.checkpoint.storage import BUFFERS, HEADS, MODEL, OPTIMIZER, Shard, Stored
 from adl_dist.errors import CheckpointError, ConfigError, UnusableError
 from adl_dist.partition.piece import traced_units
-from adl_dist.stage import LossFn, Stage
+from adl_dist.stage import Learner, LossFn, Stage
+from adl_dist.stage.tied import TiedWeights
 
 Signature = dict[str, list[int]]
 
@@ -163,9 +164,15 @@ def verify(path: Path, expected: Signature) -> dict[str, Any]:
 
 def _of_optimizers(stage: Stage, fresh: FreshStage) -> Shard:
     """Return what the optimizers of a stage remember; their names differ by the prefix of the head's."""
-    shards = [optimizer_state.shard_of(*pair) for pair in zip(stage.learners, fresh.optimizers, strict=True)]
+    pairs = zip(stage.learners, fresh.optimizers, strict=True)
+    shards = [optimizer_state.shard_of(*pair) for pair in pairs if not _is_kept_elsewhere(pair[0])]
     tensors = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
     return Shard(tensors, {name: text for shard in shards for name, text in shard.metadata.items()})
+
+
+def _is_kept_elsewhere(learner: Learner) -> bool:
+    """Return whether ``learner`` has a copy of weights that another stage has, too, and which that one saves."""
+    return isinstance(learner, TiedWeights) and not learner.is_first
 
 
 def _fill(tensors: Mapping[str, Tensor], stored: Mapping[str, Stored]) -> None:

@@ -84,6 +84,12 @@ def mark_roles(model: nn.Module, prefix: str = "") -> None:
         _ROLES[parameter] = Role(found, tuple(own), of_model)
 
 
+def take_role(parameter: nn.Parameter, other: nn.Parameter) -> None:
+    """Remember of ``parameter``, a copy of ``other``, what is known of that."""
+    if (role := _ROLES.get(other)) is not None:
+        _ROLES[parameter] = role
+
+
 def _parameters_of(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters of ``layer`` itself, and what its weights are made from by torch's parametrizations."""
     if isinstance(layer, ParametrizationList):

@@ -16,13 +16,18 @@ from adl_dist.errors import PartitionError
 from adl_dist.partition.nodes import is_light
 from adl_dist.partition.piece import Crossing, StageModule, adopt, extract
 from adl_dist.partition.ran import Ran, Samples, run
-from adl_dist.partition.ties import Ties, Use, never_moved, torn
+from adl_dist.partition.ties import KEPT, Ties, Use, never_moved, torn
 from adl_dist.partition.trace import Trace, read, unsendable
 from adl_dist.partition.tracer import UntraceableError, has_hooks
 
 
 def linearise(
-    model: nn.Module, *, granularity: str = "block", samples: Samples | None = None, varies: bool = False
+    model: nn.Module,
+    *,
+    granularity: str = "block",
+    samples: Samples | None = None,
+    varies: bool = False,
+    keeps_ties: str | None = KEPT,
 ) -> "Chain":
     """Read ``model``, any module that torch.fx can trace, as a chain of units.
 
@@ -31,16 +36,18 @@ def linearise(
     inputs of two different batch sizes, on the model's device, say of 2 and 4 samples. The parts of the model run once
     on both, so that its forward may branch on what is the same for every batch; None: its input is one tensor, and it
     branches on nothing but parameters. ``varies``: inputs of other lengths will come; a forward that would decide
-    something otherwise for one of them ends with an error.
+    something otherwise for one of them ends with an error. ``keeps_ties``: why a parameter that units have under names
+    of their own must be on one stage, in words; None: it need not, and stages are made that share it.
 
     Raises:
         PartitionError: it cannot be traced; names the line and the ways out.
     """
     is_plain = all(getattr(type(model), name) is getattr(nn.Sequential, name) for name in ("forward", "train"))
     if granularity == "block" and is_plain and not has_hooks(model):
-        return SequentialChain(model, samples)
+        return SequentialChain(model, samples, keeps_ties)
     try:
-        return TracedChain(model, *read(model, granularity=granularity, samples=samples, varies=varies))
+        traces = read(model, granularity=granularity, samples=samples, varies=varies)
+        return TracedChain(model, *traces, keeps_ties)
     except UntraceableError as error:
         raise PartitionError(f"{error}; {_ways_out(model, error.where, granularity, samples)}") from error
 
@@ -66,7 +73,7 @@ def check_same_chain(chain: "Chain", model: nn.Module, samples: Samples, *, gran
 class SequentialChain:
     """The children of an ``nn.Sequential``; one that stands twice is two units."""
 
-    def __init__(self, model: nn.Module, samples: Samples | None = None) -> None:
+    def __init__(self, model: nn.Module, samples: Samples | None = None, keeps_ties: str | None = KEPT) -> None:
         self._children = [(name, child) for name, child in model._modules.items() if child is not None]
         self.units = [name for name, _ in self._children]
         self.forbidden: dict[int, str] = {}
@@ -83,7 +90,7 @@ class SequentialChain:
             if (why := unsendable(one.values, (len(samples[0]), len(samples[1])))) is not None:
                 self.forbidden.setdefault(unit, why)
         # Behind them: what hides its tensors hides their history, too, so that more seems to be used on both sides.
-        self.forbidden = torn(uses) | self.forbidden
+        self.forbidden = torn(uses, keeps_ties) | self.forbidden
 
     def pieces(self, sizes: Sequence[int]) -> list[nn.Module]:
         """Return a Sequential of ``sizes`` units for each stage."""
@@ -94,7 +101,7 @@ class SequentialChain:
 class TracedChain:
     """The steps of a traced forward: each unit is one step that computes, and the light ones that follow it."""
 
-    def __init__(self, model: nn.Module, training: Trace, evaluation: Trace) -> None:
+    def __init__(self, model: nn.Module, training: Trace, evaluation: Trace, keeps_ties: str | None = KEPT) -> None:
         self._model = model
         self.keys = training.key, evaluation.key  # of the forwards that were read
         unit_of, self.units = _units(training)
@@ -107,7 +114,7 @@ class TracedChain:
                 if step.op in ("call_module", "get_attr") and step not in mode.trace.repeated:
                     used = attrgetter(str(step.target))(model)
                     uses += ties.uses(unit, str(step.target), used, mode.trace.uses.get(step))
-        self.forbidden = torn(uses)
+        self.forbidden = torn(uses, keeps_ties)
         for cut in range(len(self.units) - 1):
             if (why := next(filter(None, (mode.obstacle(cut) for mode in self._modes)), None)) is not None:
                 self.forbidden.setdefault(cut, why)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from adl_dist.memory import shared_memory
 from adl_dist.partition.module_state import tensors_reached
 
+KEPT = "unless you untie them"  # what is said of a tensor with several names that must be on one stage
 Use = tuple[int, str, object, int]  # a unit, a tensor that it uses by that name, and a number of its memory
 
 
@@ -53,21 +54,42 @@ class Ties:
         return unit, name, used, self._memory.get(id(used), -id(used))
 
 
-def torn(uses: Iterable[Use]) -> dict[int, str]:
-    """Return the cuts, by the unit before each, that would split one tensor, with the reason."""
+def torn(uses: Iterable[Use], keeps_ties: str | None = KEPT) -> dict[int, str]:
+    """Return the cuts, by the unit before each, that would split one tensor, with the reason.
+
+    ``keeps_ties``: what is said of a parameter with a name of its own in each unit; None: stages may hold copies of it.
+    """
     places_of: dict[int, list[tuple[int, str, object]]] = {}
     for unit, name, tensor, memory in uses:
         places_of.setdefault(memory, []).append((unit, name, tensor))
     found: dict[int, str] = {}
     for places in places_of.values():
+        if keeps_ties is None and _may_be_copied(places):
+            continue
         first, last = min(places, key=lambda use: use[:2]), max(places, key=lambda use: use[:2])
         names = f"'{first[1]}' and '{last[1]}'"
         if first[1] == last[1]:
             why = f"'{first[1]}' is used on both sides of it, and must be on one stage"
         elif first[2] is last[2]:
-            why = f"{names} are one and the same tensor, which must be on one stage, unless you untie them"
+            why = f"{names} are one and the same tensor, which must be on one stage, {keeps_ties or KEPT}"
         else:
             why = f"{names} share memory, which must be on one stage, unless each gets a tensor of its own by clone()"
         for cut in range(first[0], last[0]):
             found.setdefault(cut, why)
     return found
+
+
+def _may_be_copied(places: Iterable[tuple[int, str, object]]) -> bool:
+    """Return whether units use nothing but one parameter, each by a name that no other one has for it."""
+    unit_of: dict[str, int] = {}
+    tensors = {id(tensor): tensor for _, _, tensor in places}
+    is_one = len(tensors) == 1 and all(isinstance(tensor, nn.Parameter) for tensor in tensors.values())
+    return is_one and all(unit_of.setdefault(name, unit) == unit for unit, name, _ in places)
+
+
+def replace_parameter(module: nn.Module, parameter: nn.Parameter, other: nn.Parameter) -> None:
+    """Register ``other`` in the place of ``parameter``, wherever ``module`` has it, under the same names."""
+    for part in module.modules():
+        for name, known in [*part.named_parameters(recurse=False, remove_duplicate=False)]:
+            if known is parameter:
+                setattr(part, name, other)

@@ -51,6 +51,7 @@ from adl_dist.training.delays import record_delays
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
 from adl_dist.training.partitioned_model import PartitionedModel
+from adl_dist.training.tied_copies import untied
 
 # The arguments that are a value of one type.
 VALUES: dict[str, type] = {
@@ -149,6 +150,7 @@ class Trainer:
         self._distributed = _is_distributed(self._processes, self._spec.pipeline)
         self._timeouts = timeouts or WatchdogTimeouts()
         self._loss_settings = described(loss_fn)  # now, because a loss may count its calls
+        names = untied(model) if partition.tied == "untie" else []
         mark_roles(model)
         self._partitioned = PartitionedModel(
             in_dtype(model, self._spec.precision.dtype),
@@ -156,6 +158,11 @@ class Trainer:
             partition,
             own=self._spec.pipeline.stages_of(launched_rank()) if self._distributed else range(num_stages),
         )
+        if names:
+            shown = f"{', '.join(names[:3])}{' ..' * (len(names) > 3)}"
+            self._partitioned.notes.append(
+                f"partition.tied=untie: {shown} had the weights of another layer, now its own"
+            )
         self.requests = Requests()  # of the job that runs now, or did last; to ask it to stop or to save
 
     @property
