@@ -16,7 +16,7 @@ from adl_dist.errors import PartitionError
 from adl_dist.partition.nodes import is_light
 from adl_dist.partition.piece import Crossing, StageModule, adopt, extract
 from adl_dist.partition.ran import Ran, Samples, run
-from adl_dist.partition.ties import KEPT, Ties, Use, never_moved, torn
+from adl_dist.partition.ties import KEPT, Ties, Use, never_moved
 from adl_dist.partition.trace import Trace, read, unsendable
 from adl_dist.partition.tracer import UntraceableError, has_hooks
 
@@ -90,7 +90,7 @@ class SequentialChain:
             if (why := unsendable(one.values, (len(samples[0]), len(samples[1])))) is not None:
                 self.forbidden.setdefault(unit, why)
         # Behind them: what hides its tensors hides their history, too, so that more seems to be used on both sides.
-        self.forbidden = torn(uses, keeps_ties) | self.forbidden
+        self.forbidden = ties.torn(uses, keeps_ties) | self.forbidden
 
     def pieces(self, sizes: Sequence[int]) -> list[nn.Module]:
         """Return a Sequential of ``sizes`` units for each stage."""
@@ -114,7 +114,7 @@ class TracedChain:
                 if step.op in ("call_module", "get_attr") and step not in mode.trace.repeated:
                     used = attrgetter(str(step.target))(model)
                     uses += ties.uses(unit, str(step.target), used, mode.trace.uses.get(step))
-        self.forbidden = torn(uses, keeps_ties)
+        self.forbidden = ties.torn(uses, keeps_ties)
         for cut in range(len(self.units) - 1):
             if (why := next(filter(None, (mode.obstacle(cut) for mode in self._modes)), None)) is not None:
                 self.forbidden.setdefault(cut, why)

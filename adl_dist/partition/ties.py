@@ -1,6 +1,6 @@
 """Which cuts would tear a tensor apart that several units use."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 
@@ -27,6 +27,7 @@ class Ties:
         self._memory = shared_memory((*model.parameters(), *model.buffers()))
         self._names = {id(t): name for name, t in (*model.named_buffers(), *model.named_parameters())}
         self._parameters = {id(p) for p in model.parameters()}
+        self._units_of: dict[tuple[int, int], set[int]] = {}  # by a parameter and a module that registers it
 
     def uses(self, unit: int, name: str, used: object, reached: Iterable[Tensor] | None) -> Iterator[Use]:
         """Yield what ``unit`` uses: the tensors of a module, also those that it holds twice; or the tensor ``used``.
@@ -38,6 +39,9 @@ class Ties:
             yield self._use(unit, name, used)
             return
         own: set[int] = set()
+        for part in used.modules():
+            for parameter in part.parameters(recurse=False):
+                self._units_of.setdefault((id(parameter), id(part)), set()).add(unit)
         for kind in (used.named_parameters, used.named_buffers):
             for inner, tensor in kind(prefix=name, remove_duplicate=False):
                 own.add(id(tensor))
@@ -50,28 +54,36 @@ class Ties:
             if id(tensor) not in own:
                 yield self._use(unit, self._names.get(id(tensor), f"a parameter that {name} uses"), tensor)
 
+    def in_one_module(self, parameter: nn.Parameter) -> bool:
+        """Return whether several units have ``parameter`` from one module, so that none can have another."""
+        return any(len(units) > 1 for (key, _), units in self._units_of.items() if key == id(parameter))
+
+    def torn(self, uses: Iterable[Use], keeps_ties: str | None = KEPT) -> dict[int, str]:
+        """Return what :func:`torn` does; ``keeps_ties`` None: stages may hold copies of parameters."""
+        return torn(uses, KEPT if keeps_ties is None else keeps_ties, self if keeps_ties is None else None)
+
     def _use(self, unit: int, name: str, used: object) -> Use:
         return unit, name, used, self._memory.get(id(used), -id(used))
 
 
-def torn(uses: Iterable[Use], keeps_ties: str | None = KEPT) -> dict[int, str]:
+def torn(uses: Iterable[Use], keeps_ties: str, copying: Ties | None) -> dict[int, str]:
     """Return the cuts, by the unit before each, that would split one tensor, with the reason.
 
-    ``keeps_ties``: what is said of a parameter with a name of its own in each unit; None: stages may hold copies of it.
+    ``keeps_ties``: what is said of a tensor with several names. ``copying``: the ties of which stages may hold copies.
     """
     places_of: dict[int, list[tuple[int, str, object]]] = {}
     for unit, name, tensor, memory in uses:
         places_of.setdefault(memory, []).append((unit, name, tensor))
     found: dict[int, str] = {}
     for places in places_of.values():
-        if keeps_ties is None and _may_be_copied(places):
+        if copying is not None and _may_be_copied(places, copying):
             continue
         first, last = min(places, key=lambda use: use[:2]), max(places, key=lambda use: use[:2])
         names = f"'{first[1]}' and '{last[1]}'"
         if first[1] == last[1]:
             why = f"'{first[1]}' is used on both sides of it, and must be on one stage"
         elif first[2] is last[2]:
-            why = f"{names} are one and the same tensor, which must be on one stage, {keeps_ties or KEPT}"
+            why = f"{names} are one and the same tensor, which must be on one stage, {keeps_ties}"
         else:
             why = f"{names} share memory, which must be on one stage, unless each gets a tensor of its own by clone()"
         for cut in range(first[0], last[0]):
@@ -79,12 +91,14 @@ def torn(uses: Iterable[Use], keeps_ties: str | None = KEPT) -> dict[int, str]:
     return found
 
 
-def _may_be_copied(places: Iterable[tuple[int, str, object]]) -> bool:
-    """Return whether units use nothing but one parameter, each by a name that no other one has for it."""
+def _may_be_copied(places: Sequence[tuple[int, str, object]], ties: Ties) -> bool:
+    """Return whether units use nothing but one parameter, each by a name and in a module that no other one has."""
     unit_of: dict[str, int] = {}
-    tensors = {id(tensor): tensor for _, _, tensor in places}
-    is_one = len(tensors) == 1 and all(isinstance(tensor, nn.Parameter) for tensor in tensors.values())
-    return is_one and all(unit_of.setdefault(name, unit) == unit for unit, name, _ in places)
+    _, _, first = places[0]
+    if not isinstance(first, nn.Parameter) or any(tensor is not first for _, _, tensor in places):
+        return False
+    apart = all(unit_of.setdefault(name, unit) == unit for unit, name, _ in places)
+    return apart and not ties.in_one_module(first)
 
 
 def replace_parameter(module: nn.Module, parameter: nn.Parameter, other: nn.Parameter) -> None:

@@ -1,7 +1,6 @@
 """One piece of the network and everything it must remember between a forward and its backward."""
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -393,11 +392,7 @@ class Stage:
         if self.ties:
             self._note_tied()
         if self.lr_schedule is not None and (self.lr_updates is None or self.version <= self.lr_updates):
-            # True, and meant, where the very first update is skipped: that torch's optimizer has not stepped yet.
-            with warnings.catch_warnings() if skip else nullcontext():
-                if skip:
-                    warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-                advance(self.lr_schedule, self.where, self.version)
+            advance(self.lr_schedule, self.where, self.version, skipped=skip)
 
     def update_tied(self, tie: int) -> None:
         """Apply the oldest sum of gradients of tied weights, right after an update or another one of these."""

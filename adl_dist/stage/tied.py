@@ -30,6 +30,7 @@ class TiedWeights:
 
     Attributes:
         tie: the stages that share, the first of which adds up.
+        name: the first name of each parameter in the uncut model.
         version: updates applied so far, over the whole run; the learning rate follows it, and so the group.
         staleness: of each backward of the segment, the updates of these weights between its forward and its own.
         is_first: whether this stage adds up, and saves what the optimizer remembers.
@@ -45,6 +46,7 @@ class TiedWeights:
         """
         self.tie, self.is_first = tie, stage == tie.stages[0]
         self._parameters, self._stage, self._faults = dict(parameters), stage, faults
+        self.name = ", ".join(parameters)
         self._names = " and ".join(f"'{name}'" for name in parameters)
         self.where, self.key = f"stage {stage}, tied {self._names}", f"tied {min(parameters)}"
         self.version = 0
@@ -151,7 +153,7 @@ class TiedWeights:
             self.optimizer.zero_grad()
         self.version += 1
         if self.lr_schedule is not None and (self.lr_updates is None or self.version <= self.lr_updates):
-            advance(self.lr_schedule, self.where, self.version)
+            advance(self.lr_schedule, self.where, self.version, skipped=skip)
 
     def _judge(self, norm: Tensor) -> None:
         figures = StepStats(gradient_norm=norm, gradient_of=f"the summed gradient of tied {self._names}")
