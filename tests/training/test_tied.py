@@ -118,19 +118,19 @@ def test_the_order_of_events_does_not_change_a_bit(seed):
 
 
 RANKS = [
-    *((M, {"dtype": dtype}) for M, dtype in ((1, torch.float64), (2, torch.float32))),
-    *((3, more) for name, more in OTHERS.items() if name not in ("interleaved", "rotated")),
+    (1, {"dtype": torch.float64}),
+    *((3, OTHERS[name]) for name in ("AdamW", "clip, bfloat16", "skip", "spike, error feedback", "2bw", "split")),
 ]
 
 
 def train_all(K):
-    return [train_tied(K, M, **{"dtype": torch.float32, **options})[0] for M, options in RANKS]
+    return [train_tied(K, M, **{"dtype": torch.float32, "epochs": 1, **options})[0] for M, options in RANKS]
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("K", [2, 4])
 def test_processes_end_in_the_bits_of_one(K):
-    for of_rank in run_ranks(K, train_all, K, timeout_seconds=240):
+    for of_rank in run_ranks(K, train_all, K, timeout_seconds=100):
         for got, expected, (M, options) in zip(of_rank, train_all(K), RANKS, strict=True):
             assert_same(got, expected, f"M = {M}, {options}")
 
