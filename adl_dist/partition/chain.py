@@ -91,6 +91,7 @@ class SequentialChain:
                 self.forbidden.setdefault(unit, why)
         # Behind them: what hides its tensors hides their history, too, so that more seems to be used on both sides.
         self.forbidden = ties.torn(uses, keeps_ties) | self.forbidden
+        self.shared = ties.shared
 
     def pieces(self, sizes: Sequence[int]) -> list[nn.Module]:
         """Return a Sequential of ``sizes`` units for each stage."""
@@ -114,7 +115,7 @@ class TracedChain:
                 if step.op in ("call_module", "get_attr") and step not in mode.trace.repeated:
                     used = attrgetter(str(step.target))(model)
                     uses += ties.uses(unit, str(step.target), used, mode.trace.uses.get(step))
-        self.forbidden = ties.torn(uses, keeps_ties)
+        self.forbidden, self.shared = ties.torn(uses, keeps_ties), ties.shared
         for cut in range(len(self.units) - 1):
             if (why := next(filter(None, (mode.obstacle(cut) for mode in self._modes)), None)) is not None:
                 self.forbidden.setdefault(cut, why)
@@ -138,7 +139,8 @@ class TracedChain:
 
 
 # ``units``: their names, in the order they run; ``forbidden``: cuts that cannot be made, by the unit before them, each
-# with the reason; ``pieces(sizes)``: stages that together hold exactly the model's modules.
+# with the reason; ``shared``: see :class:`Ties`;
+# ``pieces(sizes)``: stages that together hold exactly the model's modules.
 Chain = SequentialChain | TracedChain
 
 

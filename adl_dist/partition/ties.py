@@ -19,7 +19,11 @@ def never_moved(model: nn.Module, moved: Collection[int]) -> frozenset[int]:
 
 
 class Ties:
-    """The tensors of a model that units use; all uses of one, unless no forward moves it, must be on one stage."""
+    """The tensors of a model that units use; all uses of one, unless no forward moves it, must be on one stage.
+
+    Attributes:
+        shared: of each trained parameter that several units use, and stages may hold copies of, the units by its name.
+    """
 
     def __init__(self, model: nn.Module, read_only: Collection[int]) -> None:
         """``read_only``: the ids of buffers that no forward moves, so that several stages may hold them."""
@@ -27,6 +31,7 @@ class Ties:
         self._memory = shared_memory((*model.parameters(), *model.buffers()))
         self._names = {id(t): name for name, t in (*model.named_buffers(), *model.named_parameters())}
         self._parameters = {id(p) for p in model.parameters()}
+        self.shared: dict[str, list[int]] = {}
         self._units_of: dict[tuple[int, int], set[int]] = {}  # by a parameter and a module that registers it
 
     def uses(self, unit: int, name: str, used: object, reached: Iterable[Tensor] | None) -> Iterator[Use]:
@@ -58,6 +63,12 @@ class Ties:
         """Return whether several units have ``parameter`` from one module, so that none can have another."""
         return any(len(units) > 1 for (key, _), units in self._units_of.items() if key == id(parameter))
 
+    def note_shared(self, places: Sequence[tuple[int, str, object]]) -> None:
+        """Take note of the ``places`` of a parameter that may be copied."""
+        units, (_, name, parameter) = sorted({unit for unit, *_ in places}), min(places, key=lambda use: use[:2])
+        if len(units) > 1 and isinstance(parameter, nn.Parameter) and parameter.requires_grad:
+            self.shared[name] = units
+
     def torn(self, uses: Iterable[Use], keeps_ties: str | None = KEPT) -> dict[int, str]:
         """Return what :func:`torn` does; ``keeps_ties`` None: stages may hold copies of parameters."""
         return torn(uses, KEPT if keeps_ties is None else keeps_ties, self if keeps_ties is None else None)
@@ -77,6 +88,7 @@ def torn(uses: Iterable[Use], keeps_ties: str, copying: Ties | None) -> dict[int
     found: dict[int, str] = {}
     for places in places_of.values():
         if copying is not None and _may_be_copied(places, copying):
+            copying.note_shared(places)
             continue
         first, last = min(places, key=lambda use: use[:2]), max(places, key=lambda use: use[:2])
         names = f"'{first[1]}' and '{last[1]}'"
