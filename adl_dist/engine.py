@@ -12,7 +12,7 @@ from torch.profiler import record_function
 from adl_dist.batch import Batch
 from adl_dist.data.stream import Stream
 from adl_dist.schedule import Action, Op, StageWork
-from adl_dist.schedule.actions import RECEIVES
+from adl_dist.schedule.actions import RECEIVES, TiedAction, is_tied, what_of
 from adl_dist.stage import Stage
 from adl_dist.stage.calls import Tensors
 from adl_dist.stage.gradient_head import GradientHead
@@ -69,12 +69,13 @@ class StageContext:
         self.last_of_groups = work.last_of_groups()  # now, because a stop may shorten the list later on
         self.held.clear()
         self.buffer.clear()
-        for sender in self.senders.values():
-            sender.open(work.sizes, training=training)
+        whole = [1] * len(work.sizes)  # tied weights have no batch dimension of their own
+        for kind, sender in self.senders.items():
+            sender.open(whole if is_tied(kind) else work.sizes, training=training)
         for kind, receiver in self.receivers.items():
-            order = [a.number for a in work.actions if a.op in RECEIVES and RECEIVES[a.op].what == kind]
-            from_upstream = kind in ("act", "label")
-            receiver.open(work.sizes_upstream if from_upstream else work.sizes, order, training=training)
+            order = [a.number for a in work.actions if a.op in RECEIVES and what_of(a) == kind]
+            sizes = work.sizes_upstream if kind in ("act", "label") else whole if is_tied(kind) else work.sizes
+            receiver.open(sizes, order, training=training)
 
     def shorten(self, num_micro_batches: int) -> None:
         """Expect no more than the first ``num_micro_batches`` of the segment from the other stages."""
@@ -175,6 +176,24 @@ def step(action: Action, context: StageContext) -> None:
             _head_of(stage).learn(b, held.pop("grad"))
         case Op.UPDATE_HEAD:
             _head_of(stage).update()
+        case _:
+            assert isinstance(action, TiedAction)
+            _step_tied(action, context)
+
+
+def _step_tied(action: TiedAction, context: StageContext) -> None:
+    tied = context.stage.ties[action.tie.number]
+    match action.op:
+        case Op.SEND_PART:
+            context.senders[what_of(action)].send(action.number, tied.part())
+        case Op.RECV_PART:
+            tied.add(context.receivers[what_of(action)].recv(action.number))
+        case Op.SEND_SUM:
+            context.senders[what_of(action)].send(action.number, tied.total())
+        case Op.RECV_SUM:
+            tied.take(context.receivers[what_of(action)].recv(action.number))
+        case Op.UPDATE_TIED:
+            context.stage.update_tied(action.tie.number)
 
 
 def _head_of(stage: Stage) -> GradientHead:

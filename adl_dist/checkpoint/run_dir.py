@@ -60,7 +60,7 @@ FREE_TO_CHANGE = {
 # What a run trained with if its folder is older than one of these settings, and so does not name it.
 OF_OLD = {
     f"method.{setting.name}": setting.default for setting in fields(Method) if setting.name not in ("name", "spec")
-}
+} | {"partition.tied": "share", "tied": "share"}
 
 
 class RunFolder:

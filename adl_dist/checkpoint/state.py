@@ -26,7 +26,8 @@ from adl_dist.checkpoint.optimizer_state import FreshOptimizer
 from adl_dist.checkpoint.storage import BUFFERS, EMA, HEADS, MODEL, OPTIMIZER, Shard, Stored
 from adl_dist.errors import CheckpointError, ConfigError, UnusableError
 from adl_dist.partition.piece import stage_units
-from adl_dist.stage import LossFn, Stage
+from adl_dist.stage import Learner, LossFn, Stage
+from adl_dist.stage.tied import TiedWeights
 
 Signature = dict[str, list[int]]
 
@@ -98,8 +99,8 @@ def state_of(stages: Iterable[Stage], num_stages: int, fresh: Mapping[int, Fresh
             BUFFERS: first.buffers.moved(stage.module),
             OPTIMIZER: _of_optimizers(stage, first),
         }
-        if stage.average is not None:
-            parts[EMA] = Shard(stage.average.tensors)
+        if own := stage.averages_to_save:
+            parts[EMA] = Shard({name: tensor for one in own for name, tensor in one.tensors.items()})
         if first.loss is not None:
             of_loss, kept = first.loss.moved(), parts[BUFFERS]
             parts[BUFFERS] = Shard({**kept.tensors, **of_loss.tensors}, {**kept.metadata, **of_loss.metadata})
@@ -126,9 +127,9 @@ def load(path: Path, stages: Sequence[Stage], fresh: Mapping[int, FreshStage]) -
     with _explained(path):
         for stage in stages:
             _fill(stage.module.state_dict(), model)
-            if stage.average is not None:
-                own = {name: averages[name] for name in averages.keys() & stage.average.names}
-                stage.average.restore(dict(storage.read(own)))
+            for average in stage.averages:
+                own = {name: averages[name] for name in averages.keys() & average.names}
+                average.restore(dict(storage.read(own)))
             _fill(_head_tensors(stage), heads)
             first = fresh[stage.index]
             buffers.restore(stage.module, *moved)
@@ -197,9 +198,15 @@ def verify(path: Path, expected: Signature) -> dict[str, Any]:
 
 def _of_optimizers(stage: Stage, fresh: FreshStage) -> Shard:
     """Return what the optimizers of a stage remember; their names differ by the prefix of the head's."""
-    shards = [optimizer_state.shard_of(*pair) for pair in zip(stage.learners, fresh.optimizers, strict=True)]
+    pairs = zip(stage.learners, fresh.optimizers, strict=True)
+    shards = [optimizer_state.shard_of(*pair) for pair in pairs if not _is_kept_elsewhere(pair[0])]
     tensors = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
     return Shard(tensors, {name: text for shard in shards for name, text in shard.metadata.items()})
+
+
+def _is_kept_elsewhere(learner: Learner) -> bool:
+    """Return whether ``learner`` has a copy of weights that another stage has, too, and which that one saves."""
+    return isinstance(learner, TiedWeights) and not learner.is_first
 
 
 def _fill(tensors: Mapping[str, Tensor], stored: Mapping[str, Stored]) -> None:

@@ -14,7 +14,7 @@ from adl_dist.checkpoint.identity import check_identity, identity_of, partition_
 from adl_dist.checkpoint.run_dir import RunFolder
 from adl_dist.control import messages
 from adl_dist.control.group import WorkerGroup
-from adl_dist.control.messages import Done, EvaluateResult, Record, Summary, TrainResult
+from adl_dist.control.messages import Done, EvaluateResult, Record, Summary, TiedResult, TrainResult
 from adl_dist.control.requests import Ask, Requests
 from adl_dist.errors import DivergedError, SaveError, StageFailed
 from adl_dist.monitor.trace import TRACE, Instant, merge_parts
@@ -378,8 +378,19 @@ def _stage_totals(results: Sequence[TrainResult]) -> dict[str, Any]:
         "busy_share": sum(result.busy_seconds for result in results) / seconds,
         "peak_memory_bytes": max(result.peak_memory_bytes for result in results),
     }
+    if results[0].tied:
+        row["tied"] = [_tied_totals(of_tie) for of_tie in zip(*(result.tied for result in results), strict=True)]
     if tensor_bytes := [result.peak_tensor_bytes for result in results if result.peak_tensor_bytes is not None]:
         row["peak_tensor_bytes"] = max(tensor_bytes)
     if names := dict.fromkeys(name for result in results for name in result.spent):
         row["shares"] = {name: sum(r.spent.get(name, 0.0) for r in results) / seconds for name in names}
     return row
+
+
+def _tied_totals(results: Sequence[TiedResult]) -> dict[str, Any]:
+    num = sum(result.num_backwards for result in results)
+    return {
+        "name": results[0].name,
+        "staleness_mean": sum(result.staleness_sum for result in results) / num,
+        "staleness_max": max(result.staleness_max for result in results),
+    }

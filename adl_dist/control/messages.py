@@ -1,7 +1,7 @@
 """The messages between the coordinator and the stages. They travel over RPC as they are."""
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -126,6 +126,17 @@ class TrainResult:
     peak_memory_bytes: int  # the most that the process has held so far
     peak_tensor_bytes: int | None = None  # the most bytes of tensors; None unless measured
     spent: Mapping[str, float] = field(default_factory=dict)  # seconds by kind of action; empty without a trace
+    tied: Sequence["TiedResult"] = ()  # of each of its copies of tied weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class TiedResult:
+    """The figures of the copy that one stage holds of tied weights, over one segment."""
+
+    name: str
+    staleness_sum: int  # of the gradients that the stage has added, in updates of these weights
+    staleness_max: int
+    num_backwards: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,16 @@ from adl_dist.checkpoint import data_state
 from adl_dist.checkpoint.async_save import PartWriter
 from adl_dist.checkpoint.state import FreshStage, check_storable, load, state_of
 from adl_dist.control import messages
-from adl_dist.control.messages import Command, EvaluateResult, Record, Reporter, Result, TrainResult, command_name
+from adl_dist.control.messages import (
+    Command,
+    EvaluateResult,
+    Record,
+    Reporter,
+    Result,
+    TiedResult,
+    TrainResult,
+    command_name,
+)
 from adl_dist.control.stop import EarlyStop
 from adl_dist.data.stream import Stream
 from adl_dist.distributed.world import World
@@ -35,6 +44,7 @@ from adl_dist.seeds import stream_seed
 from adl_dist.stage import Stage, StepStats
 from adl_dist.stage.loss_terms import LossTerms, counted
 from adl_dist.stage.stats import value_of
+from adl_dist.stage.tied import TiedWeights
 from adl_dist.streams import streams_kept
 from adl_dist.transport.process import POSTED_AHEAD
 
@@ -113,6 +123,7 @@ class LocalWorker:
                 num_backwards=sum(activity.counts[op] for op in BACKWARDS),
                 num_updates=activity.counts[Op.UPDATE],
                 num_skipped=activity.num_skipped,
+                tied=[_tied_result(tied) for tied in self.contexts[k].stage.ties.values()],
             )
             for k, activity in sorted(self.activity.stages.items())
         ]
@@ -207,6 +218,13 @@ class LocalWorker:
             finally:
                 if batches is not None:
                     batches.close()
+
+
+def _tied_result(tied: TiedWeights) -> TiedResult:
+    stale = tied.staleness
+    return TiedResult(
+        name=tied.name, staleness_sum=sum(stale), staleness_max=max(stale, default=0), num_backwards=len(stale)
+    )
 
 
 def _taken_apart(batches: Generator[tuple[Batch, ...], None, None]) -> Generator[tuple[Tensor, ...], None, None]:

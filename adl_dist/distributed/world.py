@@ -32,6 +32,7 @@ from adl_dist.distributed.rpc_errors import first_line
 from adl_dist.errors import AdlError, ChannelError, ConfigError
 from adl_dist.report import warn
 from adl_dist.schedule import Pipeline
+from adl_dist.schedule.actions import Message
 from adl_dist.transport import port_filter
 from adl_dist.transport.port_filter import block, blocking_new, unblock
 from adl_dist.transport.process import Edge, abort, connect_edges
@@ -69,25 +70,28 @@ class World:
         """Whether there is more than one process."""
         return self.size > 1
 
-    def connect_more(self, links: Iterable[str]) -> None:
-        """Make the edges of ``links`` that are not there yet; every rank calls it with the same."""
-        if not (missing := [link for link in links if link not in self._links]):
+    def connect_more(self, links: Iterable[str], more: Iterable[Message] = ()) -> None:
+        """Make the edges of ``links``, and ``more``, that are not there yet; every rank calls it with the same."""
+        apart = [message for message in more if message.what not in self._links]
+        missing = [link for link in links if link not in self._links]
+        if not missing and not apart:
             return
         try:
             if self.listener is not None:
                 unblock(self.listener)  # a new group may want a connection of its own to the store
             self.edges |= connect_edges(
-                self.num_stages, missing, backend=self.backend, device=self.device, timeout=self.timeout
+                self.num_stages, missing, apart, backend=self.backend, device=self.device, timeout=self.timeout
             )
             dist.barrier()  # only now have all connected
             if self.listener is not None:
                 block(self.listener)
         except RuntimeError as error:
+            names = ", ".join([*missing, *(message.what for message in apart)])
             raise ChannelError(
-                f"rank {self.rank} could not connect the edges for {', '.join(missing)}: {first_line(error)}; a peer "
+                f"rank {self.rank} could not connect the edges for {names}: {first_line(error)}; a peer "
                 "is gone or silent, and its own log, logs/rankR.log, says why"
             ) from error
-        self._links |= set(missing)
+        self._links |= {*missing, *(message.what for message in apart)}
 
     def abort_edges(self) -> None:
         """Give up, once and for all, messages that would never arrive and that nothing else would end."""

@@ -60,7 +60,7 @@ def gpt(
         width: channels between the layers.
         dropout: share of what is zeroed in training: of the embedding, the attention's weights, and each summand.
         bias: whether linear layers and norms have one, as GPT-2's have.
-        tied: whether the head has the weights of the embedding, as GPT-2's has. Such a model is on one stage only.
+        tied: whether the head has the weights of the embedding, as GPT-2's has.
 
     Returns:
         int[B, T] -> float[B, T, vocab_size], T <= ``context``: units ``embedding``, ``layer0`` .., ``head``.

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from adl_dist.checkpoint.async_save import COMMITTING, SAVING
 from adl_dist.monitor.activity import FAILED, IDLE
 from adl_dist.monitor.status import COORDINATOR, CoordinatorStatus, ProcessStatus, RankStatus, StageStatus
-from adl_dist.schedule.actions import LINKS, RECEIVES, Op
+from adl_dist.schedule.actions import LINKS, RECEIVES, TIED, Op
 
 GONE = "gone"
 
@@ -138,6 +138,8 @@ def _lost_message(stages: Mapping[int, _Stage]) -> Cause | None:
             continue
         sender = stages.get(status.waits_for[0])
         send = next(send for send, link in LINKS.items() if link.recv is status.op)
+        if send in TIED:  # whose counts are of all ties, and of all that share
+            continue
         if sender is None or sender.status.segment != status.segment:
             continue
         # By their counts, since an edge keeps its order: numbers may go down, as GPipe's gradients do.

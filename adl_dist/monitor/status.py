@@ -22,8 +22,8 @@ from adl_dist.checkpoint.layout import progress
 from adl_dist.distributed.procfs import machine, start_time, state_of
 from adl_dist.distributed.world import launched_rank
 from adl_dist.monitor.activity import FAILED, FINISHING, IDLE, KINDS, ActivityLog, SegmentActivity
-from adl_dist.schedule import Op
-from adl_dist.schedule.actions import BACKWARDS, LINKS, RECEIVES, receiver, sender
+from adl_dist.schedule import Action, Op
+from adl_dist.schedule.actions import BACKWARDS, LINKS, message_of
 
 COORDINATOR = -1  # the peer that an idle stage waits for
 FORWARDS = (Op.FORWARD, Op.FORWARD_ONLY, Op.PREDICT)
@@ -127,7 +127,7 @@ def process_status(log: ActivityLog, *, closely: bool = False) -> ProcessStatus:
     for k in sorted(segment.stages) if segment is not None else [launched_rank()]:
         figures = _figures(segment, k, is_over=phase in (IDLE, FAILED), now=now) if segment is not None else {}
         if doing is not None and doing[0] == k:
-            figures |= _present(k, *doing[1], log.num_stages) | {"seconds": now - doing[2]}
+            figures |= _present(k, doing[1], log.num_stages) | {"seconds": now - doing[2]}
         else:
             text, waits_for = _waiting(k, phase, doing[0] if doing is not None else None, log.num_stages)
             figures |= {"doing": text, "waits_for": waits_for, "seconds": now - since}
@@ -150,15 +150,13 @@ def process_status(log: ActivityLog, *, closely: bool = False) -> ProcessStatus:
     )
 
 
-def _present(k: int, op: Op, number: int, num_stages: int) -> dict[str, Any]:
-    """Describe the action that stage ``k`` carries out, and the stage at the other end of a message."""
+def _present(k: int, action: Action, num_stages: int) -> dict[str, Any]:
+    """Describe the ``action`` that stage ``k`` carries out, and the stage at the other end of a message."""
+    op, number = action
     text, peers = f"{KINDS[op][1]} {number}", []
-    if op in LINKS:
-        peers = [receiver(op, k, num_stages=num_stages)]
-        text += f" to stage {peers[0]}"
-    elif op in RECEIVES:
-        peers = [sender(op, k)]
-        text += f" from stage {peers[0]}"
+    if (message := message_of(action, k, num_stages=num_stages)) is not None:
+        peers = [message.receiver if op in LINKS else message.sender]
+        text += f" {'to' if op in LINKS else 'from'} stage {peers[0]}"
     return {"doing": text, "op": op, "number": number, "waits_for": peers}
 
 

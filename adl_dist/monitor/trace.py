@@ -109,7 +109,8 @@ def _lines(log: ActivityLog, world: World, k: int, origin: float) -> Iterator[di
         begin, end = (round((at - origin) * 1e9) for at in (event.begin, event.end))
         (op, number), segment = event.action, event.segment.segment
         share, kind = KINDS[op]
-        counted = {Op.UPDATE: "group", Op.UPDATE_HEAD: "group", Op.WEIGHTS: "updates_in_segment"}.get(op, "micro_batch")
+        groups = dict.fromkeys((Op.UPDATE, Op.UPDATE_HEAD, Op.UPDATE_TIED), "group")
+        counted = {**groups, Op.WEIGHTS: "updates_in_segment"}.get(op, "micro_batch")
         arguments: dict[str, Any] = {counted: number, "action": str(event.action), "version": event.version}
         if op is Op.UPDATE:
             arguments["update"] = segment.first_update + number

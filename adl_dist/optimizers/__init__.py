@@ -1,8 +1,8 @@
 """Optimizers that bear stale gradients, and rules for groups of the parameters of any optimizer."""
 
 from adl_dist.optimizers.muon import Muon
-from adl_dist.optimizers.roles import mark_roles
+from adl_dist.optimizers.roles import mark_roles, take_role
 from adl_dist.optimizers.rotated import RotatedAdam
 from adl_dist.optimizers.rules import prepare, with_rules
 
-__all__ = ["Muon", "RotatedAdam", "mark_roles", "prepare", "with_rules"]
+__all__ = ["Muon", "RotatedAdam", "mark_roles", "prepare", "take_role", "with_rules"]

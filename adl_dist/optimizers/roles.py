@@ -126,6 +126,12 @@ def keep_role(parameter: nn.Parameter, old: nn.Parameter) -> None:
         _ROLES[parameter] = _ROLES[old]
 
 
+def take_role(parameter: nn.Parameter, other: nn.Parameter) -> None:
+    """Remember of ``parameter``, a copy of ``other``, what is known of that."""
+    if (role := _ROLES.get(other)) is not None:
+        _ROLES[parameter] = role
+
+
 def _parameters_of(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters of ``layer`` itself, and what its weights are made from by torch's parametrizations."""
     if isinstance(layer, ParametrizationList):

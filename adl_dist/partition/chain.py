@@ -17,14 +17,19 @@ from adl_dist.partition.layered import look
 from adl_dist.partition.nodes import is_light
 from adl_dist.partition.piece import Crossing, TracedStage, adopt, extract
 from adl_dist.partition.ran import Ran, Samples, run
-from adl_dist.partition.ties import Ties, Use, never_moved, torn
+from adl_dist.partition.ties import KEPT, Ties, Use, never_moved
 from adl_dist.partition.trace import Trace, read, unsendable
 from adl_dist.partition.tracer import UntraceableError, check_signature, has_hooks
 from adl_dist.partition.trimmed import LayeredStage, travelling
 
 
 def linearise(
-    model: nn.Module, *, granularity: str = "block", samples: Samples | None = None, varies: bool = False
+    model: nn.Module,
+    *,
+    granularity: str = "block",
+    samples: Samples | None = None,
+    varies: bool = False,
+    keeps_ties: str | None = KEPT,
 ) -> "Chain":
     """Read ``model``, any module that torch.fx can trace, as a chain of units.
 
@@ -36,17 +41,19 @@ def linearise(
     inputs of two different batch sizes, on the model's device, say of 2 and 4 samples. The parts of the model run once
     on both, so that its forward may branch on what is the same for every batch; None: its input is one tensor, and it
     branches on nothing but parameters. ``varies``: inputs of other lengths will come; a forward that would decide
-    something otherwise for one of them ends with an error.
+    something otherwise for one of them ends with an error. ``keeps_ties``: why a parameter that units have under names
+    of their own must be on one stage, in words; None: it need not, and stages are made that share it.
 
     Raises:
         PartitionError: it cannot be traced; names the line and the ways out.
     """
     if (layers := getattr(model, "layer_list", None)) is not None:
-        return LayeredChain(model, layers, samples)
+        return LayeredChain(model, layers, samples, keeps_ties)
     if granularity == "block" and has_plain_units(model):
-        return SequentialChain(model, samples)
+        return SequentialChain(model, samples, keeps_ties)
     try:
-        return TracedChain(model, *read(model, granularity=granularity, samples=samples, varies=varies))
+        traces = read(model, granularity=granularity, samples=samples, varies=varies)
+        return TracedChain(model, *traces, keeps_ties)
     except UntraceableError as error:
         raise PartitionError(f"{error}; {_ways_out(model, error.where, granularity, samples)}") from error
 
@@ -78,7 +85,7 @@ def check_same_chain(chain: "Chain", model: nn.Module, samples: Samples, *, gran
 class SequentialChain:
     """The children of an ``nn.Sequential``; one that stands twice is two units."""
 
-    def __init__(self, model: nn.Module, samples: Samples | None = None) -> None:
+    def __init__(self, model: nn.Module, samples: Samples | None = None, keeps_ties: str | None = KEPT) -> None:
         self._children = [(name, child) for name, child in model._modules.items() if child is not None]
         self.units = [name for name, _ in self._children]
         self.forbidden: dict[int, str] = {}
@@ -95,7 +102,8 @@ class SequentialChain:
             if (why := unsendable(one.values, (len(samples[0]), len(samples[1])))) is not None:
                 self.forbidden.setdefault(unit, why)
         # Behind them: what hides its tensors hides their history, too, so that more seems to be used on both sides.
-        self.forbidden = torn(uses) | self.forbidden
+        self.forbidden = ties.torn(uses, keeps_ties) | self.forbidden
+        self.shared = ties.shared
 
     def pieces(self, sizes: Sequence[int]) -> list[nn.Module]:
         """Return a Sequential of ``sizes`` units for each stage."""
@@ -106,7 +114,7 @@ class SequentialChain:
 class TracedChain:
     """The steps of a traced forward: each unit is one step that computes, and the light ones that follow it."""
 
-    def __init__(self, model: nn.Module, training: Trace, evaluation: Trace) -> None:
+    def __init__(self, model: nn.Module, training: Trace, evaluation: Trace, keeps_ties: str | None = KEPT) -> None:
         self._model = model
         self.keys = training.key, evaluation.key  # of the forwards that were read
         unit_of, self.units = _units(training)
@@ -119,7 +127,7 @@ class TracedChain:
                 if step.op in ("call_module", "get_attr") and step not in mode.trace.repeated:
                     used = attrgetter(str(step.target))(model)
                     uses += ties.uses(unit, str(step.target), used, mode.trace.uses.get(step))
-        self.forbidden = torn(uses)
+        self.forbidden, self.shared = ties.torn(uses, keeps_ties), ties.shared
         for cut in range(len(self.units) - 1):
             if (why := next(filter(None, (mode.obstacle(cut) for mode in self._modes)), None)) is not None:
                 self.forbidden.setdefault(cut, why)
@@ -145,7 +153,7 @@ class TracedChain:
 class LayeredChain:
     """What a model calls before its layers, each layer, and what it calls behind them; nothing of it is read."""
 
-    def __init__(self, model: nn.Module, layers: str, samples: Samples | None) -> None:
+    def __init__(self, model: nn.Module, layers: str, samples: Samples | None, keeps_ties: str | None = KEPT) -> None:
         if samples is None:
             raise PartitionError(f"{type(model).__name__} is cut by watching it run, which takes samples of the data")
         check_signature(model, samples)
@@ -159,7 +167,7 @@ class LayeredChain:
         with_state = {unit: [n for n in names if model.get_submodule(n).state_dict()] for unit, names in inside.items()}
         first, last = (with_state[0] or ["input"])[0], (with_state[anatomy.count + 1] or ["output"])[-1]
         self.units = [first, *(inside[place + 1][0] for place in range(anatomy.count)), last]
-        self.forbidden = torn(uses)
+        self.forbidden, self.shared = ties.torn(uses, keeps_ties), ties.shared
         for unit, pair in enumerate(anatomy.pairs):
             if (why := unsendable(pair, (len(samples[0]), len(samples[1])))) is not None:
                 self.forbidden.setdefault(unit, why)
@@ -174,7 +182,8 @@ class LayeredChain:
 
 
 # ``units``: their names, in the order they run; ``forbidden``: cuts that cannot be made, by the unit before them, each
-# with the reason; ``pieces(sizes)``: stages that together hold exactly the model's modules.
+# with the reason; ``shared``: see :class:`Ties`;
+# ``pieces(sizes)``: stages that together hold exactly the model's modules.
 Chain = SequentialChain | TracedChain | LayeredChain
 
 

@@ -12,6 +12,7 @@ from adl_dist.partition.chain import Chain, LayeredChain, linearise
 from adl_dist.partition.costs import StageFootprint, UnitCost
 from adl_dist.partition.imbalance import usual
 from adl_dist.partition.ran import Samples
+from adl_dist.partition.ties import KEPT
 
 
 def cut(
@@ -21,19 +22,20 @@ def cut(
     balance: Sequence[int] | Sequence[str] | None = None,
     granularity: str = "block",
     samples: Samples | None = None,
+    keeps_ties: str | None = KEPT,
 ) -> list[nn.Module]:
     """Cut ``model`` into stages that together hold exactly its parameters and buffers.
 
     The state_dict keys of the stages are those of the uncut model: their disjoint union is its state_dict.
     ``balance``: units of each stage, or the names of the units where stages 1..K-1 begin; None: as even as can be.
-    ``granularity`` (what a unit is) and ``samples`` are those of :func:`linearise`.
+    ``granularity`` (what a unit is), ``samples`` and ``keeps_ties`` are those of :func:`linearise`.
 
     Raises:
         PartitionError: it cannot be traced, has too few units, or cannot be cut there.
     """
     if num_stages == 1 and balance is None:
         return [model]
-    chain = linearise(model, granularity=granularity, samples=samples)
+    chain = linearise(model, granularity=granularity, samples=samples, keeps_ties=keeps_ties)
     sizes = even_sizes(chain, num_stages) if balance is None else checked_sizes(chain, num_stages, balance)
     return [model] if num_stages == 1 else chain.pieces(sizes)
 

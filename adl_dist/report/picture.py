@@ -20,7 +20,7 @@ from adl_dist.errors import ConfigError
 from adl_dist.report.files import check_out, write_atomically
 from adl_dist.schedule.actions import BACKWARDS, Action, Op
 from adl_dist.schedule.pipeline import Pipeline
-from adl_dist.schedule.table import figures, title
+from adl_dist.schedule.table import figures, tied_figures, title
 from adl_dist.schedule.timing import Costs, Span, in_processes, simulate, ticks
 
 MOST_TICKS = 400  # more cannot be read
@@ -40,6 +40,7 @@ ACT, GRAD, DASHES = "#0072B2", "#D55E00", (0, (4, 1.6))
 # In a tick a backward is drawn as wide as two forwards, which is about what it costs.
 PARTS = {Op.FORWARD: 1, Op.FORWARD_ONLY: 1, Op.RECOMPUTE: 1, Op.BACKWARD: 2, Op.LEARN: 1}
 FORWARDS = (Op.FORWARD, Op.FORWARD_ONLY)
+UPDATES = (Op.UPDATE, Op.UPDATE_TIED)
 
 # In inches.
 LANE, BOX = 0.95, 0.5
@@ -122,7 +123,7 @@ def _spans_of_ticks(table: Sequence[dict[int, list[Action]]]) -> Iterator[Span]:
 
 
 def _num_behind_forward(actions: Sequence[Action]) -> int:
-    return sum(a.op not in (*FORWARDS, Op.UPDATE) for a in actions)
+    return sum(a.op not in (*FORWARDS, *UPDATES) for a in actions)
 
 
 def _spans_of_split_ticks(table: Sequence[dict[int, list[Action]]], *, parts: int) -> Iterator[Span]:
@@ -132,7 +133,7 @@ def _spans_of_split_ticks(table: Sequence[dict[int, list[Action]]], *, parts: in
             end = tick + 1 / parts
             for action in actions:
                 start = float(tick) if action.op in FORWARDS else end
-                end = start if action.op is Op.UPDATE else start + 1 / parts
+                end = start if action.op in UPDATES else start + 1 / parts
                 yield Span(stage, action, start, end)
 
 
@@ -145,6 +146,8 @@ def _lanes(axes: Axes, pipeline: Pipeline, width: float, shows_staleness: bool) 
         middle = _middle(f.stage)
         axes.add_patch(Rectangle((0, middle - BOX / 2), width, BOX, color="#EFEFEF", linewidth=0, zorder=0))
         labels = [f"delay {f.delay}", f"mean LoS {f.staleness_mean:.3g}"][: 1 + shows_staleness]
+        if tied := [f"{copy.staleness_mean:.3g}" for copy in tied_figures(pipeline) if copy.stage == f.stage]:
+            labels.append(f"tied LoS {'/'.join(tied)}")
         axes.text(-0.12, middle - 0.09 * len(labels), f"stage {f.stage}", ha="right", va="center", fontsize=10)
         for i, text in enumerate(labels, start=1):
             y = middle - 0.09 * len(labels) + 0.18 * i

@@ -137,4 +137,9 @@ def final_table(summary: Mapping[str, Any]) -> str:
             tensors = [f"{s['peak_tensor_bytes'] / 2**20:,.1f} MiB"] if measured else []
             rows.append([*row, f"{s['peak_memory_bytes'] / 2**20:,.0f} MiB", *tensors])
         lines += ["", *text_table(rows)]
+        if tied := [(s["stage"], copy) for s in summary["stages"] for copy in s.get("tied", ())]:
+            rows = [["tied weights", "stage", "staleness mean", "max"]]
+            for stage, copy in tied:
+                rows.append([copy["name"], stage, f"{copy['staleness_mean']:.3f}", copy["staleness_max"]])
+            lines += ["", *text_table(rows)]
     return "\n".join(lines)

@@ -33,6 +33,11 @@ class Op(enum.Enum):
     PREDICT_GRADIENT = "Q"  # synthetic gradients: a head says what gradient will come back for the output
     LEARN = "H"  # the head learns from the gradient that has come back
     UPDATE_HEAD = "HU"  # when it has learned from a whole group
+    SEND_PART = "SP"  # tied weights: the gradient of one copy, of the group that ends with this micro-batch
+    RECV_PART = "RP"
+    SEND_SUM = "SS"  # the sum of all copies' gradients of that group
+    RECV_SUM = "RS"
+    UPDATE_TIED = "TU"  # the update of a copy with the sum of a group
 
     __hash__ = object.__hash__  # Enum's own hashes the name, in Python, and every action is looked up by its op
 
@@ -51,12 +56,49 @@ class Action(NamedTuple):
         return f"{self.op.value}{self.number}"
 
 
+class Tie(NamedTuple):
+    """One of the ties: tensors of which several stages hold a copy each."""
+
+    number: int  # among those of the pipeline
+    stages: tuple[int, ...]  # that hold a copy, in order; the first one adds up
+
+
+class TiedAction(Action):
+    """One step of one stage that is about a tie; of a message, with the holder at its end that does not add up."""
+
+    tie: Tie
+    holder: int
+
+    def __new__(cls, op: Op, number: int, tie: Tie, holder: int) -> "TiedAction":
+        """Make the action of ``op``; it unpacks like any other."""
+        made = super().__new__(cls, op, number)
+        made.tie, made.holder = tie, holder
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether it is the same step of the same tie."""
+        return tuple.__eq__(self, other) is True and (self.tie, self.holder) == (
+            getattr(other, "tie", None),
+            getattr(other, "holder", None),
+        )
+
+    def __ne__(self, other: object) -> bool:
+        """Return the opposite: a tuple would compare its elements."""
+        return not self == other
+
+    __hash__ = tuple.__hash__
+
+    def __str__(self) -> str:
+        return super().__str__() + (f".{self.tie.number}" if self.tie.number else "")
+
+
 class Link(NamedTuple):
     """One kind of message: who sends it, who receives it."""
 
     what: str
     recv: Op
-    hop: int | None  # receiver minus sender; None: from stage 0 straight to the last stage
+    # Receiver minus sender; None: from stage 0 straight to the last stage, or of tied weights as the action says.
+    hop: int | None
 
 
 LINKS = {
@@ -65,17 +107,60 @@ LINKS = {
     Op.SEND_TARGET: Link("target", Op.RECV_TARGET, None),
     Op.SEND_GO: Link("go", Op.RECV_GO, -1),
     Op.PASS_TARGET: Link("label", Op.TAKE_TARGET, +1),
+    Op.SEND_PART: Link("tied part", Op.RECV_PART, None),
+    Op.SEND_SUM: Link("tied sum", Op.RECV_SUM, None),
 }
 RECEIVES = {link.recv: link for link in LINKS.values()}
+TIED = (Op.SEND_PART, Op.SEND_SUM)  # whose edges are those of the ties, if there are any
+
+
+class Message(NamedTuple):
+    """What an action sends or receives."""
+
+    what: str  # names an edge, together with the sender
+    sender: int
+    receiver: int
+
+
+def tied_message(op: Op, tie: Tie, holder: int) -> Message:
+    """Return what ``op`` of ``TIED``, or its counterpart, carries between the first stage of ``tie`` and ``holder``."""
+    link = LINKS[op] if op in LINKS else RECEIVES[op]
+    ends = (holder, tie.stages[0]) if link.recv is Op.RECV_PART else (tie.stages[0], holder)
+    number = f" ({tie.number})" if tie.number else ""
+    return Message(f"{link.what} {ends[0]}>{ends[1]}{number}", *ends)
+
+
+def what_of(action: Action) -> str:
+    """Return what ``action``, which sends or receives, carries."""
+    if isinstance(action, TiedAction):
+        return tied_message(action.op, action.tie, action.holder).what
+    return (LINKS[action.op] if action.op in LINKS else RECEIVES[action.op]).what
+
+
+def is_tied(what: str) -> bool:
+    """Return whether ``what`` travels is about tied weights, of which there is one message for a group."""
+    return what.startswith("tied ")
+
+
+def message_of(action: Action, stage: int, *, num_stages: int) -> Message | None:
+    """Return what ``action`` of ``stage`` sends or receives; None: nothing."""
+    op = action.op
+    if op not in LINKS and op not in RECEIVES:
+        return None
+    if isinstance(action, TiedAction):
+        return tied_message(op, action.tie, action.holder)
+    if op in LINKS:
+        return Message(LINKS[op].what, stage, receiver(op, stage, num_stages=num_stages))
+    return Message(RECEIVES[op].what, sender(op, stage), stage)
 
 
 def receiver(op: Op, sender: int, *, num_stages: int) -> int:
-    """Return the stage that receives what ``sender`` sends with ``op``."""
+    """Return the stage that receives what ``sender`` sends with ``op``, which is not about a tie."""
     hop = LINKS[op].hop
     return num_stages - 1 if hop is None else sender + hop
 
 
 def sender(op: Op, receiver: int) -> int:
-    """Return the stage that sends what ``receiver`` receives with ``op``."""
+    """Return the stage that sends what ``receiver`` receives with ``op``, which is not about a tie."""
     hop = RECEIVES[op].hop
     return 0 if hop is None else receiver - hop

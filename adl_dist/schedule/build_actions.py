@@ -5,7 +5,16 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from adl_dist.schedule.actions import Action, Op
-from adl_dist.schedule.parts import backward_part, forward, forward_part, learning_part, places_of
+from adl_dist.schedule.parts import (
+    backward_part,
+    ends_of,
+    forward,
+    forward_part,
+    learning_part,
+    places_of,
+    tied_updates_left,
+    update_part,
+)
 from adl_dist.schedule.pipeline import Pipeline
 from adl_dist.schedule.split import split_actions
 
@@ -27,7 +36,8 @@ def training_actions(pipeline: Pipeline, stage: int, *, group_sizes: Sequence[in
 
     A method that flushes does so after each group: each of its groups is a drain of its own. Where its row says that
     the backward is in two parts, WG follows the forward by as many ticks in every stage as I does in stage 0. With
-    ``method.split_backward`` the order between two updates is another one: see :mod:`adl_dist.schedule.split`.
+    ``method.split_backward`` the order between two updates is another one: see :mod:`adl_dist.schedule.split`. Stages
+    that share tied weights exchange their gradients around the updates: :func:`~adl_dist.schedule.parts.update_part`.
 
     ``stage`` is k in [0, K), 0 nearest the data; the paper's module index is k + 1. ``group_sizes``: micro-batches of
     each group, in order; the same list for every stage, so all accumulate the same ones (Algorithm 1, by batch).
@@ -91,6 +101,7 @@ def _until_drained(
     where = dict(enumerate(places_of(groups), start=first))
     order = sorted(where, reverse=pipeline.spec.last_in_first_out)
     last_of_groups = {where[b].group: b for b in order}
+    ends, flush = ends_of(groups, first), pipeline.flush
     # Each part in its order: a forward, what goes upstream, what is left until then, what a head learns from.
     ticks = [pipeline.forward_tick(stage, place) for place in range(len(order))]
     laters = [0, delay, until] if head_delay is None else [0, delay, until, head_delay]
@@ -102,12 +113,18 @@ def _until_drained(
         elif part == 1:
             yield (tick, 1), list(backward_part(op, pipeline, stage, b, where[b]))
         elif part == 2:
-            weights = [Action(Op.BACKWARD_WEIGHT, b)] * splits
-            yield (tick, 1), weights + [Action(Op.UPDATE, where[b].group)] * (last_of_groups[where[b].group] == b)
+            weights, group = [Action(Op.BACKWARD_WEIGHT, b)] * splits, where[b].group
+            closes = last_of_groups[group] == b
+            yield (tick, 1), weights + [*update_part(pipeline, stage, group, ends, tied_apart=flush)] * closes
         else:
             place_in_group = where[arrived]
-            ends = place_in_group.offset + 1 == place_in_group.size
-            yield (tick, 1), [*learning_part(arrived), *[Action(Op.UPDATE_HEAD, place_in_group.group)] * ends]
+            ends_group = place_in_group.offset + 1 == place_in_group.size
+            yield (tick, 1), [*learning_part(arrived), *[Action(Op.UPDATE_HEAD, place_in_group.group)] * ends_group]
+    if left := list(tied_updates_left(pipeline, stage, ends, tied_apart=flush)):
+        # When all that share have done their last update: another stage of this process may have to do its own first.
+        holders = {holder for tie in pipeline.ties_of(stage) for holder in tie.stages}
+        delays = {k: pipeline.delays[0 if splits else k] for k in holders}
+        yield (max(pipeline.forward_tick(k, len(order) - 1) + later for k, later in delays.items()), 1), left
 
 
 def evaluation_actions(stage: int, *, num_stages: int, num_micro_batches: int) -> Iterator[Action]:

@@ -229,6 +229,19 @@ class Method:
         return self.buffer_size > 0
 
     @property
+    def why_not_tied(self) -> str | None:
+        """Why stages cannot share tied weights; None: they can."""
+        if self.spec.has_heads:
+            return f"with method={self.name} each stage learns by itself, and no gradient of one is of use to another"
+        if self.lr_index == "slot" or self.lr_factors is not None:
+            name = "lr_factors" if self.lr_factors is not None else "lr_index"
+            return f"method.{name} gives each stage learning rates of its own"
+        places = {"forward_weights", "gradient"}
+        if rows := [row for row in self.mitigation or () if not places.isdisjoint(MITIGATIONS[row].hooks)]:
+            return f"method.mitigation={rows[0]} follows each stage's own gradients"
+        return None
+
+    @property
     def passes_targets(self) -> bool:
         """Whether the target travels from stage to stage, because heads need it."""
         return self.spec.local_losses or (self.spec.predicts_gradients and self.head_sees_target)

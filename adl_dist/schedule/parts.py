@@ -1,9 +1,9 @@
 """The parts that a stage's list of actions is made of: a forward or a backward with the messages around it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from adl_dist.schedule.actions import Action, Op
+from adl_dist.schedule.actions import Action, Op, Tie, TiedAction
 from adl_dist.schedule.pipeline import Pipeline
 
 
@@ -46,6 +46,53 @@ def backward_part(op: Op, pipeline: Pipeline, stage: int, b: int, place: Place) 
     yield Action(op, b)
     if stage > 0 and exchanges:
         yield Action(Op.SEND_GRAD, b)
+
+
+def ends_of(groups: Sequence[tuple[int, int]], first: int = 0) -> dict[int, int]:
+    """Return the last micro-batch of each of ``groups``, which are (number, size), from micro-batch ``first`` on."""
+    ends, stop = {}, first
+    for group, size in groups:
+        stop += size
+        ends[group] = stop - 1
+    return ends
+
+
+def update_part(
+    pipeline: Pipeline, stage: int, group: int, ends: Mapping[int, int], *, tied_apart: bool = False
+) -> Iterator[Action]:
+    """Yield the update with ``group``, and what is to be done about ties around it; ``ends`` is of :func:`ends_of`.
+
+    Before it the copies' gradients of the group are added up. After it tied weights are updated with the sum of the
+    group that is due by then, unless that is done ``tied_apart``; see :meth:`Pipeline.tie_delay`.
+    """
+    ties = pipeline.ties_of(stage)
+    for tie in ties:
+        if stage != tie.stages[0]:
+            yield TiedAction(Op.SEND_PART, ends[group], tie, stage)
+    for tie in ties:
+        if stage == tie.stages[0]:
+            for op in (Op.RECV_PART, Op.SEND_SUM):
+                yield from (TiedAction(op, ends[group], tie, holder) for holder in tie.stages[1:])
+    yield Action(Op.UPDATE, group)
+    for tie in () if tied_apart else ties:
+        if (due := group - pipeline.tie_delay(tie)) in ends:
+            yield from _tied_update(stage, tie, due, ends[due])
+
+
+def tied_updates_left(
+    pipeline: Pipeline, stage: int, ends: Mapping[int, int], *, tied_apart: bool = False
+) -> Iterator[Action]:
+    """Yield the updates of tied weights that are left after the last update of all groups in ``ends``."""
+    for group, end in ends.items():
+        for tie in pipeline.ties_of(stage):
+            if tied_apart or group + pipeline.tie_delay(tie) not in ends:
+                yield from _tied_update(stage, tie, group, end)
+
+
+def _tied_update(stage: int, tie: Tie, group: int, end: int) -> Iterator[Action]:
+    if stage != tie.stages[0]:
+        yield TiedAction(Op.RECV_SUM, end, tie, stage)
+    yield TiedAction(Op.UPDATE_TIED, group, tie, stage)
 
 
 def learning_part(b: int) -> Iterator[Action]:

@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from adl_dist.errors import ConfigError
+from adl_dist.schedule.actions import Tie
 from adl_dist.schedule.method_table import DELAYS, MethodSpec
 from adl_dist.schedule.methods import Method
 
@@ -16,19 +17,23 @@ class Pipeline:
 
     Attributes:
         flushed: whether the pipeline is emptied after each group though the method's row does not say so.
+        tied: the stages that hold a copy of the same weights, in order, one entry for each tie.
 
     Raises:
-        ConfigError: no stage, a list of another length than K, or delays that cannot be.
+        ConfigError: no stage, a list of another length than K, delays that cannot be, or ties that the method excludes.
     """
 
     method: Method
     num_stages: int
     flushed: bool = False
+    tied: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_stages < 1:
             raise ConfigError(f"partition.num_stages (K) must be at least 1, got {self.num_stages}")
         _ = self.delays, self.turn_rates, self.lr_factor(0)  # each raises if it does not fit K
+        if self.tied and (why := self.method.why_not_tied) is not None:
+            raise ConfigError(f"weights cannot be shared by several stages: {why}; use partition.tied=untie")
 
     @property
     def micro_batches_per_update(self) -> int:
@@ -199,25 +204,61 @@ class Pipeline:
         group = self.delays[stage] // M + 2  # by then the pipeline is full
         return [self.staleness(stage, group * M + offset) for offset in range(M)]
 
-    def mean_staleness(self, stage: int) -> float:
-        """Return the mean staleness of the gradients of ``stage`` in steady state, in updates."""
+    def mean_staleness(self, stage: int | Tie) -> float:
+        """Return the mean staleness of the gradients of ``stage``, or of all copies of a tie, in steady state."""
+        if isinstance(stage, Tie):
+            stale = [one for holder in stage.stages for one in self.tied_staleness(stage, holder)]
+            return sum(stale) / len(stale)
         return sum(self.steady_staleness(stage)) / self.micro_batches_per_update
 
-    def mitigations(self, stage: int) -> frozenset[str]:
-        """Return the rows of ``method.mitigation`` that act in ``stage``: all, or none where no gradient is stale."""
+    @cached_property
+    def _ties(self) -> dict[int, list[Tie]]:
+        ties = [Tie(number, stages) for number, stages in enumerate(self.tied)]
+        return {k: [tie for tie in ties if k in tie.stages] for k in {k for stages in self.tied for k in stages}}
+
+    def ties_of(self, stage: int) -> list[Tie]:
+        """Return the ties of which ``stage`` holds a copy."""
+        return self._ties.get(stage, []) if self.tied else []
+
+    def tie_delay(self, tie: Tie) -> int:
+        """Return D: each stage updates its copy with the sum of group g next to its own update with group g + D.
+
+        The sum is complete when the first of the stages, whose delay d_f is the longest, has its own part, in the tick
+        of its forward of the last micro-batch of g + d_f. A stage of delay d updates with group s in the tick of its
+        forward of that of s + d, and next awaits the activation that the first stage sends only after its update. So if
+        it comes no earlier than s = g + ceil((d_f - d) / M), the sum lets no stage wait that would not wait anyway.
+        """
+        if self.flush:
+            return 0
+        longest = self.delays[tie.stages[0]] - self.delays[tie.stages[-1]]
+        return -(-longest // self.micro_batches_per_update)
+
+    def tied_staleness(self, tie: Tie, stage: int) -> list[int]:
+        """Return the staleness of what ``stage`` adds to the sums, for offsets 0..M-1 of a full group, steady state.
+
+        In updates of the tied weights: a version of the stage has those of D updates before, and the sum is applied D
+        updates late. So LoS + D, where a forward sees the newest version of its stage or one of its own.
+        """
+        return [stale + self.tie_delay(tie) for stale in self.steady_staleness(stage)]
+
+    def mitigations(self, stage: int | Tie) -> frozenset[str]:
+        """Return the rows of ``method.mitigation`` that act in ``stage``: all, or none where no gradient is stale.
+
+        Here and below a tie may stand for a stage: the weights that stages share have a staleness of their own.
+        """
         rows = self.method.mitigation
         return frozenset(rows) if rows and self.mean_staleness(stage) else frozenset()
 
-    def forwards_ahead(self, stage: int) -> bool:
+    def forwards_ahead(self, stage: int | Tie) -> bool:
         """Whether forwards of ``stage`` see other weights than those of their version."""
         return not self.mitigations(stage).isdisjoint({"predict", "nesterov"})
 
-    def remembers_displacement(self, stage: int) -> bool:
+    def remembers_displacement(self, stage: int | Tie) -> bool:
         """Whether ``stage`` remembers how far its last update moved the weights."""
         rows = self.mitigations(stage)
         return "nesterov" in rows or ("predict" in rows and self.method.predict_from == "displacement")
 
-    def feedback_lag(self, stage: int) -> int:
+    def feedback_lag(self, stage: int | Tie) -> int:
         """Return how many updates of its own ``stage`` remembers, to compare a new one with the oldest; 0: none."""
         if "error_feedback" not in self.mitigations(stage):
             return 0

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
 from adl_dist.errors import ScheduleError
-from adl_dist.schedule.actions import LINKS, RECEIVES, Action, receiver, sender
+from adl_dist.schedule.actions import LINKS, RECEIVES, Action, message_of
 
 ActionLists = Sequence[Sequence[Action]]
 Turns = Sequence[Sequence[int]]  # for each of P processes, the stages of its actions, in order; stage s is in s mod P
@@ -58,9 +58,9 @@ def replay(
             if turns[process][sum(cursor[process :: len(turns)])] != stage:
                 return False
         action = lists[stage][cursor[stage]]
-        if action.op not in RECEIVES:
+        if action.op not in RECEIVES or (awaited := message_of(action, stage, num_stages=num_stages)) is None:
             return True
-        arrived = mail[RECEIVES[action.op].what, stage]
+        arrived = mail[awaited.what, stage]
         if arrived and arrived[0] != action.number:
             raise ScheduleError(f"stage {stage} expects {action}, but micro-batch {arrived[0]} comes first")
         return bool(arrived)
@@ -79,10 +79,12 @@ def replay(
             break
         action = lists[stage][cursor[stage]]
         cursor[stage] += 1
-        if action.op in LINKS:
-            mail[LINKS[action.op].what, receiver(action.op, stage, num_stages=num_stages)].append(action.number)
-        elif action.op in RECEIVES:
-            mail[RECEIVES[action.op].what, stage].popleft()
+        if (message := message_of(action, stage, num_stages=num_stages)) is not None:
+            what, _, to = message
+            if action.op in LINKS:
+                mail[what, to].append(action.number)
+            else:
+                mail[what, to].popleft()
         yield stage, action
 
     refuse_unfinished(lists, cursor)
@@ -109,14 +111,15 @@ def max_outstanding(lists: ActionLists, numbers: Container[int]) -> dict[Sending
     sent: Counter[Sending] = Counter()
     most: dict[Sending, int] = defaultdict(int)
     for k, action in replay(lists):
+        if (message := message_of(action, k, num_stages=len(lists))) is None:
+            continue
+        edge = message.what, message.sender
         if action.op in LINKS:
-            edge = LINKS[action.op].what, k
             sent[edge] += 1
             if action.number in numbers:
                 most[edge] = max(most[edge], sent[edge] - known[k][edge])
             letters[edge].append(known[k].copy())
-        elif action.op in RECEIVES:
-            edge = RECEIVES[action.op].what, sender(action.op, k)
+        else:
             known[k] |= letters[edge].popleft()  # of each edge the larger number
             known[k][edge] += 1
     return dict(most)

@@ -12,12 +12,20 @@ that delays longer than needed serve what they are for: real links.
 from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import inf
 from typing import Any, NamedTuple
 
 from adl_dist.schedule.actions import Action, Op
-from adl_dist.schedule.parts import Place, backward_part, forward_part, places_of
+from adl_dist.schedule.parts import (
+    Place,
+    backward_part,
+    ends_of,
+    forward_part,
+    places_of,
+    tied_updates_left,
+    update_part,
+)
 from adl_dist.schedule.pipeline import Pipeline
 
 PART = 12  # the time of a forward, an I or a WG; whole, so that no rounding decides what comes first
@@ -39,6 +47,17 @@ class Repeat(NamedTuple):
 
 def split_actions(pipeline: Pipeline, stage: int, group_sizes: tuple[int, ...]) -> list[Action]:
     """Return the actions of ``stage`` in a segment of groups of ``group_sizes`` micro-batches."""
+    actions = _listed(pipeline, stage, group_sizes)
+    if not pipeline.ties_of(stage):
+        return actions
+    ends = ends_of([*enumerate(group_sizes)])
+    parts = [
+        update_part(pipeline, stage, action.number, ends) if action.op is Op.UPDATE else (action,) for action in actions
+    ]
+    return [*chain.from_iterable(parts), *tied_updates_left(pipeline, stage, ends)]
+
+
+def _listed(pipeline: Pipeline, stage: int, group_sizes: tuple[int, ...]) -> list[Action]:
     actions, repeat = simulated(pipeline, group_sizes)[stage]
     if repeat is None:
         return list(actions)

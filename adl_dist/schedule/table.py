@@ -25,6 +25,30 @@ class StageFigures:
     outputs: int  # most micro-batches whose output a head keeps until their gradients come back
 
 
+@dataclass(frozen=True)
+class TiedFigures:
+    """The figures that a schedule implies for one copy of tied weights, in updates of these."""
+
+    stages: tuple[int, ...]  # that hold a copy
+    stage: int  # this one
+    late: int  # updates of the stage between a group's own and the one that applies the sum of all copies' gradients
+    staleness_by_offset: list[int]  # of what the stage adds to the sum, for each place in a full group, steady state
+    staleness_mean: float
+    staleness_max: int
+
+
+def tied_figures(pipeline: Pipeline) -> list[TiedFigures]:
+    """Return delay and staleness for each copy of each tie."""
+    rows = []
+    for stages in pipeline.tied:
+        for stage in stages:
+            tie = next(tie for tie in pipeline.ties_of(stage) if tie.stages == stages)
+            stale = pipeline.tied_staleness(tie, stage)
+            mean = sum(stale) / len(stale)
+            rows.append(TiedFigures(stages, stage, pipeline.tie_delay(tie), stale, mean, max(stale)))
+    return rows
+
+
 def figures(pipeline: Pipeline, *, num_micro_batches: int | None = None) -> list[StageFigures]:
     """Return delay, staleness and what is held, for each stage.
 
@@ -138,6 +162,13 @@ def describe(pipeline: Pipeline, *, num_micro_batches: int, width: int | None = 
             f"{f.stage:<7}{f.delay:<7}{f.graphs:<8}{f.inputs:<8}{outputs}{f.weight_copies:<15}"
             f"{f.staleness_mean:<16.3g}{f.staleness_max:<5}{' '.join(map(str, f.staleness_by_offset))}"
         )
+    if tied := tied_figures(pipeline):
+        lines += ["", "tied weights of stages  copy of stage  late  staleness mean  max  by offset (their updates)"]
+    for t in tied:
+        lines.append(
+            f"{', '.join(map(str, t.stages)):<24}{t.stage:<15}{t.late:<6}{t.staleness_mean:<16.3g}"
+            f"{t.staleness_max:<5}{' '.join(map(str, t.staleness_by_offset))}"
+        )
     return "\n".join(lines)
 
 
@@ -165,7 +196,7 @@ def _tick_table(rows: list[dict[int, list[str]]], width: int | None) -> list[str
 
 
 def _legend(rows: list[dict[int, list[str]]]) -> str:
-    ops = {word.rstrip("0123456789") for row in rows for words in row.values() for word in words}
+    ops = {word.partition(".")[0].rstrip("0123456789") for row in rows for words in row.values() for word in words}
     words = {
         Op.FORWARD: "F forward",
         Op.FORWARD_ONLY: "N forward that keeps its input only",
@@ -174,6 +205,7 @@ def _legend(rows: list[dict[int, list[str]]]) -> str:
         Op.BACKWARD_INPUT: "I backward without the weights' gradients",
         Op.BACKWARD_WEIGHT: "WG the weights' gradients",
         Op.UPDATE: "U update",
+        Op.UPDATE_TIED: "TU update of tied weights",
         Op.LEARN: "H the head learns",
         Op.UPDATE_HEAD: "HU its update",
     }

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from adl_dist.errors import ConfigError
-from adl_dist.schedule.actions import BACKWARDS, LINKS, RECEIVES, Action, Op, receiver
+from adl_dist.schedule.actions import BACKWARDS, LINKS, Action, Op, message_of
 from adl_dist.schedule.methods import Method
 from adl_dist.schedule.pipeline import Pipeline
 from adl_dist.schedule.replay import ActionLists, Turns, replay
@@ -106,12 +106,12 @@ def simulate(
     spans = []
     for stage, action in replay(lists, turns=turns):
         start = free[stage % P]
-        if action.op in RECEIVES:
-            start = max(start, mail[RECEIVES[action.op].what, stage].popleft())
+        message = message_of(action, stage, num_stages=K)
+        if message is not None and action.op not in LINKS:
+            start = max(start, mail[message.what, stage].popleft())
         end = start + costs.of(stage, action.op) * slowdown(stage, action)
-        if action.op in LINKS:
-            to = receiver(action.op, stage, num_stages=K)
-            mail[LINKS[action.op].what, to].append(end + costs.between(stage, to))
+        if message is not None and action.op in LINKS:
+            mail[message.what, message.receiver].append(end + costs.between(stage, message.receiver))
         free[stage % P] = end
         spans.append(Span(stage, action, start, end))
     return spans
@@ -136,11 +136,12 @@ def ticks(lists: ActionLists, *, turns: Turns | None = None) -> list[dict[int, l
     table: list[dict[int, list[Action]]] = [defaultdict(list) for _ in range(K)]
     for stage, action in replay(lists, turns=turns):
         process = stage % P
-        if action.op in RECEIVES:
-            ready[stage] = max(ready[stage], mail[RECEIVES[action.op].what, stage].popleft())
-        elif action.op in LINKS:
-            what, to = LINKS[action.op].what, receiver(action.op, stage, num_stages=K)
-            mail[what, to].append(max(now[process], ready[stage]) + (what != "go"))
+        if (message := message_of(action, stage, num_stages=K)) is not None:
+            if action.op in LINKS:
+                arrives = max(now[process], ready[stage]) + (action.op is not Op.SEND_GO)
+                mail[message.what, message.receiver].append(arrives)
+            else:
+                ready[stage] = max(ready[stage], mail[message.what, stage].popleft())
         elif action.op in FORWARDS or action.op in (Op.RECOMPUTE, *BACKWARDS):
             rank = 1 if action.op in FORWARDS else 2
             tick = max(now[process] + (used[process] >= rank), ready[stage])
@@ -148,8 +149,8 @@ def ticks(lists: ActionLists, *, turns: Turns | None = None) -> list[dict[int, l
                 rank = 1
             now[process], used[process] = tick, rank
             table[stage][tick].append(action)
-        elif action.op is Op.LEARN:
-            # Not its wait alone: a stage that forwards no more learns when the gradient comes.
+        elif action.op in (Op.LEARN, Op.UPDATE_TIED):
+            # Not its wait alone: a stage that forwards no more does it when what it needs comes.
             now[process] = max(now[process], ready[stage])
             table[stage][now[process]].append(action)
         elif action.op in (Op.BACKWARD_WEIGHT, Op.UPDATE, Op.UPDATE_HEAD):

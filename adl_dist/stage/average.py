@@ -5,7 +5,7 @@ is averaged. Everything else, running statistics among it, is that of the model 
 with ``use_buffers=False`` copies it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -14,12 +14,12 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 
 class WeightAverage:
-    """The average of the trained parameters of one module, in tensors of its own: one copy of them."""
+    """The average of trained parameters, in tensors of its own: one copy of them."""
 
-    def __init__(self, module: nn.Module, decay: float) -> None:
-        """Average the parameters of ``module`` that take a gradient; there is no update yet."""
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], decay: float) -> None:
+        """Average those of the ``named`` parameters, each by all its names, that take a gradient; no update yet."""
         self._names: dict[nn.Parameter, list[str]] = {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
+        for name, parameter in named:
             if parameter.requires_grad:
                 self._names.setdefault(parameter, []).append(name)
         self._parameters = [*self._names]

@@ -16,6 +16,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from adl_dist.errors import ConfigError
 from adl_dist.schedule import Pipeline
+from adl_dist.schedule.actions import Tie
 
 Group = dict[str, Any]
 Tensors = list[Tensor]
@@ -42,16 +43,21 @@ class Mitigation:
         history: of each parameter what the rows remember of its last updates; a checkpoint holds it.
     """
 
-    def __init__(self, pipeline: Pipeline, stage: int, optimizer: Optimizer, lr_factor: float) -> None:
+    def __init__(
+        self, pipeline: Pipeline, stage: int, optimizer: Optimizer, lr_factor: float, tie: Tie | None = None
+    ) -> None:
         """Mitigate the staleness of ``stage``, the learning rates of ``optimizer`` counting ``lr_factor`` times.
+
+        ``tie``: of its copy of these tied weights, whose staleness is one for all copies.
 
         Raises:
             ConfigError: the rows need another optimizer.
         """
-        self._method, self._rows, self._optimizer = pipeline.method, pipeline.mitigations(stage), optimizer
-        self._staleness, self._lr_factor = pipeline.mean_staleness(stage), lr_factor
-        self._lag, self._remembers_displacement = pipeline.feedback_lag(stage), pipeline.remembers_displacement(stage)
-        self.forwards_ahead = pipeline.forwards_ahead(stage)
+        self._method, self._optimizer, self._lr_factor = pipeline.method, optimizer, lr_factor
+        at = stage if tie is None else tie
+        self._rows, self._staleness = pipeline.mitigations(at), pipeline.mean_staleness(at)
+        self._lag, self._remembers_displacement = pipeline.feedback_lag(at), pipeline.remembers_displacement(at)
+        self.forwards_ahead = pipeline.forwards_ahead(at)
         self._is_stale = True
         self.compensates = "delay_compensation" in self._rows
         self.history: dict[Tensor, dict[str, Any]] = {}
@@ -261,6 +267,15 @@ def mitigation_of(pipeline: Pipeline, stage: int, optimizer: Optimizer, lr_facto
         ConfigError: the rows need another optimizer.
     """
     return Mitigation(pipeline, stage, optimizer, lr_factor) if pipeline.mitigations(stage) else None
+
+
+def mitigation_of_tie(pipeline: Pipeline, tie: Tie, stage: int, optimizer: Optimizer) -> Mitigation | None:
+    """Return what mitigates the staleness of the weights that stages share by ``tie``, in ``stage``; None: nothing.
+
+    Raises:
+        ConfigError: the rows need another optimizer.
+    """
+    return Mitigation(pipeline, stage, optimizer, 1.0, tie) if pipeline.mitigations(tie) else None
 
 
 def _trained(group: Group) -> list[nn.Parameter]:

@@ -1,7 +1,8 @@
 """The optimizer of one stage, from the user's factory, and its steps, whose faults are named."""
 
+import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from inspect import signature
 
 import torch
@@ -76,14 +77,18 @@ def told_whose(optimizer: Optimizer, where: str, update: int) -> Iterator[None]:
         ) from error
 
 
-def advance(lr_schedule: LRScheduler, where: str, update: int) -> None:
-    """Move on to the learning rate after ``update`` updates.
+def advance(lr_schedule: LRScheduler, where: str, update: int, *, skipped: bool = False) -> None:
+    """Move on to the learning rate after ``update`` updates, of which the last may have been ``skipped``.
 
     Raises:
         ConfigError: the schedule fails; the text begins with ``where`` it is.
     """
     try:
-        lr_schedule.step()
+        # True, and meant, where the very first update is skipped: that torch's optimizer has not stepped yet.
+        with warnings.catch_warnings() if skipped else nullcontext():
+            if skipped:
+                warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            lr_schedule.step()
     except Exception as error:  # the user's own code
         raise ConfigError(
             f"{where}: lr_schedule: {type(lr_schedule).__name__} fails after update {update}: "

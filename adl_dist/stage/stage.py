@@ -1,11 +1,11 @@
 """One piece of the network and everything it must remember between a forward and its backward."""
 
 import math
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import compress
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from adl_dist.stage.nonfinite import NonFiniteCheck, buffers_kept_finite
 from adl_dist.stage.optimizer import advance, scaled_learning_rates, stage_optimizer, told_whose
 from adl_dist.stage.spec import TrainSpec
 from adl_dist.stage.stats import StepStats, norm_of
+from adl_dist.stage.tied import TiedWeights
 from adl_dist.stage.traits import StageTraits
 from adl_dist.stage.versions import check_versions
 from adl_dist.stage.weights import NEWEST, weight_policy
@@ -71,10 +72,11 @@ class Stage:
         tally: what the stage counts about itself; the owner takes it and puts a fresh one.
         faults: looks at loss and gradient of each update; the last ones are checked at the end of a segment.
         mitigation: what is done about the staleness of its gradients; None: nothing.
-        average: the moving average of its weights; None: there is none, or nothing is trained.
+        average: the moving average of its weights but those of ``ties``; None: there is none, or nothing is trained.
+        ties: its copies of weights that other stages hold, too, by the number of the tie.
     """
 
-    def __init__(
+    def __init__(  # 8: the module, what is known of it, and where and how it is trained
         self,
         module: nn.Module,
         index: int,
@@ -84,13 +86,15 @@ class Stage:
         head: nn.Module | None = None,
         traits: StageTraits = NOTHING_KNOWN,
         remember: Remember | None = None,
+        tied: Mapping[int, Mapping[str, nn.Parameter]] = MappingProxyType({}),
     ) -> None:
         """Take over ``module``, which is on ``device``, as stage ``index``.
 
         It is called with the act of one micro-batch, [B, ...], or containers of several, and returns the same. ``head``
         is (what goes downstream, target, loss_fn) to a loss of the stage's own, or, where the method predicts
         gradients, the network of a :class:`GradientHead`. ``traits`` is what is known of both;
-        ``remember`` keeps the state besides buffers that they move, for replays; None: there is none.
+        ``remember`` keeps the state besides buffers that they move, for replays; None: there is none. ``tied`` are the
+        parameters of each of its ties, by the first of their names in the uncut model.
 
         Raises:
             ConfigError: the method's weights cannot be kept for the module, or the optimizer is none for it.
@@ -116,15 +120,21 @@ class Stage:
             self._trained = nn.ModuleList([module, head])
         self.has_loss = self.is_last or self._trained is not module
         self.where, self.key = f"stage {index}", str(index)
+        ties = pipeline.ties_of(index)
+        self.ties = {tie.number: TiedWeights(tie, tied[tie.number], index, spec, self.faults) for tie in ties}
+        self._is_tied = {id(p) for tie in self.ties.values() for _, p in tie.named_parameters()}
         self.optimizer = stage_optimizer(spec.optimizer, dict(self.named_parameters()), where=self.where)
         self.lr_schedule: LRScheduler | None = None
         self.lr_updates: int | None = None  # after so many the schedule is at its end; None: it has none
         self._traits, self._remember, self._lr_factor = traits, remember, pipeline.lr_factor(index)
         self.mitigation = mitigation_of(pipeline, index, self.optimizer, self._lr_factor) if self.optimizer else None
+        named = ((n, p) for n, p in module.named_parameters(remove_duplicate=False) if id(p) not in self._is_tied)
         is_averaged = spec.ema is not None and self.optimizer is not None
-        self.average = WeightAverage(module, spec.ema) if is_averaged and spec.ema is not None else None
+        self.average = WeightAverage(named, spec.ema) if is_averaged and spec.ema is not None else None
         self._policy = (
-            weight_policy(method.weights, self._trained, self.optimizer, self.mitigation) if self.optimizer else None
+            weight_policy(method.weights, self._trained, self.optimizer, self.mitigation)
+            if self.optimizer or self.ties
+            else None
         )
         if self._policy is not None and (method.weights == "2bw" or (pipeline.delays[index] and not method.spec.flush)):
             self._check_weights(method.weights)
@@ -163,15 +173,29 @@ class Stage:
 
     @property
     def learners(self) -> "tuple[Learner, ...]":
-        """The stage and, if it is one that learns by itself, its head."""
-        return (self,) if self.gradient_head is None else (self, self.gradient_head)
+        """The stage, its tied weights and, if it is one that learns by itself, its head."""
+        return (self, *self.ties.values()) if self.gradient_head is None else (self, self.gradient_head)
+
+    @property
+    def averages(self) -> "list[WeightAverage]":
+        """The moving averages of all that the stage trains, tied weights included."""
+        found = [self.average, *(tie.average for tie in self.ties.values())]
+        return [average for average in found if average is not None]
+
+    @property
+    def averages_to_save(self) -> "list[WeightAverage]":
+        """Those that no other stage saves: of tied weights the first stage does."""
+        return [
+            one for one in self.averages if not any(t.average is one and not t.is_first for t in self.ties.values())
+        ]
 
     def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield (name, parameter) by the uncut model's names; parameters of the head get ``head_prefix``.
 
-        Those of a head that learns by itself are not the stage's.
+        Those of a head that learns by itself are not the stage's, nor are tied weights.
         """
-        yield from self.module.named_parameters(remove_duplicate=remove_duplicate)
+        of_module = self.module.named_parameters(remove_duplicate=remove_duplicate)
+        yield from ((name, p) for name, p in of_module if id(p) not in self._is_tied) if self.ties else of_module
         if self.head is not None and self.gradient_head is None:
             named = self.head.named_parameters(remove_duplicate=remove_duplicate)
             yield from ((f"{self.head_prefix}{name}", p) for name, p in named)
@@ -193,6 +217,8 @@ class Stage:
             self.mitigation.begin(epoch)
         if self.gradient_head is not None:
             self.gradient_head.begin(epoch)
+        for tie in self.ties.values():
+            tie.begin(epoch, self.version)
         if training:
             self._trained.zero_grad()
             hooks = (p._backward_hooks or p._post_accumulate_grad_hooks for p in self._trained.parameters())
@@ -293,6 +319,9 @@ class Stage:
             with self._weights_of(kept.version) if self._rereads_weights else NEWEST:
                 torch.autograd.backward(ends, grads)
         self.tally.staleness.append(self.version - kept.version)
+        if self.ties:
+            for tie in self.ties.values():
+                tie.count(self.version, kept.version)
         if kept.output_and_loss is not None:
             assert kept.target is not None
             out, loss = kept.output_and_loss
@@ -350,9 +379,15 @@ class Stage:
         """
         gradients = [p.grad for p in self._policy.gather() if p.grad is not None] if self._policy else []
         self._gradient_norm = self.tally.gradient_norm = norm_of(gradients) if gradients else None
+        if self.ties:  # whose parts are looked at here, and clipped as a whole
+            gradients += [grad for tie in self.ties.values() for grad in tie.gather(self.version)]
+            self.tally.gradient_norm = norm_of(gradients)
         if self.gradient_head is not None:
             self.tally.predictions, self.gradient_head.predictions = self.gradient_head.predictions, []
         self.tally.skipped = self.faults.judge(self.tally, arrived, update=self.version, epoch=self._epoch)
+        if self.ties and self.tally.skipped is not None:
+            for tie in self.ties.values():
+                tie.skip(self.version)
         return tuple(torch.full_like(grad, math.nan) for grad in leaving) if self.tally.skipped else leaving
 
     def update(self) -> None:
@@ -361,23 +396,38 @@ class Stage:
         A group that is skipped leaves weights and optimizer as they are; versions and learning rates advance.
         """
         skip = self.tally.skipped is not None
-        if self._policy is not None and self.optimizer is not None:
+        if self._policy is not None and self.optimizer is None:  # all that it trains is tied
+            self._policy.step(self.version, in_flight=self._versions_in_use(), skip=skip)
+        elif self._policy is not None and self.optimizer is not None:
             factor = self._lr_factor if self.mitigation is None else self.mitigation.rate(self.version)
             self.tally.learning_rate = float(self.optimizer.param_groups[0]["lr"]) * factor
             if self._clip_norm is not None and self._gradient_norm is not None and not skip:
                 clip_grads_with_norm_(self._policy.gather(), self._clip_norm, self._gradient_norm)
-            graphs = {kept.version for kept in self.in_flight.values() if kept.grad_edges is not None}
+            graphs = self._versions_in_use()
             with told_whose(self.optimizer, self.where, self.version), scaled_learning_rates(self.optimizer, factor):
                 self._policy.step(self.version, in_flight=graphs, skip=skip)
             if self.average is not None and not skip:
                 self.average.update()
         self.version += 1
+        if self.ties:
+            self._note_tied()
         if self.lr_schedule is not None and (self.lr_updates is None or self.version <= self.lr_updates):
-            # True, and meant, where the very first update is skipped: that torch's optimizer has not stepped yet.
-            with warnings.catch_warnings() if skip else nullcontext():
-                if skip:
-                    warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-                advance(self.lr_schedule, self.where, self.version)
+            advance(self.lr_schedule, self.where, self.version, skipped=skip)
+
+    def update_tied(self, tie: int) -> None:
+        """Apply the oldest sum of gradients of tied weights, right after an update or another one of these."""
+        assert self._policy is not None
+        self.ties[tie].update(self._policy.in_place())
+        self._note_tied()
+
+    def _versions_in_use(self) -> set[int]:
+        return {kept.version for kept in self.in_flight.values() if kept.grad_edges is not None}
+
+    def _note_tied(self) -> None:
+        # With 2BW forwards to come see the version before the newest.
+        oldest = min([self.version - 1, *(kept.version for kept in self.in_flight.values())])
+        for tie in self.ties.values():
+            tie.note(self.version, oldest=oldest)
 
     @torch.no_grad()
     def predict(self, micro_batch: int, acts: Tensors, *wanted: Tensor | None) -> Tensors:
@@ -526,4 +576,4 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
-Learner = Stage | GradientHead  # what has an optimizer of its own
+Learner = Stage | GradientHead | TiedWeights  # what has an optimizer of its own

@@ -27,11 +27,14 @@ class _Policy:
 
     forwards_ahead = False  # whether a forward sees other weights than the newest even of the newest version
 
-    def __init__(self, optimizer: torch.optim.Optimizer, mitigation: Mitigation | None = None) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer | None, mitigation: Mitigation | None = None) -> None:
+        """Take the ``optimizer``; None: others step all parameters, see :meth:`in_place`."""
         self._optimizer, self._mitigation = optimizer, mitigation
 
     def gather(self) -> list[nn.Parameter]:
         """Return the parameters of the next step, each with the whole gradient of the group if it has one."""
+        if self._optimizer is None:
+            return []
         return [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
 
     def forget(self) -> None:
@@ -45,7 +48,13 @@ class _Policy:
         """Have the module compute with what a forward in ``version`` sees inside."""
         return self.weights_of(version)
 
+    def in_place(self) -> AbstractContextManager[None]:
+        """Return what another optimizer steps parameters of the module in, right after :meth:`step`."""
+        return NEWEST  # no graph refers to the memory that they have since
+
     def _finish(self, *, skip: bool) -> None:
+        if self._optimizer is None:
+            return
         if not skip:
             self._optimizer.step() if self._mitigation is None else self._mitigation.step()
         self._optimizer.zero_grad()
@@ -59,7 +68,7 @@ class Latest(_Policy):
     """
 
     def __init__(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, mitigation: Mitigation | None = None
+        self, module: nn.Module, optimizer: torch.optim.Optimizer | None, mitigation: Mitigation | None = None
     ) -> None:
         super().__init__(optimizer, mitigation)
         self._parameters = tuple(module.parameters())
@@ -68,8 +77,12 @@ class Latest(_Policy):
         """Step in place, without telling autograd; see :meth:`Stash.step`."""
         # A private call: public ways to the same values are slower (identity saved_tensors_hooks around every forward)
         # or touch .data; a test on each torch version guards it.
-        with _unsafe_preserve_version_counter(self._parameters):
+        with self.in_place():
             self._finish(skip=skip)
+
+    def in_place(self) -> AbstractContextManager[None]:
+        """Return what does not tell autograd."""
+        return _unsafe_preserve_version_counter(self._parameters)
 
 
 class LatestAhead(Latest):
@@ -81,7 +94,7 @@ class LatestAhead(Latest):
 
     forwards_ahead = True
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, mitigation: Mitigation) -> None:
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None, mitigation: Mitigation) -> None:
         super().__init__(module, optimizer, mitigation)
         self._mitigation: Mitigation = mitigation
         self._trained = [p for p in self._parameters if p.requires_grad]
@@ -123,7 +136,7 @@ class Stash(_Policy):
     """
 
     def __init__(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, mitigation: Mitigation | None = None
+        self, module: nn.Module, optimizer: torch.optim.Optimizer | None, mitigation: Mitigation | None = None
     ) -> None:
         super().__init__(optimizer, mitigation)
         self._exchange = Exchange([p for p in module.parameters() if p.requires_grad], [module])
@@ -191,7 +204,7 @@ class StashAhead(Stash):
 
     forwards_ahead = True
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, mitigation: Mitigation) -> None:
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None, mitigation: Mitigation) -> None:
         super().__init__(module, optimizer, mitigation)
         self._mitigation: Mitigation = mitigation
 
@@ -207,7 +220,7 @@ class StashAhead(Stash):
 
 
 def weight_policy(
-    name: str, module: nn.Module, optimizer: torch.optim.Optimizer, mitigation: Mitigation | None = None
+    name: str, module: nn.Module, optimizer: torch.optim.Optimizer | None, mitigation: Mitigation | None = None
 ) -> Latest | Stash:
     """Build the policy called ``name``: ``stash``, ``latest``, ``recompute`` or ``2bw``."""
     if mitigation is not None and mitigation.forwards_ahead:

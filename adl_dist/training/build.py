@@ -90,7 +90,8 @@ def build_worker(
     precision = spec.precision
     modules = {k: precision.place(module, device) for k, module in partitioned.modules.items()}
     check_targets(spec.pipeline, agreed, terms)
-    stages = {k: build_stage(module, k, spec, agreed, device) for k, module in modules.items()}
+    tied = {k: partitioned.ties.of_stage(k, module) for k, module in modules.items()}
+    stages = {k: build_stage(module, k, spec, agreed, device, tied[k]) for k, module in modules.items()}
     if folder is not None:
         refuse_hidden_state(hidden_state(modules, agreed, spec.loss_fn))
     made, scheduled = schedule_learning_rates(stages, spec, plan, store) if plan.epochs else ([], {})
@@ -181,6 +182,7 @@ def settings_of(spec: TrainSpec, partitioned: PartitionedModel) -> dict[str, obj
         **spec.settings,
         **rules,
         "balance": balance if isinstance(balance, str) else list(balance),
+        "tied": partitioned.spec.tied,
         "model": {name: list(shape) for name, shape in partitioned.signature.items()},
     }
 
@@ -265,8 +267,15 @@ def check_targets(pipeline: Pipeline, agreed: Agreed, terms: LossTerms | None) -
         raise ConfigError("method=dgl needs a model that returns [B, classes], or there is nothing to learn locally")
 
 
-def build_stage(module: nn.Module, k: int, spec: TrainSpec, agreed: Agreed, device: torch.device) -> Stage:
-    """Build the stage that trains ``module``, part k of the model on ``device``."""
+def build_stage(
+    module: nn.Module,
+    k: int,
+    spec: TrainSpec,
+    agreed: Agreed,
+    device: torch.device,
+    tied: Mapping[int, Mapping[str, nn.Parameter]],
+) -> Stage:
+    """Build the stage that trains ``module``, part k of the model on ``device``; ``tied`` is what it shares."""
     method = spec.pipeline.method
     head: nn.Module | None = None
     if method.spec.has_heads and k < spec.pipeline.num_stages - 1:
@@ -281,7 +290,7 @@ def build_stage(module: nn.Module, k: int, spec: TrainSpec, agreed: Agreed, devi
             mark_roles(classifier, prefix="head:")
     traits = agreed.traits[k]
     remember = partial(remembered, module, spec.loss_fn) if method.replays and traits.moves_more else None
-    return Stage(module, k, spec, device=device, head=head, traits=traits, remember=remember)
+    return Stage(module, k, spec, device=device, head=head, traits=traits, remember=remember, tied=tied)
 
 
 def schedule_learning_rates(

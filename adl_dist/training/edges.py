@@ -1,16 +1,19 @@
 """Joins stages to their neighbours: which edges there are, and what is at their ends."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from adl_dist.distributed.world import World
 from adl_dist.engine import StageContext
 from adl_dist.schedule import Pipeline, max_pending_of
+from adl_dist.schedule.actions import TIED, Message, Op, Tie, tied_message
 from adl_dist.stage import Stage
+from adl_dist.stage.tied import TiedWeights
 from adl_dist.training.homes import units_of
 from adl_dist.transport.channel import LocalChannel
-from adl_dist.transport.process import SIZES, Edge, ProcessReceiver, ProcessSender
+from adl_dist.transport.process import POSTED_AHEAD, SIZES, Edge, ProcessReceiver, ProcessSender
 from adl_dist.transport.spec import Specs, TensorSpec
 from adl_dist.transport.varying import AsSent, GradientReceiver, VaryingChannel, VaryingReceiver, VaryingSender
 
@@ -31,6 +34,12 @@ def edges_of(pipeline: Pipeline) -> list[tuple[str, int, int]]:
     return edges
 
 
+def tied_edges(pipeline: Pipeline) -> list[tuple[Tie, Op, Message]]:
+    """Return the edges between stages that share weights: of which tie, what is sent, and between which stages."""
+    ties = [Tie(number, stages) for number, stages in enumerate(pipeline.tied)]
+    return [(tie, op, tied_message(op, tie, holder)) for tie in ties for op in TIED for holder in tie.stages[1:]]
+
+
 def connect_stages(
     world: World,
     stages: Mapping[int, Stage],
@@ -48,7 +57,8 @@ def connect_stages(
     if world.is_distributed:
         most = max_pending_of(pipeline)
         has_headers = world.backend == "nccl" and any(map(varies, acts.values()))
-        world.connect_more(sorted({what for what, _, _ in edges} | ({f"act{SIZES}"} if has_headers else set())))
+        links = {what for what, _, _ in edges} | ({f"act{SIZES}"} if has_headers else set())
+        world.connect_more(sorted(links), [message for _, _, message in tied_edges(pipeline)])
     as_sent = {k: AsSent() for k in stages}
     for what, source, to in edges:
         if source not in stages and to not in stages:
@@ -82,7 +92,53 @@ def connect_stages(
             is_read = what in ("go", "label") or (what == "target" and targets[-1] == COUNTS)
             device = torch.device("cpu") if is_read else world.device
             contexts[to].receivers[what] = receiver_of(world, what, source, specs, device, as_sent[to])
+    for tie, op, message in tied_edges(pipeline):
+        connect_tied(world, contexts, pipeline, tie, op, message)
     return contexts
+
+
+def connect_tied(
+    world: World, contexts: Mapping[int, StageContext], pipeline: Pipeline, tie: Tie, op: Op, message: Message
+) -> None:
+    """Join two stages that share the weights of ``tie`` for what one of them sends with ``op``, as far as here."""
+    what, source, to = message
+    if (here := contexts.get(source, contexts.get(to))) is None:
+        return
+    specs = specs_of(here.stage.ties[tie.number])
+    if source in contexts and to in contexts:
+        channel = LocalChannel(specs, what=what, edge=f"stage {source} -> stage {to}")
+        contexts[source].senders[what] = contexts[to].receivers[what] = channel
+    elif source in contexts:
+        most = max_pending_of(pipeline).get((what, source), pipeline.max_pending)
+        contexts[source].senders[what] = ProcessSender(
+            world.edges[what, source], specs, what=what, max_pending=most, max_pending_in_evaluation=most
+        )
+    else:
+        contexts[to].receivers[what] = ProcessReceiver(
+            world.edges[what, source],
+            specs,
+            what=what,
+            device=world.device,
+            posted_ahead=posted_ahead(pipeline, tie, op, to),
+        )
+
+
+def posted_ahead(pipeline: Pipeline, tie: Tie, op: Op, stage: int) -> int:
+    """Return how many receives ``stage`` may post beyond the one awaited, so that none is of a group that a stop omits.
+
+    The first stage awaits parts of group g, another one the sum of g - D, after its forward of the last micro-batch of
+    g + d, with the delay d, and none of a micro-batch that it has forwarded is omitted.
+    """
+    if pipeline.flush or pipeline.method.flush_epochs:
+        return 0
+    late = pipeline.tie_delay(tie) if op is Op.SEND_SUM else 0
+    return min(POSTED_AHEAD, late + pipeline.delays[stage] // pipeline.micro_batches_per_update)
+
+
+def specs_of(tied: TiedWeights) -> Specs:
+    """Return what is sent of the gradients of tied weights: each as a batch of one, never narrowed."""
+    specs = (replace(TensorSpec.of(p.unsqueeze(0)), channels_last=False) for _, p in tied.named_parameters())
+    return Specs.always(specs)
 
 
 def receiver_of(

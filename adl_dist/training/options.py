@@ -25,6 +25,8 @@ class PartitionSpec:
         speeds: speeds of the stages' devices relative to the one that measures; None: all equal.
         verify: whether the cut model is compared with the uncut one before the first update, if there are several
             stages.
+        tied: what becomes of a parameter with several names if a cut lies between its uses: ``share``: stages hold
+            copies of it that stay equal; ``untie``: each name has a parameter of its own from the start, for any K.
 
     Raises:
         ConfigError: none of these.
@@ -34,6 +36,7 @@ class PartitionSpec:
     granularity: str | None = None
     speeds: Sequence[float] | None = None
     verify: bool = True
+    tied: str = "share"
 
     def __post_init__(self) -> None:
         kinds = {type(entry) for entry in self.balance} if isinstance(self.balance, list | tuple) else set()
@@ -42,6 +45,8 @@ class PartitionSpec:
                 f"partition.balance={self.balance!r} is none of 'auto', 'even', a list of units per stage, like [3,2], "
                 "and a list of the units where stages 1.. begin, like [layer2.0]"
             )
+        if self.tied not in ("share", "untie"):
+            raise ConfigError(f"partition.tied: there is no '{self.tied}'; choose one of share, untie")
         if self.speeds is not None and self.balance != "auto":
             raise ConfigError("partition.speeds weighs a measured cut; it needs partition.balance=auto")
 

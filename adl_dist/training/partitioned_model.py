@@ -26,7 +26,7 @@ from adl_dist.partition.costs import Profile
 from adl_dist.partition.imbalance import why_uneven
 from adl_dist.partition.measure import measure
 from adl_dist.partition.predict import best_cut, unevenness, with_delays
-from adl_dist.schedule import Pipeline
+from adl_dist.schedule import Method, Pipeline
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.optimizer import stage_optimizer
 from adl_dist.training.agreement import SIZES, read
@@ -39,6 +39,7 @@ from adl_dist.training.meta_trial import MetaTrial
 from adl_dist.training.options import PartitionSpec
 from adl_dist.training.samples import NUM_SAMPLES, Samples
 from adl_dist.training.split_costs import with_split_costs
+from adl_dist.training.tied_copies import TiedCopies, copied
 from adl_dist.training.trial import Trial, check_trains, in_a_memory_format
 from adl_dist.training.verify import kept
 from adl_dist.transport.spec import TensorSpec
@@ -85,6 +86,7 @@ class PartitionedModel:
         sizes: units of each stage; None: not cut yet.
         warning: why the cut leaves most of the work to one stage, where that is known; else None.
         initial: samples of the weights that training begins with, see :func:`sampled`; empty: those of a checkpoint.
+        ties: the weights of which several stages hold a copy; none before it is cut.
         notes: what the user should know of the cut, a line each.
         verify_seconds: how long the comparison with the uncut model took; None: there was none.
         weights: what makes the tensors of this process's stages, if the model is on meta; else None.
@@ -122,6 +124,7 @@ class PartitionedModel:
         self._model: nn.Module | None = model
         self.modules: dict[int, nn.Module] = dict.fromkeys(self._own, model)
         self.sizes: list[int] | None = None
+        self.ties = TiedCopies()
         self.notes: list[str] = []
         self.warning: str | None = None
         self.verify_seconds: float | None = None
@@ -189,8 +192,10 @@ class PartitionedModel:
         chain = None
         if self._num_stages > 1 or not isinstance(self.spec.balance, str):
             with spec.precision.autocasting(trial.device)():
-                lengths, units = trial.readings, self.spec.units
-                chain = linearise(self._model, granularity=units, samples=lengths[0], varies=samples.varies)
+                lengths, units, keeps = trial.readings, self.spec.units, keeps_ties(spec.pipeline.method)
+                chain = linearise(
+                    self._model, granularity=units, samples=lengths[0], varies=samples.varies, keeps_ties=keeps
+                )
                 for of_length in lengths[1:]:
                     check_same_chain(chain, self._model, of_length, granularity=units)
         if chain is None or self._num_stages == 1:
@@ -216,6 +221,8 @@ class PartitionedModel:
             flops = flops_per_sample(self._model, spec, samples.to(trial.device, channels_last=False), trial.device)
             self.flops = None if flops is None else flops / (1e12 * peak)
         self._cut(sizes, stages)
+        if self.ties.stages:
+            spec = replace(spec, pipeline=replace(spec.pipeline, tied=self.ties.stages))
         if self.weights is not None:
             for module in self.modules.values():
                 self.weights.make(module)
@@ -360,8 +367,19 @@ class PartitionedModel:
         self._home = {name: (k, t.dtype) for k, piece in enumerate(pieces) for name, t in piece.state_dict().items()}
         if missing := self.signature.keys() - self._home.keys():
             raise PartitionError(f"no stage holds {', '.join(sorted(missing)[:3])}; use partition.num_stages=1")
+        assert self._model is not None
+        if len(pieces) > 1:
+            self.ties = copied(self._model, pieces)
+            for note in self.ties.notes():
+                self._note(note)
         self.modules = {k: pieces[k] for k in self._own}
         self._model = None  # of K processes each keeps only its own stage
+
+
+def keeps_ties(method: Method) -> str | None:
+    """Return why weights with several names must be on one stage with ``method``, in words; None: they need not."""
+    why = method.why_not_tied
+    return None if why is None else f"since {why}: use partition.tied=untie"
 
 
 @contextmanager

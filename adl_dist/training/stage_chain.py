@@ -358,7 +358,9 @@ class StageChain:
                 holder = older.get(name, parameters[name])
                 if holder.grad is not None:
                     self.homes.check(name, parameters[name], k)
-                    gradients[name], holder.grad = holder.grad, None
+                    tied = gradients[name]  # by a stage that holds it, too
+                    gradients[name] = holder.grad if tied is None else tied + holder.grad
+                    holder.grad = None
         outcome.add(when, "gradient", gradients)
 
     def _note_gradients(self, k: int, gets: list[bool]) -> None:

@@ -55,6 +55,7 @@ from adl_dist.training.lazy_weights import given_weights
 from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
 from adl_dist.training.outputs import Outputs
 from adl_dist.training.partitioned_model import PartitionedModel
+from adl_dist.training.tied_copies import untied
 
 # The arguments that are a value of one type.
 VALUES: dict[str, type] = {
@@ -162,6 +163,7 @@ class Trainer:
         self._distributed = _is_distributed(self._processes, self._spec.pipeline)
         self._timeouts = timeouts or WatchdogTimeouts()
         self._loss_settings = described(loss_fn)  # now, because a loss may count its calls
+        names = untied(model) if partition.tied == "untie" else []
         weights = given_weights(model, None if init_from is None else Path(init_from), seed)
         if weights is not None and not self._distributed:  # this process has all of it in any case
             weights.make(model)
@@ -175,6 +177,11 @@ class Trainer:
             weights=weights,
         )
         self._averages: list[WeightAverage] = []  # of the stages of this process, since fit
+        if names:
+            shown = f"{', '.join(names[:3])}{' ..' * (len(names) > 3)}"
+            self._partitioned.notes.append(
+                f"partition.tied=untie: {shown} had the weights of another layer, now its own"
+            )
         self.requests = Requests()  # of the job that runs now, or did last; to ask it to stop or to save
 
     @property
@@ -273,7 +280,7 @@ class Trainer:
         running, worker, plan, made = self._start(
             make_plan, data, loadings, folder, batch_size, shuffle, num_workers, recognise
         )
-        self._averages = [stage.average for stage in worker.stages if stage.average is not None]
+        self._averages = [average for stage in worker.stages for average in stage.averages]
         if folder is not None and worker.world.rank == 0 and self._spec.pipeline.method.awaits_delays:
             record_delays(folder.path, worker.pipeline.nominal_delays)
         with contextlib.nullcontext() if folder is None else contextlib.closing(folder):

@@ -16,6 +16,7 @@ from adl_dist.batch import tensors_of
 from adl_dist.engine import StageContext
 from adl_dist.errors import describe
 from adl_dist.schedule import Op, Segment, StageWork, evaluation_work, training_work
+from adl_dist.schedule.actions import TiedAction
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.calls import Tensors
 from adl_dist.stage.loss_terms import LossTerms
@@ -116,7 +117,8 @@ def _carry_out(  # 8: a stage, what is known of it, and what it is given
 
 
 def _without_steps(work: StageWork) -> StageWork:
-    return replace(work, actions=[action for action in work.actions if action.op not in STEPS])
+    actions = [a for a in work.actions if a.op not in STEPS and not isinstance(a, TiedAction)]
+    return replace(work, actions=actions)
 
 
 class _Given:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from adl_dist.errors import ChannelError
-from adl_dist.schedule.actions import LINKS, receiver
+from adl_dist.schedule.actions import LINKS, Message, receiver
 from adl_dist.transport.channel import Tensors
 from adl_dist.transport.port_filter import blocking_new
 from adl_dist.transport.spec import Specs, fitted
@@ -35,7 +35,7 @@ ON_CPU = ("target", "label", "go")  # small, and their receivers want them on th
 Issue = Callable[..., dist.Work | None]
 SEND: Issue = dist.isend
 RECEIVE: Issue = dist.irecv
-Message = list[tuple[dist.Work | None, Tensor]]  # a Work, kept with the buffer that it uses; None: an empty tensor
+Works = list[tuple[dist.Work | None, Tensor]]  # a Work, kept with the buffer that it uses; None: an empty tensor
 
 
 class Edge(NamedTuple):
@@ -49,9 +49,15 @@ class Edge(NamedTuple):
 
 
 def connect_edges(
-    num_stages: int, links: Iterable[str], *, backend: str, device: torch.device, timeout: datetime.timedelta
+    num_stages: int,
+    links: Iterable[str],
+    more: Iterable[Message] = (),
+    *,
+    backend: str,
+    device: torch.device,
+    timeout: datetime.timedelta,
 ) -> dict[tuple[str, int], Edge]:
-    """Make and connect all edges between processes for some kinds of ``LINKS``. Every rank calls it.
+    """Make and connect all edges between processes for some kinds of ``LINKS``, and ``more``. Every rank calls it.
 
     Stage s is in rank s mod the number of ranks, which is stage s itself where there is a rank for each.
 
@@ -67,7 +73,7 @@ def connect_edges(
         for what in (link.what, f"{link.what}{SIZES}")
         if what in links
         for sender in ([0] if link.hop is None else range(num_stages))
-    ]
+    ] + list(more)
     for what, sender, to in pairs:
         ranks = sender % num_ranks, to % num_ranks
         if not 0 <= to < num_stages or ranks[0] == ranks[1]:
@@ -113,7 +119,7 @@ class End:
         self._edge, self._agreed, self._peer, self._trouble = edge, specs, peer, trouble
         self._specs = specs.training
         self._sizes: Sequence[int] = ()
-        self._pending: deque[tuple[int, Message]] = deque()
+        self._pending: deque[tuple[int, Works]] = deque()
 
     def _begin(self, issue: Issue, wire: Tensor, micro_batch: int, place: int) -> dist.Work | None:
         """Start to send or receive the tensor at ``place`` of a micro-batch."""
@@ -182,14 +188,17 @@ class ProcessSender(End):
 class ProcessReceiver(End):
     """Receives the tensors of each micro-batch from one peer, posting receives ahead."""
 
-    def __init__(self, edge: Edge, specs: Specs, *, what: str, device: torch.device) -> None:
+    def __init__(
+        self, edge: Edge, specs: Specs, *, what: str, device: torch.device, posted_ahead: int = POSTED_AHEAD
+    ) -> None:
+        """Take the receiving end of ``edge``; ``posted_ahead``: receives that are posted beyond the one awaited."""
         waited = f"stage {edge.receiver} <- stage {edge.sender}: waited for the {what} of micro-batch {{}}"
         super().__init__(edge, specs, edge.ranks[0], f"{waited}, but the peer")
         self._device = device
         self._arrives_on = torch.device("cpu") if edge.backend == "gloo" else device
         self._through_host = self._arrives_on != device
         self._to_post: deque[int] = deque()
-        self._end = 0
+        self._end, self._num_posted = 0, 1 + posted_ahead
 
     def open(self, sizes: Sequence[int], order: Sequence[int], *, training: bool) -> None:
         """Begin a segment."""
@@ -203,7 +212,7 @@ class ProcessReceiver(End):
 
     def recv(self, micro_batch: int) -> Tensors:
         """Wait for one micro-batch, with the receives of the next ones posted."""
-        while len(self._pending) < 1 + POSTED_AHEAD and self._to_post and self._to_post[0] < self._end:
+        while len(self._pending) < self._num_posted and self._to_post and self._to_post[0] < self._end:
             self._post(self._to_post.popleft())
         return self._taken(micro_batch)
 
@@ -216,7 +225,7 @@ class ProcessReceiver(End):
         return tuple([spec.widen(tensor) for spec, tensor in zip(self._specs, arrived, strict=True)])
 
     def _post(self, micro_batch: int) -> None:
-        works: Message = []
+        works: Works = []
         for place, spec in enumerate(self._specs):
             buffer = spec.empty(self._sizes[micro_batch], self._arrives_on, on_wire=True, pinned=self._through_host)
             work = None if spec.is_empty else self._begin(RECEIVE, spec.as_wire(buffer), micro_batch, place)

@@ -24,9 +24,9 @@ from adl_dist.transport.process import (
     Edge,
     End,
     Issue,
-    Message,
     ProcessReceiver,
     ProcessSender,
+    Works,
 )
 from adl_dist.transport.spec import VARIES, Specs, TensorSpec
 
@@ -124,7 +124,7 @@ class VaryingSender(_Tagged, ProcessSender):
     def send(self, micro_batch: int, tensors: Tensors) -> None:
         """Start to send; return at once unless ``max_pending`` are under way."""
         self._specs = tuple(sized(self._open, _shapes(tensors), partial(self._where.format, micro_batch)))
-        header: Message = []
+        header: Works = []
         if self._headers is not None:
             sizes = torch.tensor([size for spec in self._specs for size in spec.shape], dtype=torch.int64)
             header = [self._header(SEND, sizes, micro_batch, self._headers)]

@@ -11,9 +11,9 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 
 from adl_dist.schedule import Op
-from adl_dist.schedule.actions import LINKS, RECEIVES, sender
+from adl_dist.schedule.actions import LINKS, RECEIVES, is_tied, message_of, what_of
 
-ON_GPU = ("act", "grad")
+ON_CPU = ("target", "label", "go")
 
 
 @dataclass
@@ -47,36 +47,37 @@ class Process:
         return earlier[-1]
 
 
-def standing_still(lists, *, max_pending, ahead, in_order_of_launches):
+def standing_still(lists, *, max_pending, ahead, in_order_of_launches, ahead_of_tied=None):
     """Return, by stage, the action at which it waits for ever; {} if all stages come to their ends.
 
-    ``ahead``: receives posted beyond the one awaited. ``max_pending``: as :func:`check_rendezvous` has it.
+    ``ahead``: receives posted beyond the one awaited; ``ahead_of_tied``: likewise, by what is sent of tied weights.
+    ``max_pending``: as :func:`check_rendezvous` has it.
     """
     processes = [Process(actions) for actions in lists]
     arrived = Counter()  # (what, sending stage) -> messages from host to host that no one has taken
     for process in processes:
-        for what in ON_GPU:
-            numbers = (a.number for a in process.actions if a.op in RECEIVES and RECEIVES[a.op].what == what)
-            process.to_post[what] = deque(numbers)
+        for action in process.actions:
+            if action.op in RECEIVES:
+                process.to_post.setdefault(what_of(action), deque()).append(action.number)
 
     def launches(k, process):
         """Whether the host of stage k gets past its next action."""
         action = process.actions[process.host]
         if action.op in RECEIVES:
-            what = RECEIVES[action.op].what
-            edge = what, sender(action.op, k)
-            if what not in ON_GPU:
+            what, source, _ = message_of(action, k, num_stages=len(lists))
+            edge = what, source
+            if what in ON_CPU:
                 is_there = arrived[edge] > 0
                 arrived[edge] -= is_there
                 return is_there
             posted, waiting = process.posted[what], process.to_post[what]
-            while len(posted) < 1 + ahead and waiting:
+            while len(posted) < 1 + (ahead_of_tied[what] if is_tied(what) else ahead) and waiting:
                 waiting.popleft()
                 posted.append(process.launch(False, edge))
             process.waited_for[process.host].append(posted.popleft())
         elif action.op in LINKS:
-            edge = LINKS[action.op].what, k
-            if edge[0] not in ON_GPU:
+            edge = what_of(action), k
+            if edge[0] in ON_CPU:
                 if action.op is Op.SEND_GO and k == len(lists) - 1 and process.compute < process.host:
                     return False  # it is sent when the forward is done
                 arrived[edge] += 1

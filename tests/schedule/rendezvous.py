@@ -7,7 +7,7 @@ way. gloo buffers, and so hides such deadlocks.
 
 from collections import Counter, defaultdict, deque
 
-from adl_dist.schedule.actions import LINKS, RECEIVES, receiver, sender
+from adl_dist.schedule.actions import LINKS, RECEIVES, message_of
 from adl_dist.schedule.replay import refuse_unfinished
 
 
@@ -23,17 +23,12 @@ def check_rendezvous(lists, *, one_per_pair=False, max_pending=None, turns=None)
     ends = {}  # of a communicator: its two stages
     under_way, done = Counter(), set()
 
-    def message(stage, op, number):
-        """What is carried, from where to where, and its number: the same for both partners."""
-        if op in LINKS:
-            return LINKS[op].what, stage, receiver(op, stage, num_stages=len(lists)), number
-        return RECEIVES[op].what, sender(op, stage), stage, number
-
     def is_blocked(stage, action):
         """Issue ``action``, once; return whether it keeps its stage waiting."""
         if action.op not in LINKS and action.op not in RECEIVES:
             return False
-        what, source, to, _ = carried = message(stage, *action)
+        what, source, to = message_of(action, stage, num_stages=len(lists))
+        carried = what, source, to, action.number  # the same for both partners
         if num_issued[stage] <= cursor[stage]:
             num_issued[stage] = cursor[stage] + 1
             pair = min(source, to), max(source, to)

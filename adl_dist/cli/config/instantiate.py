@@ -31,8 +31,9 @@ from adl_dist.report.callbacks import Callbacks
 from adl_dist.schedule import Method
 from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, TrainSpec
 from adl_dist.training.lazy_weights import is_lazy_model, load_weights
-from adl_dist.training.options import Monitoring
+from adl_dist.training.options import Monitoring, PartitionSpec
 from adl_dist.training.outputs import Outputs
+from adl_dist.training.tied_copies import untied
 from adl_dist.training.trainer import Trainer
 
 # Keys of data.* that are ours; the two that describe the data reach its target only if that takes them.
@@ -46,7 +47,8 @@ def trainer(config: RunConfig, *, handle_signals: bool = False) -> Trainer:
     """Build the model and its trainer. Changes no file and starts no process."""
     is_lazy = config.runtime.lazy
     return Trainer(
-        build_model_on_meta(config) if is_lazy else build_model(config),
+        # What is untied the trainer says, unless weights of this model are read first.
+        build_model_on_meta(config) if is_lazy else build_model(config, unties=config.init_from is not None),
         init_from=config.init_from if is_lazy else None,
         method=config.method.chosen(),
         num_stages=config.partition.num_stages,
@@ -62,7 +64,10 @@ def evaluator(config: RunConfig) -> Trainer:
     """Build the model and a trainer of one stage in this process, which evaluates as the run did."""
     # As many threads as each process of the run had, or sums would be rounded otherwise.
     processes = replace(config.runtime.process_options, threads=config.threads, one_per_stage=False)
-    return Trainer(build_model(config), method=Method(name="bp"), processes=processes, **_settings(config))
+    partition = PartitionSpec(tied=config.partition.tied)
+    return Trainer(
+        build_model(config), method=Method(name="bp"), partition=partition, processes=processes, **_settings(config)
+    )
 
 
 def train_spec(config: RunConfig) -> TrainSpec:
@@ -101,11 +106,13 @@ def precision(config: RunConfig) -> Precision:
     )
 
 
-def build_model(config: RunConfig) -> nn.Module:
-    """Build the uncut model, the same on every rank and for every K."""
+def build_model(config: RunConfig, *, unties: bool = True) -> nn.Module:
+    """Build the uncut model, the same on every rank and for every K; with ``partition.tied=untie`` if ``unties``."""
     torch.manual_seed(config.seed)
     model = _call("model", config.model)
     _expect(isinstance(model, nn.Module), "model", config.model, model, "a torch.nn.Module")
+    if unties and config.partition.tied == "untie":
+        untied(model)
     if config.init_from is not None:
         _load_state(model, Path(config.init_from))
     prepare(model, build_optimizer(config))  # with what rules freeze, also where no Trainer is made

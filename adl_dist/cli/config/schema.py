@@ -79,11 +79,14 @@ class PartitionConfig:
     granularity: Granularity | None = None
     speeds: list[float] | None = None
     verify: bool = True
+    tied: str = "share"
 
     def chosen(self) -> PartitionSpec:
         """Return the value that the trainer takes, checked."""
         granularity = self.granularity.value if self.granularity else None
-        return PartitionSpec(balance=self.balance, granularity=granularity, speeds=self.speeds, verify=self.verify)
+        return PartitionSpec(
+            balance=self.balance, granularity=granularity, speeds=self.speeds, verify=self.verify, tied=self.tied
+        )
 
 
 @dataclass(kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from adl_dist.cli.plan.profiler import Profiler
 from adl_dist.cli.plan.question import Question, asked, machine_of
-from adl_dist.cli.plan.report import bounded_table, facts_of, line_to_paste, report
+from adl_dist.cli.plan.report import bounded_table, facts_of, line_to_paste, report, tied_lines
 from adl_dist.distributed.affinity import default_threads, num_cores
 from adl_dist.errors import ConfigError, DataError, PartitionError
 from adl_dist.partition import Machine, checked_sizes
@@ -41,6 +41,7 @@ class _Found:
     profile: Profile  # with the configured M
     other: Alternative
     predictions: list[Prediction]  # of each method and K
+    shared: Mapping[str, list[int]]  # by name, the units of weights that stages may hold copies of
     bounded: list[Prediction]  # within the bound on staleness
     refused: list[str]
     choice: Prediction | None
@@ -83,6 +84,7 @@ def _measured(question: Question) -> _Found:
         profile=profiles[M],
         other=other,
         predictions=predictions,
+        shared=profiler.chain.shared,
         bounded=bounded,
         refused=refused,
         choice=choice,
@@ -142,7 +144,7 @@ def _lines(question: Question, found: _Found) -> list[str]:
     """Return the answer as a person reads it."""
     flags, line, fastest = question.flags, _line(question, found.choice), _line_within(question, found)
     told = found.profile, found.machine, found.predictions, found.refused, found.other
-    lines = [*report(*told, with_units=flags.units), ""]
+    lines = [*report(*told, with_units=flags.units), *tied_lines(found.shared, found.predictions), ""]
     if question.bound is not None:
         lines += [*bounded_table(found.bounded, question.chosen.name, question.bound, question.sizes), ""]
     lines += [f"recommended  {found.reason}", *([] if line is None else [f"             {line}"])]

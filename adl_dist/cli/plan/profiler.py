@@ -31,7 +31,7 @@ from adl_dist.stage.own_loss import MeanOf, OnSeveral
 from adl_dist.training import samples as samples_of
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.loss_checks import ReturnsSumError
-from adl_dist.training.partitioned_model import micro_batch, take_profile
+from adl_dist.training.partitioned_model import keeps_ties, micro_batch, take_profile
 from adl_dist.training.samples import Samples
 from adl_dist.training.trial import Trial, in_a_memory_format
 
@@ -85,7 +85,9 @@ class Profiler:
     def chain(self) -> Chain:
         """The units of the model; a PartitionError: it cannot be divided."""
         with self._autocast():  # read as training reads it, or buffers that many units read would be on one stage
-            return linearise(self.model, granularity=self.granularity, samples=self.samples.readings[0])
+            keeps = keeps_ties(self.spec.pipeline.method)
+            how: dict[str, Any] = {"granularity": self.granularity, "keeps_ties": keeps}
+            return linearise(self.model, samples=self.samples.readings[0], **how)
 
     def num_others(self, num_stages: int) -> int:
         """Return how many of K stages share this machine's cores with one; none on GPUs."""

@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from adl_dist.cli.config.compose import method_words
@@ -10,6 +10,7 @@ from adl_dist.partition import Machine, UnitCost
 from adl_dist.partition.costs import Profile
 from adl_dist.partition.predict import Alternative, Prediction
 from adl_dist.report.tables import text_table
+from adl_dist.schedule.table import tied_figures
 
 METHOD_HEAD = (
     *("method", "K", "M", "images/s", "speed-up", "bubble", "staleness mean", "factor"),
@@ -54,6 +55,23 @@ def report(
         "speed-up: over BP of the whole batch on one device. factor: (1 + sum of mean staleness / M) / M, Theorem 1.",
     ]
     return lines + [f"not possible: {reason}" for reason in refused]
+
+
+def tied_lines(shared: Mapping[str, list[int]], predictions: Sequence[Prediction]) -> list[str]:
+    """Return the lines about weights that several stages hold; ``shared`` are the units of each, by name."""
+    rows: list[list[object]] = []
+    for p in predictions:
+        stage_of = [k for k, size in enumerate(p.balance.sizes) for _ in range(size)]
+        for name, units in shared.items():
+            stages = tuple(dict.fromkeys(stage_of[unit] for unit in units))
+            if len(stages) < 2 or p.pipeline.method.why_not_tied is not None:
+                continue
+            copies = tied_figures(replace(p.pipeline, tied=(stages,)))
+            stale = "/".join(f"{copy.staleness_mean:.3g}" for copy in copies)
+            where = p.pipeline.method.name, p.pipeline.num_stages, p.pipeline.micro_batches_per_update
+            rows.append([name, *where, ", ".join(map(str, stages)), copies[0].late, stale])
+    head = ["tied weights", "method", "K", "M", "copies on stages", "updates late", "staleness mean of each"]
+    return ["", *text_table([head, *rows])] if rows else []
 
 
 def _method_row(p: Prediction, other: Alternative) -> list[object]:

@@ -32,6 +32,7 @@ from adl_dist.partition import cut
 from adl_dist.report import say
 from adl_dist.report.comparison import write_comparison
 from adl_dist.report.runs import Run, measure_of, read_json, read_runs, status_of
+from adl_dist.training.partitioned_model import keeps_ties
 
 LOG = Path("logs") / "output.log"
 LAUNCHER_FOLDER = ".launcher"  # what a launcher of Hydra writes, inside the folder of the sweep
@@ -121,7 +122,8 @@ def _check(sweep: Sweep) -> None:
             partition, model = config.partition, instantiate.build_model(config)
             chosen = partition.chosen()
             balance = None if isinstance(chosen.balance, str) else chosen.balance
-            cut(model, num_stages=partition.num_stages, balance=balance, granularity=chosen.units)
+            how: dict[str, Any] = {"granularity": chosen.units, "keeps_ties": keeps_ties(config.pipeline.method)}
+            cut(model, num_stages=partition.num_stages, balance=balance, **how)
 
 
 def _status(job: Job) -> str:

@@ -1,0 +1,169 @@
+"""Tied weights of several stages: each holds a copy, and all copies make the same updates with the sum of gradients.
+
+Every stage of a tie gives its part of a group's gradient, the first one adds up, and each applies the sum when it is
+due (:meth:`adl_dist.schedule.Pipeline.tie_delay`). An optimizer of its own, with the same settings and state on every
+stage, steps a copy; so the copies stay equal to the bit.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_
+from torch.optim.lr_scheduler import LRScheduler
+
+from adl_dist.errors import DivergedError, PartitionError
+from adl_dist.schedule.actions import Tie
+from adl_dist.stage.average import WeightAverage
+from adl_dist.stage.calls import Tensors
+from adl_dist.stage.mitigation import Mitigation, mitigation_of_tie
+from adl_dist.stage.nonfinite import NonFiniteCheck
+from adl_dist.stage.optimizer import advance, scaled_learning_rates, stage_optimizer, told_whose
+from adl_dist.stage.spec import TrainSpec
+from adl_dist.stage.stats import StepStats, norm_of
+
+
+class TiedWeights:
+    """The copies that one stage holds of the weights of one tie, with their optimizer.
+
+    Attributes:
+        tie: the stages that share, the first of which adds up.
+        name: the first name of each parameter in the uncut model.
+        version: updates applied so far, over the whole run; the learning rate follows it, and so the group.
+        staleness: of each backward of the segment, the updates of these weights between its forward and its own.
+        average: their moving average; None: there is none.
+        is_first: whether this stage adds up, and saves what the optimizer remembers.
+    """
+
+    def __init__(
+        self, tie: Tie, parameters: Mapping[str, nn.Parameter], stage: int, spec: TrainSpec, faults: NonFiniteCheck
+    ) -> None:
+        """Take ``parameters``, by the first of the names that the uncut model has for each; ``faults``: of the stage.
+
+        Raises:
+            ConfigError: the optimizer is none for them.
+        """
+        self.tie, self.is_first = tie, stage == tie.stages[0]
+        self._parameters, self._stage, self._faults = dict(parameters), stage, faults
+        self.name = ", ".join(parameters)
+        self._names = " and ".join(f"'{name}'" for name in parameters)
+        self.where, self.key = f"stage {stage}, tied {self._names}", f"tied {min(parameters)}"
+        self.version = 0
+        self.optimizer = stage_optimizer(spec.optimizer, self._parameters, where=self.where)
+        assert self.optimizer is not None, "what is not trained needs no tie"
+        self.mitigation: Mitigation | None = mitigation_of_tie(spec.pipeline, tie, stage, self.optimizer)
+        self.average = None if spec.ema is None else WeightAverage(self._parameters.items(), spec.ema)
+        self.lr_schedule: LRScheduler | None = None
+        self.lr_updates: int | None = None
+        self.staleness: list[int] = []
+        self._clip_norm, self._skips = spec.gradients.clip_norm, spec.gradients.skips
+        self._own: list[Tensor] = []  # the part of this stage, of the group that is complete
+        self._sums: deque[list[Tensor]] = deque()  # not applied yet, oldest first
+        self._skipped: set[int] = set()  # updates to come that are not made
+        self._seen: dict[int, int] = {}  # by version of the stage, the version that its forwards see
+        self._epoch = 0
+
+    def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield (name, parameter): each once, by a name that it has in every cut."""
+        yield from self._parameters.items()
+
+    def begin(self, epoch: int, version: int) -> None:
+        """Get ready for a segment of ``epoch``, which the stage begins with its ``version``."""
+        self._epoch, self._seen = epoch, {version: self.version}
+        self._own, self.staleness = [], []
+        self._sums.clear()
+        self._skipped.clear()
+        if self.mitigation is not None:
+            self.mitigation.begin(epoch)
+
+    def note(self, version: int, *, oldest: int) -> None:
+        """Take note of what ``version`` of the stage, the newest, sees; none before ``oldest`` is used any more."""
+        self._seen[version] = self.version
+        for gone in [known for known in self._seen if known < oldest]:
+            del self._seen[gone]
+
+    def count(self, version: int, forward_version: int) -> None:
+        """Count the staleness of a gradient: its forward saw one version of the stage, of which ``version`` is now."""
+        # The group whose update is the stage's next has the same number among the updates of tied weights.
+        self.staleness.append(version - self._seen[forward_version])
+
+    def gather(self, version: int) -> list[Tensor]:
+        """Take the gradients of the group with which the stage makes update ``version``, and return them.
+
+        Raises:
+            PartitionError: the stage has made none.
+        """
+        self._own = []
+        for name, parameter in self._parameters.items():
+            if parameter.grad is None:
+                raise PartitionError(
+                    f"{self.where}: '{name}' got no gradient here for update {version}; what stages share must be used "
+                    "by each of them in every group: use partition.tied=untie"
+                )
+            grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+            self._own.append(grad.contiguous())  # in one layout everywhere, or sums over it could round differently
+            parameter.grad = None
+        return self._own
+
+    def skip(self, version: int) -> None:
+        """Leave the weights as they are in update ``version``."""
+        self._skipped.add(version)
+
+    def part(self) -> Tensors:
+        """Return the part of this stage, each tensor [1, ...]."""
+        own, self._own = self._own, []
+        return tuple([grad.unsqueeze(0) for grad in own])
+
+    def add(self, part: Tensors) -> None:
+        """Add the part of another stage."""
+        torch._foreach_add_(self._own, [grad.squeeze(0) for grad in part])
+
+    def total(self) -> Tensors:
+        """Return the sum of all parts, each tensor [1, ...], and keep it for the own update."""
+        if self._own:
+            self._sums.append(self._own)
+            self._own = []
+        return tuple([grad.unsqueeze(0) for grad in self._sums[-1]])
+
+    def take(self, total: Tensors) -> None:
+        """Take the sum that the first stage has made."""
+        self._sums.append([grad.squeeze(0) for grad in total])
+
+    def update(self, in_place: AbstractContextManager[None]) -> None:
+        """Apply the oldest sum, by writing to the weights, ``in_place``, unless the stage has skipped that group.
+
+        Raises:
+            DivergedError: it is not finite.
+        """
+        total, skip = self._sums.popleft(), self.version in self._skipped
+        self._skipped.discard(self.version)
+        assert self.optimizer is not None
+        if not skip:
+            parameters = [*self._parameters.values()]
+            for parameter, grad in zip(parameters, total, strict=True):
+                parameter.grad = grad.clone()  # the same tensor may have gone to another stage of this process
+            norm = norm_of(total)
+            self._judge(norm)
+            if self._clip_norm is not None:
+                clip_grads_with_norm_(parameters, self._clip_norm, norm)
+            factor = 1.0 if self.mitigation is None else self.mitigation.rate(self.version)
+            scaled = scaled_learning_rates(self.optimizer, factor)
+            with told_whose(self.optimizer, self.where, self.version), scaled, in_place:
+                self.optimizer.step() if self.mitigation is None else self.mitigation.step()
+            self.optimizer.zero_grad()
+            if self.average is not None:
+                self.average.update()
+        self.version += 1
+        if self.lr_schedule is not None and (self.lr_updates is None or self.version <= self.lr_updates):
+            advance(self.lr_schedule, self.where, self.version, skipped=skip)
+
+    def _judge(self, norm: Tensor) -> None:
+        figures = StepStats(gradient_norm=norm, gradient_of=f"the summed gradient of tied {self._names}")
+        if not self._skips:
+            self._faults.judge(figures, (), update=self.version, epoch=self._epoch)
+        elif not math.isfinite(float(norm)):
+            fault = f"the norm of {figures.gradient_of} is {float(norm)}, though each stage's part is finite"
+            raise DivergedError(fault, stage=self._stage, update=self.version, epoch=self._epoch)

@@ -1,0 +1,188 @@
+"""Stages that share weights: when their gradients are added up and applied, by the actions alone."""
+
+import itertools
+
+import pytest
+
+from adl_dist.errors import ConfigError
+from adl_dist.schedule import METHODS, Costs, Op, Pipeline, describe, max_pending_of, method, replay, shorten
+from adl_dist.schedule.actions import RECEIVES, TIED, message_of, what_of
+from adl_dist.schedule.build_actions import training_actions, training_turns
+from adl_dist.schedule.replay import at_random
+from adl_dist.schedule.timing import time_per_update
+from adl_dist.schedule.work import updates_that_load
+from adl_dist.training.edges import posted_ahead, tied_edges
+from adl_dist.transport.process import POSTED_AHEAD
+from tests.schedule.launch_order import standing_still
+from tests.schedule.rendezvous import check_rendezvous
+
+SHARING = [name for name, spec in METHODS.items() if not spec.has_heads]
+VARIANTS = [
+    *((name, {}) for name in SHARING),
+    *((name, {"split_backward": True}) for name in SHARING if "split_backward" in METHODS[name].options),
+    ("adl", {"split_backward": True, "delay": "third"}),
+    ("adl", {"order": "backward_first"}),
+    ("adl", {"delay": [5, 5, 2, 0]}),
+    ("dsp", {"activation_queue": 2, "gradient_queue": 3}),
+    ("fr", {"flush_epochs": 1}),
+    ("gpipe", {"recompute": "except_last"}),
+]
+every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: " ".join([v[0], *map(str, v[1].values())]))
+TIES = [((0, 3),), ((0, 1, 2, 3),), ((0, 3), (1, 2)), ((1, 3),), ((0, 2, 3), (0, 1))]
+K, GROUPS = 4, [4] * 6 + [3]
+
+
+def made(variant, tied, M=4, groups=None):
+    name, options = variant
+    pipeline = Pipeline(method(name, accumulation_steps=M, **options), K, tied=tied)
+    groups = groups or [M] * 6 + [1]
+    return pipeline, [list(training_actions(pipeline, k, group_sizes=groups)) for k in range(K)], groups
+
+
+def turns_of(pipeline, groups):
+    if pipeline.stages_per_process == 1:
+        return None
+    return [list(training_turns(pipeline, p, group_sizes=groups)) for p in range(pipeline.num_processes)]
+
+
+@every_variant
+@pytest.mark.parametrize("tied", TIES, ids=str)
+def test_every_group_is_added_up_and_applied_once_by_all(variant, tied):
+    for M, groups in ((4, GROUPS), (3, [3] * 5 + [2])):
+        pipeline, lists, _ = made(variant, tied, M, groups)
+        ends = list(itertools.accumulate(groups))
+        for tie, op, message in tied_edges(pipeline):
+            sent = [a.number for a in lists[message.sender] if a.op is op and what_of(a) == message.what]
+            got = [a.number for a in lists[message.receiver] if a.op in RECEIVES and what_of(a) == message.what]
+            assert sent == got == [end - 1 for end in ends]
+            for k in tie.stages:
+                updates = [a.number for a in lists[k] if a.op is Op.UPDATE_TIED and a.tie == tie]
+                assert updates == list(range(len(groups)))
+
+
+@every_variant
+@pytest.mark.parametrize("tied", TIES, ids=str)
+def test_no_order_and_no_edge_deadlocks(variant, tied):
+    pipeline, lists, groups = made(variant, tied)
+    turns = turns_of(pipeline, groups)
+    for seed in range(3):
+        assert len(list(replay(lists, pick_next=at_random(seed), turns=turns))) == sum(map(len, lists))
+    check_rendezvous(lists, max_pending=max_pending_of(pipeline), turns=turns)
+
+
+@every_variant
+def test_a_tie_makes_no_stage_wait_that_would_not_wait_anyway(variant):
+    """With a balanced pipeline, and with one whose last stage is slow or whose links are."""
+    uneven = Costs(forward=[1, 1, 1, 2], backward=[2, 2, 2, 4], link=[0.3] * 3)
+    name, options = variant
+    if name in ("interleaved", "zbh1", "zbh2") or (METHODS[name].flush and options):
+        pytest.skip("a method that flushes waits for the sum before its next group")
+    for costs in (Costs.balanced(K), uneven):
+        for M in (1, 3, 4) if name != "2bw" else (4,):
+            chosen = method(name, accumulation_steps=M, **options)
+            alone = time_per_update(Pipeline(chosen, K), costs)
+            shared = time_per_update(Pipeline(chosen, K, tied=((0, 3),)), costs)
+            assert shared <= alone * 1.02, (M, shared, alone)
+
+
+@every_variant
+def test_staleness_counted_in_a_replay_is_that_of_the_formula(variant):
+    """Of each gradient the tied updates between its forward and its own; 2BW's forward sees the version before."""
+    for M in (1, 2, 4) if variant[0] != "2bw" else (4,):
+        pipeline, lists, _ = made(variant, ((0, 3),), M, [M] * 40)
+        updates, done, seen, stale = [0] * K, [0] * K, {}, {0: {}, 3: {}}
+        for k, action in replay(lists):
+            if action.op in (Op.FORWARD, Op.FORWARD_ONLY):
+                version = pipeline.forward_version(k, action.number)
+                assert pipeline.method.weights == "2bw" or version == updates[k]
+                seen[k, action.number] = max(0, version - pipeline.tie_delay(pipeline.ties_of(0)[0]))
+            elif action.op is Op.UPDATE:
+                updates[k] += 1
+            elif action.op is Op.UPDATE_TIED:
+                group = action.number
+                stale[k][group] = [done[k] - seen[k, b] for b in range(M * group, M * group + M)]
+                done[k] += 1
+        for k in (0, 3):
+            assert stale[k][36] == pipeline.tied_staleness(pipeline.ties_of(k)[0], k), (M, k)
+
+
+def test_the_sum_is_late_by_what_the_delays_differ():
+    for M, late in ((1, 6), (2, 3), (4, 2), (6, 1)):
+        pipeline = Pipeline(method("adl", accumulation_steps=M), K, tied=((0, 3), (1, 2)))
+        assert pipeline.tie_delay(pipeline.ties_of(0)[0]) == late
+        assert pipeline.tie_delay(pipeline.ties_of(1)[0]) == -(-2 // M)
+    for name in ("bp", "gpipe", "1f1b", "zbh1", "zbh2", "interleaved"):
+        pipeline = Pipeline(method(name), K, tied=((0, 3),))
+        assert pipeline.tie_delay(pipeline.ties_of(0)[0]) == 0
+
+
+@every_variant
+@pytest.mark.parametrize("tied", TIES[:3], ids=str)
+def test_ended_early_all_stages_end_alike_and_post_nothing_beyond(variant, tied):
+    for M, stop_at in itertools.product((1, 4), (0, 3, 9, 14)):
+        pipeline, lists, groups = (
+            made(variant, tied, M, [M] * (22 // M) + [1]) if variant[0] != "2bw" or M > 2 else (0,) * 3
+        )
+        if not pipeline:
+            continue
+        receives = {
+            message.what: [a.number for a in lists[message.receiver] if a.op in RECEIVES and what_of(a) == message.what]
+            for _, _, message in tied_edges(pipeline)
+        }
+        ahead = {
+            message.what: posted_ahead(pipeline, tie, op, message.receiver) for tie, op, message in tied_edges(pipeline)
+        }
+        done, got, num_updates = [[] for _ in range(K)], dict.fromkeys(receives, 0), len(groups)
+        for k, action in replay(lists, pick_next=at_random(stop_at)):
+            if action == (Op.LOAD, stop_at):
+                num_updates = updates_that_load(groups, stop_at + 1 + POSTED_AHEAD)
+                end = sum(groups[:num_updates])
+                for what, order in receives.items():
+                    if got[what]:  # so many have been posted beyond it
+                        posted = order[got[what] : got[what] + ahead[what]]
+                        assert num_updates == len(groups) or all(b < end for b in posted), what
+                for j, actions in enumerate(lists):
+                    shorten(actions, pipeline, j, group_sizes=groups[:num_updates])
+            done[k].append(action)
+            message = message_of(action, k, num_stages=K)
+            if message is not None and action.op in RECEIVES and message.what in got:
+                got[message.what] += 1
+        assert done == [list(training_actions(pipeline, k, group_sizes=groups[:num_updates])) for k in range(K)]
+
+
+@every_variant
+def test_no_edge_of_a_gpu_stands_still(variant):
+    pipeline, lists, _ = made(variant, ((0, 3), (1, 2)))
+    if pipeline.stages_per_process > 1:
+        pytest.skip("the model of launches has a process for each stage")
+    ahead = {
+        message.what: posted_ahead(pipeline, tie, op, message.receiver) for tie, op, message in tied_edges(pipeline)
+    }
+    how = {"max_pending": max_pending_of(pipeline), "ahead": POSTED_AHEAD, "ahead_of_tied": ahead}
+    assert standing_still(lists, in_order_of_launches=False, **how) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "why"),
+    [
+        ("dgl", {}, "method=dgl each stage learns by itself"),
+        ("dni", {}, "method=dni each stage learns by itself"),
+        ("adl", {"lr_index": "slot"}, "method.lr_index gives each stage learning rates of its own"),
+        ("fr", {"lr_factors": [2, 1]}, "method.lr_factors gives each stage"),
+        ("adl", {"mitigation": ["discount", "predict"]}, "method.mitigation=predict"),
+    ],
+)
+def test_what_cannot_share_is_refused(name, options, why):
+    with pytest.raises(ConfigError, match=f"{why}.*partition.tied=untie"):
+        Pipeline(method(name, **options), 2, tied=((0, 1),))
+
+
+def test_the_table_has_a_line_for_each_copy():
+    pipeline = Pipeline(method("adl", accumulation_steps=2), 3, tied=((0, 2),))
+    lines = describe(pipeline, num_micro_batches=6).splitlines()
+    assert [line.split() for line in lines[-2:]] == [
+        ["0,", "2", "0", "2", "4", "4", "4", "4"],
+        ["0,", "2", "2", "2", "2", "2", "2", "2"],
+    ]
+    assert "TU update of tied weights" in "\n".join(lines)
+    assert all(op not in {a.op for a in training_actions(pipeline, 1, group_sizes=[2])} for op in TIED)

@@ -1,0 +1,265 @@
+"""Tied weights of several stages: the equations, equal copies, resume, and what is refused."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import adl_dist
+from adl_dist.errors import ConfigError, DivergedError, PartitionError
+from adl_dist.optimizers import Muon, RotatedAdam
+from adl_dist.schedule.replay import at_random
+from adl_dist.stage.tied import TiedWeights
+from tests.support.commands import assert_same
+from tests.support.equations import EQUATIONS, assert_close
+from tests.support.ranks import run_ranks
+from tests.support.runs import SPOILT, SPOILT_PAIRS, nan_inputs, toy_trainer
+from tests.support.tied import SHARED, TIED_BALANCE, tied_by_the_equations, tied_net, train_tied
+from tests.support.tiers import grid
+from tests.support.toys import FixedImages, Unplugged
+from tests.support.values import QUIET, SILENT
+
+FLUSHING = ("bp", "gpipe", "1f1b", "zbh1", "zbh2", "interleaved")
+SOME = [
+    *((name, 3, 2) for name in EQUATIONS if name not in ("2bw", "paci")),
+    *(("adl", K, M) for K, M in ((2, 1), (2, 3), (3, 1), (4, 1), (4, 2), (4, 4))),
+    *(("2bw", 4, 3), ("paci", 4, 1), ("paci", 4, 2), ("dsp", 4, 1), ("fr", 4, 2), ("gpipe", 4, 3), ("zbh2", 2, 4)),
+]
+LATE = {"split_backward": True}
+
+
+def assert_copies_are_equal(state):
+    for first, *others in SHARED:
+        for name in others:
+            assert torch.equal(state[first], state[name]), name
+
+
+@pytest.mark.parametrize(("name", "K", "M"), grid(list(EQUATIONS), range(2, 5), range(1, 5), default=SOME))
+def test_every_method_follows_the_equations_to_1e_12(name, K, M):
+    """Two epochs, an uneven last micro-batch and group, momentum and weight decay."""
+    if (name == "2bw" and M < K - 1) or (name == "paci" and K < 4):
+        pytest.skip("2bw needs M of at least the delay of stage 0; the equations of latest know each weight once")
+    delays, weights = EQUATIONS[name]
+    got, _ = train_tied(K, M, method=name)
+    assert_close(got, tied_by_the_equations(K, M, delays(K), weights, epochs=2, flushes=name in FLUSHING))
+    assert_copies_are_equal(got)
+
+
+DELAYS = {"decoupled": [6, 4, 2, 0], "third": [2, 2, 1, 0], "minimal": [3, 2, 1, 0]}
+
+
+@pytest.mark.parametrize("delay", [*DELAYS, (5, 5, 2, 1)])
+@pytest.mark.parametrize(("M", "weights"), [(1, "stash"), (2, "recompute"), (3, "stash")])
+def test_with_a_split_backward_any_delays_do_too(delay, M, weights):
+    options = {**LATE, "delay": delay, "weights": weights}
+    expected = tied_by_the_equations(4, M, DELAYS.get(delay, delay), weights, epochs=2)
+    assert_close(train_tied(4, M, options=options)[0], expected)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9, nesterov=True)])
+@pytest.mark.parametrize(("name", "K"), [("1f1b", 2), ("gpipe", 3), ("interleaved", 4), ("zbh2", 4)])
+def test_synchronous_methods_train_as_plain_torch(name, K, optimizer):
+    expected, _ = train_tied(1, 3, method="bp", optimizer=partial(optimizer, lr=0.05))
+    assert_close(train_tied(K, 3, method=name, optimizer=partial(optimizer, lr=0.05))[0], expected)
+
+
+@pytest.mark.parametrize("name", ["adl", "1f1b"])
+def test_each_stage_clips_the_sum_alike(name):
+    """By itself: the norm of a stage does not count its part, which no other stage knows."""
+    delays, flushes = ([4, 2, 0], False) if name == "adl" else ([0, 0, 0], True)
+    expected = tied_by_the_equations(3, 2, delays, epochs=2, flushes=flushes, clip_norm=0.05)
+    got, _ = train_tied(3, 2, method=name, clip_norm=0.05)
+    assert_close(got, expected)
+    assert_copies_are_equal(got)
+
+
+def test_all_copies_skip_the_same_groups():
+    """Micro-batches that are not finite show in the loss; the group is skipped in all stages, and by all copies."""
+    got, summary = train_tied(3, 2, non_finite="skip", plant=nan_inputs, clip_norm=0.05)
+    assert summary["skipped_updates"] == 2 * len(SPOILT_PAIRS)
+    how = {"skipped": SPOILT_PAIRS, "unseen": SPOILT, "clip_norm": 0.05}
+    assert_close(got, tied_by_the_equations(3, 2, [4, 2, 0], epochs=2, **how))
+    assert_copies_are_equal(got)
+
+
+OTHERS = {
+    "AdamW": {"optimizer": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)},
+    "Muon": {"optimizer": partial(Muon, lr=0.02)},
+    "rotated": {"optimizer": partial(RotatedAdam, every=3)},
+    "clip, bfloat16": {"clip_norm": 0.01, "autocast": torch.bfloat16},
+    "narrow messages": {"wire_dtype": torch.bfloat16},
+    "skip": {"non_finite": "skip", "plant": nan_inputs},
+    "discount": {"options": {"mitigation": ["discount"]}},
+    "spike, error feedback": {"options": {"mitigation": ["discount", "error_feedback"]}},
+    "spike": {"options": {"mitigation": ["spike"]}},
+    "latest": {"options": {"weights": "latest"}},
+    "shrink": {"options": {"gradient_shrink": 0.5, "reduction": "sum"}},
+    "flush": {"options": {"flush_epochs": 1}},
+    "2bw": {"method": "2bw", "clip_norm": 0.1},
+    "split": {"options": {**LATE, "delay": "third"}},
+    "interleaved": {"method": "interleaved"},
+}
+
+
+@pytest.mark.parametrize("more", OTHERS.values(), ids=OTHERS)
+def test_copies_stay_equal_whatever_trains_them(more):
+    got, _ = train_tied(4, 3, torch.float32, epochs=6, **more)
+    assert_copies_are_equal(got)
+    moved = {name: (got[name] - weight).abs().max() for name, weight in tied_net().state_dict().items()}
+    assert min(moved.values()) > 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_order_of_events_does_not_change_a_bit(seed):
+    expected, _ = train_tied(4, 2, torch.float32)
+    assert_same(train_tied(4, 2, torch.float32, pick_next=at_random(seed))[0], expected)
+
+
+RANKS = [
+    (1, {"dtype": torch.float64}),
+    *((3, OTHERS[name]) for name in ("AdamW", "clip, bfloat16", "skip", "spike, error feedback", "2bw", "split")),
+]
+
+
+def train_all(K):
+    return [train_tied(K, M, **{"dtype": torch.float32, "epochs": 1, **options})[0] for M, options in RANKS]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("K", [2, 4])
+def test_processes_end_in_the_bits_of_one(K):
+    in_one_process = train_all(K)
+    for of_rank in run_ranks(K, train_all, K, timeout_seconds=100):
+        for got, expected in zip(of_rank, in_one_process, strict=True):
+            assert_same(got, expected)
+
+
+def test_the_summary_tells_the_staleness_of_each_copy():
+    _, summary = train_tied(4, 2, num_samples=6 * 40, epochs=1)
+    tied = {(s["stage"], copy["name"]): copy for s in summary["stages"] for copy in s.get("tied", ())}
+    assert [*tied] == [
+        (k, name[0]) for k, name in ((0, SHARED[0]), (0, SHARED[1]), (1, SHARED[1]), (2, SHARED[1]), (3, SHARED[0]))
+    ]
+    # D = 3 for the first tie, 2 for the other; LoS + D.
+    greatest = [copy["staleness_max"] for copy in tied.values()]
+    assert greatest == [3 + 3, 3 + 2, 2 + 2, 1 + 2, 0 + 3]
+
+
+def fit(K, data, run_dir=None, M=2, name="adl", tied="share", resume="auto", **options):
+    of = {"model": tied_net(), "balance": TIED_BALANCE[K], "tied": tied}
+    trainer = toy_trainer(K, M, name, options, optimizer=partial(torch.optim.AdamW, lr=0.01), **of)
+    trainer.fit(data, epochs=2, batch_size=3 * M, run_dir=run_dir, resume=resume, monitoring=SILENT)
+    return trainer.full_state_dict()
+
+
+@pytest.mark.parametrize(("K", "name", "options"), [(4, "adl", {}), (3, "pipedream", LATE), (2, "2bw", {})])
+def test_a_run_that_is_resumed_ends_in_the_same_bits(K, name, options, tmp_path):
+    expected = fit(K, FixedImages(29), name=name, **options)
+    with pytest.raises(Exception, match="unplugged"):
+        fit(K, Unplugged(29, after=40), tmp_path, name=name, **options)  # in the second epoch
+    assert_same(fit(K, FixedImages(29), tmp_path, name=name, **options), expected)
+
+
+@pytest.mark.parametrize("K", [1, 2, 4])
+def test_another_cut_continues_where_the_first_stopped(K, tmp_path):
+    """With a method that has no staleness any cut continues alike, also one that no tie spans."""
+    expected = fit(K, FixedImages(29), name="1f1b")
+    with pytest.raises(Exception, match="unplugged"):
+        fit(3, Unplugged(29, after=40), tmp_path, name="1f1b")
+    got = fit(K, FixedImages(29), tmp_path, name="1f1b")
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-5)
+    assert_copies_are_equal(got)
+
+
+def test_a_run_does_not_continue_with_weights_untied(tmp_path):
+    fit(3, FixedImages(29), tmp_path)
+    with pytest.raises(ConfigError, match="tied is 'share' there and 'untie' here"):
+        fit(3, FixedImages(29), tmp_path, tied="untie")
+
+
+def test_untied_each_name_has_weights_of_its_own_for_any_cut():
+    expected = fit(1, FixedImages(29), name="1f1b", tied="untie")
+    for K in (2, 4):
+        got = fit(K, FixedImages(29), name="1f1b", tied="untie")
+        for name in expected:
+            torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-5)
+    names = [name for group in SHARED for name in group]
+    assert all(not torch.equal(expected[SHARED[0][0]], expected[name]) for name in names[1:])
+    trainer = toy_trainer(2, model=tied_net(), tied="untie")
+    assert trainer._partitioned.notes == [
+        "partition.tied=untie: mid.1.weight, more.1.weight, head.1.weight had the weights of another layer, now its own"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "why"),
+    [
+        ("dgl", {}, "method=dgl each stage learns by itself"),
+        ("adl", {"mitigation": ["predict"]}, "method.mitigation=predict"),
+        ("adl", {"lr_index": "slot"}, "method.lr_index"),
+    ],
+)
+def test_methods_that_cannot_share_name_the_way_out(method, options, why):
+    with pytest.raises(PartitionError, match=rf"since .*{why}.*: use partition.tied=untie"):
+        train_tied(3, 1, method=method, options=options)
+
+
+def test_ties_that_copies_could_not_follow_are_refused():
+    class Hidden(nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.weight, self.view = weight, [weight.detach().t()]
+
+        def forward(self, x):
+            return x @ self.weight
+
+    net = nn.Sequential(nn.Flatten(), nn.Linear(72, 10), nn.ReLU(), nn.Linear(10, 10), nn.ReLU())
+    net.append(Hidden(net[3].weight))
+    with pytest.raises(PartitionError, match=r"needs a copy of '5.weight'.* reaches those by"):
+        toy_trainer(2, model=net, balance=[5, 1]).fit(FixedImages(8), epochs=1, batch_size=4, monitoring=QUIET)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(72, 10), nn.ReLU(), nn.Linear(10, 10), nn.ReLU())
+    net.append(net[3])
+    with pytest.raises(PartitionError, match=r"'3.weight' and '5.weight' are one and the same|used on both sides"):
+        toy_trainer(2, model=net, balance=[5, 1]).fit(FixedImages(8), epochs=1, batch_size=4, monitoring=QUIET)
+
+
+def test_a_sum_that_is_not_finite_stops_the_run(monkeypatch):
+    """Each part is finite; both stages find the same."""
+    add = TiedWeights.add
+
+    def overflow(self, part):
+        add(self, part)
+        if self.name == "first.2.weight" and self.version + len(self._sums) == 2:
+            self._own[0][0] = math.inf
+
+    monkeypatch.setattr(TiedWeights, "add", overflow)
+    for non_finite in ("stop", "skip"):
+        with pytest.raises(DivergedError, match=r"summed gradient of tied 'first.2.weight'.* is inf.* at update 2 "):
+            train_tied(3, 2, non_finite=non_finite)
+
+
+def test_a_copy_without_a_gradient_is_refused_by_name():
+    class Sometimes(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += len(x) == 3  # a micro-batch of training
+            return super().forward(x) if self.calls < 4 else x
+
+    def model():
+        net = tied_net()
+        net.more[1] = Sometimes(10, 10)
+        net.more[1].weight = net.up[1].weight
+        return net
+
+    with pytest.raises(PartitionError, match=r"'up.1.weight': 'up.1.weight' got no gradient .* update 3;"):
+        train_tied(4, 1, model=model)
+
+
+def test_adl_dist_exports_the_choice():
+    assert adl_dist.PartitionSpec().tied == "share"
+    with pytest.raises(ConfigError, match=r"partition.tied: there is no 'both'; choose one of share, untie"):
+        adl_dist.PartitionSpec(tied="both")
