@@ -6,6 +6,7 @@ For models whose forward cannot be read by torch.fx, or need not be: nothing in 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,14 @@ from adl_dist.batch import Batch, Layout, call, layout_of
 from adl_dist.errors import PartitionError
 from adl_dist.partition.ran import Samples, run
 
-HERE = object()  # stands for the hidden state in what a layer returns
+
+class Hidden(Enum):
+    """Stands for the hidden state in what a layer returns; a copy of it is itself."""
+
+    HERE = "here"
+
+
+HERE = Hidden.HERE
 
 
 @dataclass(frozen=True)

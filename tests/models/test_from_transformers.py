@@ -254,13 +254,13 @@ def test_our_reference_models_have_the_librarys_logits(name):
 
 
 class Sequences(torch.utils.data.Dataset):
-    """Tokens, each with the one behind it as its target."""
+    """Tokens, each with the one behind it as its target; none is the 0 of padding, whose vector is not trained."""
 
     def __len__(self):
         return 100
 
     def whole(self, index):
-        return torch.randint(VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(index))
+        return torch.randint(1, VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(index))
 
     def __getitem__(self, index):
         return self.whole(index)[:-1], self.whole(index)[1:]
