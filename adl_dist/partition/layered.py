@@ -191,15 +191,15 @@ class _Watch:
         self._out: Any = None
 
     def before(self) -> list[str]:
-        return [c.name for c in self._beside() if c.left == 0]
+        return [c.name for c in self._outside() if c.left == 0]
 
     def after(self) -> list[str]:
-        return [c.name for c in self._beside() if c.entered == self.count]
+        return [c.name for c in self._outside() if c.entered == self.count]
 
     def around(self) -> list[str]:
         return [c.name for c in self.calls if c.is_around]
 
-    def _beside(self) -> Iterator[_Called]:
+    def _outside(self) -> Iterator[_Called]:
         """Yield the calls around which no layer is called, and that are not inside of another such call."""
         return (c for c in self.calls if not c.is_around and (c.within is None or c.within.is_around))
 

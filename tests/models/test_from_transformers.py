@@ -117,7 +117,7 @@ def test_a_forward_that_is_no_chain_of_layers_is_refused(config, why):
         cut(model, num_stages=2, samples=(hf_input("distilbert", 2), hf_input("distilbert", 4)))
 
 
-def test_more_stages_than_units_are_refused_without_another_granularity():
+def test_more_stages_than_units_are_refused():
     samples = hf_input("gpt2", 2), hf_input("gpt2", 4)
     with pytest.raises(PartitionError, match=r"but the model has 5; use at most partition.num_stages=5$"):
         cut(hf_net("gpt2"), num_stages=6, samples=samples)
