@@ -17,7 +17,7 @@ from adl_dist.losses import TokenCrossEntropy
 from adl_dist.models.from_transformers import build
 from adl_dist.partition import linearise
 
-VOCAB, LENGTH, CLASSES, NUM, EPOCHS, BATCH = 64, 16, 3, 256, 4, 32
+VOCAB, LENGTH, CLASSES, NUM, EPOCHS, BATCH = 64, 16, 3, 128, 3, 16
 TEXT = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
 TEXT |= {"num_attention_heads": 4, "max_position_embeddings": 32, "num_labels": CLASSES}
 DECODER = {**TEXT, "num_key_value_heads": 2, "tie_word_embeddings": False}
@@ -130,7 +130,7 @@ def row(name: str) -> str:
         trainer = Trainer(
             model,
             loss_fn=TokenCrossEntropy() if task == "causal-lm" else nn.CrossEntropyLoss(),
-            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-3),
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
             method="adl",
             num_stages=num_stages,
             partition=PartitionSpec(),

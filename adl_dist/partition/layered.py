@@ -6,6 +6,7 @@ For models whose forward cannot be read by torch.fx, or need not be: nothing in 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,14 @@ from adl_dist.batch import Batch, Layout, call, layout_of
 from adl_dist.errors import PartitionError
 from adl_dist.partition.ran import Samples, run
 
-HERE = object()  # stands for the hidden state in what a layer returns
+
+class Hidden(Enum):
+    """Stands for the hidden state in what a layer returns; a copy of it is itself."""
+
+    HERE = "here"
+
+
+HERE = Hidden.HERE
 
 
 @dataclass(frozen=True)
@@ -183,15 +191,15 @@ class _Watch:
         self._out: Any = None
 
     def before(self) -> list[str]:
-        return [c.name for c in self._beside() if c.left == 0]
+        return [c.name for c in self._outside() if c.left == 0]
 
     def after(self) -> list[str]:
-        return [c.name for c in self._beside() if c.entered == self.count]
+        return [c.name for c in self._outside() if c.entered == self.count]
 
     def around(self) -> list[str]:
         return [c.name for c in self.calls if c.is_around]
 
-    def _beside(self) -> Iterator[_Called]:
+    def _outside(self) -> Iterator[_Called]:
         """Yield the calls around which no layer is called, and that are not inside of another such call."""
         return (c for c in self.calls if not c.is_around and (c.within is None or c.within.is_around))
 

@@ -181,13 +181,14 @@ class _Place(_Replacing):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer, if it is here; return what it returns, or leave the forward."""
-        hidden = args[0] if self.at == 0 else kwargs[self.at]
+        is_by_place = isinstance(self.at, int)
+        hidden = args[self.at] if is_by_place else kwargs[self.at]
         if self.enters:
             hidden = self.arriving.hidden
         if self.is_here:
             if self.enters:
-                args = (hidden, *args[1:]) if self.at == 0 else args
-                kwargs = kwargs if self.at == 0 else {**kwargs, self.at: hidden}
+                args = (*args[: self.at], hidden, *args[self.at + 1 :]) if is_by_place else args
+                kwargs = kwargs if is_by_place else {**kwargs, self.at: hidden}
             out = self.original[0](*args, **kwargs)
             if not self.leaves:
                 return out

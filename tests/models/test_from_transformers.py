@@ -117,7 +117,7 @@ def test_a_forward_that_is_no_chain_of_layers_is_refused(config, why):
         cut(model, num_stages=2, samples=(hf_input("distilbert", 2), hf_input("distilbert", 4)))
 
 
-def test_more_stages_than_units_are_refused_without_another_granularity():
+def test_more_stages_than_units_are_refused():
     samples = hf_input("gpt2", 2), hf_input("gpt2", 4)
     with pytest.raises(PartitionError, match=r"but the model has 5; use at most partition.num_stages=5$"):
         cut(hf_net("gpt2"), num_stages=6, samples=samples)
@@ -254,13 +254,13 @@ def test_our_reference_models_have_the_librarys_logits(name):
 
 
 class Sequences(torch.utils.data.Dataset):
-    """Tokens, each with the one behind it as its target."""
+    """Tokens, each with the one behind it as its target; none is the 0 of padding, whose vector is not trained."""
 
     def __len__(self):
         return 100
 
     def whole(self, index):
-        return torch.randint(VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(index))
+        return torch.randint(1, VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(index))
 
     def __getitem__(self, index):
         return self.whole(index)[:-1], self.whole(index)[1:]
