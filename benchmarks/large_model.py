@@ -5,10 +5,11 @@ torchrun --standalone --nproc-per-node 4 benchmarks/large_model.py
 
 import argparse
 import os
-import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.utils.data import TensorDataset
 
 import adl_dist
@@ -18,10 +19,11 @@ from adl_dist.models import llama
 
 def most() -> float:
     """Return the most MiB that this process has had in memory, as Linux counts: libraries and their files included."""
-    return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 1024
 
 
 def main() -> None:
+    """Train for one update, and print what each process has held."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--width", type=int, default=1024)
@@ -33,11 +35,11 @@ def main() -> None:
     torch.manual_seed(0)
     with torch.device("cpu" if options.whole else "meta"):
         model = llama(options.vocab, options.context, layers=options.layers, heads=16, width=options.width)
-    share = []
+    share: list[float] = []
 
-    def optimizer(parameters):
-        """It is made when the stage has its weights, and nothing else yet."""
-        parameters = list(parameters)
+    def optimizer(given: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        # It is made when the stage has its weights, and nothing else yet.
+        parameters = list(given)
         share.append(sum(p.nbytes for p in parameters) / 2**20)
         figures["start"] = most()
         return torch.optim.SGD(parameters, lr=0.01)
