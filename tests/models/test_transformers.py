@@ -184,6 +184,7 @@ def llama_pair():
     )  # fmt: skip
     theirs = package.LlamaForCausalLM(config)
     ours = llama(VOCAB, CONTEXT, kv_heads=2, hidden=24, **SIZES)
+    torch.manual_seed(0)  # whatever the two have drawn
     theirs.load_state_dict({n: torch.randn_like(p) * 0.2 + (p.ndim == 1) for n, p in theirs.state_dict().items()})
     of = theirs.state_dict()
     state = {

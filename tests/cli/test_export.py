@@ -1,0 +1,99 @@
+"""``adl-dist export`` writes what other programs load, and never holds the whole model to do so."""
+
+import json
+
+import pytest
+import safetensors.torch
+import torch
+import yaml
+from torch import nn
+
+import adl_dist.models
+from adl_dist.checkpoint import layout, storage
+from adl_dist.cli.export import OF_TRANSFORMERS
+from tests.support.commands import in_process
+
+SMALL = ["data=digits", "model._target_=tests.cli.test_export.net", "model.width=8", "train.max_updates=1"]
+ONE = ["runtime.processes=false", "partition.num_stages=1", "runtime.tensorboard=false"]
+
+
+def net(width):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.BatchNorm1d(width), nn.Linear(width, 10))
+
+
+def small_llama():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return transformers.LlamaConfig(vocab_size=11, num_key_value_heads=2, **sizes)
+
+
+@pytest.fixture
+def run(tmp_path):
+    assert in_process("train", f"run_dir={tmp_path / 'run'}", *SMALL, *ONE).code == 0
+    return tmp_path / "run"
+
+
+def test_a_safetensors_export_is_written_one_tensor_at_a_time(run, tmp_path, monkeypatch):
+    out, read, read_at_once = tmp_path / "model.safetensors", storage.read, []
+    monkeypatch.setattr(storage, "read", lambda tensors: (read_at_once.append(len(tensors)), read(tensors))[1])
+    assert in_process("export", f"run_dir={run}", f"out={out}").code == 0
+    model = net(8)
+    model.load_state_dict(safetensors.torch.load_file(out))
+    assert read_at_once == [1] * len(model.state_dict())
+    assert out.read_bytes() == _as_the_library_writes(model, tmp_path / "theirs.safetensors")
+    assert in_process("export", f"run_dir={run}", f"out={tmp_path / 'model.pt'}").code == 0
+    assert [*torch.load(tmp_path / "model.pt")] == [*model.state_dict()]
+
+
+def _as_the_library_writes(model, path):
+    safetensors.torch.save_file(model.state_dict(), path, metadata={"format": "pt"})
+    return path.read_bytes()
+
+
+def test_transformers_loads_the_folder_of_a_run_of_its_model(run, tmp_path, monkeypatch):
+    """With the names, the values and the settings that were trained."""
+    transformers = pytest.importorskip("transformers")
+    config, node = small_llama(), {"_target_": OF_TRANSFORMERS, "task": "causal-lm", "config": str(tmp_path / "config")}
+    config.save_pretrained(tmp_path / "config")
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    monkeypatch.setattr(adl_dist.models, "hf_model", lambda **options: model, raising=False)
+    (path,) = (run / "checkpoints").iterdir()
+    _put_in_place(path, model)
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    (run / "config.yaml").write_text(yaml.safe_dump({**settings, "model": node}))
+    outcome = in_process("export", f"run_dir={run}", f"out={tmp_path / 'exported'}")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "from_pretrained" in outcome.out
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    ids = torch.arange(6)[None]
+    assert torch.equal(loaded(ids).logits, model.eval()(ids).logits)
+    assert sorted(each.name for each in (tmp_path / "exported").iterdir()) == ["config.json", "model.safetensors"]
+
+
+def _put_in_place(path, model):
+    """Make of a checkpoint one that holds the weights of ``model``."""
+    manifest = layout.read_manifest(path)
+    (name,) = [name for name in manifest["files"] if name.startswith("model-")]
+    (path / name).unlink()
+    manifest["files"][name] = storage.write_file(path / name, storage.Shard(model.state_dict()))
+    (path / layout.MANIFEST).unlink()
+    text = {key: value for key, value in manifest.items() if key != "sha256"}
+    (path / layout.MANIFEST).write_text(json.dumps({**text, "sha256": layout._checksum(text)}))
+
+
+def test_timm_loads_an_exported_file_of_its_model(tmp_path):
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    model = timm.create_model("mobilenetv3_small_050", num_classes=3)
+    storage.write_file(tmp_path / "model.safetensors", storage.Shard(model.state_dict()))
+    tensors, _ = storage.header(tmp_path / "model.safetensors")
+    storage.copy(tmp_path / "copied.safetensors", tensors)
+    path = str(tmp_path / "copied.safetensors")
+    loaded = timm.create_model("mobilenetv3_small_050", num_classes=3, checkpoint_path=path)
+    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in model.state_dict().items())
+
+
+def test_export_to_a_folder_that_is_there_is_refused(run, tmp_path):
+    line = in_process("export", f"run_dir={run}", f"out={run}").refusal()
+    assert "is there already and would be written over" in line
