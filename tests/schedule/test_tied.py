@@ -118,7 +118,7 @@ def test_the_sum_is_late_by_what_the_delays_differ():
 
 @every_variant
 @pytest.mark.parametrize("tied", TIES[:3], ids=str)
-def test_ended_early_all_stages_end_alike_and_post_nothing_beyond(variant, tied):
+def test_ended_early_all_end_alike_and_post_nothing_beyond(variant, tied):
     for M, stop_at in itertools.product((1, 4), (0, 3, 9, 14)):
         pipeline, lists, groups = (
             made(variant, tied, M, [M] * (22 // M) + [1]) if variant[0] != "2bw" or M > 2 else (0,) * 3

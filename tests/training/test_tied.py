@@ -263,3 +263,17 @@ def test_adl_dist_exports_the_choice():
     assert adl_dist.PartitionSpec().tied == "share"
     with pytest.raises(ConfigError, match=r"partition.tied: there is no 'both'; choose one of share, untie"):
         adl_dist.PartitionSpec(tied="both")
+
+
+@pytest.mark.parametrize("name", ["1f1b", "adl", "paci"])
+def test_a_stage_may_have_nothing_but_tied_weights(name):
+    """And the trainer may be used again: copies remain copies."""
+    trainers = {K: toy_trainer(K, 2, name, model=tied_net(), balance=[5, 1][:K] if K > 1 else [6]) for K in (1, 2)}
+    for trainer in trainers.values():
+        for _ in range(2):
+            trainer.fit(FixedImages(20), epochs=2, batch_size=6, monitoring=QUIET)
+    got = trainers[2].full_state_dict()
+    assert_copies_are_equal(got)
+    if name == "1f1b":
+        for tensor, expected in zip(got.values(), trainers[1].full_state_dict().values(), strict=True):
+            torch.testing.assert_close(tensor, expected, rtol=1e-4, atol=1e-5)
