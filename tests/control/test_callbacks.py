@@ -129,7 +129,7 @@ def test_an_exception_on_rank_0_ends_all_processes(tmp_path):
 
 def test_a_callback_ends_the_run_evaluated_and_saved(tmp_path):
     diary = Diary()
-    trainer, summary = fit([StopsAt(3), diary], run_dir=tmp_path, epochs=5, K=1)
+    _, summary = fit([StopsAt(3), diary], run_dir=tmp_path, epochs=5, K=1)
     assert summary["ended_by"] == "StopsAt: enough"
     assert summary["updates"] < 20
     assert "stopped" not in summary
