@@ -300,7 +300,7 @@ def chosen_checkpoint(run_dir: Path, wanted: str | None) -> Path:
     if wanted == "best":
         if best := layout.best_of(layout.complete(run_dir / "checkpoints")):
             return best
-        nothing = f"{run_dir} holds no checkpoint with the validation that it is the best of"
+        nothing = f"{run_dir} holds no checkpoint with a validation loss, or with runtime.best_metric"
         raise CheckpointError(f"checkpoint=best: {nothing}; omit it for the newest")
     path = run_dir if wanted in (None, "newest") else Path(str(wanted))
     if (path / layout.MANIFEST).is_file():

@@ -110,7 +110,7 @@ class EarlyStopping(Callback):
         return {"best_score": self.best_score, "best_value": self.best_value, "waited": self.waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what a checkpoint has kept."""
+        """Continue from what a checkpoint has kept."""
         self.best_score, self.best_value, self.waited = (state[k] for k in ("best_score", "best_value", "waited"))
 
     def _stop(self, now: Moment) -> None:

@@ -73,7 +73,7 @@ class MLflow:
     """A run of MLflow, found again by ``folder/mlflow-run``, in the experiment MLFLOW_EXPERIMENT_NAME or adl_dist."""
 
     def start(self, folder: Path, settings: Mapping[str, Any], from_update: int) -> None:
-        """Go on with the run that the folder names, or create one with the settings as its parameters."""
+        """Continue the run that the folder names, or create one with the settings as its parameters."""
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
 
@@ -115,7 +115,7 @@ class WandB:
     """A run of Weights & Biases, found again by ``folder/wandb-run``, in the project WANDB_PROJECT or adl_dist."""
 
     def start(self, folder: Path, settings: Mapping[str, Any], from_update: int) -> None:
-        """Begin a run, or go on with the one that the folder names."""
+        """Begin a run, or continue the one that the folder names."""
         import wandb  # type: ignore[import-not-found]
 
         kept = folder / "wandb-run"
@@ -171,8 +171,8 @@ class Loggers:
     def start(self, folder: Path, settings: Mapping[str, Any], from_update: int) -> None:
         """Start all; OSError of TensorBoard's disk is a warning, any other failure a ConfigError."""
         for one in self.wanted:
-            name = one if isinstance(one, str) else type(one).__name__
             made: Logger = LOGGERS[one][0]() if isinstance(one, str) else one
+            name = type(made).__name__
             try:
                 made.start(folder, settings, from_update)
             except OSError as error:

@@ -42,7 +42,7 @@ class WeightAverage:
         return {self._names[parameter][0]: average for parameter, average in pairs}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from averages by name; without any the next update is the first one."""
+        """Continue from averages by name; without any the next update is the first one."""
         by_name = {name: p for p, names in self._names.items() for name in names}
         found = {by_name[name]: tensor for name, tensor in tensors.items() if name in by_name}
         self._averages = []

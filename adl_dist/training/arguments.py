@@ -58,6 +58,15 @@ def check_factories(optimizer: object, lr_schedule: object) -> None:
         raise ConfigError(f"lr_schedule: expected a callable that takes an optimizer, got {_kind(lr_schedule)}")
 
 
+def check_delays(method: Method, balance: object) -> None:
+    """Raise ConfigError if the delays of ``method`` follow from a measurement, and ``balance`` makes none."""
+    if method.awaits_delays and balance != "auto":
+        raise ConfigError(
+            "method.delay=auto follows from measured stages; use partition.balance=auto, or give the list that "
+            "adl-dist plan prints for this cut, like method.delay=[2,1,0]"
+        )
+
+
 def check_values(values: Mapping[str, object], types: Mapping[str, type]) -> None:
     """Raise ConfigError for one of ``values`` that is neither None nor of its type in ``types``, by name."""
     for name, value in values.items():

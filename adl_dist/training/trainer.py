@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -153,11 +153,7 @@ class Trainer:
             seed=seed,
         )
         partition = partition or PartitionSpec()
-        if self._spec.pipeline.method.awaits_delays and partition.balance != "auto":
-            raise ConfigError(
-                "method.delay=auto follows from measured stages; use partition.balance=auto, or give the list that "
-                "adl-dist plan prints for this cut, like method.delay=[2,1,0]"
-            )
+        arguments.check_delays(self._spec.pipeline.method, partition.balance)
         self._processes = processes or ProcessOptions()
         metrics_of(self._spec.metrics, None)  # refuses a wrong name before any work
         self._distributed = _is_distributed(self._processes, self._spec.pipeline)
@@ -260,10 +256,7 @@ class Trainer:
         known_by = own if config is None else dict(config)
         # A script has no settings for its optimizer and schedule: what they are is known when they are made.
         later = () if config is not None else ("optimizer", "lr_schedule")
-        resume = resume if folder is None else folder.check(known_by, resume=resume, later=later)
-        if folder is not None and folder.is_resumed(resume):
-            self._partitioned.initial = {}
-        log_to(folder.path / "logs" / f"rank{launched_rank()}.log" if folder is not None else None)
+        resume = self._checked_folder(folder, known_by, resume, later)
 
         def make_plan(**lengths: Any) -> Plan:
             if folder is not None and self.needs_data:
@@ -354,6 +347,19 @@ class Trainer:
     def _settings(self) -> dict[str, Any]:
         """The settings of this trainer that a run folder is recognised by, as far as they are known already."""
         return {**build.settings_of(self._spec, self._partitioned), "loss": self._loss_settings}
+
+    def _checked_folder(
+        self, folder: RunFolder | None, known_by: Mapping[str, Any], resume: str, later: Collection[str]
+    ) -> str:
+        """Refuse a ``folder`` of another run, and begin this rank's log there; return from where to resume."""
+        if folder is None:
+            log_to(None)
+            return resume
+        resume = folder.check(known_by, resume=resume, later=later)
+        if folder.is_resumed(resume):
+            self._partitioned.initial = {}
+        log_to(folder.path / "logs" / f"rank{launched_rank()}.log")
+        return resume
 
     def _start(
         self,

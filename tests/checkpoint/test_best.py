@@ -1,4 +1,4 @@
-"""The best checkpoint is the best of the metric that was chosen, for whoever asks later."""
+"""The best checkpoint is the best of the metric that was chosen, for all who ask later."""
 
 import pytest
 

@@ -318,7 +318,8 @@ def small_files():
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_records_that_cannot_be_written_leave_no_half_line(tmp_path, small_files, monkeypatch):
     warnings = []
-    monkeypatch.setattr("adl_dist.report.recorder.warn", warnings.append)
+    for writer in ("recorder", "loggers"):
+        monkeypatch.setattr(f"adl_dist.report.{writer}.warn", warnings.append)
     recorder = Recorder(tmp_path, loggers=["tensorboard"])
     recorder.start(from_update=0)
     for update in range(20):

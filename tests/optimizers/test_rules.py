@@ -68,7 +68,7 @@ def test_of_rules_that_set_the_same_the_later_one_counts():
     assert [name for name, p in model.named_parameters() if p.requires_grad] == ["6.2.weight", "6.2.bias"]
 
 
-def test_every_part_of_a_model_has_the_same_groups_in_the_same_order():
+def test_every_part_of_a_model_has_the_same_groups_in_order():
     model = cifar_resnet(8)
     ruled = with_rules(Muon, [{"layers": "BatchNorm2d", "betas": [0.5, 0.6]}, {"names": "*conv1*", "momentum": 0.5}])
     prepare(model, ruled)
