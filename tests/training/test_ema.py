@@ -11,9 +11,10 @@ import adl_dist
 from adl_dist.errors import CheckpointError, ConfigError
 from adl_dist.optimizers import with_rules
 from tests.support.commands import assert_same, in_process, words
-from tests.support.equations import micro_batches
+from tests.support.equations import assert_close, micro_batches
 from tests.support.ranks import run_ranks
 from tests.support.runs import EPOCHS, NUM_SAMPLES, nan_inputs, sgd, toy_trainer, trained, warm_up_schedule
+from tests.support.tied import SHARED, TIED_BALANCE, tied_net
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import SILENT
 
@@ -128,3 +129,33 @@ def test_the_commands_evaluate_and_export_the_average(tmp_path):
     assert averages.keys() == {name for name in exported if name.endswith(("weight", "bias"))}
     assert all(torch.equal(exported[name], tensor) for name, tensor in averages.items())
     assert "ema=yes: expected true or false" in in_process("evaluate", f"{run}", "ema=yes").refusal()
+
+
+def averaged_tied(K, method):
+    """The averages of a net with tied weights."""
+    options = {"model": tied_net, "balance": TIED_BALANCE[K], "epochs": 2, "method": method, "ema": DECAY}
+    return trained(K, M, torch.float64, **options)[0].full_state_dict(ema=True)
+
+
+def test_tied_weights_of_several_stages_are_averaged_as_one():
+    assert_close(averaged_tied(3, "1f1b"), averaged_tied(1, "bp"))
+
+
+def averages_of_copies(K, folder):
+    """The averages of a run of ADL with tied weights, and of the same run stopped and continued on K stages."""
+    options = {"model": tied_net, "balance": TIED_BALANCE[3], "ema": DECAY, "run_dir": folder}
+    trained(3, M, torch.float64, epochs=1, **options)
+    options["balance"] = TIED_BALANCE[K]
+    trainer, _ = trained(K, M, torch.float64, epochs=2, **options)
+    return trainer.full_state_dict(ema=True)
+
+
+@pytest.mark.parametrize("K", [1, 3])
+def test_copies_have_equal_averages_also_in_another_cut(K, tmp_path):
+    states = [averages_of_copies(K, tmp_path / "run")]
+    if K == 3:
+        straight, _ = trained(3, M, torch.float64, epochs=2, model=tied_net, balance=TIED_BALANCE[3], ema=DECAY)
+        assert_same(straight.full_state_dict(ema=True), states[0])
+    for first, *others in SHARED:
+        for name in others:
+            assert torch.equal(states[0][first], states[0][name]), name
