@@ -1,4 +1,4 @@
-"""Weights in safetensors files, whoever wrote them: found by their headers, and read one tensor at a time.
+"""Weights in safetensors files, of any origin: found by their headers, and read one tensor at a time.
 
 A file, a folder with an index of several (``model.safetensors.index.json``, as the Hugging Face hub has them), a folder
 with one ``model.safetensors``, or a checkpoint.

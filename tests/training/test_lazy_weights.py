@@ -72,7 +72,7 @@ def kept_state(*args, **options):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_weights_made_from_meta_are_those_of_a_model_that_was_built(name):
+def test_weights_made_from_meta_are_those_of_a_built_model(name):
     """Bit for bit, tables that are in no checkpoint included, and tied weights are one tensor again."""
     expected, found = build(name, on_meta=False), made(build(name, on_meta=True))
     assert_same(found.state_dict(), expected.state_dict())
@@ -80,7 +80,7 @@ def test_weights_made_from_meta_are_those_of_a_model_that_was_built(name):
     assert [*dict(found.named_parameters())] == [*dict(expected.named_parameters())]
 
 
-def test_weights_of_a_layer_do_not_depend_on_which_others_are_made():
+def test_weights_do_not_depend_on_which_others_are_made():
     def layers():
         with META:
             return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.TransformerEncoderLayer(4, 2), nn.Linear(4, 2))
@@ -143,7 +143,7 @@ def sharded(tmp_path_factory):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("K", [2, slow(3), 4])
-def test_k_processes_train_a_model_on_meta_as_one_trains_a_built_one(K, sharded):
+def test_k_processes_train_a_model_on_meta_as_a_built_one(K, sharded):
     """Bit for bit, from drawn and from read weights; and each process has and reads tensors of its own stage only."""
     folder, start = sharded
     by_rank = run_ranks(K, train_lazily, K, folder, timeout_seconds=110)
@@ -310,13 +310,13 @@ def without(state):
     ids=["missing", "unexpected", "another shape", "a prefix", "another kind of number"],
 )
 @pytest.mark.parametrize("on_meta", [True, False])
-def test_weights_of_another_model_are_refused_by_the_tensors_name(change, said, on_meta, sharded, tmp_path):
+def test_weights_of_another_model_are_refused_by_name(change, said, on_meta, sharded, tmp_path):
     save_file(change(sharded[1]), tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=said):
         toy_trainer(1, model=build("llama", on_meta=on_meta), init_from=tmp_path)
 
 
-def test_files_that_their_index_names_and_are_not_there_are_named(sharded, tmp_path):
+def test_files_that_are_in_the_index_only_are_named(sharded, tmp_path):
     (tmp_path / storage.INDEX).write_text((sharded[0] / storage.INDEX).read_text())
     with pytest.raises(CheckpointError, match=r"model-0000\d-of-00002.safetensors, which model.* names, is missing"):
         toy_trainer(1, model=build("llama", on_meta=True), init_from=tmp_path)
