@@ -15,6 +15,7 @@ from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.cli.run_folder import named_folder, wants_averages
 from adl_dist.errors import CheckpointError, ConfigError
+from adl_dist.models.from_transformers import read_config
 from adl_dist.report import say
 from adl_dist.report.files import write_atomically
 
@@ -83,14 +84,6 @@ def _write_folder(path: Path, tensors: dict[str, storage.Stored], settings: Any)
 
 def _settings_of_transformers(config: RunConfig) -> Any:
     """Return the library's configuration of the model of a run, as it was trained."""
-    try:
-        from transformers import AutoConfig  # late: it takes seconds, and need not be there
-    except ImportError as error:
-        raise ConfigError("a folder for transformers needs the library: pip install transformers") from error
     node = config.model
     replaced = {key: value for key, value in node.items() if key not in KEYS}
-    try:
-        return AutoConfig.from_pretrained(node["config"], local_files_only=True, **replaced)
-    except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ConfigError(f"model.config={node['config']} of the run cannot be read any more: {reason}") from error
+    return read_config(node["config"], options=replaced)
