@@ -72,7 +72,7 @@ OF_TIMM = {
         "embed_dim": 24,
         "num_heads": (1, 2, 2, 4),
     },
-    "mixer_s32_224": {"img_size": 64, "num_blocks": 4},
+    "mixer_s32_224": {"img_size": 64},
     "convnext_atto": {},
     "resnet10t": {},
     "regnetx_002": {},
