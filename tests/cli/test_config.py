@@ -32,6 +32,7 @@ NEEDS = {
     ): ["data.train=a", "data.validation=b", "data.vocab_size=9", "data.num_classes=9", "data.in_channels=1"],
     ("model", "gpt"): ["model.vocab_size=9", "model.context=4"],
     ("model", "llama"): ["model.vocab_size=9", "model.context=4"],
+    ("model", "hf"): ["model.config=a"],
     ("optimizer", "custom"): ["optimizer._target_=torch.optim.RMSprop"],
     ("lr_schedule", "custom"): ["lr_schedule._target_=torch.optim.lr_scheduler.StepLR"],
 }
