@@ -200,21 +200,6 @@ class PaddingMask(nn.Module):
         return self.head(self.norm(h).sum(dim=1) / real.clamp(min=1))
 
 
-@model(data="tokens", word="one and the same")
-class TiedHead(nn.Module):
-    """A language model's: the classifier is the embedding's matrix. There is no place to cut."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, words):
-        return self.head(self.layers(self.embed(words)).mean(dim=1))
-
-
 @model(data="tagged", loss=lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten()))
 class LatentQueries(nn.Module):
     """A perceiver: learned queries, expanded to the batch, look at the input; the input looks at them."""

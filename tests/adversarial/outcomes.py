@@ -23,7 +23,6 @@ OUTCOMES = {
     "buffer_of_weight": ("=RRR", "=RRR"),
     "blocks_masked_by_attribute": ("====", "=RRR"),
     "cached_rope_attention": ("====", "=RRR"),
-    "tied_head": ("=RRR", "=RRR"),
     "gradient_reversal": ("====", "=RRR"),
     "straight_through": ("====", "=RRR"),
     "two_outputs": ("====", "=RRR"),

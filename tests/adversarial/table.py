@@ -23,7 +23,7 @@ __all__ = ["DEFAULT", "DEFAULT_OPTIMIZERS", "MODELS", "OPTIMIZERS"]
 
 # One of each kind, where it is most likely to go wrong.
 DEFAULT = [
-    ("alibi_attention", "block"), ("tied_head", "block"), ("latent_queries", "layer"), ("lstm_out", "layer"),
+    ("alibi_attention", "block"), ("latent_queries", "layer"), ("lstm_out", "layer"),
     ("old_spectral_norm", "block"), ("pruned", "layer"), ("lora", "block"), ("frozen_norm", "block"),
     ("memory_bank", "block"), ("partly_frozen", "block"), ("hands_on_nested_tuple", "block"),
     ("hands_on_dictionary", "block"), ("hands_on_named_tuple", "block"), ("dictionary_out", "block"),

@@ -67,7 +67,7 @@ def test_k_processes_train_odd_models_as_one_does(K, names, granularity):
             assert validation == of_one, name
 
 
-@pytest.mark.parametrize(("name", "granularity"), [("tied_head", "block"), *REFUSED])
+@pytest.mark.parametrize(("name", "granularity"), [("one_storage", "block"), *REFUSED])
 def test_each_of_k_processes_refuses_what_one_refuses(name, granularity):
     (in_one,) = train_all(2, [name], granularity)
     assert isinstance(in_one, str)
