@@ -261,6 +261,8 @@ class PartitionedModel:
             if any(reasons):
                 self.warning = why_uneven(chain.units, reasons, sizes, sizes, of="the units")
         if balance != "auto":
+            begins = ", ".join(chain.units[stop] for stop in accumulate(sizes[:-1]))
+            self._note(f"cut: {list(sizes)} units per stage, the next begins at {begins}")
             return sizes, stages, agreed, trial.spec.pipeline.nominal_delays
         key = SIZES[bool(trial.spec.precision.channels_last)]
         if measuring is None:
