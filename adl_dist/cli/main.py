@@ -43,9 +43,10 @@ OF_A_CHECKPOINT = """\
 """
 HELP = {
     "evaluate": f"""\
-adl-dist evaluate RUN_DIR [checkpoint=best|PATH]
+adl-dist evaluate RUN_DIR [checkpoint=best|PATH] [data.KEY=VALUE ...]
 
-Prints loss and accuracy of the uncut model on the run's validation data, in this process.
+Prints loss and accuracy of the uncut model on the run's validation data, in this process; or on those of the same
+dataset with other settings, like data.root=FOLDER.
 
 {OF_A_CHECKPOINT}""",
     "export": f"""\

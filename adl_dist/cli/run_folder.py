@@ -7,21 +7,23 @@ from adl_dist.errors import ConfigError
 
 
 def named_folder(
-    command: str, arguments: Sequence[str], takes: Mapping[str, str] | None = None
+    command: str, arguments: Sequence[str], takes: Mapping[str, str] | None = None, group: str | None = None
 ) -> tuple[Path, dict[str, str]]:
     """Return the run folder that ``arguments`` name, and their other ``KEY=VALUE``.
 
-    ``takes``: the other keys, each with an example of its value. Which of them are given is for the caller to check.
+    ``takes``: the other keys, each with an example of its value. Which of them are given is for the caller to check, as
+    are keys of the ``group`` of settings that the command takes, like ``data.root``.
 
     Raises:
         ConfigError: not one folder, or something else.
     """
     takes = takes or {}
     usage = " ".join([f"adl-dist {command} RUN_DIR", *(f"[{key}={value}]" for key, value in takes.items())])
+    usage += f" [{group}.KEY=VALUE ...]" if group is not None else ""
     folders, options = list[str](), dict[str, str]()
     for argument in arguments:
         key, equals, value = argument.partition("=")
-        if equals and key in takes:
+        if equals and (key in takes or (group is not None and key.startswith(f"{group}."))):
             options[key] = value
         elif equals and key == "run_dir":
             folders.append(value)

@@ -81,9 +81,10 @@ def train(overrides: list[str]) -> None:
 
 def evaluate(arguments: list[str]) -> None:
     """``adl-dist evaluate``: a checkpoint, uncut, in this process."""
-    run_dir, options = named_folder("evaluate", arguments, {"checkpoint": "best", "ema": "true"})
+    run_dir, options = named_folder("evaluate", arguments, {"checkpoint": "best", "ema": "true"}, group="data")
     config, path, trainer = _restored(run_dir, options)
-    _, val_data = instantiate.build_data(config.data)
+    of_data = {key.removeprefix("data."): value for key, value in options.items() if key.startswith("data.")}
+    _, val_data = instantiate.build_data(instantiate.other_data(config.data, of_data))
     micro_batch_size = config.train.batch_size // config.method.chosen().micro_batches_per_update
     metrics = trainer.evaluate(val_data, batch_size=micro_batch_size, loading=instantiate.loading(config, None))
     shown = [f"{n.replace('_', ' ')} {v:{'.2%' if n.endswith('accuracy') else '.4f'}}" for n, v in metrics.items()]

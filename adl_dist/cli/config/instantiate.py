@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from hydra.utils import get_object
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -149,6 +150,20 @@ def described_model(config: RunConfig) -> nn.Module:
         return build_model_on_meta(config)
     except ConfigError:  # its own code makes values
         return build_model(config)
+
+
+def other_data(node: Mapping[str, Any], settings: Mapping[str, str]) -> Mapping[str, Any]:
+    """Return the data node of a run with ``settings``, by key, in the place of its own values.
+
+    Raises:
+        ConfigError: its dataset takes no such key.
+    """
+    taken = _parameters(_locate("data", node))
+    for key in settings:
+        if key not in node and (taken is None or key not in taken):
+            takes = ", ".join(sorted(taken or node.keys()))
+            raise ConfigError(f"there is no key 'data.{key}' in the data of this run, which takes {takes}")
+    return {**node, **{key: yaml.safe_load(value) for key, value in settings.items()}}
 
 
 def build_data(node: Mapping[str, Any]) -> tuple[Dataset[Any], Dataset[Any]]:
