@@ -22,6 +22,7 @@ from adl_dist.streams import streams_kept
 
 WARMUP = 2  # rounds; the second is the first to add to gradients that are there
 FEWEST, MOST = 3, 30  # rounds after these
+GPU_WARMUP_SECONDS = 1.0  # and as many more rounds as fit: a GPU that rested runs at a fraction of its clock
 SECONDS = 6.0  # beyond the fewest no round is started after so long
 
 Figures = TypeVar("Figures")
@@ -54,7 +55,7 @@ def measure(  # 9: the model and its units, a sample, how it is trained, and the
             module.train()
         bench = _Bench(pieces, input_, target, loss_fn, within)
         units = bench.look(model, chain, wire_dtype)
-        rounds = _repeated(bench.run)
+        rounds = _repeated(bench.run, input_.device)
         update, copies = _update(model, optimizer, input_.device)
     # The least: a unit is short, so what is slower was interrupted. Of the whole the mean: training is interrupted.
     forwards, backwards = (map(min, zip(*times, strict=True)) for times in zip(*rounds, strict=True))
@@ -81,7 +82,7 @@ def pace(
 
     with restored(model, input_), torch.enable_grad():
         model.train()
-        forwards, backwards = zip(*_repeated(once), strict=True)
+        forwards, backwards = zip(*_repeated(once, input_.device), strict=True)
     return statistics.fmean(forwards), statistics.fmean(backwards)
 
 
@@ -105,13 +106,18 @@ def restored(model: nn.Module, input_: Batch) -> Iterator[None]:
             module.training = mode
 
 
-def _repeated(measured: Callable[[], Figures]) -> list[Figures]:
+def _repeated(measured: Callable[[], Figures], device: torch.device) -> list[Figures]:
     """Return each measurement, as often as there is time, without the first rounds."""
+    warm = time.perf_counter() + (GPU_WARMUP_SECONDS if device.type == "cuda" else 0.0)
+    for _ in range(WARMUP):
+        measured()
+    while time.perf_counter() < warm:
+        measured()
     figures: list[Figures] = []
     start = time.perf_counter()
-    while len(figures) < WARMUP + FEWEST or (len(figures) < WARMUP + MOST and time.perf_counter() - start < SECONDS):
+    while len(figures) < FEWEST or (len(figures) < MOST and time.perf_counter() - start < SECONDS):
         figures.append(measured())
-    return figures[WARMUP:]
+    return figures
 
 
 @dataclass

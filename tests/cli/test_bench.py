@@ -103,6 +103,13 @@ def test_who_cannot_run_is_left_out_with_the_reason(name, words, reason, monkeyp
     shows(left_out[name], [reason])
 
 
+def test_gpus_of_other_machines_are_not_counted_here(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    config, _ = compose_run(["runtime.device=cuda"])
+    assert entries(["torch-1f1b"], config, warmup=1)[1].keys() == {"torch-1f1b"}
+    assert entries(["torch-1f1b"], config, warmup=1, spreads=True)[1] == {}
+
+
 def test_bytes_are_counted_as_each_way_to_train_sends_them():
     names = "torch-bp,torch-ddp,torch-1f1b,adl,ddg,dgl,dni,zbh1,interleaved,torch-interleaved-zb,torch-zbv"
     able, _ = fit(names, "partition.num_stages=3", "train.batch_size=60")

@@ -51,7 +51,7 @@ def bench(argv: list[str]) -> None:
     _check(flags, config)
     instantiate.check_targets(config)
     check_device(config.runtime.device.value)
-    able, left_out = entries(flags.contenders.split(","), config, warmup=flags.warmup)
+    able, left_out = entries(flags.contenders.split(","), config, warmup=flags.warmup, spreads=bool(flags.prefix))
     if not able:
         raise ConfigError(f"no contender is left: {'; '.join(f'{name}: {why}' for name, why in left_out.items())}")
     out = flags.out or _folder_given(flags.overrides)

@@ -60,10 +60,13 @@ class Entry:
         return self.num_stages > 1
 
 
-def entries(names: Sequence[str], config: RunConfig, *, warmup: int) -> tuple[list[Entry], dict[str, str]]:
+def entries(
+    names: Sequence[str], config: RunConfig, *, warmup: int, spreads: bool = False
+) -> tuple[list[Entry], dict[str, str]]:
     """Return the entries of ``names`` that can run as configured, and the reason for each that cannot.
 
-    Each makes at least ``warmup`` updates before the measured ones.
+    Each makes at least ``warmup`` updates before the measured ones. ``spreads``: a prefix may place ranks on other
+    machines, whose GPUs are not known here.
 
     Raises:
         ConfigError: an unknown name.
@@ -73,13 +76,16 @@ def entries(names: Sequence[str], config: RunConfig, *, warmup: int) -> tuple[li
     able, left_out = list[Entry](), dict[str, str]()
     for name in dict.fromkeys(names):
         try:
-            able.append((_torch_entry if name in OF_TORCH else _our_entry)(name, config, warmup))
+            if name in OF_TORCH:
+                able.append(_torch_entry(name, config, warmup, spreads=spreads))
+            else:
+                able.append(_our_entry(name, config, warmup))
         except AdlError as error:
             left_out[name] = str(error)
     return able, left_out
 
 
-def _torch_entry(name: str, config: RunConfig, warmup: int) -> Entry:
+def _torch_entry(name: str, config: RunConfig, warmup: int, *, spreads: bool) -> Entry:
     K, M = config.partition.num_stages, config.method.chosen().micro_batches_per_update
     base = name.removesuffix(PLAIN)
     kind = PROCESSES.get(base) or SHARED.get(base, "loop")
@@ -97,7 +103,7 @@ def _torch_entry(name: str, config: RunConfig, warmup: int) -> Entry:
         (kind == "ddp" and samples % K, f"the {samples} samples of an update cannot be shared evenly by {K} replicas"),
         (kind == "1f1b" and M < K, f"torch's 1F1B needs at least as many micro-batches (M = {M}) as stages (K = {K})"),
         (kind in SHARED_KINDS and v == 1, "needs method.stages_per_process of at least 2, or it would be torch-1f1b"),
-        (needs_gpus and num_gpus < K, f"needs a GPU for each of {K} stages, and there are {num_gpus}"),
+        (needs_gpus and num_gpus < K and not spreads, f"needs a GPU for each of {K} stages, and there are {num_gpus}"),
     ):
         if is_wrong:
             raise ConfigError(why)
