@@ -316,6 +316,20 @@ def test_weights_of_another_model_are_refused_by_name(change, said, on_meta, sha
         toy_trainer(1, model=build("llama", on_meta=on_meta), init_from=tmp_path)
 
 
+@pytest.mark.parametrize("on_meta", [True, False])
+def test_two_values_for_one_tied_weight_are_refused(on_meta, tmp_path):
+    """As a run with partition.tied=untie saves them: one of both would be lost."""
+    state = {name: tensor.clone() for name, tensor in build("tied", on_meta=False).state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors")
+    toy_trainer(1, model=build("tied", on_meta=on_meta), init_from=tmp_path)
+    state["head.output.weight"] += 1
+    save_file(state, tmp_path / "model.safetensors")
+    said = "embedding.tokens.weight and head.output.weight are one tensor in this model and have different values"
+    with pytest.raises(CheckpointError, match=said):
+        toy_trainer(1, model=build("tied", on_meta=on_meta), init_from=tmp_path)
+    toy_trainer(1, model=build("tied", on_meta=on_meta), init_from=tmp_path, tied="untie")
+
+
 def test_files_that_are_in_the_index_only_are_named(sharded, tmp_path):
     (tmp_path / storage.INDEX).write_text((sharded[0] / storage.INDEX).read_text())
     with pytest.raises(CheckpointError, match=r"model-0000\d-of-00002.safetensors, which model.* names, is missing"):
