@@ -80,6 +80,16 @@ def test_weights_made_from_meta_are_those_of_a_built_model(name):
     assert [*dict(found.named_parameters())] == [*dict(expected.named_parameters())]
 
 
+def test_untied_weights_made_from_meta_are_those_of_a_built_model():
+    """Each name has a copy of the first one's values."""
+    states = []
+    for on_meta in (True, False):
+        trainer = toy_trainer(1, model=build("tied", on_meta=on_meta), tied="untie")
+        states.append(trainer.full_state_dict())
+    assert_same(*states)
+    assert torch.equal(states[0]["embedding.tokens.weight"], states[0]["head.output.weight"])
+
+
 def test_weights_do_not_depend_on_which_others_are_made():
     def layers():
         with META:
