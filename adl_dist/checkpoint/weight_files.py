@@ -5,9 +5,10 @@ with one ``model.safetensors``, or a checkpoint.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from adl_dist.checkpoint import layout, storage
@@ -58,7 +59,7 @@ class WeightFiles:
     def check(self, model: nn.Module) -> None:
         """Compare names, shapes and kinds of numbers with those of ``model``.
 
-        A tensor of several names may be there by one of them.
+        A tensor of several names may be there by one of them, or by more with the same values.
 
         Raises:
             CheckpointError: they differ; names the first that does.
@@ -75,6 +76,7 @@ class WeightFiles:
                     f"init_from={self.path} is of another model: {name} is {wanted} in this model and {dtype} in the "
                     "file; expected numbers of one kind"
                 )
+        check_tied(self.path, model, self.tensors, lambda name: next(value for _, value in self.read([name])))
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Read those of ``names`` that are there, one after the other, into memory of their own.
@@ -98,6 +100,25 @@ def check_same(path: Path, here: Mapping[str, object], there: Mapping[str, objec
                 f"init_from={path} is of another model: {name} is {here.get(name, 'missing')} in this model and "
                 f"{there.get(name, 'missing')} in the file; {_way_out(here, there)}"
             )
+
+
+def check_tied(path: Path, model: nn.Module, there: Collection[str], read: Callable[[str], Tensor]) -> None:
+    """Raise a CheckpointError if ``path`` has two names of one tensor of ``model`` with different values.
+
+    One of both would be lost. ``there``: the names of ``path``, which ``read`` reads.
+    """
+    names_of: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and name in there:
+            names_of.setdefault(id(tensor), []).append(name)
+    for first, *others in names_of.values():
+        for other in others:
+            one, two = read(first), read(other)
+            if not torch.equal(one, two.to(one.dtype)):
+                raise CheckpointError(
+                    f"init_from={path} is of another model: {first} and {other} are one tensor in this model and have "
+                    "different values in the file; build the model without tied weights, or use partition.tied=untie"
+                )
 
 
 def _way_out(here: Mapping[str, object], there: Mapping[str, object]) -> str:

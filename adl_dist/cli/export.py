@@ -86,4 +86,7 @@ def _settings_of_transformers(config: RunConfig) -> Any:
     """Return the library's configuration of the model of a run, as it was trained."""
     node = config.model
     replaced = {key: value for key, value in node.items() if key not in KEYS}
-    return read_config(node["config"], options=replaced)
+    settings = read_config(node["config"], options=replaced)
+    if config.partition.tied == "untie":  # or the library could tie them again, and drop one of both
+        settings.tie_word_embeddings = False
+    return settings

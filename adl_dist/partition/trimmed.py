@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from adl_dist.batch import Batch, Layout, Several, call, tensors_of
+from adl_dist.errors import PartitionError
 from adl_dist.partition.layered import HERE, Anatomy, Result, Shape
 from adl_dist.partition.nodes import ABOUT_TENSORS
 from adl_dist.partition.piece import StageModule, shape_proxy, shape_token
@@ -33,12 +34,13 @@ class _Left(Exception):  # no error: the end of a stage
 
 
 class _Arriving:
-    """The hidden state that a stage has got, while its forward runs."""
+    """The hidden state that a stage has got, while its forward runs; and NaN, for what other stages compute."""
 
-    __slots__ = ("hidden",)
+    __slots__ = ("absent", "hidden")
 
     def __init__(self) -> None:
         self.hidden: Tensor | None = None
+        self.absent: Tensor | None = None  # None: made when it is needed
 
 
 @dataclass(frozen=True)
@@ -219,9 +221,11 @@ class _Gone(_Replacing):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module does, with tensors of NaN, which no value that is used depends on."""
         module, hidden = self.original[0], self.arriving.hidden
-        first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-        nan = torch.full((), math.nan, dtype=hidden.dtype, device=hidden.device)
-        if isinstance(module, nn.Embedding):  # of any length
+        first = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
+        nan = self.arriving.absent
+        if nan is None:
+            nan = torch.full((), math.nan, dtype=hidden.dtype, device=hidden.device)
+        if isinstance(module, nn.Embedding) and first is not None:  # of any length
             return nan.expand(*first.shape, module.embedding_dim)
         if next(module.parameters(), None) is None:
             return first
@@ -248,6 +252,9 @@ def _without_memory(module: nn.Module) -> nn.Module:
     return twin
 
 
+_LIKE = {"zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_empty"}  # take a tensor for its shape
+
+
 class _Following(TorchFunctionMode):
     """Follows tensors through a forward: which results depend on their values, and whether Python asks for these."""
 
@@ -266,7 +273,7 @@ class _Following(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         name = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
-        if name in ABOUT_TENSORS or not (found := self.of((args, kwargs))):
+        if name in ABOUT_TENSORS or name in _LIKE or not (found := self.of((args, kwargs))):
             return out
         results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
@@ -280,14 +287,33 @@ class _Following(TorchFunctionMode):
 
 
 def travelling(model: nn.Module, anatomy: Anatomy, units: Sequence[str], sample: Batch) -> list[bool]:
-    """Return of each tensor of the input whether anything behind unit 0 computes with its values."""
+    """Return of each tensor of the input whether anything behind unit 0 computes with its values.
+
+    Raises:
+        PartitionError: something there computes with what comes before the layers, or fails without it.
+    """
     inputs, needed = tensors_of(sample), set[int]()
+    hidden = anatomy.pairs[0][0].detach()
+    absent = hidden.new_full((), math.nan)
+    refused = f"{type(model).__name__} cannot be cut at the layers of '{anatomy.layers}': "
     for mode in (True, False):
         model.train(mode)
         stage = LayeredStage(model, anatomy, units, 1, len(units), [True] * len(inputs))
-        following = _Following(inputs)
-        hidden = anatomy.pairs[0][0].detach()
-        with torch.no_grad(), following:
-            out = stage((hidden, *inputs))
+        vars(stage)[_OWN].arriving.absent = absent
+        following = _Following([*inputs, absent])
+        try:
+            with torch.no_grad(), following:
+                out = stage((hidden, *inputs))
+        except Exception as error:  # the model's own code can raise anything
+            why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            raise PartitionError(
+                f"{refused}without the modules that it calls before them its forward fails ({why}); use "
+                "partition.num_stages=1"
+            ) from error
         needed |= following.of(out) | following.asked
+    if len(inputs) in needed:
+        raise PartitionError(
+            f"{refused}besides the hidden state that they get, its forward computes with values of modules that are "
+            "called before them, which later stages do not have; use partition.num_stages=1"
+        )
     return [place in needed for place in range(len(inputs))]

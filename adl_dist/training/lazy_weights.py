@@ -4,7 +4,7 @@ Weights come from files, or each is made where it is needed, by a random stream 
 than its stages, and values depend neither on K nor on which process makes them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,18 @@ class LazyWeights:
     parameters and buffers of the layer.
     """
 
-    def __init__(self, model: nn.Module, *, files: WeightFiles | None, seed: int) -> None:
+    def __init__(
+        self, model: nn.Module, *, files: WeightFiles | None, seed: int, untied: Mapping[str, str] | None = None
+    ) -> None:
         """Take ``model``, as it was built: before its parameters get another dtype.
+
+        ``untied``: parameters that are drawn like another one, by the names of both.
 
         Raises:
             ConfigError: a tensor cannot be made; names it.
             CheckpointError: ``files`` are those of another model.
         """
-        self.files, self._seed = files, seed
+        self.files, self._seed, self._untied = files, seed, untied or {}
         self._draw = getattr(model, DRAW, None)
         self._dtypes = {name: t.dtype for name, t in _registered(model)}
         by_tensor: dict[int, list[str]] = {}
@@ -89,7 +93,8 @@ class LazyWeights:
         for full in todo.keys() - values.keys():
             assert self._draw is not None
             values[full] = _unset(torch.empty(todo[full].shape, dtype=self._dtypes[full]))
-            self._draw(self._names_of[full][0], values[full])
+            first = self._names_of[full][0]
+            self._draw(self._untied.get(first, first), values[full])
             _check_set(full, values[full], "the model's draw_parameter")
         for full, value in values.items():
             if value.shape != todo[full].shape:
@@ -142,8 +147,12 @@ def is_lazy_model(model: nn.Module) -> bool:
     return any(tensor.is_meta for _, tensor in _registered(model))
 
 
-def given_weights(model: nn.Module, init_from: Path | None, seed: int) -> LazyWeights | None:
+def given_weights(
+    model: nn.Module, init_from: Path | None, seed: int, untied: Mapping[str, str] | None = None
+) -> LazyWeights | None:
     """Return what makes the tensors of ``model``; None: it has them, or has now those of ``init_from``.
+
+    ``untied``: parameters that were one with another, by the names of both.
 
     Raises:
         ConfigError: the model is on meta and cannot be made.
@@ -156,7 +165,7 @@ def given_weights(model: nn.Module, init_from: Path | None, seed: int) -> LazyWe
                 "all of it; expected .safetensors, like adl-dist export writes it"
             )
         files = WeightFiles.at(init_from) if init_from is not None else None
-        return LazyWeights(model, files=files, seed=seed)
+        return LazyWeights(model, files=files, seed=seed, untied=untied)
     if init_from is not None:
         load_weights(model, WeightFiles.at(init_from))
     return None

@@ -79,15 +79,17 @@ def _give_copy(piece: nn.Module, k: int, name: str, parameter: nn.Parameter) -> 
             )
 
 
-def untied(model: nn.Module) -> list[str]:
-    """Give each name of a parameter of ``model`` one of its own, in place; return the names that shared one."""
-    names = []
-    known = {id(parameter) for parameter in model.parameters()}
+def untied(model: nn.Module) -> dict[str, str]:
+    """Give each name of a parameter of ``model`` one of its own, in place.
+
+    Returns:
+        the names that shared one, each with the name that has kept it.
+    """
+    kept = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {}
     for module_name, module in model.named_modules():
         for name, parameter in [*module.named_parameters(prefix=module_name, recurse=False, remove_duplicate=False)]:
-            if id(parameter) in known:
-                known.remove(id(parameter))  # the first name keeps it
-                continue
-            setattr(module, name.rpartition(".")[2], copy.deepcopy(parameter))
-            names.append(name)
+            if kept[id(parameter)] != name:
+                setattr(module, name.rpartition(".")[2], copy.deepcopy(parameter))
+                names[name] = kept[id(parameter)]
     return names

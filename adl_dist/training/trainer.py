@@ -159,8 +159,8 @@ class Trainer:
         self._distributed = _is_distributed(self._processes, self._spec.pipeline)
         self._timeouts = timeouts or WatchdogTimeouts()
         self._loss_settings = described(loss_fn)  # now, because a loss may count its calls
-        names = untied(model) if partition.tied == "untie" else []
-        weights = given_weights(model, None if init_from is None else Path(init_from), seed)
+        names = untied(model) if partition.tied == "untie" else {}
+        weights = given_weights(model, None if init_from is None else Path(init_from), seed, names)
         if weights is not None and not self._distributed:  # this process has all of it in any case
             weights.make(model)
             weights = None
@@ -174,7 +174,7 @@ class Trainer:
         )
         self._averages: list[WeightAverage] = []  # of the stages of this process, since fit
         if names:
-            shown = f"{', '.join(names[:3])}{' ..' * (len(names) > 3)}"
+            shown = f"{', '.join([*names][:3])}{' ..' * (len(names) > 3)}"
             self._partitioned.notes.append(
                 f"partition.tied=untie: {shown} had the weights of another layer, now its own"
             )

@@ -10,7 +10,8 @@ from torch import nn
 
 import adl_dist.models
 from adl_dist.checkpoint import layout, storage
-from adl_dist.cli.export import OF_TRANSFORMERS
+from adl_dist.cli.config.schema import RunConfig
+from adl_dist.cli.export import OF_TRANSFORMERS, _settings_of_transformers
 from tests.support.commands import in_process
 
 SMALL = ["data=digits", "model._target_=tests.cli.test_export.net", "model.width=8", "train.max_updates=1"]
@@ -69,6 +70,15 @@ def test_transformers_loads_the_folder_of_a_run_of_its_model(run, tmp_path, monk
     ids = torch.arange(6)[None]
     assert torch.equal(loaded(ids).logits, model.eval()(ids).logits)
     assert sorted(each.name for each in (tmp_path / "exported").iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("tied", ["share", "untie"])
+def test_a_folder_of_untied_weights_does_not_say_they_are_tied(tied, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    transformers.GPT2Config(n_layer=1, n_head=1, n_embd=4).save_pretrained(tmp_path)
+    config = RunConfig(model={"_target_": OF_TRANSFORMERS, "task": "causal-lm", "config": str(tmp_path)})
+    config.partition.tied = tied
+    assert _settings_of_transformers(config).tie_word_embeddings == (tied == "share")
 
 
 def _put_in_place(path, model):

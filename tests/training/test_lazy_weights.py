@@ -80,6 +80,16 @@ def test_weights_made_from_meta_are_those_of_a_built_model(name):
     assert [*dict(found.named_parameters())] == [*dict(expected.named_parameters())]
 
 
+def test_untied_weights_made_from_meta_are_those_of_a_built_model():
+    """Each name has a copy of the first one's values."""
+    states = []
+    for on_meta in (True, False):
+        trainer = toy_trainer(1, model=build("tied", on_meta=on_meta), tied="untie")
+        states.append(trainer.full_state_dict())
+    assert_same(*states)
+    assert torch.equal(states[0]["embedding.tokens.weight"], states[0]["head.output.weight"])
+
+
 def test_weights_do_not_depend_on_which_others_are_made():
     def layers():
         with META:
@@ -314,6 +324,20 @@ def test_weights_of_another_model_are_refused_by_name(change, said, on_meta, sha
     save_file(change(sharded[1]), tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=said):
         toy_trainer(1, model=build("llama", on_meta=on_meta), init_from=tmp_path)
+
+
+@pytest.mark.parametrize("on_meta", [True, False])
+def test_two_values_for_one_tied_weight_are_refused(on_meta, tmp_path):
+    """As a run with partition.tied=untie saves them: one of both would be lost."""
+    state = {name: tensor.clone() for name, tensor in build("tied", on_meta=False).state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors")
+    toy_trainer(1, model=build("tied", on_meta=on_meta), init_from=tmp_path)
+    state["head.output.weight"] += 1
+    save_file(state, tmp_path / "model.safetensors")
+    said = "embedding.tokens.weight and head.output.weight are one tensor in this model and have different values"
+    with pytest.raises(CheckpointError, match=said):
+        toy_trainer(1, model=build("tied", on_meta=on_meta), init_from=tmp_path)
+    toy_trainer(1, model=build("tied", on_meta=on_meta), init_from=tmp_path, tied="untie")
 
 
 def test_files_that_are_in_the_index_only_are_named(sharded, tmp_path):

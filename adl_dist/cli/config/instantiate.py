@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from adl_dist.checkpoint.storage import SUFFIX
-from adl_dist.checkpoint.weight_files import WeightFiles, check_same
+from adl_dist.checkpoint.weight_files import WeightFiles, check_same, check_tied
 from adl_dist.cli.config.compose import known_run
 from adl_dist.cli.config.schema import Device, RunConfig
 from adl_dist.data import Loading
@@ -425,4 +425,5 @@ def _load_state(model: nn.Module, path: Path) -> None:
         for each in (model.state_dict(), state)
     )
     check_same(path, here, there)
+    check_tied(path, model, state, state.__getitem__)
     model.load_state_dict(dict(state))
