@@ -3,6 +3,7 @@
 import difflib
 import inspect
 import types
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +73,20 @@ def build(config: Any, task: str, *, weights: str | None = None, download: bool 
         if weights is None:
             model = kind._from_config(config, **how)
         else:
-            model = kind.from_pretrained(weights, config=config, local_files_only=not download, **how)
+            how |= {"local_files_only": not download, "output_loading_info": True}
+            model, found = kind.from_pretrained(weights, config=config, **how)
+            _tell_missing(weights, sorted(found["missing_keys"]))
     except Exception as error:  # the library's own code can raise anything
         where = f"weights of {weights}" if weights is not None else "configuration"
         raise ConfigError(f"{kind.__name__} refuses the {where}: {_one_line(error)}") from error
     return _logits_only(model.train(), TASKS[task][1])
+
+
+def _tell_missing(weights: str, names: list[str]) -> None:
+    """Warn of parameters that the weights do not have, like those of a new head, which are newly drawn."""
+    if names:
+        shown = f"{', '.join(names[:3])}{' ..' * (len(names) > 3)}"
+        warnings.warn(f"{weights} lacks the weights of {len(names)} tensors, newly drawn: {shown}", stacklevel=3)
 
 
 def read_config(config: str, *, download: bool = False, options: dict[str, Any] | None = None) -> Any:

@@ -158,6 +158,12 @@ def test_weights_in_the_folder_are_loaded_unless_told_not_to(folder):
     assert torch.equal(drawn["transformer.wte.weight"], again["transformer.wte.weight"])
 
 
+def test_weights_that_the_folder_lacks_are_named(folder):
+    """Like those of another head: they would be drawn in silence."""
+    with pytest.warns(UserWarning, match=r"lacks the weights of 1 tensors, newly drawn: score\.weight"):
+        hf_model(str(folder), "sequence-classification", pad_token_id=0)
+
+
 def test_an_entry_of_the_configuration_can_be_replaced(folder):
     model = from_command_line(f"model.config={folder}", "model.n_layer=1", "model.weights=false")
     assert len(model.transformer.h) == 1
