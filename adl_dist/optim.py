@@ -168,7 +168,7 @@ def _check_rates(groups: Sequence[Mapping[str, Any]], name: str) -> None:
 
 def _factor_lost(name: str, num_groups: int) -> ConfigError:
     return ConfigError(
-        f"lr_schedule: {name} sets the rates of all groups itself, and lr_factor of optimizer.rules would be lost; give "
+        f"lr_schedule: {name} sets the rates of all groups, and lr_factor of optimizer.rules would be lost; give "
         f"it a list of {num_groups} rates, one for each group, or a schedule that multiplies the optimizer's"
     )
 
