@@ -156,11 +156,21 @@ def _check_factors(schedule: LRScheduler, rates: Sequence[float], name: str) -> 
     bases = [float(group["initial_lr"]) for group in groups]
     for base, rate in zip(bases, rates, strict=True):
         if base != rate and any(base == other and rate != before for other, before in zip(bases, rates, strict=True)):
-            raise ConfigError(
-                f"lr_schedule: {name} sets the rates of all groups itself, and lr_factor of optimizer.rules would be "
-                f"lost; give it a list of {len(rates)} rates, one for each group, or take a schedule that multiplies "
-                "the optimizer's own"
-            )
+            raise _factor_lost(name, len(rates))
+
+
+def _check_rates(groups: Sequence[Mapping[str, Any]], name: str) -> None:
+    """Raise ConfigError if a schedule, at an update, gives groups of several base rates one rate above 0."""
+    pairs = {(float(group["initial_lr"]), float(group["lr"])) for group in groups if float(group["lr"])}
+    if any("lr_factor" in group for group in groups) and len({rate for _, rate in pairs}) < len(pairs):
+        raise _factor_lost(name, len(groups))
+
+
+def _factor_lost(name: str, num_groups: int) -> ConfigError:
+    return ConfigError(
+        f"lr_schedule: {name} sets the rates of all groups, and lr_factor of optimizer.rules would be lost; give "
+        f"it a list of {num_groups} rates, one for each group, or a schedule that multiplies the optimizer's"
+    )
 
 
 def _length_for(
@@ -209,12 +219,15 @@ def try_schedule(make: Callable[[], LRScheduler], optimizer: Optimizer, total_up
         look()
         with _without_order_warning():
             while done < min(total_updates, MOST_TRIED):
+                _check_rates(groups, type(schedule).__name__)
                 schedule.step()
                 look()
                 done += 1
         if isinstance(length := getattr(schedule, "total_steps", None), int) and length < total_updates:
             done = length
             raise ValueError(f"it has total_steps={length}")
+    except AdlError:
+        raise
     except Exception as error:
         raise ConfigError(
             f"lr_schedule: {type(schedule).__name__} fails after update {done + 1} of the run's {total_updates}: "

@@ -4,6 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ class Coordinator:
         callbacks: Callbacks | None = None,
         requests: Requests | None = None,
         drain_changes_result: Callable[[int], bool] = lambda epoch: False,
+        around_records: Callable[[], AbstractContextManager[Any]] = nullcontext,
         unit: str = "images",
         flops: float | None = None,
     ) -> None:
@@ -72,8 +74,9 @@ class Coordinator:
 
         ``callbacks``: the user's. ``unit``: what samples are, or ``tokens``, if these are what is counted. ``flops``:
         those of a sample, as a share of what all devices do in a second at their peak; None: not known.
+        ``around_records``: what the user's code is called in that takes records while stages train.
         """
-        self._flops = flops
+        self._flops, self._around_records = flops, around_records
         self._unit, self._num_tokens = unit, 0.0  # in the present segment
         self._plan, self._saving = plan, saving
         self._recorder, self._progress = recorder, progress
@@ -84,6 +87,7 @@ class Coordinator:
         self._epoch = self._sample = self._update = 0
         self._last_epoch = 0
         self._saved_at: int | None = None
+        self._evaluated_at: int | None = None
         self._failure_recorded: str | None = None
         self._metrics: dict[str, Any] = {}
         self._trained: list[Trained] = []  # by this process
@@ -103,9 +107,10 @@ class Coordinator:
 
     def record(self, record: Record) -> None:
         """Write down a record of a stage, and show it; called in the thread that trains."""
-        self._recorder.write(record)
-        self._progress.update(record)
-        self._callbacks.take(record)
+        with self._around_records():
+            self._recorder.write(record)
+            self._progress.update(record)
+            self._callbacks.take(record)
         if self._unit == TOKENS and record["name"] == "train/loss":
             self._num_tokens += float(record.get("num_terms", 0))
 
@@ -125,9 +130,7 @@ class Coordinator:
             stopped = None
             while stopped is None and not self._is_over:
                 self._train_one()
-                if self._is_over or self._sample == 0:
-                    self._evaluate()
-                    self._callbacks.end_epoch(self._update, self._epoch, self._metrics)
+                self._end_epoch()
                 if self._is_over or self._is_to_be_saved:
                     self._save()
                 stopped = self._carry_out_requests()
@@ -150,6 +153,13 @@ class Coordinator:
             self._write_trace(self._saving.folder.path, origin)
         self._callbacks.call("on_end", replace(self._moment(), summary=summary))
         return summary
+
+    def _end_epoch(self) -> None:
+        """Evaluate at the end of an epoch or of the run, once, and tell the callbacks."""
+        if self._evaluated_at != self._update and (self._is_over or self._sample == 0):
+            self._evaluate()
+            self._evaluated_at = self._update
+            self._callbacks.end_epoch(self._update, self._epoch, self._metrics)
 
     def evaluate(self, workers: WorkerGroup) -> Summary:
         """Evaluate the present weights and return accuracy and loss."""
@@ -193,6 +203,7 @@ class Coordinator:
         if why and self._saving is not None:
             self._finish_last_save(self._saving.saver, "the run was to stop, and what it learned since is lost")
         if self._is_over or not why:
+            self._end_epoch()
             return None
         where = {"update": self._update, "epoch": self._epoch, "checkpoint": None if path is None else str(path)}
         return {"why": why[0], **where, "drain_changed_result": drain_changed_result}
@@ -295,6 +306,9 @@ class Coordinator:
         if self._saving is None:
             return
         self._recorder.flush()  # what a checkpoint stands for must not be lost with the process
+        saver = self._saving.saver
+        self._finish_saving(saver)
+        self._end_epoch()  # if a callback that was told of that checkpoint has ended the run
         manifest = {
             "update": self._update,
             "epochs": self._epoch,
@@ -304,8 +318,6 @@ class Coordinator:
             "callbacks": self._callbacks.state(self._update),
             "identity": {**identity_of(self._plan, self._saving.optimizer), "cut": dict(self._saving.cut)},
         }
-        saver = self._saving.saver
-        self._finish_saving(saver)
         self._saved_moment = self._moment()
         saver.save(self._write_parts, manifest)
         self._saved_at = self._update

@@ -4,7 +4,7 @@ import difflib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,10 +107,13 @@ class EarlyStopping(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of it."""
-        return {"best_score": self.best_score, "best_value": self.best_value, "waited": self.waited}
+        kept = {"best_score": self.best_score, "best_value": self.best_value, "waited": self.waited}
+        return {"goal": asdict(self.goal), **kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what a checkpoint has kept."""
+        """Continue from what a checkpoint has kept, if that is about the same metric; else begin anew."""
+        if Goal(**state["goal"]) != self.goal:
+            return
         self.best_score, self.best_value, self.waited = (state[k] for k in ("best_score", "best_value", "waited"))
 
     def _stop(self, now: Moment) -> None:
@@ -147,6 +150,16 @@ class Callbacks:
         self._loss_sum = self._num_terms = 0.0  # of the epoch
         self._epoch = 0
 
+    @property
+    def any(self) -> bool:
+        """Whether there is one."""
+        return bool(self._callbacks)
+
+    @property
+    def goals(self) -> list[Goal]:
+        """What those of early stopping follow."""
+        return [one.goal for one in self._callbacks if isinstance(one, EarlyStopping)]
+
     def open(self, ask: Callable[[str], object]) -> None:
         """Begin a run that a callback ends by ``ask``, with the reason."""
         self.asked, self._ask, self._update = None, ask, None
@@ -155,7 +168,7 @@ class Callbacks:
     def call(self, event: str, now: Moment) -> None:
         """Call ``event`` of all of them; CallbackError if one fails."""
         for one in self._callbacks:
-            if (method := getattr(one, event, None)) is None:
+            if not callable(method := getattr(one, event, None)):
                 continue
 
             def stop(why: str, one: Any = one) -> None:

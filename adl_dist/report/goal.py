@@ -1,6 +1,7 @@
 """What makes one set of weights better than another: a metric of the validation, and which way it is better."""
 
 import difflib
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -49,13 +50,13 @@ class Goal:
 
     def score(self, metrics: Mapping[str, float]) -> tuple[float, ...] | None:
         """Return a figure that is higher where ``metrics`` are better; None: they do not have what it takes."""
-        if self.metric is None:
-            if "validation_loss" not in metrics:
-                return None
-            return metrics.get("validation_accuracy", 0.0), -metrics["validation_loss"]
-        if self.metric not in metrics:
+        if (self.metric or "validation_loss") not in metrics:
             return None
+        if self.metric is None:
+            return metrics.get("validation_accuracy", 0.0), -metrics["validation_loss"]
         value = metrics[self.metric]
+        if math.isnan(value):  # which no figure is better or worse than
+            return (-math.inf,)
         return (value if (self.best or KNOWN[self.metric]) == HIGHEST else -value,)
 
     def value(self, metrics: Mapping[str, float]) -> str:

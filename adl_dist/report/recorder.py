@@ -53,6 +53,11 @@ class Recorder:
             return
         self._loggers.start(self._folder, self._settings, from_update)
 
+    @property
+    def has_loggers(self) -> bool:
+        """Whether there are loggers besides metrics.jsonl."""
+        return bool(self._loggers.wanted)
+
     def write(self, record: dict[str, Any]) -> None:
         """Write one record."""
         if self._file is not None:

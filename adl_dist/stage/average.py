@@ -46,8 +46,10 @@ class WeightAverage:
         by_name = {name: p for p, names in self._names.items() for name in names}
         found = {by_name[name]: tensor for name, tensor in tensors.items() if name in by_name}
         self._averages = []
-        if found:
-            self._averages = [torch.empty_like(p, requires_grad=False).copy_(found[p]) for p in self._parameters]
+        if found:  # what was not trained so far has no average yet, which would be of equal values: its present one
+            present = (found.get(p, p.detach()) for p in self._parameters)
+            pairs = zip(self._parameters, present, strict=True)
+            self._averages = [torch.empty_like(p, requires_grad=False).copy_(tensor) for p, tensor in pairs]
 
     @property
     def names(self) -> set[str]:

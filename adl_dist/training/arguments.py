@@ -1,6 +1,8 @@
 """The arguments of the Python API, checked before anything is made of them: one line for each mistake."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -8,6 +10,37 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from adl_dist.errors import ConfigError
 from adl_dist.schedule import Method
+
+
+class Busy(Protocol):
+    """A trainer, of which one method runs at a time."""
+
+    running: str | None  # the method's name
+
+
+B = TypeVar("B", bound=Busy)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def one_at_a_time(method: Callable[Concatenate[B, P], R]) -> Callable[Concatenate[B, P], R]:
+    """Refuse a call of ``method`` while one of the same trainer runs, as of a callback: stages are in mid-training."""
+
+    @functools.wraps(method)
+    def alone(trainer: B, /, *given: P.args, **named: P.kwargs) -> R:
+        if trainer.running is not None:
+            raise ConfigError(
+                f"Trainer.{method.__name__} is called while Trainer.{trainer.running} of the same trainer runs, whose "
+                "stages are in mid-training; call it afterwards. A callback finds figures in now.metrics, and weights "
+                "in the checkpoint in now.checkpoint (on_checkpoint)"
+            )
+        trainer.running = method.__name__
+        try:
+            return method(trainer, *given, **named)
+        finally:
+            trainer.running = None
+
+    return alone
 
 
 def chosen_method(method: Method | str | None) -> Method:

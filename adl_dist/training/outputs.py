@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from adl_dist.report.runs import flatten
 from adl_dist.schedule.run_plan import Plan
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.metrics import metrics_of
+from adl_dist.streams import streams_kept
 from adl_dist.training.options import Monitoring
 from adl_dist.training.partitioned_model import PartitionedModel
 
@@ -64,7 +66,8 @@ class Outputs:
                 f"memory=True (runtime.memory) measures a process, but {pipeline.stages_per_process} stages share one; "
                 "use method.stages_per_process=1, or omit it"
             )
-        self.checkpoints.goal.check([metric.name for metric in metrics_of(spec.metrics, None)])
+        for goal in (self.checkpoints.goal, *self.callbacks.goals):
+            goal.check([metric.name for metric in metrics_of(spec.metrics, None)])
 
     def recorder(self, saving: Saving | None) -> Recorder:
         """Return what writes the records of a run; of one that saves nothing, none."""
@@ -99,6 +102,9 @@ class Outputs:
                 progress.note(note)
             if partitioned.warning is not None:
                 warn(f"{partitioned.warning}; so {pipeline.num_stages} stages are hardly faster than one")
+        # In one process the user's code runs between two actions of stages whose streams must not move. With several
+        # it has a thread of its own, and to put streams back would take them from the stage of rank 0.
+        shares_streams = not worker.world.is_distributed and (self.callbacks.any or recorder.has_loggers)
         return Coordinator(
             plan,
             saving=saving,
@@ -107,6 +113,7 @@ class Outputs:
             callbacks=self.callbacks,
             requests=requests,
             drain_changes_result=lambda epoch: not pipeline.in_epoch(epoch).drain_is_exact,
+            around_records=streams_kept if shares_streams else nullcontext,
             unit=worker.unit,
             flops=None if partitioned.flops is None else partitioned.flops / worker.world.size,
         )

@@ -173,6 +173,7 @@ class Trainer:
             weights=weights,
         )
         self._averages: list[WeightAverage] = []  # of the stages of this process, since fit
+        self.running: str | None = None  # its method that runs
         if names:
             shown = f"{', '.join([*names][:3])}{' ..' * (len(names) > 3)}"
             self._partitioned.notes.append(
@@ -185,6 +186,7 @@ class Trainer:
         """Whether this process feeds the pipeline; the others need no dataset."""
         return 0 in self._partitioned.modules
 
+    @arguments.one_at_a_time
     def fit(  # 14: data, length, folder, and four that say how it is loaded, saved and watched
         self,
         train_dataset: Dataset[Any] | None,
@@ -280,6 +282,7 @@ class Trainer:
             saving = self._saving(worker.world, folder, known_by, resume, outputs, made)
             return self._train(running, worker, plan, saving, outputs)
 
+    @arguments.one_at_a_time
     def evaluate(
         self, dataset: Dataset[Any] | None, *, batch_size: int, num_workers: int = 0, loading: Loading | None = None
     ) -> Summary:
@@ -302,6 +305,7 @@ class Trainer:
         with self._applied(), self._bound(worker.world):
             return running.run(worker, coordinator, coordinator.evaluate, stops_early=False)
 
+    @arguments.one_at_a_time
     def full_state_dict(self, *, ema: bool = False) -> dict[str, Tensor]:
         """Return parameters and buffers of the whole model by the uncut model's own names, on the CPU.
 
@@ -321,6 +325,7 @@ class Trainer:
                 stack.enter_context(average.in_place_of_weights())
             return self._partitioned.full_state_dict(distributed=self._distributed)
 
+    @arguments.one_at_a_time
     def load_checkpoint(self, path: str | os.PathLike[str], which: str = "newest", *, ema: bool = False) -> None:
         """Read weights and running statistics from a checkpoint, whatever cut wrote it.
 

@@ -1,6 +1,7 @@
 """Callbacks are called in order with the figures of the run, may end it, and fail in one line."""
 
 import json
+import random
 import re
 from functools import partial
 
@@ -9,6 +10,7 @@ import torch
 
 import adl_dist
 from adl_dist.errors import CallbackError, ConfigError, StageFailed
+from adl_dist.report.goal import Goal
 from tests.support.commands import assert_same, in_process, shows, words
 from tests.support.ranks import run_ranks
 from tests.support.runs import toy_trainer
@@ -168,6 +170,74 @@ def test_early_stopping_follows_its_metric_and_direction(metric, best, pick):
     assert summary["epochs"] == expected
 
 
+def test_early_stopping_begins_anew_with_another_metric(tmp_path):
+    fit([adl_dist.EarlyStopping(1, "validation_accuracy")], run_dir=tmp_path)
+    _, summary = fit([adl_dist.EarlyStopping(1, "validation_loss")], run_dir=tmp_path, epochs=8)
+    assert "validation_accuracy" not in summary.get("ended_by", "")
+
+
+def test_a_metric_that_is_no_number_is_worse_than_any():
+    goal = Goal("validation_odd", "highest")
+    assert max([float("nan"), 1.0, 2.0], key=lambda value: goal.score({"validation_odd": value})) == 2.0
+
+
+class OnCheckpoint(adl_dist.Callback):
+    """Ends the run once it is told of a checkpoint."""
+
+    def on_checkpoint(self, now):
+        now.stop("saved")
+
+
+def test_a_run_ended_in_on_checkpoint_is_evaluated_once(tmp_path):
+    diary = Diary()
+    every = adl_dist.CheckpointPolicy(every_updates=1)
+    _, summary = fit([OnCheckpoint(), diary], run_dir=tmp_path, checkpoints=every)
+    assert summary["updates"] == 2
+    assert "validation_loss" in summary
+    assert [line[:3] for line in diary.lines if line[0] == "epoch"] == [("epoch", 2, 0)]
+    kept = json.loads((tmp_path / "checkpoints" / "update-00000002" / "manifest.json").read_text())
+    assert "validation_loss" in kept["metrics"]
+
+
+class Draws(adl_dist.Callback):
+    """Draws from the global streams."""
+
+    def on_update(self, now):
+        random.random()
+        torch.rand(1)
+
+
+def test_what_a_callback_draws_is_no_draw_of_a_stage():
+    drawing, _ = fit([Draws()])
+    plain, _ = fit([])
+    assert_same(drawing.full_state_dict(), plain.full_state_dict())
+
+
+class Calls(adl_dist.Callback):
+    """Calls the trainer in update 2."""
+
+    def __init__(self, call):
+        self.call = call
+
+    def on_update(self, now):
+        if now.update == 2:
+            self.call()
+
+
+@pytest.mark.parametrize("name", ["fit", "evaluate", "full_state_dict", "load_checkpoint"])
+def test_a_trainer_that_trains_refuses_calls(name, tmp_path):
+    trainer = toy_trainer(2, 2)
+    calls = {
+        "fit": lambda: trainer.fit(TRAIN, epochs=1, batch_size=4),
+        "evaluate": lambda: trainer.evaluate(VALIDATION, batch_size=4),
+        "full_state_dict": trainer.full_state_dict,
+        "load_checkpoint": lambda: trainer.load_checkpoint(tmp_path),
+    }
+    with pytest.raises(CallbackError, match=rf"Trainer.{name} is called while Trainer.fit of the same trainer runs"):
+        trainer.fit(TRAIN, epochs=1, batch_size=4, monitoring=SILENT, callbacks=[Calls(calls[name])])
+    assert len(trainer.full_state_dict()) == 32, "afterwards it may be called"
+
+
 def test_what_json_cannot_hold_is_refused_by_name(tmp_path):
     with pytest.raises(CallbackError, match=r"Unspeakable.state_dict fails at update 4: TypeError: .*not JSON serial"):
         fit([Unspeakable()], run_dir=tmp_path)
@@ -212,6 +282,11 @@ def test_early_stopping_needs_what_it_watches():
     stopping = adl_dist.EarlyStopping(metric="validation_top5")
     with pytest.raises(CallbackError, match=r"watches validation_top5, but what is measured is validation_loss, valid"):
         fit([stopping])
+
+
+def test_early_stopping_by_no_metric_is_refused_at_the_start():
+    with pytest.raises(ConfigError, match=r"there is no metric 'validation_acc'; did you mean validation_accuracy\?"):
+        fit([adl_dist.EarlyStopping(metric="validation_acc", best="highest")])
 
 
 def test_the_command_line_makes_callbacks(tmp_path):

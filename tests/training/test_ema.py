@@ -159,3 +159,18 @@ def test_copies_have_equal_averages_also_in_another_cut(K, tmp_path):
     for first, *others in SHARED:
         for name in others:
             assert torch.equal(states[0][first], states[0][name]), name
+
+
+def test_what_was_frozen_joins_the_average(tmp_path):
+    """A run that continues in another folder may train what was frozen."""
+
+    def fit(folder, epochs, resume="auto", rules=()):
+        trainer = toy_trainer(2, 2, optimizer=with_rules(sgd, rules), ema=DECAY)
+        of_fit = {"run_dir": tmp_path / folder, "resume": str(resume), "monitoring": SILENT}
+        trainer.fit(FixedImages(8), epochs=epochs, batch_size=4, **of_fit)
+        return trainer.full_state_dict(ema=True)["0.0.weight"], trainer.full_state_dict()["0.0.weight"]
+
+    before, _ = fit("first", 1, rules=[{"names": "0.*", "frozen": True}])
+    average, weights = fit("second", 2, resume=next((tmp_path / "first" / "checkpoints").iterdir()))
+    assert not torch.equal(average, before)
+    assert not torch.equal(average, weights)

@@ -183,6 +183,13 @@ def test_a_run_is_recognised_by_its_rules(tmp_path):
         fit([{"names": "1.*", "weight_decay": 0.0}])
 
 
+class SetsOneRate(torch.optim.lr_scheduler.LRScheduler):
+    """Gives all groups the same rate."""
+
+    def get_lr(self):
+        return [0.3 for _ in self.optimizer.param_groups]
+
+
 def test_a_schedule_that_would_lose_a_factor_is_refused():
     def one_cycle(optimizer, total_updates, max_lr=0.1):
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=max_lr, total_steps=total_updates + 1)
@@ -193,8 +200,9 @@ def test_a_schedule_that_would_lose_a_factor_is_refused():
         trainer.fit(FixedImages(8), epochs=1, batch_size=4, monitoring=SILENT)
 
     fit(partial(one_cycle, max_lr=[0.1, 0.05]))  # on each stage both groups, one of them empty
-    with pytest.raises(ConfigError, match=r"lr_factor of optimizer.rules would be lost; give it a list of 2 rates"):
-        fit(one_cycle)
+    for schedule in (one_cycle, SetsOneRate):
+        with pytest.raises(ConfigError, match=r"lr_factor of optimizer.rules would be lost; give it a list of 2 rates"):
+            fit(schedule)
 
 
 def test_rules_that_a_function_hides_do_not_go_unnoticed():
