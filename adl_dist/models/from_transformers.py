@@ -68,7 +68,7 @@ def build(config: Any, task: str, *, weights: str | None = None, download: bool 
         raise ConfigError(
             f"model.task={task}: transformers has no such network of type {config.model_type}; {fit_text}"
         )
-    how = {"attn_implementation": "sdpa" if kind._supports_sdpa else "eager", "dtype": torch.float32}
+    how: dict[str, Any] = {"attn_implementation": "sdpa" if kind._supports_sdpa else "eager", "dtype": torch.float32}
     try:
         if weights is None:
             model = kind._from_config(config, **how)

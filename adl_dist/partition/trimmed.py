@@ -222,7 +222,7 @@ class _Gone(_Replacing):
         """Return what the module does, with tensors of NaN, which no value that is used depends on."""
         module, hidden = self.original[0], self.arriving.hidden
         first = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
-        nan = self.arriving.absent
+        nan: Tensor | None = self.arriving.absent
         if nan is None:
             nan = torch.full((), math.nan, dtype=hidden.dtype, device=hidden.device)
         if isinstance(module, nn.Embedding) and first is not None:  # of any length
