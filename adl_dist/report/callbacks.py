@@ -111,7 +111,7 @@ class EarlyStopping(Callback):
         return {"goal": asdict(self.goal), **kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what a checkpoint has kept, if that is about the same metric; else begin anew."""
+        """Continue from what a checkpoint has kept, if that is about the same metric; else begin again."""
         if Goal(**state["goal"]) != self.goal:
             return
         self.best_score, self.best_value, self.waited = (state[k] for k in ("best_score", "best_value", "waited"))

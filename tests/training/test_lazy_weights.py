@@ -80,7 +80,7 @@ def test_weights_made_from_meta_are_those_of_a_built_model(name):
     assert [*dict(found.named_parameters())] == [*dict(expected.named_parameters())]
 
 
-def test_untied_weights_made_from_meta_are_those_of_a_built_model():
+def test_untied_weights_from_meta_are_those_of_a_built_model():
     """Each name has a copy of the first one's values."""
     states = []
     for on_meta in (True, False):
