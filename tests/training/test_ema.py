@@ -15,6 +15,7 @@ from tests.support.equations import assert_close, micro_batches
 from tests.support.ranks import run_ranks
 from tests.support.runs import EPOCHS, NUM_SAMPLES, nan_inputs, sgd, toy_trainer, trained, warm_up_schedule
 from tests.support.tied import SHARED, TIED_BALANCE, tied_net
+from tests.support.tiers import slow
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import SILENT
 
@@ -66,7 +67,7 @@ OF_RANKS = {
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", OF_RANKS)
+@pytest.mark.parametrize("case", ["skipped", *(slow(case) for case in OF_RANKS if case != "skipped")])
 def test_three_processes_average_the_bits_of_one(case):
     for pair in run_ranks(3, partial(averaged, **OF_RANKS[case]), 3):
         for there, here in zip(pair, averaged(3, **OF_RANKS[case]), strict=True):

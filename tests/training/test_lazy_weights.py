@@ -152,7 +152,7 @@ def sharded(tmp_path_factory):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("K", [2, slow(3), 4])
+@pytest.mark.parametrize("K", [2, slow(3), slow(4)])
 def test_k_processes_train_a_model_on_meta_as_a_built_one(K, sharded):
     """Bit for bit, from drawn and from read weights; and each process has and reads tensors of its own stage only."""
     folder, start = sharded

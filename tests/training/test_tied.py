@@ -17,7 +17,7 @@ from tests.support.equations import EQUATIONS, assert_close
 from tests.support.ranks import run_ranks
 from tests.support.runs import SPOILT, SPOILT_PAIRS, nan_inputs, toy_trainer
 from tests.support.tied import SHARED, TIED_BALANCE, tied_by_the_equations, tied_net, train_tied
-from tests.support.tiers import grid
+from tests.support.tiers import grid, slow
 from tests.support.toys import FixedImages, Unplugged
 from tests.support.values import QUIET, SILENT
 
@@ -128,7 +128,7 @@ def train_all(K):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("K", [2, 4])
+@pytest.mark.parametrize("K", [2, slow(4)])
 def test_processes_end_in_the_bits_of_one(K):
     in_one_process = train_all(K)
     for of_rank in run_ranks(K, train_all, K, timeout_seconds=100):
