@@ -129,10 +129,7 @@ class LocalWorker:
         ]
 
     def _evaluate(self, num_samples: int, micro_batch_size: int) -> list[EvaluateResult]:
-        # Evaluation has no groups; a segment of groups of one gives the sizes of its micro-batches.
-        segment = Segment(
-            epoch=0, first_update=0, num_samples=num_samples, micro_batch_size=micro_batch_size, accumulation_steps=1
-        )
+        segment = Segment.without_groups(num_samples, micro_batch_size)
         for context in self.contexts.values():
             context.stage.begin(0, training=False)
         work = evaluation_work(segment, num_stages=self.pipeline.num_stages, stages=self.contexts)

@@ -1,4 +1,4 @@
-"""What a user's own code is told of a run, on rank 0: at updates, epochs, checkpoints and the end."""
+"""Callbacks: a user's own code, called on rank 0 at updates, epochs, checkpoints and the end of a run."""
 
 import difflib
 import json

@@ -18,6 +18,13 @@ class Segment:
     micro_batch_size: int  # samples in one forward; the last micro-batch may hold fewer
     accumulation_steps: int  # M, micro-batches in one update; the last group may hold fewer
 
+    @classmethod
+    def without_groups(cls, num_samples: int, micro_batch_size: int) -> "Segment":
+        """Return a segment for the sizes of its micro-batches, as in evaluation: its groups are of one each."""
+        return cls(
+            epoch=0, first_update=0, num_samples=num_samples, micro_batch_size=micro_batch_size, accumulation_steps=1
+        )
+
     @property
     def sizes(self) -> list[int]:
         """Samples of each micro-batch."""
@@ -111,14 +118,8 @@ class Plan:
 
     @property
     def evaluation(self) -> Segment:
-        """The validation set, in micro-batches of the same size; they form no groups."""
-        return Segment(
-            epoch=0,
-            first_update=0,
-            num_samples=self.num_validation,
-            micro_batch_size=self.micro_batch_size,
-            accumulation_steps=1,
-        )
+        """The validation set, in micro-batches of the same size."""
+        return Segment.without_groups(self.num_validation, self.micro_batch_size)
 
     @property
     def updates_per_epoch(self) -> int:

@@ -129,8 +129,7 @@ class Stage:
         self._traits, self._remember, self._lr_factor = traits, remember, pipeline.lr_factor(index)
         self.mitigation = mitigation_of(pipeline, index, self.optimizer, self._lr_factor) if self.optimizer else None
         named = ((n, p) for n, p in module.named_parameters(remove_duplicate=False) if id(p) not in self._is_tied)
-        is_averaged = spec.ema is not None and self.optimizer is not None
-        self.average = WeightAverage(named, spec.ema) if is_averaged and spec.ema is not None else None
+        self.average = WeightAverage(named, spec.ema) if spec.ema is not None and self.optimizer is not None else None
         self._policy = (
             weight_policy(method.weights, self._trained, self.optimizer, self.mitigation)
             if self.optimizer or self.ties
@@ -179,15 +178,13 @@ class Stage:
     @property
     def averages(self) -> "list[WeightAverage]":
         """The moving averages of all that the stage trains, tied weights included."""
-        found = [self.average, *(tie.average for tie in self.ties.values())]
-        return [average for average in found if average is not None]
+        return [one for one in (self.average, *(tie.average for tie in self.ties.values())) if one is not None]
 
     @property
     def averages_to_save(self) -> "list[WeightAverage]":
         """Those that no other stage saves: of tied weights the first stage does."""
-        return [
-            one for one in self.averages if not any(t.average is one and not t.is_first for t in self.ties.values())
-        ]
+        own = self.average, *(tie.average for tie in self.ties.values() if tie.is_first)
+        return [one for one in own if one is not None]
 
     def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield (name, parameter) by the uncut model's names; parameters of the head get ``head_prefix``.

@@ -5,7 +5,6 @@ operation (:mod:`adl_dist.training.operations`). The loss, which has no weights,
 """
 
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,20 +17,20 @@ from adl_dist.batch import Batch
 from adl_dist.errors import AdlError, ConfigError, PartitionError
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.loss_terms import is_known_mean, is_sum
-from adl_dist.training.findings import Agreed, CutImpossible
+from adl_dist.training.findings import Agreed
 from adl_dist.training.hidden_ties import SharedState
 from adl_dist.training.homes import Homes
 from adl_dist.training.operations import Recorder, first_difference, record
 from adl_dist.training.samples import OTHER_SIZES, Samples
 from adl_dist.training.stage_chain import StageChain
-from adl_dist.training.trial import check_trains
+from adl_dist.training.trial import SampledTrial, check_trains
 from adl_dist.training.verify import WAYS_OUT, Kept, kept
 
 META = torch.device("meta")
 
 
-class MetaTrial:
-    """A model on meta and the samples to try it out with; has what :class:`.trial.Trial` has."""
+class MetaTrial(SampledTrial):
+    """A model on meta and the samples to try it out with."""
 
     def __init__(self, model: nn.Module, spec: TrainSpec, samples: Samples, device: torch.device) -> None:
         """Take ``model``; ``device`` is where the loss is tried.
@@ -44,20 +43,9 @@ class MetaTrial:
                 "runtime.autocast changes what travels between stages, and that is not known of a model on meta; build "
                 "the model with its weights (runtime.lazy=false), or use no autocast"
             )
+        super().__init__(samples.to(META, channels_last=bool(spec.precision.channels_last)))
         self.spec, self.device, self._model = spec, device, model
-        self._samples = samples.to(META, channels_last=bool(spec.precision.channels_last))
         spec.precision.place(model, META)
-        self.verify_seconds: float | None = None
-
-    @property
-    def readings(self) -> list[tuple[Batch, Batch]]:
-        """Inputs of two micro-batches of one length, for each length that is tried."""
-        return self._samples.readings
-
-    @property
-    def one(self) -> tuple[Batch, Batch]:
-        """Input [1, ...] and target [1, ...]."""
-        return self._samples.one
 
     def run(self, stages: Sequence[nn.Module], *, verify: bool = False, is_final: bool = True) -> Agreed:
         """Return what is known of ``stages``, which together are the model; as :meth:`.trial.Trial.run`.
@@ -122,18 +110,6 @@ class MetaTrial:
                 f"the model cannot be tried out on torch.device('meta'): {type(error).__name__}: {error}; build it "
                 "with its weights (runtime.lazy=false)"
             ) from error
-
-    def _fault(self, chain: StageChain, found: Kept, size: int) -> str | None:
-        """Return why a micro-batch of ``size`` samples cannot be trained on; None: it can."""
-        found.begin()
-        try:
-            with warnings.catch_warnings(action="ignore"):  # of sizes that may never come
-                chain.forward(self._samples.of_size(size))
-        except (ConfigError, PartitionError) as error:
-            if isinstance(error, CutImpossible) and size in self._samples.other_sizes:
-                raise
-            return str(error)
-        return None
 
 
 class _Chain(StageChain):

@@ -19,23 +19,21 @@ from adl_dist.training.stage_chain import StageChain
 from adl_dist.training.verify import Kept, Verification, kept
 
 
-class Trial:
-    """A model and the samples to try it out with, on a device.
+class SampledTrial:
+    """What a trial has, whatever device its model is on.
 
     Attributes:
-        spec: how it will be trained.
+        spec: how the model will be trained.
         device: where it is tried.
         verify_seconds: how long the last comparison with the uncut model took; None: there was none.
     """
 
-    def __init__(self, model: nn.Module, spec: TrainSpec, samples: Samples, device: torch.device) -> None:
-        """Move ``model`` to ``device``, or to the CPU if that has no room for all of it."""
-        self.spec, self._model = spec, model
-        self._bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
+    spec: TrainSpec
+    device: torch.device
+
+    def __init__(self, samples: Samples) -> None:
         self._samples = samples
         self.verify_seconds: float | None = None
-        has_room = device.type != "cuda" or 2 * self._bytes < torch.cuda.mem_get_info(device)[0]
-        self._use(device if has_room else torch.device("cpu"))
 
     @property
     def readings(self) -> list[tuple[Batch, Batch]]:
@@ -46,6 +44,34 @@ class Trial:
     def one(self) -> tuple[Batch, Batch]:
         """Input [1, ...] and target [1, ...]."""
         return self._samples.one
+
+    def _fault(self, chain: StageChain, found: Kept, size: int) -> str | None:
+        """Return why a micro-batch of ``size`` samples cannot be trained on; None: it can.
+
+        Raises:
+            CutImpossible: it is the fault of the cut, and training has such a micro-batch.
+        """
+        found.begin()
+        try:
+            with warnings.catch_warnings(action="ignore"):  # of sizes that may never come
+                chain.forward(self._samples.of_size(size))
+        except (ConfigError, PartitionError) as error:
+            if isinstance(error, CutImpossible) and size in self._samples.other_sizes:
+                raise
+            return str(error)
+        return None
+
+
+class Trial(SampledTrial):
+    """A model and the samples to try it out with, on a device."""
+
+    def __init__(self, model: nn.Module, spec: TrainSpec, samples: Samples, device: torch.device) -> None:
+        """Move ``model`` to ``device``, or to the CPU if that has no room for all of it."""
+        super().__init__(samples)
+        self.spec, self._model = spec, model
+        self._bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
+        has_room = device.type != "cuda" or 2 * self._bytes < torch.cuda.mem_get_info(device)[0]
+        self._use(device if has_room else torch.device("cpu"))
 
     def run(self, stages: Sequence[nn.Module], *, verify: bool = False, is_final: bool = True) -> Agreed:
         """Return what is known of ``stages``, which together are the model, after trying them out.
@@ -99,22 +125,6 @@ class Trial:
         check_weights(chain, found, batch)
         traits = {k: replace(known, asks_for_graph=k in asking) for k, known in agreed.traits.items()}
         return agreed._replace(traits=traits)
-
-    def _fault(self, chain: StageChain, found: Kept, size: int) -> str | None:
-        """Return why a micro-batch of ``size`` samples cannot be trained on; None: it can.
-
-        Raises:
-            CutImpossible: it is the fault of the cut, and training has such a micro-batch.
-        """
-        found.begin()
-        try:
-            with warnings.catch_warnings(action="ignore"):  # of sizes that may never come
-                chain.forward(self._samples.of_size(size))
-        except (ConfigError, PartitionError) as error:
-            if isinstance(error, CutImpossible) and size in self._samples.other_sizes:
-                raise
-            return str(error)
-        return None
 
     def _use(self, device: torch.device) -> None:
         self.device = device

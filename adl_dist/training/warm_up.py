@@ -85,7 +85,7 @@ def _carry_out(  # 8: a stage, what is known of it, and what it is given
     training: bool,
 ) -> None:
     stage, size = context.stage, len(targets[0])
-    segment = Segment(epoch=0, first_update=0, num_samples=size, micro_batch_size=size, accumulation_steps=1)
+    segment = Segment.without_groups(size, size)
     if training:
         work = training_work(spec.pipeline, segment, stages=[k], seed=0)[k]
     else:

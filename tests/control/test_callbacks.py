@@ -21,7 +21,7 @@ TRAIN, VALIDATION = FixedImages(16), FixedImages(8, seed=1)
 
 
 class Diary(adl_dist.Callback):
-    """Writes down all that it is told."""
+    """Records every call."""
 
     def __init__(self):
         self.lines = []
@@ -182,7 +182,7 @@ def test_a_metric_that_is_no_number_is_worse_than_any():
 
 
 class OnCheckpoint(adl_dist.Callback):
-    """Ends the run once it is told of a checkpoint."""
+    """Ends the run at its first checkpoint."""
 
     def on_checkpoint(self, now):
         now.stop("saved")

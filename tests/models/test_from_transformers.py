@@ -274,7 +274,7 @@ class Sequences(torch.utils.data.Dataset):
 
 @pytest.mark.parametrize("name", OURS)
 def test_fifty_updates_of_ours_have_the_losses_of_a_plain_loop(name, tmp_path):
-    """Of the library's own model with its own loss, which shifts the labels itself."""
+    """Return the losses of the library's own model with its own loss, which shifts the labels itself."""
     theirs = type(hf_net(name)).__mro__[1](FAMILIES[name][0]()).double()
     theirs.load_state_dict(hf_net(name).state_dict())
     sgd = functools.partial(torch.optim.SGD, lr=0.02, momentum=0.9)

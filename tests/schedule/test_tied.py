@@ -87,7 +87,7 @@ def test_a_tie_makes_no_stage_wait_that_would_not_wait_anyway(variant):
 
 @every_variant
 def test_staleness_counted_in_a_replay_is_that_of_the_formula(variant):
-    """Of each gradient the tied updates between its forward and its own; 2BW's forward sees the version before."""
+    """Staleness: tied updates between a forward and the update with its gradient; 2BW sees one version earlier."""
     for M in (1, 2, 4) if variant[0] != "2bw" else (4,):
         pipeline, lists, _ = made(variant, ((0, 3),), M, [M] * 40)
         updates, done, seen, stale = [0] * K, [0] * K, {}, {0: {}, 3: {}}

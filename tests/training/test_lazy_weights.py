@@ -350,7 +350,7 @@ def test_files_that_are_in_the_index_only_are_named(sharded, tmp_path):
 
 
 def refuse(kind):
-    """Raises what a rank is told of a model on meta that cannot be cut, or tried out, there."""
+    """Raises the error of a rank for a model on meta that cannot be cut or tried out."""
     images = TensorDataset(torch.randn(8, 4), torch.zeros(8, dtype=torch.int64))
     with META:
         model, options = REFUSED[kind][0](), REFUSED[kind][1]
