@@ -116,7 +116,7 @@ class WandB:
 
     def start(self, folder: Path, settings: Mapping[str, Any], from_update: int) -> None:
         """Begin a run, or continue the one that the folder names."""
-        import wandb  # type: ignore[import-not-found]
+        import wandb
 
         kept = folder / "wandb-run"
         run_id = kept.read_text() if from_update > 0 and kept.is_file() else None
