@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
-JOBS ?= 2
+JOBS ?= 3
 INSTALLED := $(VENV)/.installed
 
 .PHONY: train test test-slow test-zoo test-long test-fuzz test-faults test-kill test-gpu test-slurm lint install clean
@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 
 help:
 	@echo "make train [ARGS='key=value ...']   train; by default digits as 2 processes: below a minute, once installed"
-	@echo "make test  [ARGS='-k name']         run the tests but those of the tiers below, JOBS=2 at a time"
+	@echo "make test  [ARGS='-k name']         run the tests but those of the tiers below, JOBS=3 at a time"
 	@echo "make test-slow                      other launchers, kills and signals, all sizes of each property; some minutes"
 	@echo "make test-zoo                       cut every classification network of torchvision: half an hour, 12 GB"
 	@echo "make test-long                      20,000 micro-batches: does memory stay flat? some minutes"
