@@ -108,7 +108,7 @@ class Coordinator:
     def record(self, record: Record) -> None:
         """Write down a record of a stage, and show it; called in the thread that trains."""
         with self._around_records():
-            self._recorder.write(record)
+            self._recorder.write_of_update(record)
             self._progress.update(record)
             self._callbacks.take(record)
         if self._unit == TOKENS and record["name"] == "train/loss":

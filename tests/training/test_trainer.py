@@ -48,6 +48,19 @@ def test_recorded_staleness_is_that_of_the_formula(K, M, tmp_path):
                 assert r["value"] == pytest.approx(delay / M)
 
 
+def test_of_stages_every_nth_update_is_recorded(tmp_path):
+    """Also behind an epoch of seven updates; those of the run and of epochs stay whole."""
+    monitoring = adl_dist.Monitoring(quiet=True, tensorboard=False, stage_records_every=3)
+    fitted(2, num_samples=56, epochs=2, run_dir=tmp_path, monitoring=monitoring)
+    updates = {}
+    for record in records(tmp_path):
+        updates.setdefault((record["name"], record.get("stage")), []).append(record["update"])
+    for k in range(2):
+        assert updates["stage/staleness", k] == updates["stage/gradient_norm", k] == [0, 3, 6, 9, 12]
+        assert updates["stage/busy_share", k] == [6, 13]
+    assert updates["train/loss", 1] == [*range(14)]
+
+
 @pytest.mark.parametrize("K", [1, 3])
 def test_pipelined_evaluation_counts_every_sample_once(K):
     """And equals the uncut model."""
