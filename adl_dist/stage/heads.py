@@ -52,8 +52,8 @@ class PredSim(LocalLoss):
         if features.ndim == 4:
             # The unbiased deviation of a single pixel is not defined; such a map is its own feature.
             features = features.flatten(2).std(dim=2) if features[0, 0].numel() > 1 else features.flatten(1)
-        # What the model's loss ignores is of no class. Its rows and pairs are zeros, not left out: how many are left out
-        # would be a number to ask a GPU for. Where there are none, the bits are those of a plain mean.
+        # What the model's loss ignores is of no class. Its rows and pairs are zeros, not left out, since to leave them
+        # out, a GPU would have to be asked how many. Where there are none, the bits are those of a plain mean.
         classes = one_hot(target, self.num_classes, features.dtype)
         known = classes.any(dim=1)
         features = torch.where(known[:, None], features, 0)

@@ -59,7 +59,7 @@ class NonFiniteCheck:
         """
         if not self._guard.skips:
             is_late = tally.fetch(arrived) or self._reads_late
-            # A GPU is waited for also where nothing is looked at, or the host would be ahead of it by ever more updates.
+            # A GPU is waited for also where nothing is looked at, or its host would be ever more updates ahead.
             if is_late or tally.losses or tally.gradient_norm is not None:
                 self._unseen.append((update, epoch, tally))
                 self.check(except_last=1 if is_late else 0)
