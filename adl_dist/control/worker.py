@@ -33,7 +33,7 @@ from adl_dist.distributed.world import World
 from adl_dist.engine import BatchSource, StageContext
 from adl_dist.errors import ConfigError
 from adl_dist.monitor.activity import FINISHING, ActivityLog
-from adl_dist.monitor.memory import MemoryMeter, peak_memory_bytes
+from adl_dist.monitor.memory import MemoryMeter, peak_memory
 from adl_dist.monitor.trace import write_part
 from adl_dist.optim import fast_forward
 from adl_dist.schedule import Op, Pipeline, Segment, StageWork, downstream_first, evaluation_work, replay, training_work
@@ -109,12 +109,13 @@ class LocalWorker:
         start = time.perf_counter()
         reports = _UpdateReports(self, segment, emit)
         self._run(work, segment, self.train_loader, reports)
-        seconds = time.perf_counter() - start
+        seconds, held = time.perf_counter() - start, peak_memory()
         return [
             TrainResult(
                 stage=k,
+                rank=self.world.rank,
                 seconds=seconds,
-                peak_memory_bytes=peak_memory_bytes(),
+                peak_memory=held,
                 peak_tensor_bytes=self.meter.peak_bytes if self.meter is not None else None,
                 spent=activity.spent(seconds) if self.activity.most_events else {},
                 busy_seconds=activity.busy_seconds,

@@ -79,7 +79,7 @@ def build_worker(
     if isinstance(samples.one[1], Several):
         spec = replace(spec, loss_fn=OnSeveral(spec.loss_fn))
     feed = loaders[0] or loaders[1]
-    measuring = Measuring(feed, plan.micro_batch_size, folder) if feed is not None else None
+    measuring = Measuring(feed, plan.micro_batch_size, folder, world.stages_on_device) if feed is not None else None
     finalize = partial(partitioned.finalize, store, samples=samples, device=device, measuring=measuring)
     spec, agreed = settled(spec, samples, feed, finalize)
     terms = loss_terms(spec.loss_fn, samples.one[1])

@@ -31,7 +31,7 @@ HELD_RUN = (
 )
 POLL_SECONDS = 0.02
 
-TIMINGS = ("train/samples_per_second", "stage/busy_share", "stage/peak_memory")  # the only values that may differ
+TIMINGS = ("train/samples_per_second", "stage/busy_share", "process/peak_memory")  # the only values that may differ
 UNREADABLE = "unreadable"
 OF_FAILURES = (UNREADABLE, "checkpoint/failed")
 

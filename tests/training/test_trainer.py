@@ -94,14 +94,17 @@ def test_the_run_folder_holds_what_the_design_says(tmp_path):
     assert len(list((tmp_path / "tensorboard").iterdir())) == 1
     written = records(tmp_path)
     names = {f"train/{name}" for name in ("loss", "accuracy", "learning_rate", "samples_per_second")}
-    names |= {f"stage/{name}" for name in ("staleness", "busy_share", "peak_memory", "gradient_norm")}
-    assert {r["name"] for r in written} == names | {"validation/loss", "validation/accuracy"}
+    names |= {f"stage/{name}" for name in ("staleness", "busy_share", "gradient_norm")}
+    assert {r["name"] for r in written} == names | {"process/peak_memory", "validation/loss", "validation/accuracy"}
     for r in written:
         assert {"name", "value", "update", "epoch"} <= r.keys()
     for stage in summary["stages"]:
-        assert stage.keys() == {"stage", "staleness_mean", "staleness_max", "busy_share", "peak_memory_bytes"}
+        assert stage.keys() == {"stage", "staleness_mean", "staleness_max", "busy_share"}
         assert 0 < stage["busy_share"] <= 1
-        assert stage["peak_memory_bytes"] > 2**20
+    (process,) = summary["processes"]
+    assert process.keys() == {"rank", "stages", "peak_memory_bytes"}
+    assert process["stages"] == [0, 1], "what the process held is told once, and of neither stage"
+    assert process["peak_memory_bytes"] > 2**20
     assert {"validation_accuracy", "validation_loss", "samples_per_second", "seconds"} <= summary.keys()
 
 
