@@ -203,14 +203,26 @@ class ProcessReceiver(End):
     """Receives the tensors of each micro-batch from one peer, posting receives ahead."""
 
     def __init__(
-        self, edge: Edge, specs: Specs, *, what: str, device: torch.device, posted_ahead: int = POSTED_AHEAD
+        self,
+        edge: Edge,
+        specs: Specs,
+        *,
+        what: str,
+        device: torch.device,
+        posted_ahead: int = POSTED_AHEAD,
+        pinned: bool = False,
     ) -> None:
-        """Take the receiving end of ``edge``; ``posted_ahead``: receives that are posted beyond the one awaited."""
+        """Take the receiving end of ``edge``.
+
+        ``posted_ahead``: receives that are posted beyond the one awaited. ``pinned``: what arrives on the CPU is moved
+        to a GPU later on, and is in memory from which that waits for nothing.
+        """
         waited = f"stage {edge.receiver} <- stage {edge.sender}: waited for the {what} of micro-batch {{}}"
         super().__init__(edge, specs, edge.ranks[0], f"{waited}, but the peer")
         self._device = device
         self._arrives_on = torch.device("cpu") if edge.backend == "gloo" else device
         self._through_host = self._arrives_on != device
+        self._pinned = pinned or self._through_host
         self._to_post: deque[int] = deque()
         self._end, self._num_posted = 0, 1 + posted_ahead
 
@@ -241,7 +253,7 @@ class ProcessReceiver(End):
     def _post(self, micro_batch: int) -> None:
         works: Works = []
         for place, spec in enumerate(self._specs):
-            buffer = spec.empty(self._sizes[micro_batch], self._arrives_on, on_wire=True, pinned=self._through_host)
+            buffer = spec.empty(self._sizes[micro_batch], self._arrives_on, on_wire=True, pinned=self._pinned)
             work = None if spec.is_empty else self._begin(RECEIVE, spec.as_wire(buffer), micro_batch, place)
             works.append((work, buffer))
         self._pending.append((micro_batch, works))

@@ -135,8 +135,10 @@ class VaryingSender(_Tagged, ProcessSender):
 class VaryingReceiver(_Tagged, ProcessReceiver):
     """Receives tensors of the sizes that a header tells, for which it waits before it posts their receives."""
 
-    def __init__(self, edge: Edge, specs: Specs, *, what: str, device: torch.device, headers: Edge) -> None:
-        super().__init__(edge, specs, what=what, device=device)
+    def __init__(
+        self, edge: Edge, specs: Specs, *, what: str, device: torch.device, headers: Edge, pinned: bool = False
+    ) -> None:
+        super().__init__(edge, specs, what=what, device=device, pinned=pinned)
         self._headers = headers
         self._awaited: deque[tuple[int, tuple[dist.Work | None, Tensor]]] = deque()
 

@@ -3,6 +3,7 @@
 import os
 import random
 import threading
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -10,10 +11,12 @@ import torch
 import torch.distributed as dist
 
 from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
+from adl_dist.distributed.world import single_process
 from adl_dist.errors import ChannelError
+from adl_dist.training.edges import receiver_of
 from adl_dist.transport import process
 from adl_dist.transport.process import Edge, ProcessReceiver, ProcessSender
-from adl_dist.transport.spec import Specs, TensorSpec
+from adl_dist.transport.spec import VARIES, Specs, TensorSpec
 from adl_dist.transport.staging import SendFromGpu
 from tests.support.commands import assert_same
 from tests.support.gpu_stand_in import Event, on_gpu
@@ -121,3 +124,18 @@ def test_a_peer_that_is_gone_is_told_by_the_send_that_finds_out():
     send = SendFromGpu(torch.ones(1), torch.ones(1), copy, lost)
     with pytest.raises(ChannelError, match="gone"):
         send.wait()
+
+
+@pytest.mark.parametrize("specs", [SPECS, Specs.always([TensorSpec((VARIES,), "float32")])], ids=["fixed", "varying"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_targets_that_are_read_before_they_go_to_a_gpu_are_pinned(specs, device, monkeypatch):
+    """From other memory a copy would wait for all that the GPU has been given."""
+    made = []
+    monkeypatch.setattr(TensorSpec, "empty", lambda *_, pinned=False, **__: made.append(pinned) or torch.zeros(2, 3))
+    monkeypatch.setattr(process, "RECEIVE", lambda *_, **__: None)
+    edge = Edge(0, 1, (0, 1), None, "gloo")
+    world = replace(single_process(torch.device(device)), edges={("target", 0): edge})
+    receiver = receiver_of(world, "target", 0, specs, CPU, {})
+    receiver.open([2], [0], training=True)
+    receiver._post(0)
+    assert made == [device == "cuda"]
