@@ -61,7 +61,11 @@ def rows_of(dataset: Dataset[Any], order: NDArray[np.int64], seeds: Callable[[],
     if rows.size and not 0 <= rows.min() <= rows.max() < len(dataset):  # type: ignore[arg-type]
         return None
     taken = torch.from_numpy(rows.astype(np.int64))
-    return ImageRows(dataset, taken, seeds()) if type(dataset) is SmallImages else Rows(*dataset.tensors, taken)
+    if isinstance(dataset, SmallImages):
+        return ImageRows(dataset, taken, seeds())
+    assert isinstance(dataset, TensorDataset)
+    inputs, targets = dataset.tensors
+    return Rows(inputs, targets, taken)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -45,7 +46,7 @@ class SmallImages(Dataset[tuple[Tensor, int]]):
         image = self._made(self.images[index][None], [self._drawn(torch.default_generator)])
         return image[0], int(self.targets[index])
 
-    def batch(self, indices: Tensor, seeds: NDArray) -> tuple[Tensor, Tensor]:
+    def batch(self, indices: Tensor, seeds: NDArray[np.uint64]) -> tuple[Tensor, Tensor]:
         """Return inputs [B, C, H, W] and targets [B] of ``indices`` [B], each drawn for from a stream of its own."""
         generator = torch.Generator()
         draws = (self._drawn(generator.manual_seed(seed)) for seed in seeds.tolist())
