@@ -247,7 +247,7 @@ def memory() -> None:
 def accuracy(folder: Path, minutes: float) -> None:
     """Train M = 1 to 4 side by side, for the number of epochs that the slowest of them can do in time."""
     words = ["experiment=table2a", "hydra.mode=RUN", "data=imagefolder", f"data.root={folder.resolve()}"]
-    words += ["data.cache=true", "data.num_workers=2", "runtime.processes=false", "runtime.tensorboard=false"]
+    words += ["data.cache=true", "runtime.processes=false", "runtime.tensorboard=false"]
     words += [f"runtime.device={DEVICE}", "seed=0", *OTHERS]
     runs = Path(tempfile.mkdtemp(prefix="table2a-"))
 

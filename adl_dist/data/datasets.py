@@ -10,6 +10,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -130,8 +131,9 @@ def imagefolder(
         root: the folder of the two folders, which hold the same classes.
         augment: False: training images are transformed like validation images.
         image_size: height and width in pixels.
-        cache: keep images in memory as they are before anything random happens to them. Of use with
-            ``data.num_workers=0`` only: workers end with their epoch, and forget.
+        cache: keep images in memory as they are before anything random happens to them. If they are small and, resized,
+            all square, they are read at the start and transformed a micro-batch at once. Others are kept as they come,
+            which is of use with ``data.num_workers=0`` only: workers end with their epoch, and forget.
         mean: means of red, green and blue, in [0, 1]. None: CIFAR-10's up to 64 pixels, ImageNet's above.
         std: standard deviations; given if and only if ``mean`` is.
 
@@ -222,7 +224,33 @@ def _open(
             f"{folder}: expected the same classes in {train.name} and {validation.name}, but only one of them "
             f"has {', '.join(odd[:5])}{' ...' if len(odd) > 5 else ''}; class indices would not agree"
         )
+    if cache and small:
+        images = _held(dataset, image_size), _held(seen_whole, image_size)
+        if images[0] is not None and images[1] is not None:
+            padding = image_size // 8 if augment else 0
+            return (
+                SmallImages(images[0], dataset.targets, statistics, padding=padding, flips=augment),
+                SmallImages(images[1], seen_whole.targets, statistics),
+            )
     return dataset, seen_whole
+
+
+def _held(folder: Any, size: int) -> Tensor | None:
+    """Return the images of a folder, uint8[N, 3, size, size]; None: one has another size, or cannot be read.
+
+    Which that is and why is told when it is loaded, as of any folder.
+    """
+    images = torch.empty(len(folder.samples), 3, size, size, dtype=torch.uint8)
+    for place, (path, _) in enumerate(folder.samples):
+        try:
+            image = folder.loader(path)
+        except DataError:
+            return None
+        if image.size != (size, size):
+            return None
+        images[place] = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    folder.loader.forget()
+    return images
 
 
 class _Reader:
@@ -247,6 +275,10 @@ class _Reader:
         if self._cache:
             self._kept[path] = image
         return image
+
+    def forget(self) -> None:
+        """Keep no image any longer."""
+        self._kept.clear()
 
 
 def synthetic(

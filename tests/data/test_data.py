@@ -33,6 +33,7 @@ from adl_dist.data.datasets import (
     crop_and_flip,
     transform,
 )
+from adl_dist.data.small_images import SmallImages
 from adl_dist.errors import ConfigError, DataError
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import Precision
@@ -624,6 +625,23 @@ def test_training_images_are_cropped_by_their_size(image_size, cache, num_worker
             assert torch.equal(image, expected[epoch, index])
         if cache:  # nothing is read twice
             shutil.rmtree(tmp_path, ignore_errors=True)
+
+
+@pytest.mark.parametrize("augment", [False, True])
+def test_square_images_that_are_cached_have_the_bits_of_those_that_are_not(augment, tmp_path):
+    random_bytes = np.random.RandomState(1)
+    for part, label, name in itertools.product(("train", "val"), ("cat", "dog"), range(3)):
+        folder = tmp_path / part / label
+        folder.mkdir(parents=True, exist_ok=True)
+        image = Image.fromarray(random_bytes.randint(0, 256, (40, 40, 3), dtype=np.uint8))
+        image.save(folder / f"{name}.png")
+    plain, cached = (imagefolder(str(tmp_path), augment, 32, cache=cache) for cache in (False, True))
+    for theirs, ours in zip(plain, cached, strict=True):
+        expected = [*Loader(theirs, seed=3, shuffle=True).batches(1, [4, 2])]
+        for (x, y), (got, target) in zip(expected, Loader(ours, seed=3, shuffle=True).batches(1, [4, 2]), strict=True):
+            assert torch.equal(got, x)
+            assert torch.equal(target, y)
+        assert isinstance(ours, SmallImages)
 
 
 def built(*overrides):
