@@ -461,7 +461,7 @@ def test_cifar_trains_on_cropped_and_flipped_images(load, tmp_path, monkeypatch)
 
 @CIFARS
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_micro_batch_of_cifar_has_the_bits_of_torchvisions_transforms(load, num_workers, tmp_path, monkeypatch):
+def test_a_micro_batch_of_cifar_has_the_bits_of_torchvision(load, num_workers, tmp_path, monkeypatch):
     """Sample by sample, as any dataset is loaded; also through a subset, whose samples repeat."""
     kind = torchvisions(load)
     write_cifar(tmp_path, kind, monkeypatch)
@@ -628,7 +628,7 @@ def test_training_images_are_cropped_by_their_size(image_size, cache, num_worker
 
 
 @pytest.mark.parametrize("augment", [False, True])
-def test_square_images_that_are_cached_have_the_bits_of_those_that_are_not(augment, tmp_path):
+def test_square_images_have_the_same_bits_if_they_are_cached(augment, tmp_path):
     random_bytes = np.random.RandomState(1)
     for part, label, name in itertools.product(("train", "val"), ("cat", "dog"), range(3)):
         folder = tmp_path / part / label

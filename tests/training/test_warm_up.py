@@ -38,7 +38,7 @@ def test_a_warm_up_leaves_no_trace(name, options, monkeypatch):
 
 
 @pytest.mark.parametrize("loading", [None, "LAZY", "EAGER"])
-def test_lengths_that_change_over_nccl_need_kernels_that_are_loaded(loading, monkeypatch):
+def test_lengths_that_change_over_nccl_need_loaded_kernels(loading, monkeypatch):
     """There is no warm-up for them, and to load a kernel may wait for a receive that waits for a peer."""
     monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
     if loading is not None:

@@ -128,7 +128,7 @@ def test_a_peer_that_is_gone_is_told_by_the_send_that_finds_out():
 
 @pytest.mark.parametrize("specs", [SPECS, Specs.always([TensorSpec((VARIES,), "float32")])], ids=["fixed", "varying"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_targets_that_are_read_before_they_go_to_a_gpu_are_pinned(specs, device, monkeypatch):
+def test_targets_that_are_read_before_a_gpu_gets_them_are_pinned(specs, device, monkeypatch):
     """From other memory a copy would wait for all that the GPU has been given."""
     made = []
     monkeypatch.setattr(TensorSpec, "empty", lambda *_, pinned=False, **__: made.append(pinned) or torch.zeros(2, 3))
