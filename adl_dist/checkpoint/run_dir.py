@@ -54,7 +54,7 @@ FREE_TO_CHANGE = {
     *("runtime.tf32", "tf32", "runtime.cudnn_benchmark", "runtime.compile", "runtime.deterministic", "deterministic"),
     *("runtime.checkpoint_every_epochs", "runtime.keep_checkpoints", "runtime.keep_best", "runtime.async_save"),
     *("runtime.best_metric", "runtime.best_is", "runtime.loggers", "callbacks"),
-    *("runtime.tensorboard", "runtime.trace", "runtime.memory"),
+    *("runtime.tensorboard", "runtime.trace", "runtime.memory", "runtime.stage_records_every"),
     *(*CUT, *(f"partition.{name}" for name in CUT)),
 }
 # What a run trained with if its folder is older than one of these settings, and so does not name it.

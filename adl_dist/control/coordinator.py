@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -108,7 +108,7 @@ class Coordinator:
     def record(self, record: Record) -> None:
         """Write down a record of a stage, and show it; called in the thread that trains."""
         with self._around_records():
-            self._recorder.write(record)
+            self._recorder.write_of_update(record)
             self._progress.update(record)
             self._callbacks.take(record)
         if self._unit == TOKENS and record["name"] == "train/loss":
@@ -261,7 +261,9 @@ class Coordinator:
         self._trained.append((segment.num_samples, seconds, results))
         for result in results:
             self._record("stage/busy_share", result.busy_seconds / result.seconds, stage=result.stage)
-            self._record("stage/peak_memory", result.peak_memory_bytes, unit="bytes", stage=result.stage)
+        for rank, of_process in _by_process(results).items():
+            peak = of_process[0].peak_memory["peak_memory_bytes"]
+            self._record("process/peak_memory", peak, unit="bytes", rank=rank)
         self._record("train/samples_per_second", segment.num_samples / seconds, unit="samples/s")
         if self._flops is not None:
             self._record("train/mfu", self._flops * segment.num_samples / seconds)
@@ -372,13 +374,31 @@ class Coordinator:
 def _totals(trained: Sequence[Trained]) -> Summary:
     """Return figures of ``summary.json``: sums and peaks of what the stages reported of each segment of training."""
     num_samples, seconds = sum(samples for samples, _, _ in trained), sum((seconds for _, seconds, _ in trained), 0.0)
+    rows = [_stage_totals(results) for results in zip(*(results for _, _, results in trained), strict=True)]
+    processes = []
+    for rank, last in (_by_process(trained[-1][2]) if trained else {}).items():
+        peaks = [one.peak_memory for _, _, results in trained for one in results if one.rank == rank]
+        found = {name: max(peak[name] for peak in peaks) for name in peaks[0]}
+        processes.append({"rank": rank, "stages": [one.stage for one in last], **found})
+        if len(last) == 1:
+            rows[last[0].stage] |= found
     return {
         "skipped_updates": sum(results[-1].num_skipped for _, _, results in trained),
         "train_seconds": seconds,
         "num_samples": num_samples,
         **({"samples_per_second": num_samples / seconds} if seconds else {}),
-        "stages": [_stage_totals(results) for results in zip(*(results for _, _, results in trained), strict=True)],
+        "stages": rows,
+        # What a process with several stages has held is none of theirs.
+        **({"processes": processes} if len(processes) < len(rows) else {}),
     }
+
+
+def _by_process(results: Iterable[TrainResult]) -> dict[int, list[TrainResult]]:
+    """Return the results of the stages of each process, by its rank."""
+    found: dict[int, list[TrainResult]] = {}
+    for result in results:
+        found.setdefault(result.rank, []).append(result)
+    return found
 
 
 def _stage_totals(results: Sequence[TrainResult]) -> dict[str, Any]:
@@ -388,7 +408,6 @@ def _stage_totals(results: Sequence[TrainResult]) -> dict[str, Any]:
         "staleness_mean": sum(r.staleness_sum for r in results) / sum(r.num_backwards for r in results),
         "staleness_max": max(result.staleness_max for result in results),
         "busy_share": sum(result.busy_seconds for result in results) / seconds,
-        "peak_memory_bytes": max(result.peak_memory_bytes for result in results),
     }
     if results[0].tied:
         row["tied"] = [_tied_totals(of_tie) for of_tie in zip(*(result.tied for result in results), strict=True)]

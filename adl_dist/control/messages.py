@@ -116,6 +116,7 @@ class TrainResult:
     """The figures of one stage over one segment."""
 
     stage: int
+    rank: int  # of its process
     seconds: float  # that the segment took
     busy_seconds: float  # the part of it spent in forward, backward and update
     staleness_sum: int  # of all gradients, in updates
@@ -123,7 +124,7 @@ class TrainResult:
     num_backwards: int
     num_updates: int  # made or skipped
     num_skipped: int
-    peak_memory_bytes: int  # the most that the process has held so far
+    peak_memory: Mapping[str, int]  # the most bytes that the process, with all its stages, has held so far, by name
     peak_tensor_bytes: int | None = None  # the most bytes of tensors; None unless measured
     spent: Mapping[str, float] = field(default_factory=dict)  # seconds by kind of action; empty without a trace
     tied: Sequence["TiedResult"] = ()  # of each of its copies of tied weights

@@ -33,7 +33,7 @@ from adl_dist.distributed.world import World
 from adl_dist.engine import BatchSource, StageContext
 from adl_dist.errors import ConfigError
 from adl_dist.monitor.activity import FINISHING, ActivityLog
-from adl_dist.monitor.memory import MemoryMeter, peak_memory_bytes
+from adl_dist.monitor.memory import MemoryMeter, peak_memory
 from adl_dist.monitor.trace import write_part
 from adl_dist.optim import fast_forward
 from adl_dist.schedule import Op, Pipeline, Segment, StageWork, downstream_first, evaluation_work, replay, training_work
@@ -109,12 +109,13 @@ class LocalWorker:
         start = time.perf_counter()
         reports = _UpdateReports(self, segment, emit)
         self._run(work, segment, self.train_loader, reports)
-        seconds = time.perf_counter() - start
+        seconds, held = time.perf_counter() - start, peak_memory()
         return [
             TrainResult(
                 stage=k,
+                rank=self.world.rank,
                 seconds=seconds,
-                peak_memory_bytes=peak_memory_bytes(),
+                peak_memory=held,
                 peak_tensor_bytes=self.meter.peak_bytes if self.meter is not None else None,
                 spent=activity.spent(seconds) if self.activity.most_events else {},
                 busy_seconds=activity.busy_seconds,
@@ -256,11 +257,14 @@ class _UpdateReports:
 
     def __init__(self, worker: LocalWorker, segment: Segment, emit: Callable[[Record], None]) -> None:
         self._contexts, self._meter, self._segment, self._emit = worker.contexts, worker.meter, segment, emit
-        self._start = time.perf_counter()
+        self._start, device = time.perf_counter(), worker.world.device
+        self._begin: torch.cuda.Event | None = None  # the same on the clock of the GPU
+        if device.type == "cuda":
+            self._begin = torch.cuda.current_stream(device).record_event(torch.cuda.Event(enable_timing=True))
         self._pending: deque[tuple[Iterator[Record], Record]] = deque()
         # A GPU's figures are read an update later: reading them at once would wait for all that is launched.
         # So are those of a split backward, which are not checked before.
-        is_late = worker.world.device.type == "cuda" or worker.pipeline.method.splits
+        is_late = device.type == "cuda" or worker.pipeline.method.splits
         self._lag = len(worker.contexts) if is_late else 0
         # State that no checkpoint can hold is refused after the first update, before a whole epoch is lost.
         self._unchecked = {*worker.contexts} if worker.fresh else set()
@@ -277,7 +281,7 @@ class _UpdateReports:
         stage.tally = StepStats()
         where = {"stage": k, "update": self._segment.first_update + group, "epoch": self._segment.epoch}
         seconds = time.perf_counter() - self._start
-        self._pending.append((_records(stats, seconds, stage), where))
+        self._pending.append((_records(stats, seconds, self._begin, stage), where))
         self.send(keep=self._lag)
 
     def send(self, *, keep: int) -> None:
@@ -288,7 +292,8 @@ class _UpdateReports:
                 self._emit({**record, **where})
 
 
-def _records(stats: StepStats, seconds: float, stage: Stage) -> Iterator[Record]:
+def _records(stats: StepStats, seconds: float, begin: torch.cuda.Event | None, stage: Stage) -> Iterator[Record]:
+    """Yield the records of an update that was ``seconds`` after the beginning, of which a GPU has taken note."""
     offsets, is_last = stats.staleness, stage.is_last
     mean = {"name": "stage/staleness", "value": sum(offsets) / len(offsets), "unit": "updates"}
     yield {**mean, "max": max(offsets), "by_offset": offsets}
@@ -307,6 +312,8 @@ def _records(stats: StepStats, seconds: float, stage: Stage) -> Iterator[Record]
         yield {"name": "stage/local_loss", "value": numbers["loss_sum"] / num_terms}
     elif "loss_sum" in numbers:
         sizes: Record = {name: numbers[name] for name in ("num_samples", "num_terms") if name in numbers}
+        if begin is not None and (computed := stats.seconds_since(begin)) is not None:
+            seconds = computed
         yield {"name": "train/loss", "value": numbers["loss_sum"] / num_terms, **sizes, "elapsed_seconds": seconds}
         if stats.learning_rate is not None:
             yield {"name": "train/learning_rate", "value": stats.learning_rate}

@@ -10,11 +10,13 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
+from adl_dist.data.small_images import SmallImages
 from adl_dist.errors import ConfigError, DataError
 from adl_dist.seeds import stream_seed
 
@@ -51,32 +53,16 @@ def digits(augment: bool = True) -> Datasets:
     """
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
-    from torchvision.transforms import v2
 
     pixels, classes = load_digits(return_X_y=True)  # float64[1797, 64] of 0..16
     images = torch.from_numpy(pixels).to(torch.float32).reshape(-1, 1, 8, 8) / 16
     # Every class in equal shares, and a constant of the dataset: another seed of the run must not move a validation
     # sample into training.
     train, validation = train_test_split(range(len(classes)), test_size=360, stratify=classes, random_state=0)
-    normalise = v2.Normalize(*DIGITS_STATISTICS)
-    shifted = v2.Compose([v2.RandomCrop(8, padding=1), normalise]) if augment else normalise
     return (
-        _Images(images[train], classes[train].tolist(), shifted),
-        _Images(images[validation], classes[validation].tolist(), normalise),
+        SmallImages(images[train], classes[train].tolist(), DIGITS_STATISTICS, padding=int(augment)),
+        SmallImages(images[validation], classes[validation].tolist(), DIGITS_STATISTICS),
     )
-
-
-class _Images(Dataset[tuple[Tensor, int]]):
-    """Images held in memory, with a transform."""
-
-    def __init__(self, images: Tensor, targets: list[int], transform: Callable[[Tensor], Tensor]) -> None:
-        self._images, self._targets, self._transform = images, targets, transform
-
-    def __len__(self) -> int:
-        return len(self._targets)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self._transform(self._images[index]), self._targets[index]
 
 
 def cifar10(root: str = "datasets", augment: bool = True, download: bool = False) -> Datasets:
@@ -102,12 +88,8 @@ def cifar100(root: str = "datasets", augment: bool = True, download: bool = Fals
 def _cifar(kind: Any, name: str, statistics: Statistics, *, root: str, augment: bool, download: bool) -> Datasets:
     folder = Path(root).expanduser().absolute()
     by_hand = f"unpack {kind.url} in {folder}, so that {folder / kind.base_folder} exists"
-    train_transform = transform(statistics, crop_and_flip(32) if augment else [])
     try:
-        return (
-            kind(str(folder), train=True, transform=train_transform, download=download),
-            kind(str(folder), train=False, transform=transform(statistics, [])),
-        )
+        read = [kind(str(folder), train=is_train, download=download) for is_train in (True, False)]
     except (OSError, RuntimeError, HTTPException) as error:
         if download:
             raise DataError(
@@ -118,6 +100,11 @@ def _cifar(kind: Any, name: str, statistics: Statistics, *, root: str, augment: 
             f"{name}: expected its files in {folder / kind.base_folder}, but {state}; fetch them with "
             f"data.download=true, say where they are with data.root=FOLDER, or {by_hand}"
         ) from error
+    images = [torch.from_numpy(one.data).permute(0, 3, 1, 2) for one in read]  # from [N, H, W, C]
+    return (
+        SmallImages(images[0], read[0].targets, statistics, padding=4 * augment, flips=augment),
+        SmallImages(images[1], read[1].targets, statistics),
+    )
 
 
 def one_line(error: BaseException) -> str:
@@ -144,8 +131,9 @@ def imagefolder(
         root: the folder of the two folders, which hold the same classes.
         augment: False: training images are transformed like validation images.
         image_size: height and width in pixels.
-        cache: keep images in memory as they are before anything random happens to them. Of use with
-            ``data.num_workers=0`` only: workers end with their epoch, and forget.
+        cache: keep images in memory as they are before anything random happens to them. If they are small and, resized,
+            all square, they are read at the start and transformed a micro-batch at once. Others are kept as they come,
+            which is of use with ``data.num_workers=0`` only: workers end with their epoch, and forget.
         mean: means of red, green and blue, in [0, 1]. None: CIFAR-10's up to 64 pixels, ImageNet's above.
         std: standard deviations; given if and only if ``mean`` is.
 
@@ -236,7 +224,33 @@ def _open(
             f"{folder}: expected the same classes in {train.name} and {validation.name}, but only one of them "
             f"has {', '.join(odd[:5])}{' ...' if len(odd) > 5 else ''}; class indices would not agree"
         )
+    if cache and small:
+        images = _held(dataset, image_size), _held(seen_whole, image_size)
+        if images[0] is not None and images[1] is not None:
+            padding = image_size // 8 if augment else 0
+            return (
+                SmallImages(images[0], dataset.targets, statistics, padding=padding, flips=augment),
+                SmallImages(images[1], seen_whole.targets, statistics),
+            )
     return dataset, seen_whole
+
+
+def _held(folder: Any, size: int) -> Tensor | None:
+    """Return the images of a folder, uint8[N, 3, size, size]; None: one has another size, or cannot be read.
+
+    Which that is and why is told when it is loaded, as of any folder.
+    """
+    images = torch.empty(len(folder.samples), 3, size, size, dtype=torch.uint8)
+    for place, (path, _) in enumerate(folder.samples):
+        try:
+            image = folder.loader(path)
+        except DataError:
+            return None
+        if image.size != (size, size):
+            return None
+        images[place] = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    folder.loader.forget()
+    return images
 
 
 class _Reader:
@@ -261,6 +275,10 @@ class _Reader:
         if self._cache:
             self._kept[path] = image
         return image
+
+    def forget(self) -> None:
+        """Keep no image any longer."""
+        self._kept.clear()
 
 
 def synthetic(

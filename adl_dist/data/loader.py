@@ -54,7 +54,8 @@ class Loader:
     Right before ``dataset[index]`` the global random streams that transforms draw from (torch on the CPU, Python's,
     numpy's legacy one) are seeded by (seed, epoch, index): whatever a user's transform does is repeated for any
     number of workers, any micro-batch sizes and after any resume. The process's own streams stay where they are. A
-    ``TensorDataset`` of two tensors on the CPU, or a ``Subset`` of one, draws nothing and is spared this.
+    ``TensorDataset`` of two tensors on the CPU, or a ``Subset`` of one, draws nothing and is spared this; small images
+    in memory draw the same numbers from a stream of their own.
 
     A sampler is seeded by (seed, epoch), and a ``collate_fn`` by (seed, epoch, index of its first sample).
 
@@ -174,8 +175,9 @@ class Loader:
             self.stream.begin(epoch, first_sample, _seeded)
             return _Streamed(self._dataset, self.stream, collate)
         order = self.order(epoch)[first_sample : first_sample + num_samples]
-        rows = rows_of(self._dataset, order) if collate is None else None
-        return rows or _Samples(self._dataset, order, stream_seeds(self._seed, "sample", epoch, last=order), collate)
+        seeds = partial(stream_seeds, self._seed, "sample", epoch, last=order)
+        rows = rows_of(self._dataset, order, seeds) if collate is None else None
+        return rows or _Samples(self._dataset, order, seeds(), collate)
 
     def _checked(self, micro_batch: "Pair | DataError") -> Pair:
         """Return a micro-batch as it was loaded, in the containers of the first one."""

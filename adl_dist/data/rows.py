@@ -1,5 +1,6 @@
-"""Micro-batches of a dataset that is nothing but tensors: rows, taken at once."""
+"""Micro-batches of a dataset that is nothing but tensors, or small images: rows, taken at once."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
+
+from adl_dist.data.small_images import SmallImages
+
+Seeds = NDArray[np.uint64]
 
 
 class Rows(Dataset[tuple[Tensor, Tensor]]):
@@ -20,8 +25,20 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
         return self._inputs.index_select(0, rows), self._targets.index_select(0, rows)
 
 
-def rows_of(dataset: Dataset[Any], order: NDArray[np.int64]) -> Rows | None:
+class ImageRows(Dataset[tuple[Tensor, Tensor]]):
+    """The micro-batches of one epoch of small images, by their places in its order."""
+
+    def __init__(self, dataset: SmallImages, rows: Tensor, seeds: Seeds) -> None:
+        self._dataset, self._rows, self._seeds = dataset, rows, seeds
+
+    def __getitem__(self, places: slice) -> tuple[Tensor, Tensor]:
+        return self._dataset.batch(self._rows[places], self._seeds[places])
+
+
+def rows_of(dataset: Dataset[Any], order: NDArray[np.int64], seeds: Callable[[], Seeds]) -> "Rows | ImageRows | None":
     """Return the samples ``order`` [n] of a ``TensorDataset`` of two plain CPU tensors, or of a ``Subset`` of one.
+
+    Or of :class:`SmallImages`, or a ``Subset`` of these, which draw by the ``seeds`` [n] of samples.
 
     None for any other dataset, also of a class derived from these, which may treat its samples in its own way; and
     where a subset's indices are not places counted from 0, whose meaning, or error, is that of one by one.
@@ -30,7 +47,8 @@ def rows_of(dataset: Dataset[Any], order: NDArray[np.int64]) -> Rows | None:
     while type(dataset) is Subset:
         subsets.append(dataset.indices)
         dataset = dataset.dataset
-    if type(dataset) is not TensorDataset or len(dataset.tensors) != 2 or not all(map(_is_plain, dataset.tensors)):
+    is_plain = type(dataset) is TensorDataset and len(dataset.tensors) == 2 and all(map(_is_plain, dataset.tensors))
+    if not is_plain and type(dataset) is not SmallImages:
         return None
     for subset in subsets:
         try:
@@ -40,9 +58,14 @@ def rows_of(dataset: Dataset[Any], order: NDArray[np.int64]) -> Rows | None:
         if of_subset.ndim != 1 or of_subset.dtype.kind not in "iu":
             return None
         rows = of_subset[rows]
-    if rows.size and not 0 <= rows.min() <= rows.max() < len(dataset):
+    if rows.size and not 0 <= rows.min() <= rows.max() < len(dataset):  # type: ignore[arg-type]
         return None
-    return Rows(*dataset.tensors, torch.from_numpy(rows.astype(np.int64)))
+    taken = torch.from_numpy(rows.astype(np.int64))
+    if isinstance(dataset, SmallImages):
+        return ImageRows(dataset, taken, seeds())
+    assert isinstance(dataset, TensorDataset)
+    inputs, targets = dataset.tensors
+    return Rows(inputs, targets, taken)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -71,6 +71,15 @@ def message_backend(device: torch.device, rank: int, size: int, store: dist.Stor
     return "nccl" if len(gpus) == size and b"" not in gpus else "gloo"
 
 
+def ranks_on_gpu(rank: int, size: int, store: dist.Store) -> int:
+    """Return how many of ``size`` ranks are on the GPU of ``rank``; all have called :func:`message_backend`.
+
+    1 on a CPU. A GPU is known by its number alone here: NCCL_HOSTID makes two machines of one, not two memories.
+    """
+    gpus = [store.get(f"gpu/{one}").rpartition(b" ")[2] for one in range(size)]
+    return gpus.count(gpus[rank]) if gpus[rank] else 1
+
+
 def _identity(device: torch.device) -> str:
     """Return which GPU it is, as NCCL sees it: ranks with another NCCL_HOSTID are on another machine; "" on a CPU."""
     if device.type == "cpu":

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.distributed.rpc as rpc
 
 from adl_dist.distributed.affinity import cores_here, own_cores
-from adl_dist.distributed.device import choose_device, message_backend, set_for_early_receives
+from adl_dist.distributed.device import choose_device, message_backend, ranks_on_gpu, set_for_early_receives
 from adl_dist.distributed.network import choose_interface
 from adl_dist.distributed.parent_process import end_with_torchrun
 from adl_dist.distributed.rendezvous import rendezvous
@@ -55,6 +55,7 @@ class World:
     timeout: datetime.timedelta = dist.default_pg_timeout  # of one message
     cores: Sequence[int] | None = None  # this process's share of those of its node; None: whichever there are
     listener: socket.socket | None = None  # on which this process hosts the store, if it does and is blocked
+    ranks_on_gpu: int = 1  # that share the GPU of this one, with it
     owns_group: bool = True  # whether the default process group was made here; else it is the user's
     num_jobs: int = 0  # begun so far; the number of the last one, the same on all processes
     has_failed_itself: bool = False  # whether the error that ends this process arose in it while a job ran
@@ -64,6 +65,11 @@ class World:
     is_aborted: bool = False  # whether its edges have been given up
     _links: set[str] = field(default_factory=lambda: set(EVERY_METHOD_NEEDS))
     _abort: threading.Lock = field(default_factory=threading.Lock)  # torch's abort may be called once
+
+    @property
+    def stages_on_device(self) -> int:
+        """The stages that share the device of this process, in it and in others; on CPUs those of this process."""
+        return self.ranks_on_gpu * -(-self.num_stages // self.size)
 
     @property
     def is_distributed(self) -> bool:
@@ -252,7 +258,8 @@ def _join(rank: int, size: int, num_stages: int, device: torch.device, timeout_s
     if listener is not None:
         block(listener)
     _report_open_ports(rank)
-    return World(rank, size, num_stages, device, store, edges, backend, timeout, cores, listener, owns_group)
+    sharing = ranks_on_gpu(rank, size, store)
+    return World(rank, size, num_stages, device, store, edges, backend, timeout, cores, listener, sharing, owns_group)
 
 
 def _report_open_ports(rank: int) -> None:

@@ -96,6 +96,21 @@ class MemoryMeter:
             profiler.stop()
 
 
+def peak_memory() -> dict[str, int]:
+    """Return the most bytes that this process has held since the run began, under the names of ``summary.json``.
+
+    ``peak_memory_bytes`` are resident, or on a GPU, if it computes there, allocated. These understate what a GPU holds:
+    ``peak_active_bytes`` has also what was freed while another stream may still use it, and ``peak_reserved_bytes`` all
+    that the allocator has taken from the driver.
+    """
+    found = {"peak_memory_bytes": peak_memory_bytes()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        statistics = torch.cuda.memory_stats()
+        for name in ("active", "reserved"):
+            found[f"peak_{name}_bytes"] = int(statistics[f"{name}_bytes.all.peak"])
+    return found
+
+
 def peak_memory_bytes() -> int:
     """Return the most this process has held: resident, or on the GPU if it computes there, since the run began."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():

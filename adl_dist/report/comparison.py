@@ -11,6 +11,7 @@ from typing import Any
 
 from adl_dist import __version__
 from adl_dist.report.files import write_atomically
+from adl_dist.report.progress import holders
 from adl_dist.report.runs import ACCURACY, LOSS, REFERENCE, Measure, Run, measure_of
 from adl_dist.report.tables import markdown_table
 
@@ -105,7 +106,10 @@ def _memory_table(runs: Sequence[Run]) -> list[str]:
         cells = [*mebibytes, *[None] * (most - len(mebibytes)), statistics.mean(mebibytes), max(mebibytes)]
         label = f"{run.label}, K = {run.num_stages}, seed {run.seed}"
         rows.append([label, *(NOTHING if cell is None else f"{cell:,.1f}" for cell in cells)])
-    note = "The most that torch's allocator had handed out to each stage's process."
+    note = (
+        "The most that torch's allocator had handed out to each stage's process; on a GPU that is less than it holds "
+        "(peak_active_bytes and peak_reserved_bytes in summary.json)."
+    )
     return ["\n".join([*markdown_table(rows), "", note])]
 
 
@@ -159,7 +163,7 @@ def _csv_row(run: Run) -> dict[str, Any]:
         "best_validation_loss": min(losses, default=None),
         **{name: summary.get(name) for name in ("epochs", "updates", "seconds", "samples_per_second")},
         "stage0_staleness_mean": stages[0]["staleness_mean"] if stages else None,
-        "peak_memory_bytes": max((stage["peak_memory_bytes"] for stage in stages), default=None),
+        "peak_memory_bytes": max((one["peak_memory_bytes"] for one in holders(summary)), default=None),
         "peak_tensor_bytes": max(tensor_bytes, default=None),
         "folder": run.folder,
     }

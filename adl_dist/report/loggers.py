@@ -42,9 +42,11 @@ class Logger(Protocol):
 
 
 def tag_of(record: Mapping[str, Any]) -> str:
-    """Return the name of a curve: that of the record, and of the stage where it is one stage's."""
-    per_stage = record["name"].startswith("stage/")
-    return f"{record['name']}/{record['stage']}" if per_stage else str(record["name"])
+    """Return the name of a curve: that of the record, and of the stage or process where it is of one."""
+    for kind, number in (("stage/", "stage"), ("process/", "rank")):
+        if record["name"].startswith(kind):
+            return f"{record['name']}/{record[number]}"
+    return str(record["name"])
 
 
 class TensorBoard:

@@ -3,7 +3,7 @@
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import IO, Any
 
@@ -113,6 +113,20 @@ class Progress:
         )
 
 
+# What a process has held, in summary.json and in a table. On a GPU the first is what the allocator has handed out.
+PEAKS = {"peak_memory_bytes": "peak memory", "peak_active_bytes": "active", "peak_reserved_bytes": "reserved"}
+
+
+def holders(summary: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Return what has the peaks of memory in ``summary.json``: the stages, or processes if one has several stages."""
+    found: Sequence[Mapping[str, Any]] = summary.get("processes", summary.get("stages", ()))
+    return found
+
+
+def _mebibytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.0f} MiB"
+
+
 def final_table(summary: Mapping[str, Any]) -> str:
     """Return the summary of a run as a short table."""
     head = [f"\n{summary['epochs']} epochs, {summary['updates']} updates"]
@@ -131,12 +145,18 @@ def final_table(summary: Mapping[str, Any]) -> str:
         lines.append(f"{summary['skipped_updates']} updates skipped: their loss or gradient was not finite")
     if summary["stages"]:
         measured = "peak_tensor_bytes" in summary["stages"][0]
-        rows = [["stage", "staleness mean", "max", "busy", "peak memory", *["of it tensors"] * measured]]
+        peaks = [name for name in PEAKS if name in holders(summary)[0]]
+        is_alone = "processes" not in summary
+        head = [PEAKS[name] for name in peaks] if is_alone else []
+        rows = [["stage", "staleness mean", "max", "busy", *head, *["of it tensors"] * measured]]
         for s in summary["stages"]:
             row = [s["stage"], f"{s['staleness_mean']:.3f}", s["staleness_max"], f"{s['busy_share']:.0%}"]
             tensors = [f"{s['peak_tensor_bytes'] / 2**20:,.1f} MiB"] if measured else []
-            rows.append([*row, f"{s['peak_memory_bytes'] / 2**20:,.0f} MiB", *tensors])
+            rows.append([*row, *(_mebibytes(s[name]) for name in peaks if is_alone), *tensors])
         lines += ["", *text_table(rows)]
+        for process in summary.get("processes", ()):
+            held = ", ".join(f"{PEAKS[name]} {_mebibytes(process[name])}" for name in peaks)
+            lines.append(f"process {process['rank']}, with {len(process['stages'])} stage(s): {held}")
         if tied := [(s["stage"], copy) for s in summary["stages"] for copy in s.get("tied", ())]:
             rows = [["tied weights", "stage", "staleness mean", "max"]]
             for stage, copy in tied:

@@ -22,10 +22,18 @@ class Recorder:
     """
 
     def __init__(
-        self, folder: Path | None, *, loggers: Sequence[Any] = (), settings: Mapping[str, Any] | None = None
+        self,
+        folder: Path | None,
+        *,
+        loggers: Sequence[Any] = (),
+        settings: Mapping[str, Any] | None = None,
+        stages_every: int = 1,
     ) -> None:
-        """Write into ``folder``, or nowhere if it is None, and to ``loggers``, which are told the ``settings``."""
-        self._folder, self._settings = folder, settings or {}
+        """Write into ``folder``, or nowhere if it is None, and to ``loggers``, which are told the ``settings``.
+
+        ``stages_every``: each so many updates the figures of stages are written, of the updates between them not.
+        """
+        self._folder, self._settings, self._stages_every = folder, settings or {}, stages_every
         self._loggers = Loggers(loggers if folder is not None else ())
         self._file: io.FileIO | None = None
         self._size = 0  # of the file, in whole lines
@@ -57,6 +65,11 @@ class Recorder:
     def has_loggers(self) -> bool:
         """Whether there are loggers besides metrics.jsonl."""
         return bool(self._loggers.wanted)
+
+    def write_of_update(self, record: dict[str, Any]) -> None:
+        """Write one record of an update, if it is none of a stage or this is an update of which those are written."""
+        if record["update"] % self._stages_every == 0 or not record["name"].startswith("stage/"):
+            self.write(record)
 
     def write(self, record: dict[str, Any]) -> None:
         """Write one record."""

@@ -52,14 +52,23 @@ class PredSim(LocalLoss):
         if features.ndim == 4:
             # The unbiased deviation of a single pixel is not defined; such a map is its own feature.
             features = features.flatten(2).std(dim=2) if features[0, 0].numel() > 1 else features.flatten(1)
-        known = (target >= 0) & (target < self.num_classes)  # the others are what the model's loss ignores
-        one_hot = F.one_hot(target[known], self.num_classes).to(features.dtype)
-        similar = F.mse_loss(similarities(features[known]), similarities(one_hot))
+        # What the model's loss ignores is of no class. Its rows and pairs are zeros, not left out, since to leave them
+        # out, a GPU would have to be asked how many. Where there are none, the bits are those of a plain mean.
+        classes = one_hot(target, self.num_classes, features.dtype)
+        known = classes.any(dim=1)
+        features = torch.where(known[:, None], features, 0)
+        num_pairs, num_known = len(target) ** 2, known.sum().to(features.dtype) ** 2
+        similar = F.mse_loss(similarities(features), similarities(classes)) * (num_pairs / num_known)
         return torch.lerp(predicted, similar, SIMILARITY_SHARE)
 
 
+def one_hot(target: Tensor, num_classes: int, dtype: torch.dtype) -> Tensor:
+    """Return [B, num_classes] with a 1 at the class in ``target`` [B]; zeros where that is no class."""
+    return (target[:, None] == torch.arange(num_classes, device=target.device)).to(dtype)
+
+
 def similarities(x: Tensor) -> Tensor:
-    """Return the cosine similarities [B, B] of the centred rows of ``x`` [B, n]."""
+    """Return the cosine similarities [B, B] of the centred rows of ``x`` [B, n]; zeros for a row of zeros."""
     centred = x - x.mean(dim=1, keepdim=True)
     unit = centred / (1e-8 + centred.norm(dim=1, keepdim=True))
     cosines: Tensor = unit @ unit.T
@@ -138,9 +147,8 @@ class GradientNetwork(nn.Module):
         """Return the gradients [B, C, H, W] or [B, C] of ``out``, of that shape, whose classes are ``target`` [B]."""
         if self.num_classes:
             assert target is not None
-            # A target that the loss ignores is of no class.
-            one_hot = (target[:, None] == torch.arange(self.num_classes, device=target.device)).to(out.dtype)
-            masks = one_hot.view(*one_hot.shape, *[1] * (out.ndim - 2)).expand(-1, -1, *out.shape[2:])
+            classes = one_hot(target, self.num_classes, out.dtype)  # a target that the loss ignores is of none
+            masks = classes.view(*classes.shape, *[1] * (out.ndim - 2)).expand(-1, -1, *out.shape[2:])
             out = torch.cat([out, masks], dim=1)
         gradient: Tensor = self.layers(out)
         return gradient

@@ -58,9 +58,11 @@ class NonFiniteCheck:
             DivergedError: something of this update, or of the one before, is not finite and cannot be skipped.
         """
         if not self._guard.skips:
-            if tally.losses or tally.gradient_norm is not None:
+            is_late = tally.fetch(arrived) or self._reads_late
+            # A GPU is waited for also where nothing is looked at, or its host would be ever more updates ahead.
+            if is_late or tally.losses or tally.gradient_norm is not None:
                 self._unseen.append((update, epoch, tally))
-                self.check(except_last=1 if tally.fetch() or self._reads_late else 0)
+                self.check(except_last=1 if is_late else 0)
             return None
         norms, self._sent = self._sent, []
         if not self._is_last and any(grad.numel() > 0 and bool(grad.isnan().all()) for grad in arrived):

@@ -75,17 +75,27 @@ class StepStats:
             self.hits.append(((out.detach().argmax(dim=dim) == target) & counts).sum())
             self.num_classed.append(counts.sum())
 
-    def fetch(self) -> bool:
-        """Start to copy losses, hits and norm off a GPU, for :meth:`numbers`; False: they are not on one."""
+    def fetch(self, arrived: Sequence[Tensor] = ()) -> bool:
+        """Start to copy losses, hits and norm off a GPU, for :meth:`numbers`; False: they are not on one.
+
+        A stage without any of these may be on one all the same: then what ``arrived`` for it is.
+        """
         norms = [] if self.gradient_norm is None else [self.gradient_norm]
-        if not any(number.is_cuda for number in (*self.losses[:1], *self.predictions[:1], *norms)):
+        if not any(number.is_cuda for number in (*self.losses[:1], *self.predictions[:1], *norms, *arrived[:1])):
             return False
         figures = self.losses, self.hits, self.num_classed, self.predictions, norms
         self.losses, self.hits, self.num_classed, self.predictions, norms = (_underway(alike) for alike in figures)
         self.measured = [_underway(list(pairs)) for pairs in self.measured]
         self.gradient_norm = norms[0] if norms else None
-        self._fetched = torch.cuda.current_stream().record_event()
+        self._fetched = torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
         return True
+
+    def seconds_since(self, begin: torch.cuda.Event) -> float | None:
+        """Return when a GPU had computed the :meth:`numbers`, in seconds after ``begin``; None: not on one, or unasked.
+
+        A host is ahead of its GPU, by an update or so: its clock would tell when they were launched.
+        """
+        return None if self._fetched is None else begin.elapsed_time(self._fetched) / 1000
 
     def numbers(self) -> dict[str, float | int]:
         """Return samples, loss sum, hits and norm as plain numbers; one that does not exist is absent.

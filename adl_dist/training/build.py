@@ -39,7 +39,7 @@ from adl_dist.training.loss_checks import ReturnsSumError, check_first_targets
 from adl_dist.training.partitioned_model import Measuring, PartitionedModel, Settled
 from adl_dist.training.replayed_state import remembered
 from adl_dist.training.samples import Samples
-from adl_dist.training.warm_up import needs_warm_up, warm_up
+from adl_dist.training.warm_up import check_without_warm_up, needs_warm_up, warm_up
 
 Settings = dict[str, Any]
 
@@ -79,7 +79,7 @@ def build_worker(
     if isinstance(samples.one[1], Several):
         spec = replace(spec, loss_fn=OnSeveral(spec.loss_fn))
     feed = loaders[0] or loaders[1]
-    measuring = Measuring(feed, plan.micro_batch_size, folder) if feed is not None else None
+    measuring = Measuring(feed, plan.micro_batch_size, folder, world.stages_on_device) if feed is not None else None
     finalize = partial(partitioned.finalize, store, samples=samples, device=device, measuring=measuring)
     spec, agreed = settled(spec, samples, feed, finalize)
     terms = loss_terms(spec.loss_fn, samples.one[1])
@@ -107,7 +107,9 @@ def build_worker(
     layouts = [layout_of(batch) for batch in samples.one]
     if 0 in contexts:
         contexts[0].num_inputs = len(tensors_of(samples.one[0]))
-    if needs_warm_up(spec, device) and not samples.varies:
+    if samples.varies:
+        check_without_warm_up(world.backend)
+    elif needs_warm_up(spec, device):
         warm_up(contexts, spec, device, agreed.acts, samples, terms)
     fresh = {}
     if folder is not None:

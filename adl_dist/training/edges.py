@@ -145,12 +145,14 @@ def receiver_of(
     world: World, what: str, source: int, specs: Specs, device: torch.device, as_sent: AsSent
 ) -> ProcessReceiver:
     """Return the end of an edge at which ``what`` stage ``source`` sends arrives, to be on ``device``."""
-    edge = world.edges[what, source]
+    edge, pinned = world.edges[what, source], device.type == "cpu" and world.device.type == "cuda"
     if not varies(specs):
-        return ProcessReceiver(edge, specs, what=what, device=device)
+        return ProcessReceiver(edge, specs, what=what, device=device, pinned=pinned)
     if what == "grad":
         return GradientReceiver(edge, specs, what=what, device=device, as_sent=as_sent)
-    return VaryingReceiver(edge, specs, what=what, device=device, headers=header_edge(world, what, source))
+    return VaryingReceiver(
+        edge, specs, what=what, device=device, headers=header_edge(world, what, source), pinned=pinned
+    )
 
 
 def varies(specs: Specs) -> bool:

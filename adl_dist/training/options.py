@@ -114,6 +114,7 @@ class Monitoring:
         trace: write ``run_dir/trace.json``, what each stage did and when, and the shares of its time.
         memory: measure the most bytes of tensors that each stage's process held; slows the first updates.
         quiet: no live line.
+        stage_records_every: of every so many updates the records of each stage are written; those of the run always.
         peak_tflops: what a device does at its peak, in 1e12 floating-point operations per second, for the share of it
             that training reaches (``train/mfu``); None: what is known of a few GPUs, for bfloat16.
 
@@ -126,9 +127,12 @@ class Monitoring:
     trace: bool = False
     memory: bool = False
     quiet: bool = False
+    stage_records_every: int = 10
     peak_tflops: float | None = None
 
     def __post_init__(self) -> None:
         check_loggers(self.loggers)
+        if self.stage_records_every < 1:
+            raise ConfigError(f"runtime.stage_records_every must be at least 1, got {self.stage_records_every}")
         if self.peak_tflops is not None and not self.peak_tflops > 0:
             raise ConfigError(f"runtime.peak_tflops must be above 0, got {self.peak_tflops}")

@@ -82,6 +82,7 @@ class Outputs:
             saving.folder.path,
             loggers=loggers,
             settings={key: value for key, value in settings.items() if key not in shapes},
+            stages_every=self.monitoring.stage_records_every,
         )
 
     def coordinator(

@@ -57,6 +57,7 @@ class Measuring(NamedTuple):
     feed: DeviceLoader  # what stage 0 loads micro-batches from
     micro_batch_size: int
     folder: Path | None  # that keeps the measurement
+    stages_on_device: int = 1  # that share the device of each process
 
 
 class Settled(NamedTuple):
@@ -291,7 +292,7 @@ class PartitionedModel:
                 kept_in=measuring.folder / PROFILE if measuring.folder is not None else None,
                 feed=measuring.feed,
             )
-        machine = Machine(speeds=self.spec.speeds, memory_bytes=device_memory(trial.device))
+        machine = Machine(speeds=self.spec.speeds, memory_bytes=device_memory(trial.device, measuring.stages_on_device))
         pipeline = self._with_delays(profile, trial.spec.pipeline, machine, measuring.folder)
         while True:
             units = [replace(u, may_cut=u.may_cut and n not in chain.forbidden) for n, u in enumerate(profile.units)]
@@ -484,9 +485,9 @@ def take_profile(
     return profile
 
 
-def device_memory(device: torch.device) -> int | None:
-    """Return the bytes of a GPU that stages may fill; None for the CPU, whose memory all processes share."""
-    return int(torch.cuda.mem_get_info(device)[1] * SHARE_OF_MEMORY) if device.type == "cuda" else None
+def device_memory(device: torch.device, num_stages: int = 1) -> int | None:
+    """Return the bytes of a GPU that each of ``num_stages`` on it may fill; None for the CPU, which all share."""
+    return int(torch.cuda.mem_get_info(device)[1] * SHARE_OF_MEMORY) // num_stages if device.type == "cuda" else None
 
 
 def micro_batch(sample: tuple[Batch, Batch], size: int, device: torch.device) -> tuple[Batch, Batch]:

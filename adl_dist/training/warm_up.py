@@ -6,6 +6,7 @@ loading", potential hazards). And K stages that compile in their first micro-bat
 """
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ import torch
 from adl_dist import engine
 from adl_dist.batch import tensors_of
 from adl_dist.engine import StageContext
-from adl_dist.errors import describe
+from adl_dist.errors import ConfigError, describe
 from adl_dist.schedule import Op, Segment, StageWork, evaluation_work, training_work
 from adl_dist.schedule.actions import TiedAction
 from adl_dist.stage import TrainSpec
@@ -32,6 +33,20 @@ STEPS = Op.UPDATE, Op.UPDATE_HEAD  # left out: what they change could not be put
 def needs_warm_up(spec: TrainSpec, device: torch.device) -> bool:
     """Whether the first micro-batch would do more than those after it."""
     return device.type == "cuda" or spec.precision.compile
+
+
+def check_without_warm_up(backend: str) -> None:
+    """Refuse lengths that change, for which there is no warm-up, where receives posted ahead wait on the GPU.
+
+    Raises:
+        ConfigError: ``backend``, of the edges, is NCCL, and kernels are not loaded at the start.
+    """
+    if backend == "nccl" and (found := os.environ.get("CUDA_MODULE_LOADING", "unset")) != "EAGER":
+        raise ConfigError(
+            "lengths change from one micro-batch to another, so kernels would be loaded while messages of NCCL are "
+            "awaited, and ranks could wait for each other for ever: set CUDA_MODULE_LOADING=EAGER in the environment "
+            f"of all ranks (it is {found}), or pad all samples to one length"
+        )
 
 
 def warm_up(

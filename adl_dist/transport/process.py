@@ -25,7 +25,7 @@ from adl_dist.schedule.actions import LINKS, Message, receiver
 from adl_dist.transport.channel import Tensors
 from adl_dist.transport.port_filter import blocking_new
 from adl_dist.transport.spec import Specs, fitted
-from adl_dist.transport.staging import to_device, to_host
+from adl_dist.transport.staging import SendFromGpu, to_device, to_host
 
 # Receives posted beyond the one awaited, so that a message is taken in while the one before is worked on.
 POSTED_AHEAD = 2
@@ -35,7 +35,8 @@ ON_CPU = ("target", "label", "go")  # small, and their receivers want them on th
 Issue = Callable[..., dist.Work | None]
 SEND: Issue = dist.isend
 RECEIVE: Issue = dist.irecv
-Works = list[tuple[dist.Work | None, Tensor]]  # a Work, kept with the buffer that it uses; None: an empty tensor
+# A Work, kept with the buffer that it uses; None: an empty tensor.
+Works = list[tuple[dist.Work | SendFromGpu | None, Tensor]]
 
 
 class Edge(NamedTuple):
@@ -123,8 +124,14 @@ class End:
 
     def _begin(self, issue: Issue, wire: Tensor, micro_batch: int, place: int) -> dist.Work | None:
         """Start to send or receive the tensor at ``place`` of a micro-batch."""
+        return self._issue(issue, self._edge, micro_batch, self._tag(micro_batch, place), wire)
+
+    def _tag(self, micro_batch: int, place: int) -> int:
+        return micro_batch * len(self._specs) + place
+
+    def _issue(self, issue: Issue, edge: Edge, micro_batch: int, tag: int, wire: Tensor) -> dist.Work | None:
         try:
-            return issue(wire, self._peer, group=self._edge.group, tag=micro_batch * len(self._specs) + place)
+            return issue(wire, self._peer, group=edge.group, tag=tag)
         except RuntimeError as error:
             raise self._lost(micro_batch) from error
 
@@ -167,17 +174,24 @@ class ProcessSender(End):
 
     def send(self, micro_batch: int, tensors: Tensors) -> None:
         """Start to send; return at once unless ``max_pending`` are under way."""
-        size, where, works = self._sizes[micro_batch], partial(self._where.format, micro_batch), []
+        size, where = self._sizes[micro_batch], partial(self._where.format, micro_batch)
+        works: Works = []
         for place, (spec, tensor) in enumerate(fitted(self._specs, tensors, size, where)):
             wire = spec.as_wire(spec.narrow(tensor))
             if spec.is_empty:
                 continue
             if self._edge.backend == "gloo" and wire.is_cuda:
-                wire = to_host(wire)
-            works.append((self._begin(SEND, wire, micro_batch, place), wire))
+                works.append(self._begin_from_gpu(wire, micro_batch, place))
+            else:
+                works.append((self._begin(SEND, wire, micro_batch, place), wire))
         self._pending.append((micro_batch, works))
         while len(self._pending) > self._max_pending:
             self._finish_oldest()
+
+    def _begin_from_gpu(self, wire: Tensor, micro_batch: int, place: int) -> tuple[SendFromGpu, Tensor]:
+        host, copied = to_host(wire)
+        tag = self._tag(micro_batch, place)  # now: the next segment may have other specs
+        return SendFromGpu(wire, host, copied, partial(self._issue, SEND, self._edge, micro_batch, tag)), host
 
     def drain(self) -> None:
         """Return when everything sent has left."""
@@ -189,14 +203,26 @@ class ProcessReceiver(End):
     """Receives the tensors of each micro-batch from one peer, posting receives ahead."""
 
     def __init__(
-        self, edge: Edge, specs: Specs, *, what: str, device: torch.device, posted_ahead: int = POSTED_AHEAD
+        self,
+        edge: Edge,
+        specs: Specs,
+        *,
+        what: str,
+        device: torch.device,
+        posted_ahead: int = POSTED_AHEAD,
+        pinned: bool = False,
     ) -> None:
-        """Take the receiving end of ``edge``; ``posted_ahead``: receives that are posted beyond the one awaited."""
+        """Take the receiving end of ``edge``.
+
+        ``posted_ahead``: receives that are posted beyond the one awaited. ``pinned``: what arrives on the CPU is moved
+        to a GPU later on, and is in memory from which that waits for nothing.
+        """
         waited = f"stage {edge.receiver} <- stage {edge.sender}: waited for the {what} of micro-batch {{}}"
         super().__init__(edge, specs, edge.ranks[0], f"{waited}, but the peer")
         self._device = device
         self._arrives_on = torch.device("cpu") if edge.backend == "gloo" else device
         self._through_host = self._arrives_on != device
+        self._pinned = pinned or self._through_host
         self._to_post: deque[int] = deque()
         self._end, self._num_posted = 0, 1 + posted_ahead
 
@@ -227,7 +253,7 @@ class ProcessReceiver(End):
     def _post(self, micro_batch: int) -> None:
         works: Works = []
         for place, spec in enumerate(self._specs):
-            buffer = spec.empty(self._sizes[micro_batch], self._arrives_on, on_wire=True, pinned=self._through_host)
+            buffer = spec.empty(self._sizes[micro_batch], self._arrives_on, on_wire=True, pinned=self._pinned)
             work = None if spec.is_empty else self._begin(RECEIVE, spec.as_wire(buffer), micro_batch, place)
             works.append((work, buffer))
         self._pending.append((micro_batch, works))

@@ -1,17 +1,33 @@
 """Between a GPU and pinned host memory, for gloo, which reads and writes host memory only.
 
-Each direction has a copy stream of its own. The compute stream is not held up by a copy out, a copy in does not queue
-up behind what has been launched, and the host waits for one copy, never for the device.
+Each direction has a copy stream of its own. The compute stream is not held up by a copy out, and a copy in does not
+queue up behind what has been launched. The thread that trains waits for neither: a thread of its own waits until a
+tensor has left the GPU, and then sends it. It has to be a thread, because a receive over gloo can only be waited for,
+so that nothing else could be begun meanwhile; docs/gpu.md has more.
 
 Pinned buffers need no bookkeeping here: a copy that does not block records an event with torch's caching host
 allocator, which does not give the memory of a freed buffer out again before that event (THCCachingHostAllocator.h;
-pytorch#130785). Of device memory the allocator knows one stream only; ``record_stream`` names the others.
+pytorch#130785). Of device memory the allocator knows one stream only; ``record_stream`` names the others, and what is
+copied out is kept until it has left.
 """
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+Send = Callable[[Tensor], dist.Work | None]  # begins to send what is in host memory
+
+
+class Event(Protocol):
+    """The part of ``torch.cuda.Event`` that is needed here."""
+
+    def synchronize(self) -> None:
+        """Wait until the GPU has come to it."""
 
 
 @cache
@@ -20,18 +36,40 @@ def copy_stream(device: torch.device, direction: str) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def to_host(tensor: Tensor) -> Tensor:
-    """Return a pinned copy of ``tensor``, which is on a GPU; complete when this returns."""
+@cache
+def _outbox() -> ThreadPoolExecutor:
+    """Return the thread that sends what leaves a GPU, one after the other, as copies end in that order, too."""
+    return ThreadPoolExecutor(1, thread_name_prefix="send from GPU")
+
+
+class SendFromGpu:
+    """A send that begins when its tensor has left the GPU; to be waited for like the ``Work`` of one."""
+
+    def __init__(self, tensor: Tensor, host: Tensor, copied: Event, send: Send) -> None:
+        """Let ``send`` have ``host`` as soon as that is ``copied`` from ``tensor``, which is kept until then."""
+        self._begun = _outbox().submit(_send_later, tensor, host, copied, send)
+
+    def wait(self) -> None:
+        """Wait until the peer has it; raise what :attr:`dist.Work.wait` raises, or ``send``."""
+        work = self._begun.result()
+        assert work is not None, "this process is an end of the edge"
+        work.wait()
+
+
+def _send_later(_: Tensor, host: Tensor, copied: Event, send: Send) -> dist.Work | None:
+    copied.synchronize()
+    return send(host)
+
+
+def to_host(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+    """Return a pinned copy of ``tensor``, which is on a GPU, and when it is complete; keep ``tensor`` until then."""
     compute, copies = torch.cuda.current_stream(tensor.device), copy_stream(tensor.device, "out")
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     copies.wait_stream(compute)  # what computes the tensor may only be launched by now
     with torch.cuda.stream(copies):
         host.copy_(tensor, non_blocking=True)
-        copied = copies.record_event()
-    tensor.record_stream(copies)
-    # The next operations of the compute stream may run meanwhile: this is the only thing waited for.
-    copied.synchronize()
-    return host
+        copied = copies.record_event(torch.cuda.Event(blocking=True))  # who waits leaves its core to others
+    return host, copied
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:

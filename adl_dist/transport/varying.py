@@ -90,17 +90,11 @@ class VaryingChannel(LocalChannel):
 class _Tagged(End):
     """An end of an edge whose messages have a place for a header before their tensors."""
 
-    def _begin(self, issue: Issue, wire: Tensor, micro_batch: int, place: int) -> dist.Work | None:
-        return self._issue(issue, wire, micro_batch, place + 1, self._edge)
+    def _tag(self, micro_batch: int, place: int) -> int:
+        return micro_batch * (1 + len(self._specs)) + 1 + place
 
     def _header(self, issue: Issue, header: Tensor, micro_batch: int, edge: Edge) -> tuple[dist.Work | None, Tensor]:
-        return self._issue(issue, header, micro_batch, 0, edge), header
-
-    def _issue(self, issue: Issue, wire: Tensor, micro_batch: int, place: int, edge: Edge) -> dist.Work | None:
-        try:
-            return issue(wire, self._peer, group=edge.group, tag=micro_batch * (1 + len(self._specs)) + place)
-        except RuntimeError as error:
-            raise self._lost(micro_batch) from error
+        return self._issue(issue, edge, micro_batch, self._tag(micro_batch, -1), header), header
 
 
 class VaryingSender(_Tagged, ProcessSender):
@@ -141,8 +135,10 @@ class VaryingSender(_Tagged, ProcessSender):
 class VaryingReceiver(_Tagged, ProcessReceiver):
     """Receives tensors of the sizes that a header tells, for which it waits before it posts their receives."""
 
-    def __init__(self, edge: Edge, specs: Specs, *, what: str, device: torch.device, headers: Edge) -> None:
-        super().__init__(edge, specs, what=what, device=device)
+    def __init__(
+        self, edge: Edge, specs: Specs, *, what: str, device: torch.device, headers: Edge, pinned: bool = False
+    ) -> None:
+        super().__init__(edge, specs, what=what, device=device, pinned=pinned)
         self._headers = headers
         self._awaited: deque[tuple[int, tuple[dist.Work | None, Tensor]]] = deque()
 

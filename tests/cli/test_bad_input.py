@@ -80,6 +80,7 @@ NONSENSE = [
     ("runtime.timeout_seconds=0", ["runtime.timeout_seconds must be above 0", "got 0"]),
     ("runtime.timeout_seconds=inf", ["runtime.timeout_seconds must be above 0 and at most", "got inf"]),
     ("runtime.timeout_seconds=nan", ["runtime.timeout_seconds must be above 0", "got nan"]),
+    ("runtime.stage_records_every=0", ["runtime.stage_records_every must be at least 1, got 0"]),
     ("runtime.max_restarts=-1", ["runtime.max_restarts must be at least 0, got -1"]),
     ("runtime.checkpoint_every_updates=0", ["runtime.checkpoint_every_updates must be at least 1, got 0"]),
     ("optimizer.lr=-1", ["optimizer", "torch.optim.SGD refuses", "Invalid learning rate: -1"]),

@@ -264,9 +264,12 @@ def test_a_model_that_fits_on_no_device_gets_a_line_to_paste(tmp_path):
     assert largest < facts["alternative"]["bytes"]
     between = (largest + facts["alternative"]["bytes"]) // 2
     told = done(*base, "--memory", f"{between / 1e6:.6f}MB")
+    assert "is predicted as if" not in told, "there are as many devices"
     shows(told, ["does not fit", "adl-dist train model=resnet8", "method=bp", "partition.num_stages=2"])
     too_small = done(*base, "--memory", "1kB")
     shows(too_small, ["not possible: bp, K = 2", "neither a cut nor the whole model fits"])
+    on_one = done(*base, "--devices", "1")
+    shows(on_one, ["with 1 device(s): a process for each of 2 is predicted as if there were as many devices"])
 
 
 def test_within_a_bound_each_m_has_a_row_and_the_fastest_a_line(tmp_path):

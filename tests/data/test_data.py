@@ -26,7 +26,14 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from adl_dist import data
 from adl_dist.data import Loader, check_dataset, cifar10, cifar100, epoch_order, imagefolder, imagenet, synthetic
-from adl_dist.data.datasets import CIFAR10_STATISTICS, CIFAR100_STATISTICS, DIGITS_STATISTICS
+from adl_dist.data.datasets import (
+    CIFAR10_STATISTICS,
+    CIFAR100_STATISTICS,
+    DIGITS_STATISTICS,
+    crop_and_flip,
+    transform,
+)
+from adl_dist.data.small_images import SmallImages
 from adl_dist.errors import ConfigError, DataError
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import Precision
@@ -394,6 +401,7 @@ def test_digits_shift_by_at_most_one_pixel_and_only_in_training():
     assert len(seen) == 9
 
 
+CROPS = crop_and_flip(32)
 CIFARS = pytest.mark.parametrize("load", [cifar10, cifar100])
 
 
@@ -435,10 +443,10 @@ def test_cifar_trains_on_cropped_and_flipped_images(load, tmp_path, monkeypatch)
     mean, std = (torch.tensor(values).reshape(3, 1, 1) for values in statistics)
     for dataset in (validation, plain):
         for index, (image, target) in enumerate(dataset):
-            expected = torch.from_numpy(dataset.data[index]).permute(2, 0, 1).float() / 255
+            expected = dataset.images[index].float() / 255
             torch.testing.assert_close(image, (expected - mean) / std)
             assert target == index % 2
-    padded = torch.nn.functional.pad(torch.from_numpy(train.data[0]).permute(2, 0, 1), (4,) * 4)
+    padded = torch.nn.functional.pad(train.images[0], (4,) * 4)
     crops = [padded[:, r : r + 32, c : c + 32] for r in range(9) for c in range(9)]
     flips = {
         tuple(view.flatten().tolist()): flipped for crop in crops for flipped, view in enumerate((crop, crop.flip(2)))
@@ -449,6 +457,30 @@ def test_cifar_trains_on_cropped_and_flipped_images(load, tmp_path, monkeypatch)
         found.append(tuple(((x[0] * std + mean) * 255).round().to(torch.uint8).flatten().tolist()))
     assert {flips[image] for image in found} == {0, 1}
     assert len(set(found)) > 10
+
+
+@CIFARS
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_micro_batch_of_cifar_has_the_bits_of_torchvision(load, num_workers, tmp_path, monkeypatch):
+    """Sample by sample, as any dataset is loaded; also through a subset, whose samples repeat."""
+    kind = torchvisions(load)
+    write_cifar(tmp_path, kind, monkeypatch)
+    statistics = CIFAR10_STATISTICS if load is cifar10 else CIFAR100_STATISTICS
+    their = [kind(str(tmp_path), train=t, transform=transform(statistics, g)) for t, g in ((True, CROPS), (False, []))]
+    for ours, theirs in zip(load(str(tmp_path)), their, strict=True):
+        repeated = [i * len(ours) // 40 for i in range(40)]
+        for one, other in ((ours, theirs), (Subset(ours, repeated), Subset(theirs, repeated))):
+            sizes, how = [1] + [len(ours) - 1] * (len(one) > 1), {"seed": 3, "shuffle": True}
+            expected = Loader(other, **how).batches(2, sizes)
+            for got, batch in zip(Loader(one, num_workers=num_workers, **how).batches(2, sizes), expected, strict=True):
+                for a, b in zip(got, batch, strict=True):
+                    assert torch.equal(a, b)
+                    assert (a.dtype, a.stride()) == (b.dtype, b.stride())
+        torch.manual_seed(1)
+        alone = ours[0]
+        torch.manual_seed(1)
+        assert torch.equal(alone[0], theirs[0][0])
+        assert alone[1] == theirs[0][1]
 
 
 @CIFARS
@@ -593,6 +625,23 @@ def test_training_images_are_cropped_by_their_size(image_size, cache, num_worker
             assert torch.equal(image, expected[epoch, index])
         if cache:  # nothing is read twice
             shutil.rmtree(tmp_path, ignore_errors=True)
+
+
+@pytest.mark.parametrize("augment", [False, True])
+def test_square_images_have_the_same_bits_if_they_are_cached(augment, tmp_path):
+    random_bytes = np.random.RandomState(1)
+    for part, label, name in itertools.product(("train", "val"), ("cat", "dog"), range(3)):
+        folder = tmp_path / part / label
+        folder.mkdir(parents=True, exist_ok=True)
+        image = Image.fromarray(random_bytes.randint(0, 256, (40, 40, 3), dtype=np.uint8))
+        image.save(folder / f"{name}.png")
+    plain, cached = (imagefolder(str(tmp_path), augment, 32, cache=cache) for cache in (False, True))
+    for theirs, ours in zip(plain, cached, strict=True):
+        expected = [*Loader(theirs, seed=3, shuffle=True).batches(1, [4, 2])]
+        for (x, y), (got, target) in zip(expected, Loader(ours, seed=3, shuffle=True).batches(1, [4, 2]), strict=True):
+            assert torch.equal(got, x)
+            assert torch.equal(target, y)
+        assert isinstance(ours, SmallImages)
 
 
 def built(*overrides):

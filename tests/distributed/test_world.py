@@ -15,7 +15,7 @@ import torch.distributed as dist
 from adl_dist.control.messages import Finish, Report
 from adl_dist.control.rpc import JobEndpoint
 from adl_dist.distributed import print_turn, world
-from adl_dist.distributed.device import FOR_EARLY_RECEIVES, message_backend
+from adl_dist.distributed.device import FOR_EARLY_RECEIVES, message_backend, ranks_on_gpu
 from adl_dist.distributed.world import connect, disconnect
 from adl_dist.errors import ChannelError, ConfigError
 from adl_dist.training import agreement
@@ -53,6 +53,7 @@ def test_ranks_use_nccl_if_each_has_a_gpu_of_its_own(rank, mine, other, agreed, 
     store = dist.HashStore()
     store.set(f"gpu/{1 - rank}", other)
     assert message_backend(torch.device("cuda"), rank, 2, store) == agreed
+    assert ranks_on_gpu(rank, 2, store) == (2 if mine in other.split() else 1), "the same GPU is one memory"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@
 
 import functools
 import os
+import time
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 from adl_dist.errors import DivergedError
 from adl_dist.schedule import METHODS
 from adl_dist.stage import Stage, StepStats
-from adl_dist.transport.staging import to_device, to_host
+from adl_dist.transport.staging import SendFromGpu, to_device, to_host
 from tests.support import equations, runs
 from tests.support.commands import assert_same
 from tests.support.ranks import run_ranks
@@ -115,14 +116,16 @@ def test_compiled_stages_equal_plain_ones_to_a_ten_thousandth():
 def test_peak_memory_is_that_of_the_gpu():
     torch.cuda.reset_peak_memory_stats()
     _, summary = trained(2, "cuda")
-    for stage in summary["stages"]:
-        assert 0 < stage["peak_memory_bytes"] <= torch.cuda.max_memory_allocated()
+    (process,) = summary["processes"]
+    allocated, active, reserved = (process[f"peak_{name}_bytes"] for name in ("memory", "active", "reserved"))
+    assert 0 < allocated <= torch.cuda.max_memory_allocated()
+    assert allocated <= active <= reserved
 
 
 def test_what_was_held_before_a_run_is_not_of_its_peak():
     torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
     _, summary = trained(2, "cuda")
-    assert all(stage["peak_memory_bytes"] < 1 << 30 for stage in summary["stages"])
+    assert summary["processes"][0]["peak_memory_bytes"] < 1 << 30
 
 
 @pytest.mark.parametrize("method", ["adl", "paci", "2bw", "fr"])
@@ -147,10 +150,36 @@ def slowly(value):
 
 
 def test_what_is_still_being_computed_is_copied_out_right():
-    copies = [to_host(slowly(value)) for value in range(8)]  # the tensors themselves are freed at once
-    for value, host in enumerate(copies):
+    tensors = [slowly(value) for value in range(8)]
+    for value, (host, copied) in enumerate([to_host(tensor) for tensor in tensors]):
         assert host.is_pinned()
+        copied.synchronize()
         assert bool((host == value).all())
+
+
+def test_the_host_does_not_wait_for_what_it_sends():
+    to_host(slowly(0))[1].synchronize()  # the first product and the first buffers take longer
+    begin, sent = time.perf_counter(), []
+    for value in range(8):
+        tensor = slowly(value)
+        host, copied = to_host(tensor)
+        sent.append(SendFromGpu(tensor, host, copied, lambda host: Sent(host.clone())))
+        del tensor  # is kept until it has left
+    launched = time.perf_counter() - begin
+    for value, one in enumerate(sent):
+        one.wait()
+        assert bool((one._begun.result().seen == value).all())
+    assert launched < 0.5 * (time.perf_counter() - begin)
+
+
+class Sent:
+    """What was in host memory when a send began."""
+
+    def __init__(self, seen):
+        self.seen = seen
+
+    def wait(self):
+        return True
 
 
 def test_a_pinned_buffer_is_not_used_before_it_was_copied_in():

@@ -343,6 +343,14 @@ def test_one_group_per_pair_or_too_few_sends_deadlock(K):
         check_rendezvous(actions_of(K, [1] * 20), max_pending=on_every_edge(K, 0))
 
 
+@pytest.mark.parametrize("K", range(2, 6))
+@pytest.mark.parametrize("name", ["adl", "1f1b", "gpipe", "fdg"])
+def test_a_send_from_a_gpu_that_left_with_the_next_one_deadlocks(name, K):
+    """Why transport/staging.py has a thread: a send has to leave while its stage waits for a message."""
+    with pytest.raises(ScheduleError, match="deadlock"):
+        check_rendezvous(actions_of(K, [2] * 8, method(name, accumulation_steps=2)), leaves_with_the_next=True)
+
+
 @pytest.mark.parametrize("K", [1, 2, 4, 5])
 def test_evaluation_visits_every_micro_batch_and_never_deadlocks(K):
     lists = [list(evaluation_actions(k, num_stages=K, num_micro_batches=40)) for k in range(K)]

@@ -1,5 +1,7 @@
 """What is not finite: its group is applied in no stage, or the run stops. Clipping, stage by stage."""
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ from adl_dist.stage.nonfinite import NonFiniteCheck, buffers_kept_finite
 from adl_dist.stage.stats import StepStats, _underway, norm_of
 from tests.support.commands import assert_same
 from tests.support.equations import EQUATIONS, assert_close, by_the_equations, differ
+from tests.support.gpu_stand_in import Event, Stream, on_gpu
 from tests.support.kill import records
 from tests.support.runs import EPOCHS, SPOILT, SPOILT_PAIRS, infinite_gradient, nan_inputs, toy_trainer, train
 from tests.support.tiers import covering
@@ -174,7 +177,7 @@ def test_what_cannot_be_is_refused(wrong, told):
 @pytest.fixture
 def underway(monkeypatch):
     """As on a GPU: figures are on their way when they are first asked for."""
-    monkeypatch.setattr(StepStats, "fetch", lambda self: True)
+    monkeypatch.setattr(StepStats, "fetch", lambda self, arrived=(): True)
 
 
 def tally_of(loss=1.0, norm=1.0):
@@ -194,6 +197,31 @@ def test_what_is_underway_is_told_with_the_next_or_at_the_end():
     faults.judge(tally_of(NAN), (), update=5, epoch=2)
     with pytest.raises(DivergedError, match=r"the loss is nan at update 5 \(epoch 3\)"):
         faults.check()
+
+
+@pytest.fixture
+def stream(monkeypatch):
+    """The stream of a GPU, half a second late."""
+    stream = Stream(lag=0.5)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: None)
+    return stream
+
+
+def test_a_host_is_one_update_ahead_of_a_stage_without_figures(stream):
+    """It has no loss and no parameters, so nothing is looked at."""
+    faults, arrived = NonFiniteCheck(GradientPolicy(), stage=1, is_last=False), (on_gpu(torch.ones(2)),)
+    for update in range(4):
+        faults.judge(StepStats(), arrived, update=update, epoch=0)
+        assert [event.num_waits for event in stream.events] == [1] * update + [0]
+
+
+def test_the_time_of_a_loss_on_a_gpu_is_when_it_was_computed(stream):
+    tally, begin = StepStats(), Event()
+    tally.score(None, torch.zeros(1), on_gpu(torch.tensor(2.0)))
+    assert tally.seconds_since(begin) is None, "it has not been asked for"
+    assert tally.numbers()["loss_sum"] == 2.0
+    assert 0.5 <= tally.seconds_since(begin) < 0.5 + (time.perf_counter() - begin.recorded)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

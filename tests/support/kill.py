@@ -27,10 +27,11 @@ HOLD = "hold"  # a file in the working directory
 HELD_RUN = (
     *("model._target_=tests.support.kill.net_with_dropout", "data._target_=tests.support.kill.held_images"),
     *("train.batch_size=16", "optimizer.lr=0.05", "runtime.threads=1", "runtime.tensorboard=false"),
+    "runtime.stage_records_every=1",
 )
 POLL_SECONDS = 0.02
 
-TIMINGS = ("train/samples_per_second", "stage/busy_share", "stage/peak_memory")  # the only values that may differ
+TIMINGS = ("train/samples_per_second", "stage/busy_share", "process/peak_memory")  # the only values that may differ
 UNREADABLE = "unreadable"
 OF_FAILURES = (UNREADABLE, "checkpoint/failed")
 

@@ -48,6 +48,19 @@ def test_recorded_staleness_is_that_of_the_formula(K, M, tmp_path):
                 assert r["value"] == pytest.approx(delay / M)
 
 
+def test_of_stages_every_nth_update_is_recorded(tmp_path):
+    """Also behind an epoch of seven updates; those of the run and of epochs stay whole."""
+    monitoring = adl_dist.Monitoring(quiet=True, tensorboard=False, stage_records_every=3)
+    fitted(2, num_samples=56, epochs=2, run_dir=tmp_path, monitoring=monitoring)
+    updates = {}
+    for record in records(tmp_path):
+        updates.setdefault((record["name"], record.get("stage")), []).append(record["update"])
+    for k in range(2):
+        assert updates["stage/staleness", k] == updates["stage/gradient_norm", k] == [0, 3, 6, 9, 12]
+        assert updates["stage/busy_share", k] == [6, 13]
+    assert updates["train/loss", 1] == [*range(14)]
+
+
 @pytest.mark.parametrize("K", [1, 3])
 def test_pipelined_evaluation_counts_every_sample_once(K):
     """And equals the uncut model."""
@@ -81,14 +94,17 @@ def test_the_run_folder_holds_what_the_design_says(tmp_path):
     assert len(list((tmp_path / "tensorboard").iterdir())) == 1
     written = records(tmp_path)
     names = {f"train/{name}" for name in ("loss", "accuracy", "learning_rate", "samples_per_second")}
-    names |= {f"stage/{name}" for name in ("staleness", "busy_share", "peak_memory", "gradient_norm")}
-    assert {r["name"] for r in written} == names | {"validation/loss", "validation/accuracy"}
+    names |= {f"stage/{name}" for name in ("staleness", "busy_share", "gradient_norm")}
+    assert {r["name"] for r in written} == names | {"process/peak_memory", "validation/loss", "validation/accuracy"}
     for r in written:
         assert {"name", "value", "update", "epoch"} <= r.keys()
     for stage in summary["stages"]:
-        assert stage.keys() == {"stage", "staleness_mean", "staleness_max", "busy_share", "peak_memory_bytes"}
+        assert stage.keys() == {"stage", "staleness_mean", "staleness_max", "busy_share"}
         assert 0 < stage["busy_share"] <= 1
-        assert stage["peak_memory_bytes"] > 2**20
+    (process,) = summary["processes"]
+    assert process.keys() == {"rank", "stages", "peak_memory_bytes"}
+    assert process["stages"] == [0, 1], "what the process held is told once, and of neither stage"
+    assert process["peak_memory_bytes"] > 2**20
     assert {"validation_accuracy", "validation_loss", "samples_per_second", "seconds"} <= summary.keys()
 
 

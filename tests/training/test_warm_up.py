@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from adl_dist.errors import ConfigError
 from adl_dist.schedule import METHODS
 from adl_dist.training import build
+from adl_dist.training.warm_up import check_without_warm_up
 from tests.support import runs
 from tests.support.commands import assert_same
 from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
@@ -33,6 +35,20 @@ VARIANTS = [
 def test_a_warm_up_leaves_no_trace(name, options, monkeypatch):
     plain, warm = (trained(name, options, monkeypatch, warms_up=warms_up) for warms_up in (False, True))
     assert_same(warm, plain)
+
+
+@pytest.mark.parametrize("loading", [None, "LAZY", "EAGER"])
+def test_lengths_that_change_over_nccl_need_loaded_kernels(loading, monkeypatch):
+    """There is no warm-up for them, and to load a kernel may wait for a receive that waits for a peer."""
+    monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
+    if loading is not None:
+        monkeypatch.setenv("CUDA_MODULE_LOADING", loading)
+    check_without_warm_up("gloo")
+    if loading == "EAGER":
+        check_without_warm_up("nccl")
+    else:
+        with pytest.raises(ConfigError, match="set CUDA_MODULE_LOADING=EAGER in the environment of all ranks"):
+            check_without_warm_up("nccl")
 
 
 class Remembers(nn.Module):

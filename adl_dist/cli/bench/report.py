@@ -20,6 +20,7 @@ HEAD = (
 BAR_INCHES, WIDTH_INCHES = 0.27, 6.5
 
 Row = dict[str, Any]  # plain values, as bench.json has them; what is unknown is missing
+UNDERSTATED = "allocated on its GPU, which is less than it holds: without what another stream may still use"
 
 
 def rows(able: Sequence[Entry], runs: Sequence[Measured], survey: ModelSurvey) -> list[Row]:
@@ -78,7 +79,7 @@ def report(table: Sequence[Row], left_out: Mapping[str, str], *, is_gpu: bool) -
     computing = "launches what its GPU computes" if is_gpu else "computes"
     lines += [
         "predicted: images/s by the measured costs of each unit and the schedule, as adl-dist plan predicts them",
-        "peak memory: for each process, " + ("allocated on its GPU" if is_gpu else "resident"),
+        "peak memory: for each process, " + (UNDERSTATED if is_gpu else "resident"),
         f"busy: share of the time in which each stage {computing}; unknown for torch's",
         "kB/image: sent by all processes together, computed from the shapes that cross; for DDP by its ring, "
         "2 (K-1)/K of the parameters' bytes per process and update",

@@ -21,6 +21,7 @@ from adl_dist.cli.config.compose import method_words
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.cli.subprocesses import Child, ChildFailed, run_together
 from adl_dist.distributed.network import GLOO, loopback
+from adl_dist.report.progress import holders
 from adl_dist.report.recorder import METRICS
 
 # Decided by the bench; all other overrides of the user reach each run.
@@ -137,12 +138,12 @@ def seconds_per_update(ends: Sequence[float], *, warmup: int) -> float:
 
 
 def _read_our_run(run_dir: Path) -> dict[str, Any]:
-    stages = json.loads((run_dir / SUMMARY).read_text())["stages"]
+    summary = json.loads((run_dir / SUMMARY).read_text())
     records = [json.loads(line) for line in (run_dir / METRICS).read_text().splitlines()]
     return {
         "ends": [[record["elapsed_seconds"] for record in records if record["name"] == "train/loss"]],
-        "peak_memory_bytes": [stage["peak_memory_bytes"] for stage in stages],
-        "busy_share": [stage["busy_share"] for stage in stages],
+        "peak_memory_bytes": [one["peak_memory_bytes"] for one in holders(summary)],
+        "busy_share": [stage["busy_share"] for stage in summary["stages"]],
     }
 
 

@@ -138,6 +138,7 @@ class RuntimeConfig:
     loggers: list[Any] = field(default_factory=list)
     trace: bool = False
     memory: bool = False
+    stage_records_every: int = 10
     peak_tflops: float | None = None
 
     def __post_init__(self) -> None:
@@ -156,6 +157,7 @@ class RuntimeConfig:
             loggers=[one for one in self.loggers if isinstance(one, str) and "." not in one],
             trace=self.trace,
             memory=self.memory,
+            stage_records_every=self.stage_records_every,
             peak_tflops=self.peak_tflops,
         )
 

@@ -54,6 +54,11 @@ def report(
         + f"; DDP on {other.num_devices}: {other.ddp:,.0f} images/s (estimated)",
         "speed-up: over BP of the whole batch on one device. factor: (1 + sum of mean staleness / M) / M, Theorem 1.",
     ]
+    if more := sorted({p.pipeline.num_processes for p in predictions} - {*range(other.num_devices + 1)}):
+        lines += [
+            f"with {other.num_devices} device(s): a process for each of {', '.join(map(str, more))} is predicted as if "
+            "there were as many devices, and not recommended; in training they would share devices and their memory"
+        ]
     return lines + [f"not possible: {reason}" for reason in refused]
 
 

@@ -1,0 +1,58 @@
+"""Similarity matching (PredSim): its values, and that it asks a GPU for none."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from adl_dist.stage.heads import SIMILARITY_SHARE, PredSim, build_head, similarities
+
+CLASSES = 4
+SHAPES = [(6,), (3, 5, 5), (3, 1, 1)]
+
+
+def left_out(head, out, target, loss_fn):
+    """Similarity matching as it is written: of the samples that have a class, and of no others."""
+    features = head.project(out)
+    if features.ndim == 4:
+        features = features.flatten(2).std(dim=2) if features[0, 0].numel() > 1 else features.flatten(1)
+    known = (target >= 0) & (target < CLASSES)
+    wanted = F.one_hot(target[known], CLASSES).to(features.dtype)
+    similar = F.mse_loss(similarities(features[known]), similarities(wanted))
+    return torch.lerp(loss_fn(head.classifier(out), target), similar, SIMILARITY_SHARE)
+
+
+def loss_and_gradients(function, head, out, target):
+    leaf = out.clone().requires_grad_()
+    loss = function(leaf, target, nn.CrossEntropyLoss(ignore_index=-1))
+    return [loss, *torch.autograd.grad(loss, [leaf, *head.parameters()])]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("ignored", [[], [0, 5]], ids=["all known", "two ignored"])
+def test_predsim_matches_the_samples_that_have_a_class(shape, ignored):
+    head = build_head("predsim", shape, num_classes=CLASSES, seed=1)
+    torch.manual_seed(0)
+    out, target = torch.randn(9, *shape), torch.randint(CLASSES, (9,))
+    target[ignored] = -1
+    expected = loss_and_gradients(lambda *given: left_out(head, *given), head, out, target)
+    for got, value in zip(loss_and_gradients(head, head, out, target), expected, strict=True):
+        if ignored:  # sums over the same numbers, with zeros between them
+            torch.testing.assert_close(got, value, rtol=1e-5, atol=1e-7)
+        else:
+            assert torch.equal(got, value)
+
+
+def test_an_ignored_sample_that_is_not_finite_is_not_compared():
+    head = PredSim(nn.Identity(), nn.Identity(), CLASSES)
+    out, target = torch.randn(5, CLASSES), torch.tensor([0, 1, -1, 2, 3])
+    out[2] = torch.inf
+    assert head(out, target, lambda out, target: torch.zeros(())).isfinite()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_predsim_asks_the_device_for_no_number(shape):
+    """On ``meta`` there are none, so that what needs one fails; on a GPU it would wait."""
+    head = build_head("predsim", shape, num_classes=CLASSES, seed=1).to("meta")
+    out, target = torch.empty(9, *shape, device="meta"), torch.empty(9, dtype=torch.long, device="meta")
+    loss_and_gradients(head, head, out.detach(), target)
