@@ -26,7 +26,8 @@ from adl_dist.report.progress import TOKENS
 from adl_dist.schedule import Pipeline, downstream_first
 from adl_dist.schedule.run_plan import Plan
 from adl_dist.seeds import stream_seed
-from adl_dist.stage import LossFn, Stage, TrainSpec, in_dtype
+from adl_dist.stage import LossFn, Stage, TrainSpec, graphs, in_dtype
+from adl_dist.stage.graphed import GraphedStage, check_method
 from adl_dist.stage.heads import build_gradient_network, build_head, normalises_samples
 from adl_dist.stage.loss_terms import LossTerms, class_loss, loss_terms
 from adl_dist.stage.own_loss import MeanOf, OnSeveral
@@ -37,6 +38,7 @@ from adl_dist.training.findings import Agreed
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.loss_checks import ReturnsSumError, check_first_targets
 from adl_dist.training.partitioned_model import Measuring, PartitionedModel, Settled
+from adl_dist.training.record import record_graphs
 from adl_dist.training.replayed_state import remembered
 from adl_dist.training.samples import Samples
 from adl_dist.training.warm_up import needs_warm_up, warm_up
@@ -71,6 +73,10 @@ def build_worker(
     device = world.device
     if spec.precision.compile:
         check_compiler(device)
+    recorder = None
+    if spec.precision.cuda_graphs:
+        check_method(spec.pipeline)
+        recorder = graphs.recorder_for(device)
     if isinstance(spec.loss_fn, nn.Module):
         in_dtype(spec.loss_fn, spec.precision.dtype, device)
     settings = settings_of(spec, partitioned)
@@ -109,6 +115,8 @@ def build_worker(
         contexts[0].num_inputs = len(tensors_of(samples.one[0]))
     if needs_warm_up(spec, device) and not samples.varies:
         warm_up(contexts, spec, device, agreed.acts, samples, terms)
+    if recorder is not None:
+        record_graphs(contexts, spec, recorder, device, agreed.acts, samples, terms)
     fresh = {}
     if folder is not None:
         of_loss = spec.loss_fn if agreed.traits[0].loss.moves else None
@@ -289,6 +297,8 @@ def build_stage(
         for classifier in head.children():  # each makes outputs of its own
             mark_roles(classifier, prefix="head:")
     traits = agreed.traits[k]
+    if spec.precision.cuda_graphs:
+        return GraphedStage(module, k, spec, device=device, traits=traits)
     remember = partial(remembered, module, spec.loss_fn) if method.replays and traits.moves_more else None
     return Stage(module, k, spec, device=device, head=head, traits=traits, remember=remember, tied=tied)
 

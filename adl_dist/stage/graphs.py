@@ -1,0 +1,116 @@
+"""What records the work of a GPU as a graph, and finds out beforehand whether it may.
+
+A graph launches the same kernels on the same memory again, and nothing of the Python around them: so no number may
+reach the host on the way, and all that lives on between two graphs must be referred to from here, because the memory
+of anything else is given to the next recording.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from adl_dist.errors import ConfigError
+
+T = TypeVar("T")
+Replay = Callable[[], None]
+WAY_OUT = "use runtime.cuda_graphs=false"
+OF_SIZES = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
+
+
+class Recorder(Protocol):
+    """Records work on one device."""
+
+    def rehearse(self, work: Callable[[], T]) -> T:
+        """Do ``work`` as it will be recorded, so that what is only needed once is made outside of graphs."""
+
+    def record(self, work: Callable[[], T]) -> tuple[T, Replay]:
+        """Record ``work``; return what it returned, whose tensors each replay fills, and what replays it."""
+
+
+class CudaRecorder:
+    """Records CUDA graphs, one after the other, which share memory for what none of them leaves behind."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Record on ``device``, on a stream of its own, as recording demands."""
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def rehearse(self, work: Callable[[], T]) -> T:
+        """Do ``work`` on the stream on which it will be recorded: libraries keep a workspace for each stream."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            done = work()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return done
+
+    def record(self, work: Callable[[], T]) -> tuple[T, Replay]:
+        """Record ``work`` without doing it.
+
+        Replays are done in the current stream, one after the other: so it does no harm that graphs share what they use
+        only while they run.
+        """
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, which load data or watch over NCCL, may do what this one must not do meanwhile.
+        recording = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        with recording:
+            done = work()
+        return done, graph.replay
+
+
+def recorder_for(device: torch.device) -> Recorder:
+    """Return what records on ``device``.
+
+    Raises:
+        ConfigError: it is no GPU.
+    """
+    if device.type != "cuda":
+        raise ConfigError(
+            f"runtime.cuda_graphs=true needs runtime.device=cuda, but stages are on {device.type}; {WAY_OUT}"
+        )
+    return CudaRecorder(device)
+
+
+class _Watch(TorchDispatchMode):
+    """Notes the first operation that a graph could not hold."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self.fault: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.fault is None:
+            self.fault = self._fault(func, args, kwargs or {})
+        return func(*args, **kwargs or {})
+
+    def _fault(self, func: Any, args: Any, kwargs: dict[str, Any]) -> str | None:
+        name = func._schema.name.removeprefix("aten::")
+        if any(tag in func.tags for tag in OF_SIZES):
+            return f"{name} hands a number, or a size, from the device to the host"
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        # A number in a tensor of the host is read when it is recorded, and never again.
+        copies = name in ("_to_copy", "copy_")
+        if any(t.device.type != self._device.type and (t.ndim > 0 or copies) for t in tensors):
+            return f"{name} takes a tensor that is not on {self._device.type}"
+        return None
+
+
+@contextmanager
+def recordable(where: str, device: torch.device) -> Iterator[None]:
+    """Check that a graph could hold what is done inside, on ``device``.
+
+    Raises:
+        ConfigError: it could not; the text begins with ``where``.
+    """
+    with _Watch(device) as watch:
+        yield
+    if watch.fault is not None:
+        raise ConfigError(
+            f"{where}: runtime.cuda_graphs=true needs forwards and backwards that launch the same kernels each time, "
+            f"but {watch.fault}; {WAY_OUT}"
+        )
