@@ -79,7 +79,7 @@ class _Watch(TorchDispatchMode):
     """Notes the first operation that a graph could not hold."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self.fault: str | None = None
 
