@@ -39,6 +39,9 @@ class CudaRecorder:
         """Record on ``device``, on a stream of its own, as recording demands."""
         self._device, self._stream = device, torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        # The graphs of autograd that were recorded stay, and with them its nodes that add gradients up, on that stream.
+        # A backward that is not replayed meets them from another one: autograd waits as it must, and says so.
+        torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
 
     def rehearse(self, work: Callable[[], T]) -> T:
         """Do ``work`` on the stream on which it will be recorded: libraries keep a workspace for each stream."""

@@ -41,16 +41,16 @@ def assert_graphs_change_nothing(K, M, method="adl", **options):
 
 # 2BW needs M of at least the first stage's delay.
 ALL = [(name, K, M) for name in METHODS for K in (1, 2, 3, 4) for M in (1, 2, 3, 4) if name != "2bw" or M >= K - 1]
-SOME = [("adl", 1, 3), ("adl", 2, 1), ("adl", 3, 2), ("adl", 4, 3), ("ddg", 3, 2), ("2bw", 3, 4), ("paci", 3, 2)]
-OTHERS = [("bp", 2, 2), ("gpipe", 3, 4), ("1f1b", 4, 3), ("fdg", 3, 1), ("pipedream", 4, 2)]
+SOME = [("adl", 1, 3), ("adl", 3, 2), ("ddg", 3, 2), ("gpipe", 2, 2), ("2bw", 3, 4), ("paci", 3, 2)]
 
 
-@pytest.mark.parametrize(("method", "K", "M"), [c if c in [*SOME, *OTHERS] else slow(*c) for c in ALL])
+@pytest.mark.parametrize(("method", "K", "M"), [case if case in SOME else slow(*case) for case in ALL])
 def test_graphs_change_no_bit_of_any_method(method, K, M, recorders):
     assert_graphs_change_nothing(K, M, method, dropout=0.3)
     (recorder,) = recorders
-    # Of each stage's forwards and backwards all are replays but the smaller last one and some while it fills.
-    assert recorder.num_replayed >= K * (2 * MICRO_BATCHES + MICRO_BATCHES - 4 * (K - 1))
+    # Forwards and backwards of all stages in two epochs, but for the smaller last ones and some while it fills.
+    fill = 0 if method in ("bp", "gpipe", "1f1b", "paci") else max(2 * (K - 1), M)
+    assert recorder.num_replayed >= K * 2 * 2 * (MICRO_BATCHES - 1 - fill)
 
 
 def ignoring():
@@ -58,32 +58,34 @@ def ignoring():
 
 
 OPTIONS = {
-    "clipped": {"clip_norm": 0.3},
-    "adamw": {"optimizer": functools.partial(torch.optim.AdamW, lr=0.01)},
-    "fused": {"optimizer": functools.partial(torch.optim.AdamW, lr=0.01, fused=True)},
-    "skipped": {"clip_norm": 0.3, "non_finite": "skip", "plant": nan_inputs},
-    "shuffled": {"shuffle": True, "ema": 0.9},
-    "mitigated": {"options": {"mitigation": ["discount", "spike", "delay_compensation", "error_feedback"]}},
-    "flushed first": {"options": {"flush_epochs": 1}},
-    "backward first": {"options": {"order": "backward_first", "gradient_shrink": 0.9}},
-    "latest": {"options": {"weights": "latest"}},
-    "lowered": {"autocast": torch.bfloat16, "wire_dtype": torch.bfloat16},
-    "channels last": {"channels_last": True},
-    "measured": {"metrics": ["top5"]},
+    "adamw": {
+        "optimizer": functools.partial(torch.optim.AdamW, lr=0.01),
+        "clip_norm": 0.3,
+        "shuffle": True,
+        "ema": 0.9,
+    },
+    "skipped": {"clip_norm": 0.3, "non_finite": "skip", "plant": nan_inputs, "metrics": ["top5"]},
+    "mitigated": {"options": {"mitigation": ["discount", "spike", "delay_compensation"]}},
+    "flushed first": {"options": {"flush_epochs": 1, "order": "backward_first", "gradient_shrink": 0.9}},
+    "lowered": {"autocast": torch.bfloat16, "wire_dtype": torch.bfloat16, "channels_last": True},
     "several tensors": {"model": unet, "balance": UNET_BALANCE[3]},
+    "fused": {"optimizer": functools.partial(torch.optim.AdamW, lr=0.01, fused=True)},
+    "feedback": {"options": {"mitigation": ["error_feedback"]}},
+    "latest": {"options": {"weights": "latest"}},
     "tuples": {"model": tuple_net, "balance": [1, 2, 1]},
 }
+SLOW = ("fused", "feedback", "latest", "tuples")
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", [slow(name) if name in SLOW else name for name in OPTIONS])
 def test_graphs_change_no_bit_of_any_option(name, recorders):
     assert_graphs_change_nothing(3, 2, **OPTIONS[name])
-    assert recorders[0].num_replayed > 60
+    assert recorders[0].num_replayed > 50
 
 
 def losses(K, **options):
     loss_fn = options.pop("loss_fn")
-    trainer = toy_trainer(K, 2, loss_fn=loss_fn(), threads=1, **options)
+    trainer = toy_trainer(K, 2, loss_fn=loss_fn(), **options)
     trainer.fit(FixedImages(NUM_SAMPLES), epochs=2, batch_size=6, monitoring=QUIET)
     return trainer.full_state_dict()
 
@@ -93,9 +95,9 @@ def test_graphs_change_no_bit_where_a_loss_counts_terms(recorders):
 
 
 def test_a_resumed_run_with_graphs_is_one_without(recorders, tmp_path):
-    folder = {"run_dir": tmp_path / "run", "checkpoint_every_epochs": 1}
-    run(3, 2, epochs=1, cuda_graphs=True, dropout=0.3, **folder)
-    assert_same(run(3, 2, epochs=3, cuda_graphs=True, dropout=0.3, **folder), run(3, 2, epochs=3, dropout=0.3))
+    options = {"dropout": 0.3, "run_dir": tmp_path / "run"}
+    run(3, 2, epochs=1, cuda_graphs=True, **options)
+    assert_same(run(3, 2, epochs=2, cuda_graphs=True, **options), run(3, 2, epochs=2, dropout=0.3))
 
 
 def train_a_rank(options):
@@ -105,6 +107,7 @@ def train_a_rank(options):
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_two_processes_with_graphs_are_one_without():
     expected = run(2, 2, dropout=0.3)
     for state in run_ranks(2, train_a_rank, {"dropout": 0.3, "cuda_graphs": True}, timeout_seconds=60):
@@ -133,17 +136,6 @@ def fewer_micro_batches(slots):
     return Slots(slots.num_versions, A, slots.versions[:A])
 
 
-def all_of_version_0(slots):
-    return replace(slots, versions=(0,) * slots.num_micro_batches)
-
-
-def without(name, owner=graphed._Slot, result=None):
-    def plant(monkeypatch):
-        monkeypatch.setattr(owner, name, lambda *args, **kwargs: result)
-
-    return plant
-
-
 def without_input(monkeypatch):
     def forward(self, acts, target):
         self.forward()
@@ -152,14 +144,20 @@ def without_input(monkeypatch):
 
 
 def without_seed(monkeypatch):
-    monkeypatch.setattr(graphed.GraphedStage, "_random", property(lambda self: Unseeded(), lambda self, value: None))
+    compute = graphed.GraphedStage._compute
+
+    def unseeded(self, micro_batch, *args, **kwargs):
+        streams, self._random = self._random, Unseeded()
+        try:
+            return compute(self, micro_batch, *args, **kwargs)
+        finally:
+            self._random = streams
+
+    monkeypatch.setattr(graphed.GraphedStage, "_compute", unseeded)
 
 
 class Unseeded:
-    def begin(self, *args, **kwargs):
-        pass
-
-    def seed(self, *args):
+    def seed(self, micro_batch, device):
         pass
 
 
@@ -185,23 +183,28 @@ def any_weights(monkeypatch):
 
 
 WRONG = {
-    "one version too few": planned(fewer_versions),
-    "one micro-batch too few": planned(fewer_micro_batches),
-    "the weights of version 0": lambda m: (planned(all_of_version_0)(m), any_weights(m)),
-    "the slot without its weights": any_weights,
-    "no input": without_input,
-    "no seed": without_seed,
-    "autograd's graph freed": freed_graph,
-    "gradients of the group before": gradients_left,
+    "one version too few": ("adl", planned(fewer_versions)),
+    "one micro-batch too few": ("paci", planned(fewer_micro_batches)),
+    "the slot without its weights": ("adl", any_weights),
+    "no input": ("adl", without_input),
+    "no seed": ("adl", without_seed),
+    "autograd's graph freed": ("adl", freed_graph),
+    "gradients of the group before": ("adl", gradients_left),
 }
+
+
+@functools.cache
+def plain(method):
+    return run(3, 2, method, dropout=0.3, epochs=1)
 
 
 @pytest.mark.parametrize("fault", WRONG)
 def test_the_stand_in_shows_what_a_graph_would_do_wrong(fault, recorders, monkeypatch):
-    expected = run(3, 2, dropout=0.3)
-    WRONG[fault](monkeypatch)
+    method, plant = WRONG[fault]
+    expected = plain(method)
+    plant(monkeypatch)
     with pytest.raises((AssertionError, DivergedError, RuntimeError)):
-        assert_same(run(3, 2, cuda_graphs=True, dropout=0.3), expected)
+        assert_same(run(3, 2, method, cuda_graphs=True, dropout=0.3, epochs=1), expected)
 
 
 # --- Refused ---------------------------------------------------------------------------------------------------
@@ -298,7 +301,7 @@ class Replacing:
 def test_a_parameter_with_other_memory_is_refused(recorders):
     model = batch_norm_net()
     trainer = toy_trainer(2, 2, model=model, balance=[3, 4], cuda_graphs=True)
-    with pytest.raises(ConfigError, match="stage 0: '.*0.weight' was replaced after the start"):
+    with pytest.raises(ConfigError, match=r"stage 0: '.*0.weight' was replaced after the start"):
         trainer.fit(
             FixedImages(12), epochs=2, batch_size=6, callbacks=[Replacing(model[0][0].weight)], monitoring=QUIET
         )
