@@ -31,8 +31,8 @@ class Slots:
 
 
 @lru_cache(maxsize=64)
-def slots_of(pipeline: Pipeline, stage: int, *, at_least: int = 1) -> Slots:
-    """Return the fewest slots that do for ``stage``, with ``at_least`` so many micro-batches, from its own actions.
+def slots_of(pipeline: Pipeline, stage: int, *, least_versions: int = 1) -> Slots:
+    """Return the fewest slots that do for ``stage``, with ``least_versions`` so many of weights, from its own actions.
 
     Raises:
         ValueError: its weights are not those of a version that stays until the backward, or it replays forwards.
@@ -40,8 +40,9 @@ def slots_of(pipeline: Pipeline, stage: int, *, at_least: int = 1) -> Slots:
     M, fill = pipeline.micro_batches_per_update, pipeline.updates_to_fill
     used = _used(list(training_actions(pipeline, stage, group_sizes=[M] * (2 * fill + 4))))
     V = 1 if pipeline.method.weights == "latest" else max((n - oldest + 1 for n, oldest in used.oldest), default=1)
+    V = max(V, least_versions)
     period = M * V if V > 1 else 1
-    A = -(-max(used.span, at_least) // period) * period
+    A = -(-used.span // period) * period
     steady = fill * M
     last = steady + A
     if last > len(used.versions):  # a segment long enough to see each of the slots in steady state

@@ -7,8 +7,7 @@ pipeline fills it may meet others, and the last micro-batch of an epoch may be s
 without graphs, with the same weights. Updates are, too.
 """
 
-from dataclasses import dataclass
-from functools import partial
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.autograd.graph import GradientEdge
 from adl_dist.batch import Batch, tensors_of
 from adl_dist.errors import ConfigError
 from adl_dist.schedule import Pipeline
-from adl_dist.schedule.slots import slots_of
+from adl_dist.schedule.slots import Slots, slots_of
 from adl_dist.stage.calls import Tensors
 from adl_dist.stage.graphs import WAY_OUT, Recorder, Replay, recordable
 from adl_dist.stage.spec import TrainSpec
@@ -30,41 +29,91 @@ from adl_dist.stage.weights import NEWEST
 Made = tuple[Any, Tensors, Tensors]  # what comes out: as the module returns it, its tensors, and what goes backward
 
 
-@dataclass
-class _Slot:
+class Slot:
     """What one of A micro-batches leaves for its backward, and how it goes forward and backward.
 
     Nothing of it may be freed: the memory would be given to other graphs.
+
+    Attributes:
+        version: the slot of its weights.
+        acts: what comes in, as leaves of the graph of autograd.
+        made: what comes out.
+        forward, backward: what does again what :meth:`compute_forward` and :meth:`compute_backward` did.
     """
 
-    version: int  # the slot of its weights
-    acts: Tensors  # what comes in, as leaves of the graph of autograd
-    target: Batch | None
     made: Made
-    grads: Tensors  # what comes back, for that of what goes backward that leads to a gradient
     forward: Replay
     backward: Replay
 
+    def __init__(
+        self, stage: "GraphedStage", version: int, acts: Tensors, target: Batch | None, grads: Tensors
+    ) -> None:
+        """Make room for copies of ``acts``, ``target`` and ``grads``; the slot has the weights of slot ``version``."""
+        self._stage, self.version = stage, version
+        self.acts, self._target, self._grads = stage.copied(acts), _copy(target), grads
+        # Written to behind the back of autograd, whose graph stays and would not be used again.
+        self._arriving = [tensor.data for tensor in (*self.acts, *_tensors(self._target))]
+        self._ends: list[GradientEdge] = []
+        self._returning: Tensors = ()
+
+    def compute_forward(self) -> None:
+        """Go forward, to be recorded."""
+        with self._stage.weights_in(self.version):
+            self.made = self._stage.made_of(self.acts, self._target)
+
+    def compute_backward(self) -> None:
+        """Go backward, to be recorded, after :meth:`expect`.
+
+        The graph of autograd stays: with it all that the backward reads.
+        """
+        with self._stage.weights_in(self.version):
+            if self._ends:
+                torch.autograd.backward(self._ends, self._returning, retain_graph=True)
+
+    def expect(self) -> None:
+        """Make room for what comes back, now that a forward is recorded."""
+        self._ends, self._returning = self._stage.ends_of(self.made[2], self._grads)
+
+    @property
+    def size(self) -> int:
+        """How many samples it is for."""
+        return len(self._arriving[0])
+
     def fits(self, acts: Tensors, target: Batch | None) -> bool:
         """Whether a micro-batch is as large."""
-        own = [*self.acts, *_tensors(self.target)]
-        return [t.shape for t in own] == [t.shape for t in (*acts, *_tensors(target))]
+        return [t.shape for t in self._arriving] == [t.shape for t in (*acts, *_tensors(target))]
 
     @torch.no_grad()
     def go_forward(self, acts: Tensors, target: Batch | None) -> None:
         """Replay a forward of ``acts`` and ``target``."""
-        torch._foreach_copy_([*self.acts, *_tensors(self.target)], [*acts, *_tensors(target)])
+        torch._foreach_copy_(self._arriving, [*acts, *_tensors(target)])
         self.forward()
 
     @torch.no_grad()
     def go_backward(self, grads: Tensors) -> None:
-        """Replay the backward of ``grads``."""
-        torch._foreach_copy_(self.grads, grads)
+        """Replay the backward, given what comes back for that of what went forward that leads to a gradient."""
+        torch._foreach_copy_(self._returning, grads)
         self.backward()
+
+    def go_backward_alone(self, grads: Tensors) -> None:
+        """Go backward on what the forward has left, by autograd itself; what goes upstream is where it always is."""
+        places = [act.grad for act in self.acts]
+        for act in self.acts:
+            act.grad = None
+        torch.autograd.backward(self._ends, grads, retain_graph=True)
+        for act, place in zip(self.acts, places, strict=True):
+            if place is not None and act.grad is not None:
+                act.grad = place.copy_(act.grad)
 
 
 class GraphedStage(Stage):
-    """A stage that replays what :meth:`record` has recorded, wherever a micro-batch fits it."""
+    """A stage that replays what its slots have recorded, wherever a micro-batch fits them.
+
+    Attributes:
+        slots: by number; none before :meth:`prepare`.
+    """
+
+    _may_draw = True  # whether its forward may draw random numbers
 
     def __init__(
         self,
@@ -83,18 +132,25 @@ class GraphedStage(Stage):
         check_method(spec.pipeline)
         super().__init__(module, index, spec, device=device, traits=traits)
         check_recordable(module, self.where, traits)
-        self._device, self._slots = device, slots_of(spec.pipeline, index)
+        self.slots: list[Slot] = []
+        self._device, self._plan = device, self._planned(spec.pipeline)
         self._static: StaticWeights | None = None
         if self._policy is not None:
             latest = spec.pipeline.method.weights == "latest"
             self._policy = self._static = StaticWeights(
-                module, self.optimizer, self.mitigation, num_slots=self._slots.num_versions, latest=latest
+                module,
+                self.optimizer,
+                self.mitigation,
+                num_slots=self._plan.num_versions,
+                hidden=latest or spec.precision.cuda_graphs == "tick",
             )
-        self._recorded: list[_Slot] = []
         self._memory: dict[str, tuple[int, bool]] = {}  # where what the graphs compute with lies
 
-    def record(self, recorder: Recorder, acts: Tensors, wanted: tuple[Tensor | None, ...], grads: Tensors) -> None:
-        """Record a forward and a backward for each slot; nothing that it moves is put back.
+    def _planned(self, pipeline: Pipeline) -> Slots:
+        return slots_of(pipeline, self.index)
+
+    def prepare(self, recorder: Recorder, acts: Tensors, wanted: tuple[Tensor | None, ...], grads: Tensors) -> None:
+        """Rehearse a forward and a backward, and make the slots, to be recorded; nothing that moves is put back.
 
         ``acts``, ``wanted`` and ``grads`` are those of a common micro-batch, as :meth:`forward` and :meth:`backward`
         get them.
@@ -104,9 +160,11 @@ class GraphedStage(Stage):
         """
         target = _copy(self._wanted(wanted)[0])
         self.begin(0, training=True)
-        before = self._addresses()
-        with recordable(self.where, self._device):
-            recorder.rehearse(lambda: self._rehearsed(acts, target, grads))
+        before, rehearsed = self._addresses(), Slot(self, 0, acts, target, grads)
+        with recordable(self.where, self._device, may_draw=self._may_draw):
+            recorder.rehearse(rehearsed.compute_forward)
+            rehearsed.expect()
+            recorder.rehearse(rehearsed.compute_backward)
         if moved := _unlike(before, self._addresses()):
             raise ConfigError(
                 f"{self.where}: its forward puts another tensor in the place of '{moved}', which a graph would not "
@@ -115,50 +173,53 @@ class GraphedStage(Stage):
         if self._static is not None:
             gradients = [parameter.grad for parameter in self._static.parameters]
             if any(gradient is not None and gradient.layout is not torch.strided for gradient in gradients):
-                raise ConfigError(f"{self.where}: a gradient is sparse, which runtime.cuda_graphs=true cannot hold; "
-                                  f"use sparse=False in the embedding, or {WAY_OUT}")  # fmt: skip
+                raise ConfigError(
+                    f"{self.where}: a gradient is sparse, which runtime.cuda_graphs=true cannot hold; use sparse=False "
+                    f"in the embedding, or {WAY_OUT}"
+                )
             self._static.prepare([gradient is not None for gradient in gradients])
+        del rehearsed  # with it go autograd's places where gradients are added up, which belong to another stream
         self.begin(0, training=True)
-        self._recorded = [self._recorded_slot(recorder, v, acts, target, grads) for v in self._slots.versions]
+        self.slots = [Slot(self, version, acts, target, grads) for version in self._plan.versions]
+        for version in range(self._plan.num_versions):
+            if self._static is not None:
+                self._static.collect_in(version)
+
+    def record(self, recorder: Recorder) -> None:
+        """Record a forward and a backward for each slot."""
+        for slot in self.slots:
+            slot.forward = recorder.record([slot.compute_forward])
+            slot.expect()
+            slot.backward = recorder.record([slot.compute_backward])
+
+    def is_recorded(self) -> None:
+        """Take note that all slots are recorded."""
         self.begin(0, training=True)
         self._memory = self._addresses()
 
-    def _recorded_slot(
-        self, recorder: Recorder, version: int, acts: Tensors, target: Batch | None, grads: Tensors
-    ) -> _Slot:
-        leaves, target = self._copied(acts), _copy(target)
-        if self._static is not None:
-            self._static.collect_in(version)
-        with NEWEST if self._static is None else self._static.weights_in(version):
-            made, forward = recorder.record(lambda: self._made_of(leaves, target))
-            ends, coming = self._ends_of(made[2], grads)
-            # The graph of autograd stays: with it all that the backward reads.
-            work = partial(torch.autograd.backward, ends, coming, retain_graph=True)
-            backward = recorder.record(work)[1] if ends else _nothing
-        return _Slot(version, leaves, target, made, coming, forward, backward)
+    def weights_in(self, version: int) -> AbstractContextManager[None]:
+        """Have the module compute with the weights in that slot inside, and its gradients end there."""
+        return NEWEST if self._static is None else self._static.weights_in(version)
 
-    def _rehearsed(self, acts: Tensors, target: Batch | None, grads: Tensors) -> None:
-        ends, coming = self._ends_of(self._made_of(self._copied(acts), target)[2], grads)
-        if ends:
-            torch.autograd.backward(ends, coming)
-
-    def _copied(self, acts: Tensors) -> Tensors:
+    def copied(self, acts: Tensors) -> Tensors:
+        """Return copies of what comes in, as it enters the graph of autograd."""
         copies = tuple(act.clone() for act in acts)
         return self._leaves_of(copies) if self.index > 0 else copies
 
-    def _ends_of(self, last: Tensors, grads: Tensors) -> tuple[list[GradientEdge], Tensors]:
+    def made_of(self, acts: Tensors, target: Batch | None) -> Made:
+        """Go forward."""
+        with torch.enable_grad():
+            out = self._call(acts)
+            outs = self._taken_apart(out)
+            return out, outs, (self._loss(out, target),) if self.has_loss else outs
+
+    def ends_of(self, last: Tensors, grads: Tensors) -> tuple[list[GradientEdge], Tensors]:
         """Return where a backward begins, and copies of what comes back there."""
         if self.has_loss:
             grads = (torch.ones_like(last[0]),)
         edges = self._grad_edges_of(last, 0)
         pairs = [(edge, grad.clone()) for edge, grad in zip(edges, grads, strict=True) if edge is not None]
         return [edge for edge, _ in pairs], tuple(grad for _, grad in pairs)
-
-    def _made_of(self, acts: Tensors, target: Batch | None) -> Made:
-        with torch.enable_grad():
-            out = self._call(acts)
-            outs = self._taken_apart(out)
-            return out, outs, (self._loss(out, target),) if self.has_loss else outs
 
     def begin(self, epoch: int, *, training: bool, first_micro_batch: int = 0) -> None:
         """Get ready for a segment; see :meth:`Stage.begin`.
@@ -190,15 +251,10 @@ class GraphedStage(Stage):
     def backward(self, micro_batch: int, grads: Tensors) -> Tensors:
         """Back-propagate one micro-batch; see :meth:`Stage.backward`."""
         kept = self.in_flight[micro_batch]
-        if self._static is not None:
-            self._static.collect_in(self._static.slot_of(kept.version))
+        leaving = self._backward(micro_batch, kept, grads)
         if kept.replay is not None:
-            if kept.output_and_loss is not None:
-                out, loss = kept.output_and_loss
-                kept.output_and_loss = out, loss.clone()  # which is read later on
-            return tuple(grad.clone() for grad in super().backward(micro_batch, grads))
-        leaving = super().backward(micro_batch, grads)
-        if self._recorded and self._static is not None:
+            return tuple(grad.clone() for grad in leaving)
+        if self._memory and self._static is not None:
             place = self._static.with_strange_gradient(kept.version)
             if place is not None:
                 raise ConfigError(
@@ -206,6 +262,15 @@ class GraphedStage(Stage):
                     f"graphs were recorded (runtime.cuda_graphs=true); use it in every micro-batch, or {WAY_OUT}"
                 )
         return leaving
+
+    def _backward(self, micro_batch: int, kept: InFlight, grads: Tensors) -> Tensors:
+        """Go backward; what is returned lies in the slot, if there is one."""
+        if self._static is not None:
+            self._static.collect_in(self._static.slot_of(kept.version))
+        if kept.replay is not None and kept.output_and_loss is not None:
+            out, loss = kept.output_and_loss
+            kept.output_and_loss = out, loss.clone()  # which is read later on
+        return super().backward(micro_batch, grads)
 
     def _compute(self, micro_batch: int, kept: InFlight, given: Tensors, *, with_graph: bool) -> Made:
         slot = self._slot_for(micro_batch, kept, given)
@@ -217,11 +282,11 @@ class GraphedStage(Stage):
             slot.go_forward(given, kept.target)
         return slot.made
 
-    def _slot_for(self, micro_batch: int, kept: InFlight, given: Tensors) -> _Slot | None:
+    def _slot_for(self, micro_batch: int, kept: InFlight, given: Tensors) -> Slot | None:
         """Return the slot of a micro-batch, if what was recorded there is what it needs."""
-        if not self._recorded or kept.num_terms == 0:
+        if not self._memory or kept.num_terms == 0:
             return None
-        slot = self._recorded[micro_batch % len(self._recorded)]
+        slot = self.slots[micro_batch % len(self.slots)]
         has_weights = self._static is None or self._static.slot_of(kept.version) == slot.version
         return slot if has_weights and slot.fits(given, kept.target) else None
 
@@ -287,7 +352,3 @@ def _tensors(batch: Batch | None) -> Tensors:
 
 def _copy(batch: Batch | None) -> Batch | None:
     return None if batch is None else batch.clone()
-
-
-def _nothing() -> None:
-    """Replay nothing: no gradient comes back that anything here takes."""

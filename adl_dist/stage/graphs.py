@@ -5,7 +5,7 @@ reach the host on the way, and all that lives on between two graphs must be refe
 of anything else is given to the next recording.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -28,8 +28,8 @@ class Recorder(Protocol):
     def rehearse(self, work: Callable[[], T]) -> T:
         """Do ``work`` as it will be recorded, so that what is only needed once is made outside of graphs."""
 
-    def record(self, work: Callable[[], T]) -> tuple[T, Replay]:
-        """Record ``work``; return what it returned, whose tensors each replay fills, and what replays it."""
+    def record(self, works: Sequence[Callable[[], None]]) -> Replay:
+        """Record ``works``, of which none needs another, and return what does all of them again, side by side."""
 
 
 class CudaRecorder:
@@ -38,6 +38,7 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         """Record on ``device``, on a stream of its own, as recording demands."""
         self._device, self._stream = device, torch.cuda.Stream(device)
+        self._branches: list[torch.cuda.Stream] = []  # of works that are recorded together
         self._pool = torch.cuda.graph_pool_handle()
         # The graphs of autograd that were recorded stay, and with them its nodes that add gradients up, on that stream.
         # A backward that is not replayed meets them from another one: autograd waits as it must, and says so.
@@ -51,18 +52,33 @@ class CudaRecorder:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return done
 
-    def record(self, work: Callable[[], T]) -> tuple[T, Replay]:
-        """Record ``work`` without doing it.
+    def record(self, works: Sequence[Callable[[], None]]) -> Replay:
+        """Record ``works`` without doing them.
 
         Replays are done in the current stream, one after the other: so it does no harm that graphs share what they use
-        only while they run.
+        only while they run. Several works have a stream each, for which torch's allocator keeps memory apart.
         """
+        if len(works) > 1:
+            self._branches += [torch.cuda.Stream(self._device) for _ in range(len(self._branches), len(works))]
         graph = torch.cuda.CUDAGraph()
         # Other threads, which load data or watch over NCCL, may do what this one must not do meanwhile.
         recording = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
         with recording:
-            done = work()
-        return done, graph.replay
+            self._do(works)
+        return graph.replay
+
+    def _do(self, works: Sequence[Callable[[], None]]) -> None:
+        if len(works) == 1:
+            works[0]()
+            return
+        branches = self._branches[: len(works)]
+        for branch in branches:  # all of them leave the stream of the recording before the first one comes back
+            branch.wait_stream(self._stream)
+        for branch, work in zip(branches, works, strict=True):
+            with torch.cuda.stream(branch):
+                work()
+        for branch in branches:
+            self._stream.wait_stream(branch)
 
 
 def recorder_for(device: torch.device) -> Recorder:
@@ -72,9 +88,7 @@ def recorder_for(device: torch.device) -> Recorder:
         ConfigError: it is no GPU.
     """
     if device.type != "cuda":
-        raise ConfigError(
-            f"runtime.cuda_graphs=true needs runtime.device=cuda, but stages are on {device.type}; {WAY_OUT}"
-        )
+        raise ConfigError(f"runtime.cuda_graphs needs runtime.device=cuda, but stages are on {device.type}; {WAY_OUT}")
     return CudaRecorder(device)
 
 
@@ -85,8 +99,10 @@ class _Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self.fault: str | None = None
+        self.draws = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
         if self.fault is None:
             self.fault = self._fault(func, args, kwargs or {})
         return func(*args, **kwargs or {})
@@ -104,11 +120,11 @@ class _Watch(TorchDispatchMode):
 
 
 @contextmanager
-def recordable(where: str, device: torch.device) -> Iterator[None]:
+def recordable(where: str, device: torch.device, *, may_draw: bool = True) -> Iterator[None]:
     """Check that a graph could hold what is done inside, on ``device``.
 
     Raises:
-        ConfigError: it could not; the text begins with ``where``.
+        ConfigError: it could not, or draws random numbers and may not; the text begins with ``where``.
     """
     with _Watch(device) as watch:
         yield
@@ -116,4 +132,9 @@ def recordable(where: str, device: torch.device) -> Iterator[None]:
         raise ConfigError(
             f"{where}: runtime.cuda_graphs=true needs forwards and backwards that launch the same kernels each time, "
             f"but {watch.fault}; {WAY_OUT}"
+        )
+    if watch.draws and not may_draw:
+        raise ConfigError(
+            f"{where}: it draws random numbers, as dropout does, but with runtime.cuda_graphs=tick all stages would "
+            "draw from one generator at the same time; use runtime.cuda_graphs=true"
         )

@@ -262,10 +262,8 @@ class Stage:
                 kept.as_then = self._remember()
         with_graph = keep_graph or self._traits.asks_for_graph
         out, outs, last = self._compute(micro_batch, kept, given, with_graph=with_graph)
-        if self.metrics:
-            kept.measured = measured(self.metrics, tree_map(_detached, out), target)
-        if self._guard is not None and target is not None:
-            self._guard.look(out, target)
+        if self.metrics or self._guard is not None:
+            self._look_at(kept, out)
         if self.has_loss:
             out, loss = outs[0] if self.is_last else None, last[0]
             if not keep_graph:  # nor one that the module asked for
@@ -292,6 +290,13 @@ class Stage:
             outs = self._taken_apart(out)
             last = (self._loss(out, kept.target, kept.num_terms),) if self.has_loss else outs
         return out, outs, last
+
+    def _look_at(self, kept: InFlight, out: Any) -> None:
+        """Measure the output of a forward, and see whether its loss is the mean that it should be."""
+        if self.metrics:
+            kept.measured = measured(self.metrics, tree_map(_detached, out), kept.target)
+        if self._guard is not None and kept.target is not None:
+            self._guard.look(out, kept.target)
 
     def recompute(self, micro_batch: int) -> None:
         """Replay a forward from its stored input with the present weights, and keep the graph.

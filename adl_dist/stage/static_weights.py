@@ -31,14 +31,14 @@ class StaticWeights(Stash):
         mitigation: Mitigation | None = None,
         *,
         num_slots: int,
-        latest: bool = False,
+        hidden: bool = False,
     ) -> None:
-        """Take over ``module``; ``latest``: autograd is not told of updates, as graphs in flight see them on purpose.
+        """Take over ``module``; ``hidden``: autograd is not told when weights are written, as its graphs want it.
 
         Until :meth:`prepare` no parameter gets a gradient that stays where it is.
         """
         super().__init__(module, optimizer, mitigation)
-        self._all = tuple(module.parameters()) if latest else ()
+        self._is_hidden = hidden
         own = self._exchange.parameters
         others = (self._exchange.versions_of([p.detach().clone() for p in own]) for _ in range(1, num_slots))
         # Of each slot the tensors that have its memory now; None: the parameters themselves have.
@@ -100,14 +100,13 @@ class StaticWeights(Stash):
     def step(self, version: int, *, in_flight: Collection[int], skip: bool = False) -> None:
         """Gather the gradients of all versions, and write the next one to the next slot; see :meth:`Stash.step`."""
         self.gather()
-        with self.in_place():
-            if len(self._slots) > 1:
-                self._older[version], self._places[version] = self._moved_to((self._present + 1) % len(self._slots))
+        if len(self._slots) > 1:
+            self._older[version], self._places[version] = self._moved_to((self._present + 1) % len(self._slots))
+        with self._written(self.parameters):
             self._finish(skip=skip)
 
-    def in_place(self) -> AbstractContextManager[None]:
-        """Return what does not tell autograd, with ``latest``."""
-        return _unsafe_preserve_version_counter(self._all) if self._all else NEWEST
+    def _written(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+        return _unsafe_preserve_version_counter(tuple(tensors)) if self._is_hidden else NEWEST
 
     def forget(self, *, keep: Collection[int] = ()) -> None:
         """Drop all older versions and gradients, and have the newest in slot 0."""
@@ -138,7 +137,7 @@ class StaticWeights(Stash):
         assert others is not None, "there is more than one slot"
         for lost in [version for version, at in self._places.items() if at == slot]:
             del self._places[lost], self._older[lost]
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), self._written(others):
             if others:
                 torch._foreach_copy_(tuple(others), tuple(self.parameters))
             for parameter, other in zip(self.parameters, others, strict=True):

@@ -31,6 +31,7 @@ from adl_dist.stage.graphed import GraphedStage, check_method
 from adl_dist.stage.heads import build_gradient_network, build_head, normalises_samples
 from adl_dist.stage.loss_terms import LossTerms, class_loss, loss_terms
 from adl_dist.stage.own_loss import MeanOf, OnSeveral
+from adl_dist.stage.ticks import TickedStage, check_ticks
 from adl_dist.training import samples as samples_of
 from adl_dist.training.agreement import LENGTH, MADE, check_consistent, exchange, read
 from adl_dist.training.edges import COUNTS, connect_stages
@@ -76,6 +77,8 @@ def build_worker(
     recorder = None
     if spec.precision.cuda_graphs:
         check_method(spec.pipeline)
+        if spec.precision.cuda_graphs == "tick":
+            check_ticks(spec, in_one_process=not world.is_distributed)
         recorder = graphs.recorder_for(device)
     if isinstance(spec.loss_fn, nn.Module):
         in_dtype(spec.loss_fn, spec.precision.dtype, device)
@@ -115,8 +118,9 @@ def build_worker(
         contexts[0].num_inputs = len(tensors_of(samples.one[0]))
     if needs_warm_up(spec, device) and not samples.varies:
         warm_up(contexts, spec, device, agreed.acts, samples, terms)
+    ticks = None
     if recorder is not None:
-        record_graphs(contexts, spec, recorder, device, agreed.acts, samples, terms)
+        ticks = record_graphs(contexts, spec, recorder, device, agreed.acts, samples, terms)
     fresh = {}
     if folder is not None:
         of_loss = spec.loss_fn if agreed.traits[0].loss.moves else None
@@ -133,6 +137,7 @@ def build_worker(
         is_plain=layouts == [None, None],
         unit=unit_of(samples, spec.loss_fn, terms),
         fresh=fresh,
+        ticks=ticks,
     )
     return worker, settings_made(spec, [one for some in by_rank for one in some])
 
@@ -298,7 +303,8 @@ def build_stage(
             mark_roles(classifier, prefix="head:")
     traits = agreed.traits[k]
     if spec.precision.cuda_graphs:
-        return GraphedStage(module, k, spec, device=device, traits=traits)
+        graphed = TickedStage if spec.precision.cuda_graphs == "tick" else GraphedStage
+        return graphed(module, k, spec, device=device, traits=traits)
     remember = partial(remembered, module, spec.loss_fn) if method.replays and traits.moves_more else None
     return Stage(module, k, spec, device=device, head=head, traits=traits, remember=remember, tied=tied)
 

@@ -1,6 +1,4 @@
-"""Stages as CUDA graphs, on a GPU: the values of the stages without graphs. ``make test-gpu``; skipped without a GPU."""
-
-import functools
+"""Stages as CUDA graphs, on a GPU: the values of stages without them. ``make test-gpu``; skipped without a GPU."""
 
 import pytest
 import torch

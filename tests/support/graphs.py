@@ -5,6 +5,8 @@ object holds by now; nothing of the Python around the operations happens again; 
 more is spoilt after each replay, because another graph may have got it.
 """
 
+import random
+
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,30 +26,37 @@ class StandIn:
         self.num_recorded = self.num_replayed = 0
         self._memory = {}  # all storages that graphs compute with, by address of the object
         self._unused = None
+        self._draw = random.Random(0)
 
     def rehearse(self, work):
         return work()
 
-    def record(self, work):
+    def record(self, works):
         assert self._unused is None, "all is recorded before anything is replayed"
-        recording = _Recording(self._memory)
-        with recording:
-            done = work()
-        steps = recording.steps
-        del recording
+        branches = [self._steps_of(work) for work in works]
         self.num_recorded += 1
 
         def replay():
             if self._unused is None:
                 self._unused = [memory for memory in self._memory.values() if _num_uses(memory) == 1]
             self.num_replayed += 1
+            # Any order in which each branch keeps its own: the works need nothing of each other.
+            turns = [place for place, steps in enumerate(branches) for _ in steps]
+            self._draw.shuffle(turns)
+            left = [iter(steps) for steps in branches]
             with torch.no_grad():
-                for step in steps:
-                    step.do()
+                for place in turns:
+                    next(left[place]).do()
             for memory in self._unused:
                 memory.fill_(0xFF)  # NaN in any floating-point type
 
-        return done, replay
+        return replay
+
+    def _steps_of(self, work):
+        recording = _Recording(self._memory)
+        with recording:
+            work()
+        return recording.steps
 
 
 def _num_uses(storage):

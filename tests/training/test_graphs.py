@@ -140,7 +140,7 @@ def without_input(monkeypatch):
     def forward(self, acts, target):
         self.forward()
 
-    monkeypatch.setattr(graphed._Slot, "go_forward", forward)
+    monkeypatch.setattr(graphed.Slot, "go_forward", forward)
 
 
 def without_seed(monkeypatch):
@@ -163,8 +163,12 @@ class Unseeded:
 
 def freed_graph(monkeypatch):
     """Of autograd: with it goes what the backward reads."""
-    partial = functools.partial
-    monkeypatch.setattr(graphed, "partial", lambda f, *args, retain_graph: partial(f, *args, retain_graph=False))
+
+    def compute_backward(self):
+        with self._stage.weights_in(self.version):
+            torch.autograd.backward(self._ends, self._returning)
+
+    monkeypatch.setattr(graphed.Slot, "compute_backward", compute_backward)
 
 
 def gradients_left(monkeypatch):
@@ -176,7 +180,7 @@ def gradients_left(monkeypatch):
 
 def any_weights(monkeypatch):
     def slot_for(self, micro_batch, kept, given):
-        slot = self._recorded[micro_batch % len(self._recorded)] if self._recorded else None
+        slot = self.slots[micro_batch % len(self.slots)] if self._memory else None
         return slot if slot is not None and slot.fits(given, kept.target) else None
 
     monkeypatch.setattr(graphed.GraphedStage, "_slot_for", slot_for)
@@ -284,7 +288,7 @@ def test_what_no_graph_can_hold_is_refused_at_the_start(options, message, record
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a GPU has them")
 def test_graphs_without_a_gpu_are_refused():
-    with pytest.raises(ConfigError, match=r"runtime.cuda_graphs=true needs runtime.device=cuda, but .* cpu; use"):
+    with pytest.raises(ConfigError, match=r"runtime.cuda_graphs needs runtime.device=cuda, but .* cpu; use"):
         run(2, 2, cuda_graphs=True)
 
 
