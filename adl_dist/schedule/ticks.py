@@ -92,16 +92,18 @@ def steady_ticks(pipeline: Pipeline, num_slots: int) -> list[tuple[tuple[int, ..
 def _turn(actions: Sequence[Action], start: int) -> list[Action]:
     """Return the actions from ``start`` on that a stage does in one tick."""
     turn: list[Action] = []
-    part = 0
+    part, done = 0, set[int]()
     for at in range(start, len(actions)):
         action = actions[at]
         if action.op not in PART_OF:
             raise ValueError(f"{action} has no place in a tick")
         own = PART_OF[action.op]
-        if own < part or (action.op in (Op.FORWARD, Op.BACKWARD) and any(a.op is action.op for a in turn)):
+        if own < part or own in done:  # what comes in belongs to the forward, or the backward, behind it
             break
         part = own
         turn.append(action)
+        if action.op in (Op.FORWARD, Op.BACKWARD):
+            done.add(own)
     return turn
 
 

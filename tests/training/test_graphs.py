@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from adl_dist.errors import ConfigError, DivergedError
 from adl_dist.schedule.slots import Slots, slots_of
-from adl_dist.stage import graphed
+from adl_dist.stage import graphed, ticks
 from adl_dist.stage.static_weights import StaticWeights
 from tests.support.commands import assert_same
 from tests.support.graphs import use_stand_in
@@ -112,6 +112,70 @@ def test_two_processes_with_graphs_are_one_without():
     expected = run(2, 2, dropout=0.3)
     for state in run_ranks(2, train_a_rank, {"dropout": 0.3, "cuda_graphs": True}, timeout_seconds=60):
         assert_same(state, expected)
+
+
+# --- All stages in one graph: the stand-in does its branches in any order ---------------------------------------
+
+TICKED = [("adl", 2, 1), ("adl", 3, 2), ("fdg", 3, 1)]
+ALL_TICKED = [(name, K, M) for name in ("adl", "fdg") for K in (2, 3, 4) for M in (1, 2, 3, 4)]
+LONG = {"num_samples": 65}  # 22 micro-batches
+
+
+@pytest.mark.parametrize(("method", "K", "M"), [case if case in TICKED else slow(*case) for case in ALL_TICKED])
+def test_a_graph_of_all_stages_changes_no_bit(method, K, M, recorders):
+    assert_same(run(K, M, method, cuda_graphs="tick", **LONG), run(K, M, method, **LONG))
+    # Two graphs for each tick of two epochs, but for those in which some stages only begin, or have come to their end.
+    least = 2 * 2 * (21 - 2 * 2 * (K - 1) - M)
+    assert recorders[0].num_replayed >= least > 0 or K == 4
+
+
+TICKED_OPTIONS = {
+    "adamw": {**OPTIONS["adamw"], "metrics": ["top5"], "wire_dtype": torch.bfloat16},
+    "mitigated": {"options": {"mitigation": ["spike", "delay_compensation"], "flush_epochs": 1}},
+    "several tensors": OPTIONS["several tensors"],
+    "lowered": OPTIONS["lowered"],
+}
+
+
+@pytest.mark.parametrize("name", [name if name == "adamw" else slow(name) for name in TICKED_OPTIONS])
+def test_a_graph_of_all_stages_changes_no_bit_of_any_option(name, recorders):
+    options = {**LONG, **TICKED_OPTIONS[name]}
+    assert_same(run(3, 2, cuda_graphs="tick", **options), run(3, 2, **options))
+    assert recorders[0].num_replayed > 10
+
+
+@pytest.mark.slow
+def test_a_resumed_run_with_a_graph_of_all_stages_is_one_without(recorders, tmp_path):
+    options = {**LONG, "run_dir": tmp_path / "run"}
+    run(3, 2, epochs=1, cuda_graphs="tick", **options)
+    assert_same(run(3, 2, epochs=2, cuda_graphs="tick", **options), run(3, 2, epochs=2, **LONG))
+
+
+def test_the_stand_in_shows_a_tick_with_too_few_slots(recorders, monkeypatch):
+    def planned(pipeline, stage, **options):
+        return Slots(2, 4, (0, 0, 1, 1))  # instead of 3 and 6
+
+    monkeypatch.setattr(ticks, "slots_of", planned)
+    monkeypatch.setattr(ticks.TickedStage, "can_replay", lambda self, b, size: size == self.slots[0].size)
+    with pytest.raises((AssertionError, DivergedError, RuntimeError)):
+        assert_same(run(3, 2, cuda_graphs="tick", **LONG), run(3, 2, **LONG))
+
+
+TICK_REFUSED = [
+    (2, {"dropout": 0.3}, "stage 1: it draws random numbers"),
+    (1, {}, "needs several stages"),
+    (3, {"method": "ddg"}, "with method=ddg RO0 has no place in a tick"),
+    (3, {"method": "pipedream"}, "with method=pipedream only 0 of"),
+    (3, {"non_finite": "skip"}, "train.non_finite=skip"),
+]
+
+
+@pytest.mark.parametrize(("K", "options", "message"), TICK_REFUSED, ids=[message for _, _, message in TICK_REFUSED])
+def test_stages_that_cannot_share_a_graph_are_refused(K, options, message, recorders):
+    with pytest.raises(ConfigError, match=message) as refused:
+        run(K, 2, cuda_graphs="tick", **options)
+    assert "use runtime.cuda_graphs=true" in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
 # --- The same comparison finds what is wrong -------------------------------------------------------------------
