@@ -8,7 +8,8 @@
     overhead  our engine and torch's own loop where the GPU is busy: ResNet-18 at batch 128, ResNet-50 at 224x224
     ranks     ResNet-56 in micro-batches of 32: 2 and 4 ranks on the GPU, and BP in one process, eager, compiled, and as
               one CUDA graph for each update
-    graphs    the same in one process: stages with and without CUDA graphs, beside BP, eager and as graphs
+    graphs    the same in one process: stages with and without CUDA graphs, and all stages in one graph for each tick,
+              beside BP, eager and as one graph
     launches  the same network by torch's profiler: kernels, and host and GPU milliseconds per micro-batch
     memory    Table 4 of the paper: four ranks on the GPU
     accuracy  Table 2(a) of the paper, K = 16, M = 1 to 4, side by side for as many epochs as fit into the MINUTES (9);
@@ -221,7 +222,8 @@ def graphs() -> None:
     }
     for method, k in (("bp", 1), ("adl", 4), ("adl", 16)):
         words = (*ours, f"method={method}", f"partition.num_stages={k}", "runtime.processes=false")
-        for replayed in ("false", "true") if DEVICE == "cuda" else ("false",):
+        kinds = ("false", "true", "tick") if k > 1 else ("false", "true")
+        for replayed in kinds if DEVICE == "cuda" else ("false",):
             graphed = f"runtime.cuda_graphs={replayed}"
             row = f"{method}, K = {k}, {graphed}"
             rows[row] = lambda words=words, graphed=graphed: images_per_second(*words, graphed)  # type: ignore[misc]

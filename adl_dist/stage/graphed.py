@@ -146,6 +146,11 @@ class GraphedStage(Stage):
             )
         self._memory: dict[str, tuple[int, bool]] = {}  # where what the graphs compute with lies
 
+    @property
+    def _branch(self) -> int | None:
+        """Its place among stages that are recorded together; None: it is recorded by itself."""
+        return None
+
     def _planned(self, pipeline: Pipeline) -> Slots:
         return slots_of(pipeline, self.index)
 
@@ -162,9 +167,9 @@ class GraphedStage(Stage):
         self.begin(0, training=True)
         before, rehearsed = self._addresses(), Slot(self, 0, acts, target, grads)
         with recordable(self.where, self._device, may_draw=self._may_draw):
-            recorder.rehearse(rehearsed.compute_forward)
+            recorder.rehearse(rehearsed.compute_forward, branch=self._branch)
             rehearsed.expect()
-            recorder.rehearse(rehearsed.compute_backward)
+            recorder.rehearse(rehearsed.compute_backward, branch=self._branch)
         if moved := _unlike(before, self._addresses()):
             raise ConfigError(
                 f"{self.where}: its forward puts another tensor in the place of '{moved}', which a graph would not "

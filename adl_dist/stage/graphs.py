@@ -7,7 +7,7 @@ of anything else is given to the next recording.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 
 from adl_dist.errors import ConfigError
 
-T = TypeVar("T")
 Replay = Callable[[], None]
 WAY_OUT = "use runtime.cuda_graphs=false"
 OF_SIZES = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
@@ -25,8 +24,11 @@ OF_SIZES = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 class Recorder(Protocol):
     """Records work on one device."""
 
-    def rehearse(self, work: Callable[[], T]) -> T:
-        """Do ``work`` as it will be recorded, so that what is only needed once is made outside of graphs."""
+    def rehearse(self, work: Callable[[], None], *, branch: int | None = None) -> None:
+        """Do ``work`` as it will be recorded, so that what is only needed once is made outside of graphs.
+
+        ``branch`` is its place among works that are recorded together; None: it is recorded by itself.
+        """
 
     def record(self, works: Sequence[Callable[[], None]]) -> Replay:
         """Record ``works``, of which none needs another, and return what does all of them again, side by side."""
@@ -44,13 +46,15 @@ class CudaRecorder:
         # A backward that is not replayed meets them from another one: autograd waits as it must, and says so.
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
 
-    def rehearse(self, work: Callable[[], T]) -> T:
+    def rehearse(self, work: Callable[[], None], *, branch: int | None = None) -> None:
         """Do ``work`` on the stream on which it will be recorded: libraries keep a workspace for each stream."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            done = work()
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        return done
+        stream, present = self._stream, torch.cuda.current_stream(self._device)
+        if branch is not None:
+            stream = self._branches_for(branch + 1)[branch]
+        stream.wait_stream(present)
+        with torch.cuda.stream(stream):
+            work()
+        present.wait_stream(stream)
 
     def record(self, works: Sequence[Callable[[], None]]) -> Replay:
         """Record ``works`` without doing them.
@@ -58,8 +62,6 @@ class CudaRecorder:
         Replays are done in the current stream, one after the other: so it does no harm that graphs share what they use
         only while they run. Several works have a stream each, for which torch's allocator keeps memory apart.
         """
-        if len(works) > 1:
-            self._branches += [torch.cuda.Stream(self._device) for _ in range(len(self._branches), len(works))]
         graph = torch.cuda.CUDAGraph()
         # Other threads, which load data or watch over NCCL, may do what this one must not do meanwhile.
         recording = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
@@ -71,7 +73,7 @@ class CudaRecorder:
         if len(works) == 1:
             works[0]()
             return
-        branches = self._branches[: len(works)]
+        branches = self._branches_for(len(works))
         for branch in branches:  # all of them leave the stream of the recording before the first one comes back
             branch.wait_stream(self._stream)
         for branch, work in zip(branches, works, strict=True):
@@ -79,6 +81,10 @@ class CudaRecorder:
                 work()
         for branch in branches:
             self._stream.wait_stream(branch)
+
+    def _branches_for(self, number: int) -> list[torch.cuda.Stream]:
+        self._branches += [torch.cuda.Stream(self._device) for _ in range(len(self._branches), number)]
+        return self._branches[:number]
 
 
 def recorder_for(device: torch.device) -> Recorder:

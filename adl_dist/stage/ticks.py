@@ -37,6 +37,10 @@ class TickedStage(GraphedStage):
     replays = (False, False)
     _unfinished: tuple[Tensors, Tensors] | None = None  # a group that is complete when all stages have gone backward
 
+    @property
+    def _branch(self) -> int | None:
+        return self.index
+
     def _planned(self, pipeline: Pipeline) -> Slots:
         return slots_of(pipeline, self.index, least_versions=slots_of(pipeline, 0).num_versions)
 

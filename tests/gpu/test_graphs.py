@@ -49,6 +49,12 @@ def test_graphs_on_a_gpu_change_no_bit_of_an_option(options):
     assert_same(graphed(3, **options), train(3, "cuda", **options))
 
 
+@pytest.mark.parametrize("K", [2, 4])
+def test_a_graph_of_all_stages_on_a_gpu_changes_no_bit(K):
+    ticked = train(K, "cuda", of_trainer={"cuda_graphs": "tick"}, name="adl")
+    assert_same(ticked, train(K, "cuda", name="adl"))
+
+
 def train_as_a_rank(K):
     return graphed(K, dropout=0.3)
 
