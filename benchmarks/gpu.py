@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """What one GPU can show, in parts of at most ten minutes; each prints Markdown for docs/results, with its commands.
 
-    python benchmarks/gpu.py tests | overhead | ranks | launches | memory
+    python benchmarks/gpu.py tests | overhead | ranks | graphs | launches | memory
     python benchmarks/gpu.py accuracy CIFAR10_FOLDER [MINUTES]
 
     tests     tests/gpu: values on the GPU, and NCCL between several ranks on it
     overhead  our engine and torch's own loop where the GPU is busy: ResNet-18 at batch 128, ResNet-50 at 224x224
     ranks     ResNet-56 in micro-batches of 32: 2 and 4 ranks on the GPU, and BP in one process, eager, compiled, and as
               one CUDA graph for each update
+    graphs    the same in one process: stages with and without CUDA graphs, and all stages in one graph for each tick,
+              beside BP, eager and as one graph
     launches  the same network by torch's profiler: kernels, and host and GPU milliseconds per micro-batch
     memory    Table 4 of the paper: four ranks on the GPU
     accuracy  Table 2(a) of the paper, K = 16, M = 1 to 4, side by side for as many epochs as fit into the MINUTES (9);
@@ -45,7 +47,14 @@ Update = Callable[[], None]
 def main() -> None:
     """Do one part."""
     words = [word for word in sys.argv[1:] if "=" not in word]
-    parts = {"tests": tests, "overhead": overhead, "ranks": ranks, "launches": launches, "memory": memory}
+    parts = {
+        "tests": tests,
+        "overhead": overhead,
+        "ranks": ranks,
+        "graphs": graphs,
+        "launches": launches,
+        "memory": memory,
+    }
     print(machine(), "\n", flush=True)
     if words and words[0] == "accuracy" and len(words) > 1:
         accuracy(Path(words[1]), float(words[2]) if len(words) > 2 else 9.0)
@@ -199,6 +208,25 @@ def ranks() -> None:
     for k in (2, 4):
         cut = (f"partition.num_stages={k}", "partition.balance=auto")
         rows[f"adl, {k} ranks"] = lambda cut=cut: images_per_second(*ours, "method=adl", *cut)  # type: ignore[misc]
+    in_turns(rows, "BP by hand, eager")
+
+
+def graphs() -> None:
+    """A network of small kernels in one process: what is gained where the host launches graphs instead of kernels?"""
+    print("ResNet-56, M = 4 micro-batches of 32, float32; all stages in one process\n")
+    ours = (*RESNET56, "method.accumulation_steps=4", "data.num_samples=25600", "train.epochs=2")
+    rows: dict[str, Callable[[], float]] = {
+        f"BP by hand, {kind}": lambda kind=kind: by_hand(kind, cifar_resnet(56), 32, 4, 32)  # type: ignore[misc]
+        for kind in ("eager", "graph")
+        if DEVICE == "cuda" or kind != "graph"
+    }
+    for method, k in (("bp", 1), ("adl", 4), ("adl", 16)):
+        words = (*ours, f"method={method}", f"partition.num_stages={k}", "runtime.processes=false")
+        kinds = ("false", "true", "tick") if k > 1 else ("false", "true")
+        for replayed in kinds if DEVICE == "cuda" else ("false",):
+            graphed = f"runtime.cuda_graphs={replayed}"
+            row = f"{method}, K = {k}, {graphed}"
+            rows[row] = lambda words=words, graphed=graphed: images_per_second(*words, graphed)  # type: ignore[misc]
     in_turns(rows, "BP by hand, eager")
 
 

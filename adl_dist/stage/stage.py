@@ -54,6 +54,8 @@ class InFlight:
     loss_weight: float | None = None
     measured: Sequence[Tensor] = ()  # (sum, count) of each metric
     num_terms: float | None = None
+    # What goes backward, given the gradients of those of ``grad_edges`` that are some; None: autograd does.
+    replay: Callable[[Tensors], None] | None = None
 
 
 class Stage:
@@ -245,11 +247,7 @@ class Stage:
         counts its terms. The graph is kept, or, without ``keep_graph``, what came in, for :meth:`recompute`.
         """
         target, counts = (wanted[0], None) if self._is_one_target and len(wanted) == 1 else self._wanted(wanted)
-        leaves = acts
-        if self.index > 0:
-            is_sent = not self._learns_locally
-            needs = self._traits.needs_grad if self._traits.needs_grad is not None else map(takes_gradient, acts)
-            leaves = tuple([a.detach().requires_grad_(is_sent and need) for a, need in zip(acts, needs, strict=True)])
+        leaves = self._leaves_of(acts) if self.index > 0 else acts
         if target is not None:
             target = target.to(acts[0].device, non_blocking=True)
         version = self.version if self._forward_version is None else self._forward_version
@@ -262,17 +260,10 @@ class Stage:
             kept.buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
             if self._remember is not None:
                 kept.as_then = self._remember()
-        self._random.seed(micro_batch, leaves[0].device)
         with_graph = keep_graph or self._traits.asks_for_graph
-        with torch.set_grad_enabled(with_graph), self._weights_of(version, forward=True):
-            with self._watching_buffers(self.module):
-                out = self._call(given)
-            outs = self._taken_apart(out)
-            last = (self._loss(out, target, kept.num_terms),) if self.has_loss else outs
-        if self.metrics:
-            kept.measured = measured(self.metrics, tree_map(_detached, out), target)
-        if self._guard is not None and target is not None:
-            self._guard.look(out, target)
+        out, outs, last = self._compute(micro_batch, kept, given, with_graph=with_graph)
+        if self.metrics or self._guard is not None:
+            self._look_at(kept, out)
         if self.has_loss:
             out, loss = outs[0] if self.is_last else None, last[0]
             if not keep_graph:  # nor one that the module asked for
@@ -281,6 +272,31 @@ class Stage:
         if keep_graph:
             kept.grad_edges = self._grad_edges_of(last, micro_batch)
         return () if self.is_last else tuple(out.detach() for out in outs)
+
+    def _leaves_of(self, acts: Tensors) -> Tensors:
+        """Return what came from upstream as leaves of this stage's part of the graph."""
+        is_sent = not self._learns_locally
+        needs = self._traits.needs_grad if self._traits.needs_grad is not None else map(takes_gradient, acts)
+        return tuple([a.detach().requires_grad_(is_sent and need) for a, need in zip(acts, needs, strict=True)])
+
+    def _compute(
+        self, micro_batch: int, kept: InFlight, given: Tensors, *, with_graph: bool
+    ) -> tuple[Any, Tensors, Tensors]:
+        """Return what the module makes of ``given``, the tensors of that, and those that a backward starts from."""
+        self._random.seed(micro_batch, given[0].device)
+        with torch.set_grad_enabled(with_graph), self._weights_of(kept.version, forward=True):
+            with self._watching_buffers(self.module):
+                out = self._call(given)
+            outs = self._taken_apart(out)
+            last = (self._loss(out, kept.target, kept.num_terms),) if self.has_loss else outs
+        return out, outs, last
+
+    def _look_at(self, kept: InFlight, out: Any) -> None:
+        """Measure the output of a forward, and see whether its loss is the mean that it should be."""
+        if self.metrics:
+            kept.measured = measured(self.metrics, tree_map(_detached, out), kept.target)
+        if self._guard is not None and kept.target is not None:
+            self._guard.look(out, kept.target)
 
     def recompute(self, micro_batch: int) -> None:
         """Replay a forward from its stored input with the present weights, and keep the graph.
@@ -313,8 +329,11 @@ class Stage:
             grads = tuple(grad * self._gradient_shrink for grad in grads)
         if paired := [(end, grad) for end, grad in zip(kept.grad_edges, grads, strict=True) if end is not None]:
             ends, grads = zip(*paired, strict=True)
-            with self._weights_of(kept.version) if self._rereads_weights else NEWEST:
-                torch.autograd.backward(ends, grads)
+            if kept.replay is not None:
+                kept.replay(grads)
+            else:
+                with self._weights_of(kept.version) if self._rereads_weights else NEWEST:
+                    torch.autograd.backward(ends, grads)
         self.tally.staleness.append(self.version - kept.version)
         if self.ties:
             for tie in self.ties.values():

@@ -26,10 +26,12 @@ from adl_dist.report.progress import TOKENS
 from adl_dist.schedule import Pipeline, downstream_first
 from adl_dist.schedule.run_plan import Plan
 from adl_dist.seeds import stream_seed
-from adl_dist.stage import LossFn, Stage, TrainSpec, in_dtype
+from adl_dist.stage import LossFn, Stage, TrainSpec, graphs, in_dtype
+from adl_dist.stage.graphed import GraphedStage, check_method
 from adl_dist.stage.heads import build_gradient_network, build_head, normalises_samples
 from adl_dist.stage.loss_terms import LossTerms, class_loss, loss_terms
 from adl_dist.stage.own_loss import MeanOf, OnSeveral
+from adl_dist.stage.ticks import TickedStage, check_ticks
 from adl_dist.training import samples as samples_of
 from adl_dist.training.agreement import LENGTH, MADE, check_consistent, exchange, read
 from adl_dist.training.edges import COUNTS, connect_stages
@@ -37,6 +39,7 @@ from adl_dist.training.findings import Agreed
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.loss_checks import ReturnsSumError, check_first_targets
 from adl_dist.training.partitioned_model import Measuring, PartitionedModel, Settled
+from adl_dist.training.record import record_graphs
 from adl_dist.training.replayed_state import remembered
 from adl_dist.training.samples import Samples
 from adl_dist.training.warm_up import check_without_warm_up, needs_warm_up, warm_up
@@ -71,6 +74,12 @@ def build_worker(
     device = world.device
     if spec.precision.compile:
         check_compiler(device)
+    recorder = None
+    if spec.precision.cuda_graphs:
+        check_method(spec.pipeline)
+        if spec.precision.cuda_graphs == "tick":
+            check_ticks(spec, in_one_process=not world.is_distributed)
+        recorder = graphs.recorder_for(device)
     if isinstance(spec.loss_fn, nn.Module):
         in_dtype(spec.loss_fn, spec.precision.dtype, device)
     settings = settings_of(spec, partitioned)
@@ -111,6 +120,9 @@ def build_worker(
         check_without_warm_up(world.backend)
     elif needs_warm_up(spec, device):
         warm_up(contexts, spec, device, agreed.acts, samples, terms)
+    ticks = None
+    if recorder is not None:
+        ticks = record_graphs(contexts, spec, recorder, device, agreed.acts, samples, terms)
     fresh = {}
     if folder is not None:
         of_loss = spec.loss_fn if agreed.traits[0].loss.moves else None
@@ -127,6 +139,7 @@ def build_worker(
         is_plain=layouts == [None, None],
         unit=unit_of(samples, spec.loss_fn, terms),
         fresh=fresh,
+        ticks=ticks,
     )
     return worker, settings_made(spec, [one for some in by_rank for one in some])
 
@@ -291,6 +304,9 @@ def build_stage(
         for classifier in head.children():  # each makes outputs of its own
             mark_roles(classifier, prefix="head:")
     traits = agreed.traits[k]
+    if spec.precision.cuda_graphs:
+        graphed = TickedStage if spec.precision.cuda_graphs == "tick" else GraphedStage
+        return graphed(module, k, spec, device=device, traits=traits)
     remember = partial(remembered, module, spec.loss_fn) if method.replays and traits.moves_more else None
     return Stage(module, k, spec, device=device, head=head, traits=traits, remember=remember, tied=tied)
 

@@ -21,7 +21,7 @@ from adl_dist.schedule.actions import TiedAction
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.calls import Tensors
 from adl_dist.stage.loss_terms import LossTerms
-from adl_dist.training.samples import Samples
+from adl_dist.training.samples import MicroBatch, Samples
 from adl_dist.training.verify import kept
 from adl_dist.transport.spec import Specs
 
@@ -74,9 +74,7 @@ def warm_up(
     modes = zip((True, False), samples.sizes, strict=True)
     for training, size in [(training, size) for training, sizes in modes for size in sizes]:
         batch = samples.repeated(size)
-        targets = tensors_of(batch.target)
-        if terms is not None:
-            targets = (*targets, torch.tensor([1.0, terms.count(batch.target)], dtype=torch.float64).repeat(size, 1))
+        targets = targets_of(batch, terms, size)
         for k, context in contexts.items():
             try:
                 _carry_out(k, context, spec, device, acts, tensors_of(batch.input_), targets, training=training)
@@ -106,14 +104,11 @@ def _carry_out(  # 8: a stage, what is known of it, and what it is given
     else:
         work = evaluation_work(segment, num_stages=spec.pipeline.num_stages, stages=[k])[k]
 
-    def zeros(specs: Specs) -> Tensors:
-        return tuple(spec.empty(size, device).zero_() for spec in specs.for_segment(training=training))
-
     arriving: dict[str, Tensors] = {"target": targets, "label": targets, "go": ()}
     if k in acts:
-        arriving["act"] = zeros(acts[k])
+        arriving["act"] = zeros_of(acts[k], size, device, training=training)
     if training and k + 1 in acts:
-        arriving["grad"] = zeros(acts[k + 1].of_gradients())
+        arriving["grad"] = zeros_of(acts[k + 1].of_gradients(), size, device, training=training)
     rehearsed = replace(
         context,
         receivers={kind: _Given(tensors) for kind, tensors in arriving.items()},
@@ -129,6 +124,19 @@ def _carry_out(  # 8: a stage, what is known of it, and what it is given
             engine.run(((k, action) for action in rehearsed.work.actions), {k: rehearsed})
         finally:
             stage.begin(0, training=training)  # forgets it
+
+
+def zeros_of(specs: Specs, size: int, device: torch.device, *, training: bool) -> Tensors:
+    """Return zeros in the place of what crosses a cut for a micro-batch of ``size`` samples."""
+    return tuple(spec.empty(size, device).zero_() for spec in specs.for_segment(training=training))
+
+
+def targets_of(batch: MicroBatch, terms: LossTerms | None, size: int) -> Tensors:
+    """Return what the last stage gets besides activations: targets, and their counts if the loss counts its terms."""
+    targets = tensors_of(batch.target)
+    if terms is None:
+        return targets
+    return (*targets, torch.tensor([1.0, terms.count(batch.target)], dtype=torch.float64).repeat(size, 1))
 
 
 def _without_steps(work: StageWork) -> StageWork:

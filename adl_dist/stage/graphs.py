@@ -1,0 +1,146 @@
+"""What records the work of a GPU as a graph, and finds out beforehand whether it may.
+
+A graph launches the same kernels on the same memory again, and nothing of the Python around them: so no number may
+reach the host on the way, and all that lives on between two graphs must be referred to from here, because the memory
+of anything else is given to the next recording.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from adl_dist.errors import ConfigError
+
+Replay = Callable[[], None]
+WAY_OUT = "use runtime.cuda_graphs=false"
+OF_SIZES = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
+
+
+class Recorder(Protocol):
+    """Records work on one device."""
+
+    def rehearse(self, work: Callable[[], None], *, branch: int | None = None) -> None:
+        """Do ``work`` as it will be recorded, so that what is only needed once is made outside of graphs.
+
+        ``branch`` is its place among works that are recorded together; None: it is recorded by itself.
+        """
+
+    def record(self, works: Sequence[Callable[[], None]]) -> Replay:
+        """Record ``works``, of which none needs another, and return what does all of them again, side by side."""
+
+
+class CudaRecorder:
+    """Records CUDA graphs, one after the other, which share memory for what none of them leaves behind."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Record on ``device``, on a stream of its own, as recording demands."""
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._branches: list[torch.cuda.Stream] = []  # of works that are recorded together
+        self._pool = torch.cuda.graph_pool_handle()
+        # The graphs of autograd that were recorded stay, and with them its nodes that add gradients up, on that stream.
+        # A backward that is not replayed meets them from another one: autograd waits as it must, and says so.
+        torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+
+    def rehearse(self, work: Callable[[], None], *, branch: int | None = None) -> None:
+        """Do ``work`` on the stream on which it will be recorded: libraries keep a workspace for each stream."""
+        stream, present = self._stream, torch.cuda.current_stream(self._device)
+        if branch is not None:
+            stream = self._branches_for(branch + 1)[branch]
+        stream.wait_stream(present)
+        with torch.cuda.stream(stream):
+            work()
+        present.wait_stream(stream)
+
+    def record(self, works: Sequence[Callable[[], None]]) -> Replay:
+        """Record ``works`` without doing them.
+
+        Replays are done in the current stream, one after the other: so it does no harm that graphs share what they use
+        only while they run. Several works have a stream each, for which torch's allocator keeps memory apart.
+        """
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, which load data or watch over NCCL, may do what this one must not do meanwhile.
+        recording = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        with recording:
+            self._do(works)
+        return graph.replay
+
+    def _do(self, works: Sequence[Callable[[], None]]) -> None:
+        if len(works) == 1:
+            works[0]()
+            return
+        branches = self._branches_for(len(works))
+        for branch in branches:  # all of them leave the stream of the recording before the first one comes back
+            branch.wait_stream(self._stream)
+        for branch, work in zip(branches, works, strict=True):
+            with torch.cuda.stream(branch):
+                work()
+        for branch in branches:
+            self._stream.wait_stream(branch)
+
+    def _branches_for(self, number: int) -> list[torch.cuda.Stream]:
+        self._branches += [torch.cuda.Stream(self._device) for _ in range(len(self._branches), number)]
+        return self._branches[:number]
+
+
+def recorder_for(device: torch.device) -> Recorder:
+    """Return what records on ``device``.
+
+    Raises:
+        ConfigError: it is no GPU.
+    """
+    if device.type != "cuda":
+        raise ConfigError(f"runtime.cuda_graphs needs runtime.device=cuda, but stages are on {device.type}; {WAY_OUT}")
+    return CudaRecorder(device)
+
+
+class _Watch(TorchDispatchMode):
+    """Notes the first operation that a graph could not hold."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+        self.fault: str | None = None
+        self.draws = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
+        if self.fault is None:
+            self.fault = self._fault(func, args, kwargs or {})
+        return func(*args, **kwargs or {})
+
+    def _fault(self, func: Any, args: Any, kwargs: dict[str, Any]) -> str | None:
+        name = func._schema.name.removeprefix("aten::")
+        if any(tag in func.tags for tag in OF_SIZES):
+            return f"{name} hands a number, or a size, from the device to the host"
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        # A number in a tensor of the host is read when it is recorded, and never again.
+        copies = name in ("_to_copy", "copy_")
+        if any(t.device.type != self._device.type and (t.ndim > 0 or copies) for t in tensors):
+            return f"{name} takes a tensor that is not on {self._device.type}"
+        return None
+
+
+@contextmanager
+def recordable(where: str, device: torch.device, *, may_draw: bool = True) -> Iterator[None]:
+    """Check that a graph could hold what is done inside, on ``device``.
+
+    Raises:
+        ConfigError: it could not, or draws random numbers and may not; the text begins with ``where``.
+    """
+    with _Watch(device) as watch:
+        yield
+    if watch.fault is not None:
+        raise ConfigError(
+            f"{where}: runtime.cuda_graphs=true needs forwards and backwards that launch the same kernels each time, "
+            f"but {watch.fault}; {WAY_OUT}"
+        )
+    if watch.draws and not may_draw:
+        raise ConfigError(
+            f"{where}: it draws random numbers, as dropout does, but with runtime.cuda_graphs=tick all stages would "
+            "draw from one generator at the same time; use runtime.cuda_graphs=true"
+        )
