@@ -1,13 +1,15 @@
 """Networks of transformers through the trainer: the equations, plain training, and processes, for any cut."""
 
+import contextlib
 import functools
 import math
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
+import adl_dist
 from adl_dist.batch import Several, tensors_of
 from adl_dist.losses import TokenCrossEntropy
 from adl_dist.partition import linearise
@@ -16,10 +18,11 @@ from tests.support.equations import assert_close, differ
 from tests.support.oracle import train_by_the_equations
 from tests.support.ranks import run_ranks
 from tests.support.runs import toy_trainer
-from tests.support.values import QUIET
+from tests.support.values import QUIET, SILENT, values
 
 pytest.importorskip("transformers")
-from tests.support.hf_models import CLASSES, VOCAB, hf_input, hf_net
+from adl_dist.models.from_transformers import build, hf_model
+from tests.support.hf_models import CLASSES, FAMILIES, VOCAB, hf_input, hf_net
 
 LR, MOMENTUM, EPOCHS, MICRO_BATCH, NUM, M = 0.1, 0.9, 2, 2, 15, 2
 sgd = functools.partial(torch.optim.SGD, lr=LR, momentum=MOMENTUM)
@@ -123,3 +126,57 @@ def test_two_processes_train_a_network_as_one_process_does():
     for of_rank in by_rank:
         for state, expected in zip(of_rank, alone, strict=True):
             assert_same(state, expected)
+
+
+LAZY = {
+    "llama": False,
+    "gemma": True,
+    "gpt2": True,
+    "vit": False,
+    "distilbert": False,
+}  # and whether embeddings are tied
+
+
+LOSS_OF = {"causal-lm": TokenCrossEntropy()}
+
+
+def saved(family, folder, *, tied):
+    """A folder as save_pretrained makes it, in several files."""
+    config, task, *_ = FAMILIES[family]
+    settings = config()
+    settings.tie_word_embeddings = tied
+    torch.manual_seed(0)
+    build(settings, task).save_pretrained(folder, max_shard_size="2KB")
+    return folder
+
+
+def trained_lazily(folder, family, lazy):
+    _, task, *_ = FAMILIES[family]
+    with torch.device("meta") if lazy else contextlib.nullcontext():
+        model = hf_model(str(folder), task)
+    options = {
+        "num_stages": 2,
+        "optimizer": sgd,
+        "loss_fn": LOSS_OF.get(task, nn.CrossEntropyLoss()),
+        "method": adl_dist.method("adl"),
+    }
+    trainer = adl_dist.Trainer(model, **options, **values(threads=1))
+    x = hf_input(family, 16, masked=False)
+    y = x if task == "causal-lm" else torch.arange(16) % CLASSES
+    trainer.fit(TensorDataset(x, y), epochs=2, batch_size=8, monitoring=SILENT)
+    held = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.is_meta}
+    return trainer.full_state_dict(), held
+
+
+def both_ways(folders):
+    return [[trained_lazily(folder, family, lazy) for lazy in (False, True)] for family, folder in folders.items()]
+
+
+@pytest.mark.ranks
+def test_processes_that_read_only_their_stage_train_the_same(tmp_path):
+    """Bit for bit, each family from a folder of several files."""
+    folders = {family: saved(family, tmp_path / family, tied=tied) for family, tied in LAZY.items()}
+    for of_family in zip(*run_ranks(2, both_ways, folders), strict=True):
+        (whole, of_whole), (lazy, _) = of_family[0]
+        assert_same(lazy, whole)
+        assert all(held < of_whole for _, (_, held) in of_family), "no process holds all"
