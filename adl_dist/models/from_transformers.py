@@ -100,7 +100,8 @@ def _names_here(model: Any, names: Iterable[str]) -> dict[str, str]:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
 
-    changes, state, here = get_model_conversion_mapping(model), model.state_dict(), {}
+    changes: list[Any] = get_model_conversion_mapping(model)
+    state, here = model.state_dict(), {}
     made = [one for one in changes if isinstance(one, WeightConverter)]
     renamed = [one for one in changes if not isinstance(one, WeightConverter)]
     for name in names:
