@@ -175,13 +175,6 @@ def averaged(path: Path, tensors: Mapping[str, Stored], module: nn.Module) -> di
     return found
 
 
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """Read parameters and buffers of a checkpoint and compare its checksums; CheckpointError if it is damaged."""
-    files = layout.verify(path)["files"]
-    with _explained(path):
-        return dict(storage.read(storage.scan(path, MODEL, files)[0]))
-
-
 def verify(path: Path, expected: Signature) -> dict[str, Any]:
     """Compare a checkpoint with its checksums and the model; return its manifest, or raise UnusableError."""
     manifest = layout.verify(path)

@@ -51,6 +51,7 @@ class Stored:
     shape: list[int]
     num_bytes: int
     code: str
+    name: str | None = None  # in its file, if that is another one
 
 
 def file_name(kind: str, stage: int, num_stages: int) -> str:
@@ -127,7 +128,7 @@ def read(tensors: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]:
     for file in sorted({stored.file for stored in tensors.values()}):
         with safe_open(file, "pt", backend="pread") as content:
             for name in (name for name, stored in tensors.items() if stored.file == file):
-                yield name, content.get_tensor(name)
+                yield name, content.get_tensor(tensors[name].name or name)
                 progress.count()
 
 

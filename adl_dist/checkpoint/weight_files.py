@@ -6,6 +6,7 @@ with one ``model.safetensors``, or a checkpoint.
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -77,6 +78,10 @@ class WeightFiles:
                     "file; expected numbers of one kind"
                 )
         check_tied(self.path, model, self.tensors, lambda name: next(value for _, value in self.read([name])))
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Know the tensors of ``names``, those of the files, by other ones, and the rest not at all."""
+        self.tensors = {new: replace(self.tensors[old], name=old) for old, new in names.items()}
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Read those of ``names`` that are there, one after the other, into memory of their own.

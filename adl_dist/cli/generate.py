@@ -7,17 +7,18 @@ import torch
 from torch import Tensor, nn
 
 from adl_dist.checkpoint.run_dir import chosen_checkpoint
-from adl_dist.checkpoint.state import read_weights
+from adl_dist.checkpoint.state import load_weights, signature, verify
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import known_run
 from adl_dist.cli.config.schema import LARGEST_SEED, RunConfig
-from adl_dist.cli.run_folder import named_folder
+from adl_dist.cli.run_folder import named_folder, wants_averages
 from adl_dist.data.vocabulary import Vocabulary
 from adl_dist.errors import ConfigError
 from adl_dist.report import say
 
 # Keys, each with an example.
 TAKES = {"prompt": "TEXT", "max_tokens": "200", "temperature": "1.0", "top_k": "40", "seed": "0", "checkpoint": "best"}
+TAKES |= {"ema": "true"}
 EXAMPLE = 'like prompt="def main"'
 
 
@@ -33,9 +34,10 @@ def generate(arguments: Sequence[str]) -> None:
     temperature = _number(options, "temperature", 1.0, least=0.0)
     top_k = int(_number(options, "top_k", vocabulary.size, least=1))
     generator = torch.Generator().manual_seed(int(_number(options, "seed", 0, least=0)))
-    state = read_weights(chosen_checkpoint(run_dir, options.get("checkpoint")))
+    path, ema = chosen_checkpoint(run_dir, options.get("checkpoint")), wants_averages(options)
     model = instantiate.build_model(config)
-    model.load_state_dict(state)
+    verify(path, signature(model))
+    load_weights(path, model, ema=ema)
     model.to(instantiate.precision(config).dtype).eval()
     num_kinds = min(vocabulary.size, config.model.get("vocab_size", vocabulary.size))
     chosen = continued(

@@ -40,17 +40,18 @@ OF_A_CHECKPOINT = """\
   RUN_DIR            the folder of a run made by adl-dist train; run_dir=RUN_DIR does as well
   checkpoint=best    the checkpoint of the least validation loss among those that are kept
   checkpoint=PATH    that checkpoint, also of another run of the same model; default: the newest of RUN_DIR
+  ema=true           the moving averages of the weights, of a run with train.ema
 """
 HELP = {
     "evaluate": f"""\
-adl-dist evaluate RUN_DIR [checkpoint=best|PATH] [data.KEY=VALUE ...]
+adl-dist evaluate RUN_DIR [checkpoint=best|PATH] [ema=true] [data.KEY=VALUE ...]
 
 Prints loss and accuracy of the uncut model on the run's validation data, in this process; or on those of the same
 dataset with other settings, like data.root=FOLDER.
 
 {OF_A_CHECKPOINT}""",
     "export": f"""\
-adl-dist export RUN_DIR out=FILE [checkpoint=best|PATH]
+adl-dist export RUN_DIR out=FILE [checkpoint=best|PATH] [ema=true]
 
 Writes one plain state_dict with the uncut model's own names.
 
@@ -59,6 +60,7 @@ Writes one plain state_dict with the uncut model's own names.
 {OF_A_CHECKPOINT}""",
     "generate": f"""\
 adl-dist generate RUN_DIR prompt=TEXT [max_tokens=200] [temperature=1.0] [top_k=K] [seed=0] [checkpoint=best|PATH]
+                              [ema=true]
 
 Prints the prompt, and what a model that was trained on tokens (data=tokens) writes behind it, in this process.
 

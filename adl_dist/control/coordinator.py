@@ -4,8 +4,8 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from adl_dist.control import messages
 from adl_dist.control.group import WorkerGroup
 from adl_dist.control.messages import Done, EvaluateResult, Record, Summary, TiedResult, TrainResult
 from adl_dist.control.requests import Ask, Requests
-from adl_dist.errors import DivergedError, SaveError, StageFailed
+from adl_dist.control.user_code import UserCode
+from adl_dist.errors import DataError, DivergedError, SaveError, StageFailed
 from adl_dist.monitor.trace import TRACE, Instant, merge_parts
 from adl_dist.report import Progress, Recorder, warn
 from adl_dist.report.callbacks import Callbacks, Moment
@@ -66,7 +67,7 @@ class Coordinator:
         callbacks: Callbacks | None = None,
         requests: Requests | None = None,
         drain_changes_result: Callable[[int], bool] = lambda epoch: False,
-        around_records: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        user_code: UserCode | None = None,
         unit: str = "images",
         flops: float | None = None,
     ) -> None:
@@ -74,9 +75,9 @@ class Coordinator:
 
         ``callbacks``: the user's. ``unit``: what samples are, or ``tokens``, if these are what is counted. ``flops``:
         those of a sample, as a share of what all devices do in a second at their peak; None: not known.
-        ``around_records``: what the user's code is called in that takes records while stages train.
+        ``user_code``: has the user's code take records while stages train.
         """
-        self._flops, self._around_records = flops, around_records
+        self._flops, self._user_code = flops, user_code or UserCode()
         self._unit, self._num_tokens = unit, 0.0  # in the present segment
         self._plan, self._saving = plan, saving
         self._recorder, self._progress = recorder, progress
@@ -106,11 +107,11 @@ class Coordinator:
             raise
 
     def record(self, record: Record) -> None:
-        """Write down a record of a stage, and show it; called in the thread that trains."""
-        with self._around_records():
-            self._recorder.write_of_update(record)
-            self._progress.update(record)
-            self._callbacks.take(record)
+        """Write down a record of a stage, and show it."""
+        self._recorder.write_of_update(record)
+        self._progress.update(record)
+        if self._callbacks.any:
+            self._user_code.call(partial(self._callbacks.take, record))
         if self._unit == TOKENS and record["name"] == "train/loss":
             self._num_tokens += float(record.get("num_terms", 0))
 
@@ -248,8 +249,9 @@ class Coordinator:
         goes_on = self._sample > 0 and bool(self._trained)  # this process has begun the epoch
         self._progress.begin(segment.epoch, self._plan.epochs, self._plan.total_updates, goes_on=goes_on)
         self._num_tokens, start = 0.0, time.perf_counter()
-        results = self._workers.call(messages.Train(segment), TrainResult)
-        seconds = time.perf_counter() - start
+        with self._user_code.while_training():
+            results = self._workers.call(messages.Train(segment), TrainResult)
+            seconds = time.perf_counter() - start
         self._callbacks.tell_update()
         (num_updates,) = {result.num_updates for result in results}  # fewer if it was ended early
         segment = segment.first_updates(num_updates)
@@ -289,7 +291,12 @@ class Coordinator:
         command = messages.Evaluate(self._plan.num_validation, self._plan.micro_batch_size)
         last = self._workers.call(command, EvaluateResult)[-1]
         assert last.num_samples == self._plan.num_validation, "every sample is evaluated exactly once"
-        loss = last.loss_sum / last.num_terms if last.num_terms else math.nan
+        if not last.num_terms:
+            raise DataError(
+                f"the validation data has {last.num_samples} samples, but nothing that the loss averages over: it "
+                "ignores all their targets; give validation data with targets that count"
+            )
+        loss = last.loss_sum / last.num_terms
         self._metrics = {"validation_loss": loss}
         if self._unit == TOKENS:
             self._metrics["validation_perplexity"] = value_of(PERPLEXITY, (loss, 1.0))

@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,15 +28,26 @@ from adl_dist.control.messages import (
     command_name,
 )
 from adl_dist.control.stop import EarlyStop
+from adl_dist.control.user_code import UserCode
 from adl_dist.data.stream import Stream
 from adl_dist.distributed.world import World
 from adl_dist.engine import BatchSource, StageContext
 from adl_dist.errors import ConfigError
-from adl_dist.monitor.activity import FINISHING, ActivityLog
+from adl_dist.monitor.activity import FINISHING, USER_CODE, ActivityLog
 from adl_dist.monitor.memory import MemoryMeter, peak_memory
 from adl_dist.monitor.trace import write_part
 from adl_dist.optim import fast_forward
-from adl_dist.schedule import Op, Pipeline, Segment, StageWork, downstream_first, evaluation_work, replay, training_work
+from adl_dist.schedule import (
+    Action,
+    Op,
+    Pipeline,
+    Segment,
+    StageWork,
+    downstream_first,
+    evaluation_work,
+    replay,
+    training_work,
+)
 from adl_dist.schedule.actions import BACKWARDS
 from adl_dist.schedule.replay import in_turns
 from adl_dist.schedule.work import turns_of
@@ -69,6 +80,7 @@ class LocalWorker:
     ticks: Ticks | None = None  # of all stages, where what they do in the same tick is one graph; None: it is not
     meter: MemoryMeter | None = None  # of the one stage of this process; None: its memory is not measured
     stop: EarlyStop = field(default_factory=EarlyStop)
+    user_code: UserCode | None = None  # called between two actions of training; None: there is none
     activity: ActivityLog = field(init=False)
 
     def __post_init__(self) -> None:
@@ -207,6 +219,8 @@ class LocalWorker:
                 else:
                     order = in_turns(lists, turns_of(self.pipeline, segment, self.world.rank, training=training))
                 if training:
+                    if self.user_code is not None:  # in front of what looks whether the run is to end
+                        order = self._with_calls(order, self.user_code)
                     ahead = POSTED_AHEAD if self.world.is_distributed else 0
                     order = self.stop.applied(order, segment, self.pipeline, self.contexts, posted_ahead=ahead)
                 with self.meter.segment(self.stages[0]) if training and self.meter else contextlib.nullcontext():
@@ -220,6 +234,14 @@ class LocalWorker:
             finally:
                 if batches is not None:
                     batches.close()
+
+    def _with_calls(self, order: Iterable[tuple[int, Action]], code: UserCode) -> Iterator[tuple[int, Action]]:
+        """Hand ``order`` through, and make the calls of the user's code that wait before the next action."""
+        for one in order:
+            if code.is_waiting:
+                self.activity.enter(USER_CODE)
+                code.catch_up()
+            yield one
 
 
 def _tied_result(tied: TiedWeights) -> TiedResult:

@@ -2,8 +2,10 @@
 
 import difflib
 import inspect
+import re
 import types
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,18 @@ def hf_model(
     _check_task(task)
     found = read_config(config, download=download, options=options)
     _check_kind(found, task)
-    return build(found, task, weights=_weights_of(config, weights, transformers, download=download), download=download)
+    weights_in = _weights_of(config, weights, transformers, download=download)
+    if torch.get_default_device().type != "meta":
+        return build(found, task, weights=weights_in, download=download)
+    if weights_in is not None and not Path(weights_in).is_dir():
+        raise ConfigError(
+            f"runtime.lazy=true reads the weights from files, but model.config={config} is no folder; give the folder "
+            "that has them"
+        )
+    model: Any = build(found, task)
+    if weights_in is not None:
+        model.weights_in = Path(weights_in)
+    return model  # type: ignore[no-any-return]
 
 
 def build(config: Any, task: str, *, weights: str | None = None, download: bool = False) -> nn.Module:
@@ -80,6 +93,24 @@ def build(config: Any, task: str, *, weights: str | None = None, download: bool 
         where = f"weights of {weights}" if weights is not None else "configuration"
         raise ConfigError(f"{kind.__name__} refuses the {where}: {_one_line(error)}") from error
     return _logits_only(model.train(), TASKS[task][1])
+
+
+def _names_here(model: Any, names: Iterable[str]) -> dict[str, str]:
+    """Return the names in ``model`` of the tensors that files call ``names``, of those that the library wants."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, rename_source_key
+
+    changes: list[Any] = get_model_conversion_mapping(model)
+    state, here = model.state_dict(), {}
+    made = [one for one in changes if isinstance(one, WeightConverter)]
+    renamed = [one for one in changes if not isinstance(one, WeightConverter)]
+    for name in names:
+        found, made_of = rename_source_key(name, renamed, made, model.base_model_prefix, state)
+        unwanted = any(re.search(pattern, found) for pattern in model._keys_to_ignore_on_load_unexpected or ())
+        if found in state or not unwanted:
+            # What the library makes of several tensors keeps its name, and is refused by that: here each is read alone.
+            here[name] = name if made_of is not None else str(found)
+    return here
 
 
 def _tell_missing(weights: str, names: list[str]) -> None:
@@ -220,7 +251,12 @@ def _logits_only(model: Any, inputs: tuple[str, ...]) -> nn.Module:
     parameters = [inspect.Parameter("self", by_place), inspect.Parameter(names[0], by_place)]
     parameters += [inspect.Parameter(name, by_place, default=None) for name in names[1:]]
     vars(forward)["__signature__"] = inspect.Signature(parameters)
-    body = {"forward": forward, "__module__": kind.__module__, "__doc__": kind.__doc__}
+
+    def reset_layer(self: Any, layer: nn.Module) -> None:
+        self._init_weights(layer)
+
+    body: dict[str, Any] = {"forward": forward, "reset_layer": reset_layer, "names_here": _names_here}
+    body |= {"__module__": kind.__module__, "__doc__": kind.__doc__}
     model.__class__ = types.new_class(kind.__name__, (kind,), exec_body=lambda held: held.update(body))
     model.layer_list = find_layers(model)
     return model  # type: ignore[no-any-return]

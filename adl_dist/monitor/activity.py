@@ -21,6 +21,7 @@ STARTING = "start"  # the phase of a process whose stages are not built yet
 IDLE = "idle"  # the process waits for the coordinator's next command
 FINISHING = "finishing"  # all actions are done, but what was sent last has not left yet
 FAILED = "failed"  # the command raised
+USER_CODE = "callbacks and loggers"  # the user's, called between two actions
 
 # The share that the time of each kind of action counts to, and the name of such an action.
 KINDS = {

@@ -47,8 +47,8 @@ def linearise(
     Raises:
         PartitionError: it cannot be traced; names the line and the ways out.
     """
-    if (layers := getattr(model, "layer_list", None)) is not None:
-        return LayeredChain(model, layers, samples, keeps_ties)
+    if has_layer_list(model):
+        return LayeredChain(model, str(model.layer_list), samples, keeps_ties)
     if granularity == "block" and has_plain_units(model):
         return SequentialChain(model, samples, keeps_ties)
     try:
@@ -56,6 +56,11 @@ def linearise(
         return TracedChain(model, *traces, keeps_ties)
     except UntraceableError as error:
         raise PartitionError(f"{error}; {_ways_out(model, error.where, granularity, samples)}") from error
+
+
+def has_layer_list(model: nn.Module) -> bool:
+    """Return whether ``model`` says by an attribute ``layer_list`` which list of layers it is cut at."""
+    return getattr(model, "layer_list", None) is not None
 
 
 def has_plain_units(model: nn.Module) -> bool:

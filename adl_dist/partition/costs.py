@@ -2,8 +2,8 @@
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,10 @@ class UnitCost:
     backward: float
     backward_weight: float = 0.0  # the part of the backward that a split can put off
     update: float = 0.0  # its share of what ends a group (norm, step, cleared gradients), divided by M already
-    parameter_bytes: int = 0  # its parameters, once
+    parameter_bytes: int = 0  # its parameters, but those that an earlier unit has, too
+    # Trained parameters that an earlier unit has, too: for each such unit its index and their bytes. Two stages that
+    # hold one of both units each hold a copy each, and sum their gradients.
+    tied: Sequence[Sequence[int]] = field(default_factory=list)
     activation_bytes: int = 0  # kept from the forward to the backward
     # Needed during its backward: gradients of its parameters, as a kernel makes them and as they are kept (oneDNN's
     # convolutions have a format of their own), of what comes in and of what goes out.
@@ -44,7 +47,7 @@ class UnitCost:
 
     def __post_init__(self) -> None:
         for name, cost in vars(self).items():
-            if name not in ("name", "reason") and not (isinstance(cost, int | float) and 0 <= cost < math.inf):
+            if name not in ("name", "reason", "tied") and not (isinstance(cost, int | float) and 0 <= cost < math.inf):
                 raise ConfigError(f"unit '{self.name}': {name} must be finite and at least 0, got {cost}")
 
 
@@ -125,6 +128,8 @@ class StageFootprint:
     gradient_copies: int = 0  # further sets: each version that a group's micro-batches used gathers its own
     deferred: int = 0  # micro-batches whose gradients of weights are put off
     recomputes: float = 0.0  # share of the micro-batches that are forwarded twice
+    sums: int = 0  # gradients of tied weights that wait for their update, are on their way, or are being applied
+    micro_batches: int = 1  # of an update, for each of which gradients of tied weights are summed once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,12 +177,29 @@ def stage_seconds(units: Sequence[UnitCost], *, held: StageFootprint, speed: flo
     right, never as a difference of two sums that start elsewhere, so equal costs tie to the last bit.
     """
     work = _of_stages(np.add, [unit.forward * (1 + held.recomputes) + unit.backward + unit.update for unit in units])
+    of_copies, of_sums = tied_seconds(units, machine)
+    of_sums = of_sums / held.micro_batches
     busy = [
         machine.seconds_per_byte * (unit.act_bytes + unit.grad_bytes)
         + machine.seconds_per_message * unit.num_tensors * (2 if unit.grad_bytes else 1)
         for unit in units
     ]
-    return work / speed + _at_starts(busy) + _at_stops(busy)
+    return (work + of_copies) / speed + of_sums + _at_starts(busy) + _at_stops(busy)
+
+
+def tied_seconds(units: Sequence[UnitCost], machine: Machine) -> tuple[Floats, Floats]:
+    """Return for stages [n, n] the seconds of the updates of copies, as ``UnitCost.update``, and of sums, once each.
+
+    A stage of a tie sends its part and takes the sum, or the other way round.
+    """
+
+    def of_copy(first: UnitCost, nbytes: int) -> float:
+        return first.update * nbytes / first.parameter_bytes
+
+    def of_sum(first: UnitCost, nbytes: int) -> float:
+        return 2 * (machine.seconds_per_byte * nbytes + machine.seconds_per_message)
+
+    return _of_ties(units, later=of_copy), _of_ties(units, first=of_sum, later=of_sum)
 
 
 def stage_bytes(units: Sequence[UnitCost], *, held: StageFootprint, optimizer_copies: float) -> Floats:
@@ -186,8 +208,8 @@ def stage_bytes(units: Sequence[UnitCost], *, held: StageFootprint, optimizer_co
     The activations of each graph and what it holds of what came in, what came in of each input; the parameters as
     weights, as gradients, as each copy of the optimizer, as each older version and its gradients; the buffers of
     messages, three of each received and those sent that are kept, unless a graph keeps them anyway; what is
-    kept for gradients that are put off; and the work of one backward at a time. What comes into the model itself is
-    counted where a unit keeps it.
+    kept for gradients that are put off; copies of weights of another stage, and their sums of gradients; and the work
+    of one backward at a time. What comes into the model itself is counted where a unit keeps it.
     """
     # A graph that is replayed has made outputs of its own. One message at least: the newest, before it is kept.
     in_graphs = 0 if held.recomputes else min(held.acts_sent, held.graphs)
@@ -201,8 +223,24 @@ def stage_bytes(units: Sequence[UnitCost], *, held: StageFootprint, optimizer_co
     work = _of_stages(np.maximum, [unit.work_bytes for unit in units])
     copies = 1 + 1 + optimizer_copies + held.weight_copies + held.gradient_copies  # weights and gradients first
     parameters = copies * _of_stages(np.add, [unit.parameter_bytes for unit in units])
+    tied = _of_ties(
+        units, first=lambda _, nbytes: held.sums * nbytes, later=lambda _, nbytes: (copies + held.sums) * nbytes
+    )
     deferred = held.deferred * _of_stages(np.add, [unit.deferred_bytes for unit in units])
-    return np.ceil(held.graphs * activations + held.inputs * came_in + parameters + messages + deferred + work)
+    return np.ceil(held.graphs * activations + held.inputs * came_in + parameters + tied + messages + deferred + work)
+
+
+OfTie = Callable[[UnitCost, int], float]  # of the first unit of a tie, and the bytes of its weights
+
+
+def _of_ties(units: Sequence[UnitCost], *, first: OfTie = lambda unit, nbytes: 0.0, later: OfTie) -> Floats:
+    """Return what ties add [n, n] to a stage that holds the ``first`` unit of one alone, or a ``later`` one alone."""
+    added = np.zeros((len(units), len(units)))
+    for place, unit in enumerate(units):
+        for other, nbytes in unit.tied:
+            added[: other + 1, other:place] += first(units[other], nbytes)
+            added[other + 1 : place + 1, place:] += later(units[other], nbytes)
+    return added
 
 
 def _at_starts(values: Sequence[float]) -> Floats:

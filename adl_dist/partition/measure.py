@@ -153,11 +153,14 @@ class _Bench:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 arriving = self._call(unit, self._inputs(unit, leaves))
             alive.append((leaves, arriving))
-        seen: set[nn.Parameter] = set()
+        first_unit: dict[nn.Parameter, int] = {}
         costs = []
         for unit, (name, piece, (leaves, out)) in enumerate(zip(chain.units, self.pieces, alive, strict=True)):
-            parameter_bytes = sum(p.nbytes for p in piece.parameters() if p not in seen)
-            seen.update(piece.parameters())
+            tied: dict[int, int] = {}
+            for p in piece.parameters():
+                if (first := first_unit.setdefault(p, unit)) != unit and p.requires_grad:
+                    tied[first] = tied.get(first, 0) + p.nbytes
+            parameter_bytes = sum(p.nbytes for p in piece.parameters() if first_unit[p] == unit)
             came_in = sum(t.nbytes for t in tree_leaves(leaves) if isinstance(t, Tensor))
             crossing = tree_leaves(out)
             tensors = [t for t in crossing if isinstance(t, Tensor)]
@@ -172,12 +175,13 @@ class _Bench:
                     forward=0.0,
                     backward=0.0,
                     parameter_bytes=parameter_bytes,
+                    tied=[[first, nbytes] for first, nbytes in tied.items()],
                     activation_bytes=saved_bytes[unit],
                     act_bytes=sum(n for _, n in sent),
                     widened_bytes=sum(t.nbytes - n for t, n in sent),
                     grad_bytes=sum(n for t, n in sent if t.is_floating_point() or t.is_complex()),
                     num_tensors=1 if last else sum(1 for t in tensors if t.numel()),
-                    work_bytes=2 * parameter_bytes + came_in + sum(t.nbytes for t in tensors),
+                    work_bytes=2 * (parameter_bytes + sum(tied.values())) + came_in + sum(t.nbytes for t in tensors),
                     held_before=sum(unsaved),
                     held_behind=sum(t.nbytes for t, f in zip(tensors, firsts, strict=True) if f is None or f <= unit),
                     may_cut=whole and unit not in chain.forbidden,

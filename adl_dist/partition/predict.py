@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from adl_dist.errors import ConfigError
 from adl_dist.partition.balance import UNIFORM, Balance, best_balance, evaluate_balance
-from adl_dist.partition.costs import Machine, Profile, StageFootprint, UnitCost
+from adl_dist.partition.costs import Machine, Profile, StageFootprint, UnitCost, tied_seconds
 from adl_dist.partition.imbalance import why_uneven
 from adl_dist.schedule import Costs, Pipeline, max_pending_of, speed
+from adl_dist.schedule.actions import Tie
 from adl_dist.schedule.least_delays import with_least_delays
 from adl_dist.schedule.table import figures
 
@@ -61,6 +62,8 @@ def best_cut(
             deferred=stage.deferred,
             gradient_copies=len(set(stage.staleness_by_offset)) - 1 if method.weights == "stash" else 0,
             recomputes=sum(method.recomputes(place, M, stage.delay) for place in range(M)) / M,
+            sums=_waiting_sums(pipeline),
+            micro_batches=M,
         )
         for stage in figures(pipeline)
     ]
@@ -70,6 +73,16 @@ def best_cut(
     if sizes is not None:
         return evaluate_balance(units, sizes, held=held, machine=machine, optimizer_copies=copies)
     return best_balance(units, num_stages=pipeline.num_stages, held=held, machine=machine, optimizer_copies=copies)
+
+
+def _waiting_sums(pipeline: Pipeline) -> int:
+    """Return the most sums of gradients of weights, which first and last stage hold, that a stage keeps at a time.
+
+    Those that are not due yet, one that is on its way, and one that is being applied.
+    """
+    K = pipeline.num_stages
+    can_tie = K > 1 and pipeline.method.why_not_tied is None
+    return pipeline.tie_delay(Tie(0, (0, K - 1))) + 2 if can_tie else 0
 
 
 def with_delays(
@@ -125,7 +138,7 @@ def predict(
     free = speed(pipeline.method, _costs(units, balance, M, Machine(speeds=machine.speeds)))  # links that cost nothing
     # The timing model gives a link a latency only; one that is slower than every stage sets the pace.
     of_stages = expected.time_per_update / M
-    per_micro_batch = max(of_stages, *balance.link_seconds, 0.0)
+    per_micro_batch = max(of_stages, *balance.link_seconds, _tied_link_seconds(units, balance, machine) / M)
     alone = profile.loading + profile.forward + profile.backward + sum(unit.update for unit in profile.costs(M))
     return Prediction(
         pipeline=pipeline,
@@ -145,9 +158,19 @@ def unevenness(units: Sequence[UnitCost], balance: Balance) -> str | None:
     return why_uneven(names, reasons, balance.sizes, balance.stage_seconds)
 
 
+def _tied_link_seconds(units: Sequence[UnitCost], balance: Balance, machine: Machine) -> float:
+    """Return for how long the parts, or the sums, of all weights that two stages hold keep a link busy."""
+    stage_of = [k for k, size in enumerate(balance.sizes) for _ in range(size)]
+    pairs = [
+        (stage_of[other], k, nbytes) for unit, k in zip(units, stage_of, strict=True) for other, nbytes in unit.tied
+    ]
+    return sum(nbytes for first, k, nbytes in pairs if first != k) / machine.bandwidth
+
+
 def _costs(units: Sequence[UnitCost], balance: Balance, M: int, machine: Machine) -> Costs:
     """Return the timing model's costs: stages with their part in the messages, links with their transfer time."""
     forward, backward, backward_weight, update = [], [], [], []
+    of_copies, of_sums = tied_seconds(units, machine)
     bounds, speeds = pairwise([0, *accumulate(balance.sizes)]), machine.speeds_of(len(balance.sizes))
     for (start, stop), rate in zip(bounds, speeds, strict=True):
         inside, before = units[start:stop], units[:start][-1:]
@@ -158,7 +181,8 @@ def _costs(units: Sequence[UnitCost], balance: Balance, M: int, machine: Machine
         forward.append(sum(unit.forward for unit in inside) / rate + acts + messages)
         backward.append(sum(unit.backward for unit in inside) / rate + grads + messages)
         backward_weight.append(sum(unit.backward_weight for unit in inside) / rate)
-        update.append(sum(unit.update for unit in inside) * M / rate)
+        step = sum(unit.update for unit in inside) + of_copies[start, stop - 1]
+        update.append(step * M / rate + of_sums[start, stop - 1])
     link = [machine.latency + seconds for seconds in balance.link_seconds]
     return Costs(forward=forward, backward=backward, backward_weight=backward_weight, update=update, link=link)
 

@@ -126,6 +126,7 @@ class Callbacks:
 
     Attributes:
         asked: why one of them wants the run to end; None: none does.
+        on_interrupt: stops the run as Ctrl-C does, if a callback raises KeyboardInterrupt; None: that is raised.
     """
 
     def __init__(self, callbacks: Sequence[Any] = ()) -> None:
@@ -144,6 +145,7 @@ class Callbacks:
                 raise ConfigError(f"callbacks: there are {', '.join(EVENTS)}, and {_name(one)} {what}{hint}")
         self._callbacks = [*callbacks]
         self.asked: str | None = None
+        self.on_interrupt: Callable[[str], object] | None = None
         self._ask: Callable[[str], object] = lambda why: None
         self._update: int | None = None  # of which figures have come
         self._figures: dict[str, float] = {}
@@ -222,6 +224,10 @@ class Callbacks:
     def _safely(self, one: Any, event: str, update: int, action: Callable[[], Any]) -> Any:
         try:
             return action()
+        except KeyboardInterrupt:
+            if self.on_interrupt is None:
+                raise
+            self.on_interrupt(f"KeyboardInterrupt in {_name(one)}.{event}")
         except Exception as error:  # the user's own code
             logger.error("callback %s.%s failed", _name(one), event, exc_info=error)
             said = " ".join(str(error).split())

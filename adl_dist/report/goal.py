@@ -9,8 +9,9 @@ from adl_dist.errors import ConfigError
 
 HIGHEST, LOWEST = "highest", "lowest"
 # Which way the figures that have names of their own are better.
+TOP5 = "validation_top5"
 KNOWN = {
-    **{"validation_accuracy": HIGHEST, "validation_top5": HIGHEST},
+    **{"validation_accuracy": HIGHEST, TOP5: HIGHEST},
     **{"validation_loss": LOWEST, "validation_perplexity": LOWEST},
 }
 
@@ -43,6 +44,8 @@ class Goal:
     def check(self, own: Collection[str]) -> None:
         """Raise ConfigError if no run measures this metric that measures ``own`` besides loss and accuracy."""
         known = [*KNOWN, *(f"validation_{name}" for name in own)]
+        if self.metric == TOP5 and TOP5 not in known[len(KNOWN) :]:
+            raise ConfigError(f"{TOP5} is measured if train.metrics has top5 (Trainer(metrics=['top5'])); it has not")
         if self.metric is not None and self.metric not in known:
             near = difflib.get_close_matches(self.metric, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ";"

@@ -11,13 +11,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from adl_dist.errors import ConfigError
 from adl_dist.report.warning import warn
-
-if TYPE_CHECKING:
-    pass
 
 EXPERIMENT = "adl_dist"
 MOST_PENDING = 500  # records that MLflow is sent at once; it takes 1000 at most
@@ -141,8 +138,9 @@ class WandB:
         self._run.finish()
 
 
+TENSORBOARD = "tensorboard"
 LOGGERS: dict[str, tuple[Callable[[], Logger], str]] = {  # by name, with the package that it needs
-    "tensorboard": (TensorBoard, "tensorboard"),
+    TENSORBOARD: (TensorBoard, "tensorboard"),
     "mlflow": (MLflow, "mlflow"),
     "wandb": (WandB, "wandb"),
 }

@@ -4,12 +4,13 @@ import contextlib
 import io
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from adl_dist.report.files import write_atomically
-from adl_dist.report.loggers import Loggers
+from adl_dist.report.loggers import TENSORBOARD, Loggers
 from adl_dist.report.warning import warn
 
 METRICS = "metrics.jsonl"
@@ -27,14 +28,19 @@ class Recorder:
         *,
         loggers: Sequence[Any] = (),
         settings: Mapping[str, Any] | None = None,
+        call: Callable[[Callable[[], object]], object] | None = None,
         stages_every: int = 1,
     ) -> None:
         """Write into ``folder``, or nowhere if it is None, and to ``loggers``, which are told the ``settings``.
 
-        ``stages_every``: each so many updates the figures of stages are written, of the updates between them not.
+        ``call``: makes a call of code that is not ours, now or later; None: now. ``stages_every``: each so many updates
+        the figures of stages are written, of the updates between them not.
         """
         self._folder, self._settings, self._stages_every = folder, settings or {}, stages_every
-        self._loggers = Loggers(loggers if folder is not None else ())
+        self._call = call if call is not None else lambda make: make()
+        wanted = loggers if folder is not None else ()
+        self._board = Loggers([one for one in wanted if one == TENSORBOARD])  # which draws no random number
+        self._loggers = Loggers([one for one in wanted if one != TENSORBOARD])
         self._file: io.FileIO | None = None
         self._size = 0  # of the file, in whole lines
         self._is_failing = False
@@ -59,11 +65,12 @@ class Recorder:
         except OSError as error:
             warn(f"{path} cannot be written ({error.strerror}); training continues without records")
             return
-        self._loggers.start(self._folder, self._settings, from_update)
+        for loggers in (self._board, self._loggers):
+            loggers.start(self._folder, self._settings, from_update)
 
     @property
     def has_loggers(self) -> bool:
-        """Whether there are loggers besides metrics.jsonl."""
+        """Whether there are loggers besides metrics.jsonl and TensorBoard."""
         return bool(self._loggers.wanted)
 
     def write_of_update(self, record: dict[str, Any]) -> None:
@@ -75,13 +82,16 @@ class Recorder:
         """Write one record."""
         if self._file is not None:
             self._append(self._file, json.dumps(record).encode() + b"\n")
-        self._loggers.write(record)
+        self._board.write(record)
+        if self.has_loggers:
+            self._call(partial(self._loggers.write, record))
 
     def flush(self) -> None:
         """Have everything written so far on disk."""
         with contextlib.suppress(OSError):  # reported when it was written
             if self._file is not None:
                 os.fsync(self._file.fileno())
+        self._board.flush()
         self._loggers.flush()
 
     def close(self) -> None:
@@ -89,6 +99,7 @@ class Recorder:
         with contextlib.suppress(OSError):
             if self._file is not None:
                 self._file.close()
+        self._board.close()
         self._loggers.close()
 
     def _append(self, file: io.FileIO, line: bytes) -> None:

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
+from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from adl_dist.batch import Several
+from adl_dist.errors import DataError
 from adl_dist.seeds import stream_seeds
 
 Tensors = tuple[Tensor, ...]
@@ -47,6 +49,43 @@ def call_of(module: nn.Module, *, compiled: bool) -> Call:
     # Not dynamic: a graph for any number of samples is slower, and would be used for the common one as well.
     # Random numbers as without compilation, or dropout would draw others.
     return torch.compile(separate, dynamic=False, options={"fallback_random": True})
+
+
+def refuse_unknown_ids(module: nn.Module, argument: Any, where: str) -> None:
+    """Raise DataError if an embedding of ``module`` has no row for an id that it gets when called with ``argument``.
+
+    For a module that has failed with an IndexError, which tells neither id nor embedding: it is called once more.
+    """
+    args, kwargs = argument.arguments if type(argument) is Several else ((argument,), {})
+    by_name: dict[str, Any] = kwargs or {f"input {place}" if place else "the input": t for place, t in enumerate(args)}
+
+    def look(name: str, rows: int, ids: Any) -> None:
+        if not isinstance(ids, Tensor) or not ids.numel() or 0 <= int(ids.min()) <= int(ids.max()) < rows:
+            return
+        wrong = ids[(ids < 0) | (ids >= rows)].flatten()[0].item()
+        given = [key for key, tensor in by_name.items() if tensor is ids]
+        raise DataError(
+            f"{where}: {given[0] if given else 'what it gets'} has the id {wrong}, but the embedding '{name}' has rows "
+            f"for 0 to {rows - 1} only; give data with such ids, or a model with more rows"
+        )
+
+    hooks = [
+        part.register_forward_pre_hook(
+            partial(lambda name, part, given: look(name, part.num_embeddings, given[0]), name)
+        )
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag)
+    ]
+    try:
+        with torch.no_grad():
+            module(*args, **kwargs)
+    except DataError:
+        raise
+    except Exception:
+        return  # something else failed
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def packed(tensors: Tensors) -> Any:

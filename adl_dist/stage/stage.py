@@ -18,7 +18,16 @@ from torch.utils._pytree import tree_map
 from adl_dist.batch import Batch
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.stage.average import WeightAverage
-from adl_dist.stage.calls import RandomStreams, Remember, Tensors, call_of, packed, takes_gradient, unpacked
+from adl_dist.stage.calls import (
+    RandomStreams,
+    Remember,
+    Tensors,
+    call_of,
+    packed,
+    refuse_unknown_ids,
+    takes_gradient,
+    unpacked,
+)
 from adl_dist.stage.deferred import DeferredGradients, PutOff
 from adl_dist.stage.gradient_head import GradientHead
 from adl_dist.stage.loss_check import MeanGuard
@@ -518,7 +527,11 @@ class Stage:
             acts = tuple(act.clone() if mine else act for act, mine in zip(acts, self._overwrites, strict=True))
         argument = packed(acts) if self._takes is None else self._takes.build(acts)
         with self._within():
-            return self._call_module(argument, buffers)
+            try:
+                return self._call_module(argument, buffers)
+            except IndexError:  # torch's own text names nothing
+                refuse_unknown_ids(self.module, argument, self.where)
+                raise
 
     def _taken_apart(self, out: Any) -> Tensors:
         """Return the tensors of what the module has returned."""

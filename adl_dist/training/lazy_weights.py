@@ -5,6 +5,7 @@ than its stages, and values depend neither on K nor on which process makes them.
 """
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from adl_dist.partition.module_state import tensors_reached
 from adl_dist.seeds import weights_seed
 from adl_dist.streams import streams_kept
 
-DRAW = "draw_parameter"  # what a model may define: from the name of a parameter and a tensor, which it fills
+# What a model may define: from the name of a parameter and a tensor, which it fills; from a layer, of which it fills
+# what is in no file; the folder that its weights are in; from names of tensors there to names of its own.
+DRAW, RESET_LAYER, WEIGHTS_IN, NAMES_HERE = "draw_parameter", "reset_layer", "weights_in", "names_here"
 RESETS = "reset_parameters", "_reset_parameters"  # of a layer; the second is what torch's own attention has
 UNSET_BYTE = 2  # of a bool, which has only 0 and 1
 
@@ -52,8 +55,14 @@ class LazyWeights:
         if files is not None:
             files.check(model)
         check_on_meta(model)
+        self._reset_layer = getattr(model, RESET_LAYER, None)
+        if self._reset_layer is not None and files is None:
+            raise ConfigError(
+                f"a {type(model).__name__} draws all its weights together, so on torch.device('meta') it takes them "
+                "from files only: give init_from=, or build it with its weights (runtime.lazy=false)"
+            )
         for name, layer in _layers(model):
-            if (needs := self._of_reset(name, layer)) and _reset(layer) is None:
+            if (needs := self._of_reset(name, layer)) and self._reset(layer) is None:
                 raise ConfigError(
                     f"'{needs[0]}' is on torch.device('meta') and cannot be made: {type(layer).__name__} has no "
                     "reset_parameters() that fills its parameters and buffers, as torch's layers have; give it one, "
@@ -115,6 +124,12 @@ class LazyWeights:
                 found.append(full)
         return found
 
+    def _reset(self, layer: nn.Module) -> Any:
+        """Return what fills the tensors of a layer that are neither drawn nor read; None: nothing does."""
+        if self._reset_layer is not None:
+            return partial(self._reset_layer, layer)
+        return next((method for name in RESETS if callable(method := getattr(layer, name, None))), None)
+
     def _reset_values(self, name: str, layer: nn.Module, todo: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return what the layer's ``reset_parameters`` makes of the tensors ``todo``; others keep their values."""
         before = dict(_own(layer))
@@ -122,7 +137,7 @@ class LazyWeights:
             if old.is_meta:  # as it was built, whatever dtype it has got since
                 empty = _unset(torch.empty(old.shape, dtype=self._dtypes[f"{name}.{key}".lstrip(".")]))
                 _hold(layer, key, nn.Parameter(empty, old.requires_grad) if isinstance(old, nn.Parameter) else empty)
-        reset = _reset(layer)
+        reset = self._reset(layer)
         assert reset is not None
         with streams_kept():
             torch.default_generator.manual_seed(weights_seed(self._seed, name))
@@ -159,12 +174,16 @@ def given_weights(
         CheckpointError: ``init_from`` is not there, damaged, or of another model.
     """
     if is_lazy_model(model):
+        of_model = init_from is None
+        init_from = init_from or getattr(model, WEIGHTS_IN, None)
         if init_from is not None and init_from.is_file() and init_from.suffix not in (".safetensors", ""):
             raise CheckpointError(
                 f"init_from={init_from} can be read as a whole only, but the model is on meta so that no process holds "
                 "all of it; expected .safetensors, like adl-dist export writes it"
             )
         files = WeightFiles.at(init_from) if init_from is not None else None
+        if files is not None and of_model and (names_here := getattr(model, NAMES_HERE, None)) is not None:
+            files.rename(names_here(files.tensors))
         return LazyWeights(model, files=files, seed=seed, untied=untied)
     if init_from is not None:
         load_weights(model, WeightFiles.at(init_from))
@@ -220,10 +239,6 @@ def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _own(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for held in (layer._parameters, layer._buffers):
         yield from ((key, tensor) for key, tensor in held.items() if tensor is not None)
-
-
-def _reset(layer: nn.Module) -> Any:
-    return next((method for name in RESETS if callable(method := getattr(layer, name, None))), None)
 
 
 def _put(layer: nn.Module, key: str, old: Tensor, new: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 
 from adl_dist.batch import Batch
 from adl_dist.errors import AdlError, ConfigError, PartitionError
+from adl_dist.partition.trimmed import LayeredStage
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.loss_terms import is_known_mean, is_sum
 from adl_dist.training.findings import Agreed
@@ -83,7 +84,9 @@ class MetaTrial(SampledTrial):
             recomputed |= found_cut.recomputed
             if verify:
                 uncut = self._recorded([self._model], found, graph=is_training)
-                _check_same(uncut, found_cut, is_training=is_training)
+                # A stage that runs the model's own forward makes masks and positions again.
+                all_of_it = not any(isinstance(stage, LayeredStage) for stage in stages)
+                _check_same(uncut, found_cut, is_training=is_training, all_of_it=all_of_it)
         recomputes = {
             k: any(name in recomputed for name, _ in stage.named_parameters()) for k, stage in enumerate(stages)
         }
@@ -153,8 +156,8 @@ def _refuse_writes(found: Recorder) -> None:
         )
 
 
-def _check_same(uncut: Recorder, cut: Recorder, *, is_training: bool) -> None:
-    difference = first_difference(uncut.operations, cut.operations)
+def _check_same(uncut: Recorder, cut: Recorder, *, is_training: bool, all_of_it: bool) -> None:
+    difference = first_difference(uncut, cut, all_of_it=all_of_it)
     if difference is not None:
         expected, found = (text if len(text) < 200 else f"{text[:200]}..." for text in difference)
         where = "training" if is_training else "evaluation"

@@ -2,22 +2,22 @@
 
 import os
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.control.coordinator import Coordinator, Saving
 from adl_dist.control.requests import Requests
+from adl_dist.control.user_code import UserCode
 from adl_dist.control.worker import LocalWorker
 from adl_dist.errors import ConfigError
 from adl_dist.report import Progress, Recorder, warn
 from adl_dist.report.callbacks import Callbacks
+from adl_dist.report.loggers import TENSORBOARD
 from adl_dist.report.runs import flatten
 from adl_dist.schedule.run_plan import Plan
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.metrics import metrics_of
-from adl_dist.streams import streams_kept
 from adl_dist.training.options import Monitoring
 from adl_dist.training.partitioned_model import PartitionedModel
 
@@ -29,6 +29,7 @@ class Outputs:
     checkpoints: CheckpointPolicy = field(default_factory=CheckpointPolicy)
     monitoring: Monitoring = field(default_factory=Monitoring)
     callbacks: Callbacks = field(default_factory=Callbacks)
+    user_code: UserCode = field(default_factory=UserCode)
 
     @classmethod
     def of(
@@ -69,13 +70,26 @@ class Outputs:
         for goal in (self.checkpoints.goal, *self.callbacks.goals):
             goal.check([metric.name for metric in metrics_of(spec.metrics, None)])
 
+    def check_validation(self, num_validation: int, *, saves: bool) -> None:
+        """Raise ConfigError if something follows a validation of which there are no samples.
+
+        ``saves``: whether there are checkpoints, of which one may be the best.
+        """
+        if saves:
+            self.checkpoints.check_validation(num_validation)
+        if not num_validation and (goals := self.callbacks.goals):
+            raise ConfigError(
+                f"EarlyStopping watches {goals[0].metric or 'the validation'}, but there is no validation dataset; "
+                "give one, or omit EarlyStopping"
+            )
+
     def recorder(self, saving: Saving | None) -> Recorder:
         """Return what writes the records of a run; of one that saves nothing, none."""
         if saving is None:
             return Recorder(None)
         loggers = [*self.monitoring.loggers]
-        if self.monitoring.tensorboard and "tensorboard" not in loggers:
-            loggers.insert(0, "tensorboard")
+        if self.monitoring.tensorboard and TENSORBOARD not in loggers:
+            loggers.insert(0, TENSORBOARD)
         settings = flatten(saving.config)
         shapes = {key for key, value in settings.items() if key.startswith("model.") and isinstance(value, list)}
         return Recorder(
@@ -83,6 +97,7 @@ class Outputs:
             loggers=loggers,
             settings={key: value for key, value in settings.items() if key not in shapes},
             stages_every=self.monitoring.stage_records_every,
+            call=self.user_code.call,
         )
 
     def coordinator(
@@ -103,9 +118,8 @@ class Outputs:
                 progress.note(note)
             if partitioned.warning is not None:
                 warn(f"{partitioned.warning}; so {pipeline.num_stages} stages are hardly faster than one")
-        # In one process the user's code runs between two actions of stages whose streams must not move. With several
-        # it has a thread of its own, and to put streams back would take them from the stage of rank 0.
-        shares_streams = not worker.world.is_distributed and (self.callbacks.any or recorder.has_loggers)
+        if is_rank_0 and (self.callbacks.any or recorder.has_loggers):
+            worker.user_code = self.user_code
         return Coordinator(
             plan,
             saving=saving,
@@ -114,7 +128,7 @@ class Outputs:
             callbacks=self.callbacks,
             requests=requests,
             drain_changes_result=lambda epoch: not pipeline.in_epoch(epoch).drain_is_exact,
-            around_records=streams_kept if shares_streams else nullcontext,
+            user_code=self.user_code,
             unit=worker.unit,
             flops=None if partitioned.flops is None else partitioned.flops / worker.world.size,
         )

@@ -6,7 +6,7 @@ import json
 import logging
 import platform
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -21,7 +21,7 @@ from adl_dist.batch import Batch, layout_of, mapped, tensors_of
 from adl_dist.checkpoint.state import signature
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.partition import Chain, Machine, check_same_chain, checked_sizes, even_sizes, linearise
-from adl_dist.partition.chain import has_plain_units
+from adl_dist.partition.chain import has_layer_list, has_plain_units
 from adl_dist.partition.costs import Profile
 from adl_dist.partition.imbalance import why_uneven
 from adl_dist.partition.measure import measure
@@ -34,6 +34,7 @@ from adl_dist.training.delays import recorded_delays
 from adl_dist.training.findings import Agreed, CutImpossible
 from adl_dist.training.flops import flops_per_sample, peak_tflops
 from adl_dist.training.input import DeviceLoader
+from adl_dist.training.known_values import KnownValues
 from adl_dist.training.lazy_weights import LazyWeights
 from adl_dist.training.meta_trial import MetaTrial
 from adl_dist.training.options import PartitionSpec
@@ -171,7 +172,9 @@ class PartitionedModel:
             return self._again(samples, device)
         assert self._model is not None
         settle = partial(self._settle, store, samples, device, measuring)
-        with _collector_off():
+        # A library's own forward asks for values, of masks and positions, also on meta.
+        asks = self.weights is not None and has_layer_list(self._model)
+        with _collector_off(), KnownValues() if asks else nullcontext():
             settled, is_plain = in_a_memory_format(self._model, spec, samples, settle)
         if is_plain:
             self._note("channels_last is off: the model runs in the plain memory format only")
@@ -415,11 +418,11 @@ def check_lazy(model: nn.Module, spec: PartitionSpec) -> None:
             "partition.balance=auto measures units with their weights, but the model is on torch.device('meta'); use "
             f"even, or the list that adl-dist plan prints, {way_out}"
         )
-    if spec.units != "block" or not has_plain_units(model):
+    if (spec.units != "block" or not has_plain_units(model)) and not has_layer_list(model):
         raise ConfigError(
             f"a {type(model).__name__} at partition.granularity={spec.units} is read by running it, but it is on "
             "torch.device('meta'); expected an nn.Sequential of units, without hooks, at partition.granularity=block, "
-            f"{way_out}"
+            f"or a model with a layer_list, {way_out}"
         )
 
 

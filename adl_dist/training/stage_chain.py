@@ -20,7 +20,7 @@ from adl_dist.memory import memory_of
 from adl_dist.partition.module_state import ModuleState
 from adl_dist.partition.piece import as_argument
 from adl_dist.stage import TrainSpec
-from adl_dist.stage.calls import Tensors, packed
+from adl_dist.stage.calls import Tensors, packed, refuse_unknown_ids
 from adl_dist.stage.heads import check_outs
 from adl_dist.stage.loss_check import check_is_mean, halves, num_made_up, put_together
 from adl_dist.stage.loss_terms import class_loss, is_known_mean, loss_terms
@@ -287,6 +287,8 @@ class StageChain:
         except torch.OutOfMemoryError:
             raise
         except (Exception, SystemExit) as error:  # the user's own forward can raise anything
+            if isinstance(error, IndexError):
+                refuse_unknown_ids(self.stages[k], argument, f"stage {k}")
             text = f"{gets} and fails on it: {type(error).__name__}: {error}"
             raise ConfigError(text) from error
 

@@ -261,8 +261,8 @@ class Trainer:
         resume = self._checked_folder(folder, known_by, resume, later)
 
         def make_plan(**lengths: Any) -> Plan:
-            if folder is not None and self.needs_data:
-                outputs.checkpoints.check_validation(lengths["num_validation"])
+            if self.needs_data:
+                outputs.check_validation(lengths["num_validation"], saves=folder is not None)
             return Plan(epochs=epochs, max_updates=max_updates, **every, **sizes, **lengths)
 
         def recognise(made: build.Settings) -> None:
@@ -481,6 +481,7 @@ class Trainer:
             with self._applied(), self._bound(world), contextlib.ExitStack() as stack:
                 if self._processes.handle_signals:
                     stack.enter_context(signals.signal_handler(lambda name: running.ask(Ask.STOP, name)))
+                    outputs.callbacks.on_interrupt = lambda why: running.requests.ask(Ask.STOP, why)
                 return running.run(worker, coordinator, coordinator.train, stops_early=stops_early)
         finally:
             forget_actions()

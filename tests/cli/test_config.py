@@ -23,7 +23,7 @@ CONF = config_folder()
 CHOICES = [(p.parent.name, p.stem) for p in sorted(CONF.glob("*/*.yaml")) if p.parent.name != "experiment"]
 NEEDS = {
     ("model", "custom"): ["model._target_=torch.nn.Sequential"],
-    ("data", "custom"): ["data._target_=adl_dist.data.digits"],
+    ("data", "custom"): ["data._target_=adl_dist.data.digits", "data.num_classes=10", "data.in_channels=1"],
     ("data", "imagefolder"): ["data.root=images"],
     # A row has data and a model that need not go together.
     (

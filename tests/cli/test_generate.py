@@ -27,7 +27,7 @@ def run_dir(tmp_path_factory):
     words = f"data=tokens data.train={folder}/tokens/train.bin data.validation={folder}/tokens/validation.bin "
     words += "data.context=8 model=gpt model.layers=1 model.heads=2 model.width=32 optimizer=adamw optimizer.lr=0.01 "
     words += "partition.num_stages=1 train.batch_size=8 method.accumulation_steps=2 train.epochs=4 "
-    words += f"runtime.tensorboard=false runtime.threads=1 run_dir={folder}/run"
+    words += f"runtime.tensorboard=false runtime.threads=1 train.ema=0.999 run_dir={folder}/run"
     with pytest.raises(SystemExit) as end:
         main(["train", *words.split()])
     assert not end.value.code
@@ -47,6 +47,15 @@ def test_a_seed_gives_the_same_text_and_another_one_another(run_dir, capsys):
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != texts[2]
     assert len(texts[0].strip()) == 201
+
+
+def test_text_of_the_average_is_that_of_its_weights(run_dir, capsys):
+    """At a temperature at which other weights draw other text."""
+    texts = []
+    for ema in ("false", "true", "true"):
+        generate([str(run_dir), "prompt=a", "temperature=5", f"ema={ema}"])
+        texts.append(capsys.readouterr().out)
+    assert texts[0] != texts[1] == texts[2]
 
 
 def test_the_commands_of_experiment_gpt_lead_to_new_text(tmp_path, monkeypatch, capsys):

@@ -130,6 +130,31 @@ def test_memory_counts_graphs_versions_gradients_and_state():
     assert told.balance.stage_bytes == [3 * 200 + 5 * 20, 200 + 3 * 20]
 
 
+def tied_of(profile, nbytes=1000):
+    """The last unit has the weights of the first, which has no others."""
+    first, *between, last = profile.units
+    first, last = replace(first, parameter_bytes=nbytes, update=4.0), replace(last, tied=[[0, nbytes]])
+    return replace(profile, units=[first, *between, last])
+
+
+def test_tied_weights_count_as_copies_and_sums():
+    """Delay 2 and M = 4: a sum waits for one update, one is on its way, one is being applied."""
+    tied, alone = (
+        tied_of(known(4)),
+        replace(tied_of(known(4)), units=[*tied_of(known(4)).units[:-1], known(1).units[0]]),
+    )
+    more = [a - b for a, b in zip(planned(tied).balance.stage_bytes, planned(alone).balance.stage_bytes, strict=True)]
+    assert more == [3 * 1000, (3 + 3) * 1000]  # there weights, gradients and momentum besides
+    assert planned(tied, K=1).balance.stage_bytes == planned(alone, K=1).balance.stage_bytes
+
+
+def test_tied_weights_take_the_time_of_an_update_and_of_their_messages():
+    slow = planned(tied_of(known(4)), bandwidth=10.0)
+    assert slow.images_per_second == pytest.approx(10 / (1000 / 10 / 4)), "the sum of each update keeps a link busy"
+    tied, alone = planned(tied_of(known(4))), planned(known(4))
+    assert 10 / tied.images_per_second == pytest.approx(10 / alone.images_per_second + 4.0 / 4)
+
+
 def test_a_slow_link_costs_what_its_messages_take():
     profile = known(4, act_bytes=8, grad_bytes=8)
     assert planned(profile, bandwidth=0.5).images_per_second == pytest.approx(10 / 16)

@@ -14,7 +14,7 @@ from adl_dist.report.goal import Goal
 from tests.support.commands import assert_same, in_process, shows, words
 from tests.support.ranks import run_ranks
 from tests.support.runs import toy_trainer
-from tests.support.toys import FixedImages
+from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import SILENT
 
 TRAIN, VALIDATION = FixedImages(16), FixedImages(8, seed=1)
@@ -200,17 +200,68 @@ def test_a_run_ended_in_on_checkpoint_is_evaluated_once(tmp_path):
 
 
 class Draws(adl_dist.Callback):
-    """Draws from the global streams."""
+    """Draws from the global streams, and seeds torch's."""
 
     def on_update(self, now):
         random.random()
-        torch.rand(1)
+        torch.manual_seed(now.update)
+        for _ in range(1000):
+            torch.rand(1)
+
+
+def trained_with(callbacks, K=2):
+    """The weights of a net with dropout; epochs long enough for figures of most updates to come before their end."""
+    trainer = toy_trainer(K, 2, model=batch_norm_net(dropout=0.5), balance=[3, 4])
+    trainer.fit(FixedImages(160), epochs=2, batch_size=4, callbacks=callbacks, monitoring=SILENT)
+    return trainer.full_state_dict()
+
+
+def drawing_and_plain():
+    return trained_with([Draws()]), trained_with([])
 
 
 def test_what_a_callback_draws_is_no_draw_of_a_stage():
-    drawing, _ = fit([Draws()])
-    plain, _ = fit([])
-    assert_same(drawing.full_state_dict(), plain.full_state_dict())
+    assert_same(*drawing_and_plain())
+
+
+@pytest.mark.ranks
+def test_what_it_draws_changes_no_dropout_of_rank_0():
+    for drawing, plain in run_ranks(2, drawing_and_plain):
+        assert_same(drawing, plain)
+
+
+class Interrupts(adl_dist.Callback):
+    """Raises what Ctrl-C raises."""
+
+    def on_update(self, now):
+        if now.update == 2:
+            raise KeyboardInterrupt
+
+
+def interrupted(folder):
+    trainer = toy_trainer(2, 2, handle_signals=True)
+    given = {"epochs": 50, "batch_size": 4, "callbacks": [Interrupts()], "monitoring": SILENT}
+    return trainer.fit(TRAIN, run_dir=folder, **given)["stopped"]
+
+
+@pytest.mark.ranks
+def test_an_interrupt_in_a_callback_stops_all_processes(tmp_path):
+    for stopped in run_ranks(2, interrupted, tmp_path):
+        assert stopped["why"] == "KeyboardInterrupt in Interrupts.on_update"
+        assert stopped["checkpoint"] == str(next((tmp_path / "checkpoints").glob(f"*{stopped['update']:08}")))
+
+
+def test_an_interrupt_in_a_callback_is_raised_without_signals():
+    """As Ctrl-C is in a script that handles signals itself."""
+    with pytest.raises(KeyboardInterrupt):
+        fit([Interrupts()])
+
+
+def test_the_command_ends_as_stopped_by_such_an_interrupt(tmp_path):
+    interrupts = "callbacks=[tests.control.test_callbacks.Interrupts]"
+    done = in_process(*words(tmp_path / "run", interrupts, "train.epochs=50"))
+    assert done.code == 75
+    shows(done.err, ["by KeyboardInterrupt in Interrupts.on_update; saved"])
 
 
 class Calls(adl_dist.Callback):
@@ -279,14 +330,27 @@ def test_early_stopping_refuses_what_it_cannot_follow(make, said):
 
 
 def test_early_stopping_needs_what_it_watches():
-    stopping = adl_dist.EarlyStopping(metric="validation_top5")
-    with pytest.raises(CallbackError, match=r"watches validation_top5, but what is measured is validation_loss, valid"):
+    stopping = adl_dist.EarlyStopping(metric="validation_perplexity")
+    with pytest.raises(CallbackError, match=r"watches validation_perplexity, but what is measured is validation_"):
         fit([stopping])
 
 
-def test_early_stopping_by_no_metric_is_refused_at_the_start():
-    with pytest.raises(ConfigError, match=r"there is no metric 'validation_acc'; did you mean validation_accuracy\?"):
-        fit([adl_dist.EarlyStopping(metric="validation_acc", best="highest")])
+NOT_MEASURED = {
+    "of another name": ("validation_acc", "highest", r"no metric 'validation_acc'; did you mean validation_accuracy\?"),
+    "that nothing asks for": ("validation_top5", None, r"validation_top5 is measured if train.metrics has top5"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_MEASURED)
+def test_early_stopping_by_no_metric_is_refused_at_the_start(case):
+    metric, best, said = NOT_MEASURED[case]
+    with pytest.raises(ConfigError, match=said):
+        fit([adl_dist.EarlyStopping(metric=metric, best=best)])
+
+
+def test_early_stopping_without_validation_is_refused_at_the_start():
+    with pytest.raises(ConfigError, match=r"EarlyStopping watches the validation, but there is no validation dataset"):
+        fit([adl_dist.EarlyStopping()], val_dataset=None)
 
 
 def test_the_command_line_makes_callbacks(tmp_path):

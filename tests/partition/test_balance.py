@@ -5,6 +5,7 @@ import math
 import random
 import re
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -45,7 +46,11 @@ def seconds_and_bytes(units, sizes, held, machine, optimizer_copies):
         upstream, downstream = units[start - 1 : start], units[stop - 1 : stop] * (stop < len(units))
         inside = units[start:stop]
         busy = sum(u.backward + u.update for u in inside) + sum(u.forward for u in inside) * (1 + held[k].recomputes)
+        copies, halves = torn_ties(units, start, stop)
+        busy += sum(first.update * nbytes / first.parameter_bytes for first, nbytes in copies)
         busy /= machine.speeds[k]
+        for nbytes in halves:  # a part and a sum, once for all micro-batches of an update
+            busy += 2 * (nbytes * machine.seconds_per_byte + machine.seconds_per_message) / held[k].micro_batches
         for end in upstream + downstream:
             busy += (end.act_bytes + end.grad_bytes) * machine.seconds_per_byte
             busy += end.num_tensors * (1 + (end.grad_bytes > 0)) * machine.seconds_per_message
@@ -53,6 +58,8 @@ def seconds_and_bytes(units, sizes, held, machine, optimizer_copies):
         need = (2 + optimizer_copies + held[k].weight_copies + held[k].gradient_copies) * sum(
             u.parameter_bytes for u in inside
         )
+        need += (2 + optimizer_copies + held[k].weight_copies + held[k].gradient_copies) * sum(n for _, n in copies)
+        need += held[k].sums * sum(halves)
         need += held[k].graphs * sum(u.activation_bytes for u in inside)
         need += held[k].graphs * sum(end.held_behind for end in upstream)
         need += sum(held[k].inputs * (end.act_bytes + end.widened_bytes) + 3 * end.act_bytes for end in upstream)
@@ -68,6 +75,17 @@ def seconds_and_bytes(units, sizes, held, machine, optimizer_copies):
         needs.append(math.ceil(need))
         links += [max(end.act_bytes / machine.bandwidth, end.grad_bytes / machine.bandwidth) for end in downstream]
     return stages, links, needs
+
+
+def torn_ties(units, start, stop):
+    """Of ties of which a stage has one unit alone: the copies that it holds, as (first unit, bytes); and all bytes."""
+    copies, halves = [], []
+    for place, one in enumerate(units):
+        for first, nbytes in one.tied:
+            has_first, has_later = start <= first < stop, start <= place < stop
+            halves += [nbytes] * (has_first != has_later)
+            copies += [(units[first], nbytes)] * (has_later and not has_first)
+    return copies, halves
 
 
 def brute_force(units, K, held, machine, optimizer_copies):
@@ -86,7 +104,7 @@ def brute_force(units, K, held, machine, optimizer_copies):
 # whatever the order of the sums. So brute force and the balancer must agree to the last bit, and ties are real ties.
 POWERS = [0.25, 0.5, 1.0, 2.0]
 FOOTPRINTS = {"inputs": (0, 3), "weight_copies": (0, 2), "gradient_copies": (0, 1), "recomputes": (0, 1)}
-FOOTPRINTS |= {"acts_sent": (1, 4), "grads_sent": (1, 6)}
+FOOTPRINTS |= {"acts_sent": (1, 4), "grads_sent": (1, 6), "sums": (2, 5), "micro_batches": (1, 4)}
 
 
 def random_instance(draw):
@@ -112,6 +130,9 @@ def random_instance(draw):
         )
         for i in range(n)
     ]
+    if n > 1 and draw.random() < 0.5:  # of embedding and head
+        first = replace(units[0], parameter_bytes=number() + 1)
+        units = [first, *units[1:-1], replace(units[-1], tied=[[0, first.parameter_bytes]])]
     held = [
         StageFootprint(graphs=draw.randint(1, 2 * K), **{name: draw.choice(pair) for name, pair in FOOTPRINTS.items()})
         for _ in range(K)

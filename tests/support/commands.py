@@ -55,6 +55,8 @@ def words(run_dir, *overrides, processes=False):
     """``train`` of a tiny run, changed by ``overrides``."""
     given = {word.partition("=")[0].lstrip("~+") for word in overrides}
     own = {node for node in ("data", "model") if given & {node, f"{node}._target_"}}
+    if "data._target_" in given and "model" not in own:  # the network of TINY asks what its images are
+        overrides = (*overrides, "data.num_classes=10", "data.in_channels=3")
     base = {**TINY, "runtime.processes": str(processes).lower(), "run_dir": str(run_dir)}
     kept = {k: v for k, v in base.items() if k not in given and k.partition(".")[0] not in own}
     return ["train", *(f"{k}={v}" for k, v in kept.items()), *overrides]

@@ -399,3 +399,12 @@ def test_an_output_that_the_loss_ignores_gets_no_gradient(K):
     trainer.fit(data(PAD), epochs=1, batch_size=M * MICRO_BATCH, shuffle=False, monitoring=SILENT)
     moved = {name for name, weights in trainer.full_state_dict().items() if not torch.equal(weights, before[name])}
     assert moved == {name for name in before if not name.startswith(("0.second", "1.unused"))}
+
+
+def test_validation_of_which_all_is_ignored_is_told_as_that():
+    trainer = trainer_of(nn.NLLLoss(ignore_index=-1), {}, 2, 2)
+    nothing = data(num=5)
+    nothing.tensors[1].fill_(-1)
+    said = r"the validation data has 5 samples, but nothing that the loss averages over: it ignores all their targets"
+    with pytest.raises(DataError, match=said):
+        trainer.fit(data(-1), val_dataset=nothing, epochs=1, batch_size=6, monitoring=SILENT)

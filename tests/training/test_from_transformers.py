@@ -1,25 +1,33 @@
 """Networks of transformers through the trainer: the equations, plain training, and processes, for any cut."""
 
+import contextlib
+import copy
 import functools
 import math
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
+import adl_dist
 from adl_dist.batch import Several, tensors_of
+from adl_dist.errors import ConfigError
 from adl_dist.losses import TokenCrossEntropy
 from adl_dist.partition import linearise
+from adl_dist.training.known_values import KnownValues
+from adl_dist.training.lazy_weights import given_weights
+from adl_dist.training.operations import first_difference, record
 from tests.support.commands import assert_same
 from tests.support.equations import assert_close, differ
 from tests.support.oracle import train_by_the_equations
 from tests.support.ranks import run_ranks
 from tests.support.runs import toy_trainer
-from tests.support.values import QUIET
+from tests.support.values import QUIET, SILENT, values
 
 pytest.importorskip("transformers")
-from tests.support.hf_models import CLASSES, VOCAB, hf_input, hf_net
+from adl_dist.models.from_transformers import build, hf_model
+from tests.support.hf_models import CLASSES, FAMILIES, VOCAB, hf_input, hf_net
 
 LR, MOMENTUM, EPOCHS, MICRO_BATCH, NUM, M = 0.1, 0.9, 2, 2, 15, 2
 sgd = functools.partial(torch.optim.SGD, lr=LR, momentum=MOMENTUM)
@@ -123,3 +131,98 @@ def test_two_processes_train_a_network_as_one_process_does():
     for of_rank in by_rank:
         for state, expected in zip(of_rank, alone, strict=True):
             assert_same(state, expected)
+
+
+LAZY = {
+    "llama": False,
+    "gemma": True,
+    "gpt2": True,
+    "vit": False,
+    "distilbert": False,
+}  # and whether embeddings are tied
+
+
+LOSS_OF = {"causal-lm": TokenCrossEntropy()}
+
+
+def saved(family, folder, *, tied):
+    """A folder as save_pretrained makes it, in several files."""
+    config, task, *_ = FAMILIES[family]
+    settings = config()
+    settings.tie_word_embeddings = tied
+    torch.manual_seed(0)
+    build(settings, task).save_pretrained(folder, max_shard_size="2KB")
+    return folder
+
+
+def fitted(folder, family, *, lazy=False):
+    _, task, *_ = FAMILIES[family]
+    with torch.device("meta") if lazy else contextlib.nullcontext():
+        model = hf_model(str(folder), task)
+    options = {"num_stages": 2, "optimizer": sgd, "loss_fn": LOSS_OF.get(task, nn.CrossEntropyLoss())}
+    trainer = adl_dist.Trainer(model, **options, **values(threads=1))
+    x = hf_input(family, 16, masked=False)
+    y = x if task == "causal-lm" else torch.arange(16) % CLASSES
+    trainer.fit(TensorDataset(x, y), epochs=2, batch_size=8, monitoring=SILENT)
+    return trainer.full_state_dict(), [name for name, p in model.named_parameters() if p.is_meta]
+
+
+def fitted_lazily(folders):
+    return {family: fitted(folder, family, lazy=True) for family, folder in folders.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_processes_that_read_only_their_stage_train_the_same(tmp_path):
+    """Bit for bit what one process trains that holds all, from a folder of several files."""
+    folders = {family: saved(family, tmp_path / family, tied=tied) for family, tied in LAZY.items()}
+    of_ranks = run_ranks(2, fitted_lazily, folders, timeout_seconds=110)
+    for family, folder in folders.items():
+        whole, _ = fitted(folder, family)
+        for states in of_ranks:
+            state, on_meta = states[family]
+            assert_same(state, whole)
+            assert on_meta, "no process holds all"
+
+
+@pytest.mark.parametrize("family", LAZY)
+def test_stages_on_meta_lead_to_the_results_of_the_uncut_model(family):
+    """By more operations, where masks or tables are made twice; and not if a stage has weights of its own."""
+    config, task, *_ = FAMILIES[family]
+    with torch.device("meta"):
+        model = build(config(), task)
+
+    def recorded(stages):
+        model.zero_grad()
+        return record(stages, model, batch)
+
+    with KnownValues():
+        batch = hf_input(family, 4, masked=False).to("meta")
+        stages = linearise(model, samples=(batch[:2], batch), keeps_ties=None).pieces([2, 3])
+        uncut, cut = recorded([model]), recorded(stages)
+        other = recorded([stages[0], copy.deepcopy(stages[1])])
+    assert first_difference(uncut, cut, all_of_it=False) is None
+    assert first_difference(uncut, other, all_of_it=False) is not None
+    if family in ("llama", "gemma"):
+        assert len(cut.operations) > len(uncut.operations), "each stage makes rotary tables"
+        assert first_difference(uncut, cut, all_of_it=True) is not None
+
+
+@pytest.mark.parametrize("family", ["gemma", "vit"])
+def test_weights_read_lazily_are_those_of_from_pretrained(family, tmp_path):
+    """Tables that are in no file, too; those of ViT have other names there."""
+    folder, task = saved(family, tmp_path / family, tied=LAZY[family]), FAMILIES[family][1]
+    whole = hf_model(str(folder), task)
+    with torch.device("meta"):
+        lazy = hf_model(str(folder), task)
+    given_weights(lazy, None, 0).make(lazy)
+    assert_same(lazy.state_dict(), whole.state_dict())
+    assert_same(dict(lazy.named_buffers()), dict(whole.named_buffers()))
+
+
+def test_a_network_without_files_is_not_drawn_lazily(tmp_path):
+    config, task, *_ = FAMILIES["llama"]
+    with torch.device("meta"):
+        model = build(config(), task)
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM draws all its weights together.*from files only"):
+        given_weights(model, None, 0)

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.data.tokens import TokenFile, Windows, header_of
-from adl_dist.errors import ConfigError
+from adl_dist.errors import ConfigError, DataError
 from adl_dist.losses import TokenCrossEntropy
 from adl_dist.models import gpt, llama, vit
 from adl_dist.partition.chain import linearise
@@ -175,3 +176,15 @@ def test_a_transformer_can_be_cut_between_any_two_units(name, granularity):
     chain = linearise(model, granularity=granularity, samples=(inputs[:2], inputs))
     assert chain.forbidden == {}
     assert len(chain.units) >= (5 if granularity == "block" else 30)
+
+
+@pytest.mark.parametrize("at", [0, 11])
+@pytest.mark.parametrize("K", [1, 2])
+def test_an_id_outside_the_vocabulary_is_named(K, at):
+    """In the trial at the start, and while training."""
+    trainer = toy_trainer(K, 2, model=build_gpt(), balance=BALANCES[K], loss_fn=TokenCrossEntropy())
+    ids = torch.randint(VOCAB, (16, CONTEXT))
+    ids[at, 3] = VOCAB + 2
+    said = r"stage 0: the input has the id 13, but the embedding 'embedding.tokens' has rows for 0 to 10 only"
+    with pytest.raises(DataError, match=said):
+        trainer.fit(TensorDataset(ids, ids % VOCAB), epochs=1, batch_size=4, shuffle=False, monitoring=QUIET)
