@@ -2,14 +2,15 @@
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from adl_dist.codecs import PLAIN, Codecs
 from adl_dist.errors import ConfigError, PartitionError
 
 Floats = NDArray[np.float64]
@@ -36,16 +37,38 @@ class UnitCost:
     held_before: int = 0  # sent over it, and kept by no graph before it
     held_behind: int = 0  # each graph after it holds so much of what crosses, apart from its activations
     act_bytes: int = 0  # all tensors that cross it, forward, as they are sent
-    widened_bytes: int = 0  # their growth when they are handed over (``wire_dtype``)
+    widened_bytes: int = 0  # their growth when they are decoded
     grad_bytes: int = 0  # the gradients that come back; 0: none do
     num_tensors: int = 1  # tensors that cross it; as many gradients come back
+    # By codec, the bytes by which it makes these smaller, of activations and of gradients alike.
+    spared: Mapping[str, int] = field(default_factory=dict)
+    act_coding: float = 0.0  # seconds for which each of the two stages is busy to code or to decode activations
+    grad_coding: float = 0.0  # likewise, gradients
     may_cut: bool = True  # whether it is possible at all
     reason: str = ""  # why it is not
 
     def __post_init__(self) -> None:
         for name, cost in vars(self).items():
-            if name not in ("name", "reason") and not (isinstance(cost, int | float) and 0 <= cost < math.inf):
+            if name not in ("name", "reason", "spared") and not (
+                isinstance(cost, int | float) and 0 <= cost < math.inf
+            ):
                 raise ConfigError(f"unit '{self.name}': {name} must be finite and at least 0, got {cost}")
+
+    def coded(self, codecs: Codecs, seconds_per_byte: Mapping[str, float]) -> "UnitCost":
+        """Return the costs where what crosses is coded, for so many seconds per byte by codec, there and back."""
+        act, grad = codecs
+        if codecs == PLAIN:
+            return self
+        act_spared, grad_spared = self.spared.get(act, 0), self.spared.get(grad, 0) if self.grad_bytes else 0
+        return replace(
+            self,
+            act_bytes=self.act_bytes - act_spared,
+            widened_bytes=act_spared,
+            grad_bytes=self.grad_bytes - grad_spared,
+            held_before=self.held_before if act == "none" else self.act_bytes - act_spared,
+            act_coding=self.act_bytes * seconds_per_byte.get(act, 0.0) / 2,
+            grad_coding=self.grad_bytes * seconds_per_byte.get(grad, 0.0) / 2,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +160,8 @@ class Machine:
     latency: float = 0.0  # seconds of a message on its way; no cut is chosen by it, see :func:`link_time`
     seconds_per_byte: float = 0.0  # for which a stage itself is busy, sent or received (gloo on CPU copies)
     seconds_per_message: float = 0.0  # for which it is busy with each tensor, whatever its size
+    codecs: Codecs = PLAIN  # how what crosses a link is coded
+    coding_seconds: Mapping[str, float] = field(default_factory=dict)  # by codec, of each byte to code and to decode it
 
     def __post_init__(self) -> None:
         if any(not 0 < speed < math.inf for speed in self.speeds or ()):
@@ -174,6 +199,8 @@ def stage_seconds(units: Sequence[UnitCost], *, held: StageFootprint, speed: flo
     work = _of_stages(np.add, [unit.forward * (1 + held.recomputes) + unit.backward + unit.update for unit in units])
     busy = [
         machine.seconds_per_byte * (unit.act_bytes + unit.grad_bytes)
+        + unit.act_coding
+        + unit.grad_coding
         + machine.seconds_per_message * unit.num_tensors * (2 if unit.grad_bytes else 1)
         for unit in units
     ]

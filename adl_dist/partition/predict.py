@@ -50,7 +50,7 @@ def best_cut(
 ) -> Balance:
     """Return the best cut of the measured model for ``pipeline``, or the one of ``sizes``; see :func:`best_balance`."""
     method, M, kept = pipeline.method, pipeline.micro_batches_per_update, max_pending_of(pipeline)
-    units = _units(profile, pipeline)
+    units = _units(profile, pipeline, machine)
     held = [
         StageFootprint(
             graphs=stage.graphs,
@@ -87,14 +87,15 @@ def with_delays(
     if not pipeline.method.awaits_delays:
         return pipeline
     balance = best_cut(profile, pipeline, machine=machine, sizes=sizes)
-    costs = _costs(_units(profile, pipeline), balance, pipeline.micro_batches_per_update, machine)
+    costs = _costs(_units(profile, pipeline, machine), balance, pipeline.micro_batches_per_update, machine)
     return Pipeline(with_least_delays(pipeline.method, costs, most=most), pipeline.num_stages)
 
 
-def _units(profile: Profile, pipeline: Pipeline) -> list[UnitCost]:
-    """Return the units' costs as stages of ``pipeline`` have them."""
+def _units(profile: Profile, pipeline: Pipeline, machine: Machine) -> list[UnitCost]:
+    """Return the units' costs as stages of ``pipeline`` have them, which send over links of ``machine``."""
     of_stages = profile.with_stages(pipeline.num_stages)
-    return of_stages.costs(pipeline.micro_batches_per_update, split=pipeline.method.split_backward)
+    units = of_stages.costs(pipeline.micro_batches_per_update, split=pipeline.method.split_backward)
+    return [unit.coded(machine.codecs, machine.coding_seconds) for unit in units]
 
 
 def predict(
@@ -120,7 +121,7 @@ def predict(
     M = pipeline.micro_batches_per_update
     pipeline = with_delays(profile, pipeline, machine=machine, sizes=sizes, most=most)
     balance = best_cut(profile, pipeline, machine=machine, sizes=sizes)
-    units = _units(profile, pipeline)
+    units = _units(profile, pipeline, machine)
     expected = speed(pipeline.method, _costs(units, balance, M, machine))
     free = speed(pipeline.method, _costs(units, balance, M, Machine(speeds=machine.speeds)))  # links that cost nothing
     # The timing model gives a link a latency only; one that is slower than every stage sets the pace.
@@ -153,8 +154,8 @@ def _costs(units: Sequence[UnitCost], balance: Balance, M: int, machine: Machine
         inside, before = units[start:stop], units[:start][-1:]
         ends = [*before, *(inside[-1:] if stop < len(units) else [])]
         messages = sum(machine.seconds_per_message * unit.num_tensors for unit in ends)
-        acts = sum(machine.seconds_per_byte * unit.act_bytes for unit in ends)
-        grads = sum(machine.seconds_per_byte * unit.grad_bytes for unit in ends)
+        acts = sum(machine.seconds_per_byte * unit.act_bytes + unit.act_coding for unit in ends)
+        grads = sum(machine.seconds_per_byte * unit.grad_bytes + unit.grad_coding for unit in ends)
         forward.append(sum(unit.forward for unit in inside) / rate + acts + messages)
         backward.append(sum(unit.backward for unit in inside) / rate + grads + messages)
         backward_weight.append(sum(unit.backward_weight for unit in inside) / rate)

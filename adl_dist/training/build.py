@@ -101,9 +101,8 @@ def build_worker(
         if loader is not None:
             loader.precision = precision
             loader.expect(spec.loss_fn, terms, num_outputs=agreed.num_outputs)
-    acts = {k: specs.travelling(precision.wire_dtype) for k, specs in agreed.acts.items()}
     targets = [*agreed.targets] if terms is None else [*agreed.targets, COUNTS]
-    contexts = connect_stages(world, stages, acts, targets, spec.pipeline)
+    contexts = connect_stages(world, stages, agreed.acts, targets, spec.pipeline, precision.codecs)
     layouts = [layout_of(batch) for batch in samples.one]
     if 0 in contexts:
         contexts[0].num_inputs = len(tensors_of(samples.one[0]))

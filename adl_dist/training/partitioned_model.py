@@ -291,7 +291,8 @@ class PartitionedModel:
                 kept_in=measuring.folder / PROFILE if measuring.folder is not None else None,
                 feed=measuring.feed,
             )
-        machine = Machine(speeds=self.spec.speeds, memory_bytes=device_memory(trial.device))
+        codecs = trial.spec.precision.codecs
+        machine = Machine(speeds=self.spec.speeds, memory_bytes=device_memory(trial.device), codecs=codecs)
         pipeline = self._with_delays(profile, trial.spec.pipeline, machine, measuring.folder)
         while True:
             units = [replace(u, may_cut=u.may_cut and n not in chain.forbidden) for n, u in enumerate(profile.units)]
@@ -452,7 +453,7 @@ def take_profile(
         "parameters": sum(p.numel() for p in model.parameters()),
         "model": hashlib.sha256(digest.encode()).hexdigest()[:16],
         "optimizer": type(stage_optimizer(spec.optimizer, trained, where="the model")).__name__,
-        **precision.settings,
+        **{key: value for key, value in precision.settings.items() if "codec" not in key},  # what it spares is measured
         "micro_batch_size": micro_batch_size,
         "input": list(inputs[0].shape[1:]) if len(inputs) == 1 else [list(tensor.shape[1:]) for tensor in inputs],
         "channels_last": TensorSpec.of(inputs[0]).channels_last,
@@ -460,6 +461,7 @@ def take_profile(
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
         "splits": True,  # what is put off by a split is measured, too
+        "codecs": True,  # and what codecs spare
     }
     if kept_in is not None and kept_in.is_file():
         kept = Profile.load(kept_in)
@@ -473,7 +475,6 @@ def take_profile(
         chain,
         optimizer=spec.optimizer,
         of=of,
-        wire_dtype=precision.wire_dtype,
         **how,
     )
     profile = with_split_costs(profile, model, chain, **how)

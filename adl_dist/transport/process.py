@@ -169,7 +169,7 @@ class ProcessSender(End):
         """Start to send; return at once unless ``max_pending`` are under way."""
         size, where, works = self._sizes[micro_batch], partial(self._where.format, micro_batch), []
         for place, (spec, tensor) in enumerate(fitted(self._specs, tensors, size, where)):
-            wire = spec.as_wire(spec.narrow(tensor))
+            wire = spec.as_wire(tensor)
             if spec.is_empty:
                 continue
             if self._edge.backend == "gloo" and wire.is_cuda:
@@ -222,12 +222,12 @@ class ProcessReceiver(End):
         assert got == micro_batch, f"the schedule asks for micro-batch {micro_batch}, {got} comes next"
         if self._through_host:
             arrived = [to_device(buffer, self._device) for buffer in arrived]
-        return tuple([spec.widen(tensor) for spec, tensor in zip(self._specs, arrived, strict=True)])
+        return tuple(arrived)
 
     def _post(self, micro_batch: int) -> None:
         works: Works = []
         for place, spec in enumerate(self._specs):
-            buffer = spec.empty(self._sizes[micro_batch], self._arrives_on, on_wire=True, pinned=self._through_host)
+            buffer = spec.empty(self._sizes[micro_batch], self._arrives_on, pinned=self._through_host)
             work = None if spec.is_empty else self._begin(RECEIVE, spec.as_wire(buffer), micro_batch, place)
             works.append((work, buffer))
         self._pending.append((micro_batch, works))

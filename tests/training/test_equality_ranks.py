@@ -50,7 +50,7 @@ CASES = [
 ]
 ADL = CASES[0 : 2 * 4 : 2]  # M = 1 .. 4
 
-LOWERED, NARROW = {"autocast": torch.bfloat16}, {"wire_dtype": torch.bfloat16}
+LOWERED, NARROW = {"autocast": torch.bfloat16}, {"codec": "bf16"}
 LOWER_PRECISION = [
     (2, {**NARROW, "dropout": 0.3}),
     (1, {**NARROW, "method": "fr", "channels_last": True}),
