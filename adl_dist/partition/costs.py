@@ -156,8 +156,9 @@ class Machine:
 
     speeds: Sequence[float] | None = None  # of each stage's device, relative to the measuring one; None: all 1
     memory_bytes: int | None = None  # of each device; None: no limit
-    bandwidth: float = math.inf  # bytes per second of a link, each direction for itself
-    latency: float = 0.0  # seconds of a message on its way; no cut is chosen by it, see :func:`link_time`
+    # Of the link after each stage, or one number for all: bytes per second, each direction for itself,
+    bandwidth: float | Sequence[float] = math.inf
+    latency: float | Sequence[float] = 0.0  # seconds of a message on its way; no cut is chosen by it, see link_time
     seconds_per_byte: float = 0.0  # for which a stage itself is busy, sent or received (gloo on CPU copies)
     seconds_per_message: float = 0.0  # for which it is busy with each tensor, whatever its size
     codecs: Codecs = PLAIN  # how what crosses a link is coded
@@ -166,11 +167,24 @@ class Machine:
     def __post_init__(self) -> None:
         if any(not 0 < speed < math.inf for speed in self.speeds or ()):
             raise ConfigError(f"machine.speeds must be finite and above 0, got {self.speeds}")
-        if not self.bandwidth > 0:
+        if not all(one > 0 for one in _listed(self.bandwidth)):
             raise ConfigError(f"machine.bandwidth must be above 0, got {self.bandwidth}")
         for name in ("latency", "seconds_per_byte", "seconds_per_message"):
-            if not 0 <= getattr(self, name) < math.inf:
+            if not all(0 <= one < math.inf for one in _listed(getattr(self, name))):
                 raise ConfigError(f"machine.{name} must be finite and at least 0, got {getattr(self, name)}")
+
+    def bandwidth_after(self, stage: int) -> float:
+        """Return the bytes per second of the link after ``stage``."""
+        return self.bandwidth[stage] if isinstance(self.bandwidth, Sequence) else self.bandwidth
+
+    def latency_after(self, stage: int) -> float:
+        """Return the seconds of a message on the link after ``stage``."""
+        return self.latency[stage] if isinstance(self.latency, Sequence) else self.latency
+
+    @property
+    def slowest_link(self) -> tuple[float, float]:
+        """The least bandwidth and the longest latency of all links."""
+        return min(_listed(self.bandwidth)), max(_listed(self.latency))
 
     def speeds_of(self, num_stages: int) -> Sequence[float]:
         """Return the speed of each stage's device; raise a ConfigError if there are not K."""
@@ -180,13 +194,19 @@ class Machine:
         return self.speeds or [1.0] * num_stages
 
 
-def link_time(unit: UnitCost, machine: Machine) -> float:
-    """Return the seconds for which a link after ``unit`` is occupied by one micro-batch, in its busier direction.
+def _listed(value: float | Sequence[float]) -> Sequence[float]:
+    return value if isinstance(value, Sequence) else [value]
+
+
+def link_time(unit: UnitCost, machine: Machine, stage: int) -> float:
+    """Return the seconds for which the link between ``stage``, which ends with ``unit``, and the next is occupied.
+
+    By one micro-batch, in its busier direction.
 
     Without the latency: receives are posted ahead and no stage waits for a send, so the next message leaves while one
     is on its way. What it costs where the method's delays leave no room for it, :func:`adl_dist.schedule.speed` says.
     """
-    return max(unit.act_bytes, unit.grad_bytes) / machine.bandwidth
+    return max(unit.act_bytes, unit.grad_bytes) / machine.bandwidth_after(stage)
 
 
 def stage_seconds(units: Sequence[UnitCost], *, held: StageFootprint, speed: float, machine: Machine) -> Floats:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from adl_dist.codecs import PLAIN, Codecs
 from adl_dist.errors import ConfigError
 from adl_dist.partition.balance import UNIFORM, Balance, best_balance, evaluate_balance
 from adl_dist.partition.costs import Machine, Profile, StageFootprint, UnitCost
@@ -26,17 +27,25 @@ class Prediction:
     pipeline: Pipeline
     balance: Balance
     images_per_second: float  # in steady state
+    seconds_per_update: float  # likewise
     speed_up: float  # over backpropagation of the same micro-batches on one device
     bubble: float  # share of the time in which a stage waits, averaged over stages
     staleness_mean: list[float]  # of each stage, in updates
     link_share: float = 0.0  # of the time of a micro-batch: what links add to it
     uneven: str | None = None  # why one stage has most of the work; None: none has
+    codecs: Codecs = PLAIN  # how what crosses a cut is coded
+    update_bytes: float = 0.0  # over the busiest link in one update, both directions together
 
     @property
     def convergence_factor(self) -> float:
         """(1 + sum of mean staleness / M) / M: what Theorem 1 of the paper bounds the error with; 1/M without any."""
         M = self.pipeline.micro_batches_per_update
         return (1 + sum(self.staleness_mean) / M) / M
+
+    @property
+    def link_bound(self) -> bool:
+        """Whether a link is occupied for longer than a stage works."""
+        return max(self.balance.link_seconds, default=0.0) > max(self.balance.stage_seconds)
 
     @property
     def staleness_most(self) -> int:
@@ -123,20 +132,24 @@ def predict(
     balance = best_cut(profile, pipeline, machine=machine, sizes=sizes)
     units = _units(profile, pipeline, machine)
     expected = speed(pipeline.method, _costs(units, balance, M, machine))
-    free = speed(pipeline.method, _costs(units, balance, M, Machine(speeds=machine.speeds)))  # links that cost nothing
-    # The timing model gives a link a latency only; one that is slower than every stage sets the pace.
-    of_stages = expected.time_per_update / M
-    per_micro_batch = max(of_stages, *balance.link_seconds, 0.0)
+    without = replace(balance, link_seconds=[0.0] * len(balance.link_seconds))
+    free = speed(pipeline.method, _costs(units, without, M, Machine(speeds=machine.speeds)))  # links that cost nothing
+    per_micro_batch = expected.time_per_update / M
+    last_units = [units[stop - 1] for stop in accumulate(balance.sizes[:-1])]
+    crossing = [unit.act_bytes + unit.grad_bytes for unit in last_units]
     alone = profile.loading + profile.forward + profile.backward + sum(unit.update for unit in profile.costs(M))
     return Prediction(
         pipeline=pipeline,
         balance=balance,
         images_per_second=profile.of["micro_batch_size"] / per_micro_batch,
+        seconds_per_update=M * per_micro_batch,
         speed_up=alone / per_micro_batch,
-        bubble=max(0.0, 1 - (1 - expected.bubble) * of_stages / per_micro_batch),
+        bubble=max(0.0, expected.bubble),
         staleness_mean=[stage.staleness_mean for stage in figures(pipeline)],
         link_share=max(0.0, 1 - free.time_per_update / M / per_micro_batch),
         uneven=unevenness(units, balance),
+        codecs=machine.codecs,
+        update_bytes=M * max(crossing, default=0.0),
     )
 
 
@@ -160,8 +173,9 @@ def _costs(units: Sequence[UnitCost], balance: Balance, M: int, machine: Machine
         backward.append(sum(unit.backward for unit in inside) / rate + grads + messages)
         backward_weight.append(sum(unit.backward_weight for unit in inside) / rate)
         update.append(sum(unit.update for unit in inside) * M / rate)
-    link = [machine.latency + seconds for seconds in balance.link_seconds]
-    return Costs(forward=forward, backward=backward, backward_weight=backward_weight, update=update, link=link)
+    link = [machine.latency_after(k) for k in range(len(balance.sizes) - 1)]
+    of_links = {"link": link, "transfer": balance.link_seconds}
+    return Costs(forward=forward, backward=backward, backward_weight=backward_weight, update=update, **of_links)
 
 
 class Throughput(NamedTuple):
@@ -199,7 +213,8 @@ def alternative(
     update = sum(unit.update for unit in profile.units)
     update_of_share = sum(unit.update for unit in profile.with_stages(num_devices).units)
     moved = 2 * (num_devices - 1) / num_devices * sum(unit.parameter_bytes for unit in profile.units)
-    ring = moved / machine.bandwidth + 2 * (num_devices - 1) * machine.latency
+    bandwidth, latency = machine.slowest_link
+    ring = moved / bandwidth + 2 * (num_devices - 1) * latency
     copying = 2 * moved * machine.seconds_per_byte
     seconds = share.forward + max(share.backward, ring) + copying + update_of_share
     units, held = profile.costs(1), [StageFootprint(graphs=1)]

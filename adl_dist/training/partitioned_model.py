@@ -24,6 +24,7 @@ from adl_dist.partition import Chain, Machine, check_same_chain, checked_sizes, 
 from adl_dist.partition.chain import has_plain_units
 from adl_dist.partition.costs import Profile
 from adl_dist.partition.imbalance import why_uneven
+from adl_dist.partition.links import LINKS, parse_links
 from adl_dist.partition.measure import measure
 from adl_dist.partition.predict import best_cut, unevenness, with_delays
 from adl_dist.schedule import Method, Pipeline
@@ -107,13 +108,15 @@ class PartitionedModel:
         ``weights``: what makes its tensors, if it is on meta.
 
         Raises:
-            ConfigError: the speeds do not fit K, or a model on meta cannot be cut as it is asked for.
+            ConfigError: the speeds or links do not fit K, or a model on meta cannot be cut as it is asked for.
             PartitionError: there are too few units, as far as that is known without reading the forward.
         """
         self._num_stages, self._own, self.spec = num_stages, list(own), spec
         speeds = spec.speeds
         if speeds is not None and (len(speeds) != num_stages or min(speeds) <= 0):
             raise ConfigError(f"partition.speeds={list(speeds)} must be {num_stages} numbers above 0, one per stage")
+        links = spec.links
+        self._links = None if links is None else parse_links(links, LINKS).for_stages(num_stages, LINKS)
         self.weights = weights
         if weights is not None:
             check_lazy(model, spec)
@@ -291,8 +294,12 @@ class PartitionedModel:
                 kept_in=measuring.folder / PROFILE if measuring.folder is not None else None,
                 feed=measuring.feed,
             )
-        codecs = trial.spec.precision.codecs
-        machine = Machine(speeds=self.spec.speeds, memory_bytes=device_memory(trial.device), codecs=codecs)
+        machine = Machine(
+            speeds=self.spec.speeds,
+            memory_bytes=device_memory(trial.device),
+            codecs=trial.spec.precision.codecs,
+            **({} if self._links is None else self._links.figures),
+        )
         pipeline = self._with_delays(profile, trial.spec.pipeline, machine, measuring.folder)
         while True:
             units = [replace(u, may_cut=u.may_cut and n not in chain.forbidden) for n, u in enumerate(profile.units)]

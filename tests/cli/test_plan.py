@@ -23,7 +23,7 @@ from tests.support.commands import in_process, shows, words
 from tests.support.ranks import run_ranks
 from tests.support.tiers import slow
 
-FAST = ("train.batch_size=16", "runtime.threads=1", "--bandwidth", "1e9", "--latency", "1e-5", "--neighbours", "0")
+FAST = ("train.batch_size=16", "runtime.threads=1", "--links", "8gbit,10us", "--neighbours", "0")
 SMALL = ("model=resnet8", "data=synthetic", "data.image_size=8", *FAST)
 TINY = ("model._target_=tests.support.user_code.good", "data._target_=tests.support.user_code.images", *FAST)
 

@@ -79,6 +79,7 @@ class PartitionConfig:
     balance: Any = "even"
     granularity: Granularity | None = None
     speeds: list[float] | None = None
+    links: str | None = None
     verify: bool = True
     tied: str = "share"
 
@@ -86,7 +87,12 @@ class PartitionConfig:
         """Return the value that the trainer takes, checked."""
         granularity = self.granularity.value if self.granularity else None
         return PartitionSpec(
-            balance=self.balance, granularity=granularity, speeds=self.speeds, verify=self.verify, tied=self.tied
+            balance=self.balance,
+            granularity=granularity,
+            speeds=self.speeds,
+            links=self.links,
+            verify=self.verify,
+            tied=self.tied,
         )
 
 
