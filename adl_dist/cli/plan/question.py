@@ -77,8 +77,9 @@ def asked(words: list[str]) -> Question:
         granularity=config.partition.granularity.value if config.partition.granularity else "layer",
         links=flags.links or (None if config.partition.links is None else parse_links(config.partition.links, LINKS)),
     )
-    for K in stages if question.links is not None else ():
-        question.links.for_stages(K, "--links")
+    if question.links is not None:
+        for K in stages:
+            question.links.for_stages(K, "--links")
     _ = question.sizes  # refuses too small a batch
     return question
 
