@@ -17,6 +17,9 @@ class Links(NamedTuple):
     bandwidth: tuple[float, ...]  # bytes per second, in each direction for itself
     latency: tuple[float, ...]  # seconds of a message on its way, without those that its bytes take
 
+    def __str__(self) -> str:
+        return ", ".join(f"{b / 1e6:,.4g} MB/s {1e3 * s:.3g} ms" for b, s in zip(*self, strict=True))
+
     @property
     def figures(self) -> dict[str, Any]:
         """The keyword arguments of a :class:`~adl_dist.partition.Machine` with these links."""

@@ -25,7 +25,8 @@ class PartitionSpec:
             else ``block``.
         speeds: speeds of the stages' devices relative to the one that measures; None: all equal.
         links: what the links between stages carry, like ``100mbit,50ms``: for all, or with ``/`` between them for each,
-            by which ``balance="auto"`` and ``method.delay=auto`` choose; None: links take no time.
+            by which ``balance="auto"`` and ``method.delay=auto`` choose; ``auto``: measured between processes at the
+            start of the run; None: links take no time.
         verify: whether the cut model is compared with the uncut one before the first update, if there are several
             stages.
         tied: what becomes of a parameter with several names if a cut lies between its uses: ``share``: stages hold
@@ -54,7 +55,8 @@ class PartitionSpec:
         for name in ("speeds", "links"):
             if getattr(self, name) is not None and self.balance != "auto":
                 raise ConfigError(f"partition.{name} weighs a measured cut; it needs partition.balance=auto")
-        _ = self.links is None or parse_links(self.links, LINKS)
+        if self.links is not None and self.links != "auto":
+            parse_links(self.links, LINKS)
 
     @property
     def units(self) -> str:

@@ -24,7 +24,7 @@ from adl_dist.partition import Chain, Machine, check_same_chain, checked_sizes, 
 from adl_dist.partition.chain import has_plain_units
 from adl_dist.partition.costs import Profile
 from adl_dist.partition.imbalance import why_uneven
-from adl_dist.partition.links import LINKS, parse_links
+from adl_dist.partition.links import LINKS, Links, parse_links
 from adl_dist.partition.measure import measure
 from adl_dist.partition.predict import best_cut, unevenness, with_delays
 from adl_dist.schedule import Method, Pipeline
@@ -58,6 +58,7 @@ class Measuring(NamedTuple):
     feed: DeviceLoader  # what stage 0 loads micro-batches from
     micro_batch_size: int
     folder: Path | None  # that keeps the measurement
+    links: Links | None = None  # between stages; None: they take no time
 
 
 class Settled(NamedTuple):
@@ -115,8 +116,8 @@ class PartitionedModel:
         speeds = spec.speeds
         if speeds is not None and (len(speeds) != num_stages or min(speeds) <= 0):
             raise ConfigError(f"partition.speeds={list(speeds)} must be {num_stages} numbers above 0, one per stage")
-        links = spec.links
-        self._links = None if links is None else parse_links(links, LINKS).for_stages(num_stages, LINKS)
+        if spec.links is not None and spec.links != "auto":
+            parse_links(spec.links, LINKS).for_stages(num_stages, LINKS)
         self.weights = weights
         if weights is not None:
             check_lazy(model, spec)
@@ -298,8 +299,10 @@ class PartitionedModel:
             speeds=self.spec.speeds,
             memory_bytes=device_memory(trial.device),
             codecs=trial.spec.precision.codecs,
-            **({} if self._links is None else self._links.figures),
+            **({} if measuring.links is None else measuring.links.figures),
         )
+        if measuring.links is not None:
+            self._note(f"links between stages: {measuring.links}")
         pipeline = self._with_delays(profile, trial.spec.pipeline, machine, measuring.folder)
         while True:
             units = [replace(u, may_cut=u.may_cut and n not in chain.forbidden) for n, u in enumerate(profile.units)]

@@ -58,16 +58,16 @@ def profile_of(units):
 
 
 def test_the_cut_moves_to_where_its_own_link_is_fast_enough():
-    """Of two links the second one is slow, so the second cut goes where little crosses."""
-    units = [unit(crossing=c) for c in (40, 40, 40, 40, 4, 40)]
+    """One of two links is slow, so its cut goes where little crosses."""
+    units = [unit(crossing=c) for c in (4, 40, 40, 40, 4, 40)]
     held = [StageFootprint(graphs=1)] * 3
     assert best_balance(units, num_stages=3, held=held).sizes == [2, 2, 2]
     slow_last = best_balance(units, num_stages=3, held=held, machine=Machine(bandwidth=(20.0, 1.0)))
     slow_first = best_balance(units, num_stages=3, held=held, machine=Machine(bandwidth=(1.0, 20.0)))
     assert slow_last.sizes == [2, 3, 1]
     assert slow_last.link_seconds == [2.0, 4.0]
-    assert slow_first.sizes == [4, 1, 1] or slow_first.sizes[0] == 5
-    assert slow_first.seconds > slow_last.seconds
+    assert slow_first.sizes[0] == 1
+    assert slow_first.link_seconds[0] == 4.0
 
 
 def adl(K, M=4, **options):

@@ -75,7 +75,7 @@ def asked(words: list[str]) -> Question:
         steps=steps,
         num_devices=num_devices,
         granularity=config.partition.granularity.value if config.partition.granularity else "layer",
-        links=flags.links or (None if config.partition.links is None else parse_links(config.partition.links, LINKS)),
+        links=flags.links or described(config.partition.links),
     )
     if question.links is not None:
         for K in stages:
@@ -172,6 +172,11 @@ def _check_bound(method: Method, bound: float) -> None:
             "use method.weights=stash, or --max-staleness 1"
         )
     _ = replace(method, delay="auto")  # refused next to options that need other delays
+
+
+def described(links: str | None) -> Links | None:
+    """Return the links that the configuration describes, if it does; ``auto`` is for a run to find out."""
+    return None if links is None or links == "auto" else parse_links(links, LINKS)
 
 
 def machine_of(question: Question) -> Machine:
