@@ -98,7 +98,7 @@ def test_messages_wait_for_those_before_them_on_their_link():
     assert slow > long + 2 * 24
 
 
-def test_delays_found_for_a_link_grow_with_its_latency_and_shrink_with_a_codec():
+def test_delays_grow_with_latency_and_shrink_with_a_codec():
     profile = profile_of([unit(crossing=24)] * 8)
     pipeline = adl(2, delay="auto")
     assert with_delays(profile, pipeline).nominal_delays == (1, 0)

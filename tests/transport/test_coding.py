@@ -135,7 +135,7 @@ def test_dtype_strides_and_memory_are_the_receivers_own(codec, channels_last, dt
 
 
 @over_codecs
-def test_several_tensors_share_a_message_and_numbers_that_count_stay(codec):
+def test_tensors_share_a_message_and_counting_numbers_stay(codec):
     """Whole numbers, booleans, complex ones, what has no element, and what a codec would not make smaller."""
     as_they_are = (
         torch.arange(12).view(2, 6), torch.tensor([[True], [False]]), torch.ones(2, 0), drawn(2, 8).to(torch.complex64),
