@@ -43,9 +43,9 @@ class Prediction:
         return (1 + sum(self.staleness_mean) / M) / M
 
     @property
-    def link_bound(self) -> bool:
-        """Whether a link is occupied for longer than a stage works."""
-        return max(self.balance.link_seconds, default=0.0) > max(self.balance.stage_seconds)
+    def is_compute_bound(self) -> bool:
+        """Whether the links add next to nothing to the time that the stages take."""
+        return self.link_share <= AS_GOOD
 
     @property
     def staleness_most(self) -> int:

@@ -80,7 +80,7 @@ def test_a_codec_lifts_a_link_from_setting_the_pace():
     plain = predict(profile, adl(2), machine=link)
     int8 = replace(link, codecs=Codecs("int8", "int8"), coding_seconds={"int8": 0.125})
     coded = predict(profile, adl(2), machine=int8)
-    assert (plain.link_bound, coded.link_bound) == (True, False)
+    assert (plain.is_compute_bound, coded.is_compute_bound) == (False, True)
     assert plain.seconds_per_update == pytest.approx(4 * 24)
     assert coded.seconds_per_update == pytest.approx(4 * (12 + 2 * 24 * 0.125 / 2)), "half of the coding on each side"
     assert (plain.update_bytes, coded.update_bytes) == (4 * 48, 4 * 12)

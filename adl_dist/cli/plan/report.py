@@ -17,7 +17,7 @@ METHOD_HEAD = (
     *("memory per stage (MB)", "units per stage"),
 )
 UNIT_HEAD = ("unit", "forward ms", "backward ms", "parameters kB", "activations kB", "crosses kB")
-CODEC_HEAD = ("K", "M", "codec", "MB/update", "s/update", "images/s", "links add", "pace set by", "units per stage")
+CODEC_HEAD = ("K", "M", "codec", "MB/update", "s/update", "images/s", "links add", "units per stage")
 BOUNDED_HEAD = (
     *("K", "M", "micro-batch", "delays", "backward", "images/s", "staleness mean", "greatest"),
     *("memory per stage (MB)", "units per stage"),
@@ -80,19 +80,18 @@ def codec_lines(coded: Sequence[Prediction]) -> list[str]:
     rows: list[list[object]] = []
     for p in coded:
         where = p.pipeline.num_stages, p.pipeline.micro_batches_per_update, p.codecs.activations
-        limit = "a link" if p.link_bound else "a stage"
         seconds = f"{p.seconds_per_update:.3g}", f"{p.images_per_second:,.0f}"
-        rows.append([*where, f"{p.update_bytes / 1e6:,.2f}", *seconds, f"{p.link_share:.0%}", limit, _sizes(p)])
+        rows.append([*where, f"{p.update_bytes / 1e6:,.2f}", *seconds, f"{p.link_share:.0%}", _sizes(p)])
     lines = [f"{coded[0].pipeline.method.name} by codec, over these links:", *text_table([CODEC_HEAD, *rows])]
     for K in dict.fromkeys(p.pipeline.num_stages for p in coded):
         alike = [p for p in coded if p.pipeline.num_stages == K]
-        enough = next((p.codecs.activations for p in alike if not p.link_bound), None)
+        enough = next((p.codecs.activations for p in alike if p.is_compute_bound), None)
         if enough is None:
-            told = "the links are slower than the stages with every codec"
+            told = "the links cost time with every codec; longer delays may hide it (method.delay=auto), or a larger M"
         elif enough == "none":
-            told = "no codec is needed: the stages are slower than the links"
+            told = "no codec is needed: the links cost next to no time"
         else:
-            told = f"runtime.codec={enough} is needed for the stages, not the links, to set the pace"
+            told = f"runtime.codec={enough} is needed, and enough, for the links to cost next to no time"
         lines.append(f"K = {K}: {told}")
     return ["", *lines]
 
