@@ -34,7 +34,7 @@ logger = logging.getLogger("adl_dist")
 CONFIG, SUMMARY, DIVERGED, LOCK, LAUNCH = "config.yaml", "summary.json", "diverged.json", "lock", "launch"
 
 # Settings that say where the model is cut, in the Python API and under partition.* on the command line.
-CUT = "num_stages", "balance", "granularity", "speeds"
+CUT = "num_stages", "balance", "granularity", "speeds", "links"
 # Settings that may differ when a run continues: its length and place, how it is watched, and how it is cut. (Another
 # device, number of threads or choice of kernels may move the last bits. A schedule that depends on the run's length
 # follows the new length, and another cut has a staleness of its own: these two the run reports.)
@@ -62,6 +62,7 @@ FREE_TO_CHANGE = {
 OF_OLD = {
     f"method.{setting.name}": setting.default for setting in fields(Method) if setting.name not in ("name", "spec")
 } | {"partition.tied": "share", "tied": "share"}
+OF_OLD |= {"runtime.codec": "none", "codec": "none", "gradient_codec": "none"}
 
 
 class RunFolder:

@@ -15,7 +15,7 @@ from adl_dist.checkpoint.identity import check_identity, identity_of, partition_
 from adl_dist.checkpoint.run_dir import RunFolder
 from adl_dist.control import messages
 from adl_dist.control.group import WorkerGroup
-from adl_dist.control.messages import Done, EvaluateResult, Record, Summary, TiedResult, TrainResult
+from adl_dist.control.messages import CodedResult, Done, EvaluateResult, Record, Summary, TiedResult, TrainResult
 from adl_dist.control.requests import Ask, Requests
 from adl_dist.control.user_code import UserCode
 from adl_dist.errors import DataError, DivergedError, SaveError, StageFailed
@@ -266,6 +266,11 @@ class Coordinator:
         for rank, of_process in _by_process(results).items():
             peak = of_process[0].peak_memory["peak_memory_bytes"]
             self._record("process/peak_memory", peak, unit="bytes", rank=rank)
+        for result in results:
+            for coded in result.coded:
+                if coded.error is not None:
+                    self._record(f"stage/{coded.what}_coding_error", coded.error, stage=result.stage)
+                self._record(f"stage/{coded.what}_bytes", coded.num_bytes, unit="bytes", stage=result.stage)
         self._record("train/samples_per_second", segment.num_samples / seconds, unit="samples/s")
         if self._flops is not None:
             self._record("train/mfu", self._flops * segment.num_samples / seconds)
@@ -418,11 +423,24 @@ def _stage_totals(results: Sequence[TrainResult]) -> dict[str, Any]:
     }
     if results[0].tied:
         row["tied"] = [_tied_totals(of_tie) for of_tie in zip(*(result.tied for result in results), strict=True)]
+    if results[0].coded:
+        row["coded"] = [_coded_totals(of_edge) for of_edge in zip(*(result.coded for result in results), strict=True)]
     if tensor_bytes := [result.peak_tensor_bytes for result in results if result.peak_tensor_bytes is not None]:
         row["peak_tensor_bytes"] = max(tensor_bytes)
     if names := dict.fromkeys(name for result in results for name in result.spent):
         row["shares"] = {name: sum(r.spent.get(name, 0.0) for r in results) / seconds for name in names}
     return row
+
+
+def _coded_totals(results: Sequence[CodedResult]) -> dict[str, Any]:
+    errors = [result.error for result in results if result.error is not None]
+    return {
+        "what": results[0].what,
+        "codec": results[0].codec,
+        "bytes": sum(result.num_bytes for result in results),
+        "plain_bytes": sum(result.plain_bytes for result in results),
+        **({"error": sum(errors) / len(errors)} if errors else {}),
+    }
 
 
 def _tied_totals(results: Sequence[TiedResult]) -> dict[str, Any]:

@@ -128,6 +128,7 @@ class TrainResult:
     peak_tensor_bytes: int | None = None  # the most bytes of tensors; None unless measured
     spent: Mapping[str, float] = field(default_factory=dict)  # seconds by kind of action; empty without a trace
     tied: Sequence["TiedResult"] = ()  # of each of its copies of tied weights
+    coded: Sequence["CodedResult"] = ()  # of what it has sent coded, in each direction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +139,17 @@ class TiedResult:
     staleness_sum: int  # of the gradients that the stage has added, in updates of these weights
     staleness_max: int
     num_backwards: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodedResult:
+    """The figures of what one stage has sent coded in one direction, over one segment."""
+
+    what: str  # "act" or "grad"
+    codec: str
+    num_bytes: int  # sent
+    plain_bytes: int  # before they were coded
+    error: float | None  # length of what was left out over that of what was sent; None: of nothing finite
 
 
 @dataclass(frozen=True, kw_only=True)

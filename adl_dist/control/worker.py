@@ -18,6 +18,7 @@ from adl_dist.checkpoint.async_save import PartWriter
 from adl_dist.checkpoint.state import FreshStage, check_storable, load, state_of
 from adl_dist.control import messages
 from adl_dist.control.messages import (
+    CodedResult,
     Command,
     EvaluateResult,
     Record,
@@ -58,6 +59,8 @@ from adl_dist.stage.stats import value_of
 from adl_dist.stage.ticks import Ticks
 from adl_dist.stage.tied import TiedWeights
 from adl_dist.streams import streams_kept
+from adl_dist.transport.coded import CodedChannel, CodedSender
+from adl_dist.transport.coding import Coder
 from adl_dist.transport.process import POSTED_AHEAD
 
 
@@ -139,6 +142,11 @@ class LocalWorker:
                 num_updates=activity.counts[Op.UPDATE],
                 num_skipped=activity.num_skipped,
                 tied=[_tied_result(tied) for tied in self.contexts[k].stage.ties.values()],
+                coded=[
+                    _coded_result(what, sender.coder)
+                    for what, sender in self.contexts[k].senders.items()
+                    if isinstance(sender, CodedChannel | CodedSender)
+                ],
             )
             for k, activity in sorted(self.activity.stages.items())
         ]
@@ -248,6 +256,16 @@ def _tied_result(tied: TiedWeights) -> TiedResult:
     stale = tied.staleness
     return TiedResult(
         name=tied.name, staleness_sum=sum(stale), staleness_max=max(stale, default=0), num_backwards=len(stale)
+    )
+
+
+def _coded_result(what: str, coder: Coder) -> CodedResult:
+    return CodedResult(
+        what=what,
+        codec=coder.codec,
+        num_bytes=coder.num_bytes,
+        plain_bytes=coder.plain_bytes,
+        error=coder.relative_error(),
     )
 
 

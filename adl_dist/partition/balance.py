@@ -74,14 +74,20 @@ def best_balance(
         return np.where(has_units & (needed(k) <= limit), busy, math.inf)
 
     may_cut = np.array([unit.may_cut for unit in units[:-1]], dtype=bool)
-    links = np.where(may_cut, [link_time(unit, machine) for unit in units[:-1]], math.inf)
-    bottleneck, _ = _best(num_stages, seconds, links, np.maximum)
+
+    def link(k: int) -> Floats:
+        return np.where(may_cut, [link_time(unit, machine, k) for unit in units[:-1]], math.inf)
+
+    bottleneck, _ = _best(num_stages, seconds, link, np.maximum)
     if bottleneck == math.inf:
-        _, sizes = _best(num_stages, needed, np.where(may_cut, -math.inf, math.inf), np.maximum)
+        _, sizes = _best(num_stages, needed, lambda k: np.where(may_cut, -math.inf, math.inf), np.maximum)
         raise _too_large(evaluated(sizes), machine, held)
     bytes_sent = np.array([unit.act_bytes + unit.grad_bytes for unit in units[:-1]])
-    sent = np.where(links <= bottleneck, bytes_sent, math.inf)
-    _, sizes = _best(num_stages, lambda k: np.where(seconds(k) <= bottleneck, 0.0, math.inf), sent, np.add)
+
+    def fast(k: int) -> Floats:
+        return np.where(seconds(k) <= bottleneck, 0.0, math.inf)
+
+    _, sizes = _best(num_stages, fast, lambda k: np.where(link(k) <= bottleneck, bytes_sent, math.inf), np.add)
     return evaluated(sizes)
 
 
@@ -112,7 +118,7 @@ def evaluate_balance(
         place = start, stop - 1
         seconds.append(float(stage_seconds(units, held=footprint, speed=speed, machine=machine)[place]))
         needs.append(int(stage_bytes(units, held=footprint, optimizer_copies=optimizer_copies)[place]))
-    link_seconds = [link_time(unit, machine) for unit in last_units]
+    link_seconds = [link_time(unit, machine, k) for k, unit in enumerate(last_units)]
     return Balance(
         sizes=list(sizes),
         seconds=max(seconds + link_seconds),
@@ -123,18 +129,22 @@ def evaluate_balance(
 
 
 def _best(
-    num_stages: int, stage: Callable[[int], Floats], cut: Floats, join: Callable[[Floats, Floats], Floats]
+    num_stages: int,
+    stage: Callable[[int], Floats],
+    cut: Callable[[int], Floats],
+    join: Callable[[Floats, Floats], Floats],
 ) -> tuple[float, list[int]]:
     """Return the least that the costs of all stages and cuts can be joined to, and sizes that reach it.
 
     Of several cuts it follows, from the first stage on, the earliest whose rest is the best rest: with ``np.add`` that
     is the lexicographically smallest of all the best. ``stage``: the costs [n, n] of stage k, by its first and its last
-    unit, asked for one at a time, as they are large; ``cut``: those [n - 1] of a cut after each unit but the last.
+    unit, asked for one at a time, as they are large; ``cut``: those [n - 1] of a cut between stage k and the next after
+    each unit but the last.
     """
     rest = stage(num_stages - 1)[:, -1]
     last_units: list[NDArray[np.intp]] = []  # of each stage but the last, by its first unit
     for k in reversed(range(num_stages - 1)):
-        options = join(stage(k)[:, :-1], join(cut, rest[1:]))
+        options = join(stage(k)[:, :-1], join(cut(k), rest[1:]))
         rest = options.min(axis=1)
         last_units.insert(0, options.argmin(axis=1))
     borders = [0]

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from adl_dist.codecs import PLAIN, Codecs
 from adl_dist.errors import ConfigError, PartitionError
 
 Floats = NDArray[np.float64]
@@ -39,16 +40,38 @@ class UnitCost:
     held_before: int = 0  # sent over it, and kept by no graph before it
     held_behind: int = 0  # each graph after it holds so much of what crosses, apart from its activations
     act_bytes: int = 0  # all tensors that cross it, forward, as they are sent
-    widened_bytes: int = 0  # their growth when they are handed over (``wire_dtype``)
+    widened_bytes: int = 0  # their growth when they are decoded
     grad_bytes: int = 0  # the gradients that come back; 0: none do
     num_tensors: int = 1  # tensors that cross it; as many gradients come back
+    # By codec, the bytes by which it makes these smaller, of activations and of gradients alike.
+    spared: Mapping[str, int] = field(default_factory=dict)
+    act_coding: float = 0.0  # seconds for which each of the two stages is busy to code or to decode activations
+    grad_coding: float = 0.0  # likewise, gradients
     may_cut: bool = True  # whether it is possible at all
     reason: str = ""  # why it is not
 
     def __post_init__(self) -> None:
         for name, cost in vars(self).items():
-            if name not in ("name", "reason", "tied") and not (isinstance(cost, int | float) and 0 <= cost < math.inf):
+            if name in ("name", "reason", "spared", "tied"):
+                continue
+            if not (isinstance(cost, int | float) and 0 <= cost < math.inf):
                 raise ConfigError(f"unit '{self.name}': {name} must be finite and at least 0, got {cost}")
+
+    def coded(self, codecs: Codecs, seconds_per_byte: Mapping[str, float]) -> "UnitCost":
+        """Return the costs where what crosses is coded, for so many seconds per byte by codec, there and back."""
+        act, grad = codecs
+        if codecs == PLAIN:
+            return self
+        act_spared, grad_spared = self.spared.get(act, 0), self.spared.get(grad, 0) if self.grad_bytes else 0
+        return replace(
+            self,
+            act_bytes=self.act_bytes - act_spared,
+            widened_bytes=act_spared,
+            grad_bytes=self.grad_bytes - grad_spared,
+            held_before=self.held_before if act == "none" else self.act_bytes - act_spared,
+            act_coding=self.act_bytes * seconds_per_byte.get(act, 0.0) / 2,
+            grad_coding=self.grad_bytes * seconds_per_byte.get(grad, 0.0) / 2,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,19 +161,35 @@ class Machine:
 
     speeds: Sequence[float] | None = None  # of each stage's device, relative to the measuring one; None: all 1
     memory_bytes: int | None = None  # of each device; None: no limit
-    bandwidth: float = math.inf  # bytes per second of a link, each direction for itself
-    latency: float = 0.0  # seconds of a message on its way; no cut is chosen by it, see :func:`link_time`
+    # Of the link after each stage, or one number for all: bytes per second, each direction for itself,
+    bandwidth: float | Sequence[float] = math.inf
+    latency: float | Sequence[float] = 0.0  # seconds of a message on its way; no cut is chosen by it, see link_time
     seconds_per_byte: float = 0.0  # for which a stage itself is busy, sent or received (gloo on CPU copies)
     seconds_per_message: float = 0.0  # for which it is busy with each tensor, whatever its size
+    codecs: Codecs = PLAIN  # how what crosses a link is coded
+    coding_seconds: Mapping[str, float] = field(default_factory=dict)  # by codec, of each byte to code and to decode it
 
     def __post_init__(self) -> None:
         if any(not 0 < speed < math.inf for speed in self.speeds or ()):
             raise ConfigError(f"machine.speeds must be finite and above 0, got {self.speeds}")
-        if not self.bandwidth > 0:
+        if not all(one > 0 for one in _listed(self.bandwidth)):
             raise ConfigError(f"machine.bandwidth must be above 0, got {self.bandwidth}")
         for name in ("latency", "seconds_per_byte", "seconds_per_message"):
-            if not 0 <= getattr(self, name) < math.inf:
+            if not all(0 <= one < math.inf for one in _listed(getattr(self, name))):
                 raise ConfigError(f"machine.{name} must be finite and at least 0, got {getattr(self, name)}")
+
+    def bandwidth_after(self, stage: int) -> float:
+        """Return the bytes per second of the link after ``stage``."""
+        return self.bandwidth[stage] if isinstance(self.bandwidth, Sequence) else self.bandwidth
+
+    def latency_after(self, stage: int) -> float:
+        """Return the seconds of a message on the link after ``stage``."""
+        return self.latency[stage] if isinstance(self.latency, Sequence) else self.latency
+
+    @property
+    def slowest_link(self) -> tuple[float, float]:
+        """The least bandwidth and the longest latency of all links."""
+        return min(_listed(self.bandwidth)), max(_listed(self.latency))
 
     def speeds_of(self, num_stages: int) -> Sequence[float]:
         """Return the speed of each stage's device; raise a ConfigError if there are not K."""
@@ -160,13 +199,19 @@ class Machine:
         return self.speeds or [1.0] * num_stages
 
 
-def link_time(unit: UnitCost, machine: Machine) -> float:
-    """Return the seconds for which a link after ``unit`` is occupied by one micro-batch, in its busier direction.
+def _listed(value: float | Sequence[float]) -> Sequence[float]:
+    return value if isinstance(value, Sequence) else [value]
+
+
+def link_time(unit: UnitCost, machine: Machine, stage: int) -> float:
+    """Return the seconds for which the link between ``stage``, which ends with ``unit``, and the next is occupied.
+
+    By one micro-batch, in its busier direction.
 
     Without the latency: receives are posted ahead and no stage waits for a send, so the next message leaves while one
     is on its way. What it costs where the method's delays leave no room for it, :func:`adl_dist.schedule.speed` says.
     """
-    return max(unit.act_bytes, unit.grad_bytes) / machine.bandwidth
+    return max(unit.act_bytes, unit.grad_bytes) / machine.bandwidth_after(stage)
 
 
 def stage_seconds(units: Sequence[UnitCost], *, held: StageFootprint, speed: float, machine: Machine) -> Floats:
@@ -181,6 +226,8 @@ def stage_seconds(units: Sequence[UnitCost], *, held: StageFootprint, speed: flo
     of_sums = of_sums / held.micro_batches
     busy = [
         machine.seconds_per_byte * (unit.act_bytes + unit.grad_bytes)
+        + unit.act_coding
+        + unit.grad_coding
         + machine.seconds_per_message * unit.num_tensors * (2 if unit.grad_bytes else 1)
         for unit in units
     ]

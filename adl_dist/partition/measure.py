@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
 
 from adl_dist.batch import Batch, call
+from adl_dist.codecs import CODECS, coded_bytes
 from adl_dist.partition.chain import Chain
 from adl_dist.partition.costs import Profile, UnitCost
 from adl_dist.partition.piece import as_argument
@@ -40,12 +41,11 @@ def measure(  # 9: the model and its units, a sample, how it is trained, and the
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
     of: dict[str, Any],
     within: Within = nullcontext,
-    wire_dtype: torch.dtype | None = None,
 ) -> Profile:
     """Run ``model`` unit by unit, and as a whole, and time it. Its state is as before.
 
     The mean loss ``loss_fn`` (output, ``target`` [B, ...]) is counted to the last unit. ``of``: the identity of the
-    measurement; ``wire_dtype``: dtype in which wider floating-point tensors cross a cut, None: their own.
+    measurement.
     """
     pieces = chain.pieces([1] * len(chain.units))
     # Before anything else: more tensors in memory would make its allocations cheaper than in training.
@@ -54,7 +54,7 @@ def measure(  # 9: the model and its units, a sample, how it is trained, and the
         for module in (model, *pieces):
             module.train()
         bench = _Bench(pieces, input_, target, loss_fn, within)
-        units = bench.look(model, chain, wire_dtype)
+        units = bench.look(model, chain)
         rounds = _repeated(bench.run, input_.device)
         update, copies = _update(model, optimizer, input_.device)
     # The least: a unit is short, so what is slower was interrupted. Of the whole the mean: training is interrupted.
@@ -131,7 +131,7 @@ class _Bench:
     within: Within
     written: list[list[bool]] = field(default_factory=list)  # by unit and tensor: whether it writes to its argument
 
-    def look(self, model: nn.Module, chain: Chain, wire_dtype: torch.dtype | None) -> list[UnitCost]:
+    def look(self, model: nn.Module, chain: Chain) -> list[UnitCost]:
         """Everything but times: what each unit keeps and sends, and which of its inputs it overwrites."""
         known = {_storage(t) for t in (*model.parameters(), *model.buffers())}
         saver: dict[int, int] = {}  # storage -> the unit that first saves it
@@ -167,8 +167,8 @@ class _Bench:
             firsts = [saver.get(_storage(t)) for t in tensors]
             whole = len(tensors) == len(crossing) and all(t.shape[:1] == (len(self.input_),) for t in tensors)
             last = unit == len(self.pieces) - 1
-            sent = [] if last else [(t, _bytes_sent(t, wire_dtype)) for t in tensors]
-            unsaved = [n for (t, n), f in zip(sent, firsts, strict=not last) if n < t.nbytes or f is None or f > unit]
+            sent = [] if last else tensors
+            unsaved = [t.nbytes for t, f in zip(sent, firsts, strict=not last) if f is None or f > unit]
             costs.append(
                 UnitCost(
                     name=name,
@@ -177,9 +177,9 @@ class _Bench:
                     parameter_bytes=parameter_bytes,
                     tied=[[first, nbytes] for first, nbytes in tied.items()],
                     activation_bytes=saved_bytes[unit],
-                    act_bytes=sum(n for _, n in sent),
-                    widened_bytes=sum(t.nbytes - n for t, n in sent),
-                    grad_bytes=sum(n for t, n in sent if t.is_floating_point() or t.is_complex()),
+                    act_bytes=sum(t.nbytes for t in sent),
+                    grad_bytes=sum(t.nbytes for t in sent if t.is_floating_point() or t.is_complex()),
+                    spared={codec: sum(_bytes_spared(codec, t) for t in sent) for codec in CODECS},
                     num_tensors=1 if last else sum(1 for t in tensors if t.numel()),
                     work_bytes=2 * (parameter_bytes + sum(tied.values())) + came_in + sum(t.nbytes for t in tensors),
                     held_before=sum(unsaved),
@@ -294,6 +294,9 @@ def _written(piece: nn.Module, leaves: Any) -> list[bool]:
     return [isinstance(t, Tensor) and t._version != version for t, version in zip(probe, before, strict=True)]
 
 
-def _bytes_sent(tensor: Tensor, wire_dtype: torch.dtype | None) -> int:
-    narrow = wire_dtype if wire_dtype is not None and tensor.is_floating_point() else tensor.dtype
-    return tensor.numel() * min(tensor.element_size(), narrow.itemsize)
+def _bytes_spared(codec: str, tensor: Tensor) -> int:
+    """Return by how many bytes a codec makes ``tensor`` [B, ...] smaller."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return 0
+    coded = coded_bytes(codec, tensor.numel() // len(tensor), tensor.element_size())
+    return 0 if coded is None else tensor.nbytes - len(tensor) * coded

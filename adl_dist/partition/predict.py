@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from adl_dist.codecs import PLAIN, Codecs
 from adl_dist.errors import ConfigError
 from adl_dist.partition.balance import UNIFORM, Balance, best_balance, evaluate_balance
 from adl_dist.partition.costs import Machine, Profile, StageFootprint, UnitCost, tied_seconds
@@ -27,17 +28,25 @@ class Prediction:
     pipeline: Pipeline
     balance: Balance
     images_per_second: float  # in steady state
+    seconds_per_update: float  # likewise
     speed_up: float  # over backpropagation of the same micro-batches on one device
     bubble: float  # share of the time in which a stage waits, averaged over stages
     staleness_mean: list[float]  # of each stage, in updates
     link_share: float = 0.0  # of the time of a micro-batch: what links add to it
     uneven: str | None = None  # why one stage has most of the work; None: none has
+    codecs: Codecs = PLAIN  # how what crosses a cut is coded
+    update_bytes: float = 0.0  # over the busiest link in one update, both directions together
 
     @property
     def convergence_factor(self) -> float:
         """(1 + sum of mean staleness / M) / M: what Theorem 1 of the paper bounds the error with; 1/M without any."""
         M = self.pipeline.micro_batches_per_update
         return (1 + sum(self.staleness_mean) / M) / M
+
+    @property
+    def is_compute_bound(self) -> bool:
+        """Whether the links add next to nothing to the time that the stages take."""
+        return self.link_share <= AS_GOOD
 
     @property
     def staleness_most(self) -> int:
@@ -51,7 +60,7 @@ def best_cut(
 ) -> Balance:
     """Return the best cut of the measured model for ``pipeline``, or the one of ``sizes``; see :func:`best_balance`."""
     method, M, kept = pipeline.method, pipeline.micro_batches_per_update, max_pending_of(pipeline)
-    units = _units(profile, pipeline)
+    units = _units(profile, pipeline, machine)
     held = [
         StageFootprint(
             graphs=stage.graphs,
@@ -100,14 +109,15 @@ def with_delays(
     if not pipeline.method.awaits_delays:
         return pipeline
     balance = best_cut(profile, pipeline, machine=machine, sizes=sizes)
-    costs = _costs(_units(profile, pipeline), balance, pipeline.micro_batches_per_update, machine)
+    costs = _costs(_units(profile, pipeline, machine), balance, pipeline.micro_batches_per_update, machine)
     return Pipeline(with_least_delays(pipeline.method, costs, most=most), pipeline.num_stages)
 
 
-def _units(profile: Profile, pipeline: Pipeline) -> list[UnitCost]:
-    """Return the units' costs as stages of ``pipeline`` have them."""
+def _units(profile: Profile, pipeline: Pipeline, machine: Machine) -> list[UnitCost]:
+    """Return the units' costs as stages of ``pipeline`` have them, which send over links of ``machine``."""
     of_stages = profile.with_stages(pipeline.num_stages)
-    return of_stages.costs(pipeline.micro_batches_per_update, split=pipeline.method.split_backward)
+    units = of_stages.costs(pipeline.micro_batches_per_update, split=pipeline.method.split_backward)
+    return [unit.coded(machine.codecs, machine.coding_seconds) for unit in units]
 
 
 def predict(
@@ -133,22 +143,26 @@ def predict(
     M = pipeline.micro_batches_per_update
     pipeline = with_delays(profile, pipeline, machine=machine, sizes=sizes, most=most)
     balance = best_cut(profile, pipeline, machine=machine, sizes=sizes)
-    units = _units(profile, pipeline)
+    units = _units(profile, pipeline, machine)
     expected = speed(pipeline.method, _costs(units, balance, M, machine))
-    free = speed(pipeline.method, _costs(units, balance, M, Machine(speeds=machine.speeds)))  # links that cost nothing
-    # The timing model gives a link a latency only; one that is slower than every stage sets the pace.
-    of_stages = expected.time_per_update / M
-    per_micro_batch = max(of_stages, *balance.link_seconds, _tied_link_seconds(units, balance, machine) / M)
+    without = replace(balance, link_seconds=[0.0] * len(balance.link_seconds))
+    free = speed(pipeline.method, _costs(units, without, M, Machine(speeds=machine.speeds)))  # links that cost nothing
+    per_micro_batch = max(expected.time_per_update, _tied_link_seconds(units, balance, machine)) / M
+    last_units = [units[stop - 1] for stop in accumulate(balance.sizes[:-1])]
+    crossing = [unit.act_bytes + unit.grad_bytes for unit in last_units]
     alone = profile.loading + profile.forward + profile.backward + sum(unit.update for unit in profile.costs(M))
     return Prediction(
         pipeline=pipeline,
         balance=balance,
         images_per_second=profile.of["micro_batch_size"] / per_micro_batch,
+        seconds_per_update=M * per_micro_batch,
         speed_up=alone / per_micro_batch,
-        bubble=max(0.0, 1 - (1 - expected.bubble) * of_stages / per_micro_batch),
+        bubble=max(0.0, expected.bubble),
         staleness_mean=[stage.staleness_mean for stage in figures(pipeline)],
         link_share=max(0.0, 1 - free.time_per_update / M / per_micro_batch),
         uneven=unevenness(units, balance),
+        codecs=machine.codecs,
+        update_bytes=M * max(crossing, default=0.0),
     )
 
 
@@ -164,7 +178,7 @@ def _tied_link_seconds(units: Sequence[UnitCost], balance: Balance, machine: Mac
     pairs = [
         (stage_of[other], k, nbytes) for unit, k in zip(units, stage_of, strict=True) for other, nbytes in unit.tied
     ]
-    return sum(nbytes for first, k, nbytes in pairs if first != k) / machine.bandwidth
+    return sum(nbytes for first, k, nbytes in pairs if first != k) / machine.slowest_link[0]
 
 
 def _costs(units: Sequence[UnitCost], balance: Balance, M: int, machine: Machine) -> Costs:
@@ -176,15 +190,16 @@ def _costs(units: Sequence[UnitCost], balance: Balance, M: int, machine: Machine
         inside, before = units[start:stop], units[:start][-1:]
         ends = [*before, *(inside[-1:] if stop < len(units) else [])]
         messages = sum(machine.seconds_per_message * unit.num_tensors for unit in ends)
-        acts = sum(machine.seconds_per_byte * unit.act_bytes for unit in ends)
-        grads = sum(machine.seconds_per_byte * unit.grad_bytes for unit in ends)
+        acts = sum(machine.seconds_per_byte * unit.act_bytes + unit.act_coding for unit in ends)
+        grads = sum(machine.seconds_per_byte * unit.grad_bytes + unit.grad_coding for unit in ends)
         forward.append(sum(unit.forward for unit in inside) / rate + acts + messages)
         backward.append(sum(unit.backward for unit in inside) / rate + grads + messages)
         backward_weight.append(sum(unit.backward_weight for unit in inside) / rate)
         step = sum(unit.update for unit in inside) + of_copies[start, stop - 1]
         update.append(step * M / rate + of_sums[start, stop - 1])
-    link = [machine.latency + seconds for seconds in balance.link_seconds]
-    return Costs(forward=forward, backward=backward, backward_weight=backward_weight, update=update, link=link)
+    link = [machine.latency_after(k) for k in range(len(balance.sizes) - 1)]
+    of_links = {"link": link, "transfer": balance.link_seconds}
+    return Costs(forward=forward, backward=backward, backward_weight=backward_weight, update=update, **of_links)
 
 
 class Throughput(NamedTuple):
@@ -222,7 +237,8 @@ def alternative(
     update = sum(unit.update for unit in profile.units)
     update_of_share = sum(unit.update for unit in profile.with_stages(num_devices).units)
     moved = 2 * (num_devices - 1) / num_devices * sum(unit.parameter_bytes for unit in profile.units)
-    ring = moved / machine.bandwidth + 2 * (num_devices - 1) * machine.latency
+    bandwidth, latency = machine.slowest_link
+    ring = moved / bandwidth + 2 * (num_devices - 1) * latency
     copying = 2 * moved * machine.seconds_per_byte
     seconds = share.forward + max(share.backward, ring) + copying + update_of_share
     units, held = profile.costs(1), [StageFootprint(graphs=1)]

@@ -162,4 +162,12 @@ def final_table(summary: Mapping[str, Any]) -> str:
             for stage, copy in tied:
                 rows.append([copy["name"], stage, f"{copy['staleness_mean']:.3f}", copy["staleness_max"]])
             lines += ["", *text_table(rows)]
+        if coded := [(s["stage"], edge) for s in summary["stages"] for edge in s.get("coded", ())]:
+            rows = [["coded edge", "what", "codec", "relative error", "MB sent", "of its bytes"]]
+            for stage, edge in coded:
+                to, error = stage + (1 if edge["what"] == "act" else -1), edge.get("error")
+                share, sent = edge["bytes"] / max(1, edge["plain_bytes"]), edge["bytes"] / 1e6
+                shown = "" if error is None else f"{error:.3%}"
+                rows.append([f"{stage} -> {to}", edge["what"], edge["codec"], shown, f"{sent:,.1f}", f"{share:.1%}"])
+            lines += ["", *text_table(rows)]
     return "\n".join(lines)

@@ -26,7 +26,8 @@ def with_least_delays(method: Method, costs: Costs, *, most: int | None = None) 
     K, M = len(costs.forward), method.micro_batches_per_update
     if method.weights == "2bw":  # whose forward asks for no older weights
         most = M if most is None else min(most, M)
-    slowest = max(f + b + u / M for f, b, u in zip(costs.forward, costs.backward, costs.update, strict=True))
+    stages = (f + b + u / M for f, b, u in zip(costs.forward, costs.backward, costs.update, strict=True))
+    slowest = max(*stages, *costs.transfer, 0.0)
     trips = _round_trips(method, costs)
     # What is put off may have to be done before the update that the next forward waits for.
     last_parts = costs.backward_weight if method.split_backward else [0.0] * K
@@ -86,8 +87,8 @@ def _descended(delays: tuple[int, ...], most: int, time: Callable[[tuple[int, ..
 def _round_trips(method: Method, costs: Costs) -> list[float]:
     """Return the time from the begin of a forward on each stage to the end of its backward that sends a gradient."""
     back = costs.backward_input if method.split_backward else costs.backward
-    stages = zip(costs.forward, back, [*costs.link, 0.0], strict=True)
-    one_by_one = [f + b + 2 * link for f, b, link in stages]
+    stages = zip(costs.forward, back, [*costs.link, 0.0], [*costs.transfer, 0.0], strict=True)
+    one_by_one = [f + b + 2 * (link + transfer) for f, b, link, transfer in stages]
     return list(accumulate(reversed(one_by_one)))[::-1]
 
 

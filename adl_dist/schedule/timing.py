@@ -1,8 +1,8 @@
 """The timing model: what a schedule takes if every stage does its actions in order, as soon as it can.
 
 It runs the very lists of actions that the engine runs. A stage is busy in forward, recompute, backward or
-its parts, and update; a send costs the sender nothing and arrives after the latency of the link; loading and waiting
-cost what they make others wait. Times are in any one unit.
+its parts, and update; a send costs the sender nothing, occupies the link for a time, after the messages before it,
+and arrives after the link's latency; loading and waiting cost what they make others wait. Times are in any one unit.
 """
 
 from collections import defaultdict, deque
@@ -47,19 +47,21 @@ class Costs:
     backward_weight: Sequence[float] = ()  # the part of the backward that a split can put off; empty: half of it
     update: Sequence[float] = ()  # empty: 0
     link: Sequence[float] = ()  # latency between stage k and k + 1, in either direction; empty: 0
+    transfer: Sequence[float] = ()  # for which a message occupies that link, one after another; empty: 0
 
     def __post_init__(self) -> None:
         K = len(self.forward)
-        usual = {"backward_weight": [time / 2 for time in self.backward], "update": [0.0] * K, "link": [0.0] * (K - 1)}
+        usual = {"backward_weight": [time / 2 for time in self.backward], "update": [0.0] * K}
+        usual |= {"link": [0.0] * (K - 1), "transfer": [0.0] * (K - 1)}
         for name, times in usual.items():
             object.__setattr__(self, name, getattr(self, name) or times)
-        lists = self.forward, self.backward, self.backward_weight, self.update, self.link
-        fits = list(map(len, lists)) == [K, K, K, K, K - 1]
+        lists = self.forward, self.backward, self.backward_weight, self.update, self.link, self.transfer
+        fits = list(map(len, lists)) == [K, K, K, K, K - 1, K - 1]
         if not fits or any(not time >= 0 for times in (*lists, self.backward_input) for time in times):
             raise ConfigError(
                 "costs must be lists that fit each other, of numbers of at least 0: of K stages K numbers of forward, "
-                f"backward, backward_weight (at most backward) and update, K - 1 of link; got {self}; correct these, "
-                "or omit backward_weight, update and link for the defaults"
+                f"backward, backward_weight (at most backward) and update, K - 1 of link and transfer; got {self}; "
+                "correct these, or omit backward_weight, update, link and transfer for the defaults"
             )
         if sum(self.forward) + sum(self.backward) == 0:
             raise ConfigError("costs must give each stage's forward and backward time, for example forward=[1,1]")
@@ -103,6 +105,7 @@ def simulate(
     P = len(turns) if turns is not None else K
     free = [0.0] * P
     mail: dict[tuple[str, int], deque[float]] = defaultdict(deque)
+    left: dict[tuple[str, int], float] = defaultdict(float)  # when the last message of an edge had left
     spans = []
     for stage, action in replay(lists, turns=turns):
         start = free[stage % P]
@@ -111,7 +114,11 @@ def simulate(
             start = max(start, mail[message.what, stage].popleft())
         end = start + costs.of(stage, action.op) * slowdown(stage, action)
         if message is not None and action.op in LINKS:
-            mail[message.what, message.receiver].append(end + costs.between(stage, message.receiver))
+            leaves = end
+            if message.what in ("act", "grad"):  # the others are small
+                transfer = costs.transfer[min(stage, message.receiver)]
+                leaves = left[message.what, stage] = max(end, left[message.what, stage]) + transfer
+            mail[message.what, message.receiver].append(leaves + costs.between(stage, message.receiver))
         free[stage % P] = end
         spans.append(Span(stage, action, start, end))
     return spans

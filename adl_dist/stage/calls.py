@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from adl_dist.batch import Several
 from adl_dist.errors import DataError
-from adl_dist.seeds import stream_seeds
+from adl_dist.seeds import stream_seed, stream_seeds
 
 Tensors = tuple[Tensor, ...]
 # Returns what a forward that is replayed has to run in: with the state of now that is no buffer, which is remembered.
@@ -117,6 +117,10 @@ class RandomStreams:
         """Begin a segment of ``epoch``."""
         self._epoch, self._first_micro_batch = epoch, first_micro_batch
         self._seeds: dict[int, tuple[int, ...]] = {}  # of some micro-batches of the epoch, one for each purpose
+
+    def seed_of(self, purpose: str, micro_batch: int) -> int:
+        """Return the seed of a stream of this stage's own for one micro-batch of the segment."""
+        return stream_seed(self._seed, purpose, self._epoch, self._stage, self._first_micro_batch + micro_batch)
 
     def seed(self, micro_batch: int, device: torch.device) -> None:
         """Seed the generator that random operations on ``device`` draw from, and no other of torch's."""

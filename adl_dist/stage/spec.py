@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from adl_dist.codecs import Codecs, check_codec
 from adl_dist.errors import ConfigError
 from adl_dist.schedule import Method, Pipeline
 
@@ -28,8 +29,8 @@ class Precision:
         dtype: dtype of parameters and floating-point inputs: ``torch.float32`` or ``torch.float64``.
         autocast: dtype of the operations that torch.autocast lowers, in forward and loss; only ``torch.bfloat16``;
             None: all compute in ``dtype``.
-        wire_dtype: dtype in which wider activations and gradients travel between stages; only ``torch.bfloat16``;
-            None: as they are.
+        codec: how activations travel between stages in training: ``none``, ``bf16``, ``int8`` or ``int4``.
+        gradient_codec: how their gradients travel back; None: by the same codec.
         compile: whether torch.compile compiles each stage.
         tf32: whether a GPU may round float32 to 10 bits of mantissa in matrix products and convolutions.
         cudnn_benchmark: whether cuDNN times its kernels for each new shape and takes the fastest; no seed repeats it.
@@ -42,7 +43,8 @@ class Precision:
 
     dtype: torch.dtype = torch.float32
     autocast: torch.dtype | None = None
-    wire_dtype: torch.dtype | None = None
+    codec: str = "none"
+    gradient_codec: str | None = None
     compile: bool = False
     tf32: bool = False
     cudnn_benchmark: bool = False
@@ -57,10 +59,11 @@ class Precision:
                 f"dtype={_named(self.dtype)} is not supported: weights so narrow lose small updates; use float32 or "
                 "float64, and runtime.autocast (Precision(autocast=torch.bfloat16)) to compute in bfloat16"
             )
-        for key, narrow in (("autocast", self.autocast), ("wire_dtype", self.wire_dtype)):
-            # float16 needs a loss scale, which would have to travel with every gradient until its update.
-            if narrow not in (None, torch.bfloat16):
-                raise ConfigError(f"runtime.{key}={_named(narrow)} is not supported; use bfloat16, or null")
+        # float16 needs a loss scale, which would have to travel with every gradient until its update.
+        if self.autocast not in (None, torch.bfloat16):
+            raise ConfigError(f"runtime.autocast={_named(self.autocast)} is not supported; use bfloat16, or null")
+        check_codec("runtime.codec", self.codec)
+        check_codec("runtime.gradient_codec", self.codecs.gradients)
         if self.autocast is not None and self.dtype is not torch.float32:
             raise ConfigError(
                 f"runtime.autocast={_named(self.autocast)} lowers float32 only, but dtype={_named(self.dtype)}; use "
@@ -133,12 +136,18 @@ class Precision:
             torch.set_num_threads(num_threads)
 
     @property
+    def codecs(self) -> Codecs:
+        """The codec of each direction."""
+        return Codecs(self.codec, self.codec if self.gradient_codec is None else self.gradient_codec)
+
+    @property
     def settings(self) -> dict[str, Any]:
         """The plain values that two ranks, or a run and its continuation, must have in common."""
         return {
             "dtype": _named(self.dtype),
             "autocast": _named(self.autocast),
-            "wire_dtype": _named(self.wire_dtype),
+            "codec": self.codec,
+            "gradient_codec": self.codecs.gradients,
             "tf32": self.tf32,
             "deterministic": self.deterministic,
             "channels_last": self.channels_last,

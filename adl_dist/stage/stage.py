@@ -232,6 +232,10 @@ class Stage:
             hooks = (p._backward_hooks or p._post_accumulate_grad_hooks for p in self._trained.parameters())
             self._rereads_weights = self._traits.recomputes or any(hooks)
 
+    def rounding_seed(self, micro_batch: int) -> int:
+        """Return the seed by which gradients that this stage sends for one micro-batch of the segment are rounded."""
+        return self._random.seed_of("codec", micro_batch)
+
     def wait_for_device(self) -> None:
         """Return when what was launched on a GPU is done."""
         device = next(self._trained.parameters(), torch.empty(0)).device

@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
+from adl_dist.codecs import Codecs
 from adl_dist.distributed.world import World
 from adl_dist.engine import StageContext
 from adl_dist.schedule import Pipeline, max_pending_of
@@ -13,11 +15,14 @@ from adl_dist.stage import Stage
 from adl_dist.stage.tied import TiedWeights
 from adl_dist.training.homes import units_of
 from adl_dist.transport.channel import LocalChannel
+from adl_dist.transport.coded import CODED, CodedChannel, CodedReceiver, CodedSender
+from adl_dist.transport.coding import Coder
 from adl_dist.transport.process import POSTED_AHEAD, SIZES, Edge, ProcessReceiver, ProcessSender
 from adl_dist.transport.spec import Specs, TensorSpec
 from adl_dist.transport.varying import AsSent, GradientReceiver, VaryingChannel, VaryingReceiver, VaryingSender
 
 COUNTS = TensorSpec((2,), "float64")  # travels with the target, where the loss counts its terms
+AnyEnd = TypeVar("AnyEnd", bound=LocalChannel | ProcessSender | ProcessReceiver)
 GO = Specs.always([TensorSpec((), "uint8")])  # carries nothing but that it has come
 
 
@@ -46,11 +51,13 @@ def connect_stages(
     acts: Mapping[int, Specs],
     targets: Sequence[TensorSpec],
     pipeline: Pipeline,
+    codecs: Codecs,
 ) -> dict[int, StageContext]:
     """Join the stages of this process to their neighbours, in this process or in others.
 
     ``acts`` are what arrives at each of them and at the next one, ``targets`` what the loss takes besides the output,
-    and last the ``COUNTS`` of its terms if there are any. Sizes that change are told with each message.
+    and last the ``COUNTS`` of its terms if there are any. Sizes that change are told with each message. ``codecs`` are
+    for activations and gradients alone: targets, labels and the sums of tied weights travel as they are.
     """
     edges = edges_of(pipeline)
     contexts = {k: StageContext(stage) for k, stage in stages.items()}
@@ -70,12 +77,14 @@ def connect_stages(
         else:
             specs = GO if what == "go" else Specs.always(targets)
         units = f" ({units_of(stages[source].module)})" if source in stages else ""
+        codec = {"act": codecs.activations, "grad": codecs.gradients}.get(what, "none")
         if source in stages and to in stages:
-            kind = VaryingChannel if varies(specs) else LocalChannel
+            kind = coding(VaryingChannel if varies(specs) else LocalChannel, codec)
             channel = kind(specs, what=what, edge=f"stage {source}{units} -> stage {to}")
+            give_coder(channel, codec, what, stages[source])
             contexts[source].senders[what] = contexts[to].receivers[what] = channel
         elif source in stages:
-            sender = (VaryingSender if varies(specs) else ProcessSender)(
+            sender = coding(VaryingSender if varies(specs) else ProcessSender, codec)(
                 world.edges[what, source],
                 specs,
                 what=what,
@@ -86,12 +95,13 @@ def connect_stages(
             if isinstance(sender, VaryingSender) and what != "grad":
                 is_answered = what == "act" and not pipeline.spec.local_losses and varies(specs.of_gradients())
                 sender.telling(header_edge(world, what, source), as_sent[source] if is_answered else None)
+            give_coder(sender, codec, what, stages[source])
             contexts[source].senders[what] = sender
         else:
             # Labels travel to the next stage from the CPU; a stage that computes with one moves it. Counts are read.
             is_read = what in ("go", "label") or (what == "target" and targets[-1] == COUNTS)
             device = torch.device("cpu") if is_read else world.device
-            contexts[to].receivers[what] = receiver_of(world, what, source, specs, device, as_sent[to])
+            contexts[to].receivers[what] = receiver_of(world, what, source, specs, device, as_sent[to], codec)
     for tie, op, message in tied_edges(pipeline):
         connect_tied(world, contexts, pipeline, tie, op, message)
     return contexts
@@ -142,17 +152,31 @@ def specs_of(tied: TiedWeights) -> Specs:
 
 
 def receiver_of(
-    world: World, what: str, source: int, specs: Specs, device: torch.device, as_sent: AsSent
+    world: World, what: str, source: int, specs: Specs, device: torch.device, as_sent: AsSent, codec: str
 ) -> ProcessReceiver:
     """Return the end of an edge at which ``what`` stage ``source`` sends arrives, to be on ``device``."""
     edge, pinned = world.edges[what, source], device.type == "cpu" and world.device.type == "cuda"
+    receiver: ProcessReceiver
     if not varies(specs):
-        return ProcessReceiver(edge, specs, what=what, device=device, pinned=pinned)
-    if what == "grad":
-        return GradientReceiver(edge, specs, what=what, device=device, as_sent=as_sent)
-    return VaryingReceiver(
-        edge, specs, what=what, device=device, headers=header_edge(world, what, source), pinned=pinned
-    )
+        receiver = coding(ProcessReceiver, codec)(edge, specs, what=what, device=device, pinned=pinned)
+    elif what == "grad":
+        receiver = coding(GradientReceiver, codec)(edge, specs, what=what, device=device, as_sent=as_sent)
+    else:
+        headers = header_edge(world, what, source)
+        receiver = coding(VaryingReceiver, codec)(edge, specs, what=what, device=device, headers=headers, pinned=pinned)
+    give_coder(receiver, codec, what)
+    return receiver
+
+
+def coding(kind: type[AnyEnd], codec: str) -> type[AnyEnd]:
+    """Return the class of an end whose messages are coded, or ``kind``, if they are not."""
+    return kind if codec == "none" else CODED[kind]
+
+
+def give_coder(end: object, codec: str, what: str, sender: Stage | None = None) -> None:
+    """Have ``end`` code, if it does, what ``sender`` sends: gradients are rounded at random, see coding.py."""
+    if isinstance(end, CodedChannel | CodedSender | CodedReceiver):
+        end.coder = Coder(codec, sender.rounding_seed if sender is not None and what == "grad" else None)
 
 
 def varies(specs: Specs) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from adl_dist.errors import ConfigError
+from adl_dist.partition.links import LINKS, parse_links
 from adl_dist.report.loggers import check_loggers
 from adl_dist.schedule import downstream_first
 
@@ -23,6 +24,9 @@ class PartitionSpec:
         granularity: ``layer``, also inside blocks, or ``block``; None: ``layer`` if ``balance`` is ``auto`` or names,
             else ``block``.
         speeds: speeds of the stages' devices relative to the one that measures; None: all equal.
+        links: what the links between stages carry, like ``100mbit,50ms``: for all, or with ``/`` between them for each,
+            by which ``balance="auto"`` and ``method.delay=auto`` choose; ``auto``: measured between processes at the
+            start of the run; None: links take no time.
         verify: whether the cut model is compared with the uncut one before the first update, if there are several
             stages.
         tied: what becomes of a parameter with several names if a cut lies between its uses: ``share``: stages hold
@@ -35,6 +39,7 @@ class PartitionSpec:
     balance: str | Sequence[int] | Sequence[str] = "even"
     granularity: str | None = None
     speeds: Sequence[float] | None = None
+    links: str | None = None
     verify: bool = True
     tied: str = "share"
 
@@ -47,8 +52,11 @@ class PartitionSpec:
             )
         if self.tied not in ("share", "untie"):
             raise ConfigError(f"partition.tied: there is no '{self.tied}'; choose one of share, untie")
-        if self.speeds is not None and self.balance != "auto":
-            raise ConfigError("partition.speeds weighs a measured cut; it needs partition.balance=auto")
+        for name in ("speeds", "links"):
+            if getattr(self, name) is not None and self.balance != "auto":
+                raise ConfigError(f"partition.{name} weighs a measured cut; it needs partition.balance=auto")
+        if self.links is not None and self.links != "auto":
+            parse_links(self.links, LINKS)
 
     @property
     def units(self) -> str:

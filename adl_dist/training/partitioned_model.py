@@ -24,6 +24,7 @@ from adl_dist.partition import Chain, Machine, check_same_chain, checked_sizes, 
 from adl_dist.partition.chain import has_layer_list, has_plain_units
 from adl_dist.partition.costs import Profile
 from adl_dist.partition.imbalance import why_uneven
+from adl_dist.partition.links import LINKS, Links, parse_links
 from adl_dist.partition.measure import measure
 from adl_dist.partition.predict import best_cut, unevenness, with_delays
 from adl_dist.schedule import Method, Pipeline
@@ -59,6 +60,7 @@ class Measuring(NamedTuple):
     micro_batch_size: int
     folder: Path | None  # that keeps the measurement
     stages_on_device: int = 1  # that share the device of each process
+    links: Links | None = None  # between stages; None: they take no time
 
 
 class Settled(NamedTuple):
@@ -109,13 +111,15 @@ class PartitionedModel:
         ``weights``: what makes its tensors, if it is on meta.
 
         Raises:
-            ConfigError: the speeds do not fit K, or a model on meta cannot be cut as it is asked for.
+            ConfigError: the speeds or links do not fit K, or a model on meta cannot be cut as it is asked for.
             PartitionError: there are too few units, as far as that is known without reading the forward.
         """
         self._num_stages, self._own, self.spec = num_stages, list(own), spec
         speeds = spec.speeds
         if speeds is not None and (len(speeds) != num_stages or min(speeds) <= 0):
             raise ConfigError(f"partition.speeds={list(speeds)} must be {num_stages} numbers above 0, one per stage")
+        if spec.links is not None and spec.links != "auto":
+            parse_links(spec.links, LINKS).for_stages(num_stages, LINKS)
         self.weights = weights
         if weights is not None:
             check_lazy(model, spec)
@@ -295,7 +299,14 @@ class PartitionedModel:
                 kept_in=measuring.folder / PROFILE if measuring.folder is not None else None,
                 feed=measuring.feed,
             )
-        machine = Machine(speeds=self.spec.speeds, memory_bytes=device_memory(trial.device, measuring.stages_on_device))
+        machine = Machine(
+            speeds=self.spec.speeds,
+            memory_bytes=device_memory(trial.device, measuring.stages_on_device),
+            codecs=trial.spec.precision.codecs,
+            **({} if measuring.links is None else measuring.links.figures),
+        )
+        if measuring.links is not None:
+            self._note(f"links between stages: {measuring.links}")
         pipeline = self._with_delays(profile, trial.spec.pipeline, machine, measuring.folder)
         while True:
             units = [replace(u, may_cut=u.may_cut and n not in chain.forbidden) for n, u in enumerate(profile.units)]
@@ -456,7 +467,7 @@ def take_profile(
         "parameters": sum(p.numel() for p in model.parameters()),
         "model": hashlib.sha256(digest.encode()).hexdigest()[:16],
         "optimizer": type(stage_optimizer(spec.optimizer, trained, where="the model")).__name__,
-        **precision.settings,
+        **{key: value for key, value in precision.settings.items() if "codec" not in key},  # what it spares is measured
         "micro_batch_size": micro_batch_size,
         "input": list(inputs[0].shape[1:]) if len(inputs) == 1 else [list(tensor.shape[1:]) for tensor in inputs],
         "channels_last": TensorSpec.of(inputs[0]).channels_last,
@@ -464,6 +475,7 @@ def take_profile(
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
         "splits": True,  # what is put off by a split is measured, too
+        "codecs": True,  # and what codecs spare
     }
     if kept_in is not None and kept_in.is_file():
         kept = Profile.load(kept_in)
@@ -477,7 +489,6 @@ def take_profile(
         chain,
         optimizer=spec.optimizer,
         of=of,
-        wire_dtype=precision.wire_dtype,
         **how,
     )
     profile = with_split_costs(profile, model, chain, **how)

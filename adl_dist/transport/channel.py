@@ -54,10 +54,13 @@ class LocalChannel:
         self._sizes, self._specs = sizes, self._agreed.for_segment(training=training)
 
     def send(self, micro_batch: int, tensors: Tensors) -> None:
-        """Queue the tensors themselves, unless they are narrowed."""
+        """Queue the tensors themselves."""
+        self._queue.append((micro_batch, self._fitted(micro_batch, tensors)))
+
+    def _fitted(self, micro_batch: int, tensors: Tensors) -> Tensors:
+        """Return the tensors in the agreed format."""
         size, where = self._sizes[micro_batch], partial(self._where.format, micro_batch)
-        travelled = [s.widen(s.narrow(tensor)) for s, tensor in fitted(self._specs, tensors, size, where)]
-        self._queue.append((micro_batch, tuple(travelled)))
+        return tuple([tensor for _, tensor in fitted(self._specs, tensors, size, where)])
 
     def recv(self, micro_batch: int) -> Tensors:
         """Take the oldest."""

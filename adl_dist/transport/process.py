@@ -177,18 +177,18 @@ class ProcessSender(End):
         size, where = self._sizes[micro_batch], partial(self._where.format, micro_batch)
         works: Works = []
         for place, (spec, tensor) in enumerate(fitted(self._specs, tensors, size, where)):
-            wire = spec.as_wire(spec.narrow(tensor))
+            wire = spec.as_wire(tensor)
             if spec.is_empty:
                 continue
-            if self._edge.backend == "gloo" and wire.is_cuda:
-                works.append(self._begin_from_gpu(wire, micro_batch, place))
-            else:
-                works.append((self._begin(SEND, wire, micro_batch, place), wire))
+            works.append(self._begin_send(wire, micro_batch, place))
         self._pending.append((micro_batch, works))
         while len(self._pending) > self._max_pending:
             self._finish_oldest()
 
-    def _begin_from_gpu(self, wire: Tensor, micro_batch: int, place: int) -> tuple[SendFromGpu, Tensor]:
+    def _begin_send(self, wire: Tensor, micro_batch: int, place: int) -> tuple[dist.Work | SendFromGpu, Tensor]:
+        """Start to send one tensor; return what is waited for, and the memory that is kept until then."""
+        if self._edge.backend != "gloo" or not wire.is_cuda:
+            return self._begin(SEND, wire, micro_batch, place), wire
         host, copied = to_host(wire)
         tag = self._tag(micro_batch, place)  # now: the next segment may have other specs
         return SendFromGpu(wire, host, copied, partial(self._issue, SEND, self._edge, micro_batch, tag)), host
@@ -248,12 +248,12 @@ class ProcessReceiver(End):
         assert got == micro_batch, f"the schedule asks for micro-batch {micro_batch}, {got} comes next"
         if self._through_host:
             arrived = [to_device(buffer, self._device) for buffer in arrived]
-        return tuple([spec.widen(tensor) for spec, tensor in zip(self._specs, arrived, strict=True)])
+        return tuple(arrived)
 
     def _post(self, micro_batch: int) -> None:
         works: Works = []
         for place, spec in enumerate(self._specs):
-            buffer = spec.empty(self._sizes[micro_batch], self._arrives_on, on_wire=True, pinned=self._pinned)
+            buffer = spec.empty(self._sizes[micro_batch], self._arrives_on, pinned=self._pinned)
             work = None if spec.is_empty else self._begin(RECEIVE, spec.as_wire(buffer), micro_batch, place)
             works.append((work, buffer))
         self._pending.append((micro_batch, works))

@@ -27,7 +27,6 @@ class TensorSpec:
     shape: tuple[int, ...]  # one sample's, without the batch dimension, which comes first
     dtype: str  # torch's name, for example "float32"
     channels_last: bool = False  # [B, C, H, W] stored as [B, H, W, C]; survives the wire without a conversion
-    wire_dtype: str | None = None  # dtype on the wire; None: ``dtype``, which it is handed over in
     gets_gradient: bool = True  # whether a gradient comes back for it, if it is of numbers that can have one
 
     @classmethod
@@ -38,29 +37,15 @@ class TensorSpec:
         )
         return cls(tuple(tensor.shape[1:]), _name(tensor.dtype), channels_last)
 
-    def empty(self, size: int, device: torch.device, *, on_wire: bool = False, pinned: bool = False) -> Tensor:
+    def empty(self, size: int, device: torch.device, *, pinned: bool = False) -> Tensor:
         """Return an uninitialised tensor of ``size`` samples; ``pinned``: for fast copies between CPU and GPU."""
         return torch.empty(
             (size, *self.shape),
-            dtype=getattr(torch, self.wire_dtype) if on_wire and self.wire_dtype else self._dtype,
+            dtype=self._dtype,
             device=device,
             memory_format=torch.channels_last if self.channels_last else torch.contiguous_format,
             pin_memory=pinned,
         )
-
-    def travelling(self, dtype: torch.dtype | None) -> "TensorSpec":
-        """Return the same spec, sent in ``dtype`` if that is narrower and both are floating-point."""
-        if dtype is None or not self.is_floating_point or self._dtype.itemsize <= dtype.itemsize:
-            return self
-        return replace(self, wire_dtype=_name(dtype))
-
-    def narrow(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor``, which has this format, as it is sent."""
-        return tensor if self.wire_dtype is None else self.empty(len(tensor), tensor.device, on_wire=True).copy_(tensor)
-
-    def widen(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor``, which came as :meth:`narrow` sent it, as it is handed over."""
-        return tensor if self.wire_dtype is None else self.empty(len(tensor), tensor.device).copy_(tensor)
 
     def fit(self, tensor: Tensor, size: int, where: Callable[[], str]) -> Tensor:
         """Return ``tensor`` in this format, converted only if it has to be.
@@ -117,6 +102,11 @@ class TensorSpec:
         return VARIES in self.shape
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of one of its elements."""
+        return self._dtype.itemsize
+
+    @property
     def is_floating_point(self) -> bool:
         """Whether its elements are real numbers."""
         return self._dtype.is_floating_point
@@ -162,10 +152,6 @@ class Specs(NamedTuple):
     def for_segment(self, *, training: bool) -> tuple[TensorSpec, ...]:
         """Return the specs of a segment of training or of evaluation."""
         return self.training if training else self.evaluation
-
-    def travelling(self, dtype: torch.dtype | None) -> "Specs":
-        """Return the same specs, each sent in ``dtype`` if that is narrower and both are floating-point."""
-        return Specs(*(tuple(spec.travelling(dtype) for spec in specs) for specs in self))
 
     def getting_gradients(self, gets: Iterable[bool] | None) -> "Specs":
         """Return the same specs, with a gradient in training for those alone that ``gets`` names; None: for all."""

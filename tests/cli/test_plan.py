@@ -23,7 +23,7 @@ from tests.support.commands import in_process, shows, words
 from tests.support.ranks import run_ranks
 from tests.support.tiers import slow
 
-FAST = ("train.batch_size=16", "runtime.threads=1", "--bandwidth", "1e9", "--latency", "1e-5", "--neighbours", "0")
+FAST = ("train.batch_size=16", "runtime.threads=1", "--links", "8gbit,10us", "--neighbours", "0")
 SMALL = ("model=resnet8", "data=synthetic", "data.image_size=8", *FAST)
 TINY = ("model._target_=tests.support.user_code.good", "data._target_=tests.support.user_code.images", *FAST)
 
@@ -240,6 +240,7 @@ def test_the_plan_of_a_small_model_gives_a_line_that_trains(tmp_path):
         *(*SMALL, "--stages", "2,3", "--methods", "bp,gpipe,adl,fr", "--devices", "3", "--units", "--out", str(picture))
     )
     shows(told, ["method ", "adl     2  4  ", "adl     3  4  ", "gpipe   3  4  ", "fr      2  1  "])
+    shows(told, ["adl by codec, over these links:", "3  4  int4 ", "K = 3: no codec is needed"])
     shows(told, ["stem.conv", "layer3_0.add", "without a pipeline: one device", "DDP on 3", "recommended"])
     assert picture.read_text().count("<path") > 2 * 30, "two bars for each of 30 units"
     facts = json.loads(done(*TINY, "--stages", "2", "--methods", "adl", "--json", "--memory", "4MiB"))
@@ -356,6 +357,8 @@ def test_a_samples_shape_stands_in_for_data_that_is_not_there(tmp_path):
     [
         (("--stages", "a"), ["--stages", "whole numbers", "got a"]),
         (("--stages", "1"), ["--stages", "at least 2"]),
+        (("--links", "100mbit"), ["--links: '100mbit' is no link", "100mbit,50ms"]),
+        (("--stages", "2", "--links", "1mbit,1ms/1mbit,1ms"), ["--links describes 2 links, but 2 stages have 1"]),
         (("--methods", "adl,nope"), ["no method 'nope'", "gpipe"]),
         (("--memory", "12"), ["--memory", "80GiB", "got 12"]),
         (("--out", "x.txt", "--stages", "2", "--methods", "adl"), ["x.txt", ".svg"]),

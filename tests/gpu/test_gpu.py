@@ -83,7 +83,7 @@ def test_dropout_on_the_gpu_is_repeated_bit_for_bit():
 ACROSS = [
     ({}, TOLERANCE),
     ({"dropout": 0.3, "of_trainer": {"channels_last": True}}, TOLERANCE),
-    ({"dtype": torch.float32, "of_trainer": {"wire_dtype": torch.bfloat16}}, LOWERED),
+    ({"dtype": torch.float32, "of_trainer": {"codec": "bf16"}}, LOWERED),
     ({"dtype": torch.float32, "of_trainer": {"autocast": torch.bfloat16}}, LOWERED),
 ]
 

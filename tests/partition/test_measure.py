@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import adl_dist
+from adl_dist.codecs import Codecs
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.partition import linearise
 from adl_dist.partition.costs import Profile
@@ -308,12 +309,13 @@ def test_nonsense_is_refused_before_anything_is_measured(changed, said):
         trainer_of(batch_norm_net(), **changed)
 
 
-def test_autocast_and_a_narrow_wire_halve_what_is_sent():
-    """Under autocast lowered weights are kept with each graph; a narrow wire leaves what is kept as it is."""
-    plain, narrow, lowered = (
+def test_autocast_and_a_codec_halve_what_is_sent():
+    """Under autocast lowered weights are kept with each graph; a codec leaves what is kept as it is."""
+    plain, lowered = (
         profile_of(perceptron(), torch.randn(4, 6), **options)[0]
-        for options in ({}, {"wire_dtype": BF16}, {"within": partial(torch.autocast, "cpu", dtype=BF16)})
+        for options in ({}, {"within": partial(torch.autocast, "cpu", dtype=BF16)})
     )
+    narrow = {name: unit.coded(Codecs("bf16", "bf16"), {}) for name, unit in plain.items()}
     assert lowered["0"].act_bytes * 2 == plain["0"].act_bytes == 4 * 8 * 4
     assert lowered["0"].parameter_bytes == plain["0"].parameter_bytes
     assert lowered["2"].activation_bytes - plain["2"].activation_bytes == 2 * 5 * 8  # its weights, lowered

@@ -51,10 +51,10 @@ def test_an_infinite_gradient_of_the_last_stage_skips_its_group():
 
 
 def test_the_decision_survives_a_narrow_wire_and_any_order():
-    expected, summary = train(3, 2, torch.float32, plant=nan_inputs, wire_dtype=torch.bfloat16, **SKIP)
+    expected, summary = train(3, 2, torch.float32, plant=nan_inputs, codec="bf16", **SKIP)
     assert summary["skipped_updates"] == len(SPOILT_PAIRS) * EPOCHS
     for seed in range(5):
-        options = {"plant": nan_inputs, "wire_dtype": torch.bfloat16, "pick_next": at_random(seed)}
+        options = {"plant": nan_inputs, "codec": "bf16", "pick_next": at_random(seed)}
         assert_same(train(3, 2, torch.float32, **options, **SKIP)[0], expected)
 
 

@@ -18,7 +18,8 @@ from tests.support.toys import Block
 
 def train_by_the_equations(
     modules, epochs, *, M, loss_fn, lr, momentum=0.0, weight_decay=0.0, delays=None, weights="stash", shrink=1.0,
-    reduction="mean", lr_of=None, clip_norm=None, skipped=(), unseen=(), num_terms=len, versions=None, flush_epochs=0
+    reduction="mean", lr_of=None, clip_norm=None, skipped=(), unseen=(), num_terms=len, versions=None, flush_epochs=0,
+    crossing=None
 ):  # fmt: skip
     """Train and return all parameters and buffers, by name.
 
@@ -43,6 +44,7 @@ def train_by_the_equations(
         num_terms: from a target to what ``loss_fn`` divides by; the samples, or what it counts instead.
         flush_epochs: epochs at the start without any delay.
         versions: from k and module k to its versions, where they are made by other equations than those of SGD.
+        crossing: from ("act" or "grad", epoch, k, b) and what module k sends of b to what arrives; None: the same.
     """
     assert weights in ("stash", "recompute", "latest", "2bw"), weights
     assert reduction in ("mean", "sum"), reduction
@@ -80,6 +82,8 @@ def train_by_the_equations(
                     z = functional_call(module, w, (x,))
                 graphs.append((x, w, z))
                 kept.append(seen)
+                if crossing is not None and k + 1 < K:
+                    z = crossing("act", epoch, k + 1, b, z)
 
             # Eq. 16 with 1/M as the share of samples, which is 1/M for micro-batches of equal size.
             z = leaf(z)
@@ -107,6 +111,8 @@ def train_by_the_equations(
                     error, of_w = of_all[: len(floats(x))], of_all[len(floats(x)) :]
                     gradient = dict(zip(w, of_w, strict=True))
                 theta[k].accumulate(gradient, base + index[k])
+                if crossing is not None and k > 0:
+                    error = crossing("grad", epoch, k + 1, b, tuple(error))
 
             if last_of_group:
                 for k in range(K):

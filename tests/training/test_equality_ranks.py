@@ -50,7 +50,7 @@ CASES = [
 ]
 ADL = CASES[0 : 2 * 4 : 2]  # M = 1 .. 4
 
-LOWERED, NARROW = {"autocast": torch.bfloat16}, {"wire_dtype": torch.bfloat16}
+LOWERED, NARROW = {"autocast": torch.bfloat16}, {"codec": "bf16"}
 LOWER_PRECISION = [
     (2, {**NARROW, "dropout": 0.3}),
     (1, {**NARROW, "method": "fr", "channels_last": True}),
@@ -62,6 +62,9 @@ LOWER_PRECISION = [
     (2, {**LOWERED, "method": "gpipe", "options": {"recompute": "except_last"}, "dropout": 0.3}),
     (1, {**LOWERED, "method": "dgl", "options": {"head": "predsim"}}),
     (2, {**LOWERED, **NARROW, "method": "dni", "channels_last": True}),
+    (2, {"codec": "int8", "channels_last": True, "non_finite": "skip", "plant": nan_inputs}),
+    (3, {"codec": "int4", "gradient_codec": "int8", "options": {"split_backward": True, "delay": "third"}}),
+    (2, {**LOWERED, "codec": "int8", "gradient_codec": "int4", "method": "dgl", "options": {"head": "linear"}}),
 ]
 
 # Over the cuts of this network go the input itself, a tensor for three stages, booleans, and shapes without a byte.
@@ -69,6 +72,7 @@ LOWER_PRECISION = [
 UNET = {"model": unet, "balance": UNET_BALANCE[4], "num_samples": 11}
 RELAYED = [
     (2, {**UNET, "dtype": torch.float64}),
+    (2, {**UNET, "codec": "int8"}),
     *((M, {**UNET, "method": name}) for name, M in (("adl", 1), ("adl", 2), ("bp", 2), ("dsp", 1), ("paci", 2))),
 ]
 

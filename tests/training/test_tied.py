@@ -89,7 +89,7 @@ OTHERS = {
     "Muon": {"optimizer": partial(Muon, lr=0.02)},
     "rotated": {"optimizer": partial(RotatedAdam, every=3)},
     "clip, bfloat16": {"clip_norm": 0.01, "autocast": torch.bfloat16},
-    "narrow messages": {"wire_dtype": torch.bfloat16},
+    "narrow messages": {"codec": "bf16"},
     "skip": {"non_finite": "skip", "plant": nan_inputs},
     "discount": {"options": {"mitigation": ["discount"]}},
     "spike, error feedback": {"options": {"mitigation": ["discount", "error_feedback"]}},

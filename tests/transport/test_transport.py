@@ -102,32 +102,12 @@ def test_a_micro_batch_out_of_order_is_refused():
         channel.recv(0)
 
 
-@in_both_formats
-def test_what_travels_in_bfloat16_takes_half_the_bytes(channels_last):
-    tensor = image(channels_last)
-    spec = TensorSpec.of(tensor + 2**-10).travelling(torch.bfloat16)
-    assert TensorSpec.from_json(spec.to_json()) == spec
-    sent = spec.narrow(tensor + 2**-10)
-    assert 2 * sent.nbytes == tensor.nbytes
-    assert spec.as_wire(sent).is_contiguous()
-    assert (sent.dtype, sent.shape) == (spec.empty(2, torch.device("cpu"), on_wire=True).dtype, tensor.shape)
-    arrived = spec.widen(sent)
-    assert (arrived.dtype, arrived.stride()) == (tensor.dtype, tensor.stride())
-    assert torch.equal(arrived, (tensor + 2**-10).bfloat16().float())
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16, torch.float16, torch.complex64])
-def test_what_is_no_wider_or_no_real_number_travels_as_it_is(dtype):
-    spec = TensorSpec.of(torch.ones(2, 3, dtype=dtype))
-    assert spec.travelling(torch.bfloat16) == spec
-
-
 def test_what_reaches_the_next_stage_is_rounded_in_its_dtype():
     seen = {}
     model = batch_norm_net()
     model[3].register_forward_pre_hook(lambda _, given: seen.update(act=given[0].detach()))
     model[2].register_full_backward_pre_hook(lambda _, given: seen.update(grad=given[0]))
-    trainer = toy_trainer(2, model=model, wire_dtype=torch.bfloat16)
+    trainer = toy_trainer(2, model=model, codec="bf16")
     trainer.fit(FixedImages(8), epochs=1, batch_size=8, monitoring=QUIET)
     for what, tensor in seen.items():
         assert tensor.dtype == torch.float32, what

@@ -98,7 +98,8 @@ def precision(config: RunConfig) -> Precision:
     return Precision(
         dtype=getattr(torch, config.dtype.value),
         autocast=getattr(torch, config.runtime.autocast.value) if config.runtime.autocast else None,
-        wire_dtype=getattr(torch, config.runtime.wire_dtype.value) if config.runtime.wire_dtype else None,
+        codec=config.runtime.codec.value,
+        gradient_codec=config.runtime.gradient_codec.value if config.runtime.gradient_codec else None,
         compile=config.runtime.compile,
         tf32=config.runtime.tf32,
         cudnn_benchmark=config.runtime.cudnn_benchmark,

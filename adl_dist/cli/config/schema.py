@@ -19,6 +19,7 @@ LARGEST_SEED = 2**63 - 1  # the largest that torch takes
 Device = enum.Enum("Device", {"cpu": "cpu", "cuda": "cuda"})
 Dtype = enum.Enum("Dtype", {"float32": "float32", "float64": "float64"})
 NarrowDtype = enum.Enum("NarrowDtype", {"bfloat16": "bfloat16"})  # keeps float32's range, so no loss scale is needed
+Codec = enum.Enum("Codec", {"none": "none", "bf16": "bf16", "int8": "int8", "int4": "int4"})
 NonFinite = enum.Enum("NonFinite", {"stop": "stop", "skip": "skip"})
 Granularity = enum.Enum("Granularity", {"layer": "layer", "block": "block"})
 
@@ -78,6 +79,7 @@ class PartitionConfig:
     balance: Any = "even"
     granularity: Granularity | None = None
     speeds: list[float] | None = None
+    links: str | None = None
     verify: bool = True
     tied: str = "share"
 
@@ -85,7 +87,12 @@ class PartitionConfig:
         """Return the value that the trainer takes, checked."""
         granularity = self.granularity.value if self.granularity else None
         return PartitionSpec(
-            balance=self.balance, granularity=granularity, speeds=self.speeds, verify=self.verify, tied=self.tied
+            balance=self.balance,
+            granularity=granularity,
+            speeds=self.speeds,
+            links=self.links,
+            verify=self.verify,
+            tied=self.tied,
         )
 
 
@@ -118,7 +125,9 @@ class RuntimeConfig:
     lazy: bool = False
     channels_last: bool | None = None
     autocast: NarrowDtype | None = None
-    wire_dtype: NarrowDtype | None = None
+    codec: Codec = Codec.none
+    gradient_codec: Codec | None = None
+    wire_dtype: Any = None  # what it did is runtime.codec=bf16 now
     compile: bool = False
     tf32: bool = False
     cudnn_benchmark: bool = False
@@ -147,6 +156,8 @@ class RuntimeConfig:
             _at_least("runtime.threads", self.threads, 1)
             if self.threads > MOST_THREADS:
                 raise ConfigError(f"runtime.threads must be at most {MOST_THREADS}, got {self.threads}")
+        if self.wire_dtype is not None:
+            raise ConfigError(f"runtime.wire_dtype={self.wire_dtype} has another name now: use runtime.codec=bf16")
         _at_least("runtime.max_restarts", self.max_restarts, 0)
         _ = self.timeouts, self.checkpoints, self.process_options, self.monitoring
 

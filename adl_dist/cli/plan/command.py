@@ -1,5 +1,6 @@
 """``adl-dist plan``: measure the model, cut it, predict what each method would do with it, and recommend one."""
 
+import contextlib
 import itertools
 import json
 import sys
@@ -9,7 +10,8 @@ from typing import Any
 
 from adl_dist.cli.plan.profiler import Profiler
 from adl_dist.cli.plan.question import Question, asked, machine_of
-from adl_dist.cli.plan.report import bounded_table, facts_of, line_to_paste, report, tied_lines
+from adl_dist.cli.plan.report import bounded_table, codec_lines, facts_of, line_to_paste, report, tied_lines
+from adl_dist.codecs import CODECS, Codecs
 from adl_dist.distributed.affinity import default_threads, num_cores
 from adl_dist.errors import ConfigError, DataError, PartitionError
 from adl_dist.partition import Machine, checked_sizes
@@ -43,6 +45,7 @@ class _Found:
     predictions: list[Prediction]  # of each method and K
     shared: Mapping[str, list[int]]  # by name, the units of weights that stages may hold copies of
     bounded: list[Prediction]  # within the bound on staleness
+    coded: list[Prediction]  # of the configured method, by K and codec; empty: no links are described
     refused: list[str]
     choice: Prediction | None
     reason: str
@@ -86,10 +89,21 @@ def _measured(question: Question) -> _Found:
         predictions=predictions,
         shared=profiler.chain.shared,
         bounded=bounded,
+        coded=[] if question.links is None else _coded(question, machine, profiler.chain, profiles[M]),
         refused=refused,
         choice=choice,
         reason=reason,
     )
+
+
+def _coded(question: Question, machine: Machine, chain: Chain, profile: Profile) -> list[Prediction]:
+    """Return what is predicted of the configured method for each K and codec, as far as it is possible."""
+    found = []
+    for K, codec in itertools.product(question.stages, CODECS):
+        with contextlib.suppress(PartitionError, ConfigError):  # told of in the table of all methods
+            cut = _cut(question, replace(machine, codecs=Codecs(codec, codec)), chain, K)
+            found.append(predict(profile, Pipeline(question.chosen, K), **cut))
+    return found
 
 
 def _within_bound(
@@ -130,6 +144,7 @@ def _facts(question: Question, found: _Found) -> dict[str, Any]:
         "machine": asdict(found.machine),
         "predictions": list(map(facts_of, found.predictions)),
         "refused": found.refused,
+        "coded": list(map(facts_of, found.coded)),
         "alternative": asdict(found.other),
         "recommended": _line(question, found.choice),
         "reason": found.reason,
@@ -144,7 +159,8 @@ def _lines(question: Question, found: _Found) -> list[str]:
     """Return the answer as a person reads it."""
     flags, line, fastest = question.flags, _line(question, found.choice), _line_within(question, found)
     told = found.profile, found.machine, found.predictions, found.refused, found.other
-    lines = [*report(*told, with_units=flags.units), *tied_lines(found.shared, found.predictions), ""]
+    lines = [*report(*told, with_units=flags.units), *tied_lines(found.shared, found.predictions)]
+    lines += [*(codec_lines(found.coded) if found.coded else []), ""]
     if question.bound is not None:
         lines += [*bounded_table(found.bounded, question.chosen.name, question.bound, question.sizes), ""]
     lines += [f"recommended  {found.reason}", *([] if line is None else [f"             {line}"])]

@@ -12,12 +12,13 @@ import torch
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import Parser, compose_run, method_named
 from adl_dist.cli.config.schema import Device, RunConfig
-from adl_dist.cli.plan.link import GPU_LINK, link_figures
+from adl_dist.cli.plan.link import coding_seconds, link_figures
 from adl_dist.distributed.affinity import num_cores
 from adl_dist.distributed.device import check_device
 from adl_dist.errors import ConfigError
 from adl_dist.partition import Machine
 from adl_dist.partition.bounded import steps_to_try
+from adl_dist.partition.links import LINKS, Links, parse_links
 from adl_dist.report.files import check_out
 from adl_dist.schedule import METHODS, Method
 from adl_dist.schedule.run_plan import micro_batch_size_of
@@ -40,6 +41,7 @@ class Question:
     steps: list[int]  # each M to be tried within it
     num_devices: int
     granularity: str
+    links: Links | None  # as they are described; None: they are not
 
     @property
     def sizes(self) -> dict[int, int]:
@@ -73,7 +75,11 @@ def asked(words: list[str]) -> Question:
         steps=steps,
         num_devices=num_devices,
         granularity=config.partition.granularity.value if config.partition.granularity else "layer",
+        links=flags.links or described(config.partition.links),
     )
+    if question.links is not None:
+        for K in stages:
+            question.links.for_stages(K, "--links")
     _ = question.sizes  # refuses too small a batch
     return question
 
@@ -98,8 +104,11 @@ def _flags(words: list[str]) -> argparse.Namespace:
     add("--devices", type=int, metavar="N", help="number of devices; default: the GPUs, or cores, of this machine")
     memory = "memory of each device, like 80GiB; default: the GPU's, no limit on the CPU"
     add("--memory", type=_bytes, metavar="SIZE", help=memory)
-    add("--bandwidth", type=float, metavar="BYTES/S", help="of each link; default: measured on CPUs, 12e9 between GPUs")
-    add("--latency", type=float, metavar="S", help="of each message; default: measured on CPUs, 1e-5 between GPUs")
+    links = (
+        "links between stages, like 100mbit,50ms: rate and time of one way, for all or, with / between, for each of "
+        "K - 1; default: measured between processes of this machine on CPUs, 96gbit,10us between GPUs"
+    )
+    add("--links", type=partial(parse_links, key="--links"), metavar="RATE,TIME", help=links)
     add("--input", type=partial(_numbers, 1), metavar="C,H,W", help="shape of a sample, instead of looking at the data")
     add("--profile", type=Path, metavar="FILE", help="keep the measurement in FILE, and use it the next time")
     neighbours = "also measure while N more processes compute; default: K - 1 on CPUs"
@@ -165,10 +174,16 @@ def _check_bound(method: Method, bound: float) -> None:
     _ = replace(method, delay="auto")  # refused next to options that need other delays
 
 
+def described(links: str | None) -> Links | None:
+    """Return the links that the configuration describes, if it does; ``auto`` is for a run to find out."""
+    return None if links is None or links == "auto" else parse_links(links, LINKS)
+
+
 def machine_of(question: Question) -> Machine:
     """Return the devices and links, as described or, between CPUs, measured."""
     flags, device = question.flags, question.config.runtime.device
-    given = {name: getattr(flags, name) for name in GPU_LINK if getattr(flags, name) is not None}
-    link = {**GPU_LINK, **given} if given else link_figures(device)
+    link = link_figures(device) if question.links is None else question.links.figures
     memory = device_memory(torch.device(device.value)) if flags.memory is None else flags.memory
-    return Machine(memory_bytes=memory, **link)
+    coding = {} if question.links is None else coding_seconds(torch.device(device.value))
+    codecs = instantiate.precision(question.config).codecs
+    return Machine(memory_bytes=memory, codecs=codecs, coding_seconds=coding, **link)

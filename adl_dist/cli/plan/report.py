@@ -17,6 +17,7 @@ METHOD_HEAD = (
     *("memory per stage (MB)", "units per stage"),
 )
 UNIT_HEAD = ("unit", "forward ms", "backward ms", "parameters kB", "activations kB", "crosses kB")
+CODEC_HEAD = ("K", "M", "codec", "MB/update", "s/update", "images/s", "links add", "units per stage")
 BOUNDED_HEAD = (
     *("K", "M", "micro-batch", "delays", "backward", "images/s", "staleness mean", "greatest"),
     *("memory per stage (MB)", "units per stage"),
@@ -42,7 +43,7 @@ def report(
         f"update {1000 * sum(u.update for u in profile.units):.2f} ms",
         f"method.split_backward can put off {profile.share_put_off:.0%} of the backward: gradients of the weights of "
         "linear layers and convolutions",
-        f"link: {machine.bandwidth / 1e9:.2f} GB/s, latency {1e6 * machine.latency:.0f} us",
+        f"link: {_links_shown(machine)}",
     ]
     if with_units:
         lines += ["", *text_table([UNIT_HEAD, *map(_unit_row, profile.units)])]
@@ -79,6 +80,38 @@ def tied_lines(shared: Mapping[str, list[int]], predictions: Sequence[Prediction
     return ["", *text_table([head, *rows])] if rows else []
 
 
+def codec_lines(coded: Sequence[Prediction]) -> list[str]:
+    """Return the table of what each codec makes of the links for the configured method, and which one is needed."""
+    rows: list[list[object]] = []
+    for p in coded:
+        where = p.pipeline.num_stages, p.pipeline.micro_batches_per_update, p.codecs.activations
+        seconds = f"{p.seconds_per_update:.3g}", f"{p.images_per_second:,.0f}"
+        rows.append([*where, f"{p.update_bytes / 1e6:,.2f}", *seconds, f"{p.link_share:.0%}", _sizes(p)])
+    lines = [f"{coded[0].pipeline.method.name} by codec, over these links:", *text_table([CODEC_HEAD, *rows])]
+    for K in dict.fromkeys(p.pipeline.num_stages for p in coded):
+        alike = [p for p in coded if p.pipeline.num_stages == K]
+        enough = next((p.codecs.activations for p in alike if p.is_compute_bound), None)
+        if enough is None:
+            told = "the links cost time with every codec; longer delays may hide it (method.delay=auto), or a larger M"
+        elif enough == "none":
+            told = "no codec is needed: the links cost next to no time"
+        else:
+            told = f"runtime.codec={enough} is needed, and enough, for the links to cost next to no time"
+        lines.append(f"K = {K}: {told}")
+    return ["", *lines]
+
+
+def _sizes(p: Prediction) -> str:
+    return " ".join(map(str, p.balance.sizes))
+
+
+def _links_shown(machine: Machine) -> str:
+    given, times = machine.bandwidth, machine.latency
+    rates, waits = ([one] if isinstance(one, int | float) else list(one) for one in (given, times))
+    each = (f"{rate / 1e9:.3g} GB/s, latency {1e6 * wait:.0f} us" for rate, wait in zip(rates, waits, strict=True))
+    return "; ".join(each)
+
+
 def _method_row(p: Prediction, other: Alternative) -> list[object]:
     return [
         *(p.pipeline.method.name, p.pipeline.num_stages, p.pipeline.micro_batches_per_update),
@@ -88,7 +121,7 @@ def _method_row(p: Prediction, other: Alternative) -> list[object]:
         "/".join(f"{s:.3g}" for s in p.staleness_mean),
         f"{p.convergence_factor:.3g}",
         " ".join(f"{b / 1e6:.0f}" for b in p.balance.stage_bytes),
-        " ".join(map(str, p.balance.sizes)),
+        _sizes(p),
     ]
 
 

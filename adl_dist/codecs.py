@@ -1,0 +1,47 @@
+"""How what crosses a cut may be coded, and the bytes that it then takes. No torch: transport/coding.py does it."""
+
+from typing import NamedTuple
+
+from adl_dist.errors import ConfigError
+
+CODECS = ("none", "bf16", "int8", "int4")
+BLOCK = 256  # numbers that have a scale of their own
+SCALE_BYTES = 4
+LEVELS = {"int8": 127, "int4": 7}  # multiples of the scale, to either side of 0
+
+
+class Codecs(NamedTuple):
+    """How activations and gradients are coded."""
+
+    activations: str = "none"
+    gradients: str = "none"
+
+
+PLAIN = Codecs()
+
+
+def check_codec(key: str, name: str) -> None:
+    """Raise ConfigError if there is no codec called ``name``, which ``key`` asks for."""
+    if name not in CODECS:
+        raise ConfigError(f"{key}: there is no codec '{name}'; choose one of {', '.join(CODECS)}")
+
+
+def rotated_width(numbers: int) -> int:
+    """Return the numbers that a block of so many becomes where it is rotated: a power of two, of at least 2."""
+    return max(2, 1 << (numbers - 1).bit_length())
+
+
+def coded_bytes(codec: str, numbers: int, itemsize: int) -> int | None:
+    """Return the bytes of one sample with so many real ``numbers`` of ``itemsize`` bytes each, coded.
+
+    None: it is sent as it is, because the codec would not make it smaller.
+    """
+    if codec == "none" or numbers == 0:
+        return None
+    if codec == "bf16":
+        coded = 2 * numbers
+    else:
+        whole, rest = divmod(numbers, BLOCK)
+        coded = SCALE_BYTES * (whole + (rest > 0))
+        coded += numbers if codec == "int8" else (whole * BLOCK + (rotated_width(rest) if rest else 0)) // 2
+    return coded if coded < numbers * itemsize else None

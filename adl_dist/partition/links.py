@@ -1,0 +1,61 @@
+"""The links between stages as a user describes them: what they carry in a second, and how long a message takes."""
+
+import re
+from typing import Any, NamedTuple
+
+from adl_dist.errors import ConfigError
+
+RATES = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "kB/s": 8e3, "MB/s": 8e6, "GB/s": 8e9}  # in bits per second
+TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+LINKS = "partition.links"  # the key
+NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)"
+
+
+class Links(NamedTuple):
+    """The links after stage 0, 1, ...; one entry: all are alike."""
+
+    bandwidth: tuple[float, ...]  # bytes per second, in each direction for itself
+    latency: tuple[float, ...]  # seconds of a message on its way, without those that its bytes take
+
+    def __str__(self) -> str:
+        return ", ".join(f"{b / 1e6:,.4g} MB/s {1e3 * s:.3g} ms" for b, s in zip(*self, strict=True))
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """The keyword arguments of a :class:`~adl_dist.partition.Machine` with these links."""
+        if len(self.bandwidth) == 1:
+            return {"bandwidth": self.bandwidth[0], "latency": self.latency[0]}
+        return {"bandwidth": self.bandwidth, "latency": self.latency}
+
+    def for_stages(self, num_stages: int, key: str) -> "Links":
+        """Return those of K stages; raise a ConfigError if there are not K - 1."""
+        count = len(self.bandwidth)
+        if count not in (1, num_stages - 1):
+            raise ConfigError(
+                f"{key} describes {count} links, but {num_stages} stages have {num_stages - 1}; give one for all, or "
+                f"{num_stages - 1}, with / between them"
+            )
+        return self
+
+
+def parse_links(text: str, key: str) -> Links:
+    """Return the links in ``text``, like ``100mbit,50ms`` for all or ``100mbit,50ms/1gbit,0.1ms`` one after another.
+
+    The rate is in the units of tc (``mbit``, 1e6 bits) or in bytes (``MB/s``); the time is that of one way, half of
+    what ping shows.
+
+    Raises:
+        ConfigError: ``key`` has another value.
+    """
+    rates, times = "|".join(RATES), "|".join(TIMES)
+    links = []
+    for one in re.split(r"/(?!s)", text):
+        found = re.fullmatch(rf"{NUMBER}({rates}),{NUMBER}({times})", one)
+        bandwidth = float(found[1]) * RATES[found[2]] / 8 if found else 0.0
+        if found is None or not bandwidth > 0:
+            raise ConfigError(
+                f"{key}: '{one}' is no link; expected a rate above 0 and a time, like 100mbit,50ms (rates: "
+                f"{', '.join(RATES)}; times: {', '.join(TIMES)}), and / between several links"
+            )
+        links.append((bandwidth, float(found[3]) * TIMES[found[4]]))
+    return Links(*(tuple(column) for column in zip(*links, strict=True)))

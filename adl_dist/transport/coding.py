@@ -1,0 +1,249 @@
+"""Codes one message into one buffer of bytes, and back: bfloat16, or whole numbers of 8 or 4 bits with a scale.
+
+A block is up to 256 numbers of one sample, in the order of its memory, and has one scale: its largest magnitude over
+the highest level, rounded up to 16 bits. Samples are coded apart, so that what one becomes does not depend on its
+micro-batch. ``int4`` rotates each block before (a Hadamard matrix behind fixed random signs), so that one large number
+does not take the levels of 255 others. Sizes follow from the tensors' specs: no header tells them.
+
+Activations are rounded to the nearest level, gradients to one of the two next to them, at random, so that their mean
+is right: with a stream for each edge and micro-batch from the run's seed, which repeats them after a resume with
+nothing saved. What has been left out is sent by no later message: error feedback is defined for what adds up in the
+same coordinates over time, and neither the activations of different samples do, nor their gradients.
+
+A number that is not finite makes its whole block NaN, which the next stage sees and judges. All is computed in float32.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from adl_dist.codecs import BLOCK, LEVELS, SCALE_BYTES, coded_bytes, rotated_width
+from adl_dist.seeds import stream_seed
+from adl_dist.transport.spec import TensorSpec
+
+ALIGNED = 16  # bytes: views of numbers must begin at a multiple of their size
+SCALE_MASK = -(
+    1 << 8
+)  # keeps 16 bits of a float32's mantissa: 127 scales are then exact, and coding again changes nothing
+NOISE_STEPS = 1 << 16
+Tensors = tuple[Tensor, ...]
+
+
+class Part(NamedTuple):
+    """The place of one tensor in the buffer."""
+
+    codec: str  # "none": as it is
+    begin: int
+    num_bytes: int
+
+
+@lru_cache(maxsize=4096)
+def layout(codec: str, specs: tuple[TensorSpec, ...], size: int) -> tuple[tuple[Part, ...], int]:
+    """Return where each tensor of a message of ``size`` samples is, and the bytes of the buffer."""
+    parts, end = [], 0
+    for spec in specs:
+        numbers = math.prod(spec.shape)
+        coded = coded_bytes(codec, numbers, spec.itemsize) if spec.is_floating_point else None
+        per_sample = numbers * spec.itemsize if coded is None else coded
+        parts.append(Part("none" if coded is None else codec, end, size * per_sample))
+        end += -(-size * per_sample // ALIGNED) * ALIGNED
+    return tuple(parts), end
+
+
+def encode(codec: str, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], seed: int | None) -> Tensor:
+    """Return the buffer, uint8, of ``tensors`` [B, ...] of the formats ``specs``; ``seed`` None: round to nearest."""
+    size = len(tensors[0])
+    parts, num_bytes = layout(codec, tuple(specs), size)
+    buffer = torch.empty(num_bytes, dtype=torch.uint8, device=tensors[0].device)
+    generator = None if seed is None else torch.Generator(buffer.device).manual_seed(seed)
+    for spec, tensor, part in zip(specs, tensors, parts, strict=True):
+        if not part.num_bytes:
+            continue
+        flat, place = spec.as_wire(tensor).reshape(size, -1), buffer[part.begin : part.begin + part.num_bytes]
+        if part.codec == "none":
+            place.copy_(flat.view(torch.uint8).flatten())
+        elif part.codec == "bf16":
+            place.view(torch.bfloat16).copy_(flat.flatten())
+        else:
+            _quantise(part.codec, flat.float(), place, generator)
+    return buffer
+
+
+def decode(codec: str, specs: Sequence[TensorSpec], size: int, buffer: Tensor) -> Tensors:
+    """Return the tensors of ``size`` samples that :func:`encode` made ``buffer`` of; they share no memory with it."""
+    tensors = []
+    for spec, part in zip(specs, layout(codec, tuple(specs), size)[0], strict=True):
+        tensor = spec.empty(size, buffer.device)
+        if part.num_bytes:
+            flat, place = spec.as_wire(tensor), buffer[part.begin : part.begin + part.num_bytes]
+            if part.codec == "none":
+                flat.view(torch.uint8).flatten().copy_(place)
+            elif part.codec == "bf16":
+                flat.copy_(place.view(torch.bfloat16).view(flat.shape))
+            else:
+                rows = flat.view(size, -1)
+                restored = rows if rows.dtype is torch.float32 else torch.empty(rows.shape, device=rows.device)
+                _restore(part.codec, place, restored)
+                if restored is not rows:
+                    rows.copy_(restored)
+        tensors.append(tensor)
+    return tuple(tensors)
+
+
+class _Blocks(NamedTuple):
+    """Blocks of one width, in each sample."""
+
+    numbers: slice  # of a sample
+    scales: slice  # theirs
+    in_sample: int  # how many
+    width: int  # in numbers of the sample
+    coded_width: int  # in numbers that are coded
+
+
+def _blocks(codec: str, numbers: int) -> list[_Blocks]:
+    """Return the whole blocks of a sample, and the shorter one at its end."""
+    whole, rest = divmod(numbers, BLOCK)
+    found = [_Blocks(slice(0, whole * BLOCK), slice(0, whole), whole, BLOCK, BLOCK)] if whole else []
+    if rest:
+        coded = rotated_width(rest) if codec == "int4" else rest
+        found.append(_Blocks(slice(whole * BLOCK, numbers), slice(whole, whole + 1), 1, rest, coded))
+    return found
+
+
+def _views(codec: str, place: Tensor, size: int, numbers: int) -> list[tuple[_Blocks, Tensor, Tensor]]:
+    """Return each kind of blocks with its scales [B, n, 1] and its codes [B, n, width], views of ``place``."""
+    blocks, begin = _blocks(codec, numbers), SCALE_BYTES * size * -(-numbers // BLOCK)
+    scales = place[:begin].view(torch.float32).view(size, -1, 1)
+    found = []
+    for some in blocks:
+        width = some.coded_width // 2 if codec == "int4" else some.coded_width
+        end = begin + size * some.in_sample * width
+        found.append((some, scales[:, some.scales], place[begin:end].view(size, some.in_sample, width)))
+        begin = end
+    return found
+
+
+def _quantise(codec: str, flat: Tensor, place: Tensor, generator: torch.Generator | None) -> None:
+    """Write ``flat`` [B, n], float32, coded to ``place``."""
+    levels = LEVELS[codec]
+    for some, scales, codes in _views(codec, place, *flat.shape):
+        blocks = flat[:, some.numbers].reshape(len(flat), some.in_sample, some.width)
+        if codec == "int4":
+            blocks = _rotated(pad(blocks, (0, some.coded_width - some.width)), forward=True)
+        scale = blocks.abs().amax(-1, keepdim=True).div_(levels)
+        scale = (scale.view(torch.int32) + ~SCALE_MASK & SCALE_MASK).view(torch.float32)  # rounded up
+        scale = scale.masked_fill_(scale == 0, 1.0).masked_fill_(~scale.isfinite(), math.nan)
+        multiples = blocks / scale
+        if generator is not None:
+            multiples.add_(_noise(multiples, generator), alpha=1 / NOISE_STEPS)
+        multiples.round_().clamp_(-levels, levels)
+        scales.copy_(scale)
+        if codec == "int8":
+            codes.view(torch.int8).copy_(multiples)
+        else:  # two in a byte, from the two halves of the block
+            low, high = multiples.chunk(2, dim=-1)
+            codes.copy_(torch.add(low, high, alpha=16).add_(8 + 16 * 8))
+
+
+def _restore(codec: str, place: Tensor, flat: Tensor) -> None:
+    """Write the numbers that are coded in ``place`` to ``flat`` [B, n], float32."""
+    for some, scales, codes in _views(codec, place, *flat.shape):
+        into = flat[:, some.numbers].view(len(flat), some.in_sample, some.width)
+        if codec == "int8":
+            torch.mul(codes.view(torch.int8), scales, out=into)
+        else:
+            blocks = torch.cat((codes & 15, codes >> 4), dim=-1).float().sub_(8).mul_(scales)
+            into.copy_(_rotated(blocks, forward=False)[..., : some.width])
+
+
+def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Return the odd numbers from -32767 to 32767, int16, in the shape of ``like``, each as likely: of mean 0.
+
+    As parts of ``NOISE_STEPS`` they are less than a half, so that what is a multiple of the scale stays what it is.
+    """
+    count = like.numel()
+    words = torch.empty(-(-count // 4), dtype=torch.int64, device=like.device)
+    words.random_(-(2**63), None, generator=generator)  # four at once: one by one takes 20 times as long
+    return words.bitwise_or_(0x0001000100010001).view(torch.int16)[:count].view(like.shape)
+
+
+def _rotated(blocks: Tensor, *, forward: bool) -> Tensor:
+    """Return each block, of a power of two numbers, in other coordinates of the same length, or back in its own."""
+    width = blocks.shape[-1]
+    rows = 1 << (width.bit_length() - 1) // 2
+    left, right = _hadamard(rows, blocks.device), _hadamard(width // rows, blocks.device)
+    signs = _signs(blocks.device)[:width]
+    if forward:
+        blocks = blocks * signs
+    # The Hadamard matrix of a product is the Kronecker product of two: this takes 32 products a number, not 256.
+    mixed = (left @ blocks.view(-1, rows, width // rows) @ right).view(blocks.shape)
+    return mixed if forward else mixed.mul_(signs)
+
+
+@cache
+def _hadamard(width: int, device: torch.device) -> Tensor:
+    """Return the orthonormal, symmetric Hadamard matrix of Sylvester."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < width:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return (matrix / math.sqrt(width)).to(device)
+
+
+@cache
+def _signs(device: torch.device) -> Tensor:
+    """Return 256 signs, the same in every run: without them what has one sign would add up in the first coordinate."""
+    generator = torch.Generator().manual_seed(stream_seed(0, "signs"))
+    return torch.randint(0, 2, (BLOCK,), generator=generator).mul(2).sub(1).float().to(device)
+
+
+class Coder:
+    """Codes the messages of one edge, and keeps what that has left out.
+
+    Attributes:
+        errors: (squared error, squared length), float64[2], of some messages of the segment, on the device of each.
+        num_bytes: what the messages of the segment took.
+        plain_bytes: what they would have taken.
+    """
+
+    EVERY = 16  # of how many messages the error of one is measured
+
+    def __init__(self, codec: str, seed_of: Callable[[int], int] | None = None) -> None:
+        """Take the codec; ``seed_of`` a micro-batch of the segment: of its random rounding; None: round to nearest."""
+        self.codec, self._seed_of = codec, seed_of if codec in LEVELS else None
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a segment."""
+        self.errors: list[Tensor] = []
+        self.num_bytes = self.plain_bytes = 0
+
+    def encode(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], micro_batch: int) -> Tensor:
+        """Return the buffer that is sent."""
+        seed = None if self._seed_of is None else self._seed_of(micro_batch)
+        buffer = encode(self.codec, specs, tensors, seed)
+        self.num_bytes += buffer.nbytes
+        self.plain_bytes += sum(tensor.nbytes for tensor in tensors)
+        if micro_batch % self.EVERY == 0:
+            self._compare(specs, tensors, buffer)
+        return buffer
+
+    def decode(self, specs: Sequence[TensorSpec], size: int, buffer: Tensor) -> Tensors:
+        """Return the tensors of ``size`` samples."""
+        return decode(self.codec, specs, size, buffer)
+
+    def relative_error(self) -> float | None:
+        """Return the length of what was left out over that of what was sent; None: nothing finite was measured."""
+        pairs = [pair.tolist() for pair in self.errors]
+        error, square = (math.fsum(pair[i] for pair in pairs if math.isfinite(sum(pair))) for i in range(2))
+        return math.sqrt(error / square) if square > 0 else None
+
+    def _compare(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], buffer: Tensor) -> None:
+        for spec, sent, got in zip(specs, tensors, self.decode(specs, len(tensors[0]), buffer), strict=True):
+            if spec.is_floating_point and sent.numel():
+                exact = sent.double()
+                self.errors.append(torch.stack([(got.double() - exact).square().sum(), exact.square().sum()]))

@@ -1,0 +1,91 @@
+"""Measures at the start, over the edges themselves, what each link between two processes carries and how long it takes.
+
+A message of 8 bytes there and back gives the time of one way; longer and longer ones, until one takes a quarter of a
+second, the bytes per second. One link is measured after the other, from the first stage on.
+"""
+
+import time
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from adl_dist.errors import ChannelError
+from adl_dist.transport.process import Edge
+
+ROUNDS = 10
+FIRST, MOST, FACTOR = 1 << 18, 1 << 26, 4  # bytes
+LONG_ENOUGH = 0.25  # seconds
+
+
+def measure_links(
+    edges: Mapping[tuple[str, int], Edge], rank: int, device: torch.device
+) -> dict[int, tuple[float, float]]:
+    """Return (bytes per second, seconds of one way) of the link after each stage of this process with one.
+
+    ``edges`` are those that ``rank`` is an end of; its neighbours make the same call. ``device`` is where messages are.
+
+    Raises:
+        ChannelError: a neighbour is gone.
+    """
+    found = {}
+    for stage in sorted(sender for what, sender in edges if what == "act"):
+        ends = _Ends(edges["act", stage], edges["grad", stage + 1], rank, device)
+        try:
+            if rank == edges["act", stage].ranks[0]:
+                found[stage] = ends.ask()
+            else:
+                ends.answer()
+        except RuntimeError as error:
+            raise ChannelError(
+                f"stage {stage} -> stage {stage + 1}: the link could not be measured, the peer is gone or silent; its "
+                "own log, logs/rankR.log, says why"
+            ) from error
+    return found
+
+
+class _Ends:
+    """This process's ends of the two edges between two stages."""
+
+    def __init__(self, down: Edge, up: Edge, rank: int, device: torch.device) -> None:
+        self._asks = rank == down.ranks[0]
+        self._peer = down.ranks[1] if self._asks else down.ranks[0]
+        self._out, self._in = (down, up) if self._asks else (up, down)
+        self._device = device if down.backend == "nccl" else torch.device("cpu")
+
+    def ask(self) -> tuple[float, float]:
+        """Send, and take the time until the answer; return (bytes per second, seconds of one way)."""
+        self._round(0)  # of buffers and connections
+        latency = min(self._round(0) for _ in range(ROUNDS)) / 2
+        num_bytes, seconds = FIRST, self._round(FIRST) - 2 * latency
+        while seconds < LONG_ENOUGH and num_bytes < MOST:
+            num_bytes *= FACTOR
+            seconds = self._round(num_bytes) - 2 * latency
+        self._send(-1)
+        return num_bytes / max(seconds, 1e-9), latency
+
+    def answer(self) -> None:
+        """Answer each message, until there is none to come."""
+        while (num_bytes := self._receive()) >= 0:
+            if num_bytes:
+                wait = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+                dist.recv(wait, self._peer, group=self._in.group)
+                _ = int(wait[-1])  # a GPU has it now
+            self._send(0)
+
+    def _round(self, num_bytes: int) -> float:
+        message = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+        start = time.perf_counter()
+        self._send(num_bytes)
+        if num_bytes:
+            dist.send(message, self._peer, group=self._out.group)
+        self._receive()
+        return time.perf_counter() - start
+
+    def _send(self, number: int) -> None:
+        dist.send(torch.tensor([number], device=self._device), self._peer, group=self._out.group)
+
+    def _receive(self) -> int:
+        got = torch.zeros(1, dtype=torch.int64, device=self._device)
+        dist.recv(got, self._peer, group=self._in.group)
+        return int(got)

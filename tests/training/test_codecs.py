@@ -1,0 +1,170 @@
+"""Training with coded messages: the equations with the same rounding at each cut, a resumed run, what is told of it."""
+
+import functools
+
+import pytest
+import torch
+
+import adl_dist
+from adl_dist.cli.config.schema import RuntimeConfig
+from adl_dist.errors import ConfigError, DivergedError
+from adl_dist.partition import cut
+from adl_dist.report import final_table
+from adl_dist.schedule.replay import at_random
+from adl_dist.seeds import stream_seed
+from adl_dist.transport.coding import decode, encode
+from adl_dist.transport.spec import TensorSpec
+from tests.support.commands import assert_same
+from tests.support.equations import EQUATIONS, modules_by_the_equations
+from tests.support.kill import records
+from tests.support.oracle import Versions
+from tests.support.runs import BALANCE, MOMENTUM, WEIGHT_DECAY, nan_inputs, toy_trainer, train
+from tests.support.tiers import covering
+from tests.support.toys import FixedImages, batch_norm_net
+from tests.support.values import QUIET
+
+ANY_ORDER = {"pick_next": at_random(3)}
+
+
+def crossing(codec, gradient_codec, what, epoch, k, b, tensors):
+    """What arrives of what module k, counted from 1, sends of micro-batch b."""
+    is_tuple = isinstance(tensors, tuple)
+    tensors = [t.detach() for t in (tensors if is_tuple else (tensors,))]
+    specs, seed = tuple(TensorSpec.of(t) for t in tensors), None
+    name = codec if what == "act" else gradient_codec
+    if what == "grad" and name != "bf16":
+        seed = stream_seed(0, "codec", epoch, k - 1, b)
+    got = decode(name, specs, len(tensors[0]), encode(name, specs, tensors, seed))
+    return got if is_tuple else got[0]
+
+
+class ByVersion(Versions):
+    """Adds up first what has met one version, as a run does that keeps versions apart: float32 shows the order."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.sums = {}
+
+    def accumulate(self, gradient, version):
+        before = self.sums.get(version)
+        self.sums[version] = gradient if before is None else {n: g + gradient[n] for n, g in before.items()}
+
+    def update(self, lr):
+        for version in sorted(self.sums, key=lambda v: (v != self.updates, v)):  # the present one first
+            super().accumulate(self.sums[version])
+        self.sums = {}
+        super().update(lr)
+
+
+def by_the_equations(K, M, name, codec, gradient_codec):
+    delays, weights = EQUATIONS[name]
+    modules = cut(batch_norm_net(), num_stages=K, balance=BALANCE[K])
+    how = {"dtype": torch.float32, "crossing": functools.partial(crossing, codec, gradient_codec)}
+    if weights == "stash":
+        how["versions"] = lambda k, module: ByVersion(module, MOMENTUM, WEIGHT_DECAY)
+    return modules_by_the_equations(modules, M, delays(K), weights, **how)
+
+
+CASES = [
+    *((K, M, "adl", "int8", None, False) for K in (2, 3) for M in (1, 2, 3, 4)),
+    *((3, 2, "adl", codec, None, False) for codec in ("bf16", "int4")),
+    *((3, 2, "adl", *codecs, False) for codecs in (("int8", "bf16"), ("none", "int4"), ("int4", "none"))),
+    *((3, M, "1f1b", "int8", None, False) for M in (1, 3)),
+    *((3, 2, "adl", codec, None, True) for codec in ("int8", "int4")),
+    (3, 1, "adl", "int8", "bf16", False),
+    (3, 3, "adl", "int4", "int8", True),
+    *((3, 2, name, "int8", None, False) for name in ("2bw", "fr")),
+]
+BY_DEFAULT = [
+    (2, 4, "adl", "int8", None, False),
+    (3, 1, "adl", "int8", "bf16", False),
+    (3, 3, "adl", "int4", "int8", True),
+    (3, 3, "1f1b", "int8", None, False),
+]
+
+
+@pytest.mark.parametrize(("K", "M", "name", "codec", "gradient_codec", "split"), covering(CASES, BY_DEFAULT))
+def test_coded_training_equals_the_coded_equations_bit_for_bit(K, M, name, codec, gradient_codec, split):
+    """No tolerance would do: what rounds to another level is off by a level."""
+    expected = by_the_equations(K, M, name, codec, gradient_codec or codec)
+    options = {"split_backward": True} if split else {}
+    state, _ = train(K, M, torch.float32, method=name, options=options, codec=codec, gradient_codec=gradient_codec)
+    assert_same(state, expected)
+
+
+def test_any_order_of_events_gives_the_same_bits():
+    in_order, at_any = (train(3, 2, torch.float32, codec="int4", epochs=1, **how)[0] for how in ({}, ANY_ORDER))
+    assert_same(at_any, in_order)
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_a_fault_behind_a_codec_stops_or_skips_as_without_one(codec):
+    with pytest.raises(DivergedError, match="the loss is nan"):
+        train(3, 2, torch.float32, plant=nan_inputs, codec=codec, epochs=1)
+    skipped = [
+        train(3, 2, torch.float32, plant=nan_inputs, non_finite="skip", **{"codec": c})[1] for c in ("none", codec)
+    ]
+    assert skipped[0]["skipped_updates"] == skipped[1]["skipped_updates"] > 0
+
+
+def run(folder, *, max_updates=None, K=2, **options):
+    trainer = toy_trainer(K, 2, codec="int8", dtype=torch.float32, **options)
+    summary = trainer.fit(
+        FixedImages(16), epochs=2, batch_size=4, max_updates=max_updates, run_dir=folder, monitoring=QUIET,
+        val_dataset=FixedImages(6, seed=1), checkpoints=adl_dist.CheckpointPolicy(every_updates=2),
+    )  # fmt: skip
+    return trainer.full_state_dict(), summary
+
+
+def test_a_resumed_run_rounds_as_the_whole_one(tmp_path):
+    """Also from the middle of an epoch: the random streams are found again with nothing saved."""
+    whole, _ = run(tmp_path / "whole")
+    run(tmp_path / "parts", max_updates=6)
+    assert_same(run(tmp_path / "parts")[0], whole)
+
+
+def test_a_run_does_not_continue_with_another_codec(tmp_path):
+    run(tmp_path, max_updates=2)
+    trainer = toy_trainer(2, 2, codec="int4", dtype=torch.float32)
+    with pytest.raises(ConfigError, match="codec"):
+        trainer.fit(FixedImages(16), epochs=2, batch_size=4, run_dir=tmp_path, monitoring=QUIET)
+
+
+def test_error_and_bytes_of_each_edge_are_recorded_and_shown(tmp_path):
+    _, summary = run(tmp_path)
+    by_stage = [{edge["what"]: edge for edge in stage.get("coded", ())} for stage in summary["stages"]]
+    assert [list(edges) for edges in by_stage] == [["act"], ["grad"]]
+    for edges, (what, most) in zip(by_stage, (("act", 0.01), ("grad", 0.02)), strict=True):
+        edge = edges[what]
+        assert 0 < edge["error"] < most
+        assert edge["bytes"] < 0.28 * edge["plain_bytes"]
+    for name, stage in (("act", 0), ("grad", 1)):
+        of_edge = [r for r in records(tmp_path) if r["name"] == f"stage/{name}_coding_error"]
+        assert {r["stage"] for r in of_edge} == {stage}
+        assert [r["update"] for r in of_edge] == [1, 3, 5, 7], "one for each segment"
+    shown = final_table(summary)
+    assert "0 -> 1" in shown
+    assert "1 -> 0" in shown
+    assert "relative error" in shown
+
+
+def test_evaluation_measures_the_model_without_a_codec(tmp_path):
+    trainer = toy_trainer(2, 2, codec="int4", dtype=torch.float32)
+    summary = trainer.fit(
+        FixedImages(16), epochs=1, batch_size=4, val_dataset=FixedImages(6, seed=1), run_dir=tmp_path, monitoring=QUIET
+    )
+    uncut = toy_trainer(1, 1, dtype=torch.float32)
+    uncut.load_checkpoint(tmp_path)
+    told = uncut.evaluate(FixedImages(6, seed=1), batch_size=2)
+    assert told["validation_loss"] == summary["validation_loss"]
+
+
+def test_codecs_that_there_are_not_are_refused_by_name():
+    with pytest.raises(ConfigError, match=r"runtime\.codec: there is no codec 'int2'; choose one of none, bf16"):
+        toy_trainer(codec="int2")
+    with pytest.raises(ConfigError, match=r"runtime\.gradient_codec: there is no codec 'fp8'"):
+        toy_trainer(gradient_codec="fp8")
+    with pytest.raises(
+        ConfigError, match=r"runtime\.wire_dtype=bfloat16 has another name now: use runtime\.codec=bf16"
+    ):
+        RuntimeConfig(wire_dtype="bfloat16")
