@@ -92,8 +92,8 @@ def replicated(model: nn.Module, device: torch.device, *, compression: Compressi
     if compression == "bf16":
         replica.register_comm_hook(None, bf16_compress_hook)
     elif compression == "powersgd":
-        how = {"matrix_approximation_rank": POWERSGD_RANK, "start_powerSGD_iter": POWERSGD_BEGIN}
-        replica.register_comm_hook(PowerSGDState(process_group=None, **how), powerSGD_hook)
+        state = PowerSGDState(None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_BEGIN)
+        replica.register_comm_hook(state, powerSGD_hook)
     return replica
 
 
