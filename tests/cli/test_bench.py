@@ -349,7 +349,7 @@ def test_children_are_ended_by_a_failure_a_limit_and_a_ctrl_c(tmp_path):
 
 
 def test_an_interrupted_bench_does_not_speak_of_checkpoints(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "_survey_apart", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(command, "apart", Mock(side_effect=KeyboardInterrupt))
     outcome = in_process("bench", "model=resnet8", "--out", str(tmp_path / "out"))
     assert (outcome.code, outcome.err.strip()) == (130, "adl-dist: interrupted")
 

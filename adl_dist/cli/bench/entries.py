@@ -167,7 +167,16 @@ def _our_entry(name: str, config: RunConfig, warmup: int) -> Entry:
     method = method_named(name.removesuffix(MINIMAL), config, flag="--contenders")
     if name.endswith(MINIMAL):
         method = replace(method, delay="minimal")
-    K = 1 if name == "bp" else config.partition.num_stages
+    return our_entry(name, method, config, warmup)
+
+
+def our_entry(name: str, method: Method, config: RunConfig, warmup: int, *, settings: Sequence[str] = ()) -> Entry:
+    """Return ``method`` with the configured K and batch as an entry; backpropagation is one stage.
+
+    Raises:
+        ConfigError: it cannot be cut into so many stages.
+    """
+    K = 1 if method.name == "bp" else config.partition.num_stages
     pipeline = Pipeline(method, K * Pipeline(method, K).stages_per_process)
     M = method.micro_batches_per_update
     return Entry(
@@ -179,6 +188,7 @@ def _our_entry(name: str, config: RunConfig, warmup: int) -> Entry:
         method=method,
         samples=micro_batch_size_of(config.train.batch_size, M) * M,
         warmup=max(warmup, pipeline.updates_to_fill),
+        settings=settings,
     )
 
 
