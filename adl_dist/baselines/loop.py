@@ -113,6 +113,13 @@ def exchanged_bytes(model: nn.Module, compression: Compression) -> int:
     return sum(p.numel() * (width or p.element_size()) for p in model.parameters())
 
 
+def of_first(value: float) -> float:
+    """Return the ``value`` of the first of several ranks, on all of them."""
+    told = torch.tensor([value], dtype=torch.float64)
+    dist.broadcast(told, src=0)
+    return told.item()
+
+
 @contextmanager
 def joined(
     rank: int, size: int, *, device: torch.device, timeout_seconds: float, rendezvous: str = "env://"

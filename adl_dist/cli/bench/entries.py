@@ -235,8 +235,8 @@ class ModelSurvey:
         return float(sum(cut.act_bytes) + sum(cut.grad_bytes) + targets * target_bytes + lock_bytes)
 
 
-def survey(config: RunConfig, able: Sequence[Entry]) -> ModelSurvey:
-    """Find the cuts, predict the speed of each entry, and try out each stage once.
+def survey(config: RunConfig, able: Sequence[Entry], *, predicts: bool = True) -> ModelSurvey:
+    """Find the cuts, if it ``predicts`` the speed of each entry, and try out each stage once.
 
     Raises:
         ConfigError, DataError, PartitionError: the model cannot be trained or cut like that.
@@ -262,7 +262,9 @@ def survey(config: RunConfig, able: Sequence[Entry]) -> ModelSurvey:
             sizes[num] = checked_sizes(profiler.chain, K, balance)
         elif num > 1 and balance == "auto":
             sizes[num] = None
-    found, predicted = predict_speeds(config, able, profiler, sizes)
+    found, predicted = {num: given for num, given in sizes.items() if given is not None}, dict[str, float]()
+    if predicts or len(found) < len(sizes):  # else nothing has to be measured
+        found, predicted = predict_speeds(config, able if predicts else [], profiler, sizes)
     cuts, agreed = {}, None
     for num, of_cut in found.items():
         stages = profiler.chain.pieces(of_cut) if num > 1 else [profiler.model]

@@ -56,7 +56,7 @@ class Setting:
     command: str
 
     @property
-    def large_M(self) -> int:  # noqa: N802  # M is what the docs call it
+    def large_M(self) -> int:
         """M of torch's pipelines."""
         return int(self.flags.torch_micro_batches or 4 * self.config.partition.num_stages)
 
@@ -224,9 +224,7 @@ def _setting(flags: argparse.Namespace, command: str) -> Setting:
     for word in words:
         key = parse(word).key_or_group
         if key == "method" or (key.startswith("method.") and key != "method.accumulation_steps"):
-            raise ConfigError(
-                f"{word}: each contender has its own method; --contenders names them, and M is yours to set"
-            )
+            raise ConfigError(f"{word}: each contender has a method of its own; only M is yours to choose")
         if key in ("seed", "run_dir", "runtime.device", "resume"):
             raise ConfigError(f"{word}: a race sets it itself; see --seeds, --out and --values")
     config, _ = compose_run([*words, "hydra.mode=RUN"])

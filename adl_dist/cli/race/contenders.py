@@ -3,26 +3,28 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from adl_dist.cli.bench.entries import Entry, entries, our_entry
 from adl_dist.cli.config.compose import compose_run, method_words
+from adl_dist.cli.config.schema import MethodConfig, RunConfig
 from adl_dist.errors import AdlError, ConfigError
 from adl_dist.schedule import Method
 
 TRAIN, REPLICAS = ("adl_dist", "train"), "adl_dist.cli.race.replicas"
-EVERYTHING = ("method.split_backward=true", "method.delay=auto", "method.mitigation=[predict]")
-# What each is beside the user's own settings. Of torch's: the entry of a bench; of ours: a method and its settings.
+EVERYTHING = {"name": "adl", "split_backward": True, "delay": "auto", "mitigation": ("predict",)}
+# What each is beside the user's own settings. Of torch's: the entry of a bench; of ours: a method and other settings.
 REPLICATED = {
     **{"ddp": "torch-ddp", "ddp-bf16": "torch-ddp-bf16", "ddp-powersgd": "torch-ddp-powersgd"},
     **{"diloco-50": "torch-diloco-50", "diloco-500": "torch-diloco-500"},
 }
 TORCHS_PIPELINES = {"torch-1f1b": "torch-1f1b", "torch-zb": "torch-zb"}
 ONE_DEVICE = "one-device"
-OURS: Mapping[str, Sequence[str]] = {
-    **{name: (f"method={name}",) for name in ("bp", "1f1b", "zbh1", "2bw", "paci", "adl")},
-    "adl-full": ("method=adl", *EVERYTHING),
-    "adl-full-int8": ("method=adl", *EVERYTHING, "runtime.codec=int8"),
+OURS: Mapping[str, Mapping[str, Any]] = {
+    **{name: {"name": name} for name in ("bp", "1f1b", "zbh1", "2bw", "paci", "adl")},
+    **{"adl-full": EVERYTHING, "adl-full-int8": EVERYTHING},
 }
+SETTINGS: Mapping[str, Sequence[str]] = {"adl-full-int8": ("runtime.codec=int8",)}
 NAMES = (ONE_DEVICE, *REPLICATED, *TORCHS_PIPELINES, *OURS)
 SYNCHRONOUS = (*TORCHS_PIPELINES, "1f1b", "zbh1")  # pipelines that flush, whose values are those of one device
 WARMUP = 3  # updates that do not count, at least
@@ -92,17 +94,20 @@ def contenders(
         raise ConfigError(f"--contenders: there is no '{unknown[0]}'; choose of {', '.join(NAMES)}")
     able, left_out = list[Contender](), dict[str, str]()
     stages = f"partition.num_stages={num_stages}"
+    config, _ = compose_run([*words, stages, f"method.accumulation_steps={M}"])
     for name in dict.fromkeys(names):
-        make = _of_ours if name in OURS else _of_torch
         try:
-            able.append(make(name, [*words, stages], large_M if name in TORCHS_PIPELINES else M))
+            if name in OURS:
+                able.append(_of_ours(name, config, [*words, stages], M))
+            else:
+                able.append(_of_torch(name, config, large_M if name in TORCHS_PIPELINES else M))
         except AdlError as error:
             left_out[name] = str(error)
     return able, left_out
 
 
-def _of_torch(name: str, words: Sequence[str], M: int) -> Contender:
-    config, _ = compose_run([*words, "method=1f1b", f"method.accumulation_steps={M}"])
+def _of_torch(name: str, config: RunConfig, M: int) -> Contender:
+    config = replace(config, method=MethodConfig(name="1f1b", accumulation_steps=M))
     known = {ONE_DEVICE: "torch-bp-whole", **REPLICATED, **TORCHS_PIPELINES}
     found, left_out = entries([known[name]], config, warmup=WARMUP, spreads=True)
     if not found:
@@ -110,9 +115,9 @@ def _of_torch(name: str, words: Sequence[str], M: int) -> Contender:
     return Contender(name=name, entry=replace(found[0], name=name), settings=())
 
 
-def _of_ours(name: str, words: Sequence[str], M: int) -> Contender:
-    own = [*OURS[name], f"method.accumulation_steps={M}"]
-    config, _ = compose_run([*words, *own])
-    settings = tuple(word for word in OURS[name] if not word.startswith("method"))
-    entry = our_entry(name, config.method.chosen(), config, WARMUP, settings=settings)
-    return Contender(name=name, entry=entry, settings=settings)
+def _of_ours(name: str, config: RunConfig, words: Sequence[str], M: int) -> Contender:
+    settings = SETTINGS.get(name, ())
+    if settings:
+        compose_run([*words, *settings])  # refuses what there is not
+    method = Method(accumulation_steps=M, **OURS[name])
+    return Contender(name=name, entry=our_entry(name, method, config, WARMUP, settings=settings), settings=settings)

@@ -1,9 +1,9 @@
 """K devices out of this machine's cores, all alike, whoever races. Linux; a share of a core needs root and cgroups.
 
-Where there are as many cores as ranks, each rank gets as many whole cores as the others. Else n ranks share a core, n as
-small as can be, and each may use 1/n of its time, also while the others wait: the kernel's quota (``cpu.max``, or
-``cpu.cfs_quota_us`` where cgroups are of version 1) sees to that in periods of 10 ms. So a rank that waits lends nothing
-to another one, which on real devices it could not do either; and one device alone is the same share of a core.
+Where there are as many cores as ranks, each rank gets as many whole cores as the others. Else n ranks share a core, n
+as small as can be, and each may use 1/n of its time, also while the others wait: the kernel's quota (``cpu.max``, or
+``cpu.cfs_quota_us`` where cgroups are of version 1) sees to that in periods of 10 ms. So a rank that waits lends
+nothing to another one, as on real devices; and one device alone is the same share of a core.
 """
 
 import contextlib

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 import yaml
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from adl_dist.baselines.diloco import OuterStep
-from adl_dist.baselines.loop import Training, joined, train_alone
+from adl_dist.baselines.loop import Training, joined, of_first, train_alone
 from adl_dist.checkpoint.run_dir import CONFIG, DIVERGED, SUMMARY, make_folder
 from adl_dist.cli.bench.baseline_rank import replica_of, share_of_epoch
 from adl_dist.cli.bench.entries import REPLICAS, Kind
@@ -99,11 +98,10 @@ def train(rank: int, kind: Kind, inner_updates: int | None, config: RunConfig, p
                 train_alone(replica, cast(Iterator[tuple[Tensor, Tensor]], loader.batches(epoch, sizes)), training)
                 done = (epoch + 1) * updates_per_epoch
                 metrics = _evaluated(model, outer, validation, config, training) if rank == 0 else {}
-                known = torch.tensor([metrics.get("loss", 0.0)])
-                dist.broadcast(known, src=0)
+                loss = of_first(metrics.get("loss", 0.0))
                 if rank == 0:
                     _record(config, metrics, epoch=epoch, updates=outer.last if outer else done, done=done)
-                if not math.isfinite(known.item()):
+                if not math.isfinite(loss):
                     break
 
 

@@ -145,24 +145,16 @@ def _clock(seconds: float) -> str:
 def _sentence(table: Sequence[Row], link: Link) -> str | None:
     """Return how the soonest of our asynchronous methods compares with each kind of rival; None: nothing to compare."""
     times = {row["contender"]: _time(row, link) for row in table if math.isfinite(_time(row, link))}
-    usual = {"one device": [ONE_DEVICE], "DDP": [n for n in REPLICATED if n.startswith("ddp")]}
-    rivals = {
-        **usual,
-        "DiLoCo": [n for n in REPLICATED if n.startswith("diloco")],
-        "synchronous pipelines": SYNCHRONOUS,
-    }
-    known = {
-        kind: min((n for n in names if n in times), key=times.__getitem__, default=None)
-        for kind, names in rivals.items()
-    }
-    others = {*sum(map(list, rivals.values()), []), "bp"}
-    ours = min((name for name in times if name not in others), key=times.__getitem__, default=None)
-    if ours is None or not any(known.values()):
+
+    def soonest(names: Iterable[str]) -> str | None:
+        return min((name for name in names if name in times), key=times.__getitem__, default=None)
+
+    ours = soonest(name for name in times if name not in {"bp", *(n for names in RIVALS.values() for n in names)})
+    best = {kind: name for kind, names in RIVALS.items() if (name := soonest(names)) is not None}
+    if ours is None or not best:
         return None
-    against = [f"{times[n] / times[ours]:.2f} times that of {n} ({kind})" for kind, n in known.items() if n is not None]
-    return (
-        f"{link.name}: {ours} takes {_clock(times[ours])}; the time of each rival's best, to its: {', '.join(against)}."
-    )
+    against = [f"{name} ({kind}) {times[name] / times[ours]:.2f}" for kind, name in best.items()]
+    return f"{link.name}: {ours} takes {_clock(times[ours])}; in the time of it, the best of {', '.join(against)}."
 
 
 def draw(path: Path, table: Sequence[Row], links: Sequence[Link], *, title: str) -> bool:
@@ -192,12 +184,7 @@ def draw(path: Path, table: Sequence[Row], links: Sequence[Link], *, title: str)
             axes.set_title(f"round trip {trip * 1e3:g} ms", loc="left", fontsize="medium")
         panels[0].set_ylabel("time to target (s)")
         figure.suptitle(title, x=0.01, ha="left", fontsize="medium")
-        handles, labels = zip(
-            *{
-                label: (h, label) for a in panels for h, label in zip(*a.get_legend_handles_labels(), strict=True)
-            }.values(),
-            strict=True,
-        )
-        figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize="small")
+        lines = {line.get_label(): line for axes in panels for line in axes.get_lines()}
+        figure.legend(handles=list(lines.values()), loc="outside right upper", frameon=False, fontsize="small")
     save_figure(figure, path)
     return True

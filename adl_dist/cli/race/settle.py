@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def settled_cut(folder: Path, words: Sequence[str], able: Sequence[Contender]) -
     known = read_json(folder / SETTLED)
     cut: list[str] = known.get("cut", [])
     config, _ = compose_run([*words, *cut])
-    found: ModelSurvey = apart(survey, config, [contender.entry for contender in able])
+    found: ModelSurvey = apart(partial(survey, predicts=False), config, [contender.entry for contender in able])
     if not cut:
         K = config.partition.num_stages
         sizes = ",".join(map(str, found.cuts[K].sizes))
