@@ -1,6 +1,5 @@
 """Who races: under which name, measured as which entry of a bench, and which run has the same values."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,15 +33,9 @@ WARMUP = 3  # updates that do not count, at least
 class Values:
     """A way to train, as far as its values are concerned: all with equal ones share one set of runs."""
 
+    name: str  # of its folder: equal for equal values, and for these alone
     program: Sequence[str]  # what takes the settings, behind ``python -m``
     settings: Sequence[str]  # besides the user's
-
-    @property
-    def name(self) -> str:
-        """What its folder is called."""
-        words = [*self.program[1:], *self.settings]
-        known = [re.sub(r"^(method|runtime|partition)[.=]", "", word) for word in words if word != "train"]
-        return "-".join(re.sub(r"[^\w.]+", "-", word).strip("-") for word in known)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,14 +63,17 @@ class Contender:
     @property
     def values(self) -> Values:
         """Return the run that has its values: without a flush, or as replicas, its own; else that of one device."""
-        entry, M = self.entry, self.entry.method.micro_batches_per_update
+        entry, method = self.entry, self.entry.method
         if self.name in REPLICATED:
             inner = [str(entry.inner_updates)] if entry.inner_updates else []
-            return Values(program=[REPLICAS, entry.kind, *inner], settings=())
-        words = ["method=bp"]
-        if entry.kind == "ours" and not entry.method.spec.flush:
-            words = [word for word in method_words(entry.method) if "accumulation_steps" not in word]
-        return Values(program=TRAIN, settings=[*words, f"method.accumulation_steps={M}", *self.settings])
+            return Values(name=self.name, program=[REPLICAS, entry.kind, *inner], settings=())
+        is_like_one_device = entry.kind != "ours" or method.spec.flush
+        words = ["method=bp"] if is_like_one_device else method_words(method)
+        M = f"method.accumulation_steps={method.micro_batches_per_update}"
+        name = f"{'bp' if is_like_one_device else self.name}-M{method.micro_batches_per_update}"
+        if isinstance(method.delay, tuple) and not is_like_one_device:
+            name += f"-delay{'-'.join(map(str, method.delay))}"
+        return Values(name=name, program=TRAIN, settings=[*words, M, *self.settings])
 
 
 def contenders(
