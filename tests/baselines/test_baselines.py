@@ -172,7 +172,7 @@ def test_powersgd_sends_less_and_still_learns_what_ddp_learns():
     assert exchanged_bytes(model, "powersgd") < exchanged_bytes(model, "bf16") < exchanged_bytes(model, "none")
 
 
-def test_diloco_with_one_inner_update_and_a_plain_outer_step_is_averaging():
+def test_diloco_without_momentum_and_with_h_of_1_is_averaging():
     """H = 1, outer rate 1, no momentum: the weights are the mean of what each replica makes of its own share."""
 
     def one_step(rank):
@@ -191,7 +191,7 @@ def test_diloco_with_one_inner_update_and_a_plain_outer_step_is_averaging():
         assert_close(common, mean)
 
 
-def test_dilocos_outer_step_is_nesterovs_on_the_mean_displacement():
+def test_dilocos_outer_step_is_nesterovs_on_the_displacement():
     """One cycle of one update: v <- mu v + d; w <- w - lr (d + mu v), where d is how far the mean has come."""
     lr, momentum = 0.7, 0.9
     begin = batch_norm_net().double().state_dict()
@@ -204,7 +204,7 @@ def test_dilocos_outer_step_is_nesterovs_on_the_mean_displacement():
         assert torch.equal(own[name], other[name])
 
 
-def test_between_two_exchanges_dilocos_replicas_differ_and_common_weights_wait():
+def test_between_two_exchanges_dilocos_replicas_differ():
     (own, common, last), (other, theirs, _) = run_ranks(2, one_of_diloco, 2, 2, 0.7, 0.9, 3)
     assert last == 2
     assert_close(common, theirs)

@@ -85,7 +85,7 @@ def test_no_update_counts_before_the_pipeline_is_full():
         seconds_per_update([0.0, 10.0], warmup=2)
 
 
-def test_an_exchange_of_diloco_counts_for_all_updates_between_two():
+def test_an_exchange_counts_for_all_updates_between_two():
     """Measured in cycles of five, four updates take 1 s each and one, with its exchange, 11 s."""
     (entry, longer), _ = fit("torch-diloco-50,torch-diloco-500")
     ends, now = [], 0.0

@@ -36,6 +36,7 @@ def nodes():
             ip("-n", name, "link", "set", "wg0", "mtu", str(MTU), "up")
             ip("-n", name, "route", "add", "10.99.0.0/24", "dev", "wg0")
             ip("-n", hub, "link", "set", f"peer{rank}", "mtu", str(MTU), "up")
+            ip("-n", hub, "addr", "add", "10.99.0.254/32", "dev", f"peer{rank}")
             ip("-n", hub, "route", "add", f"10.99.0.{rank + 1}/32", "dev", f"peer{rank}")
             ip("netns", "exec", hub, "sysctl", "-qw", f"net.ipv4.conf.peer{rank}.proxy_arp=1")
         yield names

@@ -142,8 +142,8 @@ def _write(
     left_out: dict[str, str],
     words: Sequence[str],
 ) -> None:
-    keys = {key_of(c, link): c.name for link in setting.links for c in racing[link.name]}
-    failures = {f"{keys[key]} ({key.split()[0]})": why for key, why in timings.failures(list(keys)).items()}
+    keys = {key_of(c, link): f"{c.name} over {link.name}" for link in setting.links for c in racing[link.name]}
+    failures = {keys[key]: why for key, why in timings.failures(list(keys)).items()}
     facts = {
         "command": setting.command,
         "settings": list(words),

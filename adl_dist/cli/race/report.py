@@ -84,7 +84,7 @@ def report(table: Sequence[Row], links: Sequence[Link], target: str, num_seeds: 
     notes = [
         f"Time to a {target}: updates until a validation first met it (median over {num_seeds} seeds, each after a "
         "whole epoch) times the seconds of an update, measured with every rank in a network namespace of its own "
-        "behind the link. In brackets: the least and the most over the seeds. Evaluating and saving do not count.",
+        "behind the link. In brackets: the least and the most over the seeds; how many did not get there. Evaluating and saving do not count.",
         "The rate of each was tuned with the first seed, with as many trials for all; `!`: the best one is the least "
         "or the largest that was tried. Delays that follow from the link have updates of their own for each link.",
     ]
@@ -107,7 +107,7 @@ def _time_cell(row: Row, link: Link, best: float) -> str:
         return NOTHING
     text = f"{_clock(cell['seconds_to_target'])} ({_clock(cell['least'])} to {_clock(cell['most'])})"
     if (missing := len(cell["updates"]) - cell["reached"]) > 0:
-        text += f", {missing} seeds not"
+        text += f", {missing} not"
     return f"**{text}**" if cell["seconds_to_target"] == best else text
 
 
@@ -139,6 +139,8 @@ def _updates(cell: Row) -> str:
 
 
 def _clock(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.3g} s"
     return f"{seconds:,.0f} s" if seconds < 600 else f"{seconds / 60:,.0f} min"
 
 
@@ -153,8 +155,8 @@ def _sentence(table: Sequence[Row], link: Link) -> str | None:
     best = {kind: name for kind, names in RIVALS.items() if (name := soonest(names)) is not None}
     if ours is None or not best:
         return None
-    against = [f"{name} ({kind}) {times[name] / times[ours]:.2f}" for kind, name in best.items()]
-    return f"{link.name}: {ours} takes {_clock(times[ours])}; in the time of it, the best of {', '.join(against)}."
+    against = [f"{name} {times[name] / times[ours]:.2f} (best of {kind})" for kind, name in best.items()]
+    return f"{link.name}: {ours} takes {_clock(times[ours])}; times as long: {', '.join(against)}."
 
 
 def draw(path: Path, table: Sequence[Row], links: Sequence[Link], *, title: str) -> bool:
