@@ -8,6 +8,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, StrMethodFormatter
 
 from adl_dist.cli.bench.entries import ModelSurvey
 from adl_dist.cli.race.contenders import ONE_DEVICE, REPLICATED, SYNCHRONOUS, Contender
@@ -84,7 +85,8 @@ def report(table: Sequence[Row], links: Sequence[Link], target: str, num_seeds: 
     notes = [
         f"Time to a {target}: updates until a validation first met it (median over {num_seeds} seeds, each after a "
         "whole epoch) times the seconds of an update, measured with every rank in a network namespace of its own "
-        "behind the link. In brackets: the least and the most over the seeds; how many did not get there. Evaluating and saving do not count.",
+        "behind the link. In brackets: the least and the most over the seeds; then how many did not get there. "
+        "Evaluating and saving do not count.",
         "The rate of each was tuned with the first seed, with as many trials for all; `!`: the best one is the least "
         "or the largest that was tried. Delays that follow from the link have updates of their own for each link.",
     ]
@@ -181,6 +183,8 @@ def draw(path: Path, table: Sequence[Row], links: Sequence[Link], *, title: str)
             axes.set_xscale("log")
             axes.set_yscale("log")
             axes.set_xticks([k.bits_per_second / 1e6 for k in here], [f"{k.bits_per_second / 1e6:g}" for k in here])
+            axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
             axes.minorticks_off()
             axes.set_xlabel("link of each rank (Mbit/s)")
             axes.set_title(f"round trip {trip * 1e3:g} ms", loc="left", fontsize="medium")
