@@ -37,6 +37,10 @@ from adl_dist.report.runs import read_json
 FACTS, TABLE, FIGURE, UPDATES, LOGS = "race.json", "race.md", "race.svg", "updates", "logs"
 DEFAULT_LINKS = ("100mbit", "1gbit")
 FACTORS = (0.5, 1.0, 2.0)  # on the configured rate, if no others are given
+OF_OURS_ALONE = (
+    *("runtime.autocast", "runtime.compile", "runtime.wire_dtype", "runtime.codec", "runtime.gradient_codec"),
+    *("train.ema", "train.non_finite"),
+)
 LONGEST_RUN = 7200.0  # seconds that a measured run may take, at most
 
 
@@ -225,6 +229,8 @@ def _setting(flags: argparse.Namespace, command: str) -> Setting:
         key = parse(word).key_or_group
         if key == "method" or (key.startswith("method.") and key != "method.accumulation_steps"):
             raise ConfigError(f"{word}: each contender has a method of its own; only M is yours to choose")
+        if key in OF_OURS_ALONE:
+            raise ConfigError(f"{word} would apply to our methods alone; omit it: all race in plain dtype, uncompiled")
         if key in ("seed", "run_dir", "runtime.device", "resume"):
             raise ConfigError(f"{word}: a race sets it itself; see --seeds, --out and --values")
     config, _ = compose_run([*words, "hydra.mode=RUN"])

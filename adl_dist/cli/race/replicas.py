@@ -85,6 +85,7 @@ def train(rank: int, kind: Kind, inner_updates: int | None, config: RunConfig, p
             micro_batches=1,
             loss_fn=loss_fn,
             optimizer=optimizer,
+            clip_norm=config.train.clip_norm,
             lr_schedule=build_lr_schedule(instantiate.lr_schedule(config), optimizer, **length),
         )
         with joined(rank, size, device=device, rendezvous=f"file://{place}/store", timeout_seconds=PATIENCE):
