@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -19,6 +21,11 @@ from adl_dist.distributed.device import message_backend
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 LossFn = Callable[[Any, Tensor], Tensor]
+Compression = Literal["none", "bf16", "powersgd"]  # of what DDP sends
+
+# PowerSGD's rank, as its authors chose it for ResNet and CIFAR-10, and the updates before it begins, which send plain
+# gradients: torch's default of 1000 is as long as a whole race.
+POWERSGD_RANK, POWERSGD_BEGIN = 4, 10
 
 # Renamed in torch 2.15, which warns of the old name.
 _SYNC = "forward_sync_buffers"
@@ -36,15 +43,22 @@ class Training:
     loss_fn: LossFn  # (output, target) to the mean over the samples
     optimizer: Optimizer | None = None  # None: there are no parameters here
     lr_schedule: LRScheduler | None = None  # stepped once per update
+    clip_norm: float | None = None  # the norm that all gradients together are scaled down to
+    after_step: Callable[[], None] | None = None  # what belongs to an update besides, like DiLoCo's outer step
     _ends: list[Any] = field(default_factory=list)
 
     def update(self) -> None:
         """Take one step with the gradients that have come together, and forget them."""
         if self.optimizer is not None:
+            if self.clip_norm is not None:
+                parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
+                nn.utils.clip_grad_norm_(parameters, self.clip_norm)
             self.optimizer.step()
             self.optimizer.zero_grad()
         if self.lr_schedule is not None:
             self.lr_schedule.step()
+        if self.after_step is not None:
+            self.after_step()
         if self.device.type == "cuda":  # an event: a loop that waited for the GPU would be slower
             event = torch.cuda.Event(enable_timing=True)
             event.record(torch.cuda.current_stream(self.device))
@@ -71,14 +85,43 @@ def train_alone(model: nn.Module, batches: Batches, training: Training) -> None:
         training.update()
 
 
-def replicated(model: nn.Module, device: torch.device) -> nn.Module:
+def replicated(model: nn.Module, device: torch.device, *, compression: Compression = "none") -> nn.Module:
     """Return ``model``, one of K replicas, so that gradients are averaged while the backward still runs.
 
     Whatever equal weights do not need is omitted, so that DDP is as fast as it can be: running statistics of BatchNorm
-    are not broadcast, and gradients lie in the buckets that are sent.
+    are not broadcast, and gradients lie in the buckets that are sent. ``compression`` is one of torch's own hooks.
     """
     options: dict[str, Any] = {"device_ids": [device] if device.type == "cuda" else None, _SYNC: False}
-    return DistributedDataParallel(model, gradient_as_bucket_view=True, **options)
+    replica = DistributedDataParallel(model, gradient_as_bucket_view=True, **options)
+    if compression == "bf16":
+        replica.register_comm_hook(None, bf16_compress_hook)
+    elif compression == "powersgd":
+        state = PowerSGDState(None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_BEGIN)
+        replica.register_comm_hook(state, powerSGD_hook)
+    return replica
+
+
+def exchanged_bytes(model: nn.Module, compression: Compression) -> int:
+    """Return the bytes of what ``model``'s replicas average in an update; a ring sends it 2 (K-1)/K times from each."""
+    if compression == "powersgd":
+        least = 2  # times fewer elements, or the hook sends the gradient as it is
+        total = 0
+        for parameter in model.parameters():
+            rows = len(parameter) if parameter.ndim > 1 else 0
+            columns = parameter.numel() // max(rows, 1)
+            in_two = (rows + columns) * POWERSGD_RANK
+            elements = in_two if rows and in_two * least < parameter.numel() else parameter.numel()
+            total += elements * parameter.element_size()
+        return total
+    width = 2 if compression == "bf16" else None
+    return sum(p.numel() * (width or p.element_size()) for p in model.parameters())
+
+
+def of_first(value: float) -> float:
+    """Return the ``value`` of the first of several ranks, on all of them."""
+    told = torch.tensor([value], dtype=torch.float64)
+    dist.broadcast(told, src=0)
+    return told.item()
 
 
 @contextmanager

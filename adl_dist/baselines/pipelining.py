@@ -17,7 +17,13 @@ from torch.distributed.pipelining import (
 
 from adl_dist.baselines.loop import Batches, Training
 
-ONE_STAGE: Mapping[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}  # in each process
+
+def _zero_bubble(stage: PipelineStage, **options: Any) -> ScheduleInterleavedZeroBubble:
+    """With one stage in each process, which sends as little as 1F1B: ZB-H1."""
+    return ScheduleInterleavedZeroBubble([stage], **options)
+
+
+ONE_STAGE: Mapping[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "zb": _zero_bubble}  # in each process
 SEVERAL_STAGES: Mapping[str, Any] = {
     "interleaved": ScheduleInterleaved1F1B,
     "interleaved-zb": ScheduleInterleavedZeroBubble,
@@ -86,7 +92,7 @@ def train_stages(
 
     ``modules``, ``overwrites``: of each of these stages; for the latter see :class:`Bordered`.
     ``batches``: whole batches (input on the device, target) on rank 0, which torch splits; None elsewhere.
-    ``schedule``: one of those above; ``1f1b`` needs at least as many micro-batches as there are ranks.
+    ``schedule``: one of those above; ``1f1b`` and ``zb`` need at least as many micro-batches as there are ranks.
     ``target``: of a whole batch, any values; that of each batch goes from rank 0 to the rank of the last stage.
     """
     rank, num_ranks, last = dist.get_rank(), dist.get_world_size(), num_stages - 1

@@ -22,6 +22,7 @@ adl-dist COMMAND [KEY=VALUE ...]
   compare     table and figure of runs:    adl-dist compare runs/A runs/B [out=FOLDER]
   plan        measure, cut, predict:       adl-dist plan model=resnet56 data=cifar10 --stages 2,4
   bench       measure methods and torch's own side by side:  adl-dist bench model=resnet18 data=synthetic
+  race        time to a target over slow links:  adl-dist race data=digits --target accuracy=0.95 --out runs/race
   tokenize    text to tokens, to train on: adl-dist tokenize FILE... --out DIR
   generate    text from a trained model:   adl-dist generate runs/NAME prompt=TEXT
   schedule    print who does what when:    adl-dist schedule partition.num_stages=4 method.accumulation_steps=2
@@ -107,9 +108,10 @@ COMMANDS = {
     "generate": "generate",
     "plan": "plan.command",
     "bench": "bench.command",
+    "race": "race.command",
     **dict.fromkeys(("status", "checkpoint", "stop"), "status"),
 }
-HAVE_HELP = ("train", "schedule", "tokenize", "plan", "bench")  # made of their keys or flags
+HAVE_HELP = ("train", "schedule", "tokenize", "plan", "bench", "race")  # made of their keys or flags
 
 logger = logging.getLogger("adl_dist")
 # Until a run has its log file there is no handler, and logging would then print tracebacks on standard error by itself.

@@ -185,7 +185,7 @@ class ProcessSender(End):
         while len(self._pending) > self._max_pending:
             self._finish_oldest()
 
-    def _begin_send(self, wire: Tensor, micro_batch: int, place: int) -> tuple[dist.Work | SendFromGpu, Tensor]:
+    def _begin_send(self, wire: Tensor, micro_batch: int, place: int) -> tuple[dist.Work | SendFromGpu | None, Tensor]:
         """Start to send one tensor; return what is waited for, and the memory that is kept until then."""
         if self._edge.backend != "gloo" or not wire.is_cuda:
             return self._begin(SEND, wire, micro_batch, place), wire

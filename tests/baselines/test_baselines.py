@@ -1,13 +1,16 @@
 """The baselines of a bench train as they should: the same weights as our own gpipe, so that none is crippled."""
 
 import functools
+import itertools
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from adl_dist.baselines.loop import Training, joined, replicated, train_alone
+from adl_dist.baselines.diloco import OuterStep
+from adl_dist.baselines.loop import Training, exchanged_bytes, joined, replicated, train_alone
 from adl_dist.baselines.pipelining import stages_of, train_stages
 from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
 from adl_dist.partition import cut
@@ -74,12 +77,50 @@ def plain_net():
     return nn.Sequential(conv, nn.Flatten(), nn.Linear(4 * 6 * 6, NUM_CLASSES)).double()
 
 
-def one_replica(K):
+def wide_net():
+    """With a matrix large enough for PowerSGD to send less of it."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(2 * 6 * 6, 64), nn.Tanh(), nn.Linear(64, NUM_CLASSES))
+
+
+def one_replica(K, compression="none"):
     model, share = plain_net(), BATCH // K
     with joined_by(K, "ddp"):
         mine = batches(share, begin=int(os.environ["RANK"]) * share, step=BATCH)
-        train_alone(replicated(model, CPU), mine, training(model, micro_batches=1))
+        train_alone(replicated(model, CPU, compression=compression), mine, training(model, micro_batches=1))
     return model.state_dict()
+
+
+def losses_of_a_replica(K, compression):
+    """The loss of the first update and that of the last one of many, of a batch that stays the same."""
+    model, share, losses = wide_net(), BATCH // K, []
+    images, labels = next(batches(share, begin=int(os.environ["RANK"]) * share, step=BATCH))
+
+    def noted(output, target):
+        loss = nn.functional.cross_entropy(output, target)
+        losses.append(loss.item())
+        return loss
+
+    with joined_by(K, "ddp"):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        mine = Training(device=CPU, optimizer=optimizer, num_updates=40, micro_batches=1, loss_fn=noted)
+        train_alone(replicated(model, CPU, compression=compression), itertools.repeat((images.float(), labels)), mine)
+    return losses[0], losses[-1], model.state_dict()
+
+
+def one_of_diloco(K, inner_updates, lr, momentum, num_updates):
+    """A replica on its own shard: its weights at the end, the common ones, and its BatchNorm statistics."""
+    model = batch_norm_net().double()
+    share = BATCH // K
+    with joined_by(K, "diloco"):
+        outer = OuterStep(model, inner_updates=inner_updates, lr=lr, momentum=momentum)
+        mine = batches(share, begin=int(os.environ["RANK"]) * share, step=BATCH)
+        train_alone(model, mine, replace(training(model, micro_batches=1), num_updates=num_updates, after_step=outer))
+        own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        with outer.common_weights():
+            common = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        assert_close(model.state_dict(), own)
+    return own, common, outer.last
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +140,7 @@ def test_the_plain_loop_ends_in_the_weights_of_our_gpipe(expected):
     ("num_ranks", "num_stages", "schedule", "channels_last"),
     [
         (2, 2, "gpipe", True), (3, 3, "1f1b", True), slow(2, 2, "1f1b", False),
-        (2, 4, "interleaved", True), (2, 4, "interleaved-zb", True), (2, 4, "zbv", True),
+        (3, 3, "zb", True), (2, 4, "interleaved", True), (2, 4, "interleaved-zb", True), (2, 4, "zbv", True),
     ],
 )  # fmt: skip
 def test_torchs_pipelining_ends_in_the_weights_of_our_gpipe(num_ranks, num_stages, schedule, channels_last, expected):
@@ -111,3 +152,62 @@ def test_replicas_end_in_the_weights_of_the_plain_loop():
     whole = alone(plain_net(), micro_batches=1)
     for replica in run_ranks(2, one_replica, 2):
         assert_close(replica, whole)
+
+
+def test_gradients_in_bfloat16_end_near_those_in_full_precision():
+    expected = alone(plain_net(), micro_batches=1)
+    (replica, _) = run_ranks(2, one_replica, 2, "bf16")
+    begin = plain_net().state_dict()
+    for name, tensor in expected.items():
+        moved, apart = (tensor - begin[name]).norm(), (tensor - replica[name]).norm()
+        assert 0 < apart < 0.02 * moved, name
+
+
+def test_powersgd_sends_less_and_still_learns_what_ddp_learns():
+    plain, compressed = (run_ranks(2, losses_of_a_replica, 2, kind)[0] for kind in ("none", "powersgd"))
+    assert compressed[1] < 0.5 * compressed[0]
+    assert abs(compressed[1] - plain[1]) < 0.2 * plain[0]
+    assert any(not torch.allclose(compressed[2][name], plain[2][name], atol=1e-3) for name in plain[2])  # it has begun
+    model = wide_net()
+    assert exchanged_bytes(model, "powersgd") < exchanged_bytes(model, "bf16") < exchanged_bytes(model, "none")
+
+
+def test_diloco_without_momentum_and_with_h_of_1_is_averaging():
+    """H = 1, outer rate 1, no momentum: the weights are the mean of what each replica makes of its own share."""
+
+    def one_step(rank):
+        model = batch_norm_net().double()
+        train_alone(model, batches(BATCH // 2, begin=rank * BATCH // 2, step=BATCH), steps_of(model, 1))
+        return model.state_dict()
+
+    def steps_of(model, number):
+        return replace(training(model, micro_batches=1), num_updates=number)
+
+    of_each = [one_step(rank) for rank in range(2)]
+    mean = {name: (a + of_each[1][name]) / 2 if a.is_floating_point() else a for name, a in of_each[0].items()}
+    for own, common, last in run_ranks(2, one_of_diloco, 2, 1, 1.0, 0.0, 1):
+        assert last == 1
+        assert_close(own, mean)
+        assert_close(common, mean)
+
+
+def test_dilocos_outer_step_is_nesterovs_on_the_displacement():
+    """One cycle of one update: v <- mu v + d; w <- w - lr (d + mu v), where d is how far the mean has come."""
+    lr, momentum = 0.7, 0.9
+    begin = batch_norm_net().double().state_dict()
+    (own, _, _), (other, _, _) = run_ranks(2, one_of_diloco, 2, 1, lr, momentum, 1)
+    plain, _ = run_ranks(2, one_of_diloco, 2, 1, 1.0, 0.0, 1)
+    names = [name for name, _ in batch_norm_net().named_parameters()]
+    for name in names:
+        d = begin[name] - plain[0][name]
+        assert torch.allclose(own[name], begin[name] - lr * (1 + momentum) * d, atol=1e-12, rtol=0)
+        assert torch.equal(own[name], other[name])
+
+
+def test_between_two_exchanges_dilocos_replicas_differ():
+    (own, common, last), (other, theirs, _) = run_ranks(2, one_of_diloco, 2, 2, 0.7, 0.9, 3)
+    assert last == 2
+    assert_close(common, theirs)
+    weight = next(name for name, _ in batch_norm_net().named_parameters())
+    assert not torch.equal(own[weight], other[weight])
+    assert not torch.equal(own[weight], common[weight])

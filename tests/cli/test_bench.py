@@ -18,7 +18,15 @@ from adl_dist.cli.bench import command
 from adl_dist.cli.bench.baseline_rank import rank_batches, run
 from adl_dist.cli.bench.entries import DEFAULT, Cut, ModelSurvey, entries, survey
 from adl_dist.cli.bench.report import baseline, draw, report, rows
-from adl_dist.cli.bench.runner import BenchConfig, Measured, measure_once, seconds_per_update, stretched, train_argv
+from adl_dist.cli.bench.runner import (
+    BenchConfig,
+    Measured,
+    measure_once,
+    seconds_of,
+    seconds_per_update,
+    stretched,
+    train_argv,
+)
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.plan.profiler import Profiler
 from adl_dist.cli.subprocesses import Child, ChildFailed, run_together
@@ -34,7 +42,7 @@ CUTS = {
 }
 SURVEY = ModelSurvey(
     channels_last=True, cuts=CUTS, granularity="block", target=TensorSpec((), "int64"), predicted={"adl": 125.0},
-    parameter_bytes=12_000,
+    exchanged_bytes={"none": 12_000, "bf16": 6_000, "powersgd": 1_000},
 )  # fmt: skip
 CONV_NET = ["model=resnet8", "data=synthetic", "data.image_size=8"]
 TINY = ["model._target_=tests.support.user_code.good", "data._target_=tests.support.user_code.images"]
@@ -77,6 +85,18 @@ def test_no_update_counts_before_the_pipeline_is_full():
         seconds_per_update([0.0, 10.0], warmup=2)
 
 
+def test_an_exchange_counts_for_all_updates_between_two():
+    """Measured in cycles of five, four updates take 1 s each and one, with its exchange, 11 s."""
+    (entry, longer), _ = fit("torch-diloco-50,torch-diloco-500")
+    ends, now = [], 0.0
+    for number in range(1, 16):
+        now += 100.0 if number <= 5 else 11.0 if number % 5 == 0 else 1.0  # the first cycle does not count
+        ends.append(now)
+    assert (seconds_of(entry, ends), seconds_of(longer, ends)) == (1.2, 1.02)
+    with pytest.raises(ChildFailed, match="too few"):
+        seconds_of(entry, ends[:8])
+
+
 @pytest.mark.parametrize(
     ("name", "words", "reason"),
     [
@@ -111,13 +131,18 @@ def test_gpus_of_other_machines_are_not_counted_here(monkeypatch):
 
 
 def test_bytes_are_counted_as_each_way_to_train_sends_them():
-    names = "torch-bp,torch-ddp,torch-1f1b,adl,ddg,dgl,dni,zbh1,interleaved,torch-interleaved-zb,torch-zbv"
+    names = "torch-bp,torch-ddp,torch-ddp-bf16,torch-ddp-powersgd,torch-diloco-50,torch-1f1b,torch-zb,"
+    names += "adl,ddg,dgl,dni,zbh1,interleaved,torch-interleaved-zb,torch-zbv"
     able, _ = fit(names, "partition.num_stages=3", "train.batch_size=60")
     told = {contender.name: SURVEY.bytes_per_image(contender) for contender in able}
     assert told == {
         "torch-bp": 0,
         "torch-ddp": 3 * (2 * 2 / 3 * 12_000) / 60,  # a ring: 2 (K-1)/K of the bytes, from each of K
+        "torch-ddp-bf16": 3 * (2 * 2 / 3 * 6_000) / 60,
+        "torch-ddp-powersgd": 3 * (2 * 2 / 3 * 1_000) / 60,
+        "torch-diloco-50": pytest.approx(3 * (2 * 2 / 3 * 12_000) / 60 / 50),
         "torch-1f1b": 608,
+        "torch-zb": 608,
         "adl": 608,
         "ddg": 608 + 2,  # the word that a micro-batch has passed, over two hops
         "dgl": 300 + 2 * 8,  # no gradients; labels over two hops
@@ -324,7 +349,7 @@ def test_children_are_ended_by_a_failure_a_limit_and_a_ctrl_c(tmp_path):
 
 
 def test_an_interrupted_bench_does_not_speak_of_checkpoints(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "_survey_apart", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(command, "apart", Mock(side_effect=KeyboardInterrupt))
     outcome = in_process("bench", "model=resnet8", "--out", str(tmp_path / "out"))
     assert (outcome.code, outcome.err.strip()) == (130, "adl-dist: interrupted")
 

@@ -206,9 +206,9 @@ def test_a_refusal_of_the_cluster_keeps_what_has_run(tmp_path, monkeypatch, caps
 
 
 def test_two_sweeps_in_one_folder_are_refused(tmp_path):
-    with sweep._locked(tmp_path), pytest.raises(ConfigError, match="another sweep is running"), sweep._locked(tmp_path):
+    with sweep.locked(tmp_path), pytest.raises(ConfigError, match="another sweep is running"), sweep.locked(tmp_path):
         pass
-    with pytest.raises(BlockingIOError), sweep._locked(tmp_path):  # what blocks inside is not another sweep
+    with pytest.raises(BlockingIOError), sweep.locked(tmp_path):  # what blocks inside is not another sweep
         raise BlockingIOError
 
 

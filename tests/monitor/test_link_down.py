@@ -9,6 +9,8 @@ import time
 
 import pytest
 
+from adl_dist.cli.race.link import read_link
+from adl_dist.cli.race.namespaces import INTERFACE, namespaces
 from tests.support.commands import ROOT, assert_same, in_process, left_behind, shows, weights_of, words
 
 STALL_SECONDS = 2
@@ -40,11 +42,11 @@ def spaces():
             ip("netns", "del", name, check=False)
 
 
-def rank(number, spaces, folder):
+def rank(number, spaces, folder, *, train=LONG, master_addr="10.78.0.1", **more):
     """Start it, as a cluster without torchrun would."""
     told = {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "29511"}
-    environment = {**os.environ, **told, "MASTER_ADDR": "10.78.0.1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "adl_dist", *words(folder / "run", *LONG, processes=True)]
+    environment = {**os.environ, **told, **more, "MASTER_ADDR": master_addr, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "adl_dist", *words(folder / "run", *train, processes=True)]
     command = ["ip", "netns", "exec", spaces[number], *command]
     with (folder / f"rank{number}.txt").open("wb") as said:
         return subprocess.Popen(command, stdout=said, stderr=said, env=environment, cwd=ROOT)
@@ -80,4 +82,38 @@ def test_a_link_that_is_down_is_the_cause_and_costs_no_bit(spaces, tmp_path):
     assert left_behind(tmp_path) == []
     (plain := tmp_path / "plain").mkdir()
     assert in_process(*words(plain / "run", *LONG)).code == 0
+    assert_same(weights_of(tmp_path), weights_of(plain))
+
+
+MINUTE = 60.0
+USERS = ("model._target_=tests.support.user_code.good", "data._target_=tests.support.user_code.images")
+LONGER = (*USERS, "train.epochs=1500", "runtime.checkpoint_every_epochs=1500", "runtime.timeout_seconds=300")
+
+
+@pytest.mark.timeout(400)
+def test_a_minute_without_a_link_costs_no_restart_and_no_bit(tmp_path):
+    """As docs/network.md has it: where TCP tries again every two seconds, training goes on as soon as the link does."""
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    with namespaces(2, read_link("20mbit,20ms")) as spaces:
+        for name in spaces.of_ranks:
+            ip("netns", "exec", name, "sysctl", "-qw", "net.ipv4.tcp_rto_max_ms=2000", "net.ipv4.tcp_retries2=255")
+        more = {"train": LONGER, "master_addr": spaces.master_addr, "GLOO_SOCKET_IFNAME": INTERFACE}
+        ranks = [rank(number, spaces.of_ranks, tmp_path, **more) for number in range(2)]
+        try:
+            wait_for("an update", lambda: metrics.is_file() and metrics.stat().st_size, ranks, seconds=100)
+            spaces.set_link(1, is_up=False)
+            time.sleep(MINUTE)
+            size = metrics.stat().st_size
+            spaces.set_link(1, is_up=True)
+            up = time.monotonic()
+            wait_for("the next update", lambda: metrics.stat().st_size > size, ranks)
+            assert time.monotonic() - up < 10
+            for process in ranks:
+                assert process.wait(150) == 0, (tmp_path / "rank0.txt").read_text()
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+    (plain := tmp_path / "plain").mkdir()
+    assert in_process(*words(plain / "run", *LONGER)).code == 0
     assert_same(weights_of(tmp_path), weights_of(plain))

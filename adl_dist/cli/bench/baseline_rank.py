@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
+from adl_dist.baselines.diloco import OuterStep
 from adl_dist.baselines.loop import Training, joined, replicated, train_alone
 from adl_dist.baselines.pipelining import ONE_STAGE, SEVERAL_STAGES, stages_of, train_stages
-from adl_dist.cli.bench.entries import Kind
+from adl_dist.cli.bench.entries import COMPRESSIONS, REPLICAS, Kind
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.config.schema import RunConfig
@@ -34,13 +35,20 @@ PIPELINES = (*ONE_STAGE, *SEVERAL_STAGES)
 
 
 def run(
-    rank: int, *, kind: Kind, argv: Sequence[str], overwrites: Sequence[Sequence[bool]], target: dict[str, Any]
+    rank: int,
+    *,
+    kind: Kind,
+    argv: Sequence[str],
+    overwrites: Sequence[Sequence[bool]],
+    target: dict[str, Any],
+    inner_updates: int | None = None,
 ) -> dict[str, Any]:
     """Train as one of the ranks, with the allocator, the threads and the cores of our own ranks.
 
     ``argv``: overrides that make the configuration: K, M, the cut, the number of updates, threads.
     ``overwrites``: for each stage, for each tensor that arrives, whether the stage writes to it.
     ``target``: specification of the targets, as plain values.
+    ``inner_updates``: DiLoCo's H.
 
     Returns:
         ``ends``: when each update ended, in seconds after the first one; and ``peak_memory_bytes``.
@@ -83,8 +91,32 @@ def run(
                     train_stages(modules, batches, training, schedule=kind, target=targets, **borders)
                 else:
                     assert batches is not None
-                    train_alone(replicated(model, device) if kind == "ddp" else model, batches, training)
+                    train_alone(replica_of(kind, model, training, inner_updates), batches, training)
     return {"ends": training.ends(), "peak_memory_bytes": peak_memory_bytes()}
+
+
+def replica_of(kind: Kind, model: nn.Module, training: Training, inner_updates: int | None) -> nn.Module:
+    """Return ``model`` as ``kind`` trains it, which may add to what ``training`` does after a step."""
+    if inner_updates is not None:
+        training.after_step = OuterStep(model, inner_updates=inner_updates)
+    if kind in COMPRESSIONS:
+        return replicated(model, training.device, compression=COMPRESSIONS[kind])
+    return model
+
+
+def share_of_epoch(
+    kind: Kind, rank: int, size: int, config: RunConfig, train: Any, *, epoch: int
+) -> tuple[Subset[Any], bool]:
+    """Return what a replica sees of an epoch, and whether it is still to be shuffled.
+
+    DDP's replicas share each batch of the epoch's one order; each of DiLoCo's has a shard of the data for itself.
+    """
+    samples, shuffle = config.train.batch_size, config.data.get("shuffle", True)
+    if kind == "diloco":
+        return Subset(train, list(range(rank, len(train) // size * size, size))), shuffle
+    share = samples // size
+    order = epoch_order(len(train), seed=config.seed, epoch=epoch, shuffle=shuffle).tolist()
+    return Subset(train, [order[i] for i in range(len(order)) if i % samples // share == rank]), False
 
 
 def rank_batches(
@@ -101,11 +133,9 @@ def rank_batches(
     batch_size = samples
     if kind == "loop":
         batch_size = samples // config.method.chosen().micro_batches_per_update
-    elif kind == "ddp":
+    elif kind in REPLICAS:
         batch_size = samples // size
-        order = epoch_order(len(train), seed=config.seed, epoch=0, shuffle=shuffle).tolist()
-        train = Subset(train, [order[i] for i in range(len(order)) if i % samples // batch_size == rank])
-        shuffle = False
+        train, shuffle = share_of_epoch(kind, rank, size, config, train, epoch=0)
     loader = device_loader(config, device, shuffle=shuffle, dataset=train)
     batches = loader.batches(0, [batch_size] * (len(train) // batch_size))
     return cast(Iterator[tuple[Tensor, Tensor]], batches)  # anything else was refused by the survey

@@ -11,19 +11,19 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 import torch
 
 import adl_dist
 from adl_dist.checkpoint.run_dir import make_folder
-from adl_dist.cli.bench.entries import DEFAULT, NAMES, Entry, ModelSurvey, entries, survey
+from adl_dist.cli.bench.entries import DEFAULT, NAMES, Entry, entries, survey
 from adl_dist.cli.bench.report import Row, draw, report, rows
 from adl_dist.cli.bench.runner import BenchConfig, Measured, measure_once
 from adl_dist.cli.config import instantiate
@@ -40,6 +40,7 @@ FACTS, FIGURE, LOGS = "bench.json", "bench.svg", "logs"
 FEWEST = 5  # measured updates of a run
 SECONDS_TO_START = 300.0  # the longest that a run may take to start
 DAY = 86400.0
+T = TypeVar("T")
 TIMES_TOO_LONG = 10  # a run that takes so many times as long as it should is ended
 
 
@@ -61,7 +62,7 @@ def bench(argv: list[str]) -> None:
     setting = BenchConfig(
         config=config,
         overrides=flags.overrides,
-        survey=_survey_apart(config, able),
+        survey=apart(survey, config, able),
         log_folder=out / LOGS,
         timeout_seconds=flags.timeout or (DAY if flags.updates else SECONDS_TO_START + TIMES_TOO_LONG * flags.seconds),
         pinned=not flags.no_pinning and not flags.prefix,  # a rank behind a prefix may have other cores
@@ -73,7 +74,7 @@ def bench(argv: list[str]) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # no run may outlive this process
     # Links between ranks that a prefix places apart are not those that were measured.
     shown = replace(setting.survey, predicted={}) if flags.prefix else setting.survey
-    facts = {"command": shlex.join(["adl-dist", "bench", *argv]), **_circumstances(setting)}
+    facts = {"command": shlex.join(["adl-dist", "bench", *argv]), **_made_with(setting)}
     facts |= {"order": [entry.name for entry in able], "left_out": left_out}
     code, runs = 0, list[Measured]()
     table = _write(out / FACTS, facts, runs, rows(able, runs, shown))
@@ -105,13 +106,13 @@ def _write(path: Path, facts: dict[str, Any], runs: Sequence[Measured], table: l
     return table
 
 
-def _survey_apart(config: RunConfig, able: Sequence[Entry]) -> ModelSurvey:
-    """Make the survey in a fresh process, so that no model, tuned allocator or CUDA context stays in this one."""
+def apart(function: Callable[..., T], *arguments: Any) -> T:
+    """Call ``function`` in a fresh process, so that no model, tuned allocator or CUDA context stays in this one."""
     os.environ[LAUNCHER] = str(os.getpid())  # it ends with this process
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(1, mp_context=spawn, initializer=end_with_launcher)
     try:
-        return pool.submit(survey, config, able).result()
+        return pool.submit(function, *arguments).result()
     except BrokenProcessPool as broken:
         raise ConfigError("the process that measures the model was killed; is there enough memory?") from broken
     except KeyboardInterrupt:
@@ -200,20 +201,15 @@ def _check(flags: argparse.Namespace, config: RunConfig) -> None:
         )
 
 
-def _circumstances(setting: BenchConfig) -> dict[str, Any]:
-    gpus = range(torch.cuda.device_count() if setting.config.runtime.device is Device.cuda else 0)
+def circumstances(*, has_gpus: bool) -> dict[str, Any]:
+    """Return what a measurement has to name: the machine, and the versions of what runs on it."""
+    gpus = range(torch.cuda.device_count() if has_gpus else 0)
     processor = platform.machine()
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         processor = next(line for line in lines if line.startswith("model name")).partition(":")[2].strip()
     versions = {"adl_dist": adl_dist.__version__, "torch": str(torch.__version__), "numpy": numpy.__version__}
     return {
-        "config": asdict(setting.config),
-        "sizes": {num: cut.sizes for num, cut in setting.survey.cuts.items()},
-        "granularity": setting.survey.granularity,
-        "threads": setting.config.threads,
-        "pinned": setting.pinned,
-        "prefix": setting.prefix,
         "machine": {
             "processor": processor,
             "cores": num_cores(),
@@ -221,6 +217,18 @@ def _circumstances(setting: BenchConfig) -> dict[str, Any]:
             "system": platform.platform(),
         },
         "versions": {**versions, "python": platform.python_version()},
+    }
+
+
+def _made_with(setting: BenchConfig) -> dict[str, Any]:
+    return {
+        "config": asdict(setting.config),
+        "sizes": {num: cut.sizes for num, cut in setting.survey.cuts.items()},
+        "granularity": setting.survey.granularity,
+        "threads": setting.config.threads,
+        "pinned": setting.pinned,
+        "prefix": setting.prefix,
+        **circumstances(has_gpus=setting.config.runtime.device is Device.cuda),
     }
 
 

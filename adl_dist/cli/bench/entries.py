@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from adl_dist.baselines.loop import POWERSGD_BEGIN, Compression, exchanged_bytes
 from adl_dist.batch import Several
 from adl_dist.cli.config.compose import method_named
 from adl_dist.cli.config.schema import Device, RunConfig
@@ -23,7 +24,23 @@ from adl_dist.stage.own_loss import MeanOf
 from adl_dist.training.trial import Trial
 from adl_dist.transport.spec import TensorSpec
 
-Kind = Literal["loop", "ddp", "gpipe", "1f1b", "interleaved", "interleaved-zb", "zbv", "ours"]
+Kind = Literal[
+    "loop",
+    "ddp",
+    "ddp-bf16",
+    "ddp-powersgd",
+    "diloco",
+    "gpipe",
+    "1f1b",
+    "zb",
+    "interleaved",
+    "interleaved-zb",
+    "zbv",
+    "ours",
+]
+
+COMPRESSIONS: Mapping[Kind, Compression] = {"ddp": "none", "ddp-bf16": "bf16", "ddp-powersgd": "powersgd"}
+REPLICAS: Sequence[Kind] = (*COMPRESSIONS, "diloco")  # each process has the whole model, and 1/K of each batch
 
 SHARED_KINDS: Sequence[Kind] = ("interleaved", "interleaved-zb", "zbv")
 
@@ -32,12 +49,23 @@ ON_ALL_CORES = ("torch-bp-cores", "torch-bp-cores-whole")
 PLAIN = "-plain"  # suffix of torch's pipelines: not in channels_last, which they refuse to send over gloo
 PROCESSES: Mapping[str, Kind] = {"torch-ddp": "ddp", "torch-gpipe": "gpipe", "torch-1f1b": "1f1b"}
 SHARED: Mapping[str, Kind] = {f"torch-{kind}": kind for kind in SHARED_KINDS}  # several stages in each process
-NAMED_ONLY = (f"torch-gpipe{PLAIN}", f"torch-1f1b{PLAIN}", *SHARED)
+DILOCO: Mapping[str, int] = {f"torch-diloco-{inner}": inner for inner in (50, 500)}  # updates between two exchanges
+REPLICATED: Mapping[str, Kind] = {f"torch-{kind}": kind for kind in COMPRESSIONS} | dict.fromkeys(DILOCO, "diloco")
+NAMED_ONLY = (
+    *(f"torch-gpipe{PLAIN}", f"torch-1f1b{PLAIN}", "torch-zb", *SHARED),
+    *(name for name in REPLICATED if name not in PROCESSES),
+)
 OF_TORCH = (*BASELINE, *ON_ALL_CORES, *PROCESSES, *NAMED_ONLY)
 MINIMAL = "-minimal"  # suffix of a method: with method.delay=minimal
 OURS = ("bp", "gpipe", "1f1b", "ddg", "fr", "fdg", "dsp", "dgl", "adl", f"adl{MINIMAL}")
 NAMES = (*OF_TORCH, *METHODS, f"adl{MINIMAL}")  # all that --contenders takes
+LONGEST_CYCLE = 5  # as few as the updates of a measured run
 DEFAULT = (*(name for name in OF_TORCH if name not in NAMED_ONLY), *OURS)
+
+
+def cycle_of(inner_updates: int) -> int:
+    """Return the updates between two exchanges where DiLoCo is measured: few, so that a run has some of both."""
+    return min(inner_updates, LONGEST_CYCLE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +81,7 @@ class Entry:
     samples: int  # of one update, all processes together
     warmup: int  # updates before the measured ones; enough to fill the pipeline
     settings: Sequence[str] = ()  # overrides for this entry alone
+    inner_updates: int | None = None  # H of DiLoCo: updates between two exchanges; None: it is not DiLoCo
 
     @property
     def is_cut(self) -> bool:
@@ -88,11 +117,11 @@ def entries(
 def _torch_entry(name: str, config: RunConfig, warmup: int, *, spreads: bool) -> Entry:
     K, M = config.partition.num_stages, config.method.chosen().micro_batches_per_update
     base = name.removesuffix(PLAIN)
-    kind = PROCESSES.get(base) or SHARED.get(base, "loop")
+    kind = {**PROCESSES, **SHARED, **REPLICATED, "torch-zb": "zb"}.get(base, "loop")
     v = 1 if kind not in SHARED_KINDS else 2 if kind == "zbv" else config.method.stages_per_process
     samples = config.train.batch_size // M * M
     is_gpu, is_plain, on_all_cores = config.runtime.device is Device.cuda, name.endswith(PLAIN), name in ON_ALL_CORES
-    num_gpus, needs_gpus = torch.cuda.device_count(), is_gpu and kind not in ("loop", "ddp")
+    num_gpus, needs_gpus = torch.cuda.device_count(), is_gpu and kind not in ("loop", *REPLICAS)
     for is_wrong, why in (
         (on_all_cores and is_gpu, "the cores of the host do not make a GPU faster"),
         (kind != "loop" and K == 1, "needs several processes, but partition.num_stages is 1"),
@@ -100,14 +129,22 @@ def _torch_entry(name: str, config: RunConfig, warmup: int, *, spreads: bool) ->
             is_plain and config.runtime.channels_last is False,
             f"runtime.channels_last=false, so it would be {base} again",
         ),
-        (kind == "ddp" and samples % K, f"the {samples} samples of an update cannot be shared evenly by {K} replicas"),
-        (kind == "1f1b" and M < K, f"torch's 1F1B needs at least as many micro-batches (M = {M}) as stages (K = {K})"),
+        (
+            kind in REPLICAS and samples % K,
+            f"the {samples} samples of an update cannot be shared evenly by {K} replicas",
+        ),
+        (
+            kind in ("1f1b", "zb") and M < K,
+            f"torch's schedule needs at least as many micro-batches (M = {M}) as stages (K = {K})",
+        ),
         (kind in SHARED_KINDS and v == 1, "needs method.stages_per_process of at least 2, or it would be torch-1f1b"),
         (needs_gpus and num_gpus < K and not spreads, f"needs a GPU for each of {K} stages, and there are {num_gpus}"),
     ):
         if is_wrong:
             raise ConfigError(why)
-    M = 1 if kind == "ddp" or name.endswith("-whole") else M
+    M = 1 if kind in REPLICAS or name.endswith("-whole") else M
+    inner = DILOCO.get(name)
+    begin = POWERSGD_BEGIN + 2 if kind == "ddp-powersgd" else inner and cycle_of(inner)  # before it does what it will
     if kind in SHARED_KINDS:
         method = Method(name="interleaved", accumulation_steps=M, stages_per_process=v)
     else:
@@ -116,12 +153,13 @@ def _torch_entry(name: str, config: RunConfig, warmup: int, *, spreads: bool) ->
         name=name,
         kind=kind,
         num_processes=1 if kind == "loop" else K,
-        num_stages=1 if kind in ("loop", "ddp") else K * v,
+        num_stages=1 if kind in ("loop", *REPLICAS) else K * v,
         threads=num_cores() if on_all_cores else config.threads,
         method=method,
         samples=samples,
-        warmup=warmup,
+        warmup=max(warmup, begin or 0),
         settings=("runtime.channels_last=false",) if is_plain else (),
+        inner_updates=inner,
     )
 
 
@@ -129,7 +167,16 @@ def _our_entry(name: str, config: RunConfig, warmup: int) -> Entry:
     method = method_named(name.removesuffix(MINIMAL), config, flag="--contenders")
     if name.endswith(MINIMAL):
         method = replace(method, delay="minimal")
-    K = 1 if name == "bp" else config.partition.num_stages
+    return our_entry(name, method, config, warmup)
+
+
+def our_entry(name: str, method: Method, config: RunConfig, warmup: int, *, settings: Sequence[str] = ()) -> Entry:
+    """Return ``method`` with the configured K and batch as an entry; backpropagation is one stage.
+
+    Raises:
+        ConfigError: it cannot be cut into so many stages.
+    """
+    K = 1 if method.name == "bp" else config.partition.num_stages
     pipeline = Pipeline(method, K * Pipeline(method, K).stages_per_process)
     M = method.micro_batches_per_update
     return Entry(
@@ -141,6 +188,7 @@ def _our_entry(name: str, config: RunConfig, warmup: int) -> Entry:
         method=method,
         samples=micro_batch_size_of(config.train.batch_size, M) * M,
         warmup=max(warmup, pipeline.updates_to_fill),
+        settings=settings,
     )
 
 
@@ -162,19 +210,21 @@ class ModelSurvey:
     granularity: str
     channels_last: bool  # whether images are computed in that memory format
     target: TensorSpec
-    parameter_bytes: int  # of the whole model
+    exchanged_bytes: Mapping[Compression, int]  # of what replicas of the model average at a time
     predicted: dict[str, float]  # images per second by the name of an entry, where it can be predicted
 
     def bytes_per_image(self, entry: Entry) -> float:
         """Return the bytes that all processes of ``entry`` together send for one sample, by the shapes of tensors.
 
-        DDP's ring moves 2 (K-1)/K of the gradients' bytes from each of K processes, once per update.
+        A ring of replicas moves 2 (K-1)/K of what they average from each of K processes: DDP in each update, DiLoCo
+        after so many.
         """
         K, spec, target_bytes = entry.num_processes, entry.method.spec, sample_bytes(self.target)
         if K == 1:
             return 0.0
-        if entry.kind == "ddp":
-            return 2 * (K - 1) * self.parameter_bytes / entry.samples
+        if entry.kind in REPLICAS:
+            exchanged = self.exchanged_bytes[COMPRESSIONS.get(entry.kind, "none")] / (entry.inner_updates or 1)
+            return 2 * (K - 1) * exchanged / entry.samples
         cut = self.cuts[entry.num_stages]
         if entry.kind == "zbv":  # the two stages of the last process are neighbours, and the loss is with the data
             return float(sum(cut.act_bytes) + sum(cut.grad_bytes) - cut.act_bytes[K - 1] - cut.grad_bytes[K - 1])
@@ -185,8 +235,8 @@ class ModelSurvey:
         return float(sum(cut.act_bytes) + sum(cut.grad_bytes) + targets * target_bytes + lock_bytes)
 
 
-def survey(config: RunConfig, able: Sequence[Entry]) -> ModelSurvey:
-    """Find the cuts, predict the speed of each entry, and try out each stage once.
+def survey(config: RunConfig, able: Sequence[Entry], *, predicts: bool = True) -> ModelSurvey:
+    """Find the cuts, if it ``predicts`` the speed of each entry, and try out each stage once.
 
     Raises:
         ConfigError, DataError, PartitionError: the model cannot be trained or cut like that.
@@ -212,7 +262,9 @@ def survey(config: RunConfig, able: Sequence[Entry]) -> ModelSurvey:
             sizes[num] = checked_sizes(profiler.chain, K, balance)
         elif num > 1 and balance == "auto":
             sizes[num] = None
-    found, predicted = predict_speeds(config, able, profiler, sizes)
+    found, predicted = {num: given for num, given in sizes.items() if given is not None}, dict[str, float]()
+    if predicts or len(found) < len(sizes):  # else nothing has to be measured
+        found, predicted = predict_speeds(config, able if predicts else [], profiler, sizes)
     cuts, agreed = {}, None
     for num, of_cut in found.items():
         stages = profiler.chain.pieces(of_cut) if num > 1 else [profiler.model]
@@ -231,7 +283,7 @@ def survey(config: RunConfig, able: Sequence[Entry]) -> ModelSurvey:
         granularity=profiler.granularity,
         channels_last=bool(profiler.spec.precision.channels_last),
         target=agreed.targets[0],
-        parameter_bytes=sum(p.numel() * p.element_size() for p in profiler.model.parameters()),
+        exchanged_bytes={each: exchanged_bytes(profiler.model, each) for each in COMPRESSIONS.values()},
         predicted=predicted,
     )
 

@@ -81,8 +81,8 @@ def report(table: Sequence[Row], left_out: Mapping[str, str], *, is_gpu: bool) -
         "predicted: images/s by the measured costs of each unit and the schedule, as adl-dist plan predicts them",
         "peak memory: for each process, " + (UNDERSTATED if is_gpu else "resident"),
         f"busy: share of the time in which each stage {computing}; unknown for torch's",
-        "kB/image: sent by all processes together, computed from the shapes that cross; for DDP by its ring, "
-        "2 (K-1)/K of the parameters' bytes per process and update",
+        "kB/image: sent by all processes together, computed from the shapes that cross; for replicas by a "
+        "ring, 2 (K-1)/K of the bytes that they average, from each process",
     ]
     lines += [f"left out: {name}: {reason}" for name, reason in left_out.items()]
     lines += [f"failed: {row['contender']}: {row['error']}" for row in table if "error" in row]

@@ -5,17 +5,19 @@ import math
 import os
 import shlex
 import socket
+import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from torch.utils.data import Dataset, Subset
 
 from adl_dist.checkpoint.run_dir import SUMMARY
-from adl_dist.cli.bench.entries import Entry, ModelSurvey
+from adl_dist.cli.bench.entries import Entry, ModelSurvey, cycle_of
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import method_words
 from adl_dist.cli.config.schema import RunConfig
@@ -82,6 +84,7 @@ def measure_once(entry: Entry, bench: BenchConfig, *, repetition: int, num_updat
                 "kind": entry.kind,
                 "argv": argv,
                 "overwrites": survey.cuts[entry.num_stages].overwrites if entry.is_cut else [],
+                "inner_updates": entry.inner_updates and cycle_of(entry.inner_updates),
             }
             task_file.write_text(json.dumps({**task, "target": survey.target.to_json()}))
             command = [sys.executable, "-m", "adl_dist.cli.bench.baseline_rank", str(task_file)]
@@ -89,7 +92,7 @@ def measure_once(entry: Entry, bench: BenchConfig, *, repetition: int, num_updat
         try:
             run_together(ranks, timeout_seconds=bench.timeout_seconds)
             result = _read_our_run(run_dir) if is_ours else _read_ranks(folder, entry.num_processes)
-            seconds = max(seconds_per_update(ends, warmup=entry.warmup) for ends in result.pop("ends"))
+            seconds = max(seconds_of(entry, ends) for ends in result.pop("ends"))
         except ChildFailed as failed:
             return replace(measured, error=str(failed))
     result |= {"images_per_second": entry.samples / seconds, "seconds_per_update": seconds, "command": command}
@@ -124,6 +127,24 @@ def stretched(bench_target: str, bench_samples: int, **arguments: Any) -> tuple[
     train, validation = instantiate.build_data({"_target_": bench_target, **arguments})
     size = len(train)  # type: ignore[arg-type]  # check_dataset has seen that it has a length
     return Subset(train, [i * size // bench_samples for i in range(bench_samples)]), Subset(validation, [0])
+
+
+def seconds_of(entry: Entry, ends: Sequence[float]) -> float:
+    """Return the mean time of an update of ``entry``, given when each one ended in a run; see seconds_per_update.
+
+    DiLoCo is measured with shorter cycles than it trains with: what an exchange adds to an update counts for as many
+    as there are between two of them.
+    """
+    if entry.inner_updates is None:
+        return seconds_per_update(ends, warmup=entry.warmup)
+    cycle = cycle_of(entry.inner_updates)
+    first = -(-entry.warmup // cycle) * cycle  # cycles count as a whole
+    times = [after - before for before, after in pairwise(ends[first - 1 :])]
+    exchanging, alone = times[cycle - 1 :: cycle], [t for i, t in enumerate(times, start=1) if i % cycle]
+    if not exchanging:
+        raise ChildFailed(f"{len(ends)} updates, of which {first} do not count, are too few to be measured")
+    inner = statistics.fmean(alone or exchanging)
+    return inner + (statistics.fmean(exchanging) - inner) / entry.inner_updates
 
 
 def seconds_per_update(ends: Sequence[float], *, warmup: int) -> float:

@@ -41,18 +41,18 @@ LAUNCHER_FOLDER = ".launcher"  # what a launcher of Hydra writes, inside the fol
 def run(sweep: Sweep) -> int:
     """Run what is not complete, and compare; return the exit code: 1 if a run failed. One that diverged is a result."""
     _check(sweep)
-    with _locked(sweep.run_dir):
+    with locked(sweep.run_dir):
         jobs, trials = sweep.jobs, list[Job]()
         if sweep.tuned:
             trials = [job for job in sweep.jobs if job.config.seed == sweep.jobs[0].config.seed]
-            _run_all(trials, sweep, of="trials of sweep.tune")
+            run_all(trials, sweep, of="trials of sweep.tune")
             best = _best(trials)
             jobs = [job for job in sweep.jobs if best.get(_cell(job)) == job.trial]
-        _run_all(jobs, sweep, of="runs")
+        run_all(jobs, sweep, of="runs")
         if runs := _read(jobs, sweep):
             tried = _read(trials, sweep)
             say(f"\n{write_comparison(sweep.run_dir, runs, command=sweep.command, trials=tried)}")
-    return 1 if any(_status(job) == "unfinished" for job in [*trials, *jobs]) else 0
+    return 1 if any(job_status(job) == "unfinished" for job in [*trials, *jobs]) else 0
 
 
 def _cell(job: Job) -> tuple[Sequence[str], int]:
@@ -71,7 +71,7 @@ def _best(trials: Sequence[Job]) -> dict[tuple[Sequence[str], int], Sequence[str
     cells: dict[tuple[Sequence[str], int], list[Job]] = {}
     for job in trials:
         cells.setdefault(_cell(job), []).append(job)
-    runs = {run.folder: run for run in read_runs(job.folder for job in trials if _status(job) != "unfinished")}
+    runs = {run.folder: run for run in read_runs(job.folder for job in trials if job_status(job) != "unfinished")}
     measure, best = measure_of([*runs.values()]), {}
     for cell, jobs in cells.items():
         if not all(job.folder in runs for job in jobs):
@@ -87,9 +87,9 @@ def _read(jobs: Sequence[Job], sweep: Sweep) -> list[Run]:
     return read_runs([job.folder for job in jobs if RunFolder(job.folder).is_claimed], tuned=sweep.tuned)
 
 
-def _run_all(jobs: Sequence[Job], sweep: Sweep, *, of: str) -> None:
+def run_all(jobs: Sequence[Job], sweep: Sweep, *, of: str) -> None:
     """Bring those of ``jobs`` to their end that are not complete, and say what became of them."""
-    waiting = [job for job in jobs if _status(job) == "unfinished"]
+    waiting = [job for job in jobs if job_status(job) == "unfinished"]
     note = "; the same command continues what has not come to its end"
     say(f"{len(jobs)} {of} in {sweep.run_dir}, {len(waiting)} of them to do{note}")
     if sweep.launcher and waiting:
@@ -126,13 +126,14 @@ def _check(sweep: Sweep) -> None:
             cut(model, num_stages=partition.num_stages, balance=balance, **how)
 
 
-def _status(job: Job) -> str:
+def job_status(job: Job) -> str:
+    """Return what :func:`adl_dist.report.runs.status_of` says of the run of ``job``."""
     return status_of(job.folder, epochs=job.config.train.epochs, max_updates=job.config.train.max_updates)
 
 
 def _outcome(job: Job, code: int | None = None) -> str:
     """Return what became of ``job`` in a few words."""
-    match _status(job):
+    match job_status(job):
         case "complete":
             summary = read_json(job.folder / "summary.json")
             if "validation_accuracy" in summary:
@@ -153,7 +154,7 @@ def _run_here(jobs: Sequence[Job], *, at_once: int) -> Iterator[tuple[Job, int]]
         while waiting or running:
             while waiting and len(running) < at_once:
                 job = waiting.pop()
-                command = [sys.executable, "-m", "adl_dist", "train", *job.overrides]
+                command = [sys.executable, "-m", *job.program, *job.overrides]
                 threads = {"OMP_NUM_THREADS": str(job.config.threads)}  # numpy's would compete with torch's
                 running.append((job, start(Child(command=command, log=job.folder / LOG, environment=threads))))
             ended = [(job, process) for job, process in running if process.poll() is not None]
@@ -186,7 +187,7 @@ def _submit(jobs: Sequence[Job], sweep: Sweep) -> str:
         raise ConfigError(readable(error, sweep.launcher)) from error
     except Exception as error:  # a launcher raises the first failure of a job, or the error of its cluster
         message = " ".join(str(error).split())
-        if all(_status(job) == "unfinished" for job in jobs):
+        if all(job_status(job) == "unfinished" for job in jobs):
             raise ConfigError(f"{sweep.launcher[0]} has brought none of the runs to an end: {message}") from error
         return message
     return ""
@@ -206,7 +207,7 @@ def _default_side_by_side(configs: Sequence[RunConfig]) -> int:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Keep other sweeps out of ``folder``: their runs would fail, because ours hold the run folders."""
     make_folder(folder)
     if (descriptor := lock(folder)) is None:

@@ -29,6 +29,7 @@ class Job:
     """One run: ``adl-dist train overrides``, with its run folder and its configuration, checked and as plain values.
 
     ``row`` and K are what several seeds have in common; ``trial`` has the values that ``sweep.tune`` tries for it.
+    ``program``: what takes the overrides, behind ``python -m``.
     """
 
     overrides: Sequence[str]
@@ -37,6 +38,7 @@ class Job:
     plain: Plain
     row: Sequence[str]
     trial: Sequence[str]
+    program: Sequence[str] = ("adl_dist", "train")
 
     @property
     def name(self) -> str:

@@ -1,0 +1,1 @@
+"""`adl-dist race`."""

@@ -1,0 +1,119 @@
+"""Who races: under which name, measured as which entry of a bench, and which run has the same values."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from adl_dist.cli.bench.entries import Entry, entries, our_entry
+from adl_dist.cli.config.compose import compose_run, method_words
+from adl_dist.cli.config.schema import MethodConfig, RunConfig
+from adl_dist.errors import AdlError, ConfigError
+from adl_dist.schedule import Method
+
+TRAIN, REPLICAS = ("adl_dist", "train"), "adl_dist.cli.race.replicas"
+EVERYTHING = {"name": "adl", "split_backward": True, "delay": "auto", "mitigation": ("predict",)}
+# What each is beside the user's own settings. Of torch's: the entry of a bench; of ours: a method and other settings.
+REPLICATED = {
+    **{"ddp": "torch-ddp", "ddp-bf16": "torch-ddp-bf16", "ddp-powersgd": "torch-ddp-powersgd"},
+    **{"diloco-50": "torch-diloco-50", "diloco-500": "torch-diloco-500"},
+}
+TORCHS_PIPELINES = {"torch-1f1b": "torch-1f1b", "torch-zb": "torch-zb"}
+ONE_DEVICE = "one-device"
+OURS: Mapping[str, Mapping[str, Any]] = {
+    **{name: {"name": name} for name in ("bp", "1f1b", "zbh1", "2bw", "paci", "adl")},
+    **{"adl-full": EVERYTHING, "adl-full-int8": EVERYTHING},
+}
+SETTINGS: Mapping[str, Sequence[str]] = {"adl-full-int8": ("runtime.codec=int8",)}
+NAMES = (ONE_DEVICE, *REPLICATED, *TORCHS_PIPELINES, *OURS)
+SYNCHRONOUS = (*TORCHS_PIPELINES, "1f1b", "zbh1")  # pipelines that flush, whose values are those of one device
+WARMUP = 3  # updates that do not count, at least
+
+
+@dataclass(frozen=True, kw_only=True)
+class Values:
+    """A way to train, as far as its values are concerned: all with equal ones share one set of runs."""
+
+    name: str  # of its folder: equal for equal values, and for these alone
+    program: Sequence[str]  # what takes the settings, behind ``python -m``
+    settings: Sequence[str]  # besides the user's
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """One of those who race."""
+
+    name: str
+    entry: Entry  # as which it is measured; its method may still have delays to be found
+    settings: Sequence[str]  # of one of ours, besides its method
+
+    @property
+    def sends(self) -> bool:
+        """Whether there are links to it."""
+        return self.entry.num_processes > 1
+
+    @property
+    def awaits_delays(self) -> bool:
+        """Whether its delays follow from the link."""
+        return self.entry.method.awaits_delays
+
+    def with_method(self, method: Method) -> "Contender":
+        """Return it with the delays that were found."""
+        return replace(self, entry=replace(self.entry, method=method))
+
+    @property
+    def values(self) -> Values:
+        """Return the run that has its values: without a flush, or as replicas, its own; else that of one device."""
+        entry, method = self.entry, self.entry.method
+        if self.name in REPLICATED:
+            inner = [str(entry.inner_updates)] if entry.inner_updates else []
+            return Values(name=self.name, program=[REPLICAS, entry.kind, *inner], settings=())
+        is_like_one_device = entry.kind != "ours" or method.spec.flush
+        words = ["method=bp"] if is_like_one_device else method_words(method)
+        M = f"method.accumulation_steps={method.micro_batches_per_update}"
+        name = f"{'bp' if is_like_one_device else self.name}-M{method.micro_batches_per_update}"
+        if isinstance(method.delay, tuple) and not is_like_one_device:
+            name += f"-delay{'-'.join(map(str, method.delay))}"
+        return Values(name=name, program=TRAIN, settings=[*words, M, *self.settings])
+
+
+def contenders(
+    names: Sequence[str], words: Sequence[str], *, num_stages: int, M: int, large_M: int
+) -> tuple[list[Contender], dict[str, str]]:
+    """Return those of ``names`` that can run as configured by ``words``, and the reason for each that cannot.
+
+    ``M``: micro-batches per update of our methods; ``large_M``: of torch's pipelines.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+    if unknown := [name for name in names if name not in NAMES]:
+        raise ConfigError(f"--contenders: there is no '{unknown[0]}'; choose of {', '.join(NAMES)}")
+    able, left_out = list[Contender](), dict[str, str]()
+    stages = f"partition.num_stages={num_stages}"
+    config, _ = compose_run([*words, stages, f"method.accumulation_steps={M}"])
+    for name in dict.fromkeys(names):
+        try:
+            if name in OURS:
+                able.append(_of_ours(name, config, [*words, stages], M))
+            else:
+                able.append(_of_torch(name, config, large_M if name in TORCHS_PIPELINES else M))
+        except AdlError as error:
+            left_out[name] = str(error)
+    return able, left_out
+
+
+def _of_torch(name: str, config: RunConfig, M: int) -> Contender:
+    config = replace(config, method=MethodConfig(name="1f1b", accumulation_steps=M))
+    known = {ONE_DEVICE: "torch-bp-whole", **REPLICATED, **TORCHS_PIPELINES}
+    found, left_out = entries([known[name]], config, warmup=WARMUP, spreads=True)
+    if not found:
+        raise ConfigError(*left_out.values())
+    return Contender(name=name, entry=replace(found[0], name=name), settings=())
+
+
+def _of_ours(name: str, config: RunConfig, words: Sequence[str], M: int) -> Contender:
+    settings = SETTINGS.get(name, ())
+    if settings:
+        compose_run([*words, *settings])  # refuses what there is not
+    method = Method(accumulation_steps=M, **OURS[name])
+    return Contender(name=name, entry=our_entry(name, method, config, WARMUP, settings=settings), settings=settings)

@@ -1,0 +1,40 @@
+"""A link as a user names it: ``100mbit,20ms``."""
+
+import re
+from dataclasses import dataclass
+
+from adl_dist.errors import ConfigError
+
+UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+FORM = re.compile(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)(?:,(\d+(?:\.\d+)?)ms)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """The link by which one rank is joined to all others; both directions work at the same time.
+
+    Attributes:
+        bits_per_second: the rate of each direction.
+        round_trip_seconds: what the network adds to the time of a message and its answer between two ranks.
+    """
+
+    bits_per_second: float
+    round_trip_seconds: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """The link as a user names it."""
+        unit = next((u for u in ("gbit", "mbit") if self.bits_per_second >= UNITS[u]), "kbit")
+        return f"{self.bits_per_second / UNITS[unit]:g}{unit},{self.round_trip_seconds * 1e3:g}ms"
+
+
+def read_link(text: str) -> Link:
+    """Return the link that ``text`` names, like ``100mbit`` or ``1gbit,20ms``: rate, and round trip if there is one.
+
+    Raises:
+        ConfigError: it names none.
+    """
+    found = FORM.fullmatch(text.strip())
+    if found is None or not float(found[1]):
+        raise ConfigError(f"'{text}' is no link; write rate and round trip, like 100mbit or 100mbit,20ms")
+    return Link(bits_per_second=float(found[1]) * UNITS[found[2]], round_trip_seconds=float(found[3] or 0) / 1e3)

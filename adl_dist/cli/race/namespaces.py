@@ -1,0 +1,163 @@
+"""Network namespaces behind shaped links: one for each rank, as if it were a node of its own. Needs root on Linux.
+
+Each rank has an interface ``wire``, the end of a virtual cable to a switch. The kernel's token bucket (``tbf``) limits
+both ends of the cable to the link's rate: what the rank sends, and what it gets from all others together. Without a
+round trip the switch is a bridge of the kernel's, with one it is :mod:`adl_dist.cli.race.relay`, which passes each
+frame on half a round trip later.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from adl_dist.cli.race.link import Link
+from adl_dist.errors import ConfigError
+
+INTERFACE = "wire"
+NETWORK = "10.83.0"
+LEAST_BURST, BURST_SECONDS = 16 << 10, 0.002  # bytes that may pass at once; time in which the rate holds
+QUEUE_SECONDS = 0.1  # how long a full queue takes to empty; what comes on top is lost, and TCP sends it again
+CONGESTION_CONTROL = "cubic"  # what most systems have, also where this one has another
+SECONDS_TO_BEGIN = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Namespaces:
+    """The namespaces of K ranks, by rank, and of the switch between them."""
+
+    of_ranks: Sequence[str]
+    switch: str
+    link: Link
+
+    @property
+    def master_addr(self) -> str:
+        """The address of rank 0."""
+        return address(0)
+
+    def command(self, rank: int) -> list[str]:
+        """Return the words before a command that have it run as ``rank``."""
+        return ["ip", "netns", "exec", self.of_ranks[rank]]
+
+    def set_link(self, rank: int, *, is_up: bool) -> None:
+        """Break the link of ``rank``, or mend it. No process is told."""
+        _run("ip", "-n", self.switch, "link", "set", _port(rank), "up" if is_up else "down")
+
+    def measured(self) -> Link:
+        """Return what a plain socket from rank 0 to rank 1 gets, in seconds: about two, and a few round trips.
+
+        Raises:
+            ConfigError: the two do not reach each other.
+        """
+        probe = [sys.executable, "-m", "adl_dist.cli.race.probe"]
+        size = str(int(self.link.bits_per_second / 8 * 1.5))
+        with subprocess.Popen([*self.command(0), *probe, "answer", address(0)], stdout=subprocess.PIPE) as answering:
+            try:
+                assert answering.stdout is not None
+                answering.stdout.readline()  # it listens
+                asked = subprocess.run(
+                    [*self.command(1), *probe, "ask", address(0), size], capture_output=True, text=True, timeout=120
+                )
+            except subprocess.TimeoutExpired:
+                raise ConfigError(f"{self.link.name}: rank 1 does not reach rank 0 over its shaped link") from None
+            finally:
+                answering.kill()
+        if asked.returncode:
+            last = asked.stderr.strip().splitlines()[-1:]
+            raise ConfigError(f"{self.link.name}: rank 1 does not reach rank 0 over its shaped link: {' '.join(last)}")
+        return Link(**json.loads(asked.stdout))
+
+
+def address(rank: int) -> str:
+    """Return the address of ``rank``, which is the same in all namespaces."""
+    return f"{NETWORK}.{rank + 1}"
+
+
+def why_not() -> str | None:
+    """Return why this machine cannot shape links, in a few words; None: it can."""
+    if sys.platform != "linux":
+        return "network namespaces need Linux"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    return f"there is no {missing[0]} here; it comes with iproute2" if missing else None
+
+
+@contextlib.contextmanager
+def namespaces(num_ranks: int, link: Link) -> Iterator[Namespaces]:
+    """Inside the block there are namespaces for ``num_ranks``, each behind ``link``.
+
+    Raises:
+        ConfigError: this machine cannot make them.
+    """
+    if (reason := why_not()) is not None:
+        raise ConfigError(f"each rank gets a network namespace behind a shaped link, but {reason}")
+    names = [f"adl{os.getpid()}r{rank}" for rank in range(num_ranks)]
+    spaces = Namespaces(of_ranks=names, switch=f"adl{os.getpid()}s", link=link)
+    with contextlib.ExitStack() as stack:
+        for name in (*names, spaces.switch):
+            _run("ip", "netns", "add", name)
+            stack.callback(_run, "ip", "netns", "del", name, check=False)
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+        for rank, name in enumerate(names):
+            _lay_cable(rank, name, spaces)
+        ports = [_port(rank) for rank in range(num_ranks)]
+        if link.round_trip_seconds:
+            stack.callback(_end, _start_relay(spaces.switch, ports, link.round_trip_seconds / 2))
+        else:
+            _run("ip", "-n", spaces.switch, "link", "add", "bridge", "type", "bridge")
+            _run("ip", "-n", spaces.switch, "link", "set", "bridge", "up")
+            for port in ports:
+                _run("ip", "-n", spaces.switch, "link", "set", port, "master", "bridge")
+        yield spaces
+
+
+def _lay_cable(rank: int, name: str, spaces: Namespaces) -> None:
+    port = _port(rank)
+    _run("ip", "link", "add", INTERFACE, "netns", name, "type", "veth", "peer", "name", port, "netns", spaces.switch)
+    _run("ip", "-n", name, "addr", "add", f"{address(rank)}/24", "dev", INTERFACE)
+    for space, interface in ((name, INTERFACE), (spaces.switch, port)):
+        _run("ip", "-n", space, "link", "set", interface, "up")
+        _run("tc", "-n", space, "qdisc", "add", "dev", interface, "root", *_shaping(spaces.link))
+    control = f"net.ipv4.tcp_congestion_control={CONGESTION_CONTROL}"
+    _run("ip", "netns", "exec", name, "sysctl", "-q", "-w", control, check=False)
+
+
+def _shaping(link: Link) -> list[str]:
+    bytes_per_second = link.bits_per_second / 8
+    burst = max(LEAST_BURST, int(bytes_per_second * BURST_SECONDS))
+    limit = burst + int(bytes_per_second * QUEUE_SECONDS)
+    return ["tbf", "rate", f"{int(link.bits_per_second)}bit", "burst", str(burst), "limit", str(limit)]
+
+
+def _port(rank: int) -> str:
+    return f"port{rank}"
+
+
+def _start_relay(switch: str, ports: Sequence[str], seconds: float) -> "subprocess.Popen[bytes]":
+    words = [sys.executable, "-m", "adl_dist.cli.race.relay", str(seconds), *ports]
+    relay = subprocess.Popen(["ip", "netns", "exec", switch, *words], stdout=subprocess.PIPE, start_new_session=True)
+    assert relay.stdout is not None
+    if not relay.stdout.readline():
+        raise ConfigError(f"the relay that delays messages between ranks has ended with exit code {relay.wait()}")
+    return relay
+
+
+def _end(process: "subprocess.Popen[Any]") -> None:
+    process.kill()
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def _run(*words: str, check: bool = True) -> None:
+    try:
+        subprocess.run(words, check=check, capture_output=True, text=True, timeout=SECONDS_TO_BEGIN)
+    except subprocess.CalledProcessError as error:
+        said = " ".join(error.stderr.split())
+        raise ConfigError(f"network namespaces: `{' '.join(words)}` failed: {said}") from None

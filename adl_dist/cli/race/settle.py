@@ -1,0 +1,88 @@
+"""What is settled before a race and then kept: the cut, and the delays that a link asks for."""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from adl_dist.cli.bench.command import apart
+from adl_dist.cli.bench.entries import ModelSurvey, survey
+from adl_dist.cli.config.compose import compose_run
+from adl_dist.cli.config.schema import RunConfig
+from adl_dist.cli.plan.profiler import Profiler
+from adl_dist.cli.race.contenders import Contender
+from adl_dist.cli.race.devices import Device
+from adl_dist.cli.race.link import Link
+from adl_dist.partition import Machine
+from adl_dist.partition.predict import with_delays
+from adl_dist.report.files import write_atomically
+from adl_dist.report.runs import read_json
+from adl_dist.schedule import Method, Pipeline
+
+SETTLED = "settled.json"
+
+
+def settled_cut(folder: Path, words: Sequence[str], able: Sequence[Contender]) -> tuple[list[str], ModelSurvey]:
+    """Return the settings of the cut that this race began with, and a survey of the model with that cut."""
+    known = read_json(folder / SETTLED)
+    cut: list[str] = known.get("cut", [])
+    config, _ = compose_run([*words, *cut])
+    found: ModelSurvey = apart(partial(survey, predicts=False), config, [contender.entry for contender in able])
+    if not cut:
+        K = config.partition.num_stages
+        sizes = ",".join(map(str, found.cuts[K].sizes))
+        cut = [f"partition.granularity={found.granularity}", f"partition.balance=[{sizes}]"]
+        _keep(folder, {**known, "cut": cut})
+    return cut, found
+
+
+def settled_delays(
+    folder: Path, config: RunConfig, racing: Sequence[Contender], links: Sequence[Link], on: Device
+) -> dict[str, list[Contender]]:
+    """Return who races over each link, by its name, with the delays that it asks for; measured once."""
+    known = read_json(folder / SETTLED)
+    delays: dict[str, Any] = known.get("delays", {})
+    asked = {
+        _key(c.entry.method): c.entry.method
+        for c in racing
+        if c.awaits_delays and any(_key(c.entry.method) not in delays.get(link.name, {}) for link in links)
+    }
+    if asked:
+        found = apart(_delays, config, list(asked.values()), list(links), on)
+        for name, lists in found.items():
+            delays[name] = {**delays.get(name, {}), **dict(zip(asked, lists, strict=True))}
+        _keep(folder, {**known, "delays": delays})
+    return {link.name: [_with(contender, delays.get(link.name, {})) for contender in racing] for link in links}
+
+
+def _with(contender: Contender, delays: Mapping[str, Sequence[int]]) -> Contender:
+    if not contender.awaits_delays:
+        return contender
+    method = contender.entry.method
+    found = {"delay": tuple(delays[_key(method)])}
+    return contender.with_method(Method(**{**method.settings, **found}))
+
+
+def _delays(config: RunConfig, methods: Sequence[Method], links: Sequence[Link], on: Device) -> dict[str, list[Any]]:
+    """Measure the model on this machine; return for each link the delays of each method."""
+    K, batch = config.partition.num_stages, config.train.batch_size
+    profiler = Profiler(config, granularity=config.partition.chosen().units, threads=on.threads)
+    found: dict[str, list[Any]] = {link.name: [] for link in links}
+    for method in methods:
+        profile = profiler.profile(batch // method.micro_batches_per_update)
+        for link in links:
+            rate, one_way = link.bits_per_second / 8, link.round_trip_seconds / 2
+            machine = Machine(speeds=[on.share] * K, bandwidth=rate, latency=one_way)
+            pipeline = with_delays(profile, Pipeline(method, K), machine=machine, sizes=config.partition.balance)
+            found[link.name].append(list(pipeline.delays))
+    return found
+
+
+def _key(method: Method) -> str:
+    return json.dumps(method.settings, sort_keys=True, default=list)
+
+
+def _keep(folder: Path, facts: Mapping[str, Any]) -> None:
+    with write_atomically(folder / SETTLED) as unfinished:
+        unfinished.write_text(json.dumps(facts, indent=1) + "\n")

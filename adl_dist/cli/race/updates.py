@@ -1,0 +1,168 @@
+"""How many updates a contender needs to the target: runs with several seeds, the rate tuned alike for all."""
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from adl_dist.cli.config.compose import compose_run
+from adl_dist.cli.race.contenders import REPLICAS, Values
+from adl_dist.cli.sweep.command import job_status, locked, run_all
+from adl_dist.cli.sweep.request import Job, Sweep, naming
+from adl_dist.errors import ConfigError
+from adl_dist.report.recorder import METRICS
+
+FALLING = ("loss", "perplexity")  # metrics that get less as a model gets better
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A metric of the validation after each epoch, and the value that is to be reached."""
+
+    metric: str
+    value: float
+
+    def is_met(self, value: float) -> bool:
+        """Whether ``value`` is as good or better."""
+        return value <= self.value if self.metric in FALLING else value >= self.value
+
+    def best(self, values: Sequence[float]) -> float:
+        """Return the best of ``values``; the worst there is if there are none."""
+        worst = math.inf if self.metric in FALLING else -math.inf
+        return min(values, default=worst) if self.metric in FALLING else max(values, default=worst)
+
+    def __str__(self) -> str:
+        return f"validation {self.metric} of {self.value:g}"
+
+
+def read_target(text: str) -> Target:
+    """Return the target that ``text`` names, like ``accuracy=0.9``.
+
+    Raises:
+        ConfigError: it names none.
+    """
+    metric, _, value = text.partition("=")
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not metric or not math.isfinite(number):
+        raise ConfigError(f"--target {text} is no target; write a metric and its value, like accuracy=0.9 or loss=1.5")
+    return Target(metric=metric, value=number)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Race:
+    """What all runs have in common."""
+
+    words: Sequence[str]  # the user's settings, with the cut
+    only_values: Sequence[str]  # further settings of these runs alone, like another device
+    folder: Path
+    rates: Sequence[float]
+    seeds: Sequence[int]
+    target: Target
+    side_by_side: int | None
+    command: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What the runs of one way to train say."""
+
+    rate: float | None  # that came out best with the first seed; None: no run is at its end
+    updates: Sequence[int | None]  # to the target, of each seed that is at its end; None: it did not get there
+    best: Sequence[float]  # the best value of the metric that each seed saw
+    trials: Mapping[str, int | None]  # by rate: updates to the target with the first seed
+    at_edge: bool = False  # whether the best rate is the least or the largest that was tried
+
+    @property
+    def median(self) -> float:
+        """Updates to the target; infinite where half of the seeds or more did not get there."""
+        return statistics.median(math.inf if u is None else u for u in self.updates) if self.updates else math.inf
+
+
+def find_updates(values: Sequence[Values], race: Race, *, start: bool = True) -> dict[str, Found]:
+    """Run what has not been run yet, if ``start``; return what is known of each of ``values``, by name."""
+    found = dict[str, Found]()
+    with locked(race.folder):
+        jobs = {one.name: [_job(one, race, rate, race.seeds[0]) for rate in race.rates] for one in values}
+        if start:
+            run_all([job for trials in jobs.values() for job in trials], _sweep(race, jobs), of="trials of the rate")
+        chosen = {one.name: _best(jobs[one.name], race) for one in values}
+        later = {
+            one.name: [_job(one, race, rate, seed) for seed in race.seeds[1:]]
+            for one in values
+            if (rate := chosen[one.name]) is not None
+        }
+        if start and any(later.values()):
+            run_all([job for runs in later.values() for job in runs], _sweep(race, later), of="runs")
+    for one in values:
+        rate, trials = chosen[one.name], dict(zip(race.rates, jobs[one.name], strict=True))
+        runs = [job for job in ([trials[rate]] if rate is not None else []) + later.get(one.name, []) if _ended(job)]
+        found[one.name] = Found(
+            rate=rate,
+            updates=[updates_to(job.folder, race.target) for job in runs],
+            best=[race.target.best([value for _, value in curve(job.folder, race.target)]) for job in runs],
+            trials={f"{r:g}": updates_to(job.folder, race.target) for r, job in trials.items() if _ended(job)},
+            at_edge=len(race.rates) > 1 and rate in (min(race.rates), max(race.rates)),
+        )
+    return found
+
+
+def curve(folder: Path, target: Target) -> list[tuple[int, float]]:
+    """Return pairs of the updates done and the metric then, after each epoch of the run in ``folder``."""
+    path, pairs = folder / METRICS, list[tuple[int, float]]()
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        if f'"validation/{target.metric}"' in line:
+            record = json.loads(line)
+            pairs.append((record["update"] + 1, record["value"]))
+    return pairs
+
+
+def updates_to(folder: Path, target: Target) -> int | None:
+    """Return the updates after which a validation first met the target; None: none did."""
+    return next((updates for updates, value in curve(folder, target) if target.is_met(value)), None)
+
+
+def _ended(job: Job) -> bool:
+    return job_status(job) != "unfinished"
+
+
+def _best(trials: Sequence[Job], race: Race) -> float | None:
+    """Return the rate that got to the target first, or failing that came nearest; None while one is not at its end."""
+    if not all(map(_ended, trials)):
+        return None
+
+    def order(place: int) -> tuple[float, float]:
+        updates = updates_to(trials[place].folder, race.target)
+        best = race.target.best([value for _, value in curve(trials[place].folder, race.target)])
+        return (math.inf if updates is None else updates), (best if race.target.metric in FALLING else -best)
+
+    return race.rates[min(range(len(trials)), key=order)]
+
+
+def _job(values: Values, race: Race, rate: float, seed: int) -> Job:
+    folder = race.folder / values.name / f"lr{rate:g}-seed{seed}"
+    quoted = str(folder).replace("'", "\\'")
+    is_replicas, is_cut = values.program[0] == REPLICAS, "method=bp" not in values.settings
+    common = [*race.words, *race.only_values, *values.settings, f"optimizer.lr={rate!r}", f"seed={seed}"]
+    common += ["runtime.tensorboard=false", f"runtime.processes={str(is_replicas).lower()}", "runtime.threads=1"]
+    common += [] if is_cut else ["partition.num_stages=1", "partition.balance=even"]
+    overrides = [*common, "hydra.mode=RUN", f"run_dir='{quoted}'"]
+    with naming(values.name):
+        config, plain = compose_run(overrides)
+    names = {"row": (values.name,), "trial": (f"optimizer.lr={rate:g}",)}
+    return Job(overrides=overrides, folder=folder, config=config, plain=plain, program=values.program, **names)
+
+
+def _sweep(race: Race, jobs: Mapping[str, Sequence[Job]]) -> Sweep:
+    return Sweep(
+        jobs=[job for runs in jobs.values() for job in runs],
+        run_dir=race.folder,
+        tuned=("optimizer.lr",),
+        side_by_side=race.side_by_side,
+        launcher=(),
+        command=race.command,
+    )

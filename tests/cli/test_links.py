@@ -1,0 +1,66 @@
+"""Links between ranks as a race has them: their names, their rate and their round trip, and an outage."""
+
+import subprocess
+import sys
+
+import pytest
+
+from adl_dist.cli.race.link import Link, read_link
+from adl_dist.cli.race.namespaces import namespaces, why_not
+from adl_dist.errors import ConfigError
+from tests.support.commands import shows
+
+needs_namespaces = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+
+@pytest.mark.parametrize(
+    ("text", "bits_per_second", "round_trip_seconds", "name"),
+    [
+        ("100mbit", 1e8, 0.0, "100mbit,0ms"),
+        ("1gbit,20ms", 1e9, 0.02, "1gbit,20ms"),
+        ("0.5gbit", 5e8, 0.0, "500mbit,0ms"),
+        ("56kbit,0.5ms", 56e3, 0.0005, "56kbit,0.5ms"),
+    ],
+)
+def test_a_link_is_named_by_rate_and_round_trip(text, bits_per_second, round_trip_seconds, name):
+    link = read_link(text)
+    assert link == Link(bits_per_second=bits_per_second, round_trip_seconds=round_trip_seconds)
+    assert link.name == name
+
+
+@pytest.mark.parametrize("text", ["", "100", "100Mb", "0mbit", "100mbit,20", "-1mbit", "100mbit,20ms,3"])
+def test_what_is_no_link_is_refused(text):
+    with pytest.raises(ConfigError) as refusal:
+        read_link(text)
+    shows(str(refusal.value), [f"'{text}' is no link", "like 100mbit or 100mbit,20ms"])
+
+
+@pytest.mark.slow
+@needs_namespaces
+@pytest.mark.parametrize("text", ["20mbit", "200mbit", "20mbit,30ms", "200mbit,30ms"])
+def test_a_plain_socket_gets_the_rate_and_round_trip(text):
+    """Of the rate what Ethernet, IP and TCP leave for the message; the round trip and what a busy core adds to it."""
+    link = read_link(text)
+    with namespaces(3, link) as spaces:
+        found = spaces.measured()
+    assert 0.85 <= found.bits_per_second / link.bits_per_second <= 1.0
+    assert 0 <= found.round_trip_seconds - link.round_trip_seconds < 0.01
+
+
+@pytest.mark.slow
+@needs_namespaces
+def test_a_broken_link_carries_nothing_until_it_is_mended():
+    def is_reached():
+        probe = "import socket,sys; socket.create_connection((sys.argv[1], 9), timeout=2)"
+        asked = [*spaces.command(0), sys.executable, "-c", probe, "10.83.0.2"]
+        return "refused" in subprocess.run(asked, capture_output=True, text=True, timeout=30).stderr
+
+    with namespaces(2, read_link("100mbit,2ms")) as spaces:
+        reached = [is_reached()]
+        spaces.set_link(1, is_up=False)
+        reached.append(is_reached())
+        spaces.set_link(1, is_up=True)
+        reached.append(is_reached())
+    assert reached == [True, False, True]
+    left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    assert not any(name in left for name in (*spaces.of_ranks, spaces.switch))

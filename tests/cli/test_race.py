@@ -1,0 +1,283 @@
+"""``adl-dist race``: who shares runs with whom, devices, what is kept, the table, and what is refused."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from adl_dist.cli.bench.runner import Measured
+from adl_dist.cli.config.compose import compose_run
+from adl_dist.cli.race import replicas
+from adl_dist.cli.race.contenders import NAMES, contenders
+from adl_dist.cli.race.devices import devices, quotas
+from adl_dist.cli.race.link import read_link
+from adl_dist.cli.race.report import draw, report, rows
+from adl_dist.cli.race.seconds import Timings, key_of
+from adl_dist.cli.race.updates import Found, Race, Target, find_updates, read_target
+from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
+from adl_dist.errors import ConfigError
+from adl_dist.schedule import Method
+from tests.cli.test_links import needs_namespaces
+from tests.support.commands import in_process, shows, words
+from tests.support.ranks import run_ranks
+
+ACCURACY = Target(metric="accuracy", value=0.9)
+USERS = ["model._target_=tests.support.user_code.good", "data._target_=tests.support.user_code.images"]
+
+
+def named(*names, words=(), num_stages=2, M=4):
+    able, left_out = contenders(names, words, num_stages=num_stages, M=M, large_M=8)
+    return {contender.name: contender for contender in able}, left_out
+
+
+def test_all_that_flush_share_the_runs_of_one_device():
+    """With the same M: BatchNorm sees micro-batches. What is stale, and replicas, have runs of their own."""
+    found, _ = named(*(name for name in NAMES if name != "adl-full-int8"))
+    shared = {}
+    for name, contender in found.items():
+        shared.setdefault(contender.values.name, set()).add(name)
+    assert shared.pop("bp-M1") == {"one-device"}
+    assert shared.pop("bp-M4") == {"bp", "1f1b", "zbh1"}
+    assert shared.pop("bp-M8") == {"torch-1f1b", "torch-zb"}
+    assert sorted(map(sorted, shared.values())) == sorted(
+        [name]
+        for name in ("ddp", "ddp-bf16", "ddp-powersgd", "diloco-50", "diloco-500", "2bw", "paci", "adl", "adl-full")
+    )
+
+
+def test_a_contender_that_cannot_run_is_left_out_with_the_reason():
+    found, left_out = named("ddp", "adl", "torch-1f1b", words=["train.batch_size=66"], num_stages=4, M=2)
+    assert list(found) == ["adl", "torch-1f1b"]
+    shows(left_out["ddp"], ["cannot be shared evenly by 4 replicas"])
+    with pytest.raises(ConfigError, match="there is no 'nope'"):
+        named("nope")
+
+
+@pytest.mark.parametrize(
+    ("num", "cores", "expected"),
+    [
+        (2, [0, 1], [([0], 1), ([1], 1)]),
+        (4, [0, 1], [([0], 0.5), ([0], 0.5), ([1], 0.5), ([1], 0.5)]),
+        (3, [0, 1], [([0], 0.5), ([0], 0.5), ([1], 0.5)]),
+        (2, [3, 5, 7, 8, 9], [([3, 5], 1), ([7, 8], 1)]),
+    ],
+)
+def test_devices_are_equal_shares_of_the_cores(num, cores, expected):
+    assert [(list(device.cores), device.share) for device in devices(num, cores)] == expected
+
+
+def test_quotas_are_set_as_cgroups_of_version_2_take_them(tmp_path, monkeypatch):
+    (tmp_path / "cgroup.controllers").write_text("cpu")
+    monkeypatch.setattr("adl_dist.cli.race.devices._remove", lambda group: None)  # files of a kernel need no deleting
+    with quotas(devices(4, [0, 1]), tmp_path) as groups:
+        assert [(group.parent / "cpu.max").read_text() for group in groups] == ["5000 10000"] * 4
+    with quotas(devices(2, [0, 1]), tmp_path) as groups:
+        assert groups == [None, None]
+
+
+@pytest.mark.slow
+@needs_namespaces
+def test_half_a_core_is_half_of_its_time():
+    burn = "import time\nend = time.monotonic() + 2\nwhile time.monotonic() < end: pass\nprint(time.process_time())"
+    with quotas(devices(2, [0])) as groups:
+        enter = f'echo $$ > {groups[0]}; exec "$@"'
+        told = subprocess.run(["sh", "-c", enter, "sh", sys.executable, "-c", burn], capture_output=True, text=True)
+        assert 0 < float(told.stdout) < 1.2
+    assert not groups[0].parent.exists()
+
+
+def test_a_target_is_met_by_what_is_as_good_or_better():
+    assert read_target("accuracy=0.9") == ACCURACY
+    assert [ACCURACY.is_met(value) for value in (0.89, 0.9, 0.95)] == [False, True, True]
+    loss = read_target("loss=1.5")
+    assert [loss.is_met(value) for value in (1.6, 1.5, 1.0)] == [False, True, True]
+
+
+def race_in(folder, *, rates, seeds, target=ACCURACY):
+    return Race(
+        words=["train.epochs=3"], only_values=(), folder=folder, rates=rates, seeds=seeds, target=target,
+        side_by_side=1, command="",
+    )  # fmt: skip
+
+
+def ran(folder, accuracies, *, epochs=3):
+    """What a run leaves: a validation after each epoch of ten updates."""
+    folder.mkdir(parents=True)
+    lines = [
+        json.dumps({"name": "validation/accuracy", "value": value, "update": 10 * epoch + 9, "epoch": epoch})
+        for epoch, value in enumerate(accuracies)
+    ]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "summary.json").write_text(json.dumps({"epochs": epochs, "updates": 30}))
+
+
+def test_the_rate_that_gets_there_first_is_taken(tmp_path):
+    values = named("adl")[0]["adl"].values
+    for name, accuracies in {
+        "lr0.1-seed0": [0.5, 0.8, 0.91],
+        "lr0.2-seed0": [0.6, 0.9, 0.7],  # there first, though it ends worse
+        "lr0.4-seed0": [0.1, 0.1, 0.1],
+        "lr0.2-seed1": [0.95, 0.95, 0.95],
+        "lr0.1-seed1": [0.99, 0.99, 0.99],  # of a rate that was not taken
+    }.items():
+        ran(tmp_path / values.name / name, accuracies)
+    found = find_updates([values], race_in(tmp_path, rates=[0.1, 0.2, 0.4], seeds=[0, 1]), start=False)[values.name]
+    assert (found.rate, found.updates, found.at_edge) == (0.2, [20, 10], False)
+    assert found.trials == {"0.1": 30, "0.2": 20, "0.4": None}
+    assert (found.best, found.median) == ([0.9, 0.95], 15)
+
+
+def test_where_no_rate_gets_there_the_nearest_is_taken(tmp_path):
+    values = named("adl")[0]["adl"].values
+    ran(tmp_path / values.name / "lr0.1-seed0", [0.5, 0.6, 0.7])
+    ran(tmp_path / values.name / "lr0.2-seed0", [0.5, 0.8, 0.2])
+    found = find_updates([values], race_in(tmp_path, rates=[0.1, 0.2], seeds=[0]), start=False)[values.name]
+    assert (found.rate, found.updates, found.at_edge, found.median) == (0.2, [None], True, math.inf)
+
+
+def test_no_rate_is_chosen_before_all_trials_are_at_their_end(tmp_path):
+    values = named("adl")[0]["adl"].values
+    ran(tmp_path / values.name / "lr0.1-seed0", [0.5, 0.95], epochs=2)
+    ran(tmp_path / values.name / "lr0.2-seed0", [0.5, 0.95, 0.95])
+    found = find_updates([values], race_in(tmp_path, rates=[0.1, 0.2], seeds=[0]), start=False)[values.name]
+    assert (found.rate, found.updates) == (None, [])
+
+
+LINKS = [read_link("100mbit"), read_link("1gbit,20ms")]
+
+
+def measured(contender, seconds=math.nan, **more):
+    return Measured(contender=contender.name, repetition=0, num_updates=5, seconds_per_update=seconds, **more)
+
+
+def test_timings_are_kept_and_a_success_replaces_failures(tmp_path):
+    (adl, ddp), _ = named("adl", "ddp")[0].values(), None
+    timings, key = Timings(tmp_path / "s.json"), key_of(adl, LINKS[0])
+    timings.add(key, measured(adl, error="no"))
+    assert timings.failures([key, key_of(ddp, LINKS[0])]) == {key: "no"}
+    for seconds in (2.0, 1.0, 4.0):
+        timings.add(key, measured(adl, seconds))
+    again = Timings(tmp_path / "s.json")
+    assert (again.seconds(key), again.median(key), again.failures([key])) == ([2.0, 1.0, 4.0], 2.0, {})
+    assert again.median(key_of(adl, LINKS[1])) is None
+
+
+def test_other_delays_and_settings_are_measured_by_themselves():
+    adl = named("adl")[0]["adl"]
+    longer = adl.with_method(Method(name="adl", delay=(3, 0)))
+    coded = replace(adl, entry=replace(adl.entry, settings=("runtime.codec=int8",)))
+    assert len({key_of(each, LINKS[0]) for each in (adl, longer, coded)}) == 3
+    alone = named("one-device")[0]["one-device"]
+    assert key_of(alone, LINKS[0]) == key_of(alone, LINKS[1])  # it sends nothing
+
+
+def the_table(tmp_path):
+    racing = list(named("one-device", "ddp", "torch-1f1b", "adl", "2bw")[0].values())
+    found = {c.values.name: Found(rate=0.1, updates=[100, 200, 300], best=[1.0], trials={}) for c in racing}
+    adl, two = racing[3], racing[4]
+    found[adl.values.name] = Found(rate=0.2, updates=[100, None, 120], best=[1.0], trials={}, at_edge=True)
+    found[two.values.name] = Found(rate=0.2, updates=[None, None, 120], best=[1.0], trials={})
+    timings = Timings(tmp_path / "s.json")
+    for contender in racing:
+        for link, seconds in zip(
+            LINKS, {"adl": (1.0, 0.5), "ddp": (6.0, 0.25)}.get(contender.name, (2.0, 2.0)), strict=True
+        ):
+            if not timings.seconds(key_of(contender, link)):
+                timings.add(key_of(contender, link), measured(contender, seconds))
+    return rows(LINKS, {link.name: racing for link in LINKS}, found, timings, None)
+
+
+def test_the_time_to_the_target_is_updates_times_seconds(tmp_path):
+    table = the_table(tmp_path)
+    times = {row["contender"]: row["links"]["100mbit,0ms"].get("seconds_to_target") for row in table}
+    assert times == {"one-device": 400.0, "ddp": 1200.0, "torch-1f1b": 400.0, "adl": 120.0, "2bw": None}
+    assert table[1]["links"]["1gbit,20ms"]["seconds_to_target"] == 50.0
+    assert (table[1]["links"]["1gbit,20ms"]["least"], table[1]["links"]["1gbit,20ms"]["most"]) == (25.0, 75.0)
+
+
+def test_the_report_names_the_best_and_what_did_not_get_there(tmp_path):
+    text = report(the_table(tmp_path), LINKS, str(ACCURACY), 3)
+    line = {text.split("|")[1].strip(): text for text in text.splitlines()[:8] if "|" in text}
+    shows(line["adl"], ["**120 s (100 s to 120 s), 1 not**", "| 60 s (50 s to 60 s), 1 not"])
+    shows(line["ddp"], ["| 20 min (10 min to 30 min)", "**50 s (25 s to 75 s)**"])
+    shows(line["2bw"], ["not reached (1 of 3 seeds)"])
+    shows(
+        text,
+        ["100mbit,0ms: adl takes 120 s", "ddp 10.00 (best of DDP)", "torch-1f1b 3.33 (best of synchronous pipelines)"],
+    )
+    shows(text, ["1gbit,20ms: adl takes 60 s", "ddp 0.83 (best of DDP)", "| 0.2!"])
+
+
+def test_the_figure_shows_those_that_got_there(tmp_path):
+    table = the_table(tmp_path)
+    assert draw(tmp_path / "race.svg", table, LINKS, title="a race")
+    assert (tmp_path / "race.svg").stat().st_size > 1000
+    assert not draw(tmp_path / "none.svg", [row for row in table if row["contender"] == "2bw"], LINKS, title="")
+
+
+@pytest.mark.parametrize(
+    ("extra", "parts"),
+    [
+        (("--contenders", "adl,nope"), ["there is no 'nope'", "diloco-500"]),
+        (("--target", "accuracy"), ["--target accuracy is no target", "accuracy=0.9 or loss=1.5"]),
+        (("--link", "fast"), ["'fast' is no link"]),
+        (("--seeds", "0"), ["--seeds 0 must be above 0"]),
+        (("--rates", "a,b"), ["--rates a,b: write numbers"]),
+        (("method=adl",), ["method=adl: each contender has a method of its own"]),
+        (("method.delay=auto",), ["method.delay=auto: each contender has a method of its own"]),
+        (("runtime.autocast=bfloat16",), ["runtime.autocast=bfloat16 would apply to our methods alone"]),
+        (("seed=3",), ["seed=3: a race sets it itself"]),
+        (("partition.num_stages=1",), ["a race needs at least 2 processes"]),
+        (("train.batchsize=3",), ["there is no key 'train.batchsize'"]),
+    ],
+)
+def test_a_mistake_is_one_line_and_writes_nothing(extra, parts, tmp_path):
+    out = tmp_path / "out"
+    done = in_process("race", "data=synthetic", "--target", "accuracy=0.9", "--out", str(out), *extra)
+    shows(done.refusal(), parts)
+    assert not (out / "settings.json").exists() or extra[0] == "--contenders"
+
+
+def test_help_lists_the_contenders():
+    shows(in_process("race", "--help").out, ["diloco-500", "adl-full-int8", "--link", "--values"])
+    shows(in_process("--help").out, ["race "])
+
+
+def one_replica(kind, inner_updates, argv):
+    config, _ = compose_run(argv)
+    replicas.train(int(os.environ["RANK"]), kind, inner_updates, config, os.environ[RENDEZVOUS_FOLDER])
+
+
+def validations(folder):
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        (r["name"], r["update"], r["epoch"], pytest.approx(r["value"], rel=1e-5))
+        for r in records
+        if "validation" in r["name"]
+    ]
+
+
+@pytest.mark.ranks
+def test_replicas_see_what_one_device_sees(tmp_path):
+    """Without BatchNorm DDP computes what one device does: the same validations after the same updates."""
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    common = words(alone, *USERS, "train.epochs=3", "seed=3", "train.clip_norm=0.5")[1:]
+    bp = ["method=bp", "method.accumulation_steps=1", "partition.num_stages=1"]
+    assert in_process("train", *common, *bp).code == 0
+    together.mkdir()
+    run_ranks(2, one_replica, "ddp", None, [*(w for w in common if "run_dir" not in w), f"run_dir={together}"])
+    assert validations(together) == validations(alone)
+    assert json.loads((together / "summary.json").read_text())["updates"] == 6
+
+
+@pytest.mark.ranks
+def test_dilocos_validations_are_those_of_its_common_weights(tmp_path):
+    """Exchanges after every third of two updates an epoch: at the end of an epoch some updates are not common yet."""
+    argv = words(tmp_path, *USERS, "train.epochs=3")[1:]
+    run_ranks(2, one_replica, "diloco", 3, argv)
+    seen = [(name, update) for name, update, *_ in validations(tmp_path) if name == "validation/loss"]
+    assert [update for _, update in seen] == [-1, 2, 5]
