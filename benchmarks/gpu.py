@@ -9,7 +9,7 @@
     ranks     ResNet-56 in micro-batches of 32: 2 and 4 ranks on the GPU, and BP in one process, eager, compiled, and as
               one CUDA graph for each update
     graphs    the same in one process: stages with and without CUDA graphs, and all stages in one graph for each tick,
-              beside BP, eager and as one graph
+              next to BP, eager and as one graph
     launches  the same network by torch's profiler: kernels, and host and GPU milliseconds per micro-batch
     memory    Table 4 of the paper: four ranks on the GPU
     accuracy  Table 2(a) of the paper, K = 16, M = 1 to 4, side by side for as many epochs as fit into the MINUTES (9);

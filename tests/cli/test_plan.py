@@ -148,7 +148,7 @@ def test_tied_weights_count_as_copies_and_sums():
     assert planned(tied, K=1).balance.stage_bytes == planned(alone, K=1).balance.stage_bytes
 
 
-def test_tied_weights_take_the_time_of_an_update_and_of_their_messages():
+def test_tied_weights_take_time_for_updates_and_messages():
     slow = planned(tied_of(known(4)), bandwidth=10.0)
     assert slow.images_per_second == pytest.approx(10 / (1000 / 10 / 4)), "the sum of each update keeps a link busy"
     tied, alone = planned(tied_of(known(4))), planned(known(4))

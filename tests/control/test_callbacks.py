@@ -348,7 +348,7 @@ def test_early_stopping_by_no_metric_is_refused_at_the_start(case):
         fit([adl_dist.EarlyStopping(metric=metric, best=best)])
 
 
-def test_early_stopping_without_validation_is_refused_at_the_start():
+def test_early_stopping_without_validation_is_refused_first():
     with pytest.raises(ConfigError, match=r"EarlyStopping watches the validation, but there is no validation dataset"):
         fit([adl_dist.EarlyStopping()], val_dataset=None)
 

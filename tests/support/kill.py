@@ -31,7 +31,8 @@ HELD_RUN = (
 )
 POLL_SECONDS = 0.02
 
-TIMINGS = ("train/samples_per_second", "stage/busy_share", "process/peak_memory")  # the only values that may differ
+TIMINGS = ("train/samples_per_second", "stage/busy_share")  # the only values that may differ
+OF_PROCESSES = "process/"  # as many records as there are processes
 UNREADABLE = "unreadable"
 OF_FAILURES = (UNREADABLE, "checkpoint/failed")
 
@@ -188,6 +189,8 @@ class RunEnd:
                 record = json.loads(line)
             except ValueError:
                 record = {"name": UNREADABLE, "update": 0, "value": 0.0}
+            if record["name"].startswith(OF_PROCESSES):
+                continue
             key = record["name"], record.get("stage"), record["update"]
             self.values[*key, times[key]] = record["value"] if record["name"] not in TIMINGS else 0.0
             times[key] += 1

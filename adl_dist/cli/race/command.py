@@ -1,4 +1,4 @@
-"""``adl-dist race``: time to a target over shaped links, our methods beside what users would pick instead."""
+"""``adl-dist race``: time to a target over shaped links, our methods next to what users would pick instead."""
 
 import argparse
 import json

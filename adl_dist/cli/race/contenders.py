@@ -12,7 +12,7 @@ from adl_dist.schedule import Method
 
 TRAIN, REPLICAS = ("adl_dist", "train"), "adl_dist.cli.race.replicas"
 EVERYTHING = {"name": "adl", "split_backward": True, "delay": "auto", "mitigation": ("predict",)}
-# What each is beside the user's own settings. Of torch's: the entry of a bench; of ours: a method and other settings.
+# What each is, with the user's own settings. Of torch's: the entry of a bench; of ours: a method and other settings.
 REPLICATED = {
     **{"ddp": "torch-ddp", "ddp-bf16": "torch-ddp-bf16", "ddp-powersgd": "torch-ddp-powersgd"},
     **{"diloco-50": "torch-diloco-50", "diloco-500": "torch-diloco-500"},
