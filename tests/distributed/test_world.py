@@ -19,6 +19,7 @@ from adl_dist.distributed.device import FOR_EARLY_RECEIVES, message_backend, ran
 from adl_dist.distributed.world import connect, disconnect
 from adl_dist.errors import ChannelError, ConfigError
 from adl_dist.training import agreement
+from adl_dist.training.partitioned_model import device_memory
 from tests.support.ranks import run_ranks
 from tests.support.runs import MICRO_BATCH, NUM_SAMPLES, trained
 
@@ -39,6 +40,15 @@ def test_after_an_error_edges_are_given_up_once_and_first(monkeypatch):
     here.abort_edges()  # by a thread of RPC, when rank 0 has ended the job
     disconnect(in_order=False)
     assert did == ["abort", "rpc", "destroy"]
+
+
+@pytest.mark.parametrize(("ranks", "size", "share"), [(1, 1, 4), (1, 4, 1), (4, 4, 4), (2, 2, 4), (1, 2, 2)])
+def test_stages_on_one_gpu_have_a_share_of_its_memory_each(ranks, size, share, monkeypatch):
+    """Of four stages, in one process or in several, of which so many are on one GPU."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 1000))
+    here = replace(world.single_process(torch.device("cuda"), 4), size=size, ranks_on_gpu=ranks)
+    assert here.stages_on_device == share
+    assert device_memory(here.device, here.stages_on_device) == 900 // share
 
 
 @pytest.mark.parametrize("rank", [0, 1])
