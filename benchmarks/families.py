@@ -90,7 +90,8 @@ OF_TIMM: dict[str, dict[str, Any]] = {
     "resnet10t": {},
     "regnetx_002": {},
     "efficientnet_b0": {},
-    "mobilenetv3_small_050": {},
+    "edgenext_xx_small": {},
+    "poolformer_s12": {},
     "densenet121": {"block_config": (2, 2, 2, 2)},
 }
 
