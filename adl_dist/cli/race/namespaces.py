@@ -84,8 +84,9 @@ def why_not() -> str | None:
         return "network namespaces need Linux"
     if os.geteuid() != 0:
         return "network namespaces need root"
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    return f"there is no {missing[0]} here; it comes with iproute2" if missing else None
+    tools = {"ip": "iproute2", "tc": "iproute2", "taskset": "util-linux"}
+    missing = [tool for tool in tools if shutil.which(tool) is None]
+    return f"there is no {missing[0]} here; it comes with {tools[missing[0]]}" if missing else None
 
 
 @contextlib.contextmanager
@@ -124,8 +125,9 @@ def _lay_cable(rank: int, name: str, spaces: Namespaces) -> None:
     for space, interface in ((name, INTERFACE), (spaces.switch, port)):
         _run("ip", "-n", space, "link", "set", interface, "up")
         _run("tc", "-n", space, "qdisc", "add", "dev", interface, "root", *_shaping(spaces.link))
-    control = f"net.ipv4.tcp_congestion_control={CONGESTION_CONTROL}"
-    _run("ip", "netns", "exec", name, "sysctl", "-q", "-w", control, check=False)
+    # Of the route, since a namespace may not choose its own default among all that the kernel has.
+    route = [f"{NETWORK}.0/24", "dev", INTERFACE, "src", address(rank), "congctl", CONGESTION_CONTROL]
+    _run("ip", "-n", name, "route", "replace", *route)
 
 
 def _shaping(link: Link) -> list[str]:
