@@ -19,7 +19,7 @@ from adl_dist.errors import ConfigError
 from adl_dist.schedule import Pipeline
 from adl_dist.schedule.slots import Slots, slots_of
 from adl_dist.stage.calls import Tensors
-from adl_dist.stage.graphs import WAY_OUT, Recorder, Replay, recordable
+from adl_dist.stage.graphs import WAY_OUT, Recorder, Replay, check_method, check_recordable, recordable
 from adl_dist.stage.spec import TrainSpec
 from adl_dist.stage.stage import InFlight, Stage
 from adl_dist.stage.static_weights import StaticWeights
@@ -299,51 +299,6 @@ class GraphedStage(Stage):
         """Return where what it computes with lies, and what of it is trained."""
         named = (*self.module.named_parameters(), *self.module.named_buffers())
         return {name: (tensor.data_ptr(), tensor.requires_grad) for name, tensor in named}
-
-
-def check_method(pipeline: Pipeline) -> None:
-    """Raise ConfigError if the method has stages that cannot be recorded."""
-    method = pipeline.method
-    if method.replays:
-        what = "replays forwards with other weights"
-    elif method.splits:
-        what = "divides a backward"
-    elif pipeline.spec.has_heads:
-        what = "has heads of its own in each stage"
-    elif {"predict", "nesterov"}.intersection(method.mitigation or ()):
-        what = "forwards with weights made for it (method.mitigation=predict, nesterov)"
-    elif pipeline.tied:
-        what = "exchanges the gradients of tied weights"
-    else:
-        return
-    raise ConfigError(
-        f"runtime.cuda_graphs=true does not go with method={method.name} as it is set, which {what}; use another "
-        f"method, or {WAY_OUT}"
-    )
-
-
-def check_recordable(module: nn.Module, where: str, traits: StageTraits) -> None:
-    """Raise ConfigError for what a graph would do once and for all; the text begins with ``where``."""
-    hooked = [name or "the stage" for name, one in module.named_modules() if _has_hooks(one)]
-    faults = {
-        "draws from Python's or numpy's random stream": traits.draws,
-        "changes more than buffers": traits.moves_more,
-        "writes to its parameters": [*traits.writes, *traits.replaces],
-        "computes again in its backward, as activation checkpointing does": traits.recomputes,
-        "gets inputs of varying lengths": traits.loss.varies,
-        "keeps something in the loss function": traits.loss.moves,
-        f"has a hook at module '{hooked[0]}'" if hooked else "": hooked,
-    }
-    for what, is_so in faults.items():
-        if is_so:
-            raise ConfigError(
-                f"{where}: it {what}, which a graph would not do again (runtime.cuda_graphs=true); {WAY_OUT}"
-            )
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, kind) for kind in kinds)
 
 
 def _unlike(before: dict[str, tuple[int, bool]], after: dict[str, tuple[int, bool]]) -> str | None:

@@ -12,8 +12,9 @@ from adl_dist.errors import ConfigError, DivergedError
 from adl_dist.schedule.slots import Slots, slots_of
 from adl_dist.stage import graphed, ticks
 from adl_dist.stage.static_weights import StaticWeights
+from adl_dist.training import build
 from tests.support.commands import assert_same
-from tests.support.graphs import use_stand_in
+from tests.support.graphs import StandIn, use_stand_in
 from tests.support.ranks import run_ranks
 from tests.support.runs import NUM_SAMPLES, nan_inputs, toy_trainer, train
 from tests.support.tiers import slow
@@ -98,6 +99,13 @@ def test_a_resumed_run_with_graphs_is_one_without(recorders, tmp_path):
     options = {"dropout": 0.3, "run_dir": tmp_path / "run"}
     run(3, 2, epochs=1, cuda_graphs=True, **options)
     assert_same(run(3, 2, epochs=2, cuda_graphs=True, **options), run(3, 2, epochs=2, dropout=0.3))
+
+
+@pytest.mark.parametrize("graphs", [True, "tick"])
+def test_stages_that_were_warmed_up_are_recorded_alike(graphs, recorders, monkeypatch):
+    expected = run(2, 2, epochs=1)
+    monkeypatch.setattr(build, "needs_warm_up", lambda spec, device: True)
+    assert_same(run(2, 2, epochs=1, cuda_graphs=graphs), expected)
 
 
 def train_a_rank(options):
@@ -354,6 +362,16 @@ def test_what_no_graph_can_hold_is_refused_at_the_start(options, message, record
 def test_graphs_without_a_gpu_are_refused():
     with pytest.raises(ConfigError, match=r"runtime.cuda_graphs needs runtime.device=cuda, but .* cpu; use"):
         run(2, 2, cuda_graphs=True)
+
+
+def test_a_device_that_cannot_record_is_told_in_one_line(recorders, monkeypatch):
+    def record(self, works):
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nCompile with ...")
+
+    monkeypatch.setattr(StandIn, "record", record)
+    with pytest.raises(ConfigError, match=r"cannot be recorded: .*operation not permitted.*; use") as refused:
+        run(2, 2, cuda_graphs=True)
+    assert "\n" not in str(refused.value)
 
 
 class Replacing:
