@@ -144,7 +144,8 @@ class GraphedStage(Stage):
                 num_slots=self._plan.num_versions,
                 hidden=latest or spec.precision.cuda_graphs == "tick",
             )
-        self._memory: dict[str, tuple[int, bool]] = {}  # where what the graphs compute with lies
+        # Where what the graphs compute with lies; None: nothing is recorded yet.
+        self._memory: dict[str, tuple[int, bool]] | None = None
 
     @property
     def _branch(self) -> int | None:
@@ -240,7 +241,7 @@ class GraphedStage(Stage):
                 f"{self.where}: a parameter has a hook, which a graph would not call (runtime.cuda_graphs=true); "
                 f"remove it, or {WAY_OUT}"
             )
-        if self._memory and (moved := _unlike(self._memory, self._addresses())):
+        if self._memory is not None and (moved := _unlike(self._memory, self._addresses())):
             raise ConfigError(
                 f"{self.where}: '{moved}' was replaced after the start, but graphs compute with the memory that it had "
                 f"(runtime.cuda_graphs=true); write to it in place, as with copy_(), or {WAY_OUT}"
@@ -259,7 +260,7 @@ class GraphedStage(Stage):
         leaving = self._backward(micro_batch, kept, grads)
         if kept.replay is not None:
             return tuple(grad.clone() for grad in leaving)
-        if self._memory and self._static is not None:
+        if self._memory is not None and self._static is not None:
             place = self._static.with_strange_gradient(kept.version)
             if place is not None:
                 raise ConfigError(
@@ -289,7 +290,7 @@ class GraphedStage(Stage):
 
     def _slot_for(self, micro_batch: int, kept: InFlight, given: Tensors) -> Slot | None:
         """Return the slot of a micro-batch, if what was recorded there is what it needs."""
-        if not self._memory or kept.num_terms == 0:
+        if self._memory is None or kept.num_terms == 0:
             return None
         slot = self.slots[micro_batch % len(self.slots)]
         has_weights = self._static is None or self._static.slot_of(kept.version) == slot.version

@@ -252,7 +252,7 @@ def gradients_left(monkeypatch):
 
 def any_weights(monkeypatch):
     def slot_for(self, micro_batch, kept, given):
-        slot = self.slots[micro_batch % len(self.slots)] if self._memory else None
+        slot = self.slots[micro_batch % len(self.slots)] if self._memory is not None else None
         return slot if slot is not None and slot.fits(given, kept.target) else None
 
     monkeypatch.setattr(graphed.GraphedStage, "_slot_for", slot_for)
