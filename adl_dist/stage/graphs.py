@@ -5,16 +5,19 @@ reach the host on the way, and all that lives on between two graphs must be refe
 of anything else is given to the next recording.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from adl_dist.errors import ConfigError
+from adl_dist.schedule import Pipeline
+from adl_dist.stage.traits import StageTraits
 
 Replay = Callable[[], None]
 WAY_OUT = "use runtime.cuda_graphs=false"
@@ -39,6 +42,7 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         """Record on ``device``, on a stream of its own, as recording demands."""
+        gc.collect()  # an earlier trainer's graphs: to free them while others are recorded is not allowed
         self._device, self._stream = device, torch.cuda.Stream(device)
         self._branches: list[torch.cuda.Stream] = []  # of works that are recorded together
         self._pool = torch.cuda.graph_pool_handle()
@@ -144,3 +148,48 @@ def recordable(where: str, device: torch.device, *, may_draw: bool = True) -> It
             f"{where}: it draws random numbers, as dropout does, but with runtime.cuda_graphs=tick all stages would "
             "draw from one generator at the same time; use runtime.cuda_graphs=true"
         )
+
+
+def check_method(pipeline: Pipeline) -> None:
+    """Raise ConfigError if the method has stages that cannot be recorded."""
+    method = pipeline.method
+    if method.replays:
+        what = "replays forwards with other weights"
+    elif method.splits:
+        what = "divides a backward"
+    elif pipeline.spec.has_heads:
+        what = "has heads of its own in each stage"
+    elif {"predict", "nesterov"}.intersection(method.mitigation or ()):
+        what = "forwards with weights made for it (method.mitigation=predict, nesterov)"
+    elif pipeline.tied:
+        what = "exchanges the gradients of tied weights"
+    else:
+        return
+    raise ConfigError(
+        f"runtime.cuda_graphs=true does not go with method={method.name} as it is set, which {what}; use another "
+        f"method, or {WAY_OUT}"
+    )
+
+
+def check_recordable(module: nn.Module, where: str, traits: StageTraits) -> None:
+    """Raise ConfigError for what a graph would do once and for all; the text begins with ``where``."""
+    hooked = [name or "the stage" for name, one in module.named_modules() if _has_hooks(one)]
+    faults = {
+        "draws from Python's or numpy's random stream": traits.draws,
+        "changes more than buffers": traits.moves_more,
+        "writes to its parameters": [*traits.writes, *traits.replaces],
+        "computes again in its backward, as activation checkpointing does": traits.recomputes,
+        "gets inputs of varying lengths": traits.loss.varies,
+        "keeps something in the loss function": traits.loss.moves,
+        f"has a hook at module '{hooked[0]}'" if hooked else "": hooked,
+    }
+    for what, is_so in faults.items():
+        if is_so:
+            raise ConfigError(
+                f"{where}: it {what}, which a graph would not do again (runtime.cuda_graphs=true); {WAY_OUT}"
+            )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind) for kind in kinds)

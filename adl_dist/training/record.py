@@ -57,11 +57,15 @@ def record_graphs(
             stage.prepare(recorder, arriving, wanted, back)
         ticked = {k: stage for k, stage in stages.items() if isinstance(stage, TickedStage)}
         ticks = Ticks(ticked, spec.pipeline, terms) if ticked else None
-        if ticks is not None:
-            ticks.record(recorder)
-        else:
-            for stage in stages.values():
-                stage.record(recorder)
+        try:
+            if ticks is not None:
+                ticks.record(recorder)
+            else:
+                for stage in stages.values():
+                    stage.record(recorder)
+        except RuntimeError as error:  # what CUDA does not allow, or has no memory for
+            said = " ".join(str(error).split())
+            raise ConfigError(f"runtime.cuda_graphs: the stages cannot be recorded: {said}; {WAY_OUT}") from error
         for stage in stages.values():
             stage.is_recorded()
     return ticks

@@ -111,3 +111,12 @@ def test_a_segment_that_is_stopped_ends_in_ticks_too():
                 for stage, actions in lists.items():
                     shorten(actions, pipeline, stage, group_sizes=[3] * 11)
     assert done == {k: list(training_actions(pipeline, k, group_sizes=[3] * 11)) for k in range(4)}
+
+
+def test_an_epoch_that_flushes_is_done_in_ticks_too():
+    pipeline = Pipeline(method("adl", accumulation_steps=3, flush_epochs=1), 4).in_epoch(0)
+    lists, done = lists_of(pipeline, num_groups=4), {k: [] for k in range(4)}
+    for tick in ticks_of(lists):
+        for k, action in tick.actions:
+            done[k].append(action)
+    assert done == lists

@@ -12,8 +12,9 @@ from adl_dist.errors import ConfigError, DivergedError
 from adl_dist.schedule.slots import Slots, slots_of
 from adl_dist.stage import graphed, ticks
 from adl_dist.stage.static_weights import StaticWeights
+from adl_dist.training import build
 from tests.support.commands import assert_same
-from tests.support.graphs import use_stand_in
+from tests.support.graphs import StandIn, use_stand_in
 from tests.support.ranks import run_ranks
 from tests.support.runs import NUM_SAMPLES, nan_inputs, toy_trainer, train
 from tests.support.tiers import slow
@@ -100,6 +101,13 @@ def test_a_resumed_run_with_graphs_is_one_without(recorders, tmp_path):
     assert_same(run(3, 2, epochs=2, cuda_graphs=True, **options), run(3, 2, epochs=2, dropout=0.3))
 
 
+@pytest.mark.parametrize("graphs", [True, "tick"])
+def test_stages_that_were_warmed_up_are_recorded_alike(graphs, recorders, monkeypatch):
+    expected = run(2, 2, epochs=1)
+    monkeypatch.setattr(build, "needs_warm_up", lambda spec, device: True)
+    assert_same(run(2, 2, epochs=1, cuda_graphs=graphs), expected)
+
+
 def train_a_rank(options):
     with pytest.MonkeyPatch.context() as patched:
         use_stand_in(patched)
@@ -165,7 +173,7 @@ TICK_REFUSED = [
     (2, {"dropout": 0.3}, "stage 1: it draws random numbers"),
     (1, {}, "needs several stages"),
     (3, {"method": "ddg"}, "with method=ddg RO0 has no place in a tick"),
-    (3, {"method": "pipedream"}, "with method=pipedream only 0 of"),
+    (3, {"method": "pipedream"}, "with method=pipedream "),
     (3, {"non_finite": "skip"}, "train.non_finite=skip"),
 ]
 
@@ -244,7 +252,7 @@ def gradients_left(monkeypatch):
 
 def any_weights(monkeypatch):
     def slot_for(self, micro_batch, kept, given):
-        slot = self.slots[micro_batch % len(self.slots)] if self._memory else None
+        slot = self.slots[micro_batch % len(self.slots)] if self._memory is not None else None
         return slot if slot is not None and slot.fits(given, kept.target) else None
 
     monkeypatch.setattr(graphed.GraphedStage, "_slot_for", slot_for)
@@ -354,6 +362,16 @@ def test_what_no_graph_can_hold_is_refused_at_the_start(options, message, record
 def test_graphs_without_a_gpu_are_refused():
     with pytest.raises(ConfigError, match=r"runtime.cuda_graphs needs runtime.device=cuda, but .* cpu; use"):
         run(2, 2, cuda_graphs=True)
+
+
+def test_a_device_that_cannot_record_is_told_in_one_line(recorders, monkeypatch):
+    def record(self, works):
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nCompile with ...")
+
+    monkeypatch.setattr(StandIn, "record", record)
+    with pytest.raises(ConfigError, match=r"cannot be recorded: .*operation not permitted.*; use") as refused:
+        run(2, 2, cuda_graphs=True)
+    assert "\n" not in str(refused.value)
 
 
 class Replacing:
