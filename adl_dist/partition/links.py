@@ -38,6 +38,14 @@ class Links(NamedTuple):
         return self
 
 
+def text_of_links(value: Any) -> str | None:
+    """Return the links in a list, ``[rate, time]`` or several of such, as text; None, or a text, as it is."""
+    if not isinstance(value, list | tuple):
+        return None if value is None else str(value)
+    links = value if value and all(isinstance(one, list | tuple) for one in value) else [value]
+    return "/".join(",".join(map(str, one)) for one in links)
+
+
 def parse_links(text: str, key: str) -> Links:
     """Return the links in ``text``, like ``100mbit,50ms`` for all or ``100mbit,50ms/1gbit,0.1ms`` one after another.
 

@@ -163,7 +163,7 @@ def links_between(partitioned: PartitionedModel, world: World, store: dist.Store
         return None
     own = measure_links(world.edges, world.rank, world.device)
     for stage, figures in own.items():
-        store.set(f"link/{stage}", json.dumps(figures))
+        store.set(f"link/{stage}", json.dumps({"figures": figures}))
     if world.rank != 0:
         return None
     kept_in = folder / "links.json" if folder is not None else None
@@ -171,8 +171,8 @@ def links_between(partitioned: PartitionedModel, world: World, store: dist.Store
         return Links(*(tuple(column) for column in json.loads(kept_in.read_text())))
     # Stages of one process have no link between them: what stays in a process takes no time.
     apart = [k % world.size != (k + 1) % world.size for k in range(K - 1)]
-    of_all = [tuple(read(store, f"link/{k}", k % world.size)) if apart[k] else (FREE, 0.0) for k in range(K - 1)]
-    links = Links(*zip(*of_all, strict=True))
+    told = [read(store, f"link/{k}", k % world.size)["figures"] if apart[k] else (FREE, 0.0) for k in range(K - 1)]
+    links = Links(*(tuple(column) for column in zip(*told, strict=True)))
     if kept_in is not None:
         kept_in.write_text(json.dumps(links) + "\n")
     return links

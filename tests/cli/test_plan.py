@@ -357,7 +357,7 @@ def test_a_samples_shape_stands_in_for_data_that_is_not_there(tmp_path):
     [
         (("--stages", "a"), ["--stages", "whole numbers", "got a"]),
         (("--stages", "1"), ["--stages", "at least 2"]),
-        (("--links", "100mbit"), ["--links: '100mbit' is no link", "100mbit,50ms"]),
+        (("--links", "100mbit"), ["--links: '100mbit' is no link", "like 100mbit,50ms"]),
         (("--stages", "2", "--links", "1mbit,1ms/1mbit,1ms"), ["--links describes 2 links, but 2 stages have 1"]),
         (("--methods", "adl,nope"), ["no method 'nope'", "gpipe"]),
         (("--memory", "12"), ["--memory", "80GiB", "got 12"]),

@@ -10,7 +10,7 @@ from adl_dist.errors import ConfigError
 from adl_dist.partition import Machine
 from adl_dist.partition.balance import best_balance
 from adl_dist.partition.costs import Profile, StageFootprint, UnitCost
-from adl_dist.partition.links import LINKS, parse_links
+from adl_dist.partition.links import LINKS, parse_links, text_of_links
 from adl_dist.partition.predict import predict, with_delays
 from adl_dist.schedule import Pipeline, method
 
@@ -36,6 +36,12 @@ def test_links_are_read_in_the_units_of_tc_or_in_bytes(text, bandwidth, latency)
 def test_what_is_no_link_is_refused_with_an_example(text):
     with pytest.raises(ConfigError, match=r"--links: '.*' is no link; expected .* like 100mbit,50ms"):
         parse_links(text, "--links")
+
+
+def test_a_list_stands_for_the_text_that_a_command_line_splits():
+    assert text_of_links(["100mbit", "5ms"]) == text_of_links("100mbit,5ms") == "100mbit,5ms"
+    assert text_of_links([["1gbit", "1ms"], ["100mbit", "5ms"]]) == "1gbit,1ms/100mbit,5ms"
+    assert (text_of_links(None), text_of_links("auto")) == (None, "auto")
 
 
 def test_a_list_of_links_has_one_for_each_cut():

@@ -8,6 +8,7 @@ from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.distributed.affinity import default_threads
 from adl_dist.errors import ConfigError
 from adl_dist.monitor.timeouts import WatchdogTimeouts
+from adl_dist.partition.links import text_of_links
 from adl_dist.schedule import Method, Pipeline
 from adl_dist.schedule.run_plan import check_lengths, micro_batch_size_of
 from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
@@ -79,7 +80,7 @@ class PartitionConfig:
     balance: Any = "even"
     granularity: Granularity | None = None
     speeds: list[float] | None = None
-    links: str | None = None
+    links: Any = None  # a command line has [100mbit,50ms] or a list of such, because commas there make a sweep
     verify: bool = True
     tied: str = "share"
 
@@ -90,7 +91,7 @@ class PartitionConfig:
             balance=self.balance,
             granularity=granularity,
             speeds=self.speeds,
-            links=self.links,
+            links=text_of_links(self.links),
             verify=self.verify,
             tied=self.tied,
         )

@@ -75,7 +75,7 @@ def asked(words: list[str]) -> Question:
         steps=steps,
         num_devices=num_devices,
         granularity=config.partition.granularity.value if config.partition.granularity else "layer",
-        links=flags.links or described(config.partition.links),
+        links=flags.links or described(config.partition.chosen().links),
     )
     if question.links is not None:
         for K in stages:
@@ -108,7 +108,7 @@ def _flags(words: list[str]) -> argparse.Namespace:
         "links between stages, like 100mbit,50ms: rate and time of one way, for all or, with / between, for each of "
         "K - 1; default: measured between processes of this machine on CPUs, 96gbit,10us between GPUs"
     )
-    add("--links", type=partial(parse_links, key="--links"), metavar="RATE,TIME", help=links)
+    add("--links", type=_links, metavar="RATE,TIME", help=links)
     add("--input", type=partial(_numbers, 1), metavar="C,H,W", help="shape of a sample, instead of looking at the data")
     add("--profile", type=Path, metavar="FILE", help="keep the measurement in FILE, and use it the next time")
     neighbours = "also measure while N more processes compute; default: K - 1 on CPUs"
@@ -129,6 +129,13 @@ def _numbers(least: int, text: str) -> list[int]:
         if min(numbers) >= least:
             return numbers
     raise argparse.ArgumentTypeError(f"expected whole numbers of at least {least}, separated by commas, got {text}")
+
+
+def _links(text: str) -> Links:
+    try:
+        return parse_links(text, "--links")
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("--links: ")) from None
 
 
 def _bytes(text: str) -> int:
