@@ -3,7 +3,6 @@
 import copy
 import functools
 import json
-import math
 
 import pytest
 import torch
@@ -278,11 +277,11 @@ def test_a_group_without_any_term_stops_as_in_torch():
         fitted(*CASES["a loss of one's own"][:3], K=1, M=1)
 
 
-def test_a_validation_set_without_any_term_has_no_loss():
+def test_a_validation_set_without_any_term_is_refused():
     empty = Subset(data(-1), range(MICRO_BATCH, 2 * MICRO_BATCH))
-    summary = trainer_of(nn.CrossEntropyLoss(ignore_index=-1), {}, 2, 1).evaluate(empty, batch_size=2)
-    assert math.isnan(summary["validation_loss"])
-    assert "validation_accuracy" not in summary
+    told = "the validation data has 3 samples, but nothing that the loss averages over: it ignores all their targets"
+    with pytest.raises(DataError, match=told):
+        trainer_of(nn.CrossEntropyLoss(ignore_index=-1), {}, 2, 1).evaluate(empty, batch_size=2)
 
 
 # --- What cannot be weighted right -------------------------------------------------------------------------
