@@ -19,10 +19,10 @@ from adl_dist.checkpoint.state import FreshStage, refuse_hidden_state
 from adl_dist.control.worker import LocalWorker
 from adl_dist.distributed.world import World
 from adl_dist.errors import ConfigError
+from adl_dist.links import LINKS, Links, parse_links
 from adl_dist.optim import build_lr_schedule, fast_forward, takes_length, try_schedule
 from adl_dist.optimizers import mark_roles
 from adl_dist.optimizers.rules import RuledOptimizer
-from adl_dist.partition.links import LINKS, Links, parse_links
 from adl_dist.report.progress import TOKENS
 from adl_dist.schedule import Pipeline, downstream_first
 from adl_dist.schedule.run_plan import Plan

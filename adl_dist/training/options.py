@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from adl_dist.errors import ConfigError
-from adl_dist.partition.links import LINKS, parse_links
+from adl_dist.links import LINKS, parse_links
 from adl_dist.report.loggers import check_loggers
 from adl_dist.schedule import downstream_first
 

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from adl_dist.batch import Batch, layout_of, mapped, tensors_of
 from adl_dist.checkpoint.state import signature
 from adl_dist.errors import ConfigError, PartitionError
+from adl_dist.links import LINKS, Links, parse_links
 from adl_dist.partition import Chain, Machine, check_same_chain, checked_sizes, even_sizes, linearise
 from adl_dist.partition.chain import has_layer_list, has_plain_units
 from adl_dist.partition.costs import Profile
 from adl_dist.partition.imbalance import why_uneven
-from adl_dist.partition.links import LINKS, Links, parse_links
 from adl_dist.partition.measure import measure
 from adl_dist.partition.predict import best_cut, unevenness, with_delays
 from adl_dist.schedule import Method, Pipeline

@@ -7,8 +7,8 @@ from typing import Any
 from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.distributed.affinity import default_threads
 from adl_dist.errors import ConfigError
+from adl_dist.links import text_of_links
 from adl_dist.monitor.timeouts import WatchdogTimeouts
-from adl_dist.partition.links import text_of_links
 from adl_dist.schedule import Method, Pipeline
 from adl_dist.schedule.run_plan import check_lengths, micro_batch_size_of
 from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions

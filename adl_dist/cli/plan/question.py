@@ -16,9 +16,9 @@ from adl_dist.cli.plan.link import coding_seconds, link_figures
 from adl_dist.distributed.affinity import num_cores
 from adl_dist.distributed.device import check_device
 from adl_dist.errors import ConfigError
+from adl_dist.links import LINKS, Links, parse_links
 from adl_dist.partition import Machine
 from adl_dist.partition.bounded import steps_to_try
-from adl_dist.partition.links import LINKS, Links, parse_links
 from adl_dist.report.files import check_out
 from adl_dist.schedule import METHODS, Method
 from adl_dist.schedule.run_plan import micro_batch_size_of

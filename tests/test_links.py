@@ -7,10 +7,10 @@ import pytest
 
 from adl_dist.codecs import Codecs
 from adl_dist.errors import ConfigError
+from adl_dist.links import LINKS, parse_links, text_of_links
 from adl_dist.partition import Machine
 from adl_dist.partition.balance import best_balance
 from adl_dist.partition.costs import Profile, StageFootprint, UnitCost
-from adl_dist.partition.links import LINKS, parse_links, text_of_links
 from adl_dist.partition.predict import predict, with_delays
 from adl_dist.schedule import Pipeline, method
 
