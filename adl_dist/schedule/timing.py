@@ -60,7 +60,7 @@ class Costs:
         if not fits or any(not time >= 0 for times in (*lists, self.backward_input) for time in times):
             raise ConfigError(
                 "costs must be lists that fit each other, of numbers of at least 0: of K stages K numbers of forward, "
-                f"backward, backward_weight (at most backward) and update, K - 1 of link and transfer; got {self}; "
+                f"backward, backward_weight (at most backward), update, K - 1 of transfer, K - 1 of link; got {self}; "
                 "correct these, or omit backward_weight, update, link and transfer for the defaults"
             )
         if sum(self.forward) + sum(self.backward) == 0:
