@@ -49,7 +49,7 @@ def test_a_plain_socket_gets_the_rate_and_round_trip(text):
 
 @pytest.mark.slow
 @needs_namespaces
-def test_a_broken_link_carries_nothing_until_it_is_mended():
+def test_a_broken_link_carries_nothing_until_it_is_restored():
     def is_reached():
         probe = "import socket,sys; socket.create_connection((sys.argv[1], 9), timeout=2)"
         asked = [*spaces.command(0), sys.executable, "-c", probe, "10.83.0.2"]

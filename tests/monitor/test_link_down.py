@@ -87,7 +87,7 @@ def test_a_link_that_is_down_is_the_cause_and_costs_no_bit(spaces, tmp_path):
 
 MINUTE = 60.0
 USERS = ("model._target_=tests.support.user_code.good", "data._target_=tests.support.user_code.images")
-LONGER = (*USERS, "train.epochs=1500", "runtime.checkpoint_every_epochs=1500", "runtime.timeout_seconds=300")
+LONGER = (*USERS, "train.epochs=300", "runtime.checkpoint_every_epochs=300", "runtime.timeout_seconds=300")
 
 
 @pytest.mark.timeout(400)

@@ -19,7 +19,7 @@ from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import Parser, compose_run, parse
 from adl_dist.cli.config.schema import Device as Kind
 from adl_dist.cli.config.schema import RunConfig
-from adl_dist.cli.race.contenders import NAMES, RaceEntry, contenders
+from adl_dist.cli.race.contenders import NAMES, Racer, contenders
 from adl_dist.cli.race.devices import Device, devices
 from adl_dist.cli.race.link import Link, read_link
 from adl_dist.cli.race.namespaces import CONGESTION_CONTROL, why_not
@@ -99,7 +99,7 @@ def race(argv: list[str]) -> None:
 
 
 def _updates(
-    setting: Setting, words: Sequence[str], racing: dict[str, list[RaceEntry]], *, start: bool = True
+    setting: Setting, words: Sequence[str], racing: dict[str, list[Racer]], *, start: bool = True
 ) -> dict[str, Found]:
     values = {c.values.name: c.values for over in racing.values() for c in over}
     how = Race(
@@ -120,7 +120,7 @@ def _seconds(
     config: RunConfig,
     survey: ModelSurvey,
     words: Sequence[str],
-    racing: dict[str, list[RaceEntry]],
+    racing: dict[str, list[Racer]],
     timings: Timings,
 ) -> None:
     if (reason := why_not()) is not None:
@@ -141,7 +141,7 @@ def _seconds(
 def _write(
     setting: Setting,
     table: list[Row],
-    racing: dict[str, list[RaceEntry]],
+    racing: dict[str, list[Racer]],
     timings: Timings,
     left_out: dict[str, str],
     words: Sequence[str],

@@ -12,7 +12,7 @@ from adl_dist.schedule import Method
 
 TRAIN, REPLICAS = ("adl_dist", "train"), "adl_dist.cli.race.replicas"
 EVERYTHING = {"name": "adl", "split_backward": True, "delay": "auto", "mitigation": ("predict",)}
-# What each is, with the user's own settings. Of torch's: the entry of a bench; of ours: a method and other settings.
+# What each is besides the user's own settings. Of torch's: the entry of a bench; of ours: a method and other settings.
 REPLICATED = {
     **{"ddp": "torch-ddp", "ddp-bf16": "torch-ddp-bf16", "ddp-powersgd": "torch-ddp-powersgd"},
     **{"diloco-50": "torch-diloco-50", "diloco-500": "torch-diloco-500"},
@@ -39,7 +39,7 @@ class Values:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RaceEntry:
+class Racer:
     """One of those who race."""
 
     name: str
@@ -56,7 +56,7 @@ class RaceEntry:
         """Whether its delays follow from the link."""
         return self.entry.method.awaits_delays
 
-    def with_method(self, method: Method) -> "RaceEntry":
+    def with_method(self, method: Method) -> "Racer":
         """Return it with the delays that were found."""
         return replace(self, entry=replace(self.entry, method=method))
 
@@ -78,7 +78,7 @@ class RaceEntry:
 
 def contenders(
     names: Sequence[str], words: Sequence[str], *, num_stages: int, M: int, large_M: int
-) -> tuple[list[RaceEntry], dict[str, str]]:
+) -> tuple[list[Racer], dict[str, str]]:
     """Return those of ``names`` that can run as configured by ``words``, and the reason for each that cannot.
 
     ``M``: micro-batches per update of our methods; ``large_M``: of torch's pipelines.
@@ -88,7 +88,7 @@ def contenders(
     """
     if unknown := [name for name in names if name not in NAMES]:
         raise ConfigError(f"--contenders: there is no '{unknown[0]}'; choose of {', '.join(NAMES)}")
-    able, left_out = list[RaceEntry](), dict[str, str]()
+    able, left_out = list[Racer](), dict[str, str]()
     stages = f"partition.num_stages={num_stages}"
     config, _ = compose_run([*words, stages, f"method.accumulation_steps={M}"])
     for name in dict.fromkeys(names):
@@ -102,18 +102,18 @@ def contenders(
     return able, left_out
 
 
-def _of_torch(name: str, config: RunConfig, M: int) -> RaceEntry:
+def _of_torch(name: str, config: RunConfig, M: int) -> Racer:
     config = replace(config, method=MethodConfig(name="1f1b", accumulation_steps=M))
     known = {ONE_DEVICE: "torch-bp-whole", **REPLICATED, **TORCHS_PIPELINES}
     found, left_out = entries([known[name]], config, warmup=WARMUP, spreads=True)
     if not found:
         raise ConfigError(*left_out.values())
-    return RaceEntry(name=name, entry=replace(found[0], name=name), settings=())
+    return Racer(name=name, entry=replace(found[0], name=name), settings=())
 
 
-def _of_ours(name: str, config: RunConfig, words: Sequence[str], M: int) -> RaceEntry:
+def _of_ours(name: str, config: RunConfig, words: Sequence[str], M: int) -> Racer:
     settings = SETTINGS.get(name, ())
     if settings:
         compose_run([*words, *settings])  # refuses what there is not
     method = Method(accumulation_steps=M, **OURS[name])
-    return RaceEntry(name=name, entry=our_entry(name, method, config, WARMUP, settings=settings), settings=settings)
+    return Racer(name=name, entry=our_entry(name, method, config, WARMUP, settings=settings), settings=settings)

@@ -1,4 +1,4 @@
-"""K devices out of the cores of this machine, all alike. Linux; a share of a core needs root and cgroups.
+"""K devices out of this machine's cores, the same for every contender. Linux; a share of a core needs root and cgroups.
 
 Where there are as many cores as ranks, each rank gets as many whole cores as the others. Else n ranks share a core, n
 as small as can be, and each may use 1/n of its time, also while the others wait: the kernel's quota (``cpu.max``, or

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, StrMethodFormatter
 
 from adl_dist.cli.bench.entries import ModelSurvey
-from adl_dist.cli.race.contenders import ONE_DEVICE, REPLICATED, SYNCHRONOUS, RaceEntry
+from adl_dist.cli.race.contenders import ONE_DEVICE, REPLICATED, SYNCHRONOUS, Racer
 from adl_dist.cli.race.link import Link
 from adl_dist.cli.race.seconds import Timings, key_of
 from adl_dist.cli.race.updates import Found
@@ -32,7 +32,7 @@ Row = dict[str, Any]  # plain values, as race.json has them
 
 def rows(
     links: Sequence[Link],
-    racing: Mapping[str, Sequence[RaceEntry]],
+    racing: Mapping[str, Sequence[Racer]],
     found: Mapping[str, Found],
     timings: Timings,
     survey: ModelSurvey | None,
@@ -45,7 +45,7 @@ def rows(
 
 
 def _row(
-    over: Sequence[tuple[Link, RaceEntry]], found: Mapping[str, Found], timings: Timings, survey: ModelSurvey | None
+    over: Sequence[tuple[Link, Racer]], found: Mapping[str, Found], timings: Timings, survey: ModelSurvey | None
 ) -> Row:
     contender = over[0][1]
     entry = contender.entry

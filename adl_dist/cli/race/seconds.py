@@ -12,7 +12,7 @@ from typing import Any
 
 from adl_dist.cli.bench.entries import Entry
 from adl_dist.cli.bench.runner import BenchConfig, Measured, measure_once
-from adl_dist.cli.race.contenders import RaceEntry
+from adl_dist.cli.race.contenders import Racer
 from adl_dist.cli.race.devices import Device, quotas
 from adl_dist.cli.race.link import Link
 from adl_dist.cli.race.namespaces import INTERFACE, Namespaces, namespaces
@@ -75,7 +75,7 @@ class Timings:
             unfinished.write_text(json.dumps(self._known, indent=1) + "\n")
 
 
-def key_of(contender: RaceEntry, link: Link | None) -> str:
+def key_of(contender: Racer, link: Link | None) -> str:
     """Return under which name a contender's times over ``link`` are kept; its settings are part of it."""
     entry = contender.entry
     settings = json.dumps([entry.method.settings, list(entry.settings), entry.kind], sort_keys=True, default=list)
@@ -83,7 +83,7 @@ def key_of(contender: RaceEntry, link: Link | None) -> str:
 
 
 def measure(
-    racing: Sequence[RaceEntry], link: Link, bench: BenchConfig, on: Sequence[Device], how: Measuring, known: Timings
+    racing: Sequence[Racer], link: Link, bench: BenchConfig, on: Sequence[Device], how: Measuring, known: Timings
 ) -> None:
     """Measure what is not known yet: A B C A B C. A failure is a result, and takes no further turn."""
     missing = [c for c in racing if len(known.seconds(key_of(c, link))) < how.repetitions]

@@ -11,7 +11,7 @@ from adl_dist.cli.bench.entries import ModelSurvey, survey
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.cli.plan.profiler import Profiler
-from adl_dist.cli.race.contenders import RaceEntry
+from adl_dist.cli.race.contenders import Racer
 from adl_dist.cli.race.devices import Device
 from adl_dist.cli.race.link import Link
 from adl_dist.partition import Machine
@@ -23,7 +23,7 @@ from adl_dist.schedule import Method, Pipeline
 SETTLED = "settled.json"
 
 
-def settled_cut(folder: Path, words: Sequence[str], able: Sequence[RaceEntry]) -> tuple[list[str], ModelSurvey]:
+def settled_cut(folder: Path, words: Sequence[str], able: Sequence[Racer]) -> tuple[list[str], ModelSurvey]:
     """Return the settings of the cut that this race began with, and a survey of the model with that cut."""
     known = read_json(folder / SETTLED)
     cut: list[str] = known.get("cut", [])
@@ -38,8 +38,8 @@ def settled_cut(folder: Path, words: Sequence[str], able: Sequence[RaceEntry]) -
 
 
 def settled_delays(
-    folder: Path, config: RunConfig, racing: Sequence[RaceEntry], links: Sequence[Link], on: Device
-) -> dict[str, list[RaceEntry]]:
+    folder: Path, config: RunConfig, racing: Sequence[Racer], links: Sequence[Link], on: Device
+) -> dict[str, list[Racer]]:
     """Return who races over each link, by its name, with the delays that it asks for; measured once."""
     known = read_json(folder / SETTLED)
     delays: dict[str, Any] = known.get("delays", {})
@@ -56,7 +56,7 @@ def settled_delays(
     return {link.name: [_with(contender, delays.get(link.name, {})) for contender in racing] for link in links}
 
 
-def _with(contender: RaceEntry, delays: Mapping[str, Sequence[int]]) -> RaceEntry:
+def _with(contender: Racer, delays: Mapping[str, Sequence[int]]) -> Racer:
     if not contender.awaits_delays:
         return contender
     method = contender.entry.method
