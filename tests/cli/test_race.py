@@ -12,7 +12,7 @@ import pytest
 from adl_dist.cli.bench.runner import Measured
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.race import replicas
-from adl_dist.cli.race.contenders import NAMES, contenders
+from adl_dist.cli.race.contenders import NAMES, REPLICATED, contenders
 from adl_dist.cli.race.devices import devices, quotas
 from adl_dist.cli.race.link import read_link
 from adl_dist.cli.race.report import draw, report, rows
@@ -36,7 +36,8 @@ def named(*names, words=(), num_stages=2, M=4):
 
 def test_all_that_flush_share_the_runs_of_one_device():
     """With the same M: BatchNorm sees micro-batches. What is stale, and replicas, have runs of their own."""
-    found, _ = named(*(name for name in NAMES if name != "adl-full-int8"))
+    found, left_out = named(*NAMES)
+    assert left_out == {}
     shared = {}
     for name, contender in found.items():
         shared.setdefault(contender.values.name, set()).add(name)
@@ -44,8 +45,7 @@ def test_all_that_flush_share_the_runs_of_one_device():
     assert shared.pop("bp-M4") == {"bp", "1f1b", "zbh1"}
     assert shared.pop("bp-M8") == {"torch-1f1b", "torch-zb"}
     assert sorted(map(sorted, shared.values())) == sorted(
-        [name]
-        for name in ("ddp", "ddp-bf16", "ddp-powersgd", "diloco-50", "diloco-500", "2bw", "paci", "adl", "adl-full")
+        [name] for name in (*REPLICATED, "2bw", "paci", "adl", "adl-full", "adl-full-int8")
     )
 
 

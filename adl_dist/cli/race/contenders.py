@@ -23,7 +23,7 @@ OURS: Mapping[str, Mapping[str, Any]] = {
     **{name: {"name": name} for name in ("bp", "1f1b", "zbh1", "2bw", "paci", "adl")},
     **{"adl-full": EVERYTHING, "adl-full-int8": EVERYTHING},
 }
-SETTINGS: Mapping[str, Sequence[str]] = {"adl-full-int8": ("runtime.codec=int8",)}
+CODECS: Mapping[str, str] = {"adl-full-int8": "int8"}  # of those that code what crosses a cut
 NAMES = (ONE_DEVICE, *REPLICATED, *TORCHS_PIPELINES, *OURS)
 SYNCHRONOUS = (*TORCHS_PIPELINES, "1f1b", "zbh1")  # pipelines that flush, whose values are those of one device
 WARMUP = 3  # updates that do not count, at least
@@ -44,7 +44,7 @@ class Racer:
 
     name: str
     entry: Entry  # as which it is measured; its method may still have delays to be found
-    settings: Sequence[str]  # of one of ours, besides its method
+    codec: str = "none"  # of ours
 
     @property
     def sends(self) -> bool:
@@ -73,7 +73,7 @@ class Racer:
         name = f"{'bp' if is_like_one_device else self.name}-M{method.micro_batches_per_update}"
         if isinstance(method.delay, tuple) and not is_like_one_device:
             name += f"-delay{'-'.join(map(str, method.delay))}"
-        return Values(name=name, program=TRAIN, settings=[*words, M, *self.settings])
+        return Values(name=name, program=TRAIN, settings=[*words, M, *self.entry.settings])
 
 
 def contenders(
@@ -94,7 +94,7 @@ def contenders(
     for name in dict.fromkeys(names):
         try:
             if name in OURS:
-                able.append(_of_ours(name, config, [*words, stages], M))
+                able.append(_of_ours(name, config, M))
             else:
                 able.append(_of_torch(name, config, large_M if name in TORCHS_PIPELINES else M))
         except AdlError as error:
@@ -108,12 +108,10 @@ def _of_torch(name: str, config: RunConfig, M: int) -> Racer:
     found, left_out = entries([known[name]], config, warmup=WARMUP, spreads=True)
     if not found:
         raise ConfigError(*left_out.values())
-    return Racer(name=name, entry=replace(found[0], name=name), settings=())
+    return Racer(name=name, entry=replace(found[0], name=name))
 
 
-def _of_ours(name: str, config: RunConfig, words: Sequence[str], M: int) -> Racer:
-    settings = SETTINGS.get(name, ())
-    if settings:
-        compose_run([*words, *settings])  # refuses what there is not
-    method = Method(accumulation_steps=M, **OURS[name])
-    return Racer(name=name, entry=our_entry(name, method, config, WARMUP, settings=settings), settings=settings)
+def _of_ours(name: str, config: RunConfig, M: int) -> Racer:
+    codec, method = CODECS.get(name, "none"), Method(accumulation_steps=M, **OURS[name])
+    settings = () if codec == "none" else (f"runtime.codec={codec}",)
+    return Racer(name=name, entry=our_entry(name, method, config, WARMUP, settings=settings), codec=codec)

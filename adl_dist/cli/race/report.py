@@ -49,14 +49,13 @@ def _row(
 ) -> Row:
     contender = over[0][1]
     entry = contender.entry
+    is_plain = contender.codec == "none"
     row: Row = {
         "contender": contender.name,
         "num_processes": entry.num_processes,
         "accumulation_steps": entry.method.micro_batches_per_update,
         "samples_per_update": entry.samples,
-        "bytes_per_update": survey.bytes_per_image(entry) * entry.samples
-        if survey and not contender.settings
-        else None,
+        "bytes_per_update": survey.bytes_per_image(entry) * entry.samples if survey and is_plain else None,
         "links": {},
     }
     for link, one in over:

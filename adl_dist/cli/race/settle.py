@@ -6,14 +6,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from adl_dist.cli.bench.command import apart
 from adl_dist.cli.bench.entries import ModelSurvey, survey
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.config.schema import RunConfig
+from adl_dist.cli.plan.link import coding_seconds
 from adl_dist.cli.plan.profiler import Profiler
 from adl_dist.cli.race.contenders import Racer
 from adl_dist.cli.race.devices import Device
 from adl_dist.cli.race.link import Link
+from adl_dist.codecs import Codecs
 from adl_dist.partition import Machine
 from adl_dist.partition.predict import with_delays
 from adl_dist.report.files import write_atomically
@@ -44,9 +48,9 @@ def settled_delays(
     known = read_json(folder / SETTLED)
     delays: dict[str, Any] = known.get("delays", {})
     asked = {
-        _key(c.entry.method): c.entry.method
-        for c in racing
-        if c.awaits_delays and any(_key(c.entry.method) not in delays.get(link.name, {}) for link in links)
+        _key(racer): racer
+        for racer in racing
+        if racer.awaits_delays and any(_key(racer) not in delays.get(link.name, {}) for link in links)
     }
     if asked:
         found = apart(_delays, config, list(asked.values()), list(links), on)
@@ -60,27 +64,32 @@ def _with(contender: Racer, delays: Mapping[str, Sequence[int]]) -> Racer:
     if not contender.awaits_delays:
         return contender
     method = contender.entry.method
-    found = {"delay": tuple(delays[_key(method)])}
+    found = {"delay": tuple(delays[_key(contender)])}
     return contender.with_method(Method(**{**method.settings, **found}))
 
 
-def _delays(config: RunConfig, methods: Sequence[Method], links: Sequence[Link], on: Device) -> dict[str, list[Any]]:
-    """Measure the model on this machine; return for each link the delays of each method."""
+def _delays(config: RunConfig, racing: Sequence[Racer], links: Sequence[Link], on: Device) -> dict[str, list[Any]]:
+    """Measure the model on this machine; return for each link the delays of each of those who ask for them."""
     K, batch = config.partition.num_stages, config.train.batch_size
     profiler = Profiler(config, granularity=config.partition.chosen().units, threads=on.threads)
     found: dict[str, list[Any]] = {link.name: [] for link in links}
-    for method in methods:
+    coding = coding_seconds(torch.device("cpu"))
+    for racer in racing:
+        method, codecs = racer.entry.method, Codecs(racer.codec, racer.codec)
         profile = profiler.profile(batch // method.micro_batches_per_update)
         for link in links:
             rate, one_way = link.bits_per_second / 8, link.round_trip_seconds / 2
-            machine = Machine(speeds=[on.share] * K, bandwidth=rate, latency=one_way)
+            machine = Machine(
+                speeds=[on.share] * K, bandwidth=rate, latency=one_way, codecs=codecs, coding_seconds=coding
+            )
             pipeline = with_delays(profile, Pipeline(method, K), machine=machine, sizes=config.partition.balance)
             found[link.name].append(list(pipeline.delays))
     return found
 
 
-def _key(method: Method) -> str:
-    return json.dumps(method.settings, sort_keys=True, default=list)
+def _key(racer: Racer) -> str:
+    """Return what its delays depend on."""
+    return json.dumps({**racer.entry.method.settings, "codec": racer.codec}, sort_keys=True, default=list)
 
 
 def _keep(folder: Path, facts: Mapping[str, Any]) -> None:
