@@ -19,7 +19,6 @@ from adl_dist.checkpoint.state import FreshStage, refuse_hidden_state
 from adl_dist.control.worker import LocalWorker
 from adl_dist.distributed.world import World
 from adl_dist.errors import ConfigError
-from adl_dist.links import LINKS, Links, parse_links
 from adl_dist.optim import build_lr_schedule, fast_forward, takes_length, try_schedule
 from adl_dist.optimizers import mark_roles
 from adl_dist.optimizers.rules import RuledOptimizer
@@ -39,16 +38,15 @@ from adl_dist.training.agreement import LENGTH, MADE, check_consistent, exchange
 from adl_dist.training.edges import COUNTS, connect_stages
 from adl_dist.training.findings import Agreed
 from adl_dist.training.input import DeviceLoader
+from adl_dist.training.links import links_between
 from adl_dist.training.loss_checks import ReturnsSumError, check_first_targets
 from adl_dist.training.partitioned_model import Measuring, PartitionedModel, Settled
 from adl_dist.training.record import record_graphs
 from adl_dist.training.replayed_state import remembered
 from adl_dist.training.samples import Samples
 from adl_dist.training.warm_up import check_without_warm_up, needs_warm_up, warm_up
-from adl_dist.transport.link_speed import measure_links
 
 Settings = dict[str, Any]
-FREE = 1e15  # bytes per second within a process
 
 
 def build_worker(
@@ -92,7 +90,7 @@ def build_worker(
     if isinstance(samples.one[1], Several):
         spec = replace(spec, loss_fn=OnSeveral(spec.loss_fn))
     feed = loaders[0] or loaders[1]
-    links = links_between(partitioned, world, store, folder)
+    links = links_between(partitioned.spec.links, world, store, folder)
     how = plan.micro_batch_size, folder, world.stages_on_device, links
     measuring = Measuring(feed, *how) if feed is not None else None
     finalize = partial(partitioned.finalize, store, samples=samples, device=device, measuring=measuring)
@@ -147,35 +145,6 @@ def build_worker(
         ticks=ticks,
     )
     return worker, settings_made(spec, [one for some in by_rank for one in some])
-
-
-def links_between(partitioned: PartitionedModel, world: World, store: dist.Store, folder: Path | None) -> Links | None:
-    """Return the links that the cut and delays are to follow from; None: none, or this rank need not know.
-
-    They are described, or measured now, or were when the run in ``folder`` began.
-    """
-    described, K = partitioned.spec.links, world.num_stages
-    if described is None or K == 1:
-        return None
-    if described != "auto":
-        return parse_links(described, LINKS).for_stages(K, LINKS)
-    if not world.is_distributed:
-        return None
-    own = measure_links(world.edges, world.rank, world.device)
-    for stage, figures in own.items():
-        store.set(f"link/{stage}", json.dumps({"figures": figures}))
-    if world.rank != 0:
-        return None
-    kept_in = folder / "links.json" if folder is not None else None
-    if kept_in is not None and kept_in.is_file():
-        return Links(*(tuple(column) for column in json.loads(kept_in.read_text())))
-    # Stages of one process have no link between them: what stays in a process takes no time.
-    apart = [k % world.size != (k + 1) % world.size for k in range(K - 1)]
-    told = [read(store, f"link/{k}", k % world.size)["figures"] if apart[k] else (FREE, 0.0) for k in range(K - 1)]
-    links = Links(*(tuple(column) for column in zip(*told, strict=True)))
-    if kept_in is not None:
-        kept_in.write_text(json.dumps(links) + "\n")
-    return links
 
 
 def settled(

@@ -27,9 +27,14 @@ from adl_dist.seeds import stream_seed
 from adl_dist.transport.spec import TensorSpec
 
 ALIGNED = 16  # bytes: views of numbers must begin at a multiple of their size
-SCALE_MASK = -(
-    1 << 8
-)  # keeps 16 bits of a float32's mantissa: 127 scales are then exact, and coding again changes nothing
+# Keeps 16 bits of a float32's mantissa: 127 scales are then exact, and coding again changes nothing.
+SCALE_MASK = -(1 << 8)
+# By the levels, the bits of the greatest scale whose multiples are all finite.
+GREATEST_SCALE = {
+    levels: int(torch.tensor(torch.finfo(torch.float32).max / levels, dtype=torch.float32).view(torch.int32))
+    & SCALE_MASK
+    for levels in LEVELS.values()
+}
 NOISE_STEPS = 1 << 16
 Tensors = tuple[Tensor, ...]
 
@@ -57,6 +62,8 @@ def layout(codec: str, specs: tuple[TensorSpec, ...], size: int) -> tuple[tuple[
 
 def encode(codec: str, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], seed: int | None) -> Tensor:
     """Return the buffer, uint8, of ``tensors`` [B, ...] of the formats ``specs``; ``seed`` None: round to nearest."""
+    if not tensors:  # gradients, where none is wanted
+        return torch.empty(0, dtype=torch.uint8)
     size = len(tensors[0])
     parts, num_bytes = layout(codec, tuple(specs), size)
     buffer = torch.empty(num_bytes, dtype=torch.uint8, device=tensors[0].device)
@@ -87,7 +94,11 @@ def decode(codec: str, specs: Sequence[TensorSpec], size: int, buffer: Tensor) -
                 flat.copy_(place.view(torch.bfloat16).view(flat.shape))
             else:
                 rows = flat.view(size, -1)
-                restored = rows if rows.dtype is torch.float32 else torch.empty(rows.shape, device=rows.device)
+                restored = (
+                    rows
+                    if rows.dtype is torch.float32
+                    else torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
+                )
                 _restore(part.codec, place, restored)
                 if restored is not rows:
                     rows.copy_(restored)
@@ -135,9 +146,7 @@ def _quantise(codec: str, flat: Tensor, place: Tensor, generator: torch.Generato
         blocks = flat[:, some.numbers].reshape(len(flat), some.in_sample, some.width)
         if codec == "int4":
             blocks = _rotated(pad(blocks, (0, some.coded_width - some.width)), forward=True)
-        scale = blocks.abs().amax(-1, keepdim=True).div_(levels)
-        scale = (scale.view(torch.int32) + ~SCALE_MASK & SCALE_MASK).view(torch.float32)  # rounded up
-        scale = scale.masked_fill_(scale == 0, 1.0).masked_fill_(~scale.isfinite(), math.nan)
+        scale = _scales(blocks.abs().amax(-1, keepdim=True), levels)
         multiples = blocks / scale
         if generator is not None:
             multiples.add_(_noise(multiples, generator), alpha=1 / NOISE_STEPS)
@@ -148,6 +157,14 @@ def _quantise(codec: str, flat: Tensor, place: Tensor, generator: torch.Generato
         else:  # two in a byte, from the two halves of the block
             low, high = multiples.chunk(2, dim=-1)
             codes.copy_(torch.add(low, high, alpha=16).add_(8 + 16 * 8))
+
+
+def _scales(largest: Tensor, levels: int) -> Tensor:
+    """Return the scales for blocks with these largest magnitudes: rounded up, and NaN where these are not finite."""
+    is_finite = largest.isfinite()  # asked first: of the NaN that a GPU makes, rounding up makes -0.0
+    bits = largest.div(levels).view(torch.int32).add_(~SCALE_MASK).bitwise_and_(SCALE_MASK)
+    scales = bits.clamp_(max=GREATEST_SCALE[levels]).view(torch.float32)
+    return scales.masked_fill_(scales == 0, 1.0).masked_fill_(~is_finite, math.nan)
 
 
 def _restore(codec: str, place: Tensor, flat: Tensor) -> None:
@@ -188,7 +205,7 @@ def _rotated(blocks: Tensor, *, forward: bool) -> Tensor:
 @cache
 def _hadamard(width: int, device: torch.device) -> Tensor:
     """Return the orthonormal, symmetric Hadamard matrix of Sylvester."""
-    matrix = torch.ones(1, 1)
+    matrix = torch.ones(1, 1, dtype=torch.float32)
     while len(matrix) < width:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
     return (matrix / math.sqrt(width)).to(device)
@@ -228,7 +245,7 @@ class Coder:
         buffer = encode(self.codec, specs, tensors, seed)
         self.num_bytes += buffer.nbytes
         self.plain_bytes += sum(tensor.nbytes for tensor in tensors)
-        if micro_batch % self.EVERY == 0:
+        if micro_batch % self.EVERY == 0 and tensors:
             self._compare(specs, tensors, buffer)
         return buffer
 

@@ -106,6 +106,20 @@ def test_a_fault_behind_a_codec_stops_or_skips_as_without_one(codec):
     assert skipped[0]["skipped_updates"] == skipped[1]["skipped_updates"] > 0
 
 
+@pytest.mark.parametrize("codec", ["int8", "bf16"])
+def test_a_codec_bears_stages_to_which_no_gradient_goes(codec):
+    """Two frozen stages: messages upstream hold nothing, on an edge that is there."""
+
+    def model():
+        net = batch_norm_net()
+        net[:2].requires_grad_(False)
+        return net
+
+    _, summary = train(3, 2, torch.float32, model=model, balance=[1, 1, 5], codec=codec, epochs=1)
+    sent = {(k, edge["what"]): edge["bytes"] > 0 for k, s in enumerate(summary["stages"]) for edge in s["coded"]}
+    assert sent == {(0, "act"): True, (1, "act"): True, (1, "grad"): False, (2, "grad"): False}
+
+
 def run(folder, *, max_updates=None, K=2, **options):
     trainer = toy_trainer(K, 2, codec="int8", dtype=torch.float32, **options)
     summary = trainer.fit(

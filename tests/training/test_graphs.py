@@ -68,7 +68,7 @@ OPTIONS = {
     "skipped": {"clip_norm": 0.3, "non_finite": "skip", "plant": nan_inputs, "metrics": ["top5"]},
     "mitigated": {"options": {"mitigation": ["discount", "spike", "delay_compensation"]}},
     "flushed first": {"options": {"flush_epochs": 1, "order": "backward_first", "gradient_shrink": 0.9}},
-    "lowered": {"autocast": torch.bfloat16, "codec": "bf16", "channels_last": True},
+    "lowered": {"autocast": torch.bfloat16, "codec": "int8", "channels_last": True},
     "several tensors": {"model": unet, "balance": UNET_BALANCE[3]},
     "fused": {"optimizer": functools.partial(torch.optim.AdamW, lr=0.01, fused=True)},
     "feedback": {"options": {"mitigation": ["error_feedback"]}},
@@ -138,7 +138,7 @@ def test_a_graph_of_all_stages_changes_no_bit(method, K, M, recorders):
 
 
 TICKED_OPTIONS = {
-    "adamw": {**OPTIONS["adamw"], "metrics": ["top5"], "codec": "bf16"},
+    "adamw": {**OPTIONS["adamw"], "metrics": ["top5"], "codec": "int8"},
     "mitigated": {"options": {"mitigation": ["spike", "delay_compensation"], "flush_epochs": 1}},
     "several tensors": OPTIONS["several tensors"],
     "lowered": OPTIONS["lowered"],

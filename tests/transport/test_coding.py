@@ -109,6 +109,33 @@ def test_what_is_not_finite_stays_so_in_its_block_alone(codec, seed, bad):
         assert got[1, 256:512].isnan().all(), "none is hidden, on any CPU"
 
 
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_the_nan_that_a_gpu_makes_is_seen_as_one(codec, monkeypatch):
+    """All bits of its mantissa are set, and arithmetic on its bits overflows. A CPU makes another one."""
+    largest = torch.Tensor.amax
+
+    def on_a_gpu(tensor, *dims, **options):
+        found = largest(tensor, *dims, **options)
+        found.view(torch.int32)[found.isnan()] = 2**31 - 1
+        return found
+
+    monkeypatch.setattr(torch.Tensor, "amax", on_a_gpu)
+    tensor = drawn(2, 256)
+    tensor[1, 3] = NAN
+    (got,) = there_and_back(codec, tensor)
+    assert got[1].isnan().all()
+    assert got[0].isfinite().all()
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_the_greatest_number_does_not_become_infinite(seed):
+    """Masks of attention hold it where a -inf would make a whole row NaN."""
+    tensor = torch.zeros(2, 300)
+    tensor[:, :5] = torch.finfo(torch.float32).min
+    (got,) = there_and_back("int8", tensor, seed=seed)
+    torch.testing.assert_close(got, tensor, rtol=2**-14, atol=0)
+
+
 @over_codecs
 @pytest.mark.parametrize("seed", [None, 7])
 def test_zeros_and_numbers_too_small_to_scale_come_back_finite(codec, seed):

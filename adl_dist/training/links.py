@@ -1,0 +1,65 @@
+"""What is known of the links between stages when the cut and the delays are settled."""
+
+import json
+from pathlib import Path
+
+import torch.distributed as dist
+
+from adl_dist.distributed.world import World
+from adl_dist.errors import ConfigError
+from adl_dist.links import LINKS, Links, parse_links
+from adl_dist.training.agreement import read
+from adl_dist.transport.link_speed import measure_links
+
+KEPT = "links.json"
+FREE = 1e15, 0.0  # bytes per second and seconds of one way within a process
+
+
+def links_between(links: str | None, world: World, store: dist.Store, folder: Path | None) -> Links | None:
+    """Return the links that the cut and delays are to follow from; None: none, or this rank need not know.
+
+    They are described by ``links``, or measured now if that is ``auto``, or were when the run in ``folder`` began with
+    as many stages in as many processes.
+
+    Raises:
+        ConfigError: the folder keeps something else under their name.
+        ChannelError, StageFailed: another rank does not answer.
+    """
+    K = world.num_stages
+    if links is None or K == 1:
+        return None
+    if links != "auto":
+        return parse_links(links, LINKS).for_stages(K, LINKS)
+    if not world.is_distributed:
+        return None
+    for stage, (bandwidth, latency) in measure_links(world.edges, world.rank, world.device).items():
+        store.set(f"link/{stage}", json.dumps({"bandwidth": bandwidth, "latency": latency}))
+    if world.rank != 0:
+        return None
+    key = f"{K} stages in {world.size} processes"
+    kept = {} if folder is None else _kept(folder / KEPT)
+    if key not in kept:
+        kept[key] = [_after(k, world, store) for k in range(K - 1)]
+        if folder is not None:
+            (folder / KEPT).write_text(json.dumps(kept, indent=1) + "\n")
+    return Links(*(tuple(column) for column in zip(*kept[key], strict=True)))
+
+
+def _kept(path: Path) -> dict[str, list[tuple[float, float]]]:
+    """Return the links that were measured, by the stages and processes that they join: of each what it carries."""
+    if not path.is_file():
+        return {}
+    try:
+        kept = json.loads(path.read_text())
+        return {key: [(float(rate), float(wait)) for rate, wait in links] for key, links in kept.items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}; remove it to measure the links again") from error
+
+
+def _after(stage: int, world: World, store: dist.Store) -> tuple[float, float]:
+    """Return what has been measured of the link after ``stage``, which is in the process of both if that is one."""
+    rank = stage % world.size
+    if rank == (stage + 1) % world.size:
+        return FREE
+    told = read(store, f"link/{stage}", rank)
+    return told["bandwidth"], told["latency"]

@@ -1,0 +1,33 @@
+"""Links that are measured at the start: a run keeps them, for the stages and processes that they join."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from adl_dist.errors import ConfigError
+from adl_dist.training import links
+
+
+def between(K, P, folder, rate, monkeypatch):
+    """The links that rank 0 of P processes with K stages goes by, where each is measured to carry ``rate``."""
+    monkeypatch.setattr(links, "measure_links", lambda *_: {k: (rate + k, 0.5) for k in range(K - 1)})
+    world = SimpleNamespace(num_stages=K, size=P, rank=0, is_distributed=True, edges={}, device=None)
+    return links.links_between("auto", world, dist.HashStore(), folder)
+
+
+def test_a_run_keeps_its_links_for_another_cut_it_measures(tmp_path, monkeypatch):
+    first = between(3, 3, tmp_path, 100.0, monkeypatch)
+    assert first == ((100.0, 101.0), (0.5, 0.5))
+    assert between(3, 3, tmp_path, 200.0, monkeypatch) == first
+    assert between(2, 2, tmp_path, 200.0, monkeypatch).bandwidth == (200.0,)
+    assert between(4, 4, tmp_path, 200.0, monkeypatch).bandwidth == (200.0, 201.0, 202.0)
+    assert between(3, 3, tmp_path, 300.0, monkeypatch) == first
+    assert between(4, 2, tmp_path, 300.0, monkeypatch).bandwidth == (300.0, 301.0, 302.0)
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "{", '{"2 stages in 2 processes": [[1]]}'])
+def test_links_that_cannot_be_read_are_refused_in_one_line(text, tmp_path, monkeypatch):
+    (tmp_path / "links.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"links\.json cannot be read: .*; remove it to measure the links again"):
+        between(2, 2, tmp_path, 100.0, monkeypatch)
