@@ -82,9 +82,10 @@ class LazyWeights:
     def make(self, module: nn.Module) -> None:
         """Make all tensors of ``module``, a part of the model by whose names they go, in their present dtypes."""
         made: dict[int, Tensor] = {}
-        # What is reset is first: the reset of a layer may reset the layers in it, too, whose tensors have no values yet.
+        # Resets are first: that of a layer may reset the layers in it, too, so what is read has no values yet. What
+        # holds others is the last to reset, as when built.
         for make in (self._reset_values, self._read_or_drawn):
-            for name, layer in reversed(list(_layers(module))):  # what holds others is the last to reset, as when built
+            for name, layer in reversed(list(_layers(module))):
                 own = {_full(name, key): (key, t) for key, t in _own(layer) if t.is_meta}
                 new = {full: made[id(t)] for full, (_, t) in own.items() if id(t) in made}
                 new |= make(name, layer, {full: t for full, (_, t) in own.items() if full not in new})
