@@ -9,7 +9,7 @@ from adl_dist.errors import CallbackError
 
 
 def test_no_two_threads_make_calls_at_a_time():
-    """As when a process fails while rank 0 is in a slow callback: what waits behind is made by that thread, in order."""
+    """As when a process fails while rank 0 is in a slow callback: that thread makes what waits behind it, in order."""
     code, made, entered, leave = UserCode(), [], threading.Event(), threading.Event()
 
     def slow():
