@@ -172,7 +172,7 @@ def given_weights(
     ``untied``: parameters that were one with another, by the names of both.
 
     Raises:
-        ConfigError: the model is on meta and cannot be made.
+        ConfigError: the model is on meta and cannot be made, or the folder of its weights lacks some.
         CheckpointError: ``init_from`` is not there, damaged, or of another model.
     """
     if is_lazy_model(model):
@@ -186,7 +186,15 @@ def given_weights(
         files = WeightFiles.at(init_from) if init_from is not None else None
         if files is not None and of_model and (names_here := getattr(model, NAMES_HERE, None)) is not None:
             files.rename(names_here(files.tensors))
-        return LazyWeights(model, files=files, seed=seed, untied=untied)
+        try:
+            return LazyWeights(model, files=files, seed=seed, untied=untied)
+        except CheckpointError as error:
+            if not of_model:
+                raise
+            raise ConfigError(
+                "runtime.lazy=true reads all tensors of this model from the folder of its weights, and draws none that "
+                f"is not there ({error}); use runtime.lazy=false, or a folder that has all of them"
+            ) from error
     if init_from is not None:
         load_weights(model, WeightFiles.at(init_from))
     return None
