@@ -82,32 +82,32 @@ class LazyWeights:
     def make(self, module: nn.Module) -> None:
         """Make all tensors of ``module``, a part of the model by whose names they go, in their present dtypes."""
         made: dict[int, Tensor] = {}
-        for name, layer in reversed(list(_layers(module))):  # what holds others is the last to reset, as when built
-            own = {f"{name}.{key}".lstrip("."): (key, t) for key, t in _own(layer) if t.is_meta}
-            new = {full: made[id(t)] for full, (_, t) in own.items() if id(t) in made}
-            todo = {full: t for full, (_, t) in own.items() if full not in new}
-            new |= self._made(name, layer, todo)
-            for full, (key, old) in own.items():
-                made[id(old)] = _put(layer, key, old, new[full])
+        # Resets are first: that of a layer may reset the layers in it, too, so what is read has no values yet. What
+        # holds others is the last to reset, as when built.
+        for make in (self._reset_values, self._read_or_drawn):
+            for name, layer in reversed(list(_layers(module))):
+                own = {_full(name, key): (key, t) for key, t in _own(layer) if t.is_meta}
+                new = {full: made[id(t)] for full, (_, t) in own.items() if id(t) in made}
+                new |= make(name, layer, {full: t for full, (_, t) in own.items() if full not in new})
+                for full, value in new.items():
+                    key, old = own[full]
+                    if value.shape != old.shape:
+                        raise ConfigError(f"'{full}' should have shape {list(old.shape)}, found {list(value.shape)}")
+                    made[id(old)] = _put(layer, key, old, value)
 
-    def _made(self, name: str, layer: nn.Module, todo: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors ``todo`` of a layer, by their full names."""
+    def _read_or_drawn(self, name: str, layer: nn.Module, todo: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors ``todo`` of a layer, from the files or by the model's ``draw_parameter``."""
         values: dict[str, Tensor] = {}
         if self.files is not None:
             for full in todo:
                 for _, value in self.files.read(self._found(full)[:1]):
                     values[full] = value.to(self._dtypes[full])
-        if {*self._of_reset(name, layer)} & todo.keys():
-            values = self._reset_values(name, layer, todo) | values
         for full in todo.keys() - values.keys():
             assert self._draw is not None
             values[full] = _unset(torch.empty(todo[full].shape, dtype=self._dtypes[full]))
             first = self._names_of[full][0]
             self._draw(self._untied.get(first, first), values[full])
             _check_set(full, values[full], "the model's draw_parameter")
-        for full, value in values.items():
-            if value.shape != todo[full].shape:
-                raise ConfigError(f"'{full}' should have shape {list(todo[full].shape)}, found {list(value.shape)}")
         return values
 
     def _found(self, name: str) -> list[str]:
@@ -118,7 +118,7 @@ class LazyWeights:
         """Return the names of the tensors of a layer that its own ``reset_parameters`` has to make."""
         found = []
         for key, tensor in _own(layer):
-            full = f"{name}.{key}".lstrip(".")
+            full = _full(name, key)
             is_drawn = isinstance(tensor, nn.Parameter) and (self._draw is not None or self.files is not None)
             if not is_drawn and not self._found(full):
                 found.append(full)
@@ -131,11 +131,13 @@ class LazyWeights:
         return next((method for name in RESETS if callable(method := getattr(layer, name, None))), None)
 
     def _reset_values(self, name: str, layer: nn.Module, todo: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return what the layer's ``reset_parameters`` makes of the tensors ``todo``; others keep their values."""
+        """Return what the layer's ``reset_parameters`` makes of the tensors ``todo``: those that nothing else makes."""
+        if not {*self._of_reset(name, layer)} & todo.keys():
+            return {}
         before = dict(_own(layer))
         for key, old in before.items():
             if old.is_meta:  # as it was built, whatever dtype it has got since
-                empty = _unset(torch.empty(old.shape, dtype=self._dtypes[f"{name}.{key}".lstrip(".")]))
+                empty = _unset(torch.empty(old.shape, dtype=self._dtypes[_full(name, key)]))
                 _hold(layer, key, nn.Parameter(empty, old.requires_grad) if isinstance(old, nn.Parameter) else empty)
         reset = self._reset(layer)
         assert reset is not None
@@ -148,7 +150,7 @@ class LazyWeights:
                     f"'{name}' cannot be made: {type(layer).__name__}.reset_parameters() fails with "
                     f"{type(error).__name__}: {error}"
                 ) from error
-        after = {f"{name}.{key}".lstrip("."): t.detach() for key, t in _own(layer)}
+        after = {_full(name, key): t.detach() for key, t in _own(layer)}
         for key, old in before.items():
             _hold(layer, key, old)
         wanted = {full: after[full] for full in self._of_reset(name, layer) if full in todo}
@@ -170,7 +172,7 @@ def given_weights(
     ``untied``: parameters that were one with another, by the names of both.
 
     Raises:
-        ConfigError: the model is on meta and cannot be made.
+        ConfigError: the model is on meta and cannot be made, or the folder of its weights lacks some.
         CheckpointError: ``init_from`` is not there, damaged, or of another model.
     """
     if is_lazy_model(model):
@@ -184,7 +186,15 @@ def given_weights(
         files = WeightFiles.at(init_from) if init_from is not None else None
         if files is not None and of_model and (names_here := getattr(model, NAMES_HERE, None)) is not None:
             files.rename(names_here(files.tensors))
-        return LazyWeights(model, files=files, seed=seed, untied=untied)
+        try:
+            return LazyWeights(model, files=files, seed=seed, untied=untied)
+        except CheckpointError as error:
+            if not of_model:
+                raise
+            raise ConfigError(
+                "runtime.lazy=true reads all tensors of this model from the folder of its weights, and draws none that "
+                f"is not there ({error}); use runtime.lazy=false, or a folder that has all of them"
+            ) from error
     if init_from is not None:
         load_weights(model, WeightFiles.at(init_from))
     return None
@@ -234,6 +244,11 @@ def _registered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that have tensors of their own on meta."""
     return ((name, m) for name, m in module.named_modules() if any(t.is_meta for _, t in _own(m)))
+
+
+def _full(name: str, key: str) -> str:
+    """Return the name, in the model, of what its layer ``name`` has as ``key``."""
+    return f"{name}.{key}".lstrip(".")
 
 
 def _own(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -226,3 +226,12 @@ def test_a_network_without_files_is_not_drawn_lazily(tmp_path):
         model = build(config(), task)
     with pytest.raises(ConfigError, match=r"LlamaForCausalLM draws all its weights together.*from files only"):
         given_weights(model, None, 0)
+
+
+def test_a_head_that_a_folder_lacks_is_not_drawn_lazily(tmp_path):
+    """Without lazy it is, with a warning."""
+    hf_net("bert").base_model.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = hf_model(str(tmp_path), FAMILIES["bert"][1])
+    with pytest.raises(ConfigError, match=r"draws none .*classifier.weight is .*missing.*use runtime.lazy=false"):
+        given_weights(model, None, 0)

@@ -272,6 +272,29 @@ class Fails(Table):
         raise IndexError("no such table")
 
 
+class Attention(nn.Module):
+    """Resets its layer together with a table that is in no file."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.table = nn.Linear(4, 4), nn.Buffer(torch.empty(4, 4), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        self.layer.reset_parameters()
+        self.table.copy_(torch.ones(4, 4).tril())
+
+
+def test_a_reset_for_a_table_leaves_weights_of_a_file(tmp_path):
+    whole = nn.Sequential(nn.Linear(4, 4), Attention())
+    save_file(whole.state_dict(), tmp_path / "model.safetensors")
+    with META:
+        lazy = nn.Sequential(nn.Linear(4, 4), Attention())
+    found = made(lazy, files=tmp_path)
+    assert_same(found.state_dict(), whole.state_dict())
+    assert_same(dict(found.named_buffers()), dict(whole.named_buffers()))
+
+
 @pytest.mark.parametrize(
     ("layer", "said"),
     [

@@ -1,0 +1,55 @@
+"""Calls of the user's code wait while stages train, are made by one thread at a time, and hide no other error."""
+
+import threading
+
+import pytest
+
+from adl_dist.control.user_code import UserCode
+from adl_dist.errors import CallbackError
+
+
+def test_no_two_threads_make_calls_at_a_time():
+    """As when a process fails while rank 0 is in a slow callback: that thread makes what waits behind it, in order."""
+    code, made, entered, leave = UserCode(), [], threading.Event(), threading.Event()
+
+    def slow():
+        entered.set()
+        made.append(("slow", threading.get_ident(), leave.wait(20)))
+
+    def train():
+        with code.while_training():
+            code.call(slow)
+            code.call(lambda: made.append(("behind", threading.get_ident(), True)))
+            trainer.start()
+            assert entered.wait(20)
+            raise OSError("a process has failed")
+
+    trainer = threading.Thread(target=code.catch_up)
+    with pytest.raises(OSError, match="a process has failed"):
+        train()
+    assert made == [], "the coordinator waits for no callback"
+    leave.set()
+    trainer.join(20)
+    assert made == [("slow", trainer.ident, True), ("behind", trainer.ident, True)]
+
+
+def fail():
+    raise CallbackError("callback Raises.on_update fails")
+
+
+def test_an_error_of_training_is_told_rather_than_one_of_a_call_after_it():
+    code, made = UserCode(), []
+
+    def train(error):
+        with code.while_training():
+            code.call(lambda: made.append("before"))
+            code.call(fail)
+            if error is not None:
+                raise error
+
+    with pytest.raises(OSError, match="diverged"):
+        train(OSError("diverged"))
+    assert made == ["before"]
+    code = UserCode()
+    with pytest.raises(CallbackError):
+        train(None)
