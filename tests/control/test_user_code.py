@@ -37,7 +37,7 @@ def fail():
     raise CallbackError("callback Raises.on_update fails")
 
 
-def test_an_error_of_training_is_told_rather_than_one_of_a_call_after_it():
+def test_an_error_of_training_is_told_and_not_that_of_a_call():
     code, made = UserCode(), []
 
     def train(error):
