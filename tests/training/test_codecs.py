@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import adl_dist
-from adl_dist.cli.config.schema import RuntimeConfig
 from adl_dist.errors import ConfigError, DivergedError
 from adl_dist.partition import cut
 from adl_dist.report import final_table
@@ -178,7 +177,3 @@ def test_codecs_that_there_are_not_are_refused_by_name():
         toy_trainer(codec="int2")
     with pytest.raises(ConfigError, match=r"runtime\.gradient_codec: there is no codec 'fp8'"):
         toy_trainer(gradient_codec="fp8")
-    with pytest.raises(
-        ConfigError, match=r"runtime\.wire_dtype=bfloat16 has another name now: use runtime\.codec=bf16"
-    ):
-        RuntimeConfig(wire_dtype="bfloat16")

@@ -29,6 +29,7 @@ from adl_dist.cli.bench.runner import BenchConfig, Measured, measure_once
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import Parser, compose_run
 from adl_dist.cli.config.schema import Device, RunConfig
+from adl_dist.codecs import PLAIN
 from adl_dist.distributed.affinity import default_threads, num_cores
 from adl_dist.distributed.device import check_device
 from adl_dist.distributed.parent_process import LAUNCHER, end_with_launcher
@@ -194,10 +195,11 @@ def _check(flags: argparse.Namespace, config: RunConfig) -> None:
         shlex.split(flags.prefix)
     except ValueError as error:
         raise ConfigError(f"--prefix {flags.prefix}: {error}") from None
-    if config.runtime.autocast or config.runtime.wire_dtype or config.runtime.compile:
+    is_coded = instantiate.precision(config).codecs != PLAIN
+    if config.runtime.autocast or is_coded or config.runtime.compile:
         raise ConfigError(
             "adl-dist bench compares all contenders in plain dtype, uncompiled, since torch's would not apply "
-            "runtime.autocast, runtime.wire_dtype and runtime.compile; omit them"
+            "runtime.autocast, runtime.codec, runtime.gradient_codec and runtime.compile; omit them"
         )
 
 

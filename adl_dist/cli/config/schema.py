@@ -127,7 +127,6 @@ class RuntimeConfig:
     autocast: NarrowDtype | None = None
     codec: Codec = Codec.none
     gradient_codec: Codec | None = None
-    wire_dtype: Any = None  # what it did is runtime.codec=bf16 now
     compile: bool = False
     tf32: bool = False
     cudnn_benchmark: bool = False
@@ -156,8 +155,6 @@ class RuntimeConfig:
             _at_least("runtime.threads", self.threads, 1)
             if self.threads > MOST_THREADS:
                 raise ConfigError(f"runtime.threads must be at most {MOST_THREADS}, got {self.threads}")
-        if self.wire_dtype is not None:
-            raise ConfigError(f"runtime.wire_dtype={self.wire_dtype} has another name now: use runtime.codec=bf16")
         _at_least("runtime.max_restarts", self.max_restarts, 0)
         _ = self.timeouts, self.checkpoints, self.process_options, self.monitoring
 

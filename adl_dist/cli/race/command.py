@@ -38,7 +38,7 @@ FACTS, TABLE, FIGURE, UPDATES, LOGS = "race.json", "race.md", "race.svg", "updat
 DEFAULT_LINKS = ("100mbit", "1gbit")
 FACTORS = (0.5, 1.0, 2.0)  # on the configured rate, if no others are given
 OF_OURS_ALONE = (
-    *("runtime.autocast", "runtime.compile", "runtime.wire_dtype", "runtime.codec", "runtime.gradient_codec"),
+    *("runtime.autocast", "runtime.compile", "runtime.codec", "runtime.gradient_codec"),
     *("train.ema", "train.non_finite"),
 )
 LONGEST_RUN = 7200.0  # seconds that a measured run may take, at most
