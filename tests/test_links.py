@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from adl_dist.cli.plan.report import codec_lines
 from adl_dist.codecs import Codecs
 from adl_dist.errors import ConfigError
 from adl_dist.links import LINKS, parse_links, text_of_links
@@ -13,6 +14,7 @@ from adl_dist.partition.balance import best_balance
 from adl_dist.partition.costs import Profile, StageFootprint, UnitCost
 from adl_dist.partition.predict import predict, with_delays
 from adl_dist.schedule import Pipeline, method
+from tests.support.commands import shows
 
 
 @pytest.mark.parametrize(
@@ -102,6 +104,24 @@ def test_messages_wait_for_those_before_them_on_their_link():
     free = predict(profile, Pipeline(method("gpipe", accumulation_steps=4), 2)).seconds_per_update
     assert long == pytest.approx(free + 2 * 24)
     assert slow > long + 2 * 24
+
+
+def test_stages_of_two_processes_share_the_links_between_these():
+    """With two stages each, three messages of 24 s go one way over one link, for each of M = 4 micro-batches."""
+    profile, link = profile_of([unit(crossing=24, seconds=0.3)] * 8), Machine(bandwidth=1.0)
+    interleaved = Pipeline(method("interleaved", accumulation_steps=4, stages_per_process=2), 4)
+    assert predict(profile, interleaved, machine=link).seconds_per_update >= 4 * 3 * 24
+
+
+@pytest.mark.parametrize(("seconds", "told"), [
+    (0.0, "runtime.codec=int8 is needed, and enough"),
+    (3.0, "the links cost time, least without a codec"),
+])  # fmt: skip
+def test_a_codec_that_takes_longer_than_it_saves_is_not_told_to_be_needed(seconds, told):
+    """A stage works for 12 s, and the link for 24 s, or 6 s in int8, which takes a stage so many seconds a byte."""
+    profile, link = profile_of([unit(crossing=24)] * 8), Machine(bandwidth=1.0, coding_seconds={"int8": seconds})
+    coded = [predict(profile, adl(2), machine=replace(link, codecs=Codecs(name, name))) for name in ("none", "int8")]
+    shows(codec_lines(coded)[-1], [told])
 
 
 def test_delays_grow_with_latency_and_shrink_with_a_codec():

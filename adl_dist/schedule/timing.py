@@ -105,7 +105,7 @@ def simulate(
     P = len(turns) if turns is not None else K
     free = [0.0] * P
     mail: dict[tuple[str, int], deque[float]] = defaultdict(deque)
-    left: dict[tuple[str, int], float] = defaultdict(float)  # when the last message of an edge had left
+    left: dict[tuple[int, int], float] = defaultdict(float)  # when the last message from process to process had left
     spans = []
     for stage, action in replay(lists, turns=turns):
         start = free[stage % P]
@@ -117,7 +117,8 @@ def simulate(
             leaves = end
             if message.what in ("act", "grad"):  # the others are small
                 transfer = costs.transfer[min(stage, message.receiver)]
-                leaves = left[message.what, stage] = max(end, left[message.what, stage]) + transfer
+                way = stage % P, message.receiver % P
+                leaves = left[way] = max(end, left[way]) + transfer
             mail[message.what, message.receiver].append(leaves + costs.between(stage, message.receiver))
         free[stage % P] = end
         spans.append(Span(stage, action, start, end))

@@ -382,6 +382,7 @@ def test_help_lists_the_contenders():
         (("--prefix", "a 'b", "--master-addr", "x"), ["--prefix a 'b", "quotation"]),
         (("--nonsense",), ["adl-dist bench", "--nonsense"]),
         (("train.batchsize=3",), ["there is no key 'train.batchsize'"]),
+        (("runtime.gradient_codec=int8",), ["torch's would not apply", "runtime.gradient_codec"]),
         (("partition.num_stages=99",), ["partition.num_stages=99 needs at least 99 units"]),
         (("runtime.device=cuda",), ["torch finds no CUDA device"]),
         (("runtime.codec=int8",), ["in plain dtype", "runtime.codec and runtime.compile; omit them"]),

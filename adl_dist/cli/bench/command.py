@@ -195,10 +195,11 @@ def _check(flags: argparse.Namespace, config: RunConfig) -> None:
         shlex.split(flags.prefix)
     except ValueError as error:
         raise ConfigError(f"--prefix {flags.prefix}: {error}") from None
-    if config.runtime.autocast or config.runtime.compile or instantiate.precision(config).codecs != PLAIN:
+    is_coded = instantiate.precision(config).codecs != PLAIN
+    if config.runtime.autocast or is_coded or config.runtime.compile:
         raise ConfigError(
             "adl-dist bench compares all contenders in plain dtype, uncompiled, since torch's would not apply "
-            "runtime.autocast, runtime.codec and runtime.compile; omit them"
+            "runtime.autocast, runtime.codec, runtime.gradient_codec and runtime.compile; omit them"
         )
 
 

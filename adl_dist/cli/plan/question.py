@@ -13,6 +13,7 @@ from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import Parser, compose_run, method_named
 from adl_dist.cli.config.schema import Device, RunConfig
 from adl_dist.cli.plan.link import coding_seconds, link_figures
+from adl_dist.codecs import PLAIN
 from adl_dist.distributed.affinity import num_cores
 from adl_dist.distributed.device import check_device
 from adl_dist.errors import ConfigError
@@ -191,6 +192,7 @@ def machine_of(question: Question) -> Machine:
     flags, device = question.flags, question.config.runtime.device
     link = link_figures(device) if question.links is None else question.links.figures
     memory = device_memory(torch.device(device.value)) if flags.memory is None else flags.memory
-    coding = {} if question.links is None else coding_seconds(torch.device(device.value))
     codecs = instantiate.precision(question.config).codecs
+    are_coded = question.links is not None or codecs != PLAIN
+    coding = coding_seconds(torch.device(device.value)) if are_coded else {}
     return Machine(memory_bytes=memory, codecs=codecs, coding_seconds=coding, **link)
