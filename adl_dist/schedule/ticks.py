@@ -47,10 +47,10 @@ def ticks_of(lists: Mapping[int, Sequence[Action]]) -> Iterator[Tick]:
     K, done = len(lists), dict.fromkeys(lists, 0)
     sent: set[tuple[Message, int]] = set()
     while any(done[k] < len(actions) for k, actions in lists.items()):
-        turns = {k: _turn(actions, done[k]) for k, actions in lists.items()}
-        ready = {k: turn for k, turn in turns.items() if turn and _messages(k, turn, K, RECEIVES) <= sent}
+        turns = {k: _possible(k, _turn(actions, done[k]), K, sent) for k, actions in lists.items()}
+        ready = {k: turn for k, turn in turns.items() if turn}
         if not ready:
-            raise ValueError("stages wait for what others do in the same tick")
+            raise ValueError("stages wait for each other in a tick")
         tick = Tick()
         for k, turn in ready.items():
             done[k] += len(turn)
@@ -104,6 +104,14 @@ def _turn(actions: Sequence[Action], start: int) -> list[Action]:
         turn.append(action)
         if action.op in (Op.FORWARD, Op.BACKWARD):
             done.add(own)
+    return turn
+
+
+def _possible(k: int, turn: list[Action], num_stages: int, sent: Container[tuple[Message, int]]) -> list[Action]:
+    """Return the first actions of ``turn``, up to one that awaits what no earlier tick has sent."""
+    for at, action in enumerate(turn):
+        if not all(message in sent for message in _messages(k, [action], num_stages, RECEIVES)):
+            return turn[:at]
     return turn
 
 

@@ -7,6 +7,7 @@ pipeline fills it may meet others, and the last micro-batch of an epoch may be s
 without graphs, with the same weights. Updates are, too.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,7 +20,7 @@ from adl_dist.errors import ConfigError
 from adl_dist.schedule import Pipeline
 from adl_dist.schedule.slots import Slots, slots_of
 from adl_dist.stage.calls import Tensors
-from adl_dist.stage.graphs import WAY_OUT, Recorder, Replay, recordable
+from adl_dist.stage.graphs import WAY_OUT, Recorder, Replay, check_method, check_recordable, hooked, recordable
 from adl_dist.stage.spec import TrainSpec
 from adl_dist.stage.stage import InFlight, Stage
 from adl_dist.stage.static_weights import StaticWeights
@@ -80,8 +81,8 @@ class Slot:
         return len(self._arriving[0])
 
     def fits(self, acts: Tensors, target: Batch | None) -> bool:
-        """Whether a micro-batch is as large."""
-        return [t.shape for t in self._arriving] == [t.shape for t in (*acts, *_tensors(target))]
+        """Whether a micro-batch is as large, and of the same types."""
+        return [(t.shape, t.dtype) for t in self._arriving] == [(t.shape, t.dtype) for t in (*acts, *_tensors(target))]
 
     @torch.no_grad()
     def go_forward(self, acts: Tensors, target: Batch | None) -> None:
@@ -144,7 +145,9 @@ class GraphedStage(Stage):
                 num_slots=self._plan.num_versions,
                 hidden=latest or spec.precision.cuda_graphs == "tick",
             )
-        self._memory: dict[str, tuple[int, bool]] = {}  # where what the graphs compute with lies
+        # Where what the graphs compute with lies; None: nothing is recorded yet.
+        self._memory: dict[str, tuple[int, bool]] | None = None
+        self._changed: Callable[[], list[str]] = list
 
     @property
     def _branch(self) -> int | None:
@@ -202,6 +205,23 @@ class GraphedStage(Stage):
         self.begin(0, training=True)
         self._memory = self._addresses()
 
+    def rely_on(self, changed: Callable[[], list[str]]) -> None:
+        """Take what returns the names of values on the host that are not as they were recorded."""
+        self._changed = changed
+
+    def check_unchanged(self) -> None:
+        """Raise ConfigError if the user has changed what the graphs, which run no Python, do not read again."""
+        if on := hooked(self.module):
+            what = f"a hook was put on module '{on[0]}'"
+        elif names := self._changed():
+            what = f"'{names[0]}' was changed"
+        else:
+            return
+        raise ConfigError(
+            f"{self.where}: {what} after the start, but graphs do what they did then (runtime.cuda_graphs=true); "
+            f"change nothing but tensors on {self._device.type}, in place, or {WAY_OUT}"
+        )
+
     def weights_in(self, version: int) -> AbstractContextManager[None]:
         """Have the module compute with the weights in that slot inside, and its gradients end there."""
         return NEWEST if self._static is None else self._static.weights_in(version)
@@ -240,7 +260,8 @@ class GraphedStage(Stage):
                 f"{self.where}: a parameter has a hook, which a graph would not call (runtime.cuda_graphs=true); "
                 f"remove it, or {WAY_OUT}"
             )
-        if self._memory and (moved := _unlike(self._memory, self._addresses())):
+        self.check_unchanged()
+        if self._memory is not None and (moved := _unlike(self._memory, self._addresses())):
             raise ConfigError(
                 f"{self.where}: '{moved}' was replaced after the start, but graphs compute with the memory that it had "
                 f"(runtime.cuda_graphs=true); write to it in place, as with copy_(), or {WAY_OUT}"
@@ -259,7 +280,7 @@ class GraphedStage(Stage):
         leaving = self._backward(micro_batch, kept, grads)
         if kept.replay is not None:
             return tuple(grad.clone() for grad in leaving)
-        if self._memory and self._static is not None:
+        if self._memory is not None and self._static is not None:
             place = self._static.with_strange_gradient(kept.version)
             if place is not None:
                 raise ConfigError(
@@ -289,7 +310,7 @@ class GraphedStage(Stage):
 
     def _slot_for(self, micro_batch: int, kept: InFlight, given: Tensors) -> Slot | None:
         """Return the slot of a micro-batch, if what was recorded there is what it needs."""
-        if not self._memory or kept.num_terms == 0:
+        if self._memory is None or kept.num_terms == 0:
             return None
         slot = self.slots[micro_batch % len(self.slots)]
         has_weights = self._static is None or self._static.slot_of(kept.version) == slot.version
@@ -299,51 +320,6 @@ class GraphedStage(Stage):
         """Return where what it computes with lies, and what of it is trained."""
         named = (*self.module.named_parameters(), *self.module.named_buffers())
         return {name: (tensor.data_ptr(), tensor.requires_grad) for name, tensor in named}
-
-
-def check_method(pipeline: Pipeline) -> None:
-    """Raise ConfigError if the method has stages that cannot be recorded."""
-    method = pipeline.method
-    if method.replays:
-        what = "replays forwards with other weights"
-    elif method.splits:
-        what = "divides a backward"
-    elif pipeline.spec.has_heads:
-        what = "has heads of its own in each stage"
-    elif {"predict", "nesterov"}.intersection(method.mitigation or ()):
-        what = "forwards with weights made for it (method.mitigation=predict, nesterov)"
-    elif pipeline.tied:
-        what = "exchanges the gradients of tied weights"
-    else:
-        return
-    raise ConfigError(
-        f"runtime.cuda_graphs=true does not go with method={method.name} as it is set, which {what}; use another "
-        f"method, or {WAY_OUT}"
-    )
-
-
-def check_recordable(module: nn.Module, where: str, traits: StageTraits) -> None:
-    """Raise ConfigError for what a graph would do once and for all; the text begins with ``where``."""
-    hooked = [name or "the stage" for name, one in module.named_modules() if _has_hooks(one)]
-    faults = {
-        "draws from Python's or numpy's random stream": traits.draws,
-        "changes more than buffers": traits.moves_more,
-        "writes to its parameters": [*traits.writes, *traits.replaces],
-        "computes again in its backward, as activation checkpointing does": traits.recomputes,
-        "gets inputs of varying lengths": traits.loss.varies,
-        "keeps something in the loss function": traits.loss.moves,
-        f"has a hook at module '{hooked[0]}'" if hooked else "": hooked,
-    }
-    for what, is_so in faults.items():
-        if is_so:
-            raise ConfigError(
-                f"{where}: it {what}, which a graph would not do again (runtime.cuda_graphs=true); {WAY_OUT}"
-            )
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, kind) for kind in kinds)
 
 
 def _unlike(before: dict[str, tuple[int, bool]], after: dict[str, tuple[int, bool]]) -> str | None:

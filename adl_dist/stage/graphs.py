@@ -5,19 +5,23 @@ reach the host on the way, and all that lives on between two graphs must be refe
 of anything else is given to the next recording.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from adl_dist.errors import ConfigError
+from adl_dist.schedule import Pipeline
+from adl_dist.stage.traits import StageTraits
 
 Replay = Callable[[], None]
 WAY_OUT = "use runtime.cuda_graphs=false"
+COPIES = "_to_copy", "copy_"
 OF_SIZES = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 
 
@@ -39,6 +43,7 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         """Record on ``device``, on a stream of its own, as recording demands."""
+        gc.collect()  # an earlier trainer's graphs: to free them while others are recorded is not allowed
         self._device, self._stream = device, torch.cuda.Stream(device)
         self._branches: list[torch.cuda.Stream] = []  # of works that are recorded together
         self._pool = torch.cuda.graph_pool_handle()
@@ -111,18 +116,27 @@ class _Watch(TorchDispatchMode):
         self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
         if self.fault is None:
             self.fault = self._fault(func, args, kwargs or {})
-        return func(*args, **kwargs or {})
+        out = func(*args, **kwargs or {})
+        if self.fault is None and isinstance(out, Tensor) and _name(func) in COPIES and self._is_elsewhere(out):
+            self.fault = f"{_name(func)} takes a tensor from {self._device.type} to {out.device.type}"
+        return out
+
+    def _is_elsewhere(self, tensor: Tensor) -> bool:
+        return tensor.device.type != self._device.type
 
     def _fault(self, func: Any, args: Any, kwargs: dict[str, Any]) -> str | None:
-        name = func._schema.name.removeprefix("aten::")
+        name = _name(func)
         if any(tag in func.tags for tag in OF_SIZES):
             return f"{name} hands a number, or a size, from the device to the host"
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         # A number in a tensor of the host is read when it is recorded, and never again.
-        copies = name in ("_to_copy", "copy_")
-        if any(t.device.type != self._device.type and (t.ndim > 0 or copies) for t in tensors):
+        if any(self._is_elsewhere(t) and (t.ndim > 0 or name in COPIES) for t in tensors):
             return f"{name} takes a tensor that is not on {self._device.type}"
         return None
+
+
+def _name(func: Any) -> str:
+    return str(func._schema.name.removeprefix("aten::"))
 
 
 @contextmanager
@@ -144,3 +158,50 @@ def recordable(where: str, device: torch.device, *, may_draw: bool = True) -> It
             f"{where}: it draws random numbers, as dropout does, but with runtime.cuda_graphs=tick all stages would "
             "draw from one generator at the same time; use runtime.cuda_graphs=true"
         )
+
+
+def check_method(pipeline: Pipeline) -> None:
+    """Raise ConfigError if the method has stages that cannot be recorded."""
+    method = pipeline.method
+    if method.replays:
+        what = "replays forwards with other weights"
+    elif method.splits:
+        what = "divides a backward"
+    elif pipeline.spec.has_heads:
+        what = "has heads of its own in each stage"
+    elif {"predict", "nesterov"}.intersection(method.mitigation or ()):
+        what = "forwards with weights made for it (method.mitigation=predict, nesterov)"
+    elif pipeline.tied:
+        what = "exchanges the gradients of tied weights"
+    else:
+        return
+    raise ConfigError(
+        f"runtime.cuda_graphs=true does not go with method={method.name} as it is set, which {what}; use another "
+        f"method, or {WAY_OUT}"
+    )
+
+
+def check_recordable(module: nn.Module, where: str, traits: StageTraits) -> None:
+    """Raise ConfigError for what a graph would do once and for all; the text begins with ``where``."""
+    on = hooked(module)
+    faults = {
+        "draws from Python's or numpy's random stream": traits.draws,
+        "changes more than buffers": traits.moves_more,
+        "writes to its parameters": [*traits.writes, *traits.replaces],
+        "computes again in its backward, as activation checkpointing does": traits.recomputes,
+        "gets inputs of varying lengths": traits.loss.varies,
+        "keeps something in the loss function": traits.loss.moves,
+        f"has a hook at module '{on[0]}'" if on else "": on,
+    }
+    for what, is_so in faults.items():
+        if is_so:
+            raise ConfigError(
+                f"{where}: it {what}, which a graph would not do again (runtime.cuda_graphs=true); {WAY_OUT}"
+            )
+
+
+def hooked(module: nn.Module) -> list[str]:
+    """Return the names of modules that have a hook."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    has_some = [(name, any(getattr(one, kind) for kind in kinds)) for name, one in module.named_modules()]
+    return [name or "the stage" for name, has in has_some if has]

@@ -28,7 +28,8 @@ from adl_dist.schedule import Pipeline, downstream_first
 from adl_dist.schedule.run_plan import Plan
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import LossFn, Stage, TrainSpec, graphs, in_dtype
-from adl_dist.stage.graphed import GraphedStage, check_method
+from adl_dist.stage.graphed import GraphedStage
+from adl_dist.stage.graphs import check_method
 from adl_dist.stage.heads import build_gradient_network, build_head, normalises_samples
 from adl_dist.stage.loss_terms import LossTerms, class_loss, loss_terms
 from adl_dist.stage.own_loss import MeanOf, OnSeveral

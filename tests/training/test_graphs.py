@@ -8,12 +8,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from adl_dist.errors import ConfigError, DivergedError
+from adl_dist.errors import ConfigError, DataError, DivergedError
 from adl_dist.schedule.slots import Slots, slots_of
-from adl_dist.stage import graphed, ticks
+from adl_dist.stage import graphed, graphs, ticks
 from adl_dist.stage.static_weights import StaticWeights
+from adl_dist.training import build
 from tests.support.commands import assert_same
-from tests.support.graphs import use_stand_in
+from tests.support.graphs import StandIn, use_stand_in
 from tests.support.ranks import run_ranks
 from tests.support.runs import NUM_SAMPLES, nan_inputs, toy_trainer, train
 from tests.support.tiers import slow
@@ -41,7 +42,7 @@ def assert_graphs_change_nothing(K, M, method="adl", **options):
 
 # 2BW needs M of at least the first stage's delay.
 ALL = [(name, K, M) for name in METHODS for K in (1, 2, 3, 4) for M in (1, 2, 3, 4) if name != "2bw" or M >= K - 1]
-SOME = [("adl", 1, 3), ("adl", 3, 2), ("ddg", 3, 2), ("gpipe", 2, 2), ("2bw", 3, 4), ("paci", 3, 2)]
+SOME = [("adl", 1, 3), ("adl", 3, 2), ("ddg", 3, 2), ("2bw", 3, 4), ("paci", 3, 2)]
 
 
 @pytest.mark.parametrize(("method", "K", "M"), [case if case in SOME else slow(*case) for case in ALL])
@@ -67,14 +68,14 @@ OPTIONS = {
     "skipped": {"clip_norm": 0.3, "non_finite": "skip", "plant": nan_inputs, "metrics": ["top5"]},
     "mitigated": {"options": {"mitigation": ["discount", "spike", "delay_compensation"]}},
     "flushed first": {"options": {"flush_epochs": 1, "order": "backward_first", "gradient_shrink": 0.9}},
-    "lowered": {"autocast": torch.bfloat16, "wire_dtype": torch.bfloat16, "channels_last": True},
+    "lowered": {"autocast": torch.bfloat16, "codec": "bf16", "channels_last": True},
     "several tensors": {"model": unet, "balance": UNET_BALANCE[3]},
     "fused": {"optimizer": functools.partial(torch.optim.AdamW, lr=0.01, fused=True)},
     "feedback": {"options": {"mitigation": ["error_feedback"]}},
     "latest": {"options": {"weights": "latest"}},
     "tuples": {"model": tuple_net, "balance": [1, 2, 1]},
 }
-SLOW = ("fused", "feedback", "latest", "tuples")
+SLOW = ("flushed first", "fused", "feedback", "latest", "tuples")
 
 
 @pytest.mark.parametrize("name", [slow(name) if name in SLOW else name for name in OPTIONS])
@@ -100,6 +101,13 @@ def test_a_resumed_run_with_graphs_is_one_without(recorders, tmp_path):
     assert_same(run(3, 2, epochs=2, cuda_graphs=True, **options), run(3, 2, epochs=2, dropout=0.3))
 
 
+@pytest.mark.parametrize("setting", [slow(True), "tick"])
+def test_stages_that_were_warmed_up_are_recorded_alike(setting, recorders, monkeypatch):
+    expected = run(2, 2, epochs=1)
+    monkeypatch.setattr(build, "needs_warm_up", lambda spec, device: True)
+    assert_same(run(2, 2, epochs=1, cuda_graphs=setting), expected)
+
+
 def train_a_rank(options):
     with pytest.MonkeyPatch.context() as patched:
         use_stand_in(patched)
@@ -116,7 +124,7 @@ def test_two_processes_with_graphs_are_one_without():
 
 # --- All stages in one graph: the stand-in does its branches in any order ---------------------------------------
 
-TICKED = [("adl", 2, 1), ("adl", 3, 2), ("fdg", 3, 1)]
+TICKED = [("adl", 2, 1), ("adl", 3, 2)]
 ALL_TICKED = [(name, K, M) for name in ("adl", "fdg") for K in (2, 3, 4) for M in (1, 2, 3, 4)]
 LONG = {"num_samples": 65}  # 22 micro-batches
 
@@ -130,7 +138,7 @@ def test_a_graph_of_all_stages_changes_no_bit(method, K, M, recorders):
 
 
 TICKED_OPTIONS = {
-    "adamw": {**OPTIONS["adamw"], "metrics": ["top5"], "wire_dtype": torch.bfloat16},
+    "adamw": {**OPTIONS["adamw"], "metrics": ["top5"], "codec": "bf16"},
     "mitigated": {"options": {"mitigation": ["spike", "delay_compensation"], "flush_epochs": 1}},
     "several tensors": OPTIONS["several tensors"],
     "lowered": OPTIONS["lowered"],
@@ -142,6 +150,25 @@ def test_a_graph_of_all_stages_changes_no_bit_of_any_option(name, recorders):
     options = {**LONG, **TICKED_OPTIONS[name]}
     assert_same(run(3, 2, cuda_graphs="tick", **options), run(3, 2, **options))
     assert recorders[0].num_replayed > 10
+
+
+@pytest.mark.parametrize("num_samples", [3, 9, 14])
+def test_epochs_shorter_than_a_delay_change_no_bit(num_samples, recorders):
+    options = {"num_samples": num_samples, "options": {"flush_epochs": 1}}
+    assert_same(run(3, 1, cuda_graphs="tick", **options), run(3, 1, **options))
+
+
+def grey_images(model, data):
+    """Of one channel in the place of two, in micro-batch 12."""
+    data.images = [*data.images]
+    for place in range(36, 39):
+        data.images[place] = data.images[place][:1]
+
+
+def test_a_tick_refuses_samples_of_another_form(recorders):
+    """Copied to the place of the others they would be widened without a word."""
+    with pytest.raises(DataError, match=r"stage 0: micro-batch 12 has tensors \[\[3, 1, .*were recorded"):
+        run(2, 2, cuda_graphs="tick", plant=grey_images, **LONG)
 
 
 @pytest.mark.slow
@@ -165,7 +192,7 @@ TICK_REFUSED = [
     (2, {"dropout": 0.3}, "stage 1: it draws random numbers"),
     (1, {}, "needs several stages"),
     (3, {"method": "ddg"}, "with method=ddg RO0 has no place in a tick"),
-    (3, {"method": "pipedream"}, "with method=pipedream only 0 of"),
+    (3, {"method": "pipedream"}, "with method=pipedream "),
     (3, {"non_finite": "skip"}, "train.non_finite=skip"),
 ]
 
@@ -244,7 +271,7 @@ def gradients_left(monkeypatch):
 
 def any_weights(monkeypatch):
     def slot_for(self, micro_batch, kept, given):
-        slot = self.slots[micro_batch % len(self.slots)] if self._memory else None
+        slot = self.slots[micro_batch % len(self.slots)] if self._memory is not None else None
         return slot if slot is not None and slot.fits(given, kept.target) else None
 
     monkeypatch.setattr(graphed.GraphedStage, "_slot_for", slot_for)
@@ -354,6 +381,76 @@ def test_what_no_graph_can_hold_is_refused_at_the_start(options, message, record
 def test_graphs_without_a_gpu_are_refused():
     with pytest.raises(ConfigError, match=r"runtime.cuda_graphs needs runtime.device=cuda, but .* cpu; use"):
         run(2, 2, cuda_graphs=True)
+
+
+def test_a_device_that_cannot_record_is_told_in_one_line(recorders, monkeypatch):
+    def record(self, works):
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nCompile with ...")
+
+    monkeypatch.setattr(StandIn, "record", record)
+    with pytest.raises(ConfigError, match=r"cannot be recorded: .*operation not permitted.*; use") as refused:
+        run(2, 2, cuda_graphs=True)
+    assert "\n" not in str(refused.value)
+
+
+def test_work_that_leaves_the_device_is_refused():
+    """As ``tensor.cpu()`` and ``tensor.tolist()`` do; to the meta device, since there is no other one here."""
+    refused = pytest.raises(ConfigError, match=r"stage 0: .* _to_copy takes a tensor from cpu to meta")
+    with refused, graphs.recordable("stage 0", torch.device("cpu")):
+        torch.ones(2).to("meta")
+
+
+class Changing:
+    """Changes something when an epoch, or an update, has ended."""
+
+    def __init__(self, change, when):
+        setattr(self, when, lambda now: change())
+
+
+def changed(setting, change, *, when="on_epoch", epochs=2, loss_fn=None):
+    """Train with a callback that has ``change`` change the model, or the loss."""
+    model, loss_fn = batch_norm_net(), loss_fn or nn.CrossEntropyLoss()
+    trainer = toy_trainer(3, 2, model=model, loss_fn=loss_fn, cuda_graphs=setting)
+    callbacks = [Changing(lambda: change(model, loss_fn), when)]
+    trainer.fit(FixedImages(65), epochs=epochs, batch_size=6, callbacks=callbacks, monitoring=QUIET)
+    return trainer.full_state_dict()
+
+
+def other_momentum(model, loss_fn):
+    model[0][1].momentum = 0.5
+
+
+def other_smoothing(model, loss_fn):
+    loss_fn.label_smoothing = 0.1
+
+
+def new_hook(model, loss_fn):
+    model[0].register_forward_hook(lambda module, args, out: 2 * out)
+
+
+CHANGES = [
+    (other_momentum, {}, r"stage 0: '0\.1\.momentum' was changed after the start"),
+    (other_momentum, {"when": "on_update", "epochs": 1}, r"stage 0: '0\.1\.momentum' was changed"),
+    (other_smoothing, {}, r"stage 2: 'loss_fn\.label_smoothing' was changed"),
+    (new_hook, {}, r"stage 0: a hook was put on module '0'"),
+]
+
+
+@pytest.mark.parametrize(("change", "options", "message"), CHANGES, ids=["epoch", "update", "loss", "hook"])
+def test_a_number_that_a_callback_changes_is_refused(change, options, message, recorders):
+    """A graph has the number that was there when it was recorded."""
+    with pytest.raises(ConfigError, match=message):
+        changed(True, change, **options)
+
+
+@pytest.mark.parametrize("setting", [True, "tick"])
+def test_weights_may_be_written_between_epochs(setting, recorders):
+    def shrink(model, loss_fn):
+        with torch.no_grad():
+            model[0][0].weight.mul_(0.9)
+            model[0][1].running_mean.mul_(0.9)
+
+    assert_same(changed(setting, shrink), changed(False, shrink))
 
 
 class Replacing:
