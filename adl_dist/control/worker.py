@@ -249,6 +249,8 @@ class LocalWorker:
             if code.is_waiting:
                 self.activity.enter(USER_CODE)
                 code.catch_up()
+                for stage in self.stages:
+                    stage.check_unchanged()
             yield one
 
 

@@ -21,6 +21,7 @@ from adl_dist.stage.traits import StageTraits
 
 Replay = Callable[[], None]
 WAY_OUT = "use runtime.cuda_graphs=false"
+COPIES = "_to_copy", "copy_"
 OF_SIZES = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 
 
@@ -115,18 +116,27 @@ class _Watch(TorchDispatchMode):
         self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
         if self.fault is None:
             self.fault = self._fault(func, args, kwargs or {})
-        return func(*args, **kwargs or {})
+        out = func(*args, **kwargs or {})
+        if self.fault is None and isinstance(out, Tensor) and _name(func) in COPIES and self._is_elsewhere(out):
+            self.fault = f"{_name(func)} takes a tensor from {self._device.type} to {out.device.type}"
+        return out
+
+    def _is_elsewhere(self, tensor: Tensor) -> bool:
+        return tensor.device.type != self._device.type
 
     def _fault(self, func: Any, args: Any, kwargs: dict[str, Any]) -> str | None:
-        name = func._schema.name.removeprefix("aten::")
+        name = _name(func)
         if any(tag in func.tags for tag in OF_SIZES):
             return f"{name} hands a number, or a size, from the device to the host"
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         # A number in a tensor of the host is read when it is recorded, and never again.
-        copies = name in ("_to_copy", "copy_")
-        if any(t.device.type != self._device.type and (t.ndim > 0 or copies) for t in tensors):
+        if any(self._is_elsewhere(t) and (t.ndim > 0 or name in COPIES) for t in tensors):
             return f"{name} takes a tensor that is not on {self._device.type}"
         return None
+
+
+def _name(func: Any) -> str:
+    return str(func._schema.name.removeprefix("aten::"))
 
 
 @contextmanager
@@ -173,7 +183,7 @@ def check_method(pipeline: Pipeline) -> None:
 
 def check_recordable(module: nn.Module, where: str, traits: StageTraits) -> None:
     """Raise ConfigError for what a graph would do once and for all; the text begins with ``where``."""
-    hooked = [name or "the stage" for name, one in module.named_modules() if _has_hooks(one)]
+    on = hooked(module)
     faults = {
         "draws from Python's or numpy's random stream": traits.draws,
         "changes more than buffers": traits.moves_more,
@@ -181,7 +191,7 @@ def check_recordable(module: nn.Module, where: str, traits: StageTraits) -> None
         "computes again in its backward, as activation checkpointing does": traits.recomputes,
         "gets inputs of varying lengths": traits.loss.varies,
         "keeps something in the loss function": traits.loss.moves,
-        f"has a hook at module '{hooked[0]}'" if hooked else "": hooked,
+        f"has a hook at module '{on[0]}'" if on else "": on,
     }
     for what, is_so in faults.items():
         if is_so:
@@ -190,6 +200,8 @@ def check_recordable(module: nn.Module, where: str, traits: StageTraits) -> None
             )
 
 
-def _has_hooks(module: nn.Module) -> bool:
+def hooked(module: nn.Module) -> list[str]:
+    """Return the names of modules that have a hook."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, kind) for kind in kinds)
+    has_some = [(name, any(getattr(one, kind) for kind in kinds)) for name, one in module.named_modules()]
+    return [name or "the stage" for name, has in has_some if has]

@@ -232,6 +232,9 @@ class Stage:
             hooks = (p._backward_hooks or p._post_accumulate_grad_hooks for p in self._trained.parameters())
             self._rereads_weights = self._traits.recomputes or any(hooks)
 
+    def check_unchanged(self) -> None:
+        """Raise ConfigError if the user's code has changed what this stage will not read again: nothing here."""
+
     def rounding_seed(self, micro_batch: int) -> int:
         """Return the seed by which gradients that this stage sends for one micro-batch of the segment are rounded."""
         return self._random.seed_of("codec", micro_batch)

@@ -63,6 +63,10 @@ class StaticWeights(Stash):
         """Return the slot of ``version``, which is the newest or one that is still kept."""
         return self._places.get(version, self._present)
 
+    def in_other_slots(self) -> tuple[Tensor, ...]:
+        """Return the weights in all slots but that of the newest."""
+        return tuple(tensor for others in self._slots if others is not None for tensor in others)
+
     def weights_in(self, slot: int) -> AbstractContextManager[None]:
         """Have the module compute with the memory of ``slot`` inside, and its gradients end there."""
         others = self._slots[slot]

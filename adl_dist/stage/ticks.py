@@ -10,9 +10,10 @@ without graphs: the backward of what a graph has left by autograd itself, on the
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from adl_dist.errors import ConfigError
+from adl_dist.errors import ConfigError, DataError
 from adl_dist.schedule import Action, Pipeline
 from adl_dist.schedule.slots import Slots, slots_of
 from adl_dist.schedule.ticks import Tick, steady_ticks, ticks_of
@@ -35,6 +36,7 @@ class TickedStage(GraphedStage):
 
     _may_draw = False  # one generator serves a whole graph
     replays = (False, False)
+    _versions: tuple[int, ...] = ()  # autograd's counts of writes to what graphs refer to, when they were recorded
     _unfinished: tuple[Tensors, Tensors] | None = None  # a group that is complete when all stages have gone backward
 
     @property
@@ -68,7 +70,26 @@ class TickedStage(GraphedStage):
         return self._backward(micro_batch, kept, grads)
 
     def _slot_for(self, micro_batch: int, kept: InFlight, given: Tensors) -> Slot | None:
-        return self.slots[micro_batch % len(self.slots)] if self.replays[0] else None
+        if not self.replays[0]:
+            return None
+        slot = self.slots[micro_batch % len(self.slots)]
+        if not slot.fits(given, kept.target):
+            raise DataError(
+                f"{self.where}: micro-batch {micro_batch} has tensors {[[*t.shape] for t in given]}, but "
+                f"{[[*t.shape] for t in slot.acts]} were recorded (runtime.cuda_graphs=tick), or another type or "
+                f"target; give samples of one form, or {WAY_OUT}"
+            )
+        return slot
+
+    def is_recorded(self) -> None:
+        """Take note that all slots are recorded; see :meth:`GraphedStage.is_recorded`."""
+        super().is_recorded()
+        self._versions = tuple(tensor._version for tensor in self._referred())
+
+    def _referred(self) -> tuple[Tensor, ...]:
+        """Return what the graphs of autograd refer to that others may write to, with the newest weights in slot 0."""
+        older = () if self._static is None else self._static.in_other_slots()
+        return (*self.module.parameters(), *self.module.buffers(), *older)
 
     def _look_at(self, kept: InFlight, out: Any) -> None:
         if kept.replay is None:  # else there is nothing to be seen yet
@@ -93,6 +114,10 @@ class TickedStage(GraphedStage):
         """Get ready for a segment; see :meth:`GraphedStage.begin`."""
         self.replays, self._unfinished = (False, False), None
         super().begin(epoch, training=training, first_micro_batch=first_micro_batch)
+        if training and self._versions:
+            # What the user, or an average in the place of the weights, has written in between is meant to be computed
+            # with, also by the graphs of autograd, which stay.
+            torch._C._autograd._unsafe_set_version_counter(self._referred(), self._versions)
 
 
 class Ticks:

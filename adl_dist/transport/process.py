@@ -142,6 +142,8 @@ class End:
             for work, _ in works:
                 if work is not None:
                     work.wait()
+        except torch.AcceleratorError:
+            raise  # of this GPU: the peer is not to blame
         except RuntimeError as error:
             raise self._lost(micro_batch) from error
         return micro_batch, [buffer for _, buffer in works]

@@ -13,7 +13,7 @@ copied out is kept until it has left.
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from typing import Protocol
 
 import torch
@@ -37,9 +37,11 @@ def copy_stream(device: torch.device, direction: str) -> torch.cuda.Stream:
 
 
 @cache
-def _outbox() -> ThreadPoolExecutor:
-    """Return the thread that sends what leaves a GPU, one after the other, as copies end in that order, too."""
-    return ThreadPoolExecutor(1, thread_name_prefix="send from GPU")
+def _outbox(device: torch.device) -> ThreadPoolExecutor:
+    """Return the thread that sends what leaves ``device``, one after the other, as copies end in that order, too."""
+    # A new thread has GPU 0 for its own, and would take memory there to wait for an event of another one.
+    prepare = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+    return ThreadPoolExecutor(1, thread_name_prefix="send from GPU", initializer=prepare)
 
 
 class SendFromGpu:
@@ -47,7 +49,7 @@ class SendFromGpu:
 
     def __init__(self, tensor: Tensor, host: Tensor, copied: Event, send: Send) -> None:
         """Let ``send`` have ``host`` as soon as that is ``copied`` from ``tensor``, which is kept until then."""
-        self._begun = _outbox().submit(_send_later, tensor, host, copied, send)
+        self._begun = _outbox(tensor.device).submit(_send_later, tensor, host, copied, send)
 
     def wait(self) -> None:
         """Wait until the peer has it; raise what :attr:`dist.Work.wait` raises, or ``send``."""

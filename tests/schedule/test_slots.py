@@ -101,6 +101,23 @@ def test_stages_that_wait_for_each_other_have_no_ticks(name):
             steady_ticks(pipeline, max(2, slots_of(pipeline, 0).num_micro_batches))
 
 
+@pytest.mark.parametrize("flush_epochs", [0, 1])
+def test_ticks_of_any_segment_are_of_the_period_or_not_full(flush_epochs):
+    """With fewer micro-batches than a delay, a smaller last group, or groups that are flushed."""
+    for K, M in [(2, 1), (3, 1), (3, 2), (5, 2), (4, 3)]:
+        pipeline = Pipeline(method("adl", accumulation_steps=M, flush_epochs=flush_epochs), K)
+        num_slots, every = slots_of(pipeline, 0).num_micro_batches, range(K)
+        forwards, backwards = map(set, zip(*steady_ticks(pipeline, num_slots), strict=True))
+        for num_groups in range(9):
+            lists, done = lists_of(pipeline.in_epoch(0), num_groups), {k: [] for k in every}
+            for tick in ticks_of(lists):
+                for k, action in tick.actions:
+                    done[k].append(action)
+                for found, known in ((tick.forwards, forwards), (tick.backwards, backwards)):
+                    assert len(found) < K or tuple(found[k] % num_slots for k in every) in known
+            assert done == lists
+
+
 def test_a_segment_that_is_stopped_ends_in_ticks_too():
     pipeline = Pipeline(method("adl", accumulation_steps=3), 4)
     lists, done = lists_of(pipeline), {k: [] for k in range(4)}

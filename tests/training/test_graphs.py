@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from adl_dist.errors import ConfigError, DivergedError
+from adl_dist.errors import ConfigError, DataError, DivergedError
 from adl_dist.schedule.slots import Slots, slots_of
-from adl_dist.stage import graphed, ticks
+from adl_dist.stage import graphed, graphs, ticks
 from adl_dist.stage.static_weights import StaticWeights
 from adl_dist.training import build
 from tests.support.commands import assert_same
@@ -101,11 +101,11 @@ def test_a_resumed_run_with_graphs_is_one_without(recorders, tmp_path):
     assert_same(run(3, 2, epochs=2, cuda_graphs=True, **options), run(3, 2, epochs=2, dropout=0.3))
 
 
-@pytest.mark.parametrize("graphs", [slow(True), "tick"])
-def test_stages_that_were_warmed_up_are_recorded_alike(graphs, recorders, monkeypatch):
+@pytest.mark.parametrize("setting", [slow(True), "tick"])
+def test_stages_that_were_warmed_up_are_recorded_alike(setting, recorders, monkeypatch):
     expected = run(2, 2, epochs=1)
     monkeypatch.setattr(build, "needs_warm_up", lambda spec, device: True)
-    assert_same(run(2, 2, epochs=1, cuda_graphs=graphs), expected)
+    assert_same(run(2, 2, epochs=1, cuda_graphs=setting), expected)
 
 
 def train_a_rank(options):
@@ -150,6 +150,25 @@ def test_a_graph_of_all_stages_changes_no_bit_of_any_option(name, recorders):
     options = {**LONG, **TICKED_OPTIONS[name]}
     assert_same(run(3, 2, cuda_graphs="tick", **options), run(3, 2, **options))
     assert recorders[0].num_replayed > 10
+
+
+@pytest.mark.parametrize("num_samples", [3, 9, 14])
+def test_epochs_shorter_than_a_delay_change_no_bit(num_samples, recorders):
+    options = {"num_samples": num_samples, "options": {"flush_epochs": 1}}
+    assert_same(run(3, 1, cuda_graphs="tick", **options), run(3, 1, **options))
+
+
+def grey_images(model, data):
+    """Of one channel in the place of two, in micro-batch 12."""
+    data.images = [*data.images]
+    for place in range(36, 39):
+        data.images[place] = data.images[place][:1]
+
+
+def test_a_tick_refuses_samples_of_another_form(recorders):
+    """Copied to the place of the others they would be widened without a word."""
+    with pytest.raises(DataError, match=r"stage 0: micro-batch 12 has tensors \[\[3, 1, .*were recorded"):
+        run(2, 2, cuda_graphs="tick", plant=grey_images, **LONG)
 
 
 @pytest.mark.slow
@@ -372,6 +391,66 @@ def test_a_device_that_cannot_record_is_told_in_one_line(recorders, monkeypatch)
     with pytest.raises(ConfigError, match=r"cannot be recorded: .*operation not permitted.*; use") as refused:
         run(2, 2, cuda_graphs=True)
     assert "\n" not in str(refused.value)
+
+
+def test_work_that_leaves_the_device_is_refused():
+    """As ``tensor.cpu()`` and ``tensor.tolist()`` do; to the meta device, since there is no other one here."""
+    refused = pytest.raises(ConfigError, match=r"stage 0: .* _to_copy takes a tensor from cpu to meta")
+    with refused, graphs.recordable("stage 0", torch.device("cpu")):
+        torch.ones(2).to("meta")
+
+
+class Changing:
+    """Changes something when an epoch, or an update, has ended."""
+
+    def __init__(self, change, when):
+        setattr(self, when, lambda now: change())
+
+
+def changed(setting, change, *, when="on_epoch", epochs=2, loss_fn=None):
+    """Train with a callback that has ``change`` change the model, or the loss."""
+    model, loss_fn = batch_norm_net(), loss_fn or nn.CrossEntropyLoss()
+    trainer = toy_trainer(3, 2, model=model, loss_fn=loss_fn, cuda_graphs=setting)
+    callbacks = [Changing(lambda: change(model, loss_fn), when)]
+    trainer.fit(FixedImages(65), epochs=epochs, batch_size=6, callbacks=callbacks, monitoring=QUIET)
+    return trainer.full_state_dict()
+
+
+def other_momentum(model, loss_fn):
+    model[0][1].momentum = 0.5
+
+
+def other_smoothing(model, loss_fn):
+    loss_fn.label_smoothing = 0.1
+
+
+def new_hook(model, loss_fn):
+    model[0].register_forward_hook(lambda module, args, out: 2 * out)
+
+
+CHANGES = [
+    (other_momentum, {}, r"stage 0: '0\.1\.momentum' was changed after the start"),
+    (other_momentum, {"when": "on_update", "epochs": 1}, r"stage 0: '0\.1\.momentum' was changed"),
+    (other_smoothing, {}, r"stage 2: 'loss_fn\.label_smoothing' was changed"),
+    (new_hook, {}, r"stage 0: a hook was put on module '0'"),
+]
+
+
+@pytest.mark.parametrize(("change", "options", "message"), CHANGES, ids=["epoch", "update", "loss", "hook"])
+def test_a_number_that_a_callback_changes_is_refused(change, options, message, recorders):
+    """A graph has the number that was there when it was recorded."""
+    with pytest.raises(ConfigError, match=message):
+        changed(True, change, **options)
+
+
+@pytest.mark.parametrize("setting", [True, "tick"])
+def test_weights_may_be_written_between_epochs(setting, recorders):
+    def shrink(model, loss_fn):
+        with torch.no_grad():
+            model[0][0].weight.mul_(0.9)
+            model[0][1].running_mean.mul_(0.9)
+
+    assert_same(changed(setting, shrink), changed(False, shrink))
 
 
 class Replacing:

@@ -126,6 +126,23 @@ def test_a_peer_that_is_gone_is_told_by_the_send_that_finds_out():
         send.wait()
 
 
+class Broken(Event):
+    """The event of a copy from a GPU on which a kernel has failed."""
+
+    def synchronize(self):
+        raise torch.AcceleratorError("device-side assert triggered")
+
+
+def test_a_fault_of_its_own_gpu_is_not_blamed_on_the_peer():
+    sender = ProcessSender(
+        Edge(0, 1, (0, 1), None, "gloo"), SPECS, what="act", max_pending=1, max_pending_in_evaluation=1
+    )
+    tensor = torch.ones(1)
+    sender._pending.append((0, [(SendFromGpu(tensor, tensor, Broken(), lambda host: None), tensor)]))
+    with pytest.raises(torch.AcceleratorError, match="device-side assert"):
+        sender.drain()
+
+
 @pytest.mark.parametrize("specs", [SPECS, Specs.always([TensorSpec((VARIES,), "float32")])], ids=["fixed", "varying"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_targets_that_are_read_before_a_gpu_gets_them_are_pinned(specs, device, monkeypatch):
