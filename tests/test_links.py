@@ -117,7 +117,7 @@ def test_stages_of_two_processes_share_the_links_between_these():
     (0.0, "runtime.codec=int8 is needed, and enough"),
     (3.0, "the links cost time, least without a codec"),
 ])  # fmt: skip
-def test_a_codec_that_takes_longer_than_it_saves_is_not_told_to_be_needed(seconds, told):
+def test_a_codec_that_costs_more_than_it_saves_is_not_needed(seconds, told):
     """A stage works for 12 s, and the link for 24 s, or 6 s in int8, which takes a stage so many seconds a byte."""
     profile, link = profile_of([unit(crossing=24)] * 8), Machine(bandwidth=1.0, coding_seconds={"int8": seconds})
     coded = [predict(profile, adl(2), machine=replace(link, codecs=Codecs(name, name))) for name in ("none", "int8")]

@@ -385,7 +385,6 @@ def test_help_lists_the_contenders():
         (("runtime.gradient_codec=int8",), ["torch's would not apply", "runtime.gradient_codec"]),
         (("partition.num_stages=99",), ["partition.num_stages=99 needs at least 99 units"]),
         (("runtime.device=cuda",), ["torch finds no CUDA device"]),
-        (("runtime.codec=int8",), ["in plain dtype", "runtime.codec and runtime.compile; omit them"]),
     ],
 )
 def test_a_mistake_is_one_line_and_writes_nothing(extra, parts, tmp_path):
