@@ -238,7 +238,7 @@ def _open(
 def _held(folder: Any, size: int) -> Tensor | None:
     """Return the images of a folder, uint8[N, 3, size, size]; None: one has another size, or cannot be read.
 
-    Which that is and why is told when it is loaded, as of any folder.
+    No error is raised here: loading that image raises it, with its path and the reason, as for any folder.
     """
     images = torch.empty(len(folder.samples), 3, size, size, dtype=torch.uint8)
     for place, (path, _) in enumerate(folder.samples):

@@ -1,6 +1,6 @@
 """What records the work of a GPU as a graph, and finds out beforehand whether it may.
 
-A graph launches the same kernels on the same memory again, and nothing of the Python around them: so no number may
+A graph launches the same kernels on the same memory again, without the Python code around them: so no number may
 reach the host on the way, and all that lives on between two graphs must be referred to from here, because the memory
 of anything else is given to the next recording.
 """

@@ -76,12 +76,7 @@ def build_worker(
     device = world.device
     if spec.precision.compile:
         check_compiler(device)
-    recorder = None
-    if spec.precision.cuda_graphs:
-        check_method(spec.pipeline)
-        if spec.precision.cuda_graphs == "tick":
-            check_ticks(spec, in_one_process=not world.is_distributed)
-        recorder = graphs.recorder_for(device)
+    recorder = recorder_of(spec, world) if spec.precision.cuda_graphs else None
     if isinstance(spec.loss_fn, nn.Module):
         in_dtype(spec.loss_fn, spec.precision.dtype, device)
     settings = settings_of(spec, partitioned)
@@ -145,6 +140,14 @@ def build_worker(
         ticks=ticks,
     )
     return worker, settings_made(spec, [one for some in by_rank for one in some])
+
+
+def recorder_of(spec: TrainSpec, world: World) -> graphs.Recorder:
+    """Return what records the stages of this process as graphs; raise ConfigError where that is not possible."""
+    check_method(spec.pipeline)
+    if spec.precision.cuda_graphs == "tick":
+        check_ticks(spec, in_one_process=not world.is_distributed)
+    return graphs.recorder_for(world.device)
 
 
 def settled(

@@ -39,7 +39,7 @@ def test_what_is_no_link_is_refused(text):
 @needs_namespaces
 @pytest.mark.parametrize("text", ["20mbit", "200mbit", "20mbit,30ms", "200mbit,30ms"])
 def test_a_plain_socket_gets_the_rate_and_round_trip(text):
-    """Of the rate what Ethernet, IP and TCP leave for the message; the round trip and what a busy core adds to it."""
+    """The headers of Ethernet, IP and TCP take a part of the rate, and a busy core adds to the round trip."""
     link = read_link(text)
     with namespaces(3, link) as spaces:
         found = spaces.measured()

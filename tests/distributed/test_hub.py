@@ -46,7 +46,7 @@ def nodes():
 
 
 def test_ranks_behind_a_hub_train_to_the_same_bits(nodes, tmp_path):
-    """By the recipe of docs/network.md; the second rank is told no interface, and finds the one to the first."""
+    """The recipe of docs/network.md. The second rank gets no interface, and finds the one that leads to the first."""
     ranks = []
     for number, name in enumerate(nodes):
         told = {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}

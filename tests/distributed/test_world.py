@@ -44,7 +44,7 @@ def test_after_an_error_edges_are_given_up_once_and_first(monkeypatch):
 
 @pytest.mark.parametrize(("ranks", "size", "share"), [(1, 1, 4), (1, 4, 1), (4, 4, 4), (2, 2, 4), (1, 2, 2)])
 def test_stages_on_one_gpu_have_a_share_of_its_memory_each(ranks, size, share, monkeypatch):
-    """Of four stages, in one process or in several, of which so many are on one GPU."""
+    """There are four stages, in ``size`` processes, of which ``ranks`` are on one GPU."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 1000))
     here = replace(world.single_process(torch.device("cuda"), 4), size=size, ranks_on_gpu=ranks)
     assert here.stages_on_device == share

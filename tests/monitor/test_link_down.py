@@ -1,5 +1,6 @@
 """A link that goes down under a run, and comes up again: two ranks, each in a network namespace of its own."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -52,6 +53,18 @@ def rank(number, spaces, folder, *, train=LONG, master_addr="10.78.0.1", **more)
         return subprocess.Popen(command, stdout=said, stderr=said, env=environment, cwd=ROOT)
 
 
+@contextlib.contextmanager
+def two_ranks(spaces, folder, **more):
+    """Yield the processes of both ranks, which are ended at the end."""
+    ranks = [rank(number, spaces, folder, **more) for number in range(2)]
+    try:
+        yield ranks
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
 def wait_for(what, there, ranks, seconds=60.0):
     began = time.monotonic()
     while not there():
@@ -62,8 +75,7 @@ def wait_for(what, there, ranks, seconds=60.0):
 
 def test_a_link_that_is_down_is_the_cause_and_costs_no_bit(spaces, tmp_path):
     metrics, log = tmp_path / "run" / "metrics.jsonl", tmp_path / "run" / "logs" / "rank0.log"
-    ranks = [rank(number, spaces, tmp_path) for number in range(2)]
-    try:
+    with two_ranks(spaces, tmp_path) as ranks:
         wait_for("an update", lambda: metrics.is_file() and metrics.stat().st_size, ranks)
         ip("-n", spaces[1], "link", "set", "eth0", "down")
         down = time.monotonic()
@@ -72,10 +84,6 @@ def test_a_link_that_is_down_is_the_cause_and_costs_no_bit(spaces, tmp_path):
         ip("-n", spaces[1], "link", "set", "eth0", "up")
         for process in ranks:
             assert process.wait(60) == 0, (tmp_path / "rank0.txt").read_text()
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
     assert seconds <= STALL_SECONDS + 2
     (cause,) = set(re.findall(r"likely cause: (.*)", log.read_text()))
     shows(cause, ["stage 1 (", "the process runs but does not answer", "or the link is down"])
@@ -92,14 +100,13 @@ LONGER = (*USERS, "train.epochs=300", "runtime.checkpoint_every_epochs=300", "ru
 
 @pytest.mark.timeout(400)
 def test_a_minute_without_a_link_costs_no_restart_and_no_bit(tmp_path):
-    """As docs/network.md has it: where TCP tries again every two seconds, training goes on as soon as the link does."""
+    """With the settings of docs/network.md TCP tries again every two seconds, so training soon continues."""
     metrics = tmp_path / "run" / "metrics.jsonl"
     with namespaces(2, read_link("20mbit,20ms")) as spaces:
         for name in spaces.of_ranks:
             ip("netns", "exec", name, "sysctl", "-qw", "net.ipv4.tcp_rto_max_ms=2000", "net.ipv4.tcp_retries2=255")
         more = {"train": LONGER, "master_addr": spaces.master_addr, "GLOO_SOCKET_IFNAME": INTERFACE}
-        ranks = [rank(number, spaces.of_ranks, tmp_path, **more) for number in range(2)]
-        try:
+        with two_ranks(spaces.of_ranks, tmp_path, **more) as ranks:
             wait_for("an update", lambda: metrics.is_file() and metrics.stat().st_size, ranks, seconds=100)
             spaces.set_link(1, is_up=False)
             time.sleep(MINUTE)
@@ -110,10 +117,6 @@ def test_a_minute_without_a_link_costs_no_restart_and_no_bit(tmp_path):
             assert time.monotonic() - up < 10
             for process in ranks:
                 assert process.wait(150) == 0, (tmp_path / "rank0.txt").read_text()
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
     (plain := tmp_path / "plain").mkdir()
     assert in_process(*words(plain / "run", *LONGER)).code == 0
     assert_same(weights_of(tmp_path), weights_of(plain))

@@ -78,7 +78,7 @@ def seconds_and_bytes(units, sizes, held, machine, optimizer_copies):
 
 
 def torn_ties(units, start, stop):
-    """Of ties of which a stage has one unit alone: the copies that it holds, as (first unit, bytes); and all bytes."""
+    """Return each copy in a stage with one unit of a tie as (first unit, bytes), and the bytes of all such ties."""
     copies, halves = [], []
     for place, one in enumerate(units):
         for first, nbytes in one.tied:

@@ -32,7 +32,7 @@ class Event:
 
     def synchronize(self):
         self.num_waits += 1
-        assert self._is_done.wait(20), "nobody said that the GPU is done"
+        assert self._is_done.wait(20), "the test did not finish the copy"
 
     def elapsed_time(self, end):
         return 1e3 * (end.recorded + end._lag - self.recorded)

@@ -1,8 +1,8 @@
 """A stand-in for CUDA graphs on a CPU: what is recorded is done again on the same memory, and nothing else is.
 
 It is as strict as a graph. A replay reads and writes the memory that was there when it was recorded, whatever a Python
-object holds by now; nothing of the Python around the operations happens again; and memory that nobody refers to any
-more is spoilt after each replay, because another graph may have got it.
+object holds by now. The Python code around the operations does not run again. Memory that has no reference any more is
+spoilt after each replay, because another graph may use it.
 """
 
 import random

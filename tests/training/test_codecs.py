@@ -1,4 +1,4 @@
-"""Training with coded messages: the equations with the same rounding at each cut, a resumed run, what is told of it."""
+"""Coded messages in training: they follow the equations with the same rounding, runs resume, figures are reported."""
 
 import functools
 

@@ -159,7 +159,7 @@ def test_epochs_shorter_than_a_delay_change_no_bit(num_samples, recorders):
 
 
 def grey_images(model, data):
-    """Of one channel in the place of two, in micro-batch 12."""
+    """Give the images of micro-batch 12 one channel; the others have two."""
     data.images = [*data.images]
     for place in range(36, 39):
         data.images[place] = data.images[place][:1]
@@ -253,7 +253,7 @@ class Unseeded:
 
 
 def freed_graph(monkeypatch):
-    """Of autograd: with it goes what the backward reads."""
+    """Have autograd free its graph after the backward, and so the tensors that a replay reads."""
 
     def compute_backward(self):
         with self._stage.weights_in(self.version):

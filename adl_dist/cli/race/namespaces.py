@@ -45,7 +45,7 @@ class Namespaces:
         return ["ip", "netns", "exec", self.of_ranks[rank]]
 
     def set_link(self, rank: int, *, is_up: bool) -> None:
-        """Break the link of ``rank``, or restore it. No process is told."""
+        """Take the link of ``rank`` down, or up again; its processes are not told."""
         _run("ip", "-n", self.switch, "link", "set", _port(rank), "up" if is_up else "down")
 
     def measured(self) -> Link:
