@@ -5,7 +5,7 @@ ARGS ?=
 JOBS ?= 3
 INSTALLED := $(VENV)/.installed
 
-.PHONY: train test test-slow test-zoo test-long test-fuzz test-faults test-kill test-gpu test-slurm lint install clean
+.PHONY: train test test-slow test-zoo test-long test-fuzz test-faults test-kill test-gpu test-slurm lint dist install clean
 .DEFAULT_GOAL := help
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make test-gpu                       run the tests that need a CUDA device, as it is installed"
 	@echo "make test-slurm                     a SLURM cluster of four nodes on this machine; needs root, Linux, apt"
 	@echo "make lint                           ruff, mypy, and that imports point down"
+	@echo "make dist                           build the wheel and the source archive into dist/"
 	@echo "make install                        make $(VENV), which train and test do by themselves"
 	@echo "make clean                          remove $(VENV)"
 
@@ -60,6 +61,10 @@ lint: install
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
 	@$(VENV)/bin/lint-imports --no-cache
+
+dist: install
+	@rm -rf dist
+	@$(VENV)/bin/python -m hatchling build -d dist
 
 install: $(INSTALLED)
 

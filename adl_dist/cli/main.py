@@ -10,27 +10,34 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
+from adl_dist import __version__
 from adl_dist.distributed.parent_process import end_with_launcher, end_with_torchrun
 from adl_dist.errors import AdlError, ConfigError, Exit, describe, place_of
 
 USAGE = """\
 adl-dist COMMAND [KEY=VALUE ...]
 
+train and look
   train       train; every key has a default, so `adl-dist train` runs as it is
-  evaluate    evaluate a checkpoint:       adl-dist evaluate runs/NAME
-  export      write one plain state_dict:  adl-dist export runs/NAME out=model.pt
-  compare     table and figure of runs:    adl-dist compare runs/A runs/B [out=FOLDER]
-  plan        measure, cut, predict:       adl-dist plan model=resnet56 data=cifar10 --stages 2,4
-  bench       measure methods and torch's own side by side:  adl-dist bench model=resnet18 data=synthetic
-  race        time to a target over slow links:  adl-dist race data=digits --target accuracy=0.95 --out runs/race
-  tokenize    text to tokens, to train on: adl-dist tokenize FILE... --out DIR
-  generate    text from a trained model:   adl-dist generate runs/NAME prompt=TEXT
-  schedule    print who does what when:    adl-dist schedule partition.num_stages=4 method.accumulation_steps=2
   status      what a job is at:            adl-dist status runs/NAME [--json]
   checkpoint  have it save now:            adl-dist checkpoint runs/NAME
   stop        have it save now and end:    adl-dist stop runs/NAME
+  tokenize    text to tokens, to train on: adl-dist tokenize FILE... --out DIR
+
+plan and measure
+  schedule    print who does what when:    adl-dist schedule partition.num_stages=4 method.accumulation_steps=2
+  plan        measure, cut, predict:       adl-dist plan model=resnet56 data=cifar10 --stages 2,4
+  bench       measure methods and torch's own side by side:  adl-dist bench model=resnet18 data=synthetic
+  race        time to a target over slow links:  adl-dist race data=digits --target accuracy=0.95 --out runs/race
+
+afterwards
+  evaluate    evaluate a checkpoint:       adl-dist evaluate runs/NAME
+  export      write one plain state_dict:  adl-dist export runs/NAME out=model.pt
+  compare     table and figure of runs:    adl-dist compare runs/A runs/B [out=FOLDER]
+  generate    text from a trained model:   adl-dist generate runs/NAME prompt=TEXT
 
 A run folder is runs/NAME or run_dir=runs/NAME; adl-dist COMMAND --help says what else the command takes.
+adl-dist --version prints the version
 adl-dist train --help lists the keys, also those of another method: adl-dist train --help method=fr
 adl-dist train --multirun KEY=A,B runs all combinations and compares them
 On SLURM: sbatch launch/slurm.sbatch KEY=VALUE ... from a checkout
@@ -157,6 +164,9 @@ def _flush() -> None:
 
 def _run(command_line: list[str]) -> int:
     name, arguments = (command_line[0], command_line[1:]) if command_line else ("", [])
+    if name == "--version":
+        sys.stdout.write(f"adl-dist {__version__}\n")
+        return 0
     wants_help = name in ("-h", "--help", "help") or (name in COMMANDS and {"-h", "--help"} & set(arguments))
     if not command_line or (wants_help and name not in HAVE_HELP):
         sys.stdout.write(HELP.get(name, USAGE))
