@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from adl_dist.data import Loading
     from adl_dist.monitor.timeouts import WatchdogTimeouts
     from adl_dist.report.callbacks import Callback, EarlyStopping
+    from adl_dist.report.comparison import compare
     from adl_dist.stage import GradientPolicy, Precision
     from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
     from adl_dist.training.trainer import Trainer
@@ -35,12 +36,17 @@ __all__ = [
     "Trainer",
     "WatchdogTimeouts",
     "__version__",
+    "compare",
     "method",
 ]
 
 
 def __getattr__(name: str) -> Any:
     # Late, so that schedules can be made, checked and printed without torch.
+    if name == "compare":
+        from adl_dist.report import comparison
+
+        return comparison.compare
     if name in __all__:
         from adl_dist.report import callbacks
         from adl_dist.training import trainer

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from adl_dist.errors import ConfigError
-from adl_dist.report.comparison import write_comparison
-from adl_dist.report.runs import read_runs
+from adl_dist.report import comparison
 
 
 def compare(arguments: Sequence[str]) -> None:
@@ -17,17 +16,7 @@ def compare(arguments: Sequence[str]) -> None:
     paths = [Path(each.removeprefix("run_dir=")) for each in arguments if not each.startswith("out=")]
     if not paths or len(outs) > 1:
         raise ConfigError("adl-dist compare takes run folders: adl-dist compare RUNS... [out=FOLDER]")
-    folders: dict[Path, None] = {}
-    for path in paths:
-        below = sorted(file.parent for file in path.glob("**/config.yaml"))
-        if not below:
-            raise ConfigError(f"{path} holds no run: expected the folder of a run, or one that holds such folders")
-        folders |= dict.fromkeys(below)
     above = paths[0] if len(paths) == 1 else Path(os.path.commonpath([path.absolute() for path in paths]))
     out = outs[0] if outs else above
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        text = write_comparison(out, read_runs(folders), command=shlex.join(["adl-dist", "compare", *arguments]))
-    except OSError as error:
-        raise ConfigError(f"out={out} cannot be written: {error.strerror}; give another out=") from error
+    text = comparison.compare(paths, out=out, command=shlex.join(["adl-dist", "compare", *arguments]))
     sys.stdout.write(f"{text}\nwritten to {out}: comparison.md, comparison.csv, curves.svg, curves.png\n")

@@ -1,10 +1,7 @@
 """``adl-dist generate RUN_DIR prompt=TEXT``: text from a trained model, token by token, in this process."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-import torch
-from torch import Tensor, nn
 
 from adl_dist.checkpoint.run_dir import chosen_checkpoint
 from adl_dist.checkpoint.state import load_weights, signature, verify
@@ -14,6 +11,7 @@ from adl_dist.cli.config.schema import LARGEST_SEED, RunConfig
 from adl_dist.cli.run_folder import named_folder, wants_averages
 from adl_dist.data.vocabulary import Vocabulary
 from adl_dist.errors import ConfigError
+from adl_dist.models import generation
 from adl_dist.report import say
 
 # Keys, each with an example.
@@ -33,52 +31,18 @@ def generate(arguments: Sequence[str]) -> None:
     max_tokens = int(_number(options, "max_tokens", 200, least=1))
     temperature = _number(options, "temperature", 1.0, least=0.0)
     top_k = int(_number(options, "top_k", vocabulary.size, least=1))
-    generator = torch.Generator().manual_seed(int(_number(options, "seed", 0, least=0)))
+    seed = int(_number(options, "seed", 0, least=0))
     path, ema = chosen_checkpoint(run_dir, options.get("checkpoint")), wants_averages(options)
     model = instantiate.build_model(config)
     verify(path, signature(model))
     load_weights(path, model, ema=ema)
-    model.to(instantiate.precision(config).dtype).eval()
+    model.to(instantiate.precision(config).dtype)
     num_kinds = min(vocabulary.size, config.model.get("vocab_size", vocabulary.size))
-    chosen = continued(
-        model, prompt, context=config.data["context"], num_kinds=num_kinds, temperature=temperature, top_k=top_k,
-        generator=generator,
+    new = generation.generate(
+        model, prompt, max_tokens=max_tokens, context=config.data["context"], num_kinds=num_kinds,
+        temperature=temperature, top_k=top_k, seed=seed,
     )  # fmt: skip
-    say(vocabulary.decode([*prompt, *(token for token, _ in zip(chosen, range(max_tokens), strict=False))]))
-
-
-@torch.inference_mode()
-def continued(
-    model: nn.Module,
-    prompt: Sequence[int],
-    *,
-    context: int,
-    num_kinds: int,
-    temperature: float,
-    top_k: int,
-    generator: torch.Generator,
-) -> Iterator[int]:
-    """Yield tokens behind ``prompt`` for ever, each drawn by what ``model`` makes of the ``context`` before it.
-
-    Args:
-        model: int[1, T] -> float[1, T, V], in evaluation.
-        prompt: tokens to begin with.
-        context: T at most.
-        num_kinds: tokens to choose from, 0 to ``num_kinds`` - 1; the model may have more outputs.
-        temperature: what outputs are divided by; 0: the largest is taken.
-        top_k: as many of the largest outputs are drawn from.
-        generator: draws.
-    """
-    tokens = list(prompt)
-    while True:
-        outputs: Tensor = model(torch.tensor([tokens[-context:]]))[0, -1, :num_kinds].double()
-        if temperature == 0:
-            tokens.append(int(outputs.argmax()))
-        else:
-            largest, places = outputs.topk(min(top_k, num_kinds))
-            shares = (largest / temperature).softmax(dim=0)
-            tokens.append(int(places[torch.multinomial(shares, 1, generator=generator)]))
-        yield tokens[-1]
+    say(vocabulary.decode([*prompt, *new]))
 
 
 def _vocabulary(config: RunConfig, run_dir: Path) -> Vocabulary:

@@ -2,21 +2,61 @@
 
 import csv
 import json
+import os
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from adl_dist import __version__
+from adl_dist.errors import ConfigError
 from adl_dist.report.files import write_atomically
 from adl_dist.report.progress import holders
-from adl_dist.report.runs import ACCURACY, LOSS, REFERENCE, Measure, Run, measure_of
+from adl_dist.report.runs import ACCURACY, LOSS, REFERENCE, Measure, Run, measure_of, read_runs
 from adl_dist.report.tables import markdown_table
 
 NOTHING = "."
 MINUS = "\u2212"
+
+
+def compare(
+    run_dirs: Iterable[str | os.PathLike[str]],
+    *,
+    out: str | os.PathLike[str] | None = None,
+    command: str = "adl_dist.compare",
+) -> str:
+    """Write a table, a CSV file and a figure of the runs in or below ``run_dirs``, as ``adl-dist compare`` does.
+
+    Args:
+        run_dirs: folders of runs that ``adl-dist train`` has made, or folders that hold such folders.
+        out: where comparison.md, comparison.csv, curves.svg and curves.png are written; None: nowhere.
+        command: what comparison.md says that it was made by.
+
+    Returns:
+        the text of comparison.md: per method and K the result of each run, and the distance to backpropagation.
+
+    Raises:
+        ConfigError: there is no run, a folder holds none, or ``out`` cannot be written.
+    """
+    paths = [Path(each) for each in run_dirs]
+    if not paths:
+        raise ConfigError("there is no run to compare; give folders of runs")
+    folders: dict[Path, None] = {}
+    for path in paths:
+        below = sorted(file.parent for file in path.glob("**/config.yaml"))
+        if not below:
+            raise ConfigError(f"{path} holds no run: expected the folder of a run, or one that holds such folders")
+        folders |= dict.fromkeys(below)
+    runs = read_runs(folders)
+    if out is None:
+        return _text(runs, command=command)
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        return write_comparison(Path(out), runs, command=command)
+    except OSError as error:
+        raise ConfigError(f"out={out} cannot be written: {error.strerror}; give another out=") from error
 
 
 def write_comparison(folder: Path, runs: Sequence[Run], *, command: str, trials: Sequence[Run] = ()) -> str:
@@ -26,15 +66,8 @@ def write_comparison(folder: Path, runs: Sequence[Run], *, command: str, trials:
     """
     from adl_dist.report.curves import draw_curves, save_figure  # imported late: matplotlib takes a second
 
-    measure = measure_of(runs)
-    runs = sorted(runs, key=lambda run: run.method["name"] != REFERENCE)  # stable: otherwise as given
-    origin = (
-        f"Command: `{command}`\n\n{len(runs)} runs, seeds {', '.join(map(str, sorted({run.seed for run in runs})))}; "
-        f"compared with Python {platform.python_version()}, torch {version('torch')}, adl_dist {__version__}. "
-        "Each run: `comparison.csv`; learning curves: `curves.svg`."
-    )
-    tables = [_table(runs, measure), *_trial_table(trials, measure), *_memory_table(runs)]
-    text = "\n\n".join([*tables, origin]) + "\n"
+    measure, runs = measure_of(runs), _references_first(runs)
+    text = _text(runs, command=command, trials=trials)
     with write_atomically(folder / "comparison.md") as unfinished:
         unfinished.write_text(text)
     chosen = {run.folder for run in runs}
@@ -48,6 +81,21 @@ def write_comparison(folder: Path, runs: Sequence[Run], *, command: str, trials:
         with write_atomically(folder / f"curves{suffix}") as unfinished:
             save_figure(figure, unfinished)
     return text
+
+
+def _references_first(runs: Sequence[Run]) -> list[Run]:
+    return sorted(runs, key=lambda run: run.method["name"] != REFERENCE)  # stable: otherwise as given
+
+
+def _text(runs: Sequence[Run], *, command: str, trials: Sequence[Run] = ()) -> str:
+    measure, runs = measure_of(runs), _references_first(runs)
+    origin = (
+        f"Command: `{command}`\n\n{len(runs)} runs, seeds {', '.join(map(str, sorted({run.seed for run in runs})))}; "
+        f"compared with Python {platform.python_version()}, torch {version('torch')}, adl_dist {__version__}. "
+        "Each run: `comparison.csv`; learning curves: `curves.svg`."
+    )
+    tables = [_table(runs, measure), *_trial_table(trials, measure), *_memory_table(runs)]
+    return "\n\n".join([*tables, origin]) + "\n"
 
 
 def _table(runs: Sequence[Run], measure: Measure) -> str:

@@ -182,6 +182,11 @@ class Trainer:
         self.requests = Requests()  # of the job that runs now, or did last; to ask it to stop or to save
 
     @property
+    def rank(self) -> int:
+        """The rank of this process, 0 to K-1, or 0 if it was started plainly; rank 0 prints and writes."""
+        return launched_rank()
+
+    @property
     def needs_data(self) -> bool:
         """Whether this process feeds the pipeline; the others need no dataset."""
         return 0 in self._partitioned.modules

@@ -1,6 +1,5 @@
 """adl-dist generate: what a trained model draws is what its outputs say, and the same for a seed."""
 
-import itertools
 import re
 import shlex
 from pathlib import Path
@@ -9,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from adl_dist import models
 from adl_dist.cli.config.compose import config_folder
-from adl_dist.cli.generate import continued, generate
+from adl_dist.cli.generate import generate
 from adl_dist.cli.main import main
 from adl_dist.cli.tokenize import tokenize
 from adl_dist.errors import ConfigError
@@ -104,8 +104,8 @@ class Fixed(nn.Module):
 
 def counts(model, **options):
     options = {"context": 3, "num_kinds": 4, "temperature": 1.0, "top_k": 4} | options
-    tokens = continued(model, [0], generator=torch.Generator().manual_seed(0), **options)
-    return torch.bincount(torch.tensor(list(itertools.islice(tokens, 3000))), minlength=5) / 3000
+    tokens = models.generate(model, [0], max_tokens=3000, seed=0, **options)
+    return torch.bincount(torch.tensor(tokens), minlength=5) / 3000
 
 
 def test_tokens_are_drawn_by_their_shares():
@@ -115,3 +115,16 @@ def test_tokens_are_drawn_by_their_shares():
     squares = torch.tensor([1.0, 4.0, 9.0, 16.0, 0.0]) / 30
     torch.testing.assert_close(counts(model, temperature=0.5), squares, atol=0.04, rtol=0)
     assert counts(model, temperature=0.0).tolist() == [0, 0, 0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ([], {}, "prompt is empty"),
+        ([0], {"max_tokens": 0}, "max_tokens=0 must be at least 1"),
+        ([0], {"temperature": -1}, "temperature=-1 must be at least 0"),
+    ],
+)
+def test_what_no_token_can_follow_from_is_refused(prompt, options, message):
+    with pytest.raises(ConfigError, match=message):
+        models.generate(Fixed(0.5, 0.5), prompt, context=3, **options)

@@ -6,11 +6,12 @@ import math
 import pytest
 import yaml
 
+import adl_dist
 from adl_dist.errors import ConfigError
 from adl_dist.report import curves
 from adl_dist.report.comparison import write_comparison
 from adl_dist.report.runs import read_runs
-from tests.support.commands import in_process, shows
+from tests.support.commands import in_process, shows, snapshot
 
 EPOCHS = 3
 
@@ -166,3 +167,20 @@ def test_what_is_no_run_is_refused_in_one_line(tmp_path):
         shows(in_process("compare", str(tmp_path)).refusal(), [str(tmp_path), "made by adl-dist train"])
     with pytest.raises(ConfigError, match="give run folders"):
         read_runs([tmp_path / "none"])
+
+
+def test_from_python_a_comparison_is_that_of_the_command(runs, tmp_path):
+    """And writes only where it is asked to."""
+    runs.add("bp", 0.9)
+    runs.add("adl", 0.8, M=4)
+    before = snapshot(tmp_path)
+    text = adl_dist.compare(runs.made)
+    assert snapshot(tmp_path) == before
+    assert adl_dist.compare([tmp_path], out=tmp_path / "new") == text
+    assert in_process("compare", str(tmp_path), f"out={tmp_path / 'other'}").code == 0
+    written = [(tmp_path / name / "comparison.md").read_text() for name in ("new", "other")]
+    assert written[0] == text
+    assert written[1] == text.replace("`adl_dist.compare`", f"`adl-dist compare {tmp_path} out={tmp_path / 'other'}`")
+    assert (tmp_path / "new" / "curves.svg").is_file()
+    with pytest.raises(ConfigError, match="there is no run to compare"):
+        adl_dist.compare([])

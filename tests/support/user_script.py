@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import sys
 
 import torch
@@ -35,7 +34,7 @@ def main(run_dir):
     summary = trainer.fit(train, epochs=8, batch_size=32, val_dataset=validation, run_dir=run_dir, monitoring=quiet)
     state = trainer.full_state_dict()
 
-    if int(os.environ.get("RANK", 0)) == 0:
+    if trainer.rank == 0:
         digest = hashlib.sha256(b"".join(t.numpy().tobytes() for t in state.values())).hexdigest()
         told = {"accuracy": summary["validation_accuracy"], "keys": list(state), "digest": digest}
         sys.stdout.write(json.dumps(told) + "\n")
