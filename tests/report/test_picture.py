@@ -6,9 +6,11 @@ from itertools import pairwise
 
 import pytest
 from matplotlib.colors import to_rgb
+from matplotlib.image import imread
 
-from adl_dist.report.picture import STYLES, draw, picture
+from adl_dist.report.picture import DARK, STYLES, draw, picture
 from adl_dist.schedule import METHODS, Costs, Op, Pipeline, actions_of_all, method
+from tests.support.commands import ROOT, in_process
 
 
 def texts(figure):
@@ -126,3 +128,19 @@ def test_drawing_leaves_matplotlibs_settings_alone(tmp_path):
         draw(Pipeline(method("adl"), 2), tmp_path / "a.svg", num_micro_batches=4)
         assert dict(matplotlib.rcParams) == before
     assert pyplot.get_fignums() == []
+
+
+@pytest.mark.parametrize(("name", "flags"), [("light", []), ("dark", ["--dark"])])
+def test_the_pictures_of_the_docs_are_the_commands(tmp_path, name, flags):
+    """K = 3, M = 2: the same bytes with the versions of constraints.txt, since letters are drawn as shapes."""
+    words = ["partition.num_stages=3", "method.accumulation_steps=2", *flags]
+    assert in_process("schedule", *words, "--out", str(tmp_path / "made.svg")).code == 0
+    assert (tmp_path / "made.svg").read_bytes() == (ROOT / f"docs/images/schedule-{name}.svg").read_bytes()
+
+
+def test_a_dark_picture_has_light_words_and_no_page(tmp_path):
+    draw(Pipeline(method("adl"), 2), tmp_path / "dark.png", num_micro_batches=4, theme=DARK)
+    assert imread(tmp_path / "dark.png")[0, 0, 3] == 0
+    draw(Pipeline(method("adl"), 2), tmp_path / "light.png", num_micro_batches=4)
+    assert imread(tmp_path / "light.png")[0, 0, 3] == 1
+    assert "--dark is of a picture" in in_process("schedule", "--dark").refusal()
