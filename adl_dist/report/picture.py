@@ -91,9 +91,7 @@ def draw(
             raise ConfigError(f"--out {path} cannot be written: {error.strerror}; choose another place") from error
 
 
-def picture(
-    pipeline: Pipeline, *, num_micro_batches: int, costs: Costs | None = None, theme: Theme = LIGHT
-) -> Figure:
+def picture(pipeline: Pipeline, *, num_micro_batches: int, costs: Costs | None = None, theme: Theme = LIGHT) -> Figure:
     """Return the picture; see :func:`draw`."""
     lists, turns = in_processes(pipeline, num_micro_batches=num_micro_batches)
     table = ticks(lists, turns=turns)
@@ -198,9 +196,7 @@ def _axis(axes: Axes, length: float, inches: float, num_ticks: int | None, theme
         axes.axvline(tick * inches, color=theme.grid, linewidth=0.6, zorder=0.5)
 
 
-def _arrows(
-    axes: Axes, lists: Sequence[Sequence[Action]], boxes: Sequence[Span], inches: float, theme: Theme
-) -> None:
+def _arrows(axes: Axes, lists: Sequence[Sequence[Action]], boxes: Sequence[Span], inches: float, theme: Theme) -> None:
     """Draw an arrow from the work that made a message to the work that needs it."""
     ends = (*FORWARDS, *BACKWARDS)
     made = {(box.stage, box.action.op in FORWARDS, box.action.number): box for box in boxes if box.action.op in ends}
