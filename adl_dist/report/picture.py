@@ -35,45 +35,27 @@ STYLES = {
     Op.BACKWARD_INPUT: ("#E69F00", "black", "I: backward, without gradients of weights"),
     Op.BACKWARD_WEIGHT: ("#009E73", "white", "WG: gradients of weights"),
     Op.LEARN: ("#CC79A7", "black", "the head learns"),
-    Op.UPDATE: ("#333333", "white", "update"),
 }
+DASHES = (0, (4, 1.6))
 
 
 @dataclass(frozen=True)
 class Theme:
-    """The colours of a page.
+    """The colours of a picture but for the boxes', which are the same on every background."""
 
-    Attributes:
-        text: of titles, stages and ticks.
-        note: of the line below a title, and of the footnote.
-        label: of a stage's delay and staleness.
-        lane: of the band of a stage.
-        grid: of the lines between ticks.
-        update: face and text of an update.
-        edge: between two boxes.
-        act: of an activation's arrow.
-        grad: of a gradient's arrow.
-        is_transparent: whether the page shows through.
-    """
-
-    text: str = "black"
-    note: str = "#333333"
-    label: str = "#555555"
-    lane: str = "#EFEFEF"
-    grid: str = "#C8C8C8"
-    update: tuple[str, str] = ("#333333", "white")
-    edge: str = "white"
-    act: str = "#0072B2"
-    grad: str = "#D55E00"
-    is_transparent: bool = False
+    background: str
+    text: str
+    small_text: str
+    lane: str
+    grid: str
+    update: tuple[str, str]  # face, text
+    act: str
+    grad: str
 
 
-LIGHT = Theme()
-DARK = Theme(
-    text="#F0F6FC", note="#C9D1D9", label="#B1BAC4", lane="#21262D", grid="#484F58", update=("#C9D1D9", "black"),
-    edge="#0D1117", act="#79C0FF", grad="#FF9B61", is_transparent=True,
-)  # fmt: skip
-DASHES = (0, (4, 1.6))
+LIGHT = Theme("white", "black", "#555555", "#EFEFEF", "#C8C8C8", ("#333333", "white"), "#0072B2", "#D55E00")
+DARK = Theme("#0D1117", "#E6EDF3", "#A8B1BB", "#1F262E", "#3A434D", ("#D7DDE3", "black"), "#56B4E9", "#F28E45")
+
 # In a tick a backward is drawn as wide as two forwards, which is about what it costs.
 PARTS = {Op.FORWARD: 1, Op.FORWARD_ONLY: 1, Op.RECOMPUTE: 1, Op.BACKWARD: 2, Op.LEARN: 1}
 FORWARDS = (Op.FORWARD, Op.FORWARD_ONLY)
@@ -98,20 +80,15 @@ def draw(
     """
     check_out(path)
     # No random ids, no dates; letters as shapes, which look the same everywhere.
-    with rc_context({"svg.hashsalt": "adl_dist", "svg.fonttype": "path", "font.family": "DejaVu Sans", **_ink(theme)}):
+    with rc_context({"svg.hashsalt": "adl_dist", "svg.fonttype": "path", "font.family": "DejaVu Sans"}):
         figure = picture(pipeline, num_micro_batches=num_micro_batches, costs=costs, theme=theme)
         metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {}}[path.suffix]
         dpi = min(200.0, 30_000 / figure.get_figwidth())
         try:
             with write_atomically(path) as unfinished:
-                figure.savefig(unfinished, dpi=dpi, metadata=metadata, transparent=theme.is_transparent)
+                figure.savefig(unfinished, dpi=dpi, metadata=metadata)
         except OSError as error:
             raise ConfigError(f"--out {path} cannot be written: {error.strerror}; choose another place") from error
-
-
-def _ink(theme: Theme) -> dict[Any, Any]:
-    names = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    return dict.fromkeys(names, theme.text)
 
 
 def picture(pipeline: Pipeline, *, num_micro_batches: int, costs: Costs | None = None, theme: Theme = LIGHT) -> Figure:
@@ -123,7 +100,7 @@ def picture(pipeline: Pipeline, *, num_micro_batches: int, costs: Costs | None =
         fewer = f"lower --micro-batches, which is {num_micro_batches}"
         raise ConfigError(f"a picture of {num_ticks} ticks cannot be read; expected at most {MOST_TICKS}: {fewer}")
     spans = _spans_of_ticks(table) if costs is None else simulate(lists, costs, turns=turns)
-    boxes = [span for span in spans if span.action.op in STYLES]
+    boxes = [span for span in spans if span.action.op in (*STYLES, Op.UPDATE)]
     length = max(box.end for box in boxes)
     # At this scale the usual forward has room for its number.
     usual = median([box.end - box.start for box in boxes if box.action.op in FORWARDS]) or length / len(boxes)
@@ -131,9 +108,10 @@ def picture(pipeline: Pipeline, *, num_micro_batches: int, costs: Costs | None =
     shows_staleness = any(f.staleness_max for f in figures(pipeline))
 
     width, height = length * inches, pipeline.num_stages * LANE
-    figure = Figure(figsize=(LEFT + max(width, NARROWEST) + RIGHT, TOP + height + BOTTOM))
+    size = (LEFT + max(width, NARROWEST) + RIGHT, TOP + height + BOTTOM)
+    figure = Figure(figsize=size, facecolor=theme.background)
     wide, high = figure.get_size_inches()
-    axes = figure.add_axes((LEFT / wide, BOTTOM / high, width / wide, height / high))
+    axes = figure.add_axes((LEFT / wide, BOTTOM / high, width / wide, height / high), facecolor=theme.background)
     axes.set_xlim(0, width)
     axes.set_ylim(height, 0)
     _lanes(axes, pipeline, width, shows_staleness, theme)
@@ -143,7 +121,7 @@ def picture(pipeline: Pipeline, *, num_micro_batches: int, costs: Costs | None =
     for box in boxes:
         shows_label = shows_staleness and box.action.op in BACKWARDS
         label = pipeline.staleness(box.stage, box.action.number) if shows_label else None
-        _box(axes, box, inches, label, updates.get((box.stage, box.end)), theme)
+        _box(axes, box, inches, label, theme, update=updates.get((box.stage, box.end)))
     _legend(figure, pipeline, boxes, num_micro_batches, shows_staleness, theme)
     return figure
 
@@ -192,25 +170,28 @@ def _lanes(axes: Axes, pipeline: Pipeline, width: float, shows_staleness: bool, 
         labels = [f"delay {f.delay}", f"mean LoS {f.staleness_mean:.3g}"][: 1 + shows_staleness]
         if tied := [f"{copy.staleness_mean:.3g}" for copy in tied_figures(pipeline) if copy.stage == f.stage]:
             labels.append(f"tied LoS {'/'.join(tied)}")
-        axes.text(-0.12, middle - 0.09 * len(labels), f"stage {f.stage}", ha="right", va="center", fontsize=10)
+        right: Any = {"ha": "right", "va": "center"}
+        axes.text(-0.12, middle - 0.09 * len(labels), f"stage {f.stage}", fontsize=10, color=theme.text, **right)
         for i, text in enumerate(labels, start=1):
             y = middle - 0.09 * len(labels) + 0.18 * i
-            axes.text(-0.12, y, text, ha="right", va="center", fontsize=8, color=theme.label)
+            axes.text(-0.12, y, text, fontsize=8, color=theme.small_text, **right)
     axes.set_yticks([])
     for side in ("left", "right", "top"):
         axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(theme.text)
 
 
 def _axis(axes: Axes, length: float, inches: float, num_ticks: int | None, theme: Theme) -> None:
+    axes.tick_params(axis="x", colors=theme.text)
     if num_ticks is None:
         candidates = MaxNLocator(nbins=max(4, int(length * inches))).tick_values(0, length)
         places = [t for t in candidates if 0 <= t <= length + 1e-9]
         axes.set_xticks([t * inches for t in places], [f"{t:g}" for t in places], fontsize=9)
-        axes.set_xlabel("time (unit of the costs)", fontsize=9, labelpad=3)
+        axes.set_xlabel("time (unit of the costs)", fontsize=9, labelpad=3, color=theme.text)
         return
     axes.set_xticks([(tick + 0.5) * inches for tick in range(num_ticks)], map(str, range(num_ticks)), fontsize=9)
     axes.tick_params(axis="x", length=0)
-    axes.set_xlabel("tick", fontsize=9, labelpad=3)
+    axes.set_xlabel("tick", fontsize=9, labelpad=3, color=theme.text)
     for tick in range(num_ticks + 1):
         axes.axvline(tick * inches, color=theme.grid, linewidth=0.6, zorder=0.5)
 
@@ -229,25 +210,25 @@ def _arrows(axes: Axes, lists: Sequence[Sequence[Action]], boxes: Sequence[Span]
                 _arrow(axes, made[stage - 1, True, came], made[stage, True, number], inches, theme.act)
             elif op is Op.RECV_GRAD:
                 to = learning.get((stage, number)) or made[stage, False, number]
-                _arrow(axes, made[stage + 1, False, number], to, inches, theme.grad, DASHES)
+                _arrow(axes, made[stage + 1, False, number], to, inches, theme.grad, dashed=True)
 
 
-def _arrow(axes: Axes, tail: Span, head: Span, inches: float, color: str, style: Any = "-") -> None:
+def _arrow(axes: Axes, tail: Span, head: Span, inches: float, color: str, dashed: bool = False) -> None:
     half, inset = BOX / 2 if head.stage > tail.stage else -BOX / 2, 0.04
     begins = tail.end * inches - inset, _middle(tail.stage) + half
     ends = head.start * inches + inset, _middle(head.stage) - half
-    line = {"color": color, "linewidth": 0.9, "linestyle": style, "shrinkA": 0, "shrinkB": 0}
+    line = {"color": color, "linewidth": 0.9, "linestyle": DASHES if dashed else "-", "shrinkA": 0, "shrinkB": 0}
     arrow = {"arrowstyle": "-|>,head_length=0.35,head_width=0.14", **line}
     axes.annotate("", xytext=begins, xy=ends, arrowprops=arrow, zorder=3)
 
 
-def _box(axes: Axes, box: Span, inches: float, label: int | None, update: Span | None, theme: Theme) -> None:
+def _box(axes: Axes, box: Span, inches: float, label: int | None, theme: Theme, update: Span | None) -> None:
     face, ink = theme.update if box.action.op is Op.UPDATE else STYLES[box.action.op][:2]
     left, right, middle = box.start * inches, box.end * inches, _middle(box.stage)
     if box.action.op is Op.UPDATE:
         left = right - max(right - left, UPDATE)  # what takes no time is drawn over the end of its backward
     corner, room = (left, middle - BOX / 2), right - left
-    axes.add_patch(Rectangle(corner, room, BOX, facecolor=face, edgecolor=theme.edge, linewidth=0.8, zorder=2))
+    axes.add_patch(Rectangle(corner, room, BOX, facecolor=face, edgecolor=theme.background, linewidth=0.8, zorder=2))
     if box.action.op is Op.UPDATE:
         _write(axes, (left + right) / 2, middle, f"U{box.action.number}", BOX, 7, ink, rotation=90)
         return
@@ -276,22 +257,20 @@ def _legend(
 ) -> None:
     name, facts = title(pipeline, num_micro_batches=num_micro_batches).rsplit(": ", 1)
     height, left = figure.get_figheight(), LEFT / figure.get_figwidth()
-    figure.text(left, 1 - 0.24 / height, name, fontsize=12, fontweight="bold", va="center")
-    figure.text(left, 1 - 0.47 / height, facts, fontsize=9, va="center", color=theme.note)
+    figure.text(left, 1 - 0.24 / height, name, fontsize=12, fontweight="bold", va="center", color=theme.text)
+    figure.text(left, 1 - 0.47 / height, facts, fontsize=9, va="center", color=theme.small_text)
     ops = {box.action.op for box in boxes}
-    handles: list[Artist] = [
-        Patch(color=theme.update[0] if op is Op.UPDATE else face, label=text)
-        for op, (face, _, text) in STYLES.items()
-        if op in ops
-    ]
+    handles: list[Artist] = [Patch(color=face, label=text) for op, (face, _, text) in STYLES.items() if op in ops]
+    if Op.UPDATE in ops:
+        handles.append(Patch(color=theme.update[0], label="update"))
     if pipeline.num_stages > 1:
         handles.append(Line2D([], [], color=theme.act, linewidth=1.2, label="activation"))
         if not pipeline.spec.local_losses:
             handles.append(Line2D([], [], color=theme.grad, linewidth=1.2, linestyle=DASHES, label="gradient"))
     place: Any = {"loc": "lower left", "bbox_to_anchor": (left, 0.24 / height), "ncols": len(handles)}
     spaces: Any = {"borderaxespad": 0, "borderpad": 0, "handlelength": 1.4, "columnspacing": 1.3}
-    figure.legend(handles=handles, frameon=False, fontsize=8, **place, **spaces)
+    figure.legend(handles=handles, frameon=False, fontsize=8, labelcolor=theme.text, **place, **spaces)
     note = "Numbers: micro-batch; of U the group of micro-batches."
     if shows_staleness:
         note += " LoS: updates of the stage between a micro-batch's forward and its own update."
-    figure.text(left, 0.12 / height, note, fontsize=7, va="center", color=theme.note)
+    figure.text(left, 0.12 / height, note, fontsize=7, va="center", color=theme.small_text)

@@ -100,9 +100,9 @@ def test_two_nodes_train_over_a_network(tmp_path):
         try:
             for rank in range(2):
                 script = [str(EXAMPLES / "torchrun_two_nodes.sh"), spaces.master_addr, str(tmp_path / "run")]
-                said = (tmp_path / f"node{rank}.txt").open("wb")
                 command = [*spaces.command(rank), *script]
-                nodes.append(subprocess.Popen(command, stdout=said, stderr=said, env=clean, cwd=tmp_path))
+                with (tmp_path / f"node{rank}.txt").open("wb") as said:
+                    nodes.append(subprocess.Popen(command, stdout=said, stderr=said, env=clean, cwd=tmp_path))
             for rank, node in enumerate(nodes):
                 assert node.wait(200) == 0, (tmp_path / f"node{rank}.txt").read_text()
         finally:

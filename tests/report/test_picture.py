@@ -8,7 +8,7 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
-from adl_dist.report.picture import DARK, STYLES, draw, picture
+from adl_dist.report.picture import DARK, LIGHT, STYLES, draw, picture
 from adl_dist.schedule import METHODS, Costs, Op, Pipeline, actions_of_all, method
 from tests.support.commands import ROOT, in_process
 
@@ -138,9 +138,10 @@ def test_the_pictures_of_the_docs_are_the_commands(tmp_path, name, flags):
     assert (tmp_path / "made.svg").read_bytes() == (ROOT / f"docs/images/schedule-{name}.svg").read_bytes()
 
 
-def test_a_dark_picture_has_light_words_and_no_page(tmp_path):
-    draw(Pipeline(method("adl"), 2), tmp_path / "dark.png", num_micro_batches=4, theme=DARK)
-    assert imread(tmp_path / "dark.png")[0, 0, 3] == 0
-    draw(Pipeline(method("adl"), 2), tmp_path / "light.png", num_micro_batches=4)
-    assert imread(tmp_path / "light.png")[0, 0, 3] == 1
-    assert "--dark is of a picture" in in_process("schedule", "--dark").refusal()
+def test_a_dark_picture_is_dark_and_needs_a_file(tmp_path):
+    pages = {}
+    for name, theme in (("dark", DARK), ("light", LIGHT)):
+        draw(Pipeline(method("adl"), 2), tmp_path / f"{name}.png", num_micro_batches=4, theme=theme)
+        pages[name] = imread(tmp_path / f"{name}.png")[0, 0, :3].max()
+    assert pages["dark"] < 0.2 < 0.9 < pages["light"]
+    assert "add --out FILE.svg" in in_process("schedule", "--dark").refusal()
