@@ -4,6 +4,7 @@ To be imported late: matplotlib takes half a second.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,9 +35,27 @@ STYLES = {
     Op.BACKWARD_INPUT: ("#E69F00", "black", "I: backward, without gradients of weights"),
     Op.BACKWARD_WEIGHT: ("#009E73", "white", "WG: gradients of weights"),
     Op.LEARN: ("#CC79A7", "black", "the head learns"),
-    Op.UPDATE: ("#333333", "white", "update"),
 }
-ACT, GRAD, DASHES = "#0072B2", "#D55E00", (0, (4, 1.6))
+DASHES = (0, (4, 1.6))
+
+
+@dataclass(frozen=True)
+class Theme:
+    """The colours of a picture but for the boxes', which are the same on every background."""
+
+    background: str
+    text: str
+    small_text: str
+    lane: str
+    grid: str
+    update: tuple[str, str]  # face, text
+    act: str
+    grad: str
+
+
+LIGHT = Theme("white", "black", "#555555", "#EFEFEF", "#C8C8C8", ("#333333", "white"), "#0072B2", "#D55E00")
+DARK = Theme("#0D1117", "#E6EDF3", "#A8B1BB", "#1F262E", "#3A434D", ("#D7DDE3", "black"), "#56B4E9", "#F28E45")
+
 # In a tick a backward is drawn as wide as two forwards, which is about what it costs.
 PARTS = {Op.FORWARD: 1, Op.FORWARD_ONLY: 1, Op.RECOMPUTE: 1, Op.BACKWARD: 2, Op.LEARN: 1}
 FORWARDS = (Op.FORWARD, Op.FORWARD_ONLY)
@@ -51,7 +70,9 @@ LETTER = 0.0092  # width of a digit per point of its size
 WIDEST = 300.0
 
 
-def draw(pipeline: Pipeline, path: Path, *, num_micro_batches: int, costs: Costs | None = None) -> None:
+def draw(
+    pipeline: Pipeline, path: Path, *, num_micro_batches: int, costs: Costs | None = None, theme: Theme = LIGHT
+) -> None:
     """Draw a segment into a file, the same bytes for the same schedule; the axis counts ``costs`` or, without, ticks.
 
     Raises:
@@ -60,7 +81,7 @@ def draw(pipeline: Pipeline, path: Path, *, num_micro_batches: int, costs: Costs
     check_out(path)
     # No random ids, no dates; letters as shapes, which look the same everywhere.
     with rc_context({"svg.hashsalt": "adl_dist", "svg.fonttype": "path", "font.family": "DejaVu Sans"}):
-        figure = picture(pipeline, num_micro_batches=num_micro_batches, costs=costs)
+        figure = picture(pipeline, num_micro_batches=num_micro_batches, costs=costs, theme=theme)
         metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {}}[path.suffix]
         dpi = min(200.0, 30_000 / figure.get_figwidth())
         try:
@@ -70,7 +91,7 @@ def draw(pipeline: Pipeline, path: Path, *, num_micro_batches: int, costs: Costs
             raise ConfigError(f"--out {path} cannot be written: {error.strerror}; choose another place") from error
 
 
-def picture(pipeline: Pipeline, *, num_micro_batches: int, costs: Costs | None = None) -> Figure:
+def picture(pipeline: Pipeline, *, num_micro_batches: int, costs: Costs | None = None, theme: Theme = LIGHT) -> Figure:
     """Return the picture; see :func:`draw`."""
     lists, turns = in_processes(pipeline, num_micro_batches=num_micro_batches)
     table = ticks(lists, turns=turns)
@@ -79,7 +100,7 @@ def picture(pipeline: Pipeline, *, num_micro_batches: int, costs: Costs | None =
         fewer = f"lower --micro-batches, which is {num_micro_batches}"
         raise ConfigError(f"a picture of {num_ticks} ticks cannot be read; expected at most {MOST_TICKS}: {fewer}")
     spans = _spans_of_ticks(table) if costs is None else simulate(lists, costs, turns=turns)
-    boxes = [span for span in spans if span.action.op in STYLES]
+    boxes = [span for span in spans if span.action.op in (*STYLES, Op.UPDATE)]
     length = max(box.end for box in boxes)
     # At this scale the usual forward has room for its number.
     usual = median([box.end - box.start for box in boxes if box.action.op in FORWARDS]) or length / len(boxes)
@@ -87,20 +108,21 @@ def picture(pipeline: Pipeline, *, num_micro_batches: int, costs: Costs | None =
     shows_staleness = any(f.staleness_max for f in figures(pipeline))
 
     width, height = length * inches, pipeline.num_stages * LANE
-    figure = Figure(figsize=(LEFT + max(width, NARROWEST) + RIGHT, TOP + height + BOTTOM))
+    size = (LEFT + max(width, NARROWEST) + RIGHT, TOP + height + BOTTOM)
+    figure = Figure(figsize=size, facecolor=theme.background)
     wide, high = figure.get_size_inches()
-    axes = figure.add_axes((LEFT / wide, BOTTOM / high, width / wide, height / high))
+    axes = figure.add_axes((LEFT / wide, BOTTOM / high, width / wide, height / high), facecolor=theme.background)
     axes.set_xlim(0, width)
     axes.set_ylim(height, 0)
-    _lanes(axes, pipeline, width, shows_staleness)
-    _axis(axes, length, inches, num_ticks if costs is None else None)
-    _arrows(axes, lists, boxes, inches)
+    _lanes(axes, pipeline, width, shows_staleness, theme)
+    _axis(axes, length, inches, num_ticks if costs is None else None, theme)
+    _arrows(axes, lists, boxes, inches, theme)
     updates = {(box.stage, box.start): box for box in boxes if box.action.op is Op.UPDATE}
     for box in boxes:
         shows_label = shows_staleness and box.action.op in BACKWARDS
         label = pipeline.staleness(box.stage, box.action.number) if shows_label else None
-        _box(axes, box, inches, label, update=updates.get((box.stage, box.end)))
-    _legend(figure, pipeline, boxes, num_micro_batches, shows_staleness)
+        _box(axes, box, inches, label, theme, update=updates.get((box.stage, box.end)))
+    _legend(figure, pipeline, boxes, num_micro_batches, shows_staleness, theme)
     return figure
 
 
@@ -141,37 +163,40 @@ def _middle(stage: int) -> float:
     return (stage + 0.5) * LANE
 
 
-def _lanes(axes: Axes, pipeline: Pipeline, width: float, shows_staleness: bool) -> None:
+def _lanes(axes: Axes, pipeline: Pipeline, width: float, shows_staleness: bool, theme: Theme) -> None:
     for f in figures(pipeline):
         middle = _middle(f.stage)
-        axes.add_patch(Rectangle((0, middle - BOX / 2), width, BOX, color="#EFEFEF", linewidth=0, zorder=0))
+        axes.add_patch(Rectangle((0, middle - BOX / 2), width, BOX, color=theme.lane, linewidth=0, zorder=0))
         labels = [f"delay {f.delay}", f"mean LoS {f.staleness_mean:.3g}"][: 1 + shows_staleness]
         if tied := [f"{copy.staleness_mean:.3g}" for copy in tied_figures(pipeline) if copy.stage == f.stage]:
             labels.append(f"tied LoS {'/'.join(tied)}")
-        axes.text(-0.12, middle - 0.09 * len(labels), f"stage {f.stage}", ha="right", va="center", fontsize=10)
+        right: Any = {"ha": "right", "va": "center"}
+        axes.text(-0.12, middle - 0.09 * len(labels), f"stage {f.stage}", fontsize=10, color=theme.text, **right)
         for i, text in enumerate(labels, start=1):
             y = middle - 0.09 * len(labels) + 0.18 * i
-            axes.text(-0.12, y, text, ha="right", va="center", fontsize=8, color="#555555")
+            axes.text(-0.12, y, text, fontsize=8, color=theme.small_text, **right)
     axes.set_yticks([])
     for side in ("left", "right", "top"):
         axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(theme.text)
 
 
-def _axis(axes: Axes, length: float, inches: float, num_ticks: int | None) -> None:
+def _axis(axes: Axes, length: float, inches: float, num_ticks: int | None, theme: Theme) -> None:
+    axes.tick_params(axis="x", colors=theme.text)
     if num_ticks is None:
         candidates = MaxNLocator(nbins=max(4, int(length * inches))).tick_values(0, length)
         places = [t for t in candidates if 0 <= t <= length + 1e-9]
         axes.set_xticks([t * inches for t in places], [f"{t:g}" for t in places], fontsize=9)
-        axes.set_xlabel("time (unit of the costs)", fontsize=9, labelpad=3)
+        axes.set_xlabel("time (unit of the costs)", fontsize=9, labelpad=3, color=theme.text)
         return
     axes.set_xticks([(tick + 0.5) * inches for tick in range(num_ticks)], map(str, range(num_ticks)), fontsize=9)
     axes.tick_params(axis="x", length=0)
-    axes.set_xlabel("tick", fontsize=9, labelpad=3)
+    axes.set_xlabel("tick", fontsize=9, labelpad=3, color=theme.text)
     for tick in range(num_ticks + 1):
-        axes.axvline(tick * inches, color="#C8C8C8", linewidth=0.6, zorder=0.5)
+        axes.axvline(tick * inches, color=theme.grid, linewidth=0.6, zorder=0.5)
 
 
-def _arrows(axes: Axes, lists: Sequence[Sequence[Action]], boxes: Sequence[Span], inches: float) -> None:
+def _arrows(axes: Axes, lists: Sequence[Sequence[Action]], boxes: Sequence[Span], inches: float, theme: Theme) -> None:
     """Draw an arrow from the work that made a message to the work that needs it."""
     ends = (*FORWARDS, *BACKWARDS)
     made = {(box.stage, box.action.op in FORWARDS, box.action.number): box for box in boxes if box.action.op in ends}
@@ -182,28 +207,28 @@ def _arrows(axes: Axes, lists: Sequence[Sequence[Action]], boxes: Sequence[Span]
             if op in (Op.RECV_ACT, Op.PICK):
                 came = number
             elif op in FORWARDS and came is not None:
-                _arrow(axes, made[stage - 1, True, came], made[stage, True, number], inches, ACT)
+                _arrow(axes, made[stage - 1, True, came], made[stage, True, number], inches, theme.act)
             elif op is Op.RECV_GRAD:
                 to = learning.get((stage, number)) or made[stage, False, number]
-                _arrow(axes, made[stage + 1, False, number], to, inches, GRAD)
+                _arrow(axes, made[stage + 1, False, number], to, inches, theme.grad, dashed=True)
 
 
-def _arrow(axes: Axes, tail: Span, head: Span, inches: float, color: str) -> None:
+def _arrow(axes: Axes, tail: Span, head: Span, inches: float, color: str, dashed: bool = False) -> None:
     half, inset = BOX / 2 if head.stage > tail.stage else -BOX / 2, 0.04
     begins = tail.end * inches - inset, _middle(tail.stage) + half
     ends = head.start * inches + inset, _middle(head.stage) - half
-    line = {"color": color, "linewidth": 0.9, "linestyle": "-" if color == ACT else DASHES, "shrinkA": 0, "shrinkB": 0}
+    line = {"color": color, "linewidth": 0.9, "linestyle": DASHES if dashed else "-", "shrinkA": 0, "shrinkB": 0}
     arrow = {"arrowstyle": "-|>,head_length=0.35,head_width=0.14", **line}
     axes.annotate("", xytext=begins, xy=ends, arrowprops=arrow, zorder=3)
 
 
-def _box(axes: Axes, box: Span, inches: float, label: int | None, update: Span | None) -> None:
-    face, ink, _ = STYLES[box.action.op]
+def _box(axes: Axes, box: Span, inches: float, label: int | None, theme: Theme, update: Span | None) -> None:
+    face, ink = theme.update if box.action.op is Op.UPDATE else STYLES[box.action.op][:2]
     left, right, middle = box.start * inches, box.end * inches, _middle(box.stage)
     if box.action.op is Op.UPDATE:
         left = right - max(right - left, UPDATE)  # what takes no time is drawn over the end of its backward
     corner, room = (left, middle - BOX / 2), right - left
-    axes.add_patch(Rectangle(corner, room, BOX, facecolor=face, edgecolor="white", linewidth=0.8, zorder=2))
+    axes.add_patch(Rectangle(corner, room, BOX, facecolor=face, edgecolor=theme.background, linewidth=0.8, zorder=2))
     if box.action.op is Op.UPDATE:
         _write(axes, (left + right) / 2, middle, f"U{box.action.number}", BOX, 7, ink, rotation=90)
         return
@@ -223,22 +248,29 @@ def _write(axes: Axes, x: float, y: float, text: str, room: float, size: float, 
 
 
 def _legend(
-    figure: Figure, pipeline: Pipeline, boxes: Sequence[Span], num_micro_batches: int, shows_staleness: bool
+    figure: Figure,
+    pipeline: Pipeline,
+    boxes: Sequence[Span],
+    num_micro_batches: int,
+    shows_staleness: bool,
+    theme: Theme,
 ) -> None:
     name, facts = title(pipeline, num_micro_batches=num_micro_batches).rsplit(": ", 1)
     height, left = figure.get_figheight(), LEFT / figure.get_figwidth()
-    figure.text(left, 1 - 0.24 / height, name, fontsize=12, fontweight="bold", va="center")
-    figure.text(left, 1 - 0.47 / height, facts, fontsize=9, va="center", color="#333333")
+    figure.text(left, 1 - 0.24 / height, name, fontsize=12, fontweight="bold", va="center", color=theme.text)
+    figure.text(left, 1 - 0.47 / height, facts, fontsize=9, va="center", color=theme.small_text)
     ops = {box.action.op for box in boxes}
     handles: list[Artist] = [Patch(color=face, label=text) for op, (face, _, text) in STYLES.items() if op in ops]
+    if Op.UPDATE in ops:
+        handles.append(Patch(color=theme.update[0], label="update"))
     if pipeline.num_stages > 1:
-        handles.append(Line2D([], [], color=ACT, linewidth=1.2, label="activation"))
+        handles.append(Line2D([], [], color=theme.act, linewidth=1.2, label="activation"))
         if not pipeline.spec.local_losses:
-            handles.append(Line2D([], [], color=GRAD, linewidth=1.2, linestyle=DASHES, label="gradient"))
+            handles.append(Line2D([], [], color=theme.grad, linewidth=1.2, linestyle=DASHES, label="gradient"))
     place: Any = {"loc": "lower left", "bbox_to_anchor": (left, 0.24 / height), "ncols": len(handles)}
     spaces: Any = {"borderaxespad": 0, "borderpad": 0, "handlelength": 1.4, "columnspacing": 1.3}
-    figure.legend(handles=handles, frameon=False, fontsize=8, **place, **spaces)
+    figure.legend(handles=handles, frameon=False, fontsize=8, labelcolor=theme.text, **place, **spaces)
     note = "Numbers: micro-batch; of U the group of micro-batches."
     if shows_staleness:
         note += " LoS: updates of the stage between a micro-batch's forward and its own update."
-    figure.text(left, 0.12 / height, note, fontsize=7, va="center", color="#333333")
+    figure.text(left, 0.12 / height, note, fontsize=7, va="center", color=theme.small_text)
