@@ -64,7 +64,7 @@ test-docs: install
 docs: install
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,hf,docs]'
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --quiet --strict
-	@echo "build/site/index.html"
+	@echo "$(VENV)/bin/python -m http.server --directory build/site"
 
 lint: install
 	@$(VENV)/bin/ruff check .

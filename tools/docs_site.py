@@ -49,6 +49,11 @@ def on_page_markdown(markdown, page, config, files):
     return links_out(markdown, page.file.src_uri, config.get("repo_url") or "")
 
 
+def on_page_content(html, page, config, files):
+    """Drop the roles of docstrings, like :meth:, of which Markdown knows nothing (mkdocs)."""
+    return re.sub(r":(?:meth|class|func|attr|mod):(?=<code>)", "", html)
+
+
 def pages() -> dict[str, str]:
     """Return the generated pages by their path below docs/."""
     return {"reference/settings.md": settings_page(), "reference/python.md": python_page()}
@@ -134,7 +139,7 @@ def _table(file: Path, prefix: str, but: tuple[str, ...] = ()) -> str:
     if not rows:
         return ""
     cells = ["| key | default | what it is |", "|---|---|---|"]
-    return "\n".join([*cells, *(f"| `{prefix}{k}` | `{_cell(v)}` | {_linked(_cell(c))} |" for k, v, c in rows)])
+    return "\n".join([*cells, *(f"| `{prefix}{k}` | `{_cell(v)}` | {_linked(_text(_cell(c)))} |" for k, v, c in rows)])
 
 
 def _opening(file: Path) -> str:
@@ -166,7 +171,7 @@ def _text(text: str) -> str:
 
 def _linked(text: str) -> str:
     """Turn docs/NAME.md into a link to that page."""
-    return re.sub(r"docs/([\w/-]+)\.md", r"[\1](../\1.md)", text.replace("\\_", "_") if "docs/" in text else text)
+    return re.sub(r"docs/([\w/-]+)\.md", r"[\1](../\1.md)", text)
 
 
 # Python
@@ -192,6 +197,7 @@ def public_names(module: str) -> list[str]:
     tree = ast.parse(file.read_text())
     for node in tree.body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
-            return [name for name in ast.literal_eval(node.value) if not name.startswith("__")]
+            names = [name for name in ast.literal_eval(node.value) if not name.startswith("__")]
+            return sorted(names, key=lambda name: name not in ("Trainer", "method"))  # where to begin
     defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     return [name for name in defined if not name.startswith("_")]

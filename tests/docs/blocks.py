@@ -31,8 +31,6 @@ SECONDS = 300.0
 _FENCE = re.compile(r"^( *)```(\w*)\s*$")
 _MARK = re.compile(r"^ *<!-- ([a-z ]+): (.*?) -->$")
 _COMMAND = re.compile(r"^ {4,}((?:benchmarks/\S+\.sh|adl-dist|python|make|torchrun) .*)$")
-# Commands of adl-dist that take the settings of a run.
-TAKE_SETTINGS = ("train", "plan", "bench", "race", "schedule")
 
 
 @dataclass(frozen=True)
@@ -108,23 +106,6 @@ NAMED = {block.marks["name"]: block for block in BLOCKS if "name" in block.marks
 NAMED |= {name: Block("tests/docs/setups.py", 0, *setup) for name, setup in SETUPS.items()}
 
 
-def with_settings(words: list[str], overrides: list[str]) -> list[str]:
-    """Return the ``words`` of a command with ``overrides``, right behind the command that takes settings."""
-    place = next((i for i, word in enumerate(words) if word in TAKE_SETTINGS), None)
-    if place is None or not overrides:
-        return words
-    rest = words[place + 1 :]
-    for override in overrides:
-        key = override.partition("=")[0]
-        if key.startswith("--"):
-            while key in rest:
-                at = rest.index(key)
-                del rest[at : at + 2]
-        rest = [word for word in rest if word.partition("=")[0] != key.removeprefix("-")]
-    added = [override for override in overrides if override.startswith("--") or not override.startswith("-")]
-    return [*words[: place + 1], *added, *rest]
-
-
 def run(block: Block, folder: Path) -> subprocess.CompletedProcess:
     """Run ``block`` in ``folder``, after all that it comes after; the last outcome, or the first that failed."""
     python, done = "", None
@@ -166,7 +147,7 @@ def _run(command: list[str], folder: Path, overrides: list[str]) -> subprocess.C
         "torchrun": f"{sys.executable} -m torch.distributed.run",
         "python": sys.executable,
     }.items():
-        (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} -m tests.docs.blocks {program} "$@"\n')
+        (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} -m tests.docs.shim {program} "$@"\n')
         (programs / name).chmod(0o755)
     clean = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
     clean |= {
@@ -177,8 +158,3 @@ def _run(command: list[str], folder: Path, overrides: list[str]) -> subprocess.C
     return subprocess.run(
         command, cwd=folder, env=clean, timeout=SECONDS, stdin=subprocess.DEVNULL, capture_output=True, text=True
     )
-
-
-if __name__ == "__main__":
-    given = with_settings(sys.argv[1:], shlex.split(os.environ.pop("DOCS_OVERRIDES", "")))
-    os.execv(given[0], given)

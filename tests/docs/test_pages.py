@@ -15,10 +15,9 @@ from tests.docs.blocks import (
     PAGES,
     RUNNABLE,
     SHELL,
-    TAKE_SETTINGS,
     indented_commands,
-    with_settings,
 )
+from tests.docs.shim import TAKE_SETTINGS, with_settings
 from tests.support.commands import ROOT
 from tools import docs_site
 
