@@ -86,7 +86,7 @@ def test_commands_of_a_page_are_commands_with_settings(page):
                 composed_of([*words_that_compose(rest[1:])])
 
 
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
+@pytest.mark.parametrize("page", [*PAGES, *ROOT.glob("[CS]*.md")], ids=lambda page: page.name)
 def test_links_and_anchors_of_a_page_resolve(page):
     text = text_of(page)
     targets = [*LINK.findall(text), *(one or other for one, other in IMAGE.findall(text))]
