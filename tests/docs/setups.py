@@ -6,7 +6,7 @@ TEXT = "python -c \"print('The quick brown fox jumps. ' * 2000)\""
 TOKENS = f"{TEXT} > a.txt && adl-dist tokenize a.txt --out tokens"
 
 SETUPS = {
-    "some text": ("sh", f"mkdir -p text docs && {TEXT} > FILE && cp FILE text/a.txt && cp FILE docs/a.md"),
+    "some text": ("sh", f"mkdir -p text docs && {TEXT} > FILE... && cp FILE... text/a.txt && cp FILE... docs/a.md"),
     "tokens": ("sh", TOKENS),
     "a run": ("sh", f"adl-dist train {SMALL} run_dir=runs/NAME"),
     "two runs": ("sh", f"adl-dist train {SMALL} run_dir=runs/A && adl-dist train {SMALL} seed=1 run_dir=runs/B"),
