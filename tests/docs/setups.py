@@ -38,7 +38,10 @@ import adl_dist.models
 torch.manual_seed(0)
 x = torch.randn(64, 4)
 train_dataset = val_dataset = TensorDataset(x, (x.sum(1) > 0).long())
-model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+model = nn.Sequential()
+model.add_module("embed", nn.Linear(4, 8))
+for width in (8, 8, 2):
+    model.append(nn.Linear(8, width))
 loss_fn = nn.CrossEntropyLoss()
 """,
     ),
