@@ -10,6 +10,10 @@ SETUPS = {
     "tokens": ("sh", TOKENS),
     "a run": ("sh", f"adl-dist train {SMALL} run_dir=runs/NAME"),
     "two runs": ("sh", f"adl-dist train {SMALL} run_dir=runs/A && adl-dist train {SMALL} seed=1 run_dir=runs/B"),
+    "a sweep and a run": (
+        "sh",
+        f"adl-dist train {SMALL} run_dir=runs/sweep-cifar10-resnet20/adl && adl-dist train {SMALL} run_dir=runs/mine",
+    ),
     "a text model": ("sh", f"{TOKENS} && adl-dist train experiment=gpt {SMALL} train.ema=0.9 run_dir=runs/NAME"),
     "a callback": (
         "python",
