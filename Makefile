@@ -5,7 +5,7 @@ ARGS ?=
 JOBS ?= 3
 INSTALLED := $(VENV)/.installed
 
-.PHONY: train test test-slow test-zoo test-long test-fuzz test-faults test-kill test-gpu test-slurm lint dist install clean
+.PHONY: train test test-slow test-zoo test-long test-fuzz test-faults test-kill test-gpu test-slurm test-docs docs lint dist install clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,6 +19,8 @@ help:
 	@echo "make test-kill [ARGS='--kills N']   kill 100 runs and start them again: an hour; Linux only"
 	@echo "make test-gpu                       run the tests that need a CUDA device, as it is installed"
 	@echo "make test-slurm                     a SLURM cluster of four nodes on this machine; needs root, Linux, apt"
+	@echo "make test-docs                      run every command of README and docs; a quarter of an hour"
+	@echo "make docs                           build the site of the documentation into build/site"
 	@echo "make lint                           ruff, mypy, and that imports point down"
 	@echo "make dist                           build the wheel and the source archive into dist/"
 	@echo "make install                        make $(VENV), which train and test do by themselves"
@@ -55,6 +57,15 @@ test-gpu:
 test-slurm: install
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,hf,slurm]'
 	@$(VENV)/bin/python -m pytest -m slurm $(ARGS)
+
+test-docs: install
+	@$(VENV)/bin/python -m pytest -n $(JOBS) -m docs tests/docs $(ARGS)
+
+# ADL_DOCS_REPO_URL=https://... makes links to source files lead there.
+docs: install
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,hf,docs]'
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --quiet --strict
+	@echo "$(VENV)/bin/python -m http.server --directory build/site"
 
 lint: install
 	@$(VENV)/bin/ruff check .

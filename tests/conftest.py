@@ -13,6 +13,7 @@ hypothesis.settings.load_profile("adl_dist")
 torch.set_num_threads(1)
 
 LEFT_OUT = {
+    "docs": "every command of the pages takes a while: make test-docs",
     "fuzz": "strangers for minutes: make test-fuzz",
     "long": "long runs take minutes: make test-long",
     "slow": "another launcher, kill, signal or size: make test-slow",

@@ -69,7 +69,7 @@ VALUES: dict[str, type] = {
 class Trainer:
     """Trains ``model`` cut into K stages: one process each under torchrun, all in this process otherwise.
 
-    Example:
+    Examples:
         >>> torch.manual_seed(0)
         >>> model = make_model()
         >>> trainer = Trainer(model, loss_fn=nn.CrossEntropyLoss(),
