@@ -12,11 +12,21 @@ from adl_dist.report import comparison
 
 def compare(arguments: Sequence[str]) -> None:
     """Compare the runs in or below the named folders; write to ``out=FOLDER``, else to the folder that holds all."""
+    paths, out, above = chosen_runs("compare", arguments, out="FOLDER")
+    folder = above if out is None else out
+    text = comparison.compare(paths, out=folder, command=shlex.join(["adl-dist", "compare", *arguments]))
+    sys.stdout.write(f"{text}\nwritten to {folder}: comparison.md, comparison.csv, curves.svg, curves.png\n")
+
+
+def chosen_runs(command: str, arguments: Sequence[str], *, out: str) -> tuple[list[Path], Path | None, Path]:
+    """Return the folders that ``arguments`` name, the place after ``out=``, and the folder that holds all of them.
+
+    Raises:
+        ConfigError: no folder, or several places; ``out`` is what the message calls such a place.
+    """
     outs = [Path(each.removeprefix("out=")) for each in arguments if each.startswith("out=")]
     paths = [Path(each.removeprefix("run_dir=")) for each in arguments if not each.startswith("out=")]
     if not paths or len(outs) > 1:
-        raise ConfigError("adl-dist compare takes run folders: adl-dist compare RUNS... [out=FOLDER]")
+        raise ConfigError(f"adl-dist {command} takes run folders: adl-dist {command} RUNS... [out={out}]")
     above = paths[0] if len(paths) == 1 else Path(os.path.commonpath([path.absolute() for path in paths]))
-    out = outs[0] if outs else above
-    text = comparison.compare(paths, out=out, command=shlex.join(["adl-dist", "compare", *arguments]))
-    sys.stdout.write(f"{text}\nwritten to {out}: comparison.md, comparison.csv, curves.svg, curves.png\n")
+    return paths, outs[0] if outs else None, above

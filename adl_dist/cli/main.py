@@ -34,6 +34,7 @@ afterwards
   evaluate    evaluate a checkpoint:       adl-dist evaluate runs/NAME
   export      write one plain state_dict:  adl-dist export runs/NAME out=model.pt
   compare     table and figure of runs:    adl-dist compare runs/A runs/B [out=FOLDER]
+  report      a page about a run:          adl-dist report runs/NAME [out=FILE.html]
   generate    text from a trained model:   adl-dist generate runs/NAME prompt=TEXT
 
 A run folder is runs/NAME or run_dir=runs/NAME; adl-dist COMMAND --help says what else the command takes.
@@ -85,6 +86,14 @@ Writes a table, a CSV file and a figure of the runs in or below the folders RUNS
 
   out=FOLDER         where to; default: the folder that holds all of them
 """,
+    "report": """\
+adl-dist report RUNS... [out=FILE.html]
+
+Writes one HTML page about a run: curves, speed, busy share, staleness, timeline, memory, cut, links, warnings,
+settings. Of several runs, in or below the folders RUNS: what tells them apart.
+
+  out=FILE.html      where to; default: report.html in the folder that holds all of them
+""",
     "status": """\
 adl-dist status RUN_DIR [--json]
 
@@ -110,6 +119,7 @@ COMMANDS = {
     **dict.fromkeys(("train", "evaluate"), "train"),
     "export": "export",
     "compare": "compare",
+    "report": "report",
     "schedule": "schedule",
     "tokenize": "tokenize",
     "generate": "generate",

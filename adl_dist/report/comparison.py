@@ -43,13 +43,7 @@ def compare(
     paths = [Path(each) for each in run_dirs]
     if not paths:
         raise ConfigError("there is no run to compare; give folders of runs")
-    folders: dict[Path, None] = {}
-    for path in paths:
-        below = sorted(file.parent for file in path.glob("**/config.yaml"))
-        if not below:
-            raise ConfigError(f"{path} holds no run: expected the folder of a run, or one that holds such folders")
-        folders |= dict.fromkeys(below)
-    runs = read_runs(folders)
+    runs = read_runs(folders_below(paths))
     if out is None:
         return _text(runs, command=command)
     try:
@@ -57,6 +51,21 @@ def compare(
         return write_comparison(Path(out), runs, command=command)
     except OSError as error:
         raise ConfigError(f"out={out} cannot be written: {error.strerror}; give another out=") from error
+
+
+def folders_below(paths: Iterable[Path]) -> list[Path]:
+    """Return the run folders that ``paths`` are or hold, each once.
+
+    Raises:
+        ConfigError: one of them holds none.
+    """
+    folders: dict[Path, None] = {}
+    for path in paths:
+        below = sorted(file.parent for file in path.glob("**/config.yaml"))
+        if not below:
+            raise ConfigError(f"{path} holds no run: expected the folder of a run, or one that holds such folders")
+        folders |= dict.fromkeys(below)
+    return list(folders)
 
 
 def write_comparison(folder: Path, runs: Sequence[Run], *, command: str, trials: Sequence[Run] = ()) -> str:
@@ -88,14 +97,18 @@ def _references_first(runs: Sequence[Run]) -> list[Run]:
 
 
 def _text(runs: Sequence[Run], *, command: str, trials: Sequence[Run] = ()) -> str:
-    measure, runs = measure_of(runs), _references_first(runs)
     origin = (
         f"Command: `{command}`\n\n{len(runs)} runs, seeds {', '.join(map(str, sorted({run.seed for run in runs})))}; "
         f"compared with Python {platform.python_version()}, torch {version('torch')}, adl_dist {__version__}. "
         "Each run: `comparison.csv`; learning curves: `curves.svg`."
     )
-    tables = [_table(runs, measure), *_trial_table(trials, measure), *_memory_table(runs)]
-    return "\n\n".join([*tables, origin]) + "\n"
+    return "\n\n".join([*tables(runs, trials), origin]) + "\n"
+
+
+def tables(runs: Sequence[Run], trials: Sequence[Run] = ()) -> list[str]:
+    """Return Markdown: the result of each row, of its ``trials``, and the memory of each stage, if there are any."""
+    measure, runs = measure_of(runs), _references_first(runs)
+    return [_table(runs, measure), *_trial_table(trials, measure), *_memory_table(runs)]
 
 
 def _table(runs: Sequence[Run], measure: Measure) -> str:
