@@ -94,7 +94,7 @@ class Layer(nn.Module):
         """Pass ``x`` [B, 1] on."""
         if self.is_last:
             began.append(time.monotonic())
-        # The gradients of the weights are a part of this backward, unless they are put off.
+        # The gradients of the weights are a part of this backward, unless they are deferred.
         return Sleep.apply(self.linear(x), self.part, self.part * (1 if self.split else 2))
 
 

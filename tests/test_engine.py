@@ -62,7 +62,7 @@ class SymbolicStage:
     gradient: tuple = ()
     closed: tuple = ()
     in_flight: dict = field(default_factory=dict)
-    put_off: dict = field(default_factory=dict)
+    deferrable: dict = field(default_factory=dict)
 
     def use_weights(self, num_updates):
         self.used = num_updates
@@ -88,11 +88,11 @@ class SymbolicStage:
         return (hash((grads, kept)),)
 
     def backward_input(self, b, grads, *, completes):
-        self.put_off[b] = grads, self.in_flight.pop(b)
-        return (hash(self.put_off[b]),)
+        self.deferrable[b] = grads, self.in_flight.pop(b)
+        return (hash(self.deferrable[b]),)
 
     def backward_weight(self, b, *, completes):
-        grads, kept = self.put_off.pop(b)
+        grads, kept = self.deferrable.pop(b)
         self.gradient += (hash((kept, grads)),)
         if completes:
             self.closed = self.gradient

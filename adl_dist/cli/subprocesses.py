@@ -52,7 +52,7 @@ def run_together(children: Sequence[Child], *, timeout_seconds: float | None = N
         end_all(running)
     if failed:
         errors = [line for child, _ in failed if (line := _last_error(child.log))]
-        raise ChildFailed(errors[0] if errors else f"{how_it_ended(failed[0][1].returncode)}, without a word")
+        raise ChildFailed(errors[0] if errors else f"{how_it_ended(failed[0][1].returncode)}, without an error message")
 
 
 def how_it_ended(code: int) -> str:

@@ -25,7 +25,7 @@ class UnitCost:
     name: str
     forward: float
     backward: float
-    backward_weight: float = 0.0  # the part of the backward that a split can put off
+    backward_weight: float = 0.0  # the part of the backward that a split can defer
     update: float = 0.0  # its share of what ends a group (norm, step, cleared gradients), divided by M already
     parameter_bytes: int = 0  # its parameters, but those that an earlier unit has, too
     # Trained parameters that an earlier unit has, too: for each such unit its index and their bytes. Two stages that
@@ -35,7 +35,7 @@ class UnitCost:
     # Needed during its backward: gradients of its parameters, as a kernel makes them and as they are kept (oneDNN's
     # convolutions have a format of their own), of what comes in and of what goes out.
     work_bytes: int = 0
-    deferred_bytes: int = 0  # kept for the part of its backward that is put off
+    deferred_bytes: int = 0  # kept for the part of its backward that is deferred
     # Of a cut right after the unit:
     held_before: int = 0  # sent over it, and kept by no graph before it
     held_behind: int = 0  # each graph after it holds so much of what crosses, apart from its activations
@@ -92,8 +92,8 @@ class Profile:
         return self if num_stages == 1 or self.loaded is None else self.loaded
 
     @property
-    def share_put_off(self) -> float:
-        """Share of the backward that a split can put off."""
+    def share_deferrable(self) -> float:
+        """Share of the backward that a split can defer."""
         units = self.costs(1)
         return sum(unit.backward_weight for unit in units) / max(sum(unit.backward for unit in units), 1e-12)
 
@@ -149,7 +149,7 @@ class StageFootprint:
     grads_sent: int = 1  # messages upstream that are kept so
     weight_copies: int = 0  # weight versions in addition to the newest
     gradient_copies: int = 0  # further sets: each version that a group's micro-batches used gathers its own
-    deferred: int = 0  # micro-batches whose gradients of weights are put off
+    deferred: int = 0  # micro-batches whose gradients of weights are deferred
     recomputes: float = 0.0  # share of the micro-batches that are forwarded twice
     sums: int = 0  # gradients of tied weights that wait for their update, are on their way, or are being applied
     micro_batches: int = 1  # of an update, for each of which gradients of tied weights are summed once
@@ -255,7 +255,7 @@ def stage_bytes(units: Sequence[UnitCost], *, held: StageFootprint, optimizer_co
     The activations of each graph and what it holds of what came in, what came in of each input; the parameters as
     weights, as gradients, as each copy of the optimizer, as each older version and its gradients; the buffers of
     messages, three of each received and those sent that are kept, unless a graph keeps them anyway; what is
-    kept for gradients that are put off; copies of weights of another stage, and their sums of gradients; and the work
+    kept for gradients that are deferred; copies of weights of another stage, and their sums of gradients; and the work
     of one backward at a time. What comes into the model itself is counted where a unit keeps it.
     """
     # A graph that is replayed has made outputs of its own. One message at least: the newest, before it is kept.

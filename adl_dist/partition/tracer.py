@@ -1,4 +1,4 @@
-"""Runs a forward on stand-ins, and refuses what torch.fx would get wrong without a word."""
+"""Runs a forward on stand-ins, and refuses what torch.fx would get wrong silently."""
 
 import inspect
 import math

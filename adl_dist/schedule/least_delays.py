@@ -29,7 +29,7 @@ def with_least_delays(method: Method, costs: Costs, *, most: int | None = None) 
     stages = (f + b + u / M for f, b, u in zip(costs.forward, costs.backward, costs.update, strict=True))
     slowest = max(*stages, *costs.transfer, 0.0)
     trips = _round_trips(method, costs)
-    # What is put off may have to be done before the update that the next forward waits for.
+    # What is deferred may have to be done before the update that the next forward waits for.
     last_parts = costs.backward_weight if method.split_backward else [0.0] * K
 
     def pipeline(delays: tuple[int, ...]) -> Pipeline:

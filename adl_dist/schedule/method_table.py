@@ -22,7 +22,7 @@ DELAYS: dict[str, Callable[[int, int, int], int]] = {
     # As few as keep every stage busy if a message takes no time (PipeDream's 1F1B).
     "minimal": lambda k, K, M: K - 1 - k,
     # As few as keep stages busy if a message takes no time, and a backward sends its gradient after half of its work.
-    # A round trip of n = K - k stages is 2n thirds of the work on a micro-batch, and the part that is put off until
+    # A round trip of n = K - k stages is 2n thirds of the work on a micro-batch, and the part that is deferred until
     # the update is one more: ceil((2n + 1) / 3) micro-batches are in flight.
     "third": lambda k, K, M: 2 * (K - k) // 3,
     # What is measured decides; until then as above. See :mod:`adl_dist.schedule.least_delays`.

@@ -21,7 +21,7 @@ class StageFigures:
     inputs: int  # most micro-batches held with nothing but what came in, in flight or in a replay buffer
     weight_copies: int  # most weight versions held besides the newest
     history_copies: int  # tensors like the weights that a mitigation remembers
-    deferred: int  # most micro-batches whose gradients of weights are put off, while it holds the most graphs
+    deferred: int  # most micro-batches whose gradients of weights are deferred, while it holds the most graphs
     outputs: int  # most micro-batches whose output a head keeps until their gradients come back
 
 

@@ -44,7 +44,7 @@ class Costs:
 
     forward: Sequence[float]
     backward: Sequence[float]
-    backward_weight: Sequence[float] = ()  # the part of the backward that a split can put off; empty: half of it
+    backward_weight: Sequence[float] = ()  # the part of the backward that a split can defer; empty: half of it
     update: Sequence[float] = ()  # empty: 0
     link: Sequence[float] = ()  # latency between stage k and k + 1, in either direction; empty: 0
     transfer: Sequence[float] = ()  # for which a message occupies that link, one after another; empty: 0
@@ -74,7 +74,7 @@ class Costs:
     @cached_property
     def backward_input(self) -> list[float]:
         """The part of the backward that a split does at once."""
-        return [whole - put_off for whole, put_off in zip(self.backward, self.backward_weight, strict=True)]
+        return [whole - deferrable for whole, deferrable in zip(self.backward, self.backward_weight, strict=True)]
 
     def of(self, stage: int, op: Op) -> float:
         """Return the time of one action of ``stage``."""

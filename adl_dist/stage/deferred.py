@@ -4,7 +4,7 @@ Autograd computes the gradients of a layer's input and of its weights in one ste
 first alone, and puts away what the second follows from: the layer's input and the gradient of its output. The weights
 themselves are not needed, so the second may be computed at any time before the gradients are used.
 
-    with gradients.put_off([loss.grad_fn]) as later:
+    with gradients.deferrable([loss.grad_fn]) as later:
         loss.backward()
     gradients.compute(later)  # adds to the ``.grad`` of the parameters, as the backward would have done
 
@@ -82,8 +82,8 @@ class DeferredGradients:
         return ready_call
 
     @contextmanager
-    def put_off(self, roots: Iterable[Node]) -> Iterator[list[PutOff]]:
-        """Put off what can be, of a backward inside that begins at ``roots``.
+    def deferrable(self, roots: Iterable[Node]) -> Iterator[list[PutOff]]:
+        """Defer what can be, of a backward inside that begins at ``roots``.
 
         Not of backwards that user's code calls within it: what they return is used at once.
         """
@@ -118,7 +118,7 @@ class DeferredGradients:
     @staticmethod
     @torch.no_grad()
     def compute(later: list[PutOff]) -> None:
-        """Compute the gradients that were put off, and add them to those of the parameters; ``later`` is then empty.
+        """Compute the gradients that were deferred, and add them to those of the parameters; ``later`` is then empty.
 
         Raises:
             ConfigError: what they follow from has been written to.

@@ -382,7 +382,7 @@ class Stage:
                 leaving = self.backward(micro_batch, grads)
             return self.finish_group(grads, leaving)
         kept = self.in_flight[micro_batch]
-        with self._deferred.put_off([end.node for end in kept.grad_edges or () if end is not None]) as later:
+        with self._deferred.deferrable([end.node for end in kept.grad_edges or () if end is not None]) as later:
             leaving = self.backward(micro_batch, grads)
         self._put_off[micro_batch] = kept.version, later
         if completes:

@@ -1,4 +1,4 @@
-"""What a split backward does to a model: what of each unit it can put off, and how much longer all of it takes."""
+"""What a split backward does to a model: what of each unit it can defer, and how much longer all of it takes."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ ROUNDS = 8  # the first is not counted
 class _Round(NamedTuple):
     """What one forward and backward took, in seconds, with a split backward and with a whole one."""
 
-    put_off: dict[int, float]  # of each unit, what can be put off
+    deferrable: dict[int, float]  # of each unit, what can be deferred
     held: dict[int, int]  # bytes that each unit holds until then
     split: float
     whole: float
@@ -56,7 +56,7 @@ def with_split_costs(
     units = [
         replace(
             unit,
-            backward_weight=min(one.put_off.get(place, 0.0) for one in rounds),
+            backward_weight=min(one.deferrable.get(place, 0.0) for one in rounds),
             deferred_bytes=rounds[-1].held.get(place, 0),
         )
         for place, unit in enumerate(profile.units)
@@ -68,13 +68,13 @@ def with_split_costs(
 def _one_round(
     deferred: DeferredGradients, loss: Callable[[], Tensor], unit_of: Mapping[int, int], device: torch.device
 ) -> _Round:
-    put_off: dict[int, float] = defaultdict(float)
+    deferrable: dict[int, float] = defaultdict(float)
     storages: dict[int, dict[int, int]] = defaultdict(dict)
     start = now(device)
     with deferred.ready():
         root = loss()
     assert root.grad_fn is not None, "the model has parameters that are trained"
-    with deferred.put_off([root.grad_fn]) as later:
+    with deferred.deferrable([root.grad_fn]) as later:
         root.backward()
     first_part = now(device) - start
     for one in [*later]:
@@ -83,9 +83,9 @@ def _one_round(
             storages[unit][kept.data_ptr()] = kept.nbytes()
         start = now(device)
         deferred.compute([one])
-        put_off[unit] += now(device) - start
+        deferrable[unit] += now(device) - start
     start = now(device)
     loss().backward()
     whole = now(device) - start
     held = {unit: sum(sizes.values()) for unit, sizes in storages.items()}
-    return _Round(put_off, held, first_part + sum(put_off.values()), whole)
+    return _Round(deferrable, held, first_part + sum(deferrable.values()), whole)

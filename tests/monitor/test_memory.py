@@ -83,7 +83,7 @@ def test_each_stage_holds_what_was_predicted_within_10_percent(name, K, profile)
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_a_split_holds_what_was_predicted_within_15_percent(profile):
-    """The moment with the most graphs need not be that with the most put off: the prediction adds both."""
+    """The moment with the most graphs need not be that with the most deferred: the prediction adds both."""
     compare(profile, "adl", 2, {"split_backward": True}, tolerance=0.15)
 
 

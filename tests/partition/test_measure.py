@@ -129,7 +129,7 @@ def test_what_a_split_can_put_off_is_measured_for_each_unit():
     assert relu.backward_weight == 0
     assert all(unit.backward_weight <= unit.backward for unit in told.costs(1))
     assert told.split_slowdown >= 1
-    assert 0 < told.share_put_off <= 1
+    assert 0 < told.share_deferrable <= 1
     assert_same(model.state_dict(), before)
     assert all(p.grad is None for p in model.parameters())
 

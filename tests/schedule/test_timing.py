@@ -225,7 +225,7 @@ def test_zero_bubble_methods_wait_as_long_as_published(K, f, i, w):
 
 @pytest.mark.parametrize("K", [2, 4, 8])
 def test_zero_bubble_methods_hold_k_or_2k_less_1_micro_batches(K):
-    """With their graphs or what is put off, in every stage alike: the memory of 1F1B's stage 0, or nearly twice it."""
+    """With their graphs or what is deferred, in every stage alike: the memory of 1F1B's stage 0, or nearly twice it."""
     for name, most in (("zbh1", K), ("zbh2", 2 * K - 1)):
         pipeline = Pipeline(method(name, accumulation_steps=3 * K), K)
         told = figures(pipeline)

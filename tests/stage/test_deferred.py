@@ -1,4 +1,4 @@
-"""Gradients of weights that are put off: the same bits as autograd's, or not put off at all."""
+"""Gradients of weights that are deferred: the same bits as autograd's, or not deferred at all."""
 
 import copy
 import warnings
@@ -136,7 +136,7 @@ def with_memory(*, is_buffer):
 
 LINEAR, IMAGE = (3, 6), (3, 4, 7, 7)
 CONV = {"bias": False, "padding": 1}
-# A module, the shape of its input, and the parameters whose gradients are put off.
+# A module, the shape of its input, and the parameters whose gradients are deferred.
 PUT_OFF = {
     "linear": (nn.Linear(6, 5), LINEAR, ["weight", "bias"]),
     "linear without bias": (nn.Linear(6, 5, bias=False), LINEAR, ["weight"]),
@@ -204,7 +204,7 @@ LEFT = {
 
 
 def gradients(module, shape, *, split, num=3, dtype=None):
-    """Return the gradients of ``num`` inputs, and those of the parameters, added up; and what was put off."""
+    """Return the gradients of ``num`` inputs, and those of the parameters, added up; and what was deferred."""
     if isinstance(module, torch.jit.ScriptModule):
         module.zero_grad()
     else:  # hooks are not copied
@@ -219,7 +219,7 @@ def gradients(module, shape, *, split, num=3, dtype=None):
             continue
         with deferred.ready():
             out = module(x).square().sum()
-        with deferred.put_off([out.grad_fn]) as later:
+        with deferred.deferrable([out.grad_fn]) as later:
             out.backward()
         kept.append(later)
     early = {name for name, p in module.named_parameters() if p.grad is not None}
@@ -277,7 +277,7 @@ def test_a_module_is_left_as_it_was():
     with deferred.ready():
         out = module(torch.ones(2, 6))
     loss = out.sum()
-    with deferred.put_off([loss.grad_fn]):
+    with deferred.deferrable([loss.grad_fn]):
         loss.backward()
     assert {name: dict(vars(part)) for name, part in module.named_modules()} == before
     with pytest.raises(RuntimeError), deferred.ready():
@@ -297,7 +297,7 @@ def test_a_gradient_written_to_before_its_use_is_refused():
     deferred, grad = DeferredGradients(module, "stage 1"), torch.ones(3, 5)
     with deferred.ready():
         out = module(torch.ones(3, 6))
-    with deferred.put_off([out.grad_fn]) as later:
+    with deferred.deferrable([out.grad_fn]) as later:
         out.backward(grad)
     grad.zero_()
     with pytest.raises(ConfigError, match=r"^stage 1: the gradient of the output of layer 'Linear' \(Linear\) was"):

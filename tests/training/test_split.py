@@ -28,7 +28,7 @@ SIZES = [(1, 3), (2, 1), (3, 2), (4, 4)]
 
 
 @pytest.fixture
-def put_off(monkeypatch):
+def deferrable(monkeypatch):
     """The number of layers' gradients in each part that was done later."""
     compute, counts = DeferredGradients.compute, []
     counted = staticmethod(lambda later: (counts.append(len(later)), compute(later)))
@@ -40,17 +40,17 @@ def put_off(monkeypatch):
     ("name", "K", "M"),
     grid(GOING_BACK, range(1, 5), range(1, 5), default=[(n, *s) for n in GOING_BACK for s in SIZES[1:]]),
 )
-def test_every_method_ends_in_the_bits_of_the_whole_backward(name, K, M, put_off):
+def test_every_method_ends_in_the_bits_of_the_whole_backward(name, K, M, deferrable):
     """Uneven last micro-batch and group, BatchNorm, dropout, momentum and weight decay, with two epochs."""
     if name == "2bw" and M < K - 1:
         pytest.skip("2bw needs M of at least the delay of stage 0")
     options = {"method": name, "dropout": 0.3, "epochs": 2}
     whole, summary = train(K, M, torch.float32, **options)
-    assert put_off == []
+    assert deferrable == []
     split, of_split = train(K, M, torch.float32, options=SPLIT, **options)
     assert_same(split, whole)
-    assert len(put_off) == 2 * 11 * K
-    assert min(put_off) > 0, "each stage has a layer"
+    assert len(deferrable) == 2 * 11 * K
+    assert min(deferrable) > 0, "each stage has a layer"
     assert [s["staleness_mean"] for s in of_split["stages"]] == [s["staleness_mean"] for s in summary["stages"]]
     assert of_split["validation_loss"] == summary["validation_loss"]
 

@@ -41,7 +41,7 @@ def report(
         f"{spec['threads']} thread(s), torch {spec['torch']}",
         f"one micro-batch: forward {1000 * profile.forward:.1f} ms, backward {1000 * profile.backward:.1f} ms; one "
         f"update {1000 * sum(u.update for u in profile.units):.2f} ms",
-        f"method.split_backward can put off {profile.share_put_off:.0%} of the backward: gradients of the weights of "
+        f"method.split_backward can defer {profile.share_deferrable:.0%} of the backward: gradients of the weights of "
         "linear layers and convolutions",
         f"link: {_links_shown(machine)}",
     ]
