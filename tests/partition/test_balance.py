@@ -154,10 +154,8 @@ def random_instance(draw):
 def test_it_finds_what_brute_force_over_all_cuts_finds(num_instances):
     outcomes = dict.fromkeys(("optimum", "memory", "places"), 0)
 
-    @settings(max_examples=num_instances)
-    @given(st.randoms(use_true_random=False, note_method_calls=False))
-    def compare(draw):
-        units, K, held, machine, copies = random_instance(draw)
+    def compare(seed):
+        units, K, held, machine, copies = random_instance(random.Random(seed))
         best, excess = brute_force(units, K, held, machine, copies)
         arguments = {"held": held, "machine": machine, "optimizer_copies": copies}
         if best is not None:
@@ -179,8 +177,10 @@ def test_it_finds_what_brute_force_over_all_cuts_finds(num_instances):
             assert need - limit == excess
             outcomes["memory"] += 1
 
-    compare()
-    assert sum(outcomes.values()) >= num_instances
+    # Not examples of hypothesis: those depend on the modules that tests before this one have imported.
+    for seed in range(num_instances):
+        compare(seed)
+    assert sum(outcomes.values()) == num_instances
     assert min(outcomes.values()) >= num_instances / 50, outcomes
 
 
