@@ -55,7 +55,7 @@ FREE_TO_CHANGE = {
     "runtime.cuda_graphs",
     *("runtime.checkpoint_every_epochs", "runtime.keep_checkpoints", "runtime.keep_best", "runtime.async_save"),
     *("runtime.best_metric", "runtime.best_is", "runtime.loggers", "callbacks"),
-    *("runtime.tensorboard", "runtime.trace", "runtime.memory", "runtime.stage_records_every"),
+    *("runtime.tensorboard", "runtime.trace", "runtime.report", "runtime.memory", "runtime.stage_records_every"),
     *(*CUT, *(f"partition.{name}" for name in CUT)),
 }
 # What a run trained with if its folder is older than one of these settings, and so does not name it.

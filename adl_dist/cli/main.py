@@ -33,6 +33,7 @@ plan and measure
 afterwards
   evaluate    evaluate a checkpoint:       adl-dist evaluate runs/NAME
   export      write one plain state_dict:  adl-dist export runs/NAME out=model.pt
+  report      a page about runs:           adl-dist report runs/NAME [RUN...]
   compare     table and figure of runs:    adl-dist compare runs/A runs/B [out=FOLDER]
   generate    text from a trained model:   adl-dist generate runs/NAME prompt=TEXT
 
@@ -78,6 +79,14 @@ Prints the prompt, and what a model that was trained on tokens (data=tokens) wri
   top_k=K            choose among the K likeliest tokens only; default: all
   seed=0             of what is drawn
 {OF_A_CHECKPOINT}""",
+    "report": """\
+adl-dist report RUN [RUN...] [out=FILE.html]
+
+Writes one HTML page about a run: results, learning curves, throughput, stages, timeline, memory, cut, links, what the
+logs warn of, configuration. Of several runs: a comparison. The page needs no other file and no network.
+
+  out=FILE.html      where to; default: report.html in the run folder, of several runs in the folder that holds all
+""",
     "compare": """\
 adl-dist compare RUNS... [out=FOLDER]
 
@@ -110,6 +119,7 @@ COMMANDS = {
     **dict.fromkeys(("train", "evaluate"), "train"),
     "export": "export",
     "compare": "compare",
+    "report": "report",
     "schedule": "schedule",
     "tokenize": "tokenize",
     "generate": "generate",

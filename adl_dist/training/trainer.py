@@ -41,6 +41,7 @@ from adl_dist.monitor.trace import MOST_EVENTS
 from adl_dist.optim import takes_length
 from adl_dist.optimizers import prepare
 from adl_dist.report import Progress, Recorder
+from adl_dist.report.page import write_after_run
 from adl_dist.schedule import Method, Pipeline
 from adl_dist.schedule.run_plan import Plan, check_lengths, micro_batch_size_of
 from adl_dist.schedule.work import forget_actions
@@ -285,7 +286,11 @@ class Trainer:
             record_delays(folder.path, worker.pipeline.nominal_delays)
         with contextlib.nullcontext() if folder is None else contextlib.closing(folder):
             saving = self._saving(worker.world, folder, known_by, resume, outputs, made)
-            return self._train(running, worker, plan, saving, outputs)
+            worker.wants_timeline = folder is not None and outputs.monitoring.report
+            summary = self._train(running, worker, plan, saving, outputs)
+            if saving is not None and outputs.monitoring.report:
+                write_after_run(saving.folder.path)
+            return summary
 
     @arguments.one_at_a_time
     def evaluate(

@@ -1,0 +1,137 @@
+"""The page about a run: what it shows of whole, partial, damaged and hostile folders."""
+
+import json
+import shutil
+import subprocess
+
+import pytest
+import yaml
+
+from adl_dist.errors import ConfigError
+from adl_dist.report.page import markup, one_run, write_page
+from tests.support.commands import shows
+from tests.support.recorded import recorded_run
+
+HOSTILE = "<script>alert('x')</script>&\"<b>"
+SECTIONS = "Results", "Learning curves", "Throughput", "Stages", "Timeline", "Memory", "Cut", "Links", "Events"
+
+
+@pytest.fixture
+def run(tmp_path):
+    return recorded_run(tmp_path / "run")
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Figures are made, but not drawn, which takes most of the time."""
+    monkeypatch.setattr(one_run, "figure", lambda drawn, caption, **_: markup.paragraph(caption))
+
+
+def page_of(*folders):
+    out = folders[0].parent / "page.html"
+    write_page(folders, out)
+    return out.read_text()
+
+
+def test_whole_run_has_every_part_and_all_figures(run):
+    page = page_of(run)
+    shows(page, [f"<h2>{name}</h2>" for name in (*SECTIONS, "Configuration")])
+    shows(page, ["adl M=4, K=2: cifar_resnet(depth=8) on digits", "It came to its end: 3 epochs, 12 updates", "93.75%"])
+    assert page.count("<svg") == 6, "curves, speed, stages, shares, measured, schedule"
+    assert "Cannot be shown" not in page
+
+
+def test_page_needs_no_other_file_and_no_network(run):
+    page = page_of(run)
+    named = {part for part in page.split('"') if part.startswith(("http", "file:", "//"))}
+    assert named <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}, "names of XML, which nothing loads"
+    assert not [word for word in ("<script", "<link", "<img", "@import", "src=") if word in page]
+
+
+def test_what_comes_from_a_run_is_escaped(run, undrawn):
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["model"] = {"_target_": f"mine.{HOSTILE}", "name": HOSTILE}
+    (run / "config.yaml").write_text(yaml.safe_dump({**config, HOSTILE: HOSTILE}))
+    (run / "logs" / "rank0.log").write_text(f"2026-11-24 09:42:17,810 WARNING {HOSTILE}\n{HOSTILE}\n")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"name": f"validation/{HOSTILE}", "value": 1.0, "update": 3, "epoch": 0}) + "\n")
+    page = page_of(run)
+    shows(page, ["&lt;script&gt;alert"])
+    assert "<script" not in page
+    assert "<b>" not in page
+
+
+DAMAGES = {
+    "config.yaml": [None, "", "[1", "method: 3\npartition: []\ntrain: x\n", "method: {name: nothing}\n"],
+    "summary.json": [None, "{", "[]", '{"stages": 3, "epochs": []}', '{"stages": [{}], "validation_loss": "low"}'],
+    "metrics.jsonl": [None, "", "{}\nnull\n{", '{"name": "stage/staleness", "value": 1, "update": 0, "epoch": 0}\n'],
+    "timeline.json": [None, "{}", '{"stages": [[["F", 0, 2, 1, null]]], "epoch": 0, "device": "", "is_steady": true}'],
+    "logs/rank0.log": [None, "", "no time\n"],
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_or_missing_file_costs_its_parts_only(run, undrawn, name):
+    whole = (run / name).read_text()
+    for content in [*DAMAGES[name], whole[: len(whole) // 2]]:
+        (run / name).unlink(missing_ok=True)
+        if content is not None:
+            (run / name).write_text(content)
+        page = page_of(run)
+        shows(page, [f"<h2>{name}</h2>" for name in SECTIONS])
+        shows(page, ["Not recorded: "] if content is None else [])
+        assert "Traceback" not in page
+
+
+def test_files_of_other_types_are_told_by_name(run, undrawn):
+    for name in ("links.json", "profile.json", "delays.json", "diverged.json"):
+        (run / name).write_text('{"units": [3], "update": "x", "2 stages": 7}')
+    page = page_of(run)
+    shows(page, ["profile.json cannot be used (TypeError", "<h2>Links</h2>", "Cannot be shown: a file of the run"])
+
+
+def test_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"holds no run: expected config.yaml, metrics.jsonl or summary.json"):
+        write_page([tmp_path], tmp_path / "page.html")
+
+
+def test_events_name_warnings_restarts_and_skipped_updates(run, undrawn):
+    log = "2026-11-24 09:42:17,810 {} {}\n"
+    entries = [("WARNING", "no progress in 61 s"), ("INFO", "resumed from update 8"), ("INFO", "saved")]
+    (run / "logs" / "rank0.log").write_text("".join(log.format(*entry) for entry in entries))
+    summary = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps({**summary, "skipped_updates": 2}))
+    page = page_of(run)
+    shows(page, ["no progress in 61 s", "started again from a checkpoint once", "2 updates were skipped"])
+    assert "saved" not in page
+
+
+def test_several_runs_are_compared(run, tmp_path):
+    other = recorded_run(tmp_path / "other")
+    config = yaml.safe_load((other / "config.yaml").read_text())
+    config["method"]["accumulation_steps"] = 1
+    (other / "config.yaml").write_text(yaml.safe_dump({**config, "seed": 1}))
+    page = page_of(run, other)
+    shows(page, ["2 runs compared", "adl M=4 K=2", "adl K=2", "method.accumulation_steps", "Medians over seeds"])
+    assert "Cannot be shown" not in page
+
+
+def test_runs_of_which_one_has_no_settings_are_compared(run, tmp_path):
+    other = recorded_run(tmp_path / "other")
+    (other / "config.yaml").unlink()
+    (other / "summary.json").unlink()
+    shows(page_of(run, other), ["2 runs compared", "cifar_resnet", "other"])
+
+
+BROWSER = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), "")
+
+
+@pytest.mark.skipif(not BROWSER, reason="there is no chromium")
+def test_browser_opens_the_page_and_draws_it(run, tmp_path):
+    write_page([run], tmp_path / "page.html")
+    words = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+    url = (tmp_path / "page.html").as_uri()
+    done = subprocess.run([BROWSER, *words, url], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("</svg>") == 6
+    shows(done.stdout, ["<h2>Configuration</h2>", "</footer>"])
