@@ -115,7 +115,7 @@ def picture(
     spans = _spans_of_ticks(table) if costs is None else simulate(lists, costs, turns=turns)
     boxes = [span for span in spans if span.action.op in (*STYLES, Op.UPDATE)]
     length = max(box.end for box in boxes)
-    inches = min(_scale(boxes), WIDEST / length)
+    inches = min(scale(boxes), WIDEST / length)
     name, facts = title(pipeline, num_micro_batches=num_micro_batches).rsplit(": ", 1)
     shows_staleness = any(f.staleness_max for f in figures(pipeline))
 
@@ -138,21 +138,23 @@ def measured_picture(
     staleness: Callable[[Span], int | None],
     unit: str,
     facts: str,
+    inches: float | None = None,
     theme: Theme = LIGHT,
 ) -> Figure:
     """Return the picture of what stages did in a part of a run, in which all of them have ``spans``.
 
-    ``staleness``: what was measured of a backward; ``unit``: of the times; ``facts``: what the picture says of itself.
+    ``staleness``: that of a backward; ``unit``: of the times; ``facts``: what the picture says of itself; ``inches``:
+    how long a unit of time is, None: so that the usual forward has room for its number.
     """
     lists = [[span.action for span in spans if span.stage == k] for k in range(pipeline.num_stages)]
     begin = max(min(span.start for span in spans if span.stage == k) for k in range(pipeline.num_stages))
     end = min(max(span.end for span in spans if span.stage == k) for k in range(pipeline.num_stages))
-    inches = _scale([span for span in spans if span.action.op in STYLES])
+    inches = inches or scale(spans)
     end = min(end, begin + MEASURED_INCHES / inches)
     shown = [
-        span._replace(start=span.start - begin, end=span.end - begin)
+        span._replace(start=max(span.start, begin) - begin, end=min(span.end, end) - begin)
         for span in spans
-        if begin <= span.start and span.end <= end
+        if begin <= span.end and span.start <= end
     ]
     boxes = [span for span in shown if span.action.op in (*STYLES, Op.UPDATE)]
     shows_staleness = any(staleness(box) for box in boxes)
@@ -165,16 +167,17 @@ def measured_picture(
             axes.add_patch(Rectangle(corner, (span.end - span.start) * inches, STRIP, color=theme.small, linewidth=0))
     _boxes(axes, boxes, inches, lambda box: staleness(box) if shows_staleness else None, theme)
     name = title(pipeline, num_micro_batches=len(lists[0])).rsplit(": ", 1)[0]
-    strip = Patch(color=theme.small, label="load, send")
-    _legend(figure, pipeline, boxes, (name, facts), shows_staleness, theme, also=[strip])
+    has_strips = any(span.end > span.start for span in shown if span.action.op in SMALL)
+    also = [Patch(color=theme.small, label="load, send")] if has_strips else []
+    _legend(figure, pipeline, boxes, (name, facts), shows_staleness, theme, also)
     return figure
 
 
-def _scale(boxes: Sequence[Span]) -> float:
+def scale(boxes: Sequence[Span]) -> float:
     """Return the inches of a unit of time at which the usual forward has room for its number."""
     usual = median([box.end - box.start for box in boxes if box.action.op in FORWARDS])
     usual = usual or max(box.end for box in boxes) / len(boxes)
-    largest = max(box.action.number for box in boxes)
+    largest = max(box.action.number for box in boxes if box.action.op in STYLES)
     return float(max(0.26, LETTER * 9 * len(str(largest)) + 0.1) / usual)
 
 

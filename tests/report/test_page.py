@@ -37,7 +37,7 @@ def test_whole_run_has_every_part_and_all_figures(run):
     page = page_of(run)
     shows(page, [f"<h2>{name}</h2>" for name in (*SECTIONS, "Configuration")])
     shows(page, ["adl M=4, K=2: cifar_resnet(depth=8) on digits", "It came to its end: 3 epochs, 12 updates", "93.75%"])
-    assert page.count("<svg") == 6, "curves, speed, stages, shares, measured, schedule"
+    assert page.count("<svg") == 7, "curves, speed, busy, staleness, shares, measured, schedule"
     assert "Cannot be shown" not in page
 
 
@@ -120,7 +120,7 @@ def test_runs_of_which_one_has_no_settings_are_compared(run, tmp_path):
     other = recorded_run(tmp_path / "other")
     (other / "config.yaml").unlink()
     (other / "summary.json").unlink()
-    shows(page_of(run, other), ["2 runs compared", "cifar_resnet", "other"])
+    shows(page_of(run, other), ["2 runs compared", "other"])
 
 
 BROWSER = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), "")
@@ -133,5 +133,5 @@ def test_browser_opens_the_page_and_draws_it(run, tmp_path):
     url = (tmp_path / "page.html").as_uri()
     done = subprocess.run([BROWSER, *words, url], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("</svg>") == 6
+    assert done.stdout.count("</svg>") == 7
     shows(done.stdout, ["<h2>Configuration</h2>", "</footer>"])

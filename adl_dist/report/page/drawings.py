@@ -9,16 +9,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from adl_dist.errors import ConfigError
 from adl_dist.report.curves import COLOURS, STYLE
 from adl_dist.report.page.recorded import Point, Recorded
-from adl_dist.report.picture import MOST_TICKS, STYLES, measured_picture, picture
+from adl_dist.report.picture import STYLES, measured_picture, picture, scale
 from adl_dist.report.timeline import SHARES, Timeline
-from adl_dist.schedule.actions import Action, Op
+from adl_dist.schedule.actions import BACKWARDS, Action, Op
 from adl_dist.schedule.pipeline import Pipeline
-from adl_dist.schedule.timing import Costs, Span
+from adl_dist.schedule.timing import Costs, Span, in_processes, simulate
 
 MOST_POINTS = 600  # of a curve; more cannot be seen
+MOST_MICRO_BATCHES = 48  # of a schedule from its beginning on
+MOST_IN_LEGEND = 12  # stages
 BINS = 60  # over which a speed is averaged
 WIDTH, HEIGHT = 9.6, 2.9  # inches of a row of panels
 TRAIN, VALIDATION = COLOURS[0], COLOURS[1]
@@ -63,34 +64,49 @@ def throughput(points: Sequence[Point], unit: str) -> Figure:
     with rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, 2.3), layout="constrained")
         axes = figure.subplots()
-        axes.step([part[-1].seconds for part in parts], values, where="pre", color=TRAIN, linewidth=1.4)
+        axes.stairs(values, [0.0, *(part[-1].seconds for part in parts)], baseline=None, color=TRAIN, linewidth=1.4)
         axes.set_ylim(0, 1.08 * max(values))
         axes.set_xlabel("seconds of training")
         axes.set_ylabel(f"{unit}/s")
     return figure
 
 
-def stages_over_time(run: Recorded) -> Figure:
-    """Return the busy share of each stage by epoch, and its staleness by update."""
+def busy_by_epoch(run: Recorded) -> Figure:
+    """Return the busy share of each stage by epoch."""
     with rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
-        busy, stale = figure.subplots(1, 2)
+        figure = Figure(figsize=(WIDTH, 2.4), layout="constrained")
+        axes = figure.subplots()
         for k in range(run.num_stages):
-            color = COLOURS[k % len(COLOURS)]
             points = _finite(run.curves.get(f"stage/busy_share/{k}", ()))
-            busy.plot([p.epoch for p in points], [100 * p.value for p in points], "o-", color=color, markersize=3,
-                      label=f"stage {k}")  # fmt: skip
-            points = [*_fewer(_finite(run.curves.get(f"stage/staleness/{k}", ())))]
-            stale.plot([p.update + 1 for p in points], [p.value for p in points], color=color, label=f"stage {k}")
-        busy.set_ylim(0, 100)
-        busy.set_xlabel("epoch")
-        busy.set_ylabel("busy (%)")
-        stale.set_ylim(bottom=0)
-        stale.set_xlabel("update")
-        stale.set_ylabel("staleness (updates)")
-        if run.num_stages <= 8:
-            busy.legend(frameon=False, fontsize=8)
+            values = [100 * p.value for p in points]
+            axes.plot([p.epoch for p in points], values, "o-", color=_colour(k), markersize=3, label=f"stage {k}")
+        axes.set_ylim(0, 100)
+        axes.set_xlabel("epoch")
+        axes.set_ylabel("busy (%)")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=axes.get_xlim()[1] >= 2))
+        if run.num_stages <= MOST_IN_LEGEND:
+            figure.legend(loc="outside right center", frameon=False, fontsize=8)
     return figure
+
+
+def staleness_by_update(run: Recorded) -> Figure:
+    """Return the staleness of each stage by update."""
+    with rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 2.4), layout="constrained")
+        axes = figure.subplots()
+        for k in range(run.num_stages):
+            points = _fewer(_finite(run.curves.get(f"stage/staleness/{k}", ())))
+            axes.plot([p.update + 1 for p in points], [p.value for p in points], color=_colour(k), label=f"stage {k}")
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("update")
+        axes.set_ylabel("staleness (updates)")
+        if run.num_stages <= MOST_IN_LEGEND:
+            figure.legend(loc="outside right center", frameon=False, fontsize=8)
+    return figure
+
+
+def _colour(stage: int) -> str:
+    return COLOURS[stage % len(COLOURS)]
 
 
 def shares(timeline: Timeline) -> Figure:
@@ -116,12 +132,9 @@ def shares(timeline: Timeline) -> Figure:
 
 def measured(pipeline: Pipeline, timeline: Timeline) -> Figure:
     """Return the timeline of the recorded updates, in milliseconds."""
-    spans, stale = list[Span](), dict[tuple[int, Action], int | None]()
+    spans, stale = _measured_spans(timeline), dict[tuple[int, Action], int | None]()
     for k, events in enumerate(timeline.stages):
-        for each in events:
-            action = Action(Op(each.op), each.number)
-            stale[k, action] = each.staleness
-            spans.append(Span(k, action, 1000 * each.begin, 1000 * each.end))
+        stale |= {(k, Action(Op(each.op), each.number)): each.staleness for each in events}
     where = "in the middle of" if timeline.is_steady else "in"
     return measured_picture(
         pipeline,
@@ -132,20 +145,57 @@ def measured(pipeline: Pipeline, timeline: Timeline) -> Figure:
     )
 
 
+def _measured_spans(timeline: Timeline) -> list[Span]:
+    return [
+        Span(k, Action(Op(each.op), each.number), 1000 * each.begin, 1000 * each.end)
+        for k, events in enumerate(timeline.stages)
+        for each in events
+    ]
+
+
 def scheduled(pipeline: Pipeline, timeline: Timeline | None) -> Figure:
-    """Return the schedule: with the times of the ``timeline``, and messages that take none; without one, in ticks.
+    """Return the schedule: of the same updates with the times of the ``timeline`` and messages that take none.
+
+    Without a steady part it is drawn from an empty pipeline on; without a timeline in ticks.
 
     Raises:
         ConfigError: it is too long for a picture.
     """
-    M, costs = pipeline.micro_batches_per_update, None
-    most = MOST_TICKS - 4 * pipeline.num_stages
-    num = min(2 * pipeline.num_stages + 2 * M, max(48, 2 * pipeline.num_stages + 8))
-    if num > most:
-        raise ConfigError(f"{num} micro-batches are too many for a picture")
-    if timeline is not None and (found := costs_of(timeline)) is not None:
-        costs = found
+    costs = costs_of(timeline) if timeline is not None else None
+    if timeline is not None and timeline.is_steady and costs is not None:
+        return measured_picture(
+            pipeline,
+            _simulated(pipeline, timeline, costs),
+            staleness=lambda span: pipeline.staleness(span.stage, span.action.number) if _goes_back(span) else None,
+            unit="ms",
+            facts="the same updates, by the schedule",
+            inches=scale(_measured_spans(timeline)),
+        )
+    num = 2 * (pipeline.num_stages + pipeline.micro_batches_per_update)
+    num = min(num, max(MOST_MICRO_BATCHES, 2 * pipeline.num_stages + 8))
     return picture(pipeline, num_micro_batches=num, costs=costs, unit="ms")
+
+
+def _simulated(pipeline: Pipeline, timeline: Timeline, costs: Costs) -> list[Span]:
+    """Return when each stage does what is in the timeline, if it is simulated, with the numbers of the timeline."""
+    M, begins = pipeline.micro_batches_per_update, pipeline.updates_to_fill
+    firsts = [each.number for each in timeline.stages[0] if each.op == Op.UPDATE.value]
+    num_updates = len(firsts)
+    shift = firsts[0] - begins
+    lists, turns = in_processes(pipeline, num_micro_batches=M * (2 * begins + num_updates + 2))
+    found, made = list[Span](), [-1] * pipeline.num_stages  # the update that each stage made last
+    for span in simulate(lists, costs, turns=turns):
+        op, number = span.action
+        if op is Op.UPDATE:
+            made[span.stage] = number
+        if begins <= made[span.stage] < begins + num_updates:
+            by = shift if op is Op.UPDATE else shift * M
+            found.append(span._replace(action=Action(op, number + by)))
+    return found
+
+
+def _goes_back(span: Span) -> bool:
+    return span.action.op in BACKWARDS
 
 
 def costs_of(timeline: Timeline) -> Costs | None:

@@ -58,6 +58,7 @@ figcaption, .quiet, footer { color: #57606a; font-size: .87rem; }
 .good { color: #1a7f37; }
 .bar { display: inline-block; height: .7em; background: #56B4E9; margin-left: .6em; }
 .room { display: inline-block; width: 9rem; text-align: left; }
+.number { display: inline-block; min-width: 5.5rem; text-align: right; }
 pre { background: #f6f8fa; padding: .7rem; overflow-x: auto; font-size: .82rem; white-space: pre-wrap;
   overflow-wrap: anywhere; }
 code { font-size: .88em; background: #f6f8fa; padding: .1em .3em; overflow-wrap: anywhere; }
@@ -139,15 +140,16 @@ def table(rows: Sequence[Sequence[object]], *, text_columns: Sequence[int] = ())
 
 
 def bar(text: str, share: float) -> Html:
-    """Return a cell with ``text`` and a bar of that ``share`` of the column's width."""
+    """Return a cell of a text column: ``text``, and a bar of that ``share`` of its width."""
     width = 9 * min(max(share, 0.0), 1.0)
-    return Html(f'{escaped(text)}<span class="room"><span class="bar" style="width:{width:.2f}rem"></span></span>')
+    drawn = f'<span class="room"><span class="bar" style="width:{width:.2f}rem"></span></span>'
+    return Html(f'<span class="number">{escaped(text)}</span>{drawn}')
 
 
 def figure(drawn: Figure, caption: str, *, name: str, is_wide: bool = False) -> Html:
     """Return ``drawn`` as SVG with its ``caption``; ``name`` makes its ids those of no other figure of the page.
 
-    ``is_wide``: it keeps its size and scrolls, where others shrink to the width of the page.
+    ``is_wide``: it keeps its size, for a part that is scrolled; others shrink to the width of the page.
     """
     file = io.StringIO()
     # No random ids, no dates; letters as shapes, which look the same everywhere.
@@ -162,4 +164,9 @@ def figure(drawn: Figure, caption: str, *, name: str, is_wide: bool = False) -> 
     label = html.escape(caption, quote=True)
     svg = svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
     kind = ' class="wide"' if is_wide else ""
-    return Html(f'<figure{kind}><div class="scroll">{svg}</div><figcaption>{escaped(caption)}</figcaption></figure>')
+    return Html(f"<figure{kind}>{svg}<figcaption>{escaped(caption)}</figcaption></figure>")
+
+
+def scrolled(parts: Sequence[Html]) -> Html:
+    """Return ``parts`` with one scroll bar for all of them, where they are wider than the page."""
+    return Html('<div class="scroll">' + "\n".join(parts) + "</div>")

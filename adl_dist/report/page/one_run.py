@@ -1,6 +1,7 @@
 """The page about one run: what was trained and how it ended, and then part by part what was recorded."""
 
 import platform
+import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,6 +23,7 @@ from adl_dist.report.page.markup import (
     missing,
     page,
     paragraph,
+    scrolled,
     table,
     verbatim,
 )
@@ -33,6 +35,7 @@ from adl_dist.schedule.actions import Op
 
 MOST_ENTRIES = 30  # of the logs, the newest
 LONGEST_ENTRY = 4000  # characters
+SHOWN_MODULES = 4  # first and last ones of a stage
 MOST_UNITS = 200  # in the figure of the model's units
 NO_TIMELINE = "set runtime.report=true (Monitoring(report=True)) to record a few updates of each stage."
 ENDINGS = {
@@ -211,7 +214,7 @@ def _stages(run: Recorded) -> Sequence[Html]:
             busy = bar(f"{stage['busy_share']:.0%}", stage["busy_share"])
             rows.append([stage["stage"], busy, f"{stage['staleness_mean']:.3f}", by_schedule[0],
                          stage["staleness_max"], by_schedule[1]])  # fmt: skip
-        parts.append(table(rows))
+        parts.append(table(rows, text_columns=(1,)))
         note = (
             "Busy: the share of training time in forward, backward and update. Staleness: updates of the stage between "
             "the forward of a micro-batch and its own update; by the schedule: once the pipeline is full. Delay: in "
@@ -220,9 +223,11 @@ def _stages(run: Recorded) -> Sequence[Html]:
         parts.append(paragraph(note, "quiet"))
     else:
         parts.append(missing("the run has no summary.json, which is written at its end."))
-    if any(name.startswith("stage/busy_share/") for name in run.curves):
-        drawn = drawings.stages_over_time(run)
-        parts.append(figure(drawn, "Busy share by epoch, and staleness by update.", name="stages"))
+    if len(run.curves.get("stage/busy_share/0", ())) > 1:
+        parts.append(figure(drawings.busy_by_epoch(run), "Busy share of each stage by epoch.", name="busy"))
+    if run.curves.get("stage/staleness/0"):
+        text = "Mean staleness of each stage, of the updates of which it is recorded (runtime.stage_records_every)."
+        parts.append(figure(drawings.staleness_by_update(run), text, name="staleness"))
     if run.timeline is not None:
         drawn = drawings.shares(run.timeline)
         parts.append(figure(drawn, "What each stage did in the updates of the timeline.", name="shares"))
@@ -235,10 +240,8 @@ def _timeline(run: Recorded) -> Sequence[Html]:
         parts.append(missing(NO_TIMELINE))
     if run.pipeline is None:
         return [*parts, missing("the method, without which no schedule can be drawn (config.yaml).")]
-    if run.timeline is not None:
-        parts += [heading("Measured"), *_measured(run)]
-    parts += [heading("The schedule"), *shown(_scheduled, run)]
-    return parts
+    measured = [heading("Measured"), *shown(_measured, run)] if run.timeline is not None else []
+    return [*parts, scrolled([*measured, heading("The schedule"), *shown(_scheduled, run)])]
 
 
 def _measured(run: Recorded) -> Sequence[Html]:
@@ -257,9 +260,9 @@ def _measured(run: Recorded) -> Sequence[Html]:
 def _scheduled(run: Recorded) -> Sequence[Html]:
     assert run.pipeline is not None
     drawn = drawings.scheduled(run.pipeline, run.timeline)
-    text = "From an empty pipeline on, each stage with its median times above, and messages that take no time."
-    if run.timeline is None:
-        text = "From an empty pipeline on. A message takes a tick."
+    text = "From an empty pipeline on. A message takes a tick."
+    if run.timeline is not None:
+        text = "Each stage takes the median of its measured times, and messages take no time."
     return [figure(drawn, text, name="schedule", is_wide=True)]
 
 
@@ -275,7 +278,7 @@ def _memory(run: Recorded) -> Sequence[Html]:
     for one in held:
         cells = [bar(f"{one[name] / 2**20:,.1f} MiB", one[name] / largest) if name in one else "" for name in columns]
         rows.append([one["stage"] if is_alone else f"{one['rank']} (stages {_listed(one['stages'])})", *cells])
-    parts = [table(rows)]
+    parts = [table(rows, text_columns=range(1, 1 + len(columns)))]
     if "peak_tensor_bytes" not in columns:
         parts.append(missing("the bytes of tensors alone; set runtime.memory=true."))
     return parts
@@ -289,17 +292,20 @@ def _cut(run: Recorded) -> Sequence[Html]:
     parts = list[Html]()
     K = run.num_stages
     if run.balance or run.pieces or run.timeline is not None:
-        head = ["stage", "units", "first tensor", "last tensor", "weights", "optimizer"]
+        head = ["stage", "units", "which", "weights", "optimizer"]
         rows: list[Sequence[object]] = [[*head, "forward", "backward", "update"]]
         for k in range(K):
             units = run.balance[k] if k < len(run.balance) else ""
             piece = run.pieces[k] if len(run.pieces) == K else None
-            held = ["", "", "", ""]
+            held = [_units(run, k), "", ""]
             if piece is not None:
-                ends = [piece.tensors[0], piece.tensors[-1]] if piece.tensors else ["", ""]
-                held = [*ends, _mebibytes(piece.weight_bytes), _mebibytes(piece.optimizer_bytes)]
+                held = [
+                    _units(run, k) or _modules(piece.tensors),
+                    _mebibytes(piece.weight_bytes),
+                    _mebibytes(piece.optimizer_bytes),
+                ]
             rows.append([k, units, *held, *_times(run, k)])
-        parts.append(table(rows, text_columns=(2, 3)))
+        parts.append(table(rows, text_columns=(2,)))
         note = "Weights and optimizer: bytes in the newest checkpoint. Times: medians of the timeline, per micro-batch"
         parts.append(paragraph(f"{note}; update: per update.", "quiet"))
     else:
@@ -318,6 +324,33 @@ def _cut(run: Recorded) -> Sequence[Html]:
     if len(rows) > 1:
         parts += [table(rows), paragraph("Bytes of one micro-batch that cross each cut.", "quiet")]
     return parts
+
+
+def _units(run: Recorded, stage: int) -> str:
+    """Return the names of the first and the last unit of a stage, if they are known."""
+    if sum(run.balance) != len(run.units) or not run.units:
+        return ""
+    start = sum(run.balance[:stage])
+    first, last = run.units[start]["name"], run.units[start + run.balance[stage] - 1]["name"]
+    return str(first) if first == last else f"{first} to {last}"
+
+
+def _modules(tensors: Sequence[str]) -> str:
+    """Return the names of the modules that hold ``tensors``: of a numbered list each, else the outermost ones."""
+    names = dict[str, None]()
+    for tensor in tensors:
+        parts = tensor.split(".")[:-1] or [tensor]
+        number = next((place for place, part in enumerate(parts) if part.isdigit()), 0)
+        names[".".join(parts[: number + 1])] = None
+    found = sorted(names, key=_in_order)
+    return ", ".join(
+        found if len(found) <= 2 * SHOWN_MODULES else [*found[:SHOWN_MODULES], "...", *found[-SHOWN_MODULES:]]
+    )
+
+
+def _in_order(name: str) -> list[tuple[int, str]]:
+    """Return a key that sorts layer10 behind layer9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _times(run: Recorded, stage: int) -> list[str]:

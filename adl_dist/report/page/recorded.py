@@ -52,6 +52,7 @@ class Recorded:
     pipeline: Pipeline | None = None
     timeline: Timeline | None = None
     logs: Sequence[Entry] = ()
+    updates_per_epoch: int = 0  # 0: not known
     balance: Sequence[int] = ()  # units of each stage
     pieces: Sequence[Piece] = ()
     units: Sequence[Mapping[str, Any]] = ()  # the measured costs of the model's units
@@ -79,12 +80,12 @@ def read(folder: Path) -> Recorded:
     run.config = _tried(run, folder / "config.yaml", _read_config) or {}
     run.summary = _tried(run, folder / "summary.json", _read_object) or {}
     run.divergence = _tried(run, folder / "diverged.json", _read_object) or {}
-    _read_curves(run)
     run.timeline = _tried(run, folder / "timeline.json", lambda path: Timeline.read(path.parent))
     run.logs = _tried(run, folder / "logs", lambda path: read_logs(path.parent)) or []
     run.units = _tried(run, folder / "profile.json", _read_units) or ()
     run.links = _tried(run, folder / "links.json", _read_object) or {}
     _tried(run, folder / "checkpoints", lambda path: _read_checkpoint(run, path))
+    _read_curves(run)
     run.num_stages = _tried(run, folder / "summary.json", lambda path: len(run.summary.get("stages", ()))) or 0
     _tried(run, folder / "config.yaml", lambda path: _read_pipeline(run))
     run.status = _status(run)
@@ -125,11 +126,15 @@ def _read_units(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_checkpoint(run: Recorded, path: Path) -> None:
-    """Read the cut out of the newest checkpoint."""
+    """Read the cut and the length of an epoch out of the newest checkpoint."""
     for folder in sorted(path.glob("update-*"), reverse=True):
         if not (manifest := read_json(folder / "manifest.json")):
             continue
-        run.balance = [int(size) for size in manifest["identity"]["cut"]["balance"]]
+        identity: Mapping[str, Any] = manifest["identity"]
+        run.updates_per_epoch = math.ceil(
+            identity["num_samples"] / (identity["micro_batch_size"] * identity["accumulation_steps"])
+        )
+        run.balance = [int(size) for size in identity["cut"]["balance"]]
         where = read_json(folder / "model.safetensors.index.json").get("weight_map", {})
         files: Mapping[str, Any] = manifest["files"]
         run.pieces = [
@@ -170,7 +175,8 @@ def _read_curves(run: Recorded) -> None:
     in_epochs: dict[int, list[int]] = {}
     for record in records:
         in_epochs.setdefault(record["epoch"], []).append(record["update"])
-    per_epoch = max((max(updates) - min(updates) + 1 for updates in in_epochs.values()), default=1)
+    longest = max((max(updates) - min(updates) + 1 for updates in in_epochs.values()), default=1)
+    per_epoch = run.updates_per_epoch or longest
     curves: dict[str, list[Point]] = {}
     speeds: list[Point] = []
     before = of_segments = seconds = 0.0

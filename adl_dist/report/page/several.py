@@ -13,6 +13,7 @@ from adl_dist.report.page.recorded import Recorded, read
 from adl_dist.report.progress import holders
 from adl_dist.report.runs import flatten, measure_of, read_runs
 
+LONGEST_LABEL = 48  # characters
 MOST_CURVES = 18  # in one figure
 NOT_COMPARED = ("run_dir", "resume")
 
@@ -46,18 +47,20 @@ def _shown(part: Callable[[], Sequence[Html]]) -> Sequence[Html]:
 
 
 def labels_of(runs: Sequence[Recorded]) -> list[str]:
-    """Return a name for each run: what was trained, and what else tells it apart from the others."""
+    """Return a short name for each run: what tells it apart from the others, or where that is long, its folder."""
     try:
         made = read_runs(run.folder for run in runs)
         labels = [f"{run.label} K={run.num_stages}" for run in made]
         if len({*labels}) < len(labels):
             labels = [f"{label} seed={run.seed}" for label, run in zip(labels, made, strict=True)]
+        if len({*labels}) == len(labels) and max(map(len, labels)) <= LONGEST_LABEL:
+            return labels
     except ConfigError:  # one was not made by the command line
-        labels = [title_of(run) for run in runs]
-    is_twice = [labels.count(label) > 1 for label in labels]
-    return [
-        f"{label} ({run.folder})" if twice else label for label, run, twice in zip(labels, runs, is_twice, strict=True)
-    ]
+        pass
+    names = [run.folder.resolve().name for run in runs]
+    if len({*names}) < len(names):
+        names = [str(run.folder) for run in runs]
+    return [f"{name}: {title_of(run).partition(':')[0]}" for name, run in zip(names, runs, strict=True)]
 
 
 def _results(runs: Sequence[Recorded], labels: Sequence[str]) -> Sequence[Html]:
@@ -91,7 +94,7 @@ def _results(runs: Sequence[Recorded], labels: Sequence[str]) -> Sequence[Html]:
             ENDINGS[run.status][1].partition(":")[0].lower().removeprefix("it ") if run.status != "complete" else "",
         ])  # fmt: skip
     note = "Staleness: mean over the stages, in updates. Memory: of the process that held most."
-    return [table(rows), paragraph(note, "quiet")]
+    return [table(rows, text_columns=(head.index("speed"),)), paragraph(note, "quiet")]
 
 
 def _curves(runs: Sequence[Recorded], labels: Sequence[str]) -> Sequence[Html]:
