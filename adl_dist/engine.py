@@ -34,6 +34,9 @@ class BatchSource(Protocol):
     def batches(self, epoch: int, sizes: Sequence[int], *, first_sample: int = 0) -> Batches:
         """Yield (input, target) of ``sizes`` samples each, from ``first_sample`` in the order of ``epoch`` on."""
 
+    def close(self) -> None:
+        """End what is kept between two epochs."""
+
 
 class ActionLog(Protocol):
     """The record of which stage did which action when."""

@@ -39,7 +39,7 @@ CUT = "num_stages", "balance", "granularity", "speeds", "links"
 # device, number of threads or choice of kernels may move the last bits. A schedule that depends on the run's length
 # follows the new length, and another cut has a staleness of its own: these two the run reports.)
 FREE_TO_CHANGE = {
-    *("run_dir", "resume", "init_from", "data.root", "data.download", "data.num_workers"),
+    *("run_dir", "resume", "init_from", "data.root", "data.download", "data.num_workers", "data.persistent_workers"),
     *("train.epochs", "train.max_updates", "train.non_finite", "train.max_skipped", "non_finite", "max_skipped"),
     *(
         "runtime.processes",
@@ -55,7 +55,7 @@ FREE_TO_CHANGE = {
     "runtime.cuda_graphs",
     *("runtime.checkpoint_every_epochs", "runtime.keep_checkpoints", "runtime.keep_best", "runtime.async_save"),
     *("runtime.best_metric", "runtime.best_is", "runtime.loggers", "callbacks"),
-    *("runtime.tensorboard", "runtime.trace", "runtime.memory", "runtime.stage_records_every"),
+    *("runtime.tensorboard", "runtime.trace", "runtime.report", "runtime.memory", "runtime.stage_records_every"),
     *(*CUT, *(f"partition.{name}" for name in CUT)),
 }
 # What a run trained with if its folder is older than one of these settings, and so does not name it.

@@ -33,8 +33,8 @@ plan and measure
 afterwards
   evaluate    evaluate a checkpoint:       adl-dist evaluate runs/NAME
   export      write one plain state_dict:  adl-dist export runs/NAME out=model.pt
+  report      a page about runs:           adl-dist report runs/NAME [RUN...]
   compare     table and figure of runs:    adl-dist compare runs/A runs/B [out=FOLDER]
-  report      a page about a run:          adl-dist report runs/NAME [out=FILE.html]
   generate    text from a trained model:   adl-dist generate runs/NAME prompt=TEXT
 
 A run folder is runs/NAME or run_dir=runs/NAME; adl-dist COMMAND --help says what else the command takes.
@@ -79,20 +79,20 @@ Prints the prompt, and what a model that was trained on tokens (data=tokens) wri
   top_k=K            choose among the K likeliest tokens only; default: all
   seed=0             of what is drawn
 {OF_A_CHECKPOINT}""",
+    "report": """\
+adl-dist report RUN [RUN...] [out=FILE.html]
+
+Writes one HTML page about a run: results, learning curves, throughput, stages, timeline, memory, cut, links, what the
+logs warn of, configuration. Of several runs: a comparison. The page needs no other file and no network.
+
+  out=FILE.html      where to; default: report.html in the run folder, of several runs in the folder that holds all
+""",
     "compare": """\
 adl-dist compare RUNS... [out=FOLDER]
 
 Writes a table, a CSV file and a figure of the runs in or below the folders RUNS.
 
   out=FOLDER         where to; default: the folder that holds all of them
-""",
-    "report": """\
-adl-dist report RUNS... [out=FILE.html]
-
-Writes one HTML page about a run: curves, speed, busy share, staleness, timeline, memory, cut, links, warnings,
-settings. Of several runs, in or below the folders RUNS: what tells them apart.
-
-  out=FILE.html      where to; default: report.html in the folder that holds all of them
 """,
     "status": """\
 adl-dist status RUN_DIR [--json]

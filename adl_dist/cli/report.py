@@ -1,36 +1,24 @@
-"""``adl-dist report RUN...``: write one HTML page about a run, or about several. No torch but for its version."""
+"""``adl-dist report RUN [RUN...]``: make a page about a run, or one that compares several. No torch."""
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from adl_dist.cli.compare import chosen_runs
-from adl_dist.errors import ConfigError
-from adl_dist.monitor.trace import TRACE
 from adl_dist.report.comparison import folders_below
-from adl_dist.report.runs import read_runs
-
-PAGE = "report.html"
+from adl_dist.report.page import REPORT, write_page
+from adl_dist.report.recorder import METRICS
 
 
 def report(arguments: Sequence[str]) -> None:
-    """Write ``out=FILE``, else report.html in the folder that holds all of the named runs."""
+    """Write the page to ``out=FILE``, else into the run folder, or into the one that holds all of several."""
     paths, out, above = chosen_runs("report", arguments, out="FILE.html")
-    page = above / PAGE if out is None else out
-    write_report(page, paths)
-    sys.stdout.write(f"written: {page}; it opens in any browser\n")
+    out = above / REPORT if out is None else out
+    write_page(_runs(paths), out)
+    sys.stdout.write(f"written: {out}; it opens in any browser\n")
 
 
-def write_report(page: Path, paths: Sequence[Path]) -> None:
-    """Write the page of the runs in or below ``paths``.
-
-    Raises:
-        ConfigError: there is no run, or ``page`` cannot be written.
-    """
-    from adl_dist.report.page import write_page  # imported late: matplotlib takes a second
-
-    runs = read_runs(folders_below(paths))
-    try:
-        write_page(page, runs, trace=TRACE)
-    except OSError as error:
-        raise ConfigError(f"{page} cannot be written: {error.strerror}; give another place with out=") from error
+def _runs(paths: Sequence[Path]) -> list[Path]:
+    """Return the runs that ``paths`` are or hold; a run made from Python has records, but no config.yaml."""
+    found = [run for path in paths for run in ([path] if (path / METRICS).is_file() else folders_below([path]))]
+    return list(dict.fromkeys(found))

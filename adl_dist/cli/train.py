@@ -21,6 +21,7 @@ from adl_dist.errors import DivergedError, Exit
 from adl_dist.launch.local import launch_local
 from adl_dist.partition.imbalance import is_uneven
 from adl_dist.report import final_table, say, tell
+from adl_dist.report.page import REPORT
 from adl_dist.training.trainer import Trainer
 
 
@@ -127,6 +128,8 @@ def _ending(summary: Mapping[str, Any], config: RunConfig) -> str:
         busy = "stages were busy " + ", ".join(f"{load:.0%}" for load in loads) + " of the time"
         lines += ["", f"note: {busy}: the cut is uneven; partition.balance=auto measures it, and cuts where it is best"]
     lines += ["", f"run folder       {run_dir}"]
+    if config.runtime.report:
+        lines.append(f"report           {run_dir}/{REPORT}")
     if config.runtime.tensorboard:
         lines.append("learning curves  tensorboard --logdir runs")
     return "\n".join([*lines, f"plain weights    adl-dist export run_dir={run_dir} out=model.pt"])

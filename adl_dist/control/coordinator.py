@@ -19,11 +19,14 @@ from adl_dist.control.messages import CodedResult, Done, EvaluateResult, Record,
 from adl_dist.control.requests import Ask, Requests
 from adl_dist.control.user_code import UserCode
 from adl_dist.errors import DataError, DivergedError, SaveError, StageFailed
+from adl_dist.monitor.timeline import timeline_of
 from adl_dist.monitor.trace import TRACE, Instant, merge_parts
 from adl_dist.report import Progress, Recorder, warn
 from adl_dist.report.callbacks import Callbacks, Moment
 from adl_dist.report.goal import Goal
+from adl_dist.report.logs import RESUMED
 from adl_dist.report.progress import TOKENS
+from adl_dist.report.timeline import TIMELINE
 from adl_dist.schedule.run_plan import Plan
 from adl_dist.stage.metrics import PERPLEXITY
 from adl_dist.stage.stats import value_of
@@ -221,7 +224,9 @@ class Coordinator:
         self._recorder.start(from_update=self._update)
         if path is not None:
             done = f"update {self._update}, {self._epoch} of {self._plan.epochs} epochs complete"
-            self._progress.note(f"resumed from {path} ({done})")
+            resumed = f"{RESUMED} {path} ({done})"
+            self._progress.note(resumed)
+            logger.info(resumed)
             if self._is_over and self._saving is not None:
                 run_dir = self._saving.folder.path
                 self._progress.note(
@@ -261,6 +266,7 @@ class Coordinator:
             self._epoch, self._sample = self._epoch + 1, 0
         self._last_epoch = segment.epoch
         self._trained.append((segment.num_samples, seconds, results))
+        self._write_timeline(results)
         for result in results:
             self._record("stage/busy_share", result.busy_seconds / result.seconds, stage=result.stage)
         for rank, of_process in _by_process(results).items():
@@ -360,6 +366,14 @@ class Coordinator:
                 f"{saver.failure}; {so}. Make room, or fix what is wrong; the same command resumes from the newest "
                 "checkpoint"
             )
+
+    def _write_timeline(self, results: Sequence[TrainResult]) -> None:
+        windows = [result.window for result in results if result.window is not None]
+        if self._saving is not None and len(windows) == len(results):
+            try:
+                timeline_of(windows).write(self._saving.folder.path)
+            except OSError as error:
+                warn(f"{self._saving.folder.path / TIMELINE} could not be written: {error.strerror}; the run continues")
 
     def _write_trace(self, run_dir: Path, origin: Instant) -> None:
         results = self._workers.call(messages.Trace(str(run_dir), origin), dict)

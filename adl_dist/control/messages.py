@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from adl_dist.checkpoint.async_save import PartReport
 from adl_dist.errors import AdlError, ChannelError, StageFailed, describe
+from adl_dist.monitor.timeline import StageWindow
 from adl_dist.monitor.trace import Instant
 from adl_dist.schedule import Segment
 
@@ -129,6 +130,7 @@ class TrainResult:
     spent: Mapping[str, float] = field(default_factory=dict)  # seconds by kind of action; empty without a trace
     tied: Sequence["TiedResult"] = ()  # of each of its copies of tied weights
     coded: Sequence["CodedResult"] = ()  # of what it has sent coded, in each direction
+    window: StageWindow | None = None  # what it did in a few updates; None: that is not wanted, or known already
 
 
 @dataclass(frozen=True, kw_only=True)

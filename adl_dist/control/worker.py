@@ -34,8 +34,9 @@ from adl_dist.data.stream import Stream
 from adl_dist.distributed.world import World
 from adl_dist.engine import BatchSource, StageContext
 from adl_dist.errors import ConfigError
-from adl_dist.monitor.activity import FINISHING, USER_CODE, ActivityLog
+from adl_dist.monitor.activity import FINISHING, USER_CODE, ActivityLog, Window
 from adl_dist.monitor.memory import MemoryMeter, peak_memory
+from adl_dist.monitor.timeline import window_of
 from adl_dist.monitor.trace import write_part
 from adl_dist.optim import fast_forward
 from adl_dist.schedule import (
@@ -84,6 +85,7 @@ class LocalWorker:
     meter: MemoryMeter | None = None  # of the one stage of this process; None: its memory is not measured
     stop: EarlyStop = field(default_factory=EarlyStop)
     user_code: UserCode | None = None  # called between two actions of training; None: there is none
+    wants_timeline: bool = False  # whether a few steady updates are still to be recorded, for the report
     activity: ActivityLog = field(init=False)
 
     def __post_init__(self) -> None:
@@ -96,6 +98,12 @@ class LocalWorker:
     def stages(self) -> list[Stage]:
         """This process's stages, in order."""
         return [self.contexts[k].stage for k in sorted(self.contexts)]
+
+    def close(self) -> None:
+        """End the processes that load data."""
+        for loader in (self.train_loader, self.validation_loader):
+            if loader is not None:
+                loader.close()
 
     def execute(self, command: Command, reporter: Reporter) -> list[Result]:
         """Carry out ``command``; return its results, in the order of stages."""
@@ -127,6 +135,8 @@ class LocalWorker:
         reports = _UpdateReports(self, segment, emit)
         self._run(work, segment, self.train_loader, reports)
         seconds, held = time.perf_counter() - start, peak_memory()
+        windows = {k: window_of(self.activity, k) for k in self.contexts}
+        self.wants_timeline &= not all(window is not None and window.is_steady for window in windows.values())
         return [
             TrainResult(
                 stage=k,
@@ -147,6 +157,7 @@ class LocalWorker:
                     for what, sender in self.contexts[k].senders.items()
                     if isinstance(sender, CodedChannel | CodedSender)
                 ],
+                window=windows[k],
             )
             for k, activity in sorted(self.activity.stages.items())
         ]
@@ -216,7 +227,8 @@ class LocalWorker:
                     made = {w: torch.tensor(w, dtype=self.dtype, device=self.world.device) for w in set(weights)}
                     context.loss_grads = [made[w] for w in weights]
                     context.open(work[k], training=training)
-                self.activity.open(self.contexts, segment, training=training)
+                window = Window.of(self.pipeline, segment) if training and self.wants_timeline else None
+                self.activity.open(self.contexts, segment, training=training, window=window)
                 lists = {k: work[k].actions for k in sorted(work)}
                 if training and self.ticks is not None:
                     order = self.ticks.order(lists, segment.sizes)

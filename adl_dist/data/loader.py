@@ -84,11 +84,15 @@ class Loader:
         self.num_samples = check_dataset(dataset, name="the", min_samples=1, loading=loading)
         self.layouts: tuple[Layout | None, Layout | None] | None = None  # of input and target; None: not known yet
         self.num_workers = num_workers  # processes that load; 0: the caller's own
+        self._kept: DataLoader[Any] | None = None  # with the processes that it started; None: there are none yet
+        self._tasks = list[Task]()  # what they are to load in the present epoch
         # Those of the process, not of the thread that will ask for batches: that one may be bound to a few.
         self._cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 
     def batches(self, epoch: int, sizes: Sequence[int], *, first_sample: int = 0) -> Generator[Pair, None, None]:
         """Yield one epoch's micro-batches; workers live from the first one until the generator ends or is closed.
+
+        Those that are to be kept live until :meth:`close`, or until an error.
 
         Args:
             epoch: e, counted from 0 over the run.
@@ -110,17 +114,56 @@ class Loader:
                 f"epoch {epoch + 1}: expected micro-batches of at least 1 sample, {available} in all, got sizes "
                 f"{list(sizes)}, {sum(sizes)} in all"
             )
-        micro_batches = self._micro_batches(epoch, first_sample, sum(sizes))
         places = [slice(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
         num_workers = min(self.num_workers, len(sizes))  # the one sample that shapes are agreed with needs one
+        if self._loading.persistent_workers and 0 < self.num_workers == num_workers:
+            yield from self._by_kept(epoch, first_sample, places)
+            return
+        micro_batches = self._micro_batches(epoch, first_sample, sum(sizes))
         if not num_workers and not self._pin_memory:  # what torch's would do, at a fraction of the price
             with _gaussian_kept():
                 for place in places:
                     yield self._checked(micro_batches[place])
             return
-        loading = DataLoader(
-            micro_batches,
-            sampler=places,
+        iterator = self._begun(self._torchs_own(micro_batches, places, num_workers))
+        try:
+            for loaded in iterator:
+                yield self._checked(loaded)
+        finally:
+            _end_workers(iterator)
+
+    def _by_kept(self, epoch: int, first_sample: int, places: Sequence[slice]) -> Generator[Pair, None, None]:
+        """Yield the micro-batches at ``places`` behind the first sample from processes that stay."""
+        last = first_sample + places[-1].stop
+        order = self.order(epoch)[first_sample:last]
+        seeds = stream_seeds(self._seed, "sample", epoch, last=order)
+        self._tasks[:] = [(epoch, order[place], seeds[place]) for place in places]
+        if self._kept is None:
+            tasks = _Tasks(self._dataset, self._seed, self._loading.collate_fn)
+            self._kept = self._torchs_own(tasks, self._tasks, self.num_workers)
+        # It drops what was asked for and not taken, if the epoch before did not come to its end.
+        iterator, is_usable = self._begun(self._kept), False
+        try:
+            for loaded in iterator:
+                yield self._checked(loaded)
+            is_usable = True
+        except GeneratorExit:
+            is_usable = True
+            raise
+        finally:
+            if not is_usable:
+                self.close()
+
+    def close(self) -> None:
+        """End the workers that were kept; the next epoch starts others."""
+        if self._kept is not None:
+            _end_workers(self._kept._iterator)
+            self._kept = None
+
+    def _torchs_own(self, dataset: Dataset[Any], sampler: Sequence[Any], num_workers: int) -> DataLoader[Any]:
+        return DataLoader(
+            dataset,
+            sampler=sampler,
             batch_size=None,  # an element of the dataset is a whole micro-batch already
             num_workers=num_workers,
             pin_memory=self._pin_memory,
@@ -129,16 +172,8 @@ class Loader:
             # Its draws seed the workers, which seed again for each sample. Without it they would come from the
             # process's global stream and move it.
             generator=torch.Generator().manual_seed(0),
+            persistent_workers=sampler is self._tasks,
         )
-        iterator = self._begun(loading)
-        try:
-            for loaded in iterator:
-                yield self._checked(loaded)
-        finally:
-            # The iterator would do this when it is collected, but the traceback of an error keeps it alive.
-            getattr(iterator, "_shutdown_workers", lambda: None)()
-            for worker in getattr(iterator, "_workers", ()):  # one that is stuck: it takes no SIGTERM
-                worker.kill()
 
     def order(self, epoch: int) -> NDArray[np.int64]:
         """Return the indices that ``epoch`` visits, in their order [n].
@@ -169,15 +204,13 @@ class Loader:
 
     def _micro_batches(self, epoch: int, first_sample: int, num_samples: int) -> Dataset[Any]:
         """Return the micro-batches of so many samples, by their places behind the first one."""
-        collate_fn = self._loading.collate_fn
-        collate = partial(_collated, collate_fn, self._seed, epoch) if collate_fn is not None else None
+        collate = _collate_of(self._loading.collate_fn, self._seed, epoch)
         if self.stream is not None:
             self.stream.begin(epoch, first_sample, _seeded)
             return _Streamed(self._dataset, self.stream, collate)
         order = self.order(epoch)[first_sample : first_sample + num_samples]
         seeds = partial(stream_seeds, self._seed, "sample", epoch, last=order)
-        rows = rows_of(self._dataset, order, seeds) if collate is None else None
-        return rows or _Samples(self._dataset, order, seeds(), collate)
+        return _of_samples(self._dataset, order, seeds, collate)
 
     def _checked(self, micro_batch: "Pair | DataError") -> Pair:
         """Return a micro-batch as it was loaded, in the containers of the first one."""
@@ -212,6 +245,7 @@ class Loader:
 
 
 Collate = Callable[[list[Any], list[int]], Pair]  # of samples and their indices
+Task = tuple[int, NDArray[np.int64], NDArray[np.uint64]]  # a micro-batch: epoch, indices, seeds
 NO_LAYOUTS = (None, None)  # input and target are a tensor each
 
 
@@ -240,6 +274,27 @@ class _Samples(Dataset["Pair | DataError"]):
             return error
 
 
+class _Tasks(Dataset["Pair | DataError"]):
+    """The micro-batches of any epoch, each named by what it is made of."""
+
+    def __init__(self, dataset: Dataset[Any], seed: int, collate_fn: Callable[[list[Any]], Any] | None) -> None:
+        self._dataset, self._seed, self._collate_fn = dataset, seed, collate_fn
+
+    def __getitem__(self, task: Task) -> "Pair | DataError":
+        epoch, order, seeds = task
+        collate = _collate_of(self._collate_fn, self._seed, epoch)
+        loaded: Pair | DataError = _of_samples(self._dataset, order, lambda: seeds, collate)[slice(0, len(order))]
+        return loaded
+
+
+def _of_samples(
+    dataset: Dataset[Any], order: NDArray[np.int64], seeds: Callable[[], NDArray[np.uint64]], collate: Collate | None
+) -> Dataset[Any]:
+    """Return the micro-batches of the samples ``order`` [n], by their places in it; they draw by ``seeds`` [n]."""
+    rows = rows_of(dataset, order, seeds) if collate is None else None
+    return rows or _Samples(dataset, order, seeds(), collate)
+
+
 class _Streamed(Dataset["Pair | DataError"]):
     """The micro-batches of an iterable dataset, which come one after the other, whatever places are asked for."""
 
@@ -259,6 +314,10 @@ class _Streamed(Dataset["Pair | DataError"]):
                 return stacked(samples, indices) if self._collate is None else self._collate(samples, indices)
         except DataError as error:
             return error
+
+
+def _collate_of(collate_fn: Callable[[list[Any]], Any] | None, seed: int, epoch: int) -> Collate | None:
+    return partial(_collated, collate_fn, seed, epoch) if collate_fn is not None else None
 
 
 def _collated(collate_fn: Callable[[list[Any]], Any], seed: int, epoch: int, samples: list[Any], at: list[int]) -> Pair:
@@ -324,6 +383,14 @@ def _worker_context() -> BaseContext:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return context
+
+
+def _end_workers(iterator: object) -> None:
+    """End the processes of torch's iterator, if it has any."""
+    # It would do this itself when it is collected, but the traceback of an error keeps it alive.
+    getattr(iterator, "_shutdown_workers", lambda: None)()
+    for worker in getattr(iterator, "_workers", ()):  # one that is stuck: it takes no SIGTERM
+        worker.kill()
 
 
 def _begin_worker(cores: set[int] | None, worker: int) -> None:

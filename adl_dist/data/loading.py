@@ -22,16 +22,19 @@ class Loading:
             each sample once, shuffled if that is asked for.
         samples_per_epoch: how many samples an epoch of training visits; None: as many as the sampler or the dataset
             has, by ``len``.
+        persistent_workers: processes that load are kept from one epoch to the next, with the dataset as it was when
+            they began: one that changes between epochs must not be kept. False: they are started in each epoch.
     """
 
     collate_fn: Callable[[list[Any]], Any] | None = None
     sampler: Sampler[int] | None = None
     samples_per_epoch: int | None = None
+    persistent_workers: bool = False
 
     @property
     def of_validation(self) -> "Loading":
         """How a dataset for validation is loaded: each sample once."""
-        return Loading(collate_fn=self.collate_fn)
+        return Loading(collate_fn=self.collate_fn, persistent_workers=self.persistent_workers)
 
     def check(self) -> None:
         """Raise ConfigError for what is no such thing."""
@@ -45,6 +48,8 @@ class Loading:
             not isinstance(self.samples_per_epoch, int) or self.samples_per_epoch < 1
         ):
             raise ConfigError(f"samples_per_epoch must be a whole number of at least 1, got {self.samples_per_epoch!r}")
+        if type(self.persistent_workers) is not bool:
+            raise ConfigError(f"persistent_workers must be true or false, got {self.persistent_workers!r}")
 
 
 PLAIN = Loading()

@@ -66,9 +66,9 @@ def message_backend(device: torch.device, rank: int, size: int, store: dist.Stor
     All ranks call it and take the same, since an edge may join a node that has GPUs enough with one that has not. GPUs
     are told apart by their own numbers, not counted: a launcher may show each process one of them alone.
     """
-    store.set(f"gpu/{rank}", _identity(device) if dist.is_nccl_available() else "")
+    store.set(f"gpu/{rank}", _identity(device))
     gpus = {store.get(f"gpu/{one}") for one in range(size)}
-    return "nccl" if len(gpus) == size and b"" not in gpus else "gloo"
+    return "nccl" if len(gpus) == size and all(gpu.startswith(b"nccl ") for gpu in gpus) else "gloo"
 
 
 def ranks_on_gpu(rank: int, size: int, store: dist.Store) -> int:
@@ -81,7 +81,11 @@ def ranks_on_gpu(rank: int, size: int, store: dist.Store) -> int:
 
 
 def _identity(device: torch.device) -> str:
-    """Return which GPU it is, as NCCL sees it: ranks with another NCCL_HOSTID are on another machine; "" on a CPU."""
+    """Return which GPU it is, as NCCL sees it: ranks with another NCCL_HOSTID are on another machine; "" on a CPU.
+
+    The first word says whether torch has NCCL at all.
+    """
     if device.type == "cpu":
         return ""
-    return f"{os.environ.get('NCCL_HOSTID', '')} {torch.cuda.get_device_properties(device).uuid}"
+    transport = "nccl" if dist.is_nccl_available() else "-"
+    return f"{transport} {os.environ.get('NCCL_HOSTID', '')} {torch.cuda.get_device_properties(device).uuid}"

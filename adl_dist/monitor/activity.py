@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from adl_dist.engine import StageContext
-from adl_dist.schedule import Action, Op, Segment
+from adl_dist.schedule import Action, Op, Pipeline, Segment
 from adl_dist.schedule.actions import BACKWARDS
 
 STARTING = "start"  # the phase of a process whose stages are not built yet
@@ -61,6 +61,7 @@ OTHER = "other"  # also all time between actions
 SHARES = tuple(dict.fromkeys(share for share, _ in KINDS.values()))
 BUSY = ("forward", "recompute", "backward", "update")
 CPU = torch.device("cpu")
+SHOWN = 16  # micro-batches that the timeline of a run shows of each stage
 
 
 @dataclass
@@ -111,10 +112,28 @@ class Event(NamedTuple):
     forward_version: int | None  # updates behind the weights of the micro-batch's forward; None: there is no forward
 
 
+class Window(NamedTuple):
+    """The part of a segment whose events are kept for its timeline: from the end of one update of each stage on."""
+
+    after: int  # the group of that update; -1: from the beginning of the segment
+    until: int  # the group whose update is the first that is not kept
+    is_steady: bool  # whether the pipeline is full all the time
+
+    @classmethod
+    def of(cls, pipeline: Pipeline, segment: Segment) -> "Window":
+        """Return the window in the middle of ``segment``, long enough for what all stages do at the same time."""
+        fill, last = pipeline.updates_to_fill, segment.num_updates - 1
+        num_updates = max(2, -(-(SHOWN + 2 * pipeline.num_stages) // pipeline.micro_batches_per_update))
+        until = min(max(last // 2, fill) + num_updates, last)
+        after = max(until - num_updates, -1)
+        is_steady = after >= fill - 1 and until <= last - fill and segment.epoch >= pipeline.method.flush_epochs
+        return cls(after, until, is_steady)
+
+
 class ActivityLog:
     """The record of one process. The main thread writes; any thread reads plain attributes, each of them once.
 
-    The first ``most_events`` events of each stage are kept.
+    The first ``most_events`` events of each stage are kept, and of a segment with a window those within it.
     """
 
     def __init__(self, num_stages: int, *, device: torch.device = CPU, runs_ahead: bool = False) -> None:
@@ -128,6 +147,10 @@ class ActivityLog:
         self.most_events = 0
         self.events: dict[int, list[Event]] = defaultdict(list)  # of each stage
         self.num_left_out: dict[int, int] = defaultdict(int)
+        self.window: Window | None = None  # of the present segment
+        self.in_window: dict[int, list[Event]] = defaultdict(list)  # of each stage
+        self.windowed: set[int] = set()  # stages that are within the window now
+        self._keeps = False
 
     def enter(self, phase: str) -> None:
         """Note that the process is in ``phase`` from now on, in which it has not begun an action."""
@@ -145,13 +168,24 @@ class ActivityLog:
             raise
         self.enter(IDLE)
 
-    def open(self, contexts: Mapping[int, StageContext], segment: Segment, *, training: bool) -> None:
+    def open(
+        self,
+        contexts: Mapping[int, StageContext],
+        segment: Segment,
+        *,
+        training: bool,
+        window: Window | None = None,
+    ) -> None:
         """Begin the record of ``segment``, which the stages of ``contexts`` carry out."""
         if training:  # evaluation has no epoch of its own
             self.epoch = segment.epoch
         self.stages = {k: StageActivity(context) for k, context in contexts.items()}
         number = self.present.number + 1 if self.present is not None else 1
         self.present = SegmentActivity(number, segment, training, time.perf_counter(), self.stages)
+        self.window = window
+        self.in_window.clear()
+        self.windowed = {*contexts} if window is not None and window.after < 0 else set()
+        self._keeps = bool(self.most_events or self.windowed)
 
     def begin(self, stage: int, action: Action) -> None:
         """See :class:`adl_dist.engine.ActionLog`."""
@@ -174,14 +208,25 @@ class ActivityLog:
                 of_stage.staleness_max = staleness
         elif op is Op.UPDATE:
             of_stage.num_skipped += of_stage.context.stage.tally.skipped is not None
-        if self.most_events:
+            if self.window is not None:
+                self._pass(k, number, self.window)
+        if self._keeps:
             self._keep(k, action, began, ended)
+
+    def _pass(self, k: int, number: int, window: Window) -> None:
+        """Note that stage ``k`` has made the update of group ``number``, with which its window may begin or end."""
+        if number == window.after:
+            self.windowed.add(k)
+        elif number == window.until:
+            self.windowed.discard(k)
+        self._keeps = bool(self.most_events or self.windowed)
 
     def _keep(self, k: int, action: Action, began: float, ended: float) -> None:
         assert self.present is not None, "open comes before"
-        if len(self.events[k]) >= self.most_events:
-            self.num_left_out[k] += 1
-            return
+        if not (is_traced := len(self.events[k]) < self.most_events):
+            self.num_left_out[k] += self.most_events > 0
+            if k not in self.windowed:
+                return
         op, number = action
         stage, forward_version = self.stages[k].context.stage, None
         version = stage.version - (op is Op.UPDATE)
@@ -189,4 +234,8 @@ class ActivityLog:
             forward_version = version - stage.tally.staleness[-1]
         elif op in (Op.FORWARD, Op.FORWARD_ONLY, Op.RECOMPUTE):
             forward_version = stage.in_flight[number].version
-        self.events[k].append(Event(self.present, action, began, ended, version, forward_version))
+        event = Event(self.present, action, began, ended, version, forward_version)
+        if is_traced:
+            self.events[k].append(event)
+        if k in self.windowed:
+            self.in_window[k].append(event)

@@ -27,6 +27,7 @@ class UnitCost:
     backward: float
     backward_weight: float = 0.0  # the part of the backward that a split can defer
     update: float = 0.0  # its share of what ends a group (norm, step, cleared gradients), divided by M already
+    update_at_least: float = 0.0  # what ends a group of any stage that has weights takes no less; divided likewise
     parameter_bytes: int = 0  # its parameters, but those that an earlier unit has, too
     # Trained parameters that an earlier unit has, too: for each such unit its index and their bytes. Two stages that
     # hold one of both units each hold a copy each, and sum their gradients.
@@ -113,6 +114,7 @@ class Profile:
                 backward=unit.backward * backward,
                 backward_weight=min(unit.backward_weight, unit.backward) * backward,
                 update=unit.update / accumulation_steps,
+                update_at_least=unit.update_at_least / accumulation_steps,
             )
             for place, unit in enumerate(self.units)
         ]
@@ -222,6 +224,8 @@ def stage_seconds(units: Sequence[UnitCost], *, held: StageFootprint, speed: flo
     right, never as a difference of two sums that start elsewhere, so equal costs tie to the last bit.
     """
     work = _of_stages(np.add, [unit.forward * (1 + held.recomputes) + unit.backward + unit.update for unit in units])
+    updates = _of_stages(np.add, [unit.update for unit in units])
+    short = np.maximum(0.0, _of_stages(np.maximum, [unit.update_at_least for unit in units]) - updates)
     of_copies, of_sums = tied_seconds(units, machine)
     of_sums = of_sums / held.micro_batches
     busy = [
@@ -231,7 +235,12 @@ def stage_seconds(units: Sequence[UnitCost], *, held: StageFootprint, speed: flo
         + machine.seconds_per_message * unit.num_tensors * (2 if unit.grad_bytes else 1)
         for unit in units
     ]
-    return (work + of_copies) / speed + of_sums + _at_starts(busy) + _at_stops(busy)
+    return (work + short + of_copies) / speed + of_sums + _at_starts(busy) + _at_stops(busy)
+
+
+def update_seconds(units: Sequence[UnitCost]) -> float:
+    """Return the seconds of what ends a group of a stage of these ``units``, as ``UnitCost.update``."""
+    return max(sum(unit.update for unit in units), max((unit.update_at_least for unit in units), default=0.0))
 
 
 def tied_seconds(units: Sequence[UnitCost], machine: Machine) -> tuple[Floats, Floats]:

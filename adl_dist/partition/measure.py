@@ -56,12 +56,18 @@ def measure(  # 9: the model and its units, a sample, how it is trained, and the
         bench = _Bench(pieces, input_, target, loss_fn, within)
         units = bench.look(model, chain)
         rounds = _repeated(bench.run, input_.device)
-        update, copies = _update(model, optimizer, input_.device)
+        update, at_least, copies = _update(model, optimizer, input_.device)
     # The least: a unit is short, so what is slower was interrupted. Of the whole the mean: training is interrupted.
     forwards, backwards = (map(min, zip(*times, strict=True)) for times in zip(*rounds, strict=True))
     share = update / max(1, sum(unit.parameter_bytes for unit in units))
     units = [
-        replace(unit, forward=f, backward=b, update=unit.parameter_bytes * share)
+        replace(
+            unit,
+            forward=f,
+            backward=b,
+            update=unit.parameter_bytes * share,
+            update_at_least=at_least if unit.parameter_bytes else 0.0,
+        )
         for unit, f, b in zip(units, forwards, backwards, strict=True)
     ]
     return Profile(of=of, units=units, forward=forward, backward=backward, optimizer_copies=copies)
@@ -259,12 +265,25 @@ def _backward(
 
 def _update(
     model: nn.Module, optimizer: Callable[[Iterable[nn.Parameter]], Optimizer], device: torch.device
-) -> tuple[float, float]:
-    """Return the seconds of a group's end (norm, step, cleared gradients), and optimizer bytes per parameter byte."""
+) -> tuple[float, float, float]:
+    """Return the seconds of a group's end (norm, step, cleared gradients), the least that it takes whatever its size,
+    and optimizer bytes per parameter byte.
+
+    On a GPU nearly all of it may be the calls, which are as many for a small stage as for the whole model.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
-        return 0.0, 0.0
-    made, seconds = optimizer(parameters), []
+        return 0.0, 0.0, 0.0
+    made = optimizer(parameters)
+    whole = _seconds_of_update(made, parameters, device)
+    state = sum(t.nbytes for kept in made.state.values() for t in kept.values() if isinstance(t, Tensor))
+    smallest = min(parameters, key=lambda parameter: parameter.nbytes)
+    least = _seconds_of_update(optimizer([smallest]), [smallest], device)
+    return whole, min(whole, least), state / sum(p.nbytes for p in parameters)
+
+
+def _seconds_of_update(made: Optimizer, parameters: Sequence[nn.Parameter], device: torch.device) -> float:
+    seconds = []
     for _ in range(4):
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)  # not zeros, whose pages need not be there
@@ -273,8 +292,7 @@ def _update(
         made.step()
         made.zero_grad()
         seconds.append(now(device) - start)
-    state = sum(t.nbytes for kept in made.state.values() for t in kept.values() if isinstance(t, Tensor))
-    return statistics.median(seconds[1:]), state / sum(p.nbytes for p in parameters)
+    return statistics.median(seconds[1:])
 
 
 def _leaves(values: Any, *, with_gradient: bool) -> Any:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from adl_dist.codecs import PLAIN, Codecs
 from adl_dist.errors import ConfigError
 from adl_dist.partition.balance import UNIFORM, Balance, best_balance, evaluate_balance
-from adl_dist.partition.costs import Machine, Profile, StageFootprint, UnitCost, tied_seconds
+from adl_dist.partition.costs import Machine, Profile, StageFootprint, UnitCost, tied_seconds, update_seconds
 from adl_dist.partition.imbalance import why_uneven
 from adl_dist.schedule import Costs, Pipeline, max_pending_of, speed
 from adl_dist.schedule.actions import Tie
@@ -195,7 +195,7 @@ def _costs(units: Sequence[UnitCost], balance: Balance, M: int, machine: Machine
         forward.append(sum(unit.forward for unit in inside) / rate + acts + messages)
         backward.append(sum(unit.backward for unit in inside) / rate + grads + messages)
         backward_weight.append(sum(unit.backward_weight for unit in inside) / rate)
-        step = sum(unit.update for unit in inside) + of_copies[start, stop - 1]
+        step = update_seconds(inside) + of_copies[start, stop - 1]
         update.append(step * M / rate + of_sums[start, stop - 1])
     link = [machine.latency_after(k) for k in range(len(balance.sizes) - 1)]
     of_links = {"link": link, "transfer": balance.link_seconds}

@@ -97,18 +97,14 @@ def _references_first(runs: Sequence[Run]) -> list[Run]:
 
 
 def _text(runs: Sequence[Run], *, command: str, trials: Sequence[Run] = ()) -> str:
+    measure, runs = measure_of(runs), _references_first(runs)
     origin = (
         f"Command: `{command}`\n\n{len(runs)} runs, seeds {', '.join(map(str, sorted({run.seed for run in runs})))}; "
         f"compared with Python {platform.python_version()}, torch {version('torch')}, adl_dist {__version__}. "
         "Each run: `comparison.csv`; learning curves: `curves.svg`."
     )
-    return "\n\n".join([*tables(runs, trials), origin]) + "\n"
-
-
-def tables(runs: Sequence[Run], trials: Sequence[Run] = ()) -> list[str]:
-    """Return Markdown: the result of each row, of its ``trials``, and the memory of each stage, if there are any."""
-    measure, runs = measure_of(runs), _references_first(runs)
-    return [_table(runs, measure), *_trial_table(trials, measure), *_memory_table(runs)]
+    tables = [_table(runs, measure), *_trial_table(trials, measure), *_memory_table(runs)]
+    return "\n\n".join([*tables, origin]) + "\n"
 
 
 def _table(runs: Sequence[Run], measure: Measure) -> str:

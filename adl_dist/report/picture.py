@@ -3,7 +3,7 @@
 To be imported late: matplotlib takes half a second.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator
 
 from adl_dist.errors import ConfigError
 from adl_dist.report.files import check_out, write_atomically
-from adl_dist.schedule.actions import BACKWARDS, Action, Op
+from adl_dist.schedule.actions import BACKWARDS, LINKS, Action, Op
 from adl_dist.schedule.pipeline import Pipeline
 from adl_dist.schedule.table import figures, tied_figures, title
 from adl_dist.schedule.timing import Costs, Span, in_processes, simulate, ticks
@@ -51,15 +51,19 @@ class Theme:
     update: tuple[str, str]  # face, text
     act: str
     grad: str
+    small: str
 
 
-LIGHT = Theme("white", "black", "#555555", "#EFEFEF", "#C8C8C8", ("#333333", "white"), "#0072B2", "#D55E00")
-DARK = Theme("#0D1117", "#E6EDF3", "#A8B1BB", "#1F262E", "#3A434D", ("#D7DDE3", "black"), "#56B4E9", "#F28E45")
+LIGHT = Theme("white", "black", "#555555", "#EFEFEF", "#C8C8C8", ("#333333", "white"), "#0072B2", "#D55E00", "#8C8C8C")
+DARK = Theme(
+    "#0D1117", "#E6EDF3", "#A8B1BB", "#1F262E", "#3A434D", ("#D7DDE3", "black"), "#56B4E9", "#F28E45", "#8C8C8C"
+)
 
 # In a tick a backward is drawn as wide as two forwards, which is about what it costs.
 PARTS = {Op.FORWARD: 1, Op.FORWARD_ONLY: 1, Op.RECOMPUTE: 1, Op.BACKWARD: 2, Op.LEARN: 1}
 FORWARDS = (Op.FORWARD, Op.FORWARD_ONLY)
 UPDATES = (Op.UPDATE, Op.UPDATE_TIED)
+SMALL = (Op.LOAD, *LINKS)  # drawn of what was measured
 
 # In inches.
 LANE, BOX = 0.95, 0.5
@@ -68,6 +72,8 @@ LEFT, RIGHT, TOP, BOTTOM = 1.05, 0.2, 0.65, 0.9
 NARROWEST = 6.5  # what the words need
 LETTER = 0.0092  # width of a digit per point of its size
 WIDEST = 300.0
+MEASURED_INCHES = 16.0  # of a measured picture: what does not fit is left out
+STRIP = 0.1  # height of what a stage does for messages
 
 
 def draw(
@@ -91,8 +97,15 @@ def draw(
             raise ConfigError(f"--out {path} cannot be written: {error.strerror}; choose another place") from error
 
 
-def picture(pipeline: Pipeline, *, num_micro_batches: int, costs: Costs | None = None, theme: Theme = LIGHT) -> Figure:
-    """Return the picture; see :func:`draw`."""
+def picture(
+    pipeline: Pipeline,
+    *,
+    num_micro_batches: int,
+    costs: Costs | None = None,
+    theme: Theme = LIGHT,
+    unit: str = "unit of the costs",
+) -> Figure:
+    """Return the picture; see :func:`draw`. ``unit``: that of the ``costs``."""
     lists, turns = in_processes(pipeline, num_micro_batches=num_micro_batches)
     table = ticks(lists, turns=turns)
     num_ticks = max((max(row) + 1 for row in table if row), default=0)
@@ -102,12 +115,75 @@ def picture(pipeline: Pipeline, *, num_micro_batches: int, costs: Costs | None =
     spans = _spans_of_ticks(table) if costs is None else simulate(lists, costs, turns=turns)
     boxes = [span for span in spans if span.action.op in (*STYLES, Op.UPDATE)]
     length = max(box.end for box in boxes)
-    # At this scale the usual forward has room for its number.
-    usual = median([box.end - box.start for box in boxes if box.action.op in FORWARDS]) or length / len(boxes)
-    inches = min(max(0.26, LETTER * 9 * len(str(num_micro_batches - 1)) + 0.1) / usual, WIDEST / length)
+    inches = min(scale(boxes), WIDEST / length)
+    name, facts = title(pipeline, num_micro_batches=num_micro_batches).rsplit(": ", 1)
     shows_staleness = any(f.staleness_max for f in figures(pipeline))
 
-    width, height = length * inches, pipeline.num_stages * LANE
+    def staleness(box: Span) -> int | None:
+        is_shown = shows_staleness and box.action.op in BACKWARDS
+        return pipeline.staleness(box.stage, box.action.number) if is_shown else None
+
+    figure, axes = _figure(pipeline, length * inches, shows_staleness, theme)
+    _axis(axes, length, inches, num_ticks if costs is None else None, theme, unit=unit)
+    _arrows(axes, lists, boxes, inches, theme)
+    _boxes(axes, boxes, inches, staleness, theme)
+    _legend(figure, pipeline, boxes, (name, facts), shows_staleness, theme)
+    return figure
+
+
+def measured_picture(
+    pipeline: Pipeline,
+    spans: Sequence[Span],
+    *,
+    staleness: Callable[[Span], int | None],
+    unit: str,
+    facts: str,
+    inches: float | None = None,
+    theme: Theme = LIGHT,
+) -> Figure:
+    """Return the picture of what stages did in a part of a run, in which all of them have ``spans``.
+
+    ``staleness``: that of a backward; ``unit``: of the times; ``facts``: what the picture says of itself; ``inches``:
+    how long a unit of time is, None: so that the usual forward has room for its number.
+    """
+    lists = [[span.action for span in spans if span.stage == k] for k in range(pipeline.num_stages)]
+    begin = max(min(span.start for span in spans if span.stage == k) for k in range(pipeline.num_stages))
+    end = min(max(span.end for span in spans if span.stage == k) for k in range(pipeline.num_stages))
+    inches = inches or scale(spans)
+    end = min(end, begin + MEASURED_INCHES / inches)
+    shown = [
+        span._replace(start=max(span.start, begin) - begin, end=min(span.end, end) - begin)
+        for span in spans
+        if begin <= span.end and span.start <= end
+    ]
+    boxes = [span for span in shown if span.action.op in (*STYLES, Op.UPDATE)]
+    shows_staleness = any(staleness(box) for box in boxes)
+    figure, axes = _figure(pipeline, (end - begin) * inches, shows_staleness, theme)
+    _axis(axes, end - begin, inches, None, theme, unit=unit)
+    _arrows(axes, lists, boxes, inches, theme)
+    for span in shown:
+        if span.action.op in SMALL:
+            corner = span.start * inches, _middle(span.stage) + BOX / 2 - STRIP
+            axes.add_patch(Rectangle(corner, (span.end - span.start) * inches, STRIP, color=theme.small, linewidth=0))
+    _boxes(axes, boxes, inches, lambda box: staleness(box) if shows_staleness else None, theme)
+    name = title(pipeline, num_micro_batches=len(lists[0])).rsplit(": ", 1)[0]
+    has_strips = any(span.end > span.start for span in shown if span.action.op in SMALL)
+    also = [Patch(color=theme.small, label="load, send")] if has_strips else []
+    _legend(figure, pipeline, boxes, (name, facts), shows_staleness, theme, also)
+    return figure
+
+
+def scale(boxes: Sequence[Span]) -> float:
+    """Return the inches of a unit of time at which the usual forward has room for its number."""
+    usual = median([box.end - box.start for box in boxes if box.action.op in FORWARDS])
+    usual = usual or max(box.end for box in boxes) / len(boxes)
+    largest = max(box.action.number for box in boxes if box.action.op in STYLES)
+    return float(max(0.26, LETTER * 9 * len(str(largest)) + 0.1) / usual)
+
+
+def _figure(pipeline: Pipeline, width: float, shows_staleness: bool, theme: Theme) -> tuple[Figure, Axes]:
+    """Return an empty picture of so many inches, with a lane for each stage."""
+    height = pipeline.num_stages * LANE
     size = (LEFT + max(width, NARROWEST) + RIGHT, TOP + height + BOTTOM)
     figure = Figure(figsize=size, facecolor=theme.background)
     wide, high = figure.get_size_inches()
@@ -115,15 +191,15 @@ def picture(pipeline: Pipeline, *, num_micro_batches: int, costs: Costs | None =
     axes.set_xlim(0, width)
     axes.set_ylim(height, 0)
     _lanes(axes, pipeline, width, shows_staleness, theme)
-    _axis(axes, length, inches, num_ticks if costs is None else None, theme)
-    _arrows(axes, lists, boxes, inches, theme)
+    return figure, axes
+
+
+def _boxes(
+    axes: Axes, boxes: Sequence[Span], inches: float, staleness: Callable[[Span], int | None], theme: Theme
+) -> None:
     updates = {(box.stage, box.start): box for box in boxes if box.action.op is Op.UPDATE}
     for box in boxes:
-        shows_label = shows_staleness and box.action.op in BACKWARDS
-        label = pipeline.staleness(box.stage, box.action.number) if shows_label else None
-        _box(axes, box, inches, label, theme, update=updates.get((box.stage, box.end)))
-    _legend(figure, pipeline, boxes, num_micro_batches, shows_staleness, theme)
-    return figure
+        _box(axes, box, inches, staleness(box), theme, update=updates.get((box.stage, box.end)))
 
 
 def _spans_of_ticks(table: Sequence[dict[int, list[Action]]]) -> Iterator[Span]:
@@ -181,13 +257,13 @@ def _lanes(axes: Axes, pipeline: Pipeline, width: float, shows_staleness: bool, 
     axes.spines["bottom"].set_color(theme.text)
 
 
-def _axis(axes: Axes, length: float, inches: float, num_ticks: int | None, theme: Theme) -> None:
+def _axis(axes: Axes, length: float, inches: float, num_ticks: int | None, theme: Theme, unit: str) -> None:
     axes.tick_params(axis="x", colors=theme.text)
     if num_ticks is None:
         candidates = MaxNLocator(nbins=max(4, int(length * inches))).tick_values(0, length)
         places = [t for t in candidates if 0 <= t <= length + 1e-9]
         axes.set_xticks([t * inches for t in places], [f"{t:g}" for t in places], fontsize=9)
-        axes.set_xlabel("time (unit of the costs)", fontsize=9, labelpad=3, color=theme.text)
+        axes.set_xlabel(f"time ({unit})", fontsize=9, labelpad=3, color=theme.text)
         return
     axes.set_xticks([(tick + 0.5) * inches for tick in range(num_ticks)], map(str, range(num_ticks)), fontsize=9)
     axes.tick_params(axis="x", length=0)
@@ -207,13 +283,16 @@ def _arrows(axes: Axes, lists: Sequence[Sequence[Action]], boxes: Sequence[Span]
             if op in (Op.RECV_ACT, Op.PICK):
                 came = number
             elif op in FORWARDS and came is not None:
-                _arrow(axes, made[stage - 1, True, came], made[stage, True, number], inches, theme.act)
+                ends_of = made.get((stage - 1, True, came)), made.get((stage, True, number))
+                _arrow(axes, *ends_of, inches, theme.act)
             elif op is Op.RECV_GRAD:
-                to = learning.get((stage, number)) or made[stage, False, number]
-                _arrow(axes, made[stage + 1, False, number], to, inches, theme.grad, dashed=True)
+                to = learning.get((stage, number)) or made.get((stage, False, number))
+                _arrow(axes, made.get((stage + 1, False, number)), to, inches, theme.grad, dashed=True)
 
 
-def _arrow(axes: Axes, tail: Span, head: Span, inches: float, color: str, dashed: bool = False) -> None:
+def _arrow(axes: Axes, tail: Span | None, head: Span | None, inches: float, color: str, dashed: bool = False) -> None:
+    if tail is None or head is None:  # outside of the picture
+        return
     half, inset = BOX / 2 if head.stage > tail.stage else -BOX / 2, 0.04
     begins = tail.end * inches - inset, _middle(tail.stage) + half
     ends = head.start * inches + inset, _middle(head.stage) - half
@@ -251,11 +330,12 @@ def _legend(
     figure: Figure,
     pipeline: Pipeline,
     boxes: Sequence[Span],
-    num_micro_batches: int,
+    head: tuple[str, str],
     shows_staleness: bool,
     theme: Theme,
+    also: Sequence[Artist] = (),
 ) -> None:
-    name, facts = title(pipeline, num_micro_batches=num_micro_batches).rsplit(": ", 1)
+    name, facts = head
     height, left = figure.get_figheight(), LEFT / figure.get_figwidth()
     figure.text(left, 1 - 0.24 / height, name, fontsize=12, fontweight="bold", va="center", color=theme.text)
     figure.text(left, 1 - 0.47 / height, facts, fontsize=9, va="center", color=theme.small_text)
@@ -267,6 +347,7 @@ def _legend(
         handles.append(Line2D([], [], color=theme.act, linewidth=1.2, label="activation"))
         if not pipeline.spec.local_losses:
             handles.append(Line2D([], [], color=theme.grad, linewidth=1.2, linestyle=DASHES, label="gradient"))
+    handles += also
     place: Any = {"loc": "lower left", "bbox_to_anchor": (left, 0.24 / height), "ncols": len(handles)}
     spaces: Any = {"borderaxespad": 0, "borderpad": 0, "handlelength": 1.4, "columnspacing": 1.3}
     figure.legend(handles=handles, frameon=False, fontsize=8, labelcolor=theme.text, **place, **spaces)

@@ -102,7 +102,7 @@ def _read(folder: Path) -> Run:
         method=chosen,
         seed=int(config["seed"]),
         status=status,
-        label=_method_label(chosen),
+        label=method_label(chosen),
         summary=read_json(folder / "summary.json") if status == "complete" else {},
         divergence=read_json(folder / "diverged.json") if status == "diverged" else {},
         curves=_validation_curves(folder / METRICS),
@@ -119,7 +119,7 @@ def _validation_curves(path: Path) -> dict[str, list[tuple[int, float]]]:
     return curves
 
 
-def _method_label(chosen: Mapping[str, Any]) -> str:
+def method_label(chosen: Mapping[str, Any]) -> str:
     """Return the method with M, if that is above 1, and the settings that are not the method's own defaults."""
     name, M = chosen["name"], chosen["accumulation_steps"]
     usual = method(name).settings

@@ -111,6 +111,10 @@ class DeviceLoader:
             named.exit_code = error.exit_code
             raise named from error
 
+    def close(self) -> None:
+        """End the processes that load."""
+        self._loader.close()
+
     def seconds_to_load(self, micro_batch_size: int) -> float:
         """Return how long a micro-batch keeps the caller busy, the least of a few; 0 if workers load it."""
         if self._loader.num_workers:

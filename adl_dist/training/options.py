@@ -120,6 +120,7 @@ class Monitoring:
         tensorboard: write ``run_dir/tensorboard``.
         loggers: what else gets the records: ``mlflow``, ``wandb``, or objects of your own (docs/hooks.md).
         trace: write ``run_dir/trace.json``, what each stage did and when, and the shares of its time.
+        report: write the page ``run_dir/report.html`` at the end, for which a few updates are recorded in full.
         memory: measure the most bytes of tensors that each stage's process held; slows the first updates.
         quiet: no live line.
         stage_records_every: of every so many updates the records of each stage are written; those of the run always.
@@ -133,6 +134,7 @@ class Monitoring:
     tensorboard: bool = True
     loggers: Sequence[Any] = ()
     trace: bool = False
+    report: bool = True
     memory: bool = False
     quiet: bool = False
     stage_records_every: int = 10

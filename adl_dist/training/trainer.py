@@ -41,6 +41,7 @@ from adl_dist.monitor.trace import MOST_EVENTS
 from adl_dist.optim import takes_length
 from adl_dist.optimizers import prepare
 from adl_dist.report import Progress, Recorder
+from adl_dist.report.page import write_after_run
 from adl_dist.schedule import Method, Pipeline
 from adl_dist.schedule.run_plan import Plan, check_lengths, micro_batch_size_of
 from adl_dist.schedule.work import forget_actions
@@ -283,9 +284,13 @@ class Trainer:
         self._averages = [average for stage in worker.stages for average in stage.averages]
         if folder is not None and worker.world.rank == 0 and self._spec.pipeline.method.awaits_delays:
             record_delays(folder.path, worker.pipeline.nominal_delays)
-        with contextlib.nullcontext() if folder is None else contextlib.closing(folder):
+        with contextlib.closing(worker), contextlib.nullcontext() if folder is None else contextlib.closing(folder):
             saving = self._saving(worker.world, folder, known_by, resume, outputs, made)
-            return self._train(running, worker, plan, saving, outputs)
+            worker.wants_timeline = folder is not None and outputs.monitoring.report
+            summary = self._train(running, worker, plan, saving, outputs)
+            if saving is not None and outputs.monitoring.report:
+                write_after_run(saving.folder.path)
+            return summary
 
     @arguments.one_at_a_time
     def evaluate(
@@ -307,7 +312,7 @@ class Trainer:
         running, worker, plan, _ = self._start(make_plan, {"validation": dataset}, loadings, num_workers=num_workers)
         recorder, progress = Recorder(None), Progress(num_stages=self._spec.pipeline.num_stages, quiet=True)
         coordinator = Coordinator(plan, saving=None, recorder=recorder, progress=progress)
-        with self._applied(), self._bound(worker.world):
+        with contextlib.closing(worker), self._applied(), self._bound(worker.world):
             return running.run(worker, coordinator, coordinator.evaluate, stops_early=False)
 
     @arguments.one_at_a_time

@@ -48,6 +48,14 @@ def test_of_equal_units_the_speed_up_is_the_textbooks():
         assert told.balance.sizes == [8 // K] * K
 
 
+def test_an_update_of_a_small_stage_takes_the_least_of_any():
+    """On a GPU it is calls, as many for a part of the weights as for all."""
+    even = {"update": 0.5, "parameter_bytes": 8}
+    whole = 8 * 3.0 * 4 + 8 * 0.5  # of four micro-batches and one update, seconds
+    assert planned(known(**even)).seconds_per_update == pytest.approx(whole / 2)
+    assert planned(known(**even, update_at_least=4.0)).seconds_per_update == pytest.approx(whole / 2 + 2.0)
+
+
 def test_units_measured_one_by_one_are_scaled_to_the_whole_model():
     told = known(8)
     slower = Profile(of=told.of, units=told.units, forward=4.0, backward=32.0, optimizer_copies=1.0)

@@ -1,23 +1,57 @@
-"""``adl-dist report``: where the page goes, and what is refused."""
+"""``adl-dist report``: where it writes, what it refuses, and the page at the end of a run."""
+
+import pytest
 
 from tests.support.commands import in_process, shows, words
+from tests.support.recorded import recorded_run
 
 
-def test_report_writes_into_the_run_folder_or_to_out(tmp_path):
+def test_writes_into_the_run_folder_or_to_out(tmp_path):
+    run = recorded_run(tmp_path / "a")
+    for arguments, place in (([str(run)], run / "report.html"), ([f"run_dir={run}", f"out={tmp_path}/b.html"], None)):
+        done = in_process("report", *arguments)
+        assert (done.code, done.err) == (0, "")
+        place = place or tmp_path / "b.html"
+        shows(done.out, [f"written: {place};"])
+        assert place.read_text().startswith("<!DOCTYPE html>")
+
+
+def test_of_several_runs_it_writes_to_the_folder_above(tmp_path):
+    runs = [str(recorded_run(tmp_path / name)) for name in "ab"]
+    shows(in_process("report", *runs).out, [f"written: {tmp_path}/report.html;"])
+    assert in_process("report", str(tmp_path)).code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ([], ["takes run folders", "adl-dist report RUNS"]),
+        (["{}/none"], ["/none holds no run"]),
+        (["{}/run", "--open"], ["--open holds no run"]),
+        (["{}/run", "out={}/none/page.html"], ["page.html cannot be written: No such file", "out=FILE.html"]),
+    ],
+)
+def test_refuses_in_one_line(tmp_path, arguments, parts):
+    recorded_run(tmp_path / "run")
+    refusal = in_process("report", *(argument.format(tmp_path) for argument in arguments)).refusal()
+    shows(refusal, parts)
+
+
+def test_run_ends_with_a_page_and_the_timeline_in_it(tmp_path):
     run = tmp_path / "run"
-    assert in_process(*words(run)).code == 0
-    shows(in_process("report", str(run)).out, ["written", str(run / "report.html")])
-    assert (run / "report.html").read_text().startswith("<!doctype html>")
-    elsewhere = tmp_path / "page.html"
-    assert in_process("report", f"run_dir={run}", f"out={elsewhere}").code == 0
-    assert elsewhere.is_file()
-    shows(
-        in_process("report", str(run), f"out={tmp_path / 'no' / 'page.html'}").refusal(), ["cannot be written", "out="]
-    )
+    long_enough = ["runtime.report=true", "data.num_samples=160", "train.batch_size=8"]
+    done = in_process(*words(run, *long_enough))
+    assert done.code == 0, done
+    shows(done.out, [f"report           {run}/report.html"])
+    page = (run / "report.html").read_text()
+    shows(page, ["<h3>Measured</h3>"])
+    assert "Cannot be shown" not in page
 
 
-def test_report_refuses_what_is_no_run(tmp_path):
-    shows(in_process("report").refusal(), ["takes run folders", "out=FILE.html"])
-    shows(in_process("report", str(tmp_path)).refusal(), ["holds no run", str(tmp_path)])
-    (tmp_path / "config.yaml").write_text("seed: [")
-    shows(in_process("report", str(tmp_path)).refusal(), ["expected the folder of a run"])
+def test_page_that_cannot_be_written_costs_one_warning(tmp_path):
+    run = tmp_path / "run"
+    (run / "report.html").mkdir(parents=True)
+    done = in_process(*words(run, "runtime.report=true"))
+    assert done.code == 0
+    assert done.err.count("\n") == 1
+    shows(done.err, ["report.html could not be written", "the run itself is complete"])

@@ -25,7 +25,17 @@ from PIL import Image
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from adl_dist import data
-from adl_dist.data import Loader, check_dataset, cifar10, cifar100, epoch_order, imagefolder, imagenet, synthetic
+from adl_dist.data import (
+    Loader,
+    Loading,
+    check_dataset,
+    cifar10,
+    cifar100,
+    epoch_order,
+    imagefolder,
+    imagenet,
+    synthetic,
+)
 from adl_dist.data.datasets import (
     CIFAR10_STATISTICS,
     CIFAR100_STATISTICS,
@@ -143,6 +153,41 @@ def test_an_epoch_that_ends_leaves_random_streams_and_no_worker(end, num_workers
         batches.close()
     assert multiprocessing.active_children() == []
     assert global_streams() == before
+
+
+class Placed(Augmented):
+    """The target is the process that has loaded the sample."""
+
+    def __getitem__(self, index):
+        return super().__getitem__(index)[0], os.getpid()
+
+
+@pytest.mark.parametrize("dataset", [Placed(), TensorDataset(torch.arange(20.0), torch.arange(20))])
+def test_workers_that_are_kept_load_what_others_load(dataset):
+    """In each epoch, also where one was not taken to its end; they end when the loader is closed."""
+    kept = Loader(dataset, seed=5, shuffle=True, num_workers=2, loading=Loading(persistent_workers=True))
+    given = kept.batches(0, [4] * 5)
+    next(given)
+    given.close()
+    workers = {child.pid for child in multiprocessing.active_children()}
+    assert len(workers) == 2
+    for epoch, sizes in ((1, [4] * 5), (2, [3, 5, 2])):
+        own = list(Loader(dataset, seed=5, shuffle=True).batches(epoch, sizes))
+        for (x, y), (expected, target) in zip(kept.batches(epoch, sizes), own, strict=True):
+            assert torch.equal(x, expected)
+            assert {*y.tolist()} <= workers if isinstance(dataset, Placed) else torch.equal(y, target)
+    assert {child.pid for child in multiprocessing.active_children()} == workers
+    kept.close()
+    assert multiprocessing.active_children() == []
+
+
+def test_workers_that_are_kept_end_with_an_error_and_begin_again():
+    failing = Returns(LookupError("the user's own words"), index=7)
+    kept = Loader(failing, seed=1, shuffle=False, num_workers=1, loading=Loading(persistent_workers=True))
+    for _ in range(2):
+        with pytest.raises(DataError, match="sample 7: Returns raised LookupError"):
+            list(kept.batches(0, [4, 4]))
+        assert multiprocessing.active_children() == []
 
 
 class Jittered(TensorDataset):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from adl_dist.control.messages import Finish, Report
 from adl_dist.control.rpc import JobEndpoint
 from adl_dist.distributed import print_turn, world
-from adl_dist.distributed.device import FOR_EARLY_RECEIVES, message_backend, ranks_on_gpu
+from adl_dist.distributed.device import FOR_EARLY_RECEIVES, choose_device, message_backend, ranks_on_gpu
 from adl_dist.distributed.world import connect, disconnect
 from adl_dist.errors import ChannelError, ConfigError
 from adl_dist.training import agreement
@@ -54,7 +54,13 @@ def test_stages_on_one_gpu_have_a_share_of_its_memory_each(ranks, size, share, m
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     ("mine", "other", "agreed"),
-    [("GPU-1", " GPU-2", "nccl"), ("GPU-1", " GPU-1", "gloo"), ("GPU-1", "", "gloo"), ("GPU-1", "b GPU-1", "nccl")],
+    [
+        ("GPU-1", "nccl  GPU-2", "nccl"),
+        ("GPU-1", "nccl  GPU-1", "gloo"),
+        ("GPU-1", "", "gloo"),
+        ("GPU-1", "nccl b GPU-1", "nccl"),
+        ("GPU-1", "-  GPU-2", "gloo"),
+    ],
 )
 def test_ranks_use_nccl_if_each_has_a_gpu_of_its_own(rank, mine, other, agreed, monkeypatch):
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
@@ -64,6 +70,26 @@ def test_ranks_use_nccl_if_each_has_a_gpu_of_its_own(rank, mine, other, agreed, 
     store.set(f"gpu/{1 - rank}", other)
     assert message_backend(torch.device("cuda"), rank, 2, store) == agreed
     assert ranks_on_gpu(rank, 2, store) == (2 if mine in other.split() else 1), "the same GPU is one memory"
+
+
+def test_ranks_without_nccl_still_share_a_gpu(monkeypatch):
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-1"))
+    store = dist.HashStore()
+    store.set("gpu/1", "-  GPU-1")
+    assert message_backend(torch.device("cuda"), 0, 2, store) == "gloo"
+    assert ranks_on_gpu(0, 2, store) == 2
+
+
+def test_to_choose_a_device_sets_no_variable_of_ours(monkeypatch):
+    """Others' ways to train choose theirs by it, and their all-reduce would lose most of its bandwidth."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    for variable in FOR_EARLY_RECEIVES:
+        monkeypatch.delenv(variable, raising=False)
+    assert choose_device("cuda") == torch.device("cuda", 0)
+    assert not {*FOR_EARLY_RECEIVES} & {*os.environ}
 
 
 @pytest.mark.parametrize(

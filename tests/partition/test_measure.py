@@ -88,8 +88,11 @@ def test_what_ends_a_group_is_norm_step_and_cleared_gradients(monkeypatch):
         "adl_dist.partition.measure.get_total_norm", lambda grads: [normed.append(len(grads)), time.sleep(0.08)]
     )
     units, _ = profile_of(perceptron(), torch.randn(4, 6), optimizer=optimizer)
-    assert set(normed) == {4}, "weights and biases of two layers"
+    assert set(normed) == {4, 1}, "weights and biases of two layers, and the smallest of them alone"
     assert sum(unit.update for unit in units.values()) == pytest.approx(0.14, abs=0.05)
+    assert [unit.update_at_least > 0.1 for unit in units.values()] == [True, False, True], (
+        "as long for a part as for all"
+    )
 
 
 def test_bytes_of_a_perceptron_are_those_counted_by_hand():

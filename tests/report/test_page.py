@@ -1,136 +1,137 @@
-"""The page of a run: what it shows of a run folder, and what it says of one that lacks or damages a file."""
+"""The page about a run: what it shows of whole, partial, damaged and hostile folders."""
 
 import json
-import re
 import shutil
 import subprocess
-from html.parser import HTMLParser
 
 import pytest
+import yaml
 
-from adl_dist.report.page import write_page
-from adl_dist.report.page.records import steady_updates, training_seconds
-from adl_dist.report.runs import read_runs
-from tests.support.commands import in_process, words
+from adl_dist.errors import ConfigError
+from adl_dist.report.page import markup, one_run, write_page
+from tests.support.commands import shows
+from tests.support.recorded import recorded_run
 
-HEADINGS = ["Result", "Learning curves", "Throughput", "Stages: busy share and staleness", "Measured timeline"]
-HEADINGS += ["Schedule", "Peak memory", "Cut", "Links", "Warnings", "Settings"]
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """The folder of a short run with a trace."""
-    folder = tmp_path_factory.mktemp("of") / "run"
-    outcome = in_process(*words(folder, "partition.num_stages=2", "runtime.trace=true", "train.epochs=3"))
-    assert outcome.code == 0, outcome.err
-    return folder
+HOSTILE = "<script>alert('x')</script>&\"<b>"
+SECTIONS = "Results", "Learning curves", "Throughput", "Stages", "Timeline", "Memory", "Cut", "Links", "Events"
 
 
 @pytest.fixture
-def run(trained, tmp_path):
-    """A copy of that folder, to be changed."""
-    return shutil.copytree(trained, tmp_path / "run")
+def run(tmp_path):
+    return recorded_run(tmp_path / "run")
 
 
-def page_of(*folders, trace="trace.json"):
-    path = folders[0].parent / "page.html"
-    write_page(path, read_runs(folders), trace=trace)
-    return path.read_text()
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Figures are made, but not drawn, which takes most of the time."""
+    monkeypatch.setattr(one_run, "figure", lambda drawn, caption, **_: markup.paragraph(caption))
 
 
-def sections(page):
-    """The sections of a page by their headings."""
-    return dict(re.findall(r"<section><h2>(.*?)</h2>(.*?)</section>", page, re.DOTALL))
+def page_of(*folders):
+    out = folders[0].parent / "page.html"
+    write_page(folders, out)
+    return out.read_text()
 
 
-def test_a_page_has_every_section_and_needs_no_other_file(trained):
-    page = page_of(trained)
-    found = sections(page)
-    assert list(found) == HEADINGS
+def test_whole_run_has_every_part_and_all_figures(run):
+    page = page_of(run)
+    shows(page, [f"<h2>{name}</h2>" for name in (*SECTIONS, "Configuration")])
+    shows(page, ["adl M=4, K=2: cifar_resnet(depth=8) on digits", "It came to its end: 3 epochs, 12 updates", "93.75%"])
+    assert page.count("<svg") == 7, "curves, speed, busy, staleness, shares, measured, schedule"
     assert "Cannot be shown" not in page
-    drawn = {heading for heading, body in found.items() if "<svg" in body}
-    assert drawn == {*HEADINGS[1:7]}
-    assert not re.search(r'<script|<link|(src|href)="(?!#)', page)
-    summary = json.loads((trained / "summary.json").read_text())
-    assert f"{summary['validation_accuracy']:.2%}" in found["Result"]
-    assert f"{summary['stages'][0]['staleness_mean']:.3f}" in found[HEADINGS[3]]
 
 
-def test_text_of_the_run_is_escaped(trained, tmp_path):
-    page = page_of(shutil.copytree(trained, tmp_path / "<b>run"))
-    assert "<b>" not in page
-    assert "&lt;b&gt;run" in page
-    HTMLParser().feed(page)
+def test_page_needs_no_other_file_and_no_network(run):
+    page = page_of(run)
+    named = {part for part in page.split('"') if part.startswith(("http", "file:", "//"))}
+    assert named <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}, "names of XML, which nothing loads"
+    assert not [word for word in ("<script", "<link", "<img", "@import", "src=") if word in page]
 
 
-def test_what_is_not_recorded_names_the_setting(run):
-    (run / "trace.json").unlink()
-    (run / "summary.json").unlink()
-    found = sections(page_of(run))
-    assert "runtime.trace=true" in found["Measured timeline"]
-    assert "partition.balance=auto" in found["Cut"]
-    assert "partition.links=auto" in found["Links"]
-    assert all("no summary.json" in found[heading] for heading in ("Result", "Peak memory"))
-
-
-def test_a_damaged_file_costs_its_own_section_only(run):
-    (run / "links.json").write_text('{"2 stages": 5}')
+def test_what_comes_from_a_run_is_escaped(run, undrawn):
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["model"] = {"_target_": f"mine.{HOSTILE}", "name": HOSTILE}
+    (run / "config.yaml").write_text(yaml.safe_dump({**config, HOSTILE: HOSTILE}))
+    (run / "logs" / "rank0.log").write_text(f"2026-11-24 09:42:17,810 WARNING {HOSTILE}\n{HOSTILE}\n")
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"name": "train/lo')
-    found = sections(page_of(run))
-    assert [heading for heading, body in found.items() if "Cannot be shown" in body] == ["Links"]
-    assert "<svg" in found["Learning curves"]
+        file.write(json.dumps({"name": f"validation/{HOSTILE}", "value": 1.0, "update": 3, "epoch": 0}) + "\n")
+    page = page_of(run)
+    shows(page, ["&lt;script&gt;alert"])
+    assert "<script" not in page
+    assert "<b>" not in page
 
 
-def test_warnings_of_the_logs_are_shown(run):
-    log = run / "logs" / "rank0.log"
-    log.write_text("2026-01-01 00:00:00,000 WARNING no progress <for> 60 s\n2026-01-01 00:00:01,000 INFO saved\n")
-    found = sections(page_of(run))["Warnings"]
-    assert "no progress &lt;for&gt; 60 s" in found
-    assert "saved" not in found
+DAMAGES = {
+    "config.yaml": [None, "", "[1", "method: 3\npartition: []\ntrain: x\n", "method: {name: nothing}\n"],
+    "summary.json": [None, "{", "[]", '{"stages": 3, "epochs": []}', '{"stages": [{}], "validation_loss": "low"}'],
+    "metrics.jsonl": [None, "", "{}\nnull\n{", '{"name": "stage/staleness", "value": 1, "update": 0, "epoch": 0}\n'],
+    "timeline.json": [None, "{}", '{"stages": [[["F", 0, 2, 1, null]]], "epoch": 0, "device": "", "is_steady": true}'],
+    "logs/rank0.log": [None, "", "no time\n"],
+}
 
 
-def test_several_runs_stand_side_by_side(run, tmp_path):
-    other = shutil.copytree(run, tmp_path / "other")
-    config = (other / "config.yaml").read_text()
-    (other / "config.yaml").write_text(config.replace("seed: 0", "seed: 1"))
-    found = sections(page_of(run, other))
-    assert list(found) == ["Results", "Learning curves", "Runs"]
-    assert found["Runs"].count("<tr>") == 3
-    assert str(other) in found["Runs"]
-    assert "Cannot be shown" not in "".join(found.values())
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_or_missing_file_costs_its_parts_only(run, undrawn, name):
+    whole = (run / name).read_text()
+    for content in [*DAMAGES[name], whole[: len(whole) // 2]]:
+        (run / name).unlink(missing_ok=True)
+        if content is not None:
+            (run / name).write_text(content)
+        page = page_of(run)
+        shows(page, [f"<h2>{name}</h2>" for name in SECTIONS])
+        shows(page, ["Not recorded: "] if content is None else [])
+        assert "Traceback" not in page
 
 
-def test_the_timeline_is_of_steady_updates_in_the_last_epoch(tmp_path):
-    events = []
-    for epoch in (0, 1):
-        for update in range(5):
-            begin = 1e6 * (10 * epoch + update)
-            args = {"epoch": epoch, "action": "B"}
-            events.append({"ph": "X", "pid": 0, "cat": "backward", "ts": begin, "dur": 9e5, "args": args})
-            args = {"epoch": epoch, "action": "U", "update": 5 * epoch + update}
-            events.append({"ph": "X", "pid": 0, "cat": "update", "ts": begin + 9e5, "dur": 1e5, "args": args})
-    events.append({"ph": "X", "pid": 0, "cat": "forward", "ts": 5e7, "dur": 1e6, "args": {"evaluation": True}})
-    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
-    found = steady_updates(tmp_path / "trace.json")
-    assert (found.first_update, found.num_updates) == (6, 3)
-    assert [(share, begin) for share, _, begin, _ in found.stages[0]] == [
-        pair for i in range(3) for pair in (("backward", pytest.approx(i)), ("update", pytest.approx(i + 0.9)))
-    ]
-    assert steady_updates(tmp_path / "nothing.json") is None
+def test_files_of_other_types_are_told_by_name(run, undrawn):
+    for name in ("links.json", "profile.json", "delays.json", "diverged.json"):
+        (run / name).write_text('{"units": [3], "update": "x", "2 stages": 7}')
+    page = page_of(run)
+    shows(page, ["profile.json cannot be used (TypeError", "<h2>Links</h2>", "Cannot be shown: a file of the run"])
 
 
-def test_seconds_of_training_go_on_over_epochs():
-    losses = [{"update": u, "elapsed_seconds": s} for u, s in enumerate((1.0, 2.0, 0.5, 1.5, 0.25))]
-    assert training_seconds(losses) == {0: 1.0, 1: 2.0, 2: 2.5, 3: 3.5, 4: 3.75}
+def test_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"holds no run: expected config.yaml, metrics.jsonl or summary.json"):
+        write_page([tmp_path], tmp_path / "page.html")
 
 
-def test_a_browser_opens_the_page(trained, tmp_path):
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("there is no chromium")
-    page = tmp_path / "page.html"
-    page.write_text(page_of(trained))
-    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-    shown = subprocess.run([*command, "--dump-dom", f"file://{page}"], capture_output=True, text=True, timeout=60)
-    assert all(f"<h2>{heading}</h2>" in shown.stdout for heading in HEADINGS)
+def test_events_name_warnings_restarts_and_skipped_updates(run, undrawn):
+    log = "2026-11-24 09:42:17,810 {} {}\n"
+    entries = [("WARNING", "no progress in 61 s"), ("INFO", "resumed from update 8"), ("INFO", "saved")]
+    (run / "logs" / "rank0.log").write_text("".join(log.format(*entry) for entry in entries))
+    summary = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps({**summary, "skipped_updates": 2}))
+    page = page_of(run)
+    shows(page, ["no progress in 61 s", "started again from a checkpoint once", "2 updates were skipped"])
+    assert "saved" not in page
+
+
+def test_several_runs_are_compared(run, tmp_path):
+    other = recorded_run(tmp_path / "other")
+    config = yaml.safe_load((other / "config.yaml").read_text())
+    config["method"]["accumulation_steps"] = 1
+    (other / "config.yaml").write_text(yaml.safe_dump({**config, "seed": 1}))
+    page = page_of(run, other)
+    shows(page, ["2 runs compared", "adl M=4 K=2", "adl K=2", "method.accumulation_steps", "Medians over seeds"])
+    assert "Cannot be shown" not in page
+
+
+def test_runs_of_which_one_has_no_settings_are_compared(run, tmp_path):
+    other = recorded_run(tmp_path / "other")
+    (other / "config.yaml").unlink()
+    (other / "summary.json").unlink()
+    shows(page_of(run, other), ["2 runs compared", "other"])
+
+
+BROWSER = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), "")
+
+
+@pytest.mark.skipif(not BROWSER, reason="there is no chromium")
+def test_browser_opens_the_page_and_draws_it(run, tmp_path):
+    write_page([run], tmp_path / "page.html")
+    words = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+    url = (tmp_path / "page.html").as_uri()
+    done = subprocess.run([BROWSER, *words, url], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("</svg>") == 7
+    shows(done.stdout, ["<h2>Configuration</h2>", "</footer>"])

@@ -8,8 +8,8 @@ import adl_dist
 from adl_dist.schedule import Pipeline
 from adl_dist.stage import TrainSpec
 
-QUIET = adl_dist.Monitoring(quiet=True, stage_records_every=1)
-SILENT = adl_dist.Monitoring(quiet=True, stage_records_every=1, tensorboard=False)
+QUIET = adl_dist.Monitoring(quiet=True, stage_records_every=1, report=False)
+SILENT = adl_dist.Monitoring(quiet=True, stage_records_every=1, tensorboard=False, report=False)
 
 KINDS = {
     "partition": adl_dist.PartitionSpec,

@@ -38,7 +38,7 @@ from adl_dist.training.tied_copies import untied
 from adl_dist.training.trainer import Trainer
 
 # Keys of data.* that are ours; the two that describe the data reach its target only if that takes them.
-OF_THE_LOADER = ("shuffle", "num_workers", "collate_fn", "sampler", "samples_per_epoch")
+OF_THE_LOADER = ("shuffle", "num_workers", "persistent_workers", "collate_fn", "sampler", "samples_per_epoch")
 OF_THE_MODEL = ("num_classes", "in_channels")
 
 logging.getLogger("hydra").addHandler(logging.NullHandler())  # it logs what it also raises
@@ -191,7 +191,8 @@ def loading(config: RunConfig, dataset: Dataset[Any] | None) -> Loading:
                 f"data.sampler={node['sampler']} is called with the training dataset and fails: "
                 f"{type(error).__name__}: {' '.join(str(error).split())}"
             ) from error
-    found = Loading(**made, samples_per_epoch=node.get("samples_per_epoch"))
+    kept = node.get("persistent_workers", False)
+    found = Loading(**made, samples_per_epoch=node.get("samples_per_epoch"), persistent_workers=kept)
     found.check()
     return found
 

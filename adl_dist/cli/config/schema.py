@@ -147,6 +147,7 @@ class RuntimeConfig:
     tensorboard: bool = True
     loggers: list[Any] = field(default_factory=list)
     trace: bool = False
+    report: bool = True
     memory: bool = False
     stage_records_every: int = 10
     peak_tflops: float | None = None
@@ -166,6 +167,7 @@ class RuntimeConfig:
             tensorboard=self.tensorboard,
             loggers=[one for one in self.loggers if isinstance(one, str) and "." not in one],
             trace=self.trace,
+            report=self.report,
             memory=self.memory,
             stage_records_every=self.stage_records_every,
             peak_tflops=self.peak_tflops,

@@ -1,64 +1,172 @@
-"""The HTML of a page: its frame, tables and figures. All text is escaped here."""
+"""The HTML of a page: a small template, and parts for it. Everything that comes from a run is escaped here."""
 
+import html
 import io
-from collections.abc import Iterable, Sequence
-from html import escape
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import matplotlib
 from matplotlib.figure import Figure
 
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1b1f24; background: #fff; max-width: 62rem; margin: 2rem auto;
-  padding: 0 1rem; }
-h1 { font-size: 1.6rem; margin-bottom: 0; overflow-wrap: anywhere; }
-h2 { font-size: 1.15rem; margin-top: 2.2rem; border-bottom: 1px solid #d8dee4; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .2rem .8rem .2rem 0; text-align: left; vertical-align: top; }
-th { font-weight: 600; border-bottom: 1px solid #d8dee4; }
-.wide { overflow-x: auto; }
-.wide svg { display: block; max-width: 100%; height: auto; }
-.scroll svg { max-width: none; }
-.about, .missing { color: #57606a; }
-pre { background: #f6f8fa; padding: .8rem; overflow-x: auto; font-size: 13px; }
+from adl_dist.report.curves import STYLE
+
+PAGE = """\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+{style}</style>
+</head>
+<body>
+<header>
+<h1>{title}</h1>
+{head}
+</header>
+<nav>{contents}</nav>
+<main>
+{sections}
+</main>
+<footer>{foot}</footer>
+</body>
+</html>
 """
+CSS = """\
+body { margin: 0 auto; max-width: 72rem; padding: 1.5rem; color: #1f2328; background: white;
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; }
+h1 { font-size: 1.5rem; line-height: 1.25; margin: 0 0 .5rem; overflow-wrap: anywhere; }
+h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; padding-top: .6rem; border-top: 1px solid #d0d7de; }
+h3 { font-size: 1rem; margin: 1.2rem 0 .4rem; }
+p { margin: .4rem 0; max-width: 60rem; overflow-wrap: anywhere; }
+nav { margin-top: .8rem; font-size: .9rem; }
+nav a { margin-right: 1rem; color: #0550ae; white-space: nowrap; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .4rem 0; }
+th, td { text-align: right; padding: .2rem .9rem .2rem 0; border-bottom: 1px solid #eaeef2; vertical-align: top; }
+th { font-weight: 600; border-bottom-color: #8c959f; }
+th:first-child, td:first-child, td.text, th.text { text-align: left; }
+td.text { overflow-wrap: anywhere; }
+figure { margin: .6rem 0; }
+figure svg { height: auto; max-width: 100%; }
+figure.wide svg { max-width: none; }
+figcaption, .quiet, footer { color: #57606a; font-size: .87rem; }
+.missing { color: #57606a; font-style: italic; }
+.bad { color: #a40e26; }
+.good { color: #1a7f37; }
+.bar { display: inline-block; height: .7em; background: #56B4E9; margin-left: .6em; }
+.room { display: inline-block; width: 9rem; text-align: left; }
+.number { display: inline-block; min-width: 5.5rem; text-align: right; }
+pre { background: #f6f8fa; padding: .7rem; overflow-x: auto; font-size: .82rem; white-space: pre-wrap;
+  overflow-wrap: anywhere; }
+code { font-size: .88em; background: #f6f8fa; padding: .1em .3em; overflow-wrap: anywhere; }
+footer { margin-top: 2.5rem; border-top: 1px solid #d0d7de; padding-top: .6rem; }
+@media print { nav { display: none; } h2 { break-after: avoid; } figure { break-inside: avoid; } }
+"""
+METADATA = re.compile(r"<metadata>.*?</metadata>", re.DOTALL)
+NOT_REFERRED = re.compile(r' id="([^"]*)"')
+REFERRED = re.compile(r'(?:url\(#|href="#)([^)"]*)')
 
 
-def document(title: str, about: str, sections: Iterable[tuple[str, str]]) -> str:
-    """Return the page; each of ``sections`` has a heading, which is text, and HTML."""
-    parts = [f"<section><h2>{escape(heading)}</h2>\n{body}\n</section>" for heading, body in sections]
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
-    body = f'<h1>{escape(title)}</h1>\n<p class="about">{escape(about)}</p>\n' + "\n".join(parts)
-    head += f"<style>{STYLE}</style>"
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
+class Html(str):
+    """Text that is HTML already. Any other text is escaped where it is put into a page."""
+
+    __slots__ = ()
 
 
-def table(rows: Sequence[Sequence[object]]) -> str:
-    """Return a table; the first row is its head."""
-    first, *others = ["".join(f"<CELL>{escape(str(cell))}</CELL>" for cell in row) for row in rows]
-    lines = [first.replace("CELL>", "th>"), *(line.replace("CELL>", "td>") for line in others)]
-    return '<div class="wide"><table>' + "\n".join(f"<tr>{line}</tr>" for line in lines) + "</table></div>"
+class Section(NamedTuple):
+    """A part of a page with a heading, which is also its place in the contents."""
+
+    heading: str
+    parts: Sequence[Html]
 
 
-def text(words: str) -> str:
-    """Return a paragraph."""
-    return f"<p>{escape(words)}</p>"
+def escaped(text: object) -> Html:
+    """Return ``text`` as HTML: unchanged if it is HTML already."""
+    return text if isinstance(text, Html) else Html(html.escape(str(text)))
 
 
-def missing(words: str) -> str:
-    """Return a paragraph that says what the run has not recorded."""
-    return f'<p class="missing">{escape(words)}</p>'
+def page(title: str, head: Sequence[Html], sections: Sequence[Section], foot: str) -> str:
+    """Return the page."""
+    anchors = [re.sub(r"\W+", "-", section.heading.lower()) for section in sections]
+    contents = " ".join(
+        f'<a href="#{anchor}">{escaped(section.heading)}</a>' for anchor, section in zip(anchors, sections, strict=True)
+    )
+    bodies = [
+        f'<section id="{anchor}">\n<h2>{escaped(section.heading)}</h2>\n' + "\n".join(section.parts) + "\n</section>"
+        for anchor, section in zip(anchors, sections, strict=True)
+    ]
+    return PAGE.format(
+        title=escaped(title),
+        style=CSS,
+        head="\n".join(head),
+        contents=contents,
+        sections="\n".join(bodies),
+        foot=escaped(foot),
+    )
 
 
-def verbatim(words: str, summary: str | None = None) -> str:
-    """Return text as it is; with a ``summary`` it is folded away behind it."""
-    body = f"<pre>{escape(words)}</pre>"
-    return body if summary is None else f"<details><summary>{escape(summary)}</summary>{body}</details>"
+def paragraph(text: object, kind: str = "") -> Html:
+    """Return a paragraph; ``kind``: ``quiet``, ``missing``, ``bad`` or ``good``."""
+    return Html(f'<p class="{kind}">{escaped(text)}</p>' if kind else f"<p>{escaped(text)}</p>")
 
 
-def inline(figure: Figure, *, scrolls: bool = False) -> str:
-    """Return a figure as SVG within the page; ``scrolls``: at its own width, however wide that is."""
+def missing(text: str) -> Html:
+    """Return the line that says what was not recorded, and how it would be."""
+    return paragraph(f"Not recorded: {text}", "missing")
+
+
+def heading(text: str) -> Html:
+    """Return a heading within a section."""
+    return Html(f"<h3>{escaped(text)}</h3>")
+
+
+def verbatim(text: str) -> Html:
+    """Return text with its line breaks and spaces."""
+    return Html(f"<pre>{escaped(text)}</pre>")
+
+
+def table(rows: Sequence[Sequence[object]], *, text_columns: Sequence[int] = ()) -> Html:
+    """Return a table whose first row is the head; the first column and ``text_columns`` are aligned at the left."""
+    lines = []
+    for number, row in enumerate(rows):
+        kind = "td" if number else "th"
+        kinds = [f'{kind} class="text"' if place in text_columns else kind for place in range(len(row))]
+        cells = (f"<{opened}>{escaped(cell)}</{kind}>" for opened, cell in zip(kinds, row, strict=True))
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return Html('<div class="scroll"><table>\n' + "\n".join(lines) + "\n</table></div>")
+
+
+def bar(text: str, share: float) -> Html:
+    """Return a cell of a text column: ``text``, and a bar of that ``share`` of its width."""
+    width = 9 * min(max(share, 0.0), 1.0)
+    drawn = f'<span class="room"><span class="bar" style="width:{width:.2f}rem"></span></span>'
+    return Html(f'<span class="number">{escaped(text)}</span>{drawn}')
+
+
+def figure(drawn: Figure, caption: str, *, name: str, is_wide: bool = False) -> Html:
+    """Return ``drawn`` as SVG with its ``caption``; ``name`` makes its ids those of no other figure of the page.
+
+    ``is_wide``: it keeps its size, for a part that is scrolled; others shrink to the width of the page.
+    """
     file = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": "adl_dist", "svg.fonttype": "path"}):
-        figure.savefig(file, format="svg", metadata={"Date": None})
-    svg = file.getvalue()
-    return f'<div class="wide{" scroll" * scrolls}">{svg[svg.index("<svg") :]}</div>'
+    # No random ids, no dates; letters as shapes, which look the same everywhere.
+    with matplotlib.rc_context({**STYLE, "svg.fonttype": "path"}):
+        drawn.savefig(file, format="svg", metadata={"Date": None})
+    text = file.getvalue()
+    svg = METADATA.sub("", text[text.index("<svg") :])
+    referred = set(REFERRED.findall(svg))
+    svg = NOT_REFERRED.sub(lambda found: found[0] if found[1] in referred else "", svg)
+    for place in ('id="', 'href="#', "url(#"):
+        svg = svg.replace(place, f"{place}{name}-")
+    label = html.escape(caption, quote=True)
+    svg = svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
+    kind = ' class="wide"' if is_wide else ""
+    return Html(f"<figure{kind}>{svg}<figcaption>{escaped(caption)}</figcaption></figure>")
+
+
+def scrolled(parts: Sequence[Html]) -> Html:
+    """Return ``parts`` with one scroll bar for all of them, where they are wider than the page."""
+    return Html('<div class="scroll">' + "\n".join(parts) + "</div>")

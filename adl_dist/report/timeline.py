@@ -1,0 +1,91 @@
+"""``run_dir/timeline.json``: when the stages did what in a few updates in which all of them are at work."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from adl_dist.report.files import write_atomically
+from adl_dist.schedule.actions import LINKS, RECEIVES, Op
+
+TIMELINE = "timeline.json"
+_SHARE = {
+    **dict.fromkeys((Op.FORWARD, Op.FORWARD_ONLY, Op.PREDICT_GRADIENT), "forward"),
+    **dict.fromkeys((Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.LEARN), "backward"),
+    Op.RECOMPUTE: "recompute",
+    **dict.fromkeys((Op.UPDATE, Op.UPDATE_HEAD, Op.UPDATE_TIED), "update"),
+    **dict.fromkeys(RECEIVES, "wait"),
+    **dict.fromkeys((Op.LOAD, *LINKS), "load, send"),
+}
+SHARES = (*dict.fromkeys(_SHARE.values()), "other")
+
+
+class Timed(NamedTuple):
+    """One action of a stage: its kind (``Op.value``), its number, begin and end in seconds, and its staleness."""
+
+    op: str
+    number: int
+    begin: float
+    end: float
+    staleness: int | None  # updates, of a backward; None: it is none
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """What the stages did, on one clock that begins with the first of these actions."""
+
+    epoch: int
+    device: str  # on a GPU the times are those in which the host launched the work
+    is_steady: bool  # whether all stages were at work all the time
+    stages: Sequence[Sequence[Timed]]
+
+    def write(self, folder: Path) -> None:
+        """Write it into the run's ``folder``, unless there is one of a steady part and this is not.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        path = folder / TIMELINE
+        if self.is_steady or not path.exists():
+            with write_atomically(path) as unfinished:
+                unfinished.write_text(json.dumps(asdict(self)) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> "Timeline | None":
+        """Return that of the run in ``folder``; None: there is none.
+
+        Raises:
+            OSError, ValueError, TypeError, KeyError: the file is damaged.
+        """
+        path = folder / TIMELINE
+        if not path.is_file():
+            return None
+        content: dict[str, Any] = json.loads(path.read_text())
+        stages = [[Timed(*each) for each in stage] for stage in content["stages"]]
+        for each in (each for stage in stages for each in stage):
+            Op(each.op)
+            if not 0 <= float(each.begin) <= float(each.end):
+                raise ValueError(f"an action lasts from {each.begin} to {each.end}")
+        return cls(
+            epoch=int(content["epoch"]),
+            device=str(content["device"]),
+            is_steady=bool(content["is_steady"]),
+            stages=stages,
+        )
+
+    def median_seconds(self, stage: int, *ops: Op) -> float | None:
+        """Return the median time of an action of these kinds; of several kinds the sum of theirs; None: none occurs."""
+        times = [[each.end - each.begin for each in self.stages[stage] if each.op == op.value] for op in ops]
+        return sum(median(of_op) for of_op in times if of_op) if any(times) else None
+
+    def shares(self, stage: int) -> dict[str, float]:
+        """Return what part of the time of ``stage`` each of ``SHARES`` had; they add up to 1."""
+        events = self.stages[stage]
+        length = max(events[-1].end - events[0].begin, 1e-9)
+        spent = dict.fromkeys(SHARES, 0.0)
+        for each in events:
+            spent[_SHARE.get(Op(each.op), "other")] += (each.end - each.begin) / length
+        spent["other"] += 1.0 - sum(spent.values())
+        return spent
