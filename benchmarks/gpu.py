@@ -2,7 +2,7 @@
 """What one GPU can show, in parts of at most ten minutes; each prints Markdown for docs/results, with its commands.
 
     python benchmarks/gpu.py tests | overhead | ranks | graphs | launches | memory
-    python benchmarks/gpu.py accuracy CIFAR10_FOLDER [MINUTES]
+    python benchmarks/gpu.py accuracy CIFAR10_FOLDER [MINUTES [EPOCHS RUNS_FOLDER]]
 
     tests     tests/gpu: values on the GPU, and NCCL between several ranks on it
     overhead  our engine and torch's own loop where the GPU is busy: ResNet-18 at batch 128, ResNet-50 at 224x224
@@ -13,22 +13,25 @@
     launches  the same network by torch's profiler: kernels, and host and GPU milliseconds per micro-batch
     memory    Table 4 of the paper: four ranks on the GPU
     accuracy  Table 2(a) of the paper, K = 16, M = 1 to 4, side by side for as many epochs as fit into the MINUTES (9);
-              in CIFAR10_FOLDER the images are in train/CLASS and test/CLASS
+              in CIFAR10_FOLDER the images are in train/CLASS and test/CLASS. With EPOCHS the runs are that long: when
+              the MINUTES are over they save and stop, and the same command goes on
 
 Further words KEY=VALUE are settings of ``adl-dist train`` for all runs, also of the same names on a CPU:
-``runtime.device=cpu`` tries the commands out. Figures of one call were taken in turns and may be compared.
+``runtime.device=cpu`` tries the commands out. Figures of one call were taken in turns and may be compared; a further
+round is begun only if it will end within the ten minutes.
 """
 
 import json
 import platform
 import re
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -37,6 +40,10 @@ from torch import Tensor, nn
 from adl_dist.models import cifar_resnet, cifar_resnet18, torchvision_model
 
 ROUNDS, SECONDS = 3, 6.0
+MOST_SECONDS = 540.0  # of one call; the machine that it is for gives a command ten minutes
+RUN_SECONDS = 150.0  # of one run of ours, with its start
+STOP_SECONDS = 45.0  # for runs that were told to stop, to save and to end
+BEGAN = time.monotonic()
 COMMON = ("data=synthetic", "runtime.tensorboard=false", "runtime.checkpoint_every_epochs=0")
 RESNET56 = ("model=resnet56", "train.batch_size=128")
 OTHERS = tuple(word for word in sys.argv[1:] if "=" in word)
@@ -57,7 +64,11 @@ def main() -> None:
     }
     print(machine(), "\n", flush=True)
     if words and words[0] == "accuracy" and len(words) > 1:
-        accuracy(Path(words[1]), float(words[2]) if len(words) > 2 else 9.0)
+        minutes = float(words[2]) if len(words) > 2 else 9.0
+        if len(words) == 5:
+            accuracy_in_parts(Path(words[1]), minutes, int(words[3]), Path(words[4]))
+        else:
+            accuracy(Path(words[1]), minutes)
     elif len(words) == 1 and words[0] in parts:
         parts[words[0]]()
     else:
@@ -82,18 +93,29 @@ def tests() -> None:
     command = [sys.executable, *shlex.split("-m pytest --noconftest -o addopts=-q -W default -m gpu tests/gpu -rA")]
     print(f"    {shlex.join(command[1:])}\n")
     begin = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True)
-    for line in done.stdout.splitlines():
-        if re.match(r"(FAILED|ERROR|\d+ (passed|failed|skipped))|=+ .*(passed|failed)", line):
-            print(line)
-    print(f"\nexit code {done.returncode} after {time.monotonic() - begin:.0f} s")
+    with tempfile.TemporaryFile("w+") as output:
+        ended = ""
+        try:
+            code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=MOST_SECONDS).returncode
+            ended = f"exit code {code}"
+        except subprocess.TimeoutExpired:
+            ended = "NOT ENDED: what is not named here was not run"
+        output.seek(0)
+        for line in output:
+            if re.match(r"(PASSED|FAILED|ERROR|\d+ (passed|failed|skipped))|=+ .*(passed|failed)", line):
+                print(line.rstrip())
+    print(f"\n{ended} after {time.monotonic() - begin:.0f} s")
 
 
 def train(*words: str) -> dict[str, object]:
     """Train by the command line; return the run's summary."""
     with tempfile.TemporaryDirectory() as folder:
         settings = [*COMMON, f"runtime.device={DEVICE}", *words, *OTHERS, f"run_dir={folder}/run"]
-        done = subprocess.run([sys.executable, "-m", "adl_dist", "train", *settings], capture_output=True, text=True)
+        command = [sys.executable, "-m", "adl_dist", "train", *settings]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_SECONDS)
+        except subprocess.TimeoutExpired:  # its ranks end with it
+            return {"failed": f"not ended after {RUN_SECONDS:.0f} s"}
         if done.returncode:
             last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
             return {"failed": " ".join(last)}
@@ -160,13 +182,21 @@ def _per_second(update: Update) -> float:
 
 
 def in_turns(rows: dict[str, Callable[[], float]], base: str) -> None:
-    """Measure each row ROUNDS times, in turns, and print medians and ratios to ``base``."""
+    """Measure each row ROUNDS times, in turns, and print medians and ratios to ``base``.
+
+    Fewer times if the call would last too long, which is said.
+    """
     found: dict[str, list[float]] = {row: [] for row in rows}
+    longest = 0.0
     for number in range(ROUNDS):
+        begin = time.monotonic()
+        if number and begin - BEGAN + longest > MOST_SECONDS:
+            break
         for row in list(rows)[:: 1 if number % 2 == 0 else -1]:
             found[row].append(rows[row]())
+        longest = max(longest, time.monotonic() - begin)
     medians = {row: statistics.median(figures) for row, figures in found.items()}
-    print("| | images/s, median | least .. most | ratio |\n|---|---|---|---|")
+    print(f"Rounds: {len(found[base])}\n\n| | images/s, median | least .. most | ratio |\n|---|---|---|---|")
     for row, median in medians.items():
         each = found[row]
         print(f"| {row} | {median:,.0f} | {min(each):,.0f} .. {max(each):,.0f} | {median / medians[base]:.2f} |")
@@ -274,28 +304,57 @@ def memory() -> None:
 
 def accuracy(folder: Path, minutes: float) -> None:
     """Train M = 1 to 4 side by side, for the number of epochs that the slowest of them can do in time."""
+    words, runs = of_table2a(folder), Path(tempfile.mkdtemp(prefix="table2a-"))
+    begin = time.monotonic()
+    _side_by_side([*words, "train.epochs=1"], runs / "timed")  # with the start, so that the estimate is a safe one
+    epochs = max(1, int((60 * minutes - (time.monotonic() - begin)) / (time.monotonic() - begin)))
+    words += [f"train.epochs={epochs}", *milestones(epochs)]
+    _side_by_side(words, runs)
+    _print_accuracy(words, runs)
+
+
+def accuracy_in_parts(folder: Path, minutes: float, epochs: int, runs: Path) -> None:
+    """Train M = 1 to 4 side by side in ``runs``, from where they are; when the minutes are over they save and stop."""
+    words = [*of_table2a(folder), f"train.epochs={epochs}", *milestones(epochs)]
+    _side_by_side(words, runs, seconds=60 * minutes - STOP_SECONDS)
+    _print_accuracy(words, runs)
+
+
+def of_table2a(folder: Path) -> list[str]:
+    """Return the settings of ResNet-56 with K = 16 in one process, with the images in ``folder``."""
     words = ["experiment=table2a", "hydra.mode=RUN", "data=imagefolder", f"data.root={folder.resolve()}"]
     words += ["data.cache=true", "runtime.processes=false", "runtime.tensorboard=false"]
-    words += [f"runtime.device={DEVICE}", "seed=0", *OTHERS]
-    runs = Path(tempfile.mkdtemp(prefix="table2a-"))
+    return [*words, f"runtime.device={DEVICE}", "seed=0", *OTHERS]
 
-    def side_by_side(name: str, more: Iterable[str]) -> list[Path]:
-        folders = [runs / f"{name}-M{m}" for m in (1, 2, 3, 4)]
-        commands = [[*words, *more, f"method.accumulation_steps={m + 1}"] for m in range(4)]
-        started = [_started(command, one) for command, one in zip(commands, folders, strict=True)]
-        for process in started:
-            process.wait()
-        return folders
 
-    begin = time.monotonic()
-    side_by_side("timed", ["train.epochs=1"])  # with the start, so that the estimate is a safe one
-    epochs = max(1, int((60 * minutes - (time.monotonic() - begin)) / (time.monotonic() - begin)))
-    scaled = [f"lr_schedule.milestones=[{epochs // 2},{3 * epochs // 4},{11 * epochs // 12}]"] if epochs > 11 else []
-    folders = side_by_side("run", [f"train.epochs={epochs}", *scaled])
-    print(f"    adl-dist train {shlex.join([*words, *scaled])} train.epochs={epochs} method.accumulation_steps=M\n")
+def milestones(epochs: int) -> list[str]:
+    """Return the paper's schedule of 300 epochs (150, 225, 275), scaled to ``epochs``."""
+    return [f"lr_schedule.milestones=[{epochs // 2},{3 * epochs // 4},{11 * epochs // 12}]"] if epochs > 11 else []
+
+
+def _side_by_side(words: Sequence[str], runs: Path, seconds: float | None = None) -> None:
+    """Train M = 1 to 4 at once; after so many ``seconds`` have them save and stop."""
+    started = [_started([*words, f"method.accumulation_steps={m}"], runs / f"M{m}") for m in (1, 2, 3, 4)]
+    end = None if seconds is None else time.monotonic() + seconds
+    for process in started:
+        try:
+            process.wait(None if end is None else max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            break
+    for process in (process for process in started if process.poll() is None):
+        process.send_signal(signal.SIGTERM)
+    for process in started:
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def _print_accuracy(words: Sequence[str], runs: Path) -> None:
+    print(f"    adl-dist train {shlex.join(words)} method.accumulation_steps=M\n")
     print("| M | accuracy after the last epoch |\n|---|---|")
-    for m, one in enumerate(folders, start=1):
-        print(f"| {m} | {_result(one)} |")
+    for m in (1, 2, 3, 4):
+        print(f"| {m} | {_result(runs / f'M{m}')} |")
 
 
 def _started(words: Sequence[str], folder: Path) -> "subprocess.Popen[bytes]":
@@ -307,7 +366,9 @@ def _result(folder: Path) -> str:
     if (folder / "diverged.json").exists():
         return f"diverged at update {json.loads((folder / 'diverged.json').read_text())['update']}"
     if (folder / "summary.json").exists():
-        return f"{json.loads((folder / 'summary.json').read_text())['validation_accuracy']:.2%}"
+        summary = json.loads((folder / "summary.json").read_text())
+        reached = f"{summary['validation_accuracy']:.2%}" if "validation_accuracy" in summary else "none yet"
+        return f"{reached}, stopped in epoch {summary['stopped']['epoch'] + 1}" if "stopped" in summary else reached
     return "no result"
 
 

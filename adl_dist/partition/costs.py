@@ -85,6 +85,7 @@ class Profile:
     backward: float  # likewise
     optimizer_copies: float  # bytes of the optimizer's state, for each byte of parameters
     split_slowdown: float = 1.0  # of forward and backward together, where the backward is done in two parts
+    coding_seconds: Mapping[str, float] = field(default_factory=dict)  # as Machine has it; empty: nothing is coded
     loading: float = 0.0  # for which stage 0 loads data; 0: others do
     loaded: "Profile | None" = None  # measured while the machine's other devices work; None: they do not disturb
 

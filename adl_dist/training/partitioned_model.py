@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from adl_dist.batch import Batch, layout_of, mapped, tensors_of
 from adl_dist.checkpoint.state import signature
+from adl_dist.codecs import PLAIN
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.links import LINKS, Links, parse_links
 from adl_dist.partition import Chain, Machine, check_same_chain, checked_sizes, even_sizes, linearise
@@ -44,6 +45,7 @@ from adl_dist.training.split_costs import with_split_costs
 from adl_dist.training.tied_copies import TiedCopies, copied
 from adl_dist.training.trial import Trial, check_trains, in_a_memory_format
 from adl_dist.training.verify import kept
+from adl_dist.transport.coding_speed import coding_seconds
 from adl_dist.transport.spec import TensorSpec
 
 PROFILE = "profile.json"
@@ -299,10 +301,16 @@ class PartitionedModel:
                 kept_in=measuring.folder / PROFILE if measuring.folder is not None else None,
                 feed=measuring.feed,
             )
+        codecs, kept_in = trial.spec.precision.codecs, measuring.folder
+        if codecs != PLAIN and not profile.coding_seconds:
+            profile = replace(profile, coding_seconds=coding_seconds(trial.device))
+            if kept_in is not None:  # the same command is to make the same cut
+                profile.save(kept_in / PROFILE)
         machine = Machine(
             speeds=self.spec.speeds,
             memory_bytes=device_memory(trial.device, measuring.stages_on_device),
-            codecs=trial.spec.precision.codecs,
+            codecs=codecs,
+            coding_seconds=profile.coding_seconds,
             **({} if measuring.links is None else measuring.links.figures),
         )
         if measuring.links is not None:

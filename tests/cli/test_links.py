@@ -35,6 +35,31 @@ def test_what_is_no_link_is_refused(text):
     shows(str(refusal.value), [f"'{text}' is no link", "like 100mbit or 100mbit,20ms"])
 
 
+@pytest.mark.parametrize(
+    ("rate", "trip", "is_met"),
+    [(95e6, 0.0205, True), (70e6, 0.0205, False), (110e6, 0.0205, False), (95e6, 0.03, False), (95e6, 0.01, False)],
+)
+def test_a_link_is_met_by_nearly_its_rate_and_round_trip(rate, trip, is_met):
+    measured = Link(bits_per_second=rate, round_trip_seconds=trip)
+    assert read_link("100mbit,20ms").is_met_by(measured) == is_met
+
+
+@needs_namespaces
+def test_what_a_killed_race_has_left_is_removed():
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    ours, others = f"adl{gone.pid}r0", f"other{gone.pid}"
+    for name in (ours, others):
+        subprocess.run(["ip", "netns", "add", name], check=True)
+    try:
+        with namespaces(2, read_link("100mbit")):
+            listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+        assert ours not in listed
+        assert others in listed
+    finally:
+        subprocess.run(["ip", "netns", "del", others], check=False)
+
+
 @pytest.mark.slow
 @needs_namespaces
 @pytest.mark.parametrize("text", ["20mbit", "200mbit", "20mbit,30ms", "200mbit,30ms"])

@@ -166,6 +166,15 @@ def test_timings_are_kept_and_a_success_replaces_failures(tmp_path):
     assert again.median(key_of(adl, LINKS[1])) is None
 
 
+def test_times_of_two_machines_do_not_stand_in_one_table(tmp_path):
+    adl = named("adl")[0]["adl"]
+    here, there = ({"machine": {"cores": cores}, "versions": {"torch": "1"}} for cores in (2, 4))
+    Timings(tmp_path / "s.json", here).add(key_of(adl, LINKS[0]), measured(adl, 1.0))
+    assert Timings(tmp_path / "s.json", here).seconds(key_of(adl, LINKS[0])) == [1.0]
+    with pytest.raises(ConfigError, match=r"another machine: \{'cores': 2\}, now \{'cores': 4\}; .* another --out"):
+        Timings(tmp_path / "s.json", there)
+
+
 def test_other_delays_and_settings_are_measured_by_themselves():
     adl = named("adl")[0]["adl"]
     longer = adl.with_method(Method(name="adl", delay=(3, 0)))
@@ -188,7 +197,8 @@ def the_table(tmp_path):
         ):
             if not timings.seconds(key_of(contender, link)):
                 timings.add(key_of(contender, link), measured(contender, seconds))
-    return rows(LINKS, {link.name: racing for link in LINKS}, found, timings, None)
+    predicted = {LINKS[0].name: {"adl": 1.04}}
+    return rows(LINKS, {link.name: racing for link in LINKS}, found, timings, None, predicted)
 
 
 def test_the_time_to_the_target_is_updates_times_seconds(tmp_path):
@@ -209,7 +219,7 @@ def test_the_report_names_the_best_and_what_did_not_get_there(tmp_path):
         text,
         ["100mbit,0ms: adl takes 120 s", "ddp 10.00 (best of DDP)", "torch-1f1b 3.33 (best of synchronous pipelines)"],
     )
-    shows(text, ["1gbit,20ms: adl takes 60 s", "ddp 0.83 (best of DDP)", "| 0.2!"])
+    shows(text, ["1gbit,20ms: adl takes 60 s", "ddp 0.83 (best of DDP)", "| 0.2!", "| 1.000 (1.040)"])
 
 
 def test_the_figure_shows_those_that_got_there(tmp_path):
@@ -231,6 +241,8 @@ def test_the_figure_shows_those_that_got_there(tmp_path):
         (("method.delay=auto",), ["method.delay=auto: each contender has a method of its own"]),
         (("runtime.autocast=bfloat16",), ["runtime.autocast=bfloat16 would apply to our methods alone"]),
         (("seed=3",), ["seed=3: a race sets it itself"]),
+        (("train.batch_size=12",), ["train.batch_size=12 is no multiple of --torch-micro-batches=8"]),
+        (("train.batch_size=14", "--contenders", "adl"), ["train.batch_size=14 is no multiple of method.accumulation"]),
         (("partition.num_stages=1",), ["a race needs at least 2 processes"]),
         (("train.batchsize=3",), ["there is no key 'train.batchsize'"]),
     ],

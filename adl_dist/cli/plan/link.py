@@ -12,15 +12,11 @@ import torch.distributed as dist
 
 from adl_dist.cli.config.schema import Device
 from adl_dist.cli.subprocesses import Child, ChildFailed, run_together
-from adl_dist.codecs import CODECS
 from adl_dist.distributed.network import GLOO, loopback
 from adl_dist.distributed.parent_process import end_with_launcher
 from adl_dist.errors import ChannelError
-from adl_dist.transport.coding import decode, encode
-from adl_dist.transport.spec import TensorSpec
 
 SMALL, LARGE = 8, 4 << 20  # bytes
-CODED = 1 << 18  # numbers
 ROUNDS = 20
 SECONDS = 60.0  # after which the measurement is given up
 GPU_LINK = {"bandwidth": 12e9, "latency": 1e-5}  # PCIe 4, cautiously; a link between GPUs is not measured
@@ -50,21 +46,6 @@ def link_figures(device: Device) -> dict[str, Any]:
                 "instead: --links 8gbit,0.1ms"
             ) from error
         return dict(json.loads((folder / "link.json").read_text()))
-
-
-def coding_seconds(device: torch.device) -> dict[str, float]:
-    """Return, by codec, the seconds to code and to decode a byte, with random rounding: the least of several."""
-    spec, found = TensorSpec((CODED // 4,), "float32"), {}
-    tensor = torch.randn(4, *spec.shape, generator=torch.Generator().manual_seed(0)).to(device)
-    for codec in CODECS[1:]:
-        times = []
-        for _ in range(ROUNDS):
-            start = time.perf_counter()
-            decoded = decode(codec, (spec,), 4, encode(codec, (spec,), (tensor,), seed=0))
-            float(decoded[0][0, 0])  # waits for a GPU
-            times.append(time.perf_counter() - start)
-        found[codec] = min(times) / tensor.nbytes
-    return found
 
 
 def measure(folder: Path, rank: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import Parser, compose_run, method_named
 from adl_dist.cli.config.schema import Device, RunConfig
-from adl_dist.cli.plan.link import coding_seconds, link_figures
+from adl_dist.cli.plan.link import link_figures
 from adl_dist.codecs import PLAIN
 from adl_dist.distributed.affinity import num_cores
 from adl_dist.distributed.device import check_device
@@ -24,6 +24,7 @@ from adl_dist.report.files import check_out
 from adl_dist.schedule import METHODS, Method
 from adl_dist.schedule.run_plan import micro_batch_size_of
 from adl_dist.training.partitioned_model import device_memory
+from adl_dist.transport.coding_speed import coding_seconds
 
 BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 DEFAULT_METHODS = "bp,gpipe,1f1b,ddg,fr,fdg,adl"

@@ -19,7 +19,7 @@ from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import Parser, compose_run, parse
 from adl_dist.cli.config.schema import Device as Kind
 from adl_dist.cli.config.schema import RunConfig
-from adl_dist.cli.race.contenders import NAMES, Racer, contenders
+from adl_dist.cli.race.contenders import NAMES, TORCHS_PIPELINES, Racer, contenders
 from adl_dist.cli.race.devices import Device, devices
 from adl_dist.cli.race.link import Link, read_link
 from adl_dist.cli.race.namespaces import CONGESTION_CONTROL, why_not
@@ -81,21 +81,31 @@ def race(argv: list[str]) -> None:
     words = [*setting.words, *cut]
     config, _ = compose_run(words)
     config.runtime.threads = setting.on[0].threads
-    racing = settled_delays(setting.out, config, able, setting.links, setting.on[0])
-    timings, found, code = Timings(setting.out / SECONDS), dict[str, Found](), 0
+    racing, predicted = settled_delays(setting.out, config, able, setting.links, setting.on[0])
+    measures = setting.flags.only != "updates"
+    timings, found, code = _timings(setting, measures=measures), dict[str, Found](), 0
     try:
         if setting.flags.only != "seconds":
             found = _updates(setting, words, racing)
-        if setting.flags.only != "updates":
+        if measures:
             _seconds(setting, config, survey, words, racing, timings)
     except KeyboardInterrupt:
         sys.stderr.write("\nadl-dist: interrupted; the same command continues\n")
         code = 130
     if setting.flags.only == "seconds":  # what earlier calls have found
         found = _updates(setting, words, racing, start=False)
-    table = rows(setting.links, racing, found, timings, survey)
+    table = rows(setting.links, racing, found, timings, survey, predicted)
     _write(setting, table, racing, timings, left_out, words)
     raise Exit(code or (1 if _unfinished(setting, table) else 0))
+
+
+def _timings(setting: Setting, *, measures: bool) -> Timings:
+    """Return what is measured; if this call ``measures``, that has to be of this machine alone."""
+    machine = None
+    if measures:
+        facts = circumstances(has_gpus=False)
+        machine = {"machine": facts["machine"], "versions": facts["versions"]}
+    return Timings(setting.out / SECONDS, machine)
 
 
 def _updates(
@@ -181,7 +191,13 @@ def _notes(setting: Setting, facts: dict[str, Any]) -> list[str]:
         for name, known in facts["links"].items()
         if known["measured"]
     ]
+    off = [
+        name
+        for name, known in facts["links"].items()
+        if known["measured"] and not read_link(name).is_met_by(Link(**known["measured"]))
+    ]
     return [
+        *([f"**Not as asked for: {', '.join(off)}**: the machine was busy, or is too slow for it."] if off else []),
         *([f"A plain socket gets over each link: {'; '.join(links)} ({CONGESTION_CONTROL})."] if links else []),
         *(
             ["Left out: " + "; ".join(f"{n}: {why}" for n, why in facts["left_out"].items())]
@@ -239,6 +255,7 @@ def _setting(flags: argparse.Namespace, command: str) -> Setting:
         raise ConfigError(f"partition.num_stages={config.partition.num_stages}: a race needs at least 2 processes")
     if config.runtime.device is Kind.cuda:
         raise ConfigError("a race measures on CPUs; --values runtime.device=cuda finds the updates on a GPU")
+    _check_sizes(config, flags)
     if not isinstance(rate := config.optimizer.get("lr"), int | float):
         raise ConfigError(f"optimizer.lr={rate}: a race tunes the rate of every contender, and this optimizer has none")
     rates = [factor * float(rate) for factor in FACTORS]
@@ -259,6 +276,20 @@ def _setting(flags: argparse.Namespace, command: str) -> Setting:
         on=devices(config.partition.num_stages, cores_here() or list(range(num_cores()))),
         command=command,
     )
+
+
+def _check_sizes(config: RunConfig, flags: argparse.Namespace) -> None:
+    """Refuse a batch of which some contenders would train on a part only."""
+    M, K, batch = config.pipeline.micro_batches_per_update, config.partition.num_stages, config.train.batch_size
+    parts = {"method.accumulation_steps": M}
+    if any(name in TORCHS_PIPELINES for name in flags.contenders.split(",")):
+        parts["--torch-micro-batches"] = flags.torch_micro_batches or 4 * K
+    for key, number in parts.items():
+        if batch % number:
+            raise ConfigError(
+                f"train.batch_size={batch} is no multiple of {key}={number}, so that some contenders would leave "
+                "samples out of each update; choose another batch size"
+            )
 
 
 def _flags(argv: list[str]) -> argparse.Namespace:

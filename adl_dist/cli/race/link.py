@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from adl_dist.errors import ConfigError
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+# Headers of Ethernet, IP and TCP, and a slow beginning, take a part of the rate.
+LEAST_SHARE, MOST_SHARE = 0.8, 1.02
+MOST_ADDED = 0.003  # seconds that a busy machine may add to a round trip
 FORM = re.compile(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)(?:,(\d+(?:\.\d+)?)ms)?")
 
 
@@ -26,6 +29,12 @@ class Link:
         """The link as a user names it."""
         unit = next((u for u in ("gbit", "mbit") if self.bits_per_second >= UNITS[u]), "kbit")
         return f"{self.bits_per_second / UNITS[unit]:g}{unit},{self.round_trip_seconds * 1e3:g}ms"
+
+    def is_met_by(self, measured: "Link") -> bool:
+        """Whether a plain socket gets nearly all of the rate, and the round trip with little besides."""
+        share = measured.bits_per_second / self.bits_per_second
+        added = measured.round_trip_seconds - self.round_trip_seconds
+        return LEAST_SHARE <= share <= MOST_SHARE and -MOST_ADDED / 2 <= added <= MOST_ADDED
 
 
 def read_link(text: str) -> Link:

@@ -9,17 +9,21 @@ frame on half a round trip later.
 import contextlib
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from adl_dist.cli.race.link import Link
 from adl_dist.errors import ConfigError
 
 INTERFACE = "wire"
+NAME = re.compile(r"adl(\d+)(r\d+|s)")  # of a namespace, with the process that has made it
 NETWORK = "10.83.0"
 LEAST_BURST, BURST_SECONDS = 16 << 10, 0.002  # bytes that may pass at once; time in which the rate holds
 QUEUE_SECONDS = 0.1  # how long a full queue takes to empty; what comes on top is lost, and TCP sends it again
@@ -98,6 +102,7 @@ def namespaces(num_ranks: int, link: Link) -> Iterator[Namespaces]:
     """
     if (reason := why_not()) is not None:
         raise ConfigError(f"each rank gets a network namespace behind a shaped link, but {reason}")
+    _remove_remains()
     names = [f"adl{os.getpid()}r{rank}" for rank in range(num_ranks)]
     spaces = Namespaces(of_ranks=names, switch=f"adl{os.getpid()}s", link=link)
     with contextlib.ExitStack() as stack:
@@ -116,6 +121,19 @@ def namespaces(num_ranks: int, link: Link) -> Iterator[Namespaces]:
             for port in ports:
                 _run("ip", "-n", spaces.switch, "link", "set", port, "master", "bridge")
         yield spaces
+
+
+def _remove_remains() -> None:
+    """Remove namespaces of processes that are gone: those of a race that was killed."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=SECONDS_TO_BEGIN).stdout
+    for name in (line.split()[0] for line in listed.splitlines() if line):
+        made_by = NAME.fullmatch(name)
+        if made_by is not None and not Path("/proc", made_by[1]).exists():
+            left = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
+            for pid in left:  # of ranks, and of the relay
+                with contextlib.suppress(OSError):
+                    os.kill(int(pid), signal.SIGKILL)
+            _run("ip", "netns", "del", name, check=False)
 
 
 def _lay_cable(rank: int, name: str, spaces: Namespaces) -> None:

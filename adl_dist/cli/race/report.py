@@ -36,16 +36,24 @@ def rows(
     found: Mapping[str, Found],
     timings: Timings,
     survey: ModelSurvey | None,
+    predicted: Mapping[str, Mapping[str, float]],
 ) -> list[Row]:
-    """Return one row for each contender; ``racing`` are those over each link, in the same order."""
+    """Return one row for each contender; ``racing`` are those over each link, in the same order.
+
+    ``predicted``: seconds per update of ours, by link and contender.
+    """
     return [
-        _row([(link, racing[link.name][place]) for link in links], found, timings, survey)
+        _row([(link, racing[link.name][place]) for link in links], found, timings, survey, predicted)
         for place in range(len(racing[links[0].name]))
     ]
 
 
 def _row(
-    over: Sequence[tuple[Link, Racer]], found: Mapping[str, Found], timings: Timings, survey: ModelSurvey | None
+    over: Sequence[tuple[Link, Racer]],
+    found: Mapping[str, Found],
+    timings: Timings,
+    survey: ModelSurvey | None,
+    predicted: Mapping[str, Mapping[str, float]],
 ) -> Row:
     contender = over[0][1]
     entry = contender.entry
@@ -61,6 +69,8 @@ def _row(
     for link, one in over:
         updates, seconds = found.get(one.values.name), timings.seconds(key_of(one, link))
         cell: Row = {"values": one.values.name, "method": one.entry.method.settings if entry.kind == "ours" else None}
+        if (expected := predicted.get(link.name, {}).get(one.name)) is not None:
+            cell["predicted_seconds_per_update"] = expected
         if updates is not None:
             cell |= {name: getattr(updates, name) for name in ("rate", "at_edge", "updates", "best", "trials")}
         if seconds:
@@ -87,7 +97,8 @@ def report(table: Sequence[Row], links: Sequence[Link], target: str, num_seeds: 
         "behind the link. In brackets: the least and the most over the seeds; then how many did not get there. "
         "Evaluating and saving do not count.",
         "The rate of each was tuned with the first seed, with as many trials for all; `!`: the best one is the least "
-        "or the largest that was tried. Delays that follow from the link have updates of their own for each link.",
+        "or the largest that was tried. Delays that follow from the link have updates of their own for each link. "
+        "In brackets behind the seconds of an update: what `adl-dist plan` predicts of it.",
     ]
     sentences = [line for link in links if (line := _sentence(table, link))]
     return "\n\n".join(
@@ -117,7 +128,7 @@ def _parts(row: Row, links: Sequence[Link]) -> list[str]:
     rates = dict.fromkeys(f"{c['rate']:g}{'!' * c['at_edge']}" for c in cells if c.get("rate") is not None)
     updates = dict.fromkeys(_updates(c) for c in cells if "updates" in c)
     sent = row["bytes_per_update"]
-    seconds = [f"{c['median_seconds_per_update']:.3f}" if "seconds_per_update" in c else NOTHING for c in cells]
+    seconds = [_seconds_cell(cell) for cell in cells]
     return [
         row["contender"],
         str(row["num_processes"]),
@@ -127,6 +138,13 @@ def _parts(row: Row, links: Sequence[Link]) -> list[str]:
         NOTHING if sent is None else f"{sent / 1e6:,.2f}",
         *seconds,
     ]
+
+
+def _seconds_cell(cell: Row) -> str:
+    if "seconds_per_update" not in cell:
+        return NOTHING
+    text, expected = f"{cell['median_seconds_per_update']:.3f}", cell.get("predicted_seconds_per_update")
+    return text if expected is None else f"{text} ({expected:.3f})"
 
 
 def _median(cell: Row) -> float:

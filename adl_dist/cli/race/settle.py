@@ -1,4 +1,4 @@
-"""What is settled before a race and then kept: the cut, and the delays that a link asks for."""
+"""What is settled before a race and then kept: the cut, the delays that a link asks for, and what plan predicts."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,17 +12,17 @@ from adl_dist.cli.bench.command import apart
 from adl_dist.cli.bench.entries import ModelSurvey, survey
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.config.schema import RunConfig
-from adl_dist.cli.plan.link import coding_seconds
 from adl_dist.cli.plan.profiler import Profiler
 from adl_dist.cli.race.contenders import Racer
 from adl_dist.cli.race.devices import Device
 from adl_dist.cli.race.link import Link
 from adl_dist.codecs import Codecs
 from adl_dist.partition import Machine
-from adl_dist.partition.predict import with_delays
+from adl_dist.partition.predict import predict
 from adl_dist.report.files import write_atomically
 from adl_dist.report.runs import read_json
 from adl_dist.schedule import Method, Pipeline
+from adl_dist.transport.coding_speed import coding_seconds
 
 SETTLED = "settled.json"
 
@@ -43,47 +43,60 @@ def settled_cut(folder: Path, words: Sequence[str], able: Sequence[Racer]) -> tu
 
 def settled_delays(
     folder: Path, config: RunConfig, racing: Sequence[Racer], links: Sequence[Link], on: Device
-) -> dict[str, list[Racer]]:
-    """Return who races over each link, by its name, with the delays that it asks for; measured once."""
+) -> tuple[dict[str, list[Racer]], dict[str, dict[str, float]]]:
+    """Return who races over each link, with the delays that it asks for, and the seconds per update to be expected.
+
+    Both by the link's name; the seconds are of ours, by the contender's name, as ``adl-dist plan`` predicts them.
+    Measured once.
+    """
     known = read_json(folder / SETTLED)
-    delays: dict[str, Any] = known.get("delays", {})
+    ours: dict[str, dict[str, Any]] = known.get("ours", {})
     asked = {
         _key(racer): racer
         for racer in racing
-        if racer.awaits_delays and any(_key(racer) not in delays.get(link.name, {}) for link in links)
+        if racer.entry.kind == "ours" and any(_key(racer) not in ours.get(link.name, {}) for link in links)
     }
     if asked:
-        found = apart(_delays, config, list(asked.values()), list(links), on)
-        for name, lists in found.items():
-            delays[name] = {**delays.get(name, {}), **dict(zip(asked, lists, strict=True))}
-        _keep(folder, {**known, "delays": delays})
-    return {link.name: [_with(contender, delays.get(link.name, {})) for contender in racing] for link in links}
+        found = apart(_predicted, config, list(asked.values()), list(links), on)
+        for name, told in found.items():
+            ours[name] = {**ours.get(name, {}), **dict(zip(asked, told, strict=True))}
+        _keep(folder, {**known, "ours": ours})
+    over = {link.name: [_with(contender, ours.get(link.name, {})) for contender in racing] for link in links}
+    predicted = {
+        link.name: {r.name: ours[link.name][_key(r)]["seconds_per_update"] for r in racing if r.entry.kind == "ours"}
+        for link in links
+    }
+    return over, predicted
 
 
-def _with(contender: Racer, delays: Mapping[str, Sequence[int]]) -> Racer:
+def _with(contender: Racer, told: Mapping[str, Mapping[str, Any]]) -> Racer:
     if not contender.awaits_delays:
         return contender
     method = contender.entry.method
-    found = {"delay": tuple(delays[_key(contender)])}
+    found = {"delay": tuple(told[_key(contender)]["delays"])}
     return contender.with_method(Method(**{**method.settings, **found}))
 
 
-def _delays(config: RunConfig, racing: Sequence[Racer], links: Sequence[Link], on: Device) -> dict[str, list[Any]]:
-    """Measure the model on this machine; return for each link the delays of each of those who ask for them."""
-    K, batch = config.partition.num_stages, config.train.batch_size
+def _predicted(
+    config: RunConfig, racing: Sequence[Racer], links: Sequence[Link], on: Device
+) -> dict[str, list[dict[str, Any]]]:
+    """Measure the model on this machine; return for each link the delays of each, and its seconds per update."""
+    K, batch, sizes = config.partition.num_stages, config.train.batch_size, config.partition.balance
     profiler = Profiler(config, granularity=config.partition.chosen().units, threads=on.threads)
-    found: dict[str, list[Any]] = {link.name: [] for link in links}
+    found: dict[str, list[dict[str, Any]]] = {link.name: [] for link in links}
     coding = coding_seconds(torch.device("cpu"))
-    for racer in racing:
-        method, codecs = racer.entry.method, Codecs(racer.codec, racer.codec)
-        profile = profiler.profile(batch // method.micro_batches_per_update)
-        for link in links:
-            rate, one_way = link.bits_per_second / 8, link.round_trip_seconds / 2
-            machine = Machine(
-                speeds=[on.share] * K, bandwidth=rate, latency=one_way, codecs=codecs, coding_seconds=coding
-            )
-            pipeline = with_delays(profile, Pipeline(method, K), machine=machine, sizes=config.partition.balance)
-            found[link.name].append(list(pipeline.delays))
+    with profiler.with_load(profiler.num_others(K), batch // racing[0].entry.method.micro_batches_per_update):
+        for racer in racing:
+            method, codecs = racer.entry.method, Codecs(racer.codec, racer.codec)
+            profile = profiler.profile(batch // method.micro_batches_per_update)
+            for link in links:
+                rate, one_way, num = link.bits_per_second / 8, link.round_trip_seconds / 2, racer.entry.num_stages
+                machine = Machine(
+                    speeds=[on.share] * num, bandwidth=rate, latency=one_way, codecs=codecs, coding_seconds=coding
+                )
+                told = predict(profile, Pipeline(method, num), machine=machine, sizes=sizes if num == K else None)
+                delays = list(told.pipeline.nominal_delays)
+                found[link.name].append({"delays": delays, "seconds_per_update": told.seconds_per_update})
     return found
 
 

@@ -1,0 +1,71 @@
+"""``benchmarks/gpu.py`` on a CPU: it keeps to its time, and a run that fails costs its row alone."""
+
+import importlib.util
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+FILE = Path(__file__).parents[1] / "benchmarks" / "gpu.py"
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "runtime.device=cpu"])
+    spec = importlib.util.spec_from_file_location("benchmarks_gpu", FILE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.DEVICE == "cpu"
+    return module
+
+
+def test_no_round_is_begun_that_would_end_too_late(gpu, monkeypatch, capsys):
+    clock = iter([100.0, 160.0, 160.0, 250.0, 250.0, 300.0])  # begin and end of a round
+    monkeypatch.setattr(gpu.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(gpu, "BEGAN", 0.0)
+    monkeypatch.setattr(gpu, "MOST_SECONDS", 320.0)
+    figures = {"base": iter([2.0, 4.0]), "row": iter([3.0, 3.0])}
+    gpu.in_turns({row: lambda row=row: next(figures[row]) for row in figures}, "base")
+    told = capsys.readouterr().out
+    assert "Rounds: 2" in told
+    assert "| base | 3 | 2 .. 4 | 1.00 |" in told
+    assert "| row | 3 | 3 .. 3 | 1.00 |" in told
+
+
+def test_the_loop_by_hand_has_a_speed(gpu, monkeypatch):
+    monkeypatch.setattr(gpu, "SECONDS", 0.05)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 4 * 4, 10))
+    assert gpu.by_hand("eager", model, 2, 2, 4) > 0
+
+
+def test_a_run_that_fails_or_lasts_costs_its_row(gpu, monkeypatch, capsys):
+    assert math.isnan(gpu.images_per_second("model=none"))
+    assert "model=none" in capsys.readouterr().out
+
+    def lasts(command, *, timeout, **_):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(gpu.subprocess, "run", lasts)
+    assert math.isnan(gpu.images_per_second("model=resnet8"))
+    assert "not ended after 150 s" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_run_of_ours_has_a_speed(gpu):
+    tiny = ("model=resnet8", "data.num_samples=32", "data.image_size=8", "train.batch_size=16", "train.epochs=1")
+    assert gpu.images_per_second(*tiny) > 0
+
+
+@pytest.mark.slow
+def test_runs_side_by_side_stop_in_time_and_go_on(gpu, monkeypatch, tmp_path, capsys):
+    words = ["model=resnet8", "data=synthetic", "data.num_samples=320", "data.num_validation=8", "data.image_size=8"]
+    words += ["train.batch_size=16", "train.epochs=100000", "runtime.tensorboard=false", "runtime.report=false"]
+    for _ in range(2):
+        gpu._side_by_side(words, tmp_path, seconds=25)
+    gpu._print_accuracy(words, tmp_path)
+    told = capsys.readouterr().out
+    assert told.count("stopped in epoch") == 4
+    assert len(list((tmp_path / "M4" / "logs").iterdir())) >= 1
