@@ -10,9 +10,7 @@ from adl_dist.errors import ConfigError, DivergedError
 from adl_dist.partition import cut
 from adl_dist.report import final_table
 from adl_dist.schedule.replay import at_random
-from adl_dist.seeds import stream_seed
-from adl_dist.transport.coding import decode, encode
-from adl_dist.transport.spec import TensorSpec
+from tests.support.coded import crossing
 from tests.support.commands import assert_same
 from tests.support.equations import EQUATIONS, modules_by_the_equations
 from tests.support.kill import records
@@ -23,18 +21,6 @@ from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import QUIET
 
 ANY_ORDER = {"pick_next": at_random(3)}
-
-
-def crossing(codec, gradient_codec, what, epoch, k, b, tensors):
-    """What arrives of what module k, counted from 1, sends of micro-batch b."""
-    is_tuple = isinstance(tensors, tuple)
-    tensors = [t.detach() for t in (tensors if is_tuple else (tensors,))]
-    specs, seed = tuple(TensorSpec.of(t) for t in tensors), None
-    name = codec if what == "act" else gradient_codec
-    if what == "grad" and name != "bf16":
-        seed = stream_seed(0, "codec", epoch, k - 1, b)
-    got = decode(name, specs, len(tensors[0]), encode(name, specs, tensors, seed))
-    return got if is_tuple else got[0]
 
 
 class ByVersion(Versions):

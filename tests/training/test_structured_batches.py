@@ -11,6 +11,7 @@ from adl_dist import Loading
 from adl_dist.batch import Several
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.partition import cut
+from tests.support.coded import crossing
 from tests.support.equations import EQUATIONS, assert_close
 from tests.support.oracle import train_by_the_equations
 from tests.support.runs import toy_trainer
@@ -54,9 +55,9 @@ def batches(dataset, collate_fn, size):
     return made
 
 
-def fitted(name, K, M, method="adl", *, dataset=None, loss_fn=LOSS, **options):
+def fitted(name, K, M, method="adl", *, loss_fn=LOSS, codec="none", **options):
     make, collate_fn = DATA[name]
-    more = {"dtype": torch.float64, "optimizer": sgd, "granularity": "block", "balance": "even"}
+    more = {"dtype": torch.float64, "optimizer": sgd, "granularity": "block", "balance": "even", "codec": codec}
     trainer = toy_trainer(K, M, method, options, model=encoder(), loss_fn=loss_fn, **more)
     how = {"loading": Loading(collate_fn=collate_fn), "val_dataset": make(10, 100), "monitoring": QUIET}
     summary = trainer.fit(make(NUM), epochs=EPOCHS, batch_size=MICRO_BATCH * M, shuffle=False, **how)
@@ -85,13 +86,13 @@ def loss_of_some(out, target):
     return LOSS(out, target) if (target != IGNORED).any() else (out * 0).sum()
 
 
-def by_the_equations(name, K, M, method):
+def by_the_equations(name, K, M, method, **more):
     delays, weights = EQUATIONS[method]
     epochs = [batches(DATA[name][0](NUM), DATA[name][1], MICRO_BATCH)] * EPOCHS
     of_sgd = {"lr": [LR] * 99, "momentum": MOMENTUM, "weight_decay": DECAY}
     count = {"num_terms": lambda target: float((target != IGNORED).sum())}
     return train_by_the_equations(
-        modules(K), epochs, M=M, loss_fn=loss_of_some, delays=delays(K), weights=weights, **of_sgd, **count
+        modules(K), epochs, M=M, loss_fn=loss_of_some, delays=delays(K), weights=weights, **of_sgd, **count, **more
     )
 
 
@@ -256,6 +257,13 @@ def test_a_loss_may_return_a_sum_and_a_count(name, K, M):
     state, summary = fitted(name, K, M, loss_fn=sum_and_count)
     assert_close(state, by_the_equations(name, K, M, "adl"))
     assert summary["validation_loss"] == pytest.approx(fitted(name, K, M)[1]["validation_loss"], rel=1e-12)
+
+
+@pytest.mark.parametrize(("codec", "loss_fn"), [("int8", LOSS), ("int4", LOSS), ("int8", sum_and_count)])
+def test_coded_lengths_follow_the_coded_equations(codec, loss_fn):
+    """Blocks are of one sample, so what one becomes does not depend on the length of others."""
+    expected = by_the_equations("lengths", 3, 2, "adl", crossing=functools.partial(crossing, codec, codec))
+    assert_close(fitted("lengths", 3, 2, loss_fn=loss_fn, codec=codec)[0], expected)
 
 
 def test_a_count_that_no_target_tells_is_refused():
