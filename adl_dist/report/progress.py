@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import IO, Any
 
-from adl_dist.report.tables import text_table
+from adl_dist.report.tables import counted, text_table
 from adl_dist.report.warning import tell
 
 REDRAW_SECONDS = 0.1
@@ -129,7 +129,7 @@ def _mebibytes(num_bytes: int) -> str:
 
 def final_table(summary: Mapping[str, Any]) -> str:
     """Return the summary of a run as a short table."""
-    head = [f"\n{summary['epochs']} epochs, {summary['updates']} updates"]
+    head = [f"\n{counted(summary['epochs'], 'epoch')}, {counted(summary['updates'], 'update')}"]
     if "validation_accuracy" in summary:
         head.append(f"validation accuracy {summary['validation_accuracy']:.2%}")
     if "validation_loss" in summary:

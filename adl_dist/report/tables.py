@@ -18,3 +18,8 @@ def _aligned(rows: Sequence[Sequence[object]], between: str) -> list[str]:
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [between.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with what it counts, like ``1 epoch`` or ``20 epochs``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

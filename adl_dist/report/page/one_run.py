@@ -30,6 +30,7 @@ from adl_dist.report.page.markup import (
 from adl_dist.report.page.recorded import Recorded, read
 from adl_dist.report.progress import PEAKS, holders
 from adl_dist.report.runs import method_label
+from adl_dist.report.tables import counted
 from adl_dist.schedule import figures
 from adl_dist.schedule.actions import Op
 
@@ -125,7 +126,7 @@ def _head(run: Recorded) -> Sequence[Html]:
     if "ended_by" in summary:
         text += f", ended by {summary['ended_by']}"
     if summary:
-        text += f": {summary['epochs']} epochs, {summary['updates']} updates"
+        text += f": {counted(summary['epochs'], 'epoch')}, {counted(summary['updates'], 'update')}"
     lines = [paragraph(text + ".", kind), paragraph(Html(f"Run folder <code>{escaped(run.folder)}</code>"), "quiet")]
     if run.pipeline is not None:
         lines.insert(1, paragraph(f"{run.pipeline.spec.summary}", "quiet"))
