@@ -12,9 +12,10 @@ import pytest
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.plan.link import measure
 from adl_dist.cli.plan.profiler import Profiler
+from adl_dist.cli.plan.question import asked, machine_of
 from adl_dist.cli.plan.report import line_to_paste
 from adl_dist.distributed.procfs import state_of
-from adl_dist.errors import ConfigError, PartitionError
+from adl_dist.errors import ChannelError, ConfigError, PartitionError
 from adl_dist.partition import Machine, UnitCost
 from adl_dist.partition.costs import Profile
 from adl_dist.partition.predict import Throughput, advise, alternative, predict
@@ -26,6 +27,14 @@ from tests.support.tiers import slow
 FAST = ("train.batch_size=16", "runtime.threads=1", "--links", "8gbit,10us", "--neighbours", "0")
 SMALL = ("model=resnet8", "data=synthetic", "data.image_size=8", *FAST)
 TINY = ("model._target_=tests.support.user_code.good", "data._target_=tests.support.user_code.images", *FAST)
+HOST = {"seconds_per_message": 1e-7, "seconds_per_byte": 1e-13}
+
+
+@pytest.fixture(autouse=True)
+def measured_link(monkeypatch):
+    """What two processes would measure, which takes seconds."""
+    figures = {"bandwidth": 1e6, "latency": 1e-3, **HOST}
+    monkeypatch.setattr("adl_dist.cli.plan.question.link_figures", lambda device: figures)
 
 
 def known(num_units=8, *, forward=1.0, backward=2.0, **of_unit):
@@ -123,6 +132,24 @@ def test_a_link_has_a_bandwidth_and_a_latency(tmp_path):
     assert replace(Machine(), **link).bandwidth > 1e6
     assert 0 < link["latency"] < 1
     assert min(link["seconds_per_byte"], link["seconds_per_message"]) >= 0
+
+
+def test_described_links_have_the_measured_cost_of_a_message():
+    machine = machine_of(asked([*SMALL, "--stages", "2"]))
+    assert (machine.bandwidth, machine.latency) == (1e9, pytest.approx(1e-5)), "as --links says"
+    assert (machine.seconds_per_message, machine.seconds_per_byte) == tuple(HOST.values())
+
+
+def test_a_link_that_cannot_be_measured_need_not_be(monkeypatch, capsys):
+    def fails(device):
+        raise ChannelError("nobody answers")
+
+    monkeypatch.setattr("adl_dist.cli.plan.question.link_figures", fails)
+    assert machine_of(asked([*SMALL, "--stages", "2"])).seconds_per_message == 0
+    assert "a message costs its sender and receiver is not counted: nobody answers" in capsys.readouterr().err
+    unknown = [word for word in SMALL if word not in ("--links", "8gbit,10us")]
+    with pytest.raises(ChannelError, match="nobody answers"):
+        machine_of(asked([*unknown, "--stages", "2"]))
 
 
 def test_the_factor_is_that_of_theorem_1():

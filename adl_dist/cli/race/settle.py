@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from adl_dist.cli.bench.command import apart
 from adl_dist.cli.bench.entries import ModelSurvey, survey
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.config.schema import RunConfig
+from adl_dist.cli.plan.link import link_figures
 from adl_dist.cli.plan.profiler import Profiler
 from adl_dist.cli.race.contenders import Racer
 from adl_dist.cli.race.devices import Device
@@ -84,16 +86,18 @@ def _predicted(
     K, batch, sizes = config.partition.num_stages, config.train.batch_size, config.partition.balance
     profiler = Profiler(config, granularity=config.partition.chosen().units, threads=on.threads)
     found: dict[str, list[dict[str, Any]]] = {link.name: [] for link in links}
-    coding = coding_seconds(torch.device("cpu"))
+    # What the host has to do takes a share of a core longer, as the stages do by their speeds.
+    coding = {codec: seconds / on.share for codec, seconds in coding_seconds(torch.device("cpu")).items()}
+    measured = link_figures(config.runtime.device)
+    host = {name: measured[name] / on.share for name in ("seconds_per_message", "seconds_per_byte")}
     with profiler.with_load(profiler.num_others(K), batch // racing[0].entry.method.micro_batches_per_update):
         for racer in racing:
             method, codecs = racer.entry.method, Codecs(racer.codec, racer.codec)
             profile = profiler.profile(batch // method.micro_batches_per_update)
             for link in links:
                 rate, one_way, num = link.bits_per_second / 8, link.round_trip_seconds / 2, racer.entry.num_stages
-                machine = Machine(
-                    speeds=[on.share] * num, bandwidth=rate, latency=one_way, codecs=codecs, coding_seconds=coding
-                )
+                devices = Machine(speeds=[on.share] * num, codecs=codecs, coding_seconds=coding, **host)
+                machine = replace(devices, bandwidth=rate, latency=one_way)
                 told = predict(profile, Pipeline(method, num), machine=machine, sizes=sizes if num == K else None)
                 delays = list(told.pipeline.nominal_delays)
                 found[link.name].append({"delays": delays, "seconds_per_update": told.seconds_per_update})
