@@ -151,6 +151,7 @@ class Stage:
         self._forward_version: int | None = None  # None: the newest
         self._first_version = 0  # of the segment
         self._loss_fn, self._within = spec.loss_fn, spec.precision.autocasting(device)
+        self._device = device
         self._class_loss = class_loss(spec.loss_fn)
         of_loss = traits.loss
         self._is_one_target = of_loss.target is None
@@ -241,9 +242,8 @@ class Stage:
 
     def wait_for_device(self) -> None:
         """Return when what was launched on a GPU is done."""
-        device = next(self._trained.parameters(), torch.empty(0)).device
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+        if self._device.type == "cuda":  # also that of a stage without parameters
+            torch.cuda.current_stream(self._device).synchronize()
 
     def use_weights(self, num_updates: int) -> None:
         """Forward from here on with the weights after ``num_updates`` updates of the segment."""

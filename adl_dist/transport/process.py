@@ -25,7 +25,7 @@ from adl_dist.schedule.actions import LINKS, Message, receiver
 from adl_dist.transport.channel import Tensors
 from adl_dist.transport.port_filter import blocking_new
 from adl_dist.transport.spec import Specs, fitted
-from adl_dist.transport.staging import SendFromGpu, to_device, to_host
+from adl_dist.transport.staging import SendFromGpu, arrival, to_device, to_host
 
 # Receives posted beyond the one awaited, so that a message is taken in while the one before is worked on.
 POSTED_AHEAD = 2
@@ -225,6 +225,10 @@ class ProcessReceiver(End):
         self._arrives_on = torch.device("cpu") if edge.backend == "gloo" else device
         self._through_host = self._arrives_on != device
         self._pinned = pinned or self._through_host
+        # A wait over NCCL holds up the GPU alone. The host waits for each act before it posts the next, or a stop would
+        # find receives posted that no stage will send to (control/stop.py; tests/schedule/test_launch_order.py).
+        self._holds_host = edge.backend == "nccl" and what == "act"
+        self._arrived: torch.cuda.Event | None = None
         self._to_post: deque[int] = deque()
         self._end, self._num_posted = 0, 1 + posted_ahead
 
@@ -240,9 +244,18 @@ class ProcessReceiver(End):
 
     def recv(self, micro_batch: int) -> Tensors:
         """Wait for one micro-batch, with the receives of the next ones posted."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
         while len(self._pending) < self._num_posted and self._to_post and self._to_post[0] < self._end:
             self._post(self._to_post.popleft())
         return self._taken(micro_batch)
+
+    def _finish_oldest(self) -> tuple[int, list[Tensor]]:
+        works = [work for work, _ in self._pending[0][1] if isinstance(work, dist.Work)]
+        finished = super()._finish_oldest()
+        if self._holds_host:
+            self._arrived = arrival(works, self._device)
+        return finished
 
     def _taken(self, micro_batch: int) -> Tensors:
         """Return the tensors of the message posted first, which is that of ``micro_batch``."""

@@ -11,7 +11,7 @@ pytorch#130785). Of device memory the allocator knows one stream only; ``record_
 copied out is kept until it has left.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import Protocol
@@ -61,6 +61,16 @@ class SendFromGpu:
 def _send_later(_: Tensor, host: Tensor, copied: Event, send: Send) -> dist.Work | None:
     copied.synchronize()
     return send(host)
+
+
+def arrival(works: Iterable[dist.Work], device: torch.device) -> torch.cuda.Event:
+    """Return when what NCCL receives is there, whatever the compute stream still has to do before it."""
+    stream, complete = copy_stream(device, "arrivals"), torch.cuda.Event(blocking=True)
+    with torch.cuda.stream(stream):
+        for work in works:
+            work.wait()  # holds up this stream alone
+        complete.record(stream)
+    return complete
 
 
 def to_host(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event]:

@@ -3,8 +3,8 @@
 Each directed edge is a stream on either side: its kernels begin one after the other, each when the one before is done
 and the compute stream has come as far as its launch. A message is done when both of its kernels have begun. With
 ``NCCL_LAUNCH_ORDER_IMPLICIT=1`` a kernel also begins only after the kernel of NCCL launched before it in its process
-has begun, whatever its edge. The host only launches; it waits for tokens and targets, which go from host to host, and
-before an update for the numbers of the one before.
+has begun, whatever its edge. The host only launches; it waits for tokens and targets, which go from host to host,
+before an update for the numbers of the one before, and before it receives an act until the one before has arrived.
 """
 
 from collections import Counter, defaultdict, deque
@@ -38,6 +38,7 @@ class Process:
     waited_for: dict = field(default_factory=lambda: defaultdict(list))  # by place
     posted: dict = field(default_factory=lambda: defaultdict(deque))
     to_post: dict = field(default_factory=dict)
+    awaited: Kernel | None = None  # of the last act
 
     def launch(self, *stream):
         """Launch the next kernel of a stream."""
@@ -47,8 +48,14 @@ class Process:
         return earlier[-1]
 
 
-def standing_still(lists, *, max_pending, ahead, in_order_of_launches, ahead_of_tied=None):
-    """Return, by stage, the action at which it waits for ever; {} if all stages come to their ends.
+def standing_still(lists, **model):
+    """Return, by stage, the action at which it waits for ever; {} if all stages come to their ends; see :func:`run`."""
+    processes = run(lists, **model)
+    return {k: str(p.actions[p.compute]) for k, p in enumerate(processes) if p.compute < len(p.actions)}
+
+
+def run(lists, *, max_pending, ahead, in_order_of_launches, ahead_of_tied=None):
+    """Return the processes when they have come as far as they can.
 
     ``ahead``: receives posted beyond the one awaited; ``ahead_of_tied``: likewise, by what is sent of tied weights.
     ``max_pending``: as :func:`check_rendezvous` has it.
@@ -70,11 +77,17 @@ def standing_still(lists, *, max_pending, ahead, in_order_of_launches, ahead_of_
                 is_there = arrived[edge] > 0
                 arrived[edge] -= is_there
                 return is_there
+            if what == "act":
+                if process.awaited is not None and not process.awaited.is_done:
+                    return False
+                process.awaited = None
             posted, waiting = process.posted[what], process.to_post[what]
             while len(posted) < 1 + (ahead_of_tied[what] if is_tied(what) else ahead) and waiting:
                 waiting.popleft()
                 posted.append(process.launch(False, edge))
             process.waited_for[process.host].append(posted.popleft())
+            if what == "act":
+                process.awaited = process.waited_for[process.host][-1]
         elif action.op in LINKS:
             edge = what_of(action), k
             if edge[0] in ON_CPU:
@@ -116,4 +129,4 @@ def standing_still(lists, *, max_pending, ahead, in_order_of_launches, ahead_of_
             while process.compute < process.host and all(x.is_done for x in process.waited_for[process.compute]):
                 process.compute += 1
                 moved = True
-    return {k: str(p.actions[p.compute]) for k, p in enumerate(processes) if p.compute < len(p.actions)}
+    return processes

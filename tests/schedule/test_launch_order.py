@@ -5,10 +5,10 @@ import itertools
 import pytest
 
 from adl_dist.distributed.device import FOR_EARLY_RECEIVES
-from adl_dist.schedule import Pipeline, max_pending_of, method
+from adl_dist.schedule import Op, Pipeline, max_pending_of, method, updates_that_load
 from adl_dist.schedule.build_actions import evaluation_actions
 from adl_dist.transport.process import POSTED_AHEAD
-from tests.schedule.launch_order import standing_still
+from tests.schedule.launch_order import run, standing_still
 from tests.schedule.test_schedule import actions_of, every_variant
 
 IN_ORDER = FOR_EARLY_RECEIVES["NCCL_LAUNCH_ORDER_IMPLICIT"] != "0"
@@ -44,3 +44,22 @@ def test_evaluation_never_stands_still(in_order):
     lists = [list(evaluation_actions(k, num_stages=K, num_micro_batches=20)) for k in range(K)]
     limits = max_pending_of(Pipeline(method("adl"), K))
     assert standing_still(lists, max_pending=limits, ahead=POSTED_AHEAD, in_order_of_launches=in_order) == {}
+
+
+@pytest.mark.parametrize("name", ["bp", "gpipe", "1f1b", "adl", "fdg", "pipedream"])
+@pytest.mark.parametrize("K", [2, 3, 4])
+def test_no_act_is_awaited_beyond_an_early_end(name, K):
+    """Stage 0 decides before it loads micro-batch b, however far the hosts of the others can have come by then."""
+    for M in (1, 4):
+        groups = [M] * (4 + 12 // M)
+        chosen = method(name, accumulation_steps=M)
+        lists, limits = actions_of(K, groups, chosen), max_pending_of(Pipeline(chosen, K))
+        for b in range(sum(groups) - 3 * M - POSTED_AHEAD):
+            until = lists[0].index((Op.LOAD, b))
+            cut = [lists[0][:until], *lists[1:]]
+            stages = run(cut, max_pending=limits, ahead=POSTED_AHEAD, in_order_of_launches=IN_ORDER)
+            end = sum(groups[: updates_that_load(groups, b + 1 + POSTED_AHEAD)])
+            assert stages[0].host == until
+            for stage, actions in zip(stages[1:], lists[1:], strict=True):
+                num_posted = sum(a.op is Op.RECV_ACT for a in actions) - len(stage.to_post["act"])
+                assert num_posted <= end, (M, b)
