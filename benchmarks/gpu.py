@@ -37,6 +37,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+import adl_dist
 from adl_dist.models import cifar_resnet, cifar_resnet18, torchvision_model
 
 ROUNDS, SECONDS = 3, 6.0
@@ -45,9 +46,11 @@ RUN_SECONDS = 150.0  # of one run of ours, with its start
 STOP_SECONDS = 45.0  # for runs that were told to stop, to save and to end
 BEGAN = time.monotonic()
 COMMON = ("data=synthetic", "runtime.tensorboard=false", "runtime.checkpoint_every_epochs=0")
-RESNET56 = ("model=resnet56", "train.batch_size=128")
+RESNET56 = ("model=resnet56", "train.batch_size=128", "runtime.channels_last=false")  # as torch's loop has it
 OTHERS = tuple(word for word in sys.argv[1:] if "=" in word)
 DEVICE = "cpu" if "runtime.device=cpu" in OTHERS else "cuda"
+# torch's own default is TF32 for convolutions; that of our runs is float32.
+IN_OUR_PRECISION = adl_dist.Precision(tf32="runtime.tf32=true" in OTHERS).apply(threads=torch.get_num_threads())
 Update = Callable[[], None]
 
 
@@ -132,6 +135,7 @@ def images_per_second(*words: str) -> float:
     return float(str(summary["samples_per_second"]))
 
 
+@IN_OUR_PRECISION
 def by_hand(kind: str, model: nn.Module, size: int, num_micro_batches: int, side: int) -> float:
     """Return the images/s of torch's own loop: ``eager``, ``compiled``, or each update as one CUDA ``graph``."""
     model = model.to(DEVICE).train()
@@ -260,6 +264,7 @@ def graphs() -> None:
     in_turns(rows, "BP by hand, eager")
 
 
+@IN_OUR_PRECISION
 def launches() -> None:
     """Count kernels, and the milliseconds of host and GPU, of one micro-batch."""
     from torch.profiler import ProfilerActivity, profile

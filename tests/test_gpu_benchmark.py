@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 FILE = Path(__file__).parents[1] / "benchmarks" / "gpu.py"
@@ -39,6 +40,21 @@ def test_the_loop_by_hand_has_a_speed(gpu, monkeypatch):
     monkeypatch.setattr(gpu, "SECONDS", 0.05)
     model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 4 * 4, 10))
     assert gpu.by_hand("eager", model, 2, 2, 4) > 0
+
+
+def test_the_loop_by_hand_computes_in_the_precision_of_our_runs(gpu, monkeypatch):
+    seen = set()
+
+    class Looks(nn.Linear):
+        def forward(self, x):
+            seen.add(torch.backends.cudnn.allow_tf32)
+            return super().forward(x)
+
+    monkeypatch.setattr(gpu, "SECONDS", 0.05)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    gpu.by_hand("eager", nn.Sequential(nn.Flatten(), Looks(3 * 4 * 4, 10)), 2, 2, 4)
+    assert seen == {False}
+    assert torch.backends.cudnn.allow_tf32, "as it was"
 
 
 def test_a_run_that_fails_or_lasts_costs_its_row(gpu, monkeypatch, capsys):
