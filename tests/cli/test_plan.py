@@ -142,13 +142,13 @@ def test_described_links_have_the_measured_cost_of_a_message():
 
 def test_a_link_that_cannot_be_measured_need_not_be(monkeypatch, capsys):
     def fails(device):
-        raise ChannelError("nobody answers")
+        raise ChannelError("the peer is silent")
 
     monkeypatch.setattr("adl_dist.cli.plan.question.link_figures", fails)
     assert machine_of(asked([*SMALL, "--stages", "2"])).seconds_per_message == 0
-    assert "a message costs its sender and receiver is not counted: nobody answers" in capsys.readouterr().err
+    assert "a message costs its sender and receiver is not counted: the peer is silent" in capsys.readouterr().err
     unknown = [word for word in SMALL if word not in ("--links", "8gbit,10us")]
-    with pytest.raises(ChannelError, match="nobody answers"):
+    with pytest.raises(ChannelError, match="the peer is silent"):
         machine_of(asked([*unknown, "--stages", "2"]))
 
 

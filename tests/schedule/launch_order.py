@@ -80,7 +80,6 @@ def run(lists, *, max_pending, ahead, in_order_of_launches, ahead_of_tied=None):
             if what == "act":
                 if process.awaited is not None and not process.awaited.is_done:
                     return False
-                process.awaited = None
             posted, waiting = process.posted[what], process.to_post[what]
             while len(posted) < 1 + (ahead_of_tied[what] if is_tied(what) else ahead) and waiting:
                 waiting.popleft()
