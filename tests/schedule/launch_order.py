@@ -77,9 +77,8 @@ def run(lists, *, max_pending, ahead, in_order_of_launches, ahead_of_tied=None):
                 is_there = arrived[edge] > 0
                 arrived[edge] -= is_there
                 return is_there
-            if what == "act":
-                if process.awaited is not None and not process.awaited.is_done:
-                    return False
+            if what == "act" and process.awaited is not None and not process.awaited.is_done:
+                return False
             posted, waiting = process.posted[what], process.to_post[what]
             while len(posted) < 1 + (ahead_of_tied[what] if is_tied(what) else ahead) and waiting:
                 waiting.popleft()
