@@ -1,7 +1,10 @@
 """Links between ranks as a race has them: their names, their rate and their round trip, and an outage."""
 
+import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -70,6 +73,24 @@ def test_a_plain_socket_gets_the_rate_and_round_trip(text):
         found = spaces.measured()
     assert 0.85 <= found.bits_per_second / link.bits_per_second <= 1.0
     assert 0 <= found.round_trip_seconds - link.round_trip_seconds < 0.01
+
+
+@pytest.mark.slow
+@needs_namespaces
+def test_to_shape_a_link_takes_little_from_the_ranks():
+    """Real network cards take no core for their rate; small packets would take most of one."""
+    with namespaces(2, read_link("250mbit")) as spaces:
+        before = _softirq_seconds()
+        began = time.monotonic()
+        spaces.measured()  # four seconds at the full rate
+        share = (_softirq_seconds() - before) / (time.monotonic() - began)
+    assert share < 0.1
+
+
+def _softirq_seconds():
+    """Return the time that all cores have spent on packets and timers since the start of the machine."""
+    words = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    return (int(words[6]) + int(words[7])) / os.sysconf("SC_CLK_TCK")
 
 
 @pytest.mark.slow

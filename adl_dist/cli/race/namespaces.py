@@ -26,6 +26,9 @@ INTERFACE = "wire"
 NAME = re.compile(r"adl(\d+)(r\d+|s)")  # of a namespace, with the process that has made it
 NETWORK = "10.83.0"
 LEAST_BURST, BURST_SECONDS = 16 << 10, 0.002  # bytes that may pass at once; time in which the rate holds
+# A packet as the kernel hands it on, of up to 64 KiB, must be no larger than the burst: tbf would cut a larger one into
+# frames of 1,500 bytes and set a timer for each, which takes most of a core from the ranks at 250 Mbit/s.
+MOST_OF_BURST, LARGEST_PACKET = 0.9, 64 << 10  # headers of each frame count besides
 QUEUE_SECONDS = 0.1  # how long a full queue takes to empty; what comes on top is lost, and TCP sends it again
 CONGESTION_CONTROL = "cubic"  # what most systems have, also where this one has another
 SECONDS_TO_BEGIN = 20.0
@@ -141,7 +144,8 @@ def _lay_cable(rank: int, name: str, spaces: Namespaces) -> None:
     _run("ip", "link", "add", INTERFACE, "netns", name, "type", "veth", "peer", "name", port, "netns", spaces.switch)
     _run("ip", "-n", name, "addr", "add", f"{address(rank)}/24", "dev", INTERFACE)
     for space, interface in ((name, INTERFACE), (spaces.switch, port)):
-        _run("ip", "-n", space, "link", "set", interface, "up")
+        packet = str(min(LARGEST_PACKET, int(MOST_OF_BURST * _burst(spaces.link))))
+        _run("ip", "-n", space, "link", "set", interface, "gso_max_size", packet, "up")
         _run("tc", "-n", space, "qdisc", "add", "dev", interface, "root", *_shaping(spaces.link))
     # Of the route, since a namespace may not choose its own default among all that the kernel has.
     route = [f"{NETWORK}.0/24", "dev", INTERFACE, "src", address(rank), "congctl", CONGESTION_CONTROL]
@@ -149,10 +153,13 @@ def _lay_cable(rank: int, name: str, spaces: Namespaces) -> None:
 
 
 def _shaping(link: Link) -> list[str]:
-    bytes_per_second = link.bits_per_second / 8
-    burst = max(LEAST_BURST, int(bytes_per_second * BURST_SECONDS))
-    limit = burst + int(bytes_per_second * QUEUE_SECONDS)
+    burst = _burst(link)
+    limit = burst + int(link.bits_per_second / 8 * QUEUE_SECONDS)
     return ["tbf", "rate", f"{int(link.bits_per_second)}bit", "burst", str(burst), "limit", str(limit)]
+
+
+def _burst(link: Link) -> int:
+    return max(LEAST_BURST, int(link.bits_per_second / 8 * BURST_SECONDS))
 
 
 def _port(rank: int) -> str:
