@@ -21,11 +21,11 @@ TORCHS_PIPELINES = {"torch-1f1b": "torch-1f1b", "torch-zb": "torch-zb"}
 ONE_DEVICE = "one-device"
 OURS: Mapping[str, Mapping[str, Any]] = {
     **{name: {"name": name} for name in ("bp", "1f1b", "zbh1", "2bw", "paci", "adl")},
-    **{"adl-full": EVERYTHING, "adl-full-int8": EVERYTHING},
+    **{"zbh1-int8": {"name": "zbh1"}, "adl-full": EVERYTHING, "adl-full-int8": EVERYTHING},
 }
-CODECS: Mapping[str, str] = {"adl-full-int8": "int8"}  # of those that code what crosses a cut
+CODECS: Mapping[str, str] = dict.fromkeys(("zbh1-int8", "adl-full-int8"), "int8")  # of those that code messages
 NAMES = (ONE_DEVICE, *REPLICATED, *TORCHS_PIPELINES, *OURS)
-SYNCHRONOUS = (*TORCHS_PIPELINES, "1f1b", "zbh1")  # pipelines that flush, whose values are those of one device
+SYNCHRONOUS = (*TORCHS_PIPELINES, "1f1b", "zbh1", "zbh1-int8")  # pipelines that flush
 WARMUP = 3  # updates that do not count, at least
 
 
@@ -62,12 +62,12 @@ class Racer:
 
     @property
     def values(self) -> Values:
-        """Return the run that has its values: without a flush, or as replicas, its own; else that of one device."""
+        """Return the run that has its values: that of one device with a flush and exact messages, else its own."""
         entry, method = self.entry, self.entry.method
         if self.name in REPLICATED:
             inner = [str(entry.inner_updates)] if entry.inner_updates else []
             return Values(name=self.name, program=[REPLICAS, entry.kind, *inner], settings=())
-        is_like_one_device = entry.kind != "ours" or method.spec.flush
+        is_like_one_device = entry.kind != "ours" or (method.spec.flush and self.codec == "none")
         words = ["method=bp"] if is_like_one_device else method_words(method)
         M = f"method.accumulation_steps={method.micro_batches_per_update}"
         name = f"{'bp' if is_like_one_device else self.name}-M{method.micro_batches_per_update}"
