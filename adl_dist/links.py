@@ -15,10 +15,10 @@ class Links(NamedTuple):
     """The links after stage 0, 1, ...; one entry: all are alike."""
 
     bandwidth: tuple[float, ...]  # bytes per second, in each direction for itself
-    latency: tuple[float, ...]  # seconds of a message on its way, without those that its bytes take
+    latency: tuple[float, ...]  # seconds of a message on its way, half a round trip, without those of its bytes
 
     def __str__(self) -> str:
-        return ", ".join(f"{b / 1e6:,.4g} MB/s {1e3 * s:.3g} ms" for b, s in zip(*self, strict=True))
+        return ", ".join(f"{b / 1e6:,.4g} MB/s {2e3 * s:.3g} ms" for b, s in zip(*self, strict=True))  # as in a text
 
     @property
     def figures(self) -> dict[str, Any]:
@@ -49,8 +49,8 @@ def text_of_links(value: Any) -> str | None:
 def parse_links(text: str, key: str) -> Links:
     """Return the links in ``text``, like ``100mbit,50ms`` for all or ``100mbit,50ms/1gbit,0.1ms`` one after another.
 
-    The rate is in the units of tc (``mbit``, 1e6 bits) or in bytes (``MB/s``); the time is that of one way, half of
-    what ping shows.
+    The rate is in the units of tc (``mbit``, 1e6 bits) or in bytes (``MB/s``); the time is that of a round trip, as
+    ping shows it, and 0 if there is none.
 
     Raises:
         ConfigError: ``key`` has another value.
@@ -58,12 +58,13 @@ def parse_links(text: str, key: str) -> Links:
     rates, times = "|".join(RATES), "|".join(TIMES)
     links = []
     for one in re.split(r"/(?!s)", text):
-        found = re.fullmatch(rf"{NUMBER}({rates}),{NUMBER}({times})", one)
+        found = re.fullmatch(rf"{NUMBER}({rates})(?:,{NUMBER}({times}))?", one)
         bandwidth = float(found[1]) * RATES[found[2]] / 8 if found else 0.0
         if found is None or not bandwidth > 0:
             raise ConfigError(
-                f"{key}: '{one}' is no link; expected a rate above 0 and a time, like 100mbit,50ms (rates: "
-                f"{', '.join(RATES)}; times: {', '.join(TIMES)}), and / between several links"
+                f"{key}: '{one}' is not a link; expected a rate above 0 and a round trip, like 100mbit or 100mbit,50ms "
+                f"(rates: {', '.join(RATES)}; times: {', '.join(TIMES)}), and / between several links"
             )
-        links.append((bandwidth, float(found[3]) * TIMES[found[4]]))
+        round_trip = float(found[3]) * TIMES[found[4]] if found[3] else 0.0
+        links.append((bandwidth, round_trip / 2))
     return Links(*(tuple(column) for column in zip(*links, strict=True)))

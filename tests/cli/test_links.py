@@ -35,7 +35,7 @@ def test_a_link_is_named_by_rate_and_round_trip(text, bits_per_second, round_tri
 def test_what_is_no_link_is_refused(text):
     with pytest.raises(ConfigError) as refusal:
         read_link(text)
-    shows(str(refusal.value), [f"'{text}' is no link", "like 100mbit or 100mbit,20ms"])
+    shows(str(refusal.value), [f"--link: '{text}' is not a link", "like 100mbit or 100mbit,50ms"])
 
 
 @pytest.mark.parametrize(

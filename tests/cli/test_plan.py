@@ -24,7 +24,7 @@ from tests.support.commands import in_process, shows, words
 from tests.support.ranks import run_ranks
 from tests.support.tiers import slow
 
-FAST = ("train.batch_size=16", "runtime.threads=1", "--links", "8gbit,10us", "--neighbours", "0")
+FAST = ("train.batch_size=16", "runtime.threads=1", "--links", "8gbit,20us", "--neighbours", "0")
 SMALL = ("model=resnet8", "data=synthetic", "data.image_size=8", *FAST)
 TINY = ("model._target_=tests.support.user_code.good", "data._target_=tests.support.user_code.images", *FAST)
 HOST = {"seconds_per_message": 1e-7, "seconds_per_byte": 1e-13}
@@ -147,7 +147,7 @@ def test_a_link_that_cannot_be_measured_need_not_be(monkeypatch, capsys):
     monkeypatch.setattr("adl_dist.cli.plan.question.link_figures", fails)
     assert machine_of(asked([*SMALL, "--stages", "2"])).seconds_per_message == 0
     assert "a message costs its sender and receiver is not counted: the peer is silent" in capsys.readouterr().err
-    unknown = [word for word in SMALL if word not in ("--links", "8gbit,10us")]
+    unknown = [word for word in SMALL if word not in ("--links", "8gbit,20us")]
     with pytest.raises(ChannelError, match="the peer is silent"):
         machine_of(asked([*unknown, "--stages", "2"]))
 
@@ -392,7 +392,7 @@ def test_a_samples_shape_stands_in_for_data_that_is_not_there(tmp_path):
     [
         (("--stages", "a"), ["--stages", "whole numbers", "got a"]),
         (("--stages", "1"), ["--stages", "at least 2"]),
-        (("--links", "100mbit"), ["--links: '100mbit' is no link", "like 100mbit,50ms"]),
+        (("--links", "fast"), ["--links: 'fast' is not a link", "like 100mbit or 100mbit,50ms"]),
         (("--stages", "2", "--links", "1mbit,1ms/1mbit,1ms"), ["--links describes 2 links, but 2 stages have 1"]),
         (("--methods", "adl,nope"), ["no method 'nope'", "gpipe"]),
         (("--memory", "12"), ["--memory", "80GiB", "got 12"]),

@@ -234,7 +234,7 @@ def test_the_figure_shows_those_that_got_there(tmp_path):
     [
         (("--contenders", "adl,nope"), ["there is no 'nope'", "diloco-500"]),
         (("--target", "accuracy"), ["--target accuracy is no target", "accuracy=0.9 or loss=1.5"]),
-        (("--link", "fast"), ["'fast' is no link"]),
+        (("--link", "fast"), ["'fast' is not a link"]),
         (("--seeds", "0"), ["--seeds 0 must be above 0"]),
         (("--rates", "a,b"), ["--rates a,b: write numbers"]),
         (("method=adl",), ["method=adl: each contender has a method of its own"]),
@@ -255,7 +255,7 @@ def test_a_mistake_is_one_line_and_writes_nothing(extra, parts, tmp_path):
 
 
 def test_help_lists_the_contenders():
-    shows(in_process("race", "--help").out, ["diloco-500", "adl-full-int8", "--link", "--values"])
+    shows(in_process("race", "--help").out, ["diloco-500", "zbh1-int8", "--link", "--values"])
     shows(in_process("--help").out, ["race "])
 
 

@@ -1,15 +1,14 @@
 """A link as a user names it: ``100mbit,20ms``."""
 
-import re
 from dataclasses import dataclass
 
-from adl_dist.errors import ConfigError
+from adl_dist.links import parse_links
 
-UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+FLAG = "--link"
+UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}  # of names
 # Headers of Ethernet, IP and TCP, and a slow beginning, take a part of the rate.
 LEAST_SHARE, MOST_SHARE = 0.8, 1.02
 MOST_ADDED = 0.003  # seconds that a busy machine may add to a round trip
-FORM = re.compile(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)(?:,(\d+(?:\.\d+)?)ms)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +37,10 @@ class Link:
 
 
 def read_link(text: str) -> Link:
-    """Return the link that ``text`` names, like ``100mbit`` or ``1gbit,20ms``: rate, and round trip if there is one.
+    """Return the link that ``text`` names as :func:`~adl_dist.links.parse_links` reads it, like ``1gbit,20ms``.
 
     Raises:
-        ConfigError: it names none.
+        ConfigError: it names none, or several.
     """
-    found = FORM.fullmatch(text.strip())
-    if found is None or not float(found[1]):
-        raise ConfigError(f"'{text}' is no link; write rate and round trip, like 100mbit or 100mbit,20ms")
-    return Link(bits_per_second=float(found[1]) * UNITS[found[2]], round_trip_seconds=float(found[3] or 0) / 1e3)
+    (bandwidth, *_), (latency, *_) = parse_links(text, FLAG).for_stages(2, FLAG)
+    return Link(bits_per_second=8 * bandwidth, round_trip_seconds=2 * latency)
