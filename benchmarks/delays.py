@@ -184,8 +184,9 @@ def timed(case: Case, K: int, M: int, work: float, links: Links) -> tuple[float,
     SlowLinear.part = work / 3
     began.clear()
     torch.manual_seed(0)
+    splits = Pipeline(method_of(case, M), K).splits_backward
     trainer = adl_dist.Trainer(
-        nn.Sequential(*(Layer(work / 3, split=case.split, is_last=k == K - 1) for k in range(K))),
+        nn.Sequential(*(Layer(work / 3, split=splits(k), is_last=k == K - 1) for k in range(K))),
         loss_fn=loss_fn,
         optimizer=sgd,
         method=method_of(case, M),

@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 
 from adl_dist.codecs import PLAIN, Codecs
 from adl_dist.errors import ConfigError, PartitionError
+from adl_dist.schedule.pipeline import RECEIVED_AHEAD
 
 Floats = NDArray[np.float64]
-
-RECEIVED = 3  # messages that a stage holds of what it receives: one taken, two posted ahead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +25,7 @@ class UnitCost:
     forward: float
     backward: float
     backward_weight: float = 0.0  # the part of the backward that a split can defer
+    split: float = 0.0  # what a backward in two parts takes in addition
     update: float = 0.0  # its share of what ends a group (norm, step, cleared gradients), divided by M already
     update_at_least: float = 0.0  # what ends a group of any stage that has weights takes no less; divided likewise
     parameter_bytes: int = 0  # its parameters, but those that an earlier unit has, too
@@ -99,21 +99,21 @@ class Profile:
         units = self.costs(1)
         return sum(unit.backward_weight for unit in units) / max(sum(unit.backward for unit in units), 1e-12)
 
-    def costs(self, accumulation_steps: int, *, split: bool = False) -> list[UnitCost]:
+    def costs(self, accumulation_steps: int) -> list[UnitCost]:
         """Return the units' costs with M micro-batches per update, scaled to add up to those of the whole model.
 
-        Measured one by one, units take a little longer than together: each is called and timed by itself. What a
-        ``split`` of the backward takes in addition is counted to the backward.
+        Measured one by one, units take a little longer than together: each is called and timed by itself.
         """
         forward = self.forward / sum(unit.forward for unit in self.units)
-        extra = (self.split_slowdown - 1) * (self.forward + self.backward) if split else 0.0
-        backward = (self.backward + extra) / max(sum(unit.backward for unit in self.units), 1e-12)
+        in_all = max(sum(unit.backward for unit in self.units), 1e-12)
+        backward, split = self.backward / in_all, (self.split_slowdown - 1) * (self.forward + self.backward) / in_all
         return [
             replace(
                 unit,
                 forward=unit.forward * forward + (0.0 if place else self.loading),
                 backward=unit.backward * backward,
                 backward_weight=min(unit.backward_weight, unit.backward) * backward,
+                split=unit.backward * split,
                 update=unit.update / accumulation_steps,
                 update_at_least=unit.update_at_least / accumulation_steps,
             )
@@ -148,6 +148,7 @@ class StageFootprint:
 
     graphs: int  # micro-batches with all their activations; 2(K-1-k)+1 of ADL
     inputs: int = 0  # micro-batches with nothing but what came in
+    received: int = 1 + RECEIVED_AHEAD  # messages of each edge: one taken, and those whose receives are posted
     acts_sent: int = 1  # messages downstream that are kept until they are known to have left
     grads_sent: int = 1  # messages upstream that are kept so
     weight_copies: int = 0  # weight versions in addition to the newest
@@ -224,7 +225,10 @@ def stage_seconds(units: Sequence[UnitCost], *, held: StageFootprint, speed: flo
     Nothing crosses before the first unit and after the last. The seconds of a stage's units are added from left to
     right, never as a difference of two sums that start elsewhere, so equal costs tie to the last bit.
     """
-    work = _of_stages(np.add, [unit.forward * (1 + held.recomputes) + unit.backward + unit.update for unit in units])
+    is_split = held.deferred > 0
+    work = _of_stages(
+        np.add, [u.forward * (1 + held.recomputes) + u.backward + is_split * u.split + u.update for u in units]
+    )
     updates = _of_stages(np.add, [unit.update for unit in units])
     short = np.maximum(0.0, _of_stages(np.maximum, [unit.update_at_least for unit in units]) - updates)
     of_copies, of_sums = tied_seconds(units, machine)
@@ -264,7 +268,7 @@ def stage_bytes(units: Sequence[UnitCost], *, held: StageFootprint, optimizer_co
 
     The activations of each graph and what it holds of what came in, what came in of each input; the parameters as
     weights, as gradients, as each copy of the optimizer, as each older version and its gradients; the buffers of
-    messages, three of each received and those sent that are kept, unless a graph keeps them anyway; what is
+    messages, those received, taken or posted, and those sent that are kept, unless a graph keeps them anyway; what is
     kept for gradients that are deferred; copies of weights of another stage, and their sums of gradients; and the work
     of one backward at a time. What comes into the model itself is counted where a unit keeps it.
     """
@@ -272,8 +276,8 @@ def stage_bytes(units: Sequence[UnitCost], *, held: StageFootprint, optimizer_co
     in_graphs = 0 if held.recomputes else min(held.acts_sent, held.graphs)
     in_buffers = max(1, held.acts_sent - in_graphs)
     came_in = _at_starts([unit.act_bytes + unit.widened_bytes for unit in units])
-    before = [RECEIVED * unit.act_bytes + held.grads_sent * unit.grad_bytes for unit in units]
-    after = [RECEIVED * u.grad_bytes + in_graphs * u.held_before + in_buffers * u.act_bytes for u in units]
+    before = [held.received * unit.act_bytes + held.grads_sent * unit.grad_bytes for unit in units]
+    after = [held.received * u.grad_bytes + in_graphs * u.held_before + in_buffers * u.act_bytes for u in units]
     messages = _at_starts(before) + _at_stops(after)
     activations = _of_stages(np.add, [unit.activation_bytes for unit in units])
     activations = activations + _at_starts([unit.held_behind for unit in units])

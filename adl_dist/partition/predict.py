@@ -65,6 +65,7 @@ def best_cut(
         StageFootprint(
             graphs=stage.graphs,
             inputs=stage.inputs,
+            received=1 + pipeline.received_ahead,
             acts_sent=kept.get(("act", stage.stage), 0),
             grads_sent=kept.get(("grad", stage.stage), 0),
             weight_copies=stage.weight_copies + stage.history_copies,
@@ -109,14 +110,14 @@ def with_delays(
     if not pipeline.method.awaits_delays:
         return pipeline
     balance = best_cut(profile, pipeline, machine=machine, sizes=sizes)
-    costs = _costs(_units(profile, pipeline, machine), balance, pipeline.micro_batches_per_update, machine)
+    costs = _costs(_units(profile, pipeline, machine), balance, pipeline, machine)
     return Pipeline(with_least_delays(pipeline.method, costs, most=most), pipeline.num_stages)
 
 
 def _units(profile: Profile, pipeline: Pipeline, machine: Machine) -> list[UnitCost]:
     """Return the units' costs as stages of ``pipeline`` have them, which send over links of ``machine``."""
     of_stages = profile.with_stages(pipeline.num_stages)
-    units = of_stages.costs(pipeline.micro_batches_per_update, split=pipeline.method.split_backward)
+    units = of_stages.costs(pipeline.micro_batches_per_update)
     return [unit.coded(machine.codecs, machine.coding_seconds) for unit in units]
 
 
@@ -144,9 +145,11 @@ def predict(
     pipeline = with_delays(profile, pipeline, machine=machine, sizes=sizes, most=most)
     balance = best_cut(profile, pipeline, machine=machine, sizes=sizes)
     units = _units(profile, pipeline, machine)
-    expected = speed(pipeline.method, _costs(units, balance, M, machine))
+    expected = speed(pipeline.method, _costs(units, balance, pipeline, machine))
     without = replace(balance, link_seconds=[0.0] * len(balance.link_seconds))
-    free = speed(pipeline.method, _costs(units, without, M, Machine(speeds=machine.speeds)))  # links that cost nothing
+    free = speed(
+        pipeline.method, _costs(units, without, pipeline, Machine(speeds=machine.speeds))
+    )  # links that cost nothing
     per_micro_batch = max(expected.time_per_update, _tied_link_seconds(units, balance, machine)) / M
     last_units = [units[stop - 1] for stop in accumulate(balance.sizes[:-1])]
     crossing = [unit.act_bytes + unit.grad_bytes for unit in last_units]
@@ -181,22 +184,22 @@ def _tied_link_seconds(units: Sequence[UnitCost], balance: Balance, machine: Mac
     return sum(nbytes for first, k, nbytes in pairs if first != k) / machine.slowest_link[0]
 
 
-def _costs(units: Sequence[UnitCost], balance: Balance, M: int, machine: Machine) -> Costs:
+def _costs(units: Sequence[UnitCost], balance: Balance, pipeline: Pipeline, machine: Machine) -> Costs:
     """Return the timing model's costs: stages with their part in the messages, links with their transfer time."""
     forward, backward, backward_weight, update = [], [], [], []
     of_copies, of_sums = tied_seconds(units, machine)
     bounds, speeds = pairwise([0, *accumulate(balance.sizes)]), machine.speeds_of(len(balance.sizes))
-    for (start, stop), rate in zip(bounds, speeds, strict=True):
-        inside, before = units[start:stop], units[:start][-1:]
+    for k, ((start, stop), rate) in enumerate(zip(bounds, speeds, strict=True)):
+        inside, before, is_split = units[start:stop], units[:start][-1:], pipeline.splits_backward(k)
         ends = [*before, *(inside[-1:] if stop < len(units) else [])]
         messages = sum(machine.seconds_per_message * unit.num_tensors for unit in ends)
         acts = sum(machine.seconds_per_byte * unit.act_bytes + unit.act_coding for unit in ends)
         grads = sum(machine.seconds_per_byte * unit.grad_bytes + unit.grad_coding for unit in ends)
         forward.append(sum(unit.forward for unit in inside) / rate + acts + messages)
-        backward.append(sum(unit.backward for unit in inside) / rate + grads + messages)
+        backward.append(sum(unit.backward + is_split * unit.split for unit in inside) / rate + grads + messages)
         backward_weight.append(sum(unit.backward_weight for unit in inside) / rate)
         step = update_seconds(inside) + of_copies[start, stop - 1]
-        update.append(step * M / rate + of_sums[start, stop - 1])
+        update.append(step * pipeline.micro_batches_per_update / rate + of_sums[start, stop - 1])
     link = [machine.latency_after(k) for k in range(len(balance.sizes) - 1)]
     of_links = {"link": link, "transfer": balance.link_seconds}
     return Costs(forward=forward, backward=backward, backward_weight=backward_weight, update=update, **of_links)

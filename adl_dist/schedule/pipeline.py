@@ -3,12 +3,15 @@
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from adl_dist.errors import ConfigError
 from adl_dist.schedule.actions import Tie
 from adl_dist.schedule.method_table import DELAYS, MethodSpec
 from adl_dist.schedule.methods import Method
+
+RECEIVED_AHEAD = 2  # at least, so that a message is taken in while the one before is worked on
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,44 @@ class Pipeline:
     def overlaps(self) -> bool:
         """Whether a stage goes forward again before the backward of a graph that it keeps."""
         return any(self.delays) and self.method.weights != "recompute" and self.method.recompute != "always"
+
+    def splits_backward(self, stage: int) -> bool:
+        """Return whether ``stage`` does its backward in two parts, where the method says so.
+
+        Stage 0 sends no gradient, so all that it gains is that a forward may come between the two. Where its delay
+        leaves room it does both at once, which is faster: what a layer has kept is then read once, not twice.
+        """
+        is_fixed = self.spec.splits or self.spec.flush or self.spec.forward_lock
+        if stage > 0 or is_fixed or not self.method.splits:
+            return self.method.splits
+        return not self._has_room_for_whole_backward
+
+    @cached_property
+    def _has_room_for_whole_backward(self) -> bool:
+        K = self.num_stages
+        if K <= 2:
+            return self.room_for_links(0) >= 0
+        # Stages in between do a WG now and then: there must be room for a part more, and for as slow links as ever.
+        room = self.room_for_links(0) - 1 / (2 * (K - 1))
+        return room >= max(0.0, min(map(self.room_for_links, range(1, K - 1))))
+
+    def room_for_links(self, stage: int) -> float:
+        """Return how long a message may take for ``stage`` to work all the time, in parts: a forward, an I or a WG.
+
+        From it to the loss and back are 2n parts of work, n = K - k, and 2(n - 1) messages, and before an update there
+        may be one more part, a WG. In that time it works on d + 1 micro-batches, of three parts each.
+        """
+        n = self.num_stages - stage
+        return (3 * (self.delays[stage] + 1) - 2 * n - 1) / (2 * (n - 1)) if n > 1 else math.inf
+
+    @property
+    def received_ahead(self) -> int:
+        """Receives that a stage posts beyond the one awaited, where a message leaves once its receive is posted.
+
+        Over a long way as many have to be posted as are on it: what the delays of two neighbours leave room for.
+        """
+        falls = [before - behind for before, behind in pairwise(self.delays)]
+        return RECEIVED_AHEAD if self.flush else max([RECEIVED_AHEAD, *falls])
 
     def head_delay(self, stage: int) -> int | None:
         """Return how many ticks after a forward the head of ``stage`` learns from its gradient; None: none learns."""

@@ -5,6 +5,8 @@ follows from all stages together, so it is taken from a simulation of them: a st
 ready, else the forward, else a WG. Between two updates of a stage any order gives the same values; and what values
 depend on is not free: with delay d, a forward meets the same updates as without the split.
 
+Stage 0 may do both at once: :meth:`Pipeline.splits_backward`.
+
 In the simulation a forward, an I and a WG take the same time. A message takes as long as the delays leave room for, so
 that delays longer than needed serve what they are for: real links.
 """
@@ -125,15 +127,11 @@ def _later(actions: Sequence[Action], groups: int, micro_batches: int) -> list[A
 
 
 def room_for_links(pipeline: Pipeline) -> int:
-    """Return the longest time of a message with which the delays let every stage work all the time.
-
-    From stage k to the loss and back are 2n parts of work, n = K - k, and 2(n - 1) messages, and before an update there
-    may be one more part, a WG. In that time stage k works on d + 1 micro-batches, of three parts each.
-    """
+    """Return the longest time of a message with which the delays let every stage work all the time."""
     if pipeline.flush:  # where no stage works all the time
         return 0
-    sizes = ((pipeline.num_stages - k, d) for k, d in enumerate(pipeline.delays[:-1]))
-    return max(0, min((PART * (3 * (d + 1) - 2 * n - 1) // (2 * (n - 1)) for n, d in sizes), default=0))
+    rooms = map(pipeline.room_for_links, range(pipeline.num_stages - 1))
+    return max(0, int(PART * min(rooms, default=0)))
 
 
 class _Groups:
@@ -160,6 +158,7 @@ class _Stage:
         self.grads: deque[int] = deque()
         self.words: deque[int] = deque()  # of the forward lock
         self._pipeline, self._index, self._delay = pipeline, index, pipeline.delays[index]
+        self._splits = pipeline.splits_backward(index)
         self._groups, self._places, self._ends, self._order = groups, groups.places, groups.ends, groups.order
         self.num_updates = self._num_forward = self._num_backward = 0
         self._deferred: deque[int] = deque()
@@ -178,10 +177,10 @@ class _Stage:
             self.words.popleft()
             self.actions += self._locked
             self._locked = []
+        elif self._forward() <= now and (self._backward() > now or not self._splits):
+            self._do_forward(int(now))
         elif self._backward() <= now and len(self._deferred) < self._pipeline.method.max_deferred:
             self._do_backward(int(now))
-        elif self._backward() > now >= self._forward():
-            self._do_forward(int(now))
         else:
             self.actions.append(Action(Op.BACKWARD_WEIGHT, self._deferred.popleft()))
             self.free = int(now) + PART
@@ -265,10 +264,11 @@ class _Stage:
 
     def _do_backward(self, now: int) -> None:
         b = self._order[self._num_backward]
-        actions = list(backward_part(Op.BACKWARD_INPUT, self._pipeline, self._index, b, self._places[b]))
+        op = Op.BACKWARD_INPUT if self._splits else Op.BACKWARD
+        actions = list(backward_part(op, self._pipeline, self._index, b, self._places[b]))
         self.actions += actions
-        self._deferred.append(b)
+        self._deferred.extend([b] * self._splits)
         self._num_backward += 1
-        self.free = now + PART * (2 if actions[0].op is Op.RECOMPUTE else 1)
+        self.free = now + PART * ((1 if self._splits else 2) + (actions[0].op is Op.RECOMPUTE))
         if self._index < self._pipeline.num_stages - 1:
             self.grads.popleft()

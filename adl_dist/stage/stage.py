@@ -116,9 +116,9 @@ class Stage:
         self.module, self.head = module, head
         self.version = 0
         self.in_flight: dict[int, InFlight] = {}
-        self._splits, self._skips = method.splits, gradients.skips
+        self._splits, self._skips = pipeline.splits_backward(index), gradients.skips
         self.tally = StepStats()
-        self.faults = NonFiniteCheck(gradients, stage=index, is_last=self.is_last, reads_late=self._splits)
+        self.faults = NonFiniteCheck(gradients, stage=index, is_last=self.is_last, reads_late=method.splits)
         self._clip_norm = gradients.clip_norm
         self._watching_buffers = buffers_kept_finite if gradients.skips else nullcontext
         self._gradient_norm: Tensor | None = None  # of the group that is complete

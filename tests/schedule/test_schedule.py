@@ -181,6 +181,10 @@ def test_gradients_of_weights_come_after_what_is_sent(K, M, most, name):
     chosen = method(name, accumulation_steps=max(M, K), split_backward=True, max_deferred=most)
     for k, actions in enumerate(actions_of(K, groups(4 * M + 3, chosen.micro_batches_per_update), chosen)):
         outstanding, done = [], 0
+        if not Pipeline(chosen, K).splits_backward(k):
+            assert [number for op, number in actions if op is Op.BACKWARD] == [*range(4 * M + 3)]
+            assert not any(op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.SEND_GRAD) for op, _ in actions)
+            continue
         for before, (op, number) in pairwise(actions):
             if op is Op.BACKWARD_INPUT:
                 outstanding.append(number)
@@ -194,6 +198,29 @@ def test_gradients_of_weights_come_after_what_is_sent(K, M, most, name):
                 assert not outstanding
         assert done == 4 * M + 3, f"stage {k}"
         assert not any(a.op is Op.BACKWARD for a in actions)
+
+
+@pytest.mark.parametrize(
+    ("name", "delay", "splits"),
+    [
+        *[("adl", [0], False), ("adl", [1, 0], False), ("adl", [2, 0], False), ("adl", [0, 0], True)],
+        *[("adl", [2, 1, 0], True), ("adl", [4, 2, 0], True), ("adl", [5, 2, 0], False), ("adl", [4, 1, 0], False)],
+        *[("fr", [2, 0], True), ("gpipe", None, True), ("zbh1", None, True)],  # a forward lock, flushes
+    ],
+)
+def test_stage_0_does_both_parts_at_once_where_its_delay_leaves_room(name, delay, splits):
+    K = 2 if delay is None else len(delay)
+    options = {} if name == "zbh1" else {"split_backward": True}
+    pipeline = Pipeline(method(name, **({} if delay is None else {"delay": delay}), **options), K)
+    assert [pipeline.splits_backward(k) for k in range(K)] == [splits, *[True] * (K - 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "delay", "ahead"), [("adl", None, 2), ("adl", [7, 0], 7), ("adl", [9, 6, 3, 0], 3), ("1f1b", None, 2)]
+)
+def test_as_many_receives_are_posted_as_may_be_on_the_way(name, delay, ahead):
+    options = {} if delay is None else {"delay": delay}
+    assert Pipeline(method(name, **options), 4 if delay is None else len(delay)).received_ahead == ahead
 
 
 @pytest.mark.parametrize("name", ["adl", "2bw", "fr"])

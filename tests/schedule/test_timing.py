@@ -200,6 +200,19 @@ def test_a_split_serves_links_that_the_whole_backward_does_not(K, delay, link):
         assert time_per_micro_batch(K, M, costs, delay=delay) > 3.2
 
 
+@pytest.mark.parametrize("delay", [[1, 0], [2, 0], [3, 0], [5, 2, 0], [4, 1, 0], [8, 4, 2, 0], [12, 6, 4, 2, 0]])
+def test_a_stage_that_does_both_parts_at_once_costs_no_time(delay):
+    """At full speed over links as slow as the delays of all stages leave room for."""
+    K = len(delay)
+    pipeline = Pipeline(method("adl", delay=delay, split_backward=True), K)
+    assert not pipeline.splits_backward(0)
+    link = min(map(pipeline.room_for_links, range(K - 1)))
+    assert link >= 0
+    for M in (1, 2, 4):
+        costs = Costs.balanced(K, link=link)
+        assert time_per_micro_batch(K, M, costs, delay=delay, split_backward=True) == pytest.approx(3.0)
+
+
 @pytest.mark.parametrize("K", [2, 4, 8])
 def test_a_split_shrinks_the_bubble_of_a_flush(K):
     """GPipe and 1F1B, as in ZB-H1: no stage waits while another one computes the gradients of its weights."""
@@ -323,11 +336,11 @@ def test_of_delays_up_to_a_most_none_are_faster(seed):
 def test_the_search_over_orders_knows_the_engines_and_its_time():
     """Of two stages, delays 1 0: what all orders are tried for in benchmarks/orders.py."""
     chosen = method("adl", accumulation_steps=4, delay=[1, 0], split_backward=True)
-    names = {Op.FORWARD: "F", Op.BACKWARD_INPUT: "I", Op.BACKWARD_WEIGHT: "W"}
+    names = {Op.FORWARD: "F", Op.BACKWARD_INPUT: "I", Op.BACKWARD_WEIGHT: "W", Op.BACKWARD: "IW"}
     own = []
     for actions in actions_of_all(Pipeline(chosen, 2), num_micro_batches=80):
         begin, end = (actions.index((Op.UPDATE, group)) for group in (9, 10))
-        own.append([(names[op], b - 40) for op, b in actions[begin:end] if op in names])
+        own.append([(part, b - 40) for op, b in actions[begin:end] for part in names.get(op, "")])
     for known, order in zip(all_orders(), own, strict=True):
         assert order in known
     for link in (0.0, 0.1, 0.25, 0.5):
