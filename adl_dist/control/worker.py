@@ -62,7 +62,6 @@ from adl_dist.stage.tied import TiedWeights
 from adl_dist.streams import streams_kept
 from adl_dist.transport.coded import CodedChannel, CodedSender
 from adl_dist.transport.coding import Coder
-from adl_dist.transport.process import POSTED_AHEAD
 
 
 @dataclass
@@ -241,7 +240,7 @@ class LocalWorker:
                 if training:
                     if self.user_code is not None:  # in front of what looks whether the run is to end
                         order = self._with_calls(order, self.user_code)
-                    ahead = POSTED_AHEAD if self.world.is_distributed else 0
+                    ahead = self.pipeline.received_ahead if self.world.is_distributed else 0
                     order = self.stop.applied(order, segment, self.pipeline, self.contexts, posted_ahead=ahead)
                 with self.meter.segment(self.stages[0]) if training and self.meter else contextlib.nullcontext():
                     engine.run(order, self.contexts, self.activity, reports.add if reports is not None else None)

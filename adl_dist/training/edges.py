@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -101,7 +101,10 @@ def connect_stages(
             # Labels travel to the next stage from the CPU; a stage that computes with one moves it. Counts are read.
             is_read = what in ("go", "label") or (what == "target" and targets[-1] == COUNTS)
             device = torch.device("cpu") if is_read else world.device
-            contexts[to].receivers[what] = receiver_of(world, what, source, specs, device, as_sent[to], codec)
+            ahead = pipeline.received_ahead if world.edges[what, source].backend == "gloo" else POSTED_AHEAD
+            contexts[to].receivers[what] = receiver_of(
+                world, what, source, specs, device, as_sent[to], codec, posted_ahead=ahead
+            )
     for tie, op, message in tied_edges(pipeline):
         connect_tied(world, contexts, pipeline, tie, op, message)
     return contexts
@@ -152,18 +155,27 @@ def specs_of(tied: TiedWeights) -> Specs:
 
 
 def receiver_of(
-    world: World, what: str, source: int, specs: Specs, device: torch.device, as_sent: AsSent, codec: str
+    world: World,
+    what: str,
+    source: int,
+    specs: Specs,
+    device: torch.device,
+    as_sent: AsSent,
+    codec: str,
+    *,
+    posted_ahead: int,
 ) -> ProcessReceiver:
     """Return the end of an edge at which ``what`` stage ``source`` sends arrives, to be on ``device``."""
     edge, pinned = world.edges[what, source], device.type == "cpu" and world.device.type == "cuda"
+    common: dict[str, Any] = {"what": what, "device": device, "posted_ahead": posted_ahead}
     receiver: ProcessReceiver
     if not varies(specs):
-        receiver = coding(ProcessReceiver, codec)(edge, specs, what=what, device=device, pinned=pinned)
+        receiver = coding(ProcessReceiver, codec)(edge, specs, **common, pinned=pinned)
     elif what == "grad":
-        receiver = coding(GradientReceiver, codec)(edge, specs, what=what, device=device, as_sent=as_sent)
+        receiver = coding(GradientReceiver, codec)(edge, specs, **common, as_sent=as_sent)
     else:
         headers = header_edge(world, what, source)
-        receiver = coding(VaryingReceiver, codec)(edge, specs, what=what, device=device, headers=headers, pinned=pinned)
+        receiver = coding(VaryingReceiver, codec)(edge, specs, **common, headers=headers, pinned=pinned)
     give_coder(receiver, codec, what)
     return receiver
 

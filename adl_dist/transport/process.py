@@ -22,13 +22,13 @@ from torch import Tensor
 
 from adl_dist.errors import ChannelError
 from adl_dist.schedule.actions import LINKS, Message, receiver
+from adl_dist.schedule.pipeline import RECEIVED_AHEAD
 from adl_dist.transport.channel import Tensors
 from adl_dist.transport.port_filter import blocking_new
 from adl_dist.transport.spec import Specs, fitted
 from adl_dist.transport.staging import SendFromGpu, arrival, to_device, to_host
 
-# Receives posted beyond the one awaited, so that a message is taken in while the one before is worked on.
-POSTED_AHEAD = 2
+POSTED_AHEAD = RECEIVED_AHEAD  # receives over NCCL beyond the one awaited; tests/schedule/test_launch_order.py
 SIZES = " sizes"  # ends the names of edges by which the sizes of messages go, see varying.py
 ABORT_SECONDS = 10.0  # within which NCCL gives up a communicator
 ON_CPU = ("target", "label", "go")  # small, and their receivers want them on the CPU

@@ -136,9 +136,17 @@ class VaryingReceiver(_Tagged, ProcessReceiver):
     """Receives tensors of the sizes that a header tells, for which it waits before it posts their receives."""
 
     def __init__(
-        self, edge: Edge, specs: Specs, *, what: str, device: torch.device, headers: Edge, pinned: bool = False
+        self,
+        edge: Edge,
+        specs: Specs,
+        *,
+        what: str,
+        device: torch.device,
+        headers: Edge,
+        posted_ahead: int = POSTED_AHEAD,
+        pinned: bool = False,
     ) -> None:
-        super().__init__(edge, specs, what=what, device=device, pinned=pinned)
+        super().__init__(edge, specs, what=what, device=device, posted_ahead=posted_ahead, pinned=pinned)
         self._headers = headers
         self._awaited: deque[tuple[int, tuple[dist.Work | None, Tensor]]] = deque()
 
@@ -149,7 +157,7 @@ class VaryingReceiver(_Tagged, ProcessReceiver):
 
     def recv(self, micro_batch: int) -> Tensors:
         """Wait for one micro-batch, with the receives of the next headers posted."""
-        while len(self._awaited) < 1 + POSTED_AHEAD and self._to_post and self._to_post[0] < self._end:
+        while len(self._awaited) < self._num_posted and self._to_post and self._to_post[0] < self._end:
             ahead = self._to_post.popleft()
             sizes = torch.empty(sum(len(spec.shape) for spec in self._open), dtype=torch.int64)
             self._awaited.append((ahead, self._header(RECEIVE, sizes, ahead, self._headers)))
@@ -169,8 +177,17 @@ class VaryingReceiver(_Tagged, ProcessReceiver):
 class GradientReceiver(_Tagged, ProcessReceiver):
     """Receives gradients of the sizes of what was sent."""
 
-    def __init__(self, edge: Edge, specs: Specs, *, what: str, device: torch.device, as_sent: AsSent) -> None:
-        super().__init__(edge, specs, what=what, device=device)
+    def __init__(
+        self,
+        edge: Edge,
+        specs: Specs,
+        *,
+        what: str,
+        device: torch.device,
+        as_sent: AsSent,
+        posted_ahead: int = POSTED_AHEAD,
+    ) -> None:
+        super().__init__(edge, specs, what=what, device=device, posted_ahead=posted_ahead)
         self._as_sent = as_sent
         self._posted: deque[tuple[TensorSpec, ...]] = deque()
 
@@ -181,7 +198,7 @@ class GradientReceiver(_Tagged, ProcessReceiver):
 
     def recv(self, micro_batch: int) -> Tensors:
         """Wait for one micro-batch, with the receives of those posted whose activations have been sent."""
-        while len(self._pending) < 1 + POSTED_AHEAD and self._to_post and self._to_post[0] < self._end:
+        while len(self._pending) < self._num_posted and self._to_post and self._to_post[0] < self._end:
             if (specs := self._as_sent.pop(self._to_post[0], None)) is None:
                 break
             self._specs = specs

@@ -152,7 +152,7 @@ def test_targets_that_are_read_before_a_gpu_gets_them_are_pinned(specs, device, 
     monkeypatch.setattr(process, "RECEIVE", lambda *_, **__: None)
     edge = Edge(0, 1, (0, 1), None, "gloo")
     world = replace(single_process(torch.device(device)), edges={("target", 0): edge})
-    receiver = receiver_of(world, "target", 0, specs, CPU, {}, "none")
+    receiver = receiver_of(world, "target", 0, specs, CPU, {}, "none", posted_ahead=2)
     receiver.open([2], [0], training=True)
     receiver._post(0)
     assert made == [device == "cuda"]
