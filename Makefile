@@ -15,7 +15,7 @@ help:
 	@echo "make test-zoo                       cut every classification network of torchvision: half an hour, 12 GB"
 	@echo "make test-long                      20,000 micro-batches: does memory stay flat? some minutes"
 	@echo "make test-fuzz                      strangers knock at every port of a run for a minute; some minutes"
-	@echo "make test-faults [ARGS='--seeds N'] 10,000 runs with faults drawn by a seed: a quarter of an hour on two cores"
+	@echo "make test-faults [ARGS='--seeds N'] 10,000 runs with faults drawn by a seed: 15 to 40 minutes on two cores"
 	@echo "make test-kill [ARGS='--kills N']   kill 100 runs and start them again: an hour; Linux only"
 	@echo "make test-gpu                       run the tests that need a CUDA device, as it is installed"
 	@echo "make test-slurm                     a SLURM cluster of four nodes on this machine; needs root, Linux, apt"
