@@ -25,7 +25,7 @@ train and look
   tokenize    text to tokens, to train on: adl-dist tokenize FILE... --out DIR
 
 plan and measure
-  schedule    print who does what when:    adl-dist schedule partition.num_stages=4 method.accumulation_steps=2
+  schedule    print what each stage does in each tick:  adl-dist schedule partition.num_stages=4
   plan        measure, cut, predict:       adl-dist plan model=resnet56 data=cifar10 --stages 2,4
   bench       measure methods and torch's own side by side:  adl-dist bench model=resnet18 data=synthetic
   race        time to a target over slow links:  adl-dist race data=digits --target accuracy=0.95 --out runs/race
@@ -47,7 +47,7 @@ Under torchrun, `python -m adl_dist train ...` is one rank of K.
 
 OF_A_CHECKPOINT = """\
   RUN_DIR            the folder of a run made by adl-dist train; run_dir=RUN_DIR does as well
-  checkpoint=best    the checkpoint of the least validation loss among those that are kept
+  checkpoint=best    the best one that is kept: by runtime.best_metric, else validation accuracy, else loss
   checkpoint=PATH    that checkpoint, also of another run of the same model; default: the newest of RUN_DIR
   ema=true           the moving averages of the weights, of a run with train.ema
 """
