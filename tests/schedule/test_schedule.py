@@ -208,7 +208,7 @@ def test_gradients_of_weights_come_after_what_is_sent(K, M, most, name):
         *[("fr", [2, 0], True), ("gpipe", None, True), ("zbh1", None, True)],  # a forward lock, flushes
     ],
 )
-def test_stage_0_does_both_parts_at_once_where_its_delay_leaves_room(name, delay, splits):
+def test_stage_0_does_both_parts_at_once_where_there_is_room(name, delay, splits):
     K = 2 if delay is None else len(delay)
     options = {} if name == "zbh1" else {"split_backward": True}
     pipeline = Pipeline(method(name, **({} if delay is None else {"delay": delay}), **options), K)
