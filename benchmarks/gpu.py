@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
 """What one GPU can show, in parts of at most ten minutes; each prints Markdown for docs/results, with its commands.
 
-    python benchmarks/gpu.py tests | overhead | ranks | graphs | launches | memory
-    python benchmarks/gpu.py accuracy CIFAR10_FOLDER [MINUTES [EPOCHS RUNS_FOLDER]]
+    PYTHONPATH=. python benchmarks/gpu.py overhead | ranks | graphs | launches | memory
+    PYTHONPATH=. python benchmarks/gpu.py tests [FILE ...] [-k EXPRESSION]
+    PYTHONPATH=. python benchmarks/gpu.py accuracy CIFAR10_FOLDER [MINUTES [EPOCHS RUNS_FOLDER]]
 
-    tests     tests/gpu: values on the GPU, and NCCL between several ranks on it
+    tests     tests/gpu: values on the GPU, and NCCL between several ranks on it; each test is told as it ends. What
+              does not fit into ten minutes is divided by words for pytest: tests/gpu/test_nccl.py -k "every_method"
     overhead  our engine and torch's own loop where the GPU is busy: ResNet-18 at batch 128, ResNet-50 at 224x224
     ranks     ResNet-56 in micro-batches of 32: 2 and 4 ranks on the GPU, and BP in one process, eager, compiled, and as
               one CUDA graph for each update
@@ -16,12 +18,19 @@
               in CIFAR10_FOLDER the images are in train/CLASS and test/CLASS. With EPOCHS the runs are that long: when
               the MINUTES are over they save and stop, and the same command goes on
 
+``tests`` needs torch and pytest, ``launches`` torch alone, and all others Hydra, too. PYTHONPATH=. is for a package
+that is not installed. Where our runs are compared with torch's own loop, both draw the same images from the same
+loader, which has them in memory; what that takes by itself is printed.
+
 Further words KEY=VALUE are settings of ``adl-dist train`` for all runs, also of the same names on a CPU:
 ``runtime.device=cpu`` tries the commands out. Figures of one call were taken in turns and may be compared; a further
 round is begun only if it will end within the ten minutes.
 """
 
+import contextlib
+import itertools
 import json
+import os
 import platform
 import re
 import shlex
@@ -30,35 +39,45 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 import adl_dist
 from adl_dist.models import cifar_resnet, cifar_resnet18, torchvision_model
+from adl_dist.training.input import DeviceLoader
 
-ROUNDS, SECONDS = 3, 6.0
+ROOT = Path(__file__).parents[1]
+
+ROUNDS, SECONDS, LOADING_SECONDS = 3, 6.0, 2.0
 MOST_SECONDS = 540.0  # of one call; the machine that it is for gives a command ten minutes
 RUN_SECONDS = 150.0  # of one run of ours, with its start
 STOP_SECONDS = 45.0  # for runs that were told to stop, to save and to end
+MOST_SHOWN = 12  # lines of the error of a test
+INTERRUPT_SECONDS = 20.0  # for tests that were interrupted, to end their ranks
 BEGAN = time.monotonic()
-COMMON = ("data=synthetic", "runtime.tensorboard=false", "runtime.checkpoint_every_epochs=0")
+DISTINCT = 512  # images in memory; an epoch has them again and again
+COMMON = ("data._target_=benchmarks.gpu.images", "data.in_channels=3", "data.num_classes=10", "data.image_size=32")
+COMMON += ("runtime.tensorboard=false", "runtime.checkpoint_every_epochs=0")
 RESNET56 = ("model=resnet56", "train.batch_size=128", "runtime.channels_last=false")  # as torch's loop has it
 OTHERS = tuple(word for word in sys.argv[1:] if "=" in word)
 DEVICE = "cpu" if "runtime.device=cpu" in OTHERS else "cuda"
 # torch's own default is TF32 for convolutions; that of our runs is float32.
 IN_OUR_PRECISION = adl_dist.Precision(tf32="runtime.tf32=true" in OTHERS).apply(threads=torch.get_num_threads())
 Update = Callable[[], None]
+RESULT = re.compile(r" (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
 
 
 def main() -> None:
     """Do one part."""
     words = [word for word in sys.argv[1:] if "=" not in word]
     parts = {
-        "tests": tests,
         "overhead": overhead,
         "ranks": ranks,
         "graphs": graphs,
@@ -72,6 +91,8 @@ def main() -> None:
             accuracy_in_parts(Path(words[1]), minutes, int(words[3]), Path(words[4]))
         else:
             accuracy(Path(words[1]), minutes)
+    elif words and words[0] == "tests":
+        tests(words[1:])
     elif len(words) == 1 and words[0] in parts:
         parts[words[0]]()
     else:
@@ -91,37 +112,77 @@ def machine() -> str:
     return f"{gpu}; {versions}, NCCL {nccl}; commit {at}"
 
 
-def tests() -> None:
-    """Run the tier of tests and print what became of it."""
-    command = [sys.executable, *shlex.split("-m pytest --noconftest -o addopts=-q -W default -m gpu tests/gpu -rA")]
-    print(f"    {shlex.join(command[1:])}\n")
-    begin = time.monotonic()
-    with tempfile.TemporaryFile("w+") as output:
-        ended = ""
-        try:
-            code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=MOST_SECONDS).returncode
-            ended = f"exit code {code}"
-        except subprocess.TimeoutExpired:
-            ended = "NOT ENDED: what is not named here was not run"
-        output.seek(0)
-        for line in output:
-            if re.match(r"(PASSED|FAILED|ERROR|\d+ (passed|failed|skipped))|=+ .*(passed|failed)", line):
-                print(line.rstrip())
-    print(f"\n{ended} after {time.monotonic() - begin:.0f} s")
+def tests(words: Sequence[str]) -> None:
+    """Run the tier of tests, or what ``words`` for pytest choose of it, and tell what becomes of each test."""
+    chosen = [] if any(word.startswith("tests/") for word in words) else ["tests/gpu"]
+    command = [*shlex.split("-m pytest --noconftest -o addopts= -v -W default -m gpu"), *chosen, *words]
+    print(f"    {shlex.join(command)}\n", flush=True)
+    began = time.monotonic()
+    code = told_as_they_end([sys.executable, "-u", *command], MOST_SECONDS - (began - BEGAN))
+    ended = "NOT ENDED: what is not named here was not run" if code is None else f"exit code {code}"
+    print(f"\n{ended} after {time.monotonic() - began:.0f} s")
+
+
+def told_as_they_end(command: Sequence[str], seconds: float) -> int | None:
+    """Run pytest, print the result of each test as it comes, and what failed; return the exit code.
+
+    None: it has not ended within ``seconds``, and was interrupted; what it had started then is ended in any case.
+    """
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    is_late = threading.Event()
+
+    def end(number: signal.Signals) -> None:
+        is_late.set()
+        with contextlib.suppress(ProcessLookupError):
+            if number is signal.SIGINT:
+                process.send_signal(number)  # pytest ends the ranks of the test that runs
+            else:
+                os.killpg(process.pid, number)
+
+    limits = (seconds, signal.SIGINT), (seconds + INTERRUPT_SECONDS, signal.SIGKILL)
+    timers = [threading.Timer(after, end, [number]) for after, number in limits]
+    for timer in timers:
+        timer.start()
+    num_shown = 0  # lines of one error
+    try:
+        for line in process.stdout:
+            num_shown = num_shown + 1 if line.startswith("E  ") else 0 if line.startswith("___") else num_shown
+            if re.match(r"tests/gpu/\S+::", line) and not re.search(RESULT, line):
+                print(line.rstrip(), "DID NOT END", flush=True)
+            elif re.match(r"tests/gpu/\S+::|(FAILED|ERROR) |=+ .*(passed|failed|skipped|error)", line):
+                print(line.rstrip(), flush=True)
+            elif line.startswith("E  ") and num_shown <= MOST_SHOWN:
+                print(f"    {line.rstrip()[:200]}", flush=True)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(INTERRUPT_SECONDS)
+    finally:
+        for timer in timers:
+            timer.cancel()
+        with contextlib.suppress(ProcessLookupError):  # ranks must not stay on the GPU
+            os.killpg(process.pid, signal.SIGKILL)
+        process.stdout.close()
+    code = process.wait()
+    return None if is_late.is_set() else code
 
 
 def train(*words: str) -> dict[str, object]:
     """Train by the command line; return the run's summary."""
     with tempfile.TemporaryDirectory() as folder:
         settings = [*COMMON, f"runtime.device={DEVICE}", *words, *OTHERS, f"run_dir={folder}/run"]
-        command = [sys.executable, "-m", "adl_dist", "train", *settings]
+        last = {word.partition("=")[0]: word for word in settings}  # of several values for a key
+        command = [sys.executable, "-m", "adl_dist", "train", *last.values()]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_SECONDS)
+            path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+            environment = {**os.environ, "PYTHONPATH": path}  # there are the images
+            done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_SECONDS, env=environment)
         except subprocess.TimeoutExpired:  # its ranks end with it
             return {"failed": f"not ended after {RUN_SECONDS:.0f} s"}
         if done.returncode:
-            last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
-            return {"failed": " ".join(last)}
+            said = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
+            return {"failed": " ".join(said)}
         summary: dict[str, object] = json.loads((Path(folder) / "run" / "summary.json").read_text())
         return summary
 
@@ -135,26 +196,68 @@ def images_per_second(*words: str) -> float:
     return float(str(summary["samples_per_second"]))
 
 
+def images(
+    num_samples: int = 25600, image_size: int = 32, num_classes: int = 10, in_channels: int = 3
+) -> tuple[Dataset[tuple[Tensor, Tensor]], Dataset[tuple[Tensor, Tensor]]]:
+    """Return the data of all that is compared, in memory: a micro-batch of them is taken at once."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(DISTINCT, in_channels, image_size, image_size, generator=generator)
+    distinct = TensorDataset(inputs, torch.randint(num_classes, (DISTINCT,), generator=generator))
+    return Subset(distinct, [i % DISTINCT for i in range(num_samples)]), Subset(distinct, range(64))
+
+
+def batches(size: int, side: int, num_classes: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield micro-batches for ever, as our first stage gets them: input on the device, target on the CPU."""
+    dataset, _ = images(image_size=side, num_classes=num_classes)
+    device = torch.device("cuda", torch.cuda.current_device()) if DEVICE == "cuda" else torch.device("cpu")
+    how = {"seed": 0, "shuffle": True, "num_workers": 0, "device": device, "precision": adl_dist.Precision()}
+    loader = DeviceLoader(dataset, "training", **how)  # type: ignore[arg-type]
+    for epoch in itertools.count():
+        yield from loader.batches(epoch, [size] * (loader.num_samples // size))  # type: ignore[misc]
+
+
+def tell_loading(size: int, side: int, num_classes: int = 10) -> None:
+    """Print what it takes to load, which is part of all that is compared."""
+    loaded = batches(size, side, num_classes)
+    next(loaded)
+    begin, count = time.perf_counter(), 0
+    while time.perf_counter() - begin < LOADING_SECONDS:
+        next(loaded)
+        count += 1
+    _wait()
+    print(f"Loading alone: {1e3 * (time.perf_counter() - begin) / count:.2f} ms for {size} images\n", flush=True)
+
+
 @IN_OUR_PRECISION
-def by_hand(kind: str, model: nn.Module, size: int, num_micro_batches: int, side: int) -> float:
+def by_hand(kind: str, model: nn.Module, size: int, num_micro_batches: int, side: int, num_classes: int = 10) -> float:
     """Return the images/s of torch's own loop: ``eager``, ``compiled``, or each update as one CUDA ``graph``."""
     model = model.to(DEVICE).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    x = torch.randn(num_micro_batches, size, 3, side, side, device=DEVICE)
-    y = torch.randint(10, (num_micro_batches, size), device=DEVICE)
-    loss_fn = nn.CrossEntropyLoss()
+    loaded, loss_fn = batches(size, side, num_classes), nn.CrossEntropyLoss()
     call: Callable[[Tensor], Tensor] = torch.compile(model) if kind == "compiled" else model
 
-    def update() -> None:
-        for images, classes in zip(x, y, strict=True):
-            (loss_fn(call(images), classes) / num_micro_batches).backward()
+    def update(given: Iterator[tuple[Tensor, Tensor]]) -> None:
+        for x, y in itertools.islice(given, num_micro_batches):
+            (loss_fn(call(x), y.to(DEVICE, non_blocking=True)) / num_micro_batches).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=kind != "graph")
 
-    once = _graphed(update) if kind == "graph" else update
+    once: Update = partial(update, loaded)
+    if kind == "graph":
+        places = [(x.clone(), y.to(DEVICE)) for x, y in itertools.islice(loaded, num_micro_batches)]
+        once = partial(_refilled, places, loaded, _graphed(lambda: update(iter(places))))
     for _ in range(5):
         once()
     return num_micro_batches * size * _per_second(once)
+
+
+def _refilled(places: Sequence[tuple[Tensor, Tensor]], loaded: Iterator[tuple[Tensor, Tensor]], replay: Update) -> None:
+    """Put the next micro-batches into their ``places``, and do ``replay``."""
+    for x, y in places:
+        input_, target = next(loaded)
+        x.copy_(input_)
+        y.copy_(target, non_blocking=True)
+    replay()
 
 
 def _graphed(update: Update) -> Update:
@@ -173,16 +276,21 @@ def _graphed(update: Update) -> Update:
 
 def _per_second(update: Update) -> float:
     """Return how often ``update`` runs in a second."""
-    wait = torch.cuda.synchronize if DEVICE == "cuda" else lambda: None
-    wait()
+    _wait()
     begin, count = time.perf_counter(), 0
     while time.perf_counter() - begin < SECONDS:
         update()
         count += 1
         if count % 10 == 0:  # or the host would run ahead of the clock
-            wait()
-    wait()
+            _wait()
+    _wait()
     return count / (time.perf_counter() - begin)
+
+
+def _wait() -> None:
+    """Return when the GPU has done all that was launched."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
 
 
 def in_turns(rows: dict[str, Callable[[], float]], base: str) -> None:
@@ -210,6 +318,7 @@ def in_turns(rows: dict[str, Callable[[], float]], base: str) -> None:
 def overhead() -> None:
     """Our engine next to torch's loop, where the GPU is the limit."""
     print("ResNet-18 (CIFAR form), batch 128, M = 1, float32; and K = 4 stages in one process\n")
+    tell_loading(128, 32)
     ours = ("model=resnet18", "train.batch_size=128", "data.num_samples=25600", "train.epochs=2")
     one = ("method=bp", "partition.num_stages=1", "method.accumulation_steps=1", "runtime.channels_last=false")
     four = ("method=fdg", "partition.num_stages=4", "runtime.processes=false", "runtime.channels_last=false")
@@ -220,10 +329,11 @@ def overhead() -> None:
     }
     in_turns(rows, "torch's loop")
     print("ResNet-50, 224x224, batch 64, M = 1\n")
+    tell_loading(64, 224, 1000)
     ours = ("model=torchvision", "model.name=resnet50", "data.image_size=224", "data.num_classes=1000")
     ours += ("train.batch_size=64", "data.num_samples=2560", "train.epochs=2")
     rows = {
-        "torch's loop": lambda: by_hand("eager", torchvision_model("resnet50"), 64, 1, 224),
+        "torch's loop": lambda: by_hand("eager", torchvision_model("resnet50"), 64, 1, 224, 1000),
         "bp, our engine": lambda: images_per_second(*ours, *one),
     }
     in_turns(rows, "torch's loop")
@@ -232,6 +342,7 @@ def overhead() -> None:
 def ranks() -> None:
     """A network of small kernels: what do more processes on one GPU gain over one?"""
     print("ResNet-56, M = 4 micro-batches of 32, float32; ranks share the GPU and send through host memory\n")
+    tell_loading(32, 32)
     ours = (*RESNET56, "method.accumulation_steps=4", "data.num_samples=25600", "train.epochs=2")
     rows: dict[str, Callable[[], float]] = {
         f"BP by hand, {kind}": lambda kind=kind: by_hand(kind, cifar_resnet(56), 32, 4, 32)  # type: ignore[misc]
@@ -248,6 +359,7 @@ def ranks() -> None:
 def graphs() -> None:
     """A network of small kernels in one process: what is gained where the host launches graphs instead of kernels?"""
     print("ResNet-56, M = 4 micro-batches of 32, float32; all stages in one process\n")
+    tell_loading(32, 32)
     ours = (*RESNET56, "method.accumulation_steps=4", "data.num_samples=25600", "train.epochs=2")
     rows: dict[str, Callable[[], float]] = {
         f"BP by hand, {kind}": lambda kind=kind: by_hand(kind, cifar_resnet(56), 32, 4, 32)  # type: ignore[misc]

@@ -2,13 +2,21 @@
 
 import importlib.util
 import math
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+
+from adl_dist.cli.config.compose import compose_run
+from adl_dist.cli.plan import profiler
+from adl_dist.data.loading import PLAIN
+from adl_dist.distributed.procfs import state_of
+from adl_dist.training.input import DeviceLoader
 
 FILE = Path(__file__).parents[1] / "benchmarks" / "gpu.py"
 
@@ -42,6 +50,12 @@ def test_the_loop_by_hand_has_a_speed(gpu, monkeypatch):
     assert gpu.by_hand("eager", model, 2, 2, 4) > 0
 
 
+def test_loading_has_a_time_of_its_own(gpu, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "LOADING_SECONDS", 0.05)
+    gpu.tell_loading(8, 4)
+    assert re.match(r"Loading alone: \d+\.\d\d ms for 8 images", capsys.readouterr().out)
+
+
 def test_the_loop_by_hand_computes_in_the_precision_of_our_runs(gpu, monkeypatch):
     seen = set()
 
@@ -67,6 +81,60 @@ def test_a_run_that_fails_or_lasts_costs_its_row(gpu, monkeypatch, capsys):
     monkeypatch.setattr(gpu.subprocess, "run", lasts)
     assert math.isnan(gpu.images_per_second("model=resnet8"))
     assert "not ended after 150 s" in capsys.readouterr().out
+
+
+def gone_within(seconds, process):
+    """Whether ``process`` is gone by then, or only waits for another one to take note of its end."""
+    end = time.monotonic() + seconds
+    while (state := state_of(process)) not in ("", "Z") and time.monotonic() < end:
+        time.sleep(0.02)
+    return state in ("", "Z")
+
+
+HANGING = """
+import signal, subprocess, sys, time
+rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+open(sys.argv[1], "w").write(str(rank.pid))
+print("tests/gpu/test_gpu.py::test_a[one GPU] PASSED [ 50%]", flush=True)
+print("E   why it fails", flush=True)
+print("tests/gpu/test_gpu.py::test_b ", end="", flush=True)
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a call of CUDA that does not return
+time.sleep(60)
+"""
+
+
+def test_tests_are_told_as_they_end_and_leave_no_rank(gpu, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(gpu, "INTERRUPT_SECONDS", 0.2)
+    assert gpu.told_as_they_end([sys.executable, "-c", HANGING, str(tmp_path / "rank")], 3.0) is None
+    told = capsys.readouterr().out
+    assert "::test_a[one GPU] PASSED" in told
+    assert "why it fails" in told
+    assert "::test_b DID NOT END" in told
+    rank = int((tmp_path / "rank").read_text())
+    assert gone_within(10, rank)
+
+
+def test_the_exit_code_of_tests_is_theirs(gpu, capsys):
+    code = "print('=== 1 failed in 0.1s ==='); raise SystemExit(1)"
+    assert gpu.told_as_they_end([sys.executable, "-c", code], 30.0) == 1
+    assert "1 failed" in capsys.readouterr().out
+
+
+def test_what_is_compared_has_the_same_loader(gpu, monkeypatch):
+    """By hand from the loader of our runs, with their settings: only then is the engine what differs."""
+    made = []
+
+    class Watched(DeviceLoader):
+        def __init__(self, dataset, name, **how):
+            made.append((name, type(dataset), how["shuffle"], how["num_workers"], how.get("loading", PLAIN)))
+            super().__init__(dataset, name, **how)
+
+    monkeypatch.setattr(gpu, "DeviceLoader", Watched)
+    next(gpu.batches(4, 8, 10))
+    config, _ = compose_run([*gpu.COMMON, "run_dir=none"])
+    monkeypatch.setattr(profiler, "DeviceLoader", Watched)
+    profiler.device_loader(config, torch.device("cpu"), shuffle=config.data.get("shuffle", True))
+    assert made[0] == made[1]
 
 
 @pytest.mark.slow

@@ -117,9 +117,10 @@ def exchanged_bytes(model: nn.Module, compression: Compression) -> int:
     return sum(p.numel() * (width or p.element_size()) for p in model.parameters())
 
 
-def of_first(value: float) -> float:
-    """Return the ``value`` of the first of several ranks, on all of them."""
-    told = torch.tensor([value], dtype=torch.float64)
+def of_first(value: float, device: torch.device) -> float:
+    """Return the ``value`` of the first of several ranks, on all of them; this one is on ``device``."""
+    over_nccl = dist.get_backend() == "nccl"  # which sends what is on a GPU, and nothing else
+    told = torch.tensor([value], dtype=torch.float64, device=device if over_nccl else None)
     dist.broadcast(told, src=0)
     return told.item()
 

@@ -97,8 +97,9 @@ def train_stages(
     """
     rank, num_ranks, last = dist.get_rank(), dist.get_world_size(), num_stages - 1
     with_loss = next(r for r in range(num_ranks) if last in stages_of(schedule, r, num_ranks, num_stages))
-    # Every rank makes it, but only its members may use it; targets stay on the CPU.
-    targets: Any = dist.new_group([0, with_loss], backend="gloo") if with_loss else None
+    # Targets stay on the CPU. A group of all ranks, of which two use it: next to NCCL those that are no members of a
+    # smaller one would split the default group, and wait for the members for ever (older torch).
+    targets: Any = dist.new_group(backend="gloo") if with_loss else None
     bordered = {k: Bordered(m, channels_last=channels_last, overwrites=overwrites[k]) for k, m in modules.items()}
     stages = [PipelineStage(module, k, num_stages, training.device) for k, module in bordered.items()]
     make, own = (ONE_STAGE[schedule], stages[0]) if schedule in ONE_STAGE else (SEVERAL_STAGES[schedule], stages)
@@ -110,8 +111,10 @@ def train_stages(
         if batches is not None:
             input_, target = next(batches)
             inputs = [input_]
-        if targets is not None and rank in (0, with_loss):
-            dist.broadcast(target, src=0, group=targets)
+        if targets is not None and rank == 0:
+            dist.send(target, with_loss, group=targets)
+        elif targets is not None and rank == with_loss:
+            dist.recv(target, 0, group=targets)
         wanted = target.to(training.device, non_blocking=True) if rank == with_loss else None
         pipeline.step(*inputs, target=wanted, return_outputs=False)
         training.update()

@@ -165,7 +165,7 @@ class Job:
         """Answer rank 0's watchdog meanwhile, and end this process if that asks no more."""
         heartbeat = self._plane.endpoint.heartbeat
         heartbeat.activate(worker.activity)
-        monitor = HeartbeatMonitor(heartbeat, self._world.rank, self._timeouts)
+        monitor = HeartbeatMonitor(heartbeat, self._world.rank, self._timeouts, self._end_without_rank_0)
         monitor.start()
         try:
             result = serve(worker, self._plane)
@@ -174,6 +174,18 @@ class Job:
             monitor.join()
         heartbeat.deactivate()
         return result
+
+    def _end_without_rank_0(self, why: str) -> None:
+        """Have the main thread end the job, now that rank 0 is dead: what waits on a GPU would not hear of it.
+
+        Only over NCCL. gloo tells by itself that a peer is gone, with the message that was waited for.
+        """
+        stop = self._plane.endpoint.stop
+        if self._world.backend != "nccl" or stop.failure is not None:  # rank 0 has said before why it ends
+            return
+        self._world.is_rank_0_informed = False  # so this process prints it
+        stop.take(Abort(Failure(rank=COORDINATOR_RANK, text=why, is_gone=True)))
+        self._world.abort_edges()
 
 
 def _stage_row(known: RankStatus, stage: StageStatus) -> dict[str, Any]:

@@ -217,7 +217,9 @@ def disconnect(*, in_order: bool = True) -> None:
     rpc.shutdown(graceful=False)
     if dist.is_initialized():
         for group in [None] if world.owns_group else [edge.group for edge in world.edges.values()]:
-            dist.destroy_process_group(group)
+            # On a GPU that has failed this fails, too, and must not take the place of the cause.
+            with contextlib.nullcontext() if in_order else contextlib.suppress(RuntimeError):
+                dist.destroy_process_group(group)
 
 
 def _quieten_rpc() -> None:

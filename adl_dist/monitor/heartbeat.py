@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 
 from adl_dist.distributed.procfs import machine, start_time, state_of
@@ -97,13 +98,22 @@ class Lookout(threading.Thread):
 class HeartbeatMonitor(Lookout):
     """A thread in every process but rank 0: ends the process when rank 0, which would see to that, asks no more."""
 
-    def __init__(self, heartbeat: Heartbeat, rank: int, timeouts: WatchdogTimeouts) -> None:
-        """Look for ``rank``, with the timeouts of the watchdog; rank 1 also reports a stall."""
+    def __init__(
+        self, heartbeat: Heartbeat, rank: int, timeouts: WatchdogTimeouts, on_gone: Callable[[str], None]
+    ) -> None:
+        """Look for ``rank``, with the timeouts of the watchdog; rank 1 also reports a stall.
+
+        ``on_gone`` is called once, as soon as rank 0 is known to be dead, with its description.
+        """
         super().__init__("heartbeat monitor", timeouts, distributed=True)
         self._heartbeat, self._rank, self._began = heartbeat, rank, time.monotonic()
+        self._on_gone: Callable[[str], None] | None = on_gone
 
     def look(self) -> None:
-        """See whether rank 0 has asked in time."""
+        """See whether rank 0 is there and has asked in time."""
+        if self._on_gone is not None and (gone := self._heartbeat.rank0_status()) is not None:
+            on_gone, self._on_gone = self._on_gone, None
+            on_gone(gone)
         now = time.monotonic()
         if self.was_held(now):
             self._began = now

@@ -166,7 +166,9 @@ class GraphedStage(Stage):
         Raises:
             ConfigError: a graph cannot hold them.
         """
-        target = _copy(self._wanted(wanted)[0])
+        target = self._wanted(wanted)[0]
+        if target is not None:
+            target = target.to(self._device)  # targets come on the CPU, and only :meth:`forward` moves them
         self.begin(0, training=True)
         before, rehearsed = self._addresses(), Slot(self, 0, acts, target, grads)
         with recordable(self.where, self._device, may_draw=self._may_draw):

@@ -21,6 +21,36 @@ from adl_dist.streams import streams_kept
 SIMILARITY_SHARE = 0.99
 
 
+class Pool(nn.AdaptiveAvgPool2d):
+    """The adaptive average of torch, of square outputs, by the plain one where that has the same windows.
+
+    On a GPU torch has a backward that gives the same bits each time for the plain one alone. It divides once, where the
+    adaptive one divides by height and width, so the last digit may differ unless both are powers of two.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the averages [B, C, S, S] of ``x`` [B, C, H, W]."""
+        assert isinstance(self.output_size, int)
+        windows = [even_windows(size, self.output_size) for size in x.shape[-2:]]
+        if self.output_size == 1 or None in windows:  # of one window the adaptive one is a plain mean
+            return super().forward(x)
+        widths, strides = zip(*(window for window in windows if window is not None), strict=True)
+        return F.avg_pool2d(x, widths, strides)
+
+
+def even_windows(size: int, number: int) -> tuple[int, int] | None:
+    """Return width and stride of the windows that an adaptive average divides ``size`` into; None: they are not even.
+
+    Window i of ``number`` is from floor(i size / number) to ceil((i + 1) size / number).
+    """
+    begins = [i * size // number for i in range(number)]
+    widths = {-(-(i + 1) * size // number) - begin for i, begin in enumerate(begins)}
+    strides = {after - before for before, after in pairwise(begins)}
+    if len(widths) > 1 or len(strides) > 1 or 0 in strides:
+        return None
+    return widths.pop(), strides.pop() if strides else size
+
+
 class LocalLoss(nn.Module):
     """The model's loss function on the output of an auxiliary classifier."""
 
@@ -78,8 +108,8 @@ def similarities(x: Tensor) -> Tensor:
 def mlp_sr(channels: int, size: int, num_classes: int, *, num_convolutions: int = 3) -> nn.Module:
     """MLP-SR of DGL (Belilovsky et al. 2020): reduce the image, three 1x1 convolutions, three layers, a classifier."""
     convolutions = [_conv(channels, kernel_size=1) for _ in range(num_convolutions)]
-    layers = [nn.AdaptiveAvgPool2d(2), nn.Flatten(), *_layers(4 * channels), nn.Linear(4 * channels, num_classes)]
-    return nn.Sequential(nn.AdaptiveAvgPool2d(math.ceil(size / 4)), *convolutions, *layers)
+    layers = [Pool(2), nn.Flatten(), *_layers(4 * channels), nn.Linear(4 * channels, num_classes)]
+    return nn.Sequential(Pool(math.ceil(size / 4)), *convolutions, *layers)
 
 
 def mlp(channels: int, size: int, num_classes: int) -> nn.Module:
@@ -92,7 +122,7 @@ def mlp(channels: int, size: int, num_classes: int) -> nn.Module:
 def cnn(channels: int, size: int, num_classes: int) -> nn.Module:
     """CNN of DGL: two 3x3 convolutions at full resolution, then a linear classifier."""
     convolutions = [_conv(channels, kernel_size=3) for _ in range(2)]
-    pool = [nn.AdaptiveAvgPool2d(2), nn.BatchNorm2d(channels), nn.Flatten()]
+    pool = [Pool(2), nn.BatchNorm2d(channels), nn.Flatten()]
     return nn.Sequential(*convolutions, *pool, nn.Linear(4 * channels, num_classes))
 
 
@@ -101,7 +131,7 @@ def linear(channels: int, size: int, num_classes: int) -> nn.Module:
     if size == 0:
         return nn.Linear(channels, num_classes)
     side = min(size, 2)
-    return nn.Sequential(nn.AdaptiveAvgPool2d(side), nn.Flatten(), nn.Linear(channels * side**2, num_classes))
+    return nn.Sequential(Pool(side), nn.Flatten(), nn.Linear(channels * side**2, num_classes))
 
 
 def _conv(channels: int, *, kernel_size: int) -> nn.Module:

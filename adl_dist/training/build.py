@@ -45,6 +45,7 @@ from adl_dist.training.record import record_graphs
 from adl_dist.training.replayed_state import remembered
 from adl_dist.training.samples import Samples
 from adl_dist.training.warm_up import check_without_warm_up, needs_warm_up, warm_up
+from adl_dist.training.warm_updates import warm_up_updates
 
 Settings = dict[str, Any]
 
@@ -118,6 +119,9 @@ def build_worker(
         check_without_warm_up(world.backend)
     elif needs_warm_up(spec, device):
         warm_up(contexts, spec, device, agreed.acts, samples, terms)
+        if world.backend == "nccl":
+            num_loaded = loaders[0].num_loaded if loaders[0] is not None else 0
+            warm_up_updates(contexts, spec, device, agreed.acts, samples, num_loaded=num_loaded)
     ticks = None
     if recorder is not None:
         ticks = record_graphs(contexts, spec, recorder, device, agreed.acts, samples, terms)

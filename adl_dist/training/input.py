@@ -19,6 +19,9 @@ from adl_dist.stage import LossFn, Precision
 from adl_dist.stage.loss_terms import IGNORED, ClassLoss, LossTerms, class_loss
 from adl_dist.transport.staging import to_device
 
+PREFETCHED = 2  # micro-batches for each process that loads: torch's default
+UNDER_WAY = 4  # from pinned memory to a device
+
 
 def in_format(tensor: Tensor, *, channels_last: bool) -> Tensor:
     """Return ``tensor``, if it is of images [B, C, H, W], as [B, H, W, C] in memory, if that is wanted."""
@@ -96,6 +99,11 @@ class DeviceLoader:
             if self.precision.channels_last and input_.ndim == 4:
                 input_ = input_.contiguous(memory_format=torch.channels_last)
             yield input_, target
+
+    @property
+    def num_loaded(self) -> int:
+        """How many micro-batches may be in pinned memory at the same time."""
+        return PREFETCHED * self._loader.num_workers + UNDER_WAY
 
     def _floating(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.precision.dtype) if tensor.is_floating_point() else tensor

@@ -51,15 +51,15 @@ def record_graphs(
     batch = samples.repeated(size)
     stages = {k: context.stage for k, context in contexts.items() if isinstance(context.stage, GraphedStage)}
     with ExitStack() as all_kept:
-        for k, stage in stages.items():
-            arriving = zeros_of(acts[k], size, device, training=True) if k in acts else tensors_of(batch.input_)
-            back = zeros_of(acts[k + 1].of_gradients(), size, device, training=True) if k + 1 in acts else ()
-            wanted = targets_of(batch, terms, size) if stage.has_loss else (None,)
-            all_kept.enter_context(kept(stage.module, [stage.module], spec, device))
-            stage.prepare(recorder, arriving, wanted, back)
-        ticked = {k: stage for k, stage in stages.items() if isinstance(stage, TickedStage)}
-        ticks = Ticks(ticked, spec.pipeline, terms) if ticked else None
         try:
+            for k, stage in stages.items():
+                arriving = zeros_of(acts[k], size, device, training=True) if k in acts else tensors_of(batch.input_)
+                back = zeros_of(acts[k + 1].of_gradients(), size, device, training=True) if k + 1 in acts else ()
+                wanted = targets_of(batch, terms, size) if stage.has_loss else (None,)
+                all_kept.enter_context(kept(stage.module, [stage.module], spec, device))
+                stage.prepare(recorder, arriving, wanted, back)
+            ticked = {k: stage for k, stage in stages.items() if isinstance(stage, TickedStage)}
+            ticks = Ticks(ticked, spec.pipeline, terms) if ticked else None
             if ticks is not None:
                 ticks.record(recorder)
             else:

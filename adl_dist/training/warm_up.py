@@ -27,7 +27,7 @@ from adl_dist.transport.spec import Specs
 
 logger = logging.getLogger("adl_dist")
 
-STEPS = Op.UPDATE, Op.UPDATE_HEAD  # left out: what they change could not be put back for any optimizer
+STEPS = Op.UPDATE, Op.UPDATE_HEAD  # left out: what they change could not be put back; see warm_updates.py
 
 
 def needs_warm_up(spec: TrainSpec, device: torch.device) -> bool:

@@ -162,7 +162,8 @@ def _quantise(codec: str, flat: Tensor, place: Tensor, generator: torch.Generato
 def _scales(largest: Tensor, levels: int) -> Tensor:
     """Return the scales for blocks with these largest magnitudes: rounded up, and NaN where these are not finite."""
     is_finite = largest.isfinite()  # asked first: of the NaN that a GPU makes, rounding up makes -0.0
-    bits = largest.div(levels).view(torch.int32).add_(~SCALE_MASK).bitwise_and_(SCALE_MASK)
+    # By a tensor: divided by a number of Python, a GPU multiplies by its reciprocal, which rounds otherwise than a CPU.
+    bits = largest.div(largest.new_full((), levels)).view(torch.int32).add_(~SCALE_MASK).bitwise_and_(SCALE_MASK)
     scales = bits.clamp_(max=GREATEST_SCALE[levels]).view(torch.float32)
     return scales.masked_fill_(scales == 0, 1.0).masked_fill_(~is_finite, math.nan)
 

@@ -132,6 +132,8 @@ class End:
     def _issue(self, issue: Issue, edge: Edge, micro_batch: int, tag: int, wire: Tensor) -> dist.Work | None:
         try:
             return issue(wire, self._peer, group=edge.group, tag=tag)
+        except torch.AcceleratorError:
+            raise  # of this GPU: the peer is not to blame
         except RuntimeError as error:
             raise self._lost(micro_batch) from error
 

@@ -1,5 +1,6 @@
 """``adl-dist race``: who shares runs with whom, devices, what is kept, the table, and what is refused."""
 
+import contextlib
 import json
 import math
 import os
@@ -8,7 +9,10 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from adl_dist.baselines.loop import of_first
 from adl_dist.cli.bench.runner import Measured
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.race import replicas
@@ -257,6 +261,24 @@ def test_a_mistake_is_one_line_and_writes_nothing(extra, parts, tmp_path):
 def test_help_lists_the_contenders():
     shows(in_process("race", "--help").out, ["diloco-500", "zbh1-int8", "--link", "--values"])
     shows(in_process("--help").out, ["race "])
+
+
+def test_each_replica_has_a_gpu_of_its_own_if_there_are_enough(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(replicas, "run_together", started.extend)
+    replicas.start("ddp", None, words(tmp_path, "partition.num_stages=2")[1:])
+    told = [[child.environment[name] for name in ("RANK", "LOCAL_RANK")] for child in started]
+    assert told == [["0", "0"], ["1", "1"]]
+
+
+@pytest.mark.parametrize(("backend", "place"), [("nccl", "meta"), ("gloo", "cpu")])
+def test_what_replicas_tell_each_other_is_where_nccl_can_send_it(backend, place, monkeypatch):
+    seen = []
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(dist, "broadcast", lambda tensor, src: seen.append(tensor.device.type))
+    with contextlib.suppress(RuntimeError):  # the other device that a CPU has cannot tell numbers
+        of_first(0.5, torch.device("meta"))
+    assert seen == [place]
 
 
 def one_replica(kind, inner_updates, argv):

@@ -11,12 +11,14 @@ import torch.futures
 
 from adl_dist.control import serve as serving
 from adl_dist.control.group import RpcWorkerGroup
+from adl_dist.control.job import Job
 from adl_dist.control.messages import Abort, Done, Failure, Load
 from adl_dist.control.rpc import ControlPlane, JobEndpoint
 from adl_dist.control.serve import RpcReporter, serve
 from adl_dist.distributed.rpc_errors import Call, PeerError, PeerGoneError, PeerLateError
 from adl_dist.distributed.world import single_process
 from adl_dist.errors import ChannelError, DivergedError, StageFailed
+from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.schedule import Pipeline, Segment, method, training_work
 
 CAUSE = Failure(rank=2, text="rank 2: boom")
@@ -91,6 +93,21 @@ def test_rank_0_is_gone_only_for_a_victim_it_never_talked_to(victim):
     too = replace(CAUSE, is_victim=True)
     error, _, _ = victim(reported=False, rank0_status=RANK_0_IS_GONE, told_after=0, told=too)
     assert str(error) == "waited for the act of micro-batch 3"
+
+
+@pytest.mark.parametrize(("backend", "said", "reason"), [
+    ("nccl", None, RANK_0_IS_GONE), ("nccl", CAUSE, CAUSE.text), ("gloo", None, None)
+])  # fmt: skip
+def test_a_dead_rank_0_ends_what_would_wait_on_a_gpu(backend, said, reason):
+    """Over gloo a message that does not come tells it; and what rank 0 has said before stays the cause."""
+    world = replace(single_process(torch.device("cpu")), rank=1, backend=backend)
+    job = Job(world, WatchdogTimeouts())
+    stop = job._plane.endpoint.stop
+    if said is not None:
+        stop.take(Abort(said))
+    job._end_without_rank_0(RANK_0_IS_GONE)
+    assert (stop.failure.text if stop.failure is not None else None) == reason
+    assert world.is_aborted == (not world.is_rank_0_informed) == (reason == RANK_0_IS_GONE)
 
 
 def test_the_records_right_before_failures_are_handed_on():

@@ -42,6 +42,19 @@ def test_after_an_error_edges_are_given_up_once_and_first(monkeypatch):
     assert did == ["abort", "rpc", "destroy"]
 
 
+def test_a_gpu_that_failed_fails_in_the_end_without_a_word(monkeypatch):
+    """What CUDA says of a failed kernel it says to every later call: it must not take the place of the cause."""
+
+    def destroy(group):
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(world, "_world", replace(world.single_process(torch.device("cpu")), size=2))
+    monkeypatch.setattr(world.rpc, "shutdown", lambda graceful: None)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", destroy)
+    disconnect(in_order=False)
+
+
 @pytest.mark.parametrize(("ranks", "size", "share"), [(1, 1, 4), (1, 4, 1), (4, 4, 4), (2, 2, 4), (1, 2, 2)])
 def test_stages_on_one_gpu_have_a_share_of_its_memory_each(ranks, size, share, monkeypatch):
     """There are four stages, in ``size`` processes, of which ``ranks`` are on one GPU."""

@@ -171,10 +171,10 @@ def another_process():
     ],
 )
 def test_a_heartbeat_monitor_ends_rank_0_that_asks_no_more(number, said, monkeypatch):
-    lines, ends, answers = [], [], Heartbeat()
+    lines, ends, gone, answers = [], [], [], Heartbeat()
     monkeypatch.setattr(heartbeat, "print_bounded", lambda text, level=0: lines.append(text))
     monkeypatch.setattr(heartbeat, "end", lambda: ends.append(time.monotonic()))
-    monitor = HeartbeatMonitor(answers, 1, WatchdogTimeouts(stall_seconds=0.4, abort_seconds=0.8))
+    monitor = HeartbeatMonitor(answers, 1, WatchdogTimeouts(stall_seconds=0.4, abort_seconds=0.8), gone.append)
     with another_process() as (rank_0, asker):
         monitor.start()
         for _ in range(10 if number else 0):
@@ -188,6 +188,7 @@ def test_a_heartbeat_monitor_ends_rank_0_that_asks_no_more(number, said, monkeyp
         monitor.stop()
         monitor.join()
         assert not number or rank_0.wait(timeout=5) == -signal.SIGKILL
+    assert number != signal.SIGKILL or len(gone) == 1, "told once"
     why = re.escape(f"rank 0, which looks after the job, {said.format(where=asker.where, pid=asker.pid)}")
     assert re.match(f"adl-dist: {why}".replace(r"\.\ s", r"\d s"), lines[0]), lines
     assert re.match(f"adl-dist: error: rank 1 ends itself: {why}".replace(r"\.\ s", r"\d s"), lines[1]), lines

@@ -1,11 +1,12 @@
-"""Similarity matching (PredSim): its values, and that it asks a GPU for none."""
+"""Heads: their averages on a GPU, and similarity matching (PredSim): its values, and that it asks a GPU for none."""
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from adl_dist.stage.heads import SIMILARITY_SHARE, PredSim, build_head, similarities
+from adl_dist.stage.heads import SIMILARITY_SHARE, Pool, PredSim, build_head, similarities
 
 CLASSES = 4
 SHAPES = [(6,), (3, 5, 5), (3, 1, 1)]
@@ -56,3 +57,36 @@ def test_predsim_asks_the_device_for_no_number(shape):
     head = build_head("predsim", shape, num_classes=CLASSES, seed=1).to("meta")
     out, target = torch.empty(9, *shape, device="meta"), torch.empty(9, dtype=torch.long, device="meta")
     loss_and_gradients(head, head, out.detach(), target)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("size", range(1, 13))
+def test_an_average_is_the_adaptive_one(size, number):
+    results = []
+    for pool in (Pool(number), nn.AdaptiveAvgPool2d(number)):
+        x = torch.randn(2, 3, size, size + 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        out = pool(x.requires_grad_())
+        results.append([out.detach(), *torch.autograd.grad(out.square().sum(), x)])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+class Named(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func._schema.name)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("size", [5, 6, 8, 16, 32])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "linear", "predsim"])
+def test_a_gpu_can_give_the_same_bits_each_time(name, size):
+    """It has no such backward of the adaptive average, and torch refuses it with ``runtime.deterministic``."""
+    head = build_head(name, (3, size, size), num_classes=CLASSES, seed=0)
+    out, target = torch.randn(4, 3, size, size, requires_grad=True), torch.arange(4)
+    with Named() as seen:
+        head(out, target, F.cross_entropy).backward()
+    assert not [one for one in seen.names if "adaptive" in one]

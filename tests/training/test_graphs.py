@@ -10,8 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 from adl_dist.errors import ConfigError, DataError, DivergedError
 from adl_dist.schedule.slots import Slots, slots_of
-from adl_dist.stage import graphed, graphs, ticks
+from adl_dist.stage import Precision, graphed, graphs, ticks
 from adl_dist.stage.static_weights import StaticWeights
+from adl_dist.stage.traits import StageTraits
 from adl_dist.training import build
 from tests.support.commands import assert_same
 from tests.support.graphs import StandIn, use_stand_in
@@ -19,7 +20,7 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import NUM_SAMPLES, nan_inputs, toy_trainer, train
 from tests.support.tiers import slow
 from tests.support.toys import NUM_CLASSES, UNET_BALANCE, FixedImages, batch_norm_net, tuple_net, unet
-from tests.support.values import QUIET
+from tests.support.values import QUIET, spec_of
 
 METHODS = ("adl", "fdg", "ddg", "bp", "gpipe", "1f1b", "pipedream", "2bw", "paci")
 MICRO_BATCHES = 11  # of an epoch, the last one smaller
@@ -383,14 +384,27 @@ def test_graphs_without_a_gpu_are_refused():
         run(2, 2, cuda_graphs=True)
 
 
-def test_a_device_that_cannot_record_is_told_in_one_line(recorders, monkeypatch):
-    def record(self, works):
+@pytest.mark.parametrize("does", ["rehearse", "record"])
+def test_a_device_that_cannot_record_is_told_in_one_line(does, recorders, monkeypatch):
+    def refuse(*_, **__):
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nCompile with ...")
 
-    monkeypatch.setattr(StandIn, "record", record)
+    monkeypatch.setattr(StandIn, does, refuse)
     with pytest.raises(ConfigError, match=r"cannot be recorded: .*operation not permitted.*; use") as refused:
         run(2, 2, cuda_graphs=True)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("setting", [True, "tick"])
+def test_a_target_is_recorded_where_the_stage_computes(setting):
+    """Targets come on the CPU. The meta device stands for a GPU: what a stage computes there it must find there."""
+    meta, sgd = torch.device("meta"), functools.partial(torch.optim.SGD, lr=0.1)
+    spec = replace(spec_of(1, sgd), precision=Precision(cuda_graphs=setting))
+    kind = ticks.TickedStage if setting == "tick" else graphed.GraphedStage
+    stage = kind(batch_norm_net().to(meta), 0, spec, device=meta, traits=StageTraits())
+    images, target = torch.zeros(3, 2, 6, 6, device=meta), torch.zeros(3, dtype=torch.long)
+    stage.prepare(StandIn(), (images,), (target,), ())
+    assert stage.slots[0].fits((images,), target)
 
 
 def test_work_that_leaves_the_device_is_refused():

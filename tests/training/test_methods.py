@@ -8,7 +8,7 @@ from torch import nn
 
 from adl_dist.schedule import METHODS, Op, Pipeline, Segment, method, training_work
 from adl_dist.seeds import stream_seed
-from adl_dist.stage.heads import build_head
+from adl_dist.stage.heads import Pool, build_head
 from tests.support.commands import assert_same
 from tests.support.equations import (
     EQUATIONS,
@@ -293,10 +293,10 @@ def layer(n):
 
 # DGL's code (auxillary_classifier2 with n_lin = 3 and 0, mlp_layers = 3, and its CNN), for 5 channels of 9x9 pixels.
 HEADS = {
-    "mlp_sr": [nn.AdaptiveAvgPool2d(3), *conv(5, 1) * 3, nn.AdaptiveAvgPool2d(2), nn.Flatten(), *layer(20) * 3],
-    "mlp": [nn.AdaptiveAvgPool2d(3), nn.AdaptiveAvgPool2d(2), nn.Flatten(), *layer(20) * 3],
-    "cnn": [*conv(5, 3) * 2, nn.AdaptiveAvgPool2d(2), nn.BatchNorm2d(5), nn.Flatten()],
-    "linear": [nn.AdaptiveAvgPool2d(2), nn.Flatten()],
+    "mlp_sr": [Pool(3), *conv(5, 1) * 3, Pool(2), nn.Flatten(), *layer(20) * 3],
+    "mlp": [Pool(3), Pool(2), nn.Flatten(), *layer(20) * 3],
+    "cnn": [*conv(5, 3) * 2, Pool(2), nn.BatchNorm2d(5), nn.Flatten()],
+    "linear": [Pool(2), nn.Flatten()],
 }
 
 

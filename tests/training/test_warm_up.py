@@ -1,13 +1,19 @@
 """What is done once before training: it leaves no trace in values, and nothing of the kind is left for training."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from adl_dist.errors import ConfigError
+from adl_dist.optimizers import Muon
 from adl_dist.schedule import METHODS
+from adl_dist.stage import Stage
 from adl_dist.training import build
 from adl_dist.training.warm_up import check_without_warm_up
+from adl_dist.training.warm_updates import warm_up_updates
 from tests.support import runs
 from tests.support.commands import assert_same
 from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
@@ -31,10 +37,79 @@ VARIANTS = [
 ]
 
 
+@pytest.fixture
+def over_nccl(monkeypatch):
+    """Updates are warmed up, too, as they are over NCCL; what operations that calls."""
+    actions, seen = build.warm_up, Operations()
+
+    def both(contexts, spec, device, acts, samples, terms):
+        actions(contexts, spec, device, acts, samples, terms)
+        with seen:
+            warm_up_updates(contexts, spec, device, acts, samples, num_loaded=2)
+
+    monkeypatch.setattr(build, "warm_up", both)
+    return seen.names
+
+
+class Operations(TorchDispatchMode):
+    """Takes note of the operations of torch that are called, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(str(func))
+        return func(*args, **kwargs or {})
+
+
 @pytest.mark.parametrize(("name", "options"), VARIANTS, ids=[" ".join([n, *map(str, o.values())]) for n, o in VARIANTS])
-def test_a_warm_up_leaves_no_trace(name, options, monkeypatch):
+def test_a_warm_up_leaves_no_trace(name, options, monkeypatch, over_nccl):
     plain, warm = (trained(name, options, monkeypatch, warms_up=warms_up) for warms_up in (False, True))
     assert_same(warm, plain)
+
+
+adamw = functools.partial(torch.optim.AdamW, lr=0.01, foreach=True)
+momentum = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True)
+UPDATES = {
+    "adamw": ("adl", {}, {"optimizer": adamw, "clip_norm": 0.3, "ema": 0.9, "codec": "int8"}),
+    "muon": ("adl", {}, {"optimizer": functools.partial(Muon, lr=0.01), "clip_norm": 0.3}),
+    "mitigated": ("adl", {"mitigation": ("discount", "spike", "delay_compensation")}, {"optimizer": momentum}),
+    "predicted": ("adl", {"mitigation": ("predict",)}, {"optimizer": momentum}),
+    "2bw": ("2bw", {}, {"optimizer": momentum, "clip_norm": 0.3, "ema": 0.9}),
+    "paci": ("paci", {}, {"optimizer": adamw}),
+    "gpipe": ("gpipe", {}, {"optimizer": adamw, "clip_norm": 0.3}),
+    "head": ("dni", {}, {"optimizer": adamw, "clip_norm": 0.3}),
+}
+
+
+@pytest.mark.parametrize("case", UPDATES)
+def test_no_update_does_anything_for_the_first_time(case, over_nccl, monkeypatch):
+    """An operation that the warm-up has not called has a kernel that a GPU would load while receives wait on it."""
+    (name, options, of_trainer), update, seen = UPDATES[case], Stage.update, Operations()
+
+    def watched(stage):
+        with seen:
+            update(stage)
+
+    plain = trained(name, options, monkeypatch, warms_up=False, of_trainer=of_trainer)
+    monkeypatch.setattr(Stage, "update", watched)
+    assert_same(trained(name, options, monkeypatch, warms_up=True, of_trainer=of_trainer), plain)
+    assert len(seen.names) > 3
+    assert seen.names <= over_nccl
+
+
+def test_an_optimizer_that_refuses_copies_is_left_alone(over_nccl, monkeypatch):
+    """A user's function may know the parameters that it was made for."""
+    model = batch_norm_net()
+    known = set(model.parameters())
+
+    def picky(parameters):
+        assert known.issuperset(parameters)
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    trained("adl", {}, monkeypatch, warms_up=True, model=model, of_trainer={"balance": "even", "optimizer": picky})
+    assert not [one for one in over_nccl if "add" in one], "no step was made"
 
 
 @pytest.mark.parametrize("loading", [None, "LAZY", "EAGER"])

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from adl_dist.codecs import BLOCK, CODECS, LEVELS, coded_bytes
 from adl_dist.transport.coding import Coder, decode, encode, layout
@@ -125,6 +126,28 @@ def test_the_nan_that_a_gpu_makes_is_seen_as_one(codec, monkeypatch):
     (got,) = there_and_back(codec, tensor)
     assert got[1].isnan().all()
     assert got[0].isfinite().all()
+
+
+class Divisors(TorchDispatchMode):
+    """Notes where that is by which tensors of the meta device are divided."""
+
+    def __init__(self):
+        super().__init__()
+        self.divisors = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "div" in func._schema.name and args[0].device.type == "meta":
+            self.divisors.append(args[1].device.type if isinstance(args[1], torch.Tensor) else "a number")
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_a_gpu_divides_as_a_cpu_does(codec):
+    """By a number of Python it would multiply by the reciprocal. The meta device stands for it."""
+    tensor = torch.zeros(2, 256, device="meta")
+    with Divisors() as seen:
+        encode(codec, [TensorSpec.of(tensor)], [tensor], None)
+    assert seen.divisors == ["meta", "meta"]
 
 
 @pytest.mark.parametrize("seed", [None, 7])

@@ -133,14 +133,30 @@ class Broken(Event):
         raise torch.AcceleratorError("device-side assert triggered")
 
 
-def test_a_fault_of_its_own_gpu_is_not_blamed_on_the_peer():
-    sender = ProcessSender(
-        Edge(0, 1, (0, 1), None, "gloo"), SPECS, what="act", max_pending=1, max_pending_in_evaluation=1
+def sender_over(backend):
+    return ProcessSender(
+        Edge(0, 1, (0, 1), None, backend), SPECS, what="act", max_pending=1, max_pending_in_evaluation=1
     )
-    tensor = torch.ones(1)
+
+
+def test_a_fault_of_its_own_gpu_is_not_blamed_on_the_peer():
+    sender, tensor = sender_over("gloo"), torch.ones(1)
     sender._pending.append((0, [(SendFromGpu(tensor, tensor, Broken(), lambda host: None), tensor)]))
     with pytest.raises(torch.AcceleratorError, match="device-side assert"):
         sender.drain()
+
+
+def test_nor_is_one_that_shows_where_a_send_begins(monkeypatch):
+    """Over NCCL a send is a kernel, and to launch one may tell of another that has failed."""
+
+    def send(*_, **__):
+        raise torch.AcceleratorError("device-side assert triggered")
+
+    monkeypatch.setattr(process, "SEND", send)
+    sender = sender_over("nccl")
+    sender.open([2], training=True)
+    with pytest.raises(torch.AcceleratorError, match="device-side assert"):
+        sender.send(0, (torch.ones(2, 3),))
 
 
 @pytest.mark.parametrize("specs", [SPECS, Specs.always([TensorSpec((VARIES,), "float32")])], ids=["fixed", "varying"])

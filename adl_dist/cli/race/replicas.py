@@ -57,7 +57,11 @@ def start(kind: str, inner_updates: int | None, words: Sequence[str]) -> None:
         shared = {FOLDER: place, "OMP_NUM_THREADS": str(config.threads), GLOO: loopback() or ""}
         command = [sys.executable, "-m", "adl_dist.cli.race.replicas", *named, *words]
         ranks = [
-            Child(command=command, log=folder / "logs" / f"rank{r}.log", environment={**shared, "RANK": str(r)})
+            Child(
+                command=command,
+                log=folder / "logs" / f"rank{r}.log",
+                environment={**shared, "RANK": str(r), "LOCAL_RANK": str(r)},  # the latter says which GPU
+            )
             for r in range(K)
         ]
         run_together(ranks)
@@ -99,7 +103,7 @@ def train(rank: int, kind: Kind, inner_updates: int | None, config: RunConfig, p
                 train_alone(replica, cast(Iterator[tuple[Tensor, Tensor]], loader.batches(epoch, sizes)), training)
                 done = (epoch + 1) * updates_per_epoch
                 metrics = _evaluated(model, outer, validation, config, training) if rank == 0 else {}
-                loss = of_first(metrics.get("loss", 0.0))
+                loss = of_first(metrics.get("loss", 0.0), device)
                 if rank == 0:
                     _record(config, metrics, epoch=epoch, updates=outer.last if outer else done, done=done)
                 if not math.isfinite(loss):
