@@ -40,6 +40,12 @@ def test_names_of_tests_have_60_characters_at_most():
     assert [name for name in names if len(name) > 60] == []
 
 
+def test_no_file_holds_both_sides_of_a_merge():
+    listed = subprocess.run(["git", "ls-files"], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=60).stdout
+    texts = [PACKAGE.parent / name for name in listed.splitlines() if name.endswith((".md", ".py", ".yaml", ".toml"))]
+    assert [path for path in texts if re.search(r"^(<{7}|>{7}) ", path.read_text(), re.MULTILINE)] == []
+
+
 def test_every_file_of_tests_that_a_document_names_is_there():
     root = PACKAGE.parent
     pages = [*root.glob("*.md"), *(root / "docs").rglob("*.md"), *PACKAGE.rglob("*.py"), *root.glob("conf/**/*.yaml")]

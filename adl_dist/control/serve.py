@@ -116,7 +116,8 @@ def _explained(error: ChannelError, is_reported: bool, plane: ControlPlane) -> A
             command = plane.endpoint.commands.get(timeout=CAUSE_SECONDS)
             if not isinstance(command, Abort):
                 return error
-            plane.world.is_rank_0_informed = True
+            is_of_rank_0 = command.failure.rank == COORDINATOR_RANK and command.failure.is_gone
+            plane.world.is_rank_0_informed = not is_of_rank_0
             return error if command.failure.is_victim else command.failure.error()
     # A rank 0 that took the report was there when the channel broke; it ends, too, when it has told the others.
     name = None if is_reported else heartbeat.rank0_status()

@@ -62,6 +62,7 @@ from adl_dist.stage.tied import TiedWeights
 from adl_dist.streams import streams_kept
 from adl_dist.transport.coded import CodedChannel, CodedSender
 from adl_dist.transport.coding import Coder
+from adl_dist.transport.process import POSTED_AHEAD
 
 
 @dataclass
@@ -240,8 +241,9 @@ class LocalWorker:
                 if training:
                     if self.user_code is not None:  # in front of what looks whether the run is to end
                         order = self._with_calls(order, self.user_code)
-                    ahead = self.pipeline.received_ahead if self.world.is_distributed else 0
-                    order = self.stop.applied(order, segment, self.pipeline, self.contexts, posted_ahead=ahead)
+                    order = self.stop.applied(
+                        order, segment, self.pipeline, self.contexts, posted_ahead=self.posted_ahead
+                    )
                 with self.meter.segment(self.stages[0]) if training and self.meter else contextlib.nullcontext():
                     engine.run(order, self.contexts, self.activity, reports.add if reports is not None else None)
                 if reports is not None:
@@ -253,6 +255,13 @@ class LocalWorker:
             finally:
                 if batches is not None:
                     batches.close()
+
+    @property
+    def posted_ahead(self) -> int:
+        """The most receives that any process has posted beyond one that it awaits."""
+        if not self.world.is_distributed:
+            return 0
+        return self.pipeline.most_received_ahead if self.world.backend == "gloo" else POSTED_AHEAD
 
     def _with_calls(self, order: Iterable[tuple[int, Action]], code: UserCode) -> Iterator[tuple[int, Action]]:
         """Hand ``order`` through, and make the calls of the user's code that wait before the next action."""

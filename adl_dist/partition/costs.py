@@ -148,7 +148,8 @@ class StageFootprint:
 
     graphs: int  # micro-batches with all their activations; 2(K-1-k)+1 of ADL
     inputs: int = 0  # micro-batches with nothing but what came in
-    received: int = 1 + RECEIVED_AHEAD  # messages of each edge: one taken, and those whose receives are posted
+    acts_received: int = 1 + RECEIVED_AHEAD  # one taken, and those whose receives are posted
+    grads_received: int = 1 + RECEIVED_AHEAD  # likewise
     acts_sent: int = 1  # messages downstream that are kept until they are known to have left
     grads_sent: int = 1  # messages upstream that are kept so
     weight_copies: int = 0  # weight versions in addition to the newest
@@ -276,8 +277,8 @@ def stage_bytes(units: Sequence[UnitCost], *, held: StageFootprint, optimizer_co
     in_graphs = 0 if held.recomputes else min(held.acts_sent, held.graphs)
     in_buffers = max(1, held.acts_sent - in_graphs)
     came_in = _at_starts([unit.act_bytes + unit.widened_bytes for unit in units])
-    before = [held.received * unit.act_bytes + held.grads_sent * unit.grad_bytes for unit in units]
-    after = [held.received * u.grad_bytes + in_graphs * u.held_before + in_buffers * u.act_bytes for u in units]
+    before = [held.acts_received * unit.act_bytes + held.grads_sent * unit.grad_bytes for unit in units]
+    after = [held.grads_received * u.grad_bytes + in_graphs * u.held_before + in_buffers * u.act_bytes for u in units]
     messages = _at_starts(before) + _at_stops(after)
     activations = _of_stages(np.add, [unit.activation_bytes for unit in units])
     activations = activations + _at_starts([unit.held_behind for unit in units])

@@ -65,7 +65,8 @@ def best_cut(
         StageFootprint(
             graphs=stage.graphs,
             inputs=stage.inputs,
-            received=1 + pipeline.received_ahead,
+            acts_received=1 + pipeline.received_ahead(stage.stage - 1),
+            grads_received=1 + pipeline.received_ahead(stage.stage),
             acts_sent=kept.get(("act", stage.stage), 0),
             grads_sent=kept.get(("grad", stage.stage), 0),
             weight_copies=stage.weight_copies + stage.history_copies,
@@ -147,9 +148,8 @@ def predict(
     units = _units(profile, pipeline, machine)
     expected = speed(pipeline.method, _costs(units, balance, pipeline, machine))
     without = replace(balance, link_seconds=[0.0] * len(balance.link_seconds))
-    free = speed(
-        pipeline.method, _costs(units, without, pipeline, Machine(speeds=machine.speeds))
-    )  # links that cost nothing
+    no_links = Machine(speeds=machine.speeds)
+    free = speed(pipeline.method, _costs(units, without, pipeline, no_links))
     per_micro_batch = max(expected.time_per_update, _tied_link_seconds(units, balance, machine)) / M
     last_units = [units[stop - 1] for stop in accumulate(balance.sizes[:-1])]
     crossing = [unit.act_bytes + unit.grad_bytes for unit in last_units]

@@ -3,7 +3,6 @@
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 from adl_dist.errors import ConfigError
@@ -126,8 +125,7 @@ class Pipeline:
         Stage 0 sends no gradient, so all that it gains is that a forward may come between the two. Where its delay
         leaves room it does both at once, which is faster: what a layer has kept is then read once, not twice.
         """
-        is_fixed = self.spec.splits or self.spec.flush or self.spec.forward_lock
-        if stage > 0 or is_fixed or not self.method.splits:
+        if stage > 0 or self.spec.flush or self.spec.forward_lock or not self.method.splits:
             return self.method.splits
         return not self._has_room_for_whole_backward
 
@@ -136,7 +134,8 @@ class Pipeline:
         K = self.num_stages
         if K <= 2:
             return self.room_for_links(0) >= 0
-        # Stages in between do a WG now and then: there must be room for a part more, and for as slow links as ever.
+        # Stages in between may do a WG first. With that part more, spread over 2(K-1) messages, stage 0 must still
+        # leave as much room for links as they do.
         room = self.room_for_links(0) - 1 / (2 * (K - 1))
         return room >= max(0.0, min(map(self.room_for_links, range(1, K - 1))))
 
@@ -149,14 +148,19 @@ class Pipeline:
         n = self.num_stages - stage
         return (3 * (self.delays[stage] + 1) - 2 * n - 1) / (2 * (n - 1)) if n > 1 else math.inf
 
-    @property
-    def received_ahead(self) -> int:
-        """Receives that a stage posts beyond the one awaited, where a message leaves once its receive is posted.
+    def received_ahead(self, stage: int) -> int:
+        """Return how many receives ``stage`` and the next one post beyond an awaited one, for messages between them.
 
-        Over a long way as many have to be posted as are on it: what the delays of two neighbours leave room for.
+        gloo sends a message only when its receive is posted. So there is one for each message that may be on its way at
+        the same time: as many as the delay falls from one stage to the next.
         """
-        falls = [before - behind for before, behind in pairwise(self.delays)]
-        return RECEIVED_AHEAD if self.flush else max([RECEIVED_AHEAD, *falls])
+        has_next = 0 <= stage < self.num_stages - 1
+        return max(RECEIVED_AHEAD, self.delays[stage] - self.delays[stage + 1]) if has_next else RECEIVED_AHEAD
+
+    @property
+    def most_received_ahead(self) -> int:
+        """The most receives that any stage posts beyond an awaited one."""
+        return max(map(self.received_ahead, range(self.num_stages - 1)), default=RECEIVED_AHEAD)
 
     def head_delay(self, stage: int) -> int | None:
         """Return how many ticks after a forward the head of ``stage`` learns from its gradient; None: none learns."""

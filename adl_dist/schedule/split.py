@@ -267,8 +267,13 @@ class _Stage:
         op = Op.BACKWARD_INPUT if self._splits else Op.BACKWARD
         actions = list(backward_part(op, self._pipeline, self._index, b, self._places[b]))
         self.actions += actions
-        self._deferred.extend([b] * self._splits)
         self._num_backward += 1
-        self.free = now + PART * ((1 if self._splits else 2) + (actions[0].op is Op.RECOMPUTE))
+        self.free = now + PART
+        if self._splits:
+            self._deferred.append(b)
+        else:
+            self.free += PART
+        if actions[0].op is Op.RECOMPUTE:
+            self.free += PART
         if self._index < self._pipeline.num_stages - 1:
             self.grads.popleft()

@@ -118,6 +118,7 @@ class Stage:
         self.in_flight: dict[int, InFlight] = {}
         self._splits, self._skips = pipeline.splits_backward(index), gradients.skips
         self.tally = StepStats()
+        # All stages alike, or one upstream would name an update that it got from one that looks later.
         self.faults = NonFiniteCheck(gradients, stage=index, is_last=self.is_last, reads_late=method.splits)
         self._clip_norm = gradients.clip_norm
         self._watching_buffers = buffers_kept_finite if gradients.skips else nullcontext

@@ -101,13 +101,19 @@ def connect_stages(
             # Labels travel to the next stage from the CPU; a stage that computes with one moves it. Counts are read.
             is_read = what in ("go", "label") or (what == "target" and targets[-1] == COUNTS)
             device = torch.device("cpu") if is_read else world.device
-            ahead = pipeline.received_ahead if world.edges[what, source].backend == "gloo" else POSTED_AHEAD
             contexts[to].receivers[what] = receiver_of(
-                world, what, source, specs, device, as_sent[to], codec, posted_ahead=ahead
+                *(world, what, source, specs, device, as_sent[to], codec),
+                posted_ahead=receives_ahead(pipeline, source, to) if world.backend == "gloo" else POSTED_AHEAD,
             )
     for tie, op, message in tied_edges(pipeline):
         connect_tied(world, contexts, pipeline, tie, op, message)
     return contexts
+
+
+def receives_ahead(pipeline: Pipeline, source: int, to: int) -> int:
+    """Return how many receives stage ``to`` posts beyond the one that it awaits from stage ``source``, over gloo."""
+    is_next = abs(to - source) == 1
+    return pipeline.received_ahead(min(source, to)) if is_next else pipeline.most_received_ahead
 
 
 def connect_tied(

@@ -107,6 +107,7 @@ def test_a_dead_rank_0_ends_what_would_wait_on_a_gpu(backend, said, reason):
         stop.take(Abort(said))
     job._end_without_rank_0(RANK_0_IS_GONE)
     assert (stop.failure.text if stop.failure is not None else None) == reason
+    assert job._plane.endpoint.commands.qsize() == (reason == RANK_0_IS_GONE), "who waits for a command hears of it"
     assert world.is_aborted == (not world.is_rank_0_informed) == (reason == RANK_0_IS_GONE)
 
 

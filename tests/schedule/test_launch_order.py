@@ -7,6 +7,7 @@ import pytest
 from adl_dist.distributed.device import FOR_EARLY_RECEIVES
 from adl_dist.schedule import Op, Pipeline, max_pending_of, method, updates_that_load
 from adl_dist.schedule.build_actions import evaluation_actions
+from adl_dist.training.edges import receives_ahead
 from adl_dist.transport.process import POSTED_AHEAD
 from tests.schedule.launch_order import run, standing_still
 from tests.schedule.test_schedule import actions_of, every_variant
@@ -46,20 +47,39 @@ def test_evaluation_never_stands_still(in_order):
     assert standing_still(lists, max_pending=limits, ahead=POSTED_AHEAD, in_order_of_launches=in_order) == {}
 
 
-@pytest.mark.parametrize("name", ["bp", "gpipe", "1f1b", "adl", "fdg", "pipedream"])
-@pytest.mark.parametrize("K", [2, 3, 4])
-def test_no_act_is_awaited_beyond_an_early_end(name, K):
+@pytest.mark.parametrize(
+    ("name", "K", "delay"),
+    [
+        *itertools.product(["bp", "gpipe", "1f1b", "adl", "fdg", "pipedream"], [2, 3, 4], [None]),
+        *[("adl", 2, [5, 0]), ("adl", 3, [7, 3, 0])],  # more receives are posted, over gloo
+    ],
+)
+def test_no_act_is_awaited_beyond_an_early_end(name, K, delay):
     """Stage 0 decides before it loads micro-batch b, however far the hosts of the others can have come by then."""
     for M in (1, 4):
-        groups = [M] * (4 + 12 // M)
-        chosen = method(name, accumulation_steps=M)
-        lists, limits = actions_of(K, groups, chosen), max_pending_of(Pipeline(chosen, K))
-        for b in range(sum(groups) - 3 * M - POSTED_AHEAD):
+        groups = [M] * (6 + 12 // M)
+        chosen = method(name, accumulation_steps=M, **({} if delay is None else {"delay": delay}))
+        lists, pipeline = actions_of(K, groups, chosen), Pipeline(chosen, K)
+        limits, ahead = max_pending_of(pipeline), pipeline.most_received_ahead
+        for b in range(sum(groups) - 3 * M - ahead):
             until = lists[0].index((Op.LOAD, b))
             cut = [lists[0][:until], *lists[1:]]
-            stages = run(cut, max_pending=limits, ahead=POSTED_AHEAD, in_order_of_launches=IN_ORDER)
-            end = sum(groups[: updates_that_load(groups, b + 1 + POSTED_AHEAD)])
+            stages = run(cut, max_pending=limits, ahead=ahead, in_order_of_launches=IN_ORDER)
+            end = sum(groups[: updates_that_load(groups, b + 1 + ahead)])
             assert stages[0].host == until
             for stage, actions in zip(stages[1:], lists[1:], strict=True):
                 num_posted = sum(a.op is Op.RECV_ACT for a in actions) - len(stage.to_post["act"])
                 assert num_posted <= end, (M, b)
+
+
+@pytest.mark.parametrize(
+    ("name", "delay", "ahead"),
+    [("adl", None, [2, 2, 2]), ("adl", [7, 0], [7]), ("adl", [9, 5, 4, 0], [4, 2, 4]), ("1f1b", None, [2, 2, 2])],
+)
+def test_as_many_receives_are_posted_as_may_be_on_the_way(name, delay, ahead):
+    K = len(ahead) + 1
+    pipeline = Pipeline(method(name, **({} if delay is None else {"delay": delay})), K)
+    assert [pipeline.received_ahead(k) for k in range(K - 1)] == ahead
+    assert pipeline.most_received_ahead == max(ahead)
+    assert receives_ahead(pipeline, 0, K - 1) == (max(ahead) if K > 2 else ahead[0]), "the targets' edge"
+    assert [receives_ahead(pipeline, *ends) for ends in ((K - 2, K - 1), (K - 1, K - 2))] == [ahead[-1]] * 2

@@ -215,14 +215,6 @@ def test_stage_0_does_both_parts_at_once_where_there_is_room(name, delay, splits
     assert [pipeline.splits_backward(k) for k in range(K)] == [splits, *[True] * (K - 1)]
 
 
-@pytest.mark.parametrize(
-    ("name", "delay", "ahead"), [("adl", None, 2), ("adl", [7, 0], 7), ("adl", [9, 6, 3, 0], 3), ("1f1b", None, 2)]
-)
-def test_as_many_receives_are_posted_as_may_be_on_the_way(name, delay, ahead):
-    options = {} if delay is None else {"delay": delay}
-    assert Pipeline(method(name, **options), 4 if delay is None else len(delay)).received_ahead == ahead
-
-
 @pytest.mark.parametrize("name", ["adl", "2bw", "fr"])
 def test_a_forward_meets_the_same_updates_with_a_split(name):
     for delay in ([4, 2, 0], [2, 1, 0], [2, 2, 2], [3, 0, 0]):
