@@ -44,7 +44,8 @@ def best_balance(
 ) -> Balance:
     """Return the cut whose slowest stage or link is fastest, among all whose stages fit into memory.
 
-    Of several it is the one that sends least, and of these the one with the lexicographically smallest sizes.
+    Of several, which there are where a link takes longest, it is the one whose slowest stage is fastest; of these the
+    one that sends least, and of these the one with the lexicographically smallest sizes.
     ``optimizer_copies``: tensors of the optimizer's state per parameter, 1 of SGD with momentum, 2 of Adam.
 
     Raises:
@@ -84,8 +85,13 @@ def best_balance(
         raise _too_large(evaluated(sizes), machine, held)
     bytes_sent = np.array([unit.act_bytes + unit.grad_bytes for unit in units[:-1]])
 
+    def allowed(k: int) -> Floats:
+        return np.where(link(k) <= bottleneck, -math.inf, math.inf)
+
+    slowest_stage, _ = _best(num_stages, seconds, allowed, np.maximum)
+
     def fast(k: int) -> Floats:
-        return np.where(seconds(k) <= bottleneck, 0.0, math.inf)
+        return np.where(seconds(k) <= slowest_stage, 0.0, math.inf)
 
     _, sizes = _best(num_stages, fast, lambda k: np.where(link(k) <= bottleneck, bytes_sent, math.inf), np.add)
     return evaluated(sizes)

@@ -246,6 +246,19 @@ def test_all_pipelines_are_cut_at_the_same_place(balance, granularity, sizes):
     assert [compose_run(words)[0].runtime.channels_last for words in argv] == [True, True, False, True]
 
 
+def test_a_cut_by_measurement_is_for_the_links_that_are_described(monkeypatch):
+    """Over a slow one few bytes cross it: one tensor of 16 features, not of 16 channels of 8 x 8."""
+    monkeypatch.setattr("adl_dist.cli.bench.entries.link_figures", lambda _: {"bandwidth": 1e12, "latency": 0.0})
+    monkeypatch.setattr(Profiler, "num_others", lambda *_: 0)
+    words = [*CONV_NET, "partition.balance=auto", "partition.granularity=layer", "runtime.threads=1"]
+    able, _ = fit("adl", *words)
+    crossing = [
+        survey(compose_run([*words, *links])[0], able, predicts=False).cuts[2].act_bytes[0]
+        for links in ([], ["partition.links=1kbit"])
+    ]
+    assert crossing[0] >= 4096 > crossing[1]
+
+
 def test_several_stages_in_a_process_have_a_finer_cut():
     words = [*CONV_NET, "partition.balance=[4,1]"]
     able, found = look(words, "1f1b", "zbh1", "interleaved", "torch-interleaved", "torch-zbv")

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from adl_dist.baselines.loop import of_first
+from adl_dist.cli.bench.entries import Cut, ModelSurvey
 from adl_dist.cli.bench.runner import Measured
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.race import replicas
@@ -21,10 +22,12 @@ from adl_dist.cli.race.devices import devices, quotas
 from adl_dist.cli.race.link import read_link
 from adl_dist.cli.race.report import draw, report, rows
 from adl_dist.cli.race.seconds import Timings, key_of
+from adl_dist.cli.race.settle import settled_cut
 from adl_dist.cli.race.updates import Found, Race, Target, find_updates, read_target
 from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
 from adl_dist.errors import ConfigError
 from adl_dist.schedule import Method
+from adl_dist.transport.spec import TensorSpec
 from tests.cli.test_links import needs_namespaces
 from tests.support.commands import in_process, shows, words
 from tests.support.ranks import run_ranks
@@ -59,6 +62,30 @@ def test_a_contender_that_cannot_run_is_left_out_with_the_reason():
     shows(left_out["ddp"], ["cannot be shared evenly by 4 replicas"])
     with pytest.raises(ConfigError, match="there is no 'nope'"):
         named("nope")
+
+
+def test_a_race_cuts_for_its_slowest_link_and_its_devices(monkeypatch, tmp_path):
+    """Once: the same command with other links goes on with the cut that its results are of."""
+    cut_for = []
+
+    def apart(_, config, able):
+        cut_for.append((config.partition.links, config.partition.speeds, config.partition.balance))
+        found = Cut(sizes=[1, 2], overwrites=[], act_bytes=[8], grad_bytes=[8])
+        facts = {"target": TensorSpec((), "int64"), "exchanged_bytes": {}, "predicted": {}}
+        return ModelSurvey(cuts={2: found}, granularity="block", channels_last=False, **facts)
+
+    monkeypatch.setattr("adl_dist.cli.race.settle.apart", apart)
+    links, on = [read_link(text) for text in ("100mbit", "50mbit", "50mbit,20ms", "1gbit,80ms")], devices(4, [0, 1])[0]
+    for own, given in (([], links), ([], links[:1]), (["partition.links=1gbit", "partition.speeds=[1,2]"], links)):
+        folder = tmp_path / str(len(own))
+        folder.mkdir(exist_ok=True)
+        cut, _ = settled_cut(folder, ["partition.balance=auto", *own], [], given, on)
+        assert cut == ["partition.granularity=block", "partition.balance=[1,2]"]
+    assert cut_for == [
+        ("50mbit,20ms", [0.5, 0.5], "auto"),
+        ("100mbit,0ms", [0.5, 0.5], [1, 2]),
+        ("1gbit", [1.0, 2.0], "auto"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,10 @@ from adl_dist.cli.config.compose import method_named
 from adl_dist.cli.config.schema import Device, RunConfig
 from adl_dist.cli.plan.link import link_figures
 from adl_dist.cli.plan.profiler import Profiler
+from adl_dist.cli.plan.question import described
 from adl_dist.distributed.affinity import num_cores
 from adl_dist.errors import AdlError, ConfigError, PartitionError
+from adl_dist.links import LINKS
 from adl_dist.partition import Machine, checked_sizes, even_sizes
 from adl_dist.partition.predict import best_cut, predict
 from adl_dist.schedule import METHODS, Method, Pipeline
@@ -304,10 +306,13 @@ def predict_speeds(
     method, K, batch = config.method.chosen(), config.partition.num_stages, config.train.batch_size
     M, profile = method.micro_batches_per_update, functools.cache(lambda M: profiler.profile(batch // M))
     machine = Machine(speeds=config.partition.speeds, **(link_figures(config.runtime.device) if K > 1 else {}))
+    links = described(config.partition.chosen().links)  # the cut is for these, as in training; speeds are as measured
+    over = machine if links is None else replace(machine, **links.for_stages(K, LINKS).figures)
     predicted: dict[str, float] = {}
     with profiler.with_load(profiler.num_others(K), batch // M):
         found = {
-            num: given or list(best_cut(profile(M), _pipeline(config, num), machine=machine).sizes)
+            num: given
+            or list(best_cut(profile(M), _pipeline(config, num), machine=over if num == K else machine).sizes)
             for num, given in sizes.items()
         }
         for entry in able:

@@ -77,7 +77,7 @@ def race(argv: list[str]) -> None:
     able, left_out = contenders(names, setting.words, **found_of)
     if not able:
         raise ConfigError(f"no contender is left: {'; '.join(f'{name}: {why}' for name, why in left_out.items())}")
-    cut, survey = settled_cut(setting.out, setting.words, able)
+    cut, survey = settled_cut(setting.out, setting.words, able, setting.links, setting.on[0])
     words = [*setting.words, *cut]
     config, _ = compose_run(words)
     config.runtime.threads = setting.on[0].threads

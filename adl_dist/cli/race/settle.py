@@ -29,11 +29,20 @@ from adl_dist.transport.coding_speed import coding_seconds
 SETTLED = "settled.json"
 
 
-def settled_cut(folder: Path, words: Sequence[str], able: Sequence[Racer]) -> tuple[list[str], ModelSurvey]:
-    """Return the settings of the cut that this race began with, and a survey of the model with that cut."""
+def settled_cut(
+    folder: Path, words: Sequence[str], able: Sequence[Racer], links: Sequence[Link], on: Device
+) -> tuple[list[str], ModelSurvey]:
+    """Return the settings of the cut that this race began with, and a survey of the model with that cut.
+
+    ``partition.balance=auto`` cuts for the slowest of ``links`` and equal devices, unless the user describes others.
+    """
     known = read_json(folder / SETTLED)
     cut: list[str] = known.get("cut", [])
     config, _ = compose_run([*words, *cut])
+    partition = config.partition
+    slowest = min(links, key=lambda link: (link.bits_per_second, -link.round_trip_seconds))
+    partition.links = partition.links or slowest.name
+    partition.speeds = partition.speeds or [on.share] * partition.num_stages
     found: ModelSurvey = apart(partial(survey, predicts=False), config, [contender.entry for contender in able])
     if not cut:
         K = config.partition.num_stages
