@@ -21,6 +21,7 @@ from adl_dist.distributed.device import message_backend
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 LossFn = Callable[[Any, Tensor], Tensor]
+Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]  # what DDP does with a bucket of gradients
 Compression = Literal["none", "bf16", "powersgd"]  # of what DDP sends
 
 # PowerSGD's rank, as its authors chose it for ResNet and CIFAR-10, and the updates before it begins, which send plain
@@ -97,8 +98,25 @@ def replicated(model: nn.Module, device: torch.device, *, compression: Compressi
         replica.register_comm_hook(None, bf16_compress_hook)
     elif compression == "powersgd":
         state = PowerSGDState(None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_BEGIN)
-        replica.register_comm_hook(state, powerSGD_hook)
+        replica.register_comm_hook(state, one_by_one(powerSGD_hook) if dist.get_backend() == "gloo" else powerSGD_hook)
     return replica
+
+
+def one_by_one(hook: Hook) -> Hook:
+    """Return ``hook`` for a backend that pairs collectives by their order: a bucket begins when the last one is done.
+
+    PowerSGD's hook begins a second and a third all-reduce when the one before is there. With several buckets these come
+    in another order on each rank, and gloo sums what does not belong together, or aborts if the sizes differ.
+    """
+    last: list[torch.futures.Future[Tensor]] = []
+
+    def in_turn(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        for future in last:
+            future.wait()
+        last[:] = [hook(state, bucket)]
+        return last[0]
+
+    return in_turn
 
 
 def exchanged_bytes(model: nn.Module, compression: Compression) -> int:

@@ -113,6 +113,18 @@ def losses_of_a_replica(K, compression):
     return losses[0], losses[-1], model.state_dict()
 
 
+def of_several_buckets(K):
+    """Matrices of 27 MB, each of which fills a bucket of DDP's; the weights of a few numbers of each at the end."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(2600, 2600, bias=False) for _ in range(3)))
+    batch = torch.randn(K, 1, 2600)[int(os.environ["RANK"])], torch.ones(1, 2600)
+    with joined_by(K, "buckets"):
+        how = {"num_updates": 25, "micro_batches": 1, "loss_fn": nn.functional.mse_loss}
+        mine = Training(device=CPU, optimizer=torch.optim.SGD(model.parameters(), lr=0.01), **how)
+        train_alone(replicated(model, CPU, compression="powersgd"), itertools.repeat(batch), mine)
+    return [layer.weight[:3].detach().clone() for layer in model]
+
+
 def one_of_diloco(K, inner_updates, lr, momentum, num_updates):
     """A replica on its own shard: its weights at the end, the common ones, and its BatchNorm statistics."""
     model = batch_norm_net().double()
@@ -175,6 +187,13 @@ def test_powersgd_sends_less_and_still_learns_what_ddp_learns():
     assert any(not torch.allclose(compressed[2][name], plain[2][name], atol=1e-3) for name in plain[2])  # it has begun
     model = wide_net()
     assert exchanged_bytes(model, "powersgd") < exchanged_bytes(model, "bf16") < exchanged_bytes(model, "none")
+
+
+def test_powersgd_of_several_buckets_sums_what_belongs_together():
+    """Gloo pairs collectives by their order, and torch's hook begins those of several buckets in any."""
+    first, second = run_ranks(2, of_several_buckets, 2)
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_diloco_without_momentum_and_with_h_of_1_is_averaging():
