@@ -52,7 +52,7 @@ def test_all_that_flush_share_the_runs_of_one_device():
     assert shared.pop("bp-M4") == {"bp", "1f1b", "zbh1"}
     assert shared.pop("bp-M8") == {"torch-1f1b", "torch-zb"}
     assert sorted(map(sorted, shared.values())) == sorted(
-        [name] for name in (*REPLICATED, "zbh1-int8", "2bw", "paci", "adl", "adl-full", "adl-full-int8")
+        [name] for name in (*REPLICATED, "zbh1-int8", "2bw", "paci", "adl", "adl-int8", "adl-full", "adl-full-int8")
     )
 
 

@@ -21,9 +21,12 @@ TORCHS_PIPELINES = {"torch-1f1b": "torch-1f1b", "torch-zb": "torch-zb"}
 ONE_DEVICE = "one-device"
 OURS: Mapping[str, Mapping[str, Any]] = {
     **{name: {"name": name} for name in ("bp", "1f1b", "zbh1", "2bw", "paci", "adl")},
-    **{"zbh1-int8": {"name": "zbh1"}, "adl-full": EVERYTHING, "adl-full-int8": EVERYTHING},
+    **{"zbh1-int8": {"name": "zbh1"}, "adl-int8": {"name": "adl"}},
+    **{"adl-full": EVERYTHING, "adl-full-int8": EVERYTHING},
 }
-CODECS: Mapping[str, str] = dict.fromkeys(("zbh1-int8", "adl-full-int8"), "int8")  # of those that code messages
+CODECS: Mapping[str, str] = dict.fromkeys(
+    ("zbh1-int8", "adl-int8", "adl-full-int8"), "int8"
+)  # of those that code messages
 NAMES = (ONE_DEVICE, *REPLICATED, *TORCHS_PIPELINES, *OURS)
 SYNCHRONOUS = (*TORCHS_PIPELINES, "1f1b", "zbh1", "zbh1-int8")  # pipelines that flush
 WARMUP = 3  # updates that do not count, at least
