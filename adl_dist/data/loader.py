@@ -54,8 +54,8 @@ class Loader:
     Right before ``dataset[index]`` the global random streams that transforms draw from (torch on the CPU, Python's,
     numpy's legacy one) are seeded by (seed, epoch, index): whatever a user's transform does is repeated for any
     number of workers, any micro-batch sizes and after any resume. The process's own streams stay where they are. A
-    ``TensorDataset`` of two tensors on the CPU, or a ``Subset`` of one, draws nothing and is spared this; small images
-    in memory draw the same numbers from a stream of their own.
+    ``TensorDataset`` of two tensors on the CPU, windows of tokens, or a ``Subset`` of one draws nothing and is spared
+    this; small images in memory draw the same numbers from a stream of their own.
 
     A sampler is seeded by (seed, epoch), and a ``collate_fn`` by (seed, epoch, index of its first sample).
 

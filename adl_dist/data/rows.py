@@ -1,4 +1,4 @@
-"""Micro-batches of a dataset that is nothing but tensors, or small images: rows, taken at once."""
+"""Micro-batches of a dataset that is nothing but tensors, small images, or tokens of a file: rows, taken at once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from adl_dist.data.small_images import SmallImages
+from adl_dist.data.tokens import Windows
+from adl_dist.errors import DataError
 
 Seeds = NDArray[np.uint64]
 
@@ -35,10 +37,25 @@ class ImageRows(Dataset[tuple[Tensor, Tensor]]):
         return self._dataset.batch(self._rows[places], self._seeds[places])
 
 
-def rows_of(dataset: Dataset[Any], order: NDArray[np.int64], seeds: Callable[[], Seeds]) -> "Rows | ImageRows | None":
+class WindowRows(Dataset["tuple[Tensor, Tensor] | DataError"]):
+    """The micro-batches of one epoch of windows of tokens, by their places in its order; an error is returned."""
+
+    def __init__(self, dataset: Windows, rows: Tensor) -> None:
+        self._dataset, self._rows = dataset, rows
+
+    def __getitem__(self, places: slice) -> tuple[Tensor, Tensor] | DataError:
+        try:
+            return self._dataset.batch(self._rows[places])
+        except DataError as error:
+            return error
+
+
+def rows_of(
+    dataset: Dataset[Any], order: NDArray[np.int64], seeds: Callable[[], Seeds]
+) -> "Rows | ImageRows | WindowRows | None":
     """Return the samples ``order`` [n] of a ``TensorDataset`` of two plain CPU tensors, or of a ``Subset`` of one.
 
-    Or of :class:`SmallImages`, or a ``Subset`` of these, which draw by the ``seeds`` [n] of samples.
+    Or of :class:`SmallImages`, which draw by the ``seeds`` [n] of samples, of :class:`Windows`, or a ``Subset`` of one.
 
     None for any other dataset, also of a class derived from these, which may treat its samples in its own way; and
     where a subset's indices are not places counted from 0, whose meaning, or error, is that of one by one.
@@ -48,7 +65,7 @@ def rows_of(dataset: Dataset[Any], order: NDArray[np.int64], seeds: Callable[[],
         subsets.append(dataset.indices)
         dataset = dataset.dataset
     is_plain = type(dataset) is TensorDataset and len(dataset.tensors) == 2 and all(map(_is_plain, dataset.tensors))
-    if not is_plain and type(dataset) is not SmallImages:
+    if not is_plain and type(dataset) not in (SmallImages, Windows):
         return None
     for subset in subsets:
         try:
@@ -63,6 +80,8 @@ def rows_of(dataset: Dataset[Any], order: NDArray[np.int64], seeds: Callable[[],
     taken = torch.from_numpy(rows.astype(np.int64))
     if isinstance(dataset, SmallImages):
         return ImageRows(dataset, taken, seeds())
+    if isinstance(dataset, Windows):
+        return WindowRows(dataset, taken)
     assert isinstance(dataset, TensorDataset)
     inputs, targets = dataset.tensors
     return Rows(inputs, targets, taken)

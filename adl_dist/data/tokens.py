@@ -98,7 +98,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
     def __init__(self, file: TokenFile, context: int, vocab_size: int | None = None) -> None:
         self._file, self._vocab_size, self.context = file, vocab_size, context
-        self._tokens: NDArray[Any] | None = None
+        self._windows: NDArray[Any] | None = None  # [n, T + 1], mapped
 
     def __len__(self) -> int:
         return self._file.num_tokens // (self.context + 1)
@@ -107,21 +107,27 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         """Return input int64[T] and target int64[T]; DataError for a token that the vocabulary does not have."""
         if not 0 <= index < len(self):
             raise IndexError(index)
-        if self._tokens is None:
-            self._tokens = self._file.mapped()
-        length = self.context + 1
-        window = self._tokens[index * length : (index + 1) * length].astype(np.int64)
-        if self._vocab_size is not None and (largest := int(window.max())) >= self._vocab_size:
+        inputs, targets = self.batch(torch.tensor([index]))
+        return inputs[0], targets[0]
+
+    def batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the samples ``rows`` [B] as input int64[B, T] and target int64[B, T]; DataError as for one."""
+        if self._windows is None:
+            shape = len(self), self.context + 1
+            self._windows = self._file.mapped()[: shape[0] * shape[1]].reshape(shape)
+        windows = self._windows[rows.numpy()].astype(np.int64)
+        if self._vocab_size is not None and (largest := windows.max(axis=1)).max() >= self._vocab_size:
+            place = int((largest >= self._vocab_size).argmax())
             raise DataError(
-                f"sample {index}: {self._file.path} has token {largest}, but data.vocab_size={self._vocab_size}, so "
-                "tokens must be below that; correct it, or data.dtype"
+                f"sample {int(rows[place])}: {self._file.path} has token {int(largest[place])}, but "
+                f"data.vocab_size={self._vocab_size}, so tokens must be below that; correct it, or data.dtype"
             )
-        tokens = torch.from_numpy(window)
-        return tokens[:-1], tokens[1:]
+        tokens = torch.from_numpy(windows)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a worker gets: it maps the file itself."""
-        return {**vars(self), "_tokens": None}
+        return {**vars(self), "_windows": None}
 
 
 def tokens(

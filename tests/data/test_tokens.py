@@ -1,11 +1,13 @@
 """Files of tokens: all layouts are read alike, samples share no token, and what is damaged is named."""
 
+import itertools
 import pickle
 import struct
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import Subset
 
 from adl_dist.data import Loader, tokens
 from adl_dist.data.tokens import TokenFile, header_of, vocab_size_next_to
@@ -88,8 +90,24 @@ def test_a_file_that_holds_no_such_tokens_is_refused(tmp_path, content, options,
 def test_a_token_that_the_model_does_not_have_is_named(tmp_path):
     path = written(tmp_path / "a.bin", [1, 2, 3, 4, 5, 50256, 0, 0])
     train, _ = tokens(path, path, context=3, vocab_size=50)
+    for num_workers in (0, 1):
+        loader = Loader(train, seed=0, shuffle=False, num_workers=num_workers)
+        with pytest.raises(DataError, match=r"^sample 1: .*a.bin has token 50256, but data.vocab_size=50"):
+            list(loader.batches(0, [2]))
     with pytest.raises(DataError, match=r"sample 1: .*a.bin has token 50256, but data.vocab_size=50"):
         train[1]
+
+
+@pytest.mark.parametrize("subset", [None, np.array([5, 2, 7, 7, 0])])
+def test_windows_taken_at_once_are_the_windows_taken_one_by_one(tmp_path, subset):
+    path = written(tmp_path / "a.bin")
+    dataset, _ = tokens(path, path, context=4)
+    dataset = dataset if subset is None else Subset(dataset, subset)
+    at_once = list(Loader(dataset, seed=1, shuffle=True).batches(3, [2, 3]))
+    one_by_one = list(Loader([*map(dataset.__getitem__, range(len(dataset)))], seed=1, shuffle=True).batches(3, [2, 3]))
+    for ours, theirs in zip(itertools.chain(*at_once), itertools.chain(*one_by_one), strict=True):
+        assert torch.equal(ours, theirs)
+        assert (ours.dtype, ours.stride()) == (theirs.dtype, theirs.stride())
 
 
 def test_the_vocabulary_next_to_tokens_says_how_many_there_are(tmp_path):
