@@ -232,6 +232,40 @@ PLAYED = {
 }
 
 
+@pytest.mark.parametrize(
+    ("processes", "at_once", "words", "most"),
+    [
+        ([2, 1, 1, 4, 1, 1, 1, 1, 1], None, [], [2, 3, 4, 4, 1, 2, 3, 4, 1]),  # cores in use when each one starts
+        ([2, 1, 1, 4, 1], 2, [], [2, 3, 1, 5, 1]),
+        ([8, 1, 1], None, [], [8, 1, 2]),  # more than there are, and so alone
+        ([1, 1], None, ["runtime.device=cuda"], [1, 1]),
+    ],
+)
+def test_as_many_runs_as_there_are_cores_for(processes, at_once, words, most, monkeypatch, tmp_path):
+    """Whatever the widest of all needs: the others do not wait for it. All that run end at the same time."""
+    running, in_use = [], []
+
+    class Process:
+        def __init__(self, child):
+            self.cores, self.returncode = int(child.command[-1]), 0
+            running.append(self)
+            in_use.append(sum(process.cores for process in running))
+
+        def poll(self):
+            if running[:1] != [self]:
+                return None
+            running.remove(self)
+            return 0
+
+    monkeypatch.setattr(sweep, "num_cores", lambda: 4)
+    monkeypatch.setattr(sweep, "start", Process)
+    monkeypatch.setattr(sweep, "end_all", lambda _: None)
+    config = {K: compose_run([f"partition.num_stages={K}", "runtime.threads=1", *words])[0] for K in set(processes)}
+    jobs = [SimpleNamespace(config=config[K], program=[], overrides=[str(K)], folder=tmp_path) for K in processes]
+    assert [code for _, code in sweep._run_here(jobs, at_once=at_once)] == [0] * len(processes)
+    assert in_use == most
+
+
 @pytest.fixture
 def played(monkeypatch):
     """Runs that do not compute; the names of those that were asked for are returned."""

@@ -40,9 +40,10 @@ def settled_cut(
     cut: list[str] = known.get("cut", [])
     config, _ = compose_run([*words, *cut])
     partition = config.partition
-    slowest = min(links, key=lambda link: (link.bits_per_second, -link.round_trip_seconds))
-    partition.links = partition.links or slowest.name
-    partition.speeds = partition.speeds or [on.share] * partition.num_stages
+    if partition.balance == "auto":
+        slowest = min(links, key=lambda link: (link.bits_per_second, -link.round_trip_seconds))
+        partition.links = partition.links or slowest.name
+        partition.speeds = partition.speeds or [on.share] * partition.num_stages
     found: ModelSurvey = apart(partial(survey, predicts=False), config, [contender.entry for contender in able])
     if not cut:
         K = config.partition.num_stages

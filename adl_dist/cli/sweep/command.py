@@ -100,8 +100,7 @@ def run_all(jobs: Sequence[Job], sweep: Sweep, *, of: str) -> None:
             say(f"{sweep.launcher[0]} said: {message}; see {sweep.run_dir / LAUNCHER_FOLDER}")
         return
     started = time.monotonic()
-    at_once = sweep.side_by_side or _default_side_by_side([job.config for job in sweep.jobs])
-    for number, (job, code) in enumerate(_run_here(waiting, at_once=at_once), start=1):
+    for number, (job, code) in enumerate(_run_here(waiting, at_once=sweep.side_by_side), start=1):
         left = (len(waiting) - number) * (time.monotonic() - started) / number
         say(f"{number}/{len(waiting)}  {job.name}: {_outcome(job, code)}; about {left / 60:.0f} min left")
 
@@ -147,12 +146,15 @@ def _outcome(job: Job, code: int | None = None) -> str:
             return f"failed ({how}see {job.folder / LOG})"
 
 
-def _run_here(jobs: Sequence[Job], *, at_once: int) -> Iterator[tuple[Job, int]]:
-    """Run ``jobs`` as processes, ``at_once`` at a time; yield each job with its exit code; leave no process behind."""
+def _run_here(jobs: Sequence[Job], *, at_once: int | None) -> Iterator[tuple[Job, int]]:
+    """Run ``jobs`` as processes, ``at_once`` at a time; yield each job with its exit code; leave no process behind.
+
+    ``at_once`` None: as many as there are cores for; on a GPU one, since only the user knows how many fit.
+    """
     waiting, running = list(reversed(jobs)), list[tuple[Job, subprocess.Popen[bytes]]]()
     try:
         while waiting or running:
-            while waiting and len(running) < at_once:
+            while waiting and _has_room([job.config for job, _ in running], waiting[-1].config, at_once):
                 job = waiting.pop()
                 command = [sys.executable, "-m", *job.program, *job.overrides]
                 threads = {"OMP_NUM_THREADS": str(job.config.threads)}  # numpy's would compete with torch's
@@ -199,11 +201,13 @@ def _run_numbered(jobs: Sequence[Job], folder: str, _: Any) -> None:
     list(_run_here([jobs[HydraConfig.get().job.num]], at_once=1))  # the run folder says what became of it
 
 
-def _default_side_by_side(configs: Sequence[RunConfig]) -> int:
-    if any(config.runtime.device is Device.cuda for config in configs):
-        return 1  # only the user knows how many runs fit on a GPU
-    most = max(c.threads * (c.pipeline.num_processes if c.runtime.processes else 1) for c in configs)
-    return max(1, num_cores() // most)
+def _has_room(running: Sequence[RunConfig], config: RunConfig, at_once: int | None) -> bool:
+    if at_once is not None or not running:
+        return len(running) < (at_once or 1)
+    together = [*running, config]
+    if any(one.runtime.device is Device.cuda for one in together):
+        return False
+    return num_cores() >= sum(c.threads * (c.pipeline.num_processes if c.runtime.processes else 1) for c in together)
 
 
 @contextmanager
