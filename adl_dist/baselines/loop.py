@@ -90,7 +90,8 @@ def replicated(model: nn.Module, device: torch.device, *, compression: Compressi
     """Return ``model``, one of K replicas, so that gradients are averaged while the backward still runs.
 
     Whatever equal weights do not need is omitted, so that DDP is as fast as it can be: running statistics of BatchNorm
-    are not broadcast, and gradients lie in the buckets that are sent. ``compression`` is one of torch's own hooks.
+    are not broadcast, and gradients lie in the buckets that are sent. ``compression`` is one of torch's own hooks; over
+    gloo PowerSGD's handles one bucket after another.
     """
     options: dict[str, Any] = {"device_ids": [device] if device.type == "cuda" else None, _SYNC: False}
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True, **options)

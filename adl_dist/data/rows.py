@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
+from adl_dist.data.own_code import own_code
 from adl_dist.data.small_images import SmallImages
 from adl_dist.data.tokens import Windows
 from adl_dist.errors import DataError
@@ -44,8 +45,10 @@ class WindowRows(Dataset["tuple[Tensor, Tensor] | DataError"]):
         self._dataset, self._rows = dataset, rows
 
     def __getitem__(self, places: slice) -> tuple[Tensor, Tensor] | DataError:
+        rows = self._rows[places]
         try:
-            return self._dataset.batch(self._rows[places])
+            with own_code(f"sample {int(rows[0])}: {type(self._dataset).__name__}"):
+                return self._dataset.batch(rows)
         except DataError as error:
             return error
 
@@ -53,9 +56,10 @@ class WindowRows(Dataset["tuple[Tensor, Tensor] | DataError"]):
 def rows_of(
     dataset: Dataset[Any], order: NDArray[np.int64], seeds: Callable[[], Seeds]
 ) -> "Rows | ImageRows | WindowRows | None":
-    """Return the samples ``order`` [n] of a ``TensorDataset`` of two plain CPU tensors, or of a ``Subset`` of one.
+    """Return the samples ``order`` [n] of a dataset that can take many at once, or of a ``Subset`` of one.
 
-    Or of :class:`SmallImages`, which draw by the ``seeds`` [n] of samples, of :class:`Windows`, or a ``Subset`` of one.
+    These are a ``TensorDataset`` of two plain CPU tensors, :class:`SmallImages`, which draw by the ``seeds`` [n] of
+    samples, and :class:`Windows`.
 
     None for any other dataset, also of a class derived from these, which may treat its samples in its own way; and
     where a subset's indices are not places counted from 0, whose meaning, or error, is that of one by one.

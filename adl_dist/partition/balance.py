@@ -85,10 +85,13 @@ def best_balance(
         raise _too_large(evaluated(sizes), machine, held)
     bytes_sent = np.array([unit.act_bytes + unit.grad_bytes for unit in units[:-1]])
 
-    def allowed(k: int) -> Floats:
-        return np.where(link(k) <= bottleneck, -math.inf, math.inf)
+    slowest_stage = bottleneck
+    if any((link(k) == bottleneck).any() for k in range(num_stages - 1)):  # else it is a stage
 
-    slowest_stage, _ = _best(num_stages, seconds, allowed, np.maximum)
+        def allowed(k: int) -> Floats:
+            return np.where(link(k) <= bottleneck, -math.inf, math.inf)
+
+        slowest_stage, _ = _best(num_stages, seconds, allowed, np.maximum)
 
     def fast(k: int) -> Floats:
         return np.where(seconds(k) <= slowest_stage, 0.0, math.inf)

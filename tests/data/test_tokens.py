@@ -98,6 +98,15 @@ def test_a_token_that_the_model_does_not_have_is_named(tmp_path):
         train[1]
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_file_that_is_gone_when_it_is_read_is_a_data_error(tmp_path, num_workers):
+    train, _ = tokens(*[written(tmp_path / "a.bin")] * 2, context=4)
+    (tmp_path / "a.bin").unlink()
+    loader = Loader(train, seed=0, shuffle=False, num_workers=num_workers)
+    with pytest.raises(DataError, match=r"^sample 0: Windows raised FileNotFoundError: .*a.bin"):
+        list(loader.batches(0, [2]))
+
+
 @pytest.mark.parametrize("subset", [None, np.array([5, 2, 7, 7, 0])])
 def test_windows_taken_at_once_are_the_windows_taken_one_by_one(tmp_path, subset):
     path = written(tmp_path / "a.bin")

@@ -24,9 +24,7 @@ OURS: Mapping[str, Mapping[str, Any]] = {
     **{"zbh1-int8": {"name": "zbh1"}, "adl-int8": {"name": "adl"}},
     **{"adl-full": EVERYTHING, "adl-full-int8": EVERYTHING},
 }
-CODECS: Mapping[str, str] = dict.fromkeys(
-    ("zbh1-int8", "adl-int8", "adl-full-int8"), "int8"
-)  # of those that code messages
+CODECS: Mapping[str, str] = {name: "int8" for name in OURS if name.endswith("-int8")}
 NAMES = (ONE_DEVICE, *REPLICATED, *TORCHS_PIPELINES, *OURS)
 SYNCHRONOUS = (*TORCHS_PIPELINES, "1f1b", "zbh1", "zbh1-int8")  # pipelines that flush
 WARMUP = 3  # updates that do not count, at least

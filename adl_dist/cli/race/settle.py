@@ -42,13 +42,14 @@ def settled_cut(
     partition = config.partition
     if partition.balance == "auto":
         slowest = min(links, key=lambda link: (link.bits_per_second, -link.round_trip_seconds))
-        partition.links = partition.links or slowest.name
+        partition.links = slowest.name if partition.links in (None, "auto") else partition.links
         partition.speeds = partition.speeds or [on.share] * partition.num_stages
     found: ModelSurvey = apart(partial(survey, predicts=False), config, [contender.entry for contender in able])
     if not cut:
         K = config.partition.num_stages
         sizes = ",".join(map(str, found.cuts[K].sizes))
         cut = [f"partition.granularity={found.granularity}", f"partition.balance=[{sizes}]"]
+        cut += ["partition.links=null", "partition.speeds=null"]  # they weigh a cut that is still to be made
         _keep(folder, {**known, "cut": cut})
     return cut, found
 

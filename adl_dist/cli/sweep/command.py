@@ -202,8 +202,10 @@ def _run_numbered(jobs: Sequence[Job], folder: str, _: Any) -> None:
 
 
 def _has_room(running: Sequence[RunConfig], config: RunConfig, at_once: int | None) -> bool:
-    if at_once is not None or not running:
-        return len(running) < (at_once or 1)
+    if at_once is not None:
+        return len(running) < at_once
+    if not running:
+        return True
     together = [*running, config]
     if any(one.runtime.device is Device.cuda for one in together):
         return False
