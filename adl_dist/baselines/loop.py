@@ -111,13 +111,13 @@ def one_by_one(hook: Hook) -> Hook:
     """
     last: list[torch.futures.Future[Tensor]] = []
 
-    def in_turn(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def after_the_last(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         for future in last:
             future.wait()
         last[:] = [hook(state, bucket)]
         return last[0]
 
-    return in_turn
+    return after_the_last
 
 
 def exchanged_bytes(model: nn.Module, compression: Compression) -> int:

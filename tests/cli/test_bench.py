@@ -246,7 +246,7 @@ def test_all_pipelines_are_cut_at_the_same_place(balance, granularity, sizes):
     assert [compose_run(words)[0].runtime.channels_last for words in argv] == [True, True, False, True]
 
 
-def test_a_cut_by_measurement_is_for_the_links_that_are_described(monkeypatch):
+def test_a_measured_cut_is_for_the_described_links(monkeypatch):
     """Over a slow one few bytes cross it: one tensor of 64 features, not of 16 channels of 8 x 8."""
     monkeypatch.setattr("adl_dist.cli.bench.entries.link_figures", lambda _: {"bandwidth": 1e12, "latency": 0.0})
     monkeypatch.setattr(Profiler, "num_others", lambda *_: 0)
