@@ -42,7 +42,8 @@ def settled_cut(
     partition = config.partition
     if partition.balance == "auto":
         slowest = min(links, key=lambda link: (link.bits_per_second, -link.round_trip_seconds))
-        partition.links = slowest.name if partition.links in (None, "auto") else partition.links
+        between = between_stages(slowest, partition.num_stages).name
+        partition.links = between if partition.links in (None, "auto") else partition.links
         partition.speeds = partition.speeds or [on.share] * partition.num_stages
     found: ModelSurvey = apart(partial(survey, predicts=False), config, [contender.entry for contender in able])
     if not cut:
@@ -52,6 +53,14 @@ def settled_cut(
         cut += ["partition.links=null", "partition.speeds=null"]  # they weigh a cut that is still to be made
         _keep(folder, {**known, "cut": cut})
     return cut, found
+
+
+def between_stages(link: Link, num_stages: int) -> Link:
+    """Return what two neighbours of a pipeline have of the one ``link`` by which each rank is joined to all others.
+
+    A rank in the middle sends activations and gradients, to different ranks, over the same link: half of it for each.
+    """
+    return link if num_stages <= 2 else replace(link, bits_per_second=link.bits_per_second / 2)
 
 
 def settled_delays(
@@ -106,7 +115,8 @@ def _predicted(
             method, codecs = racer.entry.method, Codecs(racer.codec, racer.codec)
             profile = profiler.profile(batch // method.micro_batches_per_update)
             for link in links:
-                rate, one_way, num = link.bits_per_second / 8, link.round_trip_seconds / 2, racer.entry.num_stages
+                num = racer.entry.num_stages
+                rate, one_way = between_stages(link, num).bits_per_second / 8, link.round_trip_seconds / 2
                 devices = Machine(speeds=[on.share] * num, codecs=codecs, coding_seconds=coding, **host)
                 machine = replace(devices, bandwidth=rate, latency=one_way)
                 told = predict(profile, Pipeline(method, num), machine=machine, sizes=sizes if num == K else None)
