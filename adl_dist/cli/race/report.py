@@ -26,6 +26,7 @@ RIVALS: Mapping[str, Sequence[str]] = {
     "synchronous pipelines": SYNCHRONOUS,
 }
 PANEL_INCHES = (4.2, 3.6)
+MARKERS = ("o", "s", "^", "D")  # a panel may have single points, of which no line tells the style
 
 Row = dict[str, Any]  # plain values, as race.json has them
 
@@ -184,19 +185,19 @@ def draw(path: Path, table: Sequence[Row], links: Sequence[Link], *, title: str)
     if not shown:
         return False
     trips = sorted({link.round_trip_seconds for link in links})
-    bright = [(colour, style) for style in STYLES for colour in COLOURS]
+    bright = [(colour, *style) for style in zip(STYLES, MARKERS, strict=True) for colour in COLOURS]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(len(trips) * PANEL_INCHES[0] + 1.8, PANEL_INCHES[1]), layout="constrained")
         panels = figure.subplots(1, len(trips), sharey=True, squeeze=False)[0]
         for axes, trip in zip(panels, trips, strict=True):
             here = sorted((k for k in links if k.round_trip_seconds == trip), key=lambda k: k.bits_per_second)
-            for (colour, style), row in zip(bright, shown, strict=False):
+            for (colour, style, marker), row in zip(bright, shown, strict=False):
                 points = [(k.bits_per_second / 1e6, _time(row, k)) for k in here if math.isfinite(_time(row, k))]
-                looks: dict[str, Any] = {"color": colour, "linestyle": style}
+                looks: dict[str, Any] = {"color": colour, "linestyle": style, "marker": marker}
                 if row["num_processes"] == 1:
-                    looks = {"color": "black", "linestyle": "--"}
+                    looks = {"color": "black", "linestyle": "--", "marker": "o"}
                 if points:
-                    axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=row["contender"], **looks)
+                    axes.plot(*zip(*points, strict=True), markersize=4, label=row["contender"], **looks)
             axes.set_xscale("log")
             axes.set_yscale("log")
             axes.set_xticks([k.bits_per_second / 1e6 for k in here], [f"{k.bits_per_second / 1e6:g}" for k in here])
