@@ -109,13 +109,14 @@ def one_by_one(hook: Hook) -> Hook:
     PowerSGD's hook begins a second and a third all-reduce when the one before is there. With several buckets these come
     in another order on each rank, and gloo sums what does not belong together, or aborts if the sizes differ.
     """
-    last: list[torch.futures.Future[Tensor]] = []
+    last: torch.futures.Future[Tensor] | None = None
 
     def after_the_last(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        for future in last:
-            future.wait()
-        last[:] = [hook(state, bucket)]
-        return last[0]
+        nonlocal last
+        if last is not None:
+            last.wait()
+        last = hook(state, bucket)
+        return last
 
     return after_the_last
 

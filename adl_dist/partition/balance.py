@@ -76,27 +76,22 @@ def best_balance(
 
     may_cut = np.array([unit.may_cut for unit in units[:-1]], dtype=bool)
 
-    def link(k: int) -> Floats:
-        return np.where(may_cut, [link_time(unit, machine, k) for unit in units[:-1]], math.inf)
-
-    bottleneck, _ = _best(num_stages, seconds, link, np.maximum)
+    crossing = [[link_time(unit, machine, k) for unit in units[:-1]] for k in range(num_stages - 1)]
+    links = [np.where(may_cut, of_link, math.inf) for of_link in crossing]
+    bottleneck, _ = _best(num_stages, seconds, links.__getitem__, np.maximum)
     if bottleneck == math.inf:
         _, sizes = _best(num_stages, needed, lambda k: np.where(may_cut, -math.inf, math.inf), np.maximum)
         raise _too_large(evaluated(sizes), machine, held)
     bytes_sent = np.array([unit.act_bytes + unit.grad_bytes for unit in units[:-1]])
 
-    slowest_stage = bottleneck
-    if any((link(k) == bottleneck).any() for k in range(num_stages - 1)):  # else it is a stage
-
-        def allowed(k: int) -> Floats:
-            return np.where(link(k) <= bottleneck, -math.inf, math.inf)
-
-        slowest_stage, _ = _best(num_stages, seconds, allowed, np.maximum)
+    allowed, slowest_stage = [link <= bottleneck for link in links], bottleneck
+    if any(bottleneck in link for link in links):  # else it is a stage
+        slowest_stage, _ = _best(num_stages, seconds, lambda k: np.where(allowed[k], -math.inf, math.inf), np.maximum)
 
     def fast(k: int) -> Floats:
         return np.where(seconds(k) <= slowest_stage, 0.0, math.inf)
 
-    _, sizes = _best(num_stages, fast, lambda k: np.where(link(k) <= bottleneck, bytes_sent, math.inf), np.add)
+    _, sizes = _best(num_stages, fast, lambda k: np.where(allowed[k], bytes_sent, math.inf), np.add)
     return evaluated(sizes)
 
 

@@ -65,7 +65,7 @@ def test_a_contender_that_cannot_run_is_left_out_with_the_reason():
 
 
 def test_a_race_cuts_for_its_slowest_link_and_its_devices(monkeypatch, tmp_path):
-    """Once: the same command with other links goes on with the cut that its results are of."""
+    """The cut is made once. A later call with other links keeps it, because the results so far belong to it."""
     cut_for = []
 
     def apart(_, config, able):

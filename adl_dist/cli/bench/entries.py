@@ -311,7 +311,7 @@ def predict_speeds(
     predicted: dict[str, float] = {}
     with profiler.with_load(profiler.num_others(K), batch // M):
         found = {
-            num: given or list(best_cut(profile(M), _pipeline(config, num), machine=_between(over, K, num)).sizes)
+            num: given or list(best_cut(profile(M), _pipeline(config, num), machine=_for_stages(over, K, num)).sizes)
             for num, given in sizes.items()
         }
         for entry in able:
@@ -321,14 +321,14 @@ def predict_speeds(
             with contextlib.suppress(ConfigError, PartitionError):
                 cut = found[entry.num_stages] if entry.is_cut else [len(profiler.chain.units)]
                 pipeline = Pipeline(entry.method, entry.num_stages)
-                costs, devices = profile(pipeline.micro_batches_per_update), _between(machine, K, entry.num_stages)
+                costs, devices = profile(pipeline.micro_batches_per_update), _for_stages(machine, K, entry.num_stages)
                 prediction = predict(costs, pipeline, machine=devices, sizes=cut)
                 predicted[entry.name] = prediction.images_per_second
     return found, predicted
 
 
-def _between(machine: Machine, K: int, num_stages: int) -> Machine:
-    """Return ``machine``, of K devices, as stages see it of which each device may have several, in turn."""
+def _for_stages(machine: Machine, K: int, num_stages: int) -> Machine:
+    """Return ``machine``, of K devices, for stages of which each device has several; all links are the slowest."""
     if num_stages == K or K == 1:
         return machine
     speeds = None if machine.speeds is None else [*machine.speeds] * (num_stages // K)
