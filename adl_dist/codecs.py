@@ -1,4 +1,4 @@
-"""How what crosses a cut may be coded, and the bytes that it then takes. No torch: transport/coding.py does it."""
+"""How what crosses a cut may be coded, and what it then takes. No torch: transport/coding.py does it."""
 
 from typing import NamedTuple
 
@@ -18,6 +18,31 @@ class Codecs(NamedTuple):
 
 
 PLAIN = Codecs()
+
+
+class PerMessage(NamedTuple):
+    """Seconds for a message: as many for each, and some more for each byte of it."""
+
+    fixed: float = 0.0
+    per_byte: float = 0.0
+
+    def of(self, nbytes: int) -> float:
+        """Return the seconds of a message of so many bytes; none at all where there is nothing to send."""
+        return self.fixed + nbytes * self.per_byte if nbytes else 0.0
+
+
+class CodingCost(NamedTuple):
+    """What a codec takes to code and to decode a message of so many bytes before it is coded."""
+
+    acts: PerMessage
+    grads: PerMessage  # they may be rounded at random
+
+    def slowed(self, by: float) -> "CodingCost":
+        """Return what it takes where each second is ``by`` seconds."""
+        return CodingCost(*(PerMessage(one.fixed * by, one.per_byte * by) for one in self))
+
+
+NO_CODING = CodingCost(PerMessage(), PerMessage())
 
 
 def check_codec(key: str, name: str) -> None:

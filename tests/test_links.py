@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from adl_dist.cli.plan.report import codec_lines
-from adl_dist.codecs import Codecs
+from adl_dist.codecs import Codecs, CodingCost, PerMessage
 from adl_dist.errors import ConfigError
 from adl_dist.links import LINKS, parse_links, text_of_links
 from adl_dist.partition import Machine
@@ -80,6 +80,11 @@ def test_the_cut_moves_to_where_its_own_link_is_fast_enough():
     assert slow_first.link_seconds[0] == 4.0
 
 
+def per_byte(seconds):
+    """What coding takes, of activations and gradients alike."""
+    return CodingCost(*[PerMessage(0.0, seconds)] * 2)
+
+
 def adl(K, M=4, **options):
     return Pipeline(method("adl", accumulation_steps=M, **options), K)
 
@@ -88,7 +93,7 @@ def test_a_codec_lifts_a_link_from_setting_the_pace():
     """Stages of 12 s; a cut of 24 bytes at 1 byte/s takes 24 s, in int8 6 s, besides the coding itself."""
     profile, link = profile_of([unit(crossing=24)] * 8), Machine(bandwidth=1.0)
     plain = predict(profile, adl(2), machine=link)
-    int8 = replace(link, codecs=Codecs("int8", "int8"), coding_seconds={"int8": 0.125})
+    int8 = replace(link, codecs=Codecs("int8", "int8"), coding={"int8": per_byte(0.125)})
     coded = predict(profile, adl(2), machine=int8)
     assert (plain.is_compute_bound, coded.is_compute_bound) == (False, True)
     assert plain.seconds_per_update == pytest.approx(4 * 24)
@@ -121,7 +126,7 @@ def test_stages_of_two_processes_share_the_links_between_these():
 ])  # fmt: skip
 def test_a_codec_that_costs_more_than_it_saves_is_not_needed(seconds, told):
     """A stage works for 12 s, and the link for 24 s, or 6 s in int8, which takes a stage so many seconds a byte."""
-    profile, link = profile_of([unit(crossing=24)] * 8), Machine(bandwidth=1.0, coding_seconds={"int8": seconds})
+    profile, link = profile_of([unit(crossing=24)] * 8), Machine(bandwidth=1.0, coding={"int8": per_byte(seconds)})
     coded = [predict(profile, adl(2), machine=replace(link, codecs=Codecs(name, name))) for name in ("none", "int8")]
     shows(codec_lines(coded)[-1], [told])
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from adl_dist.codecs import PLAIN, Codecs
+from adl_dist.codecs import NO_CODING, PLAIN, Codecs, CodingCost, PerMessage
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.schedule.pipeline import RECEIVED_AHEAD
 
@@ -26,8 +26,9 @@ class UnitCost:
     backward: float
     backward_weight: float = 0.0  # the part of the backward that a split can defer
     split: float = 0.0  # what a backward in two parts takes in addition
-    update: float = 0.0  # its share of what ends a group (norm, step, cleared gradients), divided by M already
-    update_at_least: float = 0.0  # what ends a group of any stage that has weights takes no less; divided likewise
+    update: float = 0.0  # its part of what ends a group (norm, step, cleared gradients), divided by M already
+    update_fixed: float = 0.0  # what that takes besides in any stage that has weights; divided likewise
+    copy: float = 0.0  # to keep an older version of its weights, once a group; divided likewise
     parameter_bytes: int = 0  # its parameters, but those that an earlier unit has, too
     # Trained parameters that an earlier unit has, too: for each such unit its index and their bytes. Two stages that
     # hold one of both units each hold a copy each, and sum their gradients.
@@ -58,8 +59,8 @@ class UnitCost:
             if not (isinstance(cost, int | float) and 0 <= cost < math.inf):
                 raise ConfigError(f"unit '{self.name}': {name} must be finite and at least 0, got {cost}")
 
-    def coded(self, codecs: Codecs, seconds_per_byte: Mapping[str, float]) -> "UnitCost":
-        """Return the costs where what crosses is coded, for so many seconds per byte by codec, there and back."""
+    def coded(self, codecs: Codecs, coding: Mapping[str, CodingCost]) -> "UnitCost":
+        """Return the costs where what crosses is coded; ``coding``: what each codec takes."""
         act, grad = codecs
         if codecs == PLAIN:
             return self
@@ -70,8 +71,8 @@ class UnitCost:
             widened_bytes=act_spared,
             grad_bytes=self.grad_bytes - grad_spared,
             held_before=self.held_before if act == "none" else self.act_bytes - act_spared,
-            act_coding=self.act_bytes * seconds_per_byte.get(act, 0.0) / 2,
-            grad_coding=self.grad_bytes * seconds_per_byte.get(grad, 0.0) / 2,
+            act_coding=coding.get(act, NO_CODING).acts.of(self.act_bytes) / 2,
+            grad_coding=coding.get(grad, NO_CODING).grads.of(self.grad_bytes) / 2,
         )
 
 
@@ -80,12 +81,12 @@ class Profile:
     """Measured costs of one micro-batch, in seconds."""
 
     of: dict[str, Any]  # the measured model, batch, device, threads and versions, which the costs hold for alone
-    units: list[UnitCost]  # the chain's units; ``update`` is a whole group's time, not divided by M
+    units: list[UnitCost]  # the chain's units; what is done once a group is a whole group's time, not divided by M
     forward: float  # of the whole model at once, with the loss
     backward: float  # likewise
     optimizer_copies: float  # bytes of the optimizer's state, for each byte of parameters
     split_slowdown: float = 1.0  # of forward and backward together, where the backward is done in two parts
-    coding_seconds: Mapping[str, float] = field(default_factory=dict)  # as Machine has it; empty: nothing is coded
+    coding: Mapping[str, CodingCost] = field(default_factory=dict)  # as Machine has it; empty: nothing is coded
     loading: float = 0.0  # for which stage 0 loads data; 0: others do
     loaded: "Profile | None" = None  # measured while the machine's other devices work; None: they do not disturb
 
@@ -115,7 +116,8 @@ class Profile:
                 backward_weight=min(unit.backward_weight, unit.backward) * backward,
                 split=unit.backward * split,
                 update=unit.update / accumulation_steps,
-                update_at_least=unit.update_at_least / accumulation_steps,
+                update_fixed=unit.update_fixed / accumulation_steps,
+                copy=unit.copy / accumulation_steps,
             )
             for place, unit in enumerate(self.units)
         ]
@@ -127,10 +129,14 @@ class Profile:
         unfinished.replace(path)
 
     @classmethod
-    def load(cls, path: Path) -> "Profile":
-        """Read back :meth:`save`; raise a PartitionError if it is not such a file."""
+    def load(cls, path: Path, of: Mapping[str, Any] | None = None) -> "Profile | None":
+        """Read back :meth:`save`; raise a PartitionError if it is not such a file.
+
+        None: it is not ``of`` that, or from a version that measured something else. Without ``of`` it is never None.
+        """
         try:
-            return cls._of(json.loads(path.read_text()))
+            values = json.loads(path.read_text())
+            return cls._of(values) if of in (None, values["of"]) else None
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise PartitionError(
                 f"{path} is not a profile ({type(error).__name__}: {error}); remove it to measure again"
@@ -139,7 +145,9 @@ class Profile:
     @classmethod
     def _of(cls, values: dict[str, Any]) -> "Profile":
         loaded = None if values["loaded"] is None else cls._of(values["loaded"])
-        return cls(**{**values, "units": [UnitCost(**unit) for unit in values["units"]], "loaded": loaded})
+        units = [UnitCost(**unit) for unit in values["units"]]
+        coding = {codec: CodingCost(*(PerMessage(*one) for one in both)) for codec, both in values["coding"].items()}
+        return cls(**{**values, "units": units, "coding": coding, "loaded": loaded})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +180,7 @@ class Machine:
     seconds_per_byte: float = 0.0  # for which a stage itself is busy, sent or received (gloo on CPU copies)
     seconds_per_message: float = 0.0  # for which it is busy with each tensor, whatever its size
     codecs: Codecs = PLAIN  # how what crosses a link is coded
-    coding_seconds: Mapping[str, float] = field(default_factory=dict)  # by codec, of each byte to code and to decode it
+    coding: Mapping[str, CodingCost] = field(default_factory=dict)  # by codec, what it takes to code and to decode
 
     def __post_init__(self) -> None:
         if any(not 0 < speed < math.inf for speed in self.speeds or ()):
@@ -230,8 +238,9 @@ def stage_seconds(units: Sequence[UnitCost], *, held: StageFootprint, speed: flo
     work = _of_stages(
         np.add, [u.forward * (1 + held.recomputes) + u.backward + is_split * u.split + u.update for u in units]
     )
-    updates = _of_stages(np.add, [unit.update for unit in units])
-    short = np.maximum(0.0, _of_stages(np.maximum, [unit.update_at_least for unit in units]) - updates)
+    once = _of_stages(np.maximum, [unit.update_fixed for unit in units])
+    if held.weight_copies:
+        once = once + _of_stages(np.add, [unit.copy for unit in units])
     of_copies, of_sums = tied_seconds(units, machine)
     of_sums = of_sums / held.micro_batches
     busy = [
@@ -241,12 +250,16 @@ def stage_seconds(units: Sequence[UnitCost], *, held: StageFootprint, speed: flo
         + machine.seconds_per_message * unit.num_tensors * (2 if unit.grad_bytes else 1)
         for unit in units
     ]
-    return (work + short + of_copies) / speed + of_sums + _at_starts(busy) + _at_stops(busy)
+    return (work + once + of_copies) / speed + of_sums + _at_starts(busy) + _at_stops(busy)
 
 
-def update_seconds(units: Sequence[UnitCost]) -> float:
-    """Return the seconds of what ends a group of a stage of these ``units``, as ``UnitCost.update``."""
-    return max(sum(unit.update for unit in units), max((unit.update_at_least for unit in units), default=0.0))
+def update_seconds(units: Sequence[UnitCost], *, copies: bool = False) -> float:
+    """Return the seconds of what ends a group of a stage of these ``units``, as ``UnitCost.update``.
+
+    With ``copies`` the stage keeps older versions of its weights.
+    """
+    fixed = max((unit.update_fixed for unit in units), default=0.0)
+    return fixed + sum(unit.update + copies * unit.copy for unit in units)
 
 
 def tied_seconds(units: Sequence[UnitCost], machine: Machine) -> tuple[Floats, Floats]:

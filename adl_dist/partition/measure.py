@@ -56,19 +56,19 @@ def measure(  # 9: the model and its units, a sample, how it is trained, and the
         bench = _Bench(pieces, input_, target, loss_fn, within)
         units = bench.look(model, chain)
         rounds = _repeated(bench.run, input_.device)
-        update, at_least, copies = _update(model, optimizer, input_.device)
+        updates, fixed, copy, copies = _update(model, pieces, optimizer, input_.device)
     # The least: a unit is short, so what is slower was interrupted. Of the whole the mean: training is interrupted.
     forwards, backwards = (map(min, zip(*times, strict=True)) for times in zip(*rounds, strict=True))
-    share = update / max(1, sum(unit.parameter_bytes for unit in units))
     units = [
         replace(
             unit,
             forward=f,
             backward=b,
-            update=unit.parameter_bytes * share,
-            update_at_least=at_least if unit.parameter_bytes else 0.0,
+            update=update,
+            update_fixed=fixed if unit.parameter_bytes else 0.0,
+            copy=copy * unit.parameter_bytes,
         )
-        for unit, f, b in zip(units, forwards, backwards, strict=True)
+        for unit, f, b, update in zip(units, forwards, backwards, updates, strict=True)
     ]
     return Profile(of=of, units=units, forward=forward, backward=backward, optimizer_copies=copies)
 
@@ -264,22 +264,47 @@ def _backward(
 
 
 def _update(
-    model: nn.Module, optimizer: Callable[[Iterable[nn.Parameter]], Optimizer], device: torch.device
-) -> tuple[float, float, float]:
-    """Return the seconds of a group's end (norm, step, cleared gradients), the least that it takes whatever its size,
-    and optimizer bytes per parameter byte.
+    model: nn.Module,
+    pieces: Sequence[nn.Module],
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+    device: torch.device,
+) -> tuple[list[float], float, float, float]:
+    """Return what a group's end takes (norm, step, cleared gradients): each unit's part in seconds, and what any stage
+    takes besides, whatever its size; the seconds to copy a byte of weights; optimizer bytes per parameter byte.
 
-    On a GPU nearly all of it may be the calls, which are as many for a small stage as for the whole model.
+    Each unit is measured, because rules differ: Muon takes long for a matrix, and AdamW a moment for an embedding. On a
+    GPU nearly all of it may be the calls, which are as many for a small stage as for the whole model.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
-        return 0.0, 0.0, 0.0
-    made = optimizer(parameters)
+        return [0.0] * len(pieces), 0.0, 0.0, 0.0
+    made, num_bytes = optimizer(parameters), sum(p.nbytes for p in parameters)
     whole = _seconds_of_update(made, parameters, device)
     state = sum(t.nbytes for kept in made.state.values() for t in kept.values() if isinstance(t, Tensor))
     smallest = min(parameters, key=lambda parameter: parameter.nbytes)
-    least = _seconds_of_update(optimizer([smallest]), [smallest], device)
-    return whole, min(whole, least), state / sum(p.nbytes for p in parameters)
+    fixed = min(whole, _seconds_of_update(optimizer([smallest]), [smallest], device))
+    parts, seen = [], set[nn.Parameter]()
+    for piece in pieces:
+        of_unit = [p for p in piece.parameters() if p.requires_grad and p not in seen]
+        seen.update(of_unit)
+        if of_unit:  # at least a little, in proportion to its bytes: times of so small parts may not differ
+            least = whole * sum(p.nbytes for p in of_unit) / num_bytes / 1000
+            parts.append(max(least, _seconds_of_update(optimizer(of_unit), of_unit, device) - fixed))
+        else:
+            parts.append(0.0)
+    scale = (whole - fixed) / sum(parts)
+    return [part * scale for part in parts], fixed, _seconds_of_copy(parameters, device) / num_bytes, state / num_bytes
+
+
+def _seconds_of_copy(parameters: Sequence[nn.Parameter], device: torch.device) -> float:
+    """Return the seconds to copy them while the copy before is still held."""
+    seconds, held = [], list[list[Tensor]]()
+    for _ in range(4):
+        start = now(device)
+        copies = [parameter.detach().clone() for parameter in parameters]
+        seconds.append(now(device) - start)
+        held = [copies]
+    return statistics.median(seconds[1:])
 
 
 def _seconds_of_update(made: Optimizer, parameters: Sequence[nn.Parameter], device: torch.device) -> float:

@@ -119,7 +119,7 @@ def _units(profile: Profile, pipeline: Pipeline, machine: Machine) -> list[UnitC
     """Return the units' costs as stages of ``pipeline`` have them, which send over links of ``machine``."""
     of_stages = profile.with_stages(pipeline.num_stages)
     units = of_stages.costs(pipeline.micro_batches_per_update)
-    return [unit.coded(machine.codecs, machine.coding_seconds) for unit in units]
+    return [unit.coded(machine.codecs, machine.coding) for unit in units]
 
 
 def predict(
@@ -153,7 +153,7 @@ def predict(
     per_micro_batch = max(expected.time_per_update, _tied_link_seconds(units, balance, machine)) / M
     last_units = [units[stop - 1] for stop in accumulate(balance.sizes[:-1])]
     crossing = [unit.act_bytes + unit.grad_bytes for unit in last_units]
-    alone = profile.loading + profile.forward + profile.backward + sum(unit.update for unit in profile.costs(M))
+    alone = profile.loading + profile.forward + profile.backward + update_seconds(profile.costs(M))
     return Prediction(
         pipeline=pipeline,
         balance=balance,
@@ -188,17 +188,19 @@ def _costs(units: Sequence[UnitCost], balance: Balance, pipeline: Pipeline, mach
     """Return the timing model's costs: stages with their part in the messages, links with their transfer time."""
     forward, backward, backward_weight, update = [], [], [], []
     of_copies, of_sums = tied_seconds(units, machine)
+    kept = figures(pipeline)
     bounds, speeds = pairwise([0, *accumulate(balance.sizes)]), machine.speeds_of(len(balance.sizes))
     for k, ((start, stop), rate) in enumerate(zip(bounds, speeds, strict=True)):
         inside, before, is_split = units[start:stop], units[:start][-1:], pipeline.splits_backward(k)
         ends = [*before, *(inside[-1:] if stop < len(units) else [])]
         messages = sum(machine.seconds_per_message * unit.num_tensors for unit in ends)
+        targets = machine.seconds_per_message if len(ends) == 1 else 0.0  # from the first stage to the last
         acts = sum(machine.seconds_per_byte * unit.act_bytes + unit.act_coding for unit in ends)
         grads = sum(machine.seconds_per_byte * unit.grad_bytes + unit.grad_coding for unit in ends)
-        forward.append(sum(unit.forward for unit in inside) / rate + acts + messages)
+        forward.append(sum(unit.forward for unit in inside) / rate + acts + messages + targets)
         backward.append(sum(unit.backward + is_split * unit.split for unit in inside) / rate + grads + messages)
         backward_weight.append(sum(unit.backward_weight for unit in inside) / rate)
-        step = update_seconds(inside) + of_copies[start, stop - 1]
+        step = update_seconds(inside, copies=kept[k].weight_copies > 0) + of_copies[start, stop - 1]
         update.append(step * pipeline.micro_batches_per_update / rate + of_sums[start, stop - 1])
     link = [machine.latency_after(k) for k in range(len(balance.sizes) - 1)]
     of_links = {"link": link, "transfer": balance.link_seconds}
@@ -237,8 +239,8 @@ def alternative(
     Of DDP, each of n replicas works on its ``share`` of the ``whole`` batch; gradients are summed by a ring (2 (n-1)/n
     of the parameters' bytes over each link) while the backward runs, and the longer of the two counts.
     """
-    update = sum(unit.update for unit in profile.units)
-    update_of_share = sum(unit.update for unit in profile.with_stages(num_devices).units)
+    update = update_seconds(profile.units)
+    update_of_share = update_seconds(profile.with_stages(num_devices).units)
     moved = 2 * (num_devices - 1) / num_devices * sum(unit.parameter_bytes for unit in profile.units)
     bandwidth, latency = machine.slowest_link
     ring = moved / bandwidth + 2 * (num_devices - 1) * latency

@@ -45,7 +45,7 @@ from adl_dist.training.split_costs import with_split_costs
 from adl_dist.training.tied_copies import TiedCopies, copied
 from adl_dist.training.trial import Trial, check_trains, in_a_memory_format
 from adl_dist.training.verify import kept
-from adl_dist.transport.coding_speed import coding_seconds
+from adl_dist.transport.coding_speed import coding_costs
 from adl_dist.transport.spec import TensorSpec
 
 PROFILE = "profile.json"
@@ -302,15 +302,15 @@ class PartitionedModel:
                 feed=measuring.feed,
             )
         codecs, kept_in = trial.spec.precision.codecs, measuring.folder
-        if codecs != PLAIN and not profile.coding_seconds:
-            profile = replace(profile, coding_seconds=coding_seconds(trial.device))
+        if codecs != PLAIN and not profile.coding:
+            profile = replace(profile, coding=coding_costs(trial.device))
             if kept_in is not None:  # the same command is to make the same cut
                 profile.save(kept_in / PROFILE)
         machine = Machine(
             speeds=self.spec.speeds,
             memory_bytes=device_memory(trial.device, measuring.stages_on_device),
             codecs=codecs,
-            coding_seconds=profile.coding_seconds,
+            coding=profile.coding,
             **({} if measuring.links is None else measuring.links.figures),
         )
         if measuring.links is not None:
@@ -484,10 +484,11 @@ def take_profile(
         "torch": str(torch.__version__),
         "splits": True,  # what is deferred by a split is measured, too
         "codecs": True,  # and what codecs spare
+        "updates": True,  # and the update of each unit
     }
     if kept_in is not None and kept_in.is_file():
-        kept = Profile.load(kept_in)
-        if kept.of == of:
+        kept = Profile.load(kept_in, of)
+        if kept is not None:
             return kept
     input_, target = micro_batch(sample, micro_batch_size, device)
     how: dict[str, Any] = {"input_": input_, "target": target, "loss_fn": spec.loss_fn}

@@ -57,12 +57,26 @@ def test_of_equal_units_the_speed_up_is_the_textbooks():
         assert told.balance.sizes == [8 // K] * K
 
 
-def test_an_update_of_a_small_stage_takes_the_least_of_any():
+def test_an_update_takes_any_stage_some_time_whatever_its_size():
     """On a GPU it is calls, as many for a part of the weights as for all."""
     even = {"update": 0.5, "parameter_bytes": 8}
     whole = 8 * 3.0 * 4 + 8 * 0.5  # of four micro-batches and one update, seconds
     assert planned(known(**even)).seconds_per_update == pytest.approx(whole / 2)
-    assert planned(known(**even, update_at_least=4.0)).seconds_per_update == pytest.approx(whole / 2 + 2.0)
+    assert planned(known(**even, update_fixed=4.0)).seconds_per_update == pytest.approx(whole / 2 + 4.0)
+
+
+def test_a_stage_that_keeps_older_weights_takes_the_time_to_copy_them():
+    """Stage 0 of two does with ADL, and the last stage never."""
+    copying = known(copy=1.5, parameter_bytes=8)
+    half = 4 * 3.0 * 4  # of four micro-batches, seconds
+    assert planned(copying).seconds_per_update == pytest.approx(half + 4 * 1.5)
+    assert planned(copying, "1f1b") == planned(known(parameter_bytes=8), "1f1b")
+
+
+def test_targets_go_from_the_first_stage_to_the_last_with_each_micro_batch():
+    """A message of a second for each act, gradient and target, at both ends."""
+    told = planned(known(act_bytes=8, grad_bytes=8), seconds_per_message=1.0)
+    assert told.seconds_per_update == pytest.approx(4 * (4 * 3.0 + 3))
 
 
 def test_units_measured_one_by_one_are_scaled_to_the_whole_model():

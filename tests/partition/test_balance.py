@@ -45,7 +45,8 @@ def seconds_and_bytes(units, sizes, held, machine, optimizer_copies):
     for k, (start, stop) in enumerate(borders(sizes)):
         upstream, downstream = units[start - 1 : start], units[stop - 1 : stop] * (stop < len(units))
         inside = units[start:stop]
-        update = max(sum(u.update for u in inside), *(u.update_at_least for u in inside))
+        update = sum(u.update for u in inside) + max(u.update_fixed for u in inside)
+        update += sum(u.copy for u in inside) if held[k].weight_copies else 0.0
         busy = update + sum(u.backward for u in inside) + sum(u.forward for u in inside) * (1 + held[k].recomputes)
         copies, halves = torn_ties(units, start, stop)
         busy += sum(first.update * nbytes / first.parameter_bytes for first, nbytes in copies)
@@ -121,7 +122,7 @@ def random_instance(draw):
     units = [
         UnitCost(
             name=f"u{i}",
-            **{seconds: float(number()) for seconds in ("forward", "backward", "update", "update_at_least")},
+            **{seconds: float(number()) for seconds in ("forward", "backward", "update", "update_fixed", "copy")},
             **{f"{kind}_bytes": number() for kind in of_bytes},
             held_before=number(),
             held_behind=number(),

@@ -13,7 +13,7 @@ import adl_dist
 from adl_dist.codecs import Codecs
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.partition import linearise
-from adl_dist.partition.costs import Profile
+from adl_dist.partition.costs import Profile, update_seconds
 from adl_dist.partition.measure import measure, pace
 from adl_dist.schedule import Pipeline, method
 from adl_dist.training.split_costs import with_split_costs
@@ -88,11 +88,31 @@ def test_what_ends_a_group_is_norm_step_and_cleared_gradients(monkeypatch):
         "adl_dist.partition.measure.get_total_norm", lambda grads: [normed.append(len(grads)), time.sleep(0.08)]
     )
     units, _ = profile_of(perceptron(), torch.randn(4, 6), optimizer=optimizer)
-    assert set(normed) == {4, 1}, "weights and biases of two layers, and the smallest of them alone"
-    assert sum(unit.update for unit in units.values()) == pytest.approx(0.14, abs=0.05)
-    assert [unit.update_at_least > 0.1 for unit in units.values()] == [True, False, True], (
-        "as long for a part as for all"
-    )
+    assert set(normed) == {4, 2, 1}, "weights and biases of two layers, of each, and the smallest of them alone"
+    assert update_seconds([*units.values()]) == pytest.approx(0.14, abs=0.05)
+    assert [unit.update_fixed > 0.1 for unit in units.values()] == [True, False, True], "as long for a part as for all"
+
+
+def test_a_unit_takes_as_much_of_an_update_as_its_own_weights(monkeypatch):
+    """Not in proportion to its bytes: Muon takes long for matrices, and next to nothing for an embedding."""
+
+    def optimizer(parameters):
+        parameters = list(parameters)
+        made = sgd(parameters)
+        made.step = partial(time.sleep, 0.08 * sum(p.shape == (5, 8) for p in parameters))
+        return made
+
+    units, _ = profile_of(perceptron(), torch.randn(4, 6), optimizer=optimizer)
+    first, _, last = units.values()
+    assert first.parameter_bytes > last.parameter_bytes
+    assert (first.update, last.update) == (pytest.approx(0.0, abs=0.01), pytest.approx(0.08, abs=0.02))
+
+
+def test_a_copy_of_weights_is_measured():
+    units, _ = profile_of(nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()), torch.randn(2, 1024))
+    first, relu = units.values()
+    assert 1e-5 < first.copy < 0.1, "4 MB"
+    assert relu.copy == 0.0
 
 
 def test_bytes_of_a_perceptron_are_those_counted_by_hand():

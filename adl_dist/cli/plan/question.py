@@ -26,7 +26,7 @@ from adl_dist.report.warning import warn
 from adl_dist.schedule import METHODS, Method
 from adl_dist.schedule.run_plan import micro_batch_size_of
 from adl_dist.training.partitioned_model import device_memory
-from adl_dist.transport.coding_speed import coding_seconds
+from adl_dist.transport.coding_speed import coding_costs
 
 BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 DEFAULT_METHODS = "bp,gpipe,1f1b,ddg,fr,fdg,adl"
@@ -197,8 +197,8 @@ def machine_of(question: Question) -> Machine:
     memory = device_memory(torch.device(device.value)) if flags.memory is None else flags.memory
     codecs = instantiate.precision(question.config).codecs
     are_coded = question.links is not None or codecs != PLAIN
-    coding = coding_seconds(torch.device(device.value)) if are_coded else {}
-    return Machine(memory_bytes=memory, codecs=codecs, coding_seconds=coding, **link)
+    coding = coding_costs(torch.device(device.value)) if are_coded else {}
+    return Machine(memory_bytes=memory, codecs=codecs, coding=coding, **link)
 
 
 def _link_of(question: Question) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from adl_dist.partition.predict import predict
 from adl_dist.report.files import write_atomically
 from adl_dist.report.runs import read_json
 from adl_dist.schedule import Method, Pipeline
-from adl_dist.transport.coding_speed import coding_seconds
+from adl_dist.transport.coding_speed import coding_costs
 
 SETTLED = "settled.json"
 
@@ -107,7 +107,7 @@ def _predicted(
     profiler = Profiler(config, granularity=config.partition.chosen().units, threads=on.threads)
     found: dict[str, list[dict[str, Any]]] = {link.name: [] for link in links}
     # What the host has to do takes a share of a core longer, as the stages do by their speeds.
-    coding = {codec: seconds / on.share for codec, seconds in coding_seconds(torch.device("cpu")).items()}
+    coding = {codec: cost.slowed(1 / on.share) for codec, cost in coding_costs(torch.device("cpu")).items()}
     measured = link_figures(config.runtime.device)
     host = {name: measured[name] / on.share for name in ("seconds_per_message", "seconds_per_byte")}
     with profiler.with_load(profiler.num_others(K), batch // racing[0].entry.method.micro_batches_per_update):
@@ -117,7 +117,7 @@ def _predicted(
             for link in links:
                 num = racer.entry.num_stages
                 rate, one_way = between_stages(link, num).bits_per_second / 8, link.round_trip_seconds / 2
-                devices = Machine(speeds=[on.share] * num, codecs=codecs, coding_seconds=coding, **host)
+                devices = Machine(speeds=[on.share] * num, codecs=codecs, coding=coding, **host)
                 machine = replace(devices, bandwidth=rate, latency=one_way)
                 told = predict(profile, Pipeline(method, num), machine=machine, sizes=sizes if num == K else None)
                 delays = list(told.pipeline.nominal_delays)
