@@ -139,3 +139,19 @@ def test_delays_grow_with_latency_and_shrink_with_a_codec():
     plain = with_delays(profile, pipeline, machine=far).nominal_delays[0]
     coded = with_delays(profile, pipeline, machine=replace(far, codecs=Codecs("int8", "int8"))).nominal_delays[0]
     assert plain > coded > 1
+
+
+@pytest.mark.parametrize(("name", "delay", "sizes"), [
+    ("1f1b", None, [5, 3]), ("zbh1", None, [5, 3]),
+    ("adl", None, [5, 3]), ("adl", [8, 0], [4, 4]),  # delays of 2 leave no room for a message on its way, those of 8 do
+])  # fmt: skip
+def test_a_pipeline_that_waits_for_messages_is_cut_where_less_is_sent(name, delay, sizes):
+    """At the even cut a message takes as long as a stage, 12 s, and behind the next unit no time, for 3 s more."""
+    crossing = [24, 24, 24, 12, 0, 0, 0, 0]
+    profile = profile_of([unit(crossing=each) for each in crossing])
+    options = {} if delay is None else {"delay": delay}
+    pipeline, link = Pipeline(method(name, accumulation_steps=4, **options), 2), Machine(bandwidth=1.0)
+    told = predict(profile, pipeline, machine=link)
+    assert told.balance.sizes == sizes
+    seconds = [predict(profile, pipeline, machine=link, sizes=[n, 8 - n]).seconds_per_update for n in range(1, 8)]
+    assert told.seconds_per_update == min(seconds)

@@ -199,6 +199,12 @@ class Machine:
         """Return the seconds of a message on the link after ``stage``."""
         return self.latency[stage] if isinstance(self.latency, Sequence) else self.latency
 
+    def with_links_slower(self, factor: float) -> "Machine":
+        """Return the same devices with links of 1/``factor`` of the bandwidth."""
+        bandwidth = self.bandwidth
+        slower = [one / factor for one in bandwidth] if isinstance(bandwidth, Sequence) else bandwidth / factor
+        return replace(self, bandwidth=slower)
+
     @property
     def slowest_link(self) -> tuple[float, float]:
         """The least bandwidth and the longest latency of all links."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from adl_dist.schedule.table import figures
 MOST_FACTOR = 4.0
 MOST_OF_LINKS = 0.1  # share of the time that may go to links before they are called slow
 AS_GOOD = 0.03  # a lead in speed that does not outweigh staleness
+SLOWER_LINKS = (2, 4, 8)  # factors by which links are slowed to find further cuts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +60,12 @@ class Prediction:
 def best_cut(
     profile: Profile, pipeline: Pipeline, *, machine: Machine = UNIFORM, sizes: Sequence[int] | None = None
 ) -> Balance:
-    """Return the best cut of the measured model for ``pipeline``, or the one of ``sizes``; see :func:`best_balance`."""
+    """Return the best cut of the measured model for ``pipeline``, or the one of ``sizes``; see :func:`best_balance`.
+
+    Where links take time, the pace of the slowest part is not all: a pipeline that flushes also waits for its first and
+    its last messages, and short delays leave no room for long ones. So it is also cut as for slower links, over which
+    less is sent, and the timing model says which of these cuts is best.
+    """
     method, M, kept = pipeline.method, pipeline.micro_batches_per_update, max_pending_of(pipeline)
     units = _units(profile, pipeline, machine)
     held = [
@@ -81,9 +88,16 @@ def best_cut(
     copies = profile.optimizer_copies
     if machine.memory_bytes is not None:  # stages that share a device share its memory
         machine = replace(machine, memory_bytes=machine.memory_bytes // pipeline.stages_per_process)
+    evaluated = partial(evaluate_balance, units, held=held, machine=machine, optimizer_copies=copies)
     if sizes is not None:
-        return evaluate_balance(units, sizes, held=held, machine=machine, optimizer_copies=copies)
-    return best_balance(units, num_stages=pipeline.num_stages, held=held, machine=machine, optimizer_copies=copies)
+        return evaluated(sizes)
+    found = partial(best_balance, units, num_stages=pipeline.num_stages, held=held, optimizer_copies=copies)
+    best = found(machine=machine)
+    if pipeline.method.awaits_delays or not any(best.link_seconds):  # delays that follow from the cut leave room
+        return best
+    others = [found(machine=machine.with_links_slower(factor)).sizes for factor in SLOWER_LINKS]
+    balances = [best, *map(evaluated, others)]
+    return min(balances, key=lambda b: speed(method, _costs(units, b, pipeline, machine)).time_per_update)
 
 
 def _waiting_sums(pipeline: Pipeline) -> int:
