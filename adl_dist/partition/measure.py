@@ -301,9 +301,9 @@ def _seconds_of_copy(parameters: Sequence[nn.Parameter], device: torch.device) -
     seconds, held = [], list[list[Tensor]]()
     for _ in range(4):
         start = now(device)
-        copies = [parameter.detach().clone() for parameter in parameters]
+        held.append([parameter.detach().clone() for parameter in parameters])
         seconds.append(now(device) - start)
-        held = [copies]
+        del held[:-1]
     return statistics.median(seconds[1:])
 
 
