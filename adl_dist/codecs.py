@@ -21,7 +21,7 @@ PLAIN = Codecs()
 
 
 class PerMessage(NamedTuple):
-    """Seconds for a message: as many for each, and some more for each byte of it."""
+    """Seconds of a message: some for each, whatever its size, and some for each byte."""
 
     fixed: float = 0.0
     per_byte: float = 0.0
@@ -32,7 +32,7 @@ class PerMessage(NamedTuple):
 
 
 class CodingCost(NamedTuple):
-    """What a codec takes to code and to decode a message of so many bytes before it is coded."""
+    """What a codec takes to code and to decode a message, by its size before it is coded."""
 
     acts: PerMessage
     grads: PerMessage  # they may be rounded at random

@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from adl_dist.cli.plan.report import codec_lines
 from adl_dist.codecs import Codecs, CodingCost, PerMessage
@@ -14,6 +15,7 @@ from adl_dist.partition.balance import best_balance
 from adl_dist.partition.costs import Profile, StageFootprint, UnitCost
 from adl_dist.partition.predict import predict, with_delays
 from adl_dist.schedule import Pipeline, method
+from adl_dist.transport.coding_speed import coding_costs
 from tests.support.commands import shows
 
 
@@ -145,7 +147,7 @@ def test_delays_grow_with_latency_and_shrink_with_a_codec():
     ("1f1b", None, [5, 3]), ("zbh1", None, [5, 3]),
     ("adl", None, [5, 3]), ("adl", [8, 0], [4, 4]),  # delays of 2 leave no room for a message on its way, those of 8 do
 ])  # fmt: skip
-def test_a_pipeline_that_waits_for_messages_is_cut_where_less_is_sent(name, delay, sizes):
+def test_who_waits_for_messages_is_cut_where_less_is_sent(name, delay, sizes):
     """At the even cut a message takes as long as a stage, 12 s, and behind the next unit no time, for 3 s more."""
     crossing = [24, 24, 24, 12, 0, 0, 0, 0]
     profile = profile_of([unit(crossing=each) for each in crossing])
@@ -155,3 +157,46 @@ def test_a_pipeline_that_waits_for_messages_is_cut_where_less_is_sent(name, dela
     assert told.balance.sizes == sizes
     seconds = [predict(profile, pipeline, machine=link, sizes=[n, 8 - n]).seconds_per_update for n in range(1, 8)]
     assert told.seconds_per_update == min(seconds)
+
+
+def test_to_send_less_a_cut_does_not_part_tied_weights():
+    """Their sums of 400 bytes would take 400 s."""
+    units = [unit(crossing=each) for each in (24, 24, 24, 12, 0, 0, 0, 0)]
+    units[4] = replace(units[4], parameter_bytes=400)
+    units[7] = replace(units[7], tied=[[4, 400]])
+    pipeline, link = Pipeline(method("1f1b", accumulation_steps=4), 2), Machine(bandwidth=1.0)
+    told = predict(profile_of(units), pipeline, machine=link)
+    assert told.balance.sizes == [4, 4]
+    assert told.seconds_per_update < 400
+    assert predict(profile_of(units), pipeline, machine=link, sizes=[5, 3]).seconds_per_update == 400
+
+
+def test_a_cut_that_avoids_links_does_not_hide_their_cost():
+    """[5, 3] sends nothing and takes 60 s; without links [4, 4] would take 48."""
+    profile = profile_of([unit(crossing=each) for each in (24, 24, 24, 12, 0, 0, 0, 0)])
+    told = predict(profile, adl(2), machine=Machine(bandwidth=1.0))
+    assert told.link_share == pytest.approx(1 - 48 / 60)
+
+
+def test_what_a_codec_takes_for_each_message_counts():
+    """A second for each, half of it on each side, besides what its bytes take."""
+    profile = profile_of([unit(crossing=24)] * 8)
+    int8 = Machine(
+        codecs=Codecs("int8", "int8"), coding={"int8": CodingCost(PerMessage(1.0, 0.0), PerMessage(3.0, 0.5))}
+    )
+    told = predict(profile, adl(2), machine=int8)
+    assert told.seconds_per_update == pytest.approx(4 * (12 + (1 + 3 + 24 * 0.5) / 2))
+    slow = replace(int8, coding={"int8": int8.coding["int8"].slowed(2.0)})
+    assert predict(profile, adl(2), machine=slow).seconds_per_update == pytest.approx(4 * (12 + 1 + 3 + 24 * 0.5))
+
+
+def test_coding_is_measured_with_the_threads_of_a_stage():
+    before = torch.get_num_threads()
+    costs = coding_costs(torch.device("cpu"), threads=1)
+    assert torch.get_num_threads() == before
+    assert set(costs) == {"bf16", "int8", "int4"}
+    for name, of_codec in costs.items():
+        for cost in of_codec:
+            assert 1e-6 < cost.of(1 << 16) < 1.0, name
+            assert cost.of(0) == 0.0
+            assert min(cost) >= 0

@@ -28,7 +28,7 @@ class UnitCost:
     split: float = 0.0  # what a backward in two parts takes in addition
     update: float = 0.0  # its part of what ends a group (norm, step, cleared gradients), divided by M already
     update_fixed: float = 0.0  # what that takes besides in any stage that has weights; divided likewise
-    copy: float = 0.0  # to keep an older version of its weights, once a group; divided likewise
+    copy: float = 0.0  # to copy its trained weights, once a group; divided likewise
     parameter_bytes: int = 0  # its parameters, but those that an earlier unit has, too
     # Trained parameters that an earlier unit has, too: for each such unit its index and their bytes. Two stages that
     # hold one of both units each hold a copy each, and sum their gradients.
@@ -164,6 +164,8 @@ class StageFootprint:
     gradient_copies: int = 0  # further sets: each version that a group's micro-batches used gathers its own
     deferred: int = 0  # micro-batches whose gradients of weights are deferred
     recomputes: float = 0.0  # share of the micro-batches that are forwarded twice
+    copies_per_update: int = 0  # of its weights, made at each update
+    targets: int = 0  # messages of targets that it sends or receives for each micro-batch
     sums: int = 0  # gradients of tied weights that wait for their update, are on their way, or are being applied
     micro_batches: int = 1  # of an update, for each of which gradients of tied weights are summed once
 
@@ -245,8 +247,8 @@ def stage_seconds(units: Sequence[UnitCost], *, held: StageFootprint, speed: flo
         np.add, [u.forward * (1 + held.recomputes) + u.backward + is_split * u.split + u.update for u in units]
     )
     once = _of_stages(np.maximum, [unit.update_fixed for unit in units])
-    if held.weight_copies:
-        once = once + _of_stages(np.add, [unit.copy for unit in units])
+    once = once + held.copies_per_update * _of_stages(np.add, [unit.copy for unit in units])
+    targets = held.targets * machine.seconds_per_message
     of_copies, of_sums = tied_seconds(units, machine)
     of_sums = of_sums / held.micro_batches
     busy = [
@@ -256,13 +258,13 @@ def stage_seconds(units: Sequence[UnitCost], *, held: StageFootprint, speed: flo
         + machine.seconds_per_message * unit.num_tensors * (2 if unit.grad_bytes else 1)
         for unit in units
     ]
-    return (work + once + of_copies) / speed + of_sums + _at_starts(busy) + _at_stops(busy)
+    return (work + once + of_copies) / speed + of_sums + targets + _at_starts(busy) + _at_stops(busy)
 
 
-def update_seconds(units: Sequence[UnitCost], *, copies: bool = False) -> float:
+def update_seconds(units: Sequence[UnitCost], *, copies: int = 0) -> float:
     """Return the seconds of what ends a group of a stage of these ``units``, as ``UnitCost.update``.
 
-    With ``copies`` the stage keeps older versions of its weights.
+    ``copies``: of its weights, made at each update.
     """
     fixed = max((unit.update_fixed for unit in units), default=0.0)
     return fixed + sum(unit.update + copies * unit.copy for unit in units)

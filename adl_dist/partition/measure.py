@@ -56,18 +56,11 @@ def measure(  # 9: the model and its units, a sample, how it is trained, and the
         bench = _Bench(pieces, input_, target, loss_fn, within)
         units = bench.look(model, chain)
         rounds = _repeated(bench.run, input_.device)
-        updates, fixed, copy, copies = _update(model, pieces, optimizer, input_.device)
+        updates, copies = _updates(model, pieces, optimizer, input_.device)
     # The least: a unit is short, so what is slower was interrupted. Of the whole the mean: training is interrupted.
     forwards, backwards = (map(min, zip(*times, strict=True)) for times in zip(*rounds, strict=True))
     units = [
-        replace(
-            unit,
-            forward=f,
-            backward=b,
-            update=update,
-            update_fixed=fixed if unit.parameter_bytes else 0.0,
-            copy=copy * unit.parameter_bytes,
-        )
+        replace(unit, forward=f, backward=b, **vars(update))
         for unit, f, b, update in zip(units, forwards, backwards, updates, strict=True)
     ]
     return Profile(of=of, units=units, forward=forward, backward=backward, optimizer_copies=copies)
@@ -263,37 +256,54 @@ def _backward(
     return [a if b is None else b if a is None else a + b for a, b in both]
 
 
-def _update(
+@dataclass(frozen=True, kw_only=True)
+class _Update:
+    """What a unit takes of a group's end, in seconds, as UnitCost has it."""
+
+    update: float = 0.0
+    update_fixed: float = 0.0
+    copy: float = 0.0
+
+
+def _updates(
     model: nn.Module,
     pieces: Sequence[nn.Module],
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
     device: torch.device,
-) -> tuple[list[float], float, float, float]:
-    """Return what a group's end takes (norm, step, cleared gradients): each unit's part in seconds, and what any stage
-    takes besides, whatever its size; the seconds to copy a byte of weights; optimizer bytes per parameter byte.
+) -> tuple[list[_Update], float]:
+    """Return what each unit takes of a group's end (norm, step, cleared gradients), and optimizer bytes per byte.
 
-    Each unit is measured, because rules differ: Muon takes long for a matrix, and AdamW a moment for an embedding. On a
-    GPU nearly all of it may be the calls, which are as many for a small stage as for the whole model.
+    Each is measured, because rules differ: Muon takes long for a matrix, and AdamW a moment for an embedding. Fixed is
+    what the smallest parameter takes alone: on a GPU nearly all of it may be the calls, which are as many for a small
+    stage as for the whole model.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    if not parameters:
-        return [0.0] * len(pieces), 0.0, 0.0, 0.0
-    made, num_bytes = optimizer(parameters), sum(p.nbytes for p in parameters)
-    whole = _seconds_of_update(made, parameters, device)
+    if not (num_bytes := sum(p.nbytes for p in parameters)):
+        return [_Update() for _ in pieces], 0.0
+    made = optimizer(parameters)
+    whole = statistics.median(_seconds_of_update(made, parameters, device))
     state = sum(t.nbytes for kept in made.state.values() for t in kept.values() if isinstance(t, Tensor))
+    del made  # what it remembers takes as much memory as the copies below
+    copy = _seconds_of_copy(parameters, device) / num_bytes
     smallest = min(parameters, key=lambda parameter: parameter.nbytes)
-    fixed = min(whole, _seconds_of_update(optimizer([smallest]), [smallest], device))
-    parts, seen = [], set[nn.Parameter]()
+    fixed = min(whole, *_seconds_of_update(optimizer([smallest]), [smallest], device))
+    owned, seen = list[list[nn.Parameter]](), set[nn.Parameter]()
     for piece in pieces:
-        of_unit = [p for p in piece.parameters() if p.requires_grad and p not in seen]
-        seen.update(of_unit)
-        if of_unit:  # at least a little, in proportion to its bytes: times of so small parts may not differ
-            least = whole * sum(p.nbytes for p in of_unit) / num_bytes / 1000
-            parts.append(max(least, _seconds_of_update(optimizer(of_unit), of_unit, device) - fixed))
-        else:
-            parts.append(0.0)
-    scale = (whole - fixed) / sum(parts)
-    return [part * scale for part in parts], fixed, _seconds_of_copy(parameters, device) / num_bytes, state / num_bytes
+        owned.append([p for p in piece.parameters() if p.requires_grad and p not in seen])
+        seen.update(owned[-1])
+    sizes = [sum(p.nbytes for p in of_unit) for of_unit in owned]
+    # The least, as of forward and backward. At least a little: of units that are as small, times may not tell.
+    alone = [
+        min(_seconds_of_update(optimizer(of_unit), of_unit, device)) if size else fixed
+        for of_unit, size in zip(owned, sizes, strict=True)
+    ]
+    little = [(whole - fixed) * size / num_bytes / 10 for size in sizes]
+    parts = [max(seconds - fixed, least) for seconds, least in zip(alone, little, strict=True)]
+    scale = (whole - fixed) / sum(parts) if whole > fixed else 0.0
+    return [
+        _Update(update=part * scale, update_fixed=fixed, copy=size * copy) if size else _Update()
+        for part, size in zip(parts, sizes, strict=True)
+    ], state / num_bytes
 
 
 def _seconds_of_copy(parameters: Sequence[nn.Parameter], device: torch.device) -> float:
@@ -307,9 +317,10 @@ def _seconds_of_copy(parameters: Sequence[nn.Parameter], device: torch.device) -
     return statistics.median(seconds[1:])
 
 
-def _seconds_of_update(made: Optimizer, parameters: Sequence[nn.Parameter], device: torch.device) -> float:
+def _seconds_of_update(made: Optimizer, parameters: Sequence[nn.Parameter], device: torch.device) -> list[float]:
+    """Return the seconds of some groups' ends, without the first, which makes the optimizer's state."""
     seconds = []
-    for _ in range(4):
+    for _ in range(5):
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)  # not zeros, whose pages need not be there
         start = now(device)
@@ -317,7 +328,7 @@ def _seconds_of_update(made: Optimizer, parameters: Sequence[nn.Parameter], devi
         made.step()
         made.zero_grad()
         seconds.append(now(device) - start)
-    return statistics.median(seconds[1:])
+    return seconds[1:]
 
 
 def _leaves(values: Any, *, with_gradient: bool) -> Any:

@@ -15,6 +15,7 @@ from adl_dist.schedule import Costs, Pipeline, max_pending_of, speed
 from adl_dist.schedule.actions import Tie
 from adl_dist.schedule.least_delays import with_least_delays
 from adl_dist.schedule.table import figures
+from adl_dist.schedule.timing import time_per_update
 
 # Of the convergence factor: RN-56 at K = 16 trained with M = 4 (factor 4) and diverged with M = 3 (9.2), Table 2a.
 MOST_FACTOR = 4.0
@@ -78,6 +79,8 @@ def best_cut(
             grads_sent=kept.get(("grad", stage.stage), 0),
             weight_copies=stage.weight_copies + stage.history_copies,
             deferred=stage.deferred,
+            copies_per_update=stage.copies_per_update,
+            targets=int(pipeline.num_stages > 1 and stage.stage in (0, pipeline.num_stages - 1)),
             gradient_copies=len(set(stage.staleness_by_offset)) - 1 if method.weights == "stash" else 0,
             recomputes=sum(method.recomputes(place, M, stage.delay) for place in range(M)) / M,
             sums=_waiting_sums(pipeline),
@@ -93,11 +96,11 @@ def best_cut(
         return evaluated(sizes)
     found = partial(best_balance, units, num_stages=pipeline.num_stages, held=held, optimizer_copies=copies)
     best = found(machine=machine)
-    if pipeline.method.awaits_delays or not any(best.link_seconds):  # delays that follow from the cut leave room
+    if sum(best.link_seconds) <= AS_GOOD * best.seconds or pipeline.method.awaits_delays:  # these follow from the cut
         return best
     others = [found(machine=machine.with_links_slower(factor)).sizes for factor in SLOWER_LINKS]
-    balances = [best, *map(evaluated, others)]
-    return min(balances, key=lambda b: speed(method, _costs(units, b, pipeline, machine)).time_per_update)
+    balances = [best, *(evaluated(sizes) for sizes in dict.fromkeys(map(tuple, others)) if list(sizes) != best.sizes)]
+    return min(balances, key=lambda balance: _seconds_per_update(units, balance, pipeline, machine))
 
 
 def _waiting_sums(pipeline: Pipeline) -> int:
@@ -161,10 +164,10 @@ def predict(
     balance = best_cut(profile, pipeline, machine=machine, sizes=sizes)
     units = _units(profile, pipeline, machine)
     expected = speed(pipeline.method, _costs(units, balance, pipeline, machine))
-    without = replace(balance, link_seconds=[0.0] * len(balance.link_seconds))
-    no_links = Machine(speeds=machine.speeds)
-    free = speed(pipeline.method, _costs(units, without, pipeline, no_links))
-    per_micro_batch = max(expected.time_per_update, _tied_link_seconds(units, balance, machine)) / M
+    no_links = Machine(speeds=machine.speeds, memory_bytes=machine.memory_bytes)
+    without = best_cut(profile, pipeline, machine=no_links, sizes=sizes)
+    free = _seconds_per_update(units, without, pipeline, no_links)
+    per_micro_batch = _seconds_per_update(units, balance, pipeline, machine) / M
     last_units = [units[stop - 1] for stop in accumulate(balance.sizes[:-1])]
     crossing = [unit.act_bytes + unit.grad_bytes for unit in last_units]
     alone = profile.loading + profile.forward + profile.backward + update_seconds(profile.costs(M))
@@ -176,7 +179,7 @@ def predict(
         speed_up=alone / per_micro_batch,
         bubble=max(0.0, expected.bubble),
         staleness_mean=[stage.staleness_mean for stage in figures(pipeline)],
-        link_share=max(0.0, 1 - free.time_per_update / M / per_micro_batch),
+        link_share=max(0.0, 1 - free / M / per_micro_batch),
         uneven=unevenness(units, balance),
         codecs=machine.codecs,
         update_bytes=M * max(crossing, default=0.0),
@@ -187,6 +190,12 @@ def unevenness(units: Sequence[UnitCost], balance: Balance) -> str | None:
     """Return why ``balance`` leaves most of the work to one stage; None: it does not."""
     names, reasons = [unit.name for unit in units], [unit.reason for unit in units]
     return why_uneven(names, reasons, balance.sizes, balance.stage_seconds)
+
+
+def _seconds_per_update(units: Sequence[UnitCost], balance: Balance, pipeline: Pipeline, machine: Machine) -> float:
+    """Return the time that further updates take once the pipeline is full."""
+    of_schedule = time_per_update(pipeline, _costs(units, balance, pipeline, machine))
+    return max(of_schedule, _tied_link_seconds(units, balance, machine))
 
 
 def _tied_link_seconds(units: Sequence[UnitCost], balance: Balance, machine: Machine) -> float:
@@ -202,19 +211,19 @@ def _costs(units: Sequence[UnitCost], balance: Balance, pipeline: Pipeline, mach
     """Return the timing model's costs: stages with their part in the messages, links with their transfer time."""
     forward, backward, backward_weight, update = [], [], [], []
     of_copies, of_sums = tied_seconds(units, machine)
-    kept = figures(pipeline)
+    stages = figures(pipeline)
     bounds, speeds = pairwise([0, *accumulate(balance.sizes)]), machine.speeds_of(len(balance.sizes))
     for k, ((start, stop), rate) in enumerate(zip(bounds, speeds, strict=True)):
         inside, before, is_split = units[start:stop], units[:start][-1:], pipeline.splits_backward(k)
         ends = [*before, *(inside[-1:] if stop < len(units) else [])]
         messages = sum(machine.seconds_per_message * unit.num_tensors for unit in ends)
-        targets = machine.seconds_per_message if len(ends) == 1 else 0.0  # from the first stage to the last
+        targets = machine.seconds_per_message if len(ends) == 1 else 0.0  # the first stage sends them, the last takes
         acts = sum(machine.seconds_per_byte * unit.act_bytes + unit.act_coding for unit in ends)
         grads = sum(machine.seconds_per_byte * unit.grad_bytes + unit.grad_coding for unit in ends)
         forward.append(sum(unit.forward for unit in inside) / rate + acts + messages + targets)
         backward.append(sum(unit.backward + is_split * unit.split for unit in inside) / rate + grads + messages)
         backward_weight.append(sum(unit.backward_weight for unit in inside) / rate)
-        step = update_seconds(inside, copies=kept[k].weight_copies > 0) + of_copies[start, stop - 1]
+        step = update_seconds(inside, copies=stages[k].copies_per_update) + of_copies[start, stop - 1]
         update.append(step * pipeline.micro_batches_per_update / rate + of_sums[start, stop - 1])
     link = [machine.latency_after(k) for k in range(len(balance.sizes) - 1)]
     of_links = {"link": link, "transfer": balance.link_seconds}

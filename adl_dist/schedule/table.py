@@ -24,6 +24,11 @@ class StageFigures:
     deferred: int  # most micro-batches whose gradients of weights are deferred, while it holds the most graphs
     outputs: int  # most micro-batches whose output a head keeps until their gradients come back
 
+    @property
+    def copies_per_update(self) -> int:
+        """How many copies of the weights are made at each update: one to keep, and one to remember."""
+        return (self.weight_copies > 0) + (self.history_copies > 0)
+
 
 @dataclass(frozen=True)
 class TiedFigures:

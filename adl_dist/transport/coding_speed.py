@@ -1,32 +1,39 @@
 """What coding and decoding a message costs."""
 
-import statistics
 import time
 
 import torch
 
-from adl_dist.codecs import CODECS, CodingCost, PerMessage
+from adl_dist.codecs import CODECS, LEVELS, CodingCost, PerMessage
 from adl_dist.transport.coding import decode, encode
 from adl_dist.transport.spec import TensorSpec
 
 FEW, MANY = 1 << 8, 1 << 16  # numbers of a sample
 SAMPLES = 4
 ROUNDS = 20
-CACHES = 16 << 20  # bytes, more than a core's caches hold
+# Of activations and of gradients, which are rounded at random; None: to the nearest.
+SEEDS = {codec: (None, 0 if codec in LEVELS else None) for codec in CODECS[1:]}
+CACHES = 16 << 20  # bytes, more than a core has for itself
 
 
-def coding_costs(device: torch.device) -> dict[str, CodingCost]:
-    """Return, by codec, what a message costs to code and to decode: medians. Gradients are rounded at random.
+def coding_costs(device: torch.device, *, threads: int | None = None) -> dict[str, CodingCost]:
+    """Return, by codec, what a message costs to code and to decode: the least of several.
 
-    Something else is done before each, as a stage does, so that nothing of it is in the caches.
+    Something else is done before each, as a stage does, so that nothing of it is in the caches. ``threads``: of a
+    stage; None: as they are.
     """
-    return {codec: CodingCost(*(_measured(codec, device, seed) for seed in (None, 0))) for codec in CODECS[1:]}
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads or before)
+        return {codec: CodingCost(*(_measured(codec, device, seed) for seed in SEEDS[codec])) for codec in CODECS[1:]}
+    finally:
+        torch.set_num_threads(before)
 
 
 def _measured(codec: str, device: torch.device, seed: int | None) -> PerMessage:
     (fewer, short), (more, long) = (_once(codec, device, seed, numbers) for numbers in (FEW, MANY))
     per_byte = max(0.0, (long - short) / (more - fewer))
-    return PerMessage(fixed=max(0.0, short - fewer * per_byte), per_byte=per_byte)
+    return PerMessage(fixed=max(0.0, min(short, long) - fewer * per_byte), per_byte=per_byte)
 
 
 def _once(codec: str, device: torch.device, seed: int | None, numbers: int) -> tuple[int, float]:
@@ -40,4 +47,4 @@ def _once(codec: str, device: torch.device, seed: int | None, numbers: int) -> t
         decoded = decode(codec, (spec,), SAMPLES, encode(codec, (spec,), (tensor,), seed=seed))
         float(decoded[0][0, 0])  # waits for a GPU
         times.append(time.perf_counter() - start)
-    return tensor.nbytes, statistics.median(times[1:])
+    return tensor.nbytes, min(times)

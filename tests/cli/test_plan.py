@@ -57,7 +57,7 @@ def test_of_equal_units_the_speed_up_is_the_textbooks():
         assert told.balance.sizes == [8 // K] * K
 
 
-def test_an_update_takes_any_stage_some_time_whatever_its_size():
+def test_an_update_takes_some_time_whatever_its_size():
     """On a GPU it is calls, as many for a part of the weights as for all."""
     even = {"update": 0.5, "parameter_bytes": 8}
     whole = 8 * 3.0 * 4 + 8 * 0.5  # of four micro-batches and one update, seconds
@@ -65,7 +65,7 @@ def test_an_update_takes_any_stage_some_time_whatever_its_size():
     assert planned(known(**even, update_fixed=4.0)).seconds_per_update == pytest.approx(whole / 2 + 4.0)
 
 
-def test_a_stage_that_keeps_older_weights_takes_the_time_to_copy_them():
+def test_a_stage_that_keeps_older_weights_copies_them():
     """Stage 0 of two does with ADL, and the last stage never."""
     copying = known(copy=1.5, parameter_bytes=8)
     half = 4 * 3.0 * 4  # of four micro-batches, seconds
@@ -73,7 +73,17 @@ def test_a_stage_that_keeps_older_weights_takes_the_time_to_copy_them():
     assert planned(copying, "1f1b") == planned(known(parameter_bytes=8), "1f1b")
 
 
-def test_targets_go_from_the_first_stage_to_the_last_with_each_micro_batch():
+def test_cut_and_timing_model_count_the_same_copies():
+    """What a mitigation remembers is copied at each update, too, though no older version is kept."""
+    pipeline = Pipeline(method("adl", accumulation_steps=4, weights="latest", mitigation=["error_feedback"]), 2)
+    profile = known(copy=8.0, parameter_bytes=8)
+    assert predict(profile, pipeline).balance.sizes == [3, 5]
+    assert predict(profile, pipeline, sizes=[4, 4]).seconds_per_update == pytest.approx(
+        4 * (4 * 3.0 * 4 / 4 + 4 * 8 / 4)
+    )
+
+
+def test_targets_are_messages_of_the_first_and_last_stage():
     """A message of a second for each act, gradient and target, at both ends."""
     told = planned(known(act_bytes=8, grad_bytes=8), seconds_per_message=1.0)
     assert told.seconds_per_update == pytest.approx(4 * (4 * 3.0 + 3))

@@ -46,13 +46,14 @@ def seconds_and_bytes(units, sizes, held, machine, optimizer_copies):
         upstream, downstream = units[start - 1 : start], units[stop - 1 : stop] * (stop < len(units))
         inside = units[start:stop]
         update = sum(u.update for u in inside) + max(u.update_fixed for u in inside)
-        update += sum(u.copy for u in inside) if held[k].weight_copies else 0.0
+        update += held[k].copies_per_update * sum(u.copy for u in inside)
         busy = update + sum(u.backward for u in inside) + sum(u.forward for u in inside) * (1 + held[k].recomputes)
         copies, halves = torn_ties(units, start, stop)
         busy += sum(first.update * nbytes / first.parameter_bytes for first, nbytes in copies)
         busy /= machine.speeds[k]
         for nbytes in halves:  # a part and a sum, once for all micro-batches of an update
             busy += 2 * (nbytes * machine.seconds_per_byte + machine.seconds_per_message) / held[k].micro_batches
+        busy += held[k].targets * machine.seconds_per_message
         for end in upstream + downstream:
             busy += (end.act_bytes + end.grad_bytes) * machine.seconds_per_byte
             busy += end.num_tensors * (1 + (end.grad_bytes > 0)) * machine.seconds_per_message
@@ -107,6 +108,7 @@ def brute_force(units, K, held, machine, optimizer_copies):
 POWERS = [0.25, 0.5, 1.0, 2.0]
 FOOTPRINTS = {"inputs": (0, 3), "weight_copies": (0, 2), "gradient_copies": (0, 1), "recomputes": (0, 1)}
 FOOTPRINTS |= {"acts_sent": (1, 4), "grads_sent": (1, 6), "sums": (2, 5), "micro_batches": (1, 4)}
+FOOTPRINTS |= {"copies_per_update": (0, 2), "targets": (0, 1)}
 
 
 def random_instance(draw):

@@ -93,7 +93,7 @@ def test_what_ends_a_group_is_norm_step_and_cleared_gradients(monkeypatch):
     assert [unit.update_fixed > 0.1 for unit in units.values()] == [True, False, True], "as long for a part as for all"
 
 
-def test_a_unit_takes_as_much_of_an_update_as_its_own_weights(monkeypatch):
+def test_a_unit_takes_of_an_update_what_its_weights_do(monkeypatch):
     """Not in proportion to its bytes: Muon takes long for matrices, and next to nothing for an embedding."""
 
     def optimizer(parameters):
@@ -113,6 +113,15 @@ def test_a_copy_of_weights_is_measured():
     first, relu = units.values()
     assert 1e-5 < first.copy < 0.1, "4 MB"
     assert relu.copy == 0.0
+
+
+def test_frozen_weights_take_nothing_at_an_update():
+    model = nn.Sequential(nn.Linear(6, 1024), nn.ReLU(), nn.Linear(1024, 5))
+    model[0].requires_grad_(requires_grad=False)
+    units, _ = profile_of(model, torch.randn(4, 6))
+    frozen, _, trained = units.values()
+    assert (frozen.update, frozen.update_fixed, frozen.copy) == (0, 0, 0)
+    assert min(trained.update_fixed, trained.copy) > 0
 
 
 def test_bytes_of_a_perceptron_are_those_counted_by_hand():
@@ -241,7 +250,9 @@ def test_auto_cuts_before_the_slow_unit_and_keeps_its_profile(tmp_path):
     assert [unit.name for unit in profile.units] == ["0", "1", "2", "3", "4", "5"]
     assert set(trainer.full_state_dict()) == set(slow_in_the_middle().state_dict())
 
-    # The same command cuts by the same measurement, whatever it would measure now.
+    # The same command cuts by the same measurement, whatever it would measure now; one of something else is not read.
+    assert Profile.load(tmp_path / "profile.json", {**profile.of, "micro_batch_size": 7}) is None
+    assert Profile.load(tmp_path / "profile.json", profile.of) == profile
     told = json.loads((tmp_path / "profile.json").read_text())
     told["units"][0]["forward"] = 100.0
     (tmp_path / "profile.json").write_text(json.dumps(told))

@@ -12,7 +12,7 @@ from adl_dist.cli.plan.profiler import Profiler
 from adl_dist.cli.plan.question import Question, asked, machine_of
 from adl_dist.cli.plan.report import bounded_table, codec_lines, facts_of, line_to_paste, report, tied_lines
 from adl_dist.codecs import CODECS, Codecs
-from adl_dist.distributed.affinity import default_threads, num_cores
+from adl_dist.distributed.affinity import num_cores
 from adl_dist.errors import ConfigError, DataError, PartitionError
 from adl_dist.partition import Machine, checked_sizes
 from adl_dist.partition.bounded import only_within, within_bound
@@ -60,7 +60,7 @@ def _measured(question: Question) -> _Found:
     """Measure, and predict by that."""
     flags, config, sizes, machine = question.flags, question.config, question.sizes, machine_of(question)
     how: dict[str, Any] = {"granularity": question.granularity}
-    how["threads"] = config.runtime.threads or default_threads(max(question.stages))
+    how["threads"] = question.threads
     try:
         profiler = Profiler(config, **how, shape=flags.input, kept_in=flags.profile, quiet=flags.json)
     except DataError as error:

@@ -18,7 +18,7 @@ from adl_dist.distributed.parent_process import end_with_launcher
 from adl_dist.errors import ChannelError
 
 SMALL, LARGE = 8, 4 << 20  # bytes
-CACHES = 16 << 20  # bytes, more than a core's caches hold
+CACHES = 16 << 20  # bytes, more than a core has for itself
 ROUNDS = 20
 SECONDS = 60.0  # after which the measurement is given up
 GPU_LINK = {"bandwidth": 12e9, "latency": 1e-5}  # PCIe 4, cautiously; a link between GPUs is not measured
@@ -67,11 +67,11 @@ def measure(folder: Path, rank: int) -> None:
                 elsewhere.add_(1)
             wall, cpu = time.perf_counter(), time.process_time()
             if rank == 0:
-                dist.isend(message, 1).wait()  # type: ignore[union-attr]
-                dist.irecv(message, 1).wait()  # type: ignore[union-attr]
+                dist.send(message, 1)
+                dist.recv(message, 1)
             else:
-                dist.irecv(message, 0).wait()  # type: ignore[union-attr]
-                dist.isend(message, 0).wait()  # type: ignore[union-attr]
+                dist.recv(message, 0)
+                dist.send(message, 0)
             walls.append((time.perf_counter() - wall) / 2)
             busy.append((time.process_time() - cpu) / 2)
         return min(walls), statistics.median(busy)

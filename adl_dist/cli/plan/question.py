@@ -15,7 +15,7 @@ from adl_dist.cli.config.compose import Parser, compose_run, method_named
 from adl_dist.cli.config.schema import Device, RunConfig
 from adl_dist.cli.plan.link import link_figures
 from adl_dist.codecs import PLAIN
-from adl_dist.distributed.affinity import num_cores
+from adl_dist.distributed.affinity import default_threads, num_cores
 from adl_dist.distributed.device import check_device
 from adl_dist.errors import ChannelError, ConfigError
 from adl_dist.links import LINKS, Links, parse_links
@@ -46,6 +46,11 @@ class Question:
     num_devices: int
     granularity: str
     links: Links | None  # as they are described; None: they are not
+
+    @property
+    def threads(self) -> int:
+        """The threads of a stage."""
+        return self.config.runtime.threads or default_threads(max(self.stages))
 
     @property
     def sizes(self) -> dict[int, int]:
@@ -197,7 +202,7 @@ def machine_of(question: Question) -> Machine:
     memory = device_memory(torch.device(device.value)) if flags.memory is None else flags.memory
     codecs = instantiate.precision(question.config).codecs
     are_coded = question.links is not None or codecs != PLAIN
-    coding = coding_costs(torch.device(device.value)) if are_coded else {}
+    coding = coding_costs(torch.device(device.value), threads=question.threads) if are_coded else {}
     return Machine(memory_bytes=memory, codecs=codecs, coding=coding, **link)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from adl_dist.cli.config.compose import method_words
 from adl_dist.partition import Machine, UnitCost
-from adl_dist.partition.costs import Profile
+from adl_dist.partition.costs import Profile, update_seconds
 from adl_dist.partition.predict import AS_GOOD, Alternative, Prediction
 from adl_dist.report.tables import text_table
 from adl_dist.schedule.table import tied_figures
@@ -40,7 +40,7 @@ def report(
         f"input {spec['input']}, micro-batches of {spec['micro_batch_size']}, {spec['dtype']}, {spec['device']}, "
         f"{spec['threads']} thread(s), torch {spec['torch']}",
         f"one micro-batch: forward {1000 * profile.forward:.1f} ms, backward {1000 * profile.backward:.1f} ms; one "
-        f"update {1000 * sum(u.update for u in profile.units):.2f} ms",
+        f"update {1000 * update_seconds(profile.units):.2f} ms",
         f"method.split_backward can defer {profile.share_deferrable:.0%} of the backward: gradients of the weights of "
         "linear layers and convolutions",
         f"link: {_links_shown(machine)}",

@@ -107,7 +107,10 @@ def _predicted(
     profiler = Profiler(config, granularity=config.partition.chosen().units, threads=on.threads)
     found: dict[str, list[dict[str, Any]]] = {link.name: [] for link in links}
     # What the host has to do takes a share of a core longer, as the stages do by their speeds.
-    coding = {codec: cost.slowed(1 / on.share) for codec, cost in coding_costs(torch.device("cpu")).items()}
+    coding = {
+        codec: cost.slowed(1 / on.share)
+        for codec, cost in coding_costs(torch.device("cpu"), threads=on.threads).items()
+    }
     measured = link_figures(config.runtime.device)
     host = {name: measured[name] / on.share for name in ("seconds_per_message", "seconds_per_byte")}
     with profiler.with_load(profiler.num_others(K), batch // racing[0].entry.method.micro_batches_per_update):
