@@ -30,6 +30,7 @@ class Balance:
     sizes: list[int]  # units of each stage
     seconds: float  # of the slowest stage or link, for one micro-batch
     stage_seconds: list[float]
+    fixed_seconds: list[float]  # of these, what ends a group whatever the stage's units: one device has it once
     link_seconds: list[float]  # of the link after each stage but the last
     stage_bytes: list[int]
 
@@ -117,16 +118,18 @@ def evaluate_balance(
                 f"partition.balance={list(sizes)} cuts the model right after '{unit.name}', where it cannot be cut; "
                 "move that cut, or use partition.balance=auto"
             )
-    seconds, needs = [], []
+    seconds, fixed, needs = [], [], []
     for (start, stop), footprint, speed in zip(pairwise(borders), held, machine.speeds_of(len(sizes)), strict=True):
         place = start, stop - 1
         seconds.append(float(stage_seconds(units, held=footprint, speed=speed, machine=machine)[place]))
+        fixed.append(max(unit.update_fixed for unit in units[start:stop]) / speed)
         needs.append(int(stage_bytes(units, held=footprint, optimizer_copies=optimizer_copies)[place]))
     link_seconds = [link_time(unit, machine, k) for k, unit in enumerate(last_units)]
     return Balance(
         sizes=list(sizes),
         seconds=max(seconds + link_seconds),
         stage_seconds=seconds,
+        fixed_seconds=fixed,
         link_seconds=link_seconds,
         stage_bytes=needs,
     )

@@ -189,7 +189,8 @@ def predict(
 def unevenness(units: Sequence[UnitCost], balance: Balance) -> str | None:
     """Return why ``balance`` leaves most of the work to one stage; None: it does not."""
     names, reasons = [unit.name for unit in units], [unit.reason for unit in units]
-    return why_uneven(names, reasons, balance.sizes, balance.stage_seconds)
+    work = [seconds - fixed for seconds, fixed in zip(balance.stage_seconds, balance.fixed_seconds, strict=True)]
+    return why_uneven(names, reasons, balance.sizes, work)
 
 
 def _seconds_per_update(units: Sequence[UnitCost], balance: Balance, pipeline: Pipeline, machine: Machine) -> float:
