@@ -1,5 +1,6 @@
 """The expected speed, memory and staleness of a method on a cut of a measured model, and which one to recommend."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -164,10 +165,10 @@ def predict(
     balance = best_cut(profile, pipeline, machine=machine, sizes=sizes)
     units = _units(profile, pipeline, machine)
     expected = speed(pipeline.method, _costs(units, balance, pipeline, machine))
-    no_links = Machine(speeds=machine.speeds, memory_bytes=machine.memory_bytes)
+    no_links = replace(machine, bandwidth=math.inf, latency=0.0, seconds_per_byte=0.0, seconds_per_message=0.0)
     without = best_cut(profile, pipeline, machine=no_links, sizes=sizes)
     free = _seconds_per_update(units, without, pipeline, no_links)
-    per_micro_batch = _seconds_per_update(units, balance, pipeline, machine) / M
+    per_micro_batch = max(expected.time_per_update, _tied_link_seconds(units, balance, machine)) / M
     last_units = [units[stop - 1] for stop in accumulate(balance.sizes[:-1])]
     crossing = [unit.act_bytes + unit.grad_bytes for unit in last_units]
     alone = profile.loading + profile.forward + profile.backward + update_seconds(profile.costs(M))

@@ -16,9 +16,9 @@ from adl_dist.cli.subprocesses import Child, ChildFailed, run_together
 from adl_dist.distributed.network import GLOO, loopback
 from adl_dist.distributed.parent_process import end_with_launcher
 from adl_dist.errors import ChannelError
+from adl_dist.transport.coding_speed import CACHES
 
 SMALL, LARGE = 8, 4 << 20  # bytes
-CACHES = 16 << 20  # bytes, more than a core has for itself
 ROUNDS = 20
 SECONDS = 60.0  # after which the measurement is given up
 GPU_LINK = {"bandwidth": 12e9, "latency": 1e-5}  # PCIe 4, cautiously; a link between GPUs is not measured
