@@ -12,7 +12,7 @@ NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)"
 
 
 class Links(NamedTuple):
-    """The links after stage 0, 1, ...; one entry: all are alike."""
+    """The links after stage 0, 1, ...; one entry: each stage has one such link to all others."""
 
     bandwidth: tuple[float, ...]  # bytes per second, in each direction for itself
     latency: tuple[float, ...]  # seconds of a message on its way, half a round trip, without those of its bytes
@@ -24,7 +24,7 @@ class Links(NamedTuple):
     def figures(self) -> dict[str, Any]:
         """The keyword arguments of a :class:`~adl_dist.partition.Machine` with these links."""
         if len(self.bandwidth) == 1:
-            return {"bandwidth": self.bandwidth[0], "latency": self.latency[0]}
+            return {"bandwidth": self.bandwidth[0], "latency": self.latency[0], "shares_link": True}
         return {"bandwidth": self.bandwidth, "latency": self.latency}
 
     def for_stages(self, num_stages: int, key: str) -> "Links":

@@ -178,6 +178,27 @@ def test_a_cut_that_avoids_links_does_not_hide_their_cost():
     assert told.link_share == pytest.approx(1 - 48 / 60)
 
 
+def test_one_link_for_all_is_shared_by_two_neighbours_and_several_are_not():
+    """Three stages of 8 s; a message of 24 bytes takes 24 s, and the middle sends two for each micro-batch."""
+    profile = profile_of([unit(crossing=24)] * 8)
+    one, two = (Machine(**parse_links(text, LINKS).figures) for text in ("0.001kB/s", "0.001kB/s/0.001kB/s"))
+    seconds = [
+        predict(profile, adl(K), machine=machine).seconds_per_update for K, machine in ((2, one), (3, one), (3, two))
+    ]
+    assert seconds == [pytest.approx(4 * 24), pytest.approx(4 * 48), pytest.approx(4 * 24)]
+
+
+def test_a_forward_that_is_repeated_sends_nothing_again():
+    """A second for each message: two for the activation, and the gradient, of each micro-batch."""
+    profile = profile_of([unit(crossing=24)] * 8)
+    pipeline = adl(2, weights="recompute")
+    seconds = [
+        predict(profile, pipeline, machine=Machine(seconds_per_message=one), sizes=[4, 4]).seconds_per_update
+        for one in (0.0, 1.0)
+    ]
+    assert seconds == [pytest.approx(4 * 16), pytest.approx(4 * (16 + 3))], "targets, activation, gradient"
+
+
 def test_what_a_codec_takes_for_each_message_counts():
     """A second for each, half of it on each side, besides what its bytes take."""
     profile = profile_of([unit(crossing=24)] * 8)

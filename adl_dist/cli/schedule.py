@@ -135,7 +135,7 @@ def read_costs(spec: str, *, num_stages: int) -> Costs:
         raise ConfigError(f"{source}: there is no '{unknown[0]}'{hint}; expected {known}, as in {EXAMPLE}")
     if missing := [key for key in ("forward", "backward") if key not in node]:
         raise ConfigError(f"{source} lacks {missing[0]}; expected at least forward and backward, as in {EXAMPLE}")
-    lists = {}
+    lists: dict[str, Any] = {}
     for key, value in node.items():
         expected = num_stages - (key == "link")
         numbers = value if isinstance(value, list) else [value]

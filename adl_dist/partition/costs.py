@@ -179,6 +179,7 @@ class Machine:
     # Of the link after each stage, or one number for all: bytes per second, each direction for itself,
     bandwidth: float | Sequence[float] = math.inf
     latency: float | Sequence[float] = 0.0  # seconds of a message on its way; no cut is chosen by it, see link_time
+    shares_link: bool = False  # whether a device has one link of that bandwidth, for both of its neighbours
     seconds_per_byte: float = 0.0  # for which a stage itself is busy, sent or received (gloo on CPU copies)
     seconds_per_message: float = 0.0  # for which it is busy with each tensor, whatever its size
     codecs: Codecs = PLAIN  # how what crosses a link is coded
@@ -200,6 +201,12 @@ class Machine:
     def latency_after(self, stage: int) -> float:
         """Return the seconds of a message on the link after ``stage``."""
         return self.latency[stage] if isinstance(self.latency, Sequence) else self.latency
+
+    def with_own_links(self, num_stages: int) -> "Machine":
+        """Return the same with a link for each neighbour, of half the bandwidth where two share one in full use."""
+        if not self.shares_link or num_stages <= 2:
+            return replace(self, shares_link=False)
+        return replace(self.with_links_slower(2), shares_link=False)
 
     def with_links_slower(self, factor: float) -> "Machine":
         """Return the same devices with links of 1/``factor`` of the bandwidth."""

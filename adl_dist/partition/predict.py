@@ -10,7 +10,15 @@ from typing import NamedTuple
 from adl_dist.codecs import PLAIN, Codecs
 from adl_dist.errors import ConfigError
 from adl_dist.partition.balance import UNIFORM, Balance, best_balance, evaluate_balance
-from adl_dist.partition.costs import Machine, Profile, StageFootprint, UnitCost, tied_seconds, update_seconds
+from adl_dist.partition.costs import (
+    Machine,
+    Profile,
+    StageFootprint,
+    UnitCost,
+    link_time,
+    tied_seconds,
+    update_seconds,
+)
 from adl_dist.partition.imbalance import why_uneven
 from adl_dist.schedule import Costs, Pipeline, max_pending_of, speed
 from adl_dist.schedule.actions import Tie
@@ -89,7 +97,8 @@ def best_cut(
         )
         for stage in figures(pipeline)
     ]
-    copies = profile.optimizer_copies
+    copies, whole = profile.optimizer_copies, machine
+    machine = machine.with_own_links(pipeline.num_stages)  # a full pipeline keeps both directions of all links busy
     if machine.memory_bytes is not None:  # stages that share a device share its memory
         machine = replace(machine, memory_bytes=machine.memory_bytes // pipeline.stages_per_process)
     evaluated = partial(evaluate_balance, units, held=held, machine=machine, optimizer_copies=copies)
@@ -101,7 +110,7 @@ def best_cut(
         return best
     others = [found(machine=machine.with_links_slower(factor)).sizes for factor in SLOWER_LINKS]
     balances = [best, *(evaluated(sizes) for sizes in dict.fromkeys(map(tuple, others)) if list(sizes) != best.sizes)]
-    return min(balances, key=lambda balance: _seconds_per_update(units, balance, pipeline, machine))
+    return min(balances, key=lambda balance: _seconds_per_update(units, balance, pipeline, whole))
 
 
 def _waiting_sums(pipeline: Pipeline) -> int:
@@ -211,7 +220,7 @@ def _tied_link_seconds(units: Sequence[UnitCost], balance: Balance, machine: Mac
 
 def _costs(units: Sequence[UnitCost], balance: Balance, pipeline: Pipeline, machine: Machine) -> Costs:
     """Return the timing model's costs: stages with their part in the messages, links with their transfer time."""
-    forward, backward, backward_weight, update = [], [], [], []
+    forward, recompute, backward, backward_weight, update = [], [], [], [], []
     of_copies, of_sums = tied_seconds(units, machine)
     stages = figures(pipeline)
     bounds, speeds = pairwise([0, *accumulate(balance.sizes)]), machine.speeds_of(len(balance.sizes))
@@ -222,14 +231,23 @@ def _costs(units: Sequence[UnitCost], balance: Balance, pipeline: Pipeline, mach
         targets = machine.seconds_per_message if len(ends) == 1 else 0.0  # the first stage sends them, the last takes
         acts = sum(machine.seconds_per_byte * unit.act_bytes + unit.act_coding for unit in ends)
         grads = sum(machine.seconds_per_byte * unit.grad_bytes + unit.grad_coding for unit in ends)
-        forward.append(sum(unit.forward for unit in inside) / rate + acts + messages + targets)
+        recompute.append(sum(unit.forward for unit in inside) / rate)
+        forward.append(recompute[-1] + acts + messages + targets)
         backward.append(sum(unit.backward + is_split * unit.split for unit in inside) / rate + grads + messages)
         backward_weight.append(sum(unit.backward_weight for unit in inside) / rate)
         step = update_seconds(inside, copies=stages[k].copies_per_update) + of_copies[start, stop - 1]
         update.append(step * pipeline.micro_batches_per_update / rate + of_sums[start, stop - 1])
-    link = [machine.latency_after(k) for k in range(len(balance.sizes) - 1)]
-    of_links = {"link": link, "transfer": balance.link_seconds}
-    return Costs(forward=forward, backward=backward, backward_weight=backward_weight, update=update, **of_links)
+    last_units = [units[stop - 1] for stop in accumulate(balance.sizes[:-1])]
+    return Costs(
+        forward=forward,
+        recompute=recompute,
+        backward=backward,
+        backward_weight=backward_weight,
+        update=update,
+        link=[machine.latency_after(k) for k in range(len(last_units))],
+        transfer=[link_time(unit, machine, k) for k, unit in enumerate(last_units)],
+        shares_link=machine.shares_link,
+    )
 
 
 class Throughput(NamedTuple):

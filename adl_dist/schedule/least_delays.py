@@ -27,7 +27,7 @@ def with_least_delays(method: Method, costs: Costs, *, most: int | None = None) 
     if method.weights == "2bw":  # whose forward asks for no older weights
         most = M if most is None else min(most, M)
     stages = (f + b + u / M for f, b, u in zip(costs.forward, costs.backward, costs.update, strict=True))
-    slowest = max(*stages, *costs.transfer, 0.0)
+    slowest = max(*stages, costs.busiest_link)
     trips = _round_trips(method, costs)
     # What is deferred may have to be done before the update that the next forward waits for.
     last_parts = costs.backward_weight if method.split_backward else [0.0] * K

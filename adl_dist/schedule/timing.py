@@ -2,25 +2,28 @@
 
 It runs the very lists of actions that the engine runs. A stage is busy in forward, recompute, backward or
 its parts, and update; a send costs the sender nothing, occupies the link for a time, after the messages before it,
-and arrives after the link's latency; loading and waiting cost what they make others wait. Times are in any one unit.
+and arrives after the link's latency; loading and waiting cost what they make others wait. Where each process has one
+link to all others, a message occupies that of its sender and that of its receiver. Times are in any one unit.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 from adl_dist.errors import ConfigError
 from adl_dist.schedule.actions import BACKWARDS, LINKS, Action, Op, message_of
 from adl_dist.schedule.methods import Method
 from adl_dist.schedule.pipeline import Pipeline
-from adl_dist.schedule.replay import ActionLists, Turns, replay
+from adl_dist.schedule.replay import ActionLists, Turns, downstream_first, replay
 from adl_dist.schedule.run_plan import Segment
 from adl_dist.schedule.work import training_work, turns_of
 
 FORWARDS = (Op.FORWARD, Op.FORWARD_ONLY)
-WORK = dict.fromkeys((*FORWARDS, Op.RECOMPUTE), "forward") | {
+WORK = dict.fromkeys(FORWARDS, "forward") | {
+    Op.RECOMPUTE: "recompute",
     Op.BACKWARD: "backward",
     Op.BACKWARD_INPUT: "backward_input",
     Op.BACKWARD_WEIGHT: "backward_weight",
@@ -44,24 +47,28 @@ class Costs:
 
     forward: Sequence[float]
     backward: Sequence[float]
+    recompute: Sequence[float] = ()  # a forward without its part in the messages; empty: as forward
     backward_weight: Sequence[float] = ()  # the part of the backward that a split can defer; empty: half of it
     update: Sequence[float] = ()  # empty: 0
     link: Sequence[float] = ()  # latency between stage k and k + 1, in either direction; empty: 0
     transfer: Sequence[float] = ()  # for which a message occupies that link, one after another; empty: 0
+    shares_link: bool = False  # whether both links of a stage are one, which carries its messages to either neighbour
 
     def __post_init__(self) -> None:
         K = len(self.forward)
-        usual = {"backward_weight": [time / 2 for time in self.backward], "update": [0.0] * K}
+        usual = {"recompute": self.forward, "backward_weight": [time / 2 for time in self.backward]}
+        usual |= {"update": [0.0] * K}
         usual |= {"link": [0.0] * (K - 1), "transfer": [0.0] * (K - 1)}
         for name, times in usual.items():
             object.__setattr__(self, name, getattr(self, name) or times)
-        lists = self.forward, self.backward, self.backward_weight, self.update, self.link, self.transfer
-        fits = list(map(len, lists)) == [K, K, K, K, K - 1, K - 1]
+        of_stages = self.forward, self.backward, self.recompute, self.backward_weight, self.update
+        lists = *of_stages, self.link, self.transfer
+        fits = list(map(len, lists)) == [K] * len(of_stages) + [K - 1, K - 1]
         if not fits or any(not time >= 0 for times in (*lists, self.backward_input) for time in times):
             raise ConfigError(
                 "costs must be lists that fit each other, of numbers of at least 0: of K stages K numbers of forward, "
-                f"backward, backward_weight (at most backward), update, K - 1 of transfer, K - 1 of link; got {self}; "
-                "correct these, or omit backward_weight, update, link and transfer for the defaults"
+                "backward, recompute, backward_weight (at most backward), update, K - 1 of transfer, K - 1 of link; "
+                f"got {self}; correct these, or omit all but forward and backward for the defaults"
             )
         if sum(self.forward) + sum(self.backward) == 0:
             raise ConfigError("costs must give each stage's forward and backward time, for example forward=[1,1]")
@@ -75,6 +82,12 @@ class Costs:
     def backward_input(self) -> list[float]:
         """The part of the backward that a split does at once."""
         return [whole - deferrable for whole, deferrable in zip(self.backward, self.backward_weight, strict=True)]
+
+    @property
+    def busiest_link(self) -> float:
+        """For how long one micro-batch occupies the busiest link, in its busier direction."""
+        both = [a + b for a, b in pairwise(self.transfer)] if self.shares_link else []
+        return max([*self.transfer, *both], default=0.0)
 
     def of(self, stage: int, op: Op) -> float:
         """Return the time of one action of ``stage``."""
@@ -105,9 +118,15 @@ def simulate(
     P = len(turns) if turns is not None else K
     free = [0.0] * P
     mail: dict[tuple[str, int], deque[float]] = defaultdict(deque)
-    left: dict[tuple[int, int], float] = defaultdict(float)  # when the last message from process to process had left
     spans = []
-    for stage, action in replay(lists, turns=turns):
+
+    def first_in_time(runnable: Sequence[int]) -> int:
+        return min(runnable, key=lambda stage: free[stage % P])
+
+    # A link that several processes send over takes their messages in the order of time.
+    order = first_in_time if costs.shares_link else downstream_first
+    links = _Links(costs)
+    for stage, action in replay(lists, turns=turns, pick_next=order):
         start = free[stage % P]
         message = message_of(action, stage, num_stages=K)
         if message is not None and action.op not in LINKS:
@@ -117,12 +136,31 @@ def simulate(
             leaves = end
             if message.what in ("act", "grad"):  # the others are small
                 transfer = costs.transfer[min(stage, message.receiver)]
-                way = stage % P, message.receiver % P
-                leaves = left[way] = max(end, left[way]) + transfer
+                leaves = links.left(stage % P, message.receiver % P, end, transfer)
             mail[message.what, message.receiver].append(leaves + costs.between(stage, message.receiver))
         free[stage % P] = end
         spans.append(Span(stage, action, start, end))
     return spans
+
+
+class _Links:
+    """The links between processes, each direction for itself: when the last message over each has left."""
+
+    def __init__(self, costs: Costs) -> None:
+        self._shares = costs.shares_link
+        self._over: dict[object, float] = defaultdict(float)
+
+    def left(self, sender: int, to: int, at: float, transfer: float) -> float:
+        """Return when a message that is handed over ``at`` that time has left; calls come in the order of time."""
+        over = self._over
+        if not self._shares:
+            over[sender, to] = max(at, over[sender, to]) + transfer
+            return over[sender, to]
+        # It passes on while it still comes in, like the packets of a switch.
+        begins = max(at, over["from", sender])
+        over["from", sender] = begins + transfer
+        over["to", to] = max(begins, over["to", to]) + transfer
+        return over["to", to]
 
 
 def makespan(spans: Iterable[Span]) -> float:

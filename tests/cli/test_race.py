@@ -22,7 +22,7 @@ from adl_dist.cli.race.devices import devices, quotas
 from adl_dist.cli.race.link import read_link
 from adl_dist.cli.race.report import draw, report, rows
 from adl_dist.cli.race.seconds import Timings, key_of
-from adl_dist.cli.race.settle import between_stages, settled_cut
+from adl_dist.cli.race.settle import settled_cut
 from adl_dist.cli.race.updates import Found, Race, Target, find_updates, read_target
 from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
 from adl_dist.errors import ConfigError
@@ -88,11 +88,6 @@ def test_a_race_cuts_for_its_slowest_link_and_its_devices(monkeypatch, tmp_path)
         (None, None, [1, 2]),
         ("1gbit", [1.0, 2.0], "auto"),
     ]
-
-
-def test_a_rank_in_the_middle_has_one_link_for_both_neighbours():
-    link = read_link("100mbit,20ms")
-    assert [between_stages(link, K).name for K in (2, 3, 4)] == ["100mbit,20ms", "50mbit,20ms", "50mbit,20ms"]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from adl_dist.errors import ConfigError
 from adl_dist.schedule import METHODS, Costs, Pipeline, actions_of_all, figures, method, simulate, speed
-from adl_dist.schedule.actions import Op
+from adl_dist.schedule.actions import RECEIVES, Op, message_of
 from adl_dist.schedule.least_delays import with_least_delays
 from adl_dist.schedule.timing import makespan
 from benchmarks.capped import simulate_dataflow, stragglers
@@ -262,7 +262,7 @@ def test_interleaved_stages_wait_a_vth_of_1f1b(P, v):
 def test_the_part_that_is_put_off_has_a_cost_of_its_own():
     costs = Costs(forward=[1, 1], backward=[3, 3], backward_weight=[1, 1])
     assert [costs.of(0, op) for op in (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)] == [3, 2, 1]
-    told = "costs must be lists that fit .* K - 1 of link; got .*; correct these, or omit backward_weight"
+    told = "costs must be lists that fit .* K - 1 of link; got .*; correct these, or omit all but forward"
     with pytest.raises(ConfigError, match=told):
         Costs(forward=[1, 1], backward=[3, 3], backward_weight=[4, 1])
     with pytest.raises(ConfigError, match=told):
@@ -346,6 +346,82 @@ def test_the_search_over_orders_knows_the_engines_and_its_time():
     for link in (0.0, 0.1, 0.25, 0.5):
         expected = time_per_micro_batch(2, 4, Costs.balanced(2, link=3 * link), delay=[1, 0], split_backward=True) / 3
         assert time_of_orders(*own, 3 * link) == pytest.approx(expected)
+
+
+# --- One link of each process to all others ------------------------------------------------------------------
+
+
+def by_events(lists, costs):
+    """Return when all is done: of all stages' next actions the earliest is next; a link is a queue out and one in."""
+    K = len(lists)
+    at, free, sent, taken, mail = [0] * K, [0.0] * K, [0.0] * K, [0.0] * K, {}
+    while True:
+        events = []
+        for k in range(K):
+            if at[k] == len(lists[k]):
+                continue
+            action = lists[k][at[k]]
+            message = message_of(action, k, num_stages=K)
+            awaited = message is not None and action.op in RECEIVES
+            arrived = mail.get((message.what, k, action.number)) if awaited else 0.0
+            if arrived is not None:
+                events.append((max(free[k], arrived), k, action, message))
+        if not events:
+            assert [len(actions) for actions in lists] == at
+            return max(free)
+        start, k, action, message = min(events)
+        at[k] += 1
+        free[k] = start + costs.of(k, action.op)
+        if message is not None and action.op not in RECEIVES:
+            to, way = message.receiver, min(k, message.receiver)
+            arrives = start
+            if message.what in ("act", "grad"):
+                begins = max(start, sent[k])
+                sent[k] = begins + costs.transfer[way]
+                arrives = taken[to] = max(begins, taken[to]) + costs.transfer[way]
+            mail[message.what, to, action.number] = arrives + costs.link[way]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zbh1", "pipedream", "adl", "fr"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_link_for_both_neighbours_takes_messages_as_they_come(name, seed):
+    draw = random.Random(seed)
+    K = draw.choice([2, 3, 4, 5])
+
+    def some(least, most, number=K):
+        return [draw.uniform(least, most) for _ in range(number)]
+
+    times = {"forward": some(0.5, 1.5), "backward": some(1, 3), "recompute": some(0.5, 1)}
+    links = {"link": some(0, 1, K - 1), "transfer": some(0, 2, K - 1)}
+    costs = Costs(**times, **links, shares_link=True)
+    chosen = method(name, **({"accumulation_steps": 3} if name in ("gpipe", "1f1b", "zbh1", "adl") else {}))
+    lists = actions_of_all(Pipeline(chosen, K), num_micro_batches=9)
+    assert makespan(simulate(lists, costs)) == pytest.approx(by_events(lists, costs))
+
+
+def test_a_process_in_the_middle_sends_to_both_neighbours_over_one_link():
+    """Links that are the bottleneck: two messages of 8 for each micro-batch from or to the middle; apart, one."""
+    times = {"forward": [0.5] * 3, "backward": [1] * 3, "transfer": [8, 8]}
+    apart, one = (time_per_micro_batch(3, 4, Costs(**times, shares_link=shared)) for shared in (False, True))
+    assert apart == pytest.approx(8)
+    assert one == pytest.approx(16)
+    assert [Costs(**times, shares_link=shared).busiest_link for shared in (False, True)] == [8, 16]
+
+
+def test_messages_one_at_a_time_have_all_of_a_shared_link():
+    """Of one micro-batch no two messages are on their way at a time, so nothing is shared."""
+    times = {"forward": [1] * 3, "backward": [2] * 3, "transfer": [8, 5]}
+    lists = actions_of_all(Pipeline(method("gpipe", accumulation_steps=1), 3), num_micro_batches=4)
+    apart, one = (makespan(simulate(lists, Costs(**times, shares_link=shared))) for shared in (False, True))
+    assert one == apart
+
+
+def test_delays_cover_what_a_shared_link_takes():
+    """A full pipeline goes at the pace of the middle's link, 4; so delays are for that pace, and keep it."""
+    costs = Costs(forward=[1] * 3, backward=[1] * 3, transfer=[2, 2], shares_link=True)
+    found = with_least(3, costs)
+    assert time_per_micro_batch(3, 4, costs, delay=found) <= 1.02 * 4
+    assert max(found) < max(with_least(3, Costs(forward=[1] * 3, backward=[1] * 3, transfer=[2, 2])))
 
 
 def test_what_takes_no_time_needs_no_delay_and_2bw_at_most_m():

@@ -95,10 +95,10 @@ class Profiler:
         return max(0, min(num_stages, num_cores() // self.threads) - 1) if on_cpu else 0
 
     @contextlib.contextmanager
-    def with_load(self, num: int, samples: int) -> Iterator[None]:
+    def with_load(self, num: int, samples: int) -> Iterator[list[int]]:
         """Inside the block, have ``num`` processes train the same model whenever it is measured as one of several.
 
-        Else they rest: they hold memory, but no core. A micro-batch has so many ``samples``.
+        Else they rest: they hold memory, but no core. A micro-batch has so many ``samples``. Yield their ids.
 
         Raises:
             ConfigError: one of them ended before it was ready.
@@ -127,7 +127,7 @@ class Profiler:
                 os.kill(pid, signal.SIGSTOP)
                 self._load.append(pid)
             stack.callback(self._load.clear)
-            yield
+            yield self._load
 
     @contextlib.contextmanager
     def under_load(self) -> Iterator[None]:

@@ -81,7 +81,7 @@ def race(argv: list[str]) -> None:
     words = [*setting.words, *cut]
     config, _ = compose_run(words)
     config.runtime.threads = setting.on[0].threads
-    racing, predicted = settled_delays(setting.out, config, able, setting.links, setting.on[0])
+    racing, predicted = settled_delays(setting.out, config, able, setting.links, setting.on)
     measures = setting.flags.only != "updates"
     timings, found, code = _timings(setting, measures=measures), dict[str, Found](), 0
     try:

@@ -79,6 +79,14 @@ def quotas(wanted: Sequence[Device], root: Path = CGROUPS) -> Iterator[list[Path
         yield [group / "cgroup.procs" for group in groups]
 
 
+def place(pid: int, device: Device, group: Path | None) -> None:
+    """Have a process of this machine compute on ``device``, whose file of :func:`quotas` is ``group``."""
+    if group is not None:
+        group.write_text(str(pid))
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        os.sched_setaffinity(int(thread.name), device.cores)
+
+
 def _parent(root: Path) -> Path:
     name = f"adl-dist-{os.getpid()}"
     return (root if (root / "cgroup.controllers").is_file() else root / "cpu") / name

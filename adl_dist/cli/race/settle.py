@@ -1,10 +1,13 @@
 """What is settled before a race and then kept: the cut, the delays that a link asks for, and what plan predicts."""
 
 import json
+import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ from adl_dist.cli.config.schema import RunConfig
 from adl_dist.cli.plan.link import link_figures
 from adl_dist.cli.plan.profiler import Profiler
 from adl_dist.cli.race.contenders import Racer
-from adl_dist.cli.race.devices import Device
+from adl_dist.cli.race.devices import Device, place, quotas
 from adl_dist.cli.race.link import Link
 from adl_dist.codecs import Codecs
 from adl_dist.partition import Machine
@@ -27,6 +30,7 @@ from adl_dist.schedule import Method, Pipeline
 from adl_dist.transport.coding_speed import coding_costs
 
 SETTLED = "settled.json"
+SECONDS = 3.0  # for which a device of a part of a core is measured: its quota comes in periods of 10 ms
 
 
 def settled_cut(
@@ -42,8 +46,7 @@ def settled_cut(
     partition = config.partition
     if partition.balance == "auto":
         slowest = min(links, key=lambda link: (link.bits_per_second, -link.round_trip_seconds))
-        between = between_stages(slowest, partition.num_stages).name
-        partition.links = between if partition.links in (None, "auto") else partition.links
+        partition.links = slowest.name if partition.links in (None, "auto") else partition.links
         partition.speeds = partition.speeds or [on.share] * partition.num_stages
     found: ModelSurvey = apart(partial(survey, predicts=False), config, [contender.entry for contender in able])
     if not cut:
@@ -55,16 +58,8 @@ def settled_cut(
     return cut, found
 
 
-def between_stages(link: Link, num_stages: int) -> Link:
-    """Return what two neighbours of a pipeline have of the one ``link`` by which each rank is joined to all others.
-
-    A rank in the middle sends activations and gradients, to different ranks, over the same link: half of it for each.
-    """
-    return link if num_stages <= 2 else replace(link, bits_per_second=link.bits_per_second / 2)
-
-
 def settled_delays(
-    folder: Path, config: RunConfig, racing: Sequence[Racer], links: Sequence[Link], on: Device
+    folder: Path, config: RunConfig, racing: Sequence[Racer], links: Sequence[Link], on: Sequence[Device]
 ) -> tuple[dict[str, list[Racer]], dict[str, dict[str, float]]]:
     """Return who races over each link, with the delays that it asks for, and the seconds per update to be expected.
 
@@ -79,7 +74,10 @@ def settled_delays(
         if racer.entry.kind == "ours" and any(_key(racer) not in ours.get(link.name, {}) for link in links)
     }
     if asked:
-        found = apart(_predicted, config, list(asked.values()), list(links), on)
+        sizes = sorted({_micro_batch(config, racer) for racer in asked.values()})
+        with quotas(on) as groups:
+            paces = apart(_paces, config, sizes, on, groups) if on[0].share < 1 else {}
+        found = apart(_predicted, config, list(asked.values()), list(links), on[0], paces)
         for name, told in found.items():
             ours[name] = {**ours.get(name, {}), **dict(zip(asked, told, strict=True))}
         _keep(folder, {**known, "ours": ours})
@@ -99,32 +97,67 @@ def _with(contender: Racer, told: Mapping[str, Mapping[str, Any]]) -> Racer:
     return contender.with_method(Method(**{**method.settings, **found}))
 
 
+def _micro_batch(config: RunConfig, racer: Racer) -> int:
+    return config.train.batch_size // racer.entry.method.micro_batches_per_update
+
+
+def _profiler(config: RunConfig, on: Device) -> Profiler:
+    return Profiler(config, granularity=config.partition.chosen().units, threads=on.threads)
+
+
+def _paces(
+    config: RunConfig, sizes: Sequence[int], on: Sequence[Device], groups: Sequence[Path | None]
+) -> dict[int, float]:
+    """Return what the whole model takes on one of these devices while all others work, by the samples at once.
+
+    Of devices that share a core each takes more than its share of the time: caches are cold whenever its turn comes.
+    """
+    profiler, paces = _profiler(config, on[0]), dict[int, float]()
+    with profiler.with_load(len(on) - 1, sizes[0]) as others, profiler.under_load():
+        for pid, device, group in zip((os.getpid(), *others), on, groups, strict=True):
+            place(pid, device, group)
+        for size in sizes:
+            seconds, end = list[float](), time.monotonic() + SECONDS
+            while not seconds or time.monotonic() < end:
+                pace = profiler.pace(size)
+                seconds.append(pace.forward + pace.backward)
+            paces[size] = fmean(seconds)
+    return paces
+
+
 def _predicted(
-    config: RunConfig, racing: Sequence[Racer], links: Sequence[Link], on: Device
+    config: RunConfig, racing: Sequence[Racer], links: Sequence[Link], on: Device, paces: Mapping[int, float]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Measure the model on this machine; return for each link the delays of each, and its seconds per update."""
-    K, batch, sizes = config.partition.num_stages, config.train.batch_size, config.partition.balance
-    profiler = Profiler(config, granularity=config.partition.chosen().units, threads=on.threads)
+    """Measure the model on this machine; return for each link the delays of each, and its seconds per update.
+
+    ``paces``: those of a device of a part of a core; empty: devices are of whole cores.
+    """
+    K, sizes = config.partition.num_stages, config.partition.balance
+    profiler = _profiler(config, on)
     found: dict[str, list[dict[str, Any]]] = {link.name: [] for link in links}
-    # What the host has to do takes a share of a core longer, as the stages do by their speeds.
-    coding = {
-        codec: cost.slowed(1 / on.share)
-        for codec, cost in coding_costs(torch.device("cpu"), threads=on.threads).items()
-    }
-    measured = link_figures(config.runtime.device)
-    host = {name: measured[name] / on.share for name in ("seconds_per_message", "seconds_per_byte")}
-    with profiler.with_load(profiler.num_others(K), batch // racing[0].entry.method.micro_batches_per_update):
-        for racer in racing:
-            method, codecs = racer.entry.method, Codecs(racer.codec, racer.codec)
-            profile = profiler.profile(batch // method.micro_batches_per_update)
-            for link in links:
-                num = racer.entry.num_stages
-                rate, one_way = between_stages(link, num).bits_per_second / 8, link.round_trip_seconds / 2
-                devices = Machine(speeds=[on.share] * num, codecs=codecs, coding=coding, **host)
-                machine = replace(devices, bandwidth=rate, latency=one_way)
-                told = predict(profile, Pipeline(method, num), machine=machine, sizes=sizes if num == K else None)
-                delays = list(told.pipeline.nominal_delays)
-                found[link.name].append({"delays": delays, "seconds_per_update": told.seconds_per_update})
+    measured, coded = link_figures(config.runtime.device), coding_costs(torch.device("cpu"), threads=on.threads)
+    with profiler.with_load(profiler.num_others(K), _micro_batch(config, racing[0])):
+        profiles = {size: profiler.profile(size) for size in {_micro_batch(config, racer) for racer in racing}}
+    for racer in racing:
+        size, num = _micro_batch(config, racer), racer.entry.num_stages
+        profile, speed = profiles[size], 1.0
+        if paces:
+            loaded = profile.with_stages(K)
+            speed = (loaded.loading + loaded.forward + loaded.backward) / paces[size]
+        devices = Machine(
+            speeds=[speed] * num,
+            codecs=Codecs(racer.codec, racer.codec),
+            # What the host has to do takes as much longer.
+            coding={codec: cost.slowed(1 / speed) for codec, cost in coded.items()},
+            **{name: measured[name] / speed for name in ("seconds_per_message", "seconds_per_byte")},
+            shares_link=True,
+        )
+        for link in links:
+            machine = replace(devices, bandwidth=link.bits_per_second / 8, latency=link.round_trip_seconds / 2)
+            pipeline = Pipeline(racer.entry.method, num)
+            told = predict(profile, pipeline, machine=machine, sizes=sizes if num == K else None)
+            delays = list(told.pipeline.nominal_delays)
+            found[link.name].append({"delays": delays, "seconds_per_update": told.seconds_per_update})
     return found
 
 
