@@ -18,11 +18,11 @@ from adl_dist.cli.bench.runner import Measured
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.race import replicas
 from adl_dist.cli.race.contenders import NAMES, REPLICATED, contenders
-from adl_dist.cli.race.devices import devices, quotas
+from adl_dist.cli.race.devices import CGROUPS, devices, place, quotas
 from adl_dist.cli.race.link import read_link
 from adl_dist.cli.race.report import draw, report, rows
 from adl_dist.cli.race.seconds import Timings, key_of
-from adl_dist.cli.race.settle import settled_cut
+from adl_dist.cli.race.settle import settled_cut, settled_delays
 from adl_dist.cli.race.updates import Found, Race, Target, find_updates, read_target
 from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
 from adl_dist.errors import ConfigError
@@ -90,6 +90,45 @@ def test_a_race_cuts_for_its_slowest_link_and_its_devices(monkeypatch, tmp_path)
     ]
 
 
+def race_of_three(tmp_path, on):
+    """What is predicted of ADL over a fast link, in seconds per update."""
+    words = ["model=resnet8", "data=digits", "train.batch_size=128"]
+    config, _ = compose_run([*words, "partition.num_stages=3", "partition.balance=[2,2,1]"])
+    config.runtime.threads = 1
+    racing, link = list(named("adl", num_stages=3)[0].values()), read_link("10gbit")
+    tmp_path.mkdir()
+    _, predicted = settled_delays(tmp_path, config, racing, [link], on)
+    return predicted[link.name]["adl"]
+
+
+@pytest.mark.slow
+@needs_namespaces
+def test_devices_that_share_a_core_are_measured_at_work(tmp_path):
+    """Nothing of it stays: neither quotas nor the processes that were the other devices."""
+    before = {*CGROUPS.glob("**/adl-dist-*")}
+    assert 0 < race_of_three(tmp_path / "race", devices(3, [0, 1])) < 60
+    assert {*CGROUPS.glob("**/adl-dist-*")} <= before
+
+
+def _no_quotas(on):
+    raise ConfigError("cannot be set here")
+
+
+@pytest.mark.parametrize("share", [1, 0.5])
+def test_updates_are_found_where_no_quota_can_be_set(tmp_path, monkeypatch, share):
+    """Predictions then go by the share of a core; devices of whole cores need no quota."""
+    calls = []
+
+    def apart(function, *arguments):
+        calls.append((function.__name__, arguments[-1]))
+        return {"10gbit,0ms": [{"delays": [4, 2, 0], "seconds_per_update": 1.0}]}
+
+    monkeypatch.setattr("adl_dist.cli.race.settle.apart", apart)
+    monkeypatch.setattr("adl_dist.cli.race.settle.quotas", _no_quotas)
+    assert race_of_three(tmp_path / "race", devices(3, [0, 1] if share < 1 else [0, 1, 2])) == 1.0
+    assert calls == [("_predicted", {})]
+
+
 @pytest.mark.parametrize(
     ("num", "cores", "expected"),
     [
@@ -114,12 +153,20 @@ def test_quotas_are_set_as_cgroups_of_version_2_take_them(tmp_path, monkeypatch)
 
 @pytest.mark.slow
 @needs_namespaces
-def test_half_a_core_is_half_of_its_time():
+@pytest.mark.parametrize("joins", ["itself", "later"])
+def test_half_a_core_is_half_of_its_time(joins):
+    """Also for a process that is placed on its device when it is at work."""
     burn = "import time\nend = time.monotonic() + 2\nwhile time.monotonic() < end: pass\nprint(time.process_time())"
-    with quotas(devices(2, [0])) as groups:
-        enter = f'echo $$ > {groups[0]}; exec "$@"'
-        told = subprocess.run(["sh", "-c", enter, "sh", sys.executable, "-c", burn], capture_output=True, text=True)
-        assert 0 < float(told.stdout) < 1.2
+    on = devices(2, [0])
+    with quotas(on) as groups:
+        enter = f'echo $$ > {groups[0]}; exec "$@"' if joins == "itself" else 'exec "$@"'
+        command = ["sh", "-c", enter, "sh", sys.executable, "-c", burn]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as burning:
+            if joins == "later":
+                place(burning.pid, on[0], groups[0])
+                assert os.sched_getaffinity(burning.pid) == {0}
+            told, _ = burning.communicate()
+        assert 0 < float(told) < 1.2
     assert not groups[0].parent.exists()
 
 

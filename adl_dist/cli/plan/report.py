@@ -43,7 +43,7 @@ def report(
         f"update {1000 * update_seconds(profile.units):.2f} ms",
         f"method.split_backward can defer {profile.share_deferrable:.0%} of the backward: gradients of the weights of "
         "linear layers and convolutions",
-        f"link: {_links_shown(machine)}",
+        f"{'link of each process' if machine.shares_link else 'link'}: {_links_shown(machine)}",
     ]
     if with_units:
         lines += ["", *text_table([UNIT_HEAD, *map(_unit_row, profile.units)])]

@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from adl_dist.cli.race.contenders import Racer
 from adl_dist.cli.race.devices import Device, place, quotas
 from adl_dist.cli.race.link import Link
 from adl_dist.codecs import Codecs
+from adl_dist.errors import ConfigError
 from adl_dist.partition import Machine
 from adl_dist.partition.predict import predict
 from adl_dist.report.files import write_atomically
@@ -74,10 +76,8 @@ def settled_delays(
         if racer.entry.kind == "ours" and any(_key(racer) not in ours.get(link.name, {}) for link in links)
     }
     if asked:
-        sizes = sorted({_micro_batch(config, racer) for racer in asked.values()})
-        with quotas(on) as groups:
-            paces = apart(_paces, config, sizes, on, groups) if on[0].share < 1 else {}
-        found = apart(_predicted, config, list(asked.values()), list(links), on[0], paces)
+        asking = list(asked.values())
+        found = apart(_predicted, config, asking, list(links), on[0], _paces_of_parts(config, asking, on))
         for name, told in found.items():
             ours[name] = {**ours.get(name, {}), **dict(zip(asked, told, strict=True))}
         _keep(folder, {**known, "ours": ours})
@@ -95,6 +95,21 @@ def _with(contender: Racer, told: Mapping[str, Mapping[str, Any]]) -> Racer:
     method = contender.entry.method
     found = {"delay": tuple(told[_key(contender)]["delays"])}
     return contender.with_method(Method(**{**method.settings, **found}))
+
+
+def _paces_of_parts(config: RunConfig, racing: Sequence[Racer], on: Sequence[Device]) -> dict[int, float]:
+    """Return :func:`_paces` if devices are parts of cores, and nothing if they are not, or quotas cannot be set.
+
+    Updates can be found without; only the seconds need them.
+    """
+    if on[0].share == 1:
+        return {}
+    with ExitStack() as stack:
+        try:
+            groups = stack.enter_context(quotas(on))
+        except ConfigError:
+            return {}
+        return apart(_paces, config, sorted({_micro_batch(config, racer) for racer in racing}), on, groups)
 
 
 def _micro_batch(config: RunConfig, racer: Racer) -> int:
@@ -130,7 +145,7 @@ def _predicted(
 ) -> dict[str, list[dict[str, Any]]]:
     """Measure the model on this machine; return for each link the delays of each, and its seconds per update.
 
-    ``paces``: those of a device of a part of a core; empty: devices are of whole cores.
+    ``paces``: what :func:`_paces` has measured of devices that are parts of cores; empty: as fast as their share says.
     """
     K, sizes = config.partition.num_stages, config.partition.balance
     profiler = _profiler(config, on)
@@ -140,8 +155,8 @@ def _predicted(
         profiles = {size: profiler.profile(size) for size in {_micro_batch(config, racer) for racer in racing}}
     for racer in racing:
         size, num = _micro_batch(config, racer), racer.entry.num_stages
-        profile, speed = profiles[size], 1.0
-        if paces:
+        profile, speed = profiles[size], on.share
+        if num > 1 and paces:
             loaded = profile.with_stages(K)
             speed = (loaded.loading + loaded.forward + loaded.backward) / paces[size]
         devices = Machine(
