@@ -178,7 +178,7 @@ def test_a_cut_that_avoids_links_does_not_hide_their_cost():
     assert told.link_share == pytest.approx(1 - 48 / 60)
 
 
-def test_one_link_for_all_is_shared_by_two_neighbours_and_several_are_not():
+def test_one_link_for_all_is_shared_and_several_are_not():
     """Three stages of 8 s; a message of 24 bytes takes 24 s, and the middle sends two for each micro-batch."""
     profile = profile_of([unit(crossing=24)] * 8)
     one, two = (Machine(**parse_links(text, LINKS).figures) for text in ("0.001kB/s", "0.001kB/s/0.001kB/s"))

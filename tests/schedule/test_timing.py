@@ -399,7 +399,7 @@ def test_a_link_for_both_neighbours_takes_messages_as_they_come(name, seed):
     assert makespan(simulate(lists, costs)) == pytest.approx(by_events(lists, costs))
 
 
-def test_a_process_in_the_middle_sends_to_both_neighbours_over_one_link():
+def test_a_process_in_the_middle_has_one_link_for_both():
     """Links that are the bottleneck: two messages of 8 for each micro-batch from or to the middle; apart, one."""
     times = {"forward": [0.5] * 3, "backward": [1] * 3, "transfer": [8, 8]}
     apart, one = (time_per_micro_batch(3, 4, Costs(**times, shares_link=shared)) for shared in (False, True))
