@@ -12,7 +12,7 @@ NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)"
 
 
 class Links(NamedTuple):
-    """The links after stage 0, 1, ...; one entry: each stage has one such link to all others."""
+    """The links after stage 0, 1, ...; one entry: each process has such a link to all others."""
 
     bandwidth: tuple[float, ...]  # bytes per second, in each direction for itself
     latency: tuple[float, ...]  # seconds of a message on its way, half a round trip, without those of its bytes
@@ -32,8 +32,8 @@ class Links(NamedTuple):
         count = len(self.bandwidth)
         if count not in (1, num_stages - 1):
             raise ConfigError(
-                f"{key} describes {count} links, but {num_stages} stages have {num_stages - 1}; give one for all, or "
-                f"{num_stages - 1}, with / between them"
+                f"{key} describes {count} links, but {num_stages} stages have {num_stages - 1}; give one, "
+                f"that of each process to all others, or {num_stages - 1}, with / between them"
             )
         return self
 
@@ -47,7 +47,7 @@ def text_of_links(value: Any) -> str | None:
 
 
 def parse_links(text: str, key: str) -> Links:
-    """Return the links in ``text``, like ``100mbit,50ms`` for all or ``100mbit,50ms/1gbit,0.1ms`` one after another.
+    """Return the links in ``text``, like ``100mbit,50ms``, or ``100mbit,50ms/1gbit,0.1ms`` one after another.
 
     The rate is in the units of tc (``mbit``, 1e6 bits) or in bytes (``MB/s``); the time is that of a round trip, as
     ping shows it, and 0 if there is none.

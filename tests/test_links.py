@@ -53,7 +53,9 @@ def test_a_list_stands_for_the_text_that_a_command_line_splits():
 def test_a_list_of_links_has_one_for_each_cut():
     two = parse_links("1gbit,1ms/1gbit,1ms", LINKS)
     assert two.for_stages(3, LINKS) is two
-    with pytest.raises(ConfigError, match=r"partition\.links describes 2 links, but 4 stages have 3; give one for all"):
+    with pytest.raises(
+        ConfigError, match=r"partition\.links describes 2 links, but 4 stages have 3; give one, that of each"
+    ):
         two.for_stages(4, LINKS)
 
 
@@ -186,6 +188,41 @@ def test_one_link_for_all_is_shared_and_several_are_not():
         predict(profile, adl(K), machine=machine).seconds_per_update for K, machine in ((2, one), (3, one), (3, two))
     ]
     assert seconds == [pytest.approx(4 * 24), pytest.approx(4 * 48), pytest.approx(4 * 24)]
+
+
+def test_each_direction_of_a_shared_link_has_its_own_bytes():
+    """The middle sends an activation of 24 s and a gradient, which is of 6 s in int8."""
+    profile, link = profile_of([unit(crossing=24)] * 8), Machine(bandwidth=1.0, shares_link=True)
+    plain, coded = (predict(profile, adl(3), machine=replace(link, codecs=Codecs("none", c))) for c in ("none", "int8"))
+    assert plain.seconds_per_update == pytest.approx(4 * 48)
+    assert coded.seconds_per_update == pytest.approx(4 * (24 + 6))
+    assert (plain.update_bytes, coded.update_bytes) == (4 * 2 * 48, 4 * 2 * 30)
+
+
+def test_over_a_shared_link_a_cut_may_send_much_to_one_neighbour():
+    """[5, 2, 5] sends 0 and 30 bytes, in 30 s; half of the link for each would count 60 s."""
+    profile = profile_of([unit(crossing=each) for each in [0] * 5 + [30] + [12] * 6])
+    told = predict(profile, adl(3), machine=Machine(bandwidth=1.0, shares_link=True))
+    apart = predict(profile, adl(3), machine=Machine(bandwidth=0.5))
+    assert told.seconds_per_update < 0.8 * apart.seconds_per_update
+    same = predict(profile, adl(3), machine=Machine(bandwidth=1.0, shares_link=True), sizes=apart.balance.sizes)
+    assert told.seconds_per_update <= same.seconds_per_update
+
+
+def test_half_of_a_shared_link_is_for_each_of_two_neighbours():
+    link = Machine(bandwidth=8.0, shares_link=True)
+    assert [link.with_own_links(K).bandwidth for K in (1, 2, 3, 4)] == [8.0, 8.0, 4.0, 4.0]
+    assert not any(link.with_own_links(K).shares_link for K in (2, 3))
+    with pytest.raises(ConfigError, match="needs one bandwidth for all"):
+        Machine(bandwidth=[8.0, 4.0], shares_link=True)
+
+
+def test_a_forward_that_is_repeated_loads_nothing_again():
+    """Stage 0 loads for 10 s, and forwards for 4 twice."""
+    profile = replace(profile_of([unit()] * 8), loading=10.0)
+    told = predict(profile, adl(2, weights="recompute"), sizes=[4, 4])
+    assert told.balance.stage_seconds[0] == pytest.approx(10 + 16)
+    assert told.seconds_per_update == pytest.approx(4 * 26)
 
 
 def test_a_forward_that_is_repeated_sends_nothing_again():

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adl_dist.errors import PartitionError
-from adl_dist.partition.costs import Floats, Machine, StageFootprint, UnitCost, link_time, stage_bytes, stage_seconds
+from adl_dist.partition.costs import Floats, Machine, StageFootprint, UnitCost, link_times, stage_bytes, stage_seconds
 from adl_dist.partition.imbalance import usual
 
 UNIFORM = Machine()  # equal devices, no limits
@@ -31,7 +31,7 @@ class Balance:
     seconds: float  # of the slowest stage or link, for one micro-batch
     stage_seconds: list[float]
     fixed_seconds: list[float]  # of these, what ends a group whatever the stage's units: one device has it once
-    link_seconds: list[float]  # of the link after each stage but the last
+    link_seconds: list[float]  # of the link after each stage but the last, in its busier direction
     stage_bytes: list[int]
 
 
@@ -77,7 +77,7 @@ def best_balance(
 
     may_cut = np.array([unit.may_cut for unit in units[:-1]], dtype=bool)
 
-    crossing = [[link_time(unit, machine, k) for unit in units[:-1]] for k in range(num_stages - 1)]
+    crossing = [[max(link_times(unit, machine, k)) for unit in units[:-1]] for k in range(num_stages - 1)]
     links = [np.where(may_cut, of_link, math.inf) for of_link in crossing]
     bottleneck, _ = _best(num_stages, seconds, links.__getitem__, np.maximum)
     if bottleneck == math.inf:
@@ -124,7 +124,7 @@ def evaluate_balance(
         seconds.append(float(stage_seconds(units, held=footprint, speed=speed, machine=machine)[place]))
         fixed.append(max(unit.update_fixed for unit in units[start:stop]) / speed)
         needs.append(int(stage_bytes(units, held=footprint, optimizer_copies=optimizer_copies)[place]))
-    link_seconds = [link_time(unit, machine, k) for k, unit in enumerate(last_units)]
+    link_seconds = [max(link_times(unit, machine, k)) for k, unit in enumerate(last_units)]
     return Balance(
         sizes=list(sizes),
         seconds=max(seconds + link_seconds),

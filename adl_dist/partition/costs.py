@@ -24,6 +24,7 @@ class UnitCost:
     name: str
     forward: float
     backward: float
+    loading: float = 0.0  # the part of the forward in which the stage loads data
     backward_weight: float = 0.0  # the part of the backward that a split can defer
     split: float = 0.0  # what a backward in two parts takes in addition
     update: float = 0.0  # its part of what ends a group (norm, step, cleared gradients), divided by M already
@@ -112,6 +113,7 @@ class Profile:
             replace(
                 unit,
                 forward=unit.forward * forward + (0.0 if place else self.loading),
+                loading=0.0 if place else self.loading,
                 backward=unit.backward * backward,
                 backward_weight=min(unit.backward_weight, unit.backward) * backward,
                 split=unit.backward * split,
@@ -172,14 +174,14 @@ class StageFootprint:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The devices, and the links between two of them."""
+    """The devices, and the links between them."""
 
     speeds: Sequence[float] | None = None  # of each stage's device, relative to the measuring one; None: all 1
     memory_bytes: int | None = None  # of each device; None: no limit
     # Of the link after each stage, or one number for all: bytes per second, each direction for itself,
     bandwidth: float | Sequence[float] = math.inf
-    latency: float | Sequence[float] = 0.0  # seconds of a message on its way; no cut is chosen by it, see link_time
-    shares_link: bool = False  # whether a device has one link of that bandwidth, for both of its neighbours
+    latency: float | Sequence[float] = 0.0  # seconds of a message on its way; no cut is chosen by it, see link_times
+    shares_link: bool = False  # whether a device has one link of that bandwidth, which is then a number, to all others
     seconds_per_byte: float = 0.0  # for which a stage itself is busy, sent or received (gloo on CPU copies)
     seconds_per_message: float = 0.0  # for which it is busy with each tensor, whatever its size
     codecs: Codecs = PLAIN  # how what crosses a link is coded
@@ -190,6 +192,8 @@ class Machine:
             raise ConfigError(f"machine.speeds must be finite and above 0, got {self.speeds}")
         if not all(one > 0 for one in _listed(self.bandwidth)):
             raise ConfigError(f"machine.bandwidth must be above 0, got {self.bandwidth}")
+        if self.shares_link and isinstance(self.bandwidth, Sequence):
+            raise ConfigError(f"machine.shares_link needs one bandwidth for all, got {self.bandwidth}")
         for name in ("latency", "seconds_per_byte", "seconds_per_message"):
             if not all(0 <= one < math.inf for one in _listed(getattr(self, name))):
                 raise ConfigError(f"machine.{name} must be finite and at least 0, got {getattr(self, name)}")
@@ -231,15 +235,15 @@ def _listed(value: float | Sequence[float]) -> Sequence[float]:
     return value if isinstance(value, Sequence) else [value]
 
 
-def link_time(unit: UnitCost, machine: Machine, stage: int) -> float:
+def link_times(unit: UnitCost, machine: Machine, stage: int) -> tuple[float, float]:
     """Return the seconds for which the link between ``stage``, which ends with ``unit``, and the next is occupied.
 
-    By one micro-batch, in its busier direction.
+    By the activation and by the gradient of one micro-batch, each in its direction.
 
     Without the latency: receives are posted ahead and no stage waits for a send, so the next message leaves while one
     is on its way. What it costs where the method's delays leave no room for it, :func:`adl_dist.schedule.speed` says.
     """
-    return max(unit.act_bytes, unit.grad_bytes) / machine.bandwidth_after(stage)
+    return unit.act_bytes / machine.bandwidth_after(stage), unit.grad_bytes / machine.bandwidth_after(stage)
 
 
 def stage_seconds(units: Sequence[UnitCost], *, held: StageFootprint, speed: float, machine: Machine) -> Floats:
@@ -250,8 +254,9 @@ def stage_seconds(units: Sequence[UnitCost], *, held: StageFootprint, speed: flo
     right, never as a difference of two sums that start elsewhere, so equal costs tie to the last bit.
     """
     is_split = held.deferred > 0
+    again = [held.recomputes * (unit.forward - unit.loading) for unit in units]
     work = _of_stages(
-        np.add, [u.forward * (1 + held.recomputes) + u.backward + is_split * u.split + u.update for u in units]
+        np.add, [u.forward + a + u.backward + is_split * u.split + u.update for u, a in zip(units, again, strict=True)]
     )
     once = _of_stages(np.maximum, [unit.update_fixed for unit in units])
     once = once + held.copies_per_update * _of_stages(np.add, [unit.copy for unit in units])

@@ -15,7 +15,7 @@ from adl_dist.partition.costs import (
     Profile,
     StageFootprint,
     UnitCost,
-    link_time,
+    link_times,
     tied_seconds,
     update_seconds,
 )
@@ -106,10 +106,15 @@ def best_cut(
         return evaluated(sizes)
     found = partial(best_balance, units, num_stages=pipeline.num_stages, held=held, optimizer_copies=copies)
     best = found(machine=machine)
-    if sum(best.link_seconds) <= AS_GOOD * best.seconds or pipeline.method.awaits_delays:  # these follow from the cut
+    halves = machine.bandwidth != whole.bandwidth  # a cut that avoids these may have no need to avoid the whole
+    takes_none = sum(best.link_seconds) <= AS_GOOD * best.seconds and not halves
+    if takes_none or pipeline.method.awaits_delays:  # delays follow from the cut
         return best
-    others = [found(machine=machine.with_links_slower(factor)).sizes for factor in SLOWER_LINKS]
+    machines = [replace(machine, bandwidth=whole.bandwidth), *map(machine.with_links_slower, SLOWER_LINKS)]
+    others = [found(machine=other).sizes for other in machines]
     balances = [best, *(evaluated(sizes) for sizes in dict.fromkeys(map(tuple, others)) if list(sizes) != best.sizes)]
+    if len(balances) == 1:
+        return best
     return min(balances, key=lambda balance: _seconds_per_update(units, balance, pipeline, whole))
 
 
@@ -180,6 +185,8 @@ def predict(
     per_micro_batch = max(expected.time_per_update, _tied_link_seconds(units, balance, machine)) / M
     last_units = [units[stop - 1] for stop in accumulate(balance.sizes[:-1])]
     crossing = [unit.act_bytes + unit.grad_bytes for unit in last_units]
+    if machine.shares_link:
+        crossing += [before + after for before, after in pairwise(crossing)]
     alone = profile.loading + profile.forward + profile.backward + update_seconds(profile.costs(M))
     return Prediction(
         pipeline=pipeline,
@@ -231,13 +238,14 @@ def _costs(units: Sequence[UnitCost], balance: Balance, pipeline: Pipeline, mach
         targets = machine.seconds_per_message if len(ends) == 1 else 0.0  # the first stage sends them, the last takes
         acts = sum(machine.seconds_per_byte * unit.act_bytes + unit.act_coding for unit in ends)
         grads = sum(machine.seconds_per_byte * unit.grad_bytes + unit.grad_coding for unit in ends)
-        recompute.append(sum(unit.forward for unit in inside) / rate)
-        forward.append(recompute[-1] + acts + messages + targets)
+        recompute.append(sum(unit.forward - unit.loading for unit in inside) / rate)
+        forward.append(sum(unit.forward for unit in inside) / rate + acts + messages + targets)
         backward.append(sum(unit.backward + is_split * unit.split for unit in inside) / rate + grads + messages)
         backward_weight.append(sum(unit.backward_weight for unit in inside) / rate)
         step = update_seconds(inside, copies=stages[k].copies_per_update) + of_copies[start, stop - 1]
         update.append(step * pipeline.micro_batches_per_update / rate + of_sums[start, stop - 1])
     last_units = [units[stop - 1] for stop in accumulate(balance.sizes[:-1])]
+    transfers = [link_times(unit, machine, k) for k, unit in enumerate(last_units)]
     return Costs(
         forward=forward,
         recompute=recompute,
@@ -245,7 +253,8 @@ def _costs(units: Sequence[UnitCost], balance: Balance, pipeline: Pipeline, mach
         backward_weight=backward_weight,
         update=update,
         link=[machine.latency_after(k) for k in range(len(last_units))],
-        transfer=[link_time(unit, machine, k) for k, unit in enumerate(last_units)],
+        transfer=[act for act, _ in transfers],
+        transfer_back=[grad for _, grad in transfers],
         shares_link=machine.shares_link,
     )
 

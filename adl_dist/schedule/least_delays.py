@@ -87,8 +87,9 @@ def _descended(delays: tuple[int, ...], most: int, time: Callable[[tuple[int, ..
 def _round_trips(method: Method, costs: Costs) -> list[float]:
     """Return the time from the begin of a forward on each stage to the end of its backward that sends a gradient."""
     back = costs.backward_input if method.split_backward else costs.backward
-    stages = zip(costs.forward, back, [*costs.link, 0.0], [*costs.transfer, 0.0], strict=True)
-    one_by_one = [f + b + 2 * (link + transfer) for f, b, link, transfer in stages]
+    ways = [*map(sum, zip(costs.transfer, costs.transfer_back, strict=True)), 0.0]
+    stages = zip(costs.forward, back, [*costs.link, 0.0], ways, strict=True)
+    one_by_one = [f + b + 2 * link + way for f, b, link, way in stages]
     return list(accumulate(reversed(one_by_one)))[::-1]
 
 

@@ -10,7 +10,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import NamedTuple
 
 from adl_dist.errors import ConfigError
@@ -51,24 +50,27 @@ class Costs:
     backward_weight: Sequence[float] = ()  # the part of the backward that a split can defer; empty: half of it
     update: Sequence[float] = ()  # empty: 0
     link: Sequence[float] = ()  # latency between stage k and k + 1, in either direction; empty: 0
-    transfer: Sequence[float] = ()  # for which a message occupies that link, one after another; empty: 0
-    shares_link: bool = False  # whether both links of a stage are one, which carries its messages to either neighbour
+    transfer: Sequence[float] = ()  # for which an activation occupies that link, one after another; empty: 0
+    transfer_back: Sequence[float] = ()  # for which a gradient does, in the other direction; empty: as transfer
+    shares_link: bool = False  # whether a process has one link to all others, which carries all of its messages
 
     def __post_init__(self) -> None:
         K = len(self.forward)
         usual = {"recompute": self.forward, "backward_weight": [time / 2 for time in self.backward]}
         usual |= {"update": [0.0] * K}
         usual |= {"link": [0.0] * (K - 1), "transfer": [0.0] * (K - 1)}
+        usual["transfer_back"] = self.transfer or usual["transfer"]
         for name, times in usual.items():
             object.__setattr__(self, name, getattr(self, name) or times)
         of_stages = self.forward, self.backward, self.recompute, self.backward_weight, self.update
-        lists = *of_stages, self.link, self.transfer
-        fits = list(map(len, lists)) == [K] * len(of_stages) + [K - 1, K - 1]
+        of_links = self.link, self.transfer, self.transfer_back
+        lists = *of_stages, *of_links
+        fits = list(map(len, lists)) == [K] * len(of_stages) + [K - 1] * len(of_links)
         if not fits or any(not time >= 0 for times in (*lists, self.backward_input) for time in times):
             raise ConfigError(
                 "costs must be lists that fit each other, of numbers of at least 0: of K stages K numbers of forward, "
-                "backward, recompute, backward_weight (at most backward), update, K - 1 of transfer, K - 1 of link; "
-                f"got {self}; correct these, or omit all but forward and backward for the defaults"
+                "backward, recompute, backward_weight (at most backward), update, K - 1 of link, transfer and "
+                f"transfer_back; got {self}; correct these, or omit all but forward and backward for the defaults"
             )
         if sum(self.forward) + sum(self.backward) == 0:
             raise ConfigError("costs must give each stage's forward and backward time, for example forward=[1,1]")
@@ -86,8 +88,12 @@ class Costs:
     @property
     def busiest_link(self) -> float:
         """For how long one micro-batch occupies the busiest link, in its busier direction."""
-        both = [a + b for a, b in pairwise(self.transfer)] if self.shares_link else []
-        return max([*self.transfer, *both], default=0.0)
+        acts, grads = self.transfer, self.transfer_back
+        if not self.shares_link:
+            return max([*acts, *grads], default=0.0)
+        out = map(sum, zip([*acts, 0.0], [0.0, *grads], strict=True))  # of each stage, to the next and the one before
+        into = map(sum, zip([0.0, *acts], [*grads, 0.0], strict=True))
+        return max(*out, *into)
 
     def of(self, stage: int, op: Op) -> float:
         """Return the time of one action of ``stage``."""
@@ -135,7 +141,8 @@ def simulate(
         if message is not None and action.op in LINKS:
             leaves = end
             if message.what in ("act", "grad"):  # the others are small
-                transfer = costs.transfer[min(stage, message.receiver)]
+                transfers = costs.transfer if message.what == "act" else costs.transfer_back
+                transfer = transfers[min(stage, message.receiver)]
                 leaves = links.left(stage % P, message.receiver % P, end, transfer)
             mail[message.what, message.receiver].append(leaves + costs.between(stage, message.receiver))
         free[stage % P] = end
@@ -156,7 +163,8 @@ class _Links:
         if not self._shares:
             over[sender, to] = max(at, over[sender, to]) + transfer
             return over[sender, to]
-        # It passes on while it still comes in, like the packets of a switch.
+        # It passes on while it still comes in, like the packets of a switch. Each queue takes messages as they were
+        # handed over: one that still waits for its sender's link has its place in the receiver's already.
         begins = max(at, over["from", sender])
         over["from", sender] = begins + transfer
         over["to", to] = max(begins, over["to", to]) + transfer

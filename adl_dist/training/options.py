@@ -24,9 +24,9 @@ class PartitionSpec:
         granularity: ``layer``, also inside blocks, or ``block``; None: ``layer`` if ``balance`` is ``auto`` or names,
             else ``block``.
         speeds: speeds of the stages' devices relative to the one that measures; None: all equal.
-        links: what the links between stages carry, like ``100mbit,50ms``: for all, or with ``/`` between them for each,
-            by which ``balance="auto"`` and ``method.delay=auto`` choose; ``auto``: measured between processes at the
-            start of the run; None: links take no time.
+        links: what the link of each process to all others carries, like ``100mbit,50ms``, or with ``/`` between them
+            what each link between neighbors does, by which ``balance="auto"`` and ``method.delay=auto`` choose;
+            ``auto``: measured between processes at the start of the run; None: links take no time.
         verify: whether the cut model is compared with the uncut one before the first update, if there are several
             stages.
         tied: what becomes of a parameter with several names if a cut lies between its uses: ``share``: stages hold

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from adl_dist.cli.race.settle import settled_cut, settled_delays
 from adl_dist.cli.race.updates import Found, Race, Target, find_updates, read_target
 from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
 from adl_dist.errors import ConfigError
+from adl_dist.partition.costs import Profile, UnitCost
 from adl_dist.schedule import Method
 from adl_dist.transport.spec import TensorSpec
 from tests.cli.test_links import needs_namespaces
@@ -90,12 +92,12 @@ def test_a_race_cuts_for_its_slowest_link_and_its_devices(monkeypatch, tmp_path)
     ]
 
 
-def race_of_three(tmp_path, on):
-    """What is predicted of ADL over a fast link, in seconds per update."""
+def race_of_three(tmp_path, on, rate="10gbit"):
+    """What is predicted of ADL over a link, in seconds per update."""
     words = ["model=resnet8", "data=digits", "train.batch_size=128"]
     config, _ = compose_run([*words, "partition.num_stages=3", "partition.balance=[2,2,1]"])
     config.runtime.threads = 1
-    racing, link = list(named("adl", num_stages=3)[0].values()), read_link("10gbit")
+    racing, link = list(named("adl", num_stages=3)[0].values()), read_link(rate)
     tmp_path.mkdir()
     _, predicted = settled_delays(tmp_path, config, racing, [link], on)
     return predicted[link.name]["adl"]
@@ -112,6 +114,30 @@ def test_devices_that_share_a_core_are_measured_at_work(tmp_path):
 
 def _no_quotas(on):
     raise ConfigError("cannot be set here")
+
+
+def test_a_race_predicts_with_the_pace_of_its_devices(tmp_path, monkeypatch):
+    """Units of 1 and 2 s, each message of 8 bytes; the middle of three stages has one link for two of them."""
+    units = [UnitCost(name=f"u{n}", forward=1.0, backward=2.0, act_bytes=8, grad_bytes=8) for n in range(5)]
+    known = Profile(of={"micro_batch_size": 32}, units=units, forward=5.0, backward=10.0, optimizer_copies=1.0)
+    profiler = SimpleNamespace(
+        num_others=lambda K: 1, with_load=lambda num, samples: contextlib.nullcontext(), profile=lambda size: known
+    )
+    monkeypatch.setattr("adl_dist.cli.race.settle.Profiler", lambda config, **how: profiler)
+    host = {"seconds_per_message": 0.0, "seconds_per_byte": 0.0}
+    monkeypatch.setattr("adl_dist.cli.race.settle.link_figures", lambda device: host)
+    monkeypatch.setattr("adl_dist.cli.race.settle.coding_costs", lambda device, threads: {})
+    paces = {}  # of the whole model, 15 s on a whole core
+    calls = {"_paces": lambda *_: paces}
+    monkeypatch.setattr("adl_dist.cli.race.settle.apart", lambda f, *given: calls.get(f.__name__, f)(*given))
+    monkeypatch.setattr("adl_dist.cli.race.settle.quotas", lambda on: contextlib.nullcontext([None] * len(on)))
+    whole = race_of_three(tmp_path / "whole", devices(3, [0, 1, 2]))
+    halves = race_of_three(tmp_path / "halves", devices(3, [0, 1]))
+    paces[32] = 37.5
+    measured = race_of_three(tmp_path / "measured", devices(3, [0, 1]))
+    assert [whole, halves, measured] == [pytest.approx(4 * seconds) for seconds in (6, 12, 15)]
+    slow = race_of_three(tmp_path / "slow", devices(3, [0, 1, 2]), "0.008kbit")
+    assert slow == pytest.approx(4 * 2 * 8), "two messages of 8 s"
 
 
 @pytest.mark.parametrize("share", [1, 0.5])

@@ -262,7 +262,7 @@ def test_interleaved_stages_wait_a_vth_of_1f1b(P, v):
 def test_the_part_that_is_put_off_has_a_cost_of_its_own():
     costs = Costs(forward=[1, 1], backward=[3, 3], backward_weight=[1, 1])
     assert [costs.of(0, op) for op in (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)] == [3, 2, 1]
-    told = "costs must be lists that fit .* K - 1 of link; got .*; correct these, or omit all but forward"
+    told = "costs must be lists that fit .* K - 1 of link, transfer and transfer_back; got .*; correct these, or omit all but forward"
     with pytest.raises(ConfigError, match=told):
         Costs(forward=[1, 1], backward=[3, 3], backward_weight=[4, 1])
     with pytest.raises(ConfigError, match=told):
@@ -376,9 +376,10 @@ def by_events(lists, costs):
             to, way = message.receiver, min(k, message.receiver)
             arrives = start
             if message.what in ("act", "grad"):
+                transfer = (costs.transfer if message.what == "act" else costs.transfer_back)[way]
                 begins = max(start, sent[k])
-                sent[k] = begins + costs.transfer[way]
-                arrives = taken[to] = max(begins, taken[to]) + costs.transfer[way]
+                sent[k] = begins + transfer
+                arrives = taken[to] = max(begins, taken[to]) + transfer
             mail[message.what, to, action.number] = arrives + costs.link[way]
 
 
@@ -392,7 +393,7 @@ def test_a_link_for_both_neighbours_takes_messages_as_they_come(name, seed):
         return [draw.uniform(least, most) for _ in range(number)]
 
     times = {"forward": some(0.5, 1.5), "backward": some(1, 3), "recompute": some(0.5, 1)}
-    links = {"link": some(0, 1, K - 1), "transfer": some(0, 2, K - 1)}
+    links = {"link": some(0, 1, K - 1), "transfer": some(0, 2, K - 1), "transfer_back": some(0, 2, K - 1)}
     costs = Costs(**times, **links, shares_link=True)
     chosen = method(name, **({"accumulation_steps": 3} if name in ("gpipe", "1f1b", "zbh1", "adl") else {}))
     lists = actions_of_all(Pipeline(chosen, K), num_micro_batches=9)
@@ -406,6 +407,9 @@ def test_a_process_in_the_middle_has_one_link_for_both():
     assert apart == pytest.approx(8)
     assert one == pytest.approx(16)
     assert [Costs(**times, shares_link=shared).busiest_link for shared in (False, True)] == [8, 16]
+    coded = Costs(**times, transfer_back=[2, 4], shares_link=True)
+    assert coded.busiest_link == 12, "in: an activation and a gradient of 4; out: an activation and one of 2"
+    assert time_per_micro_batch(3, 4, coded) == pytest.approx(12)
 
 
 def test_messages_one_at_a_time_have_all_of_a_shared_link():

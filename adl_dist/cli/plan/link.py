@@ -21,7 +21,8 @@ from adl_dist.transport.coding_speed import CACHES
 SMALL, LARGE = 8, 4 << 20  # bytes
 ROUNDS = 20
 SECONDS = 60.0  # after which the measurement is given up
-GPU_LINK = {"bandwidth": 12e9, "latency": 1e-5}  # PCIe 4, cautiously; a link between GPUs is not measured
+# PCIe 4, cautiously, of each GPU to all others; a link between GPUs is not measured
+GPU_LINK = {"bandwidth": 12e9, "latency": 1e-5, "shares_link": True}
 
 
 def link_figures(device: Device) -> dict[str, Any]:

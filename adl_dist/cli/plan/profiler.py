@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property, partial
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +102,10 @@ class Profiler:
         Else they rest: they hold memory, but no core. A micro-batch has so many ``samples``. Yield their ids.
 
         Raises:
-            ConfigError: one of them ended before it was ready.
+            ConfigError: one of them ended before it was ready, or in the block.
         """
         spawn, replies = multiprocessing.get_context("spawn"), []
+        processes: list[SpawnProcess] = []
         how = {"granularity": self.granularity, "threads": self.threads, "shape": self._shape}
         with contextlib.ExitStack() as stack:
             for _ in range(num):
@@ -112,6 +114,7 @@ class Profiler:
                 # A Ctrl-C is for this process, which ends them.
                 before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
                 process.start()
+                processes.append(process)
                 stack.callback(process.join)
                 stack.callback(process.kill)
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -128,6 +131,8 @@ class Profiler:
                 self._load.append(pid)
             stack.callback(self._load.clear)
             yield self._load
+            if not all(process.is_alive() for process in processes):
+                raise ConfigError("a second process that trained the model next to the measuring one was killed")
 
     @contextlib.contextmanager
     def under_load(self) -> Iterator[None]:

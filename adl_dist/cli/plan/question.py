@@ -114,8 +114,8 @@ def _flags(words: list[str]) -> argparse.Namespace:
     memory = "memory of each device, like 80GiB; default: the GPU's, no limit on the CPU"
     add("--memory", type=_bytes, metavar="SIZE", help=memory)
     links = (
-        "links between stages, like 100mbit,50ms: rate and round trip, for all or, with / between, for each of "
-        "K - 1; default: measured between processes of this machine on CPUs, 96gbit,20us between GPUs"
+        "the link of each process to all others, like 100mbit,50ms: rate and round trip; or, with / between, K - 1 "
+        "links between neighbours; default: measured between processes of this machine on CPUs, 96gbit,20us for GPUs"
     )
     add("--links", type=_links, metavar="RATE[,ROUND_TRIP]", help=links)
     add("--input", type=partial(_numbers, 1), metavar="C,H,W", help="shape of a sample, instead of looking at the data")

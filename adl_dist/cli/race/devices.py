@@ -7,6 +7,7 @@ nothing to another one, as on real devices; and one device alone is the same sha
 """
 
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from adl_dist.errors import ConfigError
 
 CGROUPS = Path("/sys/fs/cgroup")
 PERIOD_US = 10_000
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,15 +82,23 @@ def quotas(wanted: Sequence[Device], root: Path = CGROUPS) -> Iterator[list[Path
 
 
 def place(pid: int, device: Device, group: Path | None) -> None:
-    """Have a process of this machine compute on ``device``, whose file of :func:`quotas` is ``group``."""
-    if group is not None:
-        group.write_text(str(pid))
-    for thread in Path(f"/proc/{pid}/task").iterdir():
-        os.sched_setaffinity(int(thread.name), device.cores)
+    """Have a process of this machine compute on ``device``, whose file of :func:`quotas` is ``group``.
+
+    Raises:
+        ConfigError: it has ended, or may not be placed.
+    """
+    try:
+        if group is not None:
+            group.write_text(str(pid))
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.sched_setaffinity(int(thread.name), device.cores)
+    except OSError as error:
+        raise ConfigError(f"process {pid} could not be placed on core {device.cores}: {error}") from None
 
 
 def _parent(root: Path) -> Path:
-    name = f"adl-dist-{os.getpid()}"
+    name = f"adl-dist-{os.getpid()}-{next(_numbers)}"  # what could not be removed is in no one's way
     return (root if (root / "cgroup.controllers").is_file() else root / "cpu") / name
 
 

@@ -26,13 +26,14 @@ from adl_dist.codecs import Codecs
 from adl_dist.errors import ConfigError
 from adl_dist.partition import Machine
 from adl_dist.partition.predict import predict
+from adl_dist.report import warn
 from adl_dist.report.files import write_atomically
 from adl_dist.report.runs import read_json
 from adl_dist.schedule import Method, Pipeline
 from adl_dist.transport.coding_speed import coding_costs
 
 SETTLED = "settled.json"
-SECONDS = 3.0  # for which a device of a part of a core is measured: its quota comes in periods of 10 ms
+SECONDS = 3.0  # for which a part of a core is measured at least: its quota comes in periods of 10 ms
 
 
 def settled_cut(
@@ -98,16 +99,14 @@ def _with(contender: Racer, told: Mapping[str, Mapping[str, Any]]) -> Racer:
 
 
 def _paces_of_parts(config: RunConfig, racing: Sequence[Racer], on: Sequence[Device]) -> dict[int, float]:
-    """Return :func:`_paces` if devices are parts of cores, and nothing if they are not, or quotas cannot be set.
-
-    Updates can be found without; only the seconds need them.
-    """
+    """Return :func:`_paces` if devices are parts of cores, and nothing if they are not, or quotas cannot be set."""
     if on[0].share == 1:
         return {}
     with ExitStack() as stack:
         try:
             groups = stack.enter_context(quotas(on))
-        except ConfigError:
+        except ConfigError as error:
+            warn(f"predictions, and delays that follow from them, take each rank to be as fast as its share: {error}")
             return {}
         return apart(_paces, config, sorted({_micro_batch(config, racer) for racer in racing}), on, groups)
 
@@ -116,8 +115,8 @@ def _micro_batch(config: RunConfig, racer: Racer) -> int:
     return config.train.batch_size // racer.entry.method.micro_batches_per_update
 
 
-def _profiler(config: RunConfig, on: Device) -> Profiler:
-    return Profiler(config, granularity=config.partition.chosen().units, threads=on.threads)
+def _profiler(config: RunConfig, on: Device, **how: Any) -> Profiler:
+    return Profiler(config, granularity=config.partition.chosen().units, threads=on.threads, **how)
 
 
 def _paces(
@@ -125,9 +124,9 @@ def _paces(
 ) -> dict[int, float]:
     """Return what the whole model takes on one of these devices while all others work, by the samples at once.
 
-    Of devices that share a core each takes more than its share of the time: caches are cold whenever its turn comes.
+    Of devices that share a core each takes more than its share of the time.
     """
-    profiler, paces = _profiler(config, on[0]), dict[int, float]()
+    profiler, paces = _profiler(config, on[0], quiet=True), dict[int, float]()
     with profiler.with_load(len(on) - 1, sizes[0]) as others, profiler.under_load():
         for pid, device, group in zip((os.getpid(), *others), on, groups, strict=True):
             place(pid, device, group)
