@@ -262,7 +262,7 @@ def test_interleaved_stages_wait_a_vth_of_1f1b(P, v):
 def test_the_part_that_is_put_off_has_a_cost_of_its_own():
     costs = Costs(forward=[1, 1], backward=[3, 3], backward_weight=[1, 1])
     assert [costs.of(0, op) for op in (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)] == [3, 2, 1]
-    told = "costs must be lists that fit .* K - 1 of link, transfer and transfer_back; got .*; correct these, or omit all but forward"
+    told = "costs must be lists that fit .* transfer and transfer_back; got .*; correct these, or omit all but forward"
     with pytest.raises(ConfigError, match=told):
         Costs(forward=[1, 1], backward=[3, 3], backward_weight=[4, 1])
     with pytest.raises(ConfigError, match=told):
