@@ -105,16 +105,16 @@ def best_cut(
     if sizes is not None:
         return evaluated(sizes)
     found = partial(best_balance, units, num_stages=pipeline.num_stages, held=held, optimizer_copies=copies)
-    best = found(machine=machine)
-    halves = machine.bandwidth != whole.bandwidth  # a cut that avoids these may have no need to avoid the whole
-    takes_none = sum(best.link_seconds) <= AS_GOOD * best.seconds and not halves
-    if takes_none or pipeline.method.awaits_delays:  # delays follow from the cut
+    found_cuts = [best := found(machine=machine)]
+    if pipeline.method.awaits_delays:  # they follow from the cut
         return best
-    machines = [replace(machine, bandwidth=whole.bandwidth), *map(machine.with_links_slower, SLOWER_LINKS)]
-    others = [found(machine=other).sizes for other in machines]
-    balances = [best, *(evaluated(sizes) for sizes in dict.fromkeys(map(tuple, others)) if list(sizes) != best.sizes)]
-    if len(balances) == 1:
+    if machine.bandwidth != whole.bandwidth:  # what avoids a half of a link may have no need to avoid the whole
+        found_cuts.append(found(machine=replace(machine, bandwidth=whole.bandwidth)))
+    if all(sum(cut.link_seconds) <= AS_GOOD * cut.seconds for cut in found_cuts):
         return best
+    found_cuts += [found(machine=machine.with_links_slower(factor)) for factor in SLOWER_LINKS]
+    others = dict.fromkeys(tuple(cut.sizes) for cut in found_cuts if cut.sizes != best.sizes)
+    balances = [best, *map(evaluated, others)]
     return min(balances, key=lambda balance: _seconds_per_update(units, balance, pipeline, whole))
 
 

@@ -57,8 +57,7 @@ class Costs:
     def __post_init__(self) -> None:
         K = len(self.forward)
         usual = {"recompute": self.forward, "backward_weight": [time / 2 for time in self.backward]}
-        usual |= {"update": [0.0] * K}
-        usual |= {"link": [0.0] * (K - 1), "transfer": [0.0] * (K - 1)}
+        usual |= {"update": [0.0] * K, "link": [0.0] * (K - 1), "transfer": [0.0] * (K - 1)}
         usual["transfer_back"] = self.transfer or usual["transfer"]
         for name, times in usual.items():
             object.__setattr__(self, name, getattr(self, name) or times)

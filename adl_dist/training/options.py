@@ -25,7 +25,7 @@ class PartitionSpec:
             else ``block``.
         speeds: speeds of the stages' devices relative to the one that measures; None: all equal.
         links: what the link of each process to all others carries, like ``100mbit,50ms``, or with ``/`` between them
-            what each link between neighbors does, by which ``balance="auto"`` and ``method.delay=auto`` choose;
+            what each link between neighbours does, by which ``balance="auto"`` and ``method.delay=auto`` choose;
             ``auto``: measured between processes at the start of the run; None: links take no time.
         verify: whether the cut model is compared with the uncut one before the first update, if there are several
             stages.

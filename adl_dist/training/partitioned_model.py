@@ -314,7 +314,7 @@ class PartitionedModel:
             **({} if measuring.links is None else measuring.links.figures),
         )
         if measuring.links is not None:
-            self._note(f"links: {measuring.links}")
+            self._note(f"links between stages: {measuring.links}")
         pipeline = self._with_delays(profile, trial.spec.pipeline, machine, measuring.folder)
         while True:
             units = [replace(u, may_cut=u.may_cut and n not in chain.forbidden) for n, u in enumerate(profile.units)]

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -125,6 +126,18 @@ def test_neighbours_rest_until_they_work_and_end_in_time(num_workers):
             assert state_of(process.pid) != "T"
         assert rests(process.pid)
     assert not process.is_alive()
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="kills a process of the load")
+def test_a_neighbour_that_is_killed_is_told():
+    """What was measured next to it was measured without it."""
+    profiler = Profiler(compose_run(TINY[:4])[0], granularity="layer", threads=1)
+    load = profiler.with_load(1, 4)
+    (pid,) = load.__enter__()
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    with pytest.raises(ConfigError, match="was killed"):
+        load.__exit__(None, None, None)
 
 
 def test_several_inputs_lengths_and_a_sum_and_count_are_measured():

@@ -21,7 +21,7 @@ def test_all_ranks_cut_where_one_has_measured(tmp_path):
     outcome = train(tmp_path / "ranks", "partition.links=auto", processes=True)
     assert outcome.code == 0, outcome.err
     assert "measured cut: [" in outcome.out
-    assert "links: " in outcome.out
+    assert "links between stages: " in outcome.out
     kept = json.loads((tmp_path / "ranks" / "links.json").read_text())
     ((bandwidth, latency),) = kept["2 stages in 2 processes"]
     assert bandwidth > 1e5

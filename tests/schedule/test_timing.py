@@ -413,7 +413,7 @@ def test_a_process_in_the_middle_has_one_link_for_both():
 
 
 def test_messages_one_at_a_time_have_all_of_a_shared_link():
-    """Of one micro-batch no two messages are on their way at a time, so nothing is shared."""
+    """With one micro-batch at a time, a message never finds another one on its link."""
     times = {"forward": [1] * 3, "backward": [2] * 3, "transfer": [8, 5]}
     lists = actions_of_all(Pipeline(method("gpipe", accumulation_steps=1), 3), num_micro_batches=4)
     apart, one = (makespan(simulate(lists, Costs(**times, shares_link=shared))) for shared in (False, True))

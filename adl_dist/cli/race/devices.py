@@ -94,7 +94,7 @@ def place(pid: int, device: Device, group: Path | None) -> None:
             with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
                 os.sched_setaffinity(int(thread.name), device.cores)
     except OSError as error:
-        raise ConfigError(f"process {pid} could not be placed on core {device.cores}: {error}") from None
+        raise ConfigError(f"process {pid} could not be placed on cores {device.cores}: {error}") from None
 
 
 def _parent(root: Path) -> Path:

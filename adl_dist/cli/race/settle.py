@@ -30,6 +30,7 @@ from adl_dist.report import warn
 from adl_dist.report.files import write_atomically
 from adl_dist.report.runs import read_json
 from adl_dist.schedule import Method, Pipeline
+from adl_dist.schedule.run_plan import micro_batch_size_of
 from adl_dist.transport.coding_speed import coding_costs
 
 SETTLED = "settled.json"
@@ -112,7 +113,7 @@ def _paces_of_parts(config: RunConfig, racing: Sequence[Racer], on: Sequence[Dev
 
 
 def _micro_batch(config: RunConfig, racer: Racer) -> int:
-    return config.train.batch_size // racer.entry.method.micro_batches_per_update
+    return micro_batch_size_of(config.train.batch_size, racer.entry.method.micro_batches_per_update)
 
 
 def _profiler(config: RunConfig, on: Device, **how: Any) -> Profiler:
