@@ -25,7 +25,7 @@ class Links(NamedTuple):
         """The keyword arguments of a :class:`~adl_dist.partition.Machine` with these links."""
         if len(self.bandwidth) == 1:
             return {"bandwidth": self.bandwidth[0], "latency": self.latency[0], "shares_link": True}
-        return {"bandwidth": self.bandwidth, "latency": self.latency}
+        return {"bandwidth": self.bandwidth, "latency": self.latency, "shares_link": False}
 
     def for_stages(self, num_stages: int, key: str) -> "Links":
         """Return those of K stages; raise a ConfigError if there are not K - 1."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from adl_dist.cli.plan.link import GPU_LINK
 from adl_dist.cli.plan.report import codec_lines
 from adl_dist.codecs import Codecs, CodingCost, PerMessage
 from adl_dist.errors import ConfigError
@@ -180,6 +181,22 @@ def test_a_cut_that_avoids_links_does_not_hide_their_cost():
     assert told.link_share == pytest.approx(1 - 48 / 60)
 
 
+def test_of_codecs_as_fast_the_one_without_waits_is_named():
+    """bf16 is within 3 % of int8, but still waits for links."""
+    told = {"none": (100, 0.06), "bf16": (104, 0.04), "int8": (105, 0.01)}
+    profile, link = profile_of([unit(crossing=24)] * 8), Machine(bandwidth=1.0)
+    coded = [
+        replace(
+            predict(profile, adl(2), machine=replace(link, codecs=Codecs(name, name))),
+            images_per_second=images,
+            link_share=share,
+        )
+        for name, (images, share) in told.items()
+    ]
+    shows(codec_lines(coded)[-1], ["runtime.codec=int8 is needed, and enough"])
+    shows(codec_lines(coded[:2])[-1], ["the links cost time, least with runtime.codec=bf16"])
+
+
 def test_one_link_for_all_is_shared_and_several_are_not():
     """Three stages of 8 s; a message of 24 bytes takes 24 s, and the middle sends two for each micro-batch."""
     profile = profile_of([unit(crossing=24)] * 8)
@@ -207,6 +224,23 @@ def test_over_a_shared_link_a_cut_may_send_much_to_one_neighbour():
     assert told.seconds_per_update < 0.8 * apart.seconds_per_update
     same = predict(profile, adl(3), machine=Machine(bandwidth=1.0, shares_link=True), sizes=apart.balance.sizes)
     assert told.seconds_per_update <= same.seconds_per_update
+
+
+def test_described_links_take_the_place_of_the_usual_one_of_gpus():
+    """Several are independent, whatever the usual one is."""
+    usual = Machine(**GPU_LINK)
+    one, two = (replace(usual, **parse_links(text, LINKS).figures) for text in ("1gbit", "1gbit/8mbit"))
+    assert (one.bandwidth, one.shares_link) == (125e6, True)
+    assert (two.bandwidth, two.shares_link) == ((125e6, 1e6), False)
+
+
+def test_two_processes_have_their_link_to_themselves():
+    """Each of two stages a process: all three cuts are between the same two."""
+    profile = profile_of([unit(crossing=24)] * 8)
+    interleaved = Pipeline(method("interleaved", accumulation_steps=4, stages_per_process=2), 4)
+    told = predict(profile, interleaved, machine=Machine(bandwidth=1e3, shares_link=True))
+    assert told.balance.link_seconds == [24 / 1e3] * 3
+    assert told.update_bytes == 4 * 3 * 48
 
 
 def test_half_of_a_shared_link_is_for_each_of_two_neighbours():

@@ -24,7 +24,7 @@ class UnitCost:
     name: str
     forward: float
     backward: float
-    loading: float = 0.0  # the part of the forward in which the stage loads data
+    loading: float = 0.0  # the part of the forward in which the stage loads data; not measured, see Profile.costs
     backward_weight: float = 0.0  # the part of the backward that a split can defer
     split: float = 0.0  # what a backward in two parts takes in addition
     update: float = 0.0  # its part of what ends a group (norm, step, cleared gradients), divided by M already
@@ -206,9 +206,9 @@ class Machine:
         """Return the seconds of a message on the link after ``stage``."""
         return self.latency[stage] if isinstance(self.latency, Sequence) else self.latency
 
-    def with_own_links(self, num_stages: int) -> "Machine":
+    def with_own_links(self, num_processes: int) -> "Machine":
         """Return the same with a link for each neighbour, of half the bandwidth where two share one in full use."""
-        if not self.shares_link or num_stages <= 2:
+        if not self.shares_link or num_processes <= 2:
             return replace(self, shares_link=False)
         return replace(self.with_links_slower(2), shares_link=False)
 

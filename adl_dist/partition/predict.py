@@ -98,7 +98,7 @@ def best_cut(
         for stage in figures(pipeline)
     ]
     copies, whole = profile.optimizer_copies, machine
-    machine = machine.with_own_links(pipeline.num_stages)  # a full pipeline keeps both directions of all links busy
+    machine = machine.with_own_links(pipeline.num_processes)  # a full pipeline keeps both directions of all links busy
     if machine.memory_bytes is not None:  # stages that share a device share its memory
         machine = replace(machine, memory_bytes=machine.memory_bytes // pipeline.stages_per_process)
     evaluated = partial(evaluate_balance, units, held=held, machine=machine, optimizer_copies=copies)
@@ -185,8 +185,9 @@ def predict(
     per_micro_batch = max(expected.time_per_update, _tied_link_seconds(units, balance, machine)) / M
     last_units = [units[stop - 1] for stop in accumulate(balance.sizes[:-1])]
     crossing = [unit.act_bytes + unit.grad_bytes for unit in last_units]
-    if machine.shares_link:
-        crossing += [before + after for before, after in pairwise(crossing)]
+    if machine.shares_link:  # of each process, over what cuts it sends or receives
+        P = pipeline.num_processes
+        crossing = [sum(n for k, n in enumerate(crossing) if p in (k % P, (k + 1) % P)) for p in range(P)]
     alone = profile.loading + profile.forward + profile.backward + update_seconds(profile.costs(M))
     return Prediction(
         pipeline=pipeline,

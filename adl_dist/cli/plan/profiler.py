@@ -132,7 +132,10 @@ class Profiler:
             stack.callback(self._load.clear)
             yield self._load
             if not all(process.is_alive() for process in processes):
-                raise ConfigError("a second process that trained the model next to the measuring one was killed")
+                raise ConfigError(
+                    f"one of {num} processes that trained the model next to the measuring one was killed; is there "
+                    "enough memory?"
+                )
 
     @contextlib.contextmanager
     def under_load(self) -> Iterator[None]:

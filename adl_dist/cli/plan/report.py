@@ -92,7 +92,8 @@ def codec_lines(coded: Sequence[Prediction]) -> list[str]:
         alike = [p for p in coded if p.pipeline.num_stages == K]
         # Coding takes time, too: of all as fast as the fastest the first, which leaves out least.
         most = (1 - AS_GOOD) * max(p.images_per_second for p in alike)
-        enough = next(p for p in alike if p.images_per_second >= most)
+        fast = [p for p in alike if p.images_per_second >= most]
+        enough = next((p for p in fast if p.is_compute_bound), fast[0])
         codec = enough.codecs.activations
         if not enough.is_compute_bound:
             least = "without a codec" if codec == "none" else f"with runtime.codec={codec}"

@@ -7,8 +7,8 @@ nothing to another one, as on real devices; and one device alone is the same sha
 """
 
 import contextlib
-import itertools
 import os
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,6 @@ from adl_dist.errors import ConfigError
 
 CGROUPS = Path("/sys/fs/cgroup")
 PERIOD_US = 10_000
-_numbers = itertools.count()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +57,6 @@ def quotas(wanted: Sequence[Device], root: Path = CGROUPS) -> Iterator[list[Path
     with contextlib.ExitStack() as stack:
         try:
             parent = _parent(root)
-            parent.mkdir()
             stack.callback(_remove, parent)
             is_second = (root / "cgroup.controllers").is_file()
             if is_second:
@@ -98,8 +96,9 @@ def place(pid: int, device: Device, group: Path | None) -> None:
 
 
 def _parent(root: Path) -> Path:
-    name = f"adl-dist-{os.getpid()}-{next(_numbers)}"  # what could not be removed is in no one's way
-    return (root if (root / "cgroup.controllers").is_file() else root / "cpu") / name
+    """Make a group with a name of its own: one that an earlier call could not remove must not block it."""
+    folder = root if (root / "cgroup.controllers").is_file() else root / "cpu"
+    return Path(tempfile.mkdtemp(prefix=f"adl-dist-{os.getpid()}-", dir=folder))
 
 
 def _remove(group: Path) -> None:
