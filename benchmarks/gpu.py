@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """What one GPU can show, in parts of at most ten minutes; each prints Markdown for docs/results, with its commands.
 
-    PYTHONPATH=. python benchmarks/gpu.py overhead | ranks | graphs | launches | memory
+    PYTHONPATH=. python benchmarks/gpu.py overhead | ranks | graphs [MINUTES] [--rows REGEX]
+    PYTHONPATH=. python benchmarks/gpu.py launches | memory
     PYTHONPATH=. python benchmarks/gpu.py tests [FILE ...] [-k EXPRESSION]
     PYTHONPATH=. python benchmarks/gpu.py accuracy CIFAR10_FOLDER [MINUTES [EPOCHS RUNS_FOLDER]]
 
@@ -22,12 +23,19 @@
 that is not installed. Where our runs are compared with torch's own loop, both draw the same images from the same
 loader, which has them in memory; what that takes by itself is printed.
 
+Of ``overhead``, ``ranks`` and ``graphs`` every row is measured once, and again while the MINUTES (9) last; ``--rows``
+takes those alone in whose names REGEX is found, and the first one, to which ratios are. Runs with one process are
+made in this one, so that none pays for the start of another; speeds are those of a run's last epoch.
+
 Further words KEY=VALUE are settings of ``adl-dist train`` for all runs, also of the same names on a CPU:
 ``runtime.device=cpu`` tries the commands out. Figures of one call were taken in turns and may be compared; a further
-round is begun only if it will end within the ten minutes.
+round is begun only if it will end in time. A machine that has a copy of the files without their history is told the
+commit by the variable COMMIT.
 """
 
 import contextlib
+import gc
+import io
 import itertools
 import json
 import os
@@ -42,6 +50,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -50,12 +59,14 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 import adl_dist
+from adl_dist.cli.train import train as train_command
+from adl_dist.errors import AdlError
 from adl_dist.models import cifar_resnet, cifar_resnet18, torchvision_model
 from adl_dist.training.input import DeviceLoader
 
 ROOT = Path(__file__).parents[1]
 
-ROUNDS, SECONDS, LOADING_SECONDS = 3, 6.0, 2.0
+ROUNDS, SECONDS, LOADING_SECONDS = 3, 4.0, 1.0
 MOST_SECONDS = 540.0  # of one call; the machine that it is for gives a command ten minutes
 RUN_SECONDS = 150.0  # of one run of ours, with its start
 STOP_SECONDS = 45.0  # for runs that were told to stop, to save and to end
@@ -66,24 +77,24 @@ DISTINCT = 512  # images in memory; an epoch has them again and again
 COMMON = ("data._target_=benchmarks.gpu.images", "data.in_channels=3", "data.num_classes=10", "data.image_size=32")
 COMMON += ("runtime.tensorboard=false", "runtime.checkpoint_every_epochs=0")
 RESNET56 = ("model=resnet56", "train.batch_size=128", "runtime.channels_last=false")  # as torch's loop has it
-OTHERS = tuple(word for word in sys.argv[1:] if "=" in word)
+WORDS, ROWS = sys.argv[1:], ""
+if "--rows" in WORDS[:-1]:
+    ROWS = WORDS.pop(WORDS.index("--rows") + 1)
+    WORDS.remove("--rows")
+OTHERS = tuple(word for word in WORDS if "=" in word)
 DEVICE = "cpu" if "runtime.device=cpu" in OTHERS else "cuda"
 # torch's own default is TF32 for convolutions; that of our runs is float32.
 IN_OUR_PRECISION = adl_dist.Precision(tf32="runtime.tf32=true" in OTHERS).apply(threads=torch.get_num_threads())
 Update = Callable[[], None]
+Rows = dict[str, Callable[[], float]]
 RESULT = re.compile(r" (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
 
 
 def main() -> None:
     """Do one part."""
-    words = [word for word in sys.argv[1:] if "=" not in word]
-    parts = {
-        "overhead": overhead,
-        "ranks": ranks,
-        "graphs": graphs,
-        "launches": launches,
-        "memory": memory,
-    }
+    words = [word for word in WORDS if "=" not in word]
+    timed = {"overhead": overhead, "ranks": ranks, "graphs": graphs}
+    parts = {"launches": launches, "memory": memory}
     print(machine(), "\n", flush=True)
     if words and words[0] == "accuracy" and len(words) > 1:
         minutes = float(words[2]) if len(words) > 2 else 9.0
@@ -93,6 +104,8 @@ def main() -> None:
             accuracy(Path(words[1]), minutes)
     elif words and words[0] == "tests":
         tests(words[1:])
+    elif words and len(words) < 3 and words[0] in timed:
+        timed[words[0]](Limits(60 * float(words[1]) if len(words) > 1 else MOST_SECONDS, ROWS))
     elif len(words) == 1 and words[0] in parts:
         parts[words[0]]()
     else:
@@ -108,7 +121,7 @@ def machine() -> str:
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
         at = commit.stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        at = "unknown"
+        at = os.environ.get("COMMIT", "unknown")
     return f"{gpu}; {versions}, NCCL {nccl}; commit {at}"
 
 
@@ -168,32 +181,51 @@ def told_as_they_end(command: Sequence[str], seconds: float) -> int | None:
     return None if is_late.is_set() else code
 
 
-def train(*words: str) -> dict[str, object]:
-    """Train by the command line; return the run's summary."""
-    with tempfile.TemporaryDirectory() as folder:
-        settings = [*COMMON, f"runtime.device={DEVICE}", *words, *OTHERS, f"run_dir={folder}/run"]
-        last = {word.partition("=")[0]: word for word in settings}  # of several values for a key
-        command = [sys.executable, "-m", "adl_dist", "train", *last.values()]
-        try:
-            path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-            environment = {**os.environ, "PYTHONPATH": path}  # there are the images
-            done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_SECONDS, env=environment)
-        except subprocess.TimeoutExpired:  # its ranks end with it
-            return {"failed": f"not ended after {RUN_SECONDS:.0f} s"}
-        if done.returncode:
-            said = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
-            return {"failed": " ".join(said)}
-        summary: dict[str, object] = json.loads((Path(folder) / "run" / "summary.json").read_text())
-        return summary
+class RunFailed(Exception):
+    """A run that has not ended well; the text says how."""
 
 
 def images_per_second(*words: str) -> float:
-    """Return the speed of a run; not a number if it failed, which is said."""
-    summary = train(*words)
-    if "failed" in summary:
-        print(f"    {shlex.join(words)}: {summary['failed']}", flush=True)
-        return float("nan")
-    return float(str(summary["samples_per_second"]))
+    """Return the speed of a run's last epoch; not a number if it failed, which is said."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings = [*COMMON, f"runtime.device={DEVICE}", *words, *OTHERS, f"run_dir={folder}/run"]
+        last = list({word.partition("=")[0]: word for word in settings}.values())  # of several values for a key
+        has_one_process = {"runtime.processes=false", "partition.num_stages=1"} & set(last)
+        try:
+            (train_here if has_one_process else train)(last)
+        except RunFailed as failed:
+            print(f"    {shlex.join(words)}: {failed}", flush=True)
+            return float("nan")
+        records = map(json.loads, (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines())
+        return [float(each["value"]) for each in records if each["name"] == "train/samples_per_second"][-1]
+
+
+def train(settings: Sequence[str]) -> None:
+    """Train by the command line."""
+    try:
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "PYTHONPATH": path}  # there are the images
+        command = [sys.executable, "-m", "adl_dist", "train", *settings]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_SECONDS, env=environment)
+    except subprocess.TimeoutExpired:  # its ranks end with it
+        raise RunFailed(f"not ended after {RUN_SECONDS:.0f} s") from None
+    if done.returncode:
+        raise RunFailed(" ".join((done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]))
+
+
+def train_here(settings: Sequence[str]) -> None:
+    """Train by the command's own function, in this process."""
+    threads = torch.get_num_threads()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            train_command([*settings, "runtime.processes=false"])
+    except (AdlError, RuntimeError) as error:
+        raise RunFailed(" ".join(str(error).splitlines()[:1])) from error
+    finally:
+        torch.set_num_threads(threads)
+        gc.collect()  # of a run that failed, too: its memory is free for the next
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
 
 
 def images(
@@ -293,19 +325,29 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def in_turns(rows: dict[str, Callable[[], float]], base: str) -> None:
-    """Measure each row ROUNDS times, in turns, and print medians and ratios to ``base``.
+@dataclass(frozen=True)
+class Limits:
+    """What a call is to measure: for how many ``seconds``, and which rows besides the first."""
+
+    seconds: float = MOST_SECONDS
+    rows: str = ""
+
+
+def in_turns(rows: Rows, limits: Limits) -> None:
+    """Measure each row ROUNDS times, in turns, and print medians and ratios to the first.
 
     Fewer times if the call would last too long, which is said.
     """
-    found: dict[str, list[float]] = {row: [] for row in rows}
+    base = next(iter(rows))
+    found: dict[str, list[float]] = {row: [] for row in rows if row == base or re.search(limits.rows, row)}
     longest = 0.0
     for number in range(ROUNDS):
         begin = time.monotonic()
-        if number and begin - BEGAN + longest > MOST_SECONDS:
+        if number and begin - BEGAN + longest > limits.seconds:
             break
-        for row in list(rows)[:: 1 if number % 2 == 0 else -1]:
+        for row in list(found)[:: 1 if number % 2 == 0 else -1]:
             found[row].append(rows[row]())
+            print(f"    {row}: {found[row][-1]:,.0f}", file=sys.stderr, flush=True)  # should a later one not end
         longest = max(longest, time.monotonic() - begin)
     medians = {row: statistics.median(figures) for row, figures in found.items()}
     print(f"Rounds: {len(found[base])}\n\n| | images/s, median | least .. most | ratio |\n|---|---|---|---|")
@@ -315,19 +357,19 @@ def in_turns(rows: dict[str, Callable[[], float]], base: str) -> None:
     print(flush=True)
 
 
-def overhead() -> None:
+def overhead(limits: Limits) -> None:
     """Our engine next to torch's loop, where the GPU is the limit."""
     print("ResNet-18 (CIFAR form), batch 128, M = 1, float32; and K = 4 stages in one process\n")
     tell_loading(128, 32)
     ours = ("model=resnet18", "train.batch_size=128", "data.num_samples=25600", "train.epochs=2")
     one = ("method=bp", "partition.num_stages=1", "method.accumulation_steps=1", "runtime.channels_last=false")
     four = ("method=fdg", "partition.num_stages=4", "runtime.processes=false", "runtime.channels_last=false")
-    rows: dict[str, Callable[[], float]] = {
+    rows: Rows = {
         "torch's loop": lambda: by_hand("eager", cifar_resnet18(), 128, 1, 32),
         "bp, our engine": lambda: images_per_second(*ours, *one),
         "fdg, K = 4 in one process": lambda: images_per_second(*ours, *four),
     }
-    in_turns(rows, "torch's loop")
+    in_turns(rows, limits)
     print("ResNet-50, 224x224, batch 64, M = 1\n")
     tell_loading(64, 224, 1000)
     ours = ("model=torchvision", "model.name=resnet50", "data.image_size=224", "data.num_classes=1000")
@@ -336,15 +378,15 @@ def overhead() -> None:
         "torch's loop": lambda: by_hand("eager", torchvision_model("resnet50"), 64, 1, 224, 1000),
         "bp, our engine": lambda: images_per_second(*ours, *one),
     }
-    in_turns(rows, "torch's loop")
+    in_turns(rows, limits)
 
 
-def ranks() -> None:
+def ranks(limits: Limits) -> None:
     """A network of small kernels: what do more processes on one GPU gain over one?"""
     print("ResNet-56, M = 4 micro-batches of 32, float32; ranks share the GPU and send through host memory\n")
     tell_loading(32, 32)
     ours = (*RESNET56, "method.accumulation_steps=4", "data.num_samples=25600", "train.epochs=2")
-    rows: dict[str, Callable[[], float]] = {
+    rows: Rows = {
         f"BP by hand, {kind}": lambda kind=kind: by_hand(kind, cifar_resnet(56), 32, 4, 32)  # type: ignore[misc]
         for kind in ("eager", "compiled", "graph")
         if DEVICE == "cuda" or kind != "graph"
@@ -353,15 +395,15 @@ def ranks() -> None:
     for k in (2, 4):
         cut = (f"partition.num_stages={k}", "partition.balance=auto")
         rows[f"adl, {k} ranks"] = lambda cut=cut: images_per_second(*ours, "method=adl", *cut)  # type: ignore[misc]
-    in_turns(rows, "BP by hand, eager")
+    in_turns(rows, limits)
 
 
-def graphs() -> None:
+def graphs(limits: Limits) -> None:
     """A network of small kernels in one process: what is gained where the host launches graphs instead of kernels?"""
     print("ResNet-56, M = 4 micro-batches of 32, float32; all stages in one process\n")
     tell_loading(32, 32)
     ours = (*RESNET56, "method.accumulation_steps=4", "data.num_samples=25600", "train.epochs=2")
-    rows: dict[str, Callable[[], float]] = {
+    rows: Rows = {
         f"BP by hand, {kind}": lambda kind=kind: by_hand(kind, cifar_resnet(56), 32, 4, 32)  # type: ignore[misc]
         for kind in ("eager", "graph")
         if DEVICE == "cuda" or kind != "graph"
@@ -373,7 +415,7 @@ def graphs() -> None:
             graphed = f"runtime.cuda_graphs={replayed}"
             row = f"{method}, K = {k}, {graphed}"
             rows[row] = lambda words=words, graphed=graphed: images_per_second(*words, graphed)  # type: ignore[misc]
-    in_turns(rows, "BP by hand, eager")
+    in_turns(rows, limits)
 
 
 @IN_OUR_PRECISION
@@ -476,7 +518,9 @@ def _print_accuracy(words: Sequence[str], runs: Path) -> None:
 
 def _started(words: Sequence[str], folder: Path) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-m", "adl_dist", "train", *words, f"run_dir={folder}"]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".log").open("a") as output:
+        return subprocess.Popen(command, stdout=output, stderr=output)
 
 
 def _result(folder: Path) -> str:
@@ -486,7 +530,8 @@ def _result(folder: Path) -> str:
         summary = json.loads((folder / "summary.json").read_text())
         reached = f"{summary['validation_accuracy']:.2%}" if "validation_accuracy" in summary else "none yet"
         return f"{reached}, stopped in epoch {summary['stopped']['epoch'] + 1}" if "stopped" in summary else reached
-    return "no result"
+    said = folder.with_suffix(".log").read_text().splitlines() if folder.with_suffix(".log").exists() else []
+    return ": ".join(["no result", *said[-1:]])
 
 
 if __name__ == "__main__":

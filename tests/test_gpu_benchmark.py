@@ -35,9 +35,8 @@ def test_no_round_is_begun_that_would_end_too_late(gpu, monkeypatch, capsys):
     clock = iter([100.0, 160.0, 160.0, 250.0, 250.0, 300.0])  # begin and end of a round
     monkeypatch.setattr(gpu.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(gpu, "BEGAN", 0.0)
-    monkeypatch.setattr(gpu, "MOST_SECONDS", 320.0)
     figures = {"base": iter([2.0, 4.0]), "row": iter([3.0, 3.0])}
-    gpu.in_turns({row: lambda row=row: next(figures[row]) for row in figures}, "base")
+    gpu.in_turns({row: lambda row=row: next(figures[row]) for row in figures}, gpu.Limits(320.0))
     told = capsys.readouterr().out
     assert "Rounds: 2" in told
     assert "| base | 3 | 2 .. 4 | 1.00 |" in told
