@@ -33,7 +33,8 @@ Made = tuple[Any, Tensors, Tensors]  # what comes out: as the module returns it,
 class Slot:
     """What one of A micro-batches leaves for its backward, and how it goes forward and backward.
 
-    Nothing of it may be freed: the memory would be given to other graphs.
+    What a forward leaves is read until the backward. Nothing of it may be freed: its memory would be given to others.
+    What a backward leaves is copied, or has arrived in the place of another slot, before the next backward.
 
     Attributes:
         version: the slot of its weights.
@@ -198,9 +199,9 @@ class GraphedStage(Stage):
     def record(self, recorder: Recorder) -> None:
         """Record a forward and a backward for each slot."""
         for slot in self.slots:
-            slot.forward = recorder.record([slot.compute_forward])
+            slot.forward = recorder.record([slot.compute_forward], is_kept=True)
             slot.expect()
-            slot.backward = recorder.record([slot.compute_backward])
+            slot.backward = recorder.record([slot.compute_backward], is_kept=False)
 
     def is_recorded(self) -> None:
         """Take note that all slots are recorded."""

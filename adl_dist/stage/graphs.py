@@ -34,19 +34,27 @@ class Recorder(Protocol):
         ``branch`` is its place among works that are recorded together; None: it is recorded by itself.
         """
 
-    def record(self, works: Sequence[Callable[[], None]]) -> Replay:
-        """Record ``works``, of which none needs another, and return what does all of them again, side by side."""
+    def record(self, works: Sequence[Callable[[], None]], *, is_kept: bool) -> Replay:
+        """Record ``works``, of which none needs another, and return what does all of them again, side by side.
+
+        ``is_kept``: other recordings are replayed before what it leaves is read for the last time.
+        """
 
 
 class CudaRecorder:
-    """Records CUDA graphs, one after the other, which share memory for what none of them leaves behind."""
+    """Records CUDA graphs, one after the other.
+
+    torch's allocator frees what is of no more use within a recording, and gives it to later recordings of the same pool
+    of memory. When an earlier one is replayed, it writes there again. So recordings of which something is kept have a
+    pool each, and all others share one.
+    """
 
     def __init__(self, device: torch.device) -> None:
         """Record on ``device``, on a stream of its own, as recording demands."""
         gc.collect()  # an earlier trainer's graphs: to free them while others are recorded is not allowed
         self._device, self._stream = device, torch.cuda.Stream(device)
         self._branches: list[torch.cuda.Stream] = []  # of works that are recorded together
-        self._pool = torch.cuda.graph_pool_handle()
+        self._shared_pool = torch.cuda.graph_pool_handle()
         # The graphs of autograd that were recorded stay, and with them its nodes that add gradients up, on that stream.
         # A backward that is not replayed meets them from another one: autograd waits as it must, and says so.
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
@@ -61,16 +69,15 @@ class CudaRecorder:
             work()
         present.wait_stream(stream)
 
-    def record(self, works: Sequence[Callable[[], None]]) -> Replay:
-        """Record ``works`` without doing them.
+    def record(self, works: Sequence[Callable[[], None]], *, is_kept: bool) -> Replay:
+        """Record ``works`` without doing them; see :meth:`Recorder.record`.
 
-        Replays are done in the current stream, one after the other: so it does no harm that graphs share what they use
-        only while they run. Several works have a stream each, for which torch's allocator keeps memory apart.
+        Replays are done in the current stream, one after the other. Several works have a stream each, for which torch's
+        allocator keeps memory apart.
         """
-        graph = torch.cuda.CUDAGraph()
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle() if is_kept else self._shared_pool
         # Other threads, which load data or watch over NCCL, may do what this one must not do meanwhile.
-        recording = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
-        with recording:
+        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
             self._do(works)
         return graph.replay
 

@@ -142,13 +142,13 @@ class Ticks:
         """Record two graphs for each tick of a period: all forwards, and all backwards."""
         for numbers, _ in self._steady:
             slots = [stage.slots[number] for stage, number in zip(self._stages.values(), numbers, strict=True)]
-            together = self._recorded(recorder.record([slot.compute_forward for slot in slots]))
+            together = self._recorded(recorder.record([slot.compute_forward for slot in slots], is_kept=True))
             for slot in slots:
                 slot.forward = together
                 slot.expect()
         for _, numbers in self._steady:
             slots = [stage.slots[number] for stage, number in zip(self._stages.values(), numbers, strict=True)]
-            together = self._recorded(recorder.record([slot.compute_backward for slot in slots]))
+            together = self._recorded(recorder.record([slot.compute_backward for slot in slots], is_kept=False))
             for slot in slots:
                 slot.backward = together
 

@@ -2,7 +2,8 @@
 
 It is as strict as a graph. A replay reads and writes the memory that was there when it was recorded, whatever a Python
 object holds by now. The Python code around the operations does not run again. Memory that has no reference any more is
-spoilt after each replay, because another graph may use it.
+spoilt after each replay, because another graph may use it. And a replay spoils what graphs that were recorded later in
+the same pool have made: their memory may be what this one used only while it was recorded.
 """
 
 import random
@@ -25,15 +26,20 @@ class StandIn:
     def __init__(self):
         self.num_recorded = self.num_replayed = 0
         self._memory = {}  # all storages that graphs compute with, by address of the object
+        self._shared_pool = []  # of each recording in it what it has made
         self._unused = None
         self._draw = random.Random(0)
 
     def rehearse(self, work, *, branch=None):
         work()
 
-    def record(self, works):
+    def record(self, works, *, is_kept):
         assert self._unused is None, "all is recorded before anything is replayed"
-        branches = [self._steps_of(work) for work in works]
+        pool = [] if is_kept else self._shared_pool
+        made = set()
+        branches = [self._steps_of(work, made) for work in works]
+        pool.append(made)
+        number = len(pool)
         self.num_recorded += 1
 
         def replay():
@@ -47,13 +53,14 @@ class StandIn:
             with torch.no_grad():
                 for place in turns:
                     next(left[place]).do()
-            for memory in self._unused:
+            later = [self._memory[key] for keys in pool[number:] for key in keys]
+            for memory in (*self._unused, *later):
                 memory.fill_(0xFF)  # NaN in any floating-point type
 
         return replay
 
-    def _steps_of(self, work):
-        recording = _Recording(self._memory)
+    def _steps_of(self, work, made):
+        recording = _Recording(self._memory, made)
         with recording:
             work()
         return recording.steps
@@ -64,9 +71,9 @@ def _num_uses(storage):
 
 
 class _Recording(TorchDispatchMode):
-    def __init__(self, memory):
+    def __init__(self, memory, made):
         super().__init__()
-        self.memory, self.steps = memory, []
+        self.memory, self.made, self.steps = memory, made, []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         done = func(*args, **kwargs or {})
@@ -74,6 +81,7 @@ class _Recording(TorchDispatchMode):
         made = [leaf for leaf in tree_leaves(done) if isinstance(leaf, Tensor)]
         is_new = [_key(leaf) not in given for leaf in made]
         if any(is_new) or func._schema.is_mutable:  # else it makes views
+            self.made |= {_key(leaf) for leaf, new in zip(made, is_new, strict=True) if new}
             self.steps.append(_Step(func, self._placed(args), self._placed(kwargs or {}), self._placed(made), is_new))
         return done
 
