@@ -12,7 +12,7 @@
     ranks     ResNet-56 in micro-batches of 32: 2 and 4 ranks on the GPU, and BP in one process, eager, compiled, and as
               one CUDA graph for each update
     graphs    the same in one process: stages with and without CUDA graphs, and all stages in one graph for each tick,
-              next to BP, eager and as one graph
+              next to BP, eager and as one graph, also of the 128 images of an update at once
     launches  the same network by torch's profiler: kernels, and host and GPU milliseconds per micro-batch
     memory    Table 4 of the paper: four ranks on the GPU
     accuracy  Table 2(a) of the paper, K = 16, M = 1 to 4, side by side for as many epochs as fit into the MINUTES (9);
@@ -400,23 +400,23 @@ def ranks(limits: Limits) -> None:
 
 def graphs(limits: Limits) -> None:
     """A network of small kernels in one process: what is gained where the host launches graphs instead of kernels?"""
-    print("ResNet-56, M = 4 micro-batches of 32, float32; all stages in one process\n")
+    print("ResNet-56, updates of 128 images in M micro-batches, float32; all stages in one process\n")
     tell_loading(32, 32)
-    ours = (*RESNET56, "method.accumulation_steps=4", "data.num_samples=25600", "train.epochs=2")
-    rows: Rows = {
-        f"BP by hand, {kind}": lambda kind=kind: by_hand(kind, cifar_resnet(56), 32, 4, 32)  # type: ignore[misc]
-        for kind in ("eager", "graph")
-        if DEVICE == "cuda" or kind != "graph"
-    }
-    for method, k in (("bp", 1), ("adl", 4), ("adl", 16)):
-        words = (*ours, f"method={method}", f"partition.num_stages={k}", "runtime.processes=false")
-        kinds = ("false", "true", "tick") if k > 1 else ("false", "true")
-        for replayed in kinds if DEVICE == "cuda" else ("false",):
-            # Ticks in which the pipeline fills and empties are no graphs, so a short epoch would say little.
-            how = f"runtime.cuda_graphs={replayed}", *(("data.num_samples=6400",) if replayed == "false" else ())
-            rows[f"{method}, K = {k}, {how[0]}"] = lambda words=words, how=how: images_per_second(  # type: ignore[misc]
-                *words, *how
+    rows: Rows = {}
+    for kind, size in (("eager", 32), ("graph", 32), ("graph", 128)):
+        if DEVICE == "cuda" or kind != "graph":
+            rows[f"BP by hand, {kind}, M = {128 // size}"] = lambda kind=kind, size=size: by_hand(  # type: ignore[misc]
+                kind, cifar_resnet(56), size, 128 // size, 32
             )
+    contenders = [("bp", 1, 4, "false", "true"), ("adl", 4, 4, "false", "true", "tick")]
+    contenders += [("adl", 16, 4, "false", "true", "tick"), ("fdg", 4, 1, "tick")]
+    for method, k, m, *kinds in contenders:
+        words = (*RESNET56, f"method={method}", f"partition.num_stages={k}", f"method.accumulation_steps={m}")
+        words += ("runtime.processes=false", "train.epochs=2")
+        for graphed in kinds if DEVICE == "cuda" else ("false",):
+            # Ticks in which the pipeline fills and empties are no graphs, so a short epoch would say little.
+            how = f"runtime.cuda_graphs={graphed}", f"data.num_samples={6400 if graphed == 'false' else 25600}"
+            rows[f"{method}, K = {k}, M = {m}, {how[0]}"] = lambda every=(*words, *how): images_per_second(*every)
     in_turns(rows, limits)
 
 
