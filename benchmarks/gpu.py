@@ -11,7 +11,7 @@
     overhead  our engine and torch's own loop where the GPU is busy: ResNet-18 at batch 128, ResNet-50 at 224x224
     ranks     ResNet-56 in micro-batches of 32: 2 and 4 ranks on the GPU, and BP in one process, eager, compiled, and as
               one CUDA graph for each update
-    graphs    the same in one process: stages with and without CUDA graphs, and all stages in one graph for each tick,
+    graphs    the same in one process: stages with and without CUDA graphs, and all stages in two graphs for each tick,
               next to BP, eager and as one graph, also of the 128 images of an update at once
     launches  the same network by torch's profiler: kernels, and host and GPU milliseconds per micro-batch
     memory    Table 4 of the paper: four ranks on the GPU
@@ -23,9 +23,10 @@
 that is not installed. Where our runs are compared with torch's own loop, both draw the same images from the same
 loader, which has them in memory; what that takes by itself is printed.
 
-Of ``overhead``, ``ranks`` and ``graphs`` every row is measured once, and again while the MINUTES (9) last; ``--rows``
+Of ``overhead``, ``ranks`` and ``graphs`` each row is measured up to three times, while the MINUTES (9) last; ``--rows``
 takes those alone in whose names REGEX is found, and the first one, to which ratios are. Runs with one process are
-made in this one, so that none pays for the start of another; speeds are those of a run's last epoch.
+made in this one, so that none pays for the start of another; one that hangs holds up the call. Speeds are those of a
+run's last epoch.
 
 Further words KEY=VALUE are settings of ``adl-dist train`` for all runs, also of the same names on a CPU:
 ``runtime.device=cpu`` tries the commands out. Figures of one call were taken in turns and may be compared; a further
@@ -38,6 +39,7 @@ import gc
 import io
 import itertools
 import json
+import math
 import os
 import platform
 import re
@@ -59,7 +61,6 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 import adl_dist
-from adl_dist.cli.train import train as train_command
 from adl_dist.errors import AdlError
 from adl_dist.models import cifar_resnet, cifar_resnet18, torchvision_model
 from adl_dist.training.input import DeviceLoader
@@ -215,17 +216,22 @@ def train(settings: Sequence[str]) -> None:
 
 def train_here(settings: Sequence[str]) -> None:
     """Train by the command's own function, in this process."""
-    threads = torch.get_num_threads()
+    from adl_dist.cli.train import train as command  # and with it Hydra, which other parts do without
+
+    if str(ROOT) not in sys.path:
+        sys.path.append(str(ROOT))  # there are the images
+    threads, said = torch.get_num_threads(), None
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            train_command([*settings, "runtime.processes=false"])
+            command([*settings, "runtime.processes=false"])
     except (AdlError, RuntimeError) as error:
-        raise RunFailed(" ".join(str(error).splitlines()[:1])) from error
-    finally:
-        torch.set_num_threads(threads)
-        gc.collect()  # of a run that failed, too: its memory is free for the next
-        if DEVICE == "cuda":
-            torch.cuda.empty_cache()
+        said = " ".join(str(error).splitlines()[:1])
+    torch.set_num_threads(threads)
+    gc.collect()  # now that no error holds what the run held
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+    if said is not None:
+        raise RunFailed(said)
 
 
 def images(
@@ -336,7 +342,7 @@ class Limits:
 def in_turns(rows: Rows, limits: Limits) -> None:
     """Measure each row ROUNDS times, in turns, and print medians and ratios to the first.
 
-    Fewer times if the call would last too long, which is said.
+    Fewer times, or a row not at all, if the call would last too long, which is said. What fails is not a number.
     """
     base = next(iter(rows))
     found: dict[str, list[float]] = {row: [] for row in rows if row == base or re.search(limits.rows, row)}
@@ -346,13 +352,22 @@ def in_turns(rows: Rows, limits: Limits) -> None:
         if number and begin - BEGAN + longest > limits.seconds:
             break
         for row in list(found)[:: 1 if number % 2 == 0 else -1]:
-            found[row].append(rows[row]())
-            print(f"    {row}: {found[row][-1]:,.0f}", file=sys.stderr, flush=True)  # should a later one not end
+            if row != base and time.monotonic() - BEGAN > limits.seconds:
+                print(f"    {row}: no time left", file=sys.stderr, flush=True)
+                continue
+            try:
+                figure = rows[row]()
+            except RuntimeError as error:
+                print(f"    {row}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+                figure = float("nan")
+            found[row].append(figure)
+            print(f"    {row}: {figure:,.0f}", file=sys.stderr, flush=True)  # should a later one not end
         longest = max(longest, time.monotonic() - begin)
-    medians = {row: statistics.median(figures) for row, figures in found.items()}
+    measured = {row: [figure for figure in figures if not math.isnan(figure)] for row, figures in found.items()}
+    medians = {row: statistics.median(figures or [math.nan]) for row, figures in measured.items()}
     print(f"Rounds: {len(found[base])}\n\n| | images/s, median | least .. most | ratio |\n|---|---|---|---|")
     for row, median in medians.items():
-        each = found[row]
+        each = measured[row] or [math.nan]
         print(f"| {row} | {median:,.0f} | {min(each):,.0f} .. {max(each):,.0f} | {median / medians[base]:.2f} |")
     print(flush=True)
 

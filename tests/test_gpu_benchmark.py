@@ -32,7 +32,7 @@ def gpu(monkeypatch):
 
 
 def test_no_round_is_begun_that_would_end_too_late(gpu, monkeypatch, capsys):
-    clock = iter([100.0, 160.0, 160.0, 250.0, 250.0, 300.0])  # begin and end of a round
+    clock = iter([100.0, 110.0, 160.0, 160.0, 170.0, 250.0, 250.0])  # of a round begin, its second row, and end
     monkeypatch.setattr(gpu.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(gpu, "BEGAN", 0.0)
     figures = {"base": iter([2.0, 4.0]), "row": iter([3.0, 3.0])}
@@ -70,9 +70,31 @@ def test_the_loop_by_hand_computes_in_the_precision_of_our_runs(gpu, monkeypatch
     assert torch.backends.cudnn.allow_tf32, "as it was"
 
 
-def test_a_run_that_fails_or_lasts_costs_its_row(gpu, monkeypatch, capsys):
-    assert math.isnan(gpu.images_per_second("model=none"))
+@pytest.mark.parametrize("where", ["runtime.processes=true", "runtime.processes=false"])
+def test_a_run_that_fails_costs_its_row(where, gpu, capsys):
+    assert math.isnan(gpu.images_per_second("model=none", where))
     assert "model=none" in capsys.readouterr().out
+
+
+def test_a_row_that_fails_or_has_no_time_leaves_the_others(gpu, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "ROUNDS", 1)
+
+    def fail():
+        raise RuntimeError("out of memory\nand more")
+
+    def last():
+        monkeypatch.setattr(gpu, "BEGAN", -1e9)
+        return 2.0
+
+    gpu.in_turns({"base": lambda: 1.0, "fails": fail, "last": last, "late": fail}, gpu.Limits(1e8))
+    told = capsys.readouterr()
+    assert "| last | 2 | 2 .. 2 | 2.00 |" in told.out
+    assert "| fails | nan | nan .. nan | nan |" in told.out
+    assert "fails: out of memory\n" in told.err
+    assert "late: no time left" in told.err
+
+
+def test_a_run_that_lasts_costs_its_row(gpu, monkeypatch, capsys):
 
     def lasts(command, *, timeout, **_):
         raise subprocess.TimeoutExpired(command, timeout)

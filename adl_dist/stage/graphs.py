@@ -2,7 +2,7 @@
 
 A graph launches the same kernels on the same memory again, without the Python code around them: so no number may
 reach the host on the way, and all that lives on between two graphs must be referred to from here, because the memory
-of anything else is given to the next recording.
+of anything else is given to later recordings of the same pool.
 """
 
 import gc
@@ -37,7 +37,8 @@ class Recorder(Protocol):
     def record(self, works: Sequence[Callable[[], None]], *, is_kept: bool) -> Replay:
         """Record ``works``, of which none needs another, and return what does all of them again, side by side.
 
-        ``is_kept``: other recordings are replayed before what it leaves is read for the last time.
+        ``is_kept``: what it leaves is still read after others were replayed. Else it is read for the last time before
+        another one that is not kept is replayed.
         """
 
 
