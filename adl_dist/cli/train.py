@@ -14,7 +14,7 @@ from adl_dist.cli.sweep import command as sweep
 from adl_dist.cli.sweep.request import Sweep, requested
 from adl_dist.control.run_socket import remove_stale
 from adl_dist.distributed import parent_process, print_turn
-from adl_dist.distributed.device import check_device, set_for_early_receives
+from adl_dist.distributed.device import check_device, set_for_nccl
 from adl_dist.distributed.network import check_named_interfaces
 from adl_dist.distributed.world import launched_rank, launched_world_size
 from adl_dist.errors import DivergedError, Exit
@@ -37,7 +37,7 @@ def train(overrides: list[str]) -> None:
     assert config.run_dir is not None
     instantiate.check_targets(config)
     if launched_world_size() is not None and config.runtime.device is Device.cuda:
-        set_for_early_receives()
+        set_for_nccl()
     check_device(config.runtime.device.value)
     folder = RunFolder(Path(config.run_dir))
     folder.check(plain, resume=config.resume)

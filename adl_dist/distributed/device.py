@@ -7,8 +7,9 @@ import torch.distributed as dist
 
 from adl_dist.errors import ConfigError
 
-# A receive that was posted ahead is a kernel that waits on the GPU for its peer, next to the stage's own work.
-FOR_EARLY_RECEIVES = {
+# What NCCL, torch's side of it and the driver read. The first four: a receive that was posted ahead is a kernel that
+# waits on the GPU for its peer, next to the stage's own work.
+FOR_NCCL = {
     # 1 would begin a kernel of NCCL only when the one launched before it has begun, whatever its communicator. Receives
     # of one edge begin one after the other, so a send behind them would wait for messages that answer it.
     "NCCL_LAUNCH_ORDER_IMPLICIT": "0",
@@ -18,12 +19,15 @@ FOR_EARLY_RECEIVES = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     # Transfers in queues of their own, ahead of the blocks of a large kernel that do not run yet.
     "TORCH_NCCL_HIGH_PRIORITY": "1",
+    # torch's watchdog, once it has seen that a peer is gone, sleeps four times as long, so that records may be dumped,
+    # and then ends the process; and to destroy a group waits for it. torch has 15000: a minute.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1500",
 }
 LEAST_CONNECTIONS = 8  # compute, copies, and up to five communicators
 
 
-def set_for_early_receives() -> None:
-    """Set what NCCL and the driver read when they start, where the user has not: before torch asks for a GPU.
+def set_for_nccl() -> None:
+    """Set what is read when NCCL and the driver start, where the user has not: before torch asks for a GPU.
 
     Raises:
         ConfigError: the environment has a value with which processes would wait for each other for ever.
@@ -39,7 +43,7 @@ def set_for_early_receives() -> None:
             f"CUDA_DEVICE_MAX_CONNECTIONS={connections} is in the environment; expected a number of at least "
             f"{LEAST_CONNECTIONS}, or a stage's work would wait behind a receive that waits for its peer: unset it"
         )
-    for variable, value in FOR_EARLY_RECEIVES.items():
+    for variable, value in FOR_NCCL.items():
         os.environ.setdefault(variable, value)
 
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.distributed.rpc as rpc
 
 from adl_dist.distributed.affinity import cores_here, own_cores
-from adl_dist.distributed.device import choose_device, message_backend, ranks_on_gpu, set_for_early_receives
+from adl_dist.distributed.device import choose_device, message_backend, ranks_on_gpu, set_for_nccl
 from adl_dist.distributed.network import choose_interface
 from adl_dist.distributed.parent_process import end_with_torchrun
 from adl_dist.distributed.rendezvous import rendezvous
@@ -178,7 +178,7 @@ def connect(num_stages: int, *, size: int | None = None, device_type: str, timeo
             "agree on the run; let adl_dist make it, or make it by init_process_group('cpu:gloo,cuda:nccl')"
         )
     if device_type == "cuda":
-        set_for_early_receives()
+        set_for_nccl()
     rank, device = launched_rank(), choose_device(device_type)
     choose_interface(size=size)
     os.environ["TORCH_GLOO_LAZY_INIT"] = "0"  # connect eagerly: after start-up new connections are dropped

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from adl_dist.control.messages import Finish, Report
 from adl_dist.control.rpc import JobEndpoint
 from adl_dist.distributed import print_turn, world
-from adl_dist.distributed.device import FOR_EARLY_RECEIVES, choose_device, message_backend, ranks_on_gpu
+from adl_dist.distributed.device import FOR_NCCL, choose_device, message_backend, ranks_on_gpu
 from adl_dist.distributed.world import connect, disconnect
 from adl_dist.errors import ChannelError, ConfigError
 from adl_dist.training import agreement
@@ -99,10 +99,10 @@ def test_to_choose_a_device_sets_no_variable_of_ours(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    for variable in FOR_EARLY_RECEIVES:
+    for variable in FOR_NCCL:
         monkeypatch.delenv(variable, raising=False)
     assert choose_device("cuda") == torch.device("cuda", 0)
-    assert not {*FOR_EARLY_RECEIVES} & {*os.environ}
+    assert not {*FOR_NCCL} & {*os.environ}
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_variables_with_which_gpus_would_hang_are_refused(variable, value, monke
 
 
 def test_what_the_driver_reads_is_set_before_a_gpu_is_asked_for(monkeypatch):
-    for variable in FOR_EARLY_RECEIVES:
+    for variable in FOR_NCCL:
         monkeypatch.setenv(variable, "x")  # so that it is put back
         monkeypatch.delenv(variable)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "16")
@@ -129,8 +129,8 @@ def test_what_the_driver_reads_is_set_before_a_gpu_is_asked_for(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: seen.update(os.environ))
     with pytest.raises(ConfigError, match="no CUDA device"):
         connect(2, device_type="cuda", timeout_seconds=1)
-    given = {name: seen[name] for name in FOR_EARLY_RECEIVES}
-    assert given == {**FOR_EARLY_RECEIVES, "CUDA_DEVICE_MAX_CONNECTIONS": "16"}
+    given = {name: seen[name] for name in FOR_NCCL}
+    assert given == {**FOR_NCCL, "CUDA_DEVICE_MAX_CONNECTIONS": "16"}
 
 
 def test_a_users_process_group_without_the_cpu_is_refused(monkeypatch):

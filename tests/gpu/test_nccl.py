@@ -120,8 +120,10 @@ def train_and_be_killed(victim):
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_the_end_of_a_killed_rank_is_that_of_all(victim):
+    begin = time.monotonic()
     with pytest.raises(RanksFailed) as failed:
         run_ranks(3, train_and_be_killed, victim, timeout_seconds=SECONDS)
+    assert time.monotonic() - begin < ENDS_WITHIN
     told = str(failed.value)
     assert f"rank {victim}: exit code -9" in told
     assert "still ran" not in told, told

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from adl_dist.distributed.device import FOR_EARLY_RECEIVES
+from adl_dist.distributed.device import FOR_NCCL
 from adl_dist.schedule import Op, Pipeline, max_pending_of, method, updates_that_load
 from adl_dist.schedule.build_actions import evaluation_actions
 from adl_dist.training.edges import receives_ahead
@@ -12,7 +12,7 @@ from adl_dist.transport.process import POSTED_AHEAD
 from tests.schedule.launch_order import run, standing_still
 from tests.schedule.test_schedule import actions_of, every_variant
 
-IN_ORDER = FOR_EARLY_RECEIVES["NCCL_LAUNCH_ORDER_IMPLICIT"] != "0"
+IN_ORDER = FOR_NCCL["NCCL_LAUNCH_ORDER_IMPLICIT"] != "0"
 # With kernels that begin in the order of their launches; by their published delays, which tests of messages change.
 STUCK_IN_ORDER = ("bp", "1f1b", "ddg", "fr", "pipedream", "2bw", "paci")
 
