@@ -9,6 +9,7 @@ import torch
 
 import adl_dist
 from adl_dist.errors import ConfigError
+from adl_dist.optimizers import Muon
 from adl_dist.schedule import Pipeline
 from tests.support.commands import assert_same
 from tests.support.equations import assert_close, differ, modules_by_the_equations, modules_of
@@ -386,6 +387,11 @@ RMSPROP = functools.partial(torch.optim.RMSprop, lr=0.01)
         ),
         ({"mitigation": ["nesterov"]}, OPTIMIZERS["sgd"], "nesterov needs an optimizer without momentum"),
         ({"mitigation": ["nesterov"]}, OPTIMIZERS["adamw"], "nesterov needs an optimizer without momentum"),
+        (
+            {"mitigation": ["nesterov"]},
+            functools.partial(Muon, lr=0.1, momentum=0.0, rest="sgd", rest_options={"momentum": 0.9}),
+            "nesterov needs an optimizer without momentum, .* got Muon with momentum 0 and 0.9",
+        ),
     ],
 )
 def test_an_optimizer_that_a_row_cannot_work_with_is_refused(options, optimizer, told):
