@@ -80,7 +80,7 @@ class Mitigation:
         for name, (wanted, fits) in needs.items():
             if name in chosen and not fits:
                 key = f"method.{name}" if "=" in name else f"method.mitigation={name}"
-                found = " and ".join(f"{momentum:g}" for momentum in sorted({*momenta}))  # those of Muon and of the rest
+                found = " and ".join(f"{momentum:g}" for momentum in sorted({*momenta}))  # of each group
                 raise ConfigError(
                     f"{where}: {key} needs {wanted}, got {kind.__name__} with momentum {found}; use another optimizer "
                     "or another mitigation"
