@@ -564,6 +564,18 @@ def test_initial_weights_that_do_not_fit_say_what_the_file_holds(content, parts,
     assert snapshot(tmp_path) == before
 
 
+def test_a_device_without_memory_is_told_with_what_needs_less(tmp_path):
+    outcome = in_process(*words(tmp_path / "run", f"model._target_={USER}.hungry", "model.at=5"))
+    assert (outcome.code, outcome.err.count("\n")) == (1, 1)
+    parts = [
+        "adl-dist: no memory left: CUDA out of memory. Tried",
+        "GPU 0 has",
+        "method.accumulation_steps",
+        "the traceback",
+    ]
+    shows(outcome.err, parts)
+
+
 def test_a_mistake_in_the_users_own_code_is_not_called_bad_input(tmp_path):
     """Exit code 1, and the traceback, which the user needs here, is in the log."""
     outcome = in_process(*words(tmp_path / "run", f"model._target_={USER}.faulty", "model.at=5"))
