@@ -7,7 +7,8 @@
     PYTHONPATH=. python benchmarks/gpu.py accuracy CIFAR10_FOLDER [MINUTES [EPOCHS RUNS_FOLDER]]
 
     tests     tests/gpu: values on the GPU, and NCCL between several ranks on it; each test is told as it ends. What
-              does not fit into ten minutes is divided by words for pytest: tests/gpu/test_nccl.py -k "every_method"
+              does not fit into ten minutes is divided by words for pytest: tests/gpu/test_nccl.py -k "every_method".
+              -n 2 runs two at a time with pytest-xdist; with many more, ranks wait long for their turn on the GPU
     overhead  our engine and torch's own loop where the GPU is busy: ResNet-18 at batch 128, ResNet-50 at 224x224
     ranks     ResNet-56 in micro-batches of 32: 2 and 4 ranks on the GPU, and BP in one process, eager, compiled, and as
               one CUDA graph for each update
@@ -88,7 +89,8 @@ DEVICE = "cpu" if "runtime.device=cpu" in OTHERS else "cuda"
 IN_OUR_PRECISION = adl_dist.Precision(tf32="runtime.tf32=true" in OTHERS).apply(threads=torch.get_num_threads())
 Update = Callable[[], None]
 Rows = dict[str, Callable[[], float]]
-RESULT = re.compile(r" (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
+RESULT = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
+TEST = re.compile(r"tests/gpu/\S+::\w+(\[[^]]*\])?")
 
 
 def main() -> None:
@@ -160,13 +162,17 @@ def told_as_they_end(command: Sequence[str], seconds: float) -> int | None:
     timers = [threading.Timer(after, end, [number]) for after, number in limits]
     for timer in timers:
         timer.start()
-    num_shown = 0  # lines of one error
+    num_shown, begun = 0, dict[str, None]()  # lines of one error; tests, of which pytest-xdist tells begin and end
     try:
         for line in process.stdout:
             num_shown = num_shown + 1 if line.startswith("E  ") else 0 if line.startswith("___") else num_shown
-            if re.match(r"tests/gpu/\S+::", line) and not re.search(RESULT, line):
-                print(line.rstrip(), "DID NOT END", flush=True)
-            elif re.match(r"tests/gpu/\S+::|(FAILED|ERROR) |=+ .*(passed|failed|skipped|error)", line):
+            test = re.search(TEST, line) if re.match(r"tests/gpu/|\[gw", line) else None
+            if test is not None and not re.search(RESULT, line):
+                begun[test[0]] = None
+            elif test is not None:
+                begun.pop(test[0], None)
+                print(line.rstrip(), flush=True)
+            elif re.match(r"(FAILED|ERROR) |=+ .*(passed|failed|skipped|error)", line):
                 print(line.rstrip(), flush=True)
             elif line.startswith("E  ") and num_shown <= MOST_SHOWN:
                 print(f"    {line.rstrip()[:200]}", flush=True)
@@ -178,6 +184,8 @@ def told_as_they_end(command: Sequence[str], seconds: float) -> int | None:
         with contextlib.suppress(ProcessLookupError):  # ranks must not stay on the GPU
             os.killpg(process.pid, signal.SIGKILL)
         process.stdout.close()
+        for name in begun:
+            print(name, "DID NOT END", flush=True)
     code = process.wait()
     return None if is_late.is_set() else code
 

@@ -135,6 +135,20 @@ def test_tests_are_told_as_they_end_and_leave_no_rank(gpu, monkeypatch, capsys, 
     assert gone_within(10, rank)
 
 
+BESIDE_EACH_OTHER = """
+print("tests/gpu/test_nccl.py::test_a[adl minimal-3] ")
+print("tests/gpu/test_nccl.py::test_b[zbh1-3] ")
+print("[gw1] [  2%] FAILED tests/gpu/test_nccl.py::test_b[zbh1-3] ")
+"""
+
+
+def test_of_tests_beside_each_other_those_that_did_not_end_are_told(gpu, capsys):
+    assert gpu.told_as_they_end([sys.executable, "-c", BESIDE_EACH_OTHER], 30.0) == 0
+    ended, not_ended = capsys.readouterr().out.splitlines()
+    assert ended == "[gw1] [  2%] FAILED tests/gpu/test_nccl.py::test_b[zbh1-3]"
+    assert not_ended == "tests/gpu/test_nccl.py::test_a[adl minimal-3] DID NOT END"
+
+
 def test_the_exit_code_of_tests_is_theirs(gpu, capsys):
     code = "print('=== 1 failed in 0.1s ==='); raise SystemExit(1)"
     assert gpu.told_as_they_end([sys.executable, "-c", code], 30.0) == 1
