@@ -142,7 +142,7 @@ print("[gw1] [  2%] FAILED tests/gpu/test_nccl.py::test_b[zbh1-3] ")
 """
 
 
-def test_of_tests_beside_each_other_those_that_did_not_end_are_told(gpu, capsys):
+def test_of_tests_side_by_side_those_not_ended_are_told(gpu, capsys):
     assert gpu.told_as_they_end([sys.executable, "-c", BESIDE_EACH_OTHER], 30.0) == 0
     ended, not_ended = capsys.readouterr().out.splitlines()
     assert ended == "[gw1] [  2%] FAILED tests/gpu/test_nccl.py::test_b[zbh1-3]"
