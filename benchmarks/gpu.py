@@ -31,8 +31,8 @@ run's last epoch.
 
 Further words KEY=VALUE are settings of ``adl-dist train`` for all runs, also of the same names on a CPU:
 ``runtime.device=cpu`` tries the commands out. Figures of one call were taken in turns and may be compared; a further
-round is begun only if it will end in time. A machine that has a copy of the files without their history is told the
-commit by the variable COMMIT.
+round is begun only if it will end in time. Where the files are there without git's history, the environment variable
+COMMIT tells which commit they are of.
 """
 
 import contextlib

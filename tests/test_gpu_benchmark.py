@@ -95,7 +95,6 @@ def test_a_row_that_fails_or_has_no_time_leaves_the_others(gpu, monkeypatch, cap
 
 
 def test_a_run_that_lasts_costs_its_row(gpu, monkeypatch, capsys):
-
     def lasts(command, *, timeout, **_):
         raise subprocess.TimeoutExpired(command, timeout)
 
