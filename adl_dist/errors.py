@@ -4,10 +4,10 @@ import logging
 import traceback
 
 # In what torch says of a GPU, of its driver, and of a host.
-OUT_OF_MEMORY = "out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED"
+OUT_OF_MEMORY = "out of memory", "can't allocate memory", "Cannot allocate memory", "STATUS_ALLOC_FAILED"
 NEED_LESS_MEMORY = (
     "smaller micro-batches need less (train.batch_size, method.accumulation_steps), as do more stages "
-    "(partition.num_stages) and method.weights=recompute; adl-dist plan predicts what stages need"
+    "(partition.num_stages), method.weights=recompute and runtime.cuda_graphs=false; adl-dist plan predicts it"
 )
 
 
@@ -102,7 +102,12 @@ def describe(error: BaseException) -> str:
     handlers = logging.getLogger("adl_dist").handlers
     log = next((handler.baseFilename for handler in handlers if isinstance(handler, logging.FileHandler)), None)
     where = f"the traceback is in {log}" if log else "".join(traceback.format_exception(error))
-    said = " ".join(str(error).split())
+    said = in_one_line(error)
     if isinstance(error, MemoryError) or any(words in said for words in OUT_OF_MEMORY):
-        return f"no memory left: {said or type(error).__name__}; {NEED_LESS_MEMORY}; {where}"
-    return f"unexpected {type(error).__name__}: {said}; {where}"
+        return f"no memory left: {said}; {NEED_LESS_MEMORY}; {where}"
+    return f"unexpected {said}; {where}"
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return the type and the text of an error."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -62,7 +62,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 import adl_dist
-from adl_dist.errors import AdlError
+from adl_dist.errors import AdlError, in_one_line
 from adl_dist.models import cifar_resnet, cifar_resnet18, torchvision_model
 from adl_dist.training.input import DeviceLoader
 
@@ -233,7 +233,7 @@ def train_here(settings: Sequence[str]) -> None:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             command([*settings, "runtime.processes=false"])
     except (AdlError, RuntimeError) as error:
-        said = " ".join(str(error).splitlines()[:1])
+        said = in_one_line(error)
     torch.set_num_threads(threads)
     gc.collect()  # now that no error holds what the run held
     if DEVICE == "cuda":
@@ -366,7 +366,7 @@ def in_turns(rows: Rows, limits: Limits) -> None:
             try:
                 figure = rows[row]()
             except RuntimeError as error:
-                print(f"    {row}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+                print(f"    {row}: {in_one_line(error)}", file=sys.stderr, flush=True)
                 figure = float("nan")
             found[row].append(figure)
             print(f"    {row}: {figure:,.0f}", file=sys.stderr, flush=True)  # should a later one not end

@@ -90,7 +90,7 @@ def test_a_row_that_fails_or_has_no_time_leaves_the_others(gpu, monkeypatch, cap
     told = capsys.readouterr()
     assert "| last | 2 | 2 .. 2 | 2.00 |" in told.out
     assert "| fails | nan | nan .. nan | nan |" in told.out
-    assert "fails: out of memory\n" in told.err
+    assert "fails: RuntimeError: out of memory and more\n" in told.err
     assert "late: no time left" in told.err
 
 

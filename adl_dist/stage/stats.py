@@ -158,8 +158,8 @@ def _underway(alike: list[Tensor]) -> list[Tensor]:
 
 def norm_of(gradients: Sequence[Tensor]) -> Tensor:
     """Return the 2-norm of all of ``gradients``: at least one, all on one device."""
-    # torch's get_total_norm without the sorting by device and dtype, which is most of its time for a small stage
-    # torch 2.11 has no norm of an embedding's sparse gradient.
+    # torch's get_total_norm without the sorting by device and dtype, which is most of its time for a small stage;
+    # and torch 2.11 has no norm of an embedding's sparse gradient
     dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(dense)))
     return norm

@@ -15,7 +15,7 @@ import torch
 from adl_dist import engine
 from adl_dist.batch import tensors_of
 from adl_dist.engine import StageContext
-from adl_dist.errors import ConfigError, describe
+from adl_dist.errors import ConfigError, in_one_line
 from adl_dist.schedule import Op, Segment, StageWork, evaluation_work, training_work
 from adl_dist.schedule.actions import TiedAction
 from adl_dist.stage import TrainSpec
@@ -81,7 +81,7 @@ def warm_up(
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # the user's code, on values that are not his
-                logger.info("stage %d: no warm-up with %d samples: %s", k, size, describe(error))
+                logger.info("stage %d: no warm-up with %d samples: %s", k, size, in_one_line(error))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

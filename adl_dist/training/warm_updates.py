@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from adl_dist.batch import tensors_of
 from adl_dist.engine import StageContext
-from adl_dist.errors import describe
+from adl_dist.errors import in_one_line
 from adl_dist.optimizers import take_role
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.average import WeightAverage
@@ -57,7 +57,7 @@ def warm_up_updates(
                 with streams_kept(device):
                     _update_copies(learner, k, spec)
             except Exception as error:  # the user's code, once more than he asked for; or no memory for copies
-                logger.info("%s: no warm-up of its updates: %s", learner.where, describe(error))
+                logger.info("%s: no warm-up of its updates: %s", learner.where, in_one_line(error))
         if size:
             _code(k, spec, device, acts, size)
     if device.type == "cuda":

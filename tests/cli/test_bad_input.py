@@ -568,7 +568,7 @@ def test_a_device_without_memory_is_told_with_what_needs_less(tmp_path):
     outcome = in_process(*words(tmp_path / "run", f"model._target_={USER}.hungry", "model.at=5"))
     assert (outcome.code, outcome.err.count("\n")) == (1, 1)
     parts = [
-        "adl-dist: no memory left: CUDA out of memory. Tried",
+        "adl-dist: no memory left: OutOfMemoryError: CUDA out of memory. Tried",
         "GPU 0 has",
         "method.accumulation_steps",
         "the traceback",
