@@ -173,7 +173,8 @@ class Trainer:
             own=self._spec.pipeline.stages_of(launched_rank()) if self._distributed else range(num_stages),
             weights=weights,
         )
-        self._averages: list[WeightAverage] = []  # of the stages of this process, since fit
+        # Of the stages of this process, which may have nothing to train; None: no fit has made any.
+        self._averages: list[WeightAverage] | None = None
         self.running: str | None = None  # its method that runs
         if names:
             shown = f"{', '.join([*names][:3])}{' ..' * (len(names) > 3)}"
@@ -281,7 +282,8 @@ class Trainer:
         running, worker, plan, made = self._start(
             make_plan, data, loadings, folder, batch_size, shuffle, num_workers, recognise
         )
-        self._averages = [average for stage in worker.stages for average in stage.averages]
+        if self._spec.ema is not None:
+            self._averages = [average for stage in worker.stages for average in stage.averages]
         if folder is not None and worker.world.rank == 0 and self._spec.pipeline.method.awaits_delays:
             record_delays(folder.path, worker.pipeline.nominal_delays)
         with contextlib.closing(worker), contextlib.nullcontext() if folder is None else contextlib.closing(folder):
@@ -329,9 +331,9 @@ class Trainer:
         """
         self._join()
         with contextlib.ExitStack() as stack:
-            if ema and not self._averages:
+            if ema and self._averages is None:
                 raise ConfigError("ema=True: no average was made; give Trainer(ema=0.999) and call fit before")
-            for average in self._averages if ema else ():
+            for average in (self._averages or ()) if ema else ():
                 stack.enter_context(average.in_place_of_weights())
             return self._partitioned.full_state_dict(distributed=self._distributed)
 

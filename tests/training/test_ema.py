@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import adl_dist
@@ -72,6 +73,20 @@ def test_three_processes_average_the_bits_of_one(case):
     for pair in run_ranks(3, partial(averaged, **OF_RANKS[case]), 3):
         for there, here in zip(pair, averaged(3, **OF_RANKS[case]), strict=True):
             assert_same(there, here)
+
+
+def of_a_rank_without_weights():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(72, 5), nn.Tanh())
+    trainer = toy_trainer(2, M, model=model, balance=[2, 1], ema=DECAY)
+    trainer.fit(DATA, epochs=1, batch_size=6, monitoring=SILENT)
+    return trainer.full_state_dict(ema=True)
+
+
+@pytest.mark.ranks
+def test_a_rank_with_nothing_to_train_takes_part():
+    for average in run_ranks(2, of_a_rank_without_weights):
+        assert_same(average, of_a_rank_without_weights())
 
 
 def test_an_update_that_is_skipped_is_not_averaged():
