@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
     from adl_dist.training.trainer import Trainer
 
-__version__ = "0.3.4"  # the one place: pyproject.toml reads it
+__version__ = "0.3.5"  # the one place: pyproject.toml reads it
 
 __all__ = [
     "AdlError",

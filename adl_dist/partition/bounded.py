@@ -5,7 +5,6 @@ faster on. So each number of steps is looked at with what was measured for its o
 are the fastest that its staleness allows, and the best cut for these.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -51,12 +50,10 @@ def within_bound(
     predictions, refused = [], []
     for M, profile in sorted(profiles.items()):
         for split in dict.fromkeys((method.split_backward, may_split)):
-            chosen = replace(method, accumulation_steps=M, delay="auto", split_backward=split)
-            most = math.floor(bound * M + NO_DIFFERENCE) + (method.order == "backward_first")
+            bounded = {"delay": "auto", "max_staleness": bound}
+            chosen = replace(method, accumulation_steps=M, split_backward=split, **bounded)
             try:
-                predictions.append(
-                    predict(profile, Pipeline(chosen, num_stages), machine=machine, sizes=sizes, most=most)
-                )
+                predictions.append(predict(profile, Pipeline(chosen, num_stages), machine=machine, sizes=sizes))
             except (PartitionError, ConfigError) as error:
                 parts = "two parts" if split else "one part"
                 refused.append(f"{method.name}, K = {num_stages}, M = {M}, backward in {parts}: {error}")

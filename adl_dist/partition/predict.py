@@ -134,17 +134,16 @@ def with_delays(
     *,
     machine: Machine = UNIFORM,
     sizes: Sequence[int] | None = None,
-    most: int | None = None,
 ) -> Pipeline:
     """Return ``pipeline`` with the least delays that keep full speed on its best cut, where it leaves them open.
 
-    With ``most``, the longest delay that a stage may have, those that are fastest up to that.
+    Where these are staler than the method allows, those that are fastest within that.
     """
     if not pipeline.method.awaits_delays:
         return pipeline
     balance = best_cut(profile, pipeline, machine=machine, sizes=sizes)
     costs = _costs(_units(profile, pipeline, machine), balance, pipeline, machine)
-    return Pipeline(with_least_delays(pipeline.method, costs, most=most), pipeline.num_stages)
+    return Pipeline(with_least_delays(pipeline.method, costs), pipeline.num_stages)
 
 
 def _units(profile: Profile, pipeline: Pipeline, machine: Machine) -> list[UnitCost]:
@@ -160,11 +159,10 @@ def predict(
     *,
     machine: Machine = UNIFORM,
     sizes: Sequence[int] | None = None,
-    most: int | None = None,
 ) -> Prediction:
     """Predict a run of ``pipeline`` with the micro-batch size of ``profile``; ``sizes`` None: cut where it is best.
 
-    Delays that are still to be found are found, up to ``most``; see :func:`with_delays`.
+    Delays that are still to be found are found; see :func:`with_delays`.
 
     Raises:
         PartitionError: no cut is possible, or none fits into memory.
@@ -175,7 +173,7 @@ def predict(
     if pipeline.spec.predicts_gradients and pipeline.num_stages > 1:
         raise ConfigError("its heads are not measured, and how well they predict gradients only a run can tell")
     M = pipeline.micro_batches_per_update
-    pipeline = with_delays(profile, pipeline, machine=machine, sizes=sizes, most=most)
+    pipeline = with_delays(profile, pipeline, machine=machine, sizes=sizes)
     balance = best_cut(profile, pipeline, machine=machine, sizes=sizes)
     units = _units(profile, pipeline, machine)
     expected = speed(pipeline.method, _costs(units, balance, pipeline, machine))

@@ -1,6 +1,7 @@
 """The words of a schedule: a stage's life is a list of actions, which print as ``L0 F0 SA0 ST0``."""
 
 import enum
+from functools import cache
 from typing import NamedTuple
 
 
@@ -111,6 +112,7 @@ LINKS = {
     Op.SEND_SUM: Link("tied sum", Op.RECV_SUM, None),
 }
 RECEIVES = {link.recv: link for link in LINKS.values()}
+CARRIES = frozenset((*LINKS, *RECEIVES))
 TIED = (Op.SEND_PART, Op.SEND_SUM)  # whose edges are those of the ties, if there are any
 
 
@@ -144,11 +146,15 @@ def is_tied(what: str) -> bool:
 
 def message_of(action: Action, stage: int, *, num_stages: int) -> Message | None:
     """Return what ``action`` of ``stage`` sends or receives; None: nothing."""
-    op = action.op
-    if op not in LINKS and op not in RECEIVES:
-        return None
     if isinstance(action, TiedAction):
-        return tied_message(op, action.tie, action.holder)
+        return tied_message(action.op, action.tie, action.holder) if action.op in CARRIES else None
+    return _untied_message(action.op, stage, num_stages)
+
+
+@cache  # asked for each action of a simulation, several times
+def _untied_message(op: Op, stage: int, num_stages: int) -> Message | None:
+    if op not in CARRIES:
+        return None
     if op in LINKS:
         return Message(LINKS[op].what, stage, receiver(op, stage, num_stages=num_stages))
     return Message(RECEIVES[op].what, sender(op, stage), stage)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache
 from itertools import accumulate, combinations
 
@@ -13,19 +12,31 @@ from adl_dist.schedule.timing import Costs, time_per_update
 AS_FAST = 1.02  # of the time at full speed
 STEPS = 4  # of a micro-batch's work, by which the round trip is lengthened for each hop until there is room for it,
 LONGEST = 3 * STEPS  # and the most that is tried
+PACES = 16  # parts of the pace at which a bound is kept, by which it is varied
+SEARCHED = 6  # stages for which lists are searched step by step; with more it takes minutes
 
 
-def with_least_delays(method: Method, costs: Costs, *, most: int | None = None) -> Method:
+def with_least_delays(method: Method, costs: Costs) -> Method:
     """Return ``method`` with the least delays, as a list, with which it is as fast as with long ones.
+
+    Where these are longer than the staleness of ``method`` allows, those that are fastest within that.
+    """
+    longest = method.longest_delay(len(costs.forward))
+    if method.weights != "2bw":  # which cannot be tried with more
+        delays = _least_delays(method, costs)
+        if delays[0] <= longest:
+            return method.with_delays(delays)
+    return method.with_delays(_least_delays(method, costs, most=longest))
+
+
+def _least_delays(method: Method, costs: Costs, most: int | None = None) -> tuple[int, ...]:
+    """Return the least delays, of which none is longer than ``most``, that are as fast as long ones.
 
     A gradient comes back to stage k after the work of all stages from there on and the time of the links, twice. So
     many micro-batches as the slowest stage does in that time are the least that keep it at work. A list has its order
-    fixed beforehand, which may take some more: that is tried out in the timing model. ``most`` is the longest delay
-    that a stage may have; it is then the fastest with such delays.
+    fixed beforehand, which may take some more: that is tried out in the timing model.
     """
     K, M = len(costs.forward), method.micro_batches_per_update
-    if method.weights == "2bw":  # whose forward asks for no older weights
-        most = M if most is None else min(most, M)
     stages = (f + b + u / M for f, b, u in zip(costs.forward, costs.backward, costs.update, strict=True))
     slowest = max(*stages, costs.busiest_link)
     trips = _round_trips(method, costs)
@@ -33,7 +44,7 @@ def with_least_delays(method: Method, costs: Costs, *, most: int | None = None) 
     last_parts = costs.backward_weight if method.split_backward else [0.0] * K
 
     def pipeline(delays: tuple[int, ...]) -> Pipeline:
-        return Pipeline(replace(method, delay=delays), K)
+        return Pipeline(method.with_delays(delays), K)
 
     @cache
     def time(delays: tuple[int, ...]) -> float:
@@ -51,9 +62,14 @@ def with_least_delays(method: Method, costs: Costs, *, most: int | None = None) 
     least, ample = _delays(trips, slowest, most), lengthened(LONGEST)
     tried = [least, *map(lengthened, range(LONGEST)), ample]
     fastest = time(ample)
-    if most is not None and ample[0] == most:  # then they do not fall as they should
-        tried.append(_descended(min([*tried, *_evenly(most, K)], key=roughly), most, roughly))
-        fastest = time(tried[-1])
+    if most is not None:  # then they do not fall as they should
+        pace = max(slowest, trips[0] / (most + 1))  # as what is in flight takes a round trip
+        fallen = [_delays(trips, pace * (1 + n / PACES), most) for n in range(-PACES // 4, PACES // 4)]
+        best = min([*tried, *fallen, *_evenly(most, K)], key=roughly)
+        if K <= SEARCHED and time(best) > AS_FAST * M * pace:
+            best = _descended(best, most, roughly)
+        tried.append(best)
+        fastest = time(best)
     allowed = AS_FAST * max(fastest, M * slowest)
     delays = next(delays for delays in tried if time(delays) <= allowed)
     for k in range(K - 1):  # what a stage does not need goes, the one with the largest delay first
@@ -62,7 +78,7 @@ def with_least_delays(method: Method, costs: Costs, *, most: int | None = None) 
             if time(fewer) > allowed:
                 break
             delays = fewer
-    return replace(method, delay=delays)
+    return delays
 
 
 def _evenly(most: int, K: int) -> list[tuple[int, ...]]:

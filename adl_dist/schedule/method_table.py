@@ -36,7 +36,7 @@ DELAYS: dict[str, Callable[[int, int, int], int]] = {
 
 LOCAL = ("accumulation_steps", "reduction", "lr_factors")
 ANY = (*LOCAL, "split_backward", "max_deferred")
-STALE = (*ANY, "weights", "delay", "order", "gradient_shrink", "mitigation", "flush_epochs")
+STALE = (*ANY, "weights", "delay", "max_staleness", "order", "gradient_shrink", "mitigation", "flush_epochs")
 RECOMPUTING = (*ANY, "recompute")
 CLOCKED = (*STALE, "lr_index")  # stages move in step, so that there is one clock
 QUEUED = (*CLOCKED, "activation_queue", "gradient_queue")

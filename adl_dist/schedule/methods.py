@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from adl_dist.errors import ConfigError
@@ -54,6 +54,7 @@ TYPES: dict[str, tuple[str, Callable[[object], bool]]] = {
     "stages_per_process": WHOLE,
     "gradient_shrink": NUMBER,
     "mitigation": NAMES,
+    "max_staleness": ("a finite number", lambda v: v is None or _number(v)),
     "flush_epochs": WHOLE,
     "discount_power": NUMBER,
     "discount_updates": WHOLE_OR_NONE,
@@ -81,8 +82,10 @@ SMALLEST = {
 }
 ABOVE_0 = (
     *("lr_factors", "stage_speeds", "gradient_shrink", "head_lr_factor"),
-    *("nesterov_gamma", "error_feedback_coefficient", "delay_compensation_lambda"),
+    *("nesterov_gamma", "error_feedback_coefficient", "delay_compensation_lambda", "max_staleness"),
 )
+BEARABLE = 2  # updates of staleness that delay=auto takes by itself, where ADL's own delays are no longer
+NO_DIFFERENCE = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +101,8 @@ class Method:
             group before, which makes the staleness 1 everywhere.
         delay: ``decoupled`` (2(K-1-k)), ``minimal`` (K-1-k), ``third`` (floor(2(K-k)/3), for a split backward),
             ``auto`` (the least that keep full speed, by what is measured), ``none``, or one number for each stage.
+        max_staleness: with ``auto``, how many updates old a stage's gradients may be on average; None: as old as with
+            ``decoupled``, or 2 updates, whatever is more.
         split_backward: whether the backward is done in two parts: the gradient of what came in, which is sent at once,
             and the gradients of most weights, while the stage would otherwise wait. The values are the same.
         max_deferred: with ``split_backward``, micro-batches whose gradients of weights may be outstanding at a time.
@@ -144,6 +149,7 @@ class Method:
     accumulation_steps: int | None = None
     weights: Weights | None = None
     delay: DelayRule | Sequence[int] | None = None
+    max_staleness: float | None = None
     split_backward: bool = False
     max_deferred: int = 2
     stages_per_process: int = 2
@@ -223,6 +229,19 @@ class Method:
         """Whether the delays are still to be found by measuring."""
         return self.delay == "auto"
 
+    def longest_delay(self, num_stages: int) -> int:
+        """Return the longest delay that ``auto`` may choose, in micro-batches."""
+        M = self.micro_batches_per_update
+        if self.max_staleness is None:
+            longest = max(2 * (num_stages - 1), BEARABLE * M)
+        else:
+            longest = math.floor(self.max_staleness * M + NO_DIFFERENCE) + (self.order == "backward_first")
+        return min(longest, M) if self.weights == "2bw" else longest  # whose forward asks for no older weights
+
+    def with_delays(self, delays: Sequence[int]) -> "Method":
+        """Return this method with the delays that ``auto`` has found."""
+        return replace(self, delay=tuple(delays), max_staleness=None)
+
     @property
     def is_asynchronous_greedy(self) -> bool:
         """Whether stages draw their inputs from replay buffers."""
@@ -289,6 +308,11 @@ class Method:
         rules = list(dict.fromkeys((*ANYONES_DELAYS, self.spec.delay)))
         if isinstance(self.delay, str) and self.delay not in rules:
             raise ConfigError(f"method.delay: there is no '{self.delay}'; choose one of {', '.join(rules)}, or a list")
+        if self.max_staleness is not None and not self.awaits_delays:
+            raise ConfigError(
+                f"method.max_staleness bounds the delays that method.delay=auto finds, and method.delay={self.delay} "
+                "leaves none to find; set method.delay=auto, or omit it"
+            )
         if self.lr_index == "slot" and self.delay != self.spec.delay:
             raise ConfigError(
                 f"method.lr_index=slot needs the clock of method.delay={self.spec.delay}; with method.delay="

@@ -216,8 +216,7 @@ class PartitionedModel:
         else:
             sizes, stages, agreed, delays = self._choose(trial, chain, store, measuring)
         if spec.pipeline.method.awaits_delays:
-            method = replace(spec.pipeline.method, delay=delays)
-            spec = replace(spec, pipeline=Pipeline(method, self._num_stages))
+            spec = replace(spec, pipeline=Pipeline(spec.pipeline.method.with_delays(delays), self._num_stages))
         self.verify_seconds = trial.verify_seconds
         if self.weights is not None:
             self._note_lazy()
@@ -342,11 +341,15 @@ class PartitionedModel:
         delays = recorded_delays(folder, self._num_stages) if folder is not None else None
         if delays is not None:
             self._note(f"delays of this run: {delays} micro-batches")
-            return Pipeline(replace(pipeline.method, delay=tuple(delays)), self._num_stages)
-        pipeline = with_delays(profile, pipeline, machine=machine)
-        delays = list(pipeline.nominal_delays)
-        self._note(f"measured delays: {delays} micro-batches, the least that keep all stages at work")
-        return pipeline
+            return Pipeline(pipeline.method.with_delays(delays), self._num_stages)
+        measured = with_delays(profile, pipeline, machine=machine)
+        delays, longest = list(measured.nominal_delays), pipeline.method.longest_delay(self._num_stages)
+        why = "the least that keep all stages at work"
+        if delays[0] == longest:
+            stale = longest / pipeline.micro_batches_per_update
+            why = f"the best with a staleness of at most {stale:g} updates (method.max_staleness)"
+        self._note(f"measured delays: {delays} micro-batches, {why}")
+        return measured
 
     def _again(self, samples: Samples, device: torch.device) -> Settled:
         """Return what was settled before the first call of fit or evaluate, if it holds for these samples, too.

@@ -292,6 +292,15 @@ def test_measured_delays_are_those_of_the_run_for_good(tmp_path):
         trainer_of(slow_in_the_middle(), **auto, balance="even")
 
 
+def test_a_run_says_that_its_delays_are_bounded(tmp_path):
+    """Over a link that takes long, the least delays for full speed would be some hundreds."""
+    chosen = method("adl", accumulation_steps=1, delay="auto", max_staleness=3)
+    trainer = trainer_of(slow_in_the_middle(), method=chosen, granularity="block", links="100mbit,10s")
+    fit(trainer)
+    told = "measured delays: [3, 0] micro-batches, the best with a staleness of at most 3 updates"
+    assert any(note.startswith(told) for note in trainer._partitioned.notes)
+
+
 def test_the_delays_of_a_run_are_those_of_its_method(tmp_path):
     """With ``backward_first``, too, which makes them a tick shorter: nominal ones are told, kept and continued with."""
     chosen = method("adl", accumulation_steps=1, delay="auto", order="backward_first")

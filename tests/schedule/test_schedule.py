@@ -555,6 +555,9 @@ def test_arguments_out_of_range_are_refused(stage, sizes):
         ("adl", {"lr_factors": 2}, "lr_factors must be a list of finite numbers"),
         ("dgl", {"stage_speeds": 2, "buffer_size": 2}, "stage_speeds must be a list of finite numbers"),
         ("dgl", {"buffer_size": 2.5}, "buffer_size must be a whole number"),
+        ("adl", {"max_staleness": 2}, "max_staleness bounds .* method.delay=decoupled leaves none to find; set"),
+        ("adl", {"max_staleness": 0, "delay": "auto"}, "max_staleness must be above 0, got 0"),
+        ("bp", {"max_staleness": 2}, "max_staleness=2 means nothing to method=bp"),
         ("adl", {"steps": 4}, "unknown option steps; adl takes accumulation_steps, reduction"),
     ],
 )

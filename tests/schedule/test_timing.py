@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -322,7 +323,8 @@ def test_of_delays_up_to_a_most_none_are_faster(seed):
         link=[draw.uniform(0, 1) for _ in range(K - 1)],
     )
     chosen = method("adl", accumulation_steps=M, split_backward=split)
-    found = with_least_delays(chosen, costs, most=most).delay
+    bounded = replace(chosen, delay="auto", max_staleness=max(most, 0.01) / M)
+    found = with_least_delays(bounded, costs).delay
     lists = [d for d in itertools.product(range(most + 1), repeat=K) if list(d) == sorted(d, reverse=True)]
 
     def time_of(delays):
@@ -455,6 +457,16 @@ def test_delays_cover_what_a_shared_link_takes():
     found = with_least(3, costs)
     assert time_per_micro_batch(3, 4, costs, delay=found) <= 1.02 * 4
     assert max(found) < max(with_least(3, Costs(forward=[1] * 3, backward=[1] * 3, transfer=[2, 2])))
+
+
+@pytest.mark.parametrize(("M", "longest"), [(1, 6), (4, 8), (8, 16)])
+def test_links_alone_do_not_make_delays_that_nobody_asked_for(M, longest):
+    """Ten micro-batches on the way would be best; without a word, the delays of ADL, or a staleness of 2."""
+    costs = Costs.balanced(4, link=15.0)
+    assert with_least(4, costs, M, delay="auto", max_staleness=100)[0] > 30
+    assert with_least(4, costs, M, delay="auto")[0] == longest
+    assert with_least(4, costs, M, delay="auto", max_staleness=3)[0] == 3 * M
+    assert with_least(4, Costs.balanced(4), M, delay="auto", max_staleness=100) == (3, 2, 1, 0)
 
 
 def test_what_takes_no_time_needs_no_delay_and_2bw_at_most_m():

@@ -36,6 +36,7 @@ class MethodConfig:
     accumulation_steps: int | None = None
     weights: str | None = None
     delay: Any = None
+    max_staleness: float | None = None
     split_backward: bool = False
     max_deferred: int = 2
     stages_per_process: int = 2

@@ -97,7 +97,8 @@ def codec_lines(coded: Sequence[Prediction]) -> list[str]:
         codec = enough.codecs.activations
         if not enough.is_compute_bound:
             least = "without a codec" if codec == "none" else f"with runtime.codec={codec}"
-            told = f"the links cost time, least {least}; longer delays may hide it (method.delay=auto), or a larger M"
+            hide = "longer delays may hide it (method.delay=auto, and a larger method.max_staleness), or a larger M"
+            told = f"the links cost time, least {least}; {hide}"
         elif codec == "none":
             told = "no codec is needed: the links cost next to no time"
         else:

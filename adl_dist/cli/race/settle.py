@@ -29,7 +29,7 @@ from adl_dist.partition.predict import predict
 from adl_dist.report import warn
 from adl_dist.report.files import write_atomically
 from adl_dist.report.runs import read_json
-from adl_dist.schedule import Method, Pipeline
+from adl_dist.schedule import Pipeline
 from adl_dist.schedule.run_plan import micro_batch_size_of
 from adl_dist.transport.coding_speed import coding_costs
 
@@ -94,9 +94,7 @@ def settled_delays(
 def _with(contender: Racer, told: Mapping[str, Mapping[str, Any]]) -> Racer:
     if not contender.awaits_delays:
         return contender
-    method = contender.entry.method
-    found = {"delay": tuple(told[_key(contender)]["delays"])}
-    return contender.with_method(Method(**{**method.settings, **found}))
+    return contender.with_method(contender.entry.method.with_delays(told[_key(contender)]["delays"]))
 
 
 def _paces_of_parts(config: RunConfig, racing: Sequence[Racer], on: Sequence[Device]) -> dict[int, float]:
