@@ -4,16 +4,28 @@ trainer = adl_dist.Trainer(model, loss_fn=..., optimizer=..., method=adl_dist.me
 trainer.fit(train_dataset, epochs=10, batch_size=128, val_dataset=val_dataset, run_dir="runs/mine")
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from adl_dist.errors import AdlError
+from adl_dist.errors import (
+    AdlError,
+    CallbackError,
+    ChannelError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DivergedError,
+    PartitionError,
+    SaveError,
+    StageFailed,
+)
 from adl_dist.schedule import Method, method
 
 if TYPE_CHECKING:
     from adl_dist.checkpoint.policy import CheckpointPolicy
     from adl_dist.data import Loading
     from adl_dist.monitor.timeouts import WatchdogTimeouts
-    from adl_dist.report.callbacks import Callback, EarlyStopping
+    from adl_dist.report.callbacks import Callback, EarlyStopping, Moment
     from adl_dist.report.comparison import compare
     from adl_dist.stage import GradientPolicy, Precision
     from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
@@ -24,15 +36,25 @@ __version__ = "0.3.5"  # the one place: pyproject.toml reads it
 __all__ = [
     "AdlError",
     "Callback",
+    "CallbackError",
+    "ChannelError",
+    "CheckpointError",
     "CheckpointPolicy",
+    "ConfigError",
+    "DataError",
+    "DivergedError",
     "EarlyStopping",
     "GradientPolicy",
     "Loading",
     "Method",
+    "Moment",
     "Monitoring",
+    "PartitionError",
     "PartitionSpec",
     "Precision",
     "ProcessOptions",
+    "SaveError",
+    "StageFailed",
     "Trainer",
     "WatchdogTimeouts",
     "__version__",
@@ -40,16 +62,24 @@ __all__ = [
     "method",
 ]
 
+# Where names are that are imported late, so that schedules can be made, checked and printed without torch.
+_LATE = {
+    "CheckpointPolicy": "checkpoint.policy",
+    "Loading": "data",
+    "WatchdogTimeouts": "monitor.timeouts",
+    **dict.fromkeys(("Callback", "EarlyStopping", "Moment"), "report.callbacks"),
+    "compare": "report.comparison",
+    **dict.fromkeys(("GradientPolicy", "Precision"), "stage"),
+    **dict.fromkeys(("Monitoring", "PartitionSpec", "ProcessOptions"), "training.options"),
+    "Trainer": "training.trainer",
+}
+
 
 def __getattr__(name: str) -> Any:
-    # Late, so that schedules can be made, checked and printed without torch.
-    if name == "compare":
-        from adl_dist.report import comparison
+    if name not in _LATE:
+        raise AttributeError(f"module 'adl_dist' has no attribute '{name}'")
+    return getattr(importlib.import_module(f"adl_dist.{_LATE[name]}"), name)
 
-        return comparison.compare
-    if name in __all__:
-        from adl_dist.report import callbacks
-        from adl_dist.training import trainer
 
-        return getattr(trainer if hasattr(trainer, name) else callbacks, name)
-    raise AttributeError(f"module 'adl_dist' has no attribute '{name}'")
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATE})

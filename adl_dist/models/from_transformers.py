@@ -22,7 +22,6 @@ TASKS = {
     "image-classification": ("AutoModelForImageClassification", ("pixel_values",)),
 }
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # by one of these a folder is seen to have weights
-_USE = {None: "where the folder has them", True: "from the folder", False: "newly drawn"}
 
 
 def hf_model(

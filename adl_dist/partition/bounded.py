@@ -50,8 +50,7 @@ def within_bound(
     predictions, refused = [], []
     for M, profile in sorted(profiles.items()):
         for split in dict.fromkeys((method.split_backward, may_split)):
-            bounded = {"delay": "auto", "max_staleness": bound}
-            chosen = replace(method, accumulation_steps=M, split_backward=split, **bounded)
+            chosen = replace(method, accumulation_steps=M, delay="auto", max_staleness=bound, split_backward=split)
             try:
                 predictions.append(predict(profile, Pipeline(chosen, num_stages), machine=machine, sizes=sizes))
             except (PartitionError, ConfigError) as error:

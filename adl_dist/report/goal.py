@@ -16,6 +16,11 @@ KNOWN = {
 }
 
 
+def falls(metric: str) -> bool:
+    """Return whether ``metric``, of any data, gets less as a model gets better; it is one that we know or a share."""
+    return metric.endswith(("loss", "perplexity"))
+
+
 @dataclass(frozen=True)
 class Goal:
     """The ``metric`` of a summary that is best if it is ``highest`` or ``lowest``.

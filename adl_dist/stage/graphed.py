@@ -135,7 +135,7 @@ class GraphedStage(Stage):
         super().__init__(module, index, spec, device=device, traits=traits)
         check_recordable(module, self.where, traits)
         self.slots: list[Slot] = []
-        self._device, self._plan = device, self._planned(spec.pipeline)
+        self._plan = self._planned(spec.pipeline)
         self._static: StaticWeights | None = None
         if self._policy is not None:
             latest = spec.pipeline.method.weights == "latest"

@@ -156,8 +156,8 @@ class Stage:
         self._class_loss = class_loss(spec.loss_fn)
         of_loss = traits.loss
         self._is_one_target = of_loss.target is None
-        # Two micro-batches in a row cannot be put together if they are of two lengths.
         self.metrics = metrics_of(spec.metrics, self._class_loss) if self.is_last else []
+        # It puts two micro-batches in a row together, which is not possible if they are of two lengths.
         is_watched = self.is_last and pipeline.micro_batches_per_update > 1
         is_watched = is_watched and not (of_loss.moves or of_loss.varies or of_loss.target)
         self._guard = MeanGuard.of(spec.loss_fn, self._within, f"stage {index}") if is_watched else None

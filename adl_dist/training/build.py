@@ -18,6 +18,7 @@ from adl_dist.checkpoint.loss_state import not_kept
 from adl_dist.checkpoint.state import FreshStage, refuse_hidden_state
 from adl_dist.control.worker import LocalWorker
 from adl_dist.distributed.world import World
+from adl_dist.engine import StageContext
 from adl_dist.errors import ConfigError
 from adl_dist.optim import build_lr_schedule, fast_forward, takes_length, try_schedule
 from adl_dist.optimizers import mark_roles
@@ -32,12 +33,12 @@ from adl_dist.stage.graphs import check_method
 from adl_dist.stage.heads import build_gradient_network, build_head, normalises_samples
 from adl_dist.stage.loss_terms import LossTerms, class_loss, loss_terms
 from adl_dist.stage.own_loss import MeanOf, OnSeveral
-from adl_dist.stage.ticks import TickedStage, check_ticks
+from adl_dist.stage.ticks import TickedStage, Ticks, check_ticks
 from adl_dist.training import samples as samples_of
 from adl_dist.training.agreement import LENGTH, MADE, check_consistent, exchange, read
 from adl_dist.training.edges import COUNTS, connect_stages
 from adl_dist.training.findings import Agreed
-from adl_dist.training.input import DeviceLoader
+from adl_dist.training.input import DeviceLoader, Loaders
 from adl_dist.training.links import links_between
 from adl_dist.training.loss_checks import ReturnsSumError, check_first_targets
 from adl_dist.training.partitioned_model import Measuring, PartitionedModel, Settled
@@ -55,7 +56,7 @@ def build_worker(
     partitioned: PartitionedModel,
     world: World,
     store: dist.Store,
-    loaders: tuple[DeviceLoader | None, DeviceLoader | None],
+    loaders: Loaders,
     *,
     plan: Plan,
     folder: Path | None = None,
@@ -74,57 +75,28 @@ def build_worker(
         ConfigError, PartitionError, DataError: the job cannot be done.
         StageFailed, ChannelError: another rank found so, or does not answer.
     """
-    device = world.device
     if spec.precision.compile:
-        check_compiler(device)
+        check_compiler(world.device)
     recorder = recorder_of(spec, world) if spec.precision.cuda_graphs else None
-    if isinstance(spec.loss_fn, nn.Module):
-        in_dtype(spec.loss_fn, spec.precision.dtype, device)
-    settings = settings_of(spec, partitioned)
-    check_consistent(store, world.rank, world.size, settings, found=False, initial=partitioned.initial)
-    samples = samples_of.share(store, samples_of.take(*loaders, plan), rank=world.rank, size=world.size)
-    if isinstance(samples.one[1], Several):
-        spec = replace(spec, loss_fn=OnSeveral(spec.loss_fn))
-    feed = loaders[0] or loaders[1]
-    links = links_between(partitioned.spec.links, world, store, folder)
-    how = plan.micro_batch_size, folder, world.stages_on_device, links
-    measuring = Measuring(feed, *how) if feed is not None else None
-    finalize = partial(partitioned.finalize, store, samples=samples, device=device, measuring=measuring)
-    spec, agreed = settled(spec, samples, feed, finalize)
+    spec, samples, agreed = settled(spec, partitioned, world, store, loaders, plan, folder)
     terms = loss_terms(spec.loss_fn, samples.one[1])
-    if loaders[0] is not None:
-        check_first_targets(spec, loaders[0], plan.first_epoch.sizes, agreed)
-    found = {**agreed.plain(), "sizes": partitioned.sizes}
-    check_consistent(store, world.rank, world.size, found, found=True)
-    precision = spec.precision
-    modules = {k: precision.place(module, device) for k, module in partitioned.modules.items()}
     check_targets(spec.pipeline, agreed, terms)
-    tied = {k: partitioned.ties.of_stage(k, module) for k, module in modules.items()}
-    stages = {k: build_stage(module, k, spec, agreed, device, tied[k]) for k, module in modules.items()}
+    stages = placed_stages(spec, partitioned, agreed, world.device)
     if folder is not None:
+        modules = {k: stage.module for k, stage in stages.items()}
         refuse_hidden_state(hidden_state(modules, agreed, spec.loss_fn))
     made, scheduled = schedule_learning_rates(stages, spec, plan, store) if plan.epochs else ([], {})
     # The makers are the user's own: where one has failed, no rank begins to wait for that stage.
     by_rank = exchange(store, MADE, world.rank, world.size, made)
     for loader in loaders:
         if loader is not None:
-            loader.precision = precision
+            loader.precision = spec.precision
             loader.expect(spec.loss_fn, terms, num_outputs=agreed.num_outputs)
     targets = [*agreed.targets] if terms is None else [*agreed.targets, COUNTS]
-    contexts = connect_stages(world, stages, agreed.acts, targets, spec.pipeline, precision.codecs)
-    layouts = [layout_of(batch) for batch in samples.one]
+    contexts = connect_stages(world, stages, agreed.acts, targets, spec.pipeline, spec.precision.codecs)
     if 0 in contexts:
         contexts[0].num_inputs = len(tensors_of(samples.one[0]))
-    if samples.varies:
-        check_without_warm_up(world.backend)
-    elif needs_warm_up(spec, device):
-        warm_up(contexts, spec, device, agreed.acts, samples, terms)
-        if world.backend == "nccl":
-            num_loaded = loaders[0].num_loaded if loaders[0] is not None else 0
-            warm_up_updates(contexts, spec, device, agreed.acts, samples, num_loaded=num_loaded)
-    ticks = None
-    if recorder is not None:
-        ticks = record_graphs(contexts, spec, recorder, device, agreed.acts, samples, terms)
+    ticks = rehearsed(contexts, spec, world, loaders, samples, agreed, recorder)
     fresh = {}
     if folder is not None:
         of_loss = spec.loss_fn if agreed.traits[0].loss.moves else None
@@ -133,17 +105,82 @@ def build_worker(
         world,
         spec.pipeline,
         spec.seed,
-        precision.dtype,
+        spec.precision.dtype,
         contexts,
         *loaders,
         terms,
         pick_next,
-        is_plain=layouts == [None, None],
+        is_plain=[layout_of(batch) for batch in samples.one] == [None, None],
         unit=unit_of(samples, spec.loss_fn, terms),
         fresh=fresh,
         ticks=ticks,
     )
     return worker, settings_made(spec, [one for some in by_rank for one in some])
+
+
+def settled(
+    spec: TrainSpec,
+    partitioned: PartitionedModel,
+    world: World,
+    store: dist.Store,
+    loaders: Loaders,
+    plan: Plan,
+    folder: Path | None,
+) -> tuple[TrainSpec, Samples, Agreed]:
+    """Settle with the other ranks what the loss takes, where the model is cut, and what travels between stages.
+
+    Returns:
+        The spec with what was settled of it, the samples by which that was found, and what every rank found alike.
+    """
+    if isinstance(spec.loss_fn, nn.Module):
+        in_dtype(spec.loss_fn, spec.precision.dtype, world.device)
+    settings = settings_of(spec, partitioned)
+    check_consistent(store, world.rank, world.size, settings, found=False, initial=partitioned.initial)
+    samples = samples_of.share(store, samples_of.take(*loaders, plan), rank=world.rank, size=world.size)
+    if isinstance(samples.one[1], Several):
+        spec = replace(spec, loss_fn=OnSeveral(spec.loss_fn))
+    links, measuring = links_between(partitioned.spec.links, world, store, folder), None
+    if loaders.first is not None:
+        measuring = Measuring(loaders.first, plan.micro_batch_size, folder, world.stages_on_device, links)
+    finalize = partial(partitioned.finalize, store, samples=samples, device=world.device, measuring=measuring)
+    spec, agreed = tried(spec, samples, loaders.first, finalize)
+    if loaders.training is not None:
+        check_first_targets(spec, loaders.training, plan.first_epoch.sizes, agreed)
+    found = {**agreed.plain(), "sizes": partitioned.sizes}
+    check_consistent(store, world.rank, world.size, found, found=True)
+    return spec, samples, agreed
+
+
+def placed_stages(
+    spec: TrainSpec, partitioned: PartitionedModel, agreed: Agreed, device: torch.device
+) -> dict[int, Stage]:
+    """Return the stages of this process, with their modules on ``device``; what they share is found there."""
+    modules = {k: spec.precision.place(module, device) for k, module in partitioned.modules.items()}
+    tied = {k: partitioned.ties.of_stage(k, module) for k, module in modules.items()}
+    return {k: build_stage(module, k, spec, agreed, device, tied[k]) for k, module in modules.items()}
+
+
+def rehearsed(
+    contexts: Mapping[int, StageContext],
+    spec: TrainSpec,
+    world: World,
+    loaders: Loaders,
+    samples: Samples,
+    agreed: Agreed,
+    recorder: graphs.Recorder | None,
+) -> Ticks | None:
+    """Do beforehand what would make the first micro-batches wait; return what records ticks, if they are recorded."""
+    device, terms = world.device, loss_terms(spec.loss_fn, samples.one[1])
+    if samples.varies:
+        check_without_warm_up(world.backend)
+    elif needs_warm_up(spec, device):
+        warm_up(contexts, spec, device, agreed.acts, samples, terms)
+        if world.backend == "nccl":
+            num_loaded = loaders.training.num_loaded if loaders.training is not None else 0
+            warm_up_updates(contexts, spec, device, agreed.acts, samples, num_loaded=num_loaded)
+    if recorder is None:
+        return None
+    return record_graphs(contexts, spec, recorder, device, agreed.acts, samples, terms)
 
 
 def recorder_of(spec: TrainSpec, world: World) -> graphs.Recorder:
@@ -154,24 +191,24 @@ def recorder_of(spec: TrainSpec, world: World) -> graphs.Recorder:
     return graphs.recorder_for(world.device)
 
 
-def settled(
-    spec: TrainSpec, samples: Samples, feed: DeviceLoader | None, finalize: Callable[..., Settled]
+def tried(
+    spec: TrainSpec, samples: Samples, loader: DeviceLoader | None, finalize: Callable[..., Settled]
 ) -> tuple[TrainSpec, Agreed]:
     """Return the spec with what the trial has settled of it, and what that has found.
 
-    ``finalize`` makes the trial with ``samples``, whose targets are those that ``feed`` loads.
+    ``finalize`` makes the trial with ``samples``, whose targets are those that ``loader`` loads.
 
     Raises:
         ConfigError, PartitionError, DataError: the model cannot be trained with this loss on these targets.
     """
 
     def check(loss_fn: LossFn) -> None:
-        if feed is None:
+        if loader is None:
             return
-        feed.expect(loss_fn, loss_terms(loss_fn, samples.one[1]), num_outputs=None)
+        loader.expect(loss_fn, loss_terms(loss_fn, samples.one[1]), num_outputs=None)
         for target in (batch.target for batch in samples.pair):
             if isinstance(target, Tensor) and not target.is_floating_point():
-                feed.check(target, "micro-batch 0 of epoch 1")
+                loader.check(target, "micro-batch 0 of epoch 1")
 
     if class_loss(spec.loss_fn) is not None:
         check(spec.loss_fn)

@@ -4,13 +4,13 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from adl_dist.batch import Several, mapped
+from adl_dist.batch import mapped
 from adl_dist.data import Loader, Loading, check_dataset
 from adl_dist.data.loading import PLAIN
 from adl_dist.engine import Batches
@@ -39,10 +39,10 @@ class DeviceLoader:
         name: str,
         *,
         seed: int,
-        shuffle: bool,
         num_workers: int,
         device: torch.device,
         precision: Precision,
+        shuffle: bool = False,
         min_samples: int = 1,
         loading: Loading = PLAIN,
     ) -> None:
@@ -91,14 +91,7 @@ class DeviceLoader:
                 # First, because a conversion on the CPU would leave the pinned memory that the copy needs; on a stream
                 # of its own, to overlap with what is launched already.
                 input_ = mapped(input_, partial(to_device, device=self._device))
-            if isinstance(input_, Several) or isinstance(target, Several):
-                yield mapped(mapped(input_, self._floating), self._formatted), mapped(target, self._floating)
-                continue
-            dtype = self.precision.dtype
-            input_, target = (x.to(dtype) if x.is_floating_point() else x for x in (input_, target))
-            if self.precision.channels_last and input_.ndim == 4:
-                input_ = input_.contiguous(memory_format=torch.channels_last)
-            yield input_, target
+            yield mapped(mapped(input_, self._floating), self._formatted), mapped(target, self._floating)
 
     @property
     def num_loaded(self) -> int:
@@ -165,3 +158,21 @@ class DeviceLoader:
             f"{found}, but the model has {self._num_classes} outputs, so targets must be in [0, {self._num_classes}); "
             "set data.num_classes (model.num_classes) to the number of classes, or correct the targets"
         )
+
+
+class Loaders(NamedTuple):
+    """What feeds stage 0; the other processes have none."""
+
+    training: DeviceLoader | None = None
+    validation: DeviceLoader | None = None
+
+    @property
+    def first(self) -> DeviceLoader | None:
+        """That by which the model is tried."""
+        return self.training or self.validation
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """The samples of each, as a plan counts them; 0 where there is none."""
+        names = ("num_samples", "num_validation")
+        return {name: loader.num_samples if loader is not None else 0 for name, loader in zip(names, self, strict=True)}

@@ -2,11 +2,12 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
@@ -51,7 +52,7 @@ from adl_dist.stage.metrics import metrics_of
 from adl_dist.training import arguments, build
 from adl_dist.training.agreement import propagate_errors
 from adl_dist.training.delays import record_delays
-from adl_dist.training.input import DeviceLoader
+from adl_dist.training.input import DeviceLoader, Loaders
 from adl_dist.training.lazy_weights import given_weights
 from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
 from adl_dist.training.outputs import Outputs
@@ -267,27 +268,28 @@ class Trainer:
         later = () if config is not None else ("optimizer", "lr_schedule")
         resume = self._checked_folder(folder, known_by, resume, later)
 
-        def make_plan(**lengths: Any) -> Plan:
+        world = self._join()
+        with self._settling(world, folder) as (running, store):
+            loaders = Loaders()
             if self.needs_data:
-                outputs.check_validation(lengths["num_validation"], saves=folder is not None)
-            return Plan(epochs=epochs, max_updates=max_updates, **every, **sizes, **lengths)
-
-        def recognise(made: build.Settings) -> None:
+                load = self._loads(world, num_workers)
+                training = load(train_dataset, "training", shuffle=shuffle, min_samples=batch_size, loading=loading)
+                validation = None
+                if val_dataset is not None:
+                    validation = load(val_dataset, "validation", loading=loading.of_validation)
+                loaders = Loaders(training, validation)
+                outputs.check_validation(loaders.lengths["num_validation"], saves=folder is not None)
+            plan = Plan(epochs=epochs, max_updates=max_updates, **every, **sizes, **loaders.lengths)
+            worker, made = self._built(world, store, loaders, plan, folder)
             known_by.update({name: made[name] for name in later})
             if folder is not None:
                 folder.recognise(known_by)
-
-        data = {"training": train_dataset} | ({"validation": val_dataset} if val_dataset is not None else {})
-        loadings = {"training": loading, "validation": loading.of_validation}
-        running, worker, plan, made = self._start(
-            make_plan, data, loadings, folder, batch_size, shuffle, num_workers, recognise
-        )
         if self._spec.ema is not None:
             self._averages = [average for stage in worker.stages for average in stage.averages]
-        if folder is not None and worker.world.rank == 0 and self._spec.pipeline.method.awaits_delays:
+        if folder is not None and world.rank == 0 and self._spec.pipeline.method.awaits_delays:
             record_delays(folder.path, worker.pipeline.nominal_delays)
         with contextlib.closing(worker), contextlib.nullcontext() if folder is None else contextlib.closing(folder):
-            saving = self._saving(worker.world, folder, known_by, resume, outputs, made)
+            saving = self._saving(world, folder, known_by, resume, outputs, made)
             worker.wants_timeline = folder is not None and outputs.monitoring.report
             summary = self._train(running, worker, plan, saving, outputs)
             if saving is not None and outputs.monitoring.report:
@@ -309,12 +311,17 @@ class Trainer:
         """
         if batch_size < 1:
             raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
-        make_plan = partial(Plan, epochs=0, max_updates=None, micro_batch_size=batch_size, accumulation_steps=1)
-        loadings = {"validation": (loading or Loading()).of_validation}
-        running, worker, plan, _ = self._start(make_plan, {"validation": dataset}, loadings, num_workers=num_workers)
+        world, sizes = self._join(), {"micro_batch_size": batch_size, "accumulation_steps": 1}
+        with self._settling(world, None) as (running, store):
+            loaders = Loaders()
+            if self.needs_data:
+                load = self._loads(world, num_workers)
+                loaders = Loaders(validation=load(dataset, "validation", loading=(loading or Loading()).of_validation))
+            plan = Plan(epochs=0, max_updates=None, **sizes, **loaders.lengths)
+            worker, _ = self._built(world, store, loaders, plan)
         recorder, progress = Recorder(None), Progress(num_stages=self._spec.pipeline.num_stages, quiet=True)
         coordinator = Coordinator(plan, saving=None, recorder=recorder, progress=progress)
-        with contextlib.closing(worker), self._applied(), self._bound(worker.world):
+        with contextlib.closing(worker), self._applied(), self._bound(world):
             return running.run(worker, coordinator, coordinator.evaluate, stops_early=False)
 
     @arguments.one_at_a_time
@@ -378,67 +385,38 @@ class Trainer:
         log_to(folder.path / "logs" / f"rank{launched_rank()}.log")
         return resume
 
-    def _start(
-        self,
-        make_plan: Callable[..., Plan],
-        datasets: Mapping[str, Dataset[Any] | None],
-        loadings: Mapping[str, Loading],
-        folder: RunFolder | None = None,
-        min_samples: int = 1,
-        shuffle: bool = False,
-        num_workers: int = 0,
-        recognise: Callable[[build.Settings], None] | None = None,
-    ) -> tuple[job.Job, LocalWorker, Plan, build.Settings]:
-        """Join the other ranks, open the data, build this process's worker, and make the plan for so much data.
-
-        ``datasets`` are ``training`` and ``validation``, for the first of which ``min_samples`` and ``shuffle`` are;
-        ``loadings`` are how they are loaded.
-        ``recognise`` looks at the settings in the optimizers and schedules that all stages have made, which are
-        returned, too. An error of one rank reaches the others through the store.
-        """
+    @contextlib.contextmanager
+    def _settling(self, world: World, folder: RunFolder | None) -> Iterator[tuple[job.Job, dist.Store]]:
+        """Yield a job, and the store in which its ranks settle what it is; what fails on one rank reaches all."""
         tune_malloc()
-        world = self._join()
         store = world.fresh_store()
         with self._applied(), propagate_errors(store, rank=world.rank):
-            path = folder.path if folder is not None else None
-            running = job.Job(world, self._timeouts, path)
+            running = job.Job(world, self._timeouts, folder.path if folder is not None else None)
             self.requests = running.requests
-            loaders = {
-                name: DeviceLoader(
-                    dataset,
-                    name,
-                    seed=self._spec.seed,
-                    shuffle=shuffle and name == "training",
-                    num_workers=num_workers,
-                    min_samples=min_samples if name == "training" else 1,
-                    device=world.device,
-                    precision=self._spec.precision,
-                    loading=loadings[name],
-                )
-                for name, dataset in datasets.items()
-                if self.needs_data
-            }
-            lengths = {name: loader.num_samples for name, loader in loaders.items()}
-            plan = make_plan(
-                num_samples=lengths.get("training", 0),
-                num_validation=lengths.get("validation", 0),
+            yield running, store
+
+    def _loads(self, world: World, num_workers: int) -> Callable[..., DeviceLoader]:
+        """Return what opens a dataset for the first stage."""
+        seed, precision = self._spec.seed, self._spec.precision
+        return partial(DeviceLoader, seed=seed, num_workers=num_workers, device=world.device, precision=precision)
+
+    def _built(
+        self, world: World, store: dist.Store, loaders: Loaders, plan: Plan, folder: RunFolder | None = None
+    ) -> tuple[LocalWorker, build.Settings]:
+        """Return this process's worker, and the settings in the optimizers and schedules that all stages have made."""
+        build.check_sizes(self._spec.pipeline, plan.first_epoch.sizes)
+        # With the threads that the first forward starts, but without the loaders: their workers are not bound.
+        with self._bound(world):
+            return build.build_worker(
+                self._spec,
+                self._partitioned,
+                world,
+                store,
+                loaders,
+                plan=plan,
+                folder=folder.path if folder is not None else None,
+                pick_next=self._processes.pick_next,
             )
-            build.check_sizes(self._spec.pipeline, plan.first_epoch.sizes)
-            # With the threads that the first forward starts, but without the loaders: their workers are not bound.
-            with self._bound(world):
-                worker, made = build.build_worker(
-                    self._spec,
-                    self._partitioned,
-                    world,
-                    store,
-                    (loaders.get("training"), loaders.get("validation")),
-                    plan=plan,
-                    folder=path,
-                    pick_next=self._processes.pick_next,
-                )
-            if recognise is not None:
-                recognise(made)
-        return running, worker, plan, made
 
     def _saving(
         self,

@@ -12,9 +12,8 @@ from adl_dist.cli.race.contenders import REPLICAS, Values
 from adl_dist.cli.sweep.command import job_status, locked, run_all
 from adl_dist.cli.sweep.request import Job, Sweep, naming
 from adl_dist.errors import ConfigError
+from adl_dist.report.goal import falls
 from adl_dist.report.recorder import METRICS
-
-FALLING = ("loss", "perplexity")  # metrics that get less as a model gets better
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,12 +25,12 @@ class Target:
 
     def is_met(self, value: float) -> bool:
         """Whether ``value`` is as good or better."""
-        return value <= self.value if self.metric in FALLING else value >= self.value
+        return value <= self.value if falls(self.metric) else value >= self.value
 
     def best(self, values: Sequence[float]) -> float:
         """Return the best of ``values``; the worst there is if there are none."""
-        worst = math.inf if self.metric in FALLING else -math.inf
-        return min(values, default=worst) if self.metric in FALLING else max(values, default=worst)
+        worst = math.inf if falls(self.metric) else -math.inf
+        return min(values, default=worst) if falls(self.metric) else max(values, default=worst)
 
     def __str__(self) -> str:
         return f"validation {self.metric} of {self.value:g}"
@@ -138,7 +137,7 @@ def _best(trials: Sequence[Job], race: Race) -> float | None:
     def order(place: int) -> tuple[float, float]:
         updates = updates_to(trials[place].folder, race.target)
         best = race.target.best([value for _, value in curve(trials[place].folder, race.target)])
-        return (math.inf if updates is None else updates), (best if race.target.metric in FALLING else -best)
+        return (math.inf if updates is None else updates), (best if falls(race.target.metric) else -best)
 
     return race.rates[min(range(len(trials)), key=order)]
 

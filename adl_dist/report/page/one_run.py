@@ -11,6 +11,7 @@ import yaml
 
 from adl_dist import __version__
 from adl_dist.errors import AdlError
+from adl_dist.report.goal import falls
 from adl_dist.report.logs import RESUMED
 from adl_dist.report.page import drawings
 from adl_dist.report.page.markup import (
@@ -158,7 +159,7 @@ def _results(run: Recorded) -> Sequence[Html]:
     for name, value in summary.items():
         if name.startswith("validation_"):
             curve = [p.value for p in run.curves.get(name.replace("_", "/", 1), ()) if p.value == p.value]
-            best = (min if name.endswith(("loss", "perplexity")) else max)(curve, default=None)
+            best = (min if falls(name) else max)(curve, default=None)
             rows.append(
                 [name.replace("_", " "), value_text(name, value), "" if best is None else value_text(name, best)]
             )
