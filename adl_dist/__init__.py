@@ -5,6 +5,7 @@ trainer.fit(train_dataset, epochs=10, batch_size=128, val_dataset=val_dataset, r
 """
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 from adl_dist.errors import (
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from adl_dist.stage import GradientPolicy, Precision
     from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
     from adl_dist.training.trainer import Trainer
+
+logging.getLogger("adl_dist").addHandler(logging.NullHandler())  # what the user must see is printed besides
 
 __version__ = "0.3.5"  # the one place: pyproject.toml reads it
 

@@ -59,9 +59,9 @@ class DivergedError(AdlError, ArithmeticError):
     def __init__(self, what: str, *, stage: int, update: int, epoch: int) -> None:
         self.stage, self.update, self.epoch = stage, update, epoch
         super().__init__(
-            f"stage {stage}: {what} at update {update} (epoch {epoch + 1}); the last checkpoint is kept. Lower "
-            "optimizer.lr, lengthen lr_schedule.warmup_epochs, or raise method.accumulation_steps, which lowers the "
-            "staleness"
+            f"stage {stage}: {what} at update {update} (epoch {epoch + 1}); the last checkpoint is kept, if there is "
+            "one. Lower optimizer.lr, lengthen lr_schedule.warmup_epochs, or raise method.accumulation_steps, which "
+            "lowers the staleness" + "; or is an input not finite? No rate has acted yet" * (update == 0)
         )
 
 

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -23,6 +24,7 @@ import yaml
 from adl_dist.checkpoint import layout
 from adl_dist.distributed.parent_process import LAUNCH_ID
 from adl_dist.distributed.procfs import machine, start_time
+from adl_dist.distributed.world import launched_rank
 from adl_dist.errors import CheckpointError, ConfigError, DivergedError
 from adl_dist.report import tell, warn
 from adl_dist.report.files import write_atomically
@@ -90,6 +92,7 @@ class RunFolder:
             CheckpointError: it holds a run and ``resume=never``; ``resume`` names no checkpoint.
         """
         self._check_place()
+        self._check_free()
         saved = layout.complete(self.checkpoints)
         with contextlib.suppress(OSError):
             if saved and (self.path / LAUNCH).read_text() == _launch_id():
@@ -131,13 +134,39 @@ class RunFolder:
             reason = f"{error.strerror}"
         raise ConfigError(f"run_dir={self.path} cannot be made: {reason}; choose another run_dir")
 
+    def _check_free(self) -> None:
+        """Raise ConfigError if another process trains here: at once, before this one writes to the logs of that run."""
+        try:
+            descriptor = os.open(self.path / LOCK, os.O_RDWR)
+        except OSError:  # nobody has trained here, or what is wrong is told when the folder is opened
+            return
+        # Another rank may still be at the end of this trainer's last run.
+        moments = 1 if launched_rank() == 0 else 20
+        try:
+            for moment in range(moments):
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    return
+                except BlockingIOError:
+                    if moment < moments - 1:
+                        time.sleep(0.1)
+                except OSError:
+                    return
+        finally:
+            os.close(descriptor)
+        raise self._taken()
+
+    def _taken(self) -> ConfigError:
+        return ConfigError(
+            f"run_dir={self.path}: another process is training here; wait for it, or choose another run_dir"
+        )
+
     def open(self, *, resume: str) -> list[Path]:
         """Make the folder, keep others out or raise ConfigError; return the checkpoints to resume from, best first."""
         make_folder(self.checkpoints)
         self._lock = lock(self.path)
         if self._lock is None:
-            ways_out = "wait for it, or choose another run_dir"
-            raise ConfigError(f"run_dir={self.path}: another process is training here; {ways_out}")
+            raise self._taken()
         layout.clean(self.checkpoints)
         return layout.complete(self.checkpoints)[::-1] if resume in ("auto", "never") else [Path(resume)]
 

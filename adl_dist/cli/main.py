@@ -189,7 +189,7 @@ def _run(command_line: list[str]) -> int:
         _print_error(" ".join(str(error).split()), kind="error: ")
         return error.exit_code
     except KeyboardInterrupt:
-        way_on = "; the same command resumes from the last checkpoint" if name == "train" else ""
+        way_on = "; the same command resumes from the last checkpoint, if there is one" if name == "train" else ""
         sys.stderr.write(f"\nadl-dist: interrupted{way_on}\n")
         return 128 + signal.SIGINT
     except Exit as done:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, pairwise
 from multiprocessing.context import BaseContext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -127,7 +128,7 @@ class Loader:
             return
         iterator = self._begun(self._torchs_own(micro_batches, places, num_workers))
         try:
-            for loaded in iterator:
+            for loaded in _as_it_comes(iterator):
                 yield self._checked(loaded)
         finally:
             _end_workers(iterator)
@@ -144,7 +145,7 @@ class Loader:
         # It drops what was asked for and not taken, if the epoch before did not come to its end.
         iterator, is_usable = self._begun(self._kept), False
         try:
-            for loaded in iterator:
+            for loaded in _as_it_comes(iterator):
                 yield self._checked(loaded)
             is_usable = True
         except GeneratorExit:
@@ -383,6 +384,23 @@ def _worker_context() -> BaseContext:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return context
+
+
+def _as_it_comes(iterator: Iterator[Any]) -> Iterator[Any]:
+    """Yield from torch's iterator; raise DataError if one of its workers has ended."""
+    try:
+        yield from iterator
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        script = getattr(sys.modules.get("__main__"), "__file__", None)
+        cause = "was it killed, or is memory short? Use fewer of them (num_workers), or 0"
+        if script is not None and "__name__" not in Path(script).read_text(errors="ignore"):
+            cause = (
+                f"these processes import {Path(script).name}, which does its work at once: put that under "
+                "`if __name__ == '__main__':`, or use num_workers=0"
+            )
+        raise DataError(f"a process that loads data has ended ({error}); {cause}") from error
 
 
 def _end_workers(iterator: object) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from adl_dist.data.stream import is_iterable
 from adl_dist.errors import ConfigError, DataError
@@ -65,6 +65,11 @@ def check_dataset(dataset: object, *, name: str, min_samples: int, loading: Load
         DataError: of another kind, empty, or smaller than ``min_samples``, for example those of one update.
     """
     kind = type(dataset).__name__
+    if isinstance(dataset, DataLoader):
+        raise DataError(
+            f"{name} dataset: got a DataLoader, whose batches would count as samples; give its dataset, and its "
+            "batch_size, shuffle and num_workers to fit, its collate_fn and sampler to Loading(...)"
+        )
     if is_iterable(dataset):
         size = _length_of_stream(dataset, name, loading)
     elif not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):

@@ -18,6 +18,7 @@ from adl_dist.report import tell
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SIGUSR1: what SLURM is usually told to send
 ECHO_SECONDS = 1.0
+CAUSE_SECONDS = 2.0  # for the main thread to say which process is gone, and end
 
 
 class SignalEscalation:
@@ -89,6 +90,8 @@ def _watch(reader: int, numbers: set[int], ask: Callable[[str], bool]) -> None:
             _end(number, "ended")
         passed_on = parent_process.read_flag(parent_process.ASKED) if number == signal.SIGUSR1 else None
         if not ask(passed_on or signal.Signals(number).name):
+            # A launcher that sees it first sends this signal before rank 0 has found out and said who is gone.
+            time.sleep(CAUSE_SECONDS)
             _end(number, "a process of the run is gone; ended")
 
 

@@ -65,6 +65,8 @@ def has_layer_list(model: nn.Module) -> bool:
 
 def has_plain_units(model: nn.Module) -> bool:
     """Return whether ``model`` is an ``nn.Sequential`` that does nothing else than calling its children in order."""
+    if isinstance(model, torch.jit.ScriptModule):  # whose class has no such methods
+        return False
     is_plain = all(getattr(type(model), name) is getattr(nn.Sequential, name) for name in ("forward", "train"))
     return is_plain and not has_hooks(model)
 

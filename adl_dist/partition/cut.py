@@ -52,7 +52,7 @@ def even_balance(num_units: int, num_stages: int, *, looks_inside: bool = True) 
         inside = ", or partition.granularity=layer, which looks inside blocks" if looks_inside else ""
         raise PartitionError(
             f"partition.num_stages={num_stages} needs at least {num_stages} units, but the model has {num_units}; "
-            f"use at most partition.num_stages={num_units}{inside}"
+            f"use at most partition.num_stages={max(num_units, 1)}{inside}"
         )
     few, extra = divmod(num_units, num_stages)
     return [few + (stage >= num_stages - extra) for stage in range(num_stages)]

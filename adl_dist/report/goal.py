@@ -41,8 +41,10 @@ class Goal:
         if self.metric is None and self.best is not None:
             raise ConfigError(f"best={self.best} says which way a metric is better, but there is none; name it, too")
         if self.metric is not None and self.best is None and self.metric not in KNOWN:
+            near = difflib.get_close_matches(self.metric, KNOWN, n=1)
+            hint = f"did you mean {near[0]}? Else say" if near else "say"
             raise ConfigError(
-                f"it is not known which way {self.metric} is better; say {HIGHEST} or {LOWEST}, in the command line "
+                f"it is not known which way {self.metric} is better; {hint} {HIGHEST} or {LOWEST}, in the command line "
                 f"by runtime.best_is={HIGHEST}"
             )
 

@@ -1,9 +1,11 @@
 """The arguments of the Python API, checked before anything is made of them: one line for each mistake."""
 
 import functools
-from collections.abc import Callable, Mapping
+import multiprocessing
+from collections.abc import Callable, Mapping, Sequence
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -43,6 +45,12 @@ def one_at_a_time(method: Callable[Concatenate[B, P], R]) -> Callable[Concatenat
     return alone
 
 
+def check_process() -> None:
+    """End a process that imports the user's script to load data for it; the process that trains says what is wrong."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise SystemExit("this script trains when it is imported; put that under `if __name__ == '__main__':`")
+
+
 def chosen_method(method: Method | str | None) -> Method:
     """Return the method that the argument ``method`` stands for: itself, the one of that name, or the default."""
     if method is None or isinstance(method, str):
@@ -58,6 +66,47 @@ def check_model(model: object) -> None:
         raise ConfigError(f"model is the class {model.__name__}; expected a model made of it: {model.__name__}(...)")
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model: expected a torch.nn.Module, got {_kind(model)}; of layers make an nn.Sequential")
+
+
+def check_uncompiled(model: nn.Module, num_stages: int) -> None:
+    """Raise ConfigError for a model that torch.compile has made one function of, if it is to be cut."""
+    if num_stages > 1 and hasattr(model, "_orig_mod"):
+        raise ConfigError(
+            "model is one function since torch.compile, and cannot be cut; give the model itself, and have its stages "
+            "compiled by Precision(compile=True) (runtime.compile=true)"
+        )
+
+
+def noticed(model: nn.Module, dtype: torch.dtype) -> list[str]:
+    """Return what becomes of ``model`` otherwise than its user may expect, a line each; its modes stay as they are."""
+    notes, state = [], dict(model.named_parameters()) | dict(model.named_buffers())
+    others = {name: tensor.dtype for name, tensor in state.items() if tensor.is_floating_point()}
+    wide = [name for name, of in others.items() if of.itemsize > dtype.itemsize]
+    narrow = [name for name, of in others.items() if of.itemsize < dtype.itemsize]
+    computed = str(dtype).removeprefix("torch.")
+    if wide:
+        notes.append(
+            f"{_shown(wide)} of the model become {computed}, in which the run computes, and lose digits; "
+            "dtype=float64 (Precision(dtype=torch.float64)) computes in float64"
+        )
+    if narrow:
+        notes.append(f"{_shown(narrow)} of the model become {computed}, in which weights are kept and updated")
+    if model.training:
+        modes = {module: module.training for module in model.modules()}
+        model.train()
+        woken = [name for name, module in model.named_modules() if module.training and not modes[module]]
+        for module, mode in modes.items():
+            module.training = mode
+        if woken:
+            notes.append(
+                f"{_shown(woken)} is in eval mode, but training puts all modules in train mode; one that is to stay in "
+                "eval mode needs a train() of its own (docs/own.md)"
+            )
+    return notes
+
+
+def _shown(names: Sequence[str]) -> str:
+    return f"'{names[0]}'" + f" and {len(names) - 1} more" * (len(names) > 1)
 
 
 def check_loss(loss_fn: object) -> None:
@@ -98,6 +147,12 @@ def check_delays(method: Method, balance: object) -> None:
             "method.delay=auto follows from measured stages; use partition.balance=auto, or give the list that "
             "adl-dist plan prints for this cut, like method.delay=[2,1,0]"
         )
+
+
+def check_workers(num_workers: int) -> None:
+    """Raise ConfigError if there cannot be so many processes that load data."""
+    if num_workers < 0:
+        raise ConfigError(f"num_workers must be at least 0, got {num_workers}; 0: this process loads")
 
 
 def check_values(values: Mapping[str, object], types: Mapping[str, type]) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adl_dist.checkpoint.weight_files import WeightFiles
+from adl_dist.checkpoint.storage import SUFFIX
+from adl_dist.checkpoint.weight_files import WeightFiles, check_same, check_tied
 from adl_dist.errors import CheckpointError, ConfigError
 from adl_dist.optimizers.roles import keep_role
 from adl_dist.partition.module_state import tensors_reached
@@ -196,8 +197,36 @@ def given_weights(
                 f"is not there ({error}); use runtime.lazy=false, or a folder that has all of them"
             ) from error
     if init_from is not None:
-        load_weights(model, WeightFiles.at(init_from))
+        load_initial(model, init_from)
     return None
+
+
+def load_initial(model: nn.Module, path: Path) -> None:
+    """Give ``model`` the weights in ``path``: those of :class:`WeightFiles`, or a state_dict saved by ``torch.save``.
+
+    Raises:
+        CheckpointError: they are not there, damaged, or of another model.
+    """
+    if path.is_dir() or path.suffix == SUFFIX or not path.exists():
+        load_weights(model, WeightFiles.at(path))
+        return
+    try:
+        state: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged pickle can raise anything
+        reason = (str(error).strip() or "no more is known").splitlines()[0][:100]
+        raise CheckpointError(
+            f"init_from={path} cannot be read ({type(error).__name__}: {reason}); expected a state_dict saved by "
+            f"torch.save, or a {SUFFIX} file, like those of adl-dist export"
+        ) from error
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"init_from={path} holds a {type(state).__name__}; expected a state_dict")
+    here, there = (
+        {name: list(value.shape) if isinstance(value, Tensor) else type(value).__name__ for name, value in each.items()}
+        for each in (model.state_dict(), state)
+    )
+    check_same(path, here, there)
+    check_tied(path, model, state, state.__getitem__)
+    model.load_state_dict(dict(state))
 
 
 @torch.no_grad()

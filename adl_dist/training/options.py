@@ -52,6 +52,8 @@ class PartitionSpec:
             )
         if self.tied not in ("share", "untie"):
             raise ConfigError(f"partition.tied: there is no '{self.tied}'; choose one of share, untie")
+        if self.granularity not in (None, "layer", "block"):
+            raise ConfigError(f"partition.granularity: there is no {self.granularity!r}; choose one of layer, block")
         for name in ("speeds", "links"):
             if getattr(self, name) is not None and self.balance != "auto":
                 raise ConfigError(f"partition.{name} weighs a measured cut; it needs partition.balance=auto")

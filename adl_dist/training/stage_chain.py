@@ -290,6 +290,8 @@ class StageChain:
             if isinstance(error, IndexError):
                 refuse_unknown_ids(self.stages[k], argument, f"stage {k}")
             text = f"{gets} and fails on it: {type(error).__name__}: {error}"
+            if not self._is_training and "does not require grad" in str(error):
+                text += "; in evaluation no gradients are recorded: a forward that takes some needs torch.enable_grad()"
             raise ConfigError(text) from error
 
     def _loss(self, k: int, out: Any, target: Batch) -> Tensor:

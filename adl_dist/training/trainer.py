@@ -129,18 +129,21 @@ class Trainer:
             processes: device, threads and processes.
             timeouts: how long the job may stand still.
             seed: seeds data order, augmentation and dropout, and the weights of a model on meta.
-            init_from: weights to begin with: a safetensors file, a folder of several with their index, or a checkpoint.
+            init_from: weights to begin with: a safetensors file, a folder of several with their index, a checkpoint,
+                or, unless the model is on meta, a state_dict saved by ``torch.save``.
 
         Raises:
             ConfigError: an argument of a wrong kind, a value out of range, another number of processes than K, a
                 method that does not fit K, or a model on meta with tensors that cannot be made.
             CheckpointError: ``init_from`` is not there, damaged, or of another model.
         """
+        arguments.check_process()
         arguments.check_model(model)
         arguments.check_loss(loss_fn)
         arguments.check_factories(optimizer, lr_schedule)
         given = {"partition": partition, "precision": precision, "gradients": gradients, "processes": processes}
         arguments.check_values({**given, "timeouts": timeouts, "num_stages": num_stages, "seed": seed}, VALUES)
+        arguments.check_uncompiled(model, num_stages)
         if seed < 0:
             raise ConfigError(f"seed must be >= 0, got {seed}")
         self._spec = TrainSpec(
@@ -167,6 +170,7 @@ class Trainer:
             weights.make(model)
             weights = None
         prepare(model, optimizer)
+        notes = arguments.noticed(model, self._spec.precision.dtype)
         self._partitioned = PartitionedModel(
             in_dtype(model, self._spec.precision.dtype),
             num_stages,
@@ -177,6 +181,7 @@ class Trainer:
         # Of the stages of this process, which may have nothing to train; None: no fit has made any.
         self._averages: list[WeightAverage] | None = None
         self.running: str | None = None  # its method that runs
+        self._partitioned.notes += notes
         if names:
             shown = f"{', '.join([*names][:3])}{' ..' * (len(names) > 3)}"
             self._partitioned.notes.append(
@@ -252,6 +257,7 @@ class Trainer:
         arguments.check_values(
             {**given, "checkpoints": checkpoints, "monitoring": monitoring, "loading": loading}, VALUES
         )
+        arguments.check_workers(num_workers)
         loading = loading or Loading()
         loading.check()
         outputs = Outputs.of(checkpoints, monitoring, callbacks)
@@ -311,6 +317,7 @@ class Trainer:
         """
         if batch_size < 1:
             raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
+        arguments.check_workers(num_workers)
         world, sizes = self._join(), {"micro_batch_size": batch_size, "accumulation_steps": 1}
         with self._settling(world, None) as (running, store):
             loaders = Loaders()

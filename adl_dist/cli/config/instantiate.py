@@ -14,24 +14,22 @@ from typing import Any
 import torch
 import yaml
 from hydra.utils import get_object
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from adl_dist.checkpoint.storage import SUFFIX
-from adl_dist.checkpoint.weight_files import WeightFiles, check_same, check_tied
 from adl_dist.cli.config.compose import known_run
 from adl_dist.cli.config.schema import Device, RunConfig
 from adl_dist.data import Loading
-from adl_dist.errors import AdlError, CheckpointError, ConfigError
+from adl_dist.errors import AdlError, ConfigError
 from adl_dist.optim import build_lr_schedule
 from adl_dist.optimizers import prepare, with_rules
 from adl_dist.report import tell
 from adl_dist.report.callbacks import Callbacks
 from adl_dist.schedule import Method
 from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, TrainSpec
-from adl_dist.training.lazy_weights import is_lazy_model, load_weights
+from adl_dist.training.lazy_weights import is_lazy_model, load_initial
 from adl_dist.training.options import Monitoring, PartitionSpec
 from adl_dist.training.outputs import Outputs
 from adl_dist.training.tied_copies import untied
@@ -117,7 +115,7 @@ def build_model(config: RunConfig, *, unties: bool = True) -> nn.Module:
     if unties and config.partition.tied == "untie":
         untied(model)
     if config.init_from is not None:
-        _load_state(model, Path(config.init_from))
+        load_initial(model, Path(config.init_from))
     prepare(model, build_optimizer(config))  # with what rules freeze, also where no Trainer is made
     return model  # type: ignore[no-any-return]
 
@@ -406,27 +404,3 @@ def _signature(target: Callable[..., Any]) -> inspect.Signature | None:
         return inspect.signature(target)
     except (TypeError, ValueError):
         return None  # built-in callables have none to check against
-
-
-def _load_state(model: nn.Module, path: Path) -> None:
-    """Give ``model`` the weights in ``path``: safetensors files, or a state_dict saved by ``torch.save``."""
-    if path.is_dir() or path.suffix == SUFFIX or not path.exists():
-        load_weights(model, WeightFiles.at(path))
-        return
-    try:
-        state: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged pickle can raise anything
-        reason = (str(error).strip() or "no more is known").splitlines()[0][:100]
-        raise CheckpointError(
-            f"init_from={path} cannot be read ({type(error).__name__}: {reason}); expected a state_dict saved by "
-            f"torch.save, or a {SUFFIX} file, like those of adl-dist export"
-        ) from error
-    if not isinstance(state, Mapping):
-        raise CheckpointError(f"init_from={path} holds a {type(state).__name__}; expected a state_dict")
-    here, there = (
-        {name: list(value.shape) if isinstance(value, Tensor) else type(value).__name__ for name, value in each.items()}
-        for each in (model.state_dict(), state)
-    )
-    check_same(path, here, there)
-    check_tied(path, model, state, state.__getitem__)
-    model.load_state_dict(dict(state))

@@ -1,0 +1,142 @@
+"""What users give by mistake, or without a thought: it is refused, or said in a line what becomes of it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import adl_dist
+from adl_dist.errors import ConfigError, DataError
+from tests.support.commands import assert_same
+from tests.support.runs import toy_trainer
+from tests.support.toys import FixedImages, batch_norm_net
+from tests.support.values import SILENT
+
+DATA = FixedImages(12)
+
+
+def fit(trainer, data=DATA, **options):
+    trainer.fit(data, **{"epochs": 1, "batch_size": 4, "monitoring": SILENT, **options})
+    return trainer
+
+
+def notes_of(model, **options):
+    return fit(toy_trainer(1, 1, "bp", model=model, **options))._partitioned.notes
+
+
+def test_a_data_loader_is_no_dataset():
+    """Its batches would count as samples."""
+    with pytest.raises(DataError, match=r"got a DataLoader, whose batches would count as samples; give its dataset"):
+        fit(toy_trainer(1), DataLoader(DATA, batch_size=2))
+
+
+def test_fewer_than_no_processes_cannot_load():
+    with pytest.raises(ConfigError, match=r"num_workers must be at least 0, got -1"):
+        fit(toy_trainer(1), num_workers=-1)
+
+
+def test_a_granularity_that_there_is_not_is_refused():
+    with pytest.raises(ConfigError, match=r"there is no 'layers'; choose one of layer, block"):
+        adl_dist.PartitionSpec(granularity="layers")
+
+
+@pytest.mark.parametrize(("given", "told"), [
+    ({"autocast": "bfloat16"}, r"Precision\(autocast='bfloat16'\): expected a torch.dtype"),
+    ({"dtype": None}, r"Precision\(dtype=None\): expected a torch.dtype"),
+    ({"dtype": torch.int32}, r"dtype=int32 is not supported: weights so narrow, or of whole numbers"),
+])  # fmt: skip
+def test_precision_takes_dtypes(given, told):
+    with pytest.raises(ConfigError, match=told):
+        toy_trainer(1, precision=adl_dist.Precision(**given))
+
+
+def test_a_compiled_model_is_not_cut():
+    model = torch.compile(batch_norm_net())
+    with pytest.raises(ConfigError, match=r"one function since torch.compile.* Precision\(compile=True\)"):
+        adl_dist.Trainer(model, loss_fn=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD, num_stages=2)
+
+
+def test_weights_of_torch_save_are_taken(tmp_path):
+    torch.save(batch_norm_net(1).state_dict(), tmp_path / "model.pt")
+    trainer = toy_trainer(2, init_from=tmp_path / "model.pt")
+    assert_same(trainer.full_state_dict(), batch_norm_net(1).state_dict())
+
+
+def test_numbers_that_lose_digits_are_told(capfd):
+    (note,) = notes_of(batch_norm_net().double())
+    assert note.startswith("'0.0.weight' and ")
+    assert "become float32, in which the run computes, and lose digits" in note
+    (note,) = notes_of(batch_norm_net().bfloat16())
+    assert "become float32, in which weights are kept and updated" in note
+    assert notes_of(batch_norm_net()) == []
+    assert "warning" not in capfd.readouterr().err
+    fit(toy_trainer(1), FixedImages(12, dtype=torch.float64), epochs=2)
+    told = "the training dataset has float64 numbers, which become float32"
+    assert capfd.readouterr().err.count(told) == 1
+
+
+class KeepsEval(nn.Sequential):
+    """Its second layer stays in eval mode, as its user wants."""
+
+    def train(self, mode=True):
+        super().train(mode)
+        self[1].eval()
+        return self
+
+
+def test_modes_that_training_changes_are_told():
+    model = batch_norm_net()
+    model[1].eval()
+    (note,) = notes_of(model)
+    assert note.startswith("'1' and ")
+    assert "is in eval mode, but training puts all modules in train mode" in note
+    frozen = KeepsEval(*batch_norm_net()).train()
+    assert notes_of(frozen) == []
+    assert not any(module.training for module in frozen[1].modules())
+    assert notes_of(batch_norm_net().eval()) == [], "a model that was evaluated"
+
+
+class TakesGradients(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(72, 5)
+
+    def forward(self, x):
+        x = x.flatten(1).requires_grad_()
+        return self.layer(x) + torch.autograd.grad(self.layer(x).sum(), x, create_graph=True)[0][:, :5]
+
+
+def test_a_forward_that_takes_gradients_is_told_that_evaluation_has_none():
+    with pytest.raises(ConfigError, match=r"in evaluation no gradients are recorded: .* torch.enable_grad\(\)"):
+        fit(toy_trainer(1, model=TakesGradients()))
+
+
+def test_a_script_without_a_guard_that_loads_in_processes_is_told_so(tmp_path):
+    """They import it, and would train, too."""
+    script = tmp_path / "unguarded.py"
+    script.write_text(
+        "from functools import partial\n"
+        "import torch, adl_dist\n"
+        "from torch import nn\n"
+        "from torch.utils.data import TensorDataset\n"
+        "data = TensorDataset(torch.randn(8, 6), torch.randint(3, (8,)))\n"
+        "trainer = adl_dist.Trainer(\n"
+        "    nn.Linear(6, 3), loss_fn=nn.CrossEntropyLoss(), optimizer=partial(torch.optim.SGD, lr=0.1), num_stages=1\n"
+        ")\n"
+        "trainer.fit(data, epochs=1, batch_size=4, num_workers=1)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script],
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert "these processes import unguarded.py, which does its work at once" in last
+    assert "if __name__ == '__main__'" in last
