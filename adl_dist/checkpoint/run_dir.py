@@ -138,7 +138,7 @@ class RunFolder:
         """Raise ConfigError if another process trains here: at once, before this one writes to the logs of that run."""
         try:
             descriptor = os.open(self.path / LOCK, os.O_RDWR)
-        except OSError:  # nobody has trained here, or what is wrong is told when the folder is opened
+        except OSError:  # no run has been here; or what is wrong is told when the folder is opened
             return
         # Another rank may still be at the end of this trainer's last run.
         moments = 1 if launched_rank() == 0 else 20

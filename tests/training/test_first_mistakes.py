@@ -110,12 +110,12 @@ class TakesGradients(nn.Module):
         return self.layer(x) + torch.autograd.grad(self.layer(x).sum(), x, create_graph=True)[0][:, :5]
 
 
-def test_a_forward_that_takes_gradients_is_told_that_evaluation_has_none():
+def test_a_forward_that_takes_gradients_is_told_of_evaluation():
     with pytest.raises(ConfigError, match=r"in evaluation no gradients are recorded: .* torch.enable_grad\(\)"):
         fit(toy_trainer(1, model=TakesGradients()))
 
 
-def test_a_script_without_a_guard_that_loads_in_processes_is_told_so(tmp_path):
+def test_a_script_without_a_guard_that_loads_is_told_so(tmp_path):
     """They import it, and would train, too."""
     script = tmp_path / "unguarded.py"
     script.write_text(
