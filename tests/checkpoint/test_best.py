@@ -54,7 +54,10 @@ def test_the_best_is_that_of_the_chosen_metric(metric, best, pick, tmp_path):
 @pytest.mark.parametrize(
     ("policy", "said"),
     [
-        ({"best_metric": "validation_tenth"}, r"not known which way validation_tenth is better; .*say highest or lowest"),
+        (
+            {"best_metric": "validation_tenth"},
+            r"not known which way validation_tenth is better; .*say highest or lowest",
+        ),
         (
             {"best_metric": "validation_tent", "best_is": "lowest"},
             r"no metric 'validation_tent'; did you mean validation_te",
