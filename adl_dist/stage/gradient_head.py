@@ -122,5 +122,4 @@ class GradientHead:
                 self.optimizer.step()
             self.optimizer.zero_grad()
         self.version += 1
-        if self.lr_schedule is not None and (self.lr_updates is None or self.version <= self.lr_updates):
-            advance(self.lr_schedule, self.where, self.version)
+        advance(self.lr_schedule, self.where, self.version, until=self.lr_updates)

@@ -77,12 +77,18 @@ def told_whose(optimizer: Optimizer, where: str, update: int) -> Iterator[None]:
         ) from error
 
 
-def advance(lr_schedule: LRScheduler, where: str, update: int, *, skipped: bool = False) -> None:
+def advance(
+    lr_schedule: LRScheduler | None, where: str, update: int, *, until: int | None, skipped: bool = False
+) -> None:
     """Move on to the learning rate after ``update`` updates, of which the last may have been ``skipped``.
+
+    Without a schedule, and after ``until`` updates, there is none to move on to.
 
     Raises:
         ConfigError: the schedule fails; the text begins with ``where`` it is.
     """
+    if lr_schedule is None or (until is not None and update > until):
+        return
     try:
         # True, and meant, where the very first update is skipped: that torch's optimizer has not stepped yet.
         with warnings.catch_warnings() if skipped else nullcontext():

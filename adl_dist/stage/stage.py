@@ -444,8 +444,7 @@ class Stage:
         self.version += 1
         if self.ties:
             self._note_tied()
-        if self.lr_schedule is not None and (self.lr_updates is None or self.version <= self.lr_updates):
-            advance(self.lr_schedule, self.where, self.version, skipped=skip)
+        advance(self.lr_schedule, self.where, self.version, until=self.lr_updates, skipped=skip)
 
     def update_tied(self, tie: int) -> None:
         """Apply the oldest sum of gradients of tied weights, right after an update or another one of these."""

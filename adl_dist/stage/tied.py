@@ -157,8 +157,7 @@ class TiedWeights:
             if self.average is not None:
                 self.average.update()
         self.version += 1
-        if self.lr_schedule is not None and (self.lr_updates is None or self.version <= self.lr_updates):
-            advance(self.lr_schedule, self.where, self.version, skipped=skip)
+        advance(self.lr_schedule, self.where, self.version, until=self.lr_updates, skipped=skip)
 
     def _judge(self, norm: Tensor) -> None:
         figures = StepStats(gradient_norm=norm, gradient_of=f"the summed gradient of tied {self._names}")
