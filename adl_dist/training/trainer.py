@@ -309,7 +309,8 @@ class Trainer:
         """Evaluate the present weights on ``dataset``, every sample exactly once.
 
         Returns:
-            ``validation_loss`` and, for classes, ``validation_accuracy``; the same on every rank.
+            ``validation_loss`` and, for classes, ``validation_accuracy``, for text ``validation_perplexity``; the same
+            on every rank.
 
         Raises:
             ConfigError, PartitionError, DataError: before it starts.
@@ -327,7 +328,7 @@ class Trainer:
             plan = Plan(epochs=0, max_updates=None, **sizes, **loaders.lengths)
             worker, _ = self._built(world, store, loaders, plan)
         recorder, progress = Recorder(None), Progress(num_stages=self._spec.pipeline.num_stages, quiet=True)
-        coordinator = Coordinator(plan, saving=None, recorder=recorder, progress=progress)
+        coordinator = Coordinator(plan, saving=None, recorder=recorder, progress=progress, unit=worker.unit)
         with contextlib.closing(worker), self._applied(), self._bound(world):
             return running.run(worker, coordinator, coordinator.evaluate, stops_early=False)
 

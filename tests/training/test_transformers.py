@@ -188,3 +188,9 @@ def test_an_id_outside_the_vocabulary_is_named(K, at):
     said = r"stage 0: the input has the id 13, but the embedding 'embedding.tokens' has rows for 0 to 10 only"
     with pytest.raises(DataError, match=said):
         trainer.fit(TensorDataset(ids, ids % VOCAB), epochs=1, batch_size=4, shuffle=False, monitoring=QUIET)
+
+
+def test_perplexity_is_told_by_an_evaluation_alone(file):
+    trainer = toy_trainer(1, 1, "bp", model=build_gpt(), loss_fn=TokenCrossEntropy(), optimizer=sgd)
+    told = trainer.evaluate(data_of(file, 2), batch_size=MICRO_BATCH)
+    assert told["validation_perplexity"] == math.exp(told["validation_loss"])
