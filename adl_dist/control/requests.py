@@ -48,7 +48,7 @@ class Requests:
     def ask(self, what: Ask, why: str) -> "Future[str]":
         """Ask for ``what``; return at once."""
         request = Request(what, why)
-        request.done.set_running_or_notify_cancel()  # one who asks cannot take the answer's place by cancelling
+        request.done.set_running_or_notify_cancel()  # so that the one who asks cannot cancel it before it is answered
         with self._lock:
             if not (closed := self._closed):
                 self._open.append(request)

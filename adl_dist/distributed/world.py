@@ -210,7 +210,7 @@ def disconnect(*, in_order: bool = True) -> None:
         _world = None
     else:
         world.abort_edges()  # before they are destroyed, which would wait for all that is under way
-    if in_order and dist.is_initialized():  # unless the user has destroyed a group of his own, and ours with it
+    if in_order and dist.is_initialized():  # unless the user's code has destroyed its own group, and ours with it
         with contextlib.suppress(RuntimeError):  # a peer is gone: there is nothing left to keep in step with
             dist.barrier()
             _quieten_rpc()

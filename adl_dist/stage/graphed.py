@@ -275,7 +275,7 @@ class GraphedStage(Stage):
         outs = super().forward(micro_batch, acts, *wanted, keep_graph=keep_graph)
         if self.in_flight[micro_batch].replay is None:
             return outs
-        return tuple(out.clone() for out in outs)  # who gets it may read it when the slot has another one
+        return tuple(out.clone() for out in outs)  # copied: the receiver may read it after the slot is used again
 
     def backward(self, micro_batch: int, grads: Tensors) -> Tensors:
         """Back-propagate one micro-batch; see :meth:`Stage.backward`."""

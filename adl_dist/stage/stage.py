@@ -218,7 +218,7 @@ class Stage:
         self.tally = StepStats()
         self.faults.forget()
         self._set_mode(training=training)
-        # What an interrupted segment, or the user before us, left there belongs to no group.
+        # Gradients that an interrupted segment, or the user, has left there belong to no group.
         self.in_flight.clear()
         self._put_off.clear()
         if self._policy is not None:

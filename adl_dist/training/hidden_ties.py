@@ -1,4 +1,4 @@
-"""What stages have in common without a tensor of the model that tells: refused by name.
+"""State that stages share without a tensor of the model that tells: found, and refused by name.
 
 In one process two stages may reach one counter, list or plain tensor through a closure, a class attribute or a
 reference in a list. As two processes each has a copy of its own, and what one stage writes the other never reads. Two

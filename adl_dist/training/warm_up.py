@@ -80,7 +80,7 @@ def warm_up(
                 _carry_out(k, context, spec, device, acts, tensors_of(batch.input_), targets, training=training)
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # the user's code, on values that are not his
+            except Exception as error:  # the user's code, on values that are not the user's data
                 logger.info("stage %d: no warm-up with %d samples: %s", k, size, in_one_line(error))
     if device.type == "cuda":
         torch.cuda.synchronize(device)

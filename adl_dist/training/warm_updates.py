@@ -56,7 +56,7 @@ def warm_up_updates(
             try:
                 with streams_kept(device):
                     _update_copies(learner, k, spec)
-            except Exception as error:  # the user's code, once more than he asked for; or no memory for copies
+            except Exception as error:  # the user's code, in one call more than was asked for; or no memory for copies
                 logger.info("%s: no warm-up of its updates: %s", learner.where, in_one_line(error))
         if size:
             _code(k, spec, device, acts, size)

@@ -36,7 +36,7 @@ MANAGED_KEYS = (
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """What all runs have in common."""
+    """A measurement of speed: what the runs of all contenders have in common."""
 
     config: RunConfig
     overrides: Sequence[str]  # that it was composed from

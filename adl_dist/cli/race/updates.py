@@ -54,7 +54,7 @@ def read_target(text: str) -> Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Race:
-    """What all runs have in common."""
+    """A race to a target: what the runs of all contenders have in common."""
 
     words: Sequence[str]  # the user's settings, with the cut
     only_values: Sequence[str]  # further settings of these runs alone, like another device
