@@ -127,7 +127,8 @@ def keep_role(parameter: nn.Parameter, old: nn.Parameter) -> None:
 
 
 def take_role(parameter: nn.Parameter, other: nn.Parameter) -> None:
-    """Remember of ``parameter``, a copy of ``other``, what is known of that."""
+    """Remember of ``parameter``, a copy of ``other``, what is known of that, the user's own attributes among it."""
+    parameter.__dict__.update(other.__dict__)  # deepcopy leaves them out, and an optimizer may read them
     if (role := _ROLES.get(other)) is not None:
         _ROLES[parameter] = role
 

@@ -66,9 +66,8 @@ def copied(model: nn.Module, pieces: Sequence[nn.Module]) -> TiedCopies:
 
 
 def _give_copy(piece: nn.Module, k: int, name: str, parameter: nn.Parameter) -> None:
-    twin = copy.deepcopy(parameter)
+    twin = _twin(parameter, name)
     twin.grad = None
-    take_role(twin, parameter)
     replace_parameter(piece, parameter, twin)
     for place, tensor in tensors_reached(piece):
         if memory_of(tensor) == memory_of(parameter):
@@ -77,6 +76,18 @@ def _give_copy(piece: nn.Module, k: int, name: str, parameter: nn.Parameter) -> 
                 f"but reaches those by '{place}', too; use nothing but the registered parameter there, or "
                 "partition.tied=untie"
             )
+
+
+def _twin(parameter: nn.Parameter, name: str) -> nn.Parameter:
+    """Return a copy of ``parameter``; raise PartitionError if something looks at the gradients of that alone."""
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        raise PartitionError(
+            f"'{name}' is one parameter under several names and has a hook on its gradient, which would see a part of "
+            "it on each stage that holds a copy; remove the hook, or choose a cut with all its uses on one stage"
+        )
+    twin = copy.deepcopy(parameter)
+    take_role(twin, parameter)
+    return twin
 
 
 def untied(model: nn.Module) -> dict[str, str]:
@@ -90,6 +101,6 @@ def untied(model: nn.Module) -> dict[str, str]:
     for module_name, module in model.named_modules():
         for name, parameter in [*module.named_parameters(prefix=module_name, recurse=False, remove_duplicate=False)]:
             if kept[id(parameter)] != name:
-                setattr(module, name.rpartition(".")[2], copy.deepcopy(parameter))
+                setattr(module, name.rpartition(".")[2], _twin(parameter, name))
                 names[name] = kept[id(parameter)]
     return names

@@ -15,8 +15,8 @@ from torch import nn
 from adl_dist.checkpoint import layout, storage
 from adl_dist.checkpoint import state as saved_state
 from adl_dist.checkpoint.storage import Shard
-from adl_dist.cli.config import instantiate
 from adl_dist.errors import CheckpointError, UnusableError
+from adl_dist.training.lazy_weights import load_initial
 from tests.support.ranks import run_ranks
 from tests.support.saved import FIRST, MOMENTUM, SECOND, SIGNATURE, Trap, resealed, saved, shards
 from tests.support.tiers import slow
@@ -206,7 +206,7 @@ def test_a_pickle_in_place_of_a_file_of_tensors_is_not_followed(two, made):
 def test_a_state_dict_to_start_from_executes_nothing(made, tmp_path):
     torch.save({"weight": torch.zeros(3, 4), "more": Trap(made)}, tmp_path / "state.pt")
     with pytest.raises(CheckpointError, match=r"init_from=.* cannot be read"):
-        instantiate._load_state(Holder(), tmp_path / "state.pt")
+        load_initial(Holder(), tmp_path / "state.pt")
 
 
 class Holder(nn.Module):

@@ -277,3 +277,32 @@ def test_a_stage_may_have_nothing_but_tied_weights(name):
     if name == "1f1b":
         for tensor, expected in zip(got.values(), trainers[1].full_state_dict().values(), strict=True):
             torch.testing.assert_close(tensor, expected, rtol=1e-4, atol=1e-5)
+
+
+def by_attribute(parameters):
+    """A user's groups: half of the rate where a parameter says so."""
+    groups = {1.0: [], 0.5: []}
+    for parameter in parameters:
+        groups[getattr(parameter, "lr_scale", 1.0)].append(parameter)
+    return torch.optim.SGD([{"params": some, "lr": 0.1 * scale} for scale, some in groups.items() if some])
+
+
+def marked_net():
+    model = tied_net()
+    model.first[2].weight.lr_scale = 0.5
+    return model
+
+
+def test_copies_have_the_attributes_of_their_weight():
+    """By which an optimizer may make its groups: without them copies drifted apart."""
+    (state, _), (whole, _) = (train_tied(K, 2, model=marked_net, optimizer=by_attribute, method="bp") for K in (2, 1))
+    assert_copies_are_equal(state)
+    assert_close(state, whole)
+
+
+def test_a_hook_on_the_gradient_of_a_tied_weight_is_refused():
+    """It would see a part of the gradient on each stage."""
+    model = tied_net()
+    model.first[2].weight.register_hook(lambda grad: grad.clamp(-1, 1))
+    with pytest.raises(PartitionError, match=r"'head.1.weight' is one parameter under several names and has a hook"):
+        toy_trainer(2, 2, "bp", model=model, balance=[2, 4]).fit(FixedImages(8), epochs=1, batch_size=4)
