@@ -10,7 +10,7 @@ Only the names of the files depend on the cut, and the manifest says what it was
 schedule is a function of the update index and of the cut in use.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from adl_dist.checkpoint.loss_state import FreshLoss
 from adl_dist.checkpoint.optimizer_state import FreshOptimizer
 from adl_dist.checkpoint.storage import BUFFERS, EMA, HEADS, MODEL, OPTIMIZER, Shard, Stored
 from adl_dist.errors import CheckpointError, ConfigError, UnusableError
+from adl_dist.memory import has_plain_memory, memory_of
 from adl_dist.partition.piece import stage_units
 from adl_dist.stage import Learner, LossFn, Stage
 from adl_dist.stage.tied import TiedWeights
@@ -57,14 +58,42 @@ class FreshStage:
 
 
 def signature(model: nn.Module) -> Signature:
-    """Return names and shapes of the uncut model's tensors; raise ConfigError for what cannot be saved."""
+    """Return names and shapes of the uncut model's tensors; raise ConfigError for what cannot be saved, or put back."""
     if lazy := [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]:
         raise ConfigError(f"{lazy[0]} of the model has no shape yet; run the model on one batch before handing it over")
-    state = model.state_dict()
+    state = model.state_dict(keep_vars=True)
     for name, value in state.items():
         if reason := storage.why_unstorable(value):
             raise ConfigError(f"{name} of the model cannot be saved: {reason}")
+    _check_is_its_memory(model, state)
     return {name: list(tensor.shape) for name, tensor in state.items()}
+
+
+def _check_is_its_memory(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Raise ConfigError unless to write to the entries of ``state`` is to write to the tensors of ``model``.
+
+    That is how weights are put back. A hook may return something else, or leave out what is trained.
+    """
+    registered = dict(model.named_parameters()) | dict(model.named_buffers())
+    places = {*map(_place_of, registered.values())}
+    returned = {*map(_place_of, state.values())}
+    copies = [name for name, tensor in state.items() if _place_of(tensor) not in places]
+    left_out = [n for n, p in model.named_parameters() if p.requires_grad and _place_of(p) not in returned]
+    if copies or left_out:
+        name = [*copies, *left_out][0]
+        what = "returns another tensor than the module's own" if copies else "leaves out this trained parameter"
+        raise ConfigError(
+            f"{name} of the model cannot be put back: state_dict() {what}, so that a checkpoint or init_from would not "
+            "reach it; let state_dict() return what is registered (no hook that copies, changes or drops it), and "
+            "convert weights of another form before they are given as init_from"
+        )
+
+
+def _place_of(tensor: Tensor) -> Hashable:
+    """Return what a tensor has in common with one of the same elements in the same memory."""
+    if not has_plain_memory(tensor):
+        return memory_of(tensor)
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
 
 
 def refuse_hidden_state(names: Sequence[str]) -> None:
