@@ -4,6 +4,7 @@ from collections.abc import Hashable, Iterable
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
 
@@ -18,6 +19,16 @@ def memory_of(tensor: Tensor) -> Hashable:
     """Return what two tensors of one storage have in common; of one without plain memory its id."""
     address = tensor.untyped_storage().data_ptr() if has_plain_memory(tensor) else 0
     return ("memory", address) if address else id(tensor)
+
+
+def storage_of(tensor: Tensor) -> Hashable:
+    """Return what two tensors of one storage have in common while both are there, also on meta; else the id."""
+    if is_lazy(tensor) or tensor.layout is not torch.strided:
+        return id(tensor)
+    try:
+        return StorageWeakRef(tensor.untyped_storage())
+    except NotImplementedError:  # a class of tensors that has none
+        return id(tensor)
 
 
 def span(tensor: Tensor) -> tuple[int, int]:

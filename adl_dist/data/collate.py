@@ -47,7 +47,8 @@ def collated(collate_fn: Callable[[list[Any]], Any], samples: list[Any], indices
     for tensor in (*tensors_of(pair[0]), *tensors_of(pair[1])):
         if tensor.shape[:1] != (len(samples),):
             raise DataError(f"{where} returned a tensor {list(tensor.shape)}; its first dimension must be the samples")
-    return pair
+    # Copies: it may use its memory again for the next micro-batch, while stages still compute with this one.
+    return pair[0].clone(), pair[1].clone()
 
 
 def as_pair(sample: Any, index: int) -> Pair:

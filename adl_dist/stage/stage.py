@@ -282,13 +282,19 @@ class Stage:
         if self.metrics or self._guard is not None:
             self._look_at(kept, out)
         if self.has_loss:
-            out, loss = outs[0] if self.is_last else None, last[0]
+            out, loss = self._lasting(outs[:1])[0] if self.is_last else None, last[0]
             if not keep_graph:  # nor one that the module asked for
                 out, loss = out.detach() if out is not None else None, loss.detach()
             kept.output_and_loss = out, loss
         if keep_graph:
             kept.grad_edges = self._grad_edges_of(last, micro_batch)
-        return () if self.is_last else tuple(out.detach() for out in outs)
+        return () if self.is_last else self._lasting(tuple([out.detach() for out in outs]))
+
+    def _lasting(self, outs: Tensors) -> Tensors:
+        """Return ``outs`` of a forward, copied where a later one, or an update, may overwrite them."""
+        if not any(self._lies_in_stage):
+            return outs
+        return tuple(out.clone() if mine else out for out, mine in zip(outs, self._lies_in_stage, strict=False))
 
     def _leaves_of(self, acts: Tensors) -> Tensors:
         """Return what came from upstream as leaves of this stage's part of the graph."""
@@ -472,7 +478,7 @@ class Stage:
         out = self._call(acts)
         outs = self._taken_apart(out)
         if not self.is_last:
-            return outs
+            return self._lasting(outs)
         assert target is not None
         target = target.to(outs[0].device, non_blocking=True)
         if self.metrics:
@@ -498,6 +504,7 @@ class Stage:
         # upstream stage keeps for its backward. The data's own input is not shared.
         self._overwrites = self._traits.overwrites[mode] if self.index > 0 else ()
         self._takes, self._returns = self._traits.takes[mode], self._traits.returns[mode]
+        self._lies_in_stage = self._traits.lies_in_stage[mode]
 
     def _check_weights(self, weights: str) -> None:
         """Refuse parameters whose versions cannot be kept, or which a backward wants in a version that is not kept."""

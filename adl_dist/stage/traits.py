@@ -95,6 +95,8 @@ class StageTraits:
         takes: in training and in evaluation, the structure of the module's argument; None: a tensor, or a tuple of
             several.
         returns: likewise of what it returns, where that goes downstream; None: whatever containers hold its tensors.
+        lies_in_stage: likewise, for each tensor that the module returns, whether it lies in memory of its own, which a
+            later forward or an update may overwrite.
         needs_grad: in training, for each act whether it is part of a graph in the uncut model; None: all that are
             floating-point or complex are.
         gets_grad: for each act whether its backward reaches it; a gradient goes upstream for these only, and the
@@ -118,6 +120,7 @@ class StageTraits:
     overwrites: tuple[Sequence[bool], Sequence[bool]] = ((), ())
     takes: tuple[Takes | None, Takes | None] = (None, None)
     returns: tuple[Structure | None, Structure | None] = (None, None)
+    lies_in_stage: tuple[Sequence[bool], Sequence[bool]] = ((), ())
     needs_grad: Sequence[bool] | None = None
     gets_grad: Sequence[bool] | None = None
     out_needs_grad: Sequence[bool] | None = None

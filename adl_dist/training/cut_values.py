@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from adl_dist.errors import ConfigError
+from adl_dist.memory import storage_of
+from adl_dist.partition.module_state import tensors_reached
 from adl_dist.partition.state_walk import CAN_CROSS
 from adl_dist.stage.calls import Tensors
 from adl_dist.stage.traits import Structure
@@ -68,6 +70,12 @@ def share_memory(outs: Sequence[Tensor], acts: Sequence[Tensor], shared: Sequenc
     of_acts = {act.untyped_storage().data_ptr() for act, is_shared in zip(acts, shared, strict=True) if is_shared}
     pairs = zip(outs, memory, strict=True)
     return [bool(out.numel()) and (memory.count(mine) > 1 or mine in of_acts) for out, mine in pairs]
+
+
+def lie_in(outs: Sequence[Tensor], module: nn.Module) -> list[bool]:
+    """Return for each of ``outs`` whether it lies in memory that ``module`` keeps, like a view of a buffer."""
+    own = {storage_of(tensor) for _, tensor in tensors_reached(module)}
+    return [storage_of(out) in own for out in outs]
 
 
 def check_output(out: Any, size: int, gets: str) -> None:

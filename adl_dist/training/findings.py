@@ -57,3 +57,4 @@ class Seen:
     overwrites: list[list[bool]] = field(default_factory=list)
     needs_grad: list[list[bool]] = field(default_factory=list)
     gets_grad: list[list[bool]] = field(default_factory=list)
+    lies_in_stage: list[list[bool]] = field(default_factory=list)  # for each tensor that it returns

@@ -20,14 +20,14 @@ from adl_dist.memory import memory_of
 from adl_dist.partition.module_state import ModuleState
 from adl_dist.partition.piece import as_argument
 from adl_dist.stage import TrainSpec
-from adl_dist.stage.calls import Tensors, packed, refuse_unknown_ids
+from adl_dist.stage.calls import Tensors, packed, refuse_unknown_ids, unpacked
 from adl_dist.stage.heads import check_outs
 from adl_dist.stage.loss_check import check_is_mean, halves, num_made_up, put_together
 from adl_dist.stage.loss_terms import class_loss, is_known_mean, loss_terms
 from adl_dist.stage.traits import LossTraits, StageTraits, Takes, joined
 from adl_dist.stage.versions import Exchange
 from adl_dist.streams import Streams
-from adl_dist.training.cut_values import check_output, crossing, share_memory
+from adl_dist.training.cut_values import check_output, crossing, lie_in, share_memory
 from adl_dist.training.findings import Agreed, CutImpossible, Seen
 from adl_dist.training.homes import Around, Homes
 from adl_dist.training.loss_checks import check_broadcast, check_not_shared, is_called_again, try_loss
@@ -81,6 +81,7 @@ class StageChain:
         self._accumulates = spec.pipeline.micro_batches_per_update > 1
         self._learns = self._is_loss_tried = False
         self._of_loss = LossTraits()
+        self._looks_at_memory = False
         self._is_training: bool | None = None  # which mode the stages are in; None: unknown
 
     def run(
@@ -106,7 +107,7 @@ class StageChain:
         change, outcome = change or Replacement(), Outcome() if into is None else into
         older: list[nn.Parameter] = []
         first, second = samples.pair
-        self._varies = samples.varies
+        self._varies, self._looks_at_memory = samples.varies, bool(look)
         replaced = {name: p for name, p in change.parameters.items() if name in change.between}
         exchange = Exchange([*replaced.values()], self.stages if replaced else ())
         in_place = [p for n, p in change.parameters.items() if change.changed is None or n in change.changed]
@@ -190,6 +191,8 @@ class StageChain:
             seen.takes.append(structure)
             seen.overwrites.append(overwrites)
             seen.needs_grad.append(needs)
+            if self._looks_at_memory:
+                seen.lies_in_stage.append(lie_in(unpacked(out), self.stages[k]))
             passage.acts.append(leaves)
             if k == self.last:
                 check_output(out, size, gets)
@@ -226,6 +229,7 @@ class StageChain:
                 self._traits[k],
                 overwrites=(_any(seen.overwrites), _any(in_evaluation.overwrites)),
                 takes=(seen.takes[-1], in_evaluation.takes[-1]),
+                lies_in_stage=(_any(seen.lies_in_stage), _any(in_evaluation.lies_in_stage)),
                 needs_grad=seen.needs_grad[-1],
                 gets_grad=gets_grad,
                 loss=of_loss,
