@@ -80,6 +80,20 @@ def test_any_k_is_a_plain_loop_of_the_uncut_model(name, method, balance):
     assert [key for key in found if torch.equal(found[key], start[key])] == still
 
 
+def test_a_rate_that_is_one_tensor_is_each_stage_s_own():
+    """torch's schedules write to it, and each stage has a schedule."""
+    schedule, states = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.7), []
+    for rate in (0.1, torch.tensor(0.1, dtype=torch.float64)):
+        optimizer = partial(torch.optim.Adam, lr=rate, eps=1e-3)
+        options = {"balance": [2, 3, 3], "optimizer": optimizer, "lr_schedule": schedule, "dtype": torch.float64}
+        trainer = toy_trainer(3, 1, model=net(), **options)
+        trainer.fit(FixedImages(12, dtype=torch.float64), epochs=1, batch_size=3, monitoring=SILENT)
+        states.append(trainer.full_state_dict())
+        assert float(rate) == 0.1
+    for name, expected in states[0].items():
+        torch.testing.assert_close(states[1][name], expected, rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.parametrize(("head", "shapes"), [("linear", [(5, 16)]), ("predsim", [(5, 16), (4, 4, 3, 3)])])
 def test_the_heads_of_local_losses_belong_to_the_rest(head, shapes):
     made = []

@@ -1,4 +1,4 @@
-"""Memory that is written to again while a micro-batch is under way: of a stage that returns its own, and of the data."""
+"""Memory that is written to again while a micro-batch is under way: a stage's own, or that of the data."""
 
 import numpy as np
 import pytest
