@@ -1,4 +1,4 @@
-"""The global random streams of this process, compared and put back."""
+"""The global random streams of this process: seeded, compared and put back."""
 
 import random
 from collections.abc import Iterator
@@ -7,6 +7,27 @@ from typing import Any
 
 import numpy as np
 import torch
+
+CPU = torch.device("cpu")
+
+
+def seed_streams(seed: int, device: torch.device = CPU) -> None:
+    """Seed torch's stream, as :func:`seed_torch` does, Python's and numpy's."""
+    seed_torch(seed, device)
+    random.seed(seed)
+    seed_numpy(seed)
+
+
+def seed_torch(seed: int, device: torch.device = CPU) -> None:
+    """Seed torch's stream on the CPU, from which a model on a GPU may draw, too, and that of ``device``."""
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every GPU
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+
+
+def seed_numpy(seed: int) -> None:
+    """Seed numpy's legacy stream with a number below 2**64."""
+    np.random.seed([seed & 0xFFFFFFFF, seed >> 32])  # takes words of 32 bits
 
 
 class Streams:
@@ -20,10 +41,10 @@ class Streams:
         self._of_device = torch.cuda.get_rng_state(self._device) if self._device is not None else None
 
     def moved(self) -> set[str]:
-        """Return which of ``torch``, on the CPU, ``python`` and ``numpy`` have been drawn from or seeded since then."""
-        now = Streams()
+        """Return which of ``torch``, ``python`` and ``numpy`` have been drawn from or seeded since then."""
+        now = Streams(self._device)
         pairs = {
-            "torch": (now._torchs.numpy().tobytes(), self._torchs.numpy().tobytes()),
+            "torch": (_of_torch(now), _of_torch(self)),
             "python": (now._pythons, self._pythons),
             "numpy": (_as_bytes(now._numpys), _as_bytes(self._numpys)),
         }
@@ -46,6 +67,11 @@ def streams_kept(device: torch.device | None = None) -> Iterator[Streams]:
         yield streams
     finally:
         streams.restore()
+
+
+def _of_torch(streams: Streams) -> list[bytes]:
+    states = streams._torchs, streams._of_device
+    return [state.numpy().tobytes() for state in states if state is not None]
 
 
 def _as_bytes(state: Any) -> Any:

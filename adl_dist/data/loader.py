@@ -32,6 +32,7 @@ from adl_dist.data.rows import rows_of
 from adl_dist.data.stream import Stream, is_iterable
 from adl_dist.errors import DataError
 from adl_dist.seeds import stream_seed, stream_seeds
+from adl_dist.streams import seed_streams
 
 # What is sent to a whole process group or job is for the process that trains. It may have to stop, and until its
 # pipeline is empty it needs data.
@@ -266,7 +267,7 @@ class _Samples(Dataset["Pair | DataError"]):
         try:
             with _streams_restored():
                 for index, seed in zip(indices, self._seeds[places].tolist(), strict=True):
-                    _seed_streams(seed)
+                    seed_streams(seed)
                     with own_code(f"sample {index}: {type(self._dataset).__name__}"):
                         sample = self._dataset[index]
                     samples.append(sample if self._collate is not None else as_pair(sample, index))
@@ -309,7 +310,7 @@ class _Streamed(Dataset["Pair | DataError"]):
         try:
             with _streams_restored():
                 for index in indices:
-                    _seed_streams(self._stream.seed_of(index))
+                    seed_streams(self._stream.seed_of(index))
                     sample = self._stream.next()
                     samples.append(sample if self._collate is not None else as_pair(sample, index))
                 return stacked(samples, indices) if self._collate is None else self._collate(samples, indices)
@@ -323,7 +324,7 @@ def _collate_of(collate_fn: Callable[[list[Any]], Any] | None, seed: int, epoch:
 
 def _collated(collate_fn: Callable[[list[Any]], Any], seed: int, epoch: int, samples: list[Any], at: list[int]) -> Pair:
     """Collate ``samples`` with the indices ``at``; what that draws depends on the first of them."""
-    _seed_streams(stream_seed(seed, "collate", epoch, at[0]))
+    seed_streams(stream_seed(seed, "collate", epoch, at[0]))
     return collated(collate_fn, samples, at)
 
 
@@ -331,7 +332,7 @@ def _collated(collate_fn: Callable[[list[Any]], Any], seed: int, epoch: int, sam
 def _seeded(seed: int) -> Iterator[None]:
     """Have the global random streams begin at ``seed`` inside."""
     with _streams_restored():
-        _seed_streams(seed)
+        seed_streams(seed)
         yield
 
 
@@ -362,12 +363,6 @@ def _gaussian_kept() -> Iterator[None]:
         now = np.random.get_state(legacy=False)
         if before["has_gauss"] and pickle.dumps(before["state"]) == pickle.dumps(now["state"]):
             np.random.set_state(before)
-
-
-def _seed_streams(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every GPU, too
-    random.seed(seed)
-    np.random.seed([seed & 0xFFFFFFFF, seed >> 32])  # takes words of 32 bits
 
 
 def _worker_context() -> BaseContext:

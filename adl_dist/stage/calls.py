@@ -1,13 +1,12 @@
 """Calls of a module: with one tensor or several, seeded, compiled, and with its writes to its arguments known."""
 
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -15,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from adl_dist.batch import Several
 from adl_dist.errors import DataError
 from adl_dist.seeds import stream_seed, stream_seeds
+from adl_dist.streams import seed_numpy, seed_torch
 
 Tensors = tuple[Tensor, ...]
 # Returns what a forward that is replayed has to run in: with the state of now that is no buffer, which is remembered.
@@ -103,6 +103,11 @@ def takes_gradient(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
+def seed_update(seed: int, key: str, update: int, device: torch.device) -> None:
+    """Seed what the optimizer of the learner ``key`` draws from in ``update``; ``seed``: that of the run."""
+    seed_torch(stream_seed(seed, f"update of {key}", update), device)
+
+
 class RandomStreams:
     """Seeds the global random streams for each micro-batch of one stage, by (seed, epoch, stage, micro-batch)."""
 
@@ -122,8 +127,12 @@ class RandomStreams:
         """Return the seed of a stream of this stage's own for one micro-batch of the segment."""
         return stream_seed(self._seed, purpose, self._epoch, self._stage, self._first_micro_batch + micro_batch)
 
+    def seed_backward(self, micro_batch: int, device: torch.device, *, part: str = "") -> None:
+        """Seed what a backward draws from, or that ``part`` of one."""
+        self._use([self.seed_of(f"backward {part} {purpose}", micro_batch) for purpose in self._purposes], device)
+
     def seed(self, micro_batch: int, device: torch.device) -> None:
-        """Seed the generator that random operations on ``device`` draw from, and no other of torch's."""
+        """Seed what a forward, whose tensors are on ``device``, draws from."""
         of_epoch = self._first_micro_batch + micro_batch
         if of_epoch not in self._seeds:
             block = range(of_epoch, of_epoch + SEEDS_AT_ONCE)
@@ -132,15 +141,12 @@ class RandomStreams:
                 for purpose in self._purposes
             ]
             self._seeds = dict(zip(block, zip(*columns, strict=True), strict=True))
-        seeds = self._seeds[of_epoch]
-        if device.type == "cuda":
-            torch.cuda.default_generators[device.index or 0].manual_seed(seeds[0])
-        else:
-            torch.default_generator.manual_seed(seeds[0])
-        if len(seeds) == 1:
-            return
-        for purpose, seed in zip(self._purposes, seeds, strict=True):
+        self._use(self._seeds[of_epoch], device)
+
+    def _use(self, seeds: Sequence[int], device: torch.device) -> None:
+        seed_torch(seeds[0], device)
+        for purpose, seed in zip(self._purposes[1:], seeds[1:], strict=True):
             if purpose == "python":
                 random.seed(seed)
             elif purpose == "numpy":
-                np.random.seed([seed & 0xFFFFFFFF, seed >> 32])  # takes words of 32 bits
+                seed_numpy(seed)

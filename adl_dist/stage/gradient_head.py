@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim.lr_scheduler import LRScheduler
 
-from adl_dist.stage.calls import Tensors
+from adl_dist.stage.calls import Tensors, seed_update
 from adl_dist.stage.nonfinite import NonFiniteCheck
 from adl_dist.stage.optimizer import advance, scaled_learning_rates, stage_optimizer, told_whose
 from adl_dist.stage.spec import TrainSpec
@@ -62,6 +62,7 @@ class GradientHead:
         self.predictions: list[Tensor] = []
         self._lr_factor = spec.pipeline.lr_factor(stage) * spec.pipeline.method.head_lr_factor
         self._clip_norm, self._faults = spec.gradients.clip_norm, faults
+        self._seed, self._device = spec.seed, device
         self._within, self._dtype = spec.precision.autocasting(device), spec.precision.dtype
         self._awaited: dict[int, _Awaited] = {}
         self._epoch = 0
@@ -118,6 +119,7 @@ class GradientHead:
             clip_grads_with_norm_(parameters, self._clip_norm, norm)
         if self.optimizer is not None:
             scaled = scaled_learning_rates(self.optimizer, self._lr_factor)
+            seed_update(self._seed, self.key, self.version, self._device)
             with told_whose(self.optimizer, self.where, self.version), scaled:
                 self.optimizer.step()
             self.optimizer.zero_grad()

@@ -25,6 +25,7 @@ from adl_dist.stage.calls import (
     call_of,
     packed,
     refuse_unknown_ids,
+    seed_update,
     takes_gradient,
     unpacked,
 )
@@ -169,7 +170,7 @@ class Stage:
         self._gradient_shrink = method.gradient_shrink
         self._learns_locally = method.spec.local_losses
         self._epoch = 0
-        self._random = RandomStreams(spec.seed, index, traits.draws)
+        self._seed, self._random = spec.seed, RandomStreams(spec.seed, index, traits.draws)
         self._rereads_weights = False  # whether a backward needs the weights of its forward in the module
         self._set_mode(training=True)
 
@@ -352,6 +353,8 @@ class Stage:
             grads = tuple(grad * self._gradient_shrink for grad in grads)
         if paired := [(end, grad) for end, grad in zip(kept.grad_edges, grads, strict=True) if end is not None]:
             ends, grads = zip(*paired, strict=True)
+            if self._traits.draws_backward:
+                self._random.seed_backward(micro_batch, self._device)
             if kept.replay is not None:
                 kept.replay(grads)
             else:
@@ -401,6 +404,8 @@ class Stage:
         if micro_batch not in self._put_off:
             return
         version, later = self._put_off.pop(micro_batch)
+        if self._traits.draws_backward:
+            self._random.seed_backward(micro_batch, self._device, part="of weights")
         with self._weights_of(version):
             self._deferred.compute(later)
         if completes:
@@ -443,6 +448,7 @@ class Stage:
             if self._clip_norm is not None and self._gradient_norm is not None and not skip:
                 clip_grads_with_norm_(self._policy.gather(), self._clip_norm, self._gradient_norm)
             graphs = self._versions_in_use()
+            seed_update(self._seed, self.key, self.version, self._device)
             with told_whose(self.optimizer, self.where, self.version), scaled_learning_rates(self.optimizer, factor):
                 self._policy.step(self.version, in_flight=graphs, skip=skip)
             if self.average is not None and not skip:

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from adl_dist.errors import DivergedError, PartitionError
 from adl_dist.schedule.actions import Tie
 from adl_dist.stage.average import WeightAverage
-from adl_dist.stage.calls import Tensors
+from adl_dist.stage.calls import Tensors, seed_update
 from adl_dist.stage.mitigation import Mitigation, mitigation_of_tie
 from adl_dist.stage.nonfinite import NonFiniteCheck
 from adl_dist.stage.optimizer import advance, scaled_learning_rates, stage_optimizer, told_whose
@@ -59,7 +59,7 @@ class TiedWeights:
         self.lr_schedule: LRScheduler | None = None
         self.lr_updates: int | None = None
         self.staleness: list[int] = []
-        self._clip_norm, self._skips = spec.gradients.clip_norm, spec.gradients.skips
+        self._clip_norm, self._skips, self._seed = spec.gradients.clip_norm, spec.gradients.skips, spec.seed
         self._own: list[Tensor] = []  # the part of this stage, of the group that is complete
         self._sums: deque[list[Tensor]] = deque()  # not applied yet, oldest first
         self._skipped: set[int] = set()  # updates to come that are not made
@@ -151,6 +151,7 @@ class TiedWeights:
                 clip_grads_with_norm_(parameters, self._clip_norm, norm)
             factor = 1.0 if self.mitigation is None else self.mitigation.rate(self.version)
             scaled = scaled_learning_rates(self.optimizer, factor)
+            seed_update(self._seed, self.key, self.version, parameters[0].device)
             with told_whose(self.optimizer, self.where, self.version), scaled, in_place:
                 self.optimizer.step() if self.mitigation is None else self.mitigation.step()
             self.optimizer.zero_grad()

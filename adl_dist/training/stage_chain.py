@@ -19,6 +19,7 @@ from adl_dist.errors import ConfigError
 from adl_dist.memory import memory_of
 from adl_dist.partition.module_state import ModuleState
 from adl_dist.partition.piece import as_argument
+from adl_dist.seeds import stream_seed
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.calls import Tensors, packed, refuse_unknown_ids, unpacked
 from adl_dist.stage.heads import check_outs
@@ -26,7 +27,7 @@ from adl_dist.stage.loss_check import check_is_mean, halves, num_made_up, put_to
 from adl_dist.stage.loss_terms import class_loss, is_known_mean, loss_terms
 from adl_dist.stage.traits import LossTraits, StageTraits, Takes, joined
 from adl_dist.stage.versions import Exchange
-from adl_dist.streams import Streams
+from adl_dist.streams import Streams, seed_streams
 from adl_dist.training.cut_values import check_output, crossing, lie_in, share_memory
 from adl_dist.training.findings import Agreed, CutImpossible, Seen
 from adl_dist.training.homes import Around, Homes
@@ -70,7 +71,7 @@ class StageChain:
         self._places = self.homes.places
         self._on_turn, self._around = on_turn, around
         self._loss_fn, self._within = spec.loss_fn, spec.precision.autocasting(device)
-        self._device = device
+        self._device, self._seed = device, spec.seed
         self._seen = [[Seen() for _ in stages] for _ in Specs._fields]
         self._traits = [StageTraits() for _ in stages]
         self._targets: list[tuple[TensorSpec, ...]] = []
@@ -81,7 +82,7 @@ class StageChain:
         self._accumulates = spec.pipeline.micro_batches_per_update > 1
         self._learns = self._is_loss_tried = False
         self._of_loss = LossTraits()
-        self._looks_at_memory = False
+        self._looks = False
         self._is_training: bool | None = None  # which mode the stages are in; None: unknown
 
     def run(
@@ -107,19 +108,19 @@ class StageChain:
         change, outcome = change or Replacement(), Outcome() if into is None else into
         older: list[nn.Parameter] = []
         first, second = samples.pair
-        self._varies, self._looks_at_memory = samples.varies, bool(look)
+        self._varies, self._looks = samples.varies, bool(look)
         replaced = {name: p for name, p in change.parameters.items() if name in change.between}
         exchange = Exchange([*replaced.values()], self.stages if replaced else ())
         in_place = [p for n, p in change.parameters.items() if change.changed is None or n in change.changed]
         gather: dict[str, nn.Parameter] = {}
         try:
-            self._on_turn(FIRST)
+            self._turn_to(FIRST)
             passage = self.forward(first, look=look)
             if replaced:  # with more than one micro-batch in flight, as in training
                 older = exchange.moved_on()
                 change_values(exchange.parameters)
                 gather = dict(zip(replaced, older, strict=True))
-                self._on_turn(SECOND)
+                self._turn_to(SECOND)
                 behind = self.forward(second)
             if backward:
                 within = change.swapped_in(exchange, older)
@@ -129,7 +130,7 @@ class StageChain:
             _keep(outcome, FIRST, passage)
             if not replaced:
                 change_values(in_place)
-                self._on_turn(SECOND)
+                self._turn_to(SECOND)
                 behind = self.forward(second)
             del passage
             if change.third and change.delayed:
@@ -140,15 +141,23 @@ class StageChain:
             del behind
             if change.third and not change.delayed:
                 self._forward_third(first, outcome)
-            self._on_turn(EVALUATION)
+            self._turn_to(EVALUATION)
             _keep(outcome, EVALUATION, self.forward(first, training=False))
         finally:
             if older:
                 exchange.swap(older)
         return outcome
 
+    def _turn_to(self, when: str) -> None:
+        """Begin the forward of a micro-batch: what is drawn does not depend on what came before."""
+        self._seed_for(when)
+        self._on_turn(when)
+
+    def _seed_for(self, purpose: str) -> None:
+        seed_streams(stream_seed(self._seed, purpose), self._device)
+
     def _forward_third(self, batch: MicroBatch, outcome: Outcome) -> None:
-        self._on_turn(THIRD)
+        self._turn_to(THIRD)
         _keep(outcome, THIRD, self.forward(batch))
 
     def forward(
@@ -191,7 +200,7 @@ class StageChain:
             seen.takes.append(structure)
             seen.overwrites.append(overwrites)
             seen.needs_grad.append(needs)
-            if self._looks_at_memory:
+            if self._looks:
                 seen.lies_in_stage.append(lie_in(unpacked(out), self.stages[k]))
             passage.acts.append(leaves)
             if k == self.last:
@@ -284,6 +293,18 @@ class StageChain:
         moves_more = known.moves_more or bool(moves)
         self._traits[self.last] = replace(known, draws=known.draws | draws, moves_more=moves_more)
 
+    @contextmanager
+    def _looking_at_draws(self, k: int) -> Iterator[None]:
+        """Note what the stage's backward draws from."""
+        if not self._looks:
+            yield
+            return
+        streams = Streams(self._device)
+        yield
+        if drawn := streams.moved():
+            known = self._traits[k]
+            self._traits[k] = replace(known, draws=known.draws | (drawn - {"torch"}), draws_backward=True)
+
     def _call(self, k: int, argument: Any, gets: str) -> Any:
         try:
             with self._within(), self._around(k):
@@ -347,13 +368,14 @@ class StageChain:
         ``older``: those that gather the gradients of the ``parameters`` of their names.
         """
         assert passage.loss is not None
+        self._seed_for(f"backward of {when}")
         gradients: dict[str, Tensor | None] = dict.fromkeys(parameters)
         grads: list[Tensor | None] = [torch.ones_like(passage.loss) if passage.loss.requires_grad else None]
         for k in reversed(range(len(self.stages))):
             arrived = zip(passage.ends[k], grads, strict=True)
             if pairs := [(end, grad) for end, grad in arrived if end.requires_grad and grad is not None]:
                 try:
-                    with within(k):
+                    with within(k), self._looking_at_draws(k):
                         torch.autograd.backward([end for end, _ in pairs], [grad for _, grad in pairs])
                 except torch.OutOfMemoryError:
                     raise

@@ -6,24 +6,23 @@ others take their place. Outputs, losses, gradients and what the forwards move m
 the rounding of a sum in another order.
 """
 
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.partition.module_state import ModuleState
+from adl_dist.seeds import stream_seed
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.calls import takes_gradient
 from adl_dist.stage.versions import check_versions
-from adl_dist.streams import Streams
+from adl_dist.streams import Streams, seed_streams
 from adl_dist.training.differences import STATE, Compared, Comparison, Difference, first_of, largest_difference
 from adl_dist.training.findings import Agreed, CutImpossible
 from adl_dist.training.hidden_ties import SharedState, check_reads
@@ -60,7 +59,7 @@ class Kept:
 
     def __init__(self, model: nn.Module, stages: Sequence[nn.Module], spec: TrainSpec, device: torch.device) -> None:
         others = [spec.loss_fn] if isinstance(spec.loss_fn, nn.Module) else []
-        self._seed = spec.seed % 2**32  # as numpy takes it
+        self._seed = stream_seed(spec.seed, "trial")
         self._is_moved = False
         modules = [model, *(stage for stage in stages if stage is not model), *others]
         loss = {"loss_fn": spec.loss_fn}
@@ -73,7 +72,7 @@ class Kept:
         self._grads = [(p, p.grad) for one in modules for p in one.parameters()]
         for parameter, _ in self._grads:
             parameter.grad = None
-        self._device = device if device.type == "cuda" else None
+        self._device = device
 
     def put_back(self, *, gradients: bool = False) -> None:
         """Put it back; ``gradients``: also those that were there, else there are none."""
@@ -90,11 +89,7 @@ class Kept:
         if self._is_moved:
             self.put_back()
         self._is_moved = True
-        torch.default_generator.manual_seed(self._seed)
-        random.seed(self._seed)
-        np.random.seed(self._seed)
-        if self._device is not None:
-            torch.cuda.default_generators[self._device.index or 0].manual_seed(self._seed)
+        seed_streams(self._seed, self._device)
 
 
 @contextmanager

@@ -211,8 +211,8 @@ TENSORS = torch.arange(6.0).unsqueeze(1), torch.arange(6)
     ids=["tensors", "subset", "drawing", "subset of drawing", "from the end", "a column"],
 )
 def test_only_datasets_of_tensors_are_not_seeded(dataset, num_seeded, monkeypatch):
-    seeds, seed_streams = [], data.loader._seed_streams
-    monkeypatch.setattr(data.loader, "_seed_streams", lambda seed: [seeds.append(seed), seed_streams(seed)])
+    seeds, seed_streams = [], data.loader.seed_streams
+    monkeypatch.setattr(data.loader, "seed_streams", lambda seed: [seeds.append(seed), seed_streams(seed)])
     batches = list(Loader(dataset, seed=1, shuffle=True).batches(0, [4, 2]))
     assert len(seeds) == num_seeded
     targets = torch.cat([target for _, target in batches]).flatten()

@@ -4,12 +4,15 @@ import random
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
 
 from adl_dist.errors import ConfigError
 from adl_dist.streams import Streams
-from tests.support.runs import toy_trainer
-from tests.support.toys import FixedImages
+from tests.support.commands import assert_same
+from tests.support.ranks import run_ranks
+from tests.support.runs import sgd, toy_trainer
+from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import SILENT
 
 DRAW = {"python": random.random, "numpy": np.random.rand}
@@ -59,3 +62,79 @@ def test_another_numpy_generator_is_compared_and_put_back():
         assert np.random.rand() == first
     finally:
         np.random.set_bit_generator(own)
+
+
+class NoisyGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return noisy(grad)
+
+
+class Noise(nn.Module):
+    def forward(self, x):
+        return NoisyGradient.apply(x)
+
+
+class NoisySGD(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            p.add_(torch.randn_like(p), alpha=0.01)
+
+
+def noisy(grad):
+    return grad + 0.1 * torch.randn_like(grad) * random.random()
+
+
+def noise_in_backward():
+    net = batch_norm_net(dropout=0.2)
+    return nn.Sequential(*net[:2], Noise(), *net[2:4], Noise(), *net[4:])
+
+
+def noise_by_hooks():
+    net = batch_norm_net(dropout=0.2)
+    for p in net.parameters():
+        p.register_hook(noisy)
+    return net
+
+
+NOISY = {
+    "backward": {"model": noise_in_backward},
+    "hooks": {"model": noise_by_hooks},
+    "optimizer": {"model": lambda: batch_norm_net(dropout=0.2), "optimizer": lambda p: NoisySGD(p, lr=0.1)},
+}
+NOISY_WAYS = [("bp", 2, {}), ("1f1b", 3, {"split_backward": True}), ("adl", 2, {}), ("fr", 3, {})]
+
+
+def with_noise(where, method, K, options, **more):
+    made = {name: make() if name == "model" else make for name, make in NOISY[where].items()}
+    trainer = toy_trainer(K, 2, method, options, **{"optimizer": sgd, **made, **more})
+    trainer.fit(FixedImages(20), epochs=2, batch_size=4, monitoring=SILENT)
+    return trainer.full_state_dict()
+
+
+@pytest.mark.parametrize(("method", "K", "options"), NOISY_WAYS)
+@pytest.mark.parametrize("where", NOISY)
+def test_draws_of_a_backward_and_an_update_know_no_order(where, method, K, options):
+    """Whichever stage of one process is first."""
+    balance = {} if where == "hooks" else {"balance": "even"}
+    first_stage_first = with_noise(where, method, K, options, pick_next=min, **balance)
+    assert_same(first_stage_first, with_noise(where, method, K, options, **balance))
+    (moved,) = [t for name, t in first_stage_first.items() if name.endswith("2.bias")]
+    assert moved.abs().sum() > 0
+
+
+def all_with_noise():
+    return {where: with_noise(where, "adl", 2, {}, balance="even") for where in NOISY}
+
+
+@pytest.mark.ranks
+def test_nor_do_processes():
+    found, _ = run_ranks(2, all_with_noise)
+    for where, expected in all_with_noise().items():
+        assert_same(found[where], expected)
