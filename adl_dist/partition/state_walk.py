@@ -83,7 +83,7 @@ class Walk:
                 self._take_entries(dot, held, look_into=False)
             self._take_entries(dot, module.__dict__, skip=_OF_TORCH)
             for owner in type(module).__mro__:
-                if not _is_of_a_library(owner) and self._is_new(owner):
+                if not is_of_a_library(owner) and self._is_new(owner):
                     self._take_class(owner)
 
     def take_registered(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
@@ -100,7 +100,7 @@ class Walk:
         while isinstance(value, partial):
             value = value.func
         owner, is_function = type(value), isinstance(value, types.FunctionType | types.MethodType)
-        if not is_function and not _is_of_a_library(owner) and self._is_new(owner):
+        if not is_function and not is_of_a_library(owner) and self._is_new(owner):
             self._take_class(owner)
 
     def _take_globals(self, function: types.FunctionType) -> None:
@@ -109,7 +109,7 @@ class Walk:
         for key in dict.fromkeys(_names_in(function.__code__)):
             value, name = known.get(key), f"global {key}"
             if isinstance(value, type):
-                if not _is_of_a_library(value) and self._is_new(value):
+                if not is_of_a_library(value) and self._is_new(value):
                     self._take_class(value)
             elif isinstance(value, types.FunctionType):
                 self.take(key, value)
@@ -151,10 +151,10 @@ class Walk:
             self._take_entries(f"{name}.", value.keywords)
         elif isinstance(value, types.FunctionType):
             self._take_closure(name, value)
-            if not _is_of_a_library(value):
+            if not is_of_a_library(value):
                 self._take_globals(value)
         elif isinstance(value, types.SimpleNamespace | argparse.Namespace) or not (
-            isinstance(value, type | types.ModuleType) or _is_of_a_library(type(value))
+            isinstance(value, type | types.ModuleType) or is_of_a_library(type(value))
         ):
             self._take_object(name, value)
 
@@ -304,7 +304,7 @@ def values_of(value: Any, *, depth: int = 5) -> Any:
         return [values_of(each, depth=depth - 1) for each in value]
     if isinstance(value, set | bytearray):
         return copy.copy(value)
-    is_users = not isinstance(value, (*PLAIN, type, nn.Module)) and not _is_of_a_library(type(value))
+    is_users = not isinstance(value, (*PLAIN, type, nn.Module)) and not is_of_a_library(type(value))
     if depth and is_users and isinstance(held := getattr(value, "__dict__", None), dict):
         return [type(value), values_of(held, depth=depth - 1)]
     return value
@@ -333,7 +333,7 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 def _called(owner: type) -> set[str]:
     """Return the names of the methods that the forward of a class, or its call, may call by their names."""
-    own = (vars(each).items() for each in reversed(owner.__mro__) if not _is_of_a_library(each))
+    own = (vars(each).items() for each in reversed(owner.__mro__) if not is_of_a_library(each))
     methods = {key: getattr(value, "__func__", value) for items in own for key, value in items}
     called, following = set[str](), ["forward", "__call__"]
     while following:
@@ -377,5 +377,6 @@ def _same_tensor(tensor: Tensor, before: Tensor) -> bool:
     return bool(nans.any()) and bool(((tensor == before) | ((tensor != tensor) & nans)).all())
 
 
-def _is_of_a_library(kind_of: Any) -> bool:
+def is_of_a_library(kind_of: Any) -> bool:
+    """Return whether a class or function is of one of ``LIBRARIES``, whose objects are not looked into."""
     return str(kind_of.__module__).partition(".")[0] in LIBRARIES

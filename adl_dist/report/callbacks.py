@@ -4,6 +4,7 @@ import difflib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -126,6 +127,7 @@ class Callbacks:
 
     Attributes:
         asked: why one of them wants the run to end; None: none does.
+        watched: what each call is made in, which may raise ConfigError.
         on_interrupt: stops the run as Ctrl-C does, if a callback raises KeyboardInterrupt; None: that is raised.
     """
 
@@ -145,6 +147,7 @@ class Callbacks:
                 raise ConfigError(f"callbacks: there are {', '.join(EVENTS)}, and {_name(one)} {what}{hint}")
         self._callbacks = [*callbacks]
         self.asked: str | None = None
+        self.watched: Callable[[], AbstractContextManager[None]] = nullcontext
         self.on_interrupt: Callable[[str], object] | None = None
         self._ask: Callable[[str], object] = lambda why: None
         self._update: int | None = None  # of which figures have come
@@ -170,7 +173,7 @@ class Callbacks:
     def call(self, event: str, now: Moment) -> None:
         """Call ``event`` of all of them; CallbackError if one fails."""
         for one in self._callbacks:
-            if not callable(method := getattr(one, event, None)):
+            if not callable(method := getattr(one, event, None)) or _does_nothing(one, event):
                 continue
 
             def stop(why: str, one: Any = one) -> None:
@@ -223,7 +226,8 @@ class Callbacks:
 
     def _safely(self, one: Any, event: str, update: int, action: Callable[[], Any]) -> Any:
         try:
-            return action()
+            with self.watched():
+                return action()
         except KeyboardInterrupt:
             if self.on_interrupt is None:
                 raise
@@ -241,6 +245,10 @@ class Callbacks:
 def _as_json(callback: Any) -> Any:
     """Return the state of a callback as it will be read; raise what JSON raises if it cannot hold it."""
     return json.loads(json.dumps(callback.state_dict()))
+
+
+def _does_nothing(one: object, event: str) -> bool:
+    return getattr(getattr(one, event), "__func__", None) is getattr(Callback, event)
 
 
 def _name(one: object) -> str:

@@ -29,7 +29,7 @@ from adl_dist.partition.imbalance import why_uneven
 from adl_dist.partition.measure import measure
 from adl_dist.partition.predict import best_cut, unevenness, with_delays
 from adl_dist.schedule import Method, Pipeline
-from adl_dist.stage import TrainSpec
+from adl_dist.stage import LossFn, TrainSpec
 from adl_dist.stage.optimizer import stage_optimizer
 from adl_dist.training.agreement import SIZES, read
 from adl_dist.training.delays import recorded_delays
@@ -44,6 +44,7 @@ from adl_dist.training.samples import NUM_SAMPLES, Samples
 from adl_dist.training.split_costs import with_split_costs
 from adl_dist.training.tied_copies import TiedCopies, copied
 from adl_dist.training.trial import Trial, check_trains, in_a_memory_format
+from adl_dist.training.unchanged import Unchanged
 from adl_dist.training.verify import kept
 from adl_dist.transport.coding_speed import coding_costs
 from adl_dist.transport.spec import TensorSpec
@@ -96,6 +97,7 @@ class PartitionedModel:
         notes: what the user should know of the cut, a line each.
         verify_seconds: how long the comparison with the uncut model took; None: there was none.
         weights: what makes the tensors of this process's stages, if the model is on meta; else None.
+        unchanged: what tells whether the user's code has changed what stages do not read again; None: it is in one.
         flops: of forward and backward of a sample, as a share of a device's peak in a second; None: not known.
     """
 
@@ -138,6 +140,7 @@ class PartitionedModel:
         self.verify_seconds: float | None = None
         self.flops: float | None = None
         self.peak_tflops: float | None = None  # of a device, if that is given
+        self.unchanged: Unchanged | None = None
         self._settled: Settled | None = None
         self._home: dict[str, tuple[int, torch.dtype]] = {}
 
@@ -229,7 +232,7 @@ class PartitionedModel:
         if peak is not None and measuring is not None and self.weights is None:
             flops = flops_per_sample(self._model, spec, samples.to(trial.device, channels_last=False), trial.device)
             self.flops = None if flops is None else flops / (1e12 * peak)
-        self._cut(sizes, stages)
+        self._cut(sizes, stages, spec.loss_fn)
         if self.ties.stages:
             spec = replace(spec, pipeline=replace(spec.pipeline, tied=self.ties.stages))
         if self.weights is not None:
@@ -355,11 +358,13 @@ class PartitionedModel:
         """Return what was settled before the first call of fit or evaluate, if it holds for these samples, too.
 
         Raises:
-            ConfigError: it does not, and this process does not hold the whole model any more; or a parameter that was
-                frozen then is trained now.
+            ConfigError: it does not, and this process does not hold the whole model any more; a parameter that was
+                frozen then is trained now, or what stages do not read again was changed.
         """
         assert self._settled is not None
         settled = self._settled
+        if self.unchanged is not None:
+            self.unchanged.check()
         if self._num_stages > 1 and (unlike := self._trained() - settled.trained):
             raise ConfigError(
                 f"'{min(unlike)}' takes a gradient now, but did not when the model was cut, and stages agreed then on "
@@ -390,13 +395,14 @@ class PartitionedModel:
         self.notes.append(text)
         logger.info(text)
 
-    def _cut(self, sizes: list[int], pieces: Sequence[nn.Module]) -> None:
+    def _cut(self, sizes: list[int], pieces: Sequence[nn.Module], loss_fn: LossFn) -> None:
         self.sizes = sizes
         self._home = {name: (k, t.dtype) for k, piece in enumerate(pieces) for name, t in piece.state_dict().items()}
         if missing := self.signature.keys() - self._home.keys():
             raise PartitionError(f"no stage holds {', '.join(sorted(missing)[:3])}; use partition.num_stages=1")
         assert self._model is not None
         if len(pieces) > 1:
+            self.unchanged = Unchanged(self._model, pieces, loss_fn)
             self.ties = copied(self._model, pieces)
             for note in self.ties.notes():
                 self._note(note)

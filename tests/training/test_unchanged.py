@@ -1,0 +1,201 @@
+"""Changes of model and loss that not all stages would see: by a callback, between two calls of fit, by a forward."""
+
+import pytest
+import torch
+from torch import nn
+
+import adl_dist
+from adl_dist.errors import CallbackError, ConfigError
+from tests.support.runs import sgd, toy_trainer
+from tests.support.toys import FixedImages
+from tests.support.values import SILENT
+
+DATA = FixedImages(12)
+
+
+class Scaled(nn.Module):
+    """Divides by a number that it holds; ``options`` hold more."""
+
+    def __init__(self, at=0.0):
+        super().__init__()
+        self.tau, self.options = 1.0, {"shift": [at]}
+
+    def forward(self, h):
+        return torch.tanh(h / self.tau + self.options["shift"][0])
+
+
+class Root(nn.Module):
+    """Traced; divides by a number of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(72, 6), nn.Linear(6, 6), nn.Linear(6, 5)
+        self.tau = 1.0
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.second(torch.tanh(self.first(x.flatten(1)) / self.tau))))
+
+
+class Smoothed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.alpha = 0.0
+
+    def forward(self, output, target):
+        return nn.functional.cross_entropy(output, target, label_smoothing=self.alpha)
+
+
+def chain():
+    return nn.Sequential(nn.Flatten(), nn.Linear(72, 6), Scaled(), nn.Linear(6, 6), Scaled(), nn.Linear(6, 5))
+
+
+class Changes(adl_dist.Callback):
+    def __init__(self, change):
+        self.on_epoch = lambda now: change() if now.epoch == 1 else None
+
+
+def fit(trainer, **options):
+    trainer.fit(DATA, epochs=2, batch_size=4, val_dataset=DATA, monitoring=SILENT, **options)
+
+
+def of_loss(model, loss):
+    loss.alpha = 0.1
+
+
+def of_layer(model, loss):
+    model[2].tau = 2.0
+
+
+def in_container(model, loss):
+    model[4].options["shift"][0] = 1.0
+
+
+def of_root(model, loss):
+    model.tau = 2.0
+
+
+def freezes(model, loss):
+    model[3].weight.requires_grad_(False)
+
+
+def writes(model, loss):
+    with torch.no_grad():
+        model[5].weight.mul_(0.5)
+
+
+def hooks(model, loss):
+    model[3].register_forward_hook(lambda module, given, out: out * 2)
+
+
+def replaces(model, loss):
+    model[4] = nn.Tanh()
+
+
+def evaluates(model, loss):
+    model[4].train()  # after an evaluation
+
+
+CHANGES = [
+    (chain, of_loss, "'alpha' of the loss"), (chain, of_layer, "'2.tau' of the model"),
+    (chain, in_container, "'4.options' of the model"), (Root, of_root, "'tau' of the model"),
+    (chain, freezes, "'3.weight' of the model"), (chain, writes, "'5.weight' of the model"),
+    (chain, hooks, "'3._forward_hooks' of the model"), (chain, replaces, "'4' of the model"),
+    (chain, evaluates, "the mode of '4' of the model"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "change", "what"), CHANGES)
+def test_a_callback_may_not_change_what_other_stages_hold(make, change, what):
+    model, loss = make(), Smoothed()
+    changes = [Changes(lambda: change(model, loss))]
+    with pytest.raises(CallbackError, match=rf"fails at update 3: it has changed {what}, but callbacks run on rank 0"):
+        fit(toy_trainer(2, model=model, balance="even", loss_fn=loss), callbacks=changes)
+    fit(toy_trainer(1, 1, "bp", model=make(), loss_fn=loss), callbacks=changes)  # of another model
+
+
+def test_of_one_stage_it_may():
+    model, loss = chain(), Smoothed()
+    trainer = toy_trainer(1, 1, "bp", model=model, loss_fn=loss)
+    fit(trainer, callbacks=[Changes(lambda: (of_layer(model, loss), of_loss(model, loss)))])
+    assert (model[2].tau, loss.alpha) == (2.0, 0.1)
+
+
+def test_losses_that_are_functions_are_watched_too():
+    how = {"weight": 0.0}
+
+    def loss_fn(output, target):
+        return nn.functional.cross_entropy(output, target) + how["weight"] * output.square().mean()
+
+    with pytest.raises(CallbackError, match="it has changed 'how' of the loss"):
+        trainer = toy_trainer(2, model=chain(), balance="even", loss_fn=loss_fn)
+        fit(trainer, callbacks=[Changes(lambda: how.update(weight=1.0))])
+
+
+def test_reading_and_counting_is_no_change(tmp_path):
+    model, seen = chain(), []
+
+    def look():
+        model.eval()
+        with torch.no_grad():
+            seen.append(model(torch.zeros(1, 2, 6, 6)))
+        model.train()
+
+    fit(toy_trainer(2, model=model, balance="even"), callbacks=[Changes(look)])
+    assert len(seen) == 1
+
+
+BETWEEN = [
+    (chain, replaces, "module '4'"), (Root, of_root, "'tau'"),
+    (chain, lambda model, loss: setattr(model[3], "weight", model[5].weight), "what '5.weight' is tied to"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "change", "what"), BETWEEN)
+def test_a_cut_model_is_not_rebuilt_between_two_calls(make, change, what):
+    model = make()
+    trainer = toy_trainer(2, model=model, balance="even")
+    fit(trainer)
+    change(model, None)
+    with pytest.raises(ConfigError, match=f"{what} was changed since the model was cut, which its stages do not see"):
+        fit(trainer)
+
+
+def test_what_stages_read_each_time_may_change_between_two_calls():
+    weights = []
+    for change in (True, False):
+        torch.manual_seed(0)
+        model, loss = chain(), Smoothed()
+        trainer = toy_trainer(2, model=model, balance="even", loss_fn=loss)
+        fit(trainer)
+        if change:
+            of_layer(model, loss)
+            of_loss(model, loss)
+            freezes(model, loss)
+        before = model[3].weight.clone()
+        fit(trainer)
+        assert torch.equal(before, model[3].weight) == change
+        weights.append(model[1].weight)
+    assert not torch.equal(*weights)
+
+
+class Unfreezes(nn.Linear):
+    """Begins to train when it has been called often."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.requires_grad_(False)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, h):
+        if self.training:
+            self.calls += 1
+        if self.calls >= 3:
+            self.requires_grad_(True)
+        return super().forward(h)
+
+
+def test_a_forward_may_not_unfreeze_during_a_run():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(72, 6), nn.Tanh(), Unfreezes(), nn.Linear(6, 5))
+    told = r"stage 1: requires_grad of '3.weight' was changed during the run"
+    with pytest.raises(ConfigError, match=told):
+        fit(toy_trainer(2, model=model, balance=[3, 2], optimizer=sgd))
