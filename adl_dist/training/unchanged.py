@@ -40,8 +40,8 @@ class Unchanged:
         unlike = _first_unlike(self._parts, self._structure()) or _first_unlike(self._values, self._read_once())
         if unlike is not None:
             raise ConfigError(
-                f"{unlike} was changed since the model was cut, which its stages do not see; make a new Trainer, of a "
-                "model with the weights of full_state_dict()"
+                f"{unlike}, or what it is tied to, was changed since the model was cut, which its stages do not see; "
+                "make a new Trainer, of a model with the weights of full_state_dict()"
             )
 
     @contextmanager
@@ -66,19 +66,17 @@ class Unchanged:
         seen: Seen = {}
         names: dict[int, str] = {}
         for name, module in self._alive():
-            seen[name] = {f"module '{_dotted(name, key)}'": id(child) for key, child in module._modules.items()}
+            seen[name] = {key: id(child) for key, child in module._modules.items()}
             for key, p in module._parameters.items():
                 if p is not None:
-                    seen[name][f"what '{_dotted(name, key)}' is tied to"] = names.setdefault(id(p), _dotted(name, key))
+                    seen[name][key] = names.setdefault(id(p), _dotted(name, key))
         return seen
 
     def _read_once(self) -> Seen:
         """Return the plain values of modules whose forward was traced."""
         return {
             name: {
-                f"'{key}'": _look(value, DEPTH)
-                for key, value in _held_by(module, name)
-                if not isinstance(value, Tensor | nn.Module)
+                key: _look(value, DEPTH) for key, value in _held_by(module) if not isinstance(value, Tensor | nn.Module)
             }
             for name, module in self._alive()
             if name in self._traced
@@ -86,24 +84,21 @@ class Unchanged:
 
     def _everything(self) -> Seen:
         """Return all that is seen of the modules and of the loss."""
-        seen = {
-            name: {f"'{key}' of the model": _look(value, DEPTH) for key, value in _held_by(module, name)}
-            for name, module in self._alive()
-        }
-        seen[LOSS] = {f"'{key}' of the loss": _look(value, DEPTH) for key, value in _reached(self._loss_fn)}
+        seen = {name: {key: _look(value, DEPTH) for key, value in _held_by(module)} for name, module in self._alive()}
+        seen[LOSS] = {key: _look(value, DEPTH) for key, value in _reached(self._loss_fn)}
         return seen
 
 
 _HELD = {"_parameters", "_buffers", "_modules"}
 
 
-def _held_by(module: nn.Module, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield what ``module``, which is called ``name``, holds, each with its name."""
+def _held_by(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield what ``module`` holds, each with its name: fast, because of a module's dictionaries most are empty."""
     for key, value in vars(module).items():
         if key in _HELD:
-            yield from ((_dotted(name, inner), held) for inner, held in value.items())
-        elif key != "training":
-            yield _dotted(name, key), value
+            yield from value.items()
+        elif key != "training" and (not isinstance(value, dict) or value):
+            yield key, value
 
 
 def _reached(loss_fn: Any, depth: int = DEPTH) -> Iterator[tuple[str, Any]]:
@@ -111,7 +106,7 @@ def _reached(loss_fn: Any, depth: int = DEPTH) -> Iterator[tuple[str, Any]]:
     held: dict[str, Any] = {}
     if isinstance(loss_fn, nn.Module):
         for name, module in loss_fn.named_modules():
-            held |= dict(_held_by(module, name))
+            held |= {_dotted(name, key): value for key, value in _held_by(module)}
     elif isinstance(loss_fn, partial):
         held = {"the function": loss_fn.func, "its arguments": loss_fn.args, **loss_fn.keywords}
     elif isinstance(loss_fn, MethodType):
@@ -160,7 +155,7 @@ def _first_unlike(before: Seen, now: Seen) -> str | None:
         then, held = before[name], now[name]
         for key in {**then, **held}:
             if then.get(key) != held.get(key):
-                return key
+                return f"'{key}' of the loss" if name == LOSS else f"'{_dotted(name, key)}' of the model"
     return None
 
 

@@ -19,6 +19,7 @@ class Scaled(nn.Module):
     def __init__(self, at=0.0):
         super().__init__()
         self.tau, self.options = 1.0, {"shift": [at]}
+        self.plain = torch.ones(2)
 
     def forward(self, h):
         return torch.tanh(h / self.tau + self.options["shift"][0])
@@ -126,8 +127,8 @@ def test_losses_that_are_functions_are_watched_too():
     def loss_fn(output, target):
         return nn.functional.cross_entropy(output, target) + how["weight"] * output.square().mean()
 
+    trainer = toy_trainer(2, model=chain(), balance="even", loss_fn=loss_fn)
     with pytest.raises(CallbackError, match="it has changed 'how' of the loss"):
-        trainer = toy_trainer(2, model=chain(), balance="even", loss_fn=loss_fn)
         fit(trainer, callbacks=[Changes(lambda: how.update(weight=1.0))])
 
 
@@ -145,8 +146,8 @@ def test_reading_and_counting_is_no_change(tmp_path):
 
 
 BETWEEN = [
-    (chain, replaces, "module '4'"), (Root, of_root, "'tau'"),
-    (chain, lambda model, loss: setattr(model[3], "weight", model[5].weight), "what '5.weight' is tied to"),
+    (chain, replaces, "'4'"), (Root, of_root, "'tau'"),
+    (chain, lambda model, loss: setattr(model[3], "weight", model[5].weight), "'5.weight'"),
 ]  # fmt: skip
 
 
@@ -156,7 +157,8 @@ def test_a_cut_model_is_not_rebuilt_between_two_calls(make, change, what):
     trainer = toy_trainer(2, model=model, balance="even")
     fit(trainer)
     change(model, None)
-    with pytest.raises(ConfigError, match=f"{what} was changed since the model was cut, which its stages do not see"):
+    told = f"{what} of the model, or what it is tied to, was changed since the model was cut"
+    with pytest.raises(ConfigError, match=told):
         fit(trainer)
 
 
