@@ -14,8 +14,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from adl_dist.checkpoint import closures, nested, storage
 from adl_dist.checkpoint.closures import Mark, Place
@@ -75,9 +76,16 @@ class FreshOptimizer:
         }
 
     def moved(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the values of groups, object and stage that are others now, by name."""
+        """Return the values of groups, object and stage that are others now, by name.
+
+        And tensors that the object holds, moved or not: they may be copies of the weights that it began with.
+        """
         values = {name: home[key] for name, (home, key) in _values_of(optimizer, without=self.scheduled)}
-        return {name: value for name, value in values.items() if _has_moved(name, self.marks.get(name), value)}
+        return {
+            name: value
+            for name, value in values.items()
+            if _has_moved(name, self.marks.get(name), value) or (name.startswith("self.") and _is_of_tensors(value))
+        }
 
 
 def shard_of(learner: Learner, fresh: FreshOptimizer | None) -> Shard:
@@ -183,6 +191,12 @@ def _values_of(optimizer: Optimizer, *, without: Collection[str] = ()) -> Iterat
         for full, (home, key) in closures.places(name, hook, seen):
             if home[key] is not optimizer:
                 yield full, (home, key)
+
+
+def _is_of_tensors(value: Any) -> bool:
+    """Return whether ``value`` is a tensor, but no parameter, or a container of such."""
+    leaves = tree_leaves(value)
+    return bool(leaves) and all(isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter) for leaf in leaves)
 
 
 def _optimizer_in(value: Any) -> Optimizer | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from adl_dist.checkpoint import layout, state
 from adl_dist.checkpoint.async_save import LAST_SAVE_SECONDS, PartReport, Saver
+from adl_dist.checkpoint.constants import Samples, check_constants
 from adl_dist.checkpoint.identity import check_identity, identity_of, partition_change_note
 from adl_dist.checkpoint.run_dir import RunFolder
 from adl_dist.control import messages
@@ -53,6 +54,7 @@ class Saving:
     optimizer: str  # the name of its class
     schedule_follows: bool  # whether the learning rate schedule depends on the length of the run
     cut: Mapping[str, Any]  # the partition, as made
+    constants: Samples = field(default_factory=dict)  # of what the model holds and no checkpoint does
     goal: Goal = field(default_factory=Goal)  # what the best checkpoint is the best of
     trace: bool = False  # whether the stages record what they do, to be written at the end
 
@@ -237,6 +239,7 @@ class Coordinator:
         path, manifest, rejected = layout.first_usable(candidates, lambda path: state.verify(path, saving.signature))
         mine = identity_of(self._plan, saving.optimizer)
         note = check_identity(path, manifest["identity"], mine, schedule_follows=saving.schedule_follows)
+        check_constants(path, manifest, saving.constants)
         self._workers.call(messages.Load(str(path), manifest["update"]), Done)
         self._note(note)
         self._epoch, self._sample, self._update = manifest["epochs"], manifest["sample"], manifest["update"]
@@ -336,7 +339,11 @@ class Coordinator:
             "metrics": self._metrics,
             "goal": asdict(self._saving.goal),
             "callbacks": self._callbacks.state(self._update),
-            "identity": {**identity_of(self._plan, self._saving.optimizer), "cut": dict(self._saving.cut)},
+            "identity": {
+                **identity_of(self._plan, self._saving.optimizer),
+                "cut": dict(self._saving.cut),
+                "constants": self._saving.constants,
+            },
         }
         self._saved_moment = self._moment()
         saver.save(self._write_parts, manifest)

@@ -112,6 +112,13 @@ class Plan:
         return sample == 0 if every is None else sample % (every * self.micro_batch_size * self.accumulation_steps) == 0
 
     @property
+    def as_given(self) -> dict[str, int | None]:
+        """What all ranks are given, while only one knows the data."""
+        sizes = {"micro_batch_size": self.micro_batch_size, "accumulation_steps": self.accumulation_steps}
+        every = {"checkpoint_every_updates": self.checkpoint_every_updates}
+        return {"epochs": self.epochs, "max_updates": self.max_updates, **every, **sizes}
+
+    @property
     def first_epoch(self) -> Segment:
         """The first epoch in one piece."""
         return replace(self, checkpoint_every_updates=None).segment(0, 0, 0)

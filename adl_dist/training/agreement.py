@@ -6,7 +6,6 @@ publishes why, so that the others end with the same error; in gloo a mismatch wo
 """
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from textwrap import shorten
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from adl_dist.checkpoint.constants import are_close
 from adl_dist.distributed.world import disconnect
 from adl_dist.errors import ChannelError, ConfigError, StageFailed
 
@@ -23,6 +23,7 @@ from adl_dist.errors import ChannelError, ConfigError, StageFailed
 SIZES, LENGTH = ("sizes", "sizes, channels_last"), "length"
 MADE = "made"  # begins the keys of what each rank has made
 SAMPLES = "samples"  # the key of what rank 0 has taken from the data
+ELSE = "the model computes something else in each process"
 ROUNDS = "given", "found"  # of :func:`check_consistent`
 
 
@@ -52,30 +53,30 @@ def check_consistent(
         message = read(store, f"{turn}/{other}", other)
         if 0 not in (rank, other):
             continue
-        if (difference := _first_difference(mine, message["values"])) is not None:
+        if (difference := first_difference(mine, message["values"])) is not None:
             name, *both = difference
             here, there = (shorten(str(value), 60, placeholder="...") for value in both)
             what = "do not find the same at the start" if found else "were not given the same job"
             raise ConfigError(
                 f"rank {rank} and rank {other} {what}: {name} is {here} here and {there} there; "
-                + ("the model computes something else in each process" if found else "start all ranks with one command")
+                + (ELSE if found else "start all ranks with one command, and let all make the same")
             )
         for name, elements in initial.items():
             theirs = message["initial"].get(name, elements)  # without any, its weights come from a checkpoint
-            if not all(math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-6) for a, b in zip(elements, theirs, strict=True)):
+            if not are_close(elements, theirs):
                 raise ConfigError(
                     f"rank {rank} and rank {other} do not begin with the same weights: the initial {name} differs; "
                     "call torch.manual_seed(...) before the model is built, on every rank"
                 )
 
 
-def _first_difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+def first_difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
     """Return the dotted name of the first entry that differs, also in mappings inside, with both values."""
     for name in {**mine, **theirs}:
         here, there = mine.get(name, "missing"), theirs.get(name, "missing")
         if here == there:
             continue
-        if isinstance(here, dict) and isinstance(there, dict) and (inner := _first_difference(here, there)):
+        if isinstance(here, dict) and isinstance(there, dict) and (inner := first_difference(here, there)):
             return f"{name} {inner[0]}" if name == "model" else f"{name}.{inner[0]}", *inner[1:]
         return name, here, there
     return None

@@ -44,6 +44,7 @@ from adl_dist.training.loss_checks import ReturnsSumError, check_first_targets
 from adl_dist.training.partitioned_model import Measuring, PartitionedModel, Settled
 from adl_dist.training.record import record_graphs
 from adl_dist.training.replayed_state import remembered
+from adl_dist.training.same_job import check_made, told_of
 from adl_dist.training.samples import Samples
 from adl_dist.training.warm_up import check_without_warm_up, needs_warm_up, warm_up
 from adl_dist.training.warm_updates import warm_up_updates
@@ -60,13 +61,14 @@ def build_worker(
     *,
     plan: Plan,
     folder: Path | None = None,
+    given: Settings,
     pick_next: Callable[[Sequence[int]], int] = downstream_first,
 ) -> tuple[LocalWorker, Settings]:
     """Build the worker of this process; every rank calls it, and they settle through ``store`` what must be agreed on.
 
     The process of stage 0 has ``loaders`` for training and for evaluation, or one of them, and the ``plan`` for that
     data. If the cut is measured, ``folder`` keeps the measurement; what the stages of a run without one begin with is
-    not remembered, since nothing will be saved.
+    not remembered, since nothing will be saved. ``given``: plain values that all ranks must have been given.
 
     Returns:
         The worker, and the settings in the optimizers and learning rate schedules of all stages; the same on each rank.
@@ -78,7 +80,7 @@ def build_worker(
     if spec.precision.compile:
         check_compiler(world.device)
     recorder = recorder_of(spec, world) if spec.precision.cuda_graphs else None
-    spec, samples, agreed = settled(spec, partitioned, world, store, loaders, plan, folder)
+    spec, samples, agreed = settled(spec, partitioned, world, store, loaders, plan, folder, given)
     terms = loss_terms(spec.loss_fn, samples.one[1])
     check_targets(spec.pipeline, agreed, terms)
     stages = placed_stages(spec, partitioned, agreed, world.device)
@@ -87,7 +89,8 @@ def build_worker(
         refuse_hidden_state(hidden_state(modules, agreed, spec.loss_fn))
     made, scheduled = schedule_learning_rates(stages, spec, plan, store) if plan.epochs else ([], {})
     # The makers are the user's own: where one has failed, no rank begins to wait for that stage.
-    by_rank = exchange(store, MADE, world.rank, world.size, made)
+    by = [told_of(spec.optimizer), told_of(spec.lr_schedule)]
+    all_made = check_made(exchange(store, MADE, world.rank, world.size, {"made": made, "by": by}))
     for loader in loaders:
         if loader is not None:
             loader.precision = spec.precision
@@ -115,7 +118,7 @@ def build_worker(
         fresh=fresh,
         ticks=ticks,
     )
-    return worker, settings_made(spec, [one for some in by_rank for one in some])
+    return worker, settings_made(spec, all_made)
 
 
 def settled(
@@ -126,6 +129,7 @@ def settled(
     loaders: Loaders,
     plan: Plan,
     folder: Path | None,
+    given: Settings,
 ) -> tuple[TrainSpec, Samples, Agreed]:
     """Settle with the other ranks what the loss takes, where the model is cut, and what travels between stages.
 
@@ -134,8 +138,9 @@ def settled(
     """
     if isinstance(spec.loss_fn, nn.Module):
         in_dtype(spec.loss_fn, spec.precision.dtype, world.device)
-    settings = settings_of(spec, partitioned)
-    check_consistent(store, world.rank, world.size, settings, found=False, initial=partitioned.initial)
+    check_consistent(
+        store, world.rank, world.size, given, found=False, initial=partitioned.initial | partitioned.constants
+    )
     samples = samples_of.share(store, samples_of.take(*loaders, plan), rank=world.rank, size=world.size)
     if isinstance(samples.one[1], Several):
         spec = replace(spec, loss_fn=OnSeveral(spec.loss_fn))

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from adl_dist.batch import Batch, layout_of, mapped, tensors_of
+from adl_dist.checkpoint.constants import constants_of, sampled
 from adl_dist.checkpoint.state import signature
 from adl_dist.codecs import PLAIN
 from adl_dist.errors import ConfigError, PartitionError
@@ -50,7 +51,6 @@ from adl_dist.transport.coding_speed import coding_costs
 from adl_dist.transport.spec import TensorSpec
 
 PROFILE = "profile.json"
-NUM_SAMPLED = 4  # elements of a tensor by which ranks compare their initial weights
 SHARE_OF_MEMORY = 0.9  # the rest is for what operations need while they run, and for fragments
 
 logger = logging.getLogger("adl_dist")
@@ -92,7 +92,8 @@ class PartitionedModel:
         modules: the parts of the model that this process holds, by stage; the whole model until it is cut.
         sizes: units of each stage; None: not cut yet.
         warning: why the cut leaves most of the work to one stage, where that is known; else None.
-        initial: samples of the weights that training begins with, see :func:`sampled`; empty: those of a checkpoint.
+        initial: samples of the weights that training begins with; empty: those of a checkpoint.
+        constants: samples of what the model holds next to them.
         ties: the weights of which several stages hold a copy; none before it is cut.
         notes: what the user should know of the cut, a line each.
         verify_seconds: how long the comparison with the uncut model took; None: there was none.
@@ -130,7 +131,9 @@ class PartitionedModel:
         if type(model) is nn.Sequential and spec.units == "block" and num_stages > 1:
             check_counts(model, num_stages, spec.balance)
         self.signature = signature(model)
-        self.initial = sampled(model) if weights is None else {"stream of the weights": weights.stream}
+        of_weights = (pair for pair in model.state_dict().items() if isinstance(pair[1], Tensor))
+        self.initial = sampled(of_weights) if weights is None else {"stream of the weights": weights.stream}
+        self.constants = constants_of(model)
         self._model: nn.Module | None = model
         self.modules: dict[int, nn.Module] = dict.fromkeys(self._own, model)
         self.sizes: list[int] | None = None
@@ -402,8 +405,8 @@ class PartitionedModel:
             raise PartitionError(f"no stage holds {', '.join(sorted(missing)[:3])}; use partition.num_stages=1")
         assert self._model is not None
         if len(pieces) > 1:
-            self.unchanged = Unchanged(self._model, pieces, loss_fn)
             self.ties = copied(self._model, pieces)
+            self.unchanged = Unchanged(self._model, pieces, loss_fn, in_processes=len(self._own) < len(pieces))
             for note in self.ties.notes():
                 self._note(note)
         self.modules = {k: pieces[k] for k in self._own}
@@ -529,18 +532,6 @@ def micro_batch(sample: tuple[Batch, Batch], size: int, device: torch.device) ->
         return TensorSpec.of(tensor).empty(size, device).copy_(tensor)
 
     return mapped(sample[0], repeated), mapped(sample[1], repeated)
-
-
-def sampled(model: nn.Module) -> dict[str, list[float]]:
-    """Return a few elements of each parameter and buffer: enough to tell other random weights, at no price."""
-    samples = {}
-    for name, tensor in model.state_dict().items():
-        if isinstance(tensor, Tensor) and tensor.numel() and not tensor.is_meta:
-            flat = tensor.detach().flatten()
-            some = flat[:: max(1, len(flat) // NUM_SAMPLED)][:NUM_SAMPLED].cpu()
-            some = some.abs() if some.is_complex() else some
-            samples[name] = torch.nan_to_num(some.double()).tolist()
-    return samples
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 from adl_dist.checkpoint import state
 from adl_dist.checkpoint.async_save import Saver
+from adl_dist.checkpoint.constants import check_constants
 from adl_dist.checkpoint.identity import described, optimizer_name
 from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.checkpoint.run_dir import RunFolder, chosen_checkpoint, log_to
@@ -57,6 +58,7 @@ from adl_dist.training.lazy_weights import given_weights
 from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
 from adl_dist.training.outputs import Outputs
 from adl_dist.training.partitioned_model import PartitionedModel
+from adl_dist.training.same_job import attributes_of, told_of
 from adl_dist.training.tied_copies import untied
 
 # The arguments that are a value of one type.
@@ -163,7 +165,9 @@ class Trainer:
         metrics_of(self._spec.metrics, None)  # refuses a wrong name before any work
         self._distributed = _is_distributed(self._processes, self._spec.pipeline)
         self._timeouts = timeouts or WatchdogTimeouts()
-        self._loss_settings = described(loss_fn)  # now, because a loss may count its calls
+        # Now, because a loss and modules may count their calls.
+        self._loss_settings = described(loss_fn)
+        self._told = {"loss": told_of(loss_fn), "modules": attributes_of(model)}
         names = untied(model) if partition.tied == "untie" else {}
         weights = given_weights(model, None if init_from is None else Path(init_from), seed, names)
         if weights is not None and not self._distributed:  # this process has all of it in any case
@@ -365,7 +369,7 @@ class Trainer:
             CheckpointError: damaged, no checkpoint, of another model, or without an average.
         """
         chosen = chosen_checkpoint(Path(path), which)
-        state.verify(chosen, self._partitioned.signature)
+        check_constants(chosen, state.verify(chosen, self._partitioned.signature), self._partitioned.constants)
         if self._partitioned.weights is not None:  # not made yet
             files = self._partitioned.weights.files = WeightFiles.at(chosen)
             for module in self._partitioned.modules.values() if ema else ():
@@ -423,6 +427,7 @@ class Trainer:
                 loaders,
                 plan=plan,
                 folder=folder.path if folder is not None else None,
+                given={**self._settings, **self._told, **plan.as_given},
                 pick_next=self._processes.pick_next,
             )
 
@@ -452,6 +457,7 @@ class Trainer:
                 "balance": self._partitioned.sizes,
                 "granularity": self._partitioned.spec.units,
             },
+            constants=self._partitioned.constants,
             goal=policy.goal,
             trace=outputs.monitoring.trace,
         )

@@ -23,12 +23,13 @@ LOSS = "the loss"
 class Unchanged:
     """The modules of a model that is in several stages, and its loss, as the user's script refers to them.
 
-    A callback runs on rank 0 alone, where a change would reach the stages of that process only. A forward that was
-    traced does not read again what its modules hold besides tensors, and a stage holds the modules that it was given.
+    A forward that was traced does not read again what its modules hold besides tensors, and a stage holds the modules
+    that it was given. And a callback runs on rank 0 alone, where a change reaches the stages of that process only.
     """
 
-    def __init__(self, model: nn.Module, stages: Sequence[nn.Module], loss_fn: LossFn) -> None:
-        """Look at ``model``, which is now in ``stages``; no reference to it is kept."""
+    def __init__(self, model: nn.Module, stages: Sequence[nn.Module], loss_fn: LossFn, *, in_processes: bool) -> None:
+        """Look at ``model``, which is now in ``stages`` of this or of several processes; no reference to it is kept."""
+        self._in_processes = in_processes
         self._modules = [(name, ref(module)) for name, module in model.named_modules()]
         self._loss_fn = loss_fn
         called = {module for stage in stages for module in stage.modules()}
@@ -46,16 +47,21 @@ class Unchanged:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Raise ConfigError at the end if model or loss were changed inside; put the mode of the whole model back."""
+        """Raise ConfigError at the end if a change inside would not reach all stages; put the whole model's mode back.
+
+        In several processes that is any change of model or loss.
+        """
         before, modes = self._everything(), [(name, module, module.training) for name, module in self._alive()]
         yield
-        unlike = _first_unlike(before, self._everything()) or _first_in_its_own_mode(modes)
+        self.check()
+        unlike = _first_in_its_own_mode(modes)
         for _, module, mode in modes:
             module.training = mode
+        unlike = unlike or _first_unlike(before, self._everything())
         if unlike is not None:
             raise ConfigError(
-                f"it has changed {unlike}, but callbacks run on rank 0 alone, so that not all stages would see that; "
-                "change it between two calls of fit, or within the forward (a buffer), the loss or the lr_schedule"
+                f"it has changed {unlike}, which not all stages would see, as callbacks run on rank 0 alone; change it "
+                "between two calls of fit, or within the forward (a buffer), the loss or the lr_schedule"
             )
 
     def _alive(self) -> Iterator[tuple[str, nn.Module]]:
@@ -83,9 +89,11 @@ class Unchanged:
         }
 
     def _everything(self) -> Seen:
-        """Return all that is seen of the modules and of the loss."""
+        """Return all that is seen of the modules and of the loss, as far as other processes would not see it change."""
+        if not self._in_processes:
+            return {}
         seen = {name: {key: _look(value, DEPTH) for key, value in _held_by(module)} for name, module in self._alive()}
-        seen[LOSS] = {key: _look(value, DEPTH) for key, value in _reached(self._loss_fn)}
+        seen[LOSS] = {key: _look(value, DEPTH) for key, value in reached(self._loss_fn)}
         return seen
 
 
@@ -101,7 +109,7 @@ def _held_by(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def _reached(loss_fn: Any, depth: int = DEPTH) -> Iterator[tuple[str, Any]]:
+def reached(loss_fn: Any, depth: int = DEPTH) -> Iterator[tuple[str, Any]]:
     """Yield what a loss reaches, each with a name."""
     held: dict[str, Any] = {}
     if isinstance(loss_fn, nn.Module):
@@ -122,7 +130,7 @@ def _reached(loss_fn: Any, depth: int = DEPTH) -> Iterator[tuple[str, Any]]:
     for key, value in held.items():
         yield key, value
         if depth and callable(value) and not isinstance(value, type) and not is_of_a_library(value):
-            yield from _reached(value, depth - 1)
+            yield from reached(value, depth - 1)
 
 
 def _look(value: Any, depth: int) -> Any:

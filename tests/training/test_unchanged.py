@@ -1,11 +1,15 @@
 """Changes of model and loss that not all stages would see: by a callback, between two calls of fit, by a forward."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 import adl_dist
-from adl_dist.errors import CallbackError, ConfigError
+from adl_dist.errors import AdlError, CallbackError, ConfigError
+from adl_dist.training.unchanged import Unchanged
+from tests.support.ranks import run_ranks
 from tests.support.runs import sgd, toy_trainer
 from tests.support.toys import FixedImages
 from tests.support.values import SILENT
@@ -96,43 +100,70 @@ def evaluates(model, loss):
     model[4].train()  # after an evaluation
 
 
-CHANGES = [
-    (chain, of_loss, "'alpha' of the loss"), (chain, of_layer, "'2.tau' of the model"),
-    (chain, in_container, "'4.options' of the model"), (Root, of_root, "'tau' of the model"),
-    (chain, freezes, "'3.weight' of the model"), (chain, writes, "'5.weight' of the model"),
-    (chain, hooks, "'3._forward_hooks' of the model"), (chain, replaces, "'4' of the model"),
-    (chain, evaluates, "the mode of '4' of the model"),
-]  # fmt: skip
+SEEN = {
+    "number of the loss": (of_loss, "it has changed 'alpha' of the loss"),
+    "number of a layer": (of_layer, "it has changed '2.tau' of the model"),
+    "element of a container": (in_container, "it has changed '4.options' of the model"),
+    "weight": (writes, "it has changed '5.weight' of the model"),
+    "hook": (hooks, "it has changed '3._forward_hooks' of the model"),
+}
+UNSEEN = [
+    (Root, of_root, "'tau' of the model, or what it is tied to, was changed since"),
+    (chain, replaces, "'4' of the model, or what it is tied to, was changed since"),
+    (chain, evaluates, "it has changed the mode of '4' of the model"),
+]
 
 
-@pytest.mark.parametrize(("make", "change", "what"), CHANGES)
-def test_a_callback_may_not_change_what_other_stages_hold(make, change, what):
+def with_change(change, make=chain, K=2):
+    """Train with a callback that makes a change when the first epoch has ended."""
+    torch.manual_seed(0)
     model, loss = make(), Smoothed()
-    changes = [Changes(lambda: change(model, loss))]
-    with pytest.raises(CallbackError, match=rf"fails at update 3: it has changed {what}, but callbacks run on rank 0"):
-        fit(toy_trainer(2, model=model, balance="even", loss_fn=loss), callbacks=changes)
-    fit(toy_trainer(1, 1, "bp", model=make(), loss_fn=loss), callbacks=changes)  # of another model
+    trainer = toy_trainer(K, model=model, balance="even", loss_fn=loss)
+    fit(trainer, callbacks=[Changes(lambda: change(model, loss))])
+    return trainer.full_state_dict()
 
 
-def test_of_one_stage_it_may():
-    model, loss = chain(), Smoothed()
-    trainer = toy_trainer(1, 1, "bp", model=model, loss_fn=loss)
-    fit(trainer, callbacks=[Changes(lambda: (of_layer(model, loss), of_loss(model, loss)))])
-    assert (model[2].tau, loss.alpha) == (2.0, 0.1)
+@pytest.mark.parametrize(("make", "change", "told"), UNSEEN)
+def test_what_stages_do_not_read_again_no_callback_may_change(make, change, told):
+    with pytest.raises(CallbackError, match=f"fails at update 3: {told}"):
+        with_change(change, make)
+    with_change(change, make, K=1)
 
 
-def test_losses_that_are_functions_are_watched_too():
+def test_what_the_stages_of_one_process_read_again_it_may():
+    for change, _ in SEEN.values():
+        assert not torch.equal(with_change(change)["1.weight"], with_change(lambda model, loss: None)["1.weight"])
+    with pytest.raises(ConfigError, match=r"stage 1: requires_grad of '3.weight' was changed during the run"):
+        with_change(freezes)
+
+
+def told_of(name):
+    try:
+        with_change(SEEN[name][0])
+    except AdlError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", SEEN)
+def test_of_several_processes_it_may_change_nothing(name):
+    for said in run_ranks(2, told_of, name):
+        assert f"fails at update 3: {SEEN[name][1]}, which not all stages would see" in said
+
+
+def test_losses_that_are_functions_are_looked_into():
     how = {"weight": 0.0}
 
     def loss_fn(output, target):
-        return nn.functional.cross_entropy(output, target) + how["weight"] * output.square().mean()
+        return how["weight"] * output.square().mean()
 
-    trainer = toy_trainer(2, model=chain(), balance="even", loss_fn=loss_fn)
-    with pytest.raises(CallbackError, match="it has changed 'how' of the loss"):
-        fit(trainer, callbacks=[Changes(lambda: how.update(weight=1.0))])
+    watched = Unchanged(chain(), [], partial(loss_fn, target=None), in_processes=True)
+    with pytest.raises(ConfigError, match="it has changed 'how' of the loss"), watched.kept():
+        how["weight"] = 1.0
 
 
-def test_reading_and_counting_is_no_change(tmp_path):
+def test_reading_is_no_change():
     model, seen = chain(), []
 
     def look():
@@ -142,7 +173,10 @@ def test_reading_and_counting_is_no_change(tmp_path):
         model.train()
 
     fit(toy_trainer(2, model=model, balance="even"), callbacks=[Changes(look)])
-    assert len(seen) == 1
+    watched = Unchanged(model, [], nn.CrossEntropyLoss(), in_processes=True)
+    with watched.kept():
+        look()
+    assert len(seen) == 2
 
 
 BETWEEN = [
