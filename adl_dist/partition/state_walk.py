@@ -127,7 +127,7 @@ class Walk:
             self.take_modules(value, name)
         elif not self._is_new(value):
             return
-        elif (access := _generator_access(value)) is not None:
+        elif (access := generator_access(value)) is not None:
             get, put = access
             kept = copy.deepcopy(get())
             changed = lambda: repr(get()) != repr(kept)  # noqa: E731
@@ -296,7 +296,7 @@ def values_of(value: Any, *, depth: int = 5) -> Any:
         return value.detach().clone()
     if isinstance(value, np.ndarray):
         return [value.dtype.str, value.shape, value.tobytes()]
-    if (access := _generator_access(value)) is not None:
+    if (access := generator_access(value)) is not None:
         return repr(access[0]())
     if depth and isinstance(value, dict):
         return {key: values_of(each, depth=depth - 1) for key, each in value.items()}
@@ -344,7 +344,7 @@ def _called(owner: type) -> set[str]:
     return called
 
 
-def _generator_access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
+def generator_access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
     """Return how the state of a random generator is read and set; None: ``value`` is none."""
     if isinstance(value, torch.Generator):
         return lambda: value.get_state().tolist(), lambda state: _set_torch_state(value, state)

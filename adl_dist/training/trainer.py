@@ -57,6 +57,7 @@ from adl_dist.training.input import DeviceLoader, Loaders
 from adl_dist.training.lazy_weights import given_weights
 from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
 from adl_dist.training.outputs import Outputs
+from adl_dist.training.own_generators import note_own_generators
 from adl_dist.training.partitioned_model import PartitionedModel
 from adl_dist.training.same_job import attributes_of, told_of
 from adl_dist.training.tied_copies import untied
@@ -284,6 +285,7 @@ class Trainer:
             if self.needs_data:
                 load = self._loads(world, num_workers)
                 training = load(train_dataset, "training", shuffle=shuffle, min_samples=batch_size, loading=loading)
+                note_own_generators(train_dataset, resumable=folder is not None, num_workers=num_workers)
                 validation = None
                 if val_dataset is not None:
                     validation = load(val_dataset, "validation", loading=loading.of_validation)
