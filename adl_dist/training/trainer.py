@@ -453,7 +453,11 @@ class Trainer:
             saver=Saver(folder.checkpoints, keep=policy.keep, keep_best=policy.keep_best, background=policy.background),
             signature=self._partitioned.signature,
             optimizer=optimizer_name(made),
-            schedule_follows=self._spec.lr_schedule is not None and takes_length(self._spec.lr_schedule),
+            schedule_follows=(
+                self._spec.lr_schedule is not None
+                # By a clock that runs ahead of updates, the last rate holds from before the end on.
+                and (takes_length(self._spec.lr_schedule) or self._spec.pipeline.method.lr_index == "slot")
+            ),
             cut={
                 "num_stages": self._spec.pipeline.num_stages,
                 "balance": self._partitioned.sizes,
