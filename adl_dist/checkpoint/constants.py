@@ -63,7 +63,7 @@ def check_constants(path: Path, manifest: Mapping[str, Any], mine: Samples) -> N
             raise CheckpointError(
                 f"{path}: '{name}' of the model is no longer what it was in that run, and as it does not move, the "
                 "checkpoint does not hold it; build the model with the same numbers (torch.manual_seed(...) before "
-                "it), or register it as a persistent buffer and train anew"
+                "it), or register it as a persistent buffer and start a new run"
             )
 
 

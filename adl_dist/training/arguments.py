@@ -3,7 +3,7 @@
 import functools
 import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeGuard, TypeVar
 
 import torch
 from torch import nn
@@ -77,8 +77,11 @@ def check_uncompiled(model: nn.Module, num_stages: int) -> None:
         )
 
 
-def noticed(model: nn.Module, dtype: torch.dtype) -> list[str]:
-    """Return what becomes of ``model`` otherwise than its user may expect, a line each; its modes stay as they are."""
+def noticed(model: nn.Module, loss_fn: object, dtype: torch.dtype) -> list[str]:
+    """Return what becomes of model and loss otherwise than their user may expect, a line each.
+
+    The modes of ``model`` stay as they are.
+    """
     notes, state = [], dict(model.named_parameters()) | dict(model.named_buffers())
     others = {name: tensor.dtype for name, tensor in state.items() if tensor.is_floating_point()}
     wide = [name for name, of in others.items() if of.itemsize > dtype.itemsize]
@@ -102,7 +105,17 @@ def noticed(model: nn.Module, dtype: torch.dtype) -> list[str]:
                 f"{_shown(woken)} is in eval mode, but training puts all modules in train mode; one that is to stay in "
                 "eval mode needs a train() of its own (docs/own.md)"
             )
+    trained = [name for name, p in loss_fn.named_parameters() if p.requires_grad] if _is_module(loss_fn) else []
+    if trained:
+        notes.append(
+            f"{_shown(trained)} of the loss takes a gradient, but no optimizer trains a loss: what is to be trained "
+            "must be part of the model, for example of its last layer; else set requires_grad=False"
+        )
     return notes
+
+
+def _is_module(loss_fn: object) -> TypeGuard[nn.Module]:
+    return isinstance(loss_fn, nn.Module)
 
 
 def _shown(names: Sequence[str]) -> str:

@@ -175,7 +175,7 @@ class Trainer:
             weights.make(model)
             weights = None
         prepare(model, optimizer)
-        notes = arguments.noticed(model, self._spec.precision.dtype)
+        notes = arguments.noticed(model, loss_fn, self._spec.precision.dtype)
         self._partitioned = PartitionedModel(
             in_dtype(model, self._spec.precision.dtype),
             num_stages,

@@ -33,7 +33,7 @@ class Noisy(FixedImages):
 
 
 @pytest.mark.parametrize("kind", DRAWS)
-def test_a_generator_that_a_sample_draws_from_is_found_and_put_back(kind):
+def test_a_generator_that_a_sample_draws_from_is_found(kind):
     dataset = Noisy(*DRAWS[kind])
     assert drawn_from(dataset) == ["transforms['second'][0]"]
     torch.testing.assert_close(dataset[0][0], Noisy(*DRAWS[kind])[0][0])

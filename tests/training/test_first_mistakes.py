@@ -100,6 +100,24 @@ def test_modes_that_training_changes_are_told():
     assert notes_of(batch_norm_net().eval()) == [], "a model that was evaluated"
 
 
+class Tempered(nn.CrossEntropyLoss):
+    """Divides outputs by a temperature that its user wants to be trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()))
+
+    def forward(self, output, target):
+        return super().forward(output / self.temperature, target)
+
+
+def test_a_loss_that_nothing_trains_is_told():
+    (note,) = notes_of(batch_norm_net(), loss_fn=(loss := Tempered()))
+    assert note.startswith("'temperature' of the loss takes a gradient, but no optimizer trains a loss")
+    assert loss.temperature.item() == 1.0
+    assert notes_of(batch_norm_net(), loss_fn=loss.requires_grad_(False)) == []
+
+
 class TakesGradients(nn.Module):
     def __init__(self):
         super().__init__()
