@@ -18,8 +18,8 @@ from adl_dist.schedule.replay import at_random, downstream_first
 from adl_dist.stage import Stage
 from adl_dist.stage.traits import StageTraits
 from adl_dist.training.edges import edges_of
-from adl_dist.training.samples import Samples
-from adl_dist.training.stage_chain import StageChain
+from adl_dist.training.trial.samples import Samples
+from adl_dist.training.trial.stage_chain import StageChain
 from tests.support.runs import sgd
 from tests.support.tiers import slow
 from tests.support.values import spec_of

@@ -34,18 +34,18 @@ from adl_dist.stage.heads import build_gradient_network, build_head, normalises_
 from adl_dist.stage.loss_terms import LossTerms, class_loss, loss_terms
 from adl_dist.stage.own_loss import MeanOf, OnSeveral
 from adl_dist.stage.ticks import TickedStage, Ticks, check_ticks
-from adl_dist.training import samples as samples_of
 from adl_dist.training.agreement import LENGTH, MADE, check_consistent, exchange, read
 from adl_dist.training.edges import COUNTS, connect_stages
-from adl_dist.training.findings import Agreed
 from adl_dist.training.input import DeviceLoader, Loaders
 from adl_dist.training.links import links_between
-from adl_dist.training.loss_checks import ReturnsSumError, check_first_targets
 from adl_dist.training.partitioned_model import Measuring, PartitionedModel, Settled
 from adl_dist.training.record import record_graphs
-from adl_dist.training.replayed_state import remembered
 from adl_dist.training.same_job import check_made, told_of
-from adl_dist.training.samples import Samples
+from adl_dist.training.trial import samples as samples_of
+from adl_dist.training.trial.findings import Agreed
+from adl_dist.training.trial.loss_checks import ReturnsSumError, check_first_targets
+from adl_dist.training.trial.replayed_state import remembered
+from adl_dist.training.trial.samples import Samples
 from adl_dist.training.warm_up import check_without_warm_up, needs_warm_up, warm_up
 from adl_dist.training.warm_updates import warm_up_updates
 

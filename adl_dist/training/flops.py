@@ -6,8 +6,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from adl_dist.batch import call
 from adl_dist.stage import TrainSpec
-from adl_dist.training.samples import Samples
-from adl_dist.training.verify import kept
+from adl_dist.training.trial.samples import Samples
+from adl_dist.training.trial.snapshot import restored_after
 
 # Dense, of bfloat16 with sums in float32, in 1e12 operations per second, as the maker's data sheets say.
 PEAK_TFLOPS = {"NVIDIA A100": 312.0, "NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H200": 989.4}
@@ -30,7 +30,11 @@ def flops_per_sample(model: nn.Module, spec: TrainSpec, samples: Samples, device
     if samples.varies:
         return None
     batch = samples.pair[1]
-    with kept(model, [], spec, device) as found, FlopCounterMode(display=False) as counter, torch.enable_grad():
+    with (
+        restored_after(model, [], spec, device) as found,
+        FlopCounterMode(display=False) as counter,
+        torch.enable_grad(),
+    ):
         found.begin()
         model.train()
         target = batch.target.to(device)

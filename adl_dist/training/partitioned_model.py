@@ -34,19 +34,19 @@ from adl_dist.stage import LossFn, TrainSpec
 from adl_dist.stage.optimizer import stage_optimizer
 from adl_dist.training.agreement import SIZES, read
 from adl_dist.training.delays import recorded_delays
-from adl_dist.training.findings import Agreed, CutImpossible
 from adl_dist.training.flops import flops_per_sample, peak_tflops
 from adl_dist.training.input import DeviceLoader
-from adl_dist.training.known_values import KnownValues
 from adl_dist.training.lazy_weights import LazyWeights
-from adl_dist.training.meta_trial import MetaTrial
 from adl_dist.training.options import PartitionSpec
-from adl_dist.training.samples import NUM_SAMPLES, Samples
 from adl_dist.training.split_costs import with_split_costs
 from adl_dist.training.tied_copies import TiedCopies, copied
-from adl_dist.training.trial import Trial, check_trains, in_a_memory_format
+from adl_dist.training.trial.findings import Agreed, CutImpossible
+from adl_dist.training.trial.known_values import KnownValues
+from adl_dist.training.trial.meta_trial import MetaTrial
+from adl_dist.training.trial.samples import NUM_SAMPLES, Samples
+from adl_dist.training.trial.snapshot import restored_after
+from adl_dist.training.trial.trial import Trial, check_trains, in_a_memory_format
 from adl_dist.training.unchanged import Unchanged
-from adl_dist.training.verify import kept
 from adl_dist.transport.coding_speed import coding_costs
 from adl_dist.transport.spec import TensorSpec
 
@@ -295,7 +295,7 @@ class PartitionedModel:
         """Return the sizes and nominal delays that are best for what is measured now, or was before."""
         assert self._model is not None
         assert isinstance(trial, Trial)
-        with kept(self._model, [], trial.spec, trial.device):
+        with restored_after(self._model, [], trial.spec, trial.device):
             profile = take_profile(
                 self._model,
                 chain,

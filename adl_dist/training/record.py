@@ -15,8 +15,8 @@ from adl_dist.stage.graphed import GraphedStage
 from adl_dist.stage.graphs import WAY_OUT, Recorder
 from adl_dist.stage.loss_terms import LossTerms
 from adl_dist.stage.ticks import TickedStage, Ticks
-from adl_dist.training.samples import Samples
-from adl_dist.training.verify import kept
+from adl_dist.training.trial.samples import Samples
+from adl_dist.training.trial.snapshot import restored_after
 from adl_dist.training.warm_up import targets_of, zeros_of
 from adl_dist.transport.spec import Specs
 
@@ -56,7 +56,7 @@ def record_graphs(
                 arriving = zeros_of(acts[k], size, device, training=True) if k in acts else tensors_of(batch.input_)
                 back = zeros_of(acts[k + 1].of_gradients(), size, device, training=True) if k + 1 in acts else ()
                 wanted = targets_of(batch, terms, size) if stage.has_loss else (None,)
-                all_kept.enter_context(kept(stage.module, [stage.module], spec, device))
+                all_kept.enter_context(restored_after(stage.module, [stage.module], spec, device))
                 stage.prepare(recorder, arriving, wanted, back)
             ticked = {k: stage for k, stage in stages.items() if isinstance(stage, TickedStage)}
             ticks = Ticks(ticked, spec.pipeline, terms) if ticked else None

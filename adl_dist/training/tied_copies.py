@@ -11,7 +11,7 @@ from adl_dist.memory import memory_of
 from adl_dist.optimizers import take_role
 from adl_dist.partition.module_state import tensors_reached
 from adl_dist.partition.ties import replace_parameter
-from adl_dist.training.homes import units_of
+from adl_dist.training.trial.homes import units_of
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from adl_dist.schedule.actions import TiedAction
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.calls import Tensors
 from adl_dist.stage.loss_terms import LossTerms
-from adl_dist.training.samples import MicroBatch, Samples
-from adl_dist.training.verify import kept
+from adl_dist.training.trial.samples import MicroBatch, Samples
+from adl_dist.training.trial.snapshot import restored_after
 from adl_dist.transport.spec import Specs
 
 logger = logging.getLogger("adl_dist")
@@ -117,7 +117,7 @@ def _carry_out(  # 8: a stage, what is known of it, and what it is given
         loss_grads=[torch.ones((), dtype=spec.precision.dtype, device=device)],
     )
     modules = [stage.module] if stage.head is None else [stage.module, stage.head]
-    with kept(stage.module, modules, spec, device):
+    with restored_after(stage.module, modules, spec, device):
         stage.begin(0, training=training)
         try:
             rehearsed.open(_without_steps(work), training=training)

@@ -24,7 +24,7 @@ from adl_dist.stage.stage import Learner
 from adl_dist.stage.stats import norm_of
 from adl_dist.stage.weights import weight_policy
 from adl_dist.streams import streams_kept
-from adl_dist.training.samples import Samples
+from adl_dist.training.trial.samples import Samples
 from adl_dist.training.warm_up import zeros_of
 from adl_dist.transport.coding import Coder
 from adl_dist.transport.spec import Specs

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from adl_dist.training.samples import NUM_SAMPLES
+from adl_dist.training.trial.samples import NUM_SAMPLES
 
 NUM_CLASSES = 5
 TRIED = NUM_SAMPLES - 1  # samples that the trial at the start takes, but for one

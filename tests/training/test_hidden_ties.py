@@ -11,8 +11,8 @@ import adl_dist
 from adl_dist.errors import PartitionError
 from adl_dist.schedule import Pipeline
 from adl_dist.stage import Precision, TrainSpec
-from adl_dist.training.samples import Samples
-from adl_dist.training.trial import Trial
+from adl_dist.training.trial.samples import Samples
+from adl_dist.training.trial.trial import Trial
 from tests.support.runs import sgd
 
 WIDTH, CLASSES = 6, 5

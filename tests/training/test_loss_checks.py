@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from adl_dist.errors import ConfigError
 from adl_dist.training import build
-from adl_dist.training.loss_checks import check_broadcast, check_loss
+from adl_dist.training.trial.loss_checks import check_broadcast, check_loss
 
 
 def squared(output, target):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import adl_dist
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.partition.module_state import ModuleState
-from adl_dist.training.replayed_state import remembered
+from adl_dist.training.trial.replayed_state import remembered
 from tests.support.runs import sgd
 from tests.support.values import SILENT, values
 

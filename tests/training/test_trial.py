@@ -13,10 +13,10 @@ import adl_dist
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.schedule import Pipeline
 from adl_dist.stage import Precision, TrainSpec, in_dtype
-from adl_dist.training import samples
 from adl_dist.training.options import PartitionSpec
 from adl_dist.training.partitioned_model import Measuring, PartitionedModel
-from adl_dist.training.trial import Trial
+from adl_dist.training.trial import samples
+from adl_dist.training.trial.trial import Trial
 from tests.support.runs import sgd, toy_trainer
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import SILENT

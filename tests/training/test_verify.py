@@ -18,8 +18,8 @@ from adl_dist.partition.module_state import ModuleState
 from adl_dist.schedule import METHODS, Pipeline
 from adl_dist.stage import Precision, TrainSpec
 from adl_dist.streams import Streams
-from adl_dist.training.samples import Samples
-from adl_dist.training.trial import Trial
+from adl_dist.training.trial.samples import Samples
+from adl_dist.training.trial.trial import Trial
 from tests.support.runs import sgd, toy_trainer
 from tests.support.toys import FixedImages, UNet, batch_norm_net
 from tests.support.values import SILENT

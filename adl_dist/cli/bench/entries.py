@@ -23,7 +23,7 @@ from adl_dist.partition.predict import best_cut, predict
 from adl_dist.schedule import METHODS, Method, Pipeline
 from adl_dist.schedule.run_plan import micro_batch_size_of
 from adl_dist.stage.own_loss import MeanOf
-from adl_dist.training.trial import Trial
+from adl_dist.training.trial.trial import Trial
 from adl_dist.transport.spec import TensorSpec
 
 Kind = Literal[

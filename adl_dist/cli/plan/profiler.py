@@ -29,12 +29,12 @@ from adl_dist.partition.measure import pace
 from adl_dist.partition.predict import Throughput
 from adl_dist.stage import TrainSpec, in_dtype
 from adl_dist.stage.own_loss import MeanOf, OnSeveral
-from adl_dist.training import samples as samples_of
 from adl_dist.training.input import DeviceLoader
-from adl_dist.training.loss_checks import ReturnsSumError
 from adl_dist.training.partitioned_model import keeps_ties, micro_batch, take_profile
-from adl_dist.training.samples import Samples
-from adl_dist.training.trial import Trial, in_a_memory_format
+from adl_dist.training.trial import samples as samples_of
+from adl_dist.training.trial.loss_checks import ReturnsSumError
+from adl_dist.training.trial.samples import Samples
+from adl_dist.training.trial.trial import Trial, in_a_memory_format
 
 
 class Profiler:

@@ -12,11 +12,12 @@ from torch import nn
 from adl_dist.batch import Batch, tensors_of
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.stage import TrainSpec, in_memory_format
-from adl_dist.training.findings import Agreed, CutImpossible
-from adl_dist.training.replayed_state import asking_for_graph, check_weights
-from adl_dist.training.samples import OTHER_SIZES, Samples
-from adl_dist.training.stage_chain import StageChain
-from adl_dist.training.verify import Kept, Verification, kept
+from adl_dist.training.trial.findings import Agreed, CutImpossible
+from adl_dist.training.trial.replayed_state import asking_for_graph, check_weights
+from adl_dist.training.trial.samples import OTHER_SIZES, Samples
+from adl_dist.training.trial.snapshot import Snapshot, restored_after
+from adl_dist.training.trial.stage_chain import StageChain
+from adl_dist.training.trial.verify import Verification
 
 
 class SampledTrial:
@@ -45,7 +46,7 @@ class SampledTrial:
         """Input [1, ...] and target [1, ...]."""
         return self._samples.one
 
-    def _fault(self, chain: StageChain, found: Kept, size: int) -> str | None:
+    def _fault(self, chain: StageChain, found: Snapshot, size: int) -> str | None:
         """Return why a micro-batch of ``size`` samples cannot be trained on; None: it can.
 
         Raises:
@@ -95,7 +96,7 @@ class Trial(SampledTrial):
 
     def _run(self, stages: Sequence[nn.Module], *, verify: bool, is_final: bool) -> Agreed:
         start = time.perf_counter()
-        with kept(self._model, stages, self.spec, self.device) as found:
+        with restored_after(self._model, stages, self.spec, self.device) as found:
             # One stage is the model, but where several micro-batches are in flight a forward may disturb a backward.
             if verify and (len(stages) > 1 or self.spec.pipeline.overlaps):
                 comparison = Verification(self._model, stages, self.spec, self._samples, self.device, found)
@@ -118,7 +119,7 @@ class Trial(SampledTrial):
                     agreed = self._replayed(agreed, stages, found)
         return agreed
 
-    def _replayed(self, agreed: Agreed, stages: Sequence[nn.Module], found: Kept) -> Agreed:
+    def _replayed(self, agreed: Agreed, stages: Sequence[nn.Module], found: Snapshot) -> Agreed:
         """Return what is known of the ``stages`` with what counts if they run forwards twice."""
         chain, batch = StageChain(stages, self.spec, self.device), self._samples.pair[0]
         asking = asking_for_graph(chain, found, batch)

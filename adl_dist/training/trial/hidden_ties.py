@@ -20,9 +20,9 @@ from adl_dist.memory import memory_of
 from adl_dist.partition.module_state import ModuleState
 from adl_dist.partition.state_walk import Found, Key, are_alike, values_of
 from adl_dist.stage import TrainSpec
-from adl_dist.training.differences import Comparison
-from adl_dist.training.homes import Around, Homes
-from adl_dist.training.outcome import Outcome
+from adl_dist.training.trial.differences import Comparison
+from adl_dist.training.trial.homes import Around, Homes
+from adl_dist.training.trial.outcome import Outcome
 
 # Runs all stages forward from the state at the start, within ``around``, and returns what came of it.
 Run = Callable[[Around], Outcome]

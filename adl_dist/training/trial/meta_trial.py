@@ -1,7 +1,7 @@
 """The trial at the start of a model on meta: what travels between the stages is found out without a single weight.
 
 No process holds the whole model, so none can compare values with it. What it does is compared instead, operation by
-operation (:mod:`adl_dist.training.operations`). The loss, which has no weights, is tried on made-up outputs.
+operation (:mod:`adl_dist.training.trial.operations`). The loss, which has no weights, is tried on made-up outputs.
 """
 
 import time
@@ -18,14 +18,15 @@ from adl_dist.errors import AdlError, ConfigError, PartitionError
 from adl_dist.partition.trimmed import LayeredStage
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.loss_terms import is_known_mean, is_sum
-from adl_dist.training.findings import Agreed
-from adl_dist.training.hidden_ties import SharedState
-from adl_dist.training.homes import Homes
-from adl_dist.training.operations import Recorder, first_difference, record
-from adl_dist.training.samples import OTHER_SIZES, Samples
-from adl_dist.training.stage_chain import StageChain
-from adl_dist.training.trial import SampledTrial, check_trains
-from adl_dist.training.verify import WAYS_OUT, Kept, kept
+from adl_dist.training.trial.findings import Agreed
+from adl_dist.training.trial.hidden_ties import SharedState
+from adl_dist.training.trial.homes import Homes
+from adl_dist.training.trial.operations import Recorder, first_difference, record
+from adl_dist.training.trial.samples import OTHER_SIZES, Samples
+from adl_dist.training.trial.snapshot import Snapshot, restored_after
+from adl_dist.training.trial.stage_chain import StageChain
+from adl_dist.training.trial.trial import SampledTrial, check_trains
+from adl_dist.training.trial.verify import WAYS_OUT
 
 META = torch.device("meta")
 
@@ -56,7 +57,7 @@ class MetaTrial(SampledTrial):
             CutImpossible: what a stage returns cannot cross a cut.
             PartitionError: the stages do something else than the uncut model.
         """
-        with kept(self._model, stages, self.spec, self.device) as found:
+        with restored_after(self._model, stages, self.spec, self.device) as found:
             found.begin()
             chain = _Chain(stages, self.spec, self.device)
             chain.run(self._samples, look=found.of_stages)
@@ -70,7 +71,7 @@ class MetaTrial(SampledTrial):
                 check_trains(agreed, self._samples)
         return agreed
 
-    def _compared(self, agreed: Agreed, stages: Sequence[nn.Module], found: Kept, *, verify: bool) -> Agreed:
+    def _compared(self, agreed: Agreed, stages: Sequence[nn.Module], found: Snapshot, *, verify: bool) -> Agreed:
         """Return what is known with what the operations tell, which are compared if ``verify``."""
         homes = Homes(stages)
         shared = SharedState(homes, stages, found.of_stages, self.spec)
@@ -105,7 +106,7 @@ class MetaTrial(SampledTrial):
             traits = {k: replace(known, asks_for_graph=True) for k, known in traits.items()}
         return agreed._replace(traits=traits)
 
-    def _recorded(self, stages: Sequence[nn.Module], found: Kept, **how: Any) -> Recorder:
+    def _recorded(self, stages: Sequence[nn.Module], found: Snapshot, **how: Any) -> Recorder:
         found.begin()
         try:
             return record(stages, self._model, self._samples.pair[0].input_, **how)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from adl_dist.batch import Batch, call
-from adl_dist.training.homes import Around, Homes
+from adl_dist.training.trial.homes import Around, Homes
 
 
 class Operation(NamedTuple):

@@ -12,8 +12,8 @@ from adl_dist.partition.module_state import tensors_reached
 from adl_dist.partition.state_walk import CAN_CROSS
 from adl_dist.stage.calls import Tensors
 from adl_dist.stage.traits import Structure
-from adl_dist.training.findings import CutImpossible, Seen
-from adl_dist.training.samples import SIZES
+from adl_dist.training.trial.findings import CutImpossible, Seen
+from adl_dist.training.trial.samples import SIZES
 from adl_dist.transport.spec import TensorSpec
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.calls import takes_gradient
-from adl_dist.training.outcome import EVALUATION, FIRST, SECOND, THIRD, Outcome
+from adl_dist.training.trial.outcome import EVALUATION, FIRST, SECOND, THIRD, Outcome
 
 STATE = "after that"
 # Differences are reported in this order: the first is nearest to its cause.

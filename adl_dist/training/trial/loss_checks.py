@@ -19,8 +19,8 @@ from adl_dist.stage.loss_check import check_many, num_made_up
 from adl_dist.stage.loss_terms import class_loss, is_known_mean, is_sum, loss_terms
 from adl_dist.stage.traits import LossTraits
 from adl_dist.streams import streams_kept
-from adl_dist.training.findings import Agreed
 from adl_dist.training.input import DeviceLoader
+from adl_dist.training.trial.findings import Agreed
 
 MOST_SAMPLES = 256  # whose targets are looked at
 

@@ -28,12 +28,12 @@ from adl_dist.stage.loss_terms import class_loss, is_known_mean, loss_terms
 from adl_dist.stage.traits import LossTraits, StageTraits, Takes, joined
 from adl_dist.stage.versions import Exchange
 from adl_dist.streams import Streams, seed_streams
-from adl_dist.training.cut_values import check_output, crossing, lie_in, share_memory
-from adl_dist.training.findings import Agreed, CutImpossible, Seen
-from adl_dist.training.homes import Around, Homes
-from adl_dist.training.loss_checks import check_broadcast, check_not_shared, is_called_again, try_loss
-from adl_dist.training.outcome import EVALUATION, FIRST, SECOND, THIRD, Outcome, Replacement, change_values
-from adl_dist.training.samples import NUM_SAMPLES, MicroBatch, Samples
+from adl_dist.training.trial.cut_values import check_output, crossing, lie_in, share_memory
+from adl_dist.training.trial.findings import Agreed, CutImpossible, Seen
+from adl_dist.training.trial.homes import Around, Homes
+from adl_dist.training.trial.loss_checks import check_broadcast, check_not_shared, is_called_again, try_loss
+from adl_dist.training.trial.outcome import EVALUATION, FIRST, SECOND, THIRD, Outcome, Replacement, change_values
+from adl_dist.training.trial.samples import NUM_SAMPLES, MicroBatch, Samples
 from adl_dist.transport.spec import Specs, TensorSpec
 from adl_dist.transport.varying import merged
 

@@ -18,18 +18,17 @@ from torch.utils._pytree import tree_leaves
 
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.partition.module_state import ModuleState
-from adl_dist.seeds import stream_seed
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.calls import takes_gradient
 from adl_dist.stage.versions import check_versions
-from adl_dist.streams import Streams, seed_streams
-from adl_dist.training.differences import STATE, Compared, Comparison, Difference, first_of, largest_difference
-from adl_dist.training.findings import Agreed, CutImpossible
-from adl_dist.training.hidden_ties import SharedState, check_reads
-from adl_dist.training.homes import Around, Homes, units_of
-from adl_dist.training.outcome import EVALUATION, FIRST, SECOND, Outcome, Replacement
-from adl_dist.training.samples import Samples
-from adl_dist.training.stage_chain import StageChain
+from adl_dist.training.trial.differences import STATE, Compared, Comparison, Difference, first_of, largest_difference
+from adl_dist.training.trial.findings import Agreed, CutImpossible
+from adl_dist.training.trial.hidden_ties import SharedState, check_reads
+from adl_dist.training.trial.homes import Around, Homes, units_of
+from adl_dist.training.trial.outcome import EVALUATION, FIRST, SECOND, Outcome, Replacement
+from adl_dist.training.trial.samples import Samples
+from adl_dist.training.trial.snapshot import Snapshot
+from adl_dist.training.trial.stage_chain import StageChain
 
 WAYS_OUT = (
     "use partition.granularity=block, which leaves blocks as they are, cut elsewhere (partition.balance), or hand over "
@@ -54,54 +53,6 @@ NO_VIEWS = "make it where it is used, in the forward, or choose method=bp, which
 ONE_AT_A_TIME = "write to a copy, or choose method=bp, which has one micro-batch in flight"
 
 
-class Kept:
-    """Everything that can be seen of some modules, and the random streams, to be put back."""
-
-    def __init__(self, model: nn.Module, stages: Sequence[nn.Module], spec: TrainSpec, device: torch.device) -> None:
-        others = [spec.loss_fn] if isinstance(spec.loss_fn, nn.Module) else []
-        self._seed = stream_seed(spec.seed, "trial")
-        self._is_moved = False
-        modules = [model, *(stage for stage in stages if stage is not model), *others]
-        loss = {"loss_fn": spec.loss_fn}
-        self._state, self._streams = ModuleState.of(*modules, functions=loss), Streams(device)
-        self.tensors = self._state.tensors[0]  # (name, tensor) of all that can be seen from the model
-        self.of_stages = [  # the loss is part of the last
-            ModuleState.of(stage, alike=self._state, functions=loss if stage is stages[-1] else {}) for stage in stages
-        ]
-        self._modes = [(module, module.training) for one in modules for module in one.modules()]
-        self._grads = [(p, p.grad) for one in modules for p in one.parameters()]
-        for parameter, _ in self._grads:
-            parameter.grad = None
-        self._device = device
-
-    def put_back(self, *, gradients: bool = False) -> None:
-        """Put it back; ``gradients``: also those that were there, else there are none."""
-        self._state.restore()
-        self._streams.restore()
-        for module, mode in self._modes:
-            if module.training != mode:
-                module.training = mode
-        for parameter, grad in self._grads:
-            parameter.grad = grad if gradients else None
-
-    def begin(self) -> None:
-        """Put everything back, without gradients, and seed the streams, alike on every rank."""
-        if self._is_moved:
-            self.put_back()
-        self._is_moved = True
-        seed_streams(self._seed, self._device)
-
-
-@contextmanager
-def kept(model: nn.Module, stages: Sequence[nn.Module], spec: TrainSpec, device: torch.device) -> Iterator[Kept]:
-    """Leave everything as it was found; inside there are no gradients."""
-    found = Kept(model, stages, spec, device)
-    try:
-        yield found
-    finally:
-        found.put_back(gradients=True)
-
-
 @dataclass
 class Verification:
     """The comparison of a cut model with the uncut one."""
@@ -111,18 +62,18 @@ class Verification:
     spec: TrainSpec
     samples: Samples
     device: torch.device
-    kept: Kept
+    start: Snapshot
 
     def __post_init__(self) -> None:
         named = self.model.named_parameters()
         self._parameters = {name: p for name, p in named if p.requires_grad and takes_gradient(p)}
         self._homes = Homes(self.stages)
-        self._shared = SharedState(self._homes, self.stages, self.kept.of_stages, self.spec)
+        self._shared = SharedState(self._homes, self.stages, self.start.of_stages, self.spec)
         self.chain = StageChain(self.stages, self.spec, self.device, around=self._shared.watched)
         weights = {p.untyped_storage().data_ptr() for p in self.model.parameters() if p.layout is torch.strided}
         self._plain = {  # what a forward may move besides buffers, which it may replace
             name: tensor
-            for name, tensor in self.kept.tensors
+            for name, tensor in self.start.tensors
             if not isinstance(tensor, nn.Parameter)
             and tensor.layout is torch.strided
             and tensor.untyped_storage().data_ptr() not in weights
@@ -142,7 +93,7 @@ class Verification:
         uncut = Replacement(self._parameters, between or None, third=third)
         cut = replace(uncut, between=between, delayed=True)
         try:
-            found = self._outcome(self.chain, cut, look=self.kept.of_stages)
+            found = self._outcome(self.chain, cut, look=self.start.of_stages)
         except CutImpossible:
             raise
         except ConfigError as error:
@@ -152,7 +103,7 @@ class Verification:
             raise
         agreed = self.chain.agreed(self.samples, self.spec)
         self._shared.check(self._forward)
-        check_reads(self._homes, self.kept.of_stages, self._forward)
+        check_reads(self._homes, self.start.of_stages, self._forward)
         compared = Compared(self.spec, found)
         self._outcome(self._uncut(), uncut, into=compared)
         difference, recomputes = first_of(compared.unlike), frozenset[int]()
@@ -208,7 +159,7 @@ class Verification:
 
     def _forward(self, around: Around) -> Outcome:
         """Run the stages forward only, from the state at the start."""
-        self.kept.begin()
+        self.start.begin()
         return StageChain(self.stages, self.spec, self.device, around=around).run(self.samples, backward=False)
 
     def _uncut(self) -> StageChain:
@@ -231,7 +182,7 @@ class Verification:
     def _outcome(
         self, chain: StageChain, change: Replacement, *, look: Sequence[ModuleState] = (), into: Outcome | None = None
     ) -> Outcome:
-        self.kept.begin()
+        self.start.begin()
         outcome = chain.run(self.samples, change, look=look, into=into)
         moved = {**self._plain, **dict(self.model.named_buffers())}
         outcome.add(STATE, "state", {name: tensor.detach().clone() for name, tensor in moved.items()})
@@ -286,7 +237,7 @@ class Verification:
         """Return which module's output is the first that differs, with this ``change`` of the cut model's weights."""
         calls = []
         for stages, how in (([self.model], replace(change, between=frozenset(), delayed=False)), (self.stages, change)):
-            self.kept.begin()
+            self.start.begin()
             with _watched(self.model) as made:
                 chain = StageChain(stages, self.spec, self.device, on_turn=partial(made.__setitem__, "now"))
                 chain.run(self.samples, how)

@@ -14,10 +14,10 @@ from adl_dist.partition.module_state import ModuleState
 from adl_dist.partition.state_walk import TENSORS, Key, are_alike, values_of
 from adl_dist.stage.calls import takes_gradient
 from adl_dist.stage.versions import swap
-from adl_dist.training.differences import largest_difference
-from adl_dist.training.samples import MicroBatch
-from adl_dist.training.stage_chain import StageChain
-from adl_dist.training.verify import Kept
+from adl_dist.training.trial.differences import largest_difference
+from adl_dist.training.trial.samples import MicroBatch
+from adl_dist.training.trial.snapshot import Snapshot
+from adl_dist.training.trial.stage_chain import StageChain
 
 ROUNDING = 8  # units in the last place of the largest element
 
@@ -55,17 +55,17 @@ def remembered(module: nn.Module, loss_fn: Any) -> Callable[[], AbstractContextM
     return as_then
 
 
-def asking_for_graph(chain: StageChain, kept: Kept, batch: MicroBatch) -> frozenset[int]:
+def asking_for_graph(chain: StageChain, start: Snapshot, batch: MicroBatch) -> frozenset[int]:
     """Return the stages that do something else where no gradients are wanted, which is where a first forward runs.
 
-    ``torch.is_grad_enabled()`` tells a loss, for example, whether it is trained with. All weights of ``kept`` are left
+    ``torch.is_grad_enabled()`` tells a loss, for example, whether it is trained with. All weights of ``start`` are left
     as after one forward of ``batch`` in training.
     """
     found = []
     for graph in (False, True):
-        kept.begin()
+        start.begin()
         passage = chain.forward(batch, graph=graph)
-        found.append((passage, _moved(kept)))
+        found.append((passage, _moved(start)))
     (first, moved), (replay, moved_again) = found
     unlike = {k for k, _ in moved.keys() ^ moved_again.keys()}
     unlike |= {k for k, key in moved.keys() & moved_again.keys() if not are_alike(moved[k, key], moved_again[k, key])}
@@ -73,7 +73,7 @@ def asking_for_graph(chain: StageChain, kept: Kept, batch: MicroBatch) -> frozen
     return frozenset(unlike)
 
 
-def check_weights(chain: StageChain, kept: Kept, batch: MicroBatch) -> None:
+def check_weights(chain: StageChain, start: Snapshot, batch: MicroBatch) -> None:
     """Refuse that a replay would write to a trained weight once more: there are no older values to replay with.
 
     ``batch`` has gone forward once. A weight may be written to if that changes nothing the second time, like one that
@@ -84,7 +84,7 @@ def check_weights(chain: StageChain, kept: Kept, batch: MicroBatch) -> None:
     """
     written = [
         (k, one)
-        for k, state in enumerate(kept.of_stages)
+        for k, state in enumerate(start.of_stages)
         for one in state.changes()
         if one.kind == "parameter" and one.look().requires_grad
     ]
@@ -101,9 +101,9 @@ def check_weights(chain: StageChain, kept: Kept, batch: MicroBatch) -> None:
             )
 
 
-def _moved(kept: Kept) -> dict[tuple[int, Key], Any]:
+def _moved(start: Snapshot) -> dict[tuple[int, Key], Any]:
     """Return the values of what has changed since the start, by stage and key."""
-    changes = ((k, one) for k, state in enumerate(kept.of_stages) for one in state.changes())
+    changes = ((k, one) for k, state in enumerate(start.of_stages) for one in state.changes())
     return {(k, one.key): values_of(one.look()) for k, one in changes}
 
 
