@@ -53,19 +53,14 @@ class CodedSender(ProcessSender):
         self._is_coded = training
         self.coder.begin()
 
-    def send(self, micro_batch: int, tensors: Tensors) -> None:
-        """Start to send; return at once unless ``max_pending`` are under way."""
+    def _begun(self, micro_batch: int, tensors: Tensors) -> Works:
+        """Start to send one micro-batch; return what is waited for."""
         if not self._is_coded:
-            super().send(micro_batch, tensors)
-            return
+            return super()._begun(micro_batch, tensors)
         where = partial(self._where.format, micro_batch)
         ready = [tensor for _, tensor in fitted(self._specs, tensors, self._sizes[micro_batch], where)]
-        wire, works = self.coder.encode(self._specs, ready, micro_batch), Works()
-        if len(wire):
-            works.append(self._begin_send(wire, micro_batch, 0))
-        self._pending.append((micro_batch, works))
-        while len(self._pending) > self._max_pending:
-            self._finish_oldest()
+        wire = self.coder.encode(self._specs, ready, micro_batch)
+        return [self._begin_send(wire, micro_batch, 0)] if len(wire) else []
 
 
 class CodedVaryingSender(VaryingSender, CodedSender):

@@ -178,16 +178,19 @@ class ProcessSender(End):
 
     def send(self, micro_batch: int, tensors: Tensors) -> None:
         """Start to send; return at once unless ``max_pending`` are under way."""
+        self._pending.append((micro_batch, self._begun(micro_batch, tensors)))
+        while len(self._pending) > self._max_pending:
+            self._finish_oldest()
+
+    def _begun(self, micro_batch: int, tensors: Tensors) -> Works:
+        """Start to send the tensors of one micro-batch; return what is waited for."""
         size, where = self._sizes[micro_batch], partial(self._where.format, micro_batch)
         works: Works = []
         for place, (spec, tensor) in enumerate(fitted(self._specs, tensors, size, where)):
             wire = spec.as_wire(tensor)
-            if spec.is_empty:
-                continue
-            works.append(self._begin_send(wire, micro_batch, place))
-        self._pending.append((micro_batch, works))
-        while len(self._pending) > self._max_pending:
-            self._finish_oldest()
+            if not spec.is_empty:
+                works.append(self._begin_send(wire, micro_batch, place))
+        return works
 
     def _begin_send(self, wire: Tensor, micro_batch: int, place: int) -> tuple[dist.Work | SendFromGpu | None, Tensor]:
         """Start to send one tensor; return what is waited for, and the memory that is kept until then."""

@@ -5,7 +5,6 @@ where that is gloo, else by a gloo edge next to it. A gradient has the sizes of 
 receiver has sent, so it has no header. Everything else is as on edges of one size, which know nothing of this file.
 """
 
-import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -115,8 +114,8 @@ class VaryingSender(_Tagged, ProcessSender):
         if self._as_sent is not None:
             self._as_sent.clear()
 
-    def send(self, micro_batch: int, tensors: Tensors) -> None:
-        """Start to send; return at once unless ``max_pending`` are under way."""
+    def _begun(self, micro_batch: int, tensors: Tensors) -> Works:
+        """Start to send a header, if there is one, and the tensors of one micro-batch; return what is waited for."""
         self._specs = tuple(sized(self._open, _shapes(tensors), partial(self._where.format, micro_batch)))
         header: Works = []
         if self._headers is not None:
@@ -124,12 +123,7 @@ class VaryingSender(_Tagged, ProcessSender):
             header = [self._header(SEND, sizes, micro_batch, self._headers)]
         if self._as_sent is not None and self._is_answered:
             self._as_sent[micro_batch] = tuple(spec for spec in self._specs if spec.takes_gradient)
-        most, self._max_pending = self._max_pending, sys.maxsize
-        super().send(micro_batch, tensors)
-        self._max_pending = most
-        self._pending[-1][1].extend(header)
-        while len(self._pending) > most:
-            self._finish_oldest()
+        return [*super()._begun(micro_batch, tensors), *header]
 
 
 class VaryingReceiver(_Tagged, ProcessReceiver):
