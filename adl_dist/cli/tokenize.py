@@ -30,6 +30,9 @@ def tokenize(arguments: Sequence[str]) -> None:
     for out in outs:
         if os.path.lexists(out):
             raise ConfigError(f"{out} is there already and would be written over; choose another --out")
+    for path in paths:
+        if not path.exists():
+            _read(path, chosen.level)  # says so before a folder is made
     vocabulary = _vocabulary(chosen.tokenizer, chosen.level, paths)
     dtype = "uint16" if vocabulary.size <= 2**16 else "uint32"
     try:

@@ -225,7 +225,8 @@ class Coordinator:
                 self._saving.folder.claim(self._saving.config)
         self._recorder.start(from_update=self._update)
         if path is not None:
-            done = f"update {self._update}, {self._epoch} of {self._plan.epochs} epochs complete"
+            asked = "" if self._epoch > self._plan.epochs else f" of {self._plan.epochs}"  # fewer than it has
+            done = f"update {self._update}, {self._epoch}{asked} epochs complete"
             resumed = f"{RESUMED} {path} ({done})"
             self._progress.note(resumed)
             logger.info(resumed)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from adl_dist.errors import ConfigError
+from adl_dist.report.files import write_atomically
 
 DELAYS = "delays.json"
 
@@ -35,7 +36,8 @@ def record_delays(folder: Path, delays: Sequence[int]) -> None:
     """
     recorded = recorded_delays(folder, len(delays))
     if recorded is None:
-        (folder / DELAYS).write_text(json.dumps(list(delays)) + "\n")
+        with write_atomically(folder / DELAYS) as unfinished:
+            unfinished.write_text(json.dumps(list(delays)) + "\n")
     elif recorded != list(delays):
         raise ConfigError(
             f"run_dir={folder} has the delays {recorded}, but this trainer has settled on {list(delays)} before; make "

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from adl_dist.distributed.world import World
 from adl_dist.errors import ConfigError
 from adl_dist.links import LINKS, Links, parse_links
+from adl_dist.report.files import write_atomically
 from adl_dist.training.agreement import read
 from adl_dist.transport.link_speed import measure_links
 
@@ -41,7 +42,8 @@ def links_between(links: str | None, world: World, store: dist.Store, folder: Pa
     if key not in kept:
         kept[key] = [_after(k, world, store) for k in range(K - 1)]
         if folder is not None:
-            (folder / KEPT).write_text(json.dumps(kept, indent=1) + "\n")
+            with write_atomically(folder / KEPT) as unfinished:
+                unfinished.write_text(json.dumps(kept, indent=1) + "\n")
     return Links(*(tuple(column) for column in zip(*kept[key], strict=True)))
 
 

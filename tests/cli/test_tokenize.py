@@ -80,6 +80,7 @@ def test_what_cannot_be_tokenized_is_refused_and_leaves_no_file(tmp_path, files,
     with pytest.raises((ConfigError, DataError), match=message):
         tokenize([*arguments, "--out", "out"])
     assert not list(tmp_path.glob("out/*"))
+    assert arguments != ["missing"] or not (tmp_path / "out").exists()
 
 
 def test_tokens_that_are_there_are_not_written_over(tmp_path, files):
