@@ -194,9 +194,14 @@ def _values_of(optimizer: Optimizer, *, without: Collection[str] = ()) -> Iterat
 
 
 def _is_of_tensors(value: Any) -> bool:
-    """Return whether ``value`` is a tensor, but no parameter, or a container of such."""
+    """Return whether ``value`` is a tensor, but no parameter, or a container of such, next to plain values."""
     leaves = tree_leaves(value)
-    return bool(leaves) and all(isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter) for leaf in leaves)
+    of_plain = all(isinstance(leaf, Tensor | bool | int | float | str | None) for leaf in leaves)
+    return (
+        of_plain
+        and any(isinstance(leaf, Tensor) for leaf in leaves)
+        and not any(isinstance(leaf, nn.Parameter) for leaf in leaves)
+    )
 
 
 def _optimizer_in(value: Any) -> Optimizer | None:

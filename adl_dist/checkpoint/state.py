@@ -93,6 +93,8 @@ def _place_of(tensor: Tensor) -> Hashable:
     """Return what a tensor has in common with one of the same elements in the same memory."""
     if not has_plain_memory(tensor):
         return memory_of(tensor)
+    if tensor.is_contiguous():  # in whatever shape
+        return tensor.data_ptr(), tensor.dtype, tensor.numel()
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
 
 

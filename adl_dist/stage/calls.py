@@ -1,7 +1,7 @@
 """Calls of a module: with one tensor or several, seeded, compiled, and with its writes to its arguments known."""
 
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from functools import partial
 from types import CodeType, FunctionType
@@ -19,6 +19,7 @@ from adl_dist.streams import seed_numpy, seed_torch
 Tensors = tuple[Tensor, ...]
 # Returns what a forward that is replayed has to run in: with the state of now that is no buffer, which is remembered.
 Remember = Callable[[], Callable[[], AbstractContextManager[None]]]
+FORWARD, BACKWARD, BACKWARD_WEIGHT = "", "backward: ", "backward of weights: "  # parts, each with draws of its own
 SEEDS_AT_ONCE = 256  # one by one they would take as long as a small layer
 # From a module's argument, and buffers in place of its own (None: its own), to its output.
 Call = Callable[[Any, dict[str, Tensor] | None], Any]
@@ -121,29 +122,24 @@ class RandomStreams:
     def begin(self, epoch: int, *, first_micro_batch: int) -> None:
         """Begin a segment of ``epoch``."""
         self._epoch, self._first_micro_batch = epoch, first_micro_batch
-        self._seeds: dict[int, tuple[int, ...]] = {}  # of some micro-batches of the epoch, one for each purpose
+        # By part, of some micro-batches of the epoch, one for each purpose.
+        self._seeds: dict[str, dict[int, tuple[int, ...]]] = {FORWARD: {}, BACKWARD: {}, BACKWARD_WEIGHT: {}}
 
     def seed_of(self, purpose: str, micro_batch: int) -> int:
         """Return the seed of a stream of this stage's own for one micro-batch of the segment."""
         return stream_seed(self._seed, purpose, self._epoch, self._stage, self._first_micro_batch + micro_batch)
 
-    def seed_backward(self, micro_batch: int, device: torch.device, *, part: str = "") -> None:
-        """Seed what a backward draws from, or that ``part`` of one."""
-        self._use([self.seed_of(f"backward {part} {purpose}", micro_batch) for purpose in self._purposes], device)
-
-    def seed(self, micro_batch: int, device: torch.device) -> None:
-        """Seed what a forward, whose tensors are on ``device``, draws from."""
+    def seed(self, micro_batch: int, device: torch.device, part: str = FORWARD) -> None:
+        """Seed what a ``part`` of the work on a micro-batch, whose tensors are on ``device``, draws from."""
         of_epoch = self._first_micro_batch + micro_batch
-        if of_epoch not in self._seeds:
+        if of_epoch not in self._seeds[part]:
             block = range(of_epoch, of_epoch + SEEDS_AT_ONCE)
             columns = [
-                stream_seeds(self._seed, purpose, self._epoch, self._stage, last=block).tolist()
+                stream_seeds(self._seed, f"{part}{purpose}", self._epoch, self._stage, last=block).tolist()
                 for purpose in self._purposes
             ]
-            self._seeds = dict(zip(block, zip(*columns, strict=True), strict=True))
-        self._use(self._seeds[of_epoch], device)
-
-    def _use(self, seeds: Sequence[int], device: torch.device) -> None:
+            self._seeds[part] = dict(zip(block, zip(*columns, strict=True), strict=True))
+        seeds = self._seeds[part][of_epoch]
         seed_torch(seeds[0], device)
         for purpose, seed in zip(self._purposes[1:], seeds[1:], strict=True):
             if purpose == "python":

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._pytree import tree_map_only
 
 from adl_dist.errors import AdlError, ConfigError
 from adl_dist.stage.spec import OptimizerFactory
@@ -55,9 +54,9 @@ def stage_optimizer(
             f"{where}: the optimizer holds parameters that are not of this stage; build it from the parameters that "
             "the factory is given: every stage has an optimizer of its own"
         )
-    for group in made.param_groups:  # a tensor that the user has made once would be changed by each stage's schedule
-        for key in group.keys() - {"params"}:
-            group[key] = tree_map_only(Tensor, Tensor.clone, group[key])
+    for group in made.param_groups:  # a rate that the user has made once would be changed by each stage's schedule
+        if isinstance(rate := group.get("lr"), Tensor):
+            group["lr"] = rate.detach().clone()
     return made
 
 

@@ -19,6 +19,8 @@ from adl_dist.batch import Batch
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.stage.average import WeightAverage
 from adl_dist.stage.calls import (
+    BACKWARD,
+    BACKWARD_WEIGHT,
     RandomStreams,
     Remember,
     Tensors,
@@ -295,7 +297,7 @@ class Stage:
         if self.metrics or self._guard is not None:
             self._look_at(kept, out)
         if self.has_loss:
-            out, loss = self._lasting(outs[:1])[0] if self.is_last else None, last[0]
+            out, loss = self._lasting(outs)[0] if self.is_last else None, last[0]
             if not keep_graph:  # nor one that the module asked for
                 out, loss = out.detach() if out is not None else None, loss.detach()
             kept.output_and_loss = out, loss
@@ -307,7 +309,7 @@ class Stage:
         """Return ``outs`` of a forward, copied where a later one, or an update, may overwrite them."""
         if not any(self._lies_in_stage):
             return outs
-        return tuple(out.clone() if mine else out for out, mine in zip(outs, self._lies_in_stage, strict=False))
+        return tuple(out.clone() if mine else out for out, mine in zip(outs, self._lies_in_stage, strict=True))
 
     def _leaves_of(self, acts: Tensors) -> Tensors:
         """Return what came from upstream as leaves of this stage's part of the graph."""
@@ -365,8 +367,7 @@ class Stage:
             grads = tuple(grad * self._gradient_shrink for grad in grads)
         if paired := [(end, grad) for end, grad in zip(kept.grad_edges, grads, strict=True) if end is not None]:
             ends, grads = zip(*paired, strict=True)
-            if self._traits.draws_backward:
-                self._random.seed_backward(micro_batch, self._device)
+            self._random.seed(micro_batch, self._device, BACKWARD)
             if kept.replay is not None:
                 kept.replay(grads)
             else:
@@ -416,8 +417,7 @@ class Stage:
         if micro_batch not in self._put_off:
             return
         version, later = self._put_off.pop(micro_batch)
-        if self._traits.draws_backward:
-            self._random.seed_backward(micro_batch, self._device, part="of weights")
+        self._random.seed(micro_batch, self._device, BACKWARD_WEIGHT)
         with self._weights_of(version):
             self._deferred.compute(later)
         if completes:

@@ -106,7 +106,6 @@ class StageTraits:
         recomputes: whether its backward computes with its parameters again, as activation checkpointing does, so that
             they have to be those of the forward then.
         draws: those of the streams ``python`` and ``numpy`` that its forward, its backward or the loss draws from.
-        draws_backward: whether its backward draws from any stream, torch's included.
         moves: what its forward in training moves that is not in its ``state_dict``, by name: non-persistent buffers,
             plain tensors, generators, numbers in Python.
         writes: the trainable parameters that its forward in training writes to, by name.
@@ -128,7 +127,6 @@ class StageTraits:
     out_gets_grad: Sequence[bool] | None = None
     recomputes: bool = False
     draws: frozenset[str] = frozenset()
-    draws_backward: bool = False
     moves: Sequence[str] = ()
     writes: Sequence[str] = ()
     replaces: Sequence[str] = ()

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from adl_dist.errors import ConfigError
-from adl_dist.memory import storage_of
+from adl_dist.memory import shared_memory, storage_of
 from adl_dist.partition.module_state import tensors_reached
 from adl_dist.partition.state_walk import CAN_CROSS
 from adl_dist.stage.calls import Tensors
@@ -72,10 +72,16 @@ def share_memory(outs: Sequence[Tensor], acts: Sequence[Tensor], shared: Sequenc
     return [bool(out.numel()) and (memory.count(mine) > 1 or mine in of_acts) for out, mine in pairs]
 
 
-def lie_in(outs: Sequence[Tensor], module: nn.Module) -> list[bool]:
-    """Return for each of ``outs`` whether it lies in memory that ``module`` keeps, like a view of a buffer."""
+def lie_in(outs: Sequence[Tensor], module: nn.Module, earlier: Sequence[Tensor]) -> list[bool]:
+    """Return for each of ``outs`` whether it lies in memory that ``module`` keeps, like a view of a buffer.
+
+    That is seen from the module; or from what it has returned ``earlier``, and is still there: whoever keeps the
+    memory, it was used again.
+    """
     own = {storage_of(tensor) for _, tensor in tensors_reached(module)}
-    return [storage_of(out) in own for out in outs]
+    numbers = shared_memory([*outs, *earlier])
+    used = {numbers.get(id(tensor)) for tensor in earlier} - {None}
+    return [storage_of(out) in own or numbers.get(id(out)) in used for out in outs]
 
 
 def check_output(out: Any, size: int, gets: str) -> None:

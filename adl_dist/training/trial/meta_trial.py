@@ -91,10 +91,7 @@ class MetaTrial(SampledTrial):
         recomputes = {
             k: any(name in recomputed for name, _ in stage.named_parameters()) for k, stage in enumerate(stages)
         }
-        # What a backward draws from takes values to find out.
-        traits = {
-            k: replace(known, recomputes=recomputes[k], draws_backward=True) for k, known in agreed.traits.items()
-        }
+        traits = {k: replace(known, recomputes=recomputes[k]) for k, known in agreed.traits.items()}
         if any(recomputes.values()) and self.spec.pipeline.method.weights == "latest":
             k = min(k for k, does in recomputes.items() if does)
             raise PartitionError(

@@ -83,6 +83,7 @@ class StageChain:
         self._learns = self._is_loss_tried = False
         self._of_loss = LossTraits()
         self._looks = False
+        self._returned: dict[int, list[Tensor]] = {}  # by each stage while it is looked at
         self._is_training: bool | None = None  # which mode the stages are in; None: unknown
 
     def run(
@@ -201,7 +202,9 @@ class StageChain:
             seen.overwrites.append(overwrites)
             seen.needs_grad.append(needs)
             if self._looks:
-                seen.lies_in_stage.append(lie_in(unpacked(out), self.stages[k]))
+                outs, earlier = unpacked(out), self._returned.setdefault(k, [])
+                seen.lies_in_stage.append(lie_in(outs, self.stages[k], earlier))
+                earlier += [out.detach() for out in outs]
             passage.acts.append(leaves)
             if k == self.last:
                 check_output(out, size, gets)
@@ -223,8 +226,11 @@ class StageChain:
         """Return what has been seen of the ``samples``, after a look at evaluation with the other size if need be."""
         training, evaluation = self._seen
         pairs = zip(training[1:], evaluation[1:], strict=True)
-        if samples.varies or any((a.specs[0], a.takes[0]) != (b.specs[0], b.takes[0]) for a, b in pairs):
-            self.forward(samples.pair[1], training=False)  # else it was seen in training what the batch dimension is
+        sizes = samples.varies or any((a.specs[0], a.takes[0]) != (b.specs[0], b.takes[0]) for a, b in pairs)
+        # Once more, for what it returns in the same memory; and with another size, unless training has told what the
+        # batch dimension is.
+        self.forward(samples.pair[1 if sizes else 0], training=False)
+        self._returned.clear()
         acts, traits = {}, {}
         of_loss = replace(self._of_loss, varies=samples.varies, target=layout_of(samples.one[1]))
         if is_called_again(spec.pipeline) and not is_known_mean(self._loss_fn):
@@ -301,9 +307,8 @@ class StageChain:
             return
         streams = Streams(self._device)
         yield
-        if drawn := streams.moved():
-            known = self._traits[k]
-            self._traits[k] = replace(known, draws=known.draws | (drawn - {"torch"}), draws_backward=True)
+        known = self._traits[k]
+        self._traits[k] = replace(known, draws=known.draws | (streams.moved() - {"torch"}))
 
     def _call(self, k: int, argument: Any, gets: str) -> Any:
         try:
