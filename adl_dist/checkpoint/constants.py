@@ -6,18 +6,19 @@ other processors may round a number differently in its last digits, so they need
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from adl_dist.checkpoint import storage
 from adl_dist.checkpoint.buffers import VALUE
 from adl_dist.errors import CheckpointError
-from adl_dist.memory import storage_of
+from adl_dist.memory import has_plain_memory, storage_of
 from adl_dist.partition.module_state import tensors_reached
 
 NUM_SAMPLED = 4  # elements of a tensor
@@ -29,9 +30,10 @@ def sampled(tensors: Iterable[tuple[str, Tensor]]) -> Samples:
     """Return a few elements of each tensor that has some: enough to tell other random numbers, at no price."""
     samples = {}
     for name, tensor in tensors:
-        if tensor.numel() and not tensor.is_meta and tensor.layout is torch.strided:
-            flat = tensor.detach().flatten()
-            some = flat[:: max(1, len(flat) // NUM_SAMPLED)][:NUM_SAMPLED].cpu()
+        if has_plain_memory(tensor) and tensor.numel() and not tensor.is_quantized:
+            at_least_1d = torch.atleast_1d(tensor.detach())
+            places = np.unravel_index(_places(tensor.numel()), tuple(at_least_1d.shape))
+            some = at_least_1d[tuple(torch.from_numpy(place) for place in places)].cpu()
             some = some.abs() if some.is_complex() else some
             samples[name] = torch.nan_to_num(some.double()).tolist()
     return samples
@@ -44,47 +46,78 @@ def are_close(some: Sequence[float], others: Sequence[float]) -> bool:
 
 
 def constants_of(model: nn.Module) -> Samples:
-    """Return samples of what ``model`` holds next to its ``state_dict``, by names that do not depend on the cut."""
+    """Return samples of what ``model`` holds next to its ``state_dict``, by names that do not depend on the cut.
+
+    The first number is that of the elements.
+    """
     kept = {storage_of(tensor) for tensor in (*model.parameters(), *model.state_dict(keep_vars=True).values())}
-    tensors = ((name, t) for name, t in tensors_reached(model) if storage_of(t) not in kept)
-    return sampled(tensors) | sampled(_tables(model))
+    tensors = {name: tensor for name, tensor in tensors_reached(model) if storage_of(tensor) not in kept}
+    samples = sampled(tensors.items())
+    return {name: [float(tensors[name].numel()), *some] for name, some in samples.items()} | _tables(model)
 
 
-def check_constants(path: Path, manifest: Mapping[str, Any], mine: Samples) -> None:
-    """Raise CheckpointError if ``mine`` are others than those of the run that has saved the checkpoint at ``path``.
+def unlike(some: Samples, others: Samples) -> str | None:
+    """Return the name of a constant of both that has as many elements, but not the same; None: there is none."""
+    both = sorted(some.keys() & others.keys())
+    return next((n for n in both if some[n][:1] == others[n][:1] and not are_close(some[n], others[n])), None)
+
+
+def unlike_those_of(path: Path, manifest: Mapping[str, Any], mine: Samples) -> str | None:
+    """Return the name of one of ``mine`` that is another than in the run that has saved the checkpoint at ``path``.
 
     Those that the checkpoint holds, because they have moved, may be others.
     """
-    theirs: Samples = manifest["identity"].get("constants", {})
     tensors, texts = storage.scan(path, storage.BUFFERS, manifest["files"])
     moved = tensors.keys() | {name.removeprefix(VALUE) for name in texts}
-    for name in sorted(mine.keys() & theirs.keys() - moved):
-        if not are_close(mine[name], theirs[name]):
-            raise CheckpointError(
-                f"{path}: '{name}' of the model is no longer what it was in that run, and as it does not move, the "
-                "checkpoint does not hold it; build the model with the same numbers (torch.manual_seed(...) before "
-                "it), or register it as a persistent buffer and start a new run"
-            )
+    theirs: Samples = manifest["identity"].get("constants", {})
+    return unlike({name: some for name, some in mine.items() if name not in moved}, theirs)
 
 
-def _tables(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield arrays and long lists of numbers in attributes of modules."""
+def check_constants(path: Path, manifest: Mapping[str, Any], mine: Samples) -> None:
+    """Raise CheckpointError if ``mine`` are others than those of the run that continues from ``path``."""
+    if (name := unlike_those_of(path, manifest, mine)) is not None:
+        raise CheckpointError(
+            f"{path}: '{name}' of the model is no longer what it was in that run, and as it does not move, the "
+            "checkpoint does not hold it; build the model with the same numbers (torch.manual_seed(...) before "
+            "it), or register it as a persistent buffer and start a new run"
+        )
+
+
+def _places(size: int) -> NDArray[np.int64]:
+    """Return a few places among ``size`` elements."""
+    return np.arange(0, size, max(1, size // NUM_SAMPLED))[:NUM_SAMPLED]
+
+
+def _tables(model: nn.Module) -> Samples:
+    """Return samples of arrays and long lists of numbers in attributes of modules."""
+    found: Samples = {}
     for path, module in model.named_modules():
         for key, value in vars(module).items():
-            if isinstance(value, np.ndarray) or (isinstance(value, list | tuple) and value):
-                array = _as_array(value)
-                if array is not None and array.size >= LEAST_NUMBERS:
-                    yield f"{path}.{key}".lstrip("."), torch.from_numpy(array)
+            if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.size >= LEAST_NUMBERS:
+                some: list[float] | None = [
+                    float(value[place])
+                    for place in zip(*np.unravel_index(_places(value.size), value.shape), strict=True)
+                ]
+            elif isinstance(value, list | tuple):
+                some = _numbers_in(value)
+            else:
+                continue
+            if some is not None:
+                found[f"{path}.{key}".lstrip(".")] = [float(len(value)), *map(_finite, some)]
+    return found
 
 
-def _as_array(value: Any) -> Any:
-    """Return numbers as an array; None: they are none."""
-    first = value
-    while isinstance(first, list | tuple) and first:
-        first = first[0]
-    if not isinstance(first, bool | int | float | np.ndarray | np.number):
+def _numbers_in(value: Sequence[Any]) -> list[float] | None:
+    """Return some of the numbers in a list of them, or of lists of them; None: it is none, or a short one."""
+    picked = [value[place] for place in _places(len(value))]
+    if picked and all(isinstance(each, list | tuple) and each for each in picked):
+        picked, size = [each[place % len(each)] for place, each in enumerate(picked)], len(value) * len(picked[0])
+    else:
+        size = len(value)
+    if size < LEAST_NUMBERS or not picked or not all(isinstance(each, bool | int | float) for each in picked):
         return None
-    try:
-        return np.asarray(value, dtype=np.float64)
-    except (TypeError, ValueError, OverflowError):
-        return None
+    return [float(each) for each in picked]
+
+
+def _finite(number: float) -> float:
+    return number if math.isfinite(number) else 0.0

@@ -38,8 +38,8 @@ def check_consistent(
 ) -> None:
     """Refuse to start if the processes were not given the same job, or, with ``found``, have not found the same.
 
-    ``initial`` are a few elements of each initial weight: other processors may round a random number differently in its
-    last digits, but another seed gives another number.
+    ``initial`` are a few elements of each initial weight, or, with ``found``, of what the model computes with besides:
+    other processors may round a random number differently in its last digits, but another seed gives another number.
 
     Raises:
         ConfigError: names the two ranks and the first entry that differs.
@@ -64,9 +64,12 @@ def check_consistent(
         for name, elements in initial.items():
             theirs = message["initial"].get(name, elements)  # without any, its weights come from a checkpoint
             if not are_close(elements, theirs):
+                what = f"begin with the same weights: the initial {name}"
+                if found:
+                    what = f"compute with the same numbers: '{name}' of the model, next to its weights,"
                 raise ConfigError(
-                    f"rank {rank} and rank {other} do not begin with the same weights: the initial {name} differs; "
-                    "call torch.manual_seed(...) before the model is built, on every rank"
+                    f"rank {rank} and rank {other} do not {what} differs; call torch.manual_seed(...) before the model "
+                    "is built, on every rank"
                 )
 
 

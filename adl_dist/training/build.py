@@ -138,9 +138,7 @@ def settled(
     """
     if isinstance(spec.loss_fn, nn.Module):
         in_dtype(spec.loss_fn, spec.precision.dtype, world.device)
-    check_consistent(
-        store, world.rank, world.size, given, found=False, initial=partitioned.initial | partitioned.constants
-    )
+    check_consistent(store, world.rank, world.size, given, found=False, initial=partitioned.initial)
     samples = samples_of.share(store, samples_of.take(*loaders, plan), rank=world.rank, size=world.size)
     if isinstance(samples.one[1], Several):
         spec = replace(spec, loss_fn=OnSeveral(spec.loss_fn))
@@ -152,7 +150,7 @@ def settled(
     if loaders.training is not None:
         check_first_targets(spec, loaders.training, plan.first_epoch.sizes, agreed)
     found = {**agreed.plain(), "sizes": partitioned.sizes}
-    check_consistent(store, world.rank, world.size, found, found=True)
+    check_consistent(store, world.rank, world.size, found, found=True, initial=partitioned.constants)
     return spec, samples, agreed
 
 

@@ -93,7 +93,7 @@ class PartitionedModel:
         sizes: units of each stage; None: not cut yet.
         warning: why the cut leaves most of the work to one stage, where that is known; else None.
         initial: samples of the weights that training begins with; empty: those of a checkpoint.
-        constants: samples of what the model holds next to them.
+        constants: samples of what the model holds next to them; once it was tried, of what it computes with.
         ties: the weights of which several stages hold a copy; none before it is cut.
         notes: what the user should know of the cut, a line each.
         verify_seconds: how long the comparison with the uncut model took; None: there was none.
@@ -191,6 +191,7 @@ class PartitionedModel:
         if is_plain:
             self._note("channels_last is off: the model runs in the plain memory format only")
         self._settled = settled
+        self.constants = {name: some for name, some in self.constants.items() if name in settled.agreed.constants}
         return settled
 
     def _settle(
@@ -205,6 +206,7 @@ class PartitionedModel:
         assert self._model is not None
         make_trial = Trial if self.weights is None else MetaTrial
         trial = make_trial(self._model, spec, samples, device)
+        trial.constants = frozenset(self.constants)
         chain = None
         if self._num_stages > 1 or not isinstance(self.spec.balance, str):
             with spec.precision.autocasting(trial.device)():

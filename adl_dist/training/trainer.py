@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from adl_dist.checkpoint import state
 from adl_dist.checkpoint.async_save import Saver
-from adl_dist.checkpoint.constants import check_constants
+from adl_dist.checkpoint.constants import unlike_those_of
 from adl_dist.checkpoint.identity import described, optimizer_name
 from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.checkpoint.run_dir import RunFolder, chosen_checkpoint, log_to
@@ -42,7 +42,7 @@ from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.monitor.trace import MOST_EVENTS
 from adl_dist.optim import takes_length
 from adl_dist.optimizers import prepare
-from adl_dist.report import Progress, Recorder
+from adl_dist.report import Progress, Recorder, warn
 from adl_dist.report.page import write_after_run
 from adl_dist.schedule import Method, Pipeline
 from adl_dist.schedule.run_plan import Plan, check_lengths, micro_batch_size_of
@@ -371,7 +371,12 @@ class Trainer:
             CheckpointError: damaged, no checkpoint, of another model, or without an average.
         """
         chosen = chosen_checkpoint(Path(path), which)
-        check_constants(chosen, state.verify(chosen, self._partitioned.signature), self._partitioned.constants)
+        manifest = state.verify(chosen, self._partitioned.signature)
+        if (name := unlike_those_of(chosen, manifest, self._partitioned.constants)) is not None:
+            warn(
+                f"{chosen}: '{name}' of the model is no longer what it was in that run, and the checkpoint does not "
+                "hold it; if the model computes with it, its weights were trained with other numbers"
+            )
         if self._partitioned.weights is not None:  # not made yet
             files = self._partitioned.weights.files = WeightFiles.at(chosen)
             for module in self._partitioned.modules.values() if ema else ():

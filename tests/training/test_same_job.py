@@ -58,7 +58,7 @@ def told(case):
 
 
 CASES = {
-    "table": r"rank \d and rank \d do not begin with the same weights: the initial 2.table differs",
+    "table": r"rank \d and rank \d do not compute with the same numbers: '2.table' of the model, next to its weights",
     "dropout": r"rank \d and rank \d were not given the same job: modules.2.p is 0\.\d here and 0\.\d there",
     "loss": r"were not given the same job: loss.label_smoothing is 0.\d here and 0.\d there",
     "rate": r"rank 0 and rank 1 do not train alike: optimizer.lr is 0.1 on rank 0 and 0.2 on rank 1; let all ranks",

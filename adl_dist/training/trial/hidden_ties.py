@@ -146,6 +146,13 @@ def check_reads(homes: Homes, states: Sequence[ModuleState], run: Run) -> None:
                 homes.check(*foreign[k][key], k)
 
 
+@contextmanager
+def noting_reads(wanted: Mapping[Key, Any], read: set[Key]) -> Iterator[None]:
+    """Add to ``read`` what inside is computed with of the ``wanted`` memory."""
+    with _Operations(wanted, read), _Calls(wanted, read):
+        yield
+
+
 class _Operations(TorchDispatchMode):
     """Notes which of some memory the operations inside take as an argument."""
 

@@ -66,7 +66,7 @@ class MetaTrial(SampledTrial):
             agreed = self._compared(agreed, stages, found, verify=verify)
             self.verify_seconds = time.perf_counter() - start if verify else None
             faults = {size: fault for size in OTHER_SIZES if (fault := self._fault(chain, found, size)) is not None}
-            agreed = agreed._replace(size_faults=faults)
+            agreed = agreed._replace(size_faults=faults, constants=self.constants)
             if self._samples.trains:
                 check_trains(agreed, self._samples)
         return agreed

@@ -11,8 +11,11 @@ from torch import nn
 
 from adl_dist.batch import Batch, tensors_of
 from adl_dist.errors import ConfigError, PartitionError
+from adl_dist.memory import memory_of
+from adl_dist.partition.state_walk import Key
 from adl_dist.stage import TrainSpec, in_memory_format
 from adl_dist.training.trial.findings import Agreed, CutImpossible
+from adl_dist.training.trial.hidden_ties import noting_reads
 from adl_dist.training.trial.replayed_state import asking_for_graph, check_weights
 from adl_dist.training.trial.samples import OTHER_SIZES, Samples
 from adl_dist.training.trial.snapshot import Snapshot, restored_after
@@ -27,6 +30,7 @@ class SampledTrial:
         spec: how the model will be trained.
         device: where it is tried.
         verify_seconds: how long the last comparison with the uncut model took; None: there was none.
+        constants: the names of what the model holds next to its state, of which it is found out what matters.
     """
 
     spec: TrainSpec
@@ -35,6 +39,7 @@ class SampledTrial:
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
         self.verify_seconds: float | None = None
+        self.constants: frozenset[str] = frozenset()
 
     @property
     def readings(self) -> list[tuple[Batch, Batch]]:
@@ -112,12 +117,26 @@ class Trial(SampledTrial):
                     agreed = comparison.with_recomputing(agreed)
             # Also those that no micro-batch has: a later call may, when the model is in pieces.
             faults = {size: fault for size in OTHER_SIZES if (fault := self._fault(chain, found, size)) is not None}
-            agreed = agreed._replace(size_faults=faults)
+            agreed = agreed._replace(size_faults=faults, constants=self._constants_of(agreed, stages, found))
             if self._samples.trains:
                 check_trains(agreed, self._samples)
                 if self.spec.pipeline.method.replays:
                     agreed = self._replayed(agreed, stages, found)
         return agreed
+
+    def _constants_of(self, agreed: Agreed, stages: Sequence[nn.Module], found: Snapshot) -> frozenset[str]:
+        """Return those of the constants that forwards compute with and do not move: others may hold anything."""
+        tensors = {name: memory_of(tensor) for name, tensor in found.tensors if name in self.constants}
+        if not tensors:
+            return self.constants
+        read: set[Key] = set()
+        found.begin()
+        with noting_reads(dict.fromkeys(tensors.values()), read):
+            chain = StageChain(stages, self.spec, self.device)
+            for training in (True, False):
+                chain.forward(self._samples.pair[0], training=training)
+        moved = {name for known in agreed.traits.values() for name in known.moves}
+        return frozenset(n for n in self.constants if n not in tensors or (tensors[n] in read and n not in moved))
 
     def _replayed(self, agreed: Agreed, stages: Sequence[nn.Module], found: Snapshot) -> Agreed:
         """Return what is known of the ``stages`` with what counts if they run forwards twice."""
