@@ -331,17 +331,22 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
             yield from _names_in(one)
 
 
-def _called(owner: type) -> set[str]:
-    """Return the names of the methods that the forward of a class, or its call, may call by their names."""
+def _called(owner: type, first: Collection[str] = ("forward", "__call__")) -> dict[str, types.FunctionType]:
+    """Return the methods that the ``first`` of a class may call by their names, and these, by name."""
     own = (vars(each).items() for each in reversed(owner.__mro__) if not is_of_a_library(each))
     methods = {key: getattr(value, "__func__", value) for items in own for key, value in items}
-    called, following = set[str](), ["forward", "__call__"]
+    called, following = dict[str, types.FunctionType](), [*first]
     while following:
         key = following.pop()
         if key not in called and isinstance(method := methods.get(key), types.FunctionType):
-            called.add(key)
+            called[key] = method
             following += _names_in(method.__code__)
     return called
+
+
+def names_used_by(owner: type, first: Collection[str] = ("forward", "__call__")) -> set[str]:
+    """Return the names, of attributes and all else, in the code of the ``first`` methods and of those called."""
+    return {name for method in _called(owner, first).values() for name in _names_in(method.__code__)}
 
 
 def generator_access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:

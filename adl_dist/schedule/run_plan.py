@@ -115,8 +115,7 @@ class Plan:
     def as_given(self) -> dict[str, int | None]:
         """What all ranks are given, while only one knows the data."""
         sizes = {"micro_batch_size": self.micro_batch_size, "accumulation_steps": self.accumulation_steps}
-        every = {"checkpoint_every_updates": self.checkpoint_every_updates}
-        return {"epochs": self.epochs, "max_updates": self.max_updates, **every, **sizes}
+        return {"epochs": self.epochs, "max_updates": self.max_updates, **sizes}
 
     @property
     def first_epoch(self) -> Segment:

@@ -89,7 +89,7 @@ def build_worker(
         refuse_hidden_state(hidden_state(modules, agreed, spec.loss_fn))
     made, scheduled = schedule_learning_rates(stages, spec, plan, store) if plan.epochs else ([], {})
     # The makers are the user's own: where one has failed, no rank begins to wait for that stage.
-    by = [told_of(spec.optimizer), told_of(spec.lr_schedule)]
+    by = [told_of(spec.optimizer, with_rank=True), told_of(spec.lr_schedule, with_rank=True)]
     all_made = check_made(exchange(store, MADE, world.rank, world.size, {"made": made, "by": by}))
     for loader in loaders:
         if loader is not None:

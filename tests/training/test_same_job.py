@@ -1,6 +1,7 @@
 """Ranks whose scripts make other objects are refused; on which rank a stage is decides nothing else."""
 
 import functools
+import json
 import os
 import re
 
@@ -91,6 +92,31 @@ def test_what_is_told_of_functions():
     rates = [told_of(lambda p: torch.optim.SGD(p, lr=0.1)), told_of(lambda p: torch.optim.SGD(p, lr=0.2))]
     assert rates[0] != rates[1]
     assert told_of(nn.CrossEntropyLoss(label_smoothing=0.5)) != told_of(nn.CrossEntropyLoss())
+
+
+class Notes(nn.Linear):
+    """Keeps what is another number on each rank, and one that its forward reads."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.rank, self.made, self.scale = 3, 1234.5, 0.5
+
+    def forward(self, x):
+        return super().forward(x) * self.scale + 0 * self.rank
+
+
+def test_what_may_differ_between_ranks_is_not_told():
+    assert attributes_of(Notes()) == {"the model": {"class": "Notes", "scale": 0.5}}
+    rank = 1
+    assert "rank" not in told_of(lambda output, target: output.sum() if rank else 0)
+    assert told_of(lambda p: torch.optim.SGD(p, lr=0.1 + rank), with_rank=True)["rank"] == 1
+
+
+@pytest.mark.parametrize(
+    "weight", [torch.ones(2, device="meta"), torch.ones(2, dtype=torch.complex64), torch.eye(2).to_sparse()]
+)
+def test_a_loss_may_name_any_tensor(weight):
+    json.dumps(told_of(lambda output, target: (output * weight).sum()))
 
 
 def test_what_is_told_of_modules():

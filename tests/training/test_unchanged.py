@@ -1,6 +1,6 @@
 """Changes of model and loss that not all stages would see: by a callback, between two calls of fit, by a forward."""
 
-from functools import partial
+import functools
 
 import pytest
 import torch
@@ -158,9 +158,68 @@ def test_losses_that_are_functions_are_looked_into():
     def loss_fn(output, target):
         return how["weight"] * output.square().mean()
 
-    watched = Unchanged(chain(), [], partial(loss_fn, target=None), in_processes=True)
-    with pytest.raises(ConfigError, match="it has changed 'how' of the loss"), watched.kept():
+    watched = Unchanged(chain(), [], functools.partial(loss_fn, target=None), in_processes=True)
+    with pytest.raises(ConfigError, match=r"it has changed 'loss_fn\.how' of the loss"), watched.kept():
         how["weight"] = 1.0
+
+
+class Cached(Root):
+    """Has a cache that is made when it is read."""
+
+    @functools.cached_property
+    def size(self):
+        return sum(p.numel() for p in self.parameters())
+
+
+class KeepsEval(nn.Sequential):
+    """Its fourth layer stays in eval mode."""
+
+    def train(self, mode=True):
+        super().train(mode)
+        self[3].eval()
+        return self
+
+
+def adds(model, loss):
+    model.note, model._seen = "of the callback's own", 1
+    loss.history = [1]
+
+
+@pytest.mark.parametrize("in_processes", [False, True])
+@pytest.mark.parametrize(
+    ("make", "look"),
+    [
+        (Cached, lambda model: model.size),
+        (lambda: KeepsEval(*chain()), lambda model: (model.eval(), model.train())),
+        (lambda: chain().eval(), lambda model: (model.train(), model.eval())),
+        (chain, lambda model: adds(model, Smoothed())),
+        (Root, lambda model: setattr(model, "unread", 1)),
+    ],
+)
+def test_caches_modes_and_notes_are_no_changes(make, look, in_processes):
+    model = make()
+    model.unread = 0
+    watched = Unchanged(model, [], Smoothed(), in_processes=in_processes and make is not Root)
+    modes = [module.training for module in model.modules()]
+    with watched.kept():
+        look(model)
+    assert modes == [module.training for module in model.modules()]
+
+
+def test_a_method_reaches_what_its_code_names():
+    class Experiment:
+        def __init__(self):
+            self.weight, self.history = 1.0, []
+
+        def loss(self, output, target):
+            return self.weight * output.sum()
+
+    experiment = Experiment()
+    watched = Unchanged(chain(), [], experiment.loss, in_processes=True)
+    with watched.kept():
+        experiment.history.append(1)
+    with pytest.raises(ConfigError, match="it has changed 'weight' of the loss"), watched.kept():
+        experiment.weight = 2.0
 
 
 def test_reading_is_no_change():
