@@ -353,7 +353,7 @@ def generator_access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Non
     """Return how the state of a random generator is read and set; None: ``value`` is none."""
     if isinstance(value, torch.Generator):
         return lambda: value.get_state().tolist(), lambda state: _set_torch_state(value, state)
-    if isinstance(value, random.Random):
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # which has no state
         return value.getstate, value.setstate
     if isinstance(value, np.random.RandomState):
         return lambda: value.get_state(legacy=False), value.set_state

@@ -24,7 +24,7 @@ class Noisy(FixedImages):
 
     def __init__(self, make, draw):
         super().__init__(8)
-        self.transforms = {"first": [make()], "second": [make()]}
+        self.transforms = {"first": (make(), 0.5), "second": [make()]}
         self.draw = draw
 
     def __getitem__(self, index):
@@ -38,6 +38,23 @@ def test_a_generator_that_a_sample_draws_from_is_found(kind):
     assert drawn_from(dataset) == ["transforms['second'][0]"]
     torch.testing.assert_close(dataset[0][0], Noisy(*DRAWS[kind])[0][0])
     assert drawn_from(FixedImages(8)) == []
+
+
+class Reseeds(FixedImages):
+    """Seeds its generator for each sample, and has another one that has no state."""
+
+    def __init__(self):
+        super().__init__(8)
+        self.generator, self.system = torch.Generator(), random.SystemRandom()
+        self.tokens = [[1] * 1000] * 1000
+
+    def __getitem__(self, index):
+        image, label = super().__getitem__(index)
+        return image * torch.rand((), generator=self.generator.manual_seed(index)), label
+
+
+def test_one_that_each_sample_seeds_is_repeatable():
+    assert drawn_from(Reseeds()) == []
 
 
 def test_it_is_told_where_it_matters(tmp_path, capfd):

@@ -75,8 +75,8 @@ def share_memory(outs: Sequence[Tensor], acts: Sequence[Tensor], shared: Sequenc
 def lie_in(outs: Sequence[Tensor], module: nn.Module, earlier: Sequence[Tensor]) -> list[bool]:
     """Return for each of ``outs`` whether it lies in memory that ``module`` keeps, like a view of a buffer.
 
-    That is seen from the module; or from what it has returned ``earlier``, and is still there: whoever keeps the
-    memory, it was used again.
+    That is seen from the module, or from what it has returned ``earlier``, which is still there: the same memory was
+    used again, also if something else keeps it.
     """
     own = {storage_of(tensor) for _, tensor in tensors_reached(module)}
     numbers = shared_memory([*outs, *earlier])
