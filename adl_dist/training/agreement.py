@@ -23,7 +23,6 @@ from adl_dist.errors import ChannelError, ConfigError, StageFailed
 SIZES, LENGTH = ("sizes", "sizes, channels_last"), "length"
 MADE = "made"  # begins the keys of what each rank has made
 SAMPLES = "samples"  # the key of what rank 0 has taken from the data
-ELSE = "the model computes something else in each process"
 ROUNDS = "given", "found"  # of :func:`check_consistent`
 
 
@@ -56,11 +55,10 @@ def check_consistent(
         if (difference := first_difference(mine, message["values"])) is not None:
             name, *both = difference
             here, there = (shorten(str(value), 60, placeholder="...") for value in both)
-            what = "do not find the same at the start" if found else "were not given the same job"
-            raise ConfigError(
-                f"rank {rank} and rank {other} {what}: {name} is {here} here and {there} there; "
-                + (ELSE if found else "start all ranks with one command, and let all make the same")
-            )
+            what, cause = "were not given the same job", "start all ranks with one command, and let all make the same"
+            if found:
+                what, cause = "do not find the same at the start", "the model computes something else in each process"
+            raise ConfigError(f"rank {rank} and rank {other} {what}: {name} is {here} here and {there} there; {cause}")
         for name, elements in initial.items():
             theirs = message["initial"].get(name, elements)  # without any, its weights come from a checkpoint
             if not are_close(elements, theirs):
