@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import lru_cache, partial
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -106,7 +106,16 @@ def takes_gradient(tensor: Tensor) -> bool:
 
 def seed_update(seed: int, key: str, update: int, device: torch.device) -> None:
     """Seed what the optimizer of the learner ``key`` draws from in ``update``; ``seed``: that of the run."""
-    seed_torch(stream_seed(seed, f"update of {key}", update), device)
+    seeds = _update_seeds(seed, key, update // SEEDS_AT_ONCE)
+    seed_torch(seeds[update % SEEDS_AT_ONCE], device)
+
+
+@lru_cache(maxsize=4096)
+def _update_seeds(seed: int, key: str, block: int) -> list[int]:
+    """Return the seeds of ``SEEDS_AT_ONCE`` updates: one by one they would take as long as a small update."""
+    updates = range(block * SEEDS_AT_ONCE, (block + 1) * SEEDS_AT_ONCE)
+    seeds: list[int] = stream_seeds(seed, f"update of {key}", last=updates).tolist()
+    return seeds
 
 
 class RandomStreams:
