@@ -23,14 +23,14 @@ from adl_dist.partition.module_state import tensors_reached
 
 NUM_SAMPLED = 4  # elements of a tensor
 LEAST_NUMBERS = 16  # in a list that is a table, not a setting
-Samples = dict[str, list[float]]
+Elements = dict[str, list[float]]  # a few of each tensor, by its name
 
 
-def sampled(tensors: Iterable[tuple[str, Tensor]]) -> Samples:
+def sampled(tensors: Iterable[tuple[str, Tensor]]) -> Elements:
     """Return a few elements of each tensor that has some: enough to tell other random numbers, at no price."""
     samples = {}
     for name, tensor in tensors:
-        if has_plain_memory(tensor) and tensor.numel() and not tensor.is_quantized:
+        if tensor.layout is torch.strided and tensor.numel() and not tensor.is_meta and not tensor.is_quantized:
             at_least_1d = torch.atleast_1d(tensor.detach())
             places = np.unravel_index(_places(tensor.numel()), tuple(at_least_1d.shape))
             some = at_least_1d[tuple(torch.from_numpy(place) for place in places)].cpu()
@@ -45,35 +45,31 @@ def are_close(some: Sequence[float], others: Sequence[float]) -> bool:
     return all(math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-6) for a, b in pairs)
 
 
-def constants_of(model: nn.Module) -> Samples:
+def constants_of(model: nn.Module) -> Elements:
     """Return samples of what ``model`` holds next to its ``state_dict``, by names that do not depend on the cut.
 
     The first number is that of the elements.
     """
     kept = {storage_of(tensor) for tensor in (*model.parameters(), *model.state_dict(keep_vars=True).values())}
-    tensors = {name: tensor for name, tensor in tensors_reached(model) if storage_of(tensor) not in kept}
+    reached = ((name, tensor) for name, tensor in tensors_reached(model) if has_plain_memory(tensor))
+    tensors = {name: tensor for name, tensor in reached if storage_of(tensor) not in kept}
     samples = sampled(tensors.items())
     return {name: [float(tensors[name].numel()), *some] for name, some in samples.items()} | _tables(model)
 
 
-def unlike(some: Samples, others: Samples) -> str | None:
-    """Return the name of a constant of both that has as many elements, but not the same; None: there is none."""
-    both = sorted(some.keys() & others.keys())
-    return next((n for n in both if some[n][:1] == others[n][:1] and not are_close(some[n], others[n])), None)
-
-
-def unlike_those_of(path: Path, manifest: Mapping[str, Any], mine: Samples) -> str | None:
+def unlike_those_of(path: Path, manifest: Mapping[str, Any], mine: Elements) -> str | None:
     """Return the name of one of ``mine`` that is another than in the run that has saved the checkpoint at ``path``.
 
-    Those that the checkpoint holds, because they have moved, may be others.
+    Those that the checkpoint holds, because they have moved, may be others, and so may those of another size.
     """
     tensors, texts = storage.scan(path, storage.BUFFERS, manifest["files"])
     moved = tensors.keys() | {name.removeprefix(VALUE) for name in texts}
-    theirs: Samples = manifest["identity"].get("constants", {})
-    return unlike({name: some for name, some in mine.items() if name not in moved}, theirs)
+    theirs: Elements = manifest["identity"].get("constants", {})
+    pairs = ((name, mine[name], theirs[name]) for name in sorted(mine.keys() & theirs.keys() - moved))
+    return next((name for name, a, b in pairs if a[:1] == b[:1] and not are_close(a, b)), None)
 
 
-def check_constants(path: Path, manifest: Mapping[str, Any], mine: Samples) -> None:
+def check_constants(path: Path, manifest: Mapping[str, Any], mine: Elements) -> None:
     """Raise CheckpointError if ``mine`` are others than those of the run that continues from ``path``."""
     if (name := unlike_those_of(path, manifest, mine)) is not None:
         raise CheckpointError(
@@ -88,9 +84,9 @@ def _places(size: int) -> NDArray[np.int64]:
     return np.arange(0, size, max(1, size // NUM_SAMPLED))[:NUM_SAMPLED]
 
 
-def _tables(model: nn.Module) -> Samples:
+def _tables(model: nn.Module) -> Elements:
     """Return samples of arrays and long lists of numbers in attributes of modules."""
-    found: Samples = {}
+    found: Elements = {}
     for path, module in model.named_modules():
         for key, value in vars(module).items():
             if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.size >= LEAST_NUMBERS:

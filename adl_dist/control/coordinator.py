@@ -11,7 +11,7 @@ from typing import Any
 
 from adl_dist.checkpoint import layout, state
 from adl_dist.checkpoint.async_save import LAST_SAVE_SECONDS, PartReport, Saver
-from adl_dist.checkpoint.constants import Samples, check_constants
+from adl_dist.checkpoint.constants import Elements, check_constants
 from adl_dist.checkpoint.identity import check_identity, identity_of, partition_change_note
 from adl_dist.checkpoint.run_dir import RunFolder
 from adl_dist.control import messages
@@ -54,7 +54,7 @@ class Saving:
     optimizer: str  # the name of its class
     schedule_follows: bool  # whether the learning rate schedule depends on the length of the run
     cut: Mapping[str, Any]  # the partition, as made
-    constants: Samples = field(default_factory=dict)  # of what the model holds and no checkpoint does
+    constants: Elements = field(default_factory=dict)  # of what the model holds and no checkpoint does
     goal: Goal = field(default_factory=Goal)  # what the best checkpoint is the best of
     trace: bool = False  # whether the stages record what they do, to be written at the end
 

@@ -20,7 +20,8 @@ Tensors = tuple[Tensor, ...]
 # Returns what a forward that is replayed has to run in: with the state of now that is no buffer, which is remembered.
 Remember = Callable[[], Callable[[], AbstractContextManager[None]]]
 FORWARD, BACKWARD, BACKWARD_WEIGHT = "", "backward: ", "backward of weights: "  # parts, each with draws of its own
-SEEDS_AT_ONCE = 256  # one by one they would take as long as a small layer
+SEEDS_AT_ONCE = 256
+SEEDERS: dict[str, Callable[[int], None]] = {"python": random.seed, "numpy": seed_numpy}  # of what torch does not draw
 # From a module's argument, and buffers in place of its own (None: its own), to its output.
 Call = Callable[[Any, dict[str, Tensor] | None], Any]
 
@@ -106,15 +107,19 @@ def takes_gradient(tensor: Tensor) -> bool:
 
 def seed_update(seed: int, key: str, update: int, device: torch.device) -> None:
     """Seed what the optimizer of the learner ``key`` draws from in ``update``; ``seed``: that of the run."""
-    seeds = _update_seeds(seed, key, update // SEEDS_AT_ONCE)
-    seed_torch(seeds[update % SEEDS_AT_ONCE], device)
+    seed_torch(_seed_at(update, seed, f"update of {key}"), device)
 
 
-@lru_cache(maxsize=4096)
-def _update_seeds(seed: int, key: str, block: int) -> list[int]:
-    """Return the seeds of ``SEEDS_AT_ONCE`` updates: one by one they would take as long as a small update."""
-    updates = range(block * SEEDS_AT_ONCE, (block + 1) * SEEDS_AT_ONCE)
-    seeds: list[int] = stream_seeds(seed, f"update of {key}", last=updates).tolist()
+def _seed_at(last: int, seed: int, purpose: str, *indices: int) -> int:
+    """Return ``stream_seed(seed, purpose, *indices, last)``."""
+    return _block_of_seeds(last // SEEDS_AT_ONCE, seed, purpose, *indices)[last % SEEDS_AT_ONCE]
+
+
+@lru_cache(maxsize=2048)
+def _block_of_seeds(block: int, seed: int, purpose: str, *indices: int) -> list[int]:
+    """Return ``SEEDS_AT_ONCE`` seeds: one by one they would take as long as a small layer."""
+    last = range(block * SEEDS_AT_ONCE, (block + 1) * SEEDS_AT_ONCE)
+    seeds: list[int] = stream_seeds(seed, purpose, *indices, last=last).tolist()
     return seeds
 
 
@@ -131,8 +136,6 @@ class RandomStreams:
     def begin(self, epoch: int, *, first_micro_batch: int) -> None:
         """Begin a segment of ``epoch``."""
         self._epoch, self._first_micro_batch = epoch, first_micro_batch
-        # By part, of some micro-batches of the epoch, one for each purpose.
-        self._seeds: dict[str, dict[int, tuple[int, ...]]] = {FORWARD: {}, BACKWARD: {}, BACKWARD_WEIGHT: {}}
 
     def seed_of(self, purpose: str, micro_batch: int) -> int:
         """Return the seed of a stream of this stage's own for one micro-batch of the segment."""
@@ -141,17 +144,9 @@ class RandomStreams:
     def seed(self, micro_batch: int, device: torch.device, part: str = FORWARD) -> None:
         """Seed what a ``part`` of the work on a micro-batch, whose tensors are on ``device``, draws from."""
         of_epoch = self._first_micro_batch + micro_batch
-        if of_epoch not in self._seeds[part]:
-            block = range(of_epoch, of_epoch + SEEDS_AT_ONCE)
-            columns = [
-                stream_seeds(self._seed, f"{part}{purpose}", self._epoch, self._stage, last=block).tolist()
-                for purpose in self._purposes
-            ]
-            self._seeds[part] = dict(zip(block, zip(*columns, strict=True), strict=True))
-        seeds = self._seeds[part][of_epoch]
-        seed_torch(seeds[0], device)
-        for purpose, seed in zip(self._purposes[1:], seeds[1:], strict=True):
-            if purpose == "python":
-                random.seed(seed)
-            elif purpose == "numpy":
-                seed_numpy(seed)
+        for purpose in self._purposes:
+            seed = _seed_at(of_epoch, self._seed, f"{part}{purpose}", self._epoch, self._stage)
+            if purpose in SEEDERS:
+                SEEDERS[purpose](seed)
+            else:
+                seed_torch(seed, device)

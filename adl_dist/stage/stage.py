@@ -145,8 +145,9 @@ class Stage:
         self.mitigation = mitigation_of(pipeline, index, self.optimizer, self._lr_factor) if self.optimizer else None
         named = ((n, p) for n, p in module.named_parameters(remove_duplicate=False) if id(p) not in self._is_tied)
         self.average = WeightAverage(named, spec.ema) if spec.ema is not None and self.optimizer is not None else None
-        self._takes_gradient = {name: p.requires_grad for name, p in self._trained.named_parameters()}
-        self._is_alone = pipeline.num_stages == 1
+        # A stage that is alone sends no gradient, and may train other parameters later on.
+        trained = self._trained.named_parameters() if pipeline.num_stages > 1 else ()
+        self._takes_gradient = {name: p.requires_grad for name, p in trained}
         self._policy = (
             weight_policy(method.weights, self._trained, self.optimizer, self.mitigation)
             if self.optimizer or self.ties
@@ -242,8 +243,8 @@ class Stage:
 
     def _check_trains_the_same(self) -> None:
         """Raise ConfigError if another parameter takes a gradient than at the start."""
-        unlike = [n for n, p in self._trained.named_parameters() if p.requires_grad != self._takes_gradient.get(n)]
-        if unlike and not self._is_alone:
+        named = self._trained.named_parameters()
+        if unlike := [name for name, p in named if p.requires_grad != self._takes_gradient.get(name, p.requires_grad)]:
             raise ConfigError(
                 f"{self.where}: requires_grad of '{unlike[0]}' was changed during the run, but what stages train, keep "
                 "and send was settled at its start; change it between two calls of fit"

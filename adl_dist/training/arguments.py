@@ -3,7 +3,7 @@
 import functools
 import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Concatenate, ParamSpec, Protocol, TypeGuard, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -105,17 +105,13 @@ def noticed(model: nn.Module, loss_fn: object, dtype: torch.dtype) -> list[str]:
                 f"{_shown(woken)} is in eval mode, but training puts all modules in train mode; one that is to stay in "
                 "eval mode needs a train() of its own (docs/own.md)"
             )
-    trained = [name for name, p in loss_fn.named_parameters() if p.requires_grad] if _is_module(loss_fn) else []
-    if trained:
+    of_loss = loss_fn.named_parameters() if isinstance(loss_fn, nn.Module) else ()
+    if trained := [name for name, p in of_loss if p.requires_grad]:
         notes.append(
             f"{_shown(trained)} of the loss takes a gradient, but no optimizer trains a loss: what is to be trained "
             "must be part of the model, for example of its last layer; else set requires_grad=False"
         )
     return notes
-
-
-def _is_module(loss_fn: object) -> TypeGuard[nn.Module]:
-    return isinstance(loss_fn, nn.Module)
 
 
 def _shown(names: Sequence[str]) -> str:

@@ -41,7 +41,7 @@ def drawn_from(dataset: Any) -> list[str]:
         return []
     states = [[copy.deepcopy(get()) for _, get, _ in found]]
     for _ in range(2):
-        with streams_kept(), suppress(Exception):  # one that cannot be loaded is told when it is needed
+        with streams_kept(), suppress(Exception):  # if it cannot be loaded, the loader will say so
             dataset[0]
         states.append([copy.deepcopy(get()) for _, get, _ in found])
     for (_, _, put), state in zip(found, states[0], strict=True):

@@ -131,8 +131,8 @@ class PartitionedModel:
         if type(model) is nn.Sequential and spec.units == "block" and num_stages > 1:
             check_counts(model, num_stages, spec.balance)
         self.signature = signature(model)
-        of_weights = (pair for pair in model.state_dict().items() if isinstance(pair[1], Tensor))
-        self.initial = sampled(of_weights) if weights is None else {"stream of the weights": weights.stream}
+        of_stream = {"stream of the weights": weights.stream} if weights is not None else None
+        self.initial = of_stream or sampled(model.state_dict().items())
         self.constants = constants_of(model)
         self._model: nn.Module | None = model
         self.modules: dict[int, nn.Module] = dict.fromkeys(self._own, model)

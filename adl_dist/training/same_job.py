@@ -1,7 +1,8 @@
 """What a rank tells the others of the objects that its script has made, since all must have made the same.
 
-A script has no settings, so it is told what its objects hold: numbers of modules, of the loss, and of the functions
-that make optimizers and schedules. What these make is compared, too; that may depend on the stage.
+A script has no settings to compare. So ranks compare the numbers that its objects hold: those of modules, of the loss,
+and of the functions that make optimizers and schedules. They also compare what these functions make, which may depend
+on the stage.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from adl_dist.checkpoint.constants import sampled
 from adl_dist.checkpoint.identity import described, merged
 from adl_dist.errors import ConfigError
+from adl_dist.memory import has_plain_memory
 from adl_dist.partition.state_walk import is_of_a_library, names_used_by
 from adl_dist.training.agreement import first_difference
 from adl_dist.training.unchanged import reached
@@ -58,7 +60,9 @@ def told_of(thing: object, *, with_rank: bool = False) -> Any:
         "names": [*code.co_names],
         "numbers": described(numbers),
         **{key: described(value) for key, value in reads.items() if _is_number(value)},
-        **sampled((key, value) for key, value in reads.items() if isinstance(value, Tensor)),
+        **sampled(
+            (key, value) for key, value in reads.items() if isinstance(value, Tensor) and has_plain_memory(value)
+        ),
     }
 
 

@@ -19,7 +19,7 @@ KINDS = {
 
 
 class Features(nn.Module):
-    """Random features, which a model that is built anew draws anew."""
+    """Random features, drawn when the model is built."""
 
     def __init__(self, kind):
         super().__init__()
@@ -59,6 +59,14 @@ def test_other_constants_are_not_continued_with(kind, K, tmp_path, capfd):
     assert_same(fit(kind, 0, tmp_path / "run", 2, K=K), fit(kind, 0, tmp_path / "whole", 2, K=K))
 
 
+def continue_with(layers, folder):
+    """Train an epoch of one run with each of the ``layers`` in the midst of the model."""
+    for epochs, layer in enumerate(layers, start=1):
+        model = nn.Sequential(nn.Flatten(), nn.Linear(72, 6), layer, nn.Linear(6, 5))
+        trainer = toy_trainer(2, model=model, balance="even")
+        trainer.fit(FixedImages(8), epochs=epochs, batch_size=4, run_dir=folder, monitoring=SILENT)
+
+
 class Scratch(nn.Module):
     """Holds memory that nothing has filled: one that its forward writes to, and one that is for another use."""
 
@@ -73,11 +81,7 @@ class Scratch(nn.Module):
 
 
 def test_memory_that_no_forward_reads_may_hold_anything(tmp_path):
-    for filled_with, epochs in ((0.0, 1), (5.0, 2)):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Flatten(), nn.Linear(72, 6), Scratch(filled_with), nn.Linear(6, 5))
-        trainer = toy_trainer(2, model=model, balance="even")
-        trainer.fit(FixedImages(8), epochs=epochs, batch_size=4, run_dir=tmp_path, monitoring=SILENT)
+    continue_with([Scratch(0.0), Scratch(5.0)], tmp_path)
 
 
 class Extended(Features):
@@ -92,11 +96,10 @@ class Extended(Features):
 
 
 def test_a_table_of_another_size_is_not_compared(tmp_path):
-    for rows, epochs in ((6, 1), (9, 2)):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Flatten(), nn.Linear(72, 6), Extended(rows), nn.Linear(6, 5))
-        trainer = toy_trainer(2, model=model, balance="even")
-        trainer.fit(FixedImages(8), epochs=epochs, batch_size=4, run_dir=tmp_path, monitoring=SILENT)
+    torch.manual_seed(0)
+    layers = [Extended(6)]
+    torch.manual_seed(0)
+    continue_with([*layers, Extended(9)], tmp_path)
 
 
 HELD = {

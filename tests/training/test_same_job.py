@@ -35,7 +35,7 @@ def net(middle):
 
 
 def told(case):
-    """What a rank of two is told."""
+    """Train as one of two ranks; return the error that this rank ends with, or that it has trained."""
     rank = int(os.environ["RANK"])
     options, length = {}, {"epochs": 1}
     model = net(Table() if case == "table" else nn.Dropout(0.1 + 0.1 * rank if case == "dropout" else 0.1))

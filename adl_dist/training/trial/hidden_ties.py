@@ -136,7 +136,7 @@ def check_reads(homes: Homes, states: Sequence[ModuleState], run: Run) -> None:
         if not foreign[k]:
             yield
             return
-        with _Operations(foreign[k], read[k]), _Calls(foreign[k], read[k]):
+        with noting_reads(foreign[k], read[k]):
             yield
 
     run(watched)

@@ -230,6 +230,7 @@ class StageChain:
         # Once more, for what it returns in the same memory; and with another size, unless training has told what the
         # batch dimension is.
         self.forward(samples.pair[1 if sizes else 0], training=False)
+        self._looks = False
         self._returned.clear()
         acts, traits = {}, {}
         of_loss = replace(self._of_loss, varies=samples.varies, target=layout_of(samples.one[1]))
