@@ -320,13 +320,17 @@ def test_records_that_cannot_be_written_leave_no_half_line(tmp_path, small_files
     warnings = []
     for writer in ("recorder", "loggers"):
         monkeypatch.setattr(f"adl_dist.report.{writer}.warn", warnings.append)
+    before = threading.enumerate()
     recorder = Recorder(tmp_path, loggers=["tensorboard"])
     recorder.start(from_update=0)
+    threads = set(threading.enumerate()) - set(before)
     for update in range(20):
         small_files(150 if 1 < update < 15 else resource.RLIM_INFINITY)
         recorder.write({"name": "train/loss", "value": 0.5, "update": update, "epoch": 0})
         recorder.flush()
     recorder.close()
+    for thread in threads:
+        thread.join(60)  # its error is told as it ends, which must be within this test
     written = [json.loads(line)["update"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert written == [0, 1, *range(15, 20)], "two records take 124 bytes"
     told = [("metrics.jsonl" in text, "TensorBoard" in text) for text in warnings]
