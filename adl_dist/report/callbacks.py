@@ -65,14 +65,14 @@ class EarlyStopping(Callback):
     """Ends the run when a metric of the validation has not become better for ``patience`` evaluations in a row."""
 
     def __init__(
-        self, patience: int = 3, metric: str | None = None, best: str | None = None, min_change: float = 0.0
+        self, patience: int = 3, metric: str | None = None, best_is: str | None = None, min_change: float = 0.0
     ) -> None:
         """Watch ``metric``; None: the accuracy, or without classes the loss.
 
         Args:
             patience: evaluations without a better value.
             metric: like ``validation_loss``.
-            best: ``highest`` or ``lowest``; None: as known of the metric.
+            best_is: ``highest`` or ``lowest``; None: as known of the metric.
             min_change: by how much a value must be better to count.
 
         Raises:
@@ -82,7 +82,7 @@ class EarlyStopping(Callback):
             raise ConfigError(f"EarlyStopping: patience must be a whole number of at least 1, got {patience!r}")
         if not min_change >= 0:
             raise ConfigError(f"EarlyStopping: min_change must be at least 0, got {min_change!r}")
-        self.patience, self.goal, self.min_change = patience, Goal(metric, best), min_change
+        self.patience, self.goal, self.min_change = patience, Goal(metric, best_is), min_change
         self.best_score: list[float] | None = None
         self.best_value, self.waited = "", 0
 

@@ -37,9 +37,9 @@ class Goal:
 
     def __post_init__(self) -> None:
         if self.best not in (None, HIGHEST, LOWEST):
-            raise ConfigError(f"best={self.best!r}: expected {HIGHEST} or {LOWEST}")
+            raise ConfigError(f"best_is={self.best!r}: expected {HIGHEST} or {LOWEST}")
         if self.metric is None and self.best is not None:
-            raise ConfigError(f"best={self.best} says which way a metric is better, but there is none; name it, too")
+            raise ConfigError(f"best_is={self.best} says which way a metric is better, but there is none; name it, too")
         if self.metric is not None and self.best is None and self.metric not in KNOWN:
             near = difflib.get_close_matches(self.metric, KNOWN, n=1)
             hint = f"did you mean {near[0]}? Else say" if near else "say"

@@ -309,8 +309,10 @@ def done(*words):
 def test_the_plan_of_a_small_model_gives_a_line_that_trains(tmp_path):
     picture = tmp_path / "units.svg"
     told = done(
-        *(*SMALL, "--stages", "2,3", "--methods", "bp,gpipe,adl,fr", "--devices", "3", "--units", "--out", str(picture))
+        *(*SMALL, "--stages", "2,3,99", "--methods", "bp,gpipe,adl,fr", "--devices", "3"),
+        *("--units", "--out", str(picture)),
     )
+    assert told.count("not possible: K = 99: partition.num_stages=99 needs at least 99 units") == 1
     shows(told, ["method ", "adl     2  4  ", "adl     3  4  ", "gpipe   3  4  ", "fr      2  1  "])
     shows(told, ["adl by codec, over these links:", "3  4  int4 ", "K = 3: no codec is needed"])
     shows(told, ["stem.conv", "layer3_0.add", "without a pipeline: one device", "DDP on 3", "recommended"])
@@ -429,6 +431,11 @@ def test_a_samples_shape_stands_in_for_data_that_is_not_there(tmp_path):
     [
         (("--stages", "a"), ["--stages", "whole numbers", "got a"]),
         (("--stages", "1"), ["--stages", "at least 2"]),
+        (("--stages", "99,50"), ["partition.num_stages=99 needs at least 99 units, but the model has "]),
+        (
+            ("--stages", "2", "partition.balance=auto", "partition.speeds=[1,2,3]"),
+            ["speeds=[1.0, 2.0, 3.0]", "there are 2 stages"],
+        ),
         (("--links", "fast"), ["--links: 'fast' is not a link", "like 100mbit or 100mbit,50ms"]),
         (("--stages", "2", "--links", "1mbit,1ms/1mbit,1ms"), ["--links describes 2 links, but 2 stages have 1"]),
         (("--methods", "adl,nope"), ["no method 'nope'", "gpipe"]),

@@ -166,7 +166,7 @@ def test_early_stopping_follows_its_metric_and_direction(metric, best, pick):
         if waited == 2:
             expected = epoch + 1
             break
-    _, summary = fit([adl_dist.EarlyStopping(2, metric=metric, best=best)], epochs=epochs)
+    _, summary = fit([adl_dist.EarlyStopping(2, metric=metric, best_is=best)], epochs=epochs)
     assert summary["epochs"] == expected
 
 
@@ -320,7 +320,10 @@ def test_what_is_no_callback_is_refused(case):
     [
         (partial(adl_dist.EarlyStopping, 0), r"patience must be a whole number of at least 1, got 0"),
         (partial(adl_dist.EarlyStopping, metric="validation_f1"), r"not known which way validation_f1 is better"),
-        (partial(adl_dist.EarlyStopping, metric="validation_loss", best="low"), r"'low': expected highest or lowest"),
+        (
+            partial(adl_dist.EarlyStopping, metric="validation_loss", best_is="low"),
+            r"'low': expected highest or lowest",
+        ),
         (partial(adl_dist.EarlyStopping, min_change=-1), r"min_change must be at least 0, got -1"),
     ],
 )
@@ -345,7 +348,7 @@ NOT_MEASURED = {
 def test_early_stopping_by_no_metric_is_refused_at_the_start(case):
     metric, best, said = NOT_MEASURED[case]
     with pytest.raises(ConfigError, match=said):
-        fit([adl_dist.EarlyStopping(metric=metric, best=best)])
+        fit([adl_dist.EarlyStopping(metric=metric, best_is=best)])
 
 
 def test_early_stopping_without_validation_is_refused_first():
@@ -354,7 +357,7 @@ def test_early_stopping_without_validation_is_refused_first():
 
 
 def test_the_command_line_makes_callbacks(tmp_path):
-    stopping = "callbacks=[{_target_:adl_dist.EarlyStopping,patience:1,metric:validation_loss,best:highest}]"
+    stopping = "callbacks=[{_target_:adl_dist.EarlyStopping,patience:1,metric:validation_loss,best_is:highest}]"
     few = ["train.epochs=9", "partition.num_stages=1", "method=bp", "optimizer.lr=0.01"]
     done = in_process(*words(tmp_path / "run", stopping, *few))
     assert done.code == 0
@@ -374,7 +377,7 @@ def test_the_command_line_makes_callbacks(tmp_path):
         ("runtime.loggers=[mlfow]", ["there is no 'mlfow'; choose of tensorboard, mlflow, wandb"]),
         ("runtime.loggers=[torch.nn.Identity]", ["expected an object with start, write, flush and close"]),
         ("runtime.best_metric=validation_los", ["which way validation_los is better"]),
-        ("runtime.best_is=high", ["best='high': expected highest or lowest"]),
+        ("runtime.best_is=high", ["best_is='high': expected highest or lowest"]),
     ],
 )
 def test_the_command_line_refuses_at_the_start(word, parts, tmp_path):

@@ -14,7 +14,7 @@ from adl_dist.cli.plan.report import bounded_table, codec_lines, facts_of, line_
 from adl_dist.codecs import CODECS, Codecs
 from adl_dist.distributed.affinity import num_cores
 from adl_dist.errors import ConfigError, DataError, PartitionError
-from adl_dist.partition import Machine, checked_sizes
+from adl_dist.partition import Machine, checked_sizes, even_sizes
 from adl_dist.partition.bounded import only_within, within_bound
 from adl_dist.partition.chain import Chain
 from adl_dist.partition.costs import Profile
@@ -65,6 +65,7 @@ def _measured(question: Question) -> _Found:
         profiler = Profiler(config, **how, shape=flags.input, kept_in=flags.profile, quiet=flags.json)
     except DataError as error:
         raise DataError(f"{error}; or describe a sample: --input 3,224,224") from error
+    question, refused = _possible(question, machine, profiler.chain)
     num_others = flags.neighbours
     if num_others is None:
         num_others = profiler.num_others(max(question.stages)) if question.num_devices <= num_cores() else 0
@@ -75,11 +76,12 @@ def _measured(question: Question) -> _Found:
         with profiler.under_load():
             share = profiler.pace(max(1, batch // question.num_devices))
     other = alternative(profiles[M], machine, num_devices=question.num_devices, whole=whole, share=share)
-    predictions, refused = _predict_all(question, machine, profiler.chain, profiles)
+    predictions, unfit = _predict_all(question, machine, profiler.chain, profiles)
+    refused += unfit
     bounded: list[Prediction] = []
     if question.bound is not None:
-        bounded, impossible = _within_bound(question, machine, profiler.chain, profiles)
-        refused += impossible
+        bounded, unbounded = _within_bound(question, machine, profiler.chain, profiles)
+        refused += unbounded
     usable = predictions if question.bound is None else only_within([*predictions, *bounded], question.bound)
     choice, reason = advise(usable, other)
     return _Found(
@@ -94,6 +96,26 @@ def _measured(question: Question) -> _Found:
         choice=choice,
         reason=reason,
     )
+
+
+def _possible(question: Question, machine: Machine, chain: Chain) -> tuple[Question, list[str]]:
+    """Return the question for those K into which the model can be cut, and why not into the others.
+
+    Raises:
+        PartitionError: the model can be cut into none; a measurement would be in vain.
+        ConfigError: likewise, because of the speeds.
+    """
+    refusals = dict[int, PartitionError | ConfigError]()
+    for K in question.stages:
+        try:
+            if _cut(question, machine, chain, K)["sizes"] is None:
+                even_sizes(chain, K)
+        except (PartitionError, ConfigError) as error:
+            refusals[K] = error
+    stages = [K for K in question.stages if K not in refusals]
+    if not stages:
+        raise next(iter(refusals.values()))
+    return replace(question, stages=stages), [f"K = {K}: {error}" for K, error in refusals.items()]
 
 
 def _coded(question: Question, machine: Machine, chain: Chain, profile: Profile) -> list[Prediction]:
@@ -115,11 +137,7 @@ def _within_bound(
     may_split = not question.config.runtime.compile
     predictions, refused = [], []
     for K in question.stages:
-        try:
-            cut = _cut(question, machine, chain, K)
-        except (PartitionError, ConfigError) as error:
-            refused.append(f"{question.chosen.name}, K = {K}: {error}")
-            continue
+        cut = _cut(question, machine, chain, K)
         told = within_bound(question.chosen, K, bound=question.bound, profiles=of_steps, may_split=may_split, **cut)
         predictions += told[0]
         refused += told[1]
@@ -131,7 +149,7 @@ def _cut(question: Question, machine: Machine, chain: Chain, K: int) -> dict[str
     config = question.config.partition
     balance, speeds = config.balance, config.speeds
     if speeds is not None and len(speeds) != K:
-        raise ConfigError(f"partition.speeds={speeds} has {len(speeds)} numbers")
+        raise ConfigError(f"partition.speeds={speeds} has {len(speeds)} numbers, but there are {K} stages")
     is_given = isinstance(balance, list) and config.num_stages == K  # else the question is which is best
     sizes = checked_sizes(chain, K, balance) if is_given else None
     return {"machine": replace(machine, speeds=speeds), "sizes": sizes}
