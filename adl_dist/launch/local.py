@@ -23,6 +23,7 @@ from adl_dist.launch.scratch_dir import launch_folder
 from adl_dist.launch.signals import STOPPING, SignalEscalation
 
 USER_ERROR = 2  # exit code of a rank that would only fail again
+CODES = {0, 1, USER_ERROR, parent_process.STOPPED_CODE}  # of ranks that say why they end; above 128: a signal has
 ENDING = (signal.SIGHUP, signal.SIGQUIT)  # handled by the agent, which ends its ranks then
 
 
@@ -139,14 +140,16 @@ def _run_ranks(arguments: Sequence[str], num_processes: int, stopping: StopHandl
 
 
 def _report(failed: ChildFailedError, restart: str | None) -> None:
-    """Print which rank was killed, which no other process can, and what happens now."""
+    """Print which rank ended without a word, which no other process can, and what happens now."""
     first, _ = failed.get_first_failure()
-    killed = []
+    silent = []
     for rank, failure in sorted(failed.failures.items()):
         ended_by_agent = failure.exitcode == -signal.SIGTERM and rank != first
         if failure.exitcode < 0 and not ended_by_agent:
-            killed.append(f"rank {rank} was killed by {signal.Signals(-failure.exitcode).name}")
-    for reason in killed or ["a rank failed"] * (restart is not None):
+            silent.append(f"rank {rank} was killed by {signal.Signals(-failure.exitcode).name}")
+        elif failure.exitcode < 128 and failure.exitcode not in CODES:  # the user's code, or a library, called os._exit
+            silent.append(f"rank {rank} ended with exit code {failure.exitcode}")
+    for reason in silent or ["a rank failed"] * (restart is not None):
         way_on = "the same command resumes the run" if restart is None else f"starting all ranks again ({restart})"
         sys.stderr.write(f"adl-dist: {reason}; {way_on}\n")
     sys.stderr.flush()

@@ -154,3 +154,11 @@ def test_one_rank_reports_and_all_end_with_its_exit_code(overrides, codes, parts
     for log in logs_of(tmp_path / "run") if codes == (2, 2) else []:  # both know why
         shows(log, parts[1:])
     assert not list(tmp_path.glob("run/checkpoints/*"))
+
+
+def test_a_rank_that_ends_without_a_word_is_named_by_its_code(tmp_path):
+    command = ADL_DIST, *words(tmp_path / "run", f"model._target_={USER}.gone", "model.at=5", processes=True)
+    outcome = as_command(*command)
+    assert outcome.code == 1
+    assert "Traceback" not in outcome.err
+    shows(outcome.err, ["adl-dist: rank 1 ended with exit code 7; the same command resumes the run"])
