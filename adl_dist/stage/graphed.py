@@ -167,7 +167,7 @@ class GraphedStage(Stage):
         Raises:
             ConfigError: a graph cannot hold them.
         """
-        target = self._wanted(wanted)[0]
+        target = None if self.loss is None else self.loss.wanted(wanted)[0]
         if target is not None:
             target = target.to(self._device)  # targets come on the CPU, and only :meth:`forward` moves them
         self.begin(0, training=True)
@@ -239,7 +239,7 @@ class GraphedStage(Stage):
         with torch.enable_grad():
             out = self._call(acts)
             outs = self._taken_apart(out)
-            return out, outs, (self._loss(out, target),) if self.has_loss else outs
+            return out, outs, outs if self.loss is None else (self.loss(out, target),)
 
     def ends_of(self, last: Tensors, grads: Tensors) -> tuple[list[GradientEdge], Tensors]:
         """Return where a backward begins, and copies of what comes back there."""

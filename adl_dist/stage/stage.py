@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._pytree import tree_map
 
 from adl_dist.batch import Batch
 from adl_dist.errors import ConfigError, PartitionError
@@ -33,13 +32,12 @@ from adl_dist.stage.calls import (
 )
 from adl_dist.stage.deferred import DeferredGradients, PutOff
 from adl_dist.stage.gradient_head import GradientHead
-from adl_dist.stage.loss_check import MeanGuard
-from adl_dist.stage.loss_terms import class_loss
-from adl_dist.stage.metrics import measured, metrics_of
+from adl_dist.stage.metrics import Metric
 from adl_dist.stage.mitigation import mitigation_of
 from adl_dist.stage.nonfinite import NonFiniteCheck, buffers_kept_finite
 from adl_dist.stage.optimizer import advance, scaled_learning_rates, stage_optimizer, told_whose
 from adl_dist.stage.spec import TrainSpec
+from adl_dist.stage.stage_loss import StageLoss
 from adl_dist.stage.stats import StepStats, norm_of
 from adl_dist.stage.tied import TiedWeights
 from adl_dist.stage.traits import StageTraits
@@ -78,7 +76,8 @@ class Stage:
         module: the part of the model, on its device.
         head: turns what goes downstream into a loss of the stage's own, or predicts its gradient; None: there is none.
         gradient_head: the head that predicts gradients, with what it needs to learn; None: there is none.
-        has_loss: whether this stage computes a loss: the model's, or one of its own.
+        has_loss: whether this stage computes a loss.
+        loss: that loss, the model's or one of its own; None: there is none.
         where: the stage, as errors name it.
         key: the stage, as names in checkpoints have it.
         version: updates applied so far, over the whole run.
@@ -157,16 +156,11 @@ class Stage:
             self._check_weights(method.weights)
         self._forward_version: int | None = None  # None: the newest
         self._first_version = 0  # of the segment
-        self._loss_fn, self._within = spec.loss_fn, spec.precision.autocasting(device)
-        self._device = device
-        self._class_loss = class_loss(spec.loss_fn)
-        of_loss = traits.loss
-        self._is_one_target = of_loss.target is None
-        self.metrics = metrics_of(spec.metrics, self._class_loss) if self.is_last else []
-        # It puts two micro-batches in a row together, which is not possible if they are of two lengths.
-        is_watched = self.is_last and pipeline.micro_batches_per_update > 1
-        is_watched = is_watched and not (of_loss.moves or of_loss.varies or of_loss.target)
-        self._guard = MeanGuard.of(spec.loss_fn, self._within, f"stage {index}") if is_watched else None
+        self._device, self._within = device, spec.precision.autocasting(device)
+        self.loss: StageLoss | None = None
+        if self.has_loss:
+            own_head = None if self.is_last else head
+            self.loss = StageLoss(spec, traits.loss, head=own_head, within=self._within, where=self.where)
         self._call_module = call_of(module, compiled=spec.precision.compile)
         if self._splits:
             self._deferred = DeferredGradients(module, f"stage {index}")
@@ -183,6 +177,11 @@ class Stage:
     def draws(self) -> frozenset[str]:
         """The random streams besides torch's that are seeded for each micro-batch: ``python``, ``numpy``."""
         return self._traits.draws
+
+    @property
+    def metrics(self) -> Sequence[Metric]:
+        """What is measured of its output besides the loss; the last stage alone has any."""
+        return () if self.loss is None else self.loss.metrics
 
     @property
     def head_prefix(self) -> str:
@@ -279,7 +278,7 @@ class Stage:
         its tensors, else None, and behind it the counts of :func:`~adl_dist.stage.loss_terms.counted` if the loss
         counts its terms. The graph is kept, or, without ``keep_graph``, what came in, for :meth:`recompute`.
         """
-        target, counts = (wanted[0], None) if self._is_one_target and len(wanted) == 1 else self._wanted(wanted)
+        target, counts = (None, None) if self.loss is None else self.loss.wanted(wanted)
         leaves = self._leaves_of(acts) if self.index > 0 else acts
         if target is not None:
             target = target.to(acts[0].device, non_blocking=True)
@@ -295,9 +294,8 @@ class Stage:
                 kept.as_then = self._remember()
         with_graph = keep_graph or self._traits.asks_for_graph
         out, outs, last = self._compute(micro_batch, kept, given, with_graph=with_graph)
-        if self.metrics or self._guard is not None:
+        if self.loss is not None:
             self._look_at(kept, out)
-        if self.has_loss:
             out, loss = self._lasting(outs)[0] if self.is_last else None, last[0]
             if not keep_graph:  # nor one that the module asked for
                 out, loss = out.detach() if out is not None else None, loss.detach()
@@ -327,15 +325,13 @@ class Stage:
             with self._watching_buffers(self.module):
                 out = self._call(given)
             outs = self._taken_apart(out)
-            last = (self._loss(out, kept.target, kept.num_terms),) if self.has_loss else outs
+            last = outs if self.loss is None else (self.loss(out, kept.target, kept.num_terms),)
         return out, outs, last
 
     def _look_at(self, kept: InFlight, out: Any) -> None:
-        """Measure the output of a forward, and see whether its loss is the mean that it should be."""
-        if self.metrics:
-            kept.measured = measured(self.metrics, tree_map(_detached, out), kept.target)
-        if self._guard is not None and kept.target is not None:
-            self._guard.look(out, kept.target)
+        """See what a loss needs to know of the output of a forward besides itself."""
+        if self.loss is not None and self.loss.looks:
+            kept.measured = self.loss.look(out, kept.target)
 
     def recompute(self, micro_batch: int) -> None:
         """Replay a forward from its stored input with the present weights, and keep the graph.
@@ -347,7 +343,7 @@ class Stage:
         self._random.seed(micro_batch, kept.acts[0].device)
         with kept.as_then():
             out = self._call(kept.acts, kept.buffers)
-            last = (self._loss(out, kept.target, kept.num_terms),) if self.has_loss else self._taken_apart(out)
+            last = self._taken_apart(out) if self.loss is None else (self.loss(out, kept.target, kept.num_terms),)
         kept.grad_edges = self._grad_edges_of(last, micro_batch)
 
     def backward(self, micro_batch: int, grads: Tensors) -> Tensors:
@@ -378,13 +374,10 @@ class Stage:
         if self.ties:
             for tie in self.ties.values():
                 tie.count(self.version, kept.version)
-        if kept.output_and_loss is not None:
+        if self.loss is not None and kept.output_and_loss is not None:
             assert kept.target is not None
             out, loss = kept.output_and_loss
-            if kept.num_terms is None:
-                self.tally.score(out, kept.target, loss)
-            else:
-                self.tally.score_counted(out, kept.target, loss, kept.num_terms, self._class_loss)
+            self.loss.count(self.tally, out, kept.target, loss, kept.num_terms)
             if kept.measured:
                 self.tally.measured.append(kept.measured)
         if self.index == 0 or self._learns_locally:
@@ -492,29 +485,14 @@ class Stage:
 
         ``wanted`` is that of :meth:`forward`.
         """
-        target, counts = (wanted[0], None) if self._is_one_target and len(wanted) == 1 else self._wanted(wanted)
         self._random.seed(micro_batch, acts[0].device)
         out = self._call(acts)
         outs = self._taken_apart(out)
         if not self.is_last:
             return self._lasting(outs)
-        assert target is not None
-        target = target.to(outs[0].device, non_blocking=True)
-        if self.metrics:
-            self.tally.measured.append(measured(self.metrics, out, target))
-        if counts is None:
-            self.tally.score(outs[0], target, self._loss(out, target))
-            return ()
-        _, num_terms = counts[0].tolist()
-        self.tally.score_counted(outs[0], target, self._loss(out, target, num_terms), num_terms, self._class_loss)
+        assert self.loss is not None
+        self.loss.evaluate(self.tally, out, outs[0], wanted)
         return ()
-
-    def _wanted(self, wanted: tuple[Tensor | None, ...]) -> tuple[Batch | None, Tensor | None]:
-        """Return target and counts, of more than one tensor."""
-        layout = self._traits.loss.target
-        if layout is not None and wanted[0] is not None:
-            return layout.split(wanted)  # type: ignore[arg-type]
-        return wanted[0], wanted[1] if len(wanted) > 1 else None
 
     def _set_mode(self, *, training: bool) -> None:
         self._trained.train(training)
@@ -611,31 +589,6 @@ class Stage:
             "agreed on the gradients that they send; what crosses a cut must be used alike in every micro-batch: cut "
             "elsewhere"
         )
-
-    def _loss(self, out: Any, target: Batch | None, num_terms: float | None = None) -> Tensor:
-        assert target is not None
-        if num_terms == 0:
-            # The mean over nothing is NaN. In the mean over the whole group such a micro-batch counts for nothing: its
-            # samples get a gradient, of zeros.
-            outs = [tensor for tensor in unpacked(out) if takes_gradient(tensor)]
-            if torch.is_grad_enabled() and len(outs) > 1:  # those that the loss does not use get none
-                outs = [tensor for tensor in outs if tensor.requires_grad]
-                with_none = torch.autograd.grad(self._loss(out, target), outs, allow_unused=True)
-                outs = [tensor for tensor, grad in zip(outs, with_none, strict=True) if grad is not None]
-            return torch.stack([(tensor.real * 0).sum() for tensor in outs]).sum()
-        if self._traits.loss.writes_target:  # it may be wanted again, and hits are those of the data
-            target = target.clone()
-        if self._traits.loss.writes_output and self.is_last:
-            out = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, out)
-        with self._within():
-            if self.is_last:
-                return self._loss_fn(out, target)
-            assert self.head is not None
-            return self.head(out, target, self._loss_fn)  # type: ignore[no-any-return]
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 Learner = Stage | GradientHead | TiedWeights  # what has an optimizer of its own

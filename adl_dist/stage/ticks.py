@@ -65,8 +65,7 @@ class TickedStage(GraphedStage):
         slot = self.slots[micro_batch % len(self.slots)]
         if not self.replays[1]:
             kept.replay = slot.go_backward_alone
-        if self.metrics or self._guard is not None:
-            super()._look_at(kept, slot.made[0])
+        super()._look_at(kept, slot.made[0])
         return self._backward(micro_batch, kept, grads)
 
     def _slot_for(self, micro_batch: int, kept: InFlight, given: Tensors) -> Slot | None:
