@@ -54,7 +54,7 @@ FREE_TO_CHANGE = {
     *("runtime.timeout_seconds", "runtime.stall_seconds", "runtime.abort_seconds"),
     *("method.split_backward", "method.max_deferred", "method.stages_per_process"),
     *("runtime.tf32", "tf32", "runtime.cudnn_benchmark", "runtime.compile", "runtime.deterministic", "deterministic"),
-    "runtime.cuda_graphs",
+    *("runtime.cuda_graphs", "runtime.peak_tflops", "partition.verify"),
     *("runtime.checkpoint_every_epochs", "runtime.keep_checkpoints", "runtime.keep_best", "runtime.async_save"),
     *("runtime.best_metric", "runtime.best_is", "runtime.loggers", "callbacks"),
     *("runtime.tensorboard", "runtime.trace", "runtime.report", "runtime.memory", "runtime.stage_records_every"),

@@ -10,7 +10,8 @@ class WatchdogTimeouts:
     """Limits on a standstill, counted from the last thing that any stage did.
 
     After ``stall_seconds`` what all stages do is printed, and the likely cause. After ``abort_seconds`` the process
-    ends with exit code 1, unless it is in a debugger; None: never; ``auto``: 600, or never where all stages share the
+    ends with exit code 1, unless it is in a debugger; None: never; ``auto``: 600, or
+    twice ``stall_seconds`` if that is more, or never where all stages share the
     user's own process.
     """
 

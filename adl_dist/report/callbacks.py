@@ -25,7 +25,7 @@ class Moment:
         update: updates made; in ``on_update`` that of ``metrics``, counted from 1.
         epoch: whole epochs done.
         metrics: figures by name: ``train_loss`` and what else is measured of the update or epoch, ``validation_loss``
-            and so on in ``on_epoch``, ``on_checkpoint`` and ``on_end``.
+            and so on in ``on_epoch``, ``on_checkpoint`` and ``on_end``; in ``on_start`` those of the checkpoint.
         checkpoint: the folder of the one that was completed, in ``on_checkpoint``.
         summary: that of ``summary.json``, in ``on_end``.
         stop: ends the run, for the reason that it is given, with the pipeline empty and all saved.

@@ -175,10 +175,10 @@ class Loggers:
             name = type(made).__name__
             try:
                 made.start(folder, settings, from_update)
-            except OSError as error:
-                warn(f"logger {name} cannot start ({error.strerror or error}); the run continues without it")
-                continue
             except Exception as error:  # another package, or the user's own code
+                if isinstance(made, TensorBoard) and isinstance(error, OSError):
+                    warn(f"logger {name} cannot start ({error.strerror or error}); the run continues without it")
+                    continue
                 said = " ".join(str(error).split())
                 raise ConfigError(
                     f"logger {name} cannot start: {type(error).__name__}: {said}; correct what it names, or take it "

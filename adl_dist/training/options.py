@@ -28,7 +28,7 @@ class PartitionSpec:
             what each link between neighbours does, by which ``balance="auto"`` and ``method.delay=auto`` choose;
             ``auto``: measured between processes at the start of the run; None: links take no time.
         verify: whether the cut model is compared with the uncut one before the first update, if there are several
-            stages.
+            stages, or several micro-batches under way in one.
         tied: what becomes of a parameter with several names if a cut lies between its uses: ``share``: stages hold
             copies of it that stay equal; ``untie``: each name has a parameter of its own from the start, for any K.
 
@@ -81,8 +81,8 @@ class ProcessOptions:
         bind_cores: with one process per stage on CPUs, each computes on its own share of the node's cores, if there is
             at least one for each.
         timeout_seconds: how long to wait for one message of a peer.
-        handle_signals: at SIGTERM, SIGINT or SIGUSR1 empty the pipeline, save and return; at a second one end the
-            process. For the calling thread only if it is the main one.
+        handle_signals: at SIGTERM, SIGINT or SIGUSR1 empty the pipeline, save and return; at a second, but for
+            SIGUSR1, end the process. For the calling thread only if it is the main one.
         pick_next: with all stages in one process, picks the stage that continues; any choice gives the same values.
 
     Raises:
@@ -124,7 +124,7 @@ class Monitoring:
         trace: write ``run_dir/trace.json``, what each stage did and when, and the shares of its time.
         report: write the page ``run_dir/report.html`` at the end, for which a few updates are recorded in full.
         memory: measure the most bytes of tensors that each stage's process held; slows the first updates.
-        quiet: no live line.
+        quiet: no live line, no lines of epochs, and no notes.
         stage_records_every: of every so many updates the records of each stage are written; those of the run always.
         peak_tflops: what a device does at its peak, in 1e12 floating-point operations per second, for the share of it
             that training reaches (``train/mfu``); None: what is known of a few GPUs, for bfloat16.

@@ -1,5 +1,6 @@
 """A run folder knows the loss, the optimizer and the schedule of the script that made it."""
 
+from dataclasses import fields
 from functools import partial
 
 import pytest
@@ -10,6 +11,8 @@ from torch.optim import lr_scheduler
 
 import adl_dist
 from adl_dist.checkpoint.identity import described
+from adl_dist.checkpoint.run_dir import FREE_TO_CHANGE
+from adl_dist.cli.config import schema
 from adl_dist.errors import CheckpointError, ConfigError
 from adl_dist.optim import cosine, multistep
 from tests.support.commands import snapshot
@@ -155,6 +158,16 @@ def test_a_longer_run_is_told_about_a_schedule_that_follows(schedule, follows, t
     assert "nothing left" not in out
     fit(tmp_path, 2, lr_schedule=schedule, monitoring=loud)
     assert capsys.readouterr().out.count(f"nothing left to train: {tmp_path} is complete; for a new run") == 1
+
+
+def test_what_may_change_is_what_the_page_says():
+    """Any other setting of these two, once forgotten there, would keep a run out of its own folder."""
+    kept = {"runtime": schema.RuntimeConfig, "partition": schema.PartitionConfig}
+    names = {f"{group}.{setting.name}" for group, of in kept.items() for setting in fields(of)} - FREE_TO_CHANGE
+    assert names == {
+        *("runtime.channels_last", "runtime.autocast", "runtime.codec", "runtime.gradient_codec"),
+        *("runtime.checkpoint_every_updates", "partition.tied"),
+    }
 
 
 def test_keep_best_needs_a_validation_dataset(tmp_path):

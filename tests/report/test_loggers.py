@@ -73,12 +73,13 @@ def test_a_logger_that_fails_is_given_up_with_one_warning(tmp_path, capfd):
     assert "logger Notes fails (RuntimeError: the line is dead); the run continues without it" in said
 
 
-def test_a_logger_that_cannot_start_is_refused(tmp_path):
+@pytest.mark.parametrize("kind", [ValueError, ConnectionError])
+def test_a_logger_that_cannot_start_is_refused(kind, tmp_path):
     class Unreachable(Notes):
         def start(self, folder, settings, from_update):
-            raise ValueError("no such address")
+            raise kind("no such address")
 
-    with pytest.raises(ConfigError, match=r"logger Unreachable cannot start: ValueError: no such address"):
+    with pytest.raises(ConfigError, match=rf"logger Unreachable cannot start: {kind.__name__}: no such address"):
         recorded(tmp_path, [Unreachable()])
 
 

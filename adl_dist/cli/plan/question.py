@@ -70,6 +70,7 @@ def asked(words: list[str]) -> Question:
     num_devices = flags.devices or (torch.cuda.device_count() if _on_gpu(config) else num_cores())
     powers = [2**i for i in range(1, 8) if 2**i <= num_devices]
     stages = list(dict.fromkeys(flags.stages or sorted({*powers, config.partition.num_stages} - {1}) or [2]))
+    names = flags.methods.split(",") if flags.methods else [*DEFAULT_METHODS.split(","), chosen.name]
     steps: list[int] = []
     if bound is not None:
         _check_bound(chosen, bound)
@@ -78,7 +79,7 @@ def asked(words: list[str]) -> Question:
         flags=flags,
         config=config,
         chosen=chosen,
-        methods=[method_named(name, config, flag="--methods") for name in dict.fromkeys(flags.methods.split(","))],
+        methods=[method_named(name, config, flag="--methods") for name in dict.fromkeys(names)],
         stages=stages,
         bound=bound,
         steps=steps,
@@ -109,7 +110,7 @@ def _flags(words: list[str]) -> argparse.Namespace:
     add("overrides", nargs="*", metavar="KEY=VALUE", help=overrides)
     stages = "numbers of stages, above 1: one device is in every table; default: 2, 4, 8 .. up to that of devices"
     add("--stages", type=partial(_numbers, 2), metavar="K,K", help=stages)
-    add("--methods", default=DEFAULT_METHODS, metavar="NAME,NAME", help=f"default: {DEFAULT_METHODS}")
+    add("--methods", metavar="NAME,NAME", help=f"default: {DEFAULT_METHODS} and the configured one")
     add("--devices", type=int, metavar="N", help="number of devices; default: the GPUs, or cores, of this machine")
     memory = "memory of each device, like 80GiB; default: the GPU's, no limit on the CPU"
     add("--memory", type=_bytes, metavar="SIZE", help=memory)
