@@ -177,7 +177,7 @@ def test_described_links_have_the_measured_cost_of_a_message():
     assert (machine.seconds_per_message, machine.seconds_per_byte) == tuple(HOST.values())
 
 
-def test_the_configured_method_is_predicted_unless_others_are_named():
+def test_the_configured_method_is_predicted_too():
     by_default = [one.name for one in asked([*SMALL, "method=zbh1"]).methods]
     assert by_default == ["bp", "gpipe", "1f1b", "ddg", "fr", "fdg", "adl", "zbh1"]
     assert [one.name for one in asked([*SMALL, "method=zbh1", "--methods", "adl"]).methods] == ["adl"]
