@@ -7,7 +7,7 @@ cannot be known. Tensors are saved as tensors, all else as JSON, and what holds 
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from adl_dist.checkpoint import nested, storage
 from adl_dist.checkpoint.nested import Packer, Unstorable
 from adl_dist.checkpoint.storage import Shard, Stored
 from adl_dist.errors import ConfigError
+from adl_dist.partition.piece import StageModule
 
 VALUE = "attribute:"  # begins the names of values in a file's metadata, which has entries of its own
 _OF_TORCH = {*nn.Module().__dict__}  # the mode, hooks, and what is registered
@@ -53,9 +54,9 @@ class FreshBuffers:
                 raise _unsavable(str(error)) from None
         return Shard(tensors | {name: tensor.detach() for name, tensor in packer.tensors.items()}, texts)
 
-    def restored(self, tensors: Mapping[str, Stored], texts: Mapping[str, str]) -> None:
+    def restored(self, names: Set[str]) -> None:
         """Remember that these come from a checkpoint, so that the next one holds them, too."""
-        self._restored |= tensors.keys() | {name.removeprefix(VALUE) for name in texts}
+        self._restored |= names
 
 
 def is_saved(module: nn.Module, name: str) -> bool:
@@ -71,16 +72,13 @@ def is_saved(module: nn.Module, name: str) -> bool:
     return key.isidentifier() and _is_kept(owner.__dict__.get(key))
 
 
-def restore(module: nn.Module, tensors: Mapping[str, Stored], texts: Mapping[str, str]) -> None:
-    """Give ``module`` what was saved for it."""
+def restore(module: nn.Module, tensors: Mapping[str, Stored], texts: Mapping[str, str]) -> set[str]:
+    """Give ``module`` what was saved for it; return the names of that."""
     owners, device = dict(module.named_modules(remove_duplicate=False)), _device_of(module)
-    packed = {
-        name.removeprefix(VALUE): json.loads(text)
-        for name, text in texts.items()
-        if name.startswith(VALUE) and name.removeprefix(VALUE).rpartition(".")[0] in owners
-    }
+    values = {name.removeprefix(VALUE): text for name, text in texts.items() if name.startswith(VALUE)}
+    packed = {name: json.loads(text) for name, text in values.items() if _is_place(owners, name)}
     of_values = {*nested.tensor_names([*packed.values()])}
-    own = {name for name in tensors if name.rpartition(".")[0] in owners} - of_values
+    own = {name for name in tensors if _is_place(owners, name)} - of_values
     read = dict(storage.read({name: tensors[name] for name in own | of_values}))
     for name, value in packed.items():
         path, _, key = name.rpartition(".")
@@ -95,6 +93,16 @@ def restore(module: nn.Module, tensors: Mapping[str, Stored], texts: Mapping[str
             present.data.copy_(value)  # in place: others may hold it, too
         else:  # the forward puts new ones in its place
             held[key] = value.to(device)
+    return own | packed.keys()
+
+
+def _is_place(owners: Mapping[str, nn.Module], name: str) -> bool:
+    path, _, key = name.rpartition(".")
+    if (owner := owners.get(path)) is None:
+        return False
+    # Of a module whose forward is cut each stage has a bare one with what that stage uses; the rest is another's.
+    is_bare = type(owner) is nn.Module or isinstance(owner, StageModule)
+    return not is_bare or key in owner._buffers or key in owner.__dict__
 
 
 def _unsavable(text: str) -> ConfigError:

@@ -163,8 +163,7 @@ def load(path: Path, stages: Sequence[Stage], fresh: Mapping[int, FreshStage]) -
                 average.restore(dict(storage.read(own)))
             _fill(_head_tensors(stage), heads)
             first = fresh[stage.index]
-            buffers.restore(stage.module, *moved)
-            first.buffers.restored(*moved)
+            first.buffers.restored(buffers.restore(stage.module, *moved))
             if first.loss is not None:
                 first.loss.restore(*moved)
             for learner, of_optimizer in zip(stage.learners, first.optimizers, strict=True):

@@ -91,6 +91,37 @@ def test_moved_buffers_have_the_same_names_in_another_cut(tmp_path):
     assert run(tmp_path, 2, 1)[1] == run(tmp_path, 2, 3)[1]
 
 
+class Counts(nn.Module):
+    """Its forward, which is cut, counts in a buffer of its own; a part of it counts in another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(72, 72), nn.Linear(72, 5)
+        self.register_buffer("count", torch.zeros(()), persistent=False)
+        self.register_buffer("later", torch.zeros(()), persistent=False)
+
+    def forward(self, x):
+        x = self.first(x.flatten(1))
+        x = x * (1 + 0.1 * self.count.add_(1).clone())
+        x = self.last(x.relu())
+        return x * (1 + 0.1 * self.later.add_(1).clone())
+
+
+def test_what_a_cut_module_moves_is_that_of_one_stage(tmp_path):
+    """Each stage has a module in its place; one that does not move the buffer must not save what it was."""
+
+    def trained(run_dir, epochs):
+        torch.manual_seed(0)
+        trainer = toy_trainer(2, 2, model=Counts())
+        trainer.fit(FixedImages(20), epochs=epochs, batch_size=8, run_dir=run_dir, monitoring=SILENT)
+        return trainer
+
+    whole = trained(None, 4)
+    for epochs in (1, 2, 3):
+        trained(tmp_path, epochs)
+    assert_same(trained(tmp_path, 4).full_state_dict(), whole.full_state_dict())
+
+
 def test_an_evaluation_of_a_checkpoint_has_them_too(tmp_path):
     _, loss = run(tmp_path, 2)
     plain = toy_trainer(1, model=net(9))
