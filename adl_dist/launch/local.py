@@ -23,7 +23,8 @@ from adl_dist.launch.scratch_dir import launch_folder
 from adl_dist.launch.signals import STOPPING, SignalEscalation
 
 USER_ERROR = 2  # exit code of a rank that would only fail again
-CODES = {0, 1, USER_ERROR, parent_process.STOPPED_CODE}  # of ranks that say why they end; above 128: a signal has
+CODES = {0, 1, USER_ERROR, parent_process.STOPPED_CODE}  # of ranks that say why they end
+AGENT_SECONDS = 30 - 1  # that the agent waits from its SIGTERM to its SIGKILL, as far as whole seconds can tell
 ENDING = (signal.SIGHUP, signal.SIGQUIT)  # handled by the agent, which ends its ranks then
 
 
@@ -141,15 +142,30 @@ def _run_ranks(arguments: Sequence[str], num_processes: int, stopping: StopHandl
 
 def _report(failed: ChildFailedError, restart: str | None) -> None:
     """Print which rank ended without a word, which no other process can, and what happens now."""
-    first, _ = failed.get_first_failure()
+    first, first_failure = failed.get_first_failure()
     silent = []
     for rank, failure in sorted(failed.failures.items()):
-        ended_by_agent = failure.exitcode == -signal.SIGTERM and rank != first
-        if failure.exitcode < 0 and not ended_by_agent:
-            silent.append(f"rank {rank} was killed by {signal.Signals(-failure.exitcode).name}")
-        elif failure.exitcode < 128 and failure.exitcode not in CODES:  # the user's code, or a library, called os._exit
+        number = _signal_in(failure.exitcode)
+        is_late = failure.timestamp - first_failure.timestamp >= AGENT_SECONDS
+        ended_by_agent = rank != first and (number == signal.SIGTERM or (number == signal.SIGKILL and is_late))
+        if number is None and failure.exitcode not in CODES:  # the user's code, or a library, called os._exit
             silent.append(f"rank {rank} ended with exit code {failure.exitcode}")
+        elif number is not None and not ended_by_agent:
+            silent.append(f"rank {rank} was killed by {_name_of(number)}")
     for reason in silent or ["a rank failed"] * (restart is not None):
         way_on = "the same command resumes the run" if restart is None else f"starting all ranks again ({restart})"
         sys.stderr.write(f"adl-dist: {reason}; {way_on}\n")
     sys.stderr.flush()
+
+
+def _signal_in(exit_code: int) -> int | None:
+    """Return the number of the signal that an exit code stands for: -n of the system, 128 + n of a handler."""
+    number = -exit_code if exit_code < 0 else exit_code - 128
+    return number if 0 < number < signal.NSIG else None
+
+
+def _name_of(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"

@@ -9,8 +9,10 @@ import shutil
 import socket
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from adl_dist.cli.main import main
+from adl_dist.launch import local
 from tests.support.commands import ADL_DIST, TORCHRUN, as_command, left_behind, shows, snapshot, words
 from tests.support.ranks import RanksFailed, command_on_ranks, run_ranks
 from tests.support.tiers import slow
@@ -160,5 +162,34 @@ def test_a_rank_that_ends_without_a_word_is_named_by_its_code(tmp_path):
     command = ADL_DIST, *words(tmp_path / "run", f"model._target_={USER}.gone", "model.at=5", processes=True)
     outcome = as_command(*command)
     assert outcome.code == 1
-    assert "Traceback" not in outcome.err
-    shows(outcome.err, ["adl-dist: rank 1 ended with exit code 7; the same command resumes the run"])
+    (line,) = [line for line in outcome.err.splitlines() if line.startswith("adl-dist: rank")]
+    assert line == "adl-dist: rank 1 ended with exit code 7; the same command resumes the run"
+
+
+TWO = ["rank 0 was killed by SIGKILL", "rank 1 was killed by SIGKILL"]
+OF_RANKS = {  # exit codes, that of the rank that was first at the front, and what the launcher says
+    "a library": ({1: 7, 0: -15}, ["rank 1 ended with exit code 7"]),
+    "exit(-1)": ({0: 255, 1: 143}, ["rank 0 ended with exit code 255"]),
+    "a mistake": ({1: 2, 0: -15}, []),
+    "a mistake, and another rank hangs": ({1: 2, 0: -9}, []),
+    "killed": ({1: -9, 0: 1}, ["rank 1 was killed by SIGKILL"]),
+    "two killed": ({1: -9, 0: -9}, TWO),
+    "ended by kill, twice": ({0: 143, 1: 143}, ["rank 0 was killed by SIGTERM"]),
+    "a signal without a name": ({0: -40, 1: -15}, ["rank 0 was killed by signal 40"]),
+}
+
+
+@pytest.mark.parametrize(("codes", "said"), OF_RANKS.values(), ids=OF_RANKS)
+def test_ranks_that_say_nothing_are_named_by_the_launcher(codes, said, monkeypatch, capfd):
+    ends = {rank: ProcessFailure(rank, 0, code, "") for rank, code in codes.items()}
+    for number, end in enumerate(ends.values()):
+        end.timestamp += 30 * number * (said != TWO)
+
+    def fail(*_):
+        raise ChildFailedError("", ends)
+
+    monkeypatch.setattr(local, "_run_ranks", fail)
+    assert local.launch_local([], num_processes=2, max_restarts=0) == (2 if 2 in codes.values() else 1)
+    assert capfd.readouterr().err.splitlines() == [
+        f"adl-dist: {line}; the same command resumes the run" for line in said
+    ]
