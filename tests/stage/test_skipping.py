@@ -50,6 +50,35 @@ def test_an_infinite_gradient_of_the_last_stage_skips_its_group():
     assert summary["skipped_updates"] == 1
 
 
+class Recent(nn.Module):
+    """Keeps the means of the last three inputs in a buffer that grows."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("recent", None)
+        self.register_buffer("seen", torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.seen.add_(x.detach().mean())
+            new = x.detach().mean(0, keepdim=True)
+            self.recent = new if self.recent is None else torch.cat([self.recent[-2:], new])
+        return x + self.recent.mean(0)
+
+
+def test_a_buffer_that_grows_is_put_back_too():
+    layer, (first, second) = Recent(), torch.ones(2, 4, 3, dtype=torch.float64)
+    for number in range(1, 5):
+        before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+        with buffers_kept_finite(layer):
+            layer(first * NAN)
+        assert_same(dict(layer.named_buffers()), before)
+        with buffers_kept_finite(layer):
+            layer(second)
+        assert float(layer.seen) == number
+        assert len(layer.recent) == min(number, 3)
+
+
 def test_the_decision_survives_a_narrow_wire_and_any_order():
     expected, summary = train(3, 2, torch.float32, plant=nan_inputs, codec="bf16", **SKIP)
     assert summary["skipped_updates"] == len(SPOILT_PAIRS) * EPOCHS
