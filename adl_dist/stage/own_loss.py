@@ -34,6 +34,7 @@ def _not_ignored(target: Batch) -> Tensor | None:
     return (target != IGNORED).sum() if isinstance(target, Tensor) and not target.is_floating_point() else None
 
 
+RELATIVE = 1e-6  # by which two counts that are equal may differ: they may have weights
 # What a loss may count, as far as that can be seen in its targets alone.
 COUNTS: dict[str, Callable[[Any], Any]] = {
     "targets that are not -100": _not_ignored,
@@ -63,7 +64,7 @@ class MeanOf(nn.Module):
         candidates: dict[str, Callable[[Any], Any]] = {"its num_terms": own} if own is not None else COUNTS
         for counts in candidates.values():
             found = counts(target)
-            if found is not None and math.isclose(float(found), count, rel_tol=1e-6):
+            if found is not None and math.isclose(float(found), count, rel_tol=RELATIVE):
                 self.num_terms = counts
                 return
         raise ConfigError(
@@ -72,16 +73,24 @@ class MeanOf(nn.Module):
             "a micro-batch, by which micro-batches are weighted before there is an output (docs/own.md)"
         )
 
-    def forward(self, out: Any, target: Any) -> Tensor:
-        """Return the mean; raise ConfigError if it is not over what the targets have."""
+    def forward(self, out: Any, target: Any, told: float | None = None) -> Tensor:
+        """Return the mean; ``told``: what ``num_terms`` has counted in the target, where that was on the CPU.
+
+        On a GPU, where to ask would wait for the device, a mean over another number of terms is NaN. What a
+        ``num_terms`` of the user's own would count is known there only if it is told.
+
+        Raises:
+            ConfigError: the mean is not over what the targets have.
+        """
         total, count = self.loss_fn(out, target)
-        if target.is_cuda:
-            if self._is_own:  # it counts on the CPU
+        if target.is_cuda and isinstance(count, Tensor):
+            if told is None and self._is_own:
                 return total / count  # type: ignore[no-any-return]
-            is_right = torch.as_tensor(self.num_terms(target), device=total.device) == count
-            return torch.where(is_right, total / count, math.nan)  # to ask would wait for the device
+            expected = self.num_terms(target) if told is None else told
+            is_right = (count.double() - expected).abs() <= RELATIVE * abs(expected)
+            return torch.where(is_right, total / count, math.nan)
         expected = float(self.num_terms(target))
-        if not math.isclose(float(count), expected, rel_tol=1e-6):
+        if not math.isclose(float(count), expected, rel_tol=RELATIVE):
             raise ConfigError(
                 f"the loss returned (sum, count) with count {float(count):g} for a micro-batch, but its targets have "
                 f"{expected:g} terms by what they had at the start: give the loss a num_terms(target) that counts as "

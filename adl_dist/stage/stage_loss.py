@@ -13,6 +13,7 @@ from adl_dist.stage.calls import takes_gradient, unpacked
 from adl_dist.stage.loss_check import MeanGuard
 from adl_dist.stage.loss_terms import class_loss
 from adl_dist.stage.metrics import measured, metrics_of
+from adl_dist.stage.own_loss import MeanOf
 from adl_dist.stage.spec import TrainSpec
 from adl_dist.stage.stats import StepStats
 from adl_dist.stage.traits import LossTraits
@@ -73,7 +74,8 @@ class StageLoss:
             out = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, out)
         with self._within():
             if self._head is None:
-                return self._loss_fn(out, target)
+                told = () if num_terms is None or not isinstance(self._loss_fn, MeanOf) else (num_terms,)
+                return self._loss_fn(out, target, *told)
             return self._head(out, target, self._loss_fn)  # type: ignore[no-any-return]
 
     def look(self, out: Any, target: Batch | None) -> Sequence[Tensor]:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from adl_dist.errors import ConfigError
 from adl_dist.losses import TokenCrossEntropy
 from adl_dist.stage.loss_terms import class_loss, counted, is_known_mean, is_sum, loss_terms
+from adl_dist.stage.own_loss import MeanOf
 from adl_dist.stage.stats import StepStats
 
 C = 5
@@ -174,3 +175,33 @@ def test_hits_of_tokens_are_looked_for_in_the_last_dimension():
     stats.score_counted(out, target, loss_fn(out, target), 5.0, class_loss(loss_fn))
     assert stats.numbers()["num_correct"] == 4
     assert stats.numbers()["num_classed"] == 5
+
+
+class Positive(nn.Module):
+    """Of (sum, count); counts the positive targets, or ``wrong`` more than it says."""
+
+    def __init__(self, wrong=0, own=True):
+        super().__init__()
+        self.wrong = wrong
+        if own:
+            self.num_terms = lambda target: (target > 0).sum()
+
+    def forward(self, out, target):
+        return out.sum(), torch.tensor(4.0 if not hasattr(self, "num_terms") else 3.0) + self.wrong
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_on_a_gpu_a_mean_over_another_number_is_nan(own):
+    """No test has a GPU: the target says that it is on one."""
+    target, out = torch.tensor([0, 1, 2, 3]), torch.ones(6)
+    on_gpu = type("OnGpu", (torch.Tensor,), {"is_cuda": True})
+    loss_fn = Positive(own=own)
+    terms = 3 if own else 4
+    mean = MeanOf(loss_fn, target, terms)
+    there = target.as_subclass(on_gpu)
+    assert float(mean(out, there, float(terms))) == 6 / terms
+    loss_fn.wrong = 1
+    assert mean(out, there, float(terms)).isnan()
+    assert mean(out, there).isnan() == (not own), "what is not told is computed there, if it can be"
+    with pytest.raises(ConfigError, match=rf"with count {terms + 1} for a micro-batch, but its targets have {terms} "):
+        mean(out, target, float(terms))
