@@ -179,7 +179,7 @@ def ask_run(run_dir: Path, ask: str) -> dict[str, Any]:
             line = client.makefile("rb").readline()
     except OSError as error:
         raise ConfigError(f"run_dir={run_dir}: {_reason(path, error)}") from None
-    answer: dict[str, Any] = json.loads(line) if line else {"error": ENDED}
+    answer: dict[str, Any] = json.loads(line) if line.endswith(b"\n") else {"error": ENDED}
     if "error" in answer:
         raise ConfigError(f"run_dir={run_dir}: {answer['error']}")
     return answer

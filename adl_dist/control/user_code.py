@@ -36,7 +36,7 @@ class UserCode:
             self.catch_up()
 
     def catch_up(self) -> None:
-        """Make the calls that wait, in order; the global random streams are left as they are.
+        """Make the calls that wait, in order; the global random streams of the CPU are left as they are.
 
         If another thread is at it, as when a process fails while rank 0 trains, that one makes them all.
 

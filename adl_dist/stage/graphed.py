@@ -243,7 +243,7 @@ class GraphedStage(Stage):
 
     def ends_of(self, last: Tensors, grads: Tensors) -> tuple[list[GradientEdge], Tensors]:
         """Return where a backward begins, and copies of what comes back there."""
-        if self.has_loss:
+        if self.loss is not None:
             grads = (torch.ones_like(last[0]),)
         edges = self._grad_edges_of(last, 0)
         pairs = [(edge, grad.clone()) for edge, grad in zip(edges, grads, strict=True) if edge is not None]

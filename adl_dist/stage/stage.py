@@ -76,8 +76,7 @@ class Stage:
         module: the part of the model, on its device.
         head: turns what goes downstream into a loss of the stage's own, or predicts its gradient; None: there is none.
         gradient_head: the head that predicts gradients, with what it needs to learn; None: there is none.
-        has_loss: whether this stage computes a loss.
-        loss: that loss, the model's or one of its own; None: there is none.
+        loss: what this stage computes of its output and the target, the model's or one of its own; None: there is none.
         where: the stage, as errors name it.
         key: the stage, as names in checkpoints have it.
         version: updates applied so far, over the whole run.
@@ -132,7 +131,6 @@ class Stage:
         elif head is not None:
             # What is trained together: the part of the model and what serves only to train it.
             self._trained = nn.ModuleList([module, head])
-        self.has_loss = self.is_last or self._trained is not module
         self.where, self.key = f"stage {index}", str(index)
         ties = pipeline.ties_of(index)
         self.ties = {tie.number: TiedWeights(tie, tied[tie.number], index, spec, self.faults) for tie in ties}
@@ -158,7 +156,7 @@ class Stage:
         self._first_version = 0  # of the segment
         self._device, self._within = device, spec.precision.autocasting(device)
         self.loss: StageLoss | None = None
-        if self.has_loss:
+        if self.is_last or self._trained is not module:
             own_head = None if self.is_last else head
             self.loss = StageLoss(spec, traits.loss, head=own_head, within=self._within, where=self.where)
         self._call_module = call_of(module, compiled=spec.precision.compile)
@@ -177,6 +175,11 @@ class Stage:
     def draws(self) -> frozenset[str]:
         """The random streams besides torch's that are seeded for each micro-batch: ``python``, ``numpy``."""
         return self._traits.draws
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether this stage computes a loss."""
+        return self.loss is not None
 
     @property
     def metrics(self) -> Sequence[Metric]:
@@ -329,7 +332,7 @@ class Stage:
         return out, outs, last
 
     def _look_at(self, kept: InFlight, out: Any) -> None:
-        """See what a loss needs to know of the output of a forward besides itself."""
+        """Measure the output of a forward; see :meth:`StageLoss.look`."""
         if self.loss is not None and self.loss.looks:
             kept.measured = self.loss.look(out, kept.target)
 
@@ -360,7 +363,7 @@ class Stage:
         assert kept.grad_edges is not None, "the schedule recomputes before it goes backward"
         if kept.loss_weight is not None and kept.output_and_loss is not None:
             grads = (torch.full_like(kept.output_and_loss[1], kept.loss_weight),)
-        if self._gradient_shrink != 1.0 and not self.has_loss:
+        if self._gradient_shrink != 1.0 and self.loss is None:
             grads = tuple(grad * self._gradient_shrink for grad in grads)
         if paired := [(end, grad) for end, grad in zip(kept.grad_edges, grads, strict=True) if end is not None]:
             ends, grads = zip(*paired, strict=True)
@@ -562,7 +565,7 @@ class Stage:
     def _grad_edges_of(self, outs: Tensors, micro_batch: int) -> GradEdges:
         """Return where the backward of ``outs`` starts; the tensors themselves are free once they have been sent."""
         ends: Iterable[Tensor] = outs
-        if not self.has_loss:
+        if self.loss is None:
             needs, gets = self._traits.out_needs_grad, self._traits.out_gets_grad
             if needs is not None and not all(needs):
                 for place, (out, need) in enumerate(zip(outs, needs, strict=True)):

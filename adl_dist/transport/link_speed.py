@@ -36,6 +36,8 @@ def measure_links(
                 found[stage] = ends.ask()
             else:
                 ends.answer()
+        except (torch.AcceleratorError, torch.OutOfMemoryError):  # of this process's own device
+            raise
         except RuntimeError as error:
             raise ChannelError(
                 f"stage {stage} -> stage {stage + 1}: the link could not be measured, the peer is gone or silent; its "
