@@ -44,16 +44,12 @@ class Training:
     loss_fn: LossFn  # (output, target) to the mean over the samples
     optimizer: Optimizer | None = None  # None: there are no parameters here
     lr_schedule: LRScheduler | None = None  # stepped once per update
-    clip_norm: float | None = None  # the norm that all gradients together are scaled down to
     after_step: Callable[[], None] | None = None  # what belongs to an update besides, like DiLoCo's outer step
     _ends: list[Any] = field(default_factory=list)
 
     def update(self) -> None:
         """Take one step with the gradients that have come together, and forget them."""
         if self.optimizer is not None:
-            if self.clip_norm is not None:
-                parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
-                nn.utils.clip_grad_norm_(parameters, self.clip_norm)
             self.optimizer.step()
             self.optimizer.zero_grad()
         if self.lr_schedule is not None:

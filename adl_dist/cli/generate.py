@@ -13,6 +13,7 @@ from adl_dist.data.vocabulary import Vocabulary
 from adl_dist.errors import ConfigError
 from adl_dist.models import generation
 from adl_dist.report import say
+from adl_dist.stage import in_dtype
 
 # Keys, each with an example.
 TAKES = {"prompt": "TEXT", "max_tokens": "200", "temperature": "1.0", "top_k": "40", "seed": "0", "checkpoint": "best"}
@@ -36,7 +37,7 @@ def generate(arguments: Sequence[str]) -> None:
     model = instantiate.build_model(config)
     verify(path, signature(model))
     load_weights(path, model, ema=ema)
-    model.to(instantiate.precision(config).dtype)
+    in_dtype(model, instantiate.precision(config).dtype)
     num_kinds = min(vocabulary.size, config.model.get("vocab_size", vocabulary.size))
     new = generation.generate(
         model, prompt, max_tokens=max_tokens, context=config.data["context"], num_kinds=num_kinds,

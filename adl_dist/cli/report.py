@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from adl_dist.cli.compare import chosen_runs
+from adl_dist.errors import ConfigError
 from adl_dist.report.comparison import folders_below
 from adl_dist.report.page import REPORT, write_page
 from adl_dist.report.recorder import METRICS
@@ -14,6 +15,8 @@ def report(arguments: Sequence[str]) -> None:
     """Write the page to ``out=FILE``, else into the run folder, or into the one that holds all of several."""
     paths, out, above = chosen_runs("report", arguments, out="FILE.html")
     out = above / REPORT if out is None else out
+    if not out.name or out.is_dir():
+        raise ConfigError(f"out={out} is a folder; name the file, like out=report.html")
     write_page(_runs(paths), out)
     sys.stdout.write(f"written: {out}; it opens in any browser\n")
 

@@ -100,7 +100,7 @@ def read_tied(text: str, *, num_stages: int) -> tuple[tuple[int, ...], ...]:
     """Return the stages of each tie."""
     try:
         node = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):
         node = None
     ties = node if isinstance(node, list) and node and all(isinstance(one, list) for one in node) else [node]
     for one in ties:
@@ -125,7 +125,7 @@ def read_costs(spec: str, *, num_stages: int) -> Costs:
             raise ConfigError(f"{source} is neither a YAML mapping nor a file ({reason}); write {EXAMPLE}") from error
     try:
         node = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # the latter: a date that there is none
         raise ConfigError(f"{source} is not YAML: {error}; write {EXAMPLE}") from error
     if not isinstance(node, dict):
         raise ConfigError(f"{source} holds {node!r}; expected a mapping: {EXAMPLE}")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from adl_dist.distributed.parent_process import LAUNCHER
+from adl_dist.launch.signals import signal_name
 
 POLL_SECONDS = 0.05
 SECONDS_TO_END = 10.0
@@ -57,7 +58,7 @@ def run_together(children: Sequence[Child], *, timeout_seconds: float | None = N
 
 def how_it_ended(code: int) -> str:
     """Describe an exit code other than 0."""
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
 
 
 def end_all(processes: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -85,9 +85,11 @@ def evaluate(arguments: list[str]) -> None:
     run_dir, options = named_folder("evaluate", arguments, {"checkpoint": "best", "ema": "true"}, group="data")
     config, path, trainer = _restored(run_dir, options)
     of_data = {key.removeprefix("data."): value for key, value in options.items() if key.startswith("data.")}
-    _, val_data = instantiate.build_data(instantiate.other_data(config.data, of_data))
+    config.data = dict(instantiate.other_data(config.data, of_data))
+    _, val_data = instantiate.build_data(config.data)
     micro_batch_size = config.train.batch_size // config.method.chosen().micro_batches_per_update
-    metrics = trainer.evaluate(val_data, batch_size=micro_batch_size, loading=instantiate.loading(config, None))
+    how = {"num_workers": config.data.get("num_workers", 0), "loading": instantiate.loading(config, None)}
+    metrics = trainer.evaluate(val_data, batch_size=micro_batch_size, **how)
     shown = [f"{n.replace('_', ' ')} {v:{'.2%' if n.endswith('accuracy') else '.4f'}}" for n, v in metrics.items()]
     say(f"{path}: {', '.join(shown)}, {len(val_data)} samples")  # type: ignore[arg-type]
 
@@ -131,5 +133,5 @@ def _ending(summary: Mapping[str, Any], config: RunConfig) -> str:
     if config.runtime.report:
         lines.append(f"report           {run_dir}/{REPORT}")
     if config.runtime.tensorboard:
-        lines.append("learning curves  tensorboard --logdir runs")
+        lines.append(f"learning curves  tensorboard --logdir {Path(str(run_dir)).parent}")
     return "\n".join([*lines, f"plain weights    adl-dist export run_dir={run_dir} out=model.pt"])

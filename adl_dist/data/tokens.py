@@ -60,6 +60,8 @@ class TokenFile:
         if len(head) == 12 and num_bytes >= HEADER_BYTES:
             magic, version, num_tokens = struct.unpack("<iii", head)
             found = next((name for name, known in HEADERS.items() if known == (magic, version)), None)
+            if found is None and magic in {known for known, _ in HEADERS.values()}:
+                raise DataError(f"{path} has a header of llm.c of version {version}, which is not known; make it again")
             if found is not None:
                 if dtype not in (None, found):
                     raise ConfigError(f"data.dtype={dtype}, but the header of {path} says {found}; omit data.dtype")
@@ -166,6 +168,8 @@ def vocab_size_next_to(path: str) -> int:
     Raises:
         ConfigError: there is none; DataError: it is damaged, or there are no tokens.
     """
+    if not isinstance(path, str):
+        raise ConfigError(f"data.train={path}: expected the file of tokens, like tokens/train.bin")
     file = Path(path).expanduser()
     try:
         file.stat()

@@ -20,7 +20,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from adl_dist.distributed import parent_process
 from adl_dist.distributed.parent_process import LAUNCH_ID, LAUNCHER, RENDEZVOUS_FOLDER
 from adl_dist.launch.scratch_dir import launch_folder
-from adl_dist.launch.signals import STOPPING, SignalEscalation
+from adl_dist.launch.signals import STOPPING, SignalEscalation, signal_name
 
 USER_ERROR = 2  # exit code of a rank that would only fail again
 CODES = {0, 1, USER_ERROR, parent_process.STOPPED_CODE}  # of ranks that say why they end
@@ -151,7 +151,7 @@ def _report(failed: ChildFailedError, restart: str | None) -> None:
         if number is None and failure.exitcode not in CODES:  # the user's code, or a library, called os._exit
             silent.append(f"rank {rank} ended with exit code {failure.exitcode}")
         elif number is not None and not ended_by_agent:
-            silent.append(f"rank {rank} was killed by {_name_of(number)}")
+            silent.append(f"rank {rank} was killed by {signal_name(number)}")
     for reason in silent or ["a rank failed"] * (restart is not None):
         way_on = "the same command resumes the run" if restart is None else f"starting all ranks again ({restart})"
         sys.stderr.write(f"adl-dist: {reason}; {way_on}\n")
@@ -162,10 +162,3 @@ def _signal_in(exit_code: int) -> int | None:
     """Return the number of the signal that an exit code stands for: -n of the system, 128 + n of a handler."""
     number = -exit_code if exit_code < 0 else exit_code - 128
     return number if 0 < number < signal.NSIG else None
-
-
-def _name_of(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"

@@ -76,6 +76,14 @@ def signal_handler(ask: Callable[[str], bool]) -> Iterator[None]:
         os.close(reader)
 
 
+def signal_name(number: int) -> str:
+    """Return what a signal is called."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
 def _do_nothing(number: int, frame: object) -> None:
     pass
 

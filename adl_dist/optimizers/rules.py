@@ -72,6 +72,8 @@ class Rule:
             )
         if not isinstance(frozen, bool):
             raise ConfigError(f"{where}.frozen must be true or false, got {frozen!r}")
+        if odd := [key for key, value in effect.items() if isinstance(value, float) and not math.isfinite(value)]:
+            raise ConfigError(f"{where}.{odd[0]} must be a finite number, got {effect[odd[0]]}")
         if own := [key for key in effect if key in OURS]:
             raise ConfigError(f"{where}: {own[0]} is not for rules to set; give lr_factor, which multiplies the rate")
         return cls(where, names, layers, ndim, effect)
@@ -181,7 +183,7 @@ class RuledOptimizer:
     def _check(self, optimizer: Optimizer, group: Group, part: Group, effect: Mapping[str, Any]) -> None:
         """Raise ConfigError if a value of ``effect`` is none for the optimizer."""
         for key, value in effect.items():
-            where = f"{next(rule.where for rule in reversed(self.rules) if rule.effect.get(key) == value)}"
+            where = next(rule.where for rule in reversed(self.rules) if rule.effect.get(key) == value)
             if key != "lr_factor" and not _is_like(part[key], group[key]):
                 expected = type(group[key]).__name__
                 raise ConfigError(f"{where}.{key}={value!r}: expected a {expected}, like {group[key]!r}")

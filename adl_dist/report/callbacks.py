@@ -99,6 +99,8 @@ class EarlyStopping(Callback):
                 "give validation data, or name a metric that is measured"
             )
         best = self.best_score
+        if best is not None and len(best) != len(score):  # of a version that scored a loss otherwise
+            best = None
         # The first figure decides; that behind it only between equals.
         if best is None or score[0] > best[0] + self.min_change or (score[0] == best[0] and score > tuple(best)):
             self.best_score, self.best_value, self.waited = [*score], self.goal.value(now.metrics), 0

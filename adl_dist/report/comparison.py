@@ -14,7 +14,7 @@ from adl_dist import __version__
 from adl_dist.errors import ConfigError
 from adl_dist.report.files import write_atomically
 from adl_dist.report.progress import holders
-from adl_dist.report.runs import ACCURACY, LOSS, REFERENCE, Measure, Run, measure_of, read_runs
+from adl_dist.report.runs import ACCURACY, LOSS, REFERENCE, Measure, Run, flatten, measure_of, read_runs
 from adl_dist.report.tables import markdown_table
 
 NOTHING = "."
@@ -61,7 +61,10 @@ def folders_below(paths: Iterable[Path]) -> list[Path]:
     """
     folders: dict[Path, None] = {}
     for path in paths:
-        below = sorted(file.parent for file in path.glob("**/config.yaml"))
+        below = list[Path]()
+        for folder in sorted(file.parent for file in path.glob("**/config.yaml")):
+            if not below or not folder.is_relative_to(below[-1]):  # other packages keep a config.yaml in a run's folder
+                below.append(folder)
         if not below:
             raise ConfigError(f"{path} holds no run: expected the folder of a run, or one that holds such folders")
         folders |= dict.fromkeys(below)
@@ -125,7 +128,8 @@ def _table(runs: Sequence[Run], measure: Measure) -> str:
     name = measure.name.replace("/", " ").capitalize()
     spread = f"{name} after the last epoch: median over the seeds that came there (min to max, seeds)."
     points = "percentage points" if measure.scale == 100 else "the loss itself"
-    note = f"`to {REFERENCE}`: difference of the medians in {points}, to {REFERENCE} with the same M if there is one."
+    note = f"`to {REFERENCE}`: difference of the medians in {points}, to {REFERENCE} of the same model, "
+    note += "with the same data and M if there is one."
     return "\n".join([*markdown_table(rows), "", f"{spread} {note if references else ''}".strip()])
 
 
@@ -187,14 +191,20 @@ def _cell(runs: Sequence[Run], measure: Measure) -> str:
 def _difference(runs: Sequence[Run], references: Sequence[Sequence[Run]], measure: Measure) -> str:
     if not runs or runs[0].method["name"] == REFERENCE:
         return NOTHING
-    some = [reference for reference in references if reference]
+    some = [reference for reference in references if reference and not _unlike(runs[0], reference[0], "model")]
     # A micro-batch's size changes what BatchNorm computes, so M should be the same.
-    same = [r for r in some if r[0].accumulation_steps == runs[0].accumulation_steps]
-    values, reference_values = measure.values(runs), measure.values((same or some or [[]])[0])
+    some.sort(key=lambda r: (_unlike(runs[0], r[0], "data"), r[0].accumulation_steps != runs[0].accumulation_steps))
+    values, reference_values = measure.values(runs), measure.values((some or [[]])[0])
     if not values or not reference_values:
         return NOTHING
     difference = statistics.median(values) - statistics.median(reference_values)
     return f"{MINUS if difference < 0 else '+'}{measure.text(abs(difference))}"
+
+
+def _unlike(one: Run, other: Run, part: str) -> int:
+    """Return how many settings of a part of the configuration are others."""
+    of_one, of_other = (flatten(run.config.get(part) or {}) for run in (one, other))
+    return sum(of_one.get(key) != of_other.get(key) for key in of_one.keys() | of_other.keys())
 
 
 def _csv_row(run: Run) -> dict[str, Any]:

@@ -63,7 +63,8 @@ class Goal:
         if (self.metric or "validation_loss") not in metrics:
             return None
         if self.metric is None:
-            return metrics.get("validation_accuracy", 0.0), -metrics["validation_loss"]
+            loss = -metrics["validation_loss"]
+            return (metrics["validation_accuracy"], loss) if "validation_accuracy" in metrics else (loss,)
         value = metrics[self.metric]
         if math.isnan(value):  # which no figure is better or worse than
             return (-math.inf,)

@@ -15,7 +15,8 @@ from adl_dist.schedule import method
 
 REFERENCE = "bp"  # the method that the others are compared with
 # They name columns, spreads and places; a row's method is spelt out of its settings.
-NOT_IN_LABELS = ("method.", "partition.num_stages", "seed", "run_dir", "resume")
+CONTENDER = "contender"  # key of config.yaml that names a run of none of our methods, like DDP
+NOT_IN_LABELS = (CONTENDER, "method.", "partition.num_stages", "seed", "run_dir", "resume")
 T = TypeVar("T")
 Status = Literal["complete", "diverged", "unfinished"]
 
@@ -45,10 +46,14 @@ class Run:
 
 
 def status_of(folder: Path, *, epochs: int, max_updates: int | None) -> Status:
-    """Return ``complete`` if the run in ``folder`` has come that far, else ``diverged`` or ``unfinished``."""
+    """Return ``complete`` if the run in ``folder`` has come that far, else ``diverged`` or ``unfinished``.
+
+    A run that a callback has ended, as EarlyStopping does, is complete.
+    """
     summary = read_json(folder / "summary.json")
     done = summary.get("updates", 0)
-    if summary.get("epochs", 0) >= epochs or (max_updates is not None and done >= max_updates):
+    is_long = summary.get("epochs", 0) >= epochs or (max_updates is not None and done >= max_updates)
+    if is_long or "ended_by" in summary:
         return "complete"
     return "diverged" if (folder / "diverged.json").is_file() else "unfinished"
 
@@ -98,11 +103,11 @@ def _read(folder: Path) -> Run:
         folder=folder,
         config=config,
         num_stages=int(config["partition"]["num_stages"]),
-        accumulation_steps=int(chosen["accumulation_steps"]),
-        method=chosen,
+        accumulation_steps=1 if CONTENDER in config else int(chosen["accumulation_steps"]),
+        method={"name": config[CONTENDER]} if CONTENDER in config else chosen,
         seed=int(config["seed"]),
         status=status,
-        label=method_label(chosen),
+        label=config.get(CONTENDER) or method_label(chosen),
         summary=read_json(folder / "summary.json") if status == "complete" else {},
         divergence=read_json(folder / "diverged.json") if status == "diverged" else {},
         curves=_validation_curves(folder / METRICS),

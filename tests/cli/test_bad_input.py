@@ -170,12 +170,23 @@ def test_a_mistake_is_reported_before_anything_is_written(override, parts, tmp_p
         ),
         (["evaluate", "x", "train.epochs=2"], ["does not know 'train.epochs=2'", "adl-dist evaluate RUN_DIR"]),
         (["evaluate", "x", "run_dir=y"], ["takes one run folder, got 'x y'"]),
+        (["train", "~model"], ["~model takes the whole of model away"]),
+        (["schedule", "--tied", "[2026-13-45,1]"], ["--tied [2026-13-45,1]: expected two or more stages"]),
+        (["schedule", "--costs", "{forward: 2026-13-45}"], ["--costs is not YAML"]),
+        (["train", "model=gpt", "data=tokens", "data.train=null"], ["data.train=None: expected the file of tokens"]),
+        (["tokenize", ".", "--out", "no such folder"], [". cannot be read (Is a directory)"]),
         (["export", "run_dir=x"], ["adl-dist export needs out=", "adl-dist export x out=model.safetensors"]),
     ],
     ids=" ".join,
 )
 def test_an_unknown_or_incomplete_command_lists_what_there_is(command, parts):
     shows(refused(*command), parts)
+
+
+def test_the_keys_of_data_that_must_be_named_are_listed():
+    told = in_process("train", "--help", "data=tokens")
+    assert told.code == 0
+    shows(told.out, ["what they are after data=tokens", "  train: ???", "Groups (GROUP=CHOICE)"])
 
 
 @pytest.mark.parametrize("processes", [False, slow(True)])

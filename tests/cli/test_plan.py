@@ -418,10 +418,12 @@ def test_a_measurement_is_used_again_for_the_same_thing_only(tmp_path):
 
 def test_the_line_trains_the_very_method_that_was_predicted():
     words = [*SMALL[:5], "method=fdg", "method.weights=latest", "partition.speeds=[1,1]", "data.num_samples=7"]
+    words += ["partition.tied=untie"]
     told = predict(known(), Pipeline(method("fdg", weights="latest", accumulation_steps=2), 2))
     assert line_to_paste(told, "layer", words) == (
         "adl-dist train model=resnet8 data=synthetic data.image_size=8 train.batch_size=16 runtime.threads=1 "
-        "data.num_samples=7 method=fdg method.accumulation_steps=2 'method.weights=\"latest\"' partition.num_stages=2 "
+        "data.num_samples=7 partition.tied=untie method=fdg method.accumulation_steps=2 'method.weights=\"latest\"' "
+        "partition.num_stages=2 "
         "partition.granularity=layer 'partition.balance=[4,4]'"
     )
 

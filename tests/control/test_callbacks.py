@@ -170,6 +170,16 @@ def test_early_stopping_follows_its_metric_and_direction(metric, best, pick):
     assert summary["epochs"] == expected
 
 
+def test_a_loss_must_fall_by_min_change_where_there_are_no_classes():
+    """And what a version before 0.3.7 kept of it, with a 0 in the place of an accuracy, is no reason never to stop."""
+    ended, stopping = [], adl_dist.EarlyStopping(2, min_change=0.5)
+    stopping.load_state_dict({"goal": {}, "best_score": [0.0, -9.0], "best_value": "", "waited": 0})
+    for epoch, loss in enumerate((3.0, 2.9, 2.6, 1.0), start=1):
+        stopping.on_epoch(adl_dist.Moment(epoch, epoch, {"validation_loss": loss}, stop=ended.append))
+        assert len(ended) == (epoch == 3)
+        ended.clear()
+
+
 def test_early_stopping_begins_anew_with_another_metric(tmp_path):
     fit([adl_dist.EarlyStopping(1, "validation_accuracy")], run_dir=tmp_path)
     _, summary = fit([adl_dist.EarlyStopping(1, "validation_loss")], run_dir=tmp_path, epochs=8)

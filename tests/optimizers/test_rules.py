@@ -121,6 +121,10 @@ REFUSED = {
     "a criterion": ([{"name": "*", "ndim": 1, "weight_decay": 0}], r"no option 'name' .* did you mean names\?"),
     "a value": ([{"names": "*", "weight_decay": -1}], r"rules\[0\]: torch's SGD refuses .*Invalid weight_decay value"),
     "a word": ([{"names": "*", "weight_decay": "no"}], r"rules\[0\].weight_decay='no': expected a float, like 0.5"),
+    "not a number": (
+        [{"names": "*", "weight_decay": float("nan")}],
+        r"rules\[0\].weight_decay must be a finite number",
+    ),
     "no criterion": ([{"weight_decay": 0}], r"names no parameters"),
     "no effect": ([{"names": "*"}], r"sets nothing"),
     "the rate": ([{"names": "*", "lr": 1}], r"lr is not for rules to set; give lr_factor"),

@@ -9,7 +9,7 @@ import yaml
 import adl_dist
 from adl_dist.errors import ConfigError
 from adl_dist.report import curves
-from adl_dist.report.comparison import write_comparison
+from adl_dist.report.comparison import folders_below, write_comparison
 from adl_dist.report.runs import read_runs
 from tests.support.commands import in_process, shows, snapshot
 
@@ -148,6 +148,38 @@ def test_what_is_not_there_is_said_in_its_cell(runs):
     _, rows = runs.table()
     assert rows["adl"] == ["not run", ".", "90.00 % (90.00 to 90.00, 1)", "+0.00"]
     assert rows["fdg"][0] == "**1 of 1 unfinished**"
+
+
+def test_a_run_is_compared_with_bp_of_its_own_model(runs):
+    for depth, bp, adl in ((20, 0.91, 0.9), (110, 0.94, 0.938)):
+        runs.add("bp", bp, model={"depth": depth})
+        runs.add("adl", adl, model={"depth": depth})
+    runs.add("adl", 0.5, model={"depth": 56})
+    rows = runs.table()[1]
+    shown = [rows[f"adl model.depth={depth}"][1] for depth in (20, 110, 56)]
+    assert shown == ["\u22121.00", "\u22120.20", "."]
+
+
+def test_a_run_that_a_callback_ended_is_complete(runs):
+    runs.add("adl", 0.9)
+    summary = {"epochs": EPOCHS - 1, "updates": 9, "validation_accuracy": 0.9, "ended_by": "EarlyStopping"}
+    (runs.made[0] / "summary.json").write_text(json.dumps({**summary, "stages": []}))
+    assert runs.table()[1]["adl"][0] == "90.00 % (90.00 to 90.00, 1)"
+
+
+def test_replicas_have_a_row_of_their_own(runs):
+    runs.add("adl", 0.8, M=4)
+    for seed in (0, 1):
+        runs.add("adl", 0.9, M=4, seed=seed, contender="ddp")
+    assert list(runs.table()[1]) == ["adl M=4", "ddp"]
+
+
+def test_what_other_packages_keep_in_a_run_is_no_run(runs):
+    runs.add("adl", 0.8)
+    inner = runs.made[0] / "wandb" / "run-1" / "files"
+    inner.mkdir(parents=True)
+    (inner / "config.yaml").write_text("_wandb: {}\n")
+    assert folders_below([runs.folder]) == runs.made
 
 
 def test_compare_takes_the_runs_below_a_folder_and_writes_there(runs):

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from adl_dist.errors import ConfigError
-from adl_dist.report.page import markup, one_run, write_page
+from adl_dist.report.page import markup, one_run, recorded, write_page
 from tests.support.commands import shows
 from tests.support.recorded import recorded_run
 
@@ -59,6 +59,32 @@ def test_what_comes_from_a_run_is_escaped(run, undrawn):
     shows(page, ["&lt;script&gt;alert"])
     assert "<script" not in page
     assert "<b>" not in page
+
+
+@pytest.mark.parametrize(("best_is", "best"), [(None, ""), ("lowest", "2"), ("highest", "5")])
+def test_the_best_of_a_metric_of_ones_own_is_what_the_run_says(run, undrawn, best_is, best):
+    config, summary = yaml.safe_load((run / "config.yaml").read_text()), json.loads((run / "summary.json").read_text())
+    config["runtime"] = {**config.get("runtime", {}), "best_metric": "validation_mae", "best_is": best_is}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    (run / "summary.json").write_text(json.dumps({**summary, "validation_mae": 4.0}))
+    with (run / "metrics.jsonl").open("a") as file:
+        for update, value in ((3, 5.0), (7, 2.0), (11, 4.0)):
+            file.write(json.dumps({"name": "validation/mae", "value": value, "update": update, "epoch": 0}) + "\n")
+    assert f"<td>validation mae</td><td>4</td><td>{best}</td>" in page_of(run).replace(' class="number"', "")
+
+
+def test_the_clock_begins_again_with_each_epoch(tmp_path):
+    """Also where an epoch of one update takes a little longer than the one before."""
+    run = recorded_run(tmp_path / "run")
+    seconds = [1.0, 1.02, 0.99, 1.01]
+    lines = [
+        {"name": "train/loss", "value": 1.0, "update": n, "epoch": n, "num_samples": 100, "elapsed_seconds": took}
+        for n, took in enumerate(seconds)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    read = recorded.read(run)
+    assert [point.value for point in read.speeds] == pytest.approx([100 / took for took in seconds])
+    assert read.curves["train/loss"][-1].seconds == pytest.approx(sum(seconds))
 
 
 DAMAGES = {

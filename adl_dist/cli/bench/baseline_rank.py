@@ -28,7 +28,7 @@ from adl_dist.errors import AdlError
 from adl_dist.monitor.memory import peak_memory_bytes
 from adl_dist.optim import build_lr_schedule
 from adl_dist.partition import cut
-from adl_dist.stage import in_memory_format
+from adl_dist.stage import in_dtype, in_memory_format
 from adl_dist.transport.spec import TensorSpec
 
 PIPELINES = (*ONE_STAGE, *SEVERAL_STAGES)
@@ -61,7 +61,7 @@ def run(
     assert num_updates is not None
     tune_malloc()
     with instantiate.precision(config).apply(threads=config.runtime.threads or 1):
-        model = instantiate.build_model(config).to(dtype)
+        model = in_dtype(instantiate.build_model(config), dtype)
         if kind in PIPELINES:
             balance, granularity = config.partition.balance, config.partition.chosen().units
             pieces = cut(model, num_stages=num_stages, balance=balance, granularity=granularity)

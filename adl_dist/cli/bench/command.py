@@ -24,12 +24,12 @@ import torch
 import adl_dist
 from adl_dist.checkpoint.run_dir import make_folder
 from adl_dist.cli.bench.entries import DEFAULT, NAMES, Entry, entries, survey
+from adl_dist.cli.bench.fairness import check_fair
 from adl_dist.cli.bench.report import Row, draw, report, rows
 from adl_dist.cli.bench.runner import BenchConfig, Measured, measure_once
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import Parser, compose_run
 from adl_dist.cli.config.schema import Device, RunConfig
-from adl_dist.codecs import PLAIN
 from adl_dist.distributed.affinity import default_threads, num_cores
 from adl_dist.distributed.device import check_device
 from adl_dist.distributed.parent_process import LAUNCHER, end_with_launcher
@@ -56,7 +56,8 @@ def bench(argv: list[str]) -> None:
     able, left_out = entries(flags.contenders.split(","), config, warmup=flags.warmup, spreads=bool(flags.prefix))
     if not able:
         raise ConfigError(f"no contender is left: {'; '.join(f'{name}: {why}' for name, why in left_out.items())}")
-    out = flags.out or _folder_given(flags.overrides)
+    is_named = any(word.lstrip("+").startswith("run_dir=") for word in flags.overrides)
+    out = flags.out or (Path(str(config.run_dir)) if is_named else None)  # bench keeps no other run folder
     out = out or Path("runs") / f"bench-{Path(str(config.run_dir)).name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if (out / FACTS).exists():
         raise ConfigError(f"{out} already holds a {FACTS}, which would be overwritten; choose another folder")
@@ -92,12 +93,6 @@ def bench(argv: list[str]) -> None:
     sys.stdout.write(f"{_head(setting)}\n\n{report(table, left_out, is_gpu=is_gpu)}\n\n")
     sys.stdout.write(f"written: {written}; output of each run: {out / LOGS}\n")
     raise Exit(code or (1 if all("error" in row for row in table) else 0))
-
-
-def _folder_given(overrides: Sequence[str]) -> Path | None:
-    """Return the folder that ``run_dir=`` names; bench keeps no other run folder."""
-    folders = [each.partition("=")[2] for each in overrides if each.lstrip("+").startswith("run_dir=")]
-    return Path(folders[-1]) if folders else None
 
 
 def _write(path: Path, facts: dict[str, Any], runs: Sequence[Measured], table: list[Row]) -> list[Row]:
@@ -195,12 +190,7 @@ def _check(flags: argparse.Namespace, config: RunConfig) -> None:
         shlex.split(flags.prefix)
     except ValueError as error:
         raise ConfigError(f"--prefix {flags.prefix}: {error}") from None
-    is_coded = instantiate.precision(config).codecs != PLAIN
-    if config.runtime.autocast or is_coded or config.runtime.compile:
-        raise ConfigError(
-            "adl-dist bench compares all contenders in plain dtype, uncompiled, since torch's would not apply "
-            "runtime.autocast, runtime.codec, runtime.gradient_codec and runtime.compile; omit them"
-        )
+    check_fair(config, command="bench")
 
 
 def circumstances(*, has_gpus: bool) -> dict[str, Any]:

@@ -146,7 +146,7 @@ def _torch_entry(name: str, config: RunConfig, warmup: int, *, spreads: bool) ->
             raise ConfigError(why)
     M = 1 if kind in REPLICAS or name.endswith("-whole") else M
     inner = DILOCO.get(name)
-    begin = POWERSGD_BEGIN + 2 if kind == "ddp-powersgd" else inner and cycle_of(inner)  # before it does what it will
+    begin = POWERSGD_BEGIN + 2 if kind == "ddp-powersgd" else 0  # before it does what it will
     if kind in SHARED_KINDS:
         method = Method(name="interleaved", accumulation_steps=M, stages_per_process=v)
     else:
@@ -159,7 +159,7 @@ def _torch_entry(name: str, config: RunConfig, warmup: int, *, spreads: bool) ->
         threads=num_cores() if on_all_cores else config.threads,
         method=method,
         samples=samples,
-        warmup=max(warmup, begin or 0),
+        warmup=max(warmup, begin) if inner is None else -(-warmup // cycle_of(inner)) * cycle_of(inner),  # whole cycles
         settings=("runtime.channels_last=false",) if is_plain else (),
         inner_updates=inner,
     )

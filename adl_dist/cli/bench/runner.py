@@ -19,16 +19,16 @@ from torch.utils.data import Dataset, Subset
 from adl_dist.checkpoint.run_dir import SUMMARY
 from adl_dist.cli.bench.entries import Entry, ModelSurvey, cycle_of
 from adl_dist.cli.config import instantiate
-from adl_dist.cli.config.compose import method_words
+from adl_dist.cli.config.compose import method_words, without_method_and_cut
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.cli.subprocesses import Child, ChildFailed, run_together
 from adl_dist.distributed.network import GLOO, loopback
 from adl_dist.report.progress import holders
 from adl_dist.report.recorder import METRICS
 
-# Decided by the bench; all other overrides of the user reach each run.
+# Decided by the bench, besides the method and the cut; all other overrides of the user reach each run.
 MANAGED_KEYS = (
-    *("method", "partition", "run_dir", "resume", "train.epochs", "train.max_updates", "train.batch_size"),
+    *("run_dir", "resume", "train.epochs", "train.max_updates", "train.batch_size"),
     *("runtime.processes", "runtime.threads", "runtime.bind_cores", "runtime.trace", "runtime.memory"),
     *("runtime.tensorboard", "runtime.checkpoint_every_epochs", "runtime.checkpoint_every_updates", "hydra.mode"),
 )
@@ -102,7 +102,8 @@ def measure_once(entry: Entry, bench: BenchConfig, *, repetition: int, num_updat
 def train_argv(entry: Entry, bench: BenchConfig, num_updates: int) -> list[str]:
     """Return the overrides that configure a run of ``entry``: one epoch, so that a pipeline is filled only once."""
     survey, node = bench.survey, bench.config.data
-    argv = [word for word in bench.overrides if not word.lstrip("+~").startswith(MANAGED_KEYS)]
+    words = without_method_and_cut(bench.overrides)
+    argv = [word for word in words if not word.lstrip("+~").startswith(MANAGED_KEYS)]
     argv += [f"runtime.channels_last={str(survey.channels_last).lower()}"]  # null is for a trial to settle
     argv += [*entry.settings, *method_words(entry.method)]
     argv += [f"partition.num_stages={entry.num_stages if entry.is_cut else entry.num_processes}"]

@@ -20,6 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from adl_dist.checkpoint.run_dir import CUT
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.errors import ConfigError, Exit
 from adl_dist.report.runs import flatten
@@ -117,11 +118,17 @@ def known_run(run_dir: Path) -> RunConfig:
     try:
         merged = OmegaConf.merge(OmegaConf.structured(RunConfig), yaml.safe_load(file.read_text()))
         config = OmegaConf.to_object(merged)
-    except (OmegaConfBaseException, yaml.YAMLError, TypeError, ValueError) as error:
+    except (OmegaConfBaseException, yaml.YAMLError, OSError, TypeError, ValueError) as error:
         raise ConfigError(f"{file} is not the configuration of a run made by the command line: {error}") from error
     assert isinstance(config, RunConfig)
     config.init_from = None  # its checkpoints hold what became of that
     return config
+
+
+def without_method_and_cut(words: Sequence[str]) -> list[str]:
+    """Return those of ``words`` that choose neither a method nor where the model is cut, as who chooses these needs."""
+    keys = ("method", "partition=", *(f"partition.{name}=" for name in (*CUT, "grain")))
+    return [word for word in words if not word.lstrip("+~").startswith(keys)]
 
 
 def method_words(method: Method) -> list[str]:
@@ -206,6 +213,8 @@ def is_of_launcher(key: str) -> bool:
 
 def named(node: str, config: Any, choices: Mapping[str, str]) -> str:
     """Return what folders call the choice of ``node``: with its ``name`` if a target makes many."""
+    if node not in choices:
+        raise ConfigError(f"~{node} takes the whole of {node} away, which no run can do without; choose another one")
     choice, chosen = choices[node], getattr(config, node)
     if choice == "custom":
         choice = str(chosen["_target_"]).rpartition(".")[2]
@@ -281,7 +290,12 @@ def _did_you_mean(key: str) -> str:
 
 def print_keys(overrides: Sequence[str] = ()) -> None:
     """Print every key with what it is after ``overrides``; without any, its default."""
-    _, plain = compose_run([*overrides, "hydra.mode=RUN"])
+    composed = composed_of(words := [*overrides, "hydra.mode=RUN"])
+    unresolved: Any = OmegaConf.to_container(composed, resolve=False, enum_to_str=True)
+    try:
+        _, plain = checked(composed, words)
+    except ConfigError:  # a value is missing, ???, which these keys are asked for to learn of
+        plain = {key: value for key, value in unresolved.items() if key not in ("hydra", "sweep")}
     after = f"after {' '.join(overrides)}" if overrides else "by default"
     groups = sorted(path.name for path in config_folder().iterdir() if path.is_dir())
     sys.stdout.write(

@@ -163,7 +163,14 @@ def other_data(node: Mapping[str, Any], settings: Mapping[str, str]) -> Mapping[
         if key not in node and (taken is None or key not in taken):
             takes = ", ".join(sorted(taken or node.keys()))
             raise ConfigError(f"there is no key 'data.{key}' in the data of this run, which takes {takes}")
-    return {**node, **{key: yaml.safe_load(value) for key, value in settings.items()}}
+    return {**node, **{key: _read(value) for key, value in settings.items()}}
+
+
+def _read(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError):  # a text, like a path with brackets in it
+        return text
 
 
 def build_data(node: Mapping[str, Any]) -> tuple[Dataset[Any], Dataset[Any]]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from adl_dist.cli.config.compose import method_words
+from adl_dist.cli.config.compose import method_words, without_method_and_cut
 from adl_dist.partition import Machine, UnitCost
 from adl_dist.partition.costs import Profile, update_seconds
 from adl_dist.partition.predict import AS_GOOD, Alternative, Prediction
@@ -173,8 +173,7 @@ def facts_of(p: Prediction) -> dict[str, Any]:
 
 def line_to_paste(choice: Prediction, granularity: str, overrides: Sequence[str]) -> str:
     """Return the command that trains as predicted."""
-    words = [word for word in overrides if not word.lstrip("+~").startswith(("method", "partition"))]
-    words += method_words(choice.pipeline.method)
+    words = without_method_and_cut(overrides) + method_words(choice.pipeline.method)
     words += [f"partition.num_stages={choice.pipeline.num_stages}", f"partition.granularity={granularity}"]
     words += [f"partition.balance=[{','.join(map(str, choice.balance.sizes))}]"]
     return f"adl-dist train {shlex.join(words)}"

@@ -14,6 +14,7 @@ from typing import Any
 from adl_dist.checkpoint.run_dir import make_folder
 from adl_dist.cli.bench.command import circumstances
 from adl_dist.cli.bench.entries import ModelSurvey
+from adl_dist.cli.bench.fairness import check_fair
 from adl_dist.cli.bench.runner import BenchConfig
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import Parser, compose_run, parse
@@ -37,10 +38,6 @@ from adl_dist.report.runs import read_json
 FACTS, TABLE, FIGURE, UPDATES, LOGS = "race.json", "race.md", "race.svg", "updates", "logs"
 DEFAULT_LINKS = ("100mbit", "1gbit")
 FACTORS = (0.5, 1.0, 2.0)  # on the configured rate, if no others are given
-OF_OURS_ALONE = (
-    *("runtime.autocast", "runtime.compile", "runtime.codec", "runtime.gradient_codec"),
-    *("train.ema", "train.non_finite"),
-)
 LONGEST_RUN = 7200.0  # seconds that a measured run may take, at most
 
 
@@ -216,7 +213,9 @@ def _notes(setting: Setting, facts: dict[str, Any]) -> list[str]:
 def _unfinished(setting: Setting, table: Sequence[Row]) -> bool:
     cells = [cell for row in table for cell in row["links"].values()]
     needed = {"updates": ("rate",), "seconds": ("seconds_per_update",), None: ("rate", "seconds_per_update")}
-    return any(cell.get(name) is None for cell in cells for name in needed[setting.flags.only])
+    if any(cell.get(name) is None for cell in cells for name in needed[setting.flags.only]):
+        return True
+    return setting.flags.only != "seconds" and any(len(cell["updates"]) < len(setting.seeds) for cell in cells)
 
 
 def _claim(setting: Setting) -> None:
@@ -245,12 +244,16 @@ def _setting(flags: argparse.Namespace, command: str) -> Setting:
         key = parse(word).key_or_group
         if key == "method" or (key.startswith("method.") and key != "method.accumulation_steps"):
             raise ConfigError(f"{word}: each contender has a method of its own; only M is yours to choose")
-        if key in OF_OURS_ALONE:
-            raise ConfigError(f"{word} would apply to our methods alone; omit it: all race in plain dtype, uncompiled")
         if key in ("seed", "run_dir", "runtime.device", "resume"):
             raise ConfigError(f"{word}: a race sets it itself; see --seeds, --out and --values")
     config, _ = compose_run([*words, "hydra.mode=RUN"])
     instantiate.check_targets(config)
+    check_fair(config, command="race")
+    if config.train.max_updates is not None:
+        raise ConfigError(
+            f"train.max_updates={config.train.max_updates}: replicas train whole epochs; give train.max_updates=null "
+            "and train.epochs, a length that all contenders have"
+        )
     if config.partition.num_stages < 2:
         raise ConfigError(f"partition.num_stages={config.partition.num_stages}: a race needs at least 2 processes")
     if config.runtime.device is Kind.cuda:
@@ -264,6 +267,8 @@ def _setting(flags: argparse.Namespace, command: str) -> Setting:
             rates = [float(text) for text in flags.rates.split(",")]
         except ValueError:
             raise ConfigError(f"--rates {flags.rates}: write numbers, like 0.05,0.1,0.2") from None
+        if not all(0 < rate < math.inf for rate in rates):
+            raise ConfigError(f"--rates {flags.rates}: each must be above 0")
     return Setting(
         flags=flags,
         config=config,

@@ -37,7 +37,8 @@ from adl_dist.errors import AdlError, ConfigError
 from adl_dist.optim import build_lr_schedule
 from adl_dist.report.files import write_atomically
 from adl_dist.report.recorder import METRICS
-from adl_dist.stage import in_memory_format
+from adl_dist.report.runs import CONTENDER
+from adl_dist.stage import in_dtype, in_memory_format
 
 PATIENCE = 1800.0  # seconds for which a replica waits for another one, which may evaluate
 FOLDER = "ADL_DIST_REPLICAS"  # where the replicas meet; set where this process is one of them
@@ -49,7 +50,9 @@ def start(kind: str, inner_updates: int | None, words: Sequence[str]) -> None:
     assert config.run_dir is not None
     folder, K = Path(config.run_dir), config.partition.num_stages
     make_folder(folder)
-    (folder / CONFIG).write_text(yaml.safe_dump(dict(plain), sort_keys=False))
+    contender = kind if inner_updates is None else f"{kind} H={inner_updates}"
+    with write_atomically(folder / CONFIG) as unfinished:
+        unfinished.write_text(yaml.safe_dump({**plain, CONTENDER: contender}, sort_keys=False))
     for file in (METRICS, SUMMARY, DIVERGED):  # of a run that was interrupted: this one starts from the beginning
         (folder / file).unlink(missing_ok=True)
     named = [kind, *([str(inner_updates)] if inner_updates else [])]
@@ -75,7 +78,7 @@ def train(rank: int, kind: Kind, inner_updates: int | None, config: RunConfig, p
     updates_per_epoch = len(whole) // batch
     tune_malloc()
     with instantiate.precision(config).apply(threads=config.runtime.threads or 1):
-        model = instantiate.build_model(config).to(dtype).to(device)
+        model = in_dtype(instantiate.build_model(config), dtype, device)
         if config.runtime.channels_last:
             in_memory_format(model, channels_last=True)
         loss_fn = instantiate.build_loss(config)
@@ -89,7 +92,6 @@ def train(rank: int, kind: Kind, inner_updates: int | None, config: RunConfig, p
             micro_batches=1,
             loss_fn=loss_fn,
             optimizer=optimizer,
-            clip_norm=config.train.clip_norm,
             lr_schedule=build_lr_schedule(instantiate.lr_schedule(config), optimizer, **length),
         )
         with joined(rank, size, device=device, rendezvous=f"file://{place}/store", timeout_seconds=PATIENCE):
@@ -142,7 +144,8 @@ def _record(config: RunConfig, metrics: dict[str, float], *, epoch: int, updates
     """Append the validation after an epoch, whose weights know of so many ``updates``; at the end the summary."""
     folder = Path(str(config.run_dir))
     if not math.isfinite(metrics["loss"]):
-        (folder / DIVERGED).write_text(json.dumps({"update": done - 1, "epoch": epoch}) + "\n")
+        with write_atomically(folder / DIVERGED) as unfinished:
+            unfinished.write_text(json.dumps({"update": done - 1, "epoch": epoch}) + "\n")
         return
     lines = [
         json.dumps({"name": f"validation/{name}", "value": value, "update": updates - 1, "epoch": epoch}) + "\n"

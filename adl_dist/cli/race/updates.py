@@ -15,6 +15,8 @@ from adl_dist.errors import ConfigError
 from adl_dist.report.goal import falls
 from adl_dist.report.recorder import METRICS
 
+MEASURED = ("accuracy", "loss")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
@@ -40,7 +42,7 @@ def read_target(text: str) -> Target:
     """Return the target that ``text`` names, like ``accuracy=0.9``.
 
     Raises:
-        ConfigError: it names none.
+        ConfigError: it names none that all contenders measure.
     """
     metric, _, value = text.partition("=")
     try:
@@ -49,6 +51,10 @@ def read_target(text: str) -> Target:
         number = math.nan
     if not metric or not math.isfinite(number):
         raise ConfigError(f"--target {text} is no target; write a metric and its value, like accuracy=0.9 or loss=1.5")
+    if metric not in MEASURED:
+        raise ConfigError(
+            f"--target {text}: every contender measures {' and '.join(MEASURED)} of the validation; use one"
+        )
     return Target(metric=metric, value=number)
 
 

@@ -11,7 +11,7 @@ import yaml
 
 from adl_dist import __version__
 from adl_dist.errors import AdlError
-from adl_dist.report.goal import falls
+from adl_dist.report.goal import KNOWN, LOWEST, falls
 from adl_dist.report.logs import RESUMED
 from adl_dist.report.page import drawings
 from adl_dist.report.page.markup import (
@@ -143,6 +143,20 @@ def value_text(name: str, value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
+def _best_is(run: Recorded, name: str) -> str | None:
+    """Return whether the highest or the lowest value of a metric is the best; None: nobody has said so."""
+    runtime = run.config.get("runtime")
+    if isinstance(runtime, Mapping) and runtime.get("best_metric") == name and runtime.get("best_is") is not None:
+        return str(runtime["best_is"])
+    return KNOWN.get(name) or (LOWEST if falls(name) else None)
+
+
+def _best(values: Sequence[float], best_is: str | None) -> float | None:
+    if best_is is None:
+        return None
+    return min(values, default=None) if best_is == LOWEST else max(values, default=None)
+
+
 def _results(run: Recorded) -> Sequence[Html]:
     summary = run.summary
     if not summary:
@@ -159,7 +173,7 @@ def _results(run: Recorded) -> Sequence[Html]:
     for name, value in summary.items():
         if name.startswith("validation_"):
             curve = [p.value for p in run.curves.get(name.replace("_", "/", 1), ()) if p.value == p.value]
-            best = (min if falls(name) else max)(curve, default=None)
+            best = _best(curve, _best_is(run, name))
             rows.append(
                 [name.replace("_", " "), value_text(name, value), "" if best is None else value_text(name, best)]
             )

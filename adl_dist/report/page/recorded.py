@@ -162,7 +162,7 @@ def _status(run: Recorded) -> str:
     if "stopped" in run.summary:
         return "stopped"
     train = run.config.get("train")
-    if isinstance(train, Mapping) and "ended_by" not in run.summary:
+    if isinstance(train, Mapping):
         try:
             return status_of(run.folder, epochs=train["epochs"], max_updates=train.get("max_updates"))
         except (KeyError, TypeError):
@@ -180,13 +180,15 @@ def _read_curves(run: Recorded) -> None:
     curves: dict[str, list[Point]] = {}
     speeds: list[Point] = []
     before = of_segments = seconds = 0.0
+    of_epoch = 0
     counted = "num_terms" if run.unit == "tokens" else "num_samples"
     for record in records:
         update, elapsed = record["update"], record.get("elapsed_seconds")
         epoch = (update + 1) / per_epoch
         if isinstance(elapsed, (int, float)) and math.isfinite(elapsed):
-            if elapsed < before:  # of the next segment, whose time begins again
+            if elapsed < before or record["epoch"] != of_epoch:  # of the next segment, whose time begins again
                 of_segments, before = of_segments + before, 0.0
+            of_epoch = record["epoch"]
             seconds = of_segments + elapsed
             if elapsed > before and isinstance(record.get(counted), (int, float)):
                 speeds.append(Point(update, epoch, seconds, record[counted] / (elapsed - before)))

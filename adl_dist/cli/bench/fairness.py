@@ -1,0 +1,28 @@
+"""What would be done, or give other values, in our runs alone: a comparison with torch's loops refuses it."""
+
+from adl_dist.cli.config.schema import Codec, NonFinite, RunConfig
+from adl_dist.errors import ConfigError
+
+
+def check_fair(config: RunConfig, *, command: str) -> None:
+    """Raise ConfigError if a setting, typed or of an experiment, would apply to our runs alone."""
+    train, runtime = config.train, config.runtime
+    used = {
+        "runtime.autocast": runtime.autocast,
+        "runtime.codec": runtime.codec is not Codec.none,
+        "runtime.gradient_codec": runtime.gradient_codec not in (None, Codec.none),
+        "runtime.compile": runtime.compile,
+        "runtime.cuda_graphs": runtime.cuda_graphs,
+        "runtime.loggers": runtime.loggers,
+        "train.clip_norm": train.clip_norm,  # of ours: of each stage by itself
+        "train.ema": train.ema,
+        "train.non_finite": train.non_finite is not NonFinite.stop,
+        "train.metrics": train.metrics,
+        "data.samples_per_epoch": config.data.get("samples_per_epoch"),
+        "callbacks": config.callbacks,
+    }
+    if found := [key for key, value in used.items() if value]:
+        raise ConfigError(
+            f"{' and '.join(found)} would apply to our methods alone; omit it: adl-dist {command} compares all "
+            "contenders in plain dtype, uncompiled, with plain messages and nothing besides training"
+        )
