@@ -3,9 +3,9 @@
 For models whose forward cannot be read by torch.fx, or need not be: nothing in it is taken apart.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -70,6 +70,7 @@ class Anatomy:
         is_even: whether the hidden state has one shape all the way.
         pairs: the hidden state in front of each layer, and behind the last, for two batches.
         moved: the ids of buffers that the forward moves.
+        unlike: modules that the model's own ``train()`` leaves in evaluation, and those that it leaves in training.
     """
 
     layers: str
@@ -83,6 +84,7 @@ class Anatomy:
     is_even: bool
     pairs: tuple[tuple[Tensor, Tensor], ...]
     moved: frozenset[int]
+    unlike: tuple[Set[nn.Module], Set[nn.Module]] = (frozenset(), frozenset())
 
 
 def look(model: nn.Module, layers: str, samples: Samples) -> Anatomy:
@@ -92,21 +94,29 @@ def look(model: nn.Module, layers: str, samples: Samples) -> Anatomy:
         PartitionError: its forward does not call the ``layers`` one after the other, each with what the one before has
             returned and nothing else that takes a gradient; or a module around them has parameters of its own.
     """
-    modes = {module: module.training for module in model.modules()}
-    seen: list[_Watch] = []
+    seen, unlike = list[_Watch](), list[Set[nn.Module]]()
     moved: frozenset[int] = frozenset()
-    try:
+    with modes_kept(model):
         for mode in (True, False):
             model.train(mode)
+            unlike.append({module for module in model.modules() if module.training != mode})
             watches = [_Watch(model, layers) for _ in samples]
             with torch.set_grad_enabled(mode):
                 arguments: Any = tuple(((watch, sample), {}) for watch, sample in zip(watches, samples, strict=True))
                 ran = run(partial(_watched, model), arguments, modules=[model])
             seen, moved = [*seen, *watches], moved | ran.moved
+    return replace(_anatomy(model, layers, samples, seen, moved), unlike=(unlike[0], unlike[1]))
+
+
+@contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Leave each module of ``model`` in the mode in which it was found."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        yield
     finally:
         for module, was in modes.items():
             module.training = was
-    return _anatomy(model, layers, samples, seen, moved)
 
 
 def _watched(model: nn.Module, watch: "_Watch", sample: Batch) -> None:

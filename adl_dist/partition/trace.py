@@ -6,7 +6,7 @@ shapes and on buffers that no forward moves alone, like positions, masks and the
 *Constants* (parameters, and what is computed from nothing else) are computed where they are first used.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -80,7 +80,8 @@ def read(
 
 def _trace(model: nn.Module, reading: Reading, unlike: set[nn.Module], read_only: frozenset[int]) -> Trace:
     graph, values = reading
-    kinds, place = _kinds(graph), {node: i for i, node in enumerate(graph.nodes)}
+    moved = {id(buffer) for buffer in model.buffers()} - read_only
+    kinds, place = _kinds(graph, model, moved), {node: i for i, node in enumerate(graph.nodes)}
 
     def plain(value: Any) -> str:
         return repr(fx.node.map_arg(value, lambda node: f"%{place[node]}"))
@@ -164,9 +165,12 @@ def unsendable(pair: Pair, sizes: tuple[int, int]) -> str | None:
     return None
 
 
-def _kinds(graph: fx.Graph) -> dict[fx.Node, str]:
+def _kinds(graph: fx.Graph, model: nn.Module, moved: Set[int]) -> dict[fx.Node, str]:
     kinds: dict[fx.Node, str] = {}
     written = {node for node in _written(graph, None) if node.op == "get_attr"}
+    # A layer may move a buffer of its own, which the model reads before, or after, it runs.
+    reads = (node for node in graph.nodes if node.op == "get_attr")
+    written |= {node for node in reads if id(attrgetter(str(node.target))(model)) in moved}
     for node in graph.nodes:
         kinds_in = {kinds[n] for n in node.all_input_nodes}
         if node.op in ("placeholder", "output", "call_module") or is_check(node) or node in written:

@@ -19,9 +19,11 @@ from torch.utils._pytree import tree_leaves
 
 from adl_dist.batch import Batch, Layout, Several, call, tensors_of
 from adl_dist.errors import PartitionError
-from adl_dist.partition.layered import HERE, Anatomy, Result, Shape
+from adl_dist.partition.layered import HERE, Anatomy, Result, Shape, modes_kept
+from adl_dist.partition.module_state import ModuleState
 from adl_dist.partition.nodes import ABOUT_TENSORS
 from adl_dist.partition.piece import StageModule, shape_proxy, shape_token
+from adl_dist.streams import streams_kept
 
 _OWN = "of the stage"  # where it is kept: a name that no attribute of a user's module can have
 
@@ -52,12 +54,14 @@ class _Stage:
         arriving: what that gets in the place of what other stages compute.
         layout: of the model's input.
         travels: of each tensor of the input, whether its values cross cuts.
+        unlike: of its modules those that evaluate in training, and those that train in evaluation.
     """
 
     whole: nn.Module
     arriving: "_Arriving"
     layout: Layout | None
     travels: Sequence[bool]
+    unlike: Sequence[Set[nn.Module]]
     is_first: bool
     is_last: bool
 
@@ -80,7 +84,10 @@ class LayeredStage(StageModule):
         # Not registered itself, or all names would begin with its own: what it holds is registered here.
         self._modules, self._parameters, self._buffers = whole._modules, whole._parameters, whole._buffers
         vars(self)["_non_persistent_buffers_set"] = whole._non_persistent_buffers_set
-        vars(self)[_OWN] = _Stage(whole, arriving, anatomy.layout, tuple(travels), start == 0, stop == len(units))
+        here = {module for one in self.modules() for module in (one, *_hidden(one).modules())}
+        unlike = [modules & here for modules in anatomy.unlike]
+        ends = {"is_first": start == 0, "is_last": stop == len(units)}
+        vars(self)[_OWN] = _Stage(whole, arriving, anatomy.layout, tuple(travels), unlike, **ends)
 
     def forward(self, acts: Any) -> Any:
         """Return what crosses the next cut, or the model's result, of what crosses the previous one, or the input."""
@@ -105,9 +112,11 @@ class LayeredStage(StageModule):
         return (result, *inputs)
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode of all modules of the stage."""
+        """Set the mode as the model's own ``train()`` does, which may leave layers in the other mode."""
         super().train(mode)
         vars(self)[_OWN].whole.training = mode
+        for module in vars(self)[_OWN].unlike[0 if mode else 1]:
+            module.training = not mode
         return self
 
 
@@ -158,6 +167,11 @@ class _Replacing(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(vars(self)["original"][0], name)
+
+
+def _hidden(module: nn.Module) -> nn.Module:
+    """Return the layer in whose place ``module`` stands, if that is here; else itself."""
+    return vars(module)["original"][0] if isinstance(module, _Place) and module.is_here else module
 
 
 class _Place(_Replacing):
@@ -296,21 +310,26 @@ def travelling(model: nn.Module, anatomy: Anatomy, units: Sequence[str], sample:
     hidden = anatomy.pairs[0][0].detach()
     absent = hidden.new_full((), math.nan)
     refused = f"{type(model).__name__} cannot be cut at the layers of '{anatomy.layers}': "
-    for mode in (True, False):
-        model.train(mode)
-        stage = LayeredStage(model, anatomy, units, 1, len(units), [True] * len(inputs))
-        vars(stage)[_OWN].arriving.absent = absent
-        following = _Following([*inputs, absent])
+    state = ModuleState.of(model)
+    with modes_kept(model), streams_kept(hidden.device if hidden.is_cuda else None):
         try:
-            with torch.no_grad(), following:
-                out = stage((hidden, *inputs))
-        except Exception as error:  # the model's own code can raise anything
-            why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            raise PartitionError(
-                f"{refused}without the modules that it calls before them its forward fails ({why}); use "
-                "partition.num_stages=1"
-            ) from error
-        needed |= following.of(out) | following.asked
+            for mode in (True, False):
+                model.train(mode)
+                stage = LayeredStage(model, anatomy, units, 1, len(units), [True] * len(inputs))
+                vars(stage)[_OWN].arriving.absent = absent
+                following = _Following([*inputs, absent])
+                try:
+                    with torch.no_grad(), following:
+                        out = stage((hidden, *inputs))
+                except Exception as error:  # the model's own code can raise anything
+                    why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+                    raise PartitionError(
+                        f"{refused}without the modules that it calls before them its forward fails ({why}); use "
+                        "partition.num_stages=1"
+                    ) from error
+                needed |= following.of(out) | following.asked
+        finally:
+            state.restore()
     if len(inputs) in needed:
         raise PartitionError(
             f"{refused}besides the hidden state that they get, its forward computes with values of modules that are "

@@ -127,6 +127,54 @@ def test_stages_compute_what_the_model_does_in_both_modes(num_stages):
             assert torch.equal(value, expected)
 
 
+class Moves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.calls = nn.BatchNorm1d(WIDTH), 0
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, h):
+        self.calls += 1
+        self.seen += 1
+        return self.norm(h) + torch.rand(())
+
+
+class Frozen(Layered):
+    """Its layers move; its own ``train()`` leaves their norms in evaluation."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Moves() for _ in range(3))
+
+    def train(self, mode=True):
+        super().train(mode)
+        for layer in self.layers:
+            layer.norm.eval()
+        return self
+
+
+def test_a_look_at_a_model_leaves_it_as_it_was():
+    model, pair = Frozen(), samples()
+    model.layers[1].norm.training = True
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    modes, stream = [module.training for module in model.modules()], torch.get_rng_state()
+    linearise(model, samples=pair)
+    assert torch.equal(torch.get_rng_state(), stream)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert [module.training for module in model.modules()] == modes
+    assert [layer.calls for layer in model.layers] == [0, 0, 0]
+
+
+def test_a_stage_has_the_modes_that_the_models_own_train_sets():
+    model = Frozen()
+    for stage in cut(model, num_stages=3, samples=samples()):
+        for mode in (True, False):
+            stage.train(mode)
+            norms = [module for module in stage.modules() if isinstance(module, nn.BatchNorm1d)]
+            assert not any(norm.training for norm in norms)
+    assert not any(layer.norm.training for layer in model.layers)
+
+
 def test_every_tensor_is_on_one_stage_by_its_own_name():
     model = Layered()
     stages = cut(model, num_stages=5, samples=samples())

@@ -1,5 +1,6 @@
 """What a forward may ask while it is read with two real batches, and what is refused, with the line."""
 
+import copy
 import gc
 import math
 import random
@@ -350,3 +351,25 @@ def test_what_was_computed_while_reading_is_let_go_of():
     finally:
         gc.enable()
     assert len(chain.units) == 3
+
+
+class ReadsBefore(nn.Module):
+    """Computes with a running mean before its layer moves it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.first(x)
+        before = self.norm.running_mean * 1.0
+        return self.last(self.norm(x)) - before
+
+
+def test_a_buffer_that_a_layer_moves_is_read_where_the_forward_reads_it():
+    torch.manual_seed(0)
+    model, x = ReadsBefore(), torch.randn(3, 4)
+    chain = linearise(model, granularity="layer", samples=(torch.randn(2, 4), torch.randn(4, 4)))
+    whole = copy.deepcopy(model)
+    (piece,) = chain.pieces([len(chain.units)])
+    assert torch.equal(piece(x), whole(x))
