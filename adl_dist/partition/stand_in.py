@@ -26,6 +26,7 @@ _OF_TENSOR = {*("shape", "ndim", "dtype", "requires_grad", "size", "dim", "numel
 _CONTAINERS = (tuple, list, dict)
 _HASHED = (torch.dtype, torch.layout, torch.memory_format, torch.device, torch.Size, str, int, float)
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+_BITWISE = ("and", "or", "xor", "lshift", "rshift")
 
 
 def stand_in(node: fx.Node, tracer: Any, known: Known | None) -> Any:
@@ -38,6 +39,8 @@ def stand_in(node: fx.Node, tracer: Any, known: Known | None) -> Any:
     if known.is_data or not all(type(one) is type(value) for one in known.all):
         return StandIn(node, tracer)
     if type(value) in (bool, str, int, float) and all(one == value for one in known.all):
+        if type(value) is bool and node.meta[OF_SHAPES]:
+            tracer.note_answer(node, value, "a comparison of sizes")
         return _KNOWN_NUMBERS[type(value)](value, node, tracer) if type(value) in _KNOWN_NUMBERS else value
     return StandIn(node, tracer)
 
@@ -142,6 +145,8 @@ class StandIn(fx.Proxy):
                     self._refuse_decision(question, "may be another for batches of other sizes")
                 if (found := ask(one)) != answer:
                     self._refuse_decision(question, f"is another {scenario(place)} ({answer} and {found})")
+        if self.node.meta.get(OF_SHAPES) or (ask is len and ISINSTANCE(known.pair[0], Tensor)):
+            self.tracer.note_decision(ask, self, (), answer)
         return answer
 
     def _refuse_decision(self, question: str, why: str) -> None:
@@ -264,17 +269,26 @@ def _arithmetic(operation: Callable[[Any, Any], Any], *, reflected: bool) -> Cal
     return compute
 
 
+def _divided(number: Any, other: Any) -> Any:
+    return number // other, number % other
+
+
 for _kind in (KnownInt, KnownFloat):
-    for _name in _BINARY:
+    for _name in (*_BINARY, *(_BITWISE if _kind is KnownInt else ())):
         for _prefix in ("", "r"):
-            made = _arithmetic(getattr(operator, _name), reflected=bool(_prefix))
+            made = _arithmetic(getattr(operator, f"__{_name}__"), reflected=bool(_prefix))
             setattr(_kind, f"__{_prefix}{_name}__", made)
+    _kind.__divmod__ = _divided  # type: ignore[method-assign]
+    _kind.__rdivmod__ = lambda number, other: _divided(other, number)  # type: ignore
     # What Python asks such a number for, to use a plain one from there.
     for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
         setattr(_kind, f"__{_name}__", _asked(getattr(operator, _name), getattr(_kind, f"__{_name}__")))
     for _name, _ask in (("bool", bool), ("int", int), ("float", float), ("round", round), ("hash", hash)):
         setattr(_kind, f"__{_name}__", _asked(_ask, getattr(_kind, f"__{_name}__")))
+    _kind.__abs__ = lambda number: number.tracer.create_proxy("call_function", operator.abs, (number,), {})  # type: ignore
     _kind.__neg__ = lambda number: number.tracer.create_proxy("call_function", operator.neg, (number,), {})  # type: ignore
+
+KnownInt.__invert__ = lambda number: number.tracer.create_proxy("call_function", operator.invert, (number,), {})  # type: ignore
 
 
 class _OfRanges(type):

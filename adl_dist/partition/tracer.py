@@ -189,8 +189,12 @@ class _Tracer(fx.Tracer):
             return
         args = tuple(getattr(one, "node", one) for one in (number, *more))
         asked = self.create_node("call_function", ask, args, {})
-        question = f"{ask.__name__}(size)" if not more else f"size {_SIGNS[ask]} {more[0]}"
-        self.create_node("call_function", must_stay, (asked, answer, question), {})
+        self.note_answer(asked, answer, f"{ask.__name__}(size)" if not more else f"size {_SIGNS[ask]} {more[0]}")
+
+    def note_answer(self, asked: fx.Node, answer: Any, question: str) -> None:
+        """Have the graph check that what ``asked`` makes of sizes is this ``answer`` to the ``question``."""
+        if self.notes_decisions and not self.is_paused:
+            self.create_node("call_function", must_stay, (asked, answer, question), {})
 
     def input_device(self) -> Any:
         """Return the device of the model's input."""

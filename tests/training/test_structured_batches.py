@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -210,9 +211,29 @@ class LookedUp(Encoder):
         return super().forward(ids, mask) * {1: 2.0}.get(ids.shape[1] // 6, 1.0)
 
 
+class Asking(Encoder):
+    """Halves its scores if a question about the length is answered by yes."""
+
+    def __init__(self, question):
+        super().__init__()
+        self.question = question
+
+    def forward(self, ids, mask):
+        return super().forward(ids, mask) * (0.5 if self.question(ids) else 1)
+
+
+def asking(question):
+    return partial(Asking, question)
+
+
 @pytest.mark.parametrize(
     ("net", "question"),
     [
+        (asking(lambda ids: ids.shape != ids[:, :6].shape), "a comparison of sizes' was False"),
+        (asking(lambda ids: ids.shape[1] & 4), r"bool\(size\)' was True"),
+        (asking(lambda ids: 64 >> ids.shape[1]), r"bool\(size\)' was True"),
+        (asking(lambda ids: divmod(ids.shape[1], 6)[0]), r"bool\(size\)' was False"),
+        (asking(lambda ids: abs(ids.shape[1] - LONGEST) > 2), "size > 2' was True"),
         (Branching, "size > 5' was False"),
         (AtMost, "size > 6' was False"),
         (Scaled, "size == 9' was False"),
