@@ -72,9 +72,10 @@ def pace(
     """Return the mean seconds of forward and backward of the whole model. Its state is as before."""
 
     def once() -> tuple[float, float]:
+        given, wanted = input_.clone(), target.clone()  # model and loss may write to them
         start = now(input_.device)
         with within():
-            loss = loss_fn(call(model, input_), target)
+            loss = loss_fn(call(model, given), wanted)
         middle = now(input_.device)
         loss.backward()
         return middle - start, now(input_.device) - middle
@@ -344,7 +345,7 @@ def _written(piece: nn.Module, leaves: Any) -> list[bool]:
     """Return, for each argument of a unit, whether the unit writes to it."""
     probe = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(leaves)]
     before = [t._version if isinstance(t, Tensor) else 0 for t in probe]
-    piece(tree_unflatten(probe, tree_structure(leaves)))
+    call(piece, tree_unflatten(probe, tree_structure(leaves)))
     return [isinstance(t, Tensor) and t._version != version for t, version in zip(probe, before, strict=True)]
 
 

@@ -17,7 +17,8 @@ from adl_dist.streams import Streams
 def as_before(model: nn.Module, granularity: str) -> Iterator[None]:
     """Undo the side effects of the forward, and refuse those that a cut model would have to repeat each time."""
     whole = ", or use partition.granularity=block, which leaves blocks as they are" if granularity == "layer" else ""
-    streams, state = Streams(), ModuleState.of(model)
+    device = next((tensor.device for tensor in model.parameters() if tensor.is_cuda), None)
+    streams, state = Streams(device), ModuleState.of(model)
     holders = [(name, held, {**held}) for name, m in model.named_modules() for held in (m.__dict__, m._buffers)]
     constants: dict[str, Any] = {}
     try:

@@ -45,11 +45,12 @@ class ClassLoss:
 
     def num_terms(self, target: Tensor) -> float:
         """Return the sum of the weights of those classes in ``target`` [B, ...] that count."""
+        target = target.long()  # of 8 bits without a sign 156 would be taken for -100
         counts = target != self.ignore_index
         if self.weight is None:
             return float(counts.sum())
         counts &= (target >= 0) & (target < len(self.weight))  # the loss itself refuses those that are no class
-        return float(self.weight[target[counts].long()].sum())
+        return float(self.weight[target[counts]].sum())
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,9 @@ def _value(target: Any) -> Any:
 
 
 def _not_ignored(target: Batch) -> Tensor | None:
-    return (target != IGNORED).sum() if isinstance(target, Tensor) and not target.is_floating_point() else None
+    if not isinstance(target, Tensor) or target.is_floating_point():
+        return None
+    return (target.long() != IGNORED).sum()  # of 8 bits without a sign 156 would be taken for -100
 
 
 RELATIVE = 1e-6  # by which two counts that are equal may differ: they may have weights

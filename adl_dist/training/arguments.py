@@ -164,12 +164,16 @@ def check_workers(num_workers: int) -> None:
         raise ConfigError(f"num_workers must be at least 0, got {num_workers}; 0: this process loads")
 
 
+MAY_BE_NONE = {"max_updates"}  # of the numbers
+
+
 def check_values(values: Mapping[str, object], types: Mapping[str, type]) -> None:
-    """Raise ConfigError for one of ``values`` that is neither None nor of its type in ``types``, by name."""
+    """Raise ConfigError for one of ``values`` that is not of its type in ``types``, by name; some may be None."""
     for name, value in values.items():
         wanted = types[name]
         # A number that is True or False is a slip, too.
-        if value is not None and (not isinstance(value, wanted) or (wanted is int and isinstance(value, bool))):
+        is_left_out = value is None and (wanted is not int or name in MAY_BE_NONE)
+        if not is_left_out and (not isinstance(value, wanted) or (wanted is int and isinstance(value, bool))):
             expected = "a whole number" if wanted is int else f"adl_dist.{wanted.__name__}(...)"
             raise ConfigError(f"{name}={value!r}: expected {expected}, got {_kind(value)}")
 

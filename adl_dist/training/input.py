@@ -143,6 +143,7 @@ class DeviceLoader:
 
     def check(self, target: Tensor, where: str) -> None:
         """Raise DataError for a ``target`` [B, ...] of whole numbers that is not as expected; ``where`` it was met."""
+        target = target.long()  # of 8 bits without a sign 156 would be taken for -100
         ignored, is_torchs_own = self._classes.ignore_index, self._classes.is_torchs_own
         # Of several targets in a sample a class derived from torch's may want the outputs in another order.
         if self._num_classes is None or (target.ndim > 1 and not is_torchs_own):

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from adl_dist.batch import Batch, layout_of, mapped, tensors_of
+from adl_dist.batch import Batch, Several, layout_of, mapped, tensors_of
 from adl_dist.checkpoint.constants import constants_of, sampled
 from adl_dist.checkpoint.state import signature
 from adl_dist.codecs import PLAIN
@@ -187,7 +187,17 @@ class PartitionedModel:
         # A library's own forward asks for values, of masks and positions, also on meta.
         asks = self.weights is not None and has_layer_list(self._model)
         with _collector_off(), KnownValues() if asks else nullcontext():
-            settled, is_plain = in_a_memory_format(self._model, spec, samples, settle)
+            (spec, agreed, sizes, stages), is_plain = in_a_memory_format(self._model, spec, samples, settle)
+        self._cut(sizes, stages, spec.loss_fn)
+        if isinstance(spec.loss_fn, nn.Module):  # the trial may have taken it to the CPU, where there was more room
+            spec.loss_fn.to(device)
+        if self.ties.stages:
+            spec = replace(spec, pipeline=replace(spec.pipeline, tied=self.ties.stages))
+        if self.weights is not None:
+            for module in self.modules.values():
+                self.weights.make(module)
+            self.weights = None
+        settled = Settled(spec, agreed, samples, self._trained())
         if is_plain:
             self._note("channels_last is off: the model runs in the plain memory format only")
         self._settled = settled
@@ -201,8 +211,8 @@ class PartitionedModel:
         device: torch.device,
         measuring: Measuring | None,
         spec: TrainSpec,
-    ) -> Settled:
-        """Settle everything in the memory format of ``spec``."""
+    ) -> tuple[TrainSpec, Agreed, list[int], list[nn.Module]]:
+        """Return the spec, findings, sizes and stages that are settled in the memory format of ``spec``."""
         assert self._model is not None
         make_trial = Trial if self.weights is None else MetaTrial
         trial = make_trial(self._model, spec, samples, device)
@@ -234,17 +244,10 @@ class PartitionedModel:
                 f"{self.verify_seconds:.2f} s"
             )
         peak = peak_tflops(self.peak_tflops, spec, device)
-        if peak is not None and measuring is not None and self.weights is None:
+        if peak is not None and measuring is not None and self.weights is None and samples.trains:
             flops = flops_per_sample(self._model, spec, samples.to(trial.device, channels_last=False), trial.device)
             self.flops = None if flops is None else flops / (1e12 * peak)
-        self._cut(sizes, stages, spec.loss_fn)
-        if self.ties.stages:
-            spec = replace(spec, pipeline=replace(spec.pipeline, tied=self.ties.stages))
-        if self.weights is not None:
-            for module in self.modules.values():
-                self.weights.make(module)
-            self.weights = None
-        return Settled(spec, agreed, samples, self._trained())
+        return spec, agreed, sizes, stages
 
     def _note_lazy(self) -> None:
         """Say what a model on meta was compared by."""
@@ -375,7 +378,13 @@ class PartitionedModel:
                 f"'{min(unlike)}' takes a gradient now, but did not when the model was cut, and stages agreed then on "
                 "the gradients that they send; make a new Trainer, of a model with the weights of full_state_dict()"
             )
-        if not settled.holds_for(samples):
+        is_new = samples.trains and not settled.samples.trains and self._num_stages == 1  # no backward was looked at
+        if is_new or not settled.holds_for(samples):
+            if isinstance(samples.one[1], Several) is not isinstance(settled.samples.one[1], Several):
+                raise ConfigError(
+                    "the targets of this call are one tensor, and were several in the first call, or the other way "
+                    "round, and the loss was wrapped for those; make a new Trainer for these"
+                )
             if len(self._own) < self._num_stages:
                 raise ConfigError(
                     "the samples of this call have another shape or dtype than those that the model was cut with; make "

@@ -48,7 +48,7 @@ def with_split_costs(
 
     def loss() -> Tensor:
         with within():
-            return loss_fn(call(model, input_), target)
+            return loss_fn(call(model, input_.clone()), target.clone())  # they may write to them
 
     with restored(model, input_), torch.enable_grad():
         model.train()

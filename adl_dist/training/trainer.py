@@ -296,10 +296,10 @@ class Trainer:
             known_by.update({name: made[name] for name in later})
             if folder is not None:
                 folder.recognise(known_by)
+                if world.rank == 0 and self._spec.pipeline.method.awaits_delays:
+                    record_delays(folder.path, worker.pipeline.nominal_delays)
         if self._spec.ema is not None:
             self._averages = [average for stage in worker.stages for average in stage.averages]
-        if folder is not None and world.rank == 0 and self._spec.pipeline.method.awaits_delays:
-            record_delays(folder.path, worker.pipeline.nominal_delays)
         with contextlib.closing(worker), contextlib.nullcontext() if folder is None else contextlib.closing(folder):
             saving = self._saving(world, folder, known_by, resume, outputs, made)
             worker.wants_timeline = folder is not None and outputs.monitoring.report
@@ -322,15 +322,19 @@ class Trainer:
             ConfigError, PartitionError, DataError: before it starts.
             StageFailed, ChannelError: another process failed.
         """
+        given = {"batch_size": batch_size, "num_workers": num_workers, "loading": loading}
+        arguments.check_values(given, VALUES)
         if batch_size < 1:
             raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
         arguments.check_workers(num_workers)
+        loading = loading or Loading()
+        loading.check()
         world, sizes = self._join(), {"micro_batch_size": batch_size, "accumulation_steps": 1}
         with self._settling(world, None) as (running, store):
             loaders = Loaders()
             if self.needs_data:
                 load = self._loads(world, num_workers)
-                loaders = Loaders(validation=load(dataset, "validation", loading=(loading or Loading()).of_validation))
+                loaders = Loaders(validation=load(dataset, "validation", loading=loading.of_validation))
             plan = Plan(epochs=0, max_updates=None, **sizes, **loaders.lengths)
             worker, _ = self._built(world, store, loaders, plan)
         recorder, progress = Recorder(None), Progress(num_stages=self._spec.pipeline.num_stages, quiet=True)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from adl_dist.errors import ConfigError
 from adl_dist.losses import TokenCrossEntropy
 from adl_dist.stage.loss_terms import class_loss, counted, is_known_mean, is_sum, loss_terms
+from adl_dist.stage.metrics import hits
 from adl_dist.stage.own_loss import MeanOf
 from adl_dist.stage.stats import StepStats
 
@@ -165,6 +166,13 @@ def test_the_loss_of_tokens_is_torchs_with_classes_last(options):
     assert loss_terms(ours, target).count(target) == loss_terms(torchs, target).count(target)
     assert is_known_mean(ours)
     assert not is_known_mean(type("Own", (TokenCrossEntropy,), {})(**options))  # it may do anything
+
+
+def test_156_in_8_bits_is_a_class():
+    target = torch.tensor([156, 3, 156], dtype=torch.uint8)
+    assert class_loss(nn.CrossEntropyLoss()).num_terms(target) == 3
+    out = nn.functional.one_hot(target.long(), 200).float()
+    assert [int(number) for number in hits(out, target, class_loss(nn.CrossEntropyLoss()), top=1)] == [3, 3]
 
 
 def test_hits_of_tokens_are_looked_for_in_the_last_dimension():

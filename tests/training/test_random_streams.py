@@ -129,6 +129,20 @@ def test_draws_of_a_backward_and_an_update_know_no_order(where, method, K, optio
     assert moved.abs().sum() > 0
 
 
+@pytest.mark.parametrize("evaluates_first", [False, True])
+def test_draws_of_a_hook_are_seeded_with_one_stage_too(evaluates_first):
+    """Those of Python's stream, which is seeded only where the trial has seen something draw from it."""
+    found = []
+    for seed in (1, 2):
+        trainer = toy_trainer(1, 2, model=noise_by_hooks(), optimizer=sgd)
+        if evaluates_first:
+            trainer.evaluate(FixedImages(8), batch_size=4)
+        random.seed(seed)
+        trainer.fit(FixedImages(12), epochs=1, batch_size=4, monitoring=SILENT)
+        found.append(trainer.full_state_dict())
+    assert_same(*found)
+
+
 def all_with_noise():
     return {where: with_noise(where, "adl", 2, {}, balance="even") for where in NOISY}
 

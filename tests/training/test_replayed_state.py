@@ -83,7 +83,7 @@ class CountingLoss:
         return F.cross_entropy(output, target) * (1 + 0.1 * (self.calls % 5))
 
 
-def trained(layer=nn.Linear, loss_fn=F.cross_entropy, *, K=2, **of_method):
+def trained(layer=nn.Linear, loss_fn=F.cross_entropy, *, K=2, evaluates_first=False, **of_method):
     """Train a little; return all weights."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), layer(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES))
@@ -94,6 +94,8 @@ def trained(layer=nn.Linear, loss_fn=F.cross_entropy, *, K=2, **of_method):
     data = torch.utils.data.TensorDataset(
         torch.randn(12, WIDTH, generator=draw), torch.randint(CLASSES, (12,), generator=draw)
     )
+    if evaluates_first:
+        trainer.evaluate(data, batch_size=2)
     trainer.fit(data, epochs=1, batch_size=6, monitoring=SILENT)
     return trainer.full_state_dict()
 
@@ -103,11 +105,13 @@ def test_a_loss_that_counts_counts_a_replay_once():
     assert all(torch.equal(right[name], tensor) for name, tensor in found.items())
 
 
+@pytest.mark.parametrize("evaluates_first", [False, True])
 @pytest.mark.parametrize("K", [1, 2])
-def test_a_weight_that_a_replay_would_change_again_is_refused(K):
+def test_a_weight_that_a_replay_would_change_again_is_refused(K, evaluates_first):
+    more = {"K": K, "evaluates_first": evaluates_first, "recompute": "always"}
     with pytest.raises(ConfigError, match=r"forward of stage 0 .* changes its weight '1.weight' each time"):
-        trained(Decays, K=K, recompute="always")
-    trained(Normalises, K=K, recompute="always")
+        trained(Decays, **more)
+    trained(Normalises, **more)
 
 
 def test_a_weight_written_while_a_backward_needs_it_is_refused():

@@ -252,6 +252,7 @@ BY_SGD = torch.optim.SGD(WEIGHTS, lr=0.1)
         ({"lr_schedule": torch.optim.lr_scheduler.StepLR(BY_SGD, 1)}, "lr_schedule is a StepLR that has its optimizer"),
         ({"method": "adll"}, "there is no 'adll'|no method"),
         ({"method": 4}, r"method=4: expected adl_dist.method\(NAME, ...\) or a name, got a int"),
+        ({"num_stages": None}, "num_stages=None: expected a whole number, got a NoneType"),
         ({"num_stages": 2.0}, "num_stages=2.0: expected a whole number, got a float"),
         ({"processes": {"device": "cpu"}}, r"processes=.*: expected adl_dist.ProcessOptions\(...\), got a dict"),
         ({"precision": torch.float64}, r"precision=torch.float64: expected adl_dist.Precision\(...\), got a dtype"),
@@ -263,6 +264,22 @@ def test_an_argument_of_a_wrong_kind_is_one_line(arguments, message):
     given = {**usual, **arguments}
     with pytest.raises(ConfigError, match=message):
         adl_dist.Trainer(given.pop("model"), **given)
+
+
+@pytest.mark.parametrize(
+    ("call", "given", "message"),
+    [
+        ("fit", {"epochs": None}, "epochs=None: expected a whole number"),
+        ("fit", {"batch_size": None}, "batch_size=None: expected a whole number"),
+        ("evaluate", {"batch_size": "4"}, "batch_size='4': expected a whole number, got a str"),
+        ("evaluate", {"batch_size": 2.5}, "batch_size=2.5: expected a whole number, got a float"),
+        ("evaluate", {"loading": 3}, r"loading=3: expected adl_dist.Loading\(...\), got a int"),
+    ],
+)
+def test_a_call_with_a_value_of_a_wrong_kind_is_one_line(call, given, message):
+    usual = {"batch_size": 4, **({"epochs": 1} if call == "fit" else {})}
+    with pytest.raises(ConfigError, match=message):
+        getattr(toy_trainer(1), call)(FixedImages(8), **{**usual, **given})
 
 
 def test_a_method_may_be_given_by_its_name():

@@ -16,6 +16,7 @@ from adl_dist.stage import Precision, TrainSpec, in_dtype
 from adl_dist.training.options import PartitionSpec
 from adl_dist.training.partitioned_model import Measuring, PartitionedModel
 from adl_dist.training.trial import samples
+from adl_dist.training.trial.cut_values import share_memory
 from adl_dist.training.trial.trial import Trial
 from tests.support.runs import sgd, toy_trainer
 from tests.support.toys import FixedImages, batch_norm_net
@@ -135,6 +136,35 @@ def test_nothing_to_train_is_refused_but_can_be_evaluated(K):
         with pytest.raises(ConfigError, match="there is nothing to train: the loss depends on no parameter"):
             fit(*units, K=K)
         assert "validation_loss" in toy_trainer(K, 1, model=nn.Sequential(*units)).evaluate(data(), batch_size=4)
+
+
+def test_targets_of_8_bits_without_a_sign_are_no_minus_100():
+    """Which 156 would be equal to."""
+
+    def loss(output, target):
+        return (output - target / 255).square().mean()
+
+    pixels = torch.full((16, WIDTH), 156, dtype=torch.uint8)
+    fit(layer(), layer(), train=data(target=pixels), loss_fn=loss)
+
+
+def test_another_kind_of_targets_in_a_later_call_is_refused():
+    class Two(nn.Module):
+        def forward(self, output, target):
+            return F.cross_entropy(output, target[0] if isinstance(target, tuple) else target)
+
+    trainer = toy_trainer(2, 1, model=nn.Sequential(layer(), last()), loss_fn=Two())
+    trainer.evaluate(data(), batch_size=4)
+    pairs = [(x, (y, y)) for x, y in data()]
+    with pytest.raises(ConfigError, match="targets of this call are one tensor, and were several in the first"):
+        trainer.evaluate(pairs, batch_size=4)
+
+
+def test_no_tensor_on_meta_shares_memory_with_all_others():
+    first, second = torch.empty(2, 4, device="meta"), torch.empty(2, 4, device="meta")
+    assert share_memory([first, second], [], []) == [False, False]
+    assert share_memory([first, first.view(4, 2)], [], []) == [True, True]
+    assert share_memory([first[:1]], [first], [True]) == [True]
 
 
 def test_after_an_evaluation_nothing_to_train_is_still_refused():

@@ -1,13 +1,13 @@
 """What a stage returns in the trial: whether it can cross a cut, and in which form."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from adl_dist.errors import ConfigError
-from adl_dist.memory import shared_memory, storage_of
+from adl_dist.memory import memory_of, shared_memory, storage_of
 from adl_dist.partition.module_state import tensors_reached
 from adl_dist.partition.state_walk import CAN_CROSS
 from adl_dist.stage.calls import Tensors
@@ -66,10 +66,14 @@ def share_memory(outs: Sequence[Tensor], acts: Sequence[Tensor], shared: Sequenc
 
     Behind the cut they are two: a write to one would not be seen in the other.
     """
-    memory = [out.untyped_storage().data_ptr() for out in outs]
-    of_acts = {act.untyped_storage().data_ptr() for act, is_shared in zip(acts, shared, strict=True) if is_shared}
+    memory = [_memory(out) for out in outs]
+    of_acts = {_memory(act) for act, is_shared in zip(acts, shared, strict=True) if is_shared}
     pairs = zip(outs, memory, strict=True)
     return [bool(out.numel()) and (memory.count(mine) > 1 or mine in of_acts) for out, mine in pairs]
+
+
+def _memory(tensor: Tensor) -> Hashable:
+    return storage_of(tensor) if tensor.is_meta else memory_of(tensor)  # on meta all have the address 0
 
 
 def lie_in(outs: Sequence[Tensor], module: nn.Module, earlier: Sequence[Tensor]) -> list[bool]:

@@ -22,6 +22,7 @@ class Agreed(NamedTuple):
     loss_fault: str | None = None  # why no group of micro-batches can be trained with the loss
     output: Any = None  # of the samples, where a group has several micro-batches: a tensor [n, ...], or containers
     size_faults: Mapping[int, str] = MappingProxyType({})  # why none of these OTHER_SIZES can be trained on
+    replay_fault: str | None = None  # why the method, which runs forwards twice, cannot train it
     constants: frozenset[str] = frozenset()  # of the model's, those that forwards compute with and do not move
 
     def plain(self) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from adl_dist.training.trial.operations import written_by
+
 MOST_ELEMENTS = 2**20  # of a tensor that is computed a second time
 EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}  # have no values
 
@@ -42,9 +44,8 @@ class KnownValues(TorchDispatchMode):
             for tensor, value in zip(made, again, strict=True):
                 self._known[tensor] = value
         else:
-            for argument, tensor in zip(func._schema.arguments, args, strict=False):
-                is_written = argument.alias_info is not None and argument.alias_info.is_write
-                if is_written and isinstance(tensor, Tensor) and tensor in self._known:
+            for tensor in written_by(func, args, kwargs):
+                if tensor in self._known:
                     self._kept.append(self._known[tensor])
                     self._lost.add(self._known[tensor].untyped_storage()._cdata)
         return out

@@ -7,7 +7,7 @@ its name and of the hashes of what it reads, and so of all that its result depen
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -84,11 +84,10 @@ class Recorder(TorchDispatchMode):
         shown = tree_map(self._shown, (args, kwargs or {}))
         made_by = f"{func}{tree_map(self._hashed, (args, kwargs or {}))}"
         value = hashlib.blake2b(made_by.encode(), digest_size=16).hexdigest()
-        for argument, tensor in zip(func._schema.arguments, args, strict=False):
-            if isinstance(tensor, Tensor) and argument.alias_info is not None and argument.alias_info.is_write:
-                self._values[_storage(tensor)] = value
-                if _storage(tensor) in self._names and not self._is_backward:
-                    self.written.add(self._names[_storage(tensor)][0])
+        for tensor in written_by(func, args, kwargs or {}):
+            self._values[_storage(tensor)] = value
+            if _storage(tensor) in self._names and not self._is_backward:
+                self.written.add(self._names[_storage(tensor)][0])
         out = func(*args, **(kwargs or {}))
         self.take(out, f"operation {len(self.operations)}", value)
         self.operations.append(Operation(str(func), repr(shown), value))
@@ -170,6 +169,16 @@ def first_difference(expected: Recorder, found: Recorder, *, all_of_it: bool) ->
 
 def _form(tensor: Tensor) -> str:
     return f"{tensor.dtype} {[*tensor.shape]} {tensor.stride()} {tensor.storage_offset()}"
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operation of torch's writes to, also by ``out=`` and in lists."""
+    found = list[Tensor]()
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            found += [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+    return found
 
 
 def _storage(tensor: Tensor) -> int:

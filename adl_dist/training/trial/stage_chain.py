@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from adl_dist.batch import Batch, Several, call, layout_of, tensors_of
-from adl_dist.errors import ConfigError
+from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.memory import memory_of
 from adl_dist.partition.module_state import ModuleState
 from adl_dist.partition.piece import as_argument
@@ -421,4 +421,11 @@ def _keep(outcome: Outcome, when: str, passage: _Passage) -> None:
 
 
 def _any(flags: Sequence[Sequence[bool]]) -> list[bool]:
+    if len({*map(len, flags)}) > 1:  # of an output whose number of tensors follows a length
+        if any(map(any, flags)):
+            raise PartitionError(
+                "the model's output has as many tensors as a length, in memory that the model keeps, so that it would "
+                "be written over; let it return clones of these"
+            )
+        return []
     return [any(each) for each in zip(*flags, strict=True)]

@@ -110,7 +110,7 @@ class Trial(SampledTrial):
             else:
                 found.begin()
                 chain = StageChain(stages, self.spec, self.device)
-                chain.run(self._samples, backward=len(stages) > 1, look=found.of_stages)
+                chain.run(self._samples, backward=len(stages) > 1 or self._samples.trains, look=found.of_stages)
                 agreed = chain.agreed(self._samples, self.spec)
                 if is_final:  # no check, but what training has to know
                     comparison = Verification(self._model, stages, self.spec, self._samples, self.device, found)
@@ -118,10 +118,10 @@ class Trial(SampledTrial):
             # Also those that no micro-batch has: a later call may, when the model is in pieces.
             faults = {size: fault for size in OTHER_SIZES if (fault := self._fault(chain, found, size)) is not None}
             agreed = agreed._replace(size_faults=faults, constants=self._constants_of(agreed, stages, found))
+            if self.spec.pipeline.method.replays:  # also in front of an evaluation: training may come after it
+                agreed = self._replayed(agreed, stages, found)
             if self._samples.trains:
                 check_trains(agreed, self._samples)
-                if self.spec.pipeline.method.replays:
-                    agreed = self._replayed(agreed, stages, found)
         return agreed
 
     def _constants_of(self, agreed: Agreed, stages: Sequence[nn.Module], found: Snapshot) -> frozenset[str]:
@@ -142,7 +142,10 @@ class Trial(SampledTrial):
         """Return what is known of the ``stages`` with what counts if they run forwards twice."""
         chain, batch = StageChain(stages, self.spec, self.device), self._samples.pair[0]
         asking = asking_for_graph(chain, found, batch)
-        check_weights(chain, found, batch)
+        try:
+            check_weights(chain, found, batch)
+        except ConfigError as error:
+            agreed = agreed._replace(replay_fault=str(error))
         traits = {k: replace(known, asks_for_graph=k in asking) for k, known in agreed.traits.items()}
         return agreed._replace(traits=traits)
 
@@ -204,6 +207,8 @@ def check_trains(agreed: Agreed, samples: Samples) -> None:
             "requires_grad=True, and an output that is not detached from it; to evaluate only, use Trainer.evaluate "
             "(adl-dist evaluate)"
         )
+    if agreed.replay_fault is not None:
+        raise ConfigError(agreed.replay_fault)
     for size in samples.other_sizes:
         if size in agreed.size_faults:
             holds = "1 sample" if size == 1 else "an odd number of samples"
