@@ -170,7 +170,7 @@ def test_early_stopping_follows_its_metric_and_direction(metric, best, pick):
     assert summary["epochs"] == expected
 
 
-def test_a_loss_must_fall_by_min_change_where_there_are_no_classes():
+def test_a_loss_must_fall_by_min_change():
     """And what a version before 0.3.7 kept of it, with a 0 in the place of an accuracy, is no reason never to stop."""
     ended, stopping = [], adl_dist.EarlyStopping(2, min_change=0.5)
     stopping.load_state_dict({"goal": {}, "best_score": [0.0, -9.0], "best_value": "", "waited": 0})

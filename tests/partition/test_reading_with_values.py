@@ -366,7 +366,7 @@ class ReadsBefore(nn.Module):
         return self.last(self.norm(x)) - before
 
 
-def test_a_buffer_that_a_layer_moves_is_read_where_the_forward_reads_it():
+def test_a_buffer_is_read_before_a_layer_moves_it():
     torch.manual_seed(0)
     model, x = ReadsBefore(), torch.randn(3, 4)
     chain = linearise(model, granularity="layer", samples=(torch.randn(2, 4), torch.randn(4, 4)))

@@ -20,7 +20,6 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from adl_dist.checkpoint.run_dir import CUT
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.errors import ConfigError, Exit
 from adl_dist.report.runs import flatten
@@ -127,6 +126,8 @@ def known_run(run_dir: Path) -> RunConfig:
 
 def without_method_and_cut(words: Sequence[str]) -> list[str]:
     """Return those of ``words`` that choose neither a method nor where the model is cut, as who chooses these needs."""
+    from adl_dist.checkpoint.run_dir import CUT  # imported late: torch takes seconds
+
     keys = ("method", "partition=", *(f"partition.{name}=" for name in (*CUT, "grain")))
     return [word for word in words if not word.lstrip("+~").startswith(keys)]
 

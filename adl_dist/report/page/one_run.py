@@ -144,7 +144,7 @@ def value_text(name: str, value: object) -> str:
 
 
 def _best_is(run: Recorded, name: str) -> str | None:
-    """Return whether the highest or the lowest value of a metric is the best; None: nobody has said so."""
+    """Return whether the highest or the lowest value of a metric is the best; None: it is not known."""
     runtime = run.config.get("runtime")
     if isinstance(runtime, Mapping) and runtime.get("best_metric") == name and runtime.get("best_is") is not None:
         return str(runtime["best_is"])
