@@ -128,7 +128,8 @@ def without_method_and_cut(words: Sequence[str]) -> list[str]:
     """Return those of ``words`` that choose neither a method nor where the model is cut, as who chooses these needs."""
     from adl_dist.checkpoint.run_dir import CUT  # imported late: torch takes seconds
 
-    keys = ("method", "partition=", *(f"partition.{name}=" for name in (*CUT, "grain")))
+    former = "partition.grain="
+    keys = ("method", "partition=", former, *(f"partition.{name}=" for name in CUT))
     return [word for word in words if not word.lstrip("+~").startswith(keys)]
 
 
