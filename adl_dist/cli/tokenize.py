@@ -31,7 +31,7 @@ def tokenize(arguments: Sequence[str]) -> None:
         if os.path.lexists(out):
             raise ConfigError(f"{out} is there already and would be written over; choose another --out")
     for path in paths:
-        if not path.is_file():
+        if path.is_dir() or not path.exists():  # no pipe, which can be read once only
             _read(path, chosen.level)  # says so before a folder is made
     vocabulary = _vocabulary(chosen.tokenizer, chosen.level, paths)
     dtype = "uint16" if vocabulary.size <= 2**16 else "uint32"

@@ -40,7 +40,7 @@ def stand_in(node: fx.Node, tracer: Any, known: Known | None) -> Any:
         return StandIn(node, tracer)
     if type(value) in (bool, str, int, float) and all(one == value for one in known.all):
         if type(value) is bool and node.meta[OF_SHAPES]:
-            tracer.note_answer(node, value, "a comparison of sizes")
+            tracer.note_answer(node, value, "a question about a shape or a dtype")
         return _KNOWN_NUMBERS[type(value)](value, node, tracer) if type(value) in _KNOWN_NUMBERS else value
     return StandIn(node, tracer)
 
@@ -145,8 +145,12 @@ class StandIn(fx.Proxy):
                     self._refuse_decision(question, "may be another for batches of other sizes")
                 if (found := ask(one)) != answer:
                     self._refuse_decision(question, f"is another {scenario(place)} ({answer} and {found})")
-        if self.node.meta.get(OF_SHAPES) or (ask is len and ISINSTANCE(known.pair[0], Tensor)):
+        if ask is len and ISINSTANCE(known.pair[0], Tensor):
+            self.tracer.note_decision(int, self.size(0), (), answer)
+        elif self.node.meta.get(OF_SHAPES) and ask in (bool, int, float, len):
             self.tracer.note_decision(ask, self, (), answer)
+        elif self.node.meta.get(OF_SHAPES):  # the value itself is what is asked for
+            self.tracer.note_answer(self.node, answer, question)
         return answer
 
     def _refuse_decision(self, question: str, why: str) -> None:

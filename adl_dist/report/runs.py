@@ -1,7 +1,9 @@
 """Read finished runs from their folders, name them, and say what they are compared by."""
 
+import contextlib
 import json
 import math
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +19,7 @@ REFERENCE = "bp"  # the method that the others are compared with
 # They name columns, spreads and places; a row's method is spelt out of its settings.
 CONTENDER = "contender"  # key of config.yaml that names a run of none of our methods, like DDP
 NOT_IN_LABELS = (CONTENDER, "method.", "partition.num_stages", "seed", "run_dir", "resume")
+LONGEST_RECORD = 4096  # bytes of a line of metrics.jsonl, at most
 T = TypeVar("T")
 Status = Literal["complete", "diverged", "unfinished"]
 
@@ -48,14 +51,23 @@ class Run:
 def status_of(folder: Path, *, epochs: int, max_updates: int | None) -> Status:
     """Return ``complete`` if the run in ``folder`` has come that far, else ``diverged`` or ``unfinished``.
 
-    A run that a callback has ended, as EarlyStopping does, is complete.
+    A run that a callback has ended, as EarlyStopping does, is complete, unless it went further after that.
     """
     summary = read_json(folder / "summary.json")
     done = summary.get("updates", 0)
     is_long = summary.get("epochs", 0) >= epochs or (max_updates is not None and done >= max_updates)
-    if is_long or "ended_by" in summary:
+    if is_long or ("ended_by" in summary and done > _newest_update(folder)):
         return "complete"
     return "diverged" if (folder / "diverged.json").is_file() else "unfinished"
+
+
+def _newest_update(folder: Path) -> int:
+    """Return the newest update, counted from 0, that the records or the divergence of a run tell of."""
+    newest = [-1, int(read_json(folder / "diverged.json").get("update", -1))]
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError), (folder / METRICS).open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - LONGEST_RECORD))
+        newest.append(int(json.loads(file.read().splitlines()[-1])["update"]))
+    return max(newest)
 
 
 def read_runs(folders: Iterable[Path], *, tuned: Collection[str] = ()) -> list[Run]:

@@ -99,6 +99,8 @@ def buffers_kept_finite(module: nn.Module) -> Iterator[None]:
     before, like a mask of -inf, may stay so. Nothing waits for a GPU, unless the shape of a buffer has changed.
     """
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    owners = [(f"{path}." if path else "", owner) for path, owner in module.named_modules()]
+    empty = {f"{dot}{key}" for dot, owner in owners for key, buffer in owner._buffers.items() if buffer is None}
     yield
     after = dict(module.named_buffers())
     # A forward may put a buffer of another shape in the place of one.
@@ -122,7 +124,11 @@ def buffers_kept_finite(module: nn.Module) -> Iterator[None]:
             now.data.copy_(torch.where(fine, now, then))
     for name in others:
         path, _, key = name.rpartition(".")
-        module.get_submodule(path)._buffers[key] = before.get(name)
+        owner = module.get_submodule(path)
+        if name in before or name in empty:
+            owner._buffers[key] = before.get(name)
+        else:  # which it has registered
+            delattr(owner, key)
 
 
 def _fault(tally: StepStats) -> str | None:

@@ -85,12 +85,12 @@ class MeanOf(nn.Module):
             ConfigError: the mean is not over what the targets have.
         """
         total, count = self.loss_fn(out, target)
-        if target.is_cuda and isinstance(count, Tensor):
+        if target.is_cuda:
             if told is None and self._is_own:
                 return total / count  # type: ignore[no-any-return]
             expected = self.num_terms(target) if told is None else told
-            is_right = (count.double() - expected).abs() <= RELATIVE * abs(expected)
-            return torch.where(is_right, total / count, math.nan)
+            gap = abs(torch.as_tensor(count, dtype=torch.float64) - expected)
+            return torch.where(torch.as_tensor(gap <= RELATIVE * abs(expected)), total / count, math.nan)
         expected = float(self.num_terms(target))
         if not math.isclose(float(count), expected, rel_tol=RELATIVE):
             raise ConfigError(

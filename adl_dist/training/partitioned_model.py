@@ -244,7 +244,7 @@ class PartitionedModel:
                 f"{self.verify_seconds:.2f} s"
             )
         peak = peak_tflops(self.peak_tflops, spec, device)
-        if peak is not None and measuring is not None and self.weights is None and samples.trains:
+        if peak is not None and measuring is not None and self.weights is None and agreed.learns:
             flops = flops_per_sample(self._model, spec, samples.to(trial.device, channels_last=False), trial.device)
             self.flops = None if flops is None else flops / (1e12 * peak)
         return spec, agreed, sizes, stages

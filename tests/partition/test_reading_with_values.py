@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from adl_dist.errors import PartitionError
-from adl_dist.partition import linearise
+from adl_dist.partition import check_same_chain, linearise
 from tests.support.cut_model import assert_pieces_equal, pieces_everywhere, read
 
 
@@ -373,3 +373,28 @@ def test_a_buffer_is_read_before_a_layer_moves_it():
     whole = copy.deepcopy(model)
     (piece,) = chain.pieces([len(chain.units)])
     assert torch.equal(piece(x), whole(x))
+
+
+class AsksForDtype(nn.Module):
+    """As attention does, which fills what is masked with the least number there is; and walks through a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.first(x)
+        x = x.masked_fill(x > 9, torch.finfo(x.dtype).min) * {torch.float32: 1.0}.get(x.dtype, 2.0)
+        rows = [x[:, n] for n in range(len(x[0, :2]))]
+        return self.last(x + sum(rows).unsqueeze(1))
+
+
+def test_questions_about_a_dtype_do_not_depend_on_a_length():
+    model, of_lengths = AsksForDtype(), [tuple(torch.randn(n, length, 4) for n in (2, 4)) for length in (3, 5, 6)]
+    chain = linearise(model, granularity="layer", samples=of_lengths[0], varies=True)
+    for samples in of_lengths[1:]:
+        check_same_chain(chain, model, samples, granularity="layer")
+    assert not [unit for unit in chain.units if "len" in unit or "lambda" in unit]
+    x = torch.randn(3, 7, 4)
+    (piece,) = chain.pieces([len(chain.units)])
+    assert torch.equal(piece(x), model(x))

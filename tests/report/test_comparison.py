@@ -165,6 +165,14 @@ def test_a_run_that_a_callback_ended_is_complete(runs):
     summary = {"epochs": EPOCHS - 1, "updates": 9, "validation_accuracy": 0.9, "ended_by": "EarlyStopping"}
     (runs.made[0] / "summary.json").write_text(json.dumps({**summary, "stages": []}))
     assert runs.table()[1]["adl"][0] == "90.00 % (90.00 to 90.00, 1)"
+    (runs.made[0] / "diverged.json").write_text('{"update": 5, "epoch": 0}')  # before that
+    assert runs.table()[1]["adl"][0] == "90.00 % (90.00 to 90.00, 1)"
+    (runs.made[0] / "diverged.json").write_text('{"update": 12, "epoch": 1}')
+    assert runs.table()[1]["adl"][0] == "**1 of 1 diverged**"
+    (runs.made[0] / "diverged.json").unlink()
+    with (runs.made[0] / "metrics.jsonl").open("a") as file:  # with more patience, until it was killed
+        file.write('{"name": "train/loss", "value": 1.0, "update": 9, "epoch": 1}\n')
+    assert runs.table()[1]["adl"][0] == "**1 of 1 unfinished**"
 
 
 def test_replicas_have_a_row_of_their_own(runs):

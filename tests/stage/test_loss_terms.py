@@ -188,22 +188,23 @@ def test_hits_of_tokens_are_looked_for_in_the_last_dimension():
 class Positive(nn.Module):
     """Of (sum, count); counts the positive targets, or ``wrong`` more than it says."""
 
-    def __init__(self, wrong=0, own=True):
+    def __init__(self, wrong=0, own=True, number=torch.tensor):
         super().__init__()
-        self.wrong = wrong
+        self.wrong, self.number = wrong, number
         if own:
             self.num_terms = lambda target: (target > 0).sum()
 
     def forward(self, out, target):
-        return out.sum(), torch.tensor(4.0 if not hasattr(self, "num_terms") else 3.0) + self.wrong
+        return out.sum(), self.number(4.0 if not hasattr(self, "num_terms") else 3.0) + self.wrong
 
 
+@pytest.mark.parametrize("number", [torch.tensor, float])
 @pytest.mark.parametrize("own", [True, False])
-def test_on_a_gpu_a_mean_over_another_number_is_nan(own):
+def test_on_a_gpu_a_mean_over_another_number_is_nan(own, number):
     """No test has a GPU: the target says that it is on one."""
     target, out = torch.tensor([0, 1, 2, 3]), torch.ones(6)
     on_gpu = type("OnGpu", (torch.Tensor,), {"is_cuda": True})
-    loss_fn = Positive(own=own)
+    loss_fn = Positive(own=own, number=number)
     terms = 3 if own else 4
     mean = MeanOf(loss_fn, target, terms)
     there = target.as_subclass(on_gpu)

@@ -23,6 +23,7 @@ def check_fair(config: RunConfig, *, command: str) -> None:
     }
     if found := [key for key, value in used.items() if value]:
         raise ConfigError(
-            f"{' and '.join(found)} would apply to our methods alone; omit it: adl-dist {command} compares all "
-            "contenders in plain dtype, uncompiled, with plain messages and nothing besides training"
+            f"{' and '.join(found)} would apply to our methods alone; omit them, or where an experiment sets "
+            f"them give null, [] or false: adl-dist {command} compares all contenders in plain dtype, uncompiled, with "
+            "plain messages and nothing besides training"
         )
