@@ -140,7 +140,10 @@ def main() -> None:
     print("| network | units | loss before | K = 1 | K = 2 | K = 4 |" + " K processes |" * options.processes)
     print("|---|---|---|---|---|---|" + "---|" * options.processes)
     for name in names:
-        print(row(name, {K: found.get(name) for K, found in by_processes.items()}), flush=True)
+        try:
+            print(row(name, {K: found.get(name) for K, found in by_processes.items()}), flush=True)
+        except AdlError as error:
+            print(f"| {name} | {' '.join(str(error).split())} |", flush=True)
 
 
 def train_in_processes(names: list[str], num_stages: int) -> dict[str, Any]:
@@ -156,8 +159,10 @@ def train_in_processes(names: list[str], num_stages: int) -> dict[str, Any]:
                 [*torchrun, str(num_stages), *rank], env=environment, capture_output=True, text=True, check=False
             )
             lines = path.read_text().splitlines() if path.exists() else []
-        found |= dict(json.loads(line) for line in lines)
-        if run.returncode and (left := [name for name in left if name not in found]):
+        new = dict(json.loads(line) for line in lines)
+        found |= new
+        has_told = any(isinstance(one, str) for one in new.values())
+        if run.returncode and not has_told and (left := [name for name in left if name not in found]):
             print(run.stderr, file=sys.stderr)
             found[left[0]] = f"exit code {run.returncode}, see above"
     return found

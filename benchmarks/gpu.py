@@ -99,7 +99,7 @@ def main() -> None:
     timed = {"overhead": overhead, "ranks": ranks, "graphs": graphs}
     parts = {"launches": launches, "memory": memory}
     print(machine(), "\n", flush=True)
-    if words and words[0] == "accuracy" and len(words) > 1:
+    if words and words[0] == "accuracy" and len(words) in (2, 3, 5):
         minutes = float(words[2]) if len(words) > 2 else 9.0
         if len(words) == 5:
             accuracy_in_parts(Path(words[1]), minutes, int(words[3]), Path(words[4]))
@@ -480,9 +480,12 @@ def memory() -> None:
     print(f"    adl-dist {shlex.join(command)}\n", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, "-m", "adl_dist", *command, f"run_dir={folder}/runs"], check=False)
+        print("| run | MB of | stage 0 | 1 | 2 | 3 |\n|---|---|---|---|---|---|")
         for summary in sorted(Path(folder).glob("runs/*/*/summary.json")):
             stages = json.loads(summary.read_text())["stages"]
             for name in ("memory", "active", "reserved"):
+                if f"peak_{name}_bytes" not in stages[0]:  # of a GPU's allocator alone
+                    continue
                 megabytes = [f"{stage[f'peak_{name}_bytes'] / 1e6:,.0f}" for stage in stages]
                 what = "allocated" if name == "memory" else name
                 print(f"| {summary.parent.parent.name} | {what} | {' | '.join(megabytes)} |")
@@ -492,16 +495,18 @@ def accuracy(folder: Path, minutes: float) -> None:
     """Train M = 1 to 4 side by side, for the number of epochs that the slowest of them can do in time."""
     words, runs = of_table2a(folder), Path(tempfile.mkdtemp(prefix="table2a-"))
     begin = time.monotonic()
-    _side_by_side([*words, "train.epochs=1"], runs / "timed")  # with the start, so that the estimate is a safe one
+    _side_by_side(
+        [*words, "train.epochs=1", *OTHERS], runs / "timed"
+    )  # with the start, so that the estimate is a safe one
     epochs = max(1, int((60 * minutes - (time.monotonic() - begin)) / (time.monotonic() - begin)))
-    words += [f"train.epochs={epochs}", *milestones(epochs)]
+    words += [f"train.epochs={epochs}", *milestones(epochs), *OTHERS]
     _side_by_side(words, runs)
     _print_accuracy(words, runs)
 
 
 def accuracy_in_parts(folder: Path, minutes: float, epochs: int, runs: Path) -> None:
     """Train M = 1 to 4 side by side in ``runs``, from where they are; when the minutes are over they save and stop."""
-    words = [*of_table2a(folder), f"train.epochs={epochs}", *milestones(epochs)]
+    words = [*of_table2a(folder), f"train.epochs={epochs}", *milestones(epochs), *OTHERS]
     _side_by_side(words, runs, seconds=60 * minutes - STOP_SECONDS)
     _print_accuracy(words, runs)
 
@@ -510,7 +515,7 @@ def of_table2a(folder: Path) -> list[str]:
     """Return the settings of ResNet-56 with K = 16 in one process, with the images in ``folder``."""
     words = ["experiment=table2a", "hydra.mode=RUN", "data=imagefolder", f"data.root={folder.resolve()}"]
     words += ["data.cache=true", "runtime.processes=false", "runtime.tensorboard=false"]
-    return [*words, f"runtime.device={DEVICE}", "seed=0", *OTHERS]
+    return [*words, f"runtime.device={DEVICE}", "seed=0"]
 
 
 def milestones(epochs: int) -> list[str]:

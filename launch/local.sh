@@ -24,6 +24,9 @@ for signal in INT TERM; do
     # shellcheck disable=SC2064 # the name is known now
     trap "kill -$signal $torchrun 2>/dev/null || true" "$signal"
 done
+# A terminal that is gone is not one that torchrun had: it saves, as at a TERM. Under nohup HUP stays ignored.
+# shellcheck disable=SC2064
+trap "kill -TERM $torchrun 2>/dev/null || true" HUP
 while kill -0 "$torchrun" 2>/dev/null; do
     wait "$torchrun" || true # a signal ends it
 done

@@ -1,11 +1,13 @@
 """Datasets by name: each function returns (train, validation), map-style, of (float32[C, H, W], class index).
 
-Only the process of stage 0 builds them, so a download never meets another one and needs no lock. torchvision and
+Only the process of stage 0 of a run builds them; runs of a sweep download one after the other. torchvision and
 scikit-learn are imported where they are used: both take a second, and most processes never need them.
 """
 
+import fcntl
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -89,7 +91,8 @@ def _cifar(kind: Any, name: str, statistics: Statistics, *, root: str, augment: 
     folder = Path(root).expanduser().absolute()
     by_hand = f"unpack {kind.url} in {folder}, so that {folder / kind.base_folder} exists"
     try:
-        read = [kind(str(folder), train=is_train, download=download) for is_train in (True, False)]
+        with _alone_in(folder) if download else nullcontext():
+            read = [kind(str(folder), train=is_train, download=download) for is_train in (True, False)]
     except (OSError, RuntimeError, HTTPException) as error:
         if download:
             raise DataError(
@@ -105,6 +108,15 @@ def _cifar(kind: Any, name: str, statistics: Statistics, *, root: str, augment: 
         SmallImages(images[0], read[0].targets, statistics, padding=4 * augment, flips=augment),
         SmallImages(images[1], read[1].targets, statistics),
     )
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Wait until no other process downloads to ``folder``: torchvision writes straight to the file it looks for."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".download.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+        yield
 
 
 def one_line(error: BaseException) -> str:

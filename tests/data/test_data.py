@@ -479,6 +479,27 @@ def write_cifar(folder, kind, monkeypatch):
     return folder
 
 
+def test_runs_side_by_side_download_one_after_the_other(tmp_path, monkeypatch):
+    at_work, most, kind = [0], [0], torchvisions(cifar10)
+
+    class Slow(kind):
+        def __init__(self, *args, **kwargs):
+            at_work[0] += 1
+            most[0] = max(most[0], at_work[0])
+            time.sleep(0.05)
+            super().__init__(*args, **kwargs)
+            at_work[0] -= 1
+
+    write_cifar(tmp_path, kind, monkeypatch)
+    monkeypatch.setattr("torchvision.datasets.CIFAR10", Slow)
+    threads = [threading.Thread(target=cifar10, args=(str(tmp_path),), kwargs={"download": True}) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert (at_work, most) == ([0], [1])
+
+
 @CIFARS
 def test_cifar_trains_on_cropped_and_flipped_images(load, tmp_path, monkeypatch):
     write_cifar(tmp_path, torchvisions(load), monkeypatch)

@@ -30,6 +30,10 @@ def main(arguments=None):
     parser.add_argument("--only", type=int, nargs="+", help="do the killings of these numbers alone")
     parser.add_argument("--out", type=Path, help="write the table there too")
     chosen = parser.parse_args(arguments)
+    if chosen.only and max(chosen.only) >= chosen.kills:
+        parser.error(
+            f"--only {max(chosen.only)}: there are {chosen.kills}; give --kills as it was, which the draws follow"
+        )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which ends the run under way
     folder = Path(tempfile.mkdtemp(prefix="adl-dist-kills-"))
     plain = functools.cache(lambda starter, stages: undisturbed(folder / f"{starter}-{stages}", starter, stages))
@@ -48,10 +52,11 @@ def main(arguments=None):
         result = f"{outcome.wrong or 'identical'}; {outcome.lost_seconds:.1f} s lost"
         print(f"{number}: {killing}{where}: {result}", flush=True)
         if outcome.wrong:
-            print(f"    see {run_folder}; python -m tools.kill --seed {chosen.seed} --only {number}", flush=True)
+            again = f"python -m tools.kill --kills {chosen.kills} --seed {chosen.seed} --only {number}"
+            print(f"    see {run_folder}; {again}", flush=True)
         else:
             shutil.rmtree(run_folder)
-    text = report(outcomes, seed=chosen.seed)
+    text = report(outcomes, kills=chosen.kills, seed=chosen.seed)
     print(f"\n{text}")
     if chosen.out is not None:
         chosen.out.write_text(text)
@@ -61,13 +66,13 @@ def main(arguments=None):
     return 0
 
 
-def report(outcomes, *, seed):
+def report(outcomes, *, kills, seed):
     """The table, in Markdown."""
     ways = (OURS, TORCHRUN, AGAIN)
     lines = [
         "# Killed runs",
         "",
-        f"`make test-kill` (`python -m tools.kill --kills {len(outcomes)} --seed {seed}`), {platform.system()}, "
+        f"`make test-kill` (`python -m tools.kill --kills {kills} --seed {seed}`), {platform.system()}, "
         f"{os.cpu_count()} cores, torch {torch.__version__}. Each run trains ResNet-8 on digits, {NUM_EPOCHS} epochs "
         f"of {UPDATES_PER_EPOCH} updates, as 2 to 4 processes. It is killed once and started again. Identical: in the "
         "end its weights, optimizer state and records equal those of a run that was not killed, to the bit, and no "
