@@ -28,7 +28,7 @@ def test_the_script_for_one_machine_trains_under_torchrun(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signal", ["Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize("signal", ["Ctrl-C", "SIGTERM", "SIGHUP"])
 def test_a_signal_to_the_script_stops_the_run_which_saves(signal, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHON", sys.executable)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")  # which is for runs on several machines
@@ -37,7 +37,7 @@ def test_a_signal_to_the_script_stops_the_run_which_saves(signal, tmp_path, monk
     without_train = ("bash", "-c", 'shift; exec "$0" 2 "$@"', SCRIPT)
     with Command(settings, folder=tmp_path, start=without_train) as run:
         run.wait_for_update(1)
-        run.interrupt() if signal == "Ctrl-C" else run.send(Signals.SIGTERM, rank=None)
+        run.interrupt() if signal == "Ctrl-C" else run.send(Signals[signal], rank=None)
         code = run.finish(seconds=40)
     assert code == 1, run.err  # torchrun's own
     stopped = json.loads((tmp_path / "run" / "summary.json").read_text())["stopped"]
