@@ -9,9 +9,14 @@ logger = logging.getLogger("adl_dist")
 
 
 def tell(stream: IO[str] | None, text: str) -> None:
-    """Write ``text`` in one piece, from any thread; an output that is gone or full must not end a run."""
+    """Write ``text`` in one piece, from any thread; an output that is gone or full must not end a run.
+
+    Letters that the stream's encoding does not have are written as escapes.
+    """
     with suppress(OSError, ValueError):
         if stream is not None:
+            encoding = getattr(stream, "encoding", None) or "utf-8"
+            text = text.encode(encoding, "backslashreplace").decode(encoding)
             stream.write(text)  # one write: lines of several threads do not mix
             stream.flush()
 

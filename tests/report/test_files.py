@@ -1,8 +1,11 @@
-"""A file that is written atomically is there whole, or as it was."""
+"""A file that is written atomically is there whole, or as it was; what is told to the user is shown."""
+
+import io
 
 import pytest
 
 from adl_dist.report.files import write_atomically
+from adl_dist.report.warning import tell
 
 
 def test_a_file_is_replaced_only_when_all_of_it_is_written(tmp_path):
@@ -25,3 +28,11 @@ def test_what_cannot_be_renamed_leaves_nothing_behind(tmp_path):
     with pytest.raises(OSError, match="directory"), write_atomically(tmp_path / "taken") as unfinished:
         unfinished.write_text("whole")
     assert [file.name for file in tmp_path.iterdir()] == ["taken"]
+
+
+def test_letters_that_a_stream_does_not_have_are_escapes():
+    """As where LC_ALL=C is set; nothing would be shown otherwise."""
+    content = io.BytesIO()
+    stream = io.TextIOWrapper(content, encoding="ascii")
+    tell(stream, "caf\u00e9\n")
+    assert content.getvalue() == b"caf\\xe9\n"

@@ -173,7 +173,8 @@ def _write(
         unfinished.write_text(json.dumps(facts, indent=1, default=str) + "\n")
     model, K = setting.config.model["_target_"].rpartition(".")[2], setting.config.partition.num_stages
     text = "\n\n".join([report(table, setting.links, str(setting.target), len(setting.seeds)), *_notes(setting, facts)])
-    (setting.out / TABLE).write_text(text + "\n")
+    with write_atomically(setting.out / TABLE) as unfinished:
+        unfinished.write_text(text + "\n")
     drawn = draw(setting.out / FIGURE, table, setting.links, title=f"{model}, K = {K}, {setting.target}")
     written = [FACTS, TABLE, *([FIGURE] if drawn else [])]
     say(f"\n{text}\n\nwritten: {', '.join(str(setting.out / name) for name in written)}")
@@ -229,7 +230,8 @@ def _claim(setting: Setting) -> None:
             f"--out {setting.out} holds a race with other {differing[0]}: {known.get(differing[0])}, now "
             f"{asked[differing[0]]}; choose another folder"
         )
-    path.write_text(json.dumps(asked, indent=1) + "\n")
+    with write_atomically(path) as unfinished:
+        unfinished.write_text(json.dumps(asked, indent=1) + "\n")
 
 
 def _setting(flags: argparse.Namespace, command: str) -> Setting:
