@@ -16,6 +16,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from adl_dist.batch import Batch, Layout, call, layout_of
 from adl_dist.errors import PartitionError
+from adl_dist.partition.module_state import modes_kept
 from adl_dist.partition.ran import Samples, run
 
 
@@ -106,17 +107,6 @@ def look(model: nn.Module, layers: str, samples: Samples) -> Anatomy:
                 ran = run(partial(_watched, model), arguments, modules=[model])
             seen, moved = [*seen, *watches], moved | ran.moved
     return replace(_anatomy(model, layers, samples, seen, moved), unlike=(unlike[0], unlike[1]))
-
-
-@contextmanager
-def modes_kept(model: nn.Module) -> Iterator[None]:
-    """Leave each module of ``model`` in the mode in which it was found."""
-    modes = {module: module.training for module in model.modules()}
-    try:
-        yield
-    finally:
-        for module, was in modes.items():
-            module.training = was
 
 
 def _watched(model: nn.Module, watch: "_Watch", sample: Batch) -> None:

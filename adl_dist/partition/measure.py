@@ -18,6 +18,7 @@ from adl_dist.batch import Batch, call
 from adl_dist.codecs import CODECS, coded_bytes
 from adl_dist.partition.chain import Chain
 from adl_dist.partition.costs import Profile, UnitCost
+from adl_dist.partition.module_state import modes_kept
 from adl_dist.partition.piece import as_argument
 from adl_dist.streams import streams_kept
 
@@ -93,17 +94,14 @@ def restored(model: nn.Module, input_: Batch) -> Iterator[None]:
     # Some buffers are no part of the state, and a forward may put others in their places.
     owned = [(owner, *named) for owner in model.modules() for named in owner.named_buffers(recurse=False)]
     buffers = [(*place, place[-1].clone()) for place in owned]
-    modes = {module: module.training for module in model.modules()}
     try:
-        with streams_kept(input_.device):
+        with modes_kept(model), streams_kept(input_.device):
             yield
     finally:
         for owner, name, buffer, values in buffers:
             setattr(owner, name, buffer.copy_(values))
         model.load_state_dict(state)
         model.zero_grad()
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def _repeated(measured: Callable[[], Figures], device: torch.device) -> list[Figures]:

@@ -5,6 +5,7 @@ seen, and what is not: :mod:`adl_dist.partition.state_walk`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -73,6 +74,27 @@ class ModuleState:
         for found in self.found:  # holders come before what they hold
             if (tensors or found.kind not in TENSORS) and found.has_changed():
                 found.restore()
+
+
+@contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Leave each module of ``model`` in the mode in which it was found."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, was in modes.items():
+            module.training = was
+
+
+@contextmanager
+def state_kept(model: nn.Module) -> Iterator[None]:
+    """Leave all that can be seen from ``model`` as it was found."""
+    state = ModuleState.of(model)
+    try:
+        yield
+    finally:
+        state.restore()
 
 
 def tensors_reached(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
+from adl_dist.partition.module_state import modes_kept
 from adl_dist.partition.nodes import asks_for_shape, is_check, is_light, is_of_python, is_part, may_repeat, writes
 from adl_dist.partition.ran import Pair, Samples
 from adl_dist.partition.state_walk import CAN_CROSS
@@ -57,19 +58,15 @@ def read(
     Raises:
         PartitionError: it cannot be traced; names the line.
     """
-    modes = {module: module.training for module in model.modules()}
     device = samples[0].device if samples is not None else None
     readings, unlike = list[Reading](), []
-    try:
+    with modes_kept(model):
         for mode in (True, False):
             model.train(mode)
             with torch.set_grad_enabled(mode), streams_kept(device):
                 like = readings[0][1] if readings else None
                 readings.append(symbolic(model, granularity=granularity, samples=samples, like=like, varies=varies))
             unlike.append({module for module in model.modules() if module.training != mode})
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
     read_only = never_moved(model, _moved(model, readings))
     training, evaluation = [_trace(model, *read, read_only) for read in zip(readings, unlike, strict=True)]
     for _, values in readings:

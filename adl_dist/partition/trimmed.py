@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from adl_dist.batch import Batch, Layout, Several, call, tensors_of
 from adl_dist.errors import PartitionError
-from adl_dist.partition.layered import HERE, Anatomy, Result, Shape, modes_kept
-from adl_dist.partition.module_state import ModuleState
+from adl_dist.partition.layered import HERE, Anatomy, Result, Shape
+from adl_dist.partition.module_state import modes_kept, state_kept
 from adl_dist.partition.nodes import ABOUT_TENSORS
 from adl_dist.partition.piece import StageModule, shape_proxy, shape_token
 from adl_dist.streams import streams_kept
@@ -310,26 +310,22 @@ def travelling(model: nn.Module, anatomy: Anatomy, units: Sequence[str], sample:
     hidden = anatomy.pairs[0][0].detach()
     absent = hidden.new_full((), math.nan)
     refused = f"{type(model).__name__} cannot be cut at the layers of '{anatomy.layers}': "
-    state = ModuleState.of(model)
-    with modes_kept(model), streams_kept(hidden.device if hidden.is_cuda else None):
-        try:
-            for mode in (True, False):
-                model.train(mode)
-                stage = LayeredStage(model, anatomy, units, 1, len(units), [True] * len(inputs))
-                vars(stage)[_OWN].arriving.absent = absent
-                following = _Following([*inputs, absent])
-                try:
-                    with torch.no_grad(), following:
-                        out = stage((hidden, *inputs))
-                except Exception as error:  # the model's own code can raise anything
-                    why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-                    raise PartitionError(
-                        f"{refused}without the modules that it calls before them its forward fails ({why}); use "
-                        "partition.num_stages=1"
-                    ) from error
-                needed |= following.of(out) | following.asked
-        finally:
-            state.restore()
+    with state_kept(model), modes_kept(model), streams_kept(hidden.device if hidden.is_cuda else None):
+        for mode in (True, False):
+            model.train(mode)
+            stage = LayeredStage(model, anatomy, units, 1, len(units), [True] * len(inputs))
+            vars(stage)[_OWN].arriving.absent = absent
+            following = _Following([*inputs, absent])
+            try:
+                with torch.no_grad(), following:
+                    out = stage((hidden, *inputs))
+            except Exception as error:  # the model's own code can raise anything
+                why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+                raise PartitionError(
+                    f"{refused}without the modules that it calls before them its forward fails ({why}); use "
+                    "partition.num_stages=1"
+                ) from error
+            needed |= following.of(out) | following.asked
     if len(inputs) in needed:
         raise PartitionError(
             f"{refused}besides the hidden state that they get, its forward computes with values of modules that are "

@@ -78,8 +78,8 @@ class MeanOf(nn.Module):
     def forward(self, out: Any, target: Any, told: float | None = None) -> Tensor:
         """Return the mean; ``told``: what ``num_terms`` has counted in the target, where that was on the CPU.
 
-        On a GPU, where to ask would wait for the device, a mean over another number of terms is NaN. What a
-        ``num_terms`` of the user's own would count is known there only if it is told.
+        On a GPU, where to ask would wait for the device, a mean over another number of terms is NaN. A ``num_terms`` of
+        the user's own counts on the CPU, so there its number must be told; without it nothing is compared.
 
         Raises:
             ConfigError: the mean is not over what the targets have.

@@ -330,7 +330,7 @@ def test_records_that_cannot_be_written_leave_no_half_line(tmp_path, small_files
         recorder.flush()
     recorder.close()
     for thread in threads:
-        thread.join(60)  # its error is told as it ends, which must be within this test
+        thread.join(60)  # Python reports its error when it ends; a later test would be blamed
     written = [json.loads(line)["update"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert written == [0, 1, *range(15, 20)], "two records take 124 bytes"
     told = [("metrics.jsonl" in text, "TensorBoard" in text) for text in warnings]

@@ -1,4 +1,4 @@
-"""A file that is written atomically is there whole, or as it was; what is told to the user is shown."""
+"""A file written atomically is complete or unchanged; a message reaches the user in any encoding."""
 
 import io
 

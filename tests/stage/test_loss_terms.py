@@ -186,7 +186,7 @@ def test_hits_of_tokens_are_looked_for_in_the_last_dimension():
 
 
 class Positive(nn.Module):
-    """Of (sum, count); counts the positive targets, or ``wrong`` more than it says."""
+    """A loss of (sum, count), whose count is ``wrong`` more than the number of its terms."""
 
     def __init__(self, wrong=0, own=True, number=torch.tensor):
         super().__init__()
