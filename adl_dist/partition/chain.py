@@ -3,6 +3,7 @@
 import difflib
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import accumulate, pairwise
 from operator import attrgetter
@@ -14,6 +15,7 @@ from torch import fx, nn
 from adl_dist.batch import call, tensors_of
 from adl_dist.errors import PartitionError
 from adl_dist.partition.layered import look
+from adl_dist.partition.module_state import modes_kept
 from adl_dist.partition.nodes import is_light
 from adl_dist.partition.piece import Crossing, TracedStage, adopt, extract
 from adl_dist.partition.ran import Ran, Samples, run
@@ -302,9 +304,8 @@ def _aligned(training: Trace, unit_of: Mapping[fx.Node, int], evaluation: Trace)
 
 def _run_one_after_the_other(model: nn.Module, units: Sequence[nn.Module], samples: Samples) -> list[list[Ran]]:
     """Return what each unit does in training and in evaluation; nothing if one fails, which the trial run tells."""
-    modes = {module: module.training for module in model.modules()}
     found: list[list[Ran]] = [[] for _ in units]
-    try:
+    with modes_kept(model), suppress(Exception, SystemExit):
         for mode in (True, False):
             model.train(mode)
             values: Any = (samples[0].clone(), samples[1].clone())
@@ -312,12 +313,8 @@ def _run_one_after_the_other(model: nn.Module, units: Sequence[nn.Module], sampl
                 for unit, of_unit in zip(units, found, strict=True):
                     of_unit.append(run(partial(call, unit), (((values[0],), {}), ((values[1],), {})), modules=[unit]))
                     values = of_unit[-1].values
-    except (Exception, SystemExit):
-        return []
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-    return found
+        return found
+    return []
 
 
 def _ways_out(model: nn.Module, where: str, granularity: str, samples: Samples | None) -> str:
