@@ -6,6 +6,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 Tensors = tuple[Tensor, ...]
 
@@ -119,6 +120,16 @@ Batch = Tensor | Several  # an input or a target of some samples
 def tensors_of(batch: Batch) -> Tensors:
     """Return the tensors of an input or a target."""
     return batch.tensors if isinstance(batch, Several) else (batch,)
+
+
+def as_classes(target: Tensor) -> Tensor:
+    """Return whole numbers as int64: in 8 bits without a sign -100, which losses ignore, is the class 156."""
+    return target.long()
+
+
+def detached(value: Any) -> Any:
+    """Return tensors in any containers without what leads to them, and without a copy."""
+    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
 
 
 def layout_of(batch: Batch) -> Layout | None:

@@ -9,12 +9,11 @@ from torch import Tensor
 from torch.autograd import _profiler_enabled
 from torch.profiler import record_function
 
-from adl_dist.batch import Batch
+from adl_dist.batch import Batch, Tensors
 from adl_dist.data.stream import Stream
 from adl_dist.schedule import Action, Op, StageWork
 from adl_dist.schedule.actions import RECEIVES, TiedAction, is_tied, what_of
 from adl_dist.stage import Stage
-from adl_dist.stage.calls import Tensors
 from adl_dist.stage.gradient_head import GradientHead
 from adl_dist.transport.channel import Receiver, Sender
 

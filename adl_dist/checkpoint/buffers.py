@@ -18,9 +18,9 @@ from adl_dist.checkpoint.nested import Packer, Unstorable
 from adl_dist.checkpoint.storage import Shard, Stored
 from adl_dist.errors import ConfigError
 from adl_dist.partition.piece import StageModule
+from adl_dist.partition.state_walk import OF_TORCH
 
 VALUE = "attribute:"  # begins the names of values in a file's metadata, which has entries of its own
-_OF_TORCH = {*nn.Module().__dict__}  # the mode, hooks, and what is registered
 _CONTAINERS = (list, tuple, dict)
 _CONSTANT = nested.CONSTANT | torch.dtype | torch.device | torch.layout | torch.memory_format
 
@@ -120,7 +120,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for path, owner in module.named_modules(remove_duplicate=False):
         dot = f"{path}." if path else ""
         for key, value in owner.__dict__.items():
-            if key not in _OF_TORCH and key.isidentifier():
+            if key not in OF_TORCH and key.isidentifier():
                 yield f"{dot}{key}", tuple(value) if isinstance(value, torch.Size) else value
 
 

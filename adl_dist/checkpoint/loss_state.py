@@ -16,9 +16,9 @@ from adl_dist.checkpoint.closures import Place
 from adl_dist.checkpoint.nested import Packer, Unstorable
 from adl_dist.checkpoint.storage import Shard, Stored
 from adl_dist.errors import ConfigError
+from adl_dist.partition.state_walk import OF_TORCH
 
 LOSS = "loss:"  # begins the names of its tensors, and is the key of the rest; no name of a module has a colon
-_OF_TORCH = {*nn.Module().__dict__}  # the mode, hooks, and what is registered
 
 
 class FreshLoss:
@@ -77,4 +77,4 @@ def _places(loss_fn: Any) -> Iterator[tuple[str, Place]]:
         return
     for path, module in loss_fn.named_modules(prefix="loss_fn"):
         yield from ((f"{path}.{key}", (module._buffers, key)) for key in module._buffers)
-        yield from ((f"{path}.{key}", (module.__dict__, key)) for key in module.__dict__ if key not in _OF_TORCH)
+        yield from ((f"{path}.{key}", (module.__dict__, key)) for key in module.__dict__ if key not in OF_TORCH)

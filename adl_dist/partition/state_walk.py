@@ -31,8 +31,8 @@ LIBRARIES = {"torch", "numpy", "torchvision", "transformers", "timm", *sys.stdli
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 CAN_CROSS = (*PLAIN, torch.dtype, torch.device, torch.Size)  # a cut, besides tensors, if it never changes
 TENSORS = {"parameter", "buffer", "tensor"}
+OF_TORCH = {*nn.Module().__dict__}  # what every module has: its registers, hooks, the mode; the rest is the user's
 Key = Hashable
-_OF_TORCH = {*nn.Module().__dict__}  # registered tensors and modules, hooks, the mode
 _MISSING = object()
 
 
@@ -81,7 +81,7 @@ class Walk:
             dot = f"{name}." if name else ""
             for held in (module._modules, module._parameters, module._buffers):
                 self._take_entries(dot, held, look_into=False)
-            self._take_entries(dot, module.__dict__, skip=_OF_TORCH)
+            self._take_entries(dot, module.__dict__, skip=OF_TORCH)
             for owner in type(module).__mro__:
                 if not is_of_a_library(owner) and self._is_new(owner):
                     self._take_class(owner)

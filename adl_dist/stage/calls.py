@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from adl_dist.batch import Several
+from adl_dist.batch import Several, Tensors
 from adl_dist.errors import DataError
 from adl_dist.seeds import stream_seed, stream_seeds
 from adl_dist.streams import seed_numpy, seed_torch
 
-Tensors = tuple[Tensor, ...]
 # Returns what a forward that is replayed has to run in: with the state of now that is no buffer, which is remembered.
 Remember = Callable[[], Callable[[], AbstractContextManager[None]]]
 FORWARD, BACKWARD, BACKWARD_WEIGHT = "", "backward: ", "backward of weights: "  # parts, each with draws of its own

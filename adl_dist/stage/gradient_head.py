@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim.lr_scheduler import LRScheduler
 
-from adl_dist.stage.calls import Tensors, seed_update
+from adl_dist.batch import Tensors
+from adl_dist.stage.calls import seed_update
 from adl_dist.stage.nonfinite import NonFiniteCheck
 from adl_dist.stage.optimizer import advance, scaled_learning_rates, stage_optimizer, told_whose
 from adl_dist.stage.spec import TrainSpec

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from adl_dist.batch import Batch, tensors_of
+from adl_dist.batch import Batch, Tensors, tensors_of
 from adl_dist.errors import ConfigError
 from adl_dist.schedule import Pipeline
 from adl_dist.schedule.slots import Slots, slots_of
-from adl_dist.stage.calls import Tensors
 from adl_dist.stage.graphs import WAY_OUT, Recorder, Replay, check_method, check_recordable, hooked, recordable
 from adl_dist.stage.spec import TrainSpec
 from adl_dist.stage.stage import InFlight, Stage

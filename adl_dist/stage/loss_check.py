@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from adl_dist.batch import Batch, Several
+from adl_dist.batch import Batch, Several, detached
 from adl_dist.batch import put_together as joined
 from adl_dist.errors import ConfigError
 from adl_dist.stage.loss_terms import LossTerms, is_known_mean, loss_terms, own_num_terms
@@ -139,7 +139,7 @@ class MeanGuard:
         if self._first is None and self._count < self._next:
             return
         rows = torch.arange(min(len(target), max(2, num_made_up(out))))
-        present = _rows(tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, out), rows)
+        present = _rows(detached(out), rows)
         first, self._first = self._first, (present, _at(target, rows))
         if first is None:  # the next one will be compared with it
             self._next = self._count + min(self._count, LOOK_EVERY)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from adl_dist.batch import Batch, Several
+from adl_dist.batch import Batch, Several, as_classes
 from adl_dist.errors import ConfigError
 from adl_dist.losses import TokenCrossEntropy
 from adl_dist.schedule.run_plan import weights_in_group
@@ -45,7 +45,7 @@ class ClassLoss:
 
     def num_terms(self, target: Tensor) -> float:
         """Return the sum of the weights of those classes in ``target`` [B, ...] that count."""
-        target = target.long()  # of 8 bits without a sign 156 would be taken for -100
+        target = as_classes(target)
         counts = target != self.ignore_index
         if self.weight is None:
             return float(counts.sum())

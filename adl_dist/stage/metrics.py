@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from adl_dist.batch import Several, tensors_of
+from adl_dist.batch import Several, as_classes, tensors_of
 from adl_dist.errors import ConfigError
 from adl_dist.stage.loss_terms import IGNORED, ClassLoss
 
@@ -78,7 +78,7 @@ def hits(out: Any, target: Any, classes: ClassLoss | None, *, top: int) -> tuple
             f"metrics: accuracy and top5 need outputs [B, classes, ...] or [B, ..., classes] for targets [B, ...], got "
             f"{list(out.shape)} and {list(target.shape)}"
         )
-    target = target.long()  # of 8 bits without a sign 156 would be taken for -100
+    target = as_classes(target)
     scores = out if is_last else out.movedim(1, -1)
     counts = (target != (IGNORED if classes is None else classes.ignore_index)) & (target >= 0)
     counts &= target < scores.shape[-1]

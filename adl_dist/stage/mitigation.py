@@ -19,7 +19,6 @@ from adl_dist.schedule import Pipeline
 from adl_dist.schedule.actions import Tie
 
 Group = dict[str, Any]
-Tensors = list[Tensor]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -106,7 +105,7 @@ class Mitigation:
     # --- forward_weights ------------------------------------------------------------------------------------
 
     @_on_plain_tensors
-    def forward_weights(self, parameters: Sequence[nn.Parameter], update: int) -> Tensors:
+    def forward_weights(self, parameters: Sequence[nn.Parameter], update: int) -> list[Tensor]:
         """Return the weights that forwards see of ``parameters`` before ``update``, in new memory."""
         ahead: dict[nn.Parameter, Tensor] = {}
         for group in self._optimizer.param_groups if self._is_stale else ():
@@ -197,7 +196,7 @@ class Mitigation:
             self._remember(parameters, before)
 
     @_on_plain_tensors
-    def _copies(self, parameters: Sequence[nn.Parameter]) -> Tensors:
+    def _copies(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         return [p.clone() for p in parameters]
 
     @_on_plain_tensors
@@ -230,7 +229,7 @@ class Mitigation:
                 torch._foreach_add_(moved, [gradients[p] for p in moved], alpha=now)
 
     @_on_plain_tensors
-    def _feed_back(self, parameters: Sequence[nn.Parameter], before: Tensors) -> None:
+    def _feed_back(self, parameters: Sequence[nn.Parameter], before: list[Tensor]) -> None:
         """w - u_s - c (u_s - u_s-lag), the first ``lag`` updates without correction."""
         updates = torch._foreach_sub(before, list(parameters))
         for p, update in zip(parameters, updates, strict=True):
@@ -241,7 +240,7 @@ class Mitigation:
             del past[: -self._lag]
 
     @_on_plain_tensors
-    def _look_ahead(self, parameters: Sequence[nn.Parameter], before: Tensors) -> None:
+    def _look_ahead(self, parameters: Sequence[nn.Parameter], before: list[Tensor]) -> None:
         """w_s+1 = w_s + gamma (w_s - w_s-1) - (1 - gamma) u_s."""
         gamma = self._method.nesterov_gamma
         for p, earlier in zip(parameters, before, strict=True):
@@ -250,7 +249,7 @@ class Mitigation:
                 p.add_(past["displacement"], alpha=gamma)
 
     @_on_plain_tensors
-    def _remember(self, parameters: Sequence[nn.Parameter], before: Tensors) -> None:
+    def _remember(self, parameters: Sequence[nn.Parameter], before: list[Tensor]) -> None:
         """Keep w_s+1 - w_s and eta_s, in the memory of ``before``."""
         torch._foreach_neg_(before)
         torch._foreach_add_(before, list(parameters))

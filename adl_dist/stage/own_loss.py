@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adl_dist.batch import Batch, Several
+from adl_dist.batch import Batch, Several, as_classes
 from adl_dist.errors import ConfigError
 from adl_dist.stage.loss_terms import IGNORED, own_num_terms
 
@@ -33,7 +33,7 @@ def _value(target: Any) -> Any:
 def _not_ignored(target: Batch) -> Tensor | None:
     if not isinstance(target, Tensor) or target.is_floating_point():
         return None
-    return (target.long() != IGNORED).sum()  # of 8 bits without a sign 156 would be taken for -100
+    return (as_classes(target) != IGNORED).sum()
 
 
 RELATIVE = 1e-6  # by which two counts that are equal may differ: they may have weights

@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim.lr_scheduler import LRScheduler
 
-from adl_dist.batch import Batch
+from adl_dist.batch import Batch, Tensors
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.stage.average import WeightAverage
 from adl_dist.stage.calls import (
@@ -22,7 +22,6 @@ from adl_dist.stage.calls import (
     BACKWARD_WEIGHT,
     RandomStreams,
     Remember,
-    Tensors,
     call_of,
     packed,
     refuse_unknown_ids,

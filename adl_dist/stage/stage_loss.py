@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from adl_dist.batch import Batch
+from adl_dist.batch import Batch, detached
 from adl_dist.stage.calls import takes_gradient, unpacked
 from adl_dist.stage.loss_check import MeanGuard
 from adl_dist.stage.loss_terms import class_loss
@@ -83,7 +83,7 @@ class StageLoss:
 
         Return (sum, count) of each metric that is measured.
         """
-        found = measured(self.metrics, tree_map(_detached, out), target) if self.metrics else ()
+        found = measured(self.metrics, detached(out), target) if self.metrics else ()
         if self._guard is not None and target is not None:
             self._guard.look(out, target)
         return found
@@ -106,7 +106,3 @@ class StageLoss:
             tally.measured.append(measured(self.metrics, out, target))
         num_terms = None if counts is None else counts[0].tolist()[1]
         self.count(tally, first, target, self(out, target, num_terms), num_terms)
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adl_dist.batch import Tensors
 from adl_dist.errors import ConfigError, DataError
 from adl_dist.schedule import Action, Pipeline
 from adl_dist.schedule.slots import Slots, slots_of
 from adl_dist.schedule.ticks import Tick, steady_ticks, ticks_of
-from adl_dist.stage.calls import Tensors
 from adl_dist.stage.graphed import GraphedStage, Slot
 from adl_dist.stage.graphs import Recorder, Replay
 from adl_dist.stage.loss_terms import LossTerms

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim.lr_scheduler import LRScheduler
 
+from adl_dist.batch import Tensors
 from adl_dist.errors import DivergedError, PartitionError
 from adl_dist.schedule.actions import Tie
 from adl_dist.stage.average import WeightAverage
-from adl_dist.stage.calls import Tensors, seed_update
+from adl_dist.stage.calls import seed_update
 from adl_dist.stage.mitigation import Mitigation, mitigation_of_tie
 from adl_dist.stage.nonfinite import NonFiniteCheck
 from adl_dist.stage.optimizer import advance, scaled_learning_rates, stage_optimizer, told_whose

@@ -7,10 +7,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from adl_dist.batch import Layout
+from adl_dist.batch import Layout, Tensors
 from adl_dist.errors import PartitionError
-
-Tensors = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)

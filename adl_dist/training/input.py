@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from adl_dist.batch import mapped
+from adl_dist.batch import as_classes, mapped
 from adl_dist.data import Loader, Loading, check_dataset
 from adl_dist.data.loading import PLAIN
 from adl_dist.engine import Batches
@@ -143,7 +143,7 @@ class DeviceLoader:
 
     def check(self, target: Tensor, where: str) -> None:
         """Raise DataError for a ``target`` [B, ...] of whole numbers that is not as expected; ``where`` it was met."""
-        target = target.long()  # of 8 bits without a sign 156 would be taken for -100
+        target = as_classes(target)
         ignored, is_torchs_own = self._classes.ignore_index, self._classes.is_torchs_own
         # Of several targets in a sample a class derived from torch's may want the outputs in another order.
         if self._num_classes is None or (target.ndim > 1 and not is_torchs_own):

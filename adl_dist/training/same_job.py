@@ -16,14 +16,13 @@ from adl_dist.checkpoint.constants import sampled
 from adl_dist.checkpoint.identity import described, merged
 from adl_dist.errors import ConfigError
 from adl_dist.memory import has_plain_memory
-from adl_dist.partition.state_walk import is_of_a_library, names_used_by
+from adl_dist.partition.state_walk import OF_TORCH, is_of_a_library, names_used_by
 from adl_dist.training.agreement import first_difference
 from adl_dist.training.unchanged import reached
 
 NUMBERS = bool, int, float
 MOST_NUMBERS = 64  # in a container that is a setting
 OF_A_RANK = {"rank", "local_rank", "global_rank"}  # what a script may hold that is another number on each rank
-_OF_TORCH = {*nn.Module().__dict__}
 
 
 def attributes_of(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -37,7 +36,7 @@ def attributes_of(model: nn.Module) -> dict[str, dict[str, Any]]:
         used = None if is_of_a_library(kind) else names_used_by(kind)
         for key, value in vars(module).items():
             is_used = key not in OF_A_RANK if used is None else key in used - OF_A_RANK
-            if is_used and key not in _OF_TORCH and _is_number(value):
+            if is_used and key not in OF_TORCH and _is_number(value):
                 held[key] = described(value)
         told[name or "the model"] = {"class": kind.__name__, **held}
     return told

@@ -13,13 +13,12 @@ from dataclasses import replace
 import torch
 
 from adl_dist import engine
-from adl_dist.batch import tensors_of
+from adl_dist.batch import Tensors, tensors_of
 from adl_dist.engine import StageContext
 from adl_dist.errors import ConfigError, in_one_line
 from adl_dist.schedule import Op, Segment, StageWork, evaluation_work, training_work
 from adl_dist.schedule.actions import TiedAction
 from adl_dist.stage import TrainSpec
-from adl_dist.stage.calls import Tensors
 from adl_dist.stage.loss_terms import LossTerms
 from adl_dist.training.trial.samples import MicroBatch, Samples
 from adl_dist.training.trial.snapshot import restored_after

@@ -5,12 +5,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
-from torch import Tensor
-
+from adl_dist.batch import Tensors
 from adl_dist.errors import ChannelError
 from adl_dist.transport.spec import Specs, fitted
-
-Tensors = tuple[Tensor, ...]
 
 
 class Sender(Protocol):

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from adl_dist.transport.channel import LocalChannel, Tensors
+from adl_dist.batch import Tensors
+from adl_dist.transport.channel import LocalChannel
 from adl_dist.transport.coding import Coder, layout
 from adl_dist.transport.process import RECEIVE, ProcessReceiver, ProcessSender, Works
 from adl_dist.transport.spec import fitted

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from adl_dist.batch import Tensors
 from adl_dist.codecs import BLOCK, LEVELS, SCALE_BYTES, coded_bytes, rotated_width
 from adl_dist.seeds import stream_seed
 from adl_dist.transport.spec import TensorSpec
@@ -36,7 +37,6 @@ GREATEST_SCALE = {
     for levels in LEVELS.values()
 }
 NOISE_STEPS = 1 << 16
-Tensors = tuple[Tensor, ...]
 
 
 class Part(NamedTuple):

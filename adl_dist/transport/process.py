@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from adl_dist.batch import Tensors
 from adl_dist.errors import ChannelError
 from adl_dist.schedule.actions import LINKS, Message, receiver
 from adl_dist.schedule.pipeline import RECEIVED_AHEAD
-from adl_dist.transport.channel import Tensors
 from adl_dist.transport.port_filter import blocking_new
 from adl_dist.transport.spec import Specs, fitted
 from adl_dist.transport.staging import SendFromGpu, arrival, to_device, to_host

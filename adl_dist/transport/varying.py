@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from adl_dist.batch import Tensors
 from adl_dist.errors import PartitionError
-from adl_dist.transport.channel import LocalChannel, Tensors
+from adl_dist.transport.channel import LocalChannel
 from adl_dist.transport.process import (
     POSTED_AHEAD,
     RECEIVE,

@@ -6,11 +6,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from adl_dist.batch import Tensors
 from adl_dist.errors import ConfigError
 from adl_dist.memory import memory_of, shared_memory, storage_of
 from adl_dist.partition.module_state import tensors_reached
 from adl_dist.partition.state_walk import CAN_CROSS
-from adl_dist.stage.calls import Tensors
 from adl_dist.stage.traits import Structure
 from adl_dist.training.trial.findings import CutImpossible, Seen
 from adl_dist.training.trial.samples import SIZES

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from adl_dist.batch import Batch, Several, call, layout_of, tensors_of
+from adl_dist.batch import Batch, Several, Tensors, as_classes, call, layout_of, tensors_of
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.memory import memory_of
 from adl_dist.partition.module_state import ModuleState
 from adl_dist.partition.piece import as_argument
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import TrainSpec
-from adl_dist.stage.calls import Tensors, packed, refuse_unknown_ids, unpacked
+from adl_dist.stage.calls import packed, refuse_unknown_ids, unpacked
 from adl_dist.stage.heads import check_outs
 from adl_dist.stage.loss_check import check_is_mean, halves, num_made_up, put_together
 from adl_dist.stage.loss_terms import class_loss, is_known_mean, loss_terms
@@ -343,7 +343,7 @@ class StageChain:
         ):
             # One out of range ends a GPU's process; the loader names the micro-batch.
             known = target.clamp(0, self._num_outputs - 1)
-            target = torch.where(target == classes.ignore_index, target, known)
+            target = torch.where(as_classes(target) == classes.ignore_index, target, known)
         if torch.is_grad_enabled() and self._accumulates and len(self._outputs) < 2:
             held = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, out)
             self._outputs.append((held, target))
