@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from adl_dist.cli.config import reading
 from adl_dist.cli.config.compose import compose_run
-from adl_dist.cli.plan import profiler
 from adl_dist.data.loading import PLAIN
 from adl_dist.distributed.procfs import state_of
 from adl_dist.training.input import DeviceLoader
@@ -166,8 +166,8 @@ def test_what_is_compared_has_the_same_loader(gpu, monkeypatch):
     monkeypatch.setattr(gpu, "DeviceLoader", Watched)
     next(gpu.batches(4, 8, 10))
     config, _ = compose_run([*gpu.COMMON, "run_dir=none"])
-    monkeypatch.setattr(profiler, "DeviceLoader", Watched)
-    profiler.device_loader(config, torch.device("cpu"), shuffle=config.data.get("shuffle", True))
+    monkeypatch.setattr(reading, "DeviceLoader", Watched)
+    reading.device_loader(config, torch.device("cpu"), shuffle=config.data.get("shuffle", True))
     assert made[0] == made[1]
 
 

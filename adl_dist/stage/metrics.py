@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from adl_dist.batch import Several, as_classes, tensors_of
 from adl_dist.errors import ConfigError
-from adl_dist.stage.loss_terms import IGNORED, ClassLoss
+from adl_dist.stage.loss_terms import ClassLoss
 
 TAKEN = (
     "loss",
@@ -78,14 +78,21 @@ def hits(out: Any, target: Any, classes: ClassLoss | None, *, top: int) -> tuple
             f"metrics: accuracy and top5 need outputs [B, classes, ...] or [B, ..., classes] for targets [B, ...], got "
             f"{list(out.shape)} and {list(target.shape)}"
         )
-    target = as_classes(target)
-    scores = out if is_last else out.movedim(1, -1)
-    counts = (target != (IGNORED if classes is None else classes.ignore_index)) & (target >= 0)
-    counts &= target < scores.shape[-1]
+    return hits_along(-1 if is_last else 1, out, target, classes, top=top)
+
+
+def hits_along(
+    dim: int, out: Tensor, target: Tensor, classes: ClassLoss | None, *, top: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Return the same of ``out`` whose dimension ``dim`` is that of the classes; the others are those of ``target``."""
+    target, num_classes = as_classes(target), out.shape[dim]
+    counts = (target >= 0) & (target < num_classes)  # what is no class can only be ignored
+    if classes is not None:
+        counts &= target != classes.ignore_index
     if top == 1:
-        right = scores.argmax(dim=-1) == target
+        right = out.argmax(dim=dim) == target
     else:
-        right = (scores.topk(min(top, scores.shape[-1]), dim=-1).indices == target.unsqueeze(-1)).any(dim=-1)
+        right = (out.topk(min(top, num_classes), dim=dim).indices == target.unsqueeze(dim)).any(dim=dim)
     return (right & counts).sum(), counts.sum()
 
 

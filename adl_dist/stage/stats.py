@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adl_dist.batch import Batch
 from adl_dist.stage.loss_terms import ClassLoss
-from adl_dist.stage.metrics import PERPLEXITY, Metric
+from adl_dist.stage.metrics import PERPLEXITY, Metric, hits_along
 
 MOST_LOSS = 700.0  # of which the exponential is still a number
 
@@ -69,11 +69,9 @@ class StepStats:
             return
         if target.ndim == 1 or (classes is not None and classes.is_torchs_own):
             dim = 1 if classes is None else classes.dim
-            counts = (target >= 0) & (target < out.shape[dim])  # what is no class can only be ignored
-            if classes is not None:
-                counts &= target != classes.ignore_index
-            self.hits.append(((out.detach().argmax(dim=dim) == target) & counts).sum())
-            self.num_classed.append(counts.sum())
+            right, counted = hits_along(dim, out.detach(), target, classes)
+            self.hits.append(right)
+            self.num_classed.append(counted)
 
     def fetch(self, arrived: Sequence[Tensor] = ()) -> bool:
         """Start to copy losses, hits and norm off a GPU, for :meth:`numbers`; False: they are not on one.

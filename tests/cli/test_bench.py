@@ -2,6 +2,7 @@
 
 import _thread
 import argparse
+import contextlib
 import json
 import signal
 import sys
@@ -14,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from adl_dist.cli.bench import command
+from adl_dist.cli.bench import baseline_rank, command
 from adl_dist.cli.bench.baseline_rank import rank_batches, run
 from adl_dist.cli.bench.entries import DEFAULT, Cut, ModelSurvey, entries, survey
 from adl_dist.cli.bench.report import baseline, draw, report, rows
@@ -324,6 +325,19 @@ def test_torchs_own_ranks_keep_freed_memory_as_ours_do(monkeypatch):
     result = run(0, kind="loop", argv=[*words, "partition.num_stages=1"], overwrites=[], target={})
     assert tuned == [True]
     assert len(result["ends"]) == 2
+
+
+def test_a_model_that_is_read_with_samples_is_cut_for_torchs_own_pipelines(monkeypatch):
+    built = []
+    monkeypatch.setattr(baseline_rank, "joined", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(baseline_rank, "train_stages", lambda modules, *_, **__: built.append(modules))
+    words = ["model._target_=tests.support.user_code.CheckedInput", *TINY[1:], "train.max_updates=1"]
+    cut = ["partition.num_stages=2", "partition.balance=[2,3]"]
+    target = TensorSpec((), "int64").to_json()
+    run(1, kind="1f1b", argv=[*words, *cut], overwrites=[[False], [False]], target=target)
+    assert [list(stage.state_dict()) for stage in built[0].values()] == [
+        ["second.weight", "second.bias", "third.weight", "third.bias"]
+    ]
 
 
 @pytest.mark.parametrize("shuffle", ["true", "false"])

@@ -163,6 +163,22 @@ def test_a_sweep_that_cannot_run_is_refused_before_any_run(words, parts, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
+CHECKED = ["model._target_=tests.support.user_code.CheckedInput", "data._target_=tests.support.user_code.images"]
+
+
+@pytest.mark.parametrize("more", [(), ("runtime.lazy=true",)])
+def test_a_model_that_is_read_with_samples_may_be_swept(more, tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "_run_here", lambda *_, **__: [])
+    outcome = in_process("train", "-m", "seed=0,1", *CHECKED, *more, f"run_dir={tmp_path / 'run'}")
+    shows(outcome.out, ["2 runs", "2 of them to do"])
+
+
+def test_stages_of_a_model_that_is_read_with_samples_are_counted_before_any_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "_run_here", lambda *_, **__: pytest.fail("a run was started"))
+    words = ["train", "-m", "seed=0,1", *CHECKED, "partition.num_stages=9", f"run_dir={tmp_path / 'run'}"]
+    shows(in_process(*words).refusal(), ["partition.num_stages=9 needs at least 9 units, but the model has 5"])
+
+
 def row_of(job):
     return job.folder.parent.name, job.config.partition.num_stages, job.config.seed
 

@@ -168,11 +168,15 @@ def test_the_loss_of_tokens_is_torchs_with_classes_last(options):
     assert not is_known_mean(type("Own", (TokenCrossEntropy,), {})(**options))  # it may do anything
 
 
-def test_156_in_8_bits_is_a_class():
-    target = torch.tensor([156, 3, 156], dtype=torch.uint8)
-    assert class_loss(nn.CrossEntropyLoss()).num_terms(target) == 3
-    out = nn.functional.one_hot(target.long(), 200).float()
-    assert [int(number) for number in hits(out, target, class_loss(nn.CrossEntropyLoss()), top=1)] == [3, 3]
+@pytest.mark.parametrize("num_classes", [200, 256])
+def test_156_in_8_bits_is_a_class(num_classes):
+    target, classes = torch.tensor([156, 3, 156], dtype=torch.uint8), class_loss(nn.CrossEntropyLoss())
+    assert classes.num_terms(target) == 3
+    out = nn.functional.one_hot(target.long(), num_classes).float()
+    assert [int(number) for number in hits(out, target, classes, top=1)] == [3, 3]
+    stats = StepStats()
+    stats.score_counted(out, target, torch.tensor(0.0), 3.0, classes)
+    assert (stats.numbers()["num_correct"], stats.numbers()["num_classed"]) == (3, 3)
 
 
 def test_hits_of_tokens_are_looked_for_in_the_last_dimension():

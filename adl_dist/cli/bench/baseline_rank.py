@@ -18,8 +18,8 @@ from adl_dist.baselines.pipelining import ONE_STAGE, SEVERAL_STAGES, stages_of, 
 from adl_dist.cli.bench.entries import COMPRESSIONS, REPLICAS, Kind
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import compose_run
+from adl_dist.cli.config.reading import device_loader, read_units
 from adl_dist.cli.config.schema import RunConfig
-from adl_dist.cli.plan.profiler import device_loader
 from adl_dist.data.loader import epoch_order
 from adl_dist.distributed.affinity import bound_to, cores_here, own_cores, tune_malloc
 from adl_dist.distributed.device import choose_device
@@ -27,7 +27,8 @@ from adl_dist.distributed.parent_process import end_with_launcher
 from adl_dist.errors import AdlError
 from adl_dist.monitor.memory import peak_memory_bytes
 from adl_dist.optim import build_lr_schedule
-from adl_dist.partition import cut
+from adl_dist.partition import checked_sizes
+from adl_dist.partition.ties import KEPT
 from adl_dist.stage import in_dtype, in_memory_format
 from adl_dist.transport.spec import TensorSpec
 
@@ -63,8 +64,9 @@ def run(
     with instantiate.precision(config).apply(threads=config.runtime.threads or 1):
         model = in_dtype(instantiate.build_model(config), dtype)
         if kind in PIPELINES:
-            balance, granularity = config.partition.balance, config.partition.chosen().units
-            pieces = cut(model, num_stages=num_stages, balance=balance, granularity=granularity)
+            chain = read_units(config, model, keeps=KEPT)
+            assert chain is not None
+            pieces = chain.pieces(checked_sizes(chain, num_stages, config.partition.balance))
             own = stages_of(kind, rank, size, num_stages)
             model = nn.ModuleList(pieces[k] for k in own)
         model = model.to(device)

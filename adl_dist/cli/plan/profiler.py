@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
 
 from adl_dist.batch import Several
 from adl_dist.cli.config import instantiate
+from adl_dist.cli.config.reading import device_loader
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.distributed.affinity import num_cores, tune_malloc
 from adl_dist.distributed.parent_process import LAUNCHER, end_with_launcher
@@ -29,7 +29,6 @@ from adl_dist.partition.measure import pace
 from adl_dist.partition.predict import Throughput
 from adl_dist.stage import TrainSpec, in_dtype
 from adl_dist.stage.own_loss import MeanOf, OnSeveral
-from adl_dist.training.input import DeviceLoader
 from adl_dist.training.partitioned_model import keeps_ties, micro_batch, take_profile
 from adl_dist.training.trial import samples as samples_of
 from adl_dist.training.trial.loss_checks import ReturnsSumError
@@ -201,23 +200,6 @@ def _tried(model: nn.Module, samples: Samples, device: torch.device, spec: Train
         spec = replace(spec, loss_fn=MeanOf(spec.loss_fn, pair.target, pair.count))
         Trial(model, spec, samples, device).run([model])
     return spec, samples.to(device, channels_last=bool(spec.precision.channels_last))
-
-
-def device_loader(
-    config: RunConfig, device: torch.device, *, shuffle: bool, dataset: Dataset[Any] | None = None
-) -> DeviceLoader:
-    """Return micro-batches as our first stage gets them; ``dataset`` None: of the training data."""
-    whole = instantiate.build_data(config.data)[0] if dataset is None else dataset
-    return DeviceLoader(
-        whole,
-        "training",
-        seed=config.seed,
-        shuffle=shuffle,
-        num_workers=config.data.get("num_workers", 0),
-        loading=instantiate.loading(config, whole if dataset is None else None),
-        device=device,
-        precision=instantiate.precision(config),
-    )
 
 
 def _train_forever(parent: int, reply: Connection, config: RunConfig, how: dict[str, Any], size: int) -> None:

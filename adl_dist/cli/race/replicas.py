@@ -26,8 +26,8 @@ from adl_dist.cli.bench.baseline_rank import replica_of, share_of_epoch
 from adl_dist.cli.bench.entries import REPLICAS, Kind
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import compose_run
+from adl_dist.cli.config.reading import device_loader
 from adl_dist.cli.config.schema import RunConfig
-from adl_dist.cli.plan.profiler import device_loader
 from adl_dist.cli.subprocesses import Child, ChildFailed, run_together
 from adl_dist.distributed.affinity import tune_malloc
 from adl_dist.distributed.device import choose_device
