@@ -28,6 +28,7 @@ CONNECT_SECONDS = 5.0
 POLL_SECONDS = 0.1  # between two looks whether the run is over; by which an answer may come after the checkpoint
 LAST_ANSWER_SECONDS = 1.0  # that answers which are due may take when the run is over
 ENDED = "the run ended before it answered"
+ASKED = {ask.value: ask for ask in (Ask.CHECKPOINT, Ask.STOP)}  # the other is a callback's
 LONGEST_ADDRESS = 107 if sys.platform == "linux" else 103  # bytes of a Unix socket's address; macOS has the least
 
 
@@ -103,9 +104,9 @@ class LiveControl:
     def _answer(self, line: bytes) -> dict[str, Any]:
         try:
             ask = json.loads(line)["ask"]
-            wanted = None if ask == "status" else Ask(ask)
+            wanted = None if ask == "status" else ASKED[ask]
         except (ValueError, KeyError, TypeError, RecursionError):
-            known = ", ".join(json.dumps({"ask": name}) for name in ("status", *(a.value for a in Ask)))
+            known = ", ".join(json.dumps({"ask": name}) for name in ("status", *ASKED))
             return {"error": f"not a request: {line[:80].decode(errors='replace').strip()!r}; expected one of {known}"}
         if wanted is None:
             return dict(self._status())

@@ -10,9 +10,8 @@ class WatchdogTimeouts:
     """Limits on a standstill, counted from the last thing that any stage did.
 
     After ``stall_seconds`` what all stages do is printed, and the likely cause. After ``abort_seconds`` the process
-    ends with exit code 1, unless it is in a debugger; None: never; ``auto``: 600, or
-    twice ``stall_seconds`` if that is more, or never where all stages share the
-    user's own process.
+    ends with exit code 1, unless it is in a debugger; None: never; ``auto``: 600, or twice ``stall_seconds`` if that is
+    more, or never where all stages share the user's own process.
     """
 
     stall_seconds: float = 60.0
@@ -23,7 +22,9 @@ class WatchdogTimeouts:
             raise ConfigError(f"runtime.stall_seconds must be above 0, got {self.stall_seconds}")
         if isinstance(self.abort_seconds, str):
             if self.abort_seconds != "auto":
-                raise ConfigError(f"abort_seconds must be a number, None (never) or 'auto', got '{self.abort_seconds}'")
+                raise ConfigError(
+                    f"runtime.abort_seconds must be a number, null (never) or 'auto', got '{self.abort_seconds}'"
+                )
         elif self.abort_seconds is not None and not self.abort_seconds > self.stall_seconds:
             raise ConfigError(
                 f"runtime.abort_seconds must be above runtime.stall_seconds={self.stall_seconds}, or null for never, "

@@ -139,7 +139,7 @@ class Profile:
         try:
             values = json.loads(path.read_text())
             return cls._of(values) if of in (None, values["of"]) else None
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise PartitionError(
                 f"{path} is not a profile ({type(error).__name__}: {error}); remove it to measure again"
             ) from error

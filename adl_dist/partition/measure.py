@@ -349,7 +349,7 @@ def _written(piece: nn.Module, leaves: Any) -> list[bool]:
 
 def _bytes_spared(codec: str, tensor: Tensor) -> int:
     """Return by how many bytes a codec makes ``tensor`` [B, ...] smaller."""
-    if not tensor.is_floating_point() or not tensor.numel():
+    if not tensor.is_floating_point() or not tensor.numel() or not tensor.ndim:  # a number crosses no cut
         return 0
     coded = coded_bytes(codec, tensor.numel() // len(tensor), tensor.element_size())
     return 0 if coded is None else tensor.nbytes - len(tensor) * coded

@@ -21,7 +21,8 @@ from adl_dist.errors import ChannelError, ConfigError, StageFailed
 # Keys of what rank 0 alone knows: a cut that it has measured, in the plain memory format and in channels_last, of which
 # it may try both; and the run's length.
 SIZES, LENGTH = ("sizes", "sizes, channels_last"), "length"
-MADE = "made"  # begins the keys of what each rank has made
+# Begin the keys of what each rank has made, and of what it has measured of links.
+MADE, MEASURED = "made", "links"
 SAMPLES = "samples"  # the key of what rank 0 has taken from the data
 ROUNDS = "given", "found"  # of :func:`check_consistent`
 
@@ -98,7 +99,7 @@ def publish_error(store: dist.Store, error: Exception, *, rank: int) -> None:
     """Publish why there is no agreement to those that wait for ``rank``."""
     message = json.dumps({"failed": str(error), "exit_code": getattr(error, "exit_code", 1)})
     with suppress(RuntimeError):  # rank 0, whose store it may be, is gone
-        for key in [f"{turn}/{rank}" for turn in (*ROUNDS, MADE)] + [*SIZES, LENGTH, SAMPLES] * (rank == 0):
+        for key in [f"{turn}/{rank}" for turn in (*ROUNDS, MADE, MEASURED)] + [*SIZES, LENGTH, SAMPLES] * (rank == 0):
             store.set(key, message)
 
 

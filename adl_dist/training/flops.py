@@ -18,7 +18,8 @@ def peak_tflops(given: float | None, spec: TrainSpec, device: torch.device) -> f
     if given is not None or device.type != "cuda" or spec.precision.autocast is not torch.bfloat16:
         return given
     name = torch.cuda.get_device_name(device)
-    return next((peak for known, peak in PEAK_TFLOPS.items() if name.startswith(known)), None)
+    # What follows a hyphen changes nothing; a space begins the name of another device, or of a part of one.
+    return next((peak for known, peak in PEAK_TFLOPS.items() if name == known or name.startswith(f"{known}-")), None)
 
 
 def flops_per_sample(model: nn.Module, spec: TrainSpec, samples: Samples, device: torch.device) -> float | None:

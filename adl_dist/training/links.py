@@ -1,6 +1,7 @@
 """What is known of the links between stages when the cut and the delays are settled."""
 
 import json
+from collections import ChainMap
 from pathlib import Path
 
 import torch.distributed as dist
@@ -9,7 +10,7 @@ from adl_dist.distributed.world import World
 from adl_dist.errors import ConfigError
 from adl_dist.links import LINKS, Links, parse_links
 from adl_dist.report.files import write_atomically
-from adl_dist.training.agreement import read
+from adl_dist.training.agreement import MEASURED, exchange
 from adl_dist.transport.link_speed import measure_links
 
 KEPT = "links.json"
@@ -33,14 +34,14 @@ def links_between(links: str | None, world: World, store: dist.Store, folder: Pa
         return parse_links(links, LINKS).for_stages(K, LINKS)
     if not world.is_distributed:
         return None
-    for stage, (bandwidth, latency) in measure_links(world.edges, world.rank, world.device).items():
-        store.set(f"link/{stage}", json.dumps({"bandwidth": bandwidth, "latency": latency}))
+    mine = measure_links(world.edges, world.rank, world.device)
+    after = ChainMap(*exchange(store, MEASURED, world.rank, world.size, mine))
     if world.rank != 0:
         return None
     key = f"{K} stages in {world.size} processes"
     kept = {} if folder is None else _kept(folder / KEPT)
     if key not in kept:
-        kept[key] = [_after(k, world, store) for k in range(K - 1)]
+        kept[key] = [after.get(str(k), FREE) for k in range(K - 1)]  # within one process there is nothing to measure
         if folder is not None:
             with write_atomically(folder / KEPT) as unfinished:
                 unfinished.write_text(json.dumps(kept, indent=1) + "\n")
@@ -56,12 +57,3 @@ def _kept(path: Path) -> dict[str, list[tuple[float, float]]]:
         return {key: [(float(rate), float(wait)) for rate, wait in links] for key, links in kept.items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}; remove it to measure the links again") from error
-
-
-def _after(stage: int, world: World, store: dist.Store) -> tuple[float, float]:
-    """Return what has been measured of the link after ``stage``, which is in the process of both if that is one."""
-    rank = stage % world.size
-    if rank == (stage + 1) % world.size:
-        return FREE
-    told = read(store, f"link/{stage}", rank)
-    return told["bandwidth"], told["latency"]

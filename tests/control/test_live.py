@@ -106,7 +106,8 @@ def test_the_socket_of_a_killed_run_is_replaced(tmp_path, caplog):
 
 def test_what_clients_do_wrong_holds_up_no_other_nor_the_end(tmp_path):
     """Clients that say nothing, half a line or hang up; what is no request gets a line that says so."""
-    lines = [b"", b"hello", b"\xff\xfe\x00", b"[]", b"{}", b'{"ask": []}', b'{"ask": "rm"}', b"[" * 9000]
+    lines = [b"", b"hello", b"\xff\xfe\x00", b"[]", b"{}", b'{"ask": []}', b"[" * 9000]
+    lines += [b'{"ask": "rm"}', b'{"ask": "end"}']  # that is a callback's to ask
     with contextlib.ExitStack() as opened:
         with listening(tmp_path):
             _silent, half, gone, wrong = (opened.enter_context(client_of(tmp_path)) for _ in range(4))

@@ -212,7 +212,7 @@ def test_a_rank_0_that_is_gone_is_known_to_those_it_asked():
         (0.0, None, "runtime.stall_seconds must be above 0, got 0.0"),
         (float("nan"), None, "runtime.stall_seconds must be above 0, got nan"),
         (5.0, 5.0, "runtime.abort_seconds must be above runtime.stall_seconds=5.0, or null for never, got 5.0"),
-        (5.0, "never", "abort_seconds must be a number, None (never) or 'auto', got 'never'"),
+        (5.0, "never", "runtime.abort_seconds must be a number, null (never) or 'auto', got 'never'"),
     ],
 )
 def test_limits_that_cannot_be_are_refused(stall, abort, said):

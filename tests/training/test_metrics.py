@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from adl_dist import Loading, Monitoring
 from adl_dist.errors import ConfigError
 from adl_dist.stage.loss_terms import class_loss
 from adl_dist.stage.metrics import metrics_of
+from adl_dist.training.flops import peak_tflops
 from tests.support.runs import toy_trainer
 from tests.support.sentences import IGNORED, Sentences, encoder, padded
 from tests.support.values import QUIET, SILENT
@@ -83,6 +85,22 @@ def test_the_share_of_the_peak_counts_products_of_matrices(K):
     # them for each layer in forward and backward, but for the gradient of the data.
     flops = 2 * (2 * 12 * 20 + 3 * 20 * 10)
     assert summary["mfu"] == pytest.approx(flops * summary["samples_per_second"] / 1e6)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+    ],
+)
+def test_the_peak_of_another_device_or_of_a_part_of_one_is_not_taken(name, peak, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    spec = SimpleNamespace(precision=SimpleNamespace(autocast=torch.bfloat16))
+    assert peak_tflops(None, spec, torch.device("cuda")) == peak
 
 
 class Last(nn.Module):

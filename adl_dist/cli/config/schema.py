@@ -1,7 +1,7 @@
 """What a run's configuration may hold: names, types, ranges. Checked once, here, before anything starts."""
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from adl_dist.checkpoint.policy import CheckpointPolicy
@@ -136,7 +136,7 @@ class RuntimeConfig:
     cuda_graphs: bool | str = False
     timeout_seconds: float = 300.0
     stall_seconds: float = 60.0
-    abort_seconds: float | None = 600.0
+    abort_seconds: float | str | None = "auto"
     max_restarts: int = 0
     checkpoint_every_epochs: int = 1
     checkpoint_every_updates: int | None = None
@@ -177,7 +177,9 @@ class RuntimeConfig:
     @property
     def timeouts(self) -> WatchdogTimeouts:
         """How long the job may stand still."""
-        return WatchdogTimeouts(stall_seconds=self.stall_seconds, abort_seconds=self.abort_seconds)
+        # No process of a command is the user's own.
+        chosen = WatchdogTimeouts(stall_seconds=self.stall_seconds, abort_seconds=self.abort_seconds)
+        return replace(chosen, abort_seconds=chosen.abort_after(distributed=True))
 
     @property
     def checkpoints(self) -> CheckpointPolicy:

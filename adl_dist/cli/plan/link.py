@@ -37,7 +37,9 @@ def link_figures(device: Device) -> dict[str, Any]:
         return GPU_LINK
     with tempfile.TemporaryDirectory(prefix="adl-dist-link-") as name:
         folder = Path(name)
-        environment = {"OMP_NUM_THREADS": "1", GLOO: loopback() or ""}
+        environment = {"OMP_NUM_THREADS": "1"}
+        if (interface := loopback()) is not None:
+            environment[GLOO] = interface
         command = [sys.executable, "-m", "adl_dist.cli.plan.link", name]
         logs = [folder / f"rank{rank}.log" for rank in range(2)]
         children = [Child(command=[*command, str(r)], log=log, environment=environment) for r, log in enumerate(logs)]
