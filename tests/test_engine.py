@@ -336,6 +336,13 @@ def test_a_broken_off_segment_leaves_no_gradient_to_the_next(weights):
     assert all(map(torch.equal, updated(broken_off), updated(fresh)))
 
 
+def test_a_broken_off_segment_keeps_no_micro_batch_nor_its_weights():
+    stage = conv_stage("stash")
+    stage.forward(7, (X,), None)
+    stage.begin(0, training=True)
+    assert stage.in_flight == {}
+
+
 def test_dropout_depends_on_seed_epoch_stage_and_micro_batch():
     def masks(seed, epoch, index):
         stage = training_stage(nn.Dropout(0.5), index, spec_of(index + 2, sgd, seed=seed), epoch=epoch)

@@ -7,6 +7,7 @@ from adl_dist.checkpoint import layout
 from adl_dist.errors import ConfigError
 from adl_dist.report.goal import Goal
 from tests.support.runs import toy_trainer
+from tests.support.saved import position
 from tests.support.toys import FixedImages
 from tests.support.values import SILENT
 
@@ -49,6 +50,14 @@ def test_the_best_is_that_of_the_chosen_metric(metric, best, pick, tmp_path):
     expected = max(update for update, one in found.items() if one[metric] == value)  # the newest of equals
     assert left == sorted({expected, max(found)})
     assert layout.best_of(layout.complete(tmp_path / "checkpoints")).name == f"update-{expected:08d}"
+
+
+def test_what_the_best_is_of_is_what_the_run_is_after_now(tmp_path):
+    """A run may continue with another metric."""
+    for update, metric in ((1, "validation_accuracy"), (2, "validation_loss")):
+        path, values = layout.begin(tmp_path, update), {"validation_loss": update, "validation_accuracy": update}
+        layout.commit(path, {**position(update, **values), "goal": {"metric": metric}}, {})
+    assert layout.best_of(layout.complete(tmp_path)).name == "update-00000001"
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,14 @@ def test_a_save_that_fails_is_recorded_and_the_run_continues(place, name, error,
     assert re.search(told, recorded)
 
 
+def test_a_report_of_an_earlier_save_counts_for_no_other(tmp_path):
+    """An error may have cut off the wait for it."""
+    saver = Saver(tmp_path, keep=1, keep_best=False, background=False)
+    saver.take_part(PartReport(rank=0, token="of an earlier one", failure="rank 0: no space"))
+    saver.save(writing(saver, shards()), position(1))
+    assert (saver.wait(), saver.failure) == (tmp_path / "update-00000001", None)
+
+
 @pytest.mark.parametrize("reported_before", [False, True])
 def test_a_save_fails_at_once_where_a_process_is_gone(reported_before, tmp_path):
     def dies(path, shards, token, background):

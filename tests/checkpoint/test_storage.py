@@ -11,7 +11,8 @@ import torch
 import yaml
 from torch import nn
 
-from adl_dist.checkpoint import layout, state, storage
+from adl_dist.checkpoint import closures, layout, state, storage
+from adl_dist.checkpoint.nested import Packer, unpacked
 from adl_dist.checkpoint.storage import CODES, Shard
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.config.instantiate import build_model
@@ -137,6 +138,24 @@ def test_what_an_optimizer_remembers_comes_back_whatever_it_is(tmp_path):
         assert torch.equal(got.pop("step"), torch.tensor(2.0))
         assert got == THINGS
         assert {key: type(value) for key, value in got.items()} == {k: type(v) for k, v in THINGS.items()}
+
+
+def test_what_is_packed_comes_back_with_its_strides():
+    """A file holds tensors in the plain format, with which a product of matrices could be rounded otherwise."""
+    packer = Packer({}, torch.device("cpu"))
+    packed = json.dumps(packer.packed("m", [torch.arange(6.0).view(2, 3).t(), torch.zeros(2, 3)]))
+    stored = {name: tensor.contiguous() for name, tensor in packer.tensors.items()}
+    back = unpacked(json.loads(packed), stored, device=torch.device("cpu"), steps_on_cpu=True)
+    assert [tensor.stride() for tensor in back] == [(1, 3), (3, 1)]
+    assert back[0].tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+@pytest.mark.parametrize(("present", "value"), [([1], [2, 3]), ({"a": 1}, {"b": 2})])
+def test_what_others_hold_too_is_restored_in_place(present, value):
+    home = {"kept": present}
+    closures.put((home, "kept"), value)
+    assert home["kept"] is present
+    assert present == value
 
 
 def test_what_of_an_optimizer_cannot_be_saved_is_told_by_name(tmp_path):

@@ -365,6 +365,8 @@ def test_children_are_ended_by_a_failure_a_limit_and_a_ctrl_c(tmp_path):
     with pytest.raises(ChildFailed, match=r"^what was wrong$"):
         run_together([sleeper, child("failing", "raise SystemExit('adl-dist: error: what was wrong')")])
     assert time.monotonic() - began < 20
+    with pytest.raises(ChildFailed, match=r"^exit code 3, without an error message$"):  # the error before was another's
+        run_together([child("failing", "raise SystemExit(3)")])
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     try:
         threading.Timer(0.3, _thread.interrupt_main).start()
@@ -411,6 +413,10 @@ def test_help_lists_the_contenders():
         (("train.batchsize=3",), ["there is no key 'train.batchsize'"]),
         (("runtime.gradient_codec=int8",), ["runtime.gradient_codec would apply to our methods alone"]),
         (("train.ema=0.9", "data.samples_per_epoch=8"), ["train.ema and data.samples_per_epoch would apply"]),
+        (
+            ("runtime.loggers=[tests.support.user_code.Notes]", "train.non_finite=skip", "train.metrics=[top5]"),
+            ["runtime.loggers and train.non_finite and train.metrics would apply"],
+        ),
         (("partition.num_stages=99",), ["partition.num_stages=99 needs at least 99 units"]),
         (("runtime.device=cuda",), ["torch finds no CUDA device"]),
     ],

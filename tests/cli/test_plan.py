@@ -19,7 +19,7 @@ from adl_dist.distributed.procfs import state_of
 from adl_dist.errors import ChannelError, ConfigError, PartitionError
 from adl_dist.partition import Machine, UnitCost
 from adl_dist.partition.costs import Profile
-from adl_dist.partition.predict import Throughput, advise, alternative, predict
+from adl_dist.partition.predict import Throughput, advise, alternative, best_of, predict
 from adl_dist.schedule import Pipeline, figures, method
 from tests.support.commands import in_process, shows, words
 from tests.support.ranks import run_ranks
@@ -94,6 +94,8 @@ def test_units_measured_one_by_one_are_scaled_to_the_whole_model():
     told = known(8)
     slower = Profile(of=told.of, units=told.units, forward=4.0, backward=32.0, optimizer_copies=1.0)
     assert [(u.forward, u.backward) for u in slower.costs(1)] == [(0.5, 4.0)] * 8
+    longer = known(8, backward_weight=5.0)  # as measured by itself: longer than the backward that it is a part of
+    assert [u.backward_weight for u in longer.costs(1)] == [2.0] * 8
 
 
 def test_stages_take_what_was_measured_next_to_others_at_work(tmp_path):
@@ -249,6 +251,16 @@ def without(profile, *, devices, machine, M=4):
     return alternative(profile, machine, num_devices=devices, whole=pace(10 * M), share=pace(10 * M // devices))
 
 
+def test_replicas_wait_for_the_longer_of_backward_and_ring():
+    """Of 3: 2 x (2/3) of the 800 bytes over each link, in 4 messages; on CPUs each byte is sent and received."""
+    profile, share = known(parameter_bytes=100), Throughput(samples=4, forward=1.0, backward=2.0)
+    for bandwidth, latency, backward in ((1e9, 0.0, 2.0), (100.0, 0.0, 800 / 75), (100.0, 0.5, 800 / 75 + 2.0)):
+        machine = Machine(bandwidth=bandwidth, latency=latency, seconds_per_byte=1e-3)
+        told = alternative(profile, machine, num_devices=3, whole=share, share=share)
+        copying = 2 * (4 / 3 * 800) * 1e-3
+        assert told.ddp == pytest.approx(3 * 4 / (1.0 + backward + copying))
+
+
 @pytest.mark.parametrize(
     ("profile", "devices", "machine", "is_chosen", "reason"),
     [
@@ -298,6 +310,24 @@ def test_what_is_too_stale_is_not_recommended_however_fast():
         other = without(profile, devices=16, machine=machine, M=M)
         assert prediction.images_per_second > 2 * other.best
         assert (advise([prediction], other)[0] is prediction) == is_recommended
+
+
+def test_no_more_processes_than_devices_are_recommended():
+    profile, machine = known(parameter_bytes=1000), Machine(bandwidth=8.0)
+    told = {K: predict(profile, Pipeline(method("adl", accumulation_steps=4), K), machine=machine) for K in (2, 4)}
+    assert told[4].images_per_second > 1.5 * told[2].images_per_second
+    for devices in (2, 3, 4):
+        choice, _ = advise([*told.values()], without(profile, devices=devices, machine=machine))
+        assert choice is told[4 if devices == 4 else 2]
+
+
+@pytest.mark.parametrize(("name", "K", "options"), [("gpipe", 4, {}), ("adl", 2, {"split_backward": True})], ids=str)
+def test_of_runs_as_fast_and_fresh_the_simpler_is_recommended(name, K, options):
+    plain = replace(planned(known(), name), images_per_second=100.0)
+    other = predict(known(), Pipeline(method(name, accumulation_steps=4, **options), K))
+    for speed, is_plain in ((102.0, True), (104.0, False)):
+        other = replace(other, images_per_second=speed, staleness_mean=plain.staleness_mean)
+        assert (best_of([other, plain]) is plain) == is_plain
 
 
 @pytest.mark.parametrize("name", ["dgl", "dni"])

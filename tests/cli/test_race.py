@@ -28,6 +28,7 @@ from adl_dist.cli.race.updates import Found, Race, Target, find_updates, read_ta
 from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
 from adl_dist.errors import ConfigError
 from adl_dist.partition.costs import Profile, UnitCost
+from adl_dist.partition.predict import predict
 from adl_dist.schedule import Method
 from adl_dist.transport.spec import TensorSpec
 from tests.cli.test_links import needs_namespaces
@@ -92,15 +93,15 @@ def test_a_race_cuts_for_its_slowest_link_and_its_devices(monkeypatch, tmp_path)
     ]
 
 
-def race_of_three(tmp_path, on, rate="10gbit"):
-    """What is predicted of ADL over a link, in seconds per update."""
+def race_of_three(tmp_path, on, rate="10gbit", name="adl"):
+    """What is predicted of ADL, or of another one, over a link, in seconds per update."""
     words = ["model=resnet8", "data=digits", "train.batch_size=128"]
     config, _ = compose_run([*words, "partition.num_stages=3", "partition.balance=[2,2,1]"])
     config.runtime.threads = 1
-    racing, link = list(named("adl", num_stages=3)[0].values()), read_link(rate)
+    racing, link = list(named(name, num_stages=3)[0].values()), read_link(rate)
     tmp_path.mkdir()
     _, predicted = settled_delays(tmp_path, config, racing, [link], on)
-    return predicted[link.name]["adl"]
+    return predicted[link.name][name]
 
 
 @pytest.mark.slow
@@ -136,8 +137,15 @@ def test_a_race_predicts_with_the_pace_of_its_devices(tmp_path, monkeypatch):
     paces[32] = 37.5
     measured = race_of_three(tmp_path / "measured", devices(3, [0, 1]))
     assert [whole, halves, measured] == [pytest.approx(4 * seconds) for seconds in (6, 12, 15)]
+    alone = race_of_three(tmp_path / "alone", devices(3, [0, 1]), name="bp")
+    assert alone == pytest.approx(4 * 30), "nothing else works then: half of a core is half as fast"
     slow = race_of_three(tmp_path / "slow", devices(3, [0, 1, 2]), "0.008kbit")
     assert slow == pytest.approx(4 * 2 * 8), "two messages of 8 s"
+    machines = []
+    seen = lambda *given, machine, **how: machines.append(machine) or predict(*given, machine=machine, **how)  # noqa: E731
+    monkeypatch.setattr("adl_dist.cli.race.settle.predict", seen)
+    race_of_three(tmp_path / "far", devices(3, [0, 1, 2]), "100mbit,20ms")
+    assert [(m.bandwidth, m.latency, m.shares_link) for m in machines] == [(12.5e6, 0.01, True)]
 
 
 @pytest.mark.parametrize("share", [1, 0.5])
@@ -253,6 +261,13 @@ def test_no_rate_is_chosen_before_all_trials_are_at_their_end(tmp_path):
     assert (found.rate, found.updates) == (None, [])
 
 
+def test_one_rate_alone_is_at_no_edge(tmp_path):
+    values = named("adl")[0]["adl"].values
+    ran(tmp_path / values.name / "lr0.1-seed0", [0.5, 0.95, 0.95])
+    found = find_updates([values], race_in(tmp_path, rates=[0.1], seeds=[0]), start=False)[values.name]
+    assert (found.rate, found.at_edge) == (0.1, False)
+
+
 LINKS = [read_link("100mbit"), read_link("1gbit,20ms")]
 
 
@@ -326,6 +341,10 @@ def test_the_report_names_the_best_and_what_did_not_get_there(tmp_path):
         ["100mbit,0ms: adl takes 120 s", "ddp 10.00 (best of DDP)", "torch-1f1b 3.33 (best of synchronous pipelines)"],
     )
     shows(text, ["1gbit,20ms: adl takes 60 s", "ddp 0.83 (best of DDP)", "| 0.2!", "| 1.000 (1.040)"])
+    bp = {**the_table(tmp_path)[3], "contender": "bp"}
+    bp["links"] = {name: {**cell, "seconds_to_target": 1.0} for name, cell in bp["links"].items()}
+    text = report([*the_table(tmp_path), bp], LINKS, str(ACCURACY), 3)
+    shows(text, ["100mbit,0ms: adl takes 120 s"])  # BP is on one device, and no pipeline of ours
 
 
 def test_the_figure_shows_those_that_got_there(tmp_path):
@@ -362,6 +381,18 @@ def test_a_mistake_is_one_line_and_writes_nothing(extra, parts, tmp_path):
     done = in_process("race", "data=synthetic", "--target", "accuracy=0.9", "--out", str(out), *extra)
     shows(done.refusal(), parts)
     assert not (out / "settings.json").exists() or extra[0] == "--contenders"
+
+
+def test_a_folder_of_another_race_is_refused(tmp_path):
+    words = "race", "data=synthetic", "--target", "accuracy=0.9", "--out", str(tmp_path), "--contenders", "adl,nope"
+    for _ in range(2):  # the same command continues, as far as that
+        shows(in_process(*words).refusal(), ["there is no 'nope'"])
+    for other, parts in (
+        (("train.epochs=7",), ["other settings", "train.epochs=7"]),
+        (("--torch-micro-batches", "4"), ["other large_M: 8, now 4"]),
+        (("--values", "dtype=float64"), ["other values: [], now ['dtype=float64']"]),
+    ):
+        shows(in_process(*words, *other).refusal(), [f"--out {tmp_path} holds a race with", *parts])
 
 
 def test_help_lists_the_contenders():

@@ -10,6 +10,7 @@ import torch
 
 import adl_dist
 from adl_dist.errors import CallbackError, ConfigError, StageFailed
+from adl_dist.report.callbacks import Callbacks
 from adl_dist.report.goal import Goal
 from tests.support.commands import assert_same, in_process, shows, words
 from tests.support.ranks import run_ranks
@@ -178,6 +179,34 @@ def test_a_loss_must_fall_by_min_change():
         stopping.on_epoch(adl_dist.Moment(epoch, epoch, {"validation_loss": loss}, stop=ended.append))
         assert len(ended) == (epoch == 3)
         ended.clear()
+
+
+def test_of_equal_accuracies_the_lower_loss_is_better():
+    ended, stopping = [], adl_dist.EarlyStopping(1)
+    for epoch, loss in enumerate((2.0, 1.0, 1.5), start=1):
+        metrics = {"validation_accuracy": 0.5, "validation_loss": loss}
+        stopping.on_epoch(adl_dist.Moment(epoch, epoch, metrics, stop=ended.append))
+        assert len(ended) == (epoch == 3)
+
+
+def test_callbacks_of_one_class_get_their_own_states_in_order():
+    before, after = ([adl_dist.EarlyStopping(9) for _ in range(2)] for _ in range(2))
+    for waited, stopping in enumerate(before, start=3):
+        stopping.waited = waited
+    Callbacks(after).restore(Callbacks(before).state(0), 0)
+    assert [stopping.waited for stopping in after] == [3, 4]
+
+
+def test_the_loss_of_training_is_the_mean_over_the_epoch():
+    diary = Diary()
+    callbacks = Callbacks([diary])
+    for epoch, losses in enumerate(((1.0, 3.0), (5.0, 6.0))):
+        for update, loss in enumerate(losses, start=2 * epoch):
+            record = {"name": "train/loss", "value": loss, "num_samples": 1 + update % 2}
+            callbacks.take({**record, "update": update, "epoch": epoch})
+        callbacks.tell_update()
+        callbacks.end_epoch(update + 1, epoch + 1, {})
+    assert [line[3]["train_loss"] for line in diary.lines if line[0] == "epoch"] == [7 / 3, 17 / 3]
 
 
 def test_early_stopping_begins_anew_with_another_metric(tmp_path):

@@ -10,9 +10,10 @@ import torch
 import torch.futures
 
 from adl_dist.control import serve as serving
+from adl_dist.control.coordinator import _coded_totals, _tied_totals
 from adl_dist.control.group import RpcWorkerGroup
 from adl_dist.control.job import Job
-from adl_dist.control.messages import Abort, Done, Failure, Load
+from adl_dist.control.messages import Abort, CodedResult, Done, Failure, Load, TiedResult
 from adl_dist.control.rpc import ControlPlane, JobEndpoint
 from adl_dist.control.serve import RpcReporter, serve
 from adl_dist.distributed.rpc_errors import Call, PeerError, PeerGoneError, PeerLateError
@@ -188,6 +189,15 @@ class DivergesOfGarbage:
     def execute(self, command, reporter):
         self._endpoint.take(Abort(CAUSE))
         raise DivergedError("the loss is nan", stage=1, update=3, epoch=0)
+
+
+def test_totals_of_a_run_count_each_segment_by_its_length():
+    tied = {"name": "first.weight", "staleness_max": 1}
+    of_tie = [TiedResult(**tied, staleness_sum=n, num_backwards=m) for n, m in ((2, 2), (0, 6))]
+    assert _tied_totals(of_tie)["staleness_mean"] == 2 / 8
+    coded = {"what": "act", "codec": "int8", "error": 0.5}
+    of_edge = [CodedResult(**coded, num_bytes=n, plain_bytes=4 * n) for n in (3, 5)]
+    assert _coded_totals(of_edge) == {**coded, "bytes": 8, "plain_bytes": 32}
 
 
 def test_what_is_found_after_a_failure_elsewhere_is_not_told():

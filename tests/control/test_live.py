@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from adl_dist.checkpoint import layout
 from adl_dist.cli.status import table
 from adl_dist.control import run_socket
 from adl_dist.control.requests import Ask, Requests
@@ -185,6 +186,16 @@ def test_status_prints_one_line_per_stage_or_json(tmp_path):
     assert " ".join(row.split()) == "1 node:42 3 17 5 1,234 88% 0.50 300 MiB forward 6 since 0.2 s"
     assert table({**STATUS, "stages": [{**STAGE, "saving": "saving"}]}).splitlines()[1] == f"{row}; saving a checkpoint"
     assert coordinator == "coordinator  waits for the results of 'train' since 3.0 s"
+
+
+def test_status_of_an_ended_run_that_goes_on_is_that_of_the_job(tmp_path):
+    (tmp_path / "summary.json").write_text(json.dumps({"updates": 4}))
+    layout.place(tmp_path / "checkpoints", 4).mkdir(parents=True)
+    with listening(tmp_path):
+        assert json.loads(in_process("status", str(tmp_path), "--json").out) == STATUS
+    assert json.loads(in_process("status", str(tmp_path), "--json").out) == {"ended": {"updates": 4}}
+    layout.place(tmp_path / "checkpoints", 8).mkdir()  # by a job that went on, and was killed
+    assert "no run is training there" in in_process("status", str(tmp_path)).refusal()
 
 
 @pytest.mark.parametrize(

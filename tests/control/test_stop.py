@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
 
-from adl_dist.checkpoint import layout
+from adl_dist.checkpoint import layout, storage
 from adl_dist.control import job
 from adl_dist.control.job import Job
 from adl_dist.control.requests import Ask, NotDoneError, Requests
@@ -149,6 +149,22 @@ def test_asked_for_a_checkpoint_a_run_saves_and_continues(K, drain_changed_resul
     assert (trace in (tmp_path / "logs" / "rank0.log").read_text()) is drain_changed_result
     changed = [r["update"] for r in records(tmp_path) if r["name"] == "checkpoint/drain_changed_result"]
     assert changed == [11] * drain_changed_result
+
+
+def test_a_checkpoint_that_was_asked_for_and_fails_is_recorded_once(tmp_path, monkeypatch):
+    write = storage.write
+
+    def fails_once(path, shards):
+        if path.name == ".saving-00000012":
+            raise OSError("no space")
+        return write(path, shards)
+
+    monkeypatch.setattr(storage, "write", fails_once)
+    data, _, summary = fitted(1, data=Asking(at=70, what=Ask.CHECKPOINT), run_dir=tmp_path)
+    with pytest.raises(NotDoneError, match=r"update 12 could not be saved .* no space"):
+        data.answer.result(0)
+    assert summary["updates"] == 2 * PER_EPOCH
+    assert [r["update"] for r in records(tmp_path) if r["name"] == "checkpoint/failed"] == [11]
 
 
 def test_stages_with_buffers_stop_at_the_end_of_the_epoch(tmp_path):

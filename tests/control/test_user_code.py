@@ -53,3 +53,13 @@ def test_an_error_of_training_is_told_and_not_that_of_a_call():
     code = UserCode()
     with pytest.raises(CallbackError):
         train(None)
+
+
+def test_after_a_call_that_fails_there_are_no_others():
+    code, made = UserCode(), []
+    with pytest.raises(ZeroDivisionError):
+        code.call(lambda: 1 / 0)
+    code.call(lambda: made.append(1))
+    with code.while_training():
+        code.call(lambda: made.append(2))
+    assert made == []

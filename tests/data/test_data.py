@@ -790,9 +790,10 @@ def test_how_long_loading_keeps_the_first_stage_is_measured():
             time.sleep(0.005)
             return super().__getitem__(index)
 
-    def seconds(**workers):
+    def seconds(size=4, **workers):
         of_cpu = {"device": torch.device("cpu"), "precision": Precision()}
-        return DeviceLoader(Slow(), "training", seed=0, shuffle=False, **workers, **of_cpu).seconds_to_load(4)
+        return DeviceLoader(Slow(), "training", seed=0, shuffle=False, **workers, **of_cpu).seconds_to_load(size)
 
     assert 0.02 <= seconds(num_workers=0) < 0.2
+    assert seconds(size=40, num_workers=0) >= 0.2, "of more than a quarter of the samples it is taken for granted"
     assert seconds(num_workers=2) == 0.0

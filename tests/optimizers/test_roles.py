@@ -53,6 +53,11 @@ def test_matrices_are_neither_embeddings_nor_head_nor_vectors():
     assert found == [*ATTENTION, "depthwise.weight", "mixing"]
 
 
+def test_a_table_that_is_registered_behind_the_head_is_no_head():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 11), nn.Embedding(11, 6))
+    assert matrices_of(marked(model)) == ["0.weight"]
+
+
 def test_only_whole_words_of_a_name_make_it_a_table():
     tables = ["pos", "rel_pos_h", "positions", "positional_embedding", "emb1", "token_embeds", "posemb", "Pos_Embed"]
     tables += ["relative_position_bias_table", "biases", "attention_bias"]

@@ -54,6 +54,22 @@ def test_all_criteria_of_a_rule_must_be_met_each_by_one_value():
     assert names_with([rule], "weight_decay", 0) == expected
 
 
+def test_the_rest_of_muon_is_stepped_in_all_of_its_groups():
+    model = batch_norm_net()
+    make = partial(Muon, rest="sgd", rest_lr=0.5, rest_options={"momentum": 0.0})
+    ruled = with_rules(make, [{"names": "*.bias", "lr_factor": 0.5}, {"names": "1.norm.*", "weight_decay": 0.25}])
+    prepare(model, ruled)
+    optimizer = ruled(model.parameters())
+    rest = {p for group in optimizer.param_groups if "rule" in group for p in group["params"]}
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if p in rest}
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    for name, old in before.items():
+        rate, decay = 0.25 if name.endswith("bias") else 0.5, 0.25 if name.startswith("1.norm") else 0.0
+        torch.testing.assert_close(model.get_parameter(name).detach(), old - rate * (1 + decay * old))
+
+
 def test_of_rules_that_set_the_same_the_later_one_counts():
     rules = [
         {"names": "*", "weight_decay": 0.1, "lr_factor": 0.5, "frozen": True},

@@ -134,7 +134,9 @@ def orthogonal(columns):
         ((7, 3), {"rotation": "unilateral", "betas": (0.8, 0.9), "eps": 1e-3}, "right"),
         ((4, 9), {"max_dim": 5, "lr": 0.1, "weight_decay": 0.5}, "left"),
         ((4, 9), {}, "left right"),
+        ((4, 9), {"max_dim": 4}, "left"),
         ((4, 9), {"max_dim": 3}, ""),
+        ((5, 5), {"rotation": "unilateral"}, "left"),
     ],
     ids=str,
 )

@@ -127,3 +127,9 @@ def test_what_does_not_fit_is_told_with_its_steps():
 )
 def test_steps_divide_the_batch_up_to_those_for_adls_delays(batch, bound, K, steps):
     assert steps_to_try(batch, bound, K) == steps
+
+
+def test_no_stage_may_be_staler_than_the_bound():
+    told = predict(cheap_calls(4), Pipeline(method("adl", accumulation_steps=4), 2))
+    of_stages = [replace(told, staleness_mean=stale) for stale in ([0.5, 0.0], [0.0, 0.5], [0.5, 0.6])]
+    assert only_within(of_stages, 0.5) == of_stages[:2]

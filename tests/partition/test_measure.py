@@ -4,6 +4,7 @@ import json
 import time
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from adl_dist.partition.costs import Profile, update_seconds
 from adl_dist.partition.measure import measure, pace
 from adl_dist.schedule import Pipeline, method
 from adl_dist.training.split_costs import with_split_costs
+from adl_dist.transport.coding_speed import coding_costs
 from tests.support.commands import assert_same
 from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
 from tests.support.values import SILENT, values
@@ -149,6 +151,28 @@ RESIDUAL = TwoLayers(lambda self, x: x + self.second(torch.tanh(self.first(x))))
 TRANSPOSING = TwoLayers(lambda self, x: torch.tanh(self.second(self.first(x).transpose(0, 1))).transpose(0, 1), 4)
 
 
+def test_what_crosses_besides_the_activations_is_no_message_and_not_coded():
+    """Whole numbers travel as they are; of an input that is only asked for its shape nothing but that crosses."""
+
+    def scaled(model, x):
+        signs = x.sign().int()
+        return (model.second(model.first(x)) * signs).view(x.shape[0], -1)
+
+    units, _ = profile_of(TwoLayers(scaled), torch.randn(4, 6))
+    first = units["first"]
+    assert (first.act_bytes, first.grad_bytes, first.num_tensors) == (2 * 4 * 4 * 6, 4 * 4 * 6, 2)
+    assert (first.spared["bf16"], first.spared["int8"] < 4 * 4 * 6) == (2 * 4 * 6, True)
+
+
+def test_weights_of_several_units_are_tied_if_they_are_trained():
+    for is_trained, tied in ((True, [[0, 4 * 6 * 6]]), (False, [])):
+        model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.Linear(6, 5))
+        model[2].weight = model[0].weight
+        model[0].weight.requires_grad_(is_trained)
+        units, _ = profile_of(model, torch.randn(4, 6))
+        assert (units["2"].tied, units["2"].parameter_bytes) == (tied, 4 * 6)
+
+
 def test_what_a_split_can_put_off_is_measured_for_each_unit():
     model, input_ = perceptron(), torch.ones(4, 6)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -164,6 +188,17 @@ def test_what_a_split_can_put_off_is_measured_for_each_unit():
     assert 0 < told.share_deferrable <= 1
     assert_same(model.state_dict(), before)
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_split_that_was_faster_by_chance_costs_nothing(monkeypatch):
+    one = SimpleNamespace(deferrable={}, held={}, split=1.0, whole=2.0)
+    monkeypatch.setattr("adl_dist.training.split_costs._one_round", lambda *_: one)
+    _, profile = profile_of(perceptron(), input_ := torch.ones(4, 6))
+    of_batch = {"input_": input_, "target": torch.zeros(4, dtype=torch.long), "loss_fn": LOSS, "within": nullcontext}
+    chain = linearise(model := perceptron(), granularity="layer")
+    told = with_split_costs(profile, model, chain, **of_batch)
+    assert told.split_slowdown == 1.0
+    assert [unit.split for unit in told.costs(1)] == [0.0] * 3
 
 
 @pytest.mark.parametrize(
@@ -299,6 +334,14 @@ def test_a_run_says_that_its_delays_are_bounded(tmp_path):
     fit(trainer)
     told = "measured delays: [3, 0] micro-batches, the best with a staleness of at most 3 updates"
     assert any(note.startswith(told) for note in trainer._partitioned.notes)
+
+
+def test_what_a_codec_takes_is_measured_once_for_a_run(tmp_path, monkeypatch):
+    measured, place = [], "adl_dist.training.partitioned_model.coding_costs"
+    monkeypatch.setattr(place, lambda device: measured.append(device) or coding_costs(device))
+    for epochs in (1, 2):  # which the cut follows from, so that the same command makes the same
+        fit(trainer_of(slow_in_the_middle(), granularity="block", codec="int8"), tmp_path, epochs=epochs)
+    assert len(measured) == 1
 
 
 def test_the_delays_of_a_run_are_those_of_its_method(tmp_path):

@@ -1,5 +1,6 @@
 """The table and the figure of a comparison, on run folders whose numbers are made up."""
 
+import csv
 import json
 import math
 
@@ -123,6 +124,18 @@ def test_what_each_stage_held_is_a_table_of_its_own(runs):
     assert "bp, K = 2, seed 0" not in rows
 
 
+def test_the_table_for_programs_has_the_best_loss_and_the_largest_memory(runs):
+    runs.add("adl", 2.0, 1.25, 1.5, name="loss")
+    stages = [{"peak_memory_bytes": n, "peak_tensor_bytes": n - 1, "staleness_mean": 0.0} for n in (7, 9)]
+    summary = {"validation_loss": 1.5, "epochs": EPOCHS, "updates": 9, "stages": stages}
+    (runs.made[0] / "summary.json").write_text(json.dumps(summary))
+    runs.table()
+    with (runs.folder / "comparison.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    assert (row["best_validation_loss"], row["best_validation_accuracy"]) == ("1.25", "")
+    assert (row["peak_memory_bytes"], row["peak_tensor_bytes"]) == ("9", "8")
+
+
 def test_a_row_is_named_by_all_that_tells_the_runs_apart(runs):
     runs.add("bp", 0.5, M=4, model={"width": 8})
     runs.add("adl", 0.5, M=4, model={"width": 8}, settings={"weights": "stash"})
@@ -160,6 +173,13 @@ def test_a_run_is_compared_with_bp_of_its_own_model(runs):
     assert shown == ["\u22121.00", "\u22120.20", "."]
 
 
+def test_a_run_is_compared_with_bp_on_its_own_data(runs):
+    for noise, bp in ((1, 0.9), (2, 0.7)):
+        runs.add("bp", bp, data={"noise": noise})
+    runs.add("adl", 0.6, data={"noise": 2})
+    assert runs.table()[1]["adl data.noise=2"][1] == "\u221210.00"
+
+
 def test_a_run_that_a_callback_ended_is_complete(runs):
     runs.add("adl", 0.9)
     summary = {"epochs": EPOCHS - 1, "updates": 9, "validation_accuracy": 0.9, "ended_by": "EarlyStopping"}
@@ -173,6 +193,15 @@ def test_a_run_that_a_callback_ended_is_complete(runs):
     with (runs.made[0] / "metrics.jsonl").open("a") as file:  # with more patience, until it was killed
         file.write('{"name": "train/loss", "value": 1.0, "update": 9, "epoch": 1}\n')
     assert runs.table()[1]["adl"][0] == "**1 of 1 unfinished**"
+
+
+def test_half_a_line_that_a_killed_process_has_left_is_no_record(runs):
+    runs.add("adl", 0.9, ended=False)
+    with (runs.made[0] / "metrics.jsonl").open("a") as file:
+        file.write('{"name": "validation/accuracy", "value": 0.')
+    assert runs.table()[1]["adl"][0] == "**1 of 1 unfinished**"
+    with (runs.folder / "comparison.csv").open() as file:
+        assert [row["best_validation_accuracy"] for row in csv.DictReader(file)] == ["0.9"]
 
 
 def test_replicas_have_a_row_of_their_own(runs):

@@ -1,7 +1,9 @@
 """Records go to every logger; one that fails is given up, and the run continues."""
 
 import contextlib
+import errno
 import json
+import os
 import sys
 from types import SimpleNamespace
 
@@ -10,6 +12,8 @@ import pytest
 import adl_dist
 from adl_dist.errors import ConfigError
 from adl_dist.report import Recorder
+from adl_dist.report.loggers import TensorBoard
+from tests.support.commands import shows
 from tests.support.runs import toy_trainer
 from tests.support.toys import FixedImages
 
@@ -83,10 +87,28 @@ def test_a_logger_that_cannot_start_is_refused(kind, tmp_path):
         recorded(tmp_path, [Unreachable()])
 
 
+def test_a_disk_that_is_full_costs_the_curves_and_no_run(tmp_path, monkeypatch, capfd):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(TensorBoard, "start", full)
+    recorded(tmp_path, ["tensorboard"])
+    shows(capfd.readouterr().err, ["logger TensorBoard cannot start (No space left on device)", "continues without"])
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == len(RECORDS)
+
+
 def test_a_package_that_is_missing_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"wandb is not installed here: pip install wandb"):
         adl_dist.Monitoring(loggers=["wandb"])
+
+
+@pytest.mark.parametrize("left", ['{"name": "train/l', '{"name": "train/loss", "value": 1.0, "update": 0}'])
+def test_a_line_that_a_killed_process_did_not_end_is_dropped(tmp_path, left):
+    (tmp_path / "metrics.jsonl").write_text(left)
+    recorded(tmp_path, [], from_update=1)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [record for record in RECORDS if record["update"] >= 1]
 
 
 def test_loggers_need_a_run_dir():

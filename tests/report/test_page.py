@@ -9,6 +9,7 @@ import yaml
 
 from adl_dist.errors import ConfigError
 from adl_dist.report.page import markup, one_run, recorded, write_page
+from adl_dist.report.timeline import Timed, Timeline
 from tests.support.commands import shows
 from tests.support.recorded import recorded_run
 
@@ -130,6 +131,23 @@ def test_events_name_warnings_restarts_and_skipped_updates(run, undrawn):
     page = page_of(run)
     shows(page, ["no progress in 61 s", "started again from a checkpoint once", "2 updates were skipped"])
     assert "saved" not in page
+
+
+def test_events_of_several_processes_are_in_the_order_of_their_times(run, undrawn):
+    line = "2026-11-24 09:{}:17,810 {}\n"
+    (run / "logs" / "rank0.log").write_text(line.format(44, "WARNING rank 0 warns last"))
+    entries = line.format(42, "WARNING rank 1 warns") + line.format(43, "INFO resumed from update 8")
+    (run / "logs" / "rank1.log").write_text(entries)
+    page = page_of(run)
+    places = [page.index(text) for text in ("rank 1 warns", "resumed from update 8", "rank 0 warns last")]
+    assert places == sorted(places)
+
+
+def test_the_timeline_of_a_steady_part_stays(tmp_path):
+    made = {"epoch": 0, "device": "cpu", "stages": [[Timed("F", 0, 0.0, 1.0, None)]]}
+    for is_steady, epoch, kept in ((False, 0, 0), (False, 1, 0), (True, 2, 2), (False, 3, 2), (True, 4, 4)):
+        Timeline(**{**made, "epoch": epoch}, is_steady=is_steady).write(tmp_path)
+        assert Timeline.read(tmp_path).epoch == kept
 
 
 def test_several_runs_are_compared(run, tmp_path):

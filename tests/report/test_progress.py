@@ -1,6 +1,7 @@
 """The live line: every figure is that of the epoch so far, whenever it is drawn."""
 
 import io
+import math
 import re
 
 import pytest
@@ -50,3 +51,25 @@ def test_staleness_is_the_mean_of_the_epoch_not_of_a_group(lines):
     progress.update(staleness(0, 3))
     progress.update(loss(1, 4))
     assert "staleness 3/-" in lines.getvalue()
+
+
+def test_an_epoch_that_goes_on_counts_the_seconds_before(lines):
+    progress = Progress(num_stages=1, out=lines)
+    progress.begin(0, 1, 2)
+    progress.update(loss(0, 4))
+    progress.begin(0, 1, 2, goes_on=True)  # after a checkpoint; its clock begins again
+    progress.update(loss(1, 4))
+    assert " 4 images/s" in lines.getvalue().splitlines()[-1]
+
+
+def test_perplexity_is_that_of_the_mean_loss_and_skipped_updates_are_counted(lines):
+    progress = Progress(num_stages=1, out=lines)
+    progress.begin(0, 1, 3)
+    for update, value in enumerate((1.0, 3.0)):
+        progress.update({**loss(update, 4), "value": value})
+        of_update = {"value": math.exp(value), "num_targets": 4, "is_metric": True, "update": update}
+        progress.update({"name": "train/perplexity", **of_update})
+    progress.update({"name": "train/skipped_updates", "value": 1, "update": 2})
+    last = lines.getvalue().splitlines()[-1]
+    assert f"perplexity {math.exp(2.0):.4g} " in last
+    assert last.endswith("skipped 1")

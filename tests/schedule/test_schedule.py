@@ -20,6 +20,7 @@ from adl_dist.schedule.build_actions import (
 )
 from adl_dist.schedule.greedy import Buffer, greedy_actions
 from adl_dist.schedule.replay import at_random, in_turns, max_outstanding
+from adl_dist.schedule.run_plan import Plan
 from adl_dist.schedule.split import simulated, split_actions
 from tests.schedule.rendezvous import check_rendezvous
 
@@ -517,6 +518,19 @@ def test_a_segment_holds_every_sample_once_with_weights_of_one(n, size, M):
         assert sum(weights) == pytest.approx(1)
         assert weights == pytest.approx([s / sum(sizes) for s in sizes])
         start += count
+
+
+@pytest.mark.parametrize("done", range(12))
+def test_segments_end_where_checkpoints_are_planned_wherever_they_begin(done):
+    """As after a run of fewer updates, which is made longer."""
+    plan = Plan(
+        epochs=1, max_updates=None, checkpoint_every_updates=5, num_samples=70, num_validation=0, micro_batch_size=3,
+        accumulation_steps=2,
+    )  # fmt: skip
+    segment = plan.segment(0, done * 6, done)
+    end = done + segment.num_updates
+    assert end == min(5 * (done // 5 + 1), plan.updates_per_epoch)
+    assert plan.ends_at(end * 6) == (end < plan.updates_per_epoch)
 
 
 def test_the_printed_table_shows_the_actions_of_each_tick():

@@ -150,6 +150,13 @@ def test_ended_early_all_end_alike_and_post_nothing_beyond(variant, tied):
         assert done == [list(training_actions(pipeline, k, group_sizes=groups[:num_updates])) for k in range(K)]
 
 
+def test_in_epochs_that_flush_no_receive_is_posted_ahead():
+    """A stop omits what follows the group that is under way, whatever the delays of later epochs are."""
+    pipeline = Pipeline(method("fr", flush_epochs=1), K, tied=((0, 3),))
+    assert any(pipeline.delays)
+    assert [posted_ahead(pipeline, tie, op, m.receiver) for tie, op, m in tied_edges(pipeline)] == [0, 0]
+
+
 @every_variant
 def test_no_edge_of_a_gpu_stands_still(variant):
     pipeline, lists, _ = made(variant, ((0, 3), (1, 2)))

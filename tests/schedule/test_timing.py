@@ -289,7 +289,7 @@ def test_the_least_delays_of_equal_stages_are_the_known_ones(K):
         assert found == tuple(split) if split is not None else found <= tuple(decoupled)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [*range(8), 34, 209])  # in the last two a stage gets less than was tried at first
 def test_the_least_delays_keep_the_speed_and_no_stage_needs_less(seed):
     draw = random.Random(seed)
     K, M, split = draw.choice([2, 3, 4]), draw.choice([1, 2, 4]), bool(seed % 2)
@@ -467,6 +467,38 @@ def test_links_alone_do_not_make_delays_that_nobody_asked_for(M, longest):
     assert with_least(4, costs, M, delay="auto")[0] == longest
     assert with_least(4, costs, M, delay="auto", max_staleness=3)[0] == 3 * M
     assert with_least(4, Costs.balanced(4), M, delay="auto", max_staleness=100) == (3, 2, 1, 0)
+
+
+@pytest.mark.parametrize("order", ["forward_first", "backward_first"])
+@pytest.mark.parametrize(("M", "most"), [(4, 1.5), (25, 1.16)])
+def test_the_longest_delay_has_the_staleness_that_is_allowed(order, M, most):
+    """Also where the product of the two, 1.16 * 25, is rounded to less than 29."""
+    chosen = method("adl", accumulation_steps=M, delay="auto", max_staleness=most, order=order)
+    pipeline = Pipeline(chosen.with_delays([chosen.longest_delay(2), 0]), 2)
+    assert pipeline.mean_staleness(0) == pytest.approx(most)
+
+
+@pytest.mark.parametrize(
+    ("options", "copies", "histories"),
+    [
+        ({}, [2, 1, 0], [0, 0, 0]),
+        ({"mitigation": ["predict"]}, [3, 2, 0], [1, 1, 0]),
+        ({"mitigation": ["predict"], "predict_from": "momentum"}, [3, 2, 0], [0, 0, 0]),
+        ({"mitigation": ["predict"], "weights": "latest"}, [2, 2, 0], [1, 1, 0]),
+        ({"mitigation": ["nesterov"]}, [3, 2, 0], [1, 1, 0]),
+        ({"mitigation": ["error_feedback"]}, [2, 1, 0], [2, 1, 0]),
+        ({"mitigation": ["predict", "error_feedback"], "error_feedback_lag": 3}, [3, 2, 0], [4, 4, 0]),
+    ],
+)
+def test_what_a_mitigation_holds_is_counted(options, copies, histories):
+    """M = 2: the gradients of the first two stages are 2 and 1 updates old."""
+    found = figures(Pipeline(method("adl", accumulation_steps=2, **options), 3))
+    assert [f.weight_copies for f in found] == copies
+    assert [f.history_copies for f in found] == histories
+
+
+def test_until_they_are_measured_delays_of_2bw_are_at_most_m():
+    assert Pipeline(method("2bw", delay="auto", accumulation_steps=2), 5).delays == (2, 2, 2, 1, 0)
 
 
 def test_what_takes_no_time_needs_no_delay_and_2bw_at_most_m():

@@ -79,6 +79,16 @@ def test_a_buffer_that_grows_is_put_back_too():
         assert len(layer.recent) == min(number, 3)
 
 
+def test_a_buffer_that_a_faulty_forward_registers_is_gone_again():
+    layer = nn.Linear(2, 2)
+    with buffers_kept_finite(layer):
+        layer.register_buffer("seen", torch.tensor([NAN]))
+    assert dict(layer.named_buffers()) == {}
+    with buffers_kept_finite(layer):
+        layer.register_buffer("seen", torch.tensor([1.0]))
+    assert layer.seen.tolist() == [1.0]
+
+
 def test_the_decision_survives_a_narrow_wire_and_any_order():
     expected, summary = train(3, 2, torch.float32, plant=nan_inputs, codec="bf16", **SKIP)
     assert summary["skipped_updates"] == len(SPOILT_PAIRS) * EPOCHS
@@ -226,6 +236,13 @@ def test_what_is_underway_is_told_with_the_next_or_at_the_end():
     faults.judge(tally_of(NAN), (), update=5, epoch=2)
     with pytest.raises(DivergedError, match=r"the loss is nan at update 5 \(epoch 3\)"):
         faults.check()
+
+
+def test_what_a_broken_off_group_has_sent_judges_no_other():
+    faults = NonFiniteCheck(GradientPolicy(**SKIP), stage=0, is_last=False)
+    faults.sent((torch.tensor([INF]),))
+    faults.forget()
+    assert faults.judge(tally_of(), (), update=0, epoch=0) is None
 
 
 @pytest.fixture

@@ -261,6 +261,31 @@ def test_another_structure_than_in_the_trial_is_refused():
     )
 
 
+def test_2bw_keeps_versions_of_the_last_stage_too():
+    module = nn.Linear(3, 3)
+    module.part = nn.Parameter(module.weight.detach()[0])
+    with pytest.raises(ConfigError, match=r"stage 2: '(weight|part)' and '(part|weight)' share memory"):
+        stage_of(module, spec_of(3, adam, weights="2bw", delay=(2, 1, 0), accumulation_steps=4), index=2)
+
+
+class Overwriting(nn.Module):
+    """Returns memory of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("out", torch.zeros(4, 3, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.out.copy_(x)
+
+
+def test_what_is_on_its_way_in_evaluation_stays_as_it_is():
+    stage = stage_of(Overwriting(), lies_in_stage=((), (True,)))
+    stage.begin(0, training=False)
+    outs = [stage.predict(b, (X + b,), None)[0] for b in range(2)]
+    assert all(torch.equal(out, X + b) for b, out in enumerate(outs))
+
+
 # --- Random streams ----------------------------------------------------------------------------------------------
 
 
@@ -283,6 +308,13 @@ def test_all_streams_depend_on_seed_and_micro_batch_alone():
     assert torch.equal(drawn(0)[:, 0], reference[:, 0]), "torch's draws are the same without the others"
     assert reference.unique().numel() == 9, "no two streams are alike"
     assert not torch.isin(drawn(1, **both), reference).any()
+
+
+def test_a_message_is_rounded_by_its_place_in_the_epoch():
+    stage = stage_of(nn.Linear(3, 3))
+    seeds = [stage.rounding_seed(b) for b in range(4)]
+    stage.begin(0, training=True, first_micro_batch=2)
+    assert [stage.rounding_seed(b) for b in range(2)] == seeds[2:]
 
 
 def test_a_replay_and_an_evaluation_repeat_the_draws():

@@ -145,6 +145,9 @@ def test_error_and_bytes_of_each_edge_are_recorded_and_shown(tmp_path):
     assert "0 -> 1" in shown
     assert "1 -> 0" in shown
     assert "relative error" in shown
+    by_stage[0]["act"].update(bytes=250, plain_bytes=1000)
+    (line,) = [line for line in final_table(summary).splitlines() if line.startswith("0 -> 1")]
+    assert line.endswith(" 25.0%")
 
 
 def test_evaluation_measures_the_model_without_a_codec(tmp_path):

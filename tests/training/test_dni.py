@@ -180,6 +180,18 @@ def test_a_head_that_diverges_stops_the_run_by_name():
     assert not any(p.any() for p in network.parameters())
 
 
+def test_what_a_head_has_learned_in_a_broken_off_segment_is_forgotten():
+    """As in a rehearsal, before a run."""
+    spec = TrainSpec(pipeline=Pipeline(method("dni"), 2), loss_fn=nn.MSELoss(), optimizer=torch.optim.Adam)
+    network = build_gradient_network(method("dni"), (5,), num_classes=None, seed=0)
+    head = GradientHead(network, 0, spec, torch.device("cpu"), NonFiniteCheck(spec.gradients, stage=0, is_last=False))
+    head.predict(0, (torch.ones(2, 5),), None, weight=1.0)
+    head.learn(0, (torch.ones(2, 5),))
+    head.begin(0)
+    assert head.predictions == []
+    assert all(p.grad is None for p in network.parameters())
+
+
 def frozen_net():
     """Nothing before the cut is trained, so that no gradient goes there."""
     net = batch_norm_net()

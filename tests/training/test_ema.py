@@ -177,6 +177,12 @@ def test_copies_have_equal_averages_also_in_another_cut(K, tmp_path):
             assert torch.equal(states[0][first], states[0][name]), name
 
 
+def test_the_average_of_tied_weights_is_saved_once(tmp_path):
+    trained(3, M, torch.float64, epochs=1, model=tied_net, balance=TIED_BALANCE[3], ema=DECAY, run_dir=tmp_path)
+    saved = [name for file in tmp_path.glob("checkpoints/*/ema-*") for name in load_file(file)]
+    assert sorted(saved) == sorted(name for name, _ in tied_net().named_parameters())
+
+
 def test_what_was_frozen_joins_the_average(tmp_path):
     """A run that continues in another folder may train what was frozen."""
 

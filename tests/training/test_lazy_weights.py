@@ -80,6 +80,15 @@ def test_weights_made_from_meta_are_those_of_a_built_model(name):
     assert [*dict(found.named_parameters())] == [*dict(expected.named_parameters())]
 
 
+def test_to_make_weights_draws_from_no_stream_of_the_process():
+    with META:
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    before = torch.get_rng_state()
+    toy_trainer(1, model=model)
+    assert not any(tensor.is_meta for tensor in model.state_dict().values())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_untied_weights_from_meta_are_those_of_a_built_model():
     """Each name has a copy of the first one's values."""
     states = []

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import adl_dist
 from adl_dist.schedule import METHODS, Op, Pipeline, Segment, method, training_work
 from adl_dist.seeds import stream_seed
 from adl_dist.stage.heads import Pool, build_head
@@ -256,9 +257,27 @@ def one_cycle(optimizer, total_updates):
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=total_updates + 1)
 
 
-def test_the_slot_clock_does_not_run_past_a_fixed_schedule():
-    trainer = toy_trainer(3, 1, "adl", {"lr_index": "slot"}, lr_schedule=one_cycle)
-    trainer.fit(FixedImages(9), epochs=2, batch_size=3, monitoring=QUIET)
+def test_the_slot_clock_does_not_run_past_a_fixed_schedule(tmp_path):
+    """Nor does it where the run is read again at its end."""
+    for _ in range(2):
+        trainer = toy_trainer(3, 1, "adl", {"lr_index": "slot"}, lr_schedule=one_cycle)
+        trainer.fit(FixedImages(9), epochs=2, batch_size=3, run_dir=tmp_path, monitoring=QUIET)
+
+
+def halved(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+
+
+@pytest.mark.parametrize("lr_index", ["update", "slot"])
+def test_a_longer_run_tells_whether_its_rates_follow(lr_index, tmp_path, capsys):
+    """Those of a clock that is ahead of updates do, though the schedule itself is the same for any length."""
+    monitoring = adl_dist.Monitoring(tensorboard=False, report=False)
+    for epochs in (1, 2):
+        trainer = toy_trainer(3, 1, "adl", {"lr_index": lr_index}, lr_schedule=halved)
+        trainer.fit(FixedImages(9), epochs=epochs, batch_size=3, run_dir=tmp_path, monitoring=monitoring)
+    told = capsys.readouterr().out
+    assert "the run is now 6 updates long, not 3" in told
+    assert ("follows the new one" in told) == (lr_index == "slot")
 
 
 def test_learning_rate_factors_hold_whatever_the_schedule_sets():

@@ -13,6 +13,7 @@ from adl_dist import Loading, Monitoring
 from adl_dist.errors import ConfigError
 from adl_dist.stage.loss_terms import class_loss
 from adl_dist.stage.metrics import metrics_of
+from adl_dist.stage.stats import StepStats, value_of
 from adl_dist.training.flops import peak_tflops
 from tests.support.runs import toy_trainer
 from tests.support.sentences import IGNORED, Sentences, encoder, padded
@@ -158,6 +159,22 @@ def test_classes_of_a_derived_loss_are_the_last_dimension():
     out = out.roll(1, dims=2)
     (metric,) = metrics_of(["accuracy"], class_loss(Flattened()))
     assert [number.item() for number in metric.measure(out, target)] == [3, 3]
+
+
+def test_targets_that_are_no_class_are_not_counted():
+    """Of three classes there are, also among the best five."""
+    out, target = torch.eye(3).repeat(2, 1), torch.tensor([0, 0, 2, 3, -1, IGNORED])
+    found = [metric.measure(out, target) for metric in metrics_of(["accuracy", "top5"], None)]
+    assert [[int(number) for number in pair] for pair in found] == [[2, 3], [3, 3]]
+
+
+def test_a_metric_that_has_counted_nothing_is_absent():
+    tally = StepStats(measured=[[torch.zeros(2, dtype=torch.float64)]])
+    assert tally.sums(metrics_of(["accuracy"], None)) == {}
+
+
+def test_the_perplexity_of_a_hopeless_loss_is_a_number():
+    assert value_of("perplexity", (2e6, 2.0)) == math.exp(700)
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,15 @@ import adl_dist
 from adl_dist.errors import ConfigError
 from adl_dist.optimizers import Muon
 from adl_dist.schedule import Pipeline
+from adl_dist.stage import Stage
+from adl_dist.stage.mitigation import mitigation_of
 from tests.support.commands import assert_same
 from tests.support.equations import assert_close, differ, modules_by_the_equations, modules_of
 from tests.support.mitigated import ADAM_DECAY, BETAS, DECAY, EPS, MU, Mitigated
-from tests.support.runs import SPOILT, SPOILT_PAIRS, nan_inputs, train, trained, warm_up
+from tests.support.runs import SPOILT, SPOILT_PAIRS, nan_inputs, toy_trainer, train, trained, warm_up
 from tests.support.tiers import covering
 from tests.support.toys import FixedImages, batch_norm_net
-from tests.support.values import QUIET, values
+from tests.support.values import QUIET, spec_of, values
 
 RATES = {"sgd": 0.05, "nesterov": 0.05, "plain": 0.3, "adamw": 0.01}
 OPTIMIZERS = {
@@ -210,6 +212,19 @@ def test_evaluation_and_saved_weights_are_the_optimizers_own(weights):
     assert summary["validation_loss"] == pytest.approx(loss, rel=1e-12)
 
 
+@pytest.mark.parametrize("weights", ["stash", "latest"])
+def test_a_segment_begins_with_the_weights_of_now(weights):
+    """Not with copies that a forward before it has made, like one to warm up before a checkpoint is read."""
+    spec = spec_of(2, OPTIMIZERS["sgd"], weights=weights, mitigation=["predict"])
+    stage = Stage(torch.nn.Linear(2, 1, bias=False), 0, spec)
+    for number in (1.0, 3.0):
+        stage.begin(0, training=True)
+        torch.nn.init.constant_(stage.module.weight, number)
+        (out,) = stage.forward(0, (torch.ones(1, 2),), None)
+        assert out.item() == 2 * number
+        assert stage.module.weight.tolist() == [[number, number]]
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpoint_recomputes_with_what_its_forward_saw(reentrant):
     """Activation checkpointing inside a layer."""
@@ -357,6 +372,51 @@ def test_spike_compensation_obeys_the_recurrence_of_prediction(name):
 def test_the_displacement_of_sgd_is_its_momentum():
     case = 3, 1, [6, 4, 0], "stash", "sgd"
     assert_close(run(*case, {"predict": {}}), run(*case, {"predict": MOMENTUM}))
+
+
+def test_the_displacement_of_adam_is_in_its_state():
+    """Where its decay is part of the gradient; AdamW's follows the weights of now."""
+    for more in ({"weight_decay": 0.1}, {"amsgrad": True, "betas": (0.8, 0.5)}):
+        options = {"optimizer": functools.partial(torch.optim.Adam, lr=0.01, **more), "epochs": 2}
+        both = [options_of({"predict": row}) | {"delay": [6, 4, 0]} for row in ({}, MOMENTUM)]
+        assert_close(*(train(3, 1, torch.float64, options=method, **options)[0] for method in both))
+
+
+@pytest.mark.parametrize("more", [{}, {"nesterov": True}, {"dampening": 0.5}, {"maximize": True}])
+def test_a_spike_moves_at_once_what_sgd_moves_in_time(more):
+    """By a gradient t = 2 updates late, in one update, as far as SGD itself in t + 1."""
+    pipeline, none = Pipeline(adl_dist.method("fdg", mitigation=["spike"]), 2), torch.zeros(3)
+
+    def moved(gradients, *, spike):
+        weight = torch.nn.Parameter(torch.zeros(3))
+        optimizer = torch.optim.SGD([weight], lr=0.1, momentum=MU, **more)
+        step = mitigation_of(pipeline, 0, optimizer, 1.0).step if spike else optimizer.step
+        for gradient in (none, *gradients):  # SGD does not dampen its first
+            weight.grad = gradient.clone()
+            step()
+        return weight.detach()
+
+    late = torch.tensor([1.0, -2.0, 3.0])
+    torch.testing.assert_close(moved([late], spike=True), moved([late, none, none], spike=False))
+
+
+def test_a_gradient_that_is_put_off_is_compensated_too():
+    options = {"delay": [6, 4, 0], **options_of(STRONG)}
+    assert_close(*(train(3, 2, torch.float64, options={**options, "split_backward": s})[0] for s in (True, False)))
+
+
+def test_a_warm_up_may_begin_with_a_rate_of_zero():
+    """Of an update that moved nothing nothing is predicted, however much the rate rises."""
+
+    def schedule(optimizer):
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: min(update / 4, 1.0))
+
+    def weights(**mitigation):
+        trainer = toy_trainer(2, 1, "adl", {"delay": [2, 0], **mitigation}, lr_schedule=schedule)
+        trainer.fit(FixedImages(12), epochs=1, batch_size=3, shuffle=False, monitoring=QUIET)
+        return trainer.full_state_dict()
+
+    assert_same(weights(mitigation=["predict"]), weights())
 
 
 # --- What cannot be ------------------------------------------------------------------------------------------

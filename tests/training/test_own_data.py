@@ -10,6 +10,7 @@ from torch.utils.data import RandomSampler, SubsetRandomSampler, TensorDataset, 
 import adl_dist
 from adl_dist import Loading
 from adl_dist.data import Loader
+from adl_dist.data.stream import Place, Stream
 from adl_dist.errors import AdlError
 from tests.support.runs import toy_trainer
 from tests.support.sentences import Resumable, Sentences, Streamed, encoder, padded
@@ -209,3 +210,20 @@ def test_a_sampler_that_fails_and_no_length_are_one_line(loading, message):
     with pytest.raises(AdlError, match=message) as refused:
         trained(Sentences(), loading=Loading(collate_fn=padded, **loading))
     assert "\n" not in str(refused.value)
+
+
+def drawn(samples):
+    return torch.rand(len(samples)), torch.tensor([target for _, target in samples])
+
+
+def test_what_a_collate_fn_draws_depends_on_its_first_sample():
+    loader = Loader(NUMBERS, seed=0, shuffle=False, loading=Loading(collate_fn=drawn))
+    whole, rest = [x for x, _ in loader.batches(0, [5, 5])], [x for x, _ in loader.batches(0, [5], first_sample=5)]
+    assert not torch.equal(*whole)
+    assert torch.equal(whole[1], rest[0])
+
+
+def test_a_stream_that_was_resumed_and_not_read_is_where_it_was():
+    stream = Stream(Resumable(), seed=0)
+    stream.resume(Place(1, 8, {"at": 8}))
+    assert stream.place() == Place(1, 8, {"at": 8})

@@ -129,6 +129,11 @@ def test_draws_of_a_backward_and_an_update_know_no_order(where, method, K, optio
     assert moved.abs().sum() > 0
 
 
+def test_nor_do_those_of_the_update_of_a_head():
+    orders = ({"pick_next": min}, {})
+    assert_same(*(with_noise("optimizer", "dni", 3, {}, balance="even", **order) for order in orders))
+
+
 @pytest.mark.parametrize("evaluates_first", [False, True])
 def test_draws_of_a_hook_are_seeded_with_one_stage_too(evaluates_first):
     """Those of Python's stream, which is seeded only where the trial has seen something draw from it."""

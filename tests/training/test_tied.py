@@ -10,16 +10,19 @@ from torch import nn
 import adl_dist
 from adl_dist.errors import ConfigError, DivergedError, PartitionError
 from adl_dist.optimizers import Muon, RotatedAdam
+from adl_dist.schedule.actions import Tie
 from adl_dist.schedule.replay import at_random
+from adl_dist.stage.nonfinite import NonFiniteCheck
 from adl_dist.stage.tied import TiedWeights
 from tests.support.commands import assert_same
 from tests.support.equations import EQUATIONS, assert_close
+from tests.support.kill import records
 from tests.support.ranks import run_ranks
-from tests.support.runs import SPOILT, SPOILT_PAIRS, nan_inputs, toy_trainer
+from tests.support.runs import SPOILT, SPOILT_PAIRS, nan_inputs, sgd, toy_trainer, train
 from tests.support.tied import SHARED, TIED_BALANCE, tied_by_the_equations, tied_net, train_tied
 from tests.support.tiers import grid, slow
 from tests.support.toys import FixedImages, Unplugged
-from tests.support.values import QUIET, SILENT
+from tests.support.values import QUIET, SILENT, spec_of
 
 FLUSHING = ("bp", "gpipe", "1f1b", "zbh1", "zbh2", "interleaved")
 SOME = [
@@ -73,6 +76,23 @@ def test_each_stage_clips_the_sum_alike(name):
     got, _ = train_tied(3, 2, method=name, clip_norm=0.05)
     assert_close(got, expected)
     assert_copies_are_equal(got)
+
+
+def test_the_norm_of_a_stage_counts_its_part(tmp_path):
+    """The second one has nothing else, and the same gradient as without a tie."""
+    norms = []
+    for tied in ("share", "untie"):
+        trainer, folder = toy_trainer(2, 1, "bp", model=tied_net(), balance=[5, 1], tied=tied), tmp_path / tied
+        trainer.fit(FixedImages(3), epochs=1, batch_size=3, run_dir=folder, monitoring=SILENT)
+        norms.append({r["stage"]: r["value"] for r in records(folder) if r["name"] == "stage/gradient_norm"})
+    assert norms[0][1] == norms[1][1] > 0
+
+
+def test_while_nothing_is_stale_tied_weights_are_not_mitigated():
+    got, expected = (
+        train_tied(3, 2, epochs=2, options={"flush_epochs": 2, "mitigation": rows})[0] for rows in (["discount"], None)
+    )
+    assert_same(got, expected)
 
 
 def test_all_copies_skip_the_same_groups():
@@ -257,6 +277,35 @@ def test_a_copy_without_a_gradient_is_refused_by_name():
 
     with pytest.raises(PartitionError, match=r"'up.1.weight': 'up.1.weight' got no gradient .* update 3;"):
         train_tied(4, 1, model=model)
+
+
+def test_a_sparse_part_is_added_like_a_dense_one():
+    class Bag(nn.Module):
+        def __init__(self, sparse):
+            super().__init__()
+            self.embed = nn.Embedding(9, 6, sparse=sparse)
+
+        def forward(self, x):
+            return self.embed(x.flatten(1).mul(2).long().abs() % 9).mean(1)
+
+    def net(sparse):
+        torch.manual_seed(0)
+        bag, head = Bag(sparse), nn.Linear(6, 9, bias=False)
+        head.weight = bag.embed.weight
+        return nn.Sequential(bag, nn.Tanh(), head)
+
+    how = {"balance": [2, 1], "granularity": "block", "clip_norm": 0.1}
+    assert_close(*(train(2, 2, torch.float64, model=partial(net, sparse), **how)[0] for sparse in (True, False)))
+
+
+def test_sums_are_in_one_layout_on_all_stages():
+    """What comes by a message is: over another layout the norm could be rounded otherwise."""
+    weight, spec = nn.Parameter(torch.ones(4, 3, 2, 2)), spec_of(2, sgd)
+    faults = NonFiniteCheck(spec.gradients, stage=0, is_last=False)
+    tied = TiedWeights(Tie(0, (0, 1)), {"weight": weight}, 0, spec, faults)
+    weight.grad = torch.rand(4, 3, 2, 2).contiguous(memory_format=torch.channels_last)
+    (part,) = tied.gather(0)
+    assert part.is_contiguous()
 
 
 def test_adl_dist_exports_the_choice():

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import json
+import math
 import weakref
 
 import pytest
@@ -75,6 +76,14 @@ def test_pipelined_evaluation_counts_every_sample_once(K):
     assert summary["validation_accuracy"] == (out.argmax(1) == labels).sum().item() / 17
     assert summary["validation_loss"] == pytest.approx(nn.functional.cross_entropy(out, labels).item(), rel=1e-6)
     assert trainer.evaluate(validation, batch_size=5)["validation_accuracy"] == summary["validation_accuracy"]
+
+
+def test_an_evaluation_alone_may_find_what_is_not_finite():
+    """It trains nothing that could diverge."""
+    data = FixedImages(8)
+    data.images[3] = float("nan")
+    told = toy_trainer(2).evaluate(data, batch_size=4)
+    assert math.isnan(told["validation_loss"])
 
 
 def test_evaluation_leaves_the_training_as_it_was():

@@ -206,6 +206,23 @@ def test_caches_modes_and_notes_are_no_changes(make, look, in_processes):
     assert modes == [module.training for module in model.modules()]
 
 
+class Scale:
+    """Of the user's own: a number, and a note of how often it was asked for."""
+
+    def __init__(self):
+        self.by, self._asked = 2.0, 0
+
+
+def test_what_an_object_notes_for_itself_is_no_change():
+    model = chain()
+    model[2].scale = Scale()
+    watched = Unchanged(model, [], Smoothed(), in_processes=True)
+    with watched.kept():
+        model[2].scale._asked += 1
+    with pytest.raises(ConfigError, match=r"it has changed '2\.scale' of the model"), watched.kept():
+        model[2].scale.by = 1.0
+
+
 def test_a_method_reaches_what_its_code_names():
     class Experiment:
         def __init__(self):

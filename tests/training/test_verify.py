@@ -394,3 +394,20 @@ def test_a_layer_that_is_trained_only_later_needs_a_new_trainer(K):
     refused = pytest.raises(ConfigError, match=r"'0\.bias' takes a gradient now") if K > 1 else contextlib.nullcontext()
     with refused:
         trainer.fit(dataset, epochs=1, batch_size=8, monitoring=SILENT)
+
+
+@pytest.mark.parametrize(("K", "method"), [(3, "adl"), (1, "2bw")])
+def test_a_block_recomputes_right_also_with_targets_of_another_kind(K, method):
+    """Which are tried out when they come, without a look at who recomputes."""
+    states = []
+    for recomputes in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Recomputing(recomputes=recomputes) for _ in range(2)), last())
+        trainer = toy_trainer(K, 2, model=model, method=method, dtype=torch.float64)
+        for kind in (torch.int64, torch.uint8):
+            x = torch.linspace(-1, 1, 16 * WIDTH, dtype=torch.float64).view(16, WIDTH)
+            dataset = torch.utils.data.TensorDataset(x, (torch.arange(16) % CLASSES).to(kind))
+            trainer.fit(dataset, epochs=2, batch_size=8, monitoring=SILENT)
+        states.append(trainer.full_state_dict())
+    for name, weights in states[0].items():
+        torch.testing.assert_close(states[1][name], weights, rtol=1e-12, atol=1e-12)
