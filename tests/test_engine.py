@@ -336,7 +336,7 @@ def test_a_broken_off_segment_leaves_no_gradient_to_the_next(weights):
     assert all(map(torch.equal, updated(broken_off), updated(fresh)))
 
 
-def test_a_broken_off_segment_keeps_no_micro_batch_nor_its_weights():
+def test_a_broken_off_segment_keeps_no_micro_batch():
     stage = conv_stage("stash")
     stage.forward(7, (X,), None)
     stage.begin(0, training=True)

@@ -108,7 +108,7 @@ def test_a_codec_lifts_a_link_from_setting_the_pace():
     assert half.seconds_per_update == pytest.approx(plain.seconds_per_update), "gradients are the busier direction then"
 
 
-def test_a_codec_spares_nothing_of_gradients_that_do_not_come_back():
+def test_a_codec_spares_nothing_of_gradients_that_stay():
     unit = UnitCost(name="u", forward=1.0, backward=2.0, act_bytes=8, grad_bytes=0, spared={"int8": 6})
     coded = unit.coded(Codecs("int8", "int8"), {})
     assert (coded.act_bytes, coded.widened_bytes, coded.grad_bytes) == (2, 6, 0)

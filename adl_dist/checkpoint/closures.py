@@ -33,6 +33,19 @@ class Cell:
         self._cell.cell_contents = value
 
 
+class Slots:
+    """The attributes of an object that are in no dictionary, to be read and set by a key, their name."""
+
+    def __init__(self, owner: object) -> None:
+        self._owner = owner
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self._owner, name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self._owner, name, value)
+
+
 def hooks_of(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
     """Yield the functions that are called with each step of an optimizer, each by a name that the next run gives it."""
     for when, key in HOOKS.items():
@@ -66,20 +79,25 @@ def places(name: str, function: Any, seen: set[int] | None = None) -> Iterator[t
             if id(cell) not in seen:
                 seen.add(id(cell))
                 yield from _of_value(f"{name}.{key}", value, (Cell(cell), key), seen)
+        for key, value in vars(function).items():
+            yield from _of_value(f"{name}.{key}", value, (vars(function), key), seen)
     else:
         for key, value in getattr(function, "__dict__", {}).items():
             yield from _of_value(f"{name}.{key}", value, (function.__dict__, key), seen)
+        for key in (key for owner in type(function).__mro__ for key in _slots(owner) if hasattr(function, key)):
+            yield from _of_value(f"{name}.{key}", getattr(function, key), (Slots(function), key), seen)
 
 
 def put(place: Place, value: Any) -> None:
     """Give a place another value: in place if that can be, because others may hold it, too."""
     home, key = place
     present = home[key]
-    if isinstance(present, Tensor) and present.shape == value.shape and present.dtype == value.dtype:
+    are_tensors = isinstance(present, Tensor) and isinstance(value, Tensor)
+    if are_tensors and (present.shape, present.dtype) == (value.shape, value.dtype):
         present.data.copy_(value)
-    elif isinstance(present, list):
+    elif isinstance(present, list) and isinstance(value, list):
         present[:] = value
-    elif isinstance(present, dict):
+    elif isinstance(present, dict) and isinstance(value, dict):
         present.clear()
         present.update(value)
     else:
@@ -99,6 +117,14 @@ def has_moved(before: Mark | None, value: Any) -> bool:
     if isinstance(before, list) and type(value) is list:
         return [*map(nested.mark, value[: len(before)])] != before
     return before != mark(value)
+
+
+def _slots(owner: type) -> list[str]:
+    named = vars(owner).get("__slots__", ())
+    private = f"_{owner.__name__.lstrip('_')}"  # begins a name of two underscores, as Python has it
+    names = [named] if isinstance(named, str) else [*named]
+    names = [f"{private}{name}" if name.startswith("__") and not name.endswith("__") else name for name in names]
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
 def _of_value(name: str, value: Any, place: Place, seen: set[int]) -> Iterator[tuple[str, Place]]:

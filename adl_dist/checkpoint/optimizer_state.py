@@ -113,6 +113,9 @@ def shard_of(learner: Learner, fresh: FreshOptimizer | None) -> Shard:
             place = f"{OF_MITIGATION}{names[parameter]}"
             metadata[place] = json.dumps(packer.packed(place, past))
         if moved := fresh.moved(learner.optimizer):
+            for name in moved:
+                if name.startswith(closures.HOOK) and name not in fresh.marks:
+                    raise Unstorable(f"{name} is new since the run began; give it a value before the first step")
             place = f"{OF_STAGE}{learner.key}"
             metadata[place] = json.dumps({"groups": fresh.groups, "values": packer.packed(place, moved)})
     except Unstorable as error:

@@ -57,7 +57,7 @@ class TokenFile:
             num_bytes = path.stat().st_size
         except OSError as error:
             raise _unreadable(path, error) from error
-        if len(head) == 12 and num_bytes >= HEADER_BYTES:
+        if len(head) == 12:  # the header may be cut off behind that
             magic, version, num_tokens = struct.unpack("<iii", head)
             found = next((name for name, known in HEADERS.items() if known == (magic, version)), None)
             if found is None and magic in {known for known, _ in HEADERS.values()}:

@@ -152,6 +152,7 @@ class Walk:
         elif isinstance(value, types.FunctionType):
             self._take_closure(name, value)
             if not is_of_a_library(value):
+                self._take_entries(f"{name}.", vars(value))
                 self._take_globals(value)
         elif isinstance(value, types.SimpleNamespace | argparse.Namespace) or not (
             isinstance(value, type | types.ModuleType) or is_of_a_library(type(value))

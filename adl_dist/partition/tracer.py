@@ -8,6 +8,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
@@ -201,6 +202,8 @@ class _Tracer(fx.Tracer):
         return self.create_proxy("call_function", getattr, (self._input, "device"), {})
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if m._compiled_call_impl is not None:  # by its own compile()
+            return True
         if self._granularity == "block":
             return type(m) is not nn.Sequential or has_hooks(m)
         # A module without children is one layer, whatever it does: it need not be traceable, keeps its switch
@@ -235,6 +238,8 @@ class _Tracer(fx.Tracer):
                 raise TypeError("a function is handed over that cannot be read; hand over the module itself")
             if isinstance(a, nn.Parameter) and id(a) not in self.names:
                 raise TypeError("a parameter is used that is not registered with the model")
+            if isinstance(a, dict) and is_dataclass(a):  # like transformers' ModelOutput; fx forgets its class
+                return self.create_proxy("call_function", type(a), (), dict(a)).node
             return super().create_arg(a)
         except (TypeError, NotImplementedError, NameError, RuntimeError) as error:
             raise self._noted(error) from None

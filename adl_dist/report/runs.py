@@ -66,7 +66,8 @@ def _newest_update(folder: Path) -> int:
     newest = [-1, int(read_json(folder / "diverged.json").get("update", -1))]
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError), (folder / METRICS).open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - LONGEST_RECORD))
-        newest.append(int(json.loads(file.read().splitlines()[-1])["update"]))
+        whole = file.read().rpartition(b"\n")[0]  # behind it stands half a line, if the process was killed
+        newest.append(int(json.loads(whole.rpartition(b"\n")[2])["update"]))
     return max(newest)
 
 

@@ -143,5 +143,8 @@ def reaching(rank: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        text = f"no word from rank {rank} at start-up; its own log, logs/rank{rank}.log, says why"
+        text = (
+            f"no word from rank {rank} at start-up: its own log, logs/rank{rank}.log, says why, or it has not made the "
+            "same call, which every rank must make, also where rank 0 alone saves or shows the result"
+        )
         raise ChannelError(text) from error

@@ -78,6 +78,16 @@ def check_uncompiled(model: nn.Module, num_stages: int) -> None:
         )
 
 
+def check_layers(model: nn.Module, *, distributed: bool) -> None:
+    """Raise ConfigError for a layer that averages over processes, if these hold other stages, and no other samples."""
+    synced = (name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm))
+    if distributed and (name := next(synced, None)) is not None:
+        raise ConfigError(
+            f"'{name}' of the model is a SyncBatchNorm: it averages over all processes, but these hold other stages, "
+            "not other samples; use BatchNorm: a stage's process sees all samples of a micro-batch"
+        )
+
+
 def noticed(model: nn.Module, loss_fn: object, dtype: torch.dtype) -> list[str]:
     """Return what becomes of model and loss otherwise than their user may expect, a line each.
 

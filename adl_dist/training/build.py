@@ -24,6 +24,7 @@ from adl_dist.optim import build_lr_schedule, fast_forward, takes_length, try_sc
 from adl_dist.optimizers import mark_roles
 from adl_dist.optimizers.rules import RuledOptimizer
 from adl_dist.report.progress import TOKENS
+from adl_dist.report.warning import warn
 from adl_dist.schedule import Pipeline, downstream_first
 from adl_dist.schedule.run_plan import Plan
 from adl_dist.seeds import stream_seed
@@ -381,6 +382,12 @@ def schedule_learning_rates(
     for k, learner in ((k, learner) for k, stage in stages.items() for learner in stage.learners):
         if learner.optimizer is None:
             continue
+        held = {id(p) for group in learner.optimizer.param_groups for p in group["params"]}
+        if left := [name for name, p in learner.named_parameters() if p.requires_grad and id(p) not in held]:
+            warn(
+                f"{learner.where}: {', '.join(left[:3])}{' ..' * (len(left) > 3)} in no group of the optimizer, so not "
+                "trained; requires_grad=False says that it is meant. An optimizer gets the parameters of its stage"
+            )
         made.append({"optimizer": described_optimizer(learner.optimizer)})
         if spec.lr_schedule is None:
             continue

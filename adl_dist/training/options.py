@@ -108,6 +108,8 @@ class ProcessOptions:
                 "CUDA_VISIBLE_DEVICES to choose among GPUs"
             )
         object.__setattr__(self, "device", name.partition(":")[0])
+        if self.threads is not None and (not isinstance(self.threads, int) or self.threads < 1):
+            raise ConfigError(f"runtime.threads must be a whole number of at least 1, or null, got {self.threads}")
         if not 0 < self.timeout_seconds <= LONGEST_TIMEOUT:
             raise ConfigError(
                 f"runtime.timeout_seconds must be above 0 and at most {LONGEST_TIMEOUT}, got {self.timeout_seconds}"

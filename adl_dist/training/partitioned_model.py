@@ -154,6 +154,8 @@ class PartitionedModel:
         if self._model is not None:
             return {name: _plain(tensor) for name, tensor in self._model.state_dict().items()}
         own = {k: module.state_dict() for k, module in self.modules.items()}
+        if self.unchanged is None:  # one stage, whose modules may be others than at the start
+            return {name: _plain(tensor) for name, tensor in own[0].items()}
         full: dict[str, Tensor] = {}
         for name, (stage, dtype) in self._home.items():
             tensor = _plain(own[stage][name]) if stage in own else torch.empty(self.signature[name], dtype=dtype)

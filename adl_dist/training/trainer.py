@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -51,7 +52,7 @@ from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, 
 from adl_dist.stage.average import WeightAverage
 from adl_dist.stage.metrics import metrics_of
 from adl_dist.training import arguments, build
-from adl_dist.training.agreement import propagate_errors
+from adl_dist.training.agreement import exchange, propagate_errors
 from adl_dist.training.delays import record_delays
 from adl_dist.training.input import DeviceLoader, Loaders
 from adl_dist.training.lazy_weights import given_weights
@@ -165,6 +166,7 @@ class Trainer:
         self._processes = processes or ProcessOptions()
         metrics_of(self._spec.metrics, None)  # refuses a wrong name before any work
         self._distributed = _is_distributed(self._processes, self._spec.pipeline)
+        arguments.check_layers(model, distributed=self._distributed)
         self._timeouts = timeouts or WatchdogTimeouts()
         # Now, because a loss and modules may count their calls.
         self._loss_settings = described(loss_fn)
@@ -183,6 +185,7 @@ class Trainer:
             own=self._spec.pipeline.stages_of(launched_rank()) if self._distributed else range(num_stages),
             weights=weights,
         )
+        self._modules = [ref(module) for module in model.modules()]  # of the user's; a process keeps those of its stage
         # Of the stages of this process, which may have nothing to train; None: no fit has made any.
         self._averages: list[WeightAverage] | None = None
         self.running: str | None = None  # its method that runs
@@ -227,7 +230,7 @@ class Trainer:
 
         Afterwards, also after an error, the module given to the trainer holds the newest weights, under the same
         Parameter objects: all of them in one process, those of its own stage in each of K. ``full_state_dict`` gives
-        all of them in either case.
+        all of them in either case. Modules are in the modes (train, eval) in which they were.
 
         Args:
             train_dataset: map-style or iterable, of (input, target), each a tensor, a tuple or a dictionary of tensors
@@ -280,7 +283,7 @@ class Trainer:
         resume = self._checked_folder(folder, known_by, resume, later)
 
         world = self._join()
-        with self._settling(world, folder) as (running, store):
+        with self._modes_kept(), self._settling(world, folder) as (running, store):
             loaders = Loaders()
             if self.needs_data:
                 load = self._loads(world, num_workers)
@@ -300,7 +303,8 @@ class Trainer:
                     record_delays(folder.path, worker.pipeline.nominal_delays)
         if self._spec.ema is not None:
             self._averages = [average for stage in worker.stages for average in stage.averages]
-        with contextlib.closing(worker), contextlib.nullcontext() if folder is None else contextlib.closing(folder):
+        done = contextlib.nullcontext() if folder is None else contextlib.closing(folder)
+        with self._modes_kept(), contextlib.closing(worker), done:
             saving = self._saving(world, folder, known_by, resume, outputs, made)
             worker.wants_timeline = folder is not None and outputs.monitoring.report
             summary = self._train(running, worker, plan, saving, outputs)
@@ -330,7 +334,7 @@ class Trainer:
         loading = loading or Loading()
         loading.check()
         world, sizes = self._join(), {"micro_batch_size": batch_size, "accumulation_steps": 1}
-        with self._settling(world, None) as (running, store):
+        with self._modes_kept(), self._settling(world, None) as (running, store):
             loaders = Loaders()
             if self.needs_data:
                 load = self._loads(world, num_workers)
@@ -339,7 +343,7 @@ class Trainer:
             worker, _ = self._built(world, store, loaders, plan)
         recorder, progress = Recorder(None), Progress(num_stages=self._spec.pipeline.num_stages, quiet=True)
         coordinator = Coordinator(plan, saving=None, recorder=recorder, progress=progress, unit=worker.unit)
-        with contextlib.closing(worker), self._applied(), self._bound(world):
+        with self._modes_kept(), contextlib.closing(worker), self._applied(), self._bound(world):
             return running.run(worker, coordinator, coordinator.evaluate, stops_early=False)
 
     @arguments.one_at_a_time
@@ -351,10 +355,12 @@ class Trainer:
 
         Raises:
             ConfigError: there is no such average, device, network interface, address or port.
-            ChannelError: the other processes cannot be reached.
+            ChannelError: the other processes cannot be reached, or one of them makes no such call.
             RuntimeError: one of them is gone meanwhile.
         """
-        self._join()
+        world = self._join()
+        if self._distributed:  # a rank that does not come is named
+            exchange(world.fresh_store(), "full_state_dict", world.rank, world.size, True)
         with contextlib.ExitStack() as stack:
             if ema and self._averages is None:
                 raise ConfigError("ema=True: no average was made; give Trainer(ema=0.999) and call fit before")
@@ -417,6 +423,17 @@ class Trainer:
             running = job.Job(world, self._timeouts, folder.path if folder is not None else None)
             self.requests = running.requests
             yield running, store
+
+    @contextlib.contextmanager
+    def _modes_kept(self) -> Iterator[None]:
+        """Leave the user's modules in the modes in which they were found: stages switch those that they hold."""
+        kept = [(to, module.training) for to in self._modules if (module := to()) is not None]
+        try:
+            yield
+        finally:
+            for to, training in kept:
+                if (module := to()) is not None:
+                    module.training = training
 
     def _loads(self, world: World, num_workers: int) -> Callable[..., DeviceLoader]:
         """Return what opens a dataset for the first stage."""

@@ -1,9 +1,10 @@
 """What the user's code must leave as it is once the model is cut: not all stages would see a change, or none."""
 
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -93,15 +94,15 @@ class Unchanged:
 
     def _read_once(self) -> Seen:
         """Return the plain values that modules whose forward was traced hold, as far as their code names them."""
-        return {
-            name: {
-                key: _look(value)
-                for key, value in vars(module).items()
-                if key in self._traced[name] and not key.startswith("_") and not isinstance(value, Tensor)
-            }
-            for name, module in self._alive()
-            if name in self._traced
-        }
+        seen: Seen = {}
+        for name, module in self._alive():
+            if (used := self._traced.get(name)) is None:
+                continue
+            held = {**_read_by(type(module)), **vars(module), **module._buffers}
+            seen[name] = {key: _look_once(held[key]) for key in used & held.keys() if not key.startswith("_")}
+            own = vars(module).get("forward")
+            seen[name]["forward"] = id(getattr(own, "__func__", own)) if own is not None else None
+        return seen
 
     def _everything(self) -> Seen:
         """Return all that is seen of the modules and of the loss, as far as other processes would not see it change."""
@@ -110,6 +111,17 @@ class Unchanged:
         seen = {name: {key: _look(value) for key, value in _held_by(module)} for name, module in self._alive()}
         seen[LOSS] = {key: _look(value) for key, value in reached(self._loss_fn)}
         return seen
+
+
+def _read_by(kind: type) -> dict[str, Any]:
+    """Return the global variables and class attributes that the methods of a user's own class could read as values."""
+    held: dict[str, Any] = {}
+    for owner in reversed([owner for owner in kind.__mro__ if not is_of_a_library(owner)]):
+        for function in [value for value in vars(owner).values() if isinstance(value, FunctionType)]:
+            known = function.__globals__
+            held |= {key: known[key] for key in function.__code__.co_names if key in known}
+        held |= {key: value for key, value in vars(owner).items() if not hasattr(value, "__get__")}
+    return {key: value for key, value in held.items() if not callable(value) and not isinstance(value, ModuleType)}
 
 
 def reached(loss_fn: Any, depth: int = DEPTH) -> Iterator[tuple[str, Any]]:
@@ -165,7 +177,8 @@ def _look(value: Any) -> Any:
             return many(value, value.items(), depth)
         if isinstance(value, list | tuple):
             return many(value, enumerate(value), depth)
-        if hasattr(value, "__dict__") and not isinstance(value, type) and not is_of_a_library(type(value)):
+        of_user = isinstance(value, Namespace | SimpleNamespace) or not is_of_a_library(type(value))
+        if hasattr(value, "__dict__") and not isinstance(value, type) and of_user:
             return id(value), many(vars(value), vars(value).items(), depth)
         return id(value)
 
@@ -175,6 +188,11 @@ def _look(value: Any) -> Any:
         return {key: look(each, depth - 1) for key, each in pairs} if left >= 0 else id(held)
 
     return look(value, DEPTH)
+
+
+def _look_once(value: Any) -> Any:
+    """Return what is equal for the same value, of a tensor only which it is: a forward that is read writes in place."""
+    return id(value) if isinstance(value, Tensor) else _look(value)
 
 
 def _first_unlike(before: Seen, now: Seen) -> str | None:

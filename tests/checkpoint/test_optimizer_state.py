@@ -105,7 +105,43 @@ class FollowsItsRate(Own):
         group["lr"] *= 0.9
 
 
+class CountsInSlots:
+    __slots__ = ("count",)
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, optimizer, args, kwargs):
+        self.count += 1
+        shrink(optimizer, self.count)
+
+
+def shrink(optimizer, count):
+    with torch.no_grad():
+        for p in optimizer.param_groups[0]["params"]:
+            p.mul_(1 - 0.01 * (count % 5))
+
+
+class HookWithSlots(Own):
+    def prepare(self):
+        self.register_step_post_hook(CountsInSlots())
+
+
+class HookThatIsAFunction(Own):
+    """Counts in an attribute of its own."""
+
+    def prepare(self):
+        def hook(optimizer, args, kwargs):
+            hook.count += 1
+            shrink(optimizer, hook.count)
+
+        hook.count = 0
+        self.register_step_post_hook(hook)
+
+
 OPTIMIZERS = {
+    "slots of a hook": HookWithSlots,
+    "attributes of a function": HookThatIsAFunction,
     "counters in groups": CountsInGroups,
     "counters in the object": CountsItself,
     "nested": Nested,
@@ -239,6 +275,16 @@ class Aliases(Own):
         return p.grad
 
 
+class Counter:
+    def __call__(self, optimizer, args, kwargs):
+        self.count = getattr(self, "count", 0) + 1
+
+
+class HookThatBegins(Own):
+    def prepare(self):
+        self.register_step_post_hook(Counter())
+
+
 class HookWithASet(Own):
     def prepare(self):
         seen = set()
@@ -252,6 +298,7 @@ class HookWithASet(Own):
         (DrawsFromAGenerator, "self.factors is a generator"),
         (DrawsFromTorch, r"param_groups\[0\].stream is a Generator"),
         (HookWithASet, "hook.post0.lambda.seen is a set"),
+        (HookThatBegins, "hook.post0.Counter.count is new since the run began; give it a value before the first step"),
         (KeepsASet, r"4.conv.weight.seen.0 is a set; expected tensors, numbers, text, None, and lists,"),
         (KeyedById, r"self.sums has the id\(\) of a parameter"),
         (Aliases, "4.conv.weight.second shares its memory with 4.conv.weight.first"),

@@ -222,3 +222,10 @@ def test_evaluate_and_export_use_the_cpu_where_there_is_no_gpu(tmp_path, monkeyp
         assert outcome.err.count("\n") == 1
         shows(outcome.err, ["runtime.device=cuda", "computing on the CPU"])
     assert_same(torch.load(tmp_path / "after.pt"), weights)
+
+
+@pytest.mark.parametrize(("present", "value"), [(torch.zeros(()), 1.5), ([], 1.5), ({}, (1.5,)), (0.0, torch.ones(()))])
+def test_what_becomes_another_kind_of_value_is_restored(present, value):
+    home = {"kept": present}
+    closures.put((home, "kept"), value)
+    assert home["kept"] == value

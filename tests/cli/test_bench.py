@@ -327,7 +327,7 @@ def test_torchs_own_ranks_keep_freed_memory_as_ours_do(monkeypatch):
     assert len(result["ends"]) == 2
 
 
-def test_a_model_that_is_read_with_samples_is_cut_for_torchs_own_pipelines(monkeypatch):
+def test_torchs_pipelines_get_models_that_are_read_with_samples(monkeypatch):
     built = []
     monkeypatch.setattr(baseline_rank, "joined", lambda *_, **__: contextlib.nullcontext())
     monkeypatch.setattr(baseline_rank, "train_stages", lambda modules, *_, **__: built.append(modules))

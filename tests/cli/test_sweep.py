@@ -173,7 +173,7 @@ def test_a_model_that_is_read_with_samples_may_be_swept(more, tmp_path, monkeypa
     shows(outcome.out, ["2 runs", "2 of them to do"])
 
 
-def test_stages_of_a_model_that_is_read_with_samples_are_counted_before_any_run(tmp_path, monkeypatch):
+def test_stages_of_a_model_read_with_samples_are_counted_first(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "_run_here", lambda *_, **__: pytest.fail("a run was started"))
     words = ["train", "-m", "seed=0,1", *CHECKED, "partition.num_stages=9", f"run_dir={tmp_path / 'run'}"]
     shows(in_process(*words).refusal(), ["partition.num_stages=9 needs at least 9 units, but the model has 5"])

@@ -151,7 +151,7 @@ def test_asked_for_a_checkpoint_a_run_saves_and_continues(K, drain_changed_resul
     assert changed == [11] * drain_changed_result
 
 
-def test_a_checkpoint_that_was_asked_for_and_fails_is_recorded_once(tmp_path, monkeypatch):
+def test_an_asked_checkpoint_that_fails_is_recorded_once(tmp_path, monkeypatch):
     write = storage.write
 
     def fails_once(path, shards):

@@ -73,6 +73,7 @@ def test_a_worker_gets_the_name_of_the_file_and_not_its_tokens(tmp_path):
         (None, {}, "cannot be read .No such file.*adl-dist tokenize"),
         (b"abc", {}, "expected tokens of uint16, or a header of llm.c, found 3 bytes"),
         (header_of("uint16", 9) + b"\0" * 16, {}, "expected 1,042 bytes, for the 9 tokens of uint16.*found 1,040"),
+        (header_of("uint16", 5)[:100], {}, "expected 1,034 bytes, for the 5 tokens of uint16.*found 100"),
         (header_of("uint32", 9) + b"\0" * 36, {"dtype": "uint16"}, "data.dtype=uint16, but the header of .* uint32"),
         (b"\0" * 8, {"context": 4}, "has 4 tokens; expected at least data.context . 1 = 5"),
         (b"\0" * 8, {"context": 0}, "data.context must be at least 1"),

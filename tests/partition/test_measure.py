@@ -151,7 +151,7 @@ RESIDUAL = TwoLayers(lambda self, x: x + self.second(torch.tanh(self.first(x))))
 TRANSPOSING = TwoLayers(lambda self, x: torch.tanh(self.second(self.first(x).transpose(0, 1))).transpose(0, 1), 4)
 
 
-def test_what_crosses_besides_the_activations_is_no_message_and_not_coded():
+def test_what_crosses_besides_activations_is_not_coded():
     """Whole numbers travel as they are; of an input that is only asked for its shape nothing but that crosses."""
 
     def scaled(model, x):

@@ -124,7 +124,7 @@ def test_what_each_stage_held_is_a_table_of_its_own(runs):
     assert "bp, K = 2, seed 0" not in rows
 
 
-def test_the_table_for_programs_has_the_best_loss_and_the_largest_memory(runs):
+def test_the_table_for_programs_has_best_loss_and_most_memory(runs):
     runs.add("adl", 2.0, 1.25, 1.5, name="loss")
     stages = [{"peak_memory_bytes": n, "peak_tensor_bytes": n - 1, "staleness_mean": 0.0} for n in (7, 9)]
     summary = {"validation_loss": 1.5, "epochs": EPOCHS, "updates": 9, "stages": stages}
@@ -192,6 +192,9 @@ def test_a_run_that_a_callback_ended_is_complete(runs):
     (runs.made[0] / "diverged.json").unlink()
     with (runs.made[0] / "metrics.jsonl").open("a") as file:  # with more patience, until it was killed
         file.write('{"name": "train/loss", "value": 1.0, "update": 9, "epoch": 1}\n')
+    assert runs.table()[1]["adl"][0] == "**1 of 1 unfinished**"
+    with (runs.made[0] / "metrics.jsonl").open("a") as file:  # in the middle of a line
+        file.write('{"name": "train/lo')
     assert runs.table()[1]["adl"][0] == "**1 of 1 unfinished**"
 
 

@@ -133,7 +133,7 @@ def test_events_name_warnings_restarts_and_skipped_updates(run, undrawn):
     assert "saved" not in page
 
 
-def test_events_of_several_processes_are_in_the_order_of_their_times(run, undrawn):
+def test_events_of_several_processes_are_in_order_of_time(run, undrawn):
     line = "2026-11-24 09:{}:17,810 {}\n"
     (run / "logs" / "rank0.log").write_text(line.format(44, "WARNING rank 0 warns last"))
     entries = line.format(42, "WARNING rank 1 warns") + line.format(43, "INFO resumed from update 8")

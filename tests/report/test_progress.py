@@ -62,7 +62,7 @@ def test_an_epoch_that_goes_on_counts_the_seconds_before(lines):
     assert " 4 images/s" in lines.getvalue().splitlines()[-1]
 
 
-def test_perplexity_is_that_of_the_mean_loss_and_skipped_updates_are_counted(lines):
+def test_perplexity_is_that_of_the_mean_loss(lines):
     progress = Progress(num_stages=1, out=lines)
     progress.begin(0, 1, 3)
     for update, value in enumerate((1.0, 3.0)):

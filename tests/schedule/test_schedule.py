@@ -521,7 +521,7 @@ def test_a_segment_holds_every_sample_once_with_weights_of_one(n, size, M):
 
 
 @pytest.mark.parametrize("done", range(12))
-def test_segments_end_where_checkpoints_are_planned_wherever_they_begin(done):
+def test_segments_end_at_planned_checkpoints_wherever_they_begin(done):
     """As after a run of fewer updates, which is made longer."""
     plan = Plan(
         epochs=1, max_updates=None, checkpoint_every_updates=5, num_samples=70, num_validation=0, micro_batch_size=3,

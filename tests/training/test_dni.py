@@ -180,7 +180,7 @@ def test_a_head_that_diverges_stops_the_run_by_name():
     assert not any(p.any() for p in network.parameters())
 
 
-def test_what_a_head_has_learned_in_a_broken_off_segment_is_forgotten():
+def test_what_a_head_learns_in_a_broken_off_segment_is_forgotten():
     """As in a rehearsal, before a run."""
     spec = TrainSpec(pipeline=Pipeline(method("dni"), 2), loss_fn=nn.MSELoss(), optimizer=torch.optim.Adam)
     network = build_gradient_network(method("dni"), (5,), num_classes=None, seed=0)

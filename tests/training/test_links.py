@@ -46,7 +46,7 @@ def test_links_that_cannot_be_read_are_refused_in_one_line(text, tmp_path, monke
         between(2, 2, tmp_path, 100.0, monkeypatch)
 
 
-def test_a_rank_that_fails_as_links_are_measured_is_told_to_the_others(monkeypatch):
+def test_a_rank_that_fails_at_its_links_is_named(monkeypatch):
     def fail(edges, rank, device):
         if rank == 1:
             raise ChannelError("the peer is gone")

@@ -98,7 +98,7 @@ def test_the_share_of_the_peak_counts_products_of_matrices(K):
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
     ],
 )
-def test_the_peak_of_another_device_or_of_a_part_of_one_is_not_taken(name, peak, monkeypatch):
+def test_the_peak_of_another_device_or_a_part_is_not_taken(name, peak, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     spec = SimpleNamespace(precision=SimpleNamespace(autocast=torch.bfloat16))
     assert peak_tflops(None, spec, torch.device("cuda")) == peak

@@ -302,6 +302,12 @@ def test_a_device_may_be_a_name_or_a_device_of_torchs(device):
     assert adl_dist.ProcessOptions(device=device).device == str(device).partition(":")[0]
 
 
+@pytest.mark.parametrize("threads", [0, -1, 2.5])
+def test_threads_are_a_whole_number_of_at_least_one(threads):
+    with pytest.raises(ConfigError, match=rf"runtime\.threads must be a whole number of at least 1, .* got {threads}"):
+        adl_dist.ProcessOptions(threads=threads)
+
+
 @pytest.mark.parametrize(
     ("device", "message"),
     [("cuda:1", "device=cuda:1: a process takes the GPU of its local rank, here cuda:0"), ("gpu", "expected 'cpu' or")],

@@ -2,17 +2,21 @@
 
 import functools
 import threading
+from collections import OrderedDict
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._pytree import register_pytree_node
 from torch.utils.data import TensorDataset
 
 import adl_dist
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.schedule import Pipeline
 from adl_dist.stage import Precision, TrainSpec, in_dtype
+from adl_dist.training.arguments import check_layers
 from adl_dist.training.options import PartitionSpec
 from adl_dist.training.partitioned_model import Measuring, PartitionedModel
 from adl_dist.training.trial import samples
@@ -158,6 +162,73 @@ def test_another_kind_of_targets_in_a_later_call_is_refused():
     pairs = [(x, (y, y)) for x, y in data()]
     with pytest.raises(ConfigError, match="targets of this call are one tensor, and were several in the first"):
         trainer.evaluate(pairs, batch_size=4)
+
+
+def test_classes_that_are_bools_are_refused():
+    with pytest.raises(ConfigError, match=r"the loss gets float32\[B, 5\] and bool\[B\] and fails on it: .* got Bool"):
+        fit(layer(), last(), train=data(target=torch.arange(16) > 7))
+
+
+@dataclass
+class Logits:
+    """An output that torch cannot look into."""
+
+    logits: torch.Tensor
+
+
+class Named(OrderedDict):
+    """A dictionary whose entries are attributes, too, as transformers' outputs are."""
+
+    def __getattr__(self, name):
+        return self[name]
+
+
+@dataclass
+class Scores(Named):
+    logits: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None
+
+    def __post_init__(self):
+        self.update({key: value for key, value in vars(self).items() if value is not None})
+
+
+register_pytree_node(
+    Scores, lambda one: ([*one.values()], [*one]), lambda v, keys: Scores(**dict(zip(keys, v, strict=True)))
+)
+
+
+class Returns(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.first, self.last, self.kind = layer(), last(), kind
+
+    def forward(self, x):
+        return self.kind(self.last(self.first(x)))
+
+
+@pytest.mark.parametrize("K", [1, 2])
+def test_an_output_that_cannot_be_looked_into_is_refused(K):
+    with pytest.raises(ConfigError, match="the model returns a Logits without a tensor that can be seen; expected"):
+        fit(Returns(Logits), K=K, loss_fn=lambda out, target: F.cross_entropy(out.logits, target))
+
+
+@pytest.mark.parametrize("K", [1, 2])
+def test_an_output_with_named_entries_keeps_its_class(K):
+    fit(Returns(Scores), K=K, loss_fn=lambda out, target: F.cross_entropy(out.logits, target))
+
+
+def test_a_unit_that_is_compiled_in_place_is_one_unit():
+    block = nn.Sequential(layer(), layer())
+    block.compile(backend="eager")
+    trainer = fit(layer(), block, last(), partition=PartitionSpec(granularity="layer", balance=[2, 1]))
+    assert len(trainer.full_state_dict()) == 8
+
+
+def test_layers_that_average_over_processes_are_refused():
+    model = nn.Sequential(layer(), nn.SyncBatchNorm(WIDTH))
+    with pytest.raises(ConfigError, match=r"'1' of the model is a SyncBatchNorm: .*; use BatchNorm"):
+        check_layers(model, distributed=True)
+    check_layers(model, distributed=False)
 
 
 def test_no_tensor_on_meta_shares_memory_with_all_others():

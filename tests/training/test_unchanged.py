@@ -1,6 +1,8 @@
 """Changes of model and loss that not all stages would see: by a callback, between two calls of fit, by a forward."""
 
 import functools
+from argparse import Namespace
+from types import MethodType
 
 import pytest
 import torch
@@ -39,6 +41,25 @@ class Root(nn.Module):
 
     def forward(self, x):
         return self.last(torch.tanh(self.second(torch.tanh(self.first(x.flatten(1)) / self.tau))))
+
+
+SHARED = {"scale": 1.0}
+
+
+class Annealed(nn.Module):
+    """Traced; computes with values that a schedule of the user's own might change."""
+
+    shift = 0.0
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(72, 6), nn.Linear(6, 6), nn.Linear(6, 5)
+        self.plain, self.options = torch.tensor(1.0), Namespace(scale=1.0)
+        self.register_buffer("warmth", torch.tensor(1.0))
+
+    def forward(self, x):
+        h = torch.tanh(self.second(torch.tanh(self.first(x.flatten(1)) / self.warmth * self.plain)))
+        return self.last(h * self.options.scale * SHARED["scale"] + self.shift)
 
 
 class Smoothed(nn.Module):
@@ -258,11 +279,19 @@ def test_reading_is_no_change():
 BETWEEN = [
     (chain, replaces, "'4'"), (Root, of_root, "'tau'"),
     (chain, lambda model, loss: setattr(model[3], "weight", model[5].weight), "'5.weight'"),
+    (Annealed, lambda model, loss: setattr(model, "warmth", torch.tensor(2.0)), "'warmth'"),
+    (Annealed, lambda model, loss: setattr(model, "plain", torch.tensor(2.0)), "'plain'"),
+    (Annealed, lambda model, loss: setattr(model.options, "scale", 2.0), "'options'"),
+    (Annealed, lambda model, loss: SHARED.update(scale=2.0), "'SHARED'"),
+    (Annealed, lambda model, loss: setattr(Annealed, "shift", 2.0), "'shift'"),
+    (Annealed, lambda model, loss: setattr(model, "forward", MethodType(Root.forward, model)), "'forward'"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("make", "change", "what"), BETWEEN)
-def test_a_cut_model_is_not_rebuilt_between_two_calls(make, change, what):
+def test_a_cut_model_is_not_rebuilt_between_two_calls(make, change, what, monkeypatch):
+    monkeypatch.setitem(SHARED, "scale", 1.0)
+    monkeypatch.setattr(Annealed, "shift", 0.0)
     model = make()
     trainer = toy_trainer(2, model=model, balance="even")
     fit(trainer)

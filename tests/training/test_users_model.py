@@ -9,6 +9,7 @@ from torch import nn
 import adl_dist
 from adl_dist.errors import DivergedError
 from tests.support.commands import assert_same
+from tests.support.runs import toy_trainer
 from tests.support.toys import FixedImages
 from tests.support.values import SILENT, values
 
@@ -101,3 +102,45 @@ def test_fit_twice_trains_the_same_objects_on():
     fit(trainer, FixedImages(32), epochs=1)
     assert not any(torch.equal(once[name], p) for name, p in model.named_parameters())
     assert_whole(model, trainer)
+
+
+class WithDropout(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Sequential(nn.Flatten(), nn.Linear(72, 6)), nn.Linear(6, 5)
+
+    def forward(self, x):
+        return self.second(nn.functional.dropout(self.first(x).tanh(), 0.5, self.training))
+
+
+@pytest.mark.parametrize("K", [1, 2])
+def test_modules_are_in_the_modes_in_which_they_were(K):
+    model = WithDropout()
+    model.first.eval()
+    trainer = toy_trainer(K, 1, "bp", model=model, balance="even")
+    before = {name: module.training for name, module in model.named_modules()}
+    trainer.fit(FixedImages(4), epochs=1, batch_size=4, val_dataset=FixedImages(4), monitoring=SILENT)
+    assert {name: module.training for name, module in model.named_modules()} == before
+    trainer.evaluate(FixedImages(4), batch_size=4)
+    assert {name: module.training for name, module in model.named_modules()} == before
+
+
+def test_one_stage_gives_the_modules_that_were_put_into_it():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(72, 6), nn.Linear(6, 5))
+    trainer = toy_trainer(1, 1, "bp", model=model)
+    trainer.fit(FixedImages(4), epochs=1, batch_size=4, monitoring=SILENT)
+    model[2] = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5))
+    trainer.fit(FixedImages(4), epochs=1, batch_size=4, monitoring=SILENT)
+    assert_same(trainer.full_state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("K", [1, 2])
+def test_parameters_that_an_optimizer_leaves_out_are_told(K, capsys):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(72, 6), nn.Linear(6, 5))
+    optimizer = lambda parameters: torch.optim.SGD(list(parameters)[:1], lr=0.1)  # noqa: E731
+    balance = [2, 1] if K == 2 else "even"
+    trainer = toy_trainer(K, 1, "bp", model=model, balance=balance, optimizer=optimizer)
+    trainer.fit(FixedImages(4), epochs=1, batch_size=4, monitoring=SILENT)
+    told = capsys.readouterr().err
+    left = ["1.bias, 2.weight, 2.bias"] if K == 1 else ["1.bias", "2.bias"]
+    assert [line.partition(" in no group")[0].rpartition(": ")[2] for line in told.splitlines()] == left

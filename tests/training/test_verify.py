@@ -397,7 +397,7 @@ def test_a_layer_that_is_trained_only_later_needs_a_new_trainer(K):
 
 
 @pytest.mark.parametrize(("K", "method"), [(3, "adl"), (1, "2bw")])
-def test_a_block_recomputes_right_also_with_targets_of_another_kind(K, method):
+def test_a_block_recomputes_right_with_other_targets(K, method):
     """Which are tried out when they come, without a look at who recomputes."""
     states = []
     for recomputes in (False, True):

@@ -327,14 +327,19 @@ class StageChain:
 
     def _loss(self, k: int, out: Any, target: Batch) -> Tensor:
         outs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if not outs:
+            raise ConfigError(
+                f"the model returns a {type(out).__name__} without a tensor that can be seen; expected a tensor, or "
+                "tuples, lists and dictionaries of tensors"
+            )
         specs = [TensorSpec.of(leaf) if leaf.ndim else "a number" for leaf in outs]
         self._targets.append(tuple(map(TensorSpec.of, tensors_of(target))))
         got = ", ".join(map(str, specs)) + " and " + ", ".join(map(str, self._targets[-1]))
-        self._num_classes = outs[0].shape[1] if outs and outs[0].ndim == 2 else None
+        self._num_classes = outs[0].shape[1] if outs[0].ndim == 2 else None
         classes = class_loss(self._loss_fn)
         dim = 1 if classes is None else classes.dim
-        self._num_outputs = outs[0].shape[dim] if outs and outs[0].ndim > 1 else None
-        target = target.to(outs[0].device if outs else self._device)
+        self._num_outputs = outs[0].shape[dim] if outs[0].ndim > 1 else None
+        target = target.to(outs[0].device)
         if (
             isinstance(target, Tensor)
             and classes is not None
@@ -342,7 +347,7 @@ class StageChain:
             and not target.is_floating_point()
         ):
             # One out of range ends a GPU's process; the loader names the micro-batch.
-            known = target.clamp(0, self._num_outputs - 1)
+            known = target.clamp(0, self._num_outputs - 1).to(target.dtype)  # of bool it would be int64
             target = torch.where(as_classes(target) == classes.ignore_index, target, known)
         if torch.is_grad_enabled() and self._accumulates and len(self._outputs) < 2:
             held = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, out)
