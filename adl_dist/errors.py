@@ -110,4 +110,10 @@ def describe(error: BaseException) -> str:
 
 def in_one_line(error: BaseException) -> str:
     """Return the type and the text of an error."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
+def text_of(error: BaseException) -> str:
+    """Return the text of an error without its line breaks; if it has none, its type."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -18,7 +18,7 @@ WITHOUT_MEMORY = [
     "error", WITHOUT_MEMORY, ids=[type(error).__name__ + str(error)[:9] for error in WITHOUT_MEMORY]
 )
 def test_what_needs_less_memory_is_told_where_there_is_none_left(error):
-    assert describe(error).startswith(f"no memory left: {type(error).__name__}: ")
+    assert describe(error).startswith(f"no memory left: {type(error).__name__}")
     assert "method.accumulation_steps" in describe(error)
 
 

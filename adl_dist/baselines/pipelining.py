@@ -99,7 +99,7 @@ def train_stages(
     with_loss = next(r for r in range(num_ranks) if last in stages_of(schedule, r, num_ranks, num_stages))
     # Targets stay on the CPU. A group of all ranks, of which two use it: next to NCCL those that are no members of a
     # smaller one would split the default group, and wait for the members for ever (older torch).
-    targets: Any = dist.new_group(backend="gloo") if with_loss else None
+    targets: Any = dist.new_group(backend="gloo") if with_loss != 0 else None
     bordered = {k: Bordered(m, channels_last=channels_last, overwrites=overwrites[k]) for k, m in modules.items()}
     stages = [PipelineStage(module, k, num_stages, training.device) for k, module in bordered.items()]
     make, own = (ONE_STAGE[schedule], stages[0]) if schedule in ONE_STAGE else (SEVERAL_STAGES[schedule], stages)

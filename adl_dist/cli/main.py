@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from adl_dist import __version__
 from adl_dist.distributed.parent_process import end_with_launcher, end_with_torchrun
-from adl_dist.errors import AdlError, ConfigError, Exit, describe, place_of
+from adl_dist.errors import AdlError, ConfigError, Exit, describe, place_of, text_of
 
 USAGE = """\
 adl-dist COMMAND [KEY=VALUE ...]
@@ -186,7 +186,7 @@ def _run(command_line: list[str]) -> int:
         return 0
     except AdlError as error:
         logger.error("%s\n%s", error, traceback.format_exc())
-        _print_error(" ".join(str(error).split()), kind="error: ")
+        _print_error(text_of(error), kind="error: ")
         return error.exit_code
     except KeyboardInterrupt:
         way_on = "; the same command resumes from the last checkpoint, if there is one" if name == "train" else ""

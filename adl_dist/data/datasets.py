@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from adl_dist.data.small_images import SmallImages
-from adl_dist.errors import ConfigError, DataError
+from adl_dist.errors import ConfigError, DataError, text_of
 from adl_dist.seeds import stream_seed
 
 MOST_KEPT = 64  # patterns of made-up images, in the size of the images
@@ -96,7 +96,7 @@ def _cifar(kind: Any, name: str, statistics: Statistics, *, root: str, augment: 
     except (OSError, RuntimeError, HTTPException) as error:
         if download:
             raise DataError(
-                f"{name} could not be downloaded to {folder}: {one_line(error)}; check network and disk, or {by_hand}"
+                f"{name} could not be downloaded to {folder}: {text_of(error)}; check network and disk, or {by_hand}"
             ) from error
         state = "files are missing or damaged" if (folder / kind.base_folder).is_dir() else "nothing was found"
         raise DataError(
@@ -117,11 +117,6 @@ def _alone_in(folder: Path) -> Iterator[None]:
     with (folder / ".download.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
         yield
-
-
-def one_line(error: BaseException) -> str:
-    """Return the message of ``error`` without its line breaks."""
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def imagefolder(
@@ -223,7 +218,7 @@ def _open(
             resize, geometry = None, [v2.RandomResizedCrop(image_size), v2.RandomHorizontalFlip()]
         dataset = ImageFolder(str(train), transform(statistics, geometry), loader=_Reader(resize, cache=cache))
     except FileNotFoundError as error:
-        raise DataError(f"{folder}: expected images in one folder for each class: {one_line(error)}") from error
+        raise DataError(f"{folder}: expected images in one folder for each class: {text_of(error)}") from error
     num_found = len(dataset.classes)
     if num_classes is not None and num_found != num_classes:
         raise DataError(
@@ -281,7 +276,7 @@ class _Reader:
             image = default_loader(path)
         except (OSError, SyntaxError, ValueError) as error:  # what PIL raises depends on the format and the damage
             raise DataError(
-                f"{path}: expected an image, but it cannot be read ({one_line(error)}); replace or remove the file"
+                f"{path}: expected an image, but it cannot be read ({text_of(error)}); replace or remove the file"
             ) from error
         image = image if self._resize is None else self._resize(image)
         if self._cache:

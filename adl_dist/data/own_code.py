@@ -4,7 +4,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from adl_dist.errors import DataError, place_of
+from adl_dist.errors import DataError, in_one_line, place_of
 
 
 @contextmanager
@@ -15,7 +15,7 @@ def own_code(what: str) -> Iterator[None]:
     except DataError:
         raise
     except (Exception, SystemExit) as error:  # it can raise anything
-        raised = " ".join(f"{type(error).__name__}: {error}".split())
+        raised = in_one_line(error)
         refusal = DataError(f"{what} raised {raised}{place_of(error)}")
         if isinstance(error, OSError | MemoryError) and not isinstance(error, FileNotFoundError | PermissionError):
             refusal.exit_code = 1  # a disk or a server that may be there again when the run is restarted

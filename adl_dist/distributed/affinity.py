@@ -49,9 +49,9 @@ def num_cores() -> int:
     return len(cores_here()) or os.cpu_count() or 1
 
 
-def default_threads(num_stages: int) -> int:
-    """Return the threads of each of ``num_stages`` processes that share this one's cores evenly."""
-    return max(1, num_cores() // num_stages)
+def default_threads(num_processes: int) -> int:
+    """Return the threads of each of ``num_processes`` that share this one's cores evenly."""
+    return max(1, num_cores() // num_processes)
 
 
 def cores_here() -> list[int]:
@@ -62,7 +62,7 @@ def cores_here() -> list[int]:
 def own_cores(of_ranks: Sequence[Sequence[int]], local_rank: int) -> list[int] | None:
     """Return the share of the process ``local_rank`` of a node.
 
-    ``of_ranks`` are the cores that each process of the node may use. None: somebody else has given them their cores
+    ``of_ranks`` are the cores that each process of the node may use. None: their launcher has given them their cores
     already, or there is not one for each.
     """
     cores, size = list(of_ranks[local_rank]), len(of_ranks)

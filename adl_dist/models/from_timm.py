@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from adl_dist.errors import ConfigError
+from adl_dist.errors import ConfigError, in_one_line
 
 
 def timm_model(name: str, num_classes: int = 1000, *, download: bool = False, **options: Any) -> nn.Module:
@@ -43,5 +43,4 @@ def timm_model(name: str, num_classes: int = 1000, *, download: bool = False, **
         return timm.create_model(name, pretrained=download, num_classes=num_classes, **options)
     except Exception as error:  # timm's own code can raise anything
         arguments = ", ".join(f"model.{key}={value}" for key, value in {"download": download, **options}.items())
-        why = " ".join(str(error).split())[:200]
-        raise ConfigError(f"timm's {name} refuses {arguments}: {type(error).__name__}: {why}") from error
+        raise ConfigError(f"timm's {name} refuses {arguments}: {in_one_line(error)[:200]}") from error

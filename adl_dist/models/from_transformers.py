@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adl_dist.errors import ConfigError
+from adl_dist.errors import ConfigError, in_one_line
 
 _TEXT = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 # For each task the class that finds the network of a configuration, and the inputs that its network may take.
@@ -90,7 +90,7 @@ def build(config: Any, task: str, *, weights: str | None = None, download: bool 
             _tell_missing(weights, sorted(found["missing_keys"]))
     except Exception as error:  # the library's own code can raise anything
         where = f"weights of {weights}" if weights is not None else "configuration"
-        raise ConfigError(f"{kind.__name__} refuses the {where}: {_one_line(error)}") from error
+        raise ConfigError(f"{kind.__name__} refuses the {where}: {in_one_line(error)[:200]}") from error
     return _logits_only(model.train(), TASKS[task][1])
 
 
@@ -135,7 +135,9 @@ def read_config(config: str, *, download: bool = False, options: dict[str, Any] 
         entries, _ = transformers.PreTrainedConfig.get_config_dict(config, local_files_only=not download)
     except Exception as error:
         if path.is_dir():
-            raise ConfigError(f"model.config={config}/config.json cannot be read: {_one_line(error)}") from error
+            raise ConfigError(
+                f"model.config={config}/config.json cannot be read: {in_one_line(error)[:200]}"
+            ) from error
         way_out = "" if download else "; give a folder, or model.download=true, which looks it up in the hub"
         raise ConfigError(
             f"model.config={config} is no folder, and not in the local cache of the hub{way_out}"
@@ -161,7 +163,7 @@ def read_config(config: str, *, download: bool = False, options: dict[str, Any] 
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"model.config={config}: transformers refuses it: {_one_line(error)}") from error
+        raise ConfigError(f"model.config={config}: transformers refuses it: {in_one_line(error)[:200]}") from error
 
 
 def find_layers(model: nn.Module) -> str | None:
@@ -263,7 +265,3 @@ def _logits_only(model: Any, inputs: tuple[str, ...]) -> nn.Module:
 
 def _has(transformers: Any, auto: str, config: Any) -> bool:
     return type(config) in getattr(transformers, auto)._model_mapping
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

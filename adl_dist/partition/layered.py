@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from adl_dist.batch import Batch, Layout, call, layout_of
-from adl_dist.errors import PartitionError
+from adl_dist.errors import PartitionError, in_one_line
 from adl_dist.partition.module_state import modes_kept
 from adl_dist.partition.ran import Samples, run
 
@@ -116,9 +116,8 @@ def _watched(model: nn.Module, watch: "_Watch", sample: Batch) -> None:
     except PartitionError:
         raise
     except Exception as error:  # the model's own code can raise anything
-        why = " ".join(str(error).split())
         raise PartitionError(
-            f"{type(model).__name__} fails on a batch of the data: {type(error).__name__}: {why[:200]}"
+            f"{type(model).__name__} fails on a batch of the data: {in_one_line(error)[:200]}"
         ) from error
     watch.check_end()
 

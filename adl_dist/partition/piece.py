@@ -31,10 +31,7 @@ class StageModule(nn.Module):
         vars(self)[_NAMES] = list(unit_names)
 
 
-_NAMES, _OWN = (
-    "units of the stage",
-    "of the stage",
-)  # where they are kept: no attribute of a user's module has such names
+_NAMES, _OWN = "units of the stage", "of the stage"  # attributes; no module of a user has any of such names
 
 
 @dataclass(frozen=True)

@@ -55,9 +55,9 @@ _UNTRACEABLE = "{} cannot be traced, so where it can be cut is not known: "
 def symbolic(
     model: nn.Module, *, granularity: str, samples: Samples | None, like: Values | None = None, varies: bool = False
 ) -> tuple[fx.Graph, Values | None]:
-    """Return the operations of ``model`` in its present mode, with a placeholder for each tensor of its input.
+    """Return the operations of ``model`` in its present mode, and the values of its nodes.
 
-    And the values of its nodes.
+    A placeholder stands for each tensor of its input.
 
     There are values only with ``samples``; see :func:`trace.read`. ``like``: those of the other mode.
     ``varies``: the graph checks what the forward decides by sizes.
@@ -134,7 +134,7 @@ class _Tracer(fx.Tracer):
         self._with_gradient, self._around = torch.is_grad_enabled(), _surroundings()
         self.where = ""  # the innermost module whose forward could not be read
         self.refusal: Exception | None = None  # the first, which the forward may catch
-        self.has_failed: BaseException | None = None  # of the forward itself, when it ran on a sample
+        self.failure: BaseException | None = None  # of the forward itself, when it ran on a sample
         self._held: dict[str, Held] = {}
         self.is_paused = False  # while parts of the model run as they are, and nothing is read
         self.notes_decisions = False  # whether what is asked about sizes is asked again whenever the graph runs
@@ -264,7 +264,7 @@ class _Tracer(fx.Tracer):
                 with self.paused():
                     self.values.compute(node)
             except Exception as error:
-                self.has_failed = error
+                self.failure = error
                 self.graph.erase_node(node)
                 raise
         return node
@@ -308,7 +308,7 @@ def _refused(model: nn.Module, tracer: _Tracer, error: Exception) -> PartitionEr
     # Python's own words where it wants a whole number, as range() does.
     text = str(error).replace("'StandIn' object", "a value that is not the same for every batch")
     why = shorten(text, 200, placeholder=" ...")
-    if error is tracer.has_failed:
+    if error is tracer.failure:
         return _FailedError(f"{line}: {type(error).__name__}: {why}", tracer.where)
     return UntraceableError(f"{_UNTRACEABLE.format(type(model).__name__)}{line}: {why}", tracer.where)
 

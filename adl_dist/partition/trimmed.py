@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from adl_dist.batch import Batch, Layout, Several, call, tensors_of
-from adl_dist.errors import PartitionError
+from adl_dist.errors import PartitionError, in_one_line
 from adl_dist.partition.layered import HERE, Anatomy, Result, Shape
 from adl_dist.partition.module_state import modes_kept, state_kept
 from adl_dist.partition.nodes import ABOUT_TENSORS
@@ -320,7 +320,7 @@ def travelling(model: nn.Module, anatomy: Anatomy, units: Sequence[str], sample:
                 with torch.no_grad(), following:
                     out = stage((hidden, *inputs))
             except Exception as error:  # the model's own code can raise anything
-                why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+                why = in_one_line(error)[:200]
                 raise PartitionError(
                     f"{refused}without the modules that it calls before them its forward fails ({why}); use "
                     "partition.num_stages=1"

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from adl_dist.errors import CallbackError, ConfigError, place_of
+from adl_dist.errors import CallbackError, ConfigError, in_one_line, place_of, text_of
 from adl_dist.report.goal import Goal
 
 EVENTS = ("on_start", "on_update", "on_epoch", "on_checkpoint", "on_end")
@@ -236,9 +236,8 @@ class Callbacks:
             self.on_interrupt(f"KeyboardInterrupt in {_name(one)}.{event}")
         except Exception as error:  # the user's own code
             logger.error("callback %s.%s failed", _name(one), event, exc_info=error)
-            said = " ".join(str(error).split())
-            if not isinstance(error, ConfigError):
-                said = f"{type(error).__name__}: {said}{place_of(error)}"
+            is_told = isinstance(error, ConfigError)
+            said = text_of(error) if is_told else f"{in_one_line(error)}{place_of(error)}"
             raise CallbackError(
                 f"callback {_name(one)}.{event} fails at update {update}: {said}; the last checkpoint is kept"
             ) from error

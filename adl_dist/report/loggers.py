@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from adl_dist.errors import ConfigError
+from adl_dist.errors import ConfigError, in_one_line
 from adl_dist.report.warning import warn
 
 EXPERIMENT = "adl_dist"
@@ -179,9 +179,8 @@ class Loggers:
                 if isinstance(made, TensorBoard) and isinstance(error, OSError):
                     warn(f"logger {name} cannot start ({error.strerror or error}); the run continues without it")
                     continue
-                said = " ".join(str(error).split())
                 raise ConfigError(
-                    f"logger {name} cannot start: {type(error).__name__}: {said}; correct what it names, or take it "
+                    f"logger {name} cannot start: {in_one_line(error)}; correct what it names, or take it "
                     "from runtime.loggers"
                 ) from error
             self._running.append((name, made))

@@ -56,9 +56,7 @@ class MethodSpec:
     flush: bool = False  # whether the pipeline is emptied after each group, so that nothing is stale
     last_in_first_out: bool = False  # whether a group's backwards run in reverse
     forward_lock: bool = False  # whether no stage continues before its micro-batch has passed all stages
-    splits: bool = (
-        False  # whether a backward is in two parts, the second one as late everywhere as the first on stage 0
-    )
+    splits: bool = False  # whether a backward is in two parts, the second as late everywhere as the first on stage 0
     local_losses: bool = False  # whether each stage learns from its own loss instead of a gradient from downstream
     predicts_gradients: bool = False  # whether each stage learns from a prediction of the gradient from downstream
     options: Sequence[str] = CLOCKED  # the fields of ``Method`` that mean something to it

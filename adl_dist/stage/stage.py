@@ -552,14 +552,7 @@ class Stage:
             return self._returns.take_apart(out, f"stage {self.index}")
         if isinstance(out, Tensor):
             return (out,)
-        outs = unpacked(out)
-        for found in outs:
-            if not isinstance(found, Tensor):
-                raise PartitionError(
-                    f"stage {self.index}: its module returned a {type(found).__name__} in the place of a tensor; what "
-                    "crosses a cut must have the same containers for every micro-batch: cut elsewhere"
-                )
-        return outs
+        return unpacked(out)
 
     def _grad_edges_of(self, outs: Tensors, micro_batch: int) -> GradEdges:
         """Return where the backward of ``outs`` starts; the tensors themselves are free once they have been sent."""

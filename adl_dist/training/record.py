@@ -7,7 +7,7 @@ import torch
 
 from adl_dist.batch import tensors_of
 from adl_dist.engine import StageContext
-from adl_dist.errors import ConfigError
+from adl_dist.errors import ConfigError, text_of
 from adl_dist.partition.module_state import ModuleState
 from adl_dist.partition.state_walk import TENSORS
 from adl_dist.stage import TrainSpec
@@ -66,8 +66,9 @@ def record_graphs(
                 for stage in stages.values():
                     stage.record(recorder)
         except RuntimeError as error:  # what CUDA does not allow, or has no memory for
-            said = " ".join(str(error).split())
-            raise ConfigError(f"runtime.cuda_graphs: the stages cannot be recorded: {said}; {WAY_OUT}") from error
+            raise ConfigError(
+                f"runtime.cuda_graphs: the stages cannot be recorded: {text_of(error)}; {WAY_OUT}"
+            ) from error
         for stage in stages.values():
             stage.is_recorded()
     for stage in stages.values():  # which are as they were before

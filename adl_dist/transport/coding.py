@@ -220,7 +220,7 @@ def _signs(device: torch.device) -> Tensor:
 
 
 class Coder:
-    """Codes the messages of one edge, and keeps what that has left out.
+    """Codes the messages of one edge, and measures what that leaves out.
 
     Attributes:
         errors: (squared error, squared length), float64[2], of some messages of the segment, on the device of each.

@@ -28,7 +28,7 @@ from adl_dist.cli.subprocesses import POLL_SECONDS, Child, end_all, how_it_ended
 from adl_dist.cli.sweep.request import Job, Sweep, naming
 from adl_dist.distributed.affinity import num_cores
 from adl_dist.distributed.device import check_device
-from adl_dist.errors import ConfigError
+from adl_dist.errors import ConfigError, text_of
 from adl_dist.partition import checked_sizes, even_sizes
 from adl_dist.report import say
 from adl_dist.report.comparison import write_comparison
@@ -206,7 +206,7 @@ def _submit(jobs: Sequence[Job], sweep: Sweep) -> str:
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(readable(error, sweep.launcher)) from error
     except Exception as error:  # a launcher raises the first failure of a job, or the error of its cluster
-        message = " ".join(str(error).split())
+        message = text_of(error)
         if all(job_status(job) == "unfinished" for job in jobs):
             raise ConfigError(f"{sweep.launcher[0]} has brought none of the runs to an end: {message}") from error
         return message

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
-from adl_dist.errors import AdlError, ConfigError
+from adl_dist.errors import AdlError, ConfigError, in_one_line
 from adl_dist.report.loggers import tag_of
 from adl_dist.report.logs import Entry, read_logs
 from adl_dist.report.recorder import METRICS
@@ -99,8 +99,7 @@ def _tried(run: Recorded, path: Path, read: Callable[[Path], T]) -> T | None:
     try:
         return read(path)
     except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, yaml.YAMLError, AdlError) as error:
-        reason = " ".join(str(error).split())
-        run.problems.append(f"{path.name} cannot be used ({type(error).__name__}: {reason[:200]})")
+        run.problems.append(f"{path.name} cannot be used ({in_one_line(error)[:200]})")
         return None
 
 
