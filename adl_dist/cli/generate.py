@@ -38,9 +38,8 @@ def generate(arguments: Sequence[str]) -> None:
     verify(path, signature(model))
     load_weights(path, model, ema=ema)
     in_dtype(model, instantiate.precision(config).dtype)
-    num_kinds = min(vocabulary.size, config.model.get("vocab_size", vocabulary.size))
     new = generation.generate(
-        model, prompt, max_tokens=max_tokens, context=config.data["context"], num_kinds=num_kinds,
+        model, prompt, max_tokens=max_tokens, context=config.data["context"], num_kinds=vocabulary.size,
         temperature=temperature, top_k=top_k, seed=seed,
     )  # fmt: skip
     say(vocabulary.decode([*prompt, *new]))

@@ -67,7 +67,6 @@ def copied(model: nn.Module, pieces: Sequence[nn.Module]) -> TiedCopies:
 
 def _give_copy(piece: nn.Module, k: int, name: str, parameter: nn.Parameter) -> None:
     twin = _twin(parameter, name)
-    twin.grad = None
     replace_parameter(piece, parameter, twin)
     for place, tensor in tensors_reached(piece):
         if memory_of(tensor) == memory_of(parameter):
