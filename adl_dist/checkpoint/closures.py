@@ -56,16 +56,24 @@ def hooks_of(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
 
 
 def places(name: str, function: Any, seen: set[int] | None = None) -> Iterator[tuple[str, Place]]:
-    """Yield the places of what ``function`` keeps, by names that begin with its own."""
-    seen = set() if seen is None else seen
+    """Yield the places of what ``function`` keeps, by names that begin with its own; no two have the same."""
+    taken = set[str]()
+    for full, place in _places(name, function, set() if seen is None else seen):
+        while full in taken:  # a variable of the closure and an attribute of the function, for example
+            full += "'"
+        taken.add(full)
+        yield full, place
+
+
+def _places(name: str, function: Any, seen: set[int]) -> Iterator[tuple[str, Place]]:
     if id(function) in seen or isinstance(function, Optimizer | nn.Module | type):
         return
     seen.add(id(function))
     if isinstance(function, MethodType):
-        yield from places(name, function.__self__, seen)
-        yield from places(name, function.__func__, seen)
+        yield from _places(name, function.__self__, seen)
+        yield from _places(name, function.__func__, seen)
     elif isinstance(function, partial):
-        yield from places(name, function.func, seen)
+        yield from _places(name, function.func, seen)
         for number, value in enumerate(function.args):
             yield from _of_value(f"{name}[{number}]", value, (function.args, number), seen)
         for key, value in function.keywords.items():
@@ -129,7 +137,7 @@ def _slots(owner: type) -> list[str]:
 
 def _of_value(name: str, value: Any, place: Place, seen: set[int]) -> Iterator[tuple[str, Place]]:
     if isinstance(value, FunctionType | MethodType | partial):
-        yield from places(name, value, seen)
+        yield from _places(name, value, seen)
     else:
         yield name, place
 

@@ -21,7 +21,7 @@ from adl_dist.errors import ChannelError, ConfigError, StageFailed
 # Keys of what rank 0 alone knows: a cut that it has measured, in the plain memory format and in channels_last, of which
 # it may try both; and the run's length.
 SIZES, LENGTH = ("sizes", "sizes, channels_last"), "length"
-# Begin the keys of what each rank has made, and of what it has measured of links.
+# These begin the keys of what each rank has made, and of what it has measured of links.
 MADE, MEASURED = "made", "links"
 SAMPLES = "samples"  # the key of what rank 0 has taken from the data
 ROUNDS = "given", "found"  # of :func:`check_consistent`
@@ -144,7 +144,7 @@ def reaching(rank: int) -> Iterator[None]:
         yield
     except RuntimeError as error:
         text = (
-            f"no word from rank {rank} at start-up: its own log, logs/rank{rank}.log, says why, or it has not made the "
-            "same call, which every rank must make, also where rank 0 alone saves or shows the result"
+            f"no word from rank {rank}: its own log, logs/rank{rank}.log, says why, or it has not made the same call; "
+            "every rank must make it, also if rank 0 alone saves the result"
         )
         raise ChannelError(text) from error

@@ -383,10 +383,11 @@ def schedule_learning_rates(
         if learner.optimizer is None:
             continue
         held = {id(p) for group in learner.optimizer.param_groups for p in group["params"]}
-        if left := [name for name, p in learner.named_parameters() if p.requires_grad and id(p) not in held]:
+        left = [name for name, p in learner.named_parameters() if p.requires_grad and id(p) not in held]
+        if left and plan.epochs:  # there is a training
             warn(
-                f"{learner.where}: {', '.join(left[:3])}{' ..' * (len(left) > 3)} in no group of the optimizer, so not "
-                "trained; requires_grad=False says that it is meant. An optimizer gets the parameters of its stage"
+                f"{learner.where}: {', '.join(left[:3])}{' ..' * (len(left) > 3)} are in no group of the optimizer and "
+                "are not trained; set requires_grad=False if that is meant. An optimizer gets those of its stage"
             )
         made.append({"optimizer": described_optimizer(learner.optimizer)})
         if spec.lr_schedule is None:

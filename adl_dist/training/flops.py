@@ -10,7 +10,12 @@ from adl_dist.training.trial.samples import Samples
 from adl_dist.training.trial.snapshot import restored_after
 
 # Dense, of bfloat16 with sums in float32, in 1e12 operations per second, as the maker's data sheets say.
-PEAK_TFLOPS = {"NVIDIA A100": 312.0, "NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H200": 989.4}
+PEAK_TFLOPS = {
+    "NVIDIA A100": 312.0,
+    "NVIDIA A100 80GB PCIe": 312.0,
+    "NVIDIA H100 80GB HBM3": 989.4,
+    "NVIDIA H200": 989.4,
+}
 
 
 def peak_tflops(given: float | None, spec: TrainSpec, device: torch.device) -> float | None:
@@ -18,7 +23,9 @@ def peak_tflops(given: float | None, spec: TrainSpec, device: torch.device) -> f
     if given is not None or device.type != "cuda" or spec.precision.autocast is not torch.bfloat16:
         return given
     name = torch.cuda.get_device_name(device)
-    # What follows a hyphen changes nothing; a space begins the name of another device, or of a part of one.
+    # What follows a hyphen is form and memory; a space begins the name of another device.
+    if " MIG " in name:  # a part of one
+        return None
     return next((peak for known, peak in PEAK_TFLOPS.items() if name == known or name.startswith(f"{known}-")), None)
 
 

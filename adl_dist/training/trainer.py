@@ -303,8 +303,8 @@ class Trainer:
                     record_delays(folder.path, worker.pipeline.nominal_delays)
         if self._spec.ema is not None:
             self._averages = [average for stage in worker.stages for average in stage.averages]
-        done = contextlib.nullcontext() if folder is None else contextlib.closing(folder)
-        with self._modes_kept(), contextlib.closing(worker), done:
+        closing_folder = contextlib.nullcontext() if folder is None else contextlib.closing(folder)
+        with self._modes_kept(), contextlib.closing(worker), closing_folder:
             saving = self._saving(world, folder, known_by, resume, outputs, made)
             worker.wants_timeline = folder is not None and outputs.monitoring.report
             summary = self._train(running, worker, plan, saving, outputs)
@@ -427,7 +427,8 @@ class Trainer:
     @contextlib.contextmanager
     def _modes_kept(self) -> Iterator[None]:
         """Leave the user's modules in the modes in which they were found: stages switch those that they hold."""
-        kept = [(to, module.training) for to in self._modules if (module := to()) is not None]
+        parts = [ref(module) for part in self._partitioned.modules.values() for module in part.modules()]
+        kept = [(to, module.training) for to in (*self._modules, *parts) if (module := to()) is not None]
         try:
             yield
         finally:

@@ -1,10 +1,11 @@
 """What the user's code must leave as it is once the model is cut: not all stages would see a change, or none."""
 
+import dis
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from functools import partial
-from types import FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -99,7 +100,7 @@ class Unchanged:
             if (used := self._traced.get(name)) is None:
                 continue
             held = {**_read_by(type(module)), **vars(module), **module._buffers}
-            seen[name] = {key: _look_once(held[key]) for key in used & held.keys() if not key.startswith("_")}
+            seen[name] = {key: _look_once(held[key], used) for key in used & held.keys() if not key.startswith("_")}
             own = vars(module).get("forward")
             seen[name]["forward"] = id(getattr(own, "__func__", own)) if own is not None else None
         return seen
@@ -119,7 +120,7 @@ def _read_by(kind: type) -> dict[str, Any]:
     for owner in reversed([owner for owner in kind.__mro__ if not is_of_a_library(owner)]):
         for function in [value for value in vars(owner).values() if isinstance(value, FunctionType)]:
             known = function.__globals__
-            held |= {key: known[key] for key in function.__code__.co_names if key in known}
+            held |= {key: known[key] for key in _globals_in(function.__code__) if key in known}
         held |= {key: value for key, value in vars(owner).items() if not hasattr(value, "__get__")}
     return {key: value for key, value in held.items() if not callable(value) and not isinstance(value, ModuleType)}
 
@@ -190,9 +191,24 @@ def _look(value: Any) -> Any:
     return look(value, DEPTH)
 
 
-def _look_once(value: Any) -> Any:
-    """Return what is equal for the same value, of a tensor only which it is: a forward that is read writes in place."""
-    return id(value) if isinstance(value, Tensor) else _look(value)
+def _globals_in(code: CodeType) -> Iterator[str]:
+    """Yield the names of the global variables that ``code`` reads, not those of attributes and methods."""
+    yield from (step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL")
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _globals_in(inner)
+
+
+def _look_once(value: Any, used: Set[str]) -> Any:
+    """Return what is equal for the same value, as far as code that names ``used`` can see it.
+
+    Of a tensor which it is: a forward that is read writes in place. A script's arguments hold much besides.
+    """
+    if isinstance(value, Tensor):
+        return id(value)
+    if isinstance(value, Namespace | SimpleNamespace):
+        return id(value), {key: _look(one) for key, one in vars(value).items() if key in used}
+    return _look(value)
 
 
 def _first_unlike(before: Seen, now: Seen) -> str | None:

@@ -139,7 +139,23 @@ class HookThatIsAFunction(Own):
         self.register_step_post_hook(hook)
 
 
+class HookWithTwoOfOneName(Own):
+    """A variable of the closure, and an attribute of the function."""
+
+    def prepare(self):
+        count = 0
+
+        def hook(optimizer, args, kwargs):
+            nonlocal count
+            count, hook.count = count + 1, hook.count + 3
+            shrink(optimizer, count + hook.count)
+
+        hook.count = 0
+        self.register_step_post_hook(hook)
+
+
 OPTIMIZERS = {
+    "two of one name": HookWithTwoOfOneName,
     "slots of a hook": HookWithSlots,
     "attributes of a function": HookThatIsAFunction,
     "counters in groups": CountsInGroups,

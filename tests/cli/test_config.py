@@ -296,3 +296,17 @@ def test_the_wheel_carries_and_composes_the_configuration(tmp_path):
     code = "from adl_dist.cli.config.compose import *; print(config_folder(), compose_run([])[0].run_dir)"
     done = as_command(sys.executable, "-P", "-c", code, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "site")})
     assert done.out.split() == [str(tmp_path / "site/adl_dist/conf"), "runs/digits-resnet8-adl-k2-m4-seed0"]
+
+
+@pytest.mark.parametrize(
+    ("words", "seconds"),
+    [
+        (["runtime.abort_seconds=90"], 90),
+        (["runtime.abort_seconds=90.5"], 90.5),
+        (["runtime.abort_seconds=null"], None),
+        (["runtime.stall_seconds=900"], 1800),
+        ([], 600),
+    ],
+)
+def test_a_command_ends_a_standstill_after_so_many_seconds(words, seconds):
+    assert compose_run(words)[0].runtime.timeouts.abort_seconds == seconds

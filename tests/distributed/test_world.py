@@ -147,7 +147,7 @@ def test_a_store_that_ended_with_rank_0_is_one_line():
         def set(self, key, value):
             raise dist.DistNetworkError("Broken pipe")
 
-    with pytest.raises(ChannelError, match=r"^no word from rank 0 at start-up: its own log, .* says why, or"):
+    with pytest.raises(ChannelError, match=r"^no word from rank 0: its own log, .* says why, or"):
         agreement.check_consistent(Ended(), 1, 2, {"seed": 0}, found=False)
     with pytest.raises(ConfigError, match="of its own"), agreement.propagate_errors(Ended(), rank=1):
         raise ConfigError("of its own")

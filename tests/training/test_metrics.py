@@ -92,6 +92,8 @@ def test_the_share_of_the_peak_counts_products_of_matrices(K):
     ("name", "peak"),
     [
         ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA A100 80GB PCIe", 312.0),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
         ("NVIDIA H200", 989.4),
         ("NVIDIA H200 NVL", None),
         ("NVIDIA H100 80GB HBM3", 989.4),

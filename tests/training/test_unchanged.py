@@ -340,3 +340,29 @@ def test_a_forward_may_not_unfreeze_during_a_run():
     told = r"stage 1: requires_grad of '3.weight' was changed during the run"
     with pytest.raises(ConfigError, match=told):
         fit(toy_trainer(2, model=model, balance=[3, 2], optimizer=sgd))
+
+
+mean = 0.0  # a variable of this script, of the name of a method that the forward calls
+ARGUMENTS = Namespace(scale=1.0, epoch=0)
+
+
+class ReadsArguments(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(72, 6), nn.Linear(6, 5)
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x.flatten(1)))
+        return self.last((h - h.mean(dim=1, keepdim=True)) * ARGUMENTS.scale)
+
+
+def test_what_no_forward_reads_may_change(monkeypatch):
+    model = ReadsArguments()  # which a script holds, too
+    trainer = toy_trainer(2, model=model, balance="even")
+    fit(trainer)
+    monkeypatch.setitem(globals(), "mean", 1.0)
+    monkeypatch.setattr(ARGUMENTS, "epoch", 1)
+    fit(trainer)
+    monkeypatch.setattr(ARGUMENTS, "scale", 2.0)
+    with pytest.raises(ConfigError, match="'ARGUMENTS' of the model, or what it is tied to, was changed"):
+        fit(trainer)

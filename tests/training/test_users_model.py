@@ -143,4 +143,4 @@ def test_parameters_that_an_optimizer_leaves_out_are_told(K, capsys):
     trainer.fit(FixedImages(4), epochs=1, batch_size=4, monitoring=SILENT)
     told = capsys.readouterr().err
     left = ["1.bias, 2.weight, 2.bias"] if K == 1 else ["1.bias", "2.bias"]
-    assert [line.partition(" in no group")[0].rpartition(": ")[2] for line in told.splitlines()] == left
+    assert [line.partition(" are in no group")[0].rpartition(": ")[2] for line in told.splitlines()] == left

@@ -136,7 +136,7 @@ class RuntimeConfig:
     cuda_graphs: bool | str = False
     timeout_seconds: float = 300.0
     stall_seconds: float = 60.0
-    abort_seconds: float | str | None = "auto"
+    abort_seconds: int | float | str | None = "auto"
     max_restarts: int = 0
     checkpoint_every_epochs: int = 1
     checkpoint_every_updates: int | None = None

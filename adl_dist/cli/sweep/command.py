@@ -129,11 +129,10 @@ def _check_cut(config: RunConfig, *, has_data: bool) -> None:
         PartitionError, DataError, ConfigError: it cannot be cut there, or cannot be read.
     """
     num_stages, balance = config.partition.num_stages, config.partition.chosen().balance
-    is_free = isinstance(balance, str)
+    is_free, is_lazy = isinstance(balance, str), config.runtime.lazy  # without weights it cannot run
+    model = instantiate.described_model(config) if is_lazy else instantiate.build_model(config)
     if num_stages == 1 and is_free:
         return
-    is_lazy = config.runtime.lazy  # without weights it cannot run
-    model = instantiate.described_model(config) if is_lazy else instantiate.build_model(config)
     chain = read_units(config, model, keeps=keeps_ties(config.pipeline.method), may_run=has_data and not is_lazy)
     if chain is None:
         return
