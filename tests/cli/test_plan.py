@@ -252,7 +252,7 @@ def without(profile, *, devices, machine, M=4):
 
 
 def test_replicas_wait_for_the_longer_of_backward_and_ring():
-    """Of 3: 2 x (2/3) of the 800 bytes over each link, in 4 messages; on CPUs each byte is sent and received."""
+    """With 3 replicas a link carries 2 x (2/3) of 800 bytes, in 4 messages; a CPU sends and receives each byte."""
     profile, share = known(parameter_bytes=100), Throughput(samples=4, forward=1.0, backward=2.0)
     for bandwidth, latency, backward in ((1e9, 0.0, 2.0), (100.0, 0.0, 800 / 75), (100.0, 0.5, 800 / 75 + 2.0)):
         machine = Machine(bandwidth=bandwidth, latency=latency, seconds_per_byte=1e-3)

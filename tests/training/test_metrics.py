@@ -164,7 +164,7 @@ def test_classes_of_a_derived_loss_are_the_last_dimension():
 
 
 def test_targets_that_are_no_class_are_not_counted():
-    """Of three classes there are, also among the best five."""
+    """There are three classes only, so all of them are among the best five."""
     out, target = torch.eye(3).repeat(2, 1), torch.tensor([0, 0, 2, 3, -1, IGNORED])
     found = [metric.measure(out, target) for metric in metrics_of(["accuracy", "top5"], None)]
     assert [[int(number) for number in pair] for pair in found] == [[2, 3], [3, 3]]

@@ -406,7 +406,7 @@ def test_a_gradient_that_is_put_off_is_compensated_too():
 
 
 def test_a_warm_up_may_begin_with_a_rate_of_zero():
-    """Of an update that moved nothing nothing is predicted, however much the rate rises."""
+    """If the last update moved nothing, nothing is predicted, however much the rate rises."""
 
     def schedule(optimizer):
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: min(update / 4, 1.0))

@@ -228,7 +228,7 @@ def test_caches_modes_and_notes_are_no_changes(make, look, in_processes):
 
 
 class Scale:
-    """Of the user's own: a number, and a note of how often it was asked for."""
+    """An object of the user's own, with a number and a note of how often that was asked for."""
 
     def __init__(self):
         self.by, self._asked = 2.0, 0
