@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What one GPU can show, in parts of at most ten minutes; each prints Markdown for docs/results, with its commands.
 
-    PYTHONPATH=. python benchmarks/gpu.py overhead | ranks | graphs [MINUTES] [--rows REGEX]
+    PYTHONPATH=. python benchmarks/gpu.py overhead | ranks [MINUTES] [--rows REGEX]
     PYTHONPATH=. python benchmarks/gpu.py launches | memory
     PYTHONPATH=. python benchmarks/gpu.py tests [FILE ...] [-k EXPRESSION]
     PYTHONPATH=. python benchmarks/gpu.py accuracy CIFAR10_FOLDER [MINUTES [EPOCHS RUNS_FOLDER]]
@@ -10,10 +10,7 @@
               does not fit into ten minutes is divided by words for pytest: tests/gpu/test_nccl.py -k "every_method".
               -n 2 runs two at a time with pytest-xdist; with many more, ranks wait long for their turn on the GPU
     overhead  our engine and torch's own loop where the GPU is busy: ResNet-18 at batch 128, ResNet-50 at 224x224
-    ranks     ResNet-56 in micro-batches of 32: 2 and 4 ranks on the GPU, and BP in one process, eager, compiled, and as
-              one CUDA graph for each update
-    graphs    the same in one process: stages with and without CUDA graphs, and all stages in two graphs for each tick,
-              next to BP, eager and as one graph, also of the 128 images of an update at once
+    ranks     ResNet-56 in micro-batches of 32: 2 and 4 ranks on the GPU, and BP in one process, eager and compiled
     launches  the same network by torch's profiler: kernels, and host and GPU milliseconds per micro-batch
     memory    Table 4 of the paper: four ranks on the GPU
     accuracy  Table 2(a) of the paper, K = 16, M = 1 to 4, side by side for as many epochs as fit into the MINUTES (9);
@@ -24,7 +21,7 @@
 that is not installed. Where our runs are compared with torch's own loop, both draw the same images from the same
 loader, which has them in memory; what that takes by itself is printed.
 
-Of ``overhead``, ``ranks`` and ``graphs`` each row is measured up to three times, while the MINUTES (9) last; ``--rows``
+Of ``overhead`` and ``ranks`` each row is measured up to three times, while the MINUTES (9) last; ``--rows``
 takes those alone in whose names REGEX is found, and the first one, to which ratios are. Runs with one process are
 made in this one, so that none pays for the start of another; one that hangs holds up the call. Speeds are those of a
 run's last epoch.
@@ -54,7 +51,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -96,7 +92,7 @@ TEST = re.compile(r"tests/gpu/\S+::\w+(\[[^]]*\])?")
 def main() -> None:
     """Do one part."""
     words = [word for word in WORDS if "=" not in word]
-    timed = {"overhead": overhead, "ranks": ranks, "graphs": graphs}
+    timed = {"overhead": overhead, "ranks": ranks}
     parts = {"launches": launches, "memory": memory}
     print(machine(), "\n", flush=True)
     if words and words[0] == "accuracy" and len(words) in (2, 3, 5):
@@ -276,48 +272,21 @@ def tell_loading(size: int, side: int, num_classes: int = 10) -> None:
 
 @IN_OUR_PRECISION
 def by_hand(kind: str, model: nn.Module, size: int, num_micro_batches: int, side: int, num_classes: int = 10) -> float:
-    """Return the images/s of torch's own loop: ``eager``, ``compiled``, or each update as one CUDA ``graph``."""
+    """Return the images/s of torch's own loop, ``eager`` or ``compiled``."""
     model = model.to(DEVICE).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     loaded, loss_fn = batches(size, side, num_classes), nn.CrossEntropyLoss()
     call: Callable[[Tensor], Tensor] = torch.compile(model) if kind == "compiled" else model
 
-    def update(given: Iterator[tuple[Tensor, Tensor]]) -> None:
-        for x, y in itertools.islice(given, num_micro_batches):
+    def update() -> None:
+        for x, y in itertools.islice(loaded, num_micro_batches):
             (loss_fn(call(x), y.to(DEVICE, non_blocking=True)) / num_micro_batches).backward()
         optimizer.step()
-        optimizer.zero_grad(set_to_none=kind != "graph")
+        optimizer.zero_grad()
 
-    once: Update = partial(update, loaded)
-    if kind == "graph":
-        places = [(x.clone(), y.to(DEVICE)) for x, y in itertools.islice(loaded, num_micro_batches)]
-        once = partial(_refilled, places, loaded, _graphed(lambda: update(iter(places))))
     for _ in range(5):
-        once()
-    return num_micro_batches * size * _per_second(once)
-
-
-def _refilled(places: Sequence[tuple[Tensor, Tensor]], loaded: Iterator[tuple[Tensor, Tensor]], replay: Update) -> None:
-    """Put the next micro-batches into their ``places``, and do ``replay``."""
-    for x, y in places:
-        input_, target = next(loaded)
-        x.copy_(input_)
-        y.copy_(target, non_blocking=True)
-    replay()
-
-
-def _graphed(update: Update) -> Update:
-    """Return ``update`` as one CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            update()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
         update()
-    return graph.replay
+    return num_micro_batches * size * _per_second(update)
 
 
 def _per_second(update: Update) -> float:
@@ -411,35 +380,12 @@ def ranks(limits: Limits) -> None:
     ours = (*RESNET56, "method.accumulation_steps=4", "data.num_samples=25600", "train.epochs=2")
     rows: Rows = {
         f"BP by hand, {kind}": lambda kind=kind: by_hand(kind, cifar_resnet(56), 32, 4, 32)  # type: ignore[misc]
-        for kind in ("eager", "compiled", "graph")
-        if DEVICE == "cuda" or kind != "graph"
+        for kind in ("eager", "compiled")
     }
     rows["bp, our engine"] = lambda: images_per_second(*ours, "method=bp", "partition.num_stages=1")
     for k in (2, 4):
         cut = (f"partition.num_stages={k}", "partition.balance=auto")
         rows[f"adl, {k} ranks"] = lambda cut=cut: images_per_second(*ours, "method=adl", *cut)  # type: ignore[misc]
-    in_turns(rows, limits)
-
-
-def graphs(limits: Limits) -> None:
-    """A network of small kernels in one process: what is gained where the host launches graphs instead of kernels?"""
-    print("ResNet-56, updates of 128 images in M micro-batches, float32; all stages in one process\n")
-    tell_loading(32, 32)
-    rows: Rows = {}
-    for kind, size in (("eager", 32), ("graph", 32), ("graph", 128)):
-        if DEVICE == "cuda" or kind != "graph":
-            rows[f"BP by hand, {kind}, M = {128 // size}"] = lambda kind=kind, size=size: by_hand(  # type: ignore[misc]
-                kind, cifar_resnet(56), size, 128 // size, 32
-            )
-    contenders = [("bp", 1, 4, "false", "true"), ("adl", 4, 4, "false", "true", "tick")]
-    contenders += [("adl", 16, 4, "false", "true", "tick"), ("fdg", 4, 1, "tick")]
-    for method, k, m, *kinds in contenders:
-        words = (*RESNET56, f"method={method}", f"partition.num_stages={k}", f"method.accumulation_steps={m}")
-        words += ("runtime.processes=false", "train.epochs=2")
-        for graphed in kinds if DEVICE == "cuda" else ("false",):
-            # Ticks in which the pipeline fills and empties are no graphs, so a short epoch would say little.
-            how = f"runtime.cuda_graphs={graphed}", f"data.num_samples={6400 if graphed == 'false' else 25600}"
-            rows[f"{method}, K = {k}, M = {m}, {how[0]}"] = lambda every=(*words, *how): images_per_second(*every)
     in_turns(rows, limits)
 
 
