@@ -7,7 +7,7 @@ import traceback
 OUT_OF_MEMORY = "out of memory", "can't allocate memory", "Cannot allocate memory", "STATUS_ALLOC_FAILED"
 NEED_LESS_MEMORY = (
     "smaller micro-batches need less (train.batch_size, method.accumulation_steps), as do more stages "
-    "(partition.num_stages), method.weights=recompute and runtime.cuda_graphs=false; adl-dist plan predicts it"
+    "(partition.num_stages) and method.weights=recompute; adl-dist plan predicts it"
 )
 
 

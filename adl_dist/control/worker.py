@@ -57,7 +57,6 @@ from adl_dist.seeds import stream_seed
 from adl_dist.stage import Stage, StepStats
 from adl_dist.stage.loss_terms import LossTerms, counted
 from adl_dist.stage.stats import value_of
-from adl_dist.stage.ticks import Ticks
 from adl_dist.stage.tied import TiedWeights
 from adl_dist.streams import streams_kept
 from adl_dist.transport.coded import CodedChannel, CodedSender
@@ -81,7 +80,6 @@ class LocalWorker:
     is_plain: bool = True  # whether input and target are a tensor each
     unit: str = "images"  # what samples are, or "tokens", if the loss counts many in a sample
     fresh: Mapping[int, FreshStage] = field(default_factory=dict)  # what each stage was; empty: nothing is saved
-    ticks: Ticks | None = None  # of all stages, where what they do in the same tick is one graph; None: it is not
     meter: MemoryMeter | None = None  # of the one stage of this process; None: its memory is not measured
     stop: EarlyStop = field(default_factory=EarlyStop)
     user_code: UserCode | None = None  # called between two actions of training; None: there is none
@@ -230,9 +228,7 @@ class LocalWorker:
                 window = Window.of(self.pipeline, segment) if training and self.wants_timeline else None
                 self.activity.open(self.contexts, segment, training=training, window=window)
                 lists = {k: work[k].actions for k in sorted(work)}
-                if training and self.ticks is not None:
-                    order = self.ticks.order(lists, segment.sizes)
-                elif len(work) == self.pipeline.num_stages:
+                if len(work) == self.pipeline.num_stages:
                     order = replay([*lists.values()], pick_next=self.pick_next)
                 elif len(work) == 1:
                     order = ((k, action) for k, actions in lists.items() for action in actions)
@@ -269,8 +265,6 @@ class LocalWorker:
             if code.is_waiting:
                 self.activity.enter(USER_CODE)
                 code.catch_up()
-                for stage in self.stages:
-                    stage.check_unchanged()
             yield one
 
 

@@ -34,8 +34,6 @@ class Precision:
         compile: whether torch.compile compiles each stage.
         tf32: whether a GPU may round float32 to 10 bits of mantissa in matrix products and convolutions.
         cudnn_benchmark: whether cuDNN times its kernels for each new shape and takes the fastest; no seed repeats it.
-        cuda_graphs: whether each stage's forwards and backwards are CUDA graphs; ``tick``: those of all stages of this
-            process that happen in the same tick are one graph.
         deterministic: whether torch uses only kernels that give the same bits each time, and refuses what has none.
         channels_last: whether images [B, C, H, W] are computed and sent in memory as [B, H, W, C]; None: where the
             model allows it.
@@ -49,7 +47,6 @@ class Precision:
     tf32: bool = False
     cudnn_benchmark: bool = False
     deterministic: bool = False
-    cuda_graphs: bool | str = False
     channels_last: bool | None = False
 
     def check(self, method: Method) -> None:
@@ -77,13 +74,6 @@ class Precision:
             raise ConfigError(
                 "runtime.deterministic asks for the same bits in each run, but with runtime.cudnn_benchmark each run "
                 "chooses its kernels by how fast they just were; use one of them"
-            )
-        if self.cuda_graphs not in (False, True, "tick"):
-            raise ConfigError(f"runtime.cuda_graphs must be true, false or tick, got {self.cuda_graphs!r}")
-        if self.compile and self.cuda_graphs:
-            raise ConfigError(
-                "runtime.cuda_graphs records what a stage's own operations launch, and runtime.compile makes others of "
-                "them, which has not been tried together; use one of them"
             )
         if self.compile and method.splits:
             divider = "method.split_backward" if method.split_backward else f"method={method.name}"

@@ -63,8 +63,6 @@ class InFlight:
     loss_weight: float | None = None
     measured: Sequence[Tensor] = ()  # (sum, count) of each metric
     num_terms: float | None = None
-    # What goes backward, given the gradients of those of ``grad_edges`` that are some; None: autograd does.
-    replay: Callable[[Tensors], None] | None = None
 
 
 class Stage:
@@ -251,9 +249,6 @@ class Stage:
                 "and send was settled at its start; change it between two calls of fit"
             )
 
-    def check_unchanged(self) -> None:
-        """Raise ConfigError if the user's code has changed what this stage will not read again: nothing here."""
-
     def rounding_seed(self, micro_batch: int) -> int:
         """Return the seed by which gradients that this stage sends for one micro-batch of the segment are rounded."""
         return self._random.seed_of("codec", micro_batch)
@@ -295,9 +290,15 @@ class Stage:
             if self._remember is not None:
                 kept.as_then = self._remember()
         with_graph = keep_graph or self._traits.asks_for_graph
-        out, outs, last = self._compute(micro_batch, kept, given, with_graph=with_graph)
+        self._random.seed(micro_batch, given[0].device)
+        with torch.set_grad_enabled(with_graph), self._weights_of(kept.version, forward=True):
+            with self._watching_buffers(self.module):
+                out = self._call(given)
+            outs = self._taken_apart(out)
+            last = outs if self.loss is None else (self.loss(out, kept.target, kept.num_terms),)
         if self.loss is not None:
-            self._look_at(kept, out)
+            if self.loss.looks:
+                kept.measured = self.loss.look(out, kept.target)
             out, loss = self._lasting(outs)[0] if self.is_last else None, last[0]
             if not keep_graph:  # nor one that the module asked for
                 out, loss = out.detach() if out is not None else None, loss.detach()
@@ -317,23 +318,6 @@ class Stage:
         is_sent = not self._learns_locally
         needs = self._traits.needs_grad if self._traits.needs_grad is not None else map(takes_gradient, acts)
         return tuple([a.detach().requires_grad_(is_sent and need) for a, need in zip(acts, needs, strict=True)])
-
-    def _compute(
-        self, micro_batch: int, kept: InFlight, given: Tensors, *, with_graph: bool
-    ) -> tuple[Any, Tensors, Tensors]:
-        """Return what the module makes of ``given``, the tensors of that, and those that a backward starts from."""
-        self._random.seed(micro_batch, given[0].device)
-        with torch.set_grad_enabled(with_graph), self._weights_of(kept.version, forward=True):
-            with self._watching_buffers(self.module):
-                out = self._call(given)
-            outs = self._taken_apart(out)
-            last = outs if self.loss is None else (self.loss(out, kept.target, kept.num_terms),)
-        return out, outs, last
-
-    def _look_at(self, kept: InFlight, out: Any) -> None:
-        """Measure the output of a forward; see :meth:`StageLoss.look`."""
-        if self.loss is not None and self.loss.looks:
-            kept.measured = self.loss.look(out, kept.target)
 
     def recompute(self, micro_batch: int) -> None:
         """Replay a forward from its stored input with the present weights, and keep the graph.
@@ -367,11 +351,8 @@ class Stage:
         if paired := [(end, grad) for end, grad in zip(kept.grad_edges, grads, strict=True) if end is not None]:
             ends, grads = zip(*paired, strict=True)
             self._random.seed(micro_batch, self._device, BACKWARD)
-            if kept.replay is not None:
-                kept.replay(grads)
-            else:
-                with self._weights_of(kept.version) if self._rereads_weights else NEWEST:
-                    torch.autograd.backward(ends, grads)
+            with self._weights_of(kept.version) if self._rereads_weights else NEWEST:
+                torch.autograd.backward(ends, grads)
         self.tally.staleness.append(self.version - kept.version)
         if self.ties:
             for tie in self.ties.values():

@@ -28,19 +28,15 @@ from adl_dist.report.warning import warn
 from adl_dist.schedule import Pipeline, downstream_first
 from adl_dist.schedule.run_plan import Plan
 from adl_dist.seeds import stream_seed
-from adl_dist.stage import LossFn, Stage, TrainSpec, graphs, in_dtype
-from adl_dist.stage.graphed import GraphedStage
-from adl_dist.stage.graphs import check_method
+from adl_dist.stage import LossFn, Stage, TrainSpec, in_dtype
 from adl_dist.stage.heads import build_gradient_network, build_head, normalises_samples
 from adl_dist.stage.loss_terms import LossTerms, class_loss, loss_terms
 from adl_dist.stage.own_loss import MeanOf, OnSeveral
-from adl_dist.stage.ticks import TickedStage, Ticks, check_ticks
 from adl_dist.training.agreement import LENGTH, MADE, check_consistent, exchange, read
 from adl_dist.training.edges import COUNTS, connect_stages
 from adl_dist.training.input import DeviceLoader, Loaders
 from adl_dist.training.links import links_between
 from adl_dist.training.partitioned_model import Measuring, PartitionedModel, Settled
-from adl_dist.training.record import record_graphs
 from adl_dist.training.same_job import check_made, told_of
 from adl_dist.training.trial import samples as samples_of
 from adl_dist.training.trial.findings import Agreed
@@ -80,7 +76,6 @@ def build_worker(
     """
     if spec.precision.compile:
         check_compiler(world.device)
-    recorder = recorder_of(spec, world) if spec.precision.cuda_graphs else None
     spec, samples, agreed = settled(spec, partitioned, world, store, loaders, plan, folder, given)
     terms = loss_terms(spec.loss_fn, samples.one[1])
     check_targets(spec.pipeline, agreed, terms)
@@ -100,7 +95,7 @@ def build_worker(
     contexts = connect_stages(world, stages, agreed.acts, targets, spec.pipeline, spec.precision.codecs)
     if 0 in contexts:
         contexts[0].num_inputs = len(tensors_of(samples.one[0]))
-    ticks = rehearsed(contexts, spec, world, loaders, samples, agreed, recorder)
+    rehearse(contexts, spec, world, loaders, samples, agreed)
     fresh = {}
     if folder is not None:
         of_loss = spec.loss_fn if agreed.traits[0].loss.moves else None
@@ -117,7 +112,6 @@ def build_worker(
         is_plain=[layout_of(batch) for batch in samples.one] == [None, None],
         unit=unit_of(samples, spec.loss_fn, terms),
         fresh=fresh,
-        ticks=ticks,
     )
     return worker, settings_made(spec, all_made)
 
@@ -164,35 +158,23 @@ def placed_stages(
     return {k: build_stage(module, k, spec, agreed, device, tied[k]) for k, module in modules.items()}
 
 
-def rehearsed(
+def rehearse(
     contexts: Mapping[int, StageContext],
     spec: TrainSpec,
     world: World,
     loaders: Loaders,
     samples: Samples,
     agreed: Agreed,
-    recorder: graphs.Recorder | None,
-) -> Ticks | None:
-    """Do beforehand what would make the first micro-batches wait; return what records ticks, if they are recorded."""
-    device, terms = world.device, loss_terms(spec.loss_fn, samples.one[1])
+) -> None:
+    """Do beforehand what would make the first micro-batches wait."""
+    device = world.device
     if samples.varies:
         check_without_warm_up(world.backend)
     elif needs_warm_up(spec, device):
-        warm_up(contexts, spec, device, agreed.acts, samples, terms)
+        warm_up(contexts, spec, device, agreed.acts, samples, loss_terms(spec.loss_fn, samples.one[1]))
         if world.backend == "nccl":
             num_loaded = loaders.training.num_loaded if loaders.training is not None else 0
             warm_up_updates(contexts, spec, device, agreed.acts, samples, num_loaded=num_loaded)
-    if recorder is None:
-        return None
-    return record_graphs(contexts, spec, recorder, device, agreed.acts, samples, terms)
-
-
-def recorder_of(spec: TrainSpec, world: World) -> graphs.Recorder:
-    """Return what records the stages of this process as graphs; raise ConfigError where that is not possible."""
-    check_method(spec.pipeline)
-    if spec.precision.cuda_graphs == "tick":
-        check_ticks(spec, in_one_process=not world.is_distributed)
-    return graphs.recorder_for(world.device)
 
 
 def tried(
@@ -355,9 +337,6 @@ def build_stage(
         for classifier in head.children():  # each makes outputs of its own
             mark_roles(classifier, prefix="head:")
     traits = agreed.traits[k]
-    if spec.precision.cuda_graphs:
-        graphed = TickedStage if spec.precision.cuda_graphs == "tick" else GraphedStage
-        return graphed(module, k, spec, device=device, traits=traits)
     remember = partial(remembered, module, spec.loss_fn) if method.replays and traits.moves_more else None
     return Stage(module, k, spec, device=device, head=head, traits=traits, remember=remember, tied=tied)
 

@@ -73,7 +73,7 @@ def warm_up(
     modes = zip((True, False), samples.sizes, strict=True)
     for training, size in [(training, size) for training, sizes in modes for size in sizes]:
         batch = samples.repeated(size)
-        targets = targets_of(batch, terms, size)
+        targets = _targets_of(batch, terms, size)
         for k, context in contexts.items():
             try:
                 _carry_out(k, context, spec, device, acts, tensors_of(batch.input_), targets, training=training)
@@ -130,7 +130,7 @@ def zeros_of(specs: Specs, size: int, device: torch.device, *, training: bool) -
     return tuple(spec.empty(size, device).zero_() for spec in specs.for_segment(training=training))
 
 
-def targets_of(batch: MicroBatch, terms: LossTerms | None, size: int) -> Tensors:
+def _targets_of(batch: MicroBatch, terms: LossTerms | None, size: int) -> Tensors:
     """Return what the last stage gets besides activations: targets, and their counts if the loss counts its terms."""
     targets = tensors_of(batch.target)
     if terms is None:

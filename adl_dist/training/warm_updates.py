@@ -83,12 +83,9 @@ def _update_copies(learner: Learner, stage: int, spec: TrainSpec) -> None:
             with policy.weights_of(version) if version < update else policy.forward_weights(version):
                 for copy in trained:
                     copy.grad = torch.zeros_like(copy)
-        gradients = [copy.grad for copy in policy.gather() if copy.grad is not None]
-        norm = norm_of(gradients)
+        norm = norm_of([copy.grad for copy in policy.gather() if copy.grad is not None])
         if spec.gradients.clip_norm is not None:
             clip_grads_with_norm_(trained, spec.gradients.clip_norm, norm)
-        if spec.precision.cuda_graphs:  # which set gradients to zero in their places
-            torch._foreach_zero_(gradients)
         policy.step(update, in_flight=[update] if is_stale else [])
         if average is not None:
             average.update()

@@ -12,7 +12,6 @@ def check_fair(config: RunConfig, *, command: str) -> None:
         "runtime.codec": runtime.codec is not Codec.none,
         "runtime.gradient_codec": runtime.gradient_codec not in (None, Codec.none),
         "runtime.compile": runtime.compile,
-        "runtime.cuda_graphs": runtime.cuda_graphs,
         "runtime.loggers": runtime.loggers,
         "train.clip_norm": train.clip_norm,  # of ours: of each stage by itself
         "train.ema": train.ema,

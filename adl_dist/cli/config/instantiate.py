@@ -102,7 +102,6 @@ def precision(config: RunConfig) -> Precision:
         tf32=config.runtime.tf32,
         cudnn_benchmark=config.runtime.cudnn_benchmark,
         deterministic=config.runtime.deterministic,
-        cuda_graphs=config.runtime.cuda_graphs,
         channels_last=config.runtime.channels_last,
     )
 

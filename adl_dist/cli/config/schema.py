@@ -133,7 +133,6 @@ class RuntimeConfig:
     tf32: bool = False
     cudnn_benchmark: bool = False
     deterministic: bool = False
-    cuda_graphs: bool | str = False
     timeout_seconds: float = 300.0
     stall_seconds: float = 60.0
     abort_seconds: int | float | str | None = "auto"

@@ -179,8 +179,6 @@ def _lines(question: Question, found: _Found) -> list[str]:
     told = found.profile, found.machine, found.predictions, found.refused, found.other
     lines = [*report(*told, with_units=flags.units), *tied_lines(found.shared, found.predictions)]
     lines += [*(codec_lines(found.coded) if found.coded else []), ""]
-    if question.config.runtime.cuda_graphs:
-        lines += ["runtime.cuda_graphs: the memory that graphs hold in addition is not counted (docs/gpu.md)", ""]
     if question.bound is not None:
         lines += [*bounded_table(found.bounded, question.chosen.name, question.bound, question.sizes), ""]
     lines += [f"recommended  {found.reason}", *([] if line is None else [f"             {line}"])]
