@@ -39,7 +39,8 @@ CONFIG, SUMMARY, DIVERGED, LOCK, LAUNCH = "config.yaml", "summary.json", "diverg
 CUT = "num_stages", "balance", "granularity", "speeds", "links"
 # Settings that may differ when a run continues: its length and place, how it is watched, and how it is cut. (Another
 # device, number of threads or choice of kernels may move the last bits. A schedule that depends on the run's length
-# follows the new length, and another cut has a staleness of its own: these two the run reports.)
+# follows the new length, and another cut has a staleness of its own: these two the run reports.) runtime.cuda_graphs
+# was removed in 0.4.0, but older folders name it.
 FREE_TO_CHANGE = {
     *("run_dir", "resume", "init_from", "data.root", "data.download", "data.num_workers", "data.persistent_workers"),
     *("train.epochs", "train.max_updates", "train.non_finite", "train.max_skipped", "non_finite", "max_skipped"),

@@ -202,6 +202,19 @@ def test_a_run_starts_from_an_export_or_a_checkpoint(tmp_path):
         assert f"{start} {said}" in outcome.err
 
 
+@pytest.mark.parametrize("setting", [False, None, "tick"])
+def test_a_folder_with_a_removed_key_is_resumed_and_evaluated(setting, tmp_path):
+    run_dir = tmp_path / "run"
+    assert in_process(*words(run_dir, "train.max_updates=1")).code == 0
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    config["runtime"]["cuda_graphs"] = setting
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
+    for command in (["evaluate", f"run_dir={run_dir}"], words(run_dir, "train.max_updates=2")):
+        outcome = in_process(*command)
+        assert (outcome.code, outcome.err) == (0, "")
+    assert len([*(run_dir / "checkpoints").iterdir()]) == 2
+
+
 def test_evaluate_and_export_use_the_cpu_where_there_is_no_gpu(tmp_path, monkeypatch):
     """That a run was one on a GPU only its ``config.yaml`` says: the checkpoint would be the same."""
     run_dir = tmp_path / "run"

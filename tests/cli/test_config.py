@@ -285,6 +285,16 @@ def test_partition_grain_is_another_name_of_granularity():
     assert (plain["partition"]["granularity"], "grain" in plain["partition"]) == ("layer", False)
 
 
+@pytest.mark.parametrize(
+    "text", ["runtime.cuda_graphs=true", "+runtime.cuda_graphs=tick", "runtime={cuda_graphs: false}"]
+)
+def test_a_removed_key_is_refused_with_the_last_version_of_it(text):
+    with pytest.raises(
+        ConfigError, match=r"^runtime.cuda_graphs was removed in 0.4.0; remove it, or use version 0.3.8$"
+    ):
+        compose_run([text])
+
+
 def test_the_wheel_carries_and_composes_the_configuration(tmp_path):
     made = as_command(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path))
     assert made.code == 0, made

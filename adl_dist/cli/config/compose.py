@@ -29,6 +29,7 @@ LAUNCHER = "hydra/launcher"
 # Nodes that name a callable and hold its arguments, whatever these are.
 OPEN_NODES = ("model", "data", "optimizer", "lr_schedule", "loss")
 LISTS_KEYS = "adl-dist train --help lists all keys"
+REMOVED = ("runtime.cuda_graphs",)  # in 0.4.0; older run folders still name them
 
 Plain = dict[str, Any]
 
@@ -115,9 +116,12 @@ def known_run(run_dir: Path) -> RunConfig:
             f"run_dir={run_dir} is not a run folder: it has no config.yaml; train first, or correct the path"
         )
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), yaml.safe_load(file.read_text()))
+        settings = yaml.safe_load(file.read_text())
+        for node, _, name in (key.partition(".") for key in REMOVED):
+            dict(settings).get(node, {}).pop(name, None)
+        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), settings)
         config = OmegaConf.to_object(merged)
-    except (OmegaConfBaseException, yaml.YAMLError, OSError, TypeError, ValueError) as error:
+    except (OmegaConfBaseException, yaml.YAMLError, OSError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"{file} is not the configuration of a run made by the command line: {error}") from error
     assert isinstance(config, RunConfig)
     config.init_from = None  # its checkpoints hold what became of that
@@ -233,6 +237,8 @@ def readable(error: Exception, overrides: Sequence[str]) -> str:
     if match := re.search(r"Could not override '([^']*)'", text):
         # Of a whole node, like runtime={a: 1}, only the cause knows the key; of an unknown node it knows less.
         key = max(match[1], getattr(error.__cause__, "full_key", None) or "", key=len)
+        if key in REMOVED:
+            return f"{key} was removed in 0.4.0; remove it, or use version 0.3.8"
         return f"there is no key '{key}'{_did_you_mean(key)}; {LISTS_KEYS}"
     if match := re.search(r"Could not find '([^']*)'", text):
         group, _, name = match[1].rpartition("/")
