@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logging.getLogger("adl_dist").addHandler(logging.NullHandler())  # what the user must see is printed besides
 
-__version__ = "0.3.8"  # the one place: pyproject.toml reads it
+__version__ = "0.4.0"  # the one place: pyproject.toml reads it
 
 __all__ = [
     "AdlError",
