@@ -1,0 +1,232 @@
+"""Absent results: what a call of another stage returns, with shape and dtype but without elements.
+
+Shapes are never guessed. The call runs once per signature of its arguments on fake tensors, which have no elements
+either. Where that is impossible, because it asks for elements, the sizes of its results must be sizes of its arguments
+in all recorded runs; the stage that computes it then checks them in each micro-batch.
+"""
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from adl_dist.partition.containers import map_tensors, tensors_in
+from adl_dist.partition.value import Mark, Value, Watch, absent_tensor, as_value, native
+
+
+class Given:
+    """In the place of a result that is an argument: the place of that tensor among the arguments."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+
+@cache
+def _fake_mode() -> FakeTensorMode:
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def signature(value: Any) -> Any:
+    """Return a hashable value that is equal for arguments with results of equal shapes; raise TypeError if there is none."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.requires_grad, value.stride() if value.ndim > 3 else None
+    kind = type(value)
+    if kind in (int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format):
+        return kind, value
+    if isinstance(value, list | tuple):
+        return kind, *map(signature, value)
+    if isinstance(value, dict):
+        return kind, *((key, signature(one)) for key, one in value.items())
+    if kind is slice:
+        return kind, signature((value.start, value.stop, value.step))
+    if kind is type(Ellipsis):
+        return kind
+    raise TypeError(f"a {kind.__name__} among the arguments")
+
+
+def infer(
+    function: Callable[..., Any], args: Any, kwargs: Any, device: torch.device, module: nn.Module | None = None
+) -> tuple[Any, list[Tensor]]:
+    """Run ``function``, or ``module``, on fake tensors on ``device``.
+
+    Returns:
+        Its result, in which tensors are fake; and the fakes of the arguments, in order.
+    """
+    watch, Watch.active = Watch.active, None
+    pythons, numpys = random.getstate(), np.random.get_state()
+    mode, twins = _fake_mode(), list[Tensor]()
+    made: dict[int, Tensor] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            where = device if tensor.is_meta else tensor.device
+            twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=where)
+            if tensor.requires_grad:
+                twin.requires_grad_()
+                twin = twin if isinstance(tensor, nn.Parameter) else twin.clone()
+            made[id(tensor)] = twin
+            twins.append(twin)
+        return made[id(tensor)]
+
+    try:
+        with native(), mode:
+            fake_args, fake_kwargs = map_tensors(fake, (args, kwargs))
+            if module is None:
+                out = function(*fake_args, **fake_kwargs)
+            else:
+                given = len(twins)
+                state = {n: fake(t) for n, t in (*module.named_parameters(), *module.named_buffers())}
+                del twins[given:]
+                out = torch.func.functional_call(module, state, fake_args, fake_kwargs)
+    finally:
+        Watch.active = watch
+        random.setstate(pythons)
+        np.random.set_state(numpys)
+    return out, twins
+
+
+class SizeRule:
+    """The sizes of results as sizes of arguments, from runs of different size; for calls that ask for elements."""
+
+    def __init__(self) -> None:
+        self._runs: list[tuple[list[torch.Size], Any]] = []
+
+    def note(self, args: Any, out: Any) -> None:
+        """Note one run."""
+        with native():
+            shapes = [tensor.shape for tensor in tensors_in(args)]
+            specs = map_tensors(
+                lambda t: absent_tensor(t.shape, t.stride(), t.dtype, requires_grad=t.requires_grad), out
+            )
+        self._runs.append((shapes, specs))
+
+    def result(self, args: Any) -> Any:
+        """Return the result for arguments of other sizes; raise ValueError if the runs do not tell it."""
+        shapes = [tensor.shape for tensor in tensors_in(args)]
+        runs = [(given, tensors_in(out)) for given, out in self._runs if list(map(len, given)) == list(map(len, shapes))]
+        if not runs or len({tuple(map(len, (t.shape for t in outs))) for _, outs in runs}) > 1:
+            raise ValueError("no recorded run has such arguments")
+        place = iter(range(len(runs[0][1])))
+
+        def sized(tensor: Tensor) -> Tensor:
+            number = next(place)
+            sizes = [self._size([outs[number].shape[d] for _, outs in runs], runs, shapes) for d in range(tensor.ndim)]
+            made = torch.empty(sizes, dtype=tensor.dtype, device="meta")
+            return made.requires_grad_(tensor.requires_grad)
+
+        return map_tensors(sized, self._runs[0][1])
+
+    @staticmethod
+    def _size(seen: Sequence[int], runs: Sequence[Any], shapes: Sequence[torch.Size]) -> int:
+        sources = [
+            (arg, dim)
+            for arg, shape in enumerate(shapes)
+            for dim in range(len(shape))
+            if all(given[arg][dim] == size for (given, _), size in zip(runs, seen, strict=True))
+        ]
+        found = {shapes[arg][dim] for arg, dim in sources}
+        if not found and len(set(seen)) == 1 and len(runs) > 1:
+            return seen[0]
+        if len(found) != 1:
+            raise ValueError("its sizes are no sizes of its arguments")
+        return found.pop()
+
+
+class Results:
+    """The absent results of one call on one stage, kept for each signature of its arguments."""
+
+    def __init__(self, rule: SizeRule | None = None, *, varies: bool = False) -> None:
+        self._rule, self._varies = rule, varies
+        self._templates: dict[Any, Any] = {}
+        self._kept: dict[Any, Any] = {}
+        self.fast: tuple[Any, Any, bool] | None = None  # the last argument, its result, whether gradients were wanted
+
+    def forget(self) -> None:
+        """Drop the kept results, because one of them is being written to."""
+        self._kept.clear()
+        self.fast = None
+
+    def get(
+        self,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        *,
+        label: tuple[str, str, int],
+        stages: Sequence[int],
+        device: torch.device,
+        module: nn.Module | None = None,
+    ) -> Any:
+        """Return the absent result of a call; ``stages``: of each tensor in it, the last for those that follow.
+
+        Raises:
+            ValueError: If its shapes are not known.
+        """
+        try:
+            key = None if self._varies else (torch.is_grad_enabled(), signature((args, kwargs)))
+        except TypeError:
+            key = None
+        if key is not None and (kept := self._kept.get(key)) is not None:
+            return self._built(kept, args, kwargs)
+        known = self._templates.get(key) if key is not None else None
+        template, twins = self._template(function, args, kwargs, device, module) if known is None else known
+        given, place = {id(twin): Given(number) for number, twin in enumerate(twins)}, count()
+
+        def absent(tensor: Tensor) -> Any:
+            number = next(place)
+            if id(tensor) in given:
+                return given[id(tensor)]
+            mark = Mark((*label, number), stages[min(number, len(stages) - 1)], absent=True)
+            mark.cache = self
+            made = absent_tensor(tensor.shape, tensor.stride(), tensor.dtype, requires_grad=tensor.requires_grad)
+            return as_value(made, mark)
+
+        kept = map_tensors(absent, template)
+        if key is not None:
+            self._kept[key], self._templates[key] = kept, (template, twins)
+        return self._built(kept, args, kwargs)
+
+    def _template(
+        self, function: Any, args: Any, kwargs: Any, device: torch.device, module: Any
+    ) -> tuple[Any, list[Tensor]]:
+        try:
+            return infer(function, args, kwargs, device, module)
+        except Exception as error:  # the user's own forward may ask for elements
+            if self._rule is None:
+                raise ValueError(f"{type(error).__name__}: {error}") from error
+            return self._rule.result((args, kwargs)), []
+
+    @staticmethod
+    def _built(kept: Any, args: Any, kwargs: Any) -> Any:
+        if type(kept) is Value:
+            return kept
+        return _rebuilt(kept, args, kwargs)
+
+
+def _rebuilt(kept: Any, args: Any, kwargs: Any) -> Any:
+    """Return ``kept`` with containers of its own, since the caller may change them, and with arguments put in."""
+    if type(kept) is Given:
+        unique: dict[int, Tensor] = {}
+        for tensor in tensors_in((args, kwargs)):
+            unique.setdefault(id(tensor), tensor)
+        return [*unique.values()][kept.place]
+    if isinstance(kept, Tensor):
+        return kept
+    if isinstance(kept, list | tuple):
+        parts = [_rebuilt(one, args, kwargs) for one in kept]
+        return type(kept)(*parts) if hasattr(kept, "_fields") else type(kept)(parts)
+    made = copy.copy(kept)
+    if isinstance(kept, dict):
+        for key, one in kept.items():
+            made[key] = _rebuilt(one, args, kwargs)
+    elif hasattr(kept, "__dataclass_fields__"):
+        for key in kept.__dataclass_fields__:
+            object.__setattr__(made, key, _rebuilt(getattr(kept, key, None), args, kwargs))
+    return made

@@ -1,0 +1,855 @@
+"""Record the forward of an uncut model: which calls it makes, what flows between them, and what else they do.
+
+The model runs for real on a few micro-batches, in training and in evaluation. A *call* is that of a module, or of a
+torch function between modules, that computes with values of the batch. What does not depend on values of the batch
+(masks of whole-number inputs, positions, tables) is no call: every stage runs it again. Of what the forward does in
+Python nothing is kept, because stages run it again, too.
+"""
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from adl_dist.batch import Batch, Several
+from adl_dist.errors import PartitionError
+from adl_dist.partition.absent import SizeRule, infer
+from adl_dist.partition.containers import PLAIN, map_tensors, other_leaves, tensors_in
+from adl_dist.partition.functions import ASK_DEVICE, LIGHT, LIKE_SECOND, Kind, kind_of, writes_to
+from adl_dist.partition.value import Label
+from adl_dist.partition.work import Work
+
+CALL = "_compiled_call_impl"  # which nn.Module.__call__ calls first; copies of a module do not have it
+INPUT, STATE = "input", "state"  # names in the labels of values that no call makes
+MOST_RUNS = 40  # while a run has something new: layers that are left out at random
+Key = tuple[str, str, int]  # path of the calling forward, name, how many calls before
+
+
+@dataclass(eq=False)
+class Call:
+    """One call, as the runs of one mode have seen it.
+
+    Attributes:
+        name: of a module its name in the model; of a function its own.
+        parent: the call whose forward makes this one; None: the model itself.
+        where: the user's line, of a function.
+        is_open: whether the calls inside are recorded, too; else it runs as a whole.
+        is_block: whether a cut between blocks may lie between the calls inside.
+        is_tainted: whether it computes with values of the batch or with parameters.
+        reads: labels of the values that it computes with.
+        makes: labels of its results and of what it writes to.
+        results: label of each tensor in its result; it may come from a call inside.
+        uses: names of the parameters and buffers that it computes with.
+        moves: names of the buffers that a module as a whole changes.
+        common: places of the whole-number inputs that it computes with.
+        writes: memory that it writes to.
+        draws: whether it draws random numbers.
+        varies: whether its caller sets attributes that its results may depend on.
+        has_effects: whether it changes more than its results, so that every stage must run it.
+        why_whole: why its forward cannot be followed; empty: it can.
+        answers: numbers that it answered, of all runs.
+        checkpoint: the call of torch.utils.checkpoint that it is in; 0: none.
+        rule: of a call whose shapes fake tensors do not tell.
+        flops, nbytes: floating-point operations, and bytes read and written, of one forward.
+    """
+
+    key: Key
+    name: str
+    parent: "Call | None"
+    is_module: bool
+    where: str = ""
+    is_open: bool = False
+    is_block: bool = False
+    is_tainted: bool = False
+    reads: dict[Label, None] = field(default_factory=dict)
+    makes: dict[Label, None] = field(default_factory=dict)
+    results: list[Label] = field(default_factory=list)
+    uses: set[str] = field(default_factory=set)
+    moves: set[str] = field(default_factory=set)
+    common: set[int] = field(default_factory=set)
+    writes: set[int] = field(default_factory=set)
+    draws: bool = False
+    varies: bool = False
+    has_effects: bool = False
+    why_whole: str = ""
+    answers: list[Any] = field(default_factory=list)
+    checkpoint: int = 0
+    rule: SizeRule | None = None
+    flops: float = 0.0
+    nbytes: float = 0.0
+
+    @property
+    def path(self) -> str:
+        """The path of its own forward."""
+        path, name, count = self.key
+        return f"{path}/{name}#{count}"
+
+    @property
+    def answer(self) -> Any:
+        """The number that it answered in every run; None if runs differ."""
+        first = self.answers[0] if self.answers else None
+        return first if all(type(one) is type(first) and one == first for one in self.answers) else None
+
+    @property
+    def is_unit(self) -> bool:
+        """Whether a cut may lie before it."""
+        if not self.is_tainted or self.is_open:
+            return False
+        if self.parent is None or self.parent.is_block:
+            return self.is_module or self.name not in LIGHT
+        return bool(self.uses) or self.draws
+
+    @property
+    def caller(self) -> str:
+        """The name of the module whose forward makes the call."""
+        return "" if self.parent is None else self.parent.name
+
+
+@dataclass(eq=False)
+class ModeRecord:
+    """The runs of a model in training, or in evaluation.
+
+    Attributes:
+        calls: those of all runs by their keys, in the order in which they begin.
+        shapes: of each label, the shapes in the runs.
+        inputs, dtypes: the shapes of the inputs in the runs, and their dtypes.
+        nbytes: of each label, its bytes for one sample.
+        memory: of each label, a number of the memory that it lies in.
+        outputs: labels of the values in the model's result.
+        uses, common: names of parameters, and places of whole-number inputs, that the result depends on besides.
+        asked: places of whole-number inputs whose elements Python asks for.
+        decides: whether another micro-batch may take another path.
+        draws: the random streams from which something is drawn that does not depend on the batch.
+        draws_own: those from which calls draw.
+    """
+
+    calls: dict[Key, Call] = field(default_factory=dict)
+    shapes: dict[Label, list[torch.Size]] = field(default_factory=dict)
+    inputs: list[list[torch.Size]] = field(default_factory=list)
+    dtypes: list[torch.dtype] = field(default_factory=list)
+    nbytes: dict[Label, float] = field(default_factory=dict)
+    memory: dict[Label, int] = field(default_factory=dict)
+    outputs: dict[Label, None] = field(default_factory=dict)
+    uses: set[str] = field(default_factory=set)
+    common: set[int] = field(default_factory=set)
+    asked: set[int] = field(default_factory=set)
+    decides: bool = False
+    draws: set[str] = field(default_factory=set)
+    draws_own: set[str] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class Recording:
+    """What a model does in training and in evaluation.
+
+    Attributes:
+        modes: by ``training``.
+        state: names of tensors of the model that values of the batch are written to between uses of them.
+        births: by ``training``, keys of functions that make memory which values of the batch are written to later.
+        whole: by the name of a module, why its forward cannot be followed.
+        opened: names of modules without children that are followed all the same, for their effects.
+        glue: names of buffers, and of tensors that are plain attributes, that every stage needs.
+        device: of the model.
+    """
+
+    modes: dict[bool, ModeRecord] = field(default_factory=dict)
+    state: set[str] = field(default_factory=set)
+    births: dict[bool, set[Key]] = field(default_factory=lambda: {True: set(), False: set()})
+    whole: dict[str, str] = field(default_factory=dict)
+    opened: set[str] = field(default_factory=set)
+    glue: set[str] = field(default_factory=set)
+    device: torch.device = torch.device("cpu")
+
+    def _known(self) -> tuple[int, ...]:
+        return len(self.state), *map(len, self.births.values()), len(self.whole), len(self.opened)
+
+
+def record_forward(model: nn.Module, batches: Sequence[Batch]) -> Recording:
+    """Run ``model`` on real micro-batches of different sizes and record what it does.
+
+    The model and the random streams are moved by that. Tensors on meta stay without elements.
+
+    Raises:
+        PartitionError: If the model's own forward asks for elements of a value that differ between micro-batches.
+    """
+    device = next((t.device for t in (*model.parameters(), *model.buffers()) if not t.is_meta), torch.device("cpu"))
+    recording = Recording(device=device)
+    if model._backward_hooks or model._backward_pre_hooks:
+        raise PartitionError(
+            f"{type(model).__name__} has backward hooks, which need both ends of the model on one stage; put them on a "
+            "module inside, or use num_stages=1"
+        )
+    while True:
+        known = recording._known()
+        for training in (True, False):
+            model.train(training)
+            recorder = _Recorder(model, recording, training=training)
+            unchanged = 0
+            for run in range(MOST_RUNS):
+                calls = len(recorder.mode.calls)
+                with torch.set_grad_enabled(training):
+                    recorder.observe(batches[run % len(batches)])
+                unchanged = unchanged + 1 if len(recorder.mode.calls) == calls else 0
+                if run + 1 >= len(batches) and unchanged >= (4 if recorder.mode.draws else 1):
+                    break
+            recorder.finish()
+            recording.modes[training] = recorder.mode
+        if recording._known() == known:
+            return recording
+
+
+def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters, buffers, and tensors that are plain attributes of modules, each once, by name."""
+    seen = set[int]()
+    for tensors in (model.named_parameters(), model.named_buffers(), _attributes(model)):
+        for name, tensor in tensors:
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield name, tensor
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, Tensor):
+                yield f"{name}.{key}".lstrip("."), value
+
+
+def state_label(name: str) -> Label:
+    """Return the label of the tensor ``name`` of the model, as it is before a forward."""
+    return "", f"{STATE} {name}", 0, 0
+
+
+def is_openable(module: nn.Module) -> bool:
+    """Return whether the calls inside the forward of ``module`` can be followed."""
+    if isinstance(module, torch.jit.ScriptModule) or module._backward_hooks or module._backward_pre_hooks:
+        return False
+    return module._compiled_call_impl is None and not type(module).__module__.startswith("torch._dynamo")
+
+
+def is_of_torch(module: nn.Module) -> bool:
+    """Return whether ``module`` is one of torch's own layers."""
+    return type(module).__module__.startswith(("torch.nn.", "torch.ao."))
+
+
+def has_blocks(module: nn.Module) -> bool:
+    """Return whether a list of blocks of one class lies somewhere in ``module``."""
+    for part in module.modules():
+        if isinstance(part, nn.ModuleList | nn.Sequential | nn.ModuleDict) and (part is not module or _is_plain(part)):
+            kinds = Counter(type(m) for m in part.children() if next(m.parameters(), None) is not None)
+            if any(n > 1 and not kind.__module__.startswith("torch.nn.modules.") for kind, n in kinds.items()):
+                return True
+            if any(n > 1 and kind.__module__.endswith(".transformer") for kind, n in kinds.items()):
+                return True
+    return False
+
+
+def _is_plain(module: nn.Module) -> bool:
+    return type(module) is nn.Sequential and not (module._forward_hooks or module._forward_pre_hooks)
+
+
+@dataclass
+class _Fact:
+    """What is known of one tensor of a run: a value has a label; others depend on parameters or inputs only."""
+
+    label: Label | None = None
+    uses: frozenset[str] = frozenset()
+    common: frozenset[int] = frozenset()
+    begin: int = 0
+
+
+NOTHING = _Fact()
+
+
+class _Frame:
+    """A forward that is being followed."""
+
+    __slots__ = ("begin", "call", "counts", "path")
+
+    def __init__(self, call: Call | None, path: str, begin: int) -> None:
+        self.call, self.path, self.begin = call, path, begin
+        self.counts: Counter[str] = Counter()
+
+    def key(self, name: str) -> Key:
+        """Count a call of ``name``."""
+        count = self.counts[name]
+        self.counts[name] += 1
+        return self.path, name, count
+
+
+class _Recorder(TorchFunctionMode):
+    """Records the runs of one mode."""
+
+    def __init__(self, model: nn.Module, recording: Recording, *, training: bool) -> None:
+        super().__init__()
+        self.model, self.recording, self.training = model, recording, training
+        self.mode = ModeRecord()
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self.is_lazy = any(p.is_meta for p in model.parameters())
+        self.is_followed = {name: self._is_followed(name, module) for name, module in model.named_modules()}
+        self.is_block = self._blocks()
+        self._order: list[Key] = []
+        self.is_paused = False
+
+    def _is_followed(self, name: str, module: nn.Module) -> bool:
+        if not name:
+            return True
+        if not is_openable(module) or name in self.recording.whole:
+            return False
+        if name in self.recording.opened:
+            return True
+        has_parameters = next(module.parameters(), None) is not None
+        if is_of_torch(module):
+            torchs = nn.Sequential, nn.ModuleList, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder
+            return isinstance(module, torchs)
+        return not has_parameters or next(module.children(), None) is not None
+
+    def _blocks(self) -> dict[str, bool]:
+        """Return the modules in which a cut between blocks may lie."""
+        found = {}
+        for name, module in self.model.named_modules():
+            parent = name.rpartition(".")[0]
+            inside = not name or (found.get(parent, False) and (_is_plain(module) or _is_list(module) or has_blocks(module)))
+            found[name] = inside and self.is_followed[name] | _is_list(module)
+        return found
+
+    # One run
+
+    def observe(self, batch: Batch) -> None:
+        """Run the model on one micro-batch."""
+        self.facts: dict[int, _Fact] = {}
+        self.kept: list[Any] = []
+        self.inside: Call | None = None
+        self.position = 0
+        self.returned: dict[Label, set[int]] = {}
+        self.made_in: dict[Label, tuple[Call, ...]] = {}
+        self.frames = [_Frame(None, "", 0)]
+        self.state = {id(t): name for name, t in held_tensors(self.model)}
+        self.origins: dict[int, tuple[str, Any]] = {}  # by memory: what it belongs to
+        for name, tensor in held_tensors(self.model):
+            self.origins.setdefault(_memory(tensor), ("state", name))
+            if name in self.recording.state:
+                self._set(tensor, _Fact(state_label(name)))
+        self._at_start = {name: tensor for name, tensor in held_tensors(self.model)}
+        args, kwargs = self._inputs(batch)
+        self._drawn = _streams()
+        with _intercepted(self.model, self.names, self), self:
+            out = self.model(*args, **kwargs)
+        self._note_draws(self.frames)
+        for leaf in tensors_in(out):
+            fact = self._fact(leaf)
+            if fact.label is not None:
+                self._read(fact.label, None)
+                self.mode.outputs[fact.label] = None
+            self.mode.uses |= fact.uses
+            self.mode.common |= fact.common
+        self._note_replaced()
+        self._order_runs()
+        self.facts, self.kept = {}, []
+
+    def _inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = batch.arguments if isinstance(batch, Several) else ((batch,), {})
+        place, shapes = iter(range(len(tensors_in((args, kwargs))))), []
+        self.mode.dtypes = [tensor.dtype for tensor in tensors_in((args, kwargs))]
+
+        def given(tensor: Tensor) -> Tensor:
+            number, tensor = next(place), tensor.detach().clone()
+            shapes.append(tensor.shape)
+            if is_common(tensor):
+                self._set(tensor, _Fact(common=frozenset({number})))
+                self.origins[_memory(tensor)] = ("input", number)
+                self.mode.shapes.setdefault(("", INPUT, number, 0), []).append(tensor.shape)
+                self.mode.nbytes[("", INPUT, number, 0)] = tensor.nbytes / max(1, len(tensor))
+                return tensor
+            tensor = _to_meta(tensor) if self.is_lazy else tensor
+            self._value(tensor, ("", INPUT, number, 0))
+            return tensor
+
+        made = map_tensors(given, (args, kwargs))
+        self.mode.inputs.append(shapes)
+        return made  # type: ignore[no-any-return]
+
+    def _order_runs(self) -> None:
+        """Sort the calls of all runs: one that an earlier run did not have comes after what was before it in this run."""
+        order, seen = [*self.mode.calls], {key: n for n, key in enumerate(self._order)}
+        missing = [key for key in order if key not in seen]
+        merged = [*self._order]
+        for key in missing:
+            where = order.index(key)
+            before = next((k for k in reversed(order[:where]) if k in merged), None)
+            merged.insert(0 if before is None else merged.index(before) + 1, key)
+        self.mode.calls = {key: self.mode.calls[key] for key in merged}
+        self._order = []
+
+    def _note_replaced(self) -> None:
+        """Note tensors of the model in whose place there is a value of the batch now."""
+        for name, tensor in held_tensors(self.model):
+            fact = self.facts.get(id(tensor))
+            if fact is not None and fact.label is not None and self._at_start.get(name) is not tensor:
+                if name in self._at_start or name in dict(self.model.named_buffers()):
+                    self.recording.state.add(name)
+
+    def finish(self) -> None:
+        """Decide what is to be recorded again in another way."""
+        for call in self.mode.calls.values():
+            if call.is_module and call.has_effects and not call.is_open and self._may_open(call.name):
+                self.recording.opened.add(call.name)
+
+    def _may_open(self, name: str) -> bool:
+        module = self.model.get_submodule(name)
+        return bool(name) and is_openable(module) and not is_of_torch(module) and name not in self.recording.whole
+
+    # Calls of modules
+
+    def module(self, module: nn.Module, name: str, native_call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Record the call of a module."""
+        if self.inside is not None:
+            return native_call(*args, **kwargs)
+        with self._paused():
+            return self._module(module, name, native_call, args, kwargs)
+
+    @contextmanager
+    def _paused(self, *, paused: bool = True) -> Iterator[None]:
+        """Follow no functions inside, or follow them again."""
+        before, self.is_paused = self.is_paused, paused
+        try:
+            yield
+        finally:
+            self.is_paused = before
+
+    def _module(self, module: nn.Module, name: str, native_call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self._note_draws(self.frames)
+        call = self._call(name, is_module=True)
+        leaves = tensors_in((args, kwargs))
+        around = _Surroundings(module, args, kwargs)
+        state = {n: _plain_state(m) for n, m in module.named_modules()}
+        if (before := getattr(call, "_state", None)) is not None and before != state:
+            call.varies = True
+        if self.is_followed[name]:
+            out = self._follow(call, module, native_call, args, kwargs)
+        else:
+            out = self._whole(call, native_call, args, kwargs, leaves, module)
+        call._state = {n: _plain_state(m) for n, m in module.named_modules()}  # type: ignore[attr-defined]
+        if around.changed() or not all(isinstance(leaf, PLAIN + OBJECTS) for leaf in other_leaves((args, kwargs))):
+            call.has_effects = True
+        numbers = [leaf for leaf in other_leaves(out) if leaf is not None]
+        if numbers and call.is_tainted:
+            call.has_effects = True
+            call.answers.append(numbers)
+        labels = [self._fact(leaf).label for leaf in tensors_in(out)]
+        if None in labels and call.is_open:  # whatever does not depend on the batch is made on each stage
+            call.has_effects = True
+        for label in labels:
+            if label is not None:
+                self.returned.setdefault(label, set()).add(id(call))
+        call.results = [label for label in labels if label is not None]
+        return out
+
+    def _follow(self, call: Call, module: nn.Module, native_call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        call.is_open, call.is_block = True, self.is_block[call.name]
+        call.is_tainted = True
+        self.frames.append(_Frame(call, call.path, self.position))
+        try:
+            with self._paused(paused=False):
+                return native_call(*args, **kwargs)
+        finally:
+            self.frames.pop()
+
+    def _whole(
+        self, call: Call, function: Callable[..., Any], args: Any, kwargs: Any, leaves: list[Tensor], module: Any
+    ) -> Any:
+        facts = [self._fact(leaf) for leaf in leaves]
+        has_parameters = module is not None and next(module.parameters(), None) is not None
+        call.is_tainted |= has_parameters or any(fact.label is not None for fact in facts)
+        self._note_reads(call, facts)
+        if module is not None and has_parameters:
+            call.uses |= {self.state[id(t)] for t in (*module.parameters(), *module.buffers()) if id(t) in self.state}
+        buffers = [] if module is None else [*module.buffers()]
+        versions = [_version(t) for t in (*leaves, *buffers)]
+        before, self.inside = _streams(), call
+        work = Work() if not call.flops and not call.nbytes else None
+        try:
+            with work or nullcontext(), self._paused(paused=False):
+                out = self._run(call, function, args, kwargs, module)
+        finally:
+            self.inside = None
+        if work is not None:
+            call.flops, call.nbytes = work.flops, work.nbytes
+        after = _streams()
+        if moved := {name for name in after if after[name] != before[name]}:
+            if call.is_tainted:
+                call.draws = True
+                self.mode.draws_own |= moved
+            else:
+                self._note_common_draws(moved)
+        self._drawn = after
+        for tensor, version in zip((*leaves, *buffers), versions, strict=True):
+            if _version(tensor) != version:
+                if any(tensor is b for b in buffers):
+                    call.moves.add(self.state.get(id(tensor), ""))
+                elif call.is_tainted:
+                    self._note_write(call, tensor, place=-1 - _place(leaves, tensor))
+        if call.is_tainted:
+            self._note_predictable(call, function, args, kwargs, out, module)
+            for place, leaf in enumerate(tensors_in(out)):
+                known = self.facts.get(id(leaf))
+                if known is None or known.label is None:
+                    self._value(leaf, (*call.key, place), call)
+        return out
+
+    def _run(self, call: Call, function: Callable[..., Any], args: Any, kwargs: Any, module: Any) -> Any:
+        if not (self.is_lazy and call.is_tainted):
+            return function(*args, **kwargs)
+        args, kwargs = map_tensors(_to_meta, (args, kwargs))
+        try:
+            return function(*args, **_on_meta(kwargs)) if module is None else function(*args, **kwargs)
+        except Exception:  # it asks for elements, which there are not
+            first = next((t for t in tensors_in((args, kwargs)) if t.is_floating_point()), None)
+            if module is None or first is None:
+                raise
+            return torch.empty_like(first, requires_grad=torch.is_grad_enabled())
+
+    def _note_predictable(self, call: Call, function: Any, args: Any, kwargs: Any, out: Any, module: Any) -> None:
+        """Note whether fake tensors tell the shapes of a result; else its sizes are compared with the arguments'."""
+        if self.is_lazy and module is None:
+            return
+        self.inside = call
+        try:
+            found, _ = infer(function, args, kwargs, self.recording.device, module)
+            is_alike = [t.shape for t in tensors_in(found)] == [t.shape for t in tensors_in(out)]
+        except Exception:  # the user's own forward may ask for elements
+            is_alike = False
+        finally:
+            self.inside = None
+        if not is_alike:
+            call.rule = call.rule or SizeRule()
+        if call.rule is not None:
+            call.rule.note((args, kwargs), out)
+
+    # Calls of functions
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.is_paused:
+            return func(*args, **kwargs)
+        if self.inside is not None:
+            facts = [self._fact(leaf) for leaf in tensors_in((args, kwargs))]
+            self._note_reads(self.inside, facts)
+            for fact in facts:
+                self.inside.uses |= fact.uses
+            return func(*args, **kwargs)
+        name, kind = kind_of(func)
+        if kind is Kind.ASK:
+            if self.is_lazy and name in ASK_DEVICE and args and isinstance(args[0], Tensor) and args[0].is_meta:
+                device = self.recording.device
+                return {"device": device, "get_device": -1}.get(name, name == f"is_{device.type}")
+            return func(*args, **kwargs)
+        self._note_draws(self.frames)
+        leaves = tensors_in((args, kwargs))
+        facts = [self._fact(leaf) for leaf in leaves]
+        taken = facts[:1] if name in LIKE_SECOND and facts and facts[0].label is None else facts
+        if kind is Kind.LIKE or not any(fact.label is not None for fact in taken):
+            return self._untainted(name, kind, func, args, kwargs, [] if kind is Kind.LIKE else taken)
+        call = self._call(name, is_module=False)
+        call.is_tainted = True
+        for fact in facts:
+            call.uses |= fact.uses
+        if kind is Kind.ELEMENTS:
+            self._note_reads(call, facts)
+            out = func(*args, **kwargs)
+            call.answers.append(out if isinstance(out, bool | int) else object())
+            if call.answer is None:
+                self._keep_whole(call, f"{call.where} asks for elements of a value of the batch")
+            return out
+        if kind is Kind.HOOK:
+            self._note_reads(call, facts[:1])
+            return func(*args, **kwargs)
+        target = writes_to(name, args, kwargs)
+        out = self._whole(call, func, args, kwargs, leaves, None)
+        if target is not None and self._fact(target).label != (*call.key, -1):
+            self._note_write(call, target, place=-1)
+        return out
+
+    def _untainted(self, name: str, kind: Kind, func: Any, args: Any, kwargs: Any, facts: list[_Fact]) -> Any:
+        """Run a function that every stage runs."""
+        uses = frozenset[str]().union(*(fact.uses for fact in facts))
+        common = frozenset[int]().union(*(fact.common for fact in facts))
+        for tensor in tensors_in((args, kwargs)):
+            if (held := self.state.get(id(tensor))) is not None and not isinstance(tensor, nn.Parameter):
+                self.recording.glue.add(held)
+        frame = self.frames[-1]
+        key = (frame.path, *frame.key(f"{name}*")[1:])
+        args, kwargs = _together(args, kwargs) if self.is_lazy else (args, kwargs)
+        out = func(*args, **kwargs)
+        self._note_common_draws({n for n, now in _streams().items() if now != self._drawn[n]})
+        self._drawn = _streams()
+        if kind is Kind.ELEMENTS:
+            self.mode.asked |= common
+            self.mode.decides = True
+            self._note_effects(-1)
+            return out
+        target = writes_to(name, args, kwargs)
+        if target is not None:
+            self._note_effects(self.facts.get(id(target), NOTHING).begin)
+        for leaf in tensors_in(out):
+            origin = self.origins.setdefault(_memory(leaf), ("birth", key))
+            if origin == ("birth", key) and key in self.recording.births[self.training]:
+                call = self._call(f"{name}*", is_module=False, key=key)
+                call.is_tainted = True
+                self._value(leaf, (*key, 0), call)
+            elif id(leaf) not in self.facts or target is not None:
+                self._set(leaf, _Fact(uses=uses, common=common, begin=self.position))
+        return out
+
+    # Notes
+
+    def _call(self, name: str, *, is_module: bool, key: Key | None = None) -> Call:
+        frame = self.frames[-1]
+        key = key or frame.key(name)
+        self.position += 1
+        self._order.append(key)
+        call = self.mode.calls.get(key)
+        if call is None:
+            call = self.mode.calls[key] = Call(key, name, frame.call, is_module)
+            call.where = "" if is_module else users_line()
+        call.checkpoint = _checkpoint_around(self.kept)
+        return call
+
+    def _set(self, tensor: Tensor, fact: _Fact) -> None:
+        self.kept.append(tensor)
+        self.facts[id(tensor)] = fact
+
+    def _value(self, tensor: Tensor, label: Label, call: Call | None = None) -> None:
+        self._set(tensor, _Fact(label, begin=self.position))
+        self.mode.shapes.setdefault(label, []).append(tensor.shape)
+        self.mode.memory[label] = _memory(tensor)
+        self.mode.nbytes.setdefault(label, tensor.nbytes / max(1, len(tensor) if tensor.ndim else 1))
+        self.made_in[label] = tuple(frame.call for frame in self.frames if frame.call is not None)
+        if call is not None:
+            call.makes[label] = None
+
+    def _fact(self, tensor: Tensor) -> _Fact:
+        known = self.facts.get(id(tensor))
+        if known is not None:
+            return known
+        name = self.state.get(id(tensor))
+        if name is not None:
+            return _Fact(uses=frozenset({name}))
+        if tensor.grad_fn is not None and self.inside is None and not isinstance(tensor, nn.Parameter):
+            why = (
+                f"{users_line()} uses a tensor that was made by a call which cannot be followed, like a scripted "
+                "function, torch.vmap, or a C++ extension; make that call in a module of its own"
+            )
+            self._keep_whole(None, why)
+        return NOTHING
+
+    def _note_reads(self, call: Call, facts: Sequence[_Fact]) -> None:
+        for fact in facts:
+            if fact.label is not None:
+                self._read(fact.label, call)
+            call.uses |= fact.uses
+            call.common |= fact.common
+
+    def _read(self, label: Label, call: Call | None) -> None:
+        """Note a use of a value, and by which modules it got out of their forwards."""
+        if call is not None:
+            call.reads[label] = None
+        around = {id(frame.call) for frame in self.frames}
+        for maker in self.made_in.get(label, ()):
+            if id(maker) not in around and id(maker) not in self.returned.get(label, ()):
+                maker.has_effects = True
+
+    def _note_write(self, call: Call, tensor: Tensor, *, place: int) -> None:
+        """Note that ``call`` has written values of the batch to ``tensor``."""
+        memory = _memory(tensor)
+        fact, (kind, origin) = self.facts.get(id(tensor), NOTHING), self.origins.get(memory, ("", None))
+        if kind == "state" and origin not in self.recording.state:
+            if origin in dict(self.model.named_parameters()):
+                raise PartitionError(
+                    f"{call.where or call.name}: the forward writes values of the batch to parameter '{origin}'; make "
+                    "it a buffer, or use num_stages=1"
+                )
+            self.recording.state.add(origin)
+        elif kind == "birth":
+            self.recording.births[self.training].add(origin)
+        elif kind == "input":
+            raise PartitionError(f"{call.where or call.name}: the forward writes to input {origin}; write to a copy")
+        call.writes.add(memory)
+        self._note_effects(fact.begin)
+        self._value(tensor, (*call.key, place), call)
+
+    def _note_effects(self, begin: int) -> None:
+        """Note that something made at position ``begin`` changes, for the forwards that began later."""
+        for frame in self.frames[1:]:
+            if frame.call is not None and begin <= frame.begin:
+                frame.call.has_effects = True
+
+    def _note_draws(self, frames: Sequence[_Frame]) -> None:
+        """Note what Python has drawn since the last call."""
+        now = _streams()
+        self._note_common_draws({name for name in now if now[name] != self._drawn[name]})
+        self._drawn = now
+
+    def _note_common_draws(self, names: set[str]) -> None:
+        if names:
+            self.mode.draws |= names
+            self.mode.decides = True
+            self._note_effects(-1)
+
+    def _keep_whole(self, call: Call | None, why: str) -> None:
+        """Have the module whose forward runs stay whole from now on."""
+        module = self.frames[-1].call
+        if module is None:
+            raise PartitionError(f"the model's own forward cannot be run in stages: {why}")
+        self.recording.whole[module.name] = why
+
+
+OBJECTS = (torch.dtype, torch.device, torch.Size, slice, type(Ellipsis), torch.memory_format, torch.layout)
+
+
+def is_common(tensor: Tensor) -> bool:
+    """Return whether an input goes to every stage that needs it: whole numbers and masks."""
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+class _Surroundings:
+    """A module and its arguments before a call, to find whether it changes more than its results."""
+
+    def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._module, self._given = module, (args, kwargs)
+        self._before = self._look()
+
+    def _look(self) -> list[Any]:
+        seen: list[Any] = [(id(value), len(value)) for value in _lists_in(self._given)]
+        if not is_of_torch(self._module):
+            seen += [_plain_state(m) for m in self._module.modules()]
+        return seen
+
+    def changed(self) -> bool:
+        """Return whether it differs now."""
+        return self._look() != self._before
+
+
+def _lists_in(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        if isinstance(value, list):
+            yield value
+        for one in value:
+            yield from _lists_in(one)
+    elif isinstance(value, dict):
+        yield value
+        for one in value.values():
+            yield from _lists_in(one)
+
+
+_OF_MODULES = {"_parameters", "_buffers", "_modules", "training", CALL}
+
+
+def _plain_state(module: nn.Module) -> list[Any]:
+    """Return the attributes of ``module``: numbers and texts themselves, of others which object, and how long."""
+    return [
+        (key, value if isinstance(value, PLAIN) else (id(value), len(value) if isinstance(value, list | dict | set) else 0))
+        for key, value in vars(module).items()
+        if key not in _OF_MODULES
+    ]
+
+
+def _place(leaves: Sequence[Tensor], tensor: Tensor) -> int:
+    return next(n for n, leaf in enumerate({id(t): t for t in leaves}.values()) if leaf is tensor)
+
+
+def _memory(tensor: Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # a class of tensors without such memory
+        return id(tensor)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _streams() -> dict[str, Any]:
+    numpys = np.random.get_state(legacy=True)
+    return {
+        "torch": torch.default_generator.get_state().numpy().tobytes()
+        + (torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_initialized() else b""),
+        "python": random.getstate(),
+        "numpy": (numpys[1].tobytes(), numpys[2]),
+    }
+
+
+def _to_meta(tensor: Tensor) -> Tensor:
+    if tensor.is_meta:
+        return tensor
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {key: torch.device("meta") if isinstance(one, torch.device) else one for key, one in kwargs.items()}
+
+
+def _together(args: Any, kwargs: Any) -> Any:
+    """Put arguments on meta, if one of them is."""
+    return map_tensors(_to_meta, (args, kwargs)) if any(t.is_meta for t in tensors_in((args, kwargs))) else (args, kwargs)
+
+
+def users_line() -> str:
+    """Return the file and line of the user's code that runs."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if "/torch/" not in file and "/adl_dist/partition/" not in file and not file.startswith("<"):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "the forward"
+
+
+def _checkpoint_around(kept: list[Any]) -> int:
+    """Return a number of the call of torch.utils.checkpoint that runs; 0: none."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "checkpoint" and frame.f_code.co_filename.endswith("checkpoint.py"):
+            kept.append(frame)  # or another one could get its number
+            return id(frame)
+        frame = frame.f_back
+    return 0
+
+
+@contextmanager
+def _intercepted(model: nn.Module, names: dict[int, str], watch: _Recorder) -> Iterator[None]:
+    """Have all modules in ``model`` call ``watch.module``."""
+    changed = []
+    for module in model.modules():
+        if module is not model:
+            changed.append((module, vars(module).get(CALL)))
+            vars(module)[CALL] = _interceptor(module, names[id(module)], watch)
+    try:
+        yield
+    finally:
+        for module, before in changed:
+            vars(module).pop(CALL, None)
+            if before is not None:
+                vars(module)[CALL] = before
+
+
+def _interceptor(module: nn.Module, name: str, watch: _Recorder) -> Callable[..., Any]:
+    own: Callable[..., Any] = vars(module).get(CALL) or module._call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return watch.module(module, name, own, args, kwargs)
+
+    return call

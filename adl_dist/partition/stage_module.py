@@ -1,0 +1,960 @@
+"""One stage of a model: the model's own forward, of which only the calls of this stage are computed.
+
+The stage has a copy of the model's Python objects. In it, parameters and buffers of this stage are the model's own
+tensors; parameters of other stages are on meta. Values of other stages are absent: they have a shape and a dtype, and
+whoever asks for their elements gets an error with the line. Where a call of this stage needs one, it is received.
+"""
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+from weakref import ref
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from adl_dist.batch import Layout, Several, Tensors
+from adl_dist.errors import PartitionError
+from adl_dist.partition.absent import Results, infer
+from adl_dist.partition.containers import map_tensors, tensors_in
+from adl_dist.partition.forward_record import CALL, INPUT, held_tensors, state_label, users_line
+from adl_dist.partition.functions import ASK_DEVICE, LIKE_SECOND, Kind, kind_of, writes_to
+from adl_dist.partition.stage_plan import CallPlan, FramePlan, ModePlan, StagePlan, Way
+from adl_dist.partition.value import (
+    EVERYWHERE,
+    ForeignParameter,
+    Label,
+    Mark,
+    Value,
+    Watch,
+    absent_tensor,
+    as_tensor,
+    as_value,
+    foreign_parameter,
+    native,
+)
+from adl_dist.streams import seed_numpy, seed_torch
+
+
+class ForwardError(PartitionError):
+    """A stage cannot do what the uncut model would do."""
+
+
+class StageModule(nn.Module):
+    """Stage ``index`` of a model, with its tensors under the names that they have in the model.
+
+    Attributes:
+        plan: what each stage does.
+        units: names of its units.
+        copies: names of the parameters that an earlier stage holds, too, and of which this one has a copy.
+        seeds: seeds of the streams ``torch``, ``python`` and ``numpy`` for what does not depend on the batch, and for
+            what does; set for each micro-batch by the stage that trains it, as :attr:`draws` asks.
+    """
+
+    def __init__(
+        self, model: nn.Module, plan: StagePlan, index: int, units: Sequence[str], layout: Layout | None = None
+    ) -> None:
+        """Copy ``model``; ``layout`` is that of its inputs, if they are several."""
+        super().__init__()
+        self.plan, self.index, self.units, self._layout = plan, index, list(units), layout
+        self.is_last = index == plan.num_stages - 1
+        self.copies: list[str] = []
+        self.seeds: tuple[dict[str, int], Any] | None = None
+        self.own_streams: Any = None
+        self._device: torch.device | None = None
+        memo: dict[int, Any] = {id(m): m for m in model.modules() if isinstance(m, torch.jit.ScriptModule)}
+        names: dict[int, list[str]] = {}
+        for name, tensor in (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ):
+            names.setdefault(id(tensor), []).append(name)
+        held: dict[str, Tensor] = {}
+        for name, tensor in held_tensors(model):
+            stages = plan.holders[name] if name in plan.holders else ()
+            memo[id(tensor)] = self._own_or_other(name, tensor, stages)
+            if stages and (index == stages[0] or (index in stages and isinstance(tensor, nn.Parameter))):
+                held |= dict.fromkeys(names.get(id(tensor), ()), memo[id(tensor)])
+        try:
+            twin = copy.deepcopy(model, memo)
+        except Exception as error:
+            raise PartitionError(
+                f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and each stage needs a "
+                "copy of its Python objects; give the class whose object cannot be copied a __deepcopy__"
+            ) from error
+        vars(self)["model"] = twin  # not registered: its own part is
+        self._twins = [(ref(mine), other) for mine, other in zip(model.modules(), twin.modules(), strict=True)]
+        self._given = {n: _attributes(m) for n, (m, _) in enumerate(zip(model.modules(), twin.modules(), strict=True))}
+        self._register(twin, held)
+        self.foreign: dict[Any, Results] = {}
+        self._inputs: dict[Any, Tensor] = {}
+        names_of = {id(m): n for n, m in twin.named_modules()}
+        followed = {n for mode in plan.modes.values() for n in _visible(mode.root, index)}
+        for module in twin.modules():
+            name = names_of[id(module)]
+            if name in followed:
+                vars(module)[CALL] = _call_of(module, name, self)
+
+    def _own_or_other(self, name: str, tensor: Tensor, stages: Sequence[int]) -> Tensor:
+        """Return what this stage has for a tensor of the model."""
+        index = self.index
+        if isinstance(tensor, nn.Parameter):
+            if index not in stages:
+                return foreign_parameter(tensor)
+            if index == stages[0]:
+                return tensor
+            self.copies.append(name)
+            return copy.deepcopy(tensor)
+        if stages and index == stages[0]:
+            return tensor
+        if name in self.plan.everywhere or index in stages or not stages:
+            return tensor.detach().clone() if tensor.is_leaf or stages else tensor
+        return torch.empty_like(tensor, device="meta")
+
+    def _register(self, twin: nn.Module, held: Mapping[str, Tensor]) -> None:
+        """Register modules and tensors of this stage under their names in the model."""
+        own = {id(tensor) for tensor in held.values()}
+
+        def place(module: nn.Module, into: nn.Module) -> None:
+            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None and id(tensor) in own:
+                    kind = "_parameters" if key in module._parameters else "_buffers"
+                    getattr(into, kind)[key] = tensor
+            into._non_persistent_buffers_set = {*into._non_persistent_buffers_set, *module._non_persistent_buffers_set}
+            for key, child in module._modules.items():
+                if child is None:
+                    continue
+                tensors = [*child.parameters(), *child.buffers()]
+                mine = [id(tensor) in own for tensor in tensors]
+                if any(mine) and all(mine):
+                    into._modules[key] = child
+                elif any(mine):
+                    into._modules[key] = nn.Module()
+                    place(child, into._modules[key])  # type: ignore[arg-type]
+
+        place(twin, self)
+        self._held = [*held]
+        self._held_ids = {id(tensor) for tensor in held.values()}
+        self._names = {id(module): name for name, module in twin.named_modules()}
+
+    def train(self, mode: bool = True) -> "StageModule":
+        """Set the mode of the copy, with what the model's own ``train`` does."""
+        self.training = mode
+        self.model.train(mode)
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StageModule":
+        """Move or convert the tensors of this stage."""
+        for name in self._held:
+            path, _, key = name.rpartition(".")
+            module = self.model.get_submodule(path)
+            tensor = getattr(module, key)
+            if isinstance(tensor, nn.Parameter):
+                with torch.no_grad():
+                    tensor.data = fn(tensor.data)
+                    if tensor.grad is not None:
+                        tensor.grad.data = fn(tensor.grad.data)
+            elif isinstance(tensor, Tensor):
+                module._buffers[key] = fn(tensor)
+                _holder(self, path)._buffers[key] = module._buffers[key]
+        for name in self.plan.everywhere:
+            path, _, key = name.rpartition(".")
+            module = self.model.get_submodule(path)
+            if name not in self._held and isinstance(tensor := getattr(module, key, None), Tensor):
+                (module._buffers if key in module._buffers else vars(module))[key] = fn(tensor)
+        self._device = None
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        """The device of its tensors."""
+        if self._device is None:
+            tensors = (*self.parameters(), *self.buffers(), *self.model.buffers())
+            self._device = next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
+        return self._device
+
+    @property
+    def draws(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Streams of which it draws in any mode: for what does not depend on the batch, and for what does."""
+        modes = self.plan.modes.values()
+        common, own = (frozenset[str]().union(*some) for some in zip(*((m.draws, m.draws_own) for m in modes), strict=True))
+        return common, own
+
+    def take_changes(self) -> None:
+        """Take over plain attributes and hooks that the user has changed on the model since the last call."""
+        for number, (mine, twin) in enumerate(self._twins):
+            module = mine()
+            if module is None:
+                continue
+            now, before = _attributes(module), self._given[number]
+            for key, value in now.items():
+                if key not in before or not _same(before[key], value):
+                    vars(twin)[key] = copy.copy(value) if key.endswith("_hooks") else copy.deepcopy(value)
+            self._given[number] = now
+            for key, parameter in module._parameters.items():
+                other = twin._parameters.get(key)
+                if parameter is not None and other is not None and other.requires_grad != parameter.requires_grad:
+                    other.requires_grad_(parameter.requires_grad)
+
+    def forward(self, *acts: Tensor) -> Any:
+        """Return what goes to the next stage, a tuple of tensors, or the result of the model on the last stage.
+
+        ``acts`` are the inputs of the model on stage 0, [B, ...], and what the stage before returns on others.
+
+        Raises:
+            ForwardError: If the forward does something that was not recorded, or needs what this stage lacks.
+        """
+        mode = self.plan.modes[self.training]
+        run = _Run(self, mode)
+        before, Watch.active = Watch.active, run
+        try:
+            args, kwargs = run.begin(acts)
+            with run.births or _NOTHING:
+                out = self.model(*args, **kwargs)
+        except ForwardError:
+            raise
+        except Exception as error:
+            if run.failure is not None:
+                raise run.failure from None
+            run.explain(error)
+            raise
+        finally:
+            Watch.active = before
+            run.restore()
+        if run.failure is not None:
+            raise run.failure
+        return run.end(out)
+
+    def give_buffers(self) -> None:
+        """Put buffers that a forward has replaced by others into the user's model, too."""
+        for mine, twin in self._twins:
+            module = mine()
+            for key, tensor in twin._buffers.items():
+                if module is not None and tensor is not None and not tensor.is_meta and key in module._buffers:
+                    of_stage = id(tensor) in self._held_ids
+                    if not of_stage and module._buffers[key] is not tensor and self._holds(twin, key):
+                        module._buffers[key] = tensor
+
+    def _holds(self, twin: nn.Module, key: str) -> bool:
+        name = self._names.get(id(twin))
+        return name is not None and f"{name}.{key}".lstrip(".") in self._held
+
+
+class _Nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+_NOTHING = _Nothing()
+
+
+def _holder(module: nn.Module, path: str) -> nn.Module:
+    for part in path.split(".") if path else ():
+        module = module._modules[part]  # type: ignore[assignment]
+    return module
+
+
+_OWN = {"_parameters", "_buffers", "_modules", "training", "forward", CALL, "_non_persistent_buffers_set"}
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of ``module`` that a user may change; of hooks a copy of their dictionary."""
+    return {
+        key: dict(value) if key.endswith("_hooks") and isinstance(value, dict) else value
+        for key, value in vars(module).items()
+        if key not in _OWN and not isinstance(value, Tensor)
+    }
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, (bool, int, float, str, tuple, dict)) and type(one) is type(other):
+        try:
+            return bool(one == other)
+        except Exception:  # of elements that cannot be compared
+            return False
+    return False
+
+
+def _visible(frame: FramePlan, stage: int) -> Iterator[str]:
+    """Yield the names of the modules whose calls a stage follows."""
+    for name, plans in frame.modules.items():
+        yield name
+        for planned in plans:
+            if planned.frame is not None and (
+                planned.way is Way.THROUGH or (planned.way is Way.SPLIT and planned.first <= stage <= planned.last)
+            ):
+                yield from _visible(planned.frame, stage)
+
+
+def _call_of(module: nn.Module, name: str, stage: StageModule) -> Callable[..., Any]:
+    """Return what runs in the place of calls of ``module``."""
+    own: Callable[..., Any] = vars(module).get(CALL) or module._call_impl
+    index = stage.index
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        run = Watch.active
+        if run is None or run.frame is None:
+            return own(*args, **kwargs)
+        counts = run.counts
+        count = counts.get(name, 0)
+        counts[name] = count + 1
+        try:
+            planned = run.frame.modules[name][count]
+        except (KeyError, IndexError):
+            planned = run.repeated(name)
+        results = planned.results.get(index)
+        if results is not None and (fast := results.fast) is not None and len(args) == 1 and not kwargs:
+            if fast[0] is args[0] and fast[2] is torch.is_grad_enabled():
+                return fast[1]
+        return run.module(planned, (run.path, name, count), module, own, args, kwargs)
+
+    return call
+
+
+class _Frame:
+    """A forward that runs and is followed."""
+
+    __slots__ = ("counts", "path", "plan")
+
+    def __init__(self, plan: FramePlan, path: str) -> None:
+        self.plan, self.path = plan, path
+        self.counts: dict[str, int] = {}
+
+
+class _Run:
+    """One forward of one stage.
+
+    Attributes:
+        frame: how the calls of the forward that is followed now are run; None: inside a call that runs as a whole.
+        failure: an error that the forward may have caught.
+    """
+
+    def __init__(self, stage: StageModule, mode: ModePlan) -> None:
+        self.stage, self.index, self.mode = stage, stage.index, mode
+        self.frame: FramePlan | None = mode.root
+        self.path, self.counts = "", dict[str, int]()
+        self.received: dict[Label, Tensor] = {}
+        self.failure: PartitionError | None = None
+        self.births = _Births(self) if mode.births else None
+        self._stale: set[int] = set()
+        self._state: dict[str, Tensor] = {}
+        edge = mode.crossing[self.index] if not stage.is_last else []
+        self._leaving: list[tuple[Tensor, int] | None] = [None] * len(edge)
+        self._wanted = {label: slot for slot, labels in enumerate(edge) for label in labels}
+        self._found: dict[Label, Tensor] = {}  # what leaves where paths differ
+        self._own_streams: Any = None
+
+    # Begin and end
+
+    def begin(self, acts: Tensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Take what came in, and return the arguments of the model."""
+        stage, mode = self.stage, self.mode
+        shapes = self._input_shapes = self._receive(acts) if self.index else [t.shape for t in acts]
+        recorded = mode.recorded.inputs[0]
+        if len(recorded) != len(shapes) or [len(a) for a in recorded] != [len(b) for b in shapes]:
+            self.fail(f"the model gets inputs of shapes {[list(s) for s in shapes]}, unlike when it was recorded")
+        inputs = [self._input(place, shape, acts) for place, shape in enumerate(shapes)]
+        self._begin_state()
+        self._seed()
+        layout = stage._layout
+        if layout is None:
+            return tuple(inputs), {}
+        return Several(tuple(inputs), layout).arguments  # type: ignore[return-value]
+
+    def _receive(self, acts: Tensors) -> list[Any]:
+        """Bind what came from the stage before to labels, and return the shapes of the inputs."""
+        mode, edge, sizes = self.mode, self.mode.crossing[self.index - 1], self.mode.sizes[self.index - 1]
+        tensors = [*acts]
+        shapes: list[Any] = []
+        if sizes is None:
+            flat, ndims = tensors.pop().tolist(), [len(shape) for shape in mode.recorded.inputs[0]]
+            for ndim in ndims:
+                shapes.append(torch.Size(flat[:ndim]))
+                del flat[:ndim]
+        if mode.decides:
+            by_number = {number: label for label, number in mode.numbers.items()}
+            for label_number, tensor in zip(tensors.pop().tolist(), tensors, strict=True):
+                label = by_number[label_number]
+                self._bind((label, *mode.aliases.get(label, ())), tensor)
+        else:
+            for labels, tensor in zip(edge, tensors, strict=True):
+                self._bind(labels, tensor)
+        if sizes is not None:
+            shapes = [torch.Size([d if isinstance(d, int) else tensors[d[0]].shape[d[1]] for d in dims]) for dims in sizes]
+        return shapes
+
+    def _bind(self, labels: Sequence[Label], tensor: Tensor) -> None:
+        self.received |= dict.fromkeys(labels, tensor)
+        for label in labels:
+            if (slot := self._wanted.get(label)) is not None:
+                self._leaving[slot] = tensor, tensor._version
+        if self.mode.decides and labels[0] in self.mode.common:
+            self._found[labels[0]] = tensor
+
+    def _input(self, place: int, shape: Any, acts: Tensors) -> Tensor:
+        label = ("", INPUT, place, 0)
+        tensor = acts[place] if self.index == 0 else self.received.get(label)
+        is_common_input = label not in self.mode.recorded.memory
+        if tensor is not None and is_common_input:
+            if self.index == 0:
+                self._produced(label, tensor)
+                if self.mode.decides and label in self.mode.common:
+                    self._found[label] = tensor
+            return tensor.detach()
+        if tensor is None or self.index:
+            dtype = self.mode.recorded.dtypes[place]
+            key = place, shape, torch.is_grad_enabled()
+            made = self.stage._inputs.get(key)
+            if made is None:
+                made = absent_tensor(shape, _contiguous(shape), dtype, requires_grad=False)
+                made = as_value(made, Mark(None if is_common_input else label, 0, absent=True))
+                self.stage._inputs[key] = made
+            return made
+        value = as_value(tensor.detach(), Mark(label, 0, absent=False))
+        self._produced(label, value)
+        return value
+
+    def _begin_state(self) -> None:
+        """Turn tensors of the model that the forward changes with values of the batch into values."""
+        for name, home in self.mode.state.items():
+            path, _, key = name.rpartition(".")
+            module = self.stage.model.get_submodule(path)
+            tensor = getattr(module, key, None)
+            if not isinstance(tensor, Tensor):
+                continue
+            label = state_label(name)
+            if home == self.index:
+                as_value(tensor, Mark(label, home, absent=False))
+                self._produced(label, tensor)
+            else:
+                spec = self._state.setdefault(name, tensor)
+                made = torch.empty_like(as_tensor(spec), device="meta")
+                made = as_value(made, Mark(label, home, absent=True))
+                (module._buffers if key in module._buffers else vars(module))[key] = made
+
+    def restore(self) -> None:
+        """Turn the changed tensors of the model back into plain ones."""
+        for name, home in self.mode.state.items():
+            path, _, key = name.rpartition(".")
+            module = self.stage.model.get_submodule(path)
+            tensor = getattr(module, key, None)
+            if not isinstance(tensor, Tensor):
+                continue
+            if home == self.index:
+                as_tensor(tensor)
+            elif name in self._state:
+                (module._buffers if key in module._buffers else vars(module))[key] = self._state[name]
+
+    def end(self, out: Any) -> Any:
+        """Return what leaves the stage."""
+        if self.stage.is_last:
+            return map_tensors(self._resolved_output, out)
+        if self.mode.decides:
+            for tensor in tensors_in(out):
+                self._note(tensor)
+            order = sorted(self._found, key=lambda label: self.mode.numbers[label])
+            numbers = torch.tensor([self.mode.numbers[label] for label in order], device=self.stage.device)
+            leaving = [self._found[label] for label in order]
+            tail = [numbers, self._shapes()]
+        else:
+            leaving = [self._left(slot, kept) for slot, kept in enumerate(self._leaving)]
+            tail = [self._shapes()] if self.mode.sizes[self.index] is None else []
+        return (*map(as_tensor, leaving), *tail)
+
+    def _left(self, slot: int, kept: tuple[Tensor, int] | None) -> Tensor:
+        labels = self.mode.crossing[self.index][slot]
+        if kept is None:
+            self.fail(f"'{labels[0][1]}', whose result goes to the next stage, did not run, as it did when it was recorded")
+        return kept[0]
+
+    def _shapes(self) -> Tensor:
+        return torch.tensor([size for shape in self._input_shapes for size in shape])
+
+    def _resolved_output(self, tensor: Tensor) -> Tensor:
+        if type(tensor) is not Value and not isinstance(tensor, ForeignParameter):
+            if tensor.is_meta:
+                self.fail("the model returns a tensor that an earlier stage has made, but no recorded run did so")
+            return tensor
+        return as_tensor(self._resolved(tensor, "the model's result"))
+
+    # Calls of modules
+
+    def repeated(self, name: str) -> CallPlan:
+        """Return how a call of a module is run that comes more often than in any recorded run."""
+        assert self.frame is not None
+        plans = self.frame.modules.get(name)
+        if plans is None:
+            self.fail(f"calls '{name}', which no recorded micro-batch did; let the recorded ones, the first two, do so")
+        return plans[-1]
+
+    def module(
+        self,
+        planned: CallPlan,
+        key: tuple[str, str, int],
+        module: nn.Module,
+        own: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        """Run a call of a module: follow it, compute it, or return an absent result."""
+        way, index = planned.way, self.index
+        if way is Way.THROUGH or (way is Way.SPLIT and planned.first <= index <= planned.last):
+            return self._follow(planned, key, own, args, kwargs)
+        with native():
+            leaves = tensors_in((args, kwargs))
+            stage = planned.last if index < planned.first else planned.first
+            if planned.follows:
+                stage = max((leaf.mark.stage for leaf in leaves if type(leaf) is Value), default=EVERYWHERE)
+            if stage == index or stage == EVERYWHERE:
+                return self._compute(own, key, stage, args, kwargs, leaves, draws=planned.draws, planned=planned)
+            return self._skip(planned, key, stage, module, own, args, kwargs, leaves)
+
+    def _follow(self, planned: CallPlan, key: tuple[str, str, int], own: Any, args: Any, kwargs: Any) -> Any:
+        before = self.frame, self.path, self.counts
+        self.frame, self.path, self.counts = planned.frame, f"{key[0]}/{key[1]}#{key[2]}", {}
+        try:
+            return own(*args, **kwargs)
+        finally:
+            self.frame, self.path, self.counts = before
+
+    def _skip(
+        self,
+        planned: CallPlan,
+        key: tuple[str, str, int],
+        stage: int,
+        module: nn.Module | None,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        leaves: Sequence[Tensor],
+    ) -> Any:
+        """Return the absent result of a call of another stage."""
+        if self.mode.decides and stage > self.index:
+            for leaf in leaves:
+                self._note(leaf)
+        results = planned.results.get(self.index)
+        if results is None:
+            results = planned.results[self.index] = Results(planned.rule, varies=planned.varies)
+        stages = (stage,) if planned.follows else planned.stages
+        try:
+            out = results.get(function, args, kwargs, label=key, stages=stages, device=self.stage.device, module=module)
+        except ValueError as error:
+            self.fail(
+                f"the shape of what '{key[1]}' returns is not known on a stage that does not compute it ({error})"
+            )
+        if planned.written:
+            unique = [*{id(leaf): leaf for leaf in leaves}.values()]
+            for place in planned.written:
+                self._write_absent(unique[place], (*key, -1 - place), stage)
+        elif type(out) is Value and len(args) == 1 and not kwargs and not self.mode.decides:
+            if leaves and leaves[0] is args[0] and leaves[0].is_meta and leaves[0] is not out:
+                results.fast = args[0], out, torch.is_grad_enabled()
+        return out
+
+    def _compute(
+        self,
+        function: Callable[..., Any],
+        key: tuple[str, str, int],
+        stage: int,
+        args: Any,
+        kwargs: Any,
+        leaves: Sequence[Tensor],
+        *,
+        draws: bool,
+        planned: CallPlan | None,
+        target: Tensor | None = None,
+    ) -> Any:
+        """Run a call of this stage, with what it lacks replaced by what it has received."""
+        written = planned.written if planned is not None else ()
+        values = [leaf for leaf in leaves if type(leaf) is Value or type(leaf) is ForeignParameter]
+        replaced: dict[int, Tensor] = {}
+        for leaf in values:
+            if id(leaf) not in replaced:
+                replaced[id(leaf)] = self._resolved(leaf, key[1])
+        if written or target is not None:
+            unique = [*{id(leaf): leaf for leaf in leaves}.values()]
+            for leaf in (*(unique[place] for place in written), *([] if target is None else [target])):
+                if id(leaf) in replaced and replaced[id(leaf)] is not leaf and leaf.mark.data is None:
+                    replaced[id(leaf)] = replaced[id(leaf)].clone()  # what is received must not be written to
+        if any(replaced[id(leaf)] is not leaf for leaf in values):
+            args, kwargs = map_tensors(lambda t: replaced.get(id(t), t), (args, kwargs))
+        marks = [(t, t.mark) for t in replaced.values() if type(t) is Value]
+        for tensor, _ in marks:
+            tensor.__class__ = Tensor
+        frame, self.frame = self.frame, None
+        try:
+            if draws and self.mode.draws:
+                with self._own_stream():
+                    out = function(*args, **kwargs)
+            else:
+                out = function(*args, **kwargs)
+        finally:
+            self.frame = frame
+            for tensor, mark in marks:
+                as_value(tensor, mark)
+        originals = {id(new): leaf for leaf in values if (new := replaced[id(leaf)]) is not leaf}
+        if planned is not None and planned.rule is not None:
+            self._check_rule(planned, key, args, kwargs, out)
+        if written or target is not None:
+            for leaf in (*(unique[place] for place in written), *([] if target is None else [target])):
+                place = -1 if target is not None else self._place(unique, leaf)
+                self._written(leaf, replaced.get(id(leaf), leaf), (*key, place), stage)
+        if type(out) is Tensor and id(out) not in originals:
+            self._made(out, (*key, 0), stage)
+            return out
+        place = 0
+        for tensor in tensors_in(out):
+            if id(tensor) not in originals and type(tensor) is Tensor:
+                self._made(tensor, (*key, place), stage)
+            place += 1
+        return map_tensors(lambda t: originals.get(id(t), t), out) if originals else out
+
+    @staticmethod
+    def _place(unique: Sequence[Tensor], leaf: Tensor) -> int:
+        return -1 - next(n for n, one in enumerate(unique) if one is leaf)
+
+    def _made(self, tensor: Tensor, label: Label, stage: int) -> None:
+        """Note a tensor that this stage has computed."""
+        if tensor.is_meta:
+            self.fail(f"'{label[1]}' is computed with a parameter or buffer that another stage holds")
+        as_value(tensor, Mark(label, stage, absent=False))
+        self._produced(label, tensor)
+
+    def _written(self, leaf: Tensor, tensor: Tensor, label: Label, stage: int) -> None:
+        """Note that this stage has written to ``leaf``, or to ``tensor``, which it has received in its place."""
+        if type(leaf) is not Value:
+            as_value(leaf, Mark(label, stage, absent=False))
+        mark = leaf.mark  # type: ignore[attr-defined]
+        if tensor is not leaf:
+            mark.data = tensor
+            if mark.cache is not None:
+                mark.cache.forget()
+                mark.cache = None
+        mark.label, mark.stage = label, stage
+        self._produced(label, tensor)
+
+    def _produced(self, label: Label, tensor: Tensor) -> None:
+        slot = self._wanted.get(label)
+        if slot is not None:
+            self._leaving[slot] = tensor, 0
+
+    def _note(self, tensor: Tensor) -> None:
+        """Note that a later stage uses ``tensor``, where that differs between micro-batches."""
+        if type(tensor) is not Value or tensor.mark.label is None:
+            return
+        mark = tensor.mark
+        found = mark.data if mark.data is not None else None if mark.absent else tensor
+        if found is None:
+            found = self.received.get(mark.label)
+        if found is not None:
+            self._found[mark.label] = found
+
+    def _check_rule(self, planned: CallPlan, key: Any, args: Any, kwargs: Any, out: Any) -> None:
+        assert planned.rule is not None
+        try:
+            expected = [t.shape for t in tensors_in(planned.rule.result((args, kwargs)))]
+        except ValueError:
+            return  # no other stage has an answer, either
+        found = [t.shape for t in tensors_in(out)]
+        if found != expected:
+            self.fail(
+                f"'{key[1]}' returns {[list(s) for s in found]} where the recorded micro-batches let stages expect "
+                f"{[list(s) for s in expected]}"
+            )
+
+    # Calls of functions
+
+    def function(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a function that is called with a value or with a parameter of another stage."""
+        name, kind = kind_of(func)
+        with native():
+            if kind is Kind.ASK:
+                if name in ASK_DEVICE and args and args[0].is_meta:
+                    device = self.stage.device
+                    answers = {"device": device, "get_device": -1 if device.index is None else device.index}
+                    return answers.get(name, name == f"is_{device.type}")
+                return func(*args, **kwargs)
+            if self.frame is None:
+                resolved = map_tensors(lambda t: self._resolved(t, name), (args, kwargs))
+                return func(*resolved[0], **resolved[1])
+            leaves = tensors_in((args, kwargs))
+            if kind is Kind.LIKE:
+                args, kwargs = map_tensors(self._stub, (args, kwargs))
+                return func(*args, **kwargs)
+            if name in LIKE_SECOND and not _is_batch(leaves[0]) and not leaves[0].is_meta:
+                rest = map_tensors(self._stub, (args[1:], kwargs))
+                return func(args[0], *rest[0], **rest[1])
+            if not any(map(_is_batch, leaves)):
+                return self._foreign(func, name, kind, args, kwargs, leaves)
+            return self._function(func, name, kind, args, kwargs, leaves)
+
+    def _function(self, func: Any, name: str, kind: Kind, args: Any, kwargs: Any, leaves: Sequence[Tensor]) -> Any:
+        assert self.frame is not None
+        plans = self.frame.functions.get(name)
+        if plans is None:
+            self.fail(f"calls '{name}' on values of the batch, which no recorded micro-batch did")
+        count = self.counts.get(name, 0)
+        self.counts[name] = count + 1
+        key = self.path, name, count
+        planned = plans.get(count)
+        if kind is Kind.ELEMENTS:
+            return self._answer(func, args, kwargs, leaves, planned)
+        stage = EVERYWHERE
+        for leaf in leaves:
+            if type(leaf) is Value and leaf.mark.stage > stage:
+                stage = leaf.mark.stage
+        if planned is not None and not planned.follows and planned.first > stage:
+            stage = planned.first
+        if kind is Kind.HOOK:
+            return func(*args, **kwargs) if stage == self.index and not leaves[0].is_meta else _Handle()
+        target = writes_to(name, args, kwargs)
+        if stage == self.index or stage == EVERYWHERE:
+            draws = planned.draws if planned is not None else True
+            return self._compute(
+                func, key, stage, args, kwargs, leaves, draws=draws, planned=planned, target=target
+            )
+        if planned is None:
+            planned = plans[max(plans)]
+        if target is None:
+            return self._skip(planned, key, stage, None, func, args, kwargs, leaves)
+        if self.mode.decides and stage > self.index:
+            for leaf in leaves:
+                self._note(leaf)
+        self._write_absent(target, (*key, -1), stage, func, args, kwargs)
+        return None if name == "__setitem__" else target
+
+    def _write_absent(
+        self, target: Tensor, label: Label, stage: int, func: Any = None, args: Any = (), kwargs: Any = None
+    ) -> None:
+        """Note that another stage writes to ``target``."""
+        if type(target) is not Value:
+            as_value(target, Mark(label, stage, absent=False))
+        mark = target.mark
+        if mark.cache is not None:
+            mark.cache.forget()
+            mark.cache = None
+        if func is not None:
+            _, twins = self._inferred(func, args, kwargs)
+            unique = [*{id(t): t for t in tensors_in((args, kwargs))}.values()]
+            twin = twins[next(n for n, one in enumerate(unique) if one is target)]
+            if target.is_meta and (twin.shape, twin.stride()) != (target.shape, target.stride()):
+                target.requires_grad_(False).as_strided_(twin.shape, twin.stride())
+            if twin.requires_grad != target.requires_grad and (target.is_leaf or target.is_meta):
+                target.requires_grad_(twin.requires_grad)
+        if not target.is_meta:
+            self._stale.add(_memory(target))
+            mark.absent = True
+        mark.label, mark.stage, mark.data = label, stage, None
+
+    def _inferred(self, func: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return infer(func, args, kwargs, self.stage.device)
+        except Exception as error:
+            self.fail(f"the shape of a tensor that another stage writes to is not known ({error})")
+
+    def _foreign(self, func: Any, name: str, kind: Kind, args: Any, kwargs: Any, leaves: Sequence[Tensor]) -> Any:
+        """Run a function of parameters, or inputs, that this stage lacks."""
+        if kind is Kind.ELEMENTS:
+            self.fail("asks for elements of a parameter or input that this stage does not hold")
+        if kind is Kind.HOOK:
+            return _Handle()
+        target = writes_to(name, args, kwargs)
+        if target is not None:
+            if not target.is_meta:
+                self.fail("writes values of a parameter that another stage holds to a tensor of this one")
+            return target
+        own = f"{name}?"
+        count = self.counts.get(own, 0)
+        self.counts[own] = count + 1
+        key = self.path, own, count
+        results = self.stage.foreign.setdefault((self.stage.training, key), Results())
+        try:
+            out = results.get(func, args, kwargs, label=key, stages=(EVERYWHERE,), device=self.stage.device)
+        except ValueError as error:
+            self.fail(f"the shape of what '{name}' returns for a parameter of another stage is not known ({error})")
+        for tensor in tensors_in(out):
+            if type(tensor) is Value and tensor.mark.label is not None and tensor.mark.label[:3] == key:
+                tensor.mark.label = None
+        return out
+
+    def _answer(self, func: Any, args: Any, kwargs: Any, leaves: Sequence[Tensor], planned: CallPlan | None) -> Any:
+        """Return a number that the forward asks for; one that is the same in all runs is known without the elements."""
+        known = planned.answer if planned is not None else None
+        if all(self._has(leaf) for leaf in leaves):
+            args, kwargs = map_tensors(lambda t: self._resolved(t, "a question"), (args, kwargs))
+            out = func(*args, **kwargs)
+            if known is not None and out != known:
+                self.fail(f"the answer is {out} here, and was {known} in all recorded micro-batches, as other stages expect")
+            if known is None and self.stage.plan.num_stages > 1:
+                self.fail("asks for elements that other stages do not have")
+            return out
+        if known is None:
+            self.fail(f"asks for elements of a tensor that stage {self.index} does not have")
+        return known
+
+    def _has(self, tensor: Tensor) -> bool:
+        if type(tensor) is not Value:
+            return not tensor.is_meta
+        mark = tensor.mark
+        return mark.data is not None or not mark.absent or mark.label in self.received
+
+    def _resolved(self, tensor: Tensor, where: str) -> Tensor:
+        """Return ``tensor``, or what this stage has received or made in its place."""
+        if type(tensor) is not Value:
+            if type(tensor) is ForeignParameter:
+                self.fail(f"'{where}' is computed with a parameter that another stage holds")
+            return tensor
+        mark = tensor.mark
+        if mark.data is not None:
+            return mark.data
+        if not mark.absent and not (self._stale and _memory(tensor) in self._stale and mark.stage != self.index):
+            return tensor
+        found = self.received.get(mark.label) if mark.label is not None else None
+        if found is None:
+            made = "a parameter or an input" if mark.label is None else f"'{mark.label[1]}'"
+            self.fail(
+                f"stage {self.index} computes '{where}' with a tensor {list(tensor.shape)} of {made}, which it does not "
+                "have: no recorded micro-batch used it there, or it was kept from an earlier micro-batch"
+            )
+        if found.shape != tensor.shape or found.dtype != tensor.dtype:
+            self.fail(
+                f"{list(found.shape)} {found.dtype} arrived for '{mark.label[1]}', where {list(tensor.shape)} "
+                f"{tensor.dtype} is expected"
+            )
+        return found
+
+    def _stub(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.stage.device)
+
+    # Random streams
+
+    def _seed(self) -> None:
+        """Seed the streams from which all stages draw the same."""
+        if self.stage.seeds is None or not self.mode.draws:
+            return
+        common, self._own_streams = self.stage.seeds
+        _seed_streams(common, self.stage.device)
+
+    @contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        """Draw from the stage's own streams inside."""
+        common = _get_streams(self.stage.device)
+        if isinstance(self._own_streams, dict):
+            _seed_streams(self._own_streams, self.stage.device)
+        elif self._own_streams is not None:
+            _set_streams(self._own_streams, self.stage.device)
+        try:
+            yield
+        finally:
+            self._own_streams = self.stage.own_streams = _get_streams(self.stage.device)
+            _set_streams(common, self.stage.device)
+
+    # Errors
+
+    def fail(self, why: str) -> NoReturn:
+        """Raise, and again at the end, should the forward catch it."""
+        error = ForwardError(f"{users_line()}: stage {self.index}: {why}" if not why.startswith("stage ") else f"{users_line()}: {why}")
+        self.failure = self.failure or error
+        raise error
+
+    def explain(self, error: Exception) -> None:
+        """Raise a ForwardError if ``error`` comes from a tensor that has no elements here."""
+        text = str(error)
+        if any(word in text for word in ("meta tensor", "device meta", "on meta", "Meta")):
+            raise ForwardError(
+                f"{users_line_of(error)}: stage {self.index} computes with a tensor of another stage that is kept in an "
+                f"object or reached past the calls of modules ({type(error).__name__}: {text.splitlines()[0]})"
+            ) from error
+
+
+class _Births(TorchFunctionMode):
+    """Makes values of memory that values of the batch will be written to."""
+
+    def __init__(self, run: _Run) -> None:
+        super().__init__()
+        self._run = run
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, run = kwargs or {}, self._run
+        if run.frame is None or Watch.active is not run:
+            return func(*args, **kwargs)
+        name, kind = kind_of(func)
+        if kind is Kind.ASK:
+            return func(*args, **kwargs)
+        leaves = tensors_in((args, kwargs))
+        taken = leaves[:1] if name in LIKE_SECOND and leaves and not _is_batch(leaves[0]) else leaves
+        if kind is not Kind.LIKE and any(map(_is_batch, taken)):
+            return func(*args, **kwargs)
+        own = f"{name}*"
+        count = run.counts.get(own, 0)
+        run.counts[own] = count + 1
+        out = func(*args, **kwargs)
+        if (run.path, own, count) in run.mode.births and type(out) is Tensor:
+            return as_value(out, Mark((run.path, own, count, 0), EVERYWHERE, absent=False))
+        return out
+
+
+class _Handle:
+    """Of a hook that another stage registers."""
+
+    def remove(self) -> None:
+        """Do nothing."""
+
+
+def _is_batch(tensor: Tensor) -> bool:
+    return type(tensor) is Value and tensor.mark.label is not None
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _seed_streams(seeds: Mapping[str, int], device: torch.device) -> None:
+    for name, seed in seeds.items():
+        if name == "torch":
+            seed_torch(seed, device)
+        elif name == "python":
+            random.seed(seed)
+        else:
+            seed_numpy(seed)
+
+
+def _get_streams(device: torch.device) -> Any:
+    of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.default_generator.get_state(), of_device, random.getstate(), np.random.get_state()
+
+
+def _set_streams(state: Any, device: torch.device) -> None:
+    torch.default_generator.set_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)
+    random.setstate(state[2])
+    np.random.set_state(state[3])
+
+
+def users_line_of(error: Exception) -> str:
+    """Return the user's line in which ``error`` arose."""
+    found, trace = "the forward", error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if "/torch/" not in file and "/adl_dist/partition/" not in file and not file.startswith("<"):
+            found = f"{file}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found

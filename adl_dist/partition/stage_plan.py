@@ -1,0 +1,422 @@
+"""Decide which stage makes each recorded call, what crosses each cut, and which tensors a stage holds."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+from adl_dist.errors import PartitionError
+from adl_dist.partition.absent import Results, SizeRule
+from adl_dist.partition.forward_record import INPUT, Call, Key, ModeRecord, Recording, state_label
+from adl_dist.partition.value import EVERYWHERE, Label
+
+
+class CutImpossibleError(PartitionError):
+    """The model cannot be cut there.
+
+    Attributes:
+        stage: the cut is after this stage.
+        reason: why, without the names of stages.
+    """
+
+    def __init__(self, stage: int, reason: str) -> None:
+        super().__init__(f"the model cannot be cut after stage {stage}: {reason}; cut elsewhere (partition.balance)")
+        self.stage, self.reason = stage, reason
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A call before which the model may be cut.
+
+    Attributes:
+        name: of the module, or of the module and the function that it calls; unique.
+        block: the name of the block that it lies in.
+        begins_block: whether it is the first unit of that block.
+    """
+
+    call: Call
+    name: str
+    block: str
+    begins_block: bool
+
+
+def units_of(recording: Recording) -> list[Unit]:
+    """Return the units of a recorded model, in the order in which they run."""
+    modes = sorted(recording.modes.values(), key=lambda mode: -sum(call.is_unit for call in mode.calls.values()))
+    units: list[Unit] = []
+    names: Counter[str] = Counter()
+    blocks: dict[Key, str] = {}
+    for call in modes[0].calls.values():
+        if call.is_unit:
+            block = _block_of(call)
+            if block.key not in blocks:
+                blocks[block.key] = _unique(block, names)
+            name = blocks[block.key] if block is call else _unique(call, names)
+            last = units[-1] if units else None
+            is_new = last is None or last.block != blocks[block.key]
+            units.append(Unit(call, name, blocks[block.key], is_new))
+    return units
+
+
+def _block_of(call: Call) -> Call:
+    while call.parent is not None and not call.parent.is_block:
+        call = call.parent
+    return call
+
+
+def _unique(call: Call, names: Counter[str]) -> str:
+    name = call.name if call.is_module else f"{call.caller}.{call.name}".lstrip(".")
+    names[name] += 1
+    return name if names[name] == 1 else f"{name}_{names[name]}"
+
+
+class Way(Enum):
+    """How a stage runs a call of a module."""
+
+    THROUGH = auto()  # every stage runs its forward and follows the calls inside
+    SPLIT = auto()  # so do the stages from the first to the last that have calls inside; others skip it
+    WHOLE = auto()  # one stage runs it, others skip it
+
+
+@dataclass(eq=False)
+class CallPlan:
+    """How the stages run one recorded call.
+
+    Attributes:
+        first, last: the stages that have calls inside, or make the call.
+        stages: of each tensor in its result, the stage that has it first.
+        written: places of arguments that a module writes to.
+        follows: whether it is made where the last of its arguments is.
+        frame: how the calls inside are run.
+        results: its absent results, by stage.
+    """
+
+    key: Key
+    way: Way
+    first: int
+    last: int
+    stages: tuple[int, ...]
+    draws: bool
+    answer: Any
+    varies: bool
+    rule: SizeRule | None
+    written: tuple[int, ...] = ()
+    follows: bool = False
+    frame: "FramePlan | None" = None
+    results: dict[int, Results] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class FramePlan:
+    """How the calls in one forward are run: of modules, and of functions, by name and how many there were before."""
+
+    modules: dict[str, list[CallPlan]] = field(default_factory=dict)
+    functions: dict[str, dict[int, CallPlan]] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class ModePlan:
+    """How the stages run the forward in training, or in evaluation.
+
+    Attributes:
+        root: the calls of the model's own forward.
+        crossing: by edge, the labels of each value that crosses it: that of the call, and of the modules around.
+        sizes: by edge, for each dimension of each input, its size or the (slot, dimension) that has it; None: the
+            shapes are sent.
+        state: by the name of a tensor that the forward changes with values of the batch, the stage that holds it.
+        births: keys of functions that make memory which values of the batch are written to.
+        decides: whether micro-batches may take other paths, so that labels are sent.
+        draws, draws_own: see :class:`ModeRecord`.
+        numbers, aliases: of each label, for :attr:`decides`.
+        common: labels of the whole-number inputs.
+    """
+
+    root: FramePlan
+    crossing: list[list[tuple[Label, ...]]]
+    sizes: list[list[list[int | tuple[int, int]]] | None]
+    state: dict[str, int]
+    births: set[Key]
+    decides: bool
+    draws: set[str]
+    draws_own: set[str]
+    numbers: dict[Label, int]
+    aliases: dict[Label, list[Label]]
+    common: set[Label]
+    recorded: ModeRecord
+
+
+@dataclass(eq=False)
+class StagePlan:
+    """How K stages run a model.
+
+    Attributes:
+        modes: by ``training``.
+        holders: of each tensor of the model the stages that compute with it; the first one saves it.
+        everywhere: names of buffers of which each stage has a copy.
+    """
+
+    num_stages: int
+    recording: Recording
+    modes: dict[bool, ModePlan]
+    holders: dict[str, tuple[int, ...]]
+    everywhere: set[str]
+
+
+def plan_stages(recording: Recording, units: Sequence[Unit], sizes: Sequence[int], names: Iterable[str]) -> StagePlan:
+    """Plan the stages of ``sizes`` units each; ``names`` are those of the model's tensors.
+
+    Raises:
+        CutImpossibleError: If a value would have to flow to an earlier stage, or two stages would change one tensor.
+    """
+    stage_of: dict[Key, int] = {}
+    begin = 0
+    for stage, size in enumerate(sizes):
+        stage_of |= {unit.call.key: stage for unit in units[begin : begin + size]}
+        begin += size
+    num_stages = len(sizes)
+    main = next(mode for mode in recording.modes.values() if mode.calls.get(units[0].call.key) is units[0].call)
+    homes: dict[str, int] = {}
+    planned = {}
+    for mode in (main, *(mode for mode in recording.modes.values() if mode is not main)):
+        assigned = _Assignment(mode, stage_of, homes, num_stages, recording)
+        planned[next(training for training, one in recording.modes.items() if one is mode)] = assigned
+        for name, stages in assigned.users().items():
+            homes.setdefault(name, min(stages))
+    holders: dict[str, set[int]] = {}
+    for assigned in planned.values():
+        for name, stages in assigned.users().items():
+            holders.setdefault(name, set()).update(stages)
+        for name, stage in assigned.state.items():
+            holders[name] = {stage}
+        for call in assigned.mode.calls.values():
+            for name in call.moves:
+                if len(holders.get(name, ())) > 1:
+                    reason = f"'{name}' is changed by the forward and used on both sides"
+                    raise CutImpossibleError(min(holders[name]), reason)
+    for name in names:
+        holders.setdefault(name, {num_stages - 1})
+    return StagePlan(
+        num_stages,
+        recording,
+        {training: assigned.plan() for training, assigned in planned.items()},
+        {name: tuple(sorted(stages)) for name, stages in holders.items()},
+        {name for name in recording.glue if name not in recording.state},
+    )
+
+
+class _Assignment:
+    """The stage of each call and value of one mode."""
+
+    def __init__(
+        self, mode: ModeRecord, stage_of: dict[Key, int], homes: dict[str, int], num_stages: int, recording: Recording
+    ) -> None:
+        self.mode, self.num_stages, self.recording = mode, num_stages, recording
+        self._assigned, self._homes = stage_of, homes
+        self.state: dict[str, int] = {}
+        for _ in range(num_stages + 2):  # state that a forward writes to is where the writing is, also when it is read
+            before = dict(self.state)
+            self._assign()
+            if self.state == before:
+                break
+
+    def _assign(self) -> None:
+        self.calls: dict[Key, int] = {}
+        self.follows: dict[Key, bool] = {}
+        self.labels: dict[Label, int] = {}
+        for label in self.mode.shapes:
+            if label[1] == INPUT:
+                self.labels[label] = 0
+        for name in self.recording.state:
+            self.labels[state_label(name)] = self.state.get(name, EVERYWHERE)
+        self.last_use: dict[Label, int] = {}
+        used_by: dict[int, int] = {}  # of each memory, the last stage that has used it
+        checkpoints: dict[int, int] = {}
+        for call in self.mode.calls.values():
+            if call.is_open:
+                continue
+            stage = self._stage_of(call)
+            if call.writes:
+                stage = max(stage, *(used_by.get(memory, EVERYWHERE) for memory in call.writes))
+            if call.checkpoint and checkpoints.setdefault(call.checkpoint, stage) != stage:
+                raise CutImpossibleError(
+                    checkpoints[call.checkpoint], f"'{call.name}' runs inside torch.utils.checkpoint, which has one stage"
+                )
+            self.calls[call.key] = stage
+            needed = max((self.labels.get(label, EVERYWHERE) for label in call.reads), default=EVERYWHERE)
+            self.follows[call.key] = stage == needed and not call.uses and call.key not in self._assigned
+            for label in call.reads:
+                self._use(label, stage, used_by)
+            for label in call.makes:
+                self.labels[label] = stage
+            for memory in call.writes:
+                self._write(call, memory, stage)
+        for label in self.mode.outputs:
+            self._use(label, self.num_stages - 1, used_by)
+
+    def _stage_of(self, call: Call) -> int:
+        needed = max((self.labels.get(label, EVERYWHERE) for label in call.reads), default=EVERYWHERE)
+        stage = self._assigned.get(call.key)
+        if stage is None and call.uses:
+            stage = max((self._homes[name] for name in call.uses if name in self._homes), default=None)
+        if stage is None and call.is_module and call.key[2]:  # called more often than in the other mode
+            stage = next((s for k, s in reversed(self._assigned.items()) if k[:2] == call.key[:2]), None)
+        if stage is None or (stage < needed and not call.uses):
+            return needed
+        if stage < needed:
+            source = next(label for label in call.reads if self.labels.get(label, EVERYWHERE) == needed)
+            raise CutImpossibleError(stage, f"'{call.name}' needs a value that '{source[1]}' makes after the cut")
+        return stage
+
+    def _use(self, label: Label, stage: int, used_by: dict[int, int]) -> None:
+        self.last_use[label] = max(stage, self.last_use.get(label, EVERYWHERE))
+        memory = self.mode.memory.get(label)
+        if memory is not None:
+            used_by[memory] = max(stage, used_by.get(memory, EVERYWHERE))
+
+    def _write(self, call: Call, memory: int, stage: int) -> None:
+        """Note that the values in ``memory`` are those of ``stage`` from now on."""
+        for label, of in self.mode.memory.items():
+            before = self.labels.get(label)
+            if of != memory or before is None or label in call.makes or before == stage:
+                continue
+            if before == EVERYWHERE or label not in self.last_use:
+                self.labels[label] = max(before, stage)
+        for name in self.recording.state:
+            if self.mode.memory.get(state_label(name)) == memory:
+                self.state[name] = max(stage, self.state.get(name, EVERYWHERE))
+
+    def users(self) -> dict[str, set[int]]:
+        """Return the stages that compute with each tensor of the model."""
+        found: dict[str, set[int]] = {}
+        for call in self.mode.calls.values():
+            if not call.is_open:
+                for name in call.uses:
+                    found.setdefault(name, set()).add(max(self.calls[call.key], 0))
+        for name in self.mode.uses:
+            found.setdefault(name, set()).add(self.num_stages - 1)
+        return found
+
+    def plan(self) -> ModePlan:
+        """Return how the stages run this mode."""
+        aliases = self._aliases()
+        crossing, sizes = [], []
+        for edge in range(self.num_stages - 1):
+            slots = [(label, *aliases.get(label, ())) for label in self._crossing(edge)]
+            crossing.append(slots)
+            sizes.append(None if self.mode.decides else self._sizes(slots))
+        labels = dict.fromkeys([*self.mode.shapes, *(alias for some in aliases.values() for alias in some)])
+        return ModePlan(
+            root=self._frame(),
+            crossing=crossing,
+            sizes=sizes,
+            state=self.state,
+            births=self.recording.births[next(t for t, m in self.recording.modes.items() if m is self.mode)],
+            decides=self.mode.decides,
+            draws=self.mode.draws,
+            draws_own=self.mode.draws_own,
+            numbers={label: number for number, label in enumerate(labels)},
+            aliases=aliases,
+            common={label for label in self.mode.shapes if label[1] == INPUT and self._is_common(label)},
+            recorded=self.mode,
+        )
+
+    def _aliases(self) -> dict[Label, list[Label]]:
+        found: dict[Label, list[Label]] = {}
+        for call in self.mode.calls.values():
+            if call.is_module:
+                for place, label in enumerate(call.results):
+                    if label != (*call.key, place):
+                        found.setdefault(label, []).append((*call.key, place))
+        return found
+
+    def _crossing(self, edge: int) -> list[Label]:
+        common = self._common()
+        return [
+            label
+            for label in self.mode.shapes
+            if (common.get(label[2], EVERYWHERE) if label[1] == INPUT and self._is_common(label) else self._last(label))
+            > edge
+            >= self.labels.get(label, EVERYWHERE)
+            and self.labels.get(label, EVERYWHERE) != EVERYWHERE
+        ]
+
+    def _last(self, label: Label) -> int:
+        return self.last_use.get(label, EVERYWHERE)
+
+    def _is_common(self, label: Label) -> bool:
+        return label not in self.mode.memory
+
+    def _common(self) -> dict[int, int]:
+        """Return the last stage that needs each whole-number input."""
+        found = {place: self.num_stages - 1 for place in (*self.mode.asked, *self.mode.common)}
+        for call in self.mode.calls.values():
+            for place in call.common:
+                found[place] = max(found.get(place, 0), self.calls.get(call.key, 0))
+        return found
+
+    def _sizes(self, slots: Sequence[tuple[Label, ...]]) -> list[list[int | tuple[int, int]]] | None:
+        runs, sizes = self.mode.inputs, []
+        for place in range(len(runs[0])):
+            dims: list[int | tuple[int, int]] = []
+            for dim in range(len(runs[0][place])):
+                seen = [shapes[place][dim] for shapes in runs]
+                if len(set(seen)) == 1 and dim > 0:
+                    dims.append(seen[0])
+                    continue
+                for slot, (label, *_) in enumerate(slots):
+                    shapes = self.mode.shapes[label]
+                    if len(shapes) == len(runs):
+                        source = next((d for d in range(len(shapes[0])) if [s[d] for s in shapes] == seen), None)
+                        if source is not None:
+                            dims.append((slot, source))
+                            break
+                else:
+                    return None
+            sizes.append(dims)
+        return sizes
+
+    def _frame(self) -> FramePlan:
+        root, frames = FramePlan(), dict[Key, FramePlan]()
+        inside: dict[Key, list[int]] = {}
+        for call in self.mode.calls.values():
+            around = call.parent
+            while around is not None and not call.is_open:
+                if self.calls[call.key] != EVERYWHERE:
+                    inside.setdefault(around.key, []).append(self.calls[call.key])
+                around = around.parent
+        for call in self.mode.calls.values():
+            frame = root if call.parent is None else frames[call.parent.key]
+            planned = self._call(call, inside.get(call.key, []))
+            if call.is_open:
+                planned.frame = frames[call.key] = FramePlan()
+            if call.is_module:
+                frame.modules.setdefault(call.name, []).append(planned)
+            else:
+                frame.functions.setdefault(call.name, {})[call.key[2]] = planned
+        for known in (root, *frames.values()):
+            for plans in known.modules.values():
+                plans.sort(key=lambda planned: planned.key[2])
+        return root
+
+    def _call(self, call: Call, inside: Sequence[int]) -> CallPlan:
+        stages = tuple(self.labels.get(label, EVERYWHERE) for label in call.results)
+        if not call.is_open:
+            stage = self.calls[call.key]
+            way, first, last, stages = Way.WHOLE, stage, stage, (stage,)
+        else:
+            first, last = (min(inside), max(inside)) if inside else (0, self.num_stages - 1)
+            way = Way.SPLIT if first < last else Way.WHOLE
+            if call.has_effects or not inside:
+                way = Way.THROUGH
+        written = tuple(-1 - label[3] for label in call.makes if label[3] < 0) if call.is_module else ()
+        return CallPlan(
+            call.key, way, first, last, stages or (last,), call.draws or _draws_inside(call, self.mode), call.answer,
+            call.varies, call.rule, written, follows=not call.is_open and self.follows[call.key],
+        )  # fmt: skip
+
+
+def _draws_inside(call: Call, mode: ModeRecord) -> bool:
+    return call.is_open and any(
+        one.draws for one in mode.calls.values() if one.key[0] == call.path or one.key[0].startswith(call.path + "/")
+    )

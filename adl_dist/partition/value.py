@@ -1,0 +1,90 @@
+"""Tensors that a stage follows through a forward: values of the batch, present or absent, and foreign parameters.
+
+A value is *absent* on the stages that do not have its elements: it is on meta, with shape and dtype. Each value has a
+label, the same on all stages: the call that made it, and its place in the result. Calls are counted by the module whose
+forward makes them, so that labels follow from the path that a forward takes, whatever it is.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Label = tuple[str, str, int, int]  # path of the calling forward, name, how many calls before, place in the result
+native = torch._C.DisableTorchFunctionSubclass
+EVERYWHERE = -1  # in the place of a stage: each computes it
+
+
+class Mark:
+    """What is known of a value: its label, the stage that has it first, and whether this stage lacks it.
+
+    Attributes:
+        label: None if it does not depend on the batch, but on parameters or inputs that this stage lacks.
+        aliases: labels that it got as the result of the modules around its call.
+        data: what this stage has made of an absent value by writing to it.
+        cache: the results from which it comes, where it is used in each micro-batch again.
+    """
+
+    __slots__ = ("absent", "aliases", "cache", "data", "label", "stage")
+
+    def __init__(self, label: Label | None, stage: int, *, absent: bool) -> None:
+        self.label, self.stage, self.absent = label, stage, absent
+        self.aliases: tuple[Label, ...] = ()
+        self.data: Tensor | None = None
+        self.cache: Any = None
+
+
+class Watch:
+    """Who follows the forward that runs in this thread: a recorder, or one stage; None: nobody."""
+
+    active: Any = None
+
+
+class Value(Tensor):
+    """A value of the batch, while a forward is followed."""
+
+    mark: Mark
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        watch = Watch.active
+        if watch is None:
+            with native():
+                return func(*args, **(kwargs or {}))
+        return watch.function(func, args, kwargs or {})
+
+
+class ForeignParameter(nn.Parameter):
+    """A parameter of another stage, on meta."""
+
+    mark = Mark(None, EVERYWHERE, absent=True)
+    __torch_function__ = Value.__torch_function__  # type: ignore[assignment]
+
+
+def as_value(tensor: Tensor, mark: Mark) -> Tensor:
+    """Turn ``tensor`` into a value; the object stays the same."""
+    tensor.__class__ = Value  # type: ignore[assignment]
+    tensor.mark = mark  # type: ignore[attr-defined]
+    return tensor
+
+
+def as_tensor(tensor: Tensor) -> Tensor:
+    """Turn a value back into a plain tensor; the object stays the same."""
+    if type(tensor) is Value:
+        tensor.__class__ = Tensor
+    return tensor
+
+
+def absent_tensor(shape: Any, stride: Any, dtype: torch.dtype, *, requires_grad: bool) -> Tensor:
+    """Return a tensor without elements."""
+    made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    return made.requires_grad_() if requires_grad else made
+
+
+def foreign_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    """Return what stands for ``parameter`` on the stages that do not compute with it."""
+    made = nn.Parameter(
+        torch.empty_like(parameter, device="meta", requires_grad=False), requires_grad=parameter.requires_grad
+    )
+    made.__class__ = ForeignParameter
+    return made

@@ -1,0 +1,32 @@
+"""Count the floating-point operations, and the bytes read and written, of torch's operators."""
+
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from adl_dist.partition.containers import tensors_in
+
+FLOPS_PER_BYTE = 8.0  # in the time that a device takes for one byte; it has more for matrices, and fewer on a CPU
+
+
+class Work(TorchDispatchMode):
+    """Counts what runs inside.
+
+    Attributes:
+        flops: by the table of torch's FlopCounterMode.
+        nbytes: of arguments and results, but those of views.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = self.nbytes = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self.flops += count(*args, **(kwargs or {}), out_val=out)
+        if not func.is_view:
+            self.nbytes += sum(tensor.nbytes for tensor in tensors_in((args, kwargs, out)))
+        return out
