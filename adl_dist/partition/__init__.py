@@ -1,10 +1,9 @@
-"""From a model to K stages: read it as a chain of units, measure them, cut it where it is best."""
+"""From a model to K stages: record its forward, measure its units, and cut it where that is best."""
 
-from adl_dist.partition.chain import Chain, check_same_chain, linearise
+from adl_dist.partition.chain import Chain
 from adl_dist.partition.costs import Machine, UnitCost
-from adl_dist.partition.cut import checked_sizes, cut, even_balance, even_sizes
+from adl_dist.partition.cut import checked_sizes, even_sizes, flops_sizes
+from adl_dist.partition.stage_module import StageModule
+from adl_dist.partition.stage_plan import CutImpossibleError
 
-__all__ = [
-    "Chain", "Machine", "UnitCost", "check_same_chain", "checked_sizes", "cut", "even_balance", "even_sizes",
-    "linearise",
-]  # fmt: skip
+__all__ = ["Chain", "CutImpossibleError", "Machine", "StageModule", "UnitCost", "checked_sizes", "even_sizes", "flops_sizes"]

@@ -1,125 +1,147 @@
-"""Cuts a model into K stages without renaming a single parameter."""
+"""Choose the units of each stage: counted, by name, as many as can be alike, or by the work in them."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-
-from torch import nn
+from typing import TypeVar
 
 from adl_dist.errors import PartitionError
 from adl_dist.partition.balance import best_balance
-from adl_dist.partition.chain import Chain, LayeredChain, linearise
+from adl_dist.partition.chain import Chain
 from adl_dist.partition.costs import StageFootprint, UnitCost
-from adl_dist.partition.imbalance import usual
-from adl_dist.partition.ran import Samples
-from adl_dist.partition.ties import KEPT
+from adl_dist.partition.stage_plan import CutImpossibleError
+
+MOST_ABOVE_MEAN = 0.15  # of the slowest stage; beyond it blocks are opened
+Found = TypeVar("Found")
 
 
-def cut(
-    model: nn.Module,
-    *,
-    num_stages: int,
-    balance: Sequence[int] | Sequence[str] | None = None,
-    granularity: str = "block",
-    samples: Samples | None = None,
-    keeps_ties: str | None = KEPT,
-) -> list[nn.Module]:
-    """Cut ``model`` into stages that together hold exactly its parameters and buffers.
-
-    The state_dict keys of the stages are those of the uncut model: their disjoint union is its state_dict.
-    ``balance``: units of each stage, or the names of the units where stages 1..K-1 begin; None: as even as can be.
-    ``granularity`` (what a unit is), ``samples`` and ``keeps_ties`` are those of :func:`linearise`.
-
-    Raises:
-        PartitionError: it cannot be traced, has too few units, or cannot be cut there.
-    """
-    if num_stages == 1 and balance is None:
-        return [model]
-    chain = linearise(model, granularity=granularity, samples=samples, keeps_ties=keeps_ties)
-    sizes = even_sizes(chain, num_stages) if balance is None else checked_sizes(chain, num_stages, balance)
-    return [model] if num_stages == 1 else chain.pieces(sizes)
+def flops_sizes(chain: Chain, num_stages: int) -> list[int]:
+    """Return the units of each stage, so that the slowest has least work: between blocks, if that is even enough."""
+    sizes = _best(chain, num_stages, opened=())
+    opened: set[int] = set()
+    while slowest_above_mean(chain, sizes) > MOST_ABOVE_MEAN:
+        # Open the blocks beside the cuts of the stage with most work.
+        loads, borders = loads_of(chain, sizes), [0, *accumulate(sizes)]
+        k = loads.index(max(loads))
+        more = {chain.blocks[unit] for border in borders[k : k + 2] for unit in (border - 1, border) if 0 <= unit < len(chain.units)}
+        if more <= opened:
+            break
+        opened |= more
+        sizes = _best(chain, num_stages, opened=opened)
+    return sizes
 
 
-def even_balance(num_units: int, num_stages: int, *, looks_inside: bool = True) -> list[int]:
-    """Return the units of each stage, as equal as can be; the last stages take one more where it does not divide.
+def loads_of(chain: Chain, sizes: Sequence[int]) -> list[float]:
+    """Return the share of the work of each stage."""
+    return [sum(chain.work[start:stop]) for start, stop in pairwise([0, *accumulate(sizes)])]
 
-    ``looks_inside``: whether another granularity would have more units.
 
-    Raises:
-        PartitionError: there are more stages than units.
-    """
-    if num_stages > num_units:
-        inside = ", or partition.granularity=layer, which looks inside blocks" if looks_inside else ""
-        raise PartitionError(
-            f"partition.num_stages={num_stages} needs at least {num_stages} units, but the model has {num_units}; "
-            f"use at most partition.num_stages={max(num_units, 1)}{inside}"
-        )
-    few, extra = divmod(num_units, num_stages)
-    return [few + (stage >= num_stages - extra) for stage in range(num_stages)]
+def slowest_above_mean(chain: Chain, sizes: Sequence[int]) -> float:
+    """Return by which share of the mean the stage with most work is above it."""
+    return max(loads_of(chain, sizes)) * len(sizes) - 1
 
 
 def even_sizes(chain: Chain, num_stages: int) -> list[int]:
-    """Return the units of each stage, as equal as can be where the chain can be cut; raise a PartitionError if not."""
-    sizes = even_balance(len(chain.units), num_stages, looks_inside=not isinstance(chain, LayeredChain))
-    if chain.forbidden.keys().isdisjoint(stop - 1 for stop in accumulate(sizes[:-1])):
-        return sizes
-    num_places = len(chain.units) - 1 - len(chain.forbidden)
-    if num_places < num_stages - 1:
-        reason = usual(chain.forbidden.values())
-        unit = next(unit for unit, why in chain.forbidden.items() if why == reason)
-        raise PartitionError(
-            f"partition.num_stages={num_stages}: the model has {num_places} place(s) where it can be cut; expected "
-            f"{num_stages - 1} or more, but after {chain.units[unit]}, for example, {reason}; use at most "
-            f"partition.num_stages={num_places + 1}, or change what crosses there"
-        )
-    same = [
-        UnitCost(name=name, forward=1.0, backward=0.0, may_cut=unit not in chain.forbidden)
-        for unit, name in enumerate(chain.units)
+    """Return the units of each stage, as equal in number as can be where the chain can be cut."""
+    costs = [1.0] * len(chain.units)
+    return _balanced(chain, num_stages, costs, lambda unit: unit not in chain.forbidden)
+
+
+def _best(chain: Chain, num_stages: int, *, opened: Sequence[int] | set[int]) -> list[int]:
+    blocks, may_open = chain.blocks, {*opened}
+    between = {unit for unit, (one, other) in enumerate(pairwise(blocks)) if one != other or one in may_open}
+    allowed = [unit for unit in between if unit not in chain.forbidden]
+    if len(allowed) < num_stages - 1:
+        between = {*range(len(blocks) - 1)}
+    return _balanced(chain, num_stages, chain.work, lambda unit: unit in between and unit not in chain.forbidden)
+
+
+def _balanced(chain: Chain, num_stages: int, costs: Sequence[float], may_cut: Callable[[int], bool]) -> list[int]:
+    check_places(chain, num_stages)
+    units = [
+        UnitCost(name=name, forward=cost, backward=0.0, may_cut=may_cut(place))
+        for place, (name, cost) in enumerate(zip(chain.units, costs, strict=True))
     ]
-    return best_balance(same, num_stages=num_stages, held=[StageFootprint(graphs=1)] * num_stages).sizes
+    return best_balance(units, num_stages=num_stages, held=[StageFootprint(graphs=1)] * num_stages).sizes
+
+
+def check_places(chain: Chain, num_stages: int) -> None:
+    """Raise a PartitionError if the chain can be cut in fewer places than K stages need."""
+    places = len(chain.units) - 1 - len(chain.forbidden)
+    if places < num_stages - 1:
+        because = ""
+        if chain.forbidden:
+            unit, reason = next(iter(chain.forbidden.items()))
+            because = f"; after '{chain.units[unit]}', for example, it cannot: {reason}"
+        raise PartitionError(
+            f"partition.num_stages={num_stages} needs {num_stages - 1} cuts, but the model can be cut in {places} "
+            f"place(s){because}; use at most partition.num_stages={places + 1}"
+        )
 
 
 def checked_sizes(chain: Chain, num_stages: int, balance: Sequence[int] | Sequence[str]) -> list[int]:
-    """Return the units of each stage for a user's ``balance``, K numbers or the K-1 names where the next stage begins.
+    """Return the units of each stage for K numbers of blocks, or the K-1 names where the next stage begins.
 
     Raises:
-        PartitionError: it does not fit the chain, or asks for a cut that cannot be made.
+        PartitionError: If the numbers or names do not fit the model, or it cannot be cut there.
     """
-    units, num_units = chain.units, len(chain.units)
     if balance and all(isinstance(entry, str) for entry in balance):
-        begins = [_unit_named(str(name), units) for name in balance]
+        begins = [_unit_named(str(name), chain) for name in balance]
         if len(begins) != num_stages - 1 or begins != sorted({*begins}) or 0 in begins:
             raise PartitionError(
                 f"partition.balance=[{', '.join(map(str, balance))}] does not fit: expected {num_stages - 1} names, of "
-                f"the units where stages 1 to {num_stages - 1} begin, in the order they run"
+                f"the units where stages 1 to {num_stages - 1} begin, in the order in which they run"
             )
-        sizes = [stop - start for start, stop in pairwise([0, *begins, num_units])]
+        sizes = [stop - start for start, stop in pairwise([0, *begins, len(chain.units)])]
     else:
-        sizes = [int(size) for size in balance]
-    if len(sizes) != num_stages or sum(sizes) != num_units or min(sizes, default=0) < 1:
-        some = ", ".join(units if num_units <= 12 else [*units[:6], "...", *units[-3:]])
-        raise PartitionError(
-            f"partition.balance={sizes} does not fit: expected {num_stages} numbers, each at least 1, that add up to "
-            f"the model's {num_units} units ({some}), got {len(sizes)} that add up to {sum(sizes)}"
-        )
+        counts, num_blocks, names = [int(size) for size in balance], len(chain.block_names), chain.block_names
+        if len(counts) != num_stages or sum(counts) != num_blocks or min(counts, default=0) < 1:
+            some = ", ".join(names if num_blocks <= 12 else [*names[:6], "...", *names[-3:]])
+            raise PartitionError(
+                f"partition.balance={counts} does not fit: expected {num_stages} numbers, each at least 1, that add up "
+                f"to the model's {num_blocks} blocks ({some}), got {len(counts)} that add up to {sum(counts)}"
+            )
+        sizes = chain.sizes_of(counts)
     for stop in accumulate(sizes[:-1]):
         if stop - 1 in chain.forbidden:
             raise PartitionError(
-                f"the model cannot be cut after {units[stop - 1]}: {chain.forbidden[stop - 1]}; choose another "
-                "partition.balance; even and auto cut where it is possible"
+                f"the model cannot be cut after '{chain.units[stop - 1]}': {chain.forbidden[stop - 1]}; choose another "
+                "partition.balance"
             )
     return sizes
 
 
-def _unit_named(name: str, units: Sequence[str]) -> int:
-    """Return the unit called ``name``, or the first one of the block of that name."""
-    for unit, known in enumerate(units):
+def attempt(chain: Chain, choose: Callable[[], list[int]], make: Callable[[list[int]], Found], *, fixed: bool) -> Found:
+    """Return what ``make`` makes of the sizes that are chosen, with other cuts where one turns out to be impossible.
+
+    Raises:
+        PartitionError: If no cut is left, or ``fixed`` sizes cannot be cut.
+    """
+    while True:
+        sizes = choose()
+        try:
+            return make(sizes)
+        except CutImpossibleError as error:
+            if fixed:
+                raise
+            chain.forbidden.setdefault(sum(sizes[: error.stage + 1]) - 1, error.reason)
+
+
+def begins_of(chain: Chain, sizes: Sequence[int]) -> list[str]:
+    """Return the names of the units where stages 1..K-1 begin."""
+    return [chain.units[stop] for stop in accumulate(sizes[:-1])]
+
+
+def _unit_named(name: str, chain: Chain) -> int:
+    """Return the unit called ``name``, or the first one of the block or module of that name."""
+    for unit, known in enumerate(chain.units):
         if known == name or known.startswith(f"{name}."):
             return unit
-    blocks = [known[:end] for known in units for end in range(len(known)) if known[end] == "."]
-    known_names = list(dict.fromkeys([*blocks, *units]))
+    if name in chain.block_names:
+        return chain.blocks.index(chain.block_names.index(name))
+    known_names = list(dict.fromkeys([*chain.block_names, *chain.units]))
     same_end = [known for known in known_names if known.endswith(f".{name}") or known.rpartition(".")[2] == name]
-    close = [*same_end, *difflib.get_close_matches(name, known_names, n=3)] or units[:3]
+    close = [*same_end, *difflib.get_close_matches(name, known_names, n=3)] or chain.units[:3]
     raise PartitionError(
         f"partition.balance: there is no unit or block '{name}'; near it are {', '.join(dict.fromkeys(close[:3]))}; "
         "adl-dist plan --units lists them all"

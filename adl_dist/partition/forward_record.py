@@ -9,7 +9,7 @@ Python nothing is kept, because stages run it again, too.
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,7 +54,7 @@ class Call:
         draws: whether it draws random numbers.
         varies: whether its caller sets attributes that its results may depend on.
         has_effects: whether it changes more than its results, so that every stage must run it.
-        why_whole: why its forward cannot be followed; empty: it can.
+        is_hidden: whether it computes with a value that is not among its arguments.
         answers: numbers that it answered, of all runs.
         checkpoint: the call of torch.utils.checkpoint that it is in; 0: none.
         rule: of a call whose shapes fake tensors do not tell.
@@ -79,7 +79,7 @@ class Call:
     draws: bool = False
     varies: bool = False
     has_effects: bool = False
-    why_whole: str = ""
+    is_hidden: bool = False
     answers: list[Any] = field(default_factory=list)
     checkpoint: int = 0
     rule: SizeRule | None = None
@@ -101,7 +101,7 @@ class Call:
     @property
     def is_unit(self) -> bool:
         """Whether a cut may lie before it."""
-        if not self.is_tainted or self.is_open:
+        if not self.is_tainted or self.is_open or not self.makes or self.name.endswith("*"):
             return False
         if self.parent is None or self.parent.is_block:
             return self.is_module or self.name not in LIGHT
@@ -126,6 +126,7 @@ class ModeRecord:
         outputs: labels of the values in the model's result.
         uses, common: names of parameters, and places of whole-number inputs, that the result depends on besides.
         asked: places of whole-number inputs whose elements Python asks for.
+        state: labels of the values that tensors of the model have after a run.
         decides: whether another micro-batch may take another path.
         draws: the random streams from which something is drawn that does not depend on the batch.
         draws_own: those from which calls draw.
@@ -141,6 +142,7 @@ class ModeRecord:
     uses: set[str] = field(default_factory=set)
     common: set[int] = field(default_factory=set)
     asked: set[int] = field(default_factory=set)
+    state: dict[str, Label] = field(default_factory=dict)
     decides: bool = False
     draws: set[str] = field(default_factory=set)
     draws_own: set[str] = field(default_factory=set)
@@ -155,6 +157,7 @@ class Recording:
         state: names of tensors of the model that values of the batch are written to between uses of them.
         births: by ``training``, keys of functions that make memory which values of the batch are written to later.
         whole: by the name of a module, why its forward cannot be followed.
+        refused: why the model's own forward cannot be; empty: it can.
         opened: names of modules without children that are followed all the same, for their effects.
         glue: names of buffers, and of tensors that are plain attributes, that every stage needs.
         device: of the model.
@@ -164,6 +167,7 @@ class Recording:
     state: set[str] = field(default_factory=set)
     births: dict[bool, set[Key]] = field(default_factory=lambda: {True: set(), False: set()})
     whole: dict[str, str] = field(default_factory=dict)
+    refused: str = ""
     opened: set[str] = field(default_factory=set)
     glue: set[str] = field(default_factory=set)
     device: torch.device = torch.device("cpu")
@@ -188,7 +192,7 @@ def record_forward(model: nn.Module, batches: Sequence[Batch]) -> Recording:
             "module inside, or use num_stages=1"
         )
     while True:
-        known = recording._known()
+        known, recording.refused = recording._known(), ""
         for training in (True, False):
             model.train(training)
             recorder = _Recorder(model, recording, training=training)
@@ -203,6 +207,8 @@ def record_forward(model: nn.Module, batches: Sequence[Batch]) -> Recording:
             recorder.finish()
             recording.modes[training] = recorder.mode
         if recording._known() == known:
+            if recording.refused:
+                raise PartitionError(f"the model's own forward cannot be run in stages: {recording.refused}")
             return recording
 
 
@@ -272,10 +278,10 @@ NOTHING = _Fact()
 class _Frame:
     """A forward that is being followed."""
 
-    __slots__ = ("begin", "call", "counts", "path")
+    __slots__ = ("begin", "call", "counts", "given", "path")
 
-    def __init__(self, call: Call | None, path: str, begin: int) -> None:
-        self.call, self.path, self.begin = call, path, begin
+    def __init__(self, call: Call | None, path: str, begin: int, given: Set[Label | None] = frozenset()) -> None:
+        self.call, self.path, self.begin, self.given = call, path, begin, given
         self.counts: Counter[str] = Counter()
 
     def key(self, name: str) -> Key:
@@ -297,6 +303,7 @@ class _Recorder(TorchFunctionMode):
         self.is_followed = {name: self._is_followed(name, module) for name, module in model.named_modules()}
         self.is_block = self._blocks()
         self._order: list[Key] = []
+        self._memories: dict[tuple[int, int], int] = {}
         self.is_paused = False
 
     def _is_followed(self, name: str, module: nn.Module) -> bool:
@@ -337,7 +344,7 @@ class _Recorder(TorchFunctionMode):
         for name, tensor in held_tensors(self.model):
             self.origins.setdefault(_memory(tensor), ("state", name))
             if name in self.recording.state:
-                self._set(tensor, _Fact(state_label(name)))
+                self._value(tensor, state_label(name))
         self._at_start = {name: tensor for name, tensor in held_tensors(self.model)}
         args, kwargs = self._inputs(batch)
         self._drawn = _streams()
@@ -393,14 +400,15 @@ class _Recorder(TorchFunctionMode):
         """Note tensors of the model in whose place there is a value of the batch now."""
         for name, tensor in held_tensors(self.model):
             fact = self.facts.get(id(tensor))
-            if fact is not None and fact.label is not None and self._at_start.get(name) is not tensor:
-                if name in self._at_start or name in dict(self.model.named_buffers()):
+            if fact is not None and fact.label is not None:
+                self.mode.state[name] = fact.label
+                if name in self._at_start and self._at_start[name] is not tensor:
                     self.recording.state.add(name)
 
     def finish(self) -> None:
         """Decide what is to be recorded again in another way."""
         for call in self.mode.calls.values():
-            if call.is_module and call.has_effects and not call.is_open and self._may_open(call.name):
+            if call.is_module and (call.has_effects or call.is_hidden) and not call.is_open and self._may_open(call.name):
                 self.recording.opened.add(call.name)
 
     def _may_open(self, name: str) -> bool:
@@ -456,7 +464,8 @@ class _Recorder(TorchFunctionMode):
     def _follow(self, call: Call, module: nn.Module, native_call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         call.is_open, call.is_block = True, self.is_block[call.name]
         call.is_tainted = True
-        self.frames.append(_Frame(call, call.path, self.position))
+        given = {self._fact(leaf).label for leaf in tensors_in((args, kwargs))}
+        self.frames.append(_Frame(call, call.path, self.position, given))
         try:
             with self._paused(paused=False):
                 return native_call(*args, **kwargs)
@@ -474,7 +483,7 @@ class _Recorder(TorchFunctionMode):
             call.uses |= {self.state[id(t)] for t in (*module.parameters(), *module.buffers()) if id(t) in self.state}
         buffers = [] if module is None else [*module.buffers()]
         versions = [_version(t) for t in (*leaves, *buffers)]
-        before, self.inside = _streams(), call
+        before, self.inside, self.given = _streams(), call, {fact.label for fact in facts}
         work = Work() if not call.flops and not call.nbytes else None
         try:
             with work or nullcontext(), self._paused(paused=False):
@@ -542,9 +551,8 @@ class _Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if self.inside is not None:
             facts = [self._fact(leaf) for leaf in tensors_in((args, kwargs))]
+            self.inside.is_hidden |= any(f.label is not None and f.label not in self.given for f in facts)
             self._note_reads(self.inside, facts)
-            for fact in facts:
-                self.inside.uses |= fact.uses
             return func(*args, **kwargs)
         name, kind = kind_of(func)
         if kind is Kind.ASK:
@@ -620,8 +628,12 @@ class _Recorder(TorchFunctionMode):
         if call is None:
             call = self.mode.calls[key] = Call(key, name, frame.call, is_module)
             call.where = "" if is_module else users_line()
-        call.checkpoint = _checkpoint_around(self.kept)
+        call.checkpoint, call.writes = _checkpoint_around(self.kept), set()
         return call
+
+    def _memory(self, tensor: Tensor) -> int:
+        """Return a number of the memory of ``tensor`` that is not used in another run."""
+        return self._memories.setdefault((len(self.mode.inputs), _memory(tensor)), len(self._memories))
 
     def _set(self, tensor: Tensor, fact: _Fact) -> None:
         self.kept.append(tensor)
@@ -630,7 +642,7 @@ class _Recorder(TorchFunctionMode):
     def _value(self, tensor: Tensor, label: Label, call: Call | None = None) -> None:
         self._set(tensor, _Fact(label, begin=self.position))
         self.mode.shapes.setdefault(label, []).append(tensor.shape)
-        self.mode.memory[label] = _memory(tensor)
+        self.mode.memory[label] = self._memory(tensor)
         self.mode.nbytes.setdefault(label, tensor.nbytes / max(1, len(tensor) if tensor.ndim else 1))
         self.made_in[label] = tuple(frame.call for frame in self.frames if frame.call is not None)
         if call is not None:
@@ -659,18 +671,21 @@ class _Recorder(TorchFunctionMode):
             call.common |= fact.common
 
     def _read(self, label: Label, call: Call | None) -> None:
-        """Note a use of a value, and by which modules it got out of their forwards."""
+        """Note a use of a value, and whether it got into forwards or out of them by other ways than their arguments."""
         if call is not None:
             call.reads[label] = None
         around = {id(frame.call) for frame in self.frames}
+        for frame in self.frames[1:]:
+            assert frame.call is not None
+            if label not in frame.given and frame.call not in self.made_in.get(label, ()):
+                frame.call.is_hidden = True
         for maker in self.made_in.get(label, ()):
             if id(maker) not in around and id(maker) not in self.returned.get(label, ()):
                 maker.has_effects = True
 
     def _note_write(self, call: Call, tensor: Tensor, *, place: int) -> None:
         """Note that ``call`` has written values of the batch to ``tensor``."""
-        memory = _memory(tensor)
-        fact, (kind, origin) = self.facts.get(id(tensor), NOTHING), self.origins.get(memory, ("", None))
+        fact, (kind, origin) = self.facts.get(id(tensor), NOTHING), self.origins.get(_memory(tensor), ("", None))
         if kind == "state" and origin not in self.recording.state:
             if origin in dict(self.model.named_parameters()):
                 raise PartitionError(
@@ -682,7 +697,7 @@ class _Recorder(TorchFunctionMode):
             self.recording.births[self.training].add(origin)
         elif kind == "input":
             raise PartitionError(f"{call.where or call.name}: the forward writes to input {origin}; write to a copy")
-        call.writes.add(memory)
+        call.writes.add(self._memory(tensor))
         self._note_effects(fact.begin)
         self._value(tensor, (*call.key, place), call)
 
@@ -708,8 +723,9 @@ class _Recorder(TorchFunctionMode):
         """Have the module whose forward runs stay whole from now on."""
         module = self.frames[-1].call
         if module is None:
-            raise PartitionError(f"the model's own forward cannot be run in stages: {why}")
-        self.recording.whole[module.name] = why
+            self.recording.refused = self.recording.refused or why
+        else:
+            self.recording.whole[module.name] = why
 
 
 OBJECTS = (torch.dtype, torch.device, torch.Size, slice, type(Ellipsis), torch.memory_format, torch.layout)

@@ -225,6 +225,8 @@ class StageModule(nn.Module):
         finally:
             Watch.active = before
             run.restore()
+            for act in acts:
+                as_tensor(act)
         if run.failure is not None:
             raise run.failure
         return run.end(out)
@@ -408,7 +410,9 @@ class _Run:
                 if self.mode.decides and label in self.mode.common:
                     self._found[label] = tensor
             return tensor.detach()
-        if tensor is None or self.index:
+        if tensor is not None and self.index:
+            return self._value_of(tensor, Mark(label, 0, absent=False))
+        if tensor is None:
             dtype = self.mode.recorded.dtypes[place]
             key = place, shape, torch.is_grad_enabled()
             made = self.stage._inputs.get(key)
@@ -436,7 +440,7 @@ class _Run:
             else:
                 spec = self._state.setdefault(name, tensor)
                 made = torch.empty_like(as_tensor(spec), device="meta")
-                made = as_value(made, Mark(label, home, absent=True))
+                made = self._arrived(as_value(made, Mark(label, home, absent=True)))
                 (module._buffers if key in module._buffers else vars(module))[key] = made
 
     def restore(self) -> None:
@@ -449,6 +453,8 @@ class _Run:
                 continue
             if home == self.index:
                 as_tensor(tensor)
+                if name in self.stage._held:
+                    _holder(self.stage, path)._buffers[key] = tensor
             elif name in self._state:
                 (module._buffers if key in module._buffers else vars(module))[key] = self._state[name]
 
@@ -549,6 +555,8 @@ class _Run:
             self.fail(
                 f"the shape of what '{key[1]}' returns is not known on a stage that does not compute it ({error})"
             )
+        if self.received and stage < self.index:
+            out = self._arrived(out)
         if planned.written:
             unique = [*{id(leaf): leaf for leaf in leaves}.values()]
             for place in planned.written:
@@ -557,6 +565,25 @@ class _Run:
             if leaves and leaves[0] is args[0] and leaves[0].is_meta and leaves[0] is not out:
                 results.fast = args[0], out, torch.is_grad_enabled()
         return out
+
+    def _arrived(self, out: Any) -> Any:
+        """Put what was received into the result of a call of an earlier stage."""
+
+        def arrived(tensor: Tensor) -> Tensor:
+            if type(tensor) is not Value or not tensor.mark.absent or tensor.mark.label not in self.received:
+                return tensor
+            return self._value_of(self._resolved(tensor, "the forward"), tensor.mark)
+
+        return arrived(out) if isinstance(out, Tensor) else map_tensors(arrived, out)
+
+    def _value_of(self, tensor: Tensor, mark: Mark) -> Tensor:
+        """Return a received tensor as a value; a copy, if this stage writes to it."""
+        if type(tensor) is not Value:
+            if mark.label in self.mode.overwritten:
+                tensor = tensor.clone()
+            as_value(tensor, Mark(mark.label, mark.stage, absent=False))
+            self.received[mark.label] = tensor
+        return tensor
 
     def _compute(
         self,

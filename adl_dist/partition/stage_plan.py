@@ -130,6 +130,7 @@ class ModePlan:
         draws, draws_own: see :class:`ModeRecord`.
         numbers, aliases: of each label, for :attr:`decides`.
         common: labels of the whole-number inputs.
+        overwritten: labels of values in memory that is written to.
     """
 
     root: FramePlan
@@ -143,6 +144,7 @@ class ModePlan:
     numbers: dict[Label, int]
     aliases: dict[Label, list[Label]]
     common: set[Label]
+    overwritten: set[Label]
     recorded: ModeRecord
 
 
@@ -253,6 +255,9 @@ class _Assignment:
                 self._write(call, memory, stage)
         for label in self.mode.outputs:
             self._use(label, self.num_stages - 1, used_by)
+        for name, label in self.mode.state.items():
+            if name in self.recording.state:
+                self.state[name] = max(self.labels.get(label, EVERYWHERE), self.state.get(name, EVERYWHERE))
 
     def _stage_of(self, call: Call) -> int:
         needed = max((self.labels.get(label, EVERYWHERE) for label in call.reads), default=EVERYWHERE)
@@ -300,6 +305,7 @@ class _Assignment:
     def plan(self) -> ModePlan:
         """Return how the stages run this mode."""
         aliases = self._aliases()
+        written = {memory for call in self.mode.calls.values() for memory in call.writes}
         crossing, sizes = [], []
         for edge in range(self.num_stages - 1):
             slots = [(label, *aliases.get(label, ())) for label in self._crossing(edge)]
@@ -318,6 +324,7 @@ class _Assignment:
             numbers={label: number for number, label in enumerate(labels)},
             aliases=aliases,
             common={label for label in self.mode.shapes if label[1] == INPUT and self._is_common(label)},
+            overwritten={label for label, memory in self.mode.memory.items() if memory in written},
             recorded=self.mode,
         )
 
@@ -407,7 +414,7 @@ class _Assignment:
         else:
             first, last = (min(inside), max(inside)) if inside else (0, self.num_stages - 1)
             way = Way.SPLIT if first < last else Way.WHOLE
-            if call.has_effects or not inside:
+            if call.has_effects or call.is_hidden or not inside:
                 way = Way.THROUGH
         written = tuple(-1 - label[3] for label in call.makes if label[3] < 0) if call.is_module else ()
         return CallPlan(
