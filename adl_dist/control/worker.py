@@ -269,8 +269,6 @@ class LocalWorker:
             if code.is_waiting:
                 self.activity.enter(USER_CODE)
                 code.catch_up()
-                for stage in self.stages:
-                    stage.check_unchanged()
             yield one
 
 

@@ -7,7 +7,6 @@ pipeline fills it may meet others, and the last micro-batch of an epoch may be s
 without graphs, with the same weights. Updates are, too.
 """
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -147,7 +146,6 @@ class GraphedStage(Stage):
             )
         # Where what the graphs compute with lies; None: nothing is recorded yet.
         self._memory: dict[str, tuple[int, bool]] | None = None
-        self._changed: Callable[[], list[str]] = list
 
     @property
     def _branch(self) -> int | None:
@@ -207,23 +205,6 @@ class GraphedStage(Stage):
         self.begin(0, training=True)
         self._memory = self._addresses()
 
-    def rely_on(self, changed: Callable[[], list[str]]) -> None:
-        """Take what returns the names of values on the host that are not as they were recorded."""
-        self._changed = changed
-
-    def check_unchanged(self) -> None:
-        """Raise ConfigError if the user has changed what the graphs, which run no Python, do not read again."""
-        if on := hooked(self.module):
-            what = f"a hook was put on module '{on[0]}'"
-        elif names := self._changed():
-            what = f"'{names[0]}' was changed"
-        else:
-            return
-        raise ConfigError(
-            f"{self.where}: {what} after the start, but graphs do what they did then (runtime.cuda_graphs=true); "
-            f"change nothing but tensors on {self._device.type}, in place, or {WAY_OUT}"
-        )
-
     def weights_in(self, version: int) -> AbstractContextManager[None]:
         """Have the module compute with the weights in that slot inside, and its gradients end there."""
         return NEWEST if self._static is None else self._static.weights_in(version)
@@ -262,7 +243,11 @@ class GraphedStage(Stage):
                 f"{self.where}: a parameter has a hook, which a graph would not call (runtime.cuda_graphs=true); "
                 f"remove it, or {WAY_OUT}"
             )
-        self.check_unchanged()
+        if on := hooked(self.module):
+            raise ConfigError(
+                f"{self.where}: a hook was put on module '{on[0]}' after the start, which a graph would not call "
+                f"(runtime.cuda_graphs=true); remove it, or {WAY_OUT}"
+            )
         if self._memory is not None and (moved := _unlike(self._memory, self._addresses())):
             raise ConfigError(
                 f"{self.where}: '{moved}' was replaced after the start, but graphs compute with the memory that it had "

@@ -251,9 +251,6 @@ class Stage:
                 "and send was settled at its start; change it between two calls of fit"
             )
 
-    def check_unchanged(self) -> None:
-        """Raise ConfigError if the user's code has changed what this stage will not read again: nothing here."""
-
     def rounding_seed(self, micro_batch: int) -> int:
         """Return the seed by which gradients that this stage sends for one micro-batch of the segment are rounded."""
         return self._random.seed_of("codec", micro_batch)

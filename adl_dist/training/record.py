@@ -1,6 +1,6 @@
 """The graphs of the stages are recorded before the first receive is posted, on the samples of the trial."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 
 import torch
@@ -8,8 +8,6 @@ import torch
 from adl_dist.batch import tensors_of
 from adl_dist.engine import StageContext
 from adl_dist.errors import ConfigError, text_of
-from adl_dist.partition.module_state import ModuleState
-from adl_dist.partition.state_walk import TENSORS
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.graphed import GraphedStage
 from adl_dist.stage.graphs import WAY_OUT, Recorder
@@ -71,16 +69,4 @@ def record_graphs(
             ) from error
         for stage in stages.values():
             stage.is_recorded()
-    for stage in stages.values():  # which are as they were before
-        stage.rely_on(_changes_of(stage, spec, device))
     return ticks
-
-
-def _changes_of(stage: GraphedStage, spec: TrainSpec, device: torch.device) -> Callable[[], list[str]]:
-    """Return what returns the names of values on the host that a stage or its loss sees, and that are others by then.
-
-    A graph holds a number of Python, and one in a tensor of the host, as it was when it was recorded.
-    """
-    seen = ModuleState.of(stage.module, functions={"loss_fn": spec.loss_fn} if stage.has_loss else {}).found
-    on_host = [one for one in seen if one.kind not in TENSORS or one.look().device.type != device.type]
-    return lambda: [name for one in on_host if one.has_changed() for name in one.names]
