@@ -158,10 +158,11 @@ def load_weights(path: Path, module: nn.Module, *, ema: bool = False) -> None:
 def dropped_note(path: Path, manifest: Mapping[str, Any]) -> str | None:
     """Return a note on the entries of a checkpoint of version 0.3.8 that are not read, or None if there are none."""
     tensors, texts = storage.scan(path, OLD_BUFFERS, manifest["files"])
-    held = [name for name in (*tensors, *texts) if name != "format"]
+    names = [name.removeprefix("attribute:") for name in (*tensors, *texts) if name != "format"]
+    held = ["state of the loss" if name.startswith("loss:") else name for name in names]
     held += optimizer_state.dropped_values(storage.scan(path, OPTIMIZER, manifest["files"])[1])
     held += manifest["identity"].get("constants", ())
-    if not (names := [*dict.fromkeys(name.removeprefix("attribute:") for name in held)]):
+    if not (names := sorted({*held})):
         return None
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return (
