@@ -144,7 +144,10 @@ class PartitionedModel:
         self._home: dict[str, tuple[int, torch.dtype | None]] = {}
 
     def full_state_dict(self, *, distributed: bool) -> dict[str, Any]:
-        """Return parameters and buffers of the whole model, on the CPU; if ``distributed``, every rank must call it."""
+        """Return parameters and buffers of the whole model, on the CPU; if ``distributed``, every rank must call it.
+
+        Extra state of modules is that of this process's stages.
+        """
         if self._model is not None and self.weights is not None:
             raise ConfigError("the model is on torch.device('meta') until fit or evaluate has made each process's part")
         if self._model is not None:
@@ -153,18 +156,16 @@ class PartitionedModel:
         if self._num_stages == 1:  # its modules may be others than at the start
             return {name: _plain(tensor) for name, tensor in own[0].items()}
         full: dict[str, Any] = {}
+        extra: dict[str, Any] = {}
         for name, (stage, dtype) in self._home.items():
-            source = stage % dist.get_world_size() if distributed else 0
-            if dtype is None:  # extra state
-                held = [own[stage][name] if stage in own else None]
-                if distributed:
-                    dist.broadcast_object_list(held, src=source)
-                full[name] = held[0]
+            if dtype is None:  # extra state, which no message carries
+                extra |= {name: own[stage][name]} if stage in own else {}
                 continue
-            full[name] = _plain(own[stage][name]) if stage in own else torch.empty(self.signature[name], dtype=dtype)
+            tensor = _plain(own[stage][name]) if stage in own else torch.empty(self.signature[name], dtype=dtype)
             if distributed:
-                dist.broadcast(full[name], src=source)
-        return {name: full[name] for name in [*self.signature, *(full.keys() - self.signature.keys())]}
+                dist.broadcast(tensor, src=stage % dist.get_world_size())
+            full[name] = tensor
+        return {name: full[name] for name in self.signature} | extra
 
     def finalize(
         self,

@@ -157,7 +157,7 @@ def as_version_0_3_8(run_dir):
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
 
 
-def test_a_run_of_version_0_3_8_continues_without_what_it_saved_besides(tmp_path, capsys):
+def test_a_run_of_version_0_3_8_continues_without_the_rest(tmp_path, capsys):
     options = {
         "optimizer": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
         "lr_schedule": lambda o: torch.optim.lr_scheduler.StepLR(o, 3, 0.5),
