@@ -30,7 +30,8 @@ from adl_dist.partition.work import Work
 CALL = "_compiled_call_impl"  # which nn.Module.__call__ calls first; copies of a module do not have it
 INPUT, STATE = "input", "state"  # names in the labels of values that no call makes
 MOST_RUNS = 40  # while a run has something new: layers that are left out at random
-Key = tuple[str, str, int]  # path of the calling forward, name, how many calls before
+Count = int | tuple[str, int, int]  # of a module; of a function: the module called last, its count, and how many since
+Key = tuple[str, str, Count]  # path of the calling forward, name, how many calls before
 
 
 @dataclass(eq=False)
@@ -278,17 +279,21 @@ NOTHING = _Fact()
 class _Frame:
     """A forward that is being followed."""
 
-    __slots__ = ("begin", "call", "counts", "given", "path")
+    __slots__ = ("begin", "call", "counts", "given", "path", "segment", "since")
 
     def __init__(self, call: Call | None, path: str, begin: int, given: Set[Label | None] = frozenset()) -> None:
         self.call, self.path, self.begin, self.given = call, path, begin, given
         self.counts: Counter[str] = Counter()
+        self.segment, self.since = ("", 0), Counter[str]()
 
-    def key(self, name: str) -> Key:
-        """Count a call of ``name``."""
-        count = self.counts[name]
+    def key(self, name: str, *, is_module: bool) -> Key:
+        """Count a call of ``name``; functions since the last call of a module, so that left out modules count for none."""
+        if not is_module:
+            self.since[name] += 1
+            return self.path, name, (*self.segment, self.since[name] - 1)
         self.counts[name] += 1
-        return self.path, name, count
+        self.segment, self.since = (name, self.counts[name] - 1), Counter()
+        return self.path, name, self.counts[name] - 1
 
 
 class _Recorder(TorchFunctionMode):
@@ -621,7 +626,7 @@ class _Recorder(TorchFunctionMode):
             if (held := self.state.get(id(tensor))) is not None and not isinstance(tensor, nn.Parameter):
                 self.recording.glue.add(held)
         frame = self.frames[-1]
-        key = (frame.path, *frame.key(f"{name}*")[1:])
+        key = frame.key(f"{name}*", is_module=False)
         args, kwargs = _together(args, kwargs) if self.is_lazy else (args, kwargs)
         out = func(*args, **kwargs)
         self._note_common_draws({n for n, now in _streams().items() if now != self._drawn[n]})
@@ -648,7 +653,7 @@ class _Recorder(TorchFunctionMode):
 
     def _call(self, name: str, *, is_module: bool, key: Key | None = None) -> Call:
         frame = self.frames[-1]
-        key = key or frame.key(name)
+        key = key or frame.key(name, is_module=is_module)
         self.position += 1
         self._order.append(key)
         call = self.mode.calls.get(key)
