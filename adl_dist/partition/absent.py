@@ -159,7 +159,7 @@ class Results:
         args: Any,
         kwargs: Any,
         *,
-        label: tuple[str, str, int],
+        label: tuple[str, str, Any],
         stages: Sequence[int],
         device: torch.device,
         module: nn.Module | None = None,
