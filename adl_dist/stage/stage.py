@@ -311,7 +311,7 @@ class Stage:
         if keep_graph:
             kept.grad_edges = self._grad_edges_of(last, micro_batch)
         elif self._part is not None:
-            kept.tape, self._part.tape = self._part.tape, None
+            kept.tape, self._part.tape = getattr(self._part, "tape", None), None
         return () if self.is_last else self._lasting(tuple([out.detach() for out in outs]))
 
     def _lasting(self, outs: Tensors) -> Tensors:
