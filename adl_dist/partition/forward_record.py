@@ -158,6 +158,7 @@ class Recording:
         state: names of tensors of the model that values of the batch are written to between uses of them.
         births: by ``training``, keys of functions that make memory which values of the batch are written to later.
         whole: by the name of a module, why its forward cannot be followed.
+        closed: likewise, as the last runs have it; they may do without once other modules are followed.
         refused: why the model's own forward cannot be; empty: it can.
         opened: names of modules without children that are followed all the same, for their effects.
         glue: names of buffers, and of tensors that are plain attributes, that every stage needs.
@@ -168,6 +169,7 @@ class Recording:
     state: set[str] = field(default_factory=set)
     births: dict[bool, set[Key]] = field(default_factory=lambda: {True: set(), False: set()})
     whole: dict[str, str] = field(default_factory=dict)
+    closed: dict[str, str] = field(default_factory=dict)
     refused: str = ""
     opened: set[str] = field(default_factory=set)
     glue: set[str] = field(default_factory=set)
@@ -193,7 +195,7 @@ def record_forward(model: nn.Module, batches: Sequence[Batch]) -> Recording:
             "module inside, or use num_stages=1"
         )
     while True:
-        known, recording.refused = recording._known(), ""
+        known, recording.refused, recording.closed = recording._known(), "", {}
         for training in (True, False):
             model.train(training)
             recorder = _Recorder(model, recording, training=training)
@@ -207,10 +209,13 @@ def record_forward(model: nn.Module, batches: Sequence[Batch]) -> Recording:
                     break
             recorder.finish()
             recording.modes[training] = recorder.mode
-        if recording._known() == known:
+        if recording._known() != known:
+            continue
+        if not recording.closed:
             if recording.refused:
                 raise PartitionError(f"the model's own forward cannot be run in stages: {recording.refused}")
             return recording
+        recording.whole |= recording.closed
 
 
 def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -757,7 +762,7 @@ class _Recorder(TorchFunctionMode):
         if module is None:
             self.recording.refused = self.recording.refused or why
         else:
-            self.recording.whole[module.name] = why
+            self.recording.closed[module.name] = why
 
 
 OBJECTS = (torch.dtype, torch.device, torch.Size, slice, type(Ellipsis), torch.memory_format, torch.layout)

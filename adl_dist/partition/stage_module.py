@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from adl_dist.batch import Layout, Several, Tensors
 from adl_dist.errors import PartitionError
 from adl_dist.partition.absent import Results, infer
-from adl_dist.partition.containers import map_tensors, tensors_in
+from adl_dist.partition.containers import map_tensors, other_leaves, tensors_in
 from adl_dist.partition.forward_record import CALL, INPUT, held_tensors, state_label, users_line
 from adl_dist.partition.functions import ASK_DEVICE, LIKE_SECOND, Kind, kind_of, writes_to
 from adl_dist.partition.stage_plan import CallPlan, FramePlan, ModePlan, StagePlan, Way
@@ -695,15 +695,12 @@ class _Run:
     def _check_rule(self, planned: CallPlan, key: Any, args: Any, kwargs: Any, out: Any) -> None:
         assert planned.rule is not None
         try:
-            expected = [t.shape for t in tensors_in(planned.rule.result((args, kwargs)))]
+            rule = planned.rule.result((args, kwargs))
         except ValueError:
             return  # no other stage has an answer, either
-        found = [t.shape for t in tensors_in(out)]
+        expected, found = ([[list(t.shape) for t in tensors_in(one)], [*other_leaves(one)]] for one in (rule, out))
         if found != expected:
-            self.fail(
-                f"'{key[1]}' returns {[list(s) for s in found]} where the recorded micro-batches let stages expect "
-                f"{[list(s) for s in expected]}"
-            )
+            self.fail(f"'{key[1]}' returns {found} where the recorded micro-batches let stages expect {expected}")
 
     # Calls of functions
 
