@@ -74,7 +74,7 @@ class Trial:
     def _use(self, device: torch.device) -> None:
         self.device, channels_last = device, bool(self.spec.precision.channels_last)
         place = torch.device("meta") if self.is_lazy else device
-        self.model = self.spec.precision.place(copied_model(self._given), place)
+        self.model = self.spec.precision.place(_copied(self._given), place)
         self.samples = self._all_samples.to(device, channels_last=channels_last)
 
     def chain(self, *, granularity: str, keeps_ties: str | None) -> Chain:
@@ -91,7 +91,7 @@ class Trial:
         except (AdlError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # the user's own forward can raise anything
-            StageRun([copied_model(self.model)], self.spec, self.device, "the model").run(self.samples, backward=False)
+            StageRun([_copied(self.model)], self.spec, self.device, "the model").run(self.samples, backward=False)
             given = ", ".join(str(TensorSpec.of(t)) for t in tensors_of(self.samples.one[0]))
             raise failed(f"the model gets {given}", error, training=True) from error
 
@@ -119,7 +119,7 @@ class Trial:
         with streams_kept(self.device):
             seed_streams(stream_seed(self.spec.seed, "trial"), self.device)
             if chain is None:
-                run = StageRun([copied_model(self.model)], self.spec, self.device)
+                run = StageRun([_copied(self.model)], self.spec, self.device)
                 run.run(self.samples, backward=self.samples.trains)
             else:
                 plan = chain.plan(sizes)
@@ -132,7 +132,7 @@ class Trial:
                     run.run(self.samples)
             agreed = run.agreed(self.samples)
             # Also those that no micro-batch has: a later call may.
-            model = StageRun([copied_model(self.model)], self.spec, self.device, "the model")
+            model = StageRun([_copied(self.model)], self.spec, self.device, "the model")
             faults = {size: fault for size in OTHER_SIZES if (fault := self._fault(model, size)) is not None}
         agreed = agreed._replace(size_faults=faults)
         if self.samples.trains:
@@ -140,12 +140,12 @@ class Trial:
         return agreed
 
     def _cut(self, chain: Chain, plan: StagePlan, sizes: Sequence[int]) -> StageRun:
-        model = copied_model(self.model)
+        model = _copied(self.model)
         return StageRun(chain.stages(model, plan, sizes, range(len(sizes))), self.spec, self.device)
 
     def _uncut(self, chain: Chain, cut: StageRun) -> StageRun:
         """Return the uncut model; as one stage where all stages draw from common random streams."""
-        model: nn.Module = copied_model(self.model)
+        model: nn.Module = _copied(self.model)
         if any(isinstance(stage, StageModule) and stage.draws[0] for stage in cut.stages):
             whole = [len(chain.units)]
             (model,) = chain.stages(model, chain.plan(whole), whole, [0])
@@ -219,6 +219,17 @@ class Trial:
         except (ConfigError, PartitionError) as error:
             return str(error)
         return None
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """Return a copy of ``model`` whose parameters have the same hooks; a copy of a parameter alone has none."""
+    twin = copied_model(model)
+    for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+        if parameter._backward_hooks is not None:
+            other._backward_hooks = parameter._backward_hooks
+        if parameter._post_accumulate_grad_hooks is not None:
+            other._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+    return twin
 
 
 def in_a_memory_format(
