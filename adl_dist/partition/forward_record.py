@@ -103,7 +103,11 @@ class Call:
     @property
     def is_unit(self) -> bool:
         """Whether a cut may lie before it."""
-        if not self.is_tainted or self.is_open or not self.makes or self.name.endswith("*"):
+        if self.is_open or self.name.endswith("*"):
+            return False
+        if not self.makes:  # it returns what it was given
+            return self.is_module and self.parent is None
+        if not self.is_tainted:
             return False
         if self.parent is None or self.parent.is_block:
             return self.is_module or (self.name not in LIGHT and not self.writes)
@@ -337,7 +341,9 @@ class _Recorder(TorchFunctionMode):
         return not has_parameters or next(module.children(), None) is not None
 
     def _blocks(self) -> dict[str, bool]:
-        """Return the modules in which a cut between blocks may lie."""
+        """Return the modules in which a cut between blocks may lie; the blocks of an nn.Sequential are its children."""
+        if _is_plain(self.model):
+            return {name: not name for name, _ in self.model.named_modules()}
         found = {}
         for name, module in self.model.named_modules():
             parent = name.rpartition(".")[0]
