@@ -24,13 +24,14 @@ from adl_dist.errors import PartitionError
 from adl_dist.partition.absent import SizeRule, infer
 from adl_dist.partition.containers import PLAIN, map_tensors, other_leaves, tensors_in
 from adl_dist.partition.functions import ASK_DEVICE, LIGHT, LIKE_SECOND, Kind, kind_of, writes_to
-from adl_dist.partition.value import Label
+from adl_dist.partition.value import Label, Watch
 from adl_dist.partition.work import Work
 
 CALL = "_compiled_call_impl"  # which nn.Module.__call__ calls first; copies of a module do not have it
 INPUT, STATE = "input", "state"  # names in the labels of values that no call makes
 MOST_RUNS = 40  # while a run has something new: layers that are left out at random
-Key = tuple[str, str, int]  # path of the calling forward, name, how many calls before
+Count = int | tuple[str, int, int]  # of a module; of a function: the module called last, its count, and how many since
+Key = tuple[str, str, Count]  # path of the calling forward, name, how many calls before
 
 
 @dataclass(eq=False)
@@ -104,7 +105,7 @@ class Call:
         if not self.is_tainted or self.is_open or not self.makes or self.name.endswith("*"):
             return False
         if self.parent is None or self.parent.is_block:
-            return self.is_module or self.name not in LIGHT
+            return self.is_module or (self.name not in LIGHT and not self.writes)
         return bool(self.uses) or self.draws
 
     @property
@@ -157,6 +158,7 @@ class Recording:
         state: names of tensors of the model that values of the batch are written to between uses of them.
         births: by ``training``, keys of functions that make memory which values of the batch are written to later.
         whole: by the name of a module, why its forward cannot be followed.
+        closed: likewise, as the last runs have it; they may do without once other modules are followed.
         refused: why the model's own forward cannot be; empty: it can.
         opened: names of modules without children that are followed all the same, for their effects.
         glue: names of buffers, and of tensors that are plain attributes, that every stage needs.
@@ -167,6 +169,7 @@ class Recording:
     state: set[str] = field(default_factory=set)
     births: dict[bool, set[Key]] = field(default_factory=lambda: {True: set(), False: set()})
     whole: dict[str, str] = field(default_factory=dict)
+    closed: dict[str, str] = field(default_factory=dict)
     refused: str = ""
     opened: set[str] = field(default_factory=set)
     glue: set[str] = field(default_factory=set)
@@ -192,7 +195,7 @@ def record_forward(model: nn.Module, batches: Sequence[Batch]) -> Recording:
             "module inside, or use num_stages=1"
         )
     while True:
-        known, recording.refused = recording._known(), ""
+        known, recording.refused, recording.closed = recording._known(), "", {}
         for training in (True, False):
             model.train(training)
             recorder = Recorder(model, recording, training=training)
@@ -206,10 +209,13 @@ def record_forward(model: nn.Module, batches: Sequence[Batch]) -> Recording:
                     break
             recorder.finish()
             recording.modes[training] = recorder.mode
-        if recording._known() == known:
+        if recording._known() != known:
+            continue
+        if not recording.closed:
             if recording.refused:
                 raise PartitionError(f"the model's own forward cannot be run in stages: {recording.refused}")
             return recording
+        recording.whole |= recording.closed
 
 
 def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -278,17 +284,21 @@ NOTHING = _Fact()
 class _Frame:
     """A forward that is being followed."""
 
-    __slots__ = ("begin", "call", "counts", "given", "path")
+    __slots__ = ("begin", "call", "counts", "given", "path", "segment", "since")
 
     def __init__(self, call: Call | None, path: str, begin: int, given: Set[Label | None] = frozenset()) -> None:
         self.call, self.path, self.begin, self.given = call, path, begin, given
         self.counts: Counter[str] = Counter()
+        self.segment, self.since = ("", 0), Counter[str]()
 
-    def key(self, name: str) -> Key:
-        """Count a call of ``name``."""
-        count = self.counts[name]
+    def key(self, name: str, *, is_module: bool) -> Key:
+        """Count a call of ``name``; functions since the last call of a module, so that left out modules count for none."""
+        if not is_module:
+            self.since[name] += 1
+            return self.path, name, (*self.segment, self.since[name] - 1)
         self.counts[name] += 1
-        return self.path, name, count
+        self.segment, self.since = (name, self.counts[name] - 1), Counter()
+        return self.path, name, self.counts[name] - 1
 
 
 class Recorder(TorchFunctionMode):
@@ -303,8 +313,10 @@ class Recorder(TorchFunctionMode):
         self.is_followed = {name: self._is_followed(name, module) for name, module in model.named_modules()}
         self.is_block = self._blocks()
         self._order: list[Key] = []
+        self._first: list[Key] | None = None
         self._memories: dict[tuple[int, int], int] = {}
         self.is_paused = False
+        self._num_rules = 0
 
     def _is_followed(self, name: str, module: nn.Module) -> bool:
         if not name:
@@ -348,8 +360,12 @@ class Recorder(TorchFunctionMode):
         self._at_start = {name: tensor for name, tensor in held_tensors(self.model)}
         args, kwargs = self._inputs(batch)
         self._drawn = _streams()
-        with _intercepted(self.model, self.names, self), self:
-            out = self.model(*args, **kwargs)
+        Watch.active = self
+        try:
+            with _intercepted(self.model, self.names, self), self:
+                out = self.model(*args, **kwargs)
+        finally:
+            Watch.active = None
         self._note_draws(self.frames)
         for leaf in tensors_in(out):
             fact = self._fact(leaf)
@@ -386,6 +402,9 @@ class Recorder(TorchFunctionMode):
 
     def _order_runs(self) -> None:
         """Sort the calls of all runs: one that an earlier run did not have comes after what was before it in this run."""
+        if self._first is not None and self._first != self._order:
+            self.mode.decides = True
+        self._first = self._first or [*self._order]
         order, seen = [*self.mode.calls], {key: n for n, key in enumerate(self._order)}
         missing = [key for key in order if key not in seen]
         merged = [*self._order]
@@ -442,7 +461,11 @@ class Recorder(TorchFunctionMode):
         if (before := getattr(call, "_state", None)) is not None and before != state:
             call.varies = True
         if self.is_followed[name]:
+            num_rules = self._num_rules
             out = self._follow(call, module, native_call, args, kwargs)
+            if self._num_rules > num_rules:  # fake tensors do not tell the shapes inside
+                call.rule = call.rule or SizeRule()
+                call.rule.note((args, kwargs), out)
         else:
             out = self._whole(call, native_call, args, kwargs, leaves, module)
         call._state = {n: _plain_state(m) for n, m in module.named_modules()}  # type: ignore[attr-defined]
@@ -542,8 +565,19 @@ class Recorder(TorchFunctionMode):
             call.rule = call.rule or SizeRule()
         if call.rule is not None:
             call.rule.note((args, kwargs), out)
+            self._num_rules += 1
 
     # Calls of functions
+
+    @property
+    def follows_functions(self) -> bool:
+        """Whether the calls of a forward are followed now."""
+        return self.inside is None and not self.is_paused
+
+    def function(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Record a call that torch does not hand to modes."""
+        with self._paused():
+            return self._function(func, args, kwargs)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -554,6 +588,9 @@ class Recorder(TorchFunctionMode):
             self.inside.is_hidden |= any(f.label is not None and f.label not in self.given for f in facts)
             self._note_reads(self.inside, facts)
             return func(*args, **kwargs)
+        return self._function(func, args, kwargs)
+
+    def _function(self, func: Any, args: Any, kwargs: Any) -> Any:
         name, kind = kind_of(func)
         if kind is Kind.ASK:
             if self.is_lazy and name in ASK_DEVICE and args and isinstance(args[0], Tensor) and args[0].is_meta:
@@ -594,7 +631,7 @@ class Recorder(TorchFunctionMode):
             if (held := self.state.get(id(tensor))) is not None and not isinstance(tensor, nn.Parameter):
                 self.recording.glue.add(held)
         frame = self.frames[-1]
-        key = (frame.path, *frame.key(f"{name}*")[1:])
+        key = frame.key(f"{name}*", is_module=False)
         args, kwargs = _together(args, kwargs) if self.is_lazy else (args, kwargs)
         out = func(*args, **kwargs)
         self._note_common_draws({n for n, now in _streams().items() if now != self._drawn[n]})
@@ -621,7 +658,7 @@ class Recorder(TorchFunctionMode):
 
     def _call(self, name: str, *, is_module: bool, key: Key | None = None) -> Call:
         frame = self.frames[-1]
-        key = key or frame.key(name)
+        key = key or frame.key(name, is_module=is_module)
         self.position += 1
         self._order.append(key)
         call = self.mode.calls.get(key)
@@ -725,7 +762,7 @@ class Recorder(TorchFunctionMode):
         if module is None:
             self.recording.refused = self.recording.refused or why
         else:
-            self.recording.whole[module.name] = why
+            self.recording.closed[module.name] = why
 
 
 OBJECTS = (torch.dtype, torch.device, torch.Size, slice, type(Ellipsis), torch.memory_format, torch.layout)
@@ -828,7 +865,7 @@ def users_line() -> str:
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if "/torch/" not in file and "/adl_dist/partition/" not in file and not file.startswith("<"):
+        if "/torch/" not in file and "/adl_dist/partition/" not in file and not file.startswith(("<frozen", "<string")):
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return "the forward"

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from adl_dist.batch import Layout, Several, Tensors
 from adl_dist.errors import PartitionError
 from adl_dist.partition.absent import Results, infer
-from adl_dist.partition.containers import map_tensors, tensors_in
+from adl_dist.partition.containers import map_tensors, other_leaves, tensors_in
 from adl_dist.partition.forward_record import CALL, INPUT, held_tensors, state_label, users_line
 from adl_dist.partition.functions import ASK_DEVICE, LIKE_SECOND, Kind, kind_of, writes_to
 from adl_dist.partition.stage_plan import CallPlan, FramePlan, ModePlan, StagePlan, Way
@@ -215,6 +215,10 @@ class StageModule(nn.Module):
             args, kwargs = run.begin(acts)
             with run.births or _NOTHING:
                 out = self.model(*args, **kwargs)
+            if run.failure is not None:
+                raise run.failure
+            with native():
+                return run.end(out)
         except ForwardError:
             raise
         except Exception as error:
@@ -227,9 +231,6 @@ class StageModule(nn.Module):
             run.restore()
             for act in acts:
                 as_tensor(act)
-        if run.failure is not None:
-            raise run.failure
-        return run.end(out)
 
     def give_buffers(self) -> None:
         """Put buffers that a forward has replaced by others into the user's model, too."""
@@ -307,6 +308,7 @@ def _call_of(module: nn.Module, name: str, stage: StageModule) -> Callable[..., 
         counts = run.counts
         count = counts.get(name, 0)
         counts[name] = count + 1
+        run.segment, run.since = (name, count), {}
         try:
             planned = run.frame.modules[name][count]
         except (KeyError, IndexError):
@@ -342,16 +344,22 @@ class _Run:
         self.stage, self.index, self.mode = stage, stage.index, mode
         self.frame: FramePlan | None = mode.root
         self.path, self.counts = "", dict[str, int]()
+        self.segment, self.since = ("", 0), dict[str, int]()
         self.received: dict[Label, Tensor] = {}
         self.failure: PartitionError | None = None
         self.births = _Births(self) if mode.births else None
         self._stale: set[int] = set()
         self._state: dict[str, Tensor] = {}
         edge = mode.crossing[self.index] if not stage.is_last else []
-        self._leaving: list[tuple[Tensor, int] | None] = [None] * len(edge)
+        self._leaving: list[Tensor | None] = [None] * len(edge)
         self._wanted = {label: slot for slot, labels in enumerate(edge) for label in labels}
         self._found: dict[Label, Tensor] = {}  # what leaves where paths differ
         self._own_streams: Any = None
+
+    @property
+    def follows_functions(self) -> bool:
+        """Whether the calls of a forward are followed now."""
+        return self.frame is not None
 
     # Begin and end
 
@@ -396,7 +404,7 @@ class _Run:
         self.received |= dict.fromkeys(labels, tensor)
         for label in labels:
             if (slot := self._wanted.get(label)) is not None:
-                self._leaving[slot] = tensor, tensor._version
+                self._leaving[slot] = tensor
         if self.mode.decides and labels[0] in self.mode.common:
             self._found[labels[0]] = tensor
 
@@ -474,11 +482,11 @@ class _Run:
             tail = [self._shapes()] if self.mode.sizes[self.index] is None else []
         return (*map(as_tensor, leaving), *tail)
 
-    def _left(self, slot: int, kept: tuple[Tensor, int] | None) -> Tensor:
+    def _left(self, slot: int, kept: Tensor | None) -> Tensor:
         labels = self.mode.crossing[self.index][slot]
         if kept is None:
             self.fail(f"'{labels[0][1]}', whose result goes to the next stage, did not run, as it did when it was recorded")
-        return kept[0]
+        return kept
 
     def _shapes(self) -> Tensor:
         return torch.tensor([size for shape in self._input_shapes for size in shape])
@@ -503,7 +511,7 @@ class _Run:
     def module(
         self,
         planned: CallPlan,
-        key: tuple[str, str, int],
+        key: tuple[str, str, Any],
         module: nn.Module,
         own: Callable[..., Any],
         args: Any,
@@ -522,18 +530,19 @@ class _Run:
                 return self._compute(own, key, stage, args, kwargs, leaves, draws=planned.draws, planned=planned)
             return self._skip(planned, key, stage, module, own, args, kwargs, leaves)
 
-    def _follow(self, planned: CallPlan, key: tuple[str, str, int], own: Any, args: Any, kwargs: Any) -> Any:
-        before = self.frame, self.path, self.counts
+    def _follow(self, planned: CallPlan, key: tuple[str, str, Any], own: Any, args: Any, kwargs: Any) -> Any:
+        before = self.frame, self.path, self.counts, self.segment, self.since
         self.frame, self.path, self.counts = planned.frame, f"{key[0]}/{key[1]}#{key[2]}", {}
+        self.segment, self.since = ("", 0), {}
         try:
             return own(*args, **kwargs)
         finally:
-            self.frame, self.path, self.counts = before
+            self.frame, self.path, self.counts, self.segment, self.since = before
 
     def _skip(
         self,
         planned: CallPlan,
-        key: tuple[str, str, int],
+        key: tuple[str, str, Any],
         stage: int,
         module: nn.Module | None,
         function: Callable[..., Any],
@@ -548,7 +557,7 @@ class _Run:
         results = planned.results.get(self.index)
         if results is None:
             results = planned.results[self.index] = Results(planned.rule, varies=planned.varies)
-        stages = (stage,) if planned.follows else planned.stages
+        stages = planned.stages if planned.way is Way.SPLIT else (stage,)
         try:
             out = results.get(function, args, kwargs, label=key, stages=stages, device=self.stage.device, module=module)
         except ValueError as error:
@@ -562,7 +571,7 @@ class _Run:
             for place in planned.written:
                 self._write_absent(unique[place], (*key, -1 - place), stage)
         elif type(out) is Value and len(args) == 1 and not kwargs and not self.mode.decides:
-            if leaves and leaves[0] is args[0] and leaves[0].is_meta and leaves[0] is not out:
+            if leaves and leaves[0] is args[0] and leaves[0].is_meta and leaves[0] is not out and out.mark.absent:
                 results.fast = args[0], out, torch.is_grad_enabled()
         return out
 
@@ -588,7 +597,7 @@ class _Run:
     def _compute(
         self,
         function: Callable[..., Any],
-        key: tuple[str, str, int],
+        key: tuple[str, str, Any],
         stage: int,
         args: Any,
         kwargs: Any,
@@ -669,8 +678,8 @@ class _Run:
 
     def _produced(self, label: Label, tensor: Tensor) -> None:
         slot = self._wanted.get(label)
-        if slot is not None:
-            self._leaving[slot] = tensor, 0
+        if slot is not None and label not in self.received:
+            self._leaving[slot] = tensor
 
     def _note(self, tensor: Tensor) -> None:
         """Note that a later stage uses ``tensor``, where that differs between micro-batches."""
@@ -686,17 +695,20 @@ class _Run:
     def _check_rule(self, planned: CallPlan, key: Any, args: Any, kwargs: Any, out: Any) -> None:
         assert planned.rule is not None
         try:
-            expected = [t.shape for t in tensors_in(planned.rule.result((args, kwargs)))]
+            rule = planned.rule.result((args, kwargs))
         except ValueError:
             return  # no other stage has an answer, either
-        found = [t.shape for t in tensors_in(out)]
+        expected, found = ([[list(t.shape) for t in tensors_in(one)], [*other_leaves(one)]] for one in (rule, out))
         if found != expected:
-            self.fail(
-                f"'{key[1]}' returns {[list(s) for s in found]} where the recorded micro-batches let stages expect "
-                f"{[list(s) for s in expected]}"
-            )
+            self.fail(f"'{key[1]}' returns {found} where the recorded micro-batches let stages expect {expected}")
 
     # Calls of functions
+
+    def key(self, name: str) -> tuple[str, str, Any]:
+        """Count a call of a function, since the last call of a module."""
+        count = self.since.get(name, 0)
+        self.since[name] = count + 1
+        return self.path, name, (*self.segment, count)
 
     def function(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a function that is called with a value or with a parameter of another stage."""
@@ -727,18 +739,19 @@ class _Run:
         plans = self.frame.functions.get(name)
         if plans is None:
             self.fail(f"calls '{name}' on values of the batch, which no recorded micro-batch did")
-        count = self.counts.get(name, 0)
-        self.counts[name] = count + 1
-        key = self.path, name, count
-        planned = plans.get(count)
+        key = self.key(name)
+        planned = plans.get(key[2])
         if kind is Kind.ELEMENTS:
             return self._answer(func, args, kwargs, leaves, planned)
         stage = EVERYWHERE
         for leaf in leaves:
             if type(leaf) is Value and leaf.mark.stage > stage:
                 stage = leaf.mark.stage
-        if planned is not None and not planned.follows and planned.first > stage:
-            stage = planned.first
+        if planned is not None:
+            if planned.repeats and EVERYWHERE < stage < self.index and all(map(self._has, leaves)):
+                return self._compute(func, key, stage, args, kwargs, leaves, draws=False, planned=planned)
+            if not planned.follows and planned.first > stage:
+                stage = planned.first
         if kind is Kind.HOOK:
             return func(*args, **kwargs) if stage == self.index and not leaves[0].is_meta else _Handle()
         target = writes_to(name, args, kwargs)
@@ -748,7 +761,7 @@ class _Run:
                 func, key, stage, args, kwargs, leaves, draws=draws, planned=planned, target=target
             )
         if planned is None:
-            planned = plans[max(plans)]
+            planned = next(reversed(plans.values()))
         if target is None:
             return self._skip(planned, key, stage, None, func, args, kwargs, leaves)
         if self.mode.decides and stage > self.index:
@@ -797,10 +810,7 @@ class _Run:
             if not target.is_meta:
                 self.fail("writes values of a parameter that another stage holds to a tensor of this one")
             return target
-        own = f"{name}?"
-        count = self.counts.get(own, 0)
-        self.counts[own] = count + 1
-        key = self.path, own, count
+        key = self.key(f"{name}?")
         results = self.stage.foreign.setdefault((self.stage.training, key), Results())
         try:
             out = results.get(func, args, kwargs, label=key, stages=(EVERYWHERE,), device=self.stage.device)
@@ -921,12 +931,10 @@ class _Births(TorchFunctionMode):
         taken = leaves[:1] if name in LIKE_SECOND and leaves and not _is_batch(leaves[0]) else leaves
         if kind is not Kind.LIKE and any(map(_is_batch, taken)):
             return func(*args, **kwargs)
-        own = f"{name}*"
-        count = run.counts.get(own, 0)
-        run.counts[own] = count + 1
+        key = run.key(f"{name}*")
         out = func(*args, **kwargs)
-        if (run.path, own, count) in run.mode.births and type(out) is Tensor:
-            return as_value(out, Mark((run.path, own, count, 0), EVERYWHERE, absent=False))
+        if key in run.mode.births and type(out) is Tensor:
+            return as_value(out, Mark((*key, 0), EVERYWHERE, absent=False))
         return out
 
 
@@ -981,7 +989,7 @@ def users_line_of(error: Exception) -> str:
     found, trace = "the forward", error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if "/torch/" not in file and "/adl_dist/partition/" not in file and not file.startswith("<"):
+        if "/torch/" not in file and "/adl_dist/partition/" not in file and not file.startswith(("<frozen", "<string")):
             found = f"{file}:{trace.tb_lineno}"
         trace = trace.tb_next
     return found

@@ -58,7 +58,7 @@ OUTCOMES = {
     "views_the_image": ("RRRR", "RRRR"),
     "whitening": ("====", "=RRR"),
     "checks_its_input": ("====", "=RRR"),
-    "extra_state": ("RRRR", "RRRR"),
+    "extra_state": ("????", "????"),
     "lazy_layers": ("RRRR", "RRRR"),
     "own_generator": ("====", "=RRR"),
     "numpy_generator": ("====", "=RRR"),
@@ -118,7 +118,10 @@ OUTCOMES = {
 }
 
 # (Name, granularity): what is wrong today; a test fails when one of them has become right.
-OPEN: dict[tuple[str, str], str] = {}
+OPEN = {
+    ("extra_state", granularity): "extra state is saved, but the cut takes a state_dict() of tensors only"
+    for granularity in ("block", "layer")
+}
 
 
 def letters(name, granularity):
