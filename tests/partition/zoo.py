@@ -22,7 +22,12 @@ LARGE = ("vit_h_14", "regnet_y_128gf", "vit_l_16", "vit_l_32")  # in float32: fl
 TIMM: dict[str, dict[str, Any]] = {
     "vit_tiny_patch16_224": {"img_size": 64, "depth": 4},
     "deit_tiny_patch16_224": {"img_size": 64, "depth": 4},
-    "swin_tiny_patch4_window7_224": {"img_size": 64, "depths": (1, 1, 2, 1), "embed_dim": 24, "num_heads": (1, 2, 2, 4)},
+    "swin_tiny_patch4_window7_224": {
+        "img_size": 64,
+        "depths": (1, 1, 2, 1),
+        "embed_dim": 24,
+        "num_heads": (1, 2, 2, 4),
+    },
     "mixer_s32_224": {"img_size": 64},
     "convnext_atto": {},
     "resnet10t": {},
@@ -297,7 +302,9 @@ def batches(library: str, name: str, dtype: torch.dtype = torch.float64) -> list
     if library != "transformers":
         pixels = PIXELS.get(name, 299 if "inception_v3 with" in name else 64)
         if library == "timm":
-            pixels = {"crossvit_9_240": 240}.get(name, TIMM[name].get("img_size", 64))
+            pixels = {"crossvit_9_240": 240, "efficientformer_l1": 224, "efficientformerv2_s0": 224}.get(
+                name, TIMM[name].get("img_size", 64)
+            )
         return [_drawn(n, size, 3, pixels, pixels).to(dtype) for n, size in enumerate(SIZES)]
     return [{key: _given(kind, n, size, dtype) for kind in TRANSFORMERS[name][3] for key in (ARGUMENTS[kind],)}
             for n, size in enumerate(SIZES)]  # fmt: skip
@@ -331,7 +338,9 @@ def _torchvision(name: str) -> nn.Module:
 
     builder, *heads = name.split(" with ")
     if name in SEGMENTATION:
-        return models.get_model(name, weights=None, weights_backbone=None, num_classes=CLASSES, aux_loss="lraspp" not in name or None)  # type: ignore[no-any-return]
+        return models.get_model(
+            name, weights=None, weights_backbone=None, num_classes=CLASSES, aux_loss="lraspp" not in name or None
+        )  # type: ignore[no-any-return]
     options: dict[str, Any] = {"num_classes": CLASSES}
     if builder.startswith("vit"):
         options["image_size"] = PIXELS.get(name, 64)

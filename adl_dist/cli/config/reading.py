@@ -1,5 +1,6 @@
 """Data and model of a configuration as a run reads them, for commands that read them outside of a run."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,8 +9,7 @@ from torch.utils.data import Dataset
 
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.schema import RunConfig
-from adl_dist.errors import PartitionError
-from adl_dist.partition import Chain, linearise
+from adl_dist.partition import Chain, checked_sizes, even_sizes, flops_sizes
 from adl_dist.stage import in_dtype
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.trial import samples as samples_of
@@ -32,23 +32,31 @@ def device_loader(
     )
 
 
-def read_units(config: RunConfig, model: nn.Module, *, keeps: str | None, may_run: bool = True) -> Chain | None:
-    """Return the units of ``model``, read without samples of the data, which take time, where that is possible.
+def read_units(config: RunConfig, model: nn.Module, *, keeps: str | None) -> Chain:
+    """Return the units of ``model``, recorded on the first samples of the training data.
 
-    ``keeps`` is the ``keeps_ties`` of :func:`linearise`. ``may_run``: whether data and weights are there to run it; if
-    not, and if it cannot be read without, return None.
+    Args:
+        config: of the run.
+        model: the uncut model; it may be on meta.
+        keeps: the ``keeps_ties`` of :class:`Chain`.
 
     Raises:
-        PartitionError: it cannot be divided.
-        DataError: the data is missing.
+        PartitionError: If the model cannot be divided.
+        DataError: If the data is missing.
     """
-    how: dict[str, Any] = {"granularity": config.partition.chosen().units, "keeps_ties": keeps}
-    try:
-        return linearise(model, **how)
-    except PartitionError:
-        if not may_run:
-            return None
     loader = device_loader(config, torch.device("cpu"), shuffle=True)
     samples = samples_of.take(loader, None, None)
     assert samples is not None
-    return linearise(in_dtype(model, loader.precision.dtype), samples=samples.readings[0], **how)
+    model = in_dtype(model, loader.precision.dtype)
+    return Chain(model, samples.readings[0], granularity=config.partition.chosen().units, keeps_ties=keeps)
+
+
+def chosen_sizes(chain: Chain, num_stages: int, balance: str | Sequence[int] | Sequence[str]) -> list[int]:
+    """Return the units of each stage for a ``partition.balance`` that needs no measurement.
+
+    Raises:
+        PartitionError: If the model cannot be cut like that.
+    """
+    if balance == "even":
+        return even_sizes(chain, num_stages)
+    return flops_sizes(chain, num_stages) if isinstance(balance, str) else checked_sizes(chain, num_stages, balance)
