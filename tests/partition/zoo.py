@@ -9,8 +9,9 @@ from torch import Tensor, nn
 SIZES = (2, 3)  # of the two batches
 CLASSES, VOCAB, LENGTH = 5, 37, 7
 
-# Torchvision: pixels other than 64, by the name of the builder.
-PIXELS = {"inception_v3": 75, "maxvit_t": 224, "vit_h_14": 56}
+# Pixels other than 64, by the name of the builder.
+PIXELS = {"inception_v3": 75, "inception_v3 with heads": 299, "maxvit_t": 224, "vit_h_14": 56, "crossvit_9_240": 240}
+PIXELS |= dict.fromkeys(("efficientformer_l1", "efficientformerv2_s0", "levit_128s", "tiny_vit_5m_224"), 224)
 WITH_HEADS = ("googlenet with heads", "inception_v3 with heads")
 SEGMENTATION = (
     *("deeplabv3_mobilenet_v3_large", "deeplabv3_resnet50", "deeplabv3_resnet101"),
@@ -66,7 +67,7 @@ TIMM: dict[str, dict[str, Any]] = {
     "inception_next_atto": {},
     "lambda_resnet26t": {"img_size": 64},
     "legacy_seresnet18": {},
-    "levit_128s": {"img_size": 224},
+    "levit_128s": {},
     "lcnet_050": {},
     "mambaout_femto": {},
     "mnasnet_small": {},
@@ -83,7 +84,7 @@ TIMM: dict[str, dict[str, Any]] = {
     "rexnet_100": {},
     "selecsls42": {},
     "skresnet18": {},
-    "tiny_vit_5m_224": {"img_size": 224},
+    "tiny_vit_5m_224": {},
     "tf_efficientnetv2_b0": {},
     "twins_pcpvt_small": {},
     "vgg11": {},
@@ -286,7 +287,7 @@ TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
 
 
 def network(library: str, name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """Return the network, with the same weights every time and without dropout, whose streams stages have of their own."""
+    """Return the network with the same weights every time, without dropout, which stages draw from their own streams."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = _BUILDERS[library](name)
@@ -299,15 +300,12 @@ def network(library: str, name: str, dtype: torch.dtype = torch.float64) -> nn.M
 
 def batches(library: str, name: str, dtype: torch.dtype = torch.float64) -> list[Any]:
     """Return batches of two sizes for the network."""
-    if library != "transformers":
-        pixels = PIXELS.get(name, 299 if "inception_v3 with" in name else 64)
-        if library == "timm":
-            pixels = {"crossvit_9_240": 240, "efficientformer_l1": 224, "efficientformerv2_s0": 224}.get(
-                name, TIMM[name].get("img_size", 64)
-            )
-        return [_drawn(n, size, 3, pixels, pixels).to(dtype) for n, size in enumerate(SIZES)]
-    return [{key: _given(kind, n, size, dtype) for kind in TRANSFORMERS[name][3] for key in (ARGUMENTS[kind],)}
-            for n, size in enumerate(SIZES)]  # fmt: skip
+    if library == "transformers":
+        kinds = TRANSFORMERS[name][3]
+        return [{ARGUMENTS[kind]: _given(kind, n, size, dtype) for kind in kinds} for n, size in enumerate(SIZES)]
+    own = TIMM.get(name, {}) if library == "timm" else {}
+    pixels = PIXELS.get(name, own.get("img_size", 64))
+    return [_drawn(n, size, 3, pixels, pixels).to(dtype) for n, size in enumerate(SIZES)]
 
 
 ARGUMENTS = {
@@ -336,17 +334,17 @@ def _drawn(seed: int, *shape: int) -> Tensor:
 def _torchvision(name: str) -> nn.Module:
     from torchvision import models
 
-    builder, *heads = name.split(" with ")
+    builder, _, with_heads = name.partition(" with ")
     if name in SEGMENTATION:
         return models.get_model(
             name, weights=None, weights_backbone=None, num_classes=CLASSES, aux_loss="lraspp" not in name or None
-        )  # type: ignore[no-any-return]
+        )
     options: dict[str, Any] = {"num_classes": CLASSES}
     if builder.startswith("vit"):
         options["image_size"] = PIXELS.get(name, 64)
     if builder in ("googlenet", "inception_v3"):
-        options |= {"aux_logits": bool(heads), "init_weights": False}
-    return models.get_model(builder, weights=None, **options)  # type: ignore[no-any-return]
+        options |= {"aux_logits": bool(with_heads), "init_weights": False}
+    return models.get_model(builder, weights=None, **options)
 
 
 def _timm(name: str) -> nn.Module:
@@ -368,7 +366,7 @@ def _transformers(name: str) -> nn.Module:
     model: Any = builder(config) if not auto.startswith("Auto") else builder.from_config(config)
     if "checkpoints" in name:
         model.gradient_checkpointing_enable()
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 _BUILDERS: dict[str, Callable[[str], nn.Module]] = {
