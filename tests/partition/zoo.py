@@ -99,6 +99,9 @@ TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 DECODER = {**TEXT, **TOKENS, "num_key_value_heads": 1, "tie_word_embeddings": False}
 GPT2 = {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 16, **TOKENS}
 ENCODER = {**TEXT, **TOKENS, "num_labels": CLASSES}
+DEBERTA = {**ENCODER, "relative_attention": True, "pos_att_type": "c2p|p2c"}
+LONG = {**ENCODER, "attention_window": 4, "max_position_embeddings": 24}
+MODERN = {**ENCODER, "global_attn_every_n_layers": 2, "local_attention": 4}
 IMAGE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2}
 IMAGE |= {"image_size": 16, "patch_size": 4, "num_labels": CLASSES}
 EAGER = {"experts_implementation": "eager"}  # the library's own default takes no float64
@@ -143,7 +146,11 @@ TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
         {**TEXT, **TOKENS, "ffn_dim": 24, "word_embed_proj_dim": 16, "tie_word_embeddings": False},
         ("ids", "mask"),
     ),
-    "bloom": ("bloom", CAUSAL, {"vocab_size": VOCAB, "hidden_size": 16, "n_layer": 4, "n_head": 2, **TOKENS}, ("ids", "mask")),
+    "bloom": (
+        *("bloom", CAUSAL),
+        {"vocab_size": VOCAB, "hidden_size": 16, "n_layer": 4, "n_head": 2, **TOKENS},
+        ("ids", "mask"),
+    ),
     "falcon": ("falcon", CAUSAL, {**TEXT, **TOKENS}, ("ids", "mask")),
     "gpt_neox": ("gpt_neox", CAUSAL, {**TEXT, **TOKENS}, ("ids", "mask")),
     "gpt_neo": (
@@ -154,7 +161,11 @@ TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
         ("ids", "mask"),
     ),
     "gptj": ("gptj", CAUSAL, {**GPT2, "rotary_dim": 4}, ("ids", "mask")),
-    "mixtral": ("mixtral", CAUSAL, {**DECODER, **EAGER, "num_local_experts": 4, "num_experts_per_tok": 2}, ("ids", "mask")),
+    "mixtral": (
+        *("mixtral", CAUSAL),
+        {**DECODER, **EAGER, "num_local_experts": 4, "num_experts_per_tok": 2},
+        ("ids", "mask"),
+    ),
     "qwen2_moe": ("qwen2_moe", CAUSAL, {**DECODER, **EXPERTS, "shared_expert_intermediate_size": 8}, ("ids", "mask")),
     "qwen3_moe": ("qwen3_moe", CAUSAL, {**DECODER, **EXPERTS, "head_dim": 8}, ("ids", "mask")),
     "olmoe": ("olmoe", CAUSAL, {**DECODER, **EAGER, "num_experts": 4, "num_experts_per_tok": 2}, ("ids", "mask")),
@@ -188,17 +199,12 @@ TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
     "bert": ("bert", SEQUENCE, ENCODER, ("ids", "mask", "types")),
     "roberta": ("roberta", SEQUENCE, ENCODER, ("ids", "mask")),
     "electra": ("electra", SEQUENCE, {**ENCODER, "embedding_size": 16}, ("ids", "mask")),
-    "deberta": ("deberta", SEQUENCE, {**ENCODER, "relative_attention": True, "pos_att_type": "c2p|p2c"}, ("ids", "mask")),
-    "deberta-v2": (
-        "deberta-v2",
-        SEQUENCE,
-        {**ENCODER, "relative_attention": True, "pos_att_type": "c2p|p2c"},
-        ("ids", "mask"),
-    ),
+    "deberta": ("deberta", SEQUENCE, DEBERTA, ("ids", "mask")),
+    "deberta-v2": ("deberta-v2", SEQUENCE, DEBERTA, ("ids", "mask")),
     "xlm-roberta": ("xlm-roberta", SEQUENCE, ENCODER, ("ids", "mask")),
     "camembert": ("camembert", SEQUENCE, ENCODER, ("ids", "mask")),
     "albert": ("albert", SEQUENCE, {**ENCODER, "embedding_size": 8}, ("ids", "mask")),
-    "modernbert": ("modernbert", SEQUENCE, {**ENCODER, "global_attn_every_n_layers": 2, "local_attention": 4}, ("ids", "mask")),
+    "modernbert": ("modernbert", SEQUENCE, MODERN, ("ids", "mask")),
     "distilbert": (
         "distilbert",
         SEQUENCE,
@@ -206,7 +212,7 @@ TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
         | {"max_position_embeddings": 16, "num_labels": CLASSES, "pad_token_id": 0},
         ("ids", "mask"),
     ),
-    "longformer": ("longformer", SEQUENCE, {**ENCODER, "attention_window": 4, "max_position_embeddings": 24}, ("ids", "mask")),
+    "longformer": ("longformer", SEQUENCE, LONG, ("ids", "mask")),
     "funnel": (
         "funnel",
         SEQUENCE,
@@ -234,14 +240,19 @@ TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
         "AutoModelForAudioClassification",
         {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
         | {"conv_dim": [8, 8], "conv_stride": [5, 2], "conv_kernel": [10, 3], "num_labels": CLASSES}
-        | {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0, "classifier_proj_size": 8},
+        | {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+        | {"mask_time_prob": 0.0, "classifier_proj_size": 8},
         ("wave",),
     ),
     "vit": ("vit", PICTURE, IMAGE, ("pixels",)),
     "deit": ("deit", "DeiTForImageClassification", IMAGE, ("pixels",)),
     "beit": ("beit", PICTURE, IMAGE, ("pixels",)),
     "dinov2": ("dinov2", PICTURE, IMAGE, ("pixels",)),
-    "yolos": ("yolos", "AutoModelForObjectDetection", {**IMAGE, "image_size": [16, 16], "num_detection_tokens": 3}, ("pixels",)),
+    "yolos": (
+        *("yolos", "AutoModelForObjectDetection"),
+        {**IMAGE, "image_size": [16, 16], "num_detection_tokens": 3},
+        ("pixels",),
+    ),
     "swin": (
         "swin",
         PICTURE,
@@ -287,7 +298,7 @@ TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
 
 
 def network(library: str, name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """Return the network with the same weights every time, without dropout, which stages draw from their own streams."""
+    """Return the network with the same weights every time, without dropout, which stages draw by themselves."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = _BUILDERS[library](name)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+from torch import nn
 
 from adl_dist.baselines.loop import POWERSGD_BEGIN, Compression, exchanged_bytes
 from adl_dist.batch import Several
@@ -270,7 +271,8 @@ def survey(config: RunConfig, able: Sequence[Entry], *, predicts: bool = True) -
         found, predicted = predict_speeds(config, able if predicts else [], profiler, sizes)
     cuts, agreed = {}, None
     for num, of_cut in found.items():
-        chain, stages = profiler.chain, [profiler.model]
+        chain = profiler.chain
+        stages: Sequence[nn.Module] = [profiler.model]
         if num > 1:
             stages = chain.stages(profiler.model, chain.plan(of_cut), of_cut, range(num))
         spec = replace(profiler.spec, pipeline=_pipeline(config, num))
