@@ -9,6 +9,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, NoReturn
 from weakref import ref
 
@@ -327,33 +328,39 @@ def _call_of(module: nn.Module, name: str, stage: StageModule) -> Callable[..., 
 
     def call(*args: Any, **kwargs: Any) -> Any:
         run = Watch.active
-        if run is None or run.frame is None:
+        if run is None or (frame := run.frame) is None:
             return own(*args, **kwargs)
         counts = run.counts
         count = counts.get(name, 0)
         counts[name] = count + 1
-        run.segment, run.since = (name, count), {}
         try:
-            planned = run.frame.modules[name][count]
+            planned = frame.modules[name][count]
         except (KeyError, IndexError):
-            planned = run.repeated(name)
-        results = planned.results.get(index)
-        if results is not None and (fast := results.fast) is not None and len(args) == 1 and not kwargs:
-            if fast[0] is args[0] and fast[2] is torch.is_grad_enabled():
-                return fast[1]
+            planned = run.repeated(name, count)
+        run.last = planned
+        if len(args) == 1 and not kwargs:  # the two common cases: nothing may show in the time of a skipped call
+            arg, results = args[0], planned.results.get(index)
+            if results is not None:
+                fast = results.fast
+                if fast is not None and fast[0] is arg and fast[2] is torch.is_grad_enabled():
+                    return fast[1]
+            elif planned.is_plain and planned.first == index and run.is_plain and type(arg) is Value:
+                mark = arg.mark
+                if not mark.absent and mark.data is None:
+                    arg.__class__ = Tensor
+                    run.frame = None
+                    try:
+                        out = own(arg)
+                    finally:
+                        run.frame = frame
+                        arg.__class__ = Value
+                    if type(out) is Tensor and out is not arg:
+                        run.made(out, (run.path, name, count, 0))
+                        return out
+                    return run.marked(out, (run.path, name, count))
         return run.module(planned, (run.path, name, count), module, own, args, kwargs)
 
     return call
-
-
-class _Frame:
-    """A forward that runs and is followed."""
-
-    __slots__ = ("counts", "path", "plan")
-
-    def __init__(self, plan: FramePlan, path: str) -> None:
-        self.plan, self.path = plan, path
-        self.counts: dict[str, int] = {}
 
 
 class _Run:
@@ -368,7 +375,9 @@ class _Run:
         self.stage, self.index, self.mode = stage, stage.index, mode
         self.frame: FramePlan | None = mode.root
         self.path, self.counts = "", dict[str, int]()
-        self.segment, self.since = ("", 0), dict[str, int]()
+        self.last: CallPlan | None = None  # the last call of a module
+        self._counted: CallPlan | None = None
+        self._since: dict[str, int] = {}
         self.received: dict[Label, Tensor] = {}
         self.failure: PartitionError | None = None
         self.tape: Tape | None = None
@@ -398,6 +407,7 @@ class _Run:
                     self.tape.buffer(_named(stage.model, name), name)
                 elif name not in mode.state and isinstance(tensor := _named(stage.model, name), Tensor):
                     self.tape.buffer(tensor, tensor.clone())
+        self.is_plain = self.tape is None and not mode.draws
         if mode.births or self.tape is not None:
             self.watcher = _Watcher(self)
         shapes = self._input_shapes = self._receive(acts) if self.index else [t.shape for t in acts]
@@ -539,12 +549,13 @@ class _Run:
 
     # Calls of modules
 
-    def repeated(self, name: str) -> CallPlan:
+    def repeated(self, name: str, count: int) -> CallPlan:
         """Return how a call of a module is run that comes more often than in any recorded run."""
         assert self.frame is not None
         plans = self.frame.modules.get(name)
         if plans is None:
             self.fail(f"calls '{name}', which no recorded micro-batch did; let the recorded ones, the first two, do so")
+        plans.append(replace(plans[-1], key=(*plans[-1].key[:2], count), results={}))
         return plans[-1]
 
     def module(
@@ -570,13 +581,13 @@ class _Run:
             return self._skip(planned, key, stage, module, own, args, kwargs, leaves)
 
     def _follow(self, planned: CallPlan, key: tuple[str, str, Any], own: Any, args: Any, kwargs: Any) -> Any:
-        before = self.frame, self.path, self.counts, self.segment, self.since
-        self.frame, self.path, self.counts = planned.frame, f"{key[0]}/{key[1]}#{key[2]}", {}
-        self.segment, self.since = ("", 0), {}
+        before = self.frame, self.path, self.counts, self.last
+        self.frame, self.path, self.counts, self.last = planned.frame, f"{key[0]}/{key[1]}#{key[2]}", {}, None
         try:
             return own(*args, **kwargs)
         finally:
-            self.frame, self.path, self.counts, self.segment, self.since = before
+            self.frame, self.path, self.counts, self.last = before
+            self._counted, self._since = None, {}
 
     def _skip(
         self,
@@ -698,26 +709,32 @@ class _Run:
             for leaf in (*(unique[place] for place in written), *([] if target is None else [target])):
                 place = -1 if target is not None else self._place(unique, leaf)
                 self._written(leaf, replaced.get(id(leaf), leaf), (*key, place), stage)
-        if type(out) is Tensor and id(out) not in originals:
-            self._made(out, (*key, 0), stage)
+        return self.marked(out, key, originals, stage)
+
+    def marked(
+        self, out: Any, key: tuple[str, str, Any], originals: Any = None, stage: int | None = None
+    ) -> Any:
+        """Note the result of a call of this stage; what it received is in it as the forward knows it."""
+        if type(out) is Tensor and not originals:
+            self.made(out, (*key, 0), stage)
             return out
-        place = 0
-        for tensor in tensors_in(out):
-            if id(tensor) not in originals and type(tensor) is Tensor:
-                self._made(tensor, (*key, place), stage)
-            place += 1
+        for place, tensor in enumerate(tensors_in(out)):
+            if type(tensor) is Tensor and not (originals and id(tensor) in originals):
+                self.made(tensor, (*key, place), stage)
         return map_tensors(lambda t: originals.get(id(t), t), out) if originals else out
 
     @staticmethod
     def _place(unique: Sequence[Tensor], leaf: Tensor) -> int:
         return -1 - next(n for n, one in enumerate(unique) if one is leaf)
 
-    def _made(self, tensor: Tensor, label: Label, stage: int) -> None:
+    def made(self, tensor: Tensor, label: Label, stage: int | None = None) -> None:
         """Note a tensor that this stage has computed."""
         if tensor.is_meta:
             self.fail(f"'{label[1]}' is computed with a parameter or buffer that another stage holds")
-        as_value(tensor, Mark(label, stage, absent=False))
-        self._produced(label, tensor)
+        tensor.__class__ = Value  # type: ignore[assignment]
+        tensor.mark = Mark(label, self.index if stage is None else stage, False)  # type: ignore[attr-defined]
+        if label in self._wanted:
+            self._produced(label, tensor)
 
     def _written(self, leaf: Tensor, tensor: Tensor, label: Label, stage: int) -> None:
         """Note that this stage has written to ``leaf``, or to ``tensor``, which it has received in its place."""
@@ -762,9 +779,12 @@ class _Run:
 
     def key(self, name: str) -> tuple[str, str, Any]:
         """Count a call of a function, since the last call of a module."""
-        count = self.since.get(name, 0)
-        self.since[name] = count + 1
-        return self.path, name, (*self.segment, count)
+        last = self.last
+        if last is not self._counted:
+            self._counted, self._since = last, {}
+        count = self._since.get(name, 0)
+        self._since[name] = count + 1
+        return self.path, name, (*last.key[1:], count) if last is not None else ("", 0, count)
 
     def function(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a function that is called with a value or with a parameter of another stage."""
@@ -850,6 +870,7 @@ class _Run:
                 target.requires_grad_(twin.requires_grad)
         if not target.is_meta:
             self._stale.add(_memory(target))
+            self.is_plain = False
             mark.absent = True
         mark.label, mark.stage, mark.data = label, stage, None
         if label in self.received and stage < self.index:
