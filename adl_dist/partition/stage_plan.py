@@ -140,7 +140,7 @@ class ModePlan:
         births: keys of functions that make memory which values of the batch are written to.
         decides: whether micro-batches may take other paths, so that labels are sent.
         draws, draws_own: see :class:`ModeRecord`.
-        numbers, aliases: of each label, for :attr:`decides`.
+        numbers, labels, aliases: of each label, for :attr:`decides`.
         common: labels of the whole-number inputs.
         overwritten: labels of values in memory that is written to.
     """
@@ -154,6 +154,7 @@ class ModePlan:
     draws: set[str]
     draws_own: set[str]
     numbers: dict[Label, int]
+    labels: list[Label]
     aliases: dict[Label, list[Label]]
     common: set[Label]
     overwritten: set[Label]
@@ -376,6 +377,7 @@ class _Assignment:
             draws=self.mode.draws,
             draws_own=self.mode.draws_own,
             numbers={label: number for number, label in enumerate(labels)},
+            labels=[*labels],
             aliases=aliases,
             common={label for label in self.mode.shapes if label[1] == INPUT and self._is_common(label)},
             overwritten={label for label, memory in self.mode.memory.items() if memory in written},
