@@ -191,6 +191,13 @@ def plan_stages(recording: Recording, units: Sequence[Unit], sizes: Sequence[int
         begin += size
     num_stages = len(sizes)
     main = next(mode for mode in recording.modes.values() if mode.calls.get(units[0].call.key) is units[0].call)
+    first = {_block_of(unit.call).key: stage_of[unit.call.key] for unit in reversed(units)}
+    for call in main.calls.values():  # those of a block before its first unit are on the stage of that
+        block = _block_of(call).key
+        if call.key in stage_of:
+            first.pop(block, None)
+        elif not call.is_open and block in first:
+            stage_of[call.key] = first[block]
     order = [training for training, mode in recording.modes.items() if mode is main]
     order += [training for training in recording.modes if training not in order]
     state: dict[str, int] = {}  # tensors that a forward writes to are where the writing is, also when they are read
