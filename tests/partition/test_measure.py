@@ -268,7 +268,7 @@ class Odd(nn.Module):
         self.first, self.second, self.third = (nn.Linear(6, 6) for _ in range(3))
 
     def forward(self, *, x, scale):
-        h = self.first(x).relu_()
+        h = self.first(x).relu_() * 1
         h[:, 0] = 0
         with torch.no_grad():
             mean = h.mean()
