@@ -485,7 +485,10 @@ class _Run:
     def _left(self, slot: int, kept: Tensor | None) -> Tensor:
         labels = self.mode.crossing[self.index][slot]
         if kept is None:
-            self.fail(f"'{labels[0][1]}', whose result goes to the next stage, did not run, as it did when it was recorded")
+            raise ForwardError(
+                f"stage {self.index}: '{labels[0][1]}' did not run in this micro-batch, but its result goes to the next "
+                "stage, as in the recorded ones, the first"
+            )
         return kept
 
     def _shapes(self) -> Tensor:
@@ -611,9 +614,11 @@ class _Run:
         written = planned.written if planned is not None else ()
         values = [leaf for leaf in leaves if type(leaf) is Value or type(leaf) is ForeignParameter]
         replaced: dict[int, Tensor] = {}
+        is_module = planned is not None and planned.is_module
         for leaf in values:
-            if id(leaf) not in replaced:
+            if id(leaf) not in replaced and not (is_module and not self._has(leaf)):  # whoever uses it there finds out
                 replaced[id(leaf)] = self._resolved(leaf, key[1])
+        values = [leaf for leaf in values if id(leaf) in replaced]
         if written or target is not None:
             unique = [*{id(leaf): leaf for leaf in leaves}.values()]
             for leaf in (*(unique[place] for place in written), *([] if target is None else [target])):
@@ -773,7 +778,7 @@ class _Run:
     def _write_absent(
         self, target: Tensor, label: Label, stage: int, func: Any = None, args: Any = (), kwargs: Any = None
     ) -> None:
-        """Note that another stage writes to ``target``."""
+        """Note that another stage writes to ``target``, and give it the elements that were received for it."""
         if type(target) is not Value:
             as_value(target, Mark(label, stage, absent=False))
         mark = target.mark
@@ -792,6 +797,11 @@ class _Run:
             self._stale.add(_memory(target))
             mark.absent = True
         mark.label, mark.stage, mark.data = label, stage, None
+        if label in self.received and stage < self.index:
+            found = self._resolved(target, "the forward").clone()
+            self.received[label] = target
+            torch.utils.swap_tensors(target, as_value(found, mark))  # whoever holds the object has it
+            mark.absent = False
 
     def _inferred(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:

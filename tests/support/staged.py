@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from adl_dist.batch import Several, tensors_of
 from adl_dist.errors import PartitionError
-from adl_dist.partition.containers import tensors_in
 from adl_dist.partition.chain import Chain
+from adl_dist.partition.containers import tensors_in
 from adl_dist.partition.cut import attempt, even_sizes
 from adl_dist.partition.stage_module import StageModule
 

@@ -47,8 +47,9 @@ def read_units(config: RunConfig, model: nn.Module, *, keeps: str | None) -> Cha
     loader = device_loader(config, torch.device("cpu"), shuffle=True)
     samples = samples_of.take(loader, None, None)
     assert samples is not None
+    batches = [batch for pair in samples.readings for batch in pair]
     model = in_dtype(model, loader.precision.dtype)
-    return Chain(model, samples.readings[0], granularity=config.partition.chosen().units, keeps_ties=keeps)
+    return Chain(model, batches, granularity=config.partition.chosen().granularity, keeps_ties=keeps)
 
 
 def chosen_sizes(chain: Chain, num_stages: int, balance: str | Sequence[int] | Sequence[str]) -> list[int]:
