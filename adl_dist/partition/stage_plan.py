@@ -94,6 +94,8 @@ class CallPlan:
         stages: of each tensor in its result, the stage that has it first.
         written: places of arguments that a module writes to.
         follows: whether it is made where the last of its arguments is.
+        is_module: whether it is a call of a module.
+        is_plain: whether it does nothing but compute its result on one stage.
         repeats: whether later stages make this view again, since less crosses the cuts then.
         frame: how the calls inside are run.
         results: its absent results, by stage.
@@ -112,6 +114,7 @@ class CallPlan:
     follows: bool = False
     repeats: bool = False
     is_module: bool = False
+    is_plain: bool = False
     frame: "FramePlan | None" = None
     results: dict[int, Results] = field(default_factory=dict)
 
@@ -473,6 +476,8 @@ class _Assignment:
             call.key, way, first, last, stages or (last,), call.draws or _draws_inside(call, self.mode), call.answer,
             call.varies, call.rule, written, follows=not call.is_open and self.follows[call.key],
             repeats=call.key in self.repeated, is_module=call.is_module,
+            is_plain=way is Way.WHOLE and first >= 0 and not (written or call.rule or call.is_open and call.has_effects)
+            and not self.follows.get(call.key, False),
         )  # fmt: skip
 
 
