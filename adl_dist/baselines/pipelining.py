@@ -42,7 +42,8 @@ class _Convert(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: torch.memory_format, back: torch.memory_format) -> Tensor:
         ctx.back = back
-        return x.contiguous(memory_format=there)
+        out = x.contiguous(memory_format=there)
+        return out.clone() if x._is_view() and out is x else out  # zero bubbles detach it, which no view allows
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

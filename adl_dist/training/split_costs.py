@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from adl_dist.batch import Batch, call
+from adl_dist.partition.captured import Within, first_units, now
 from adl_dist.partition.chain import Chain, copied_model
 from adl_dist.partition.costs import Profile
-from adl_dist.partition.measure import LossFn, Within, first_units, now
+from adl_dist.partition.measure import LossFn
 from adl_dist.stage.deferred import DeferredGradients
 from adl_dist.streams import streams_kept
 
@@ -49,8 +50,8 @@ def with_split_costs(
         within: makes the context of the forward.
     """
     twin = copied_model(model).train()
-    homes = first_units(chain)
-    unit_of = {id(p): homes.get(name, len(chain.units) - 1) for name, p in twin.named_parameters()}
+    firsts = first_units(twin, chain)
+    unit_of = {id(p): firsts[name] for name, p in twin.named_parameters()}
     deferred = DeferredGradients(twin)
     if not deferred.names:
         return profile

@@ -227,17 +227,16 @@ def look(words, *names):
 
 
 @pytest.mark.parametrize(
-    ("balance", "granularity", "sizes"),
-    [("even", "block", [2, 3]), ("[4,1]", "block", [4, 1]), ("[layer3_0]", "layer", None)],
+    ("balance", "begins"),
+    [("[2,3]", ["layer2_0.conv1"]), ("[4,1]", ["head.pool"]), ("[layer3_0]", ["layer3_0.conv1"]), ("flops", None)],
 )
-def test_all_pipelines_are_cut_at_the_same_place(balance, granularity, sizes):
+def test_all_pipelines_are_cut_at_the_same_place(balance, begins):
     words = [*CONV_NET, f"partition.balance={balance}"]
     able, found = look(words, "gpipe", "torch-gpipe", "torch-gpipe-plain", "adl")
-    assert found.granularity == granularity
     one = found.cuts[2]
-    assert sizes in (None, one.sizes)
+    assert begins in (None, one.begins)
     assert found.target == TensorSpec((), "int64")
-    if sizes == [2, 3]:  # 16 channels of 8 x 8 in float32, there and back
+    if balance == "[2,3]":  # 16 channels of 8 x 8 in float32, there and back
         assert (one.act_bytes, one.grad_bytes) == ([4096], [4096])
     setting = bench_config(words, found)
     cut = balance_word(one.begins)
@@ -263,7 +262,7 @@ def test_a_measured_cut_is_for_the_described_links(monkeypatch):
 def test_several_stages_in_a_process_have_a_finer_cut():
     words = [*CONV_NET, "partition.balance=[4,1]"]
     able, found = look(words, "1f1b", "zbh1", "interleaved", "torch-interleaved", "torch-zbv")
-    assert {num: cut.sizes for num, cut in found.cuts.items()} == {2: [4, 1], 4: [1, 1, 1, 2]}
+    assert {num: cut.sizes for num, cut in found.cuts.items()} == {2: [14, 1], 4: [4, 4, 3, 4]}
     setting = bench_config(words, found)
     for entry in able:
         config, num_stages = compose_run(train_argv(entry, setting, 9))[0], 2 if entry.name in ("1f1b", "zbh1") else 4
@@ -417,7 +416,7 @@ def test_help_lists_the_contenders():
             ("runtime.loggers=[tests.support.user_code.Notes]", "train.non_finite=skip", "train.metrics=[top5]"),
             ["runtime.loggers and train.non_finite and train.metrics would apply"],
         ),
-        (("partition.num_stages=99",), ["partition.num_stages=99 needs at least 99 units"]),
+        (("partition.num_stages=99",), ["partition.num_stages=99 needs 98 cuts"]),
         (("runtime.device=cuda",), ["torch finds no CUDA device"]),
     ],
 )

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from torch import nn
 
 from adl_dist.baselines.loop import POWERSGD_BEGIN, Compression, exchanged_bytes
 from adl_dist.batch import Several
@@ -263,7 +262,7 @@ def survey(config: RunConfig, able: Sequence[Entry], *, predicts: bool = True) -
     for num in dict.fromkeys([K, *(entry.num_stages for entry in able if entry.is_cut)]):
         of_cut = balance if num == K else "flops"
         # If it is measured, too: there must be enough units.
-        sizes[num] = chosen_sizes(profiler.chain, num, of_cut) if num > 1 else [len(profiler.chain.units)]
+        sizes[num] = chosen_sizes(profiler.chain, num, of_cut) if num > 1 else [1]
         if num > 1 and balance == "auto":
             sizes[num] = None
     found, predicted = {num: given for num, given in sizes.items() if given is not None}, dict[str, float]()
@@ -271,16 +270,13 @@ def survey(config: RunConfig, able: Sequence[Entry], *, predicts: bool = True) -
         found, predicted = predict_speeds(config, able if predicts else [], profiler, sizes)
     cuts, agreed = {}, None
     for num, of_cut in found.items():
-        chain = profiler.chain
-        stages: Sequence[nn.Module] = [profiler.model]
-        if num > 1:
-            stages = chain.stages(profiler.model, chain.plan(of_cut), of_cut, range(num))
         spec = replace(profiler.spec, pipeline=_pipeline(config, num))
-        agreed = Trial(profiler.model, spec, profiler.samples, profiler.device).run(stages)
+        trial = Trial(profiler.model, spec, profiler.samples, profiler.device)
+        agreed = trial.run(profiler.chain, of_cut) if num > 1 else trial.run()
         crossing = [agreed.acts[k] for k in range(1, num)]
         cuts[num] = Cut(
             sizes=of_cut,
-            begins=begins_of(chain, of_cut),
+            begins=begins_of(profiler.chain, of_cut) if num > 1 else [],
             act_bytes=[sum(map(sample_bytes, specs.training)) for specs in crossing],
             grad_bytes=[sum(map(sample_bytes, specs.of_gradients().training)) for specs in crossing],
         )

@@ -90,7 +90,8 @@ class Profiler:
         """
         with self._autocast():  # read as training reads it, or buffers that many units read would be on one stage
             keeps = keeps_ties(self.spec.pipeline.method)
-            return Chain(self.model, self.samples.readings[0], granularity=self.granularity, keeps_ties=keeps)
+            batches = [batch for pair in self.samples.readings for batch in pair]
+            return Chain(self.model, batches, granularity=self.granularity, keeps_ties=keeps)
 
     def num_others(self, num_stages: int) -> int:
         """Return how many of K stages share this machine's cores with one; none on GPUs."""
@@ -198,10 +199,10 @@ def _tried(model: nn.Module, samples: Samples, device: torch.device, spec: Train
     if isinstance(samples.one[1], Several):
         spec = replace(spec, loss_fn=OnSeveral(spec.loss_fn))
     try:
-        Trial(model, spec, samples, device).run([model])
+        Trial(model, spec, samples, device).run()
     except ReturnsSumError as pair:
         spec = replace(spec, loss_fn=MeanOf(spec.loss_fn, pair.target, pair.count))
-        Trial(model, spec, samples, device).run([model])
+        Trial(model, spec, samples, device).run()
     return spec, samples.to(device, channels_last=bool(spec.precision.channels_last))
 
 
