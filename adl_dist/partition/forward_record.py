@@ -24,7 +24,7 @@ from adl_dist.errors import PartitionError
 from adl_dist.partition.absent import SizeRule, infer
 from adl_dist.partition.containers import PLAIN, map_tensors, other_leaves, tensors_in
 from adl_dist.partition.functions import ASK_DEVICE, LIGHT, LIKE_SECOND, Kind, kind_of, writes_to
-from adl_dist.partition.value import Label
+from adl_dist.partition.value import Label, Watch
 from adl_dist.partition.work import Work
 
 CALL = "_compiled_call_impl"  # which nn.Module.__call__ calls first; copies of a module do not have it
@@ -104,7 +104,7 @@ class Call:
         if not self.is_tainted or self.is_open or not self.makes or self.name.endswith("*"):
             return False
         if self.parent is None or self.parent.is_block:
-            return self.is_module or self.name not in LIGHT
+            return self.is_module or (self.name not in LIGHT and not self.writes)
         return bool(self.uses) or self.draws
 
     @property
@@ -303,6 +303,7 @@ class _Recorder(TorchFunctionMode):
         self.is_followed = {name: self._is_followed(name, module) for name, module in model.named_modules()}
         self.is_block = self._blocks()
         self._order: list[Key] = []
+        self._first: list[Key] | None = None
         self._memories: dict[tuple[int, int], int] = {}
         self.is_paused = False
 
@@ -348,8 +349,12 @@ class _Recorder(TorchFunctionMode):
         self._at_start = {name: tensor for name, tensor in held_tensors(self.model)}
         args, kwargs = self._inputs(batch)
         self._drawn = _streams()
-        with _intercepted(self.model, self.names, self), self:
-            out = self.model(*args, **kwargs)
+        Watch.active = self
+        try:
+            with _intercepted(self.model, self.names, self), self:
+                out = self.model(*args, **kwargs)
+        finally:
+            Watch.active = None
         self._note_draws(self.frames)
         for leaf in tensors_in(out):
             fact = self._fact(leaf)
@@ -386,6 +391,9 @@ class _Recorder(TorchFunctionMode):
 
     def _order_runs(self) -> None:
         """Sort the calls of all runs: one that an earlier run did not have comes after what was before it in this run."""
+        if self._first is not None and self._first != self._order:
+            self.mode.decides = True
+        self._first = self._first or [*self._order]
         order, seen = [*self.mode.calls], {key: n for n, key in enumerate(self._order)}
         missing = [key for key in order if key not in seen]
         merged = [*self._order]
@@ -545,6 +553,16 @@ class _Recorder(TorchFunctionMode):
 
     # Calls of functions
 
+    @property
+    def follows_functions(self) -> bool:
+        """Whether the calls of a forward are followed now."""
+        return self.inside is None and not self.is_paused
+
+    def function(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Record a call that torch does not hand to modes."""
+        with self._paused():
+            return self._function(func, args, kwargs)
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.is_paused:
@@ -554,6 +572,9 @@ class _Recorder(TorchFunctionMode):
             self.inside.is_hidden |= any(f.label is not None and f.label not in self.given for f in facts)
             self._note_reads(self.inside, facts)
             return func(*args, **kwargs)
+        return self._function(func, args, kwargs)
+
+    def _function(self, func: Any, args: Any, kwargs: Any) -> Any:
         name, kind = kind_of(func)
         if kind is Kind.ASK:
             if self.is_lazy and name in ASK_DEVICE and args and isinstance(args[0], Tensor) and args[0].is_meta:
@@ -828,7 +849,7 @@ def users_line() -> str:
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if "/torch/" not in file and "/adl_dist/partition/" not in file and not file.startswith("<"):
+        if "/torch/" not in file and "/adl_dist/partition/" not in file and not file.startswith(("<frozen", "<string")):
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return "the forward"

@@ -215,6 +215,10 @@ class StageModule(nn.Module):
             args, kwargs = run.begin(acts)
             with run.births or _NOTHING:
                 out = self.model(*args, **kwargs)
+            if run.failure is not None:
+                raise run.failure
+            with native():
+                return run.end(out)
         except ForwardError:
             raise
         except Exception as error:
@@ -227,9 +231,6 @@ class StageModule(nn.Module):
             run.restore()
             for act in acts:
                 as_tensor(act)
-        if run.failure is not None:
-            raise run.failure
-        return run.end(out)
 
     def give_buffers(self) -> None:
         """Put buffers that a forward has replaced by others into the user's model, too."""
@@ -348,10 +349,15 @@ class _Run:
         self._stale: set[int] = set()
         self._state: dict[str, Tensor] = {}
         edge = mode.crossing[self.index] if not stage.is_last else []
-        self._leaving: list[tuple[Tensor, int] | None] = [None] * len(edge)
+        self._leaving: list[Tensor | None] = [None] * len(edge)
         self._wanted = {label: slot for slot, labels in enumerate(edge) for label in labels}
         self._found: dict[Label, Tensor] = {}  # what leaves where paths differ
         self._own_streams: Any = None
+
+    @property
+    def follows_functions(self) -> bool:
+        """Whether the calls of a forward are followed now."""
+        return self.frame is not None
 
     # Begin and end
 
@@ -396,7 +402,7 @@ class _Run:
         self.received |= dict.fromkeys(labels, tensor)
         for label in labels:
             if (slot := self._wanted.get(label)) is not None:
-                self._leaving[slot] = tensor, tensor._version
+                self._leaving[slot] = tensor
         if self.mode.decides and labels[0] in self.mode.common:
             self._found[labels[0]] = tensor
 
@@ -474,11 +480,11 @@ class _Run:
             tail = [self._shapes()] if self.mode.sizes[self.index] is None else []
         return (*map(as_tensor, leaving), *tail)
 
-    def _left(self, slot: int, kept: tuple[Tensor, int] | None) -> Tensor:
+    def _left(self, slot: int, kept: Tensor | None) -> Tensor:
         labels = self.mode.crossing[self.index][slot]
         if kept is None:
             self.fail(f"'{labels[0][1]}', whose result goes to the next stage, did not run, as it did when it was recorded")
-        return kept[0]
+        return kept
 
     def _shapes(self) -> Tensor:
         return torch.tensor([size for shape in self._input_shapes for size in shape])
@@ -562,7 +568,7 @@ class _Run:
             for place in planned.written:
                 self._write_absent(unique[place], (*key, -1 - place), stage)
         elif type(out) is Value and len(args) == 1 and not kwargs and not self.mode.decides:
-            if leaves and leaves[0] is args[0] and leaves[0].is_meta and leaves[0] is not out:
+            if leaves and leaves[0] is args[0] and leaves[0].is_meta and leaves[0] is not out and out.mark.absent:
                 results.fast = args[0], out, torch.is_grad_enabled()
         return out
 
@@ -669,8 +675,8 @@ class _Run:
 
     def _produced(self, label: Label, tensor: Tensor) -> None:
         slot = self._wanted.get(label)
-        if slot is not None:
-            self._leaving[slot] = tensor, 0
+        if slot is not None and label not in self.received:
+            self._leaving[slot] = tensor
 
     def _note(self, tensor: Tensor) -> None:
         """Note that a later stage uses ``tensor``, where that differs between micro-batches."""
@@ -737,8 +743,11 @@ class _Run:
         for leaf in leaves:
             if type(leaf) is Value and leaf.mark.stage > stage:
                 stage = leaf.mark.stage
-        if planned is not None and not planned.follows and planned.first > stage:
-            stage = planned.first
+        if planned is not None:
+            if planned.repeats and EVERYWHERE < stage < self.index and all(map(self._has, leaves)):
+                return self._compute(func, key, stage, args, kwargs, leaves, draws=False, planned=planned)
+            if not planned.follows and planned.first > stage:
+                stage = planned.first
         if kind is Kind.HOOK:
             return func(*args, **kwargs) if stage == self.index and not leaves[0].is_meta else _Handle()
         target = writes_to(name, args, kwargs)
@@ -981,7 +990,7 @@ def users_line_of(error: Exception) -> str:
     found, trace = "the forward", error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if "/torch/" not in file and "/adl_dist/partition/" not in file and not file.startswith("<"):
+        if "/torch/" not in file and "/adl_dist/partition/" not in file and not file.startswith(("<frozen", "<string")):
             found = f"{file}:{trace.tb_lineno}"
         trace = trace.tb_next
     return found

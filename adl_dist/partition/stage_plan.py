@@ -12,6 +12,12 @@ from adl_dist.partition.forward_record import INPUT, Call, Key, ModeRecord, Reco
 from adl_dist.partition.value import EVERYWHERE, Label
 
 
+VIEWS = {
+    *("__getitem__", "select", "narrow", "chunk", "split", "unbind", "view", "reshape", "flatten", "unflatten", "expand"),
+    *("transpose", "permute", "movedim", "squeeze", "unsqueeze", "T", "mT", "t", "swapaxes", "view_as", "detach"),
+}  # of torch's functions, those that only look at memory
+
+
 class CutImpossibleError(PartitionError):
     """The model cannot be cut there.
 
@@ -88,6 +94,7 @@ class CallPlan:
         stages: of each tensor in its result, the stage that has it first.
         written: places of arguments that a module writes to.
         follows: whether it is made where the last of its arguments is.
+        repeats: whether later stages make this view again, since less crosses the cuts then.
         frame: how the calls inside are run.
         results: its absent results, by stage.
     """
@@ -103,6 +110,7 @@ class CallPlan:
     rule: SizeRule | None
     written: tuple[int, ...] = ()
     follows: bool = False
+    repeats: bool = False
     frame: "FramePlan | None" = None
     results: dict[int, Results] = field(default_factory=dict)
 
@@ -232,6 +240,7 @@ class _Assignment:
         for name in self.recording.state:
             self.labels[state_label(name)] = self.state.get(name, EVERYWHERE)
         self.last_use: dict[Label, int] = {}
+        self._torn: dict[Label, tuple[int, str]] = {}
         used_by: dict[int, int] = {}  # of each memory, the last stage that has used it
         checkpoints: dict[int, int] = {}
         for call in self.mode.calls.values():
@@ -240,10 +249,9 @@ class _Assignment:
             stage = self._stage_of(call)
             if call.writes:
                 stage = max(stage, *(used_by.get(memory, EVERYWHERE) for memory in call.writes))
-            if call.checkpoint and checkpoints.setdefault(call.checkpoint, stage) != stage:
-                raise CutImpossibleError(
-                    checkpoints[call.checkpoint], f"'{call.name}' runs inside torch.utils.checkpoint, which has one stage"
-                )
+            if call.checkpoint and stage != EVERYWHERE and checkpoints.setdefault(call.checkpoint, stage) != stage:
+                reason = f"'{call.name}' runs inside torch.utils.checkpoint, which has one stage"
+                raise CutImpossibleError(min(stage, checkpoints[call.checkpoint]), reason)
             self.calls[call.key] = stage
             needed = max((self.labels.get(label, EVERYWHERE) for label in call.reads), default=EVERYWHERE)
             self.follows[call.key] = stage == needed and not call.uses and call.key not in self._assigned
@@ -255,6 +263,7 @@ class _Assignment:
                 self._write(call, memory, stage)
         for label in self.mode.outputs:
             self._use(label, self.num_stages - 1, used_by)
+        self.repeated = self._repeat_views()
         for name, label in self.mode.state.items():
             if name in self.recording.state:
                 self.state[name] = max(self.labels.get(label, EVERYWHERE), self.state.get(name, EVERYWHERE))
@@ -274,6 +283,8 @@ class _Assignment:
         return stage
 
     def _use(self, label: Label, stage: int, used_by: dict[int, int]) -> None:
+        if label in self._torn:
+            raise CutImpossibleError(*self._torn[label])
         self.last_use[label] = max(stage, self.last_use.get(label, EVERYWHERE))
         memory = self.mode.memory.get(label)
         if memory is not None:
@@ -285,11 +296,37 @@ class _Assignment:
             before = self.labels.get(label)
             if of != memory or before is None or label in call.makes or before == stage:
                 continue
-            if before == EVERYWHERE or label not in self.last_use:
-                self.labels[label] = max(before, stage)
+            if before == EVERYWHERE:
+                self.labels[label] = stage
+            elif before < stage:
+                reason = f"'{call.name}' writes to memory that it shares with another value of an earlier stage"
+                self._torn[label] = stage - 1, reason
         for name in self.recording.state:
             if self.mode.memory.get(state_label(name)) == memory:
                 self.state[name] = max(stage, self.state.get(name, EVERYWHERE))
+
+    def _repeat_views(self) -> set[Key]:
+        """Have later stages make views again, where these are as large as what they are views of, or as many."""
+        repeated: set[Key] = set()
+        written = {memory for call in self.mode.calls.values() for memory in call.writes}
+        views: dict[Label, list[Call]] = {}
+        for call in self.mode.calls.values():
+            if not call.is_module and call.name in VIEWS and len(call.reads) == 1 and not (call.uses or call.writes):
+                source = next(iter(call.reads))
+                if self.mode.memory.get(source) not in written and self.follows.get(call.key):
+                    views.setdefault(source, []).append(call)
+        for source in reversed([*views]):
+            late = [c for c in views[source] if any(self._last(label) > self.calls[c.key] for label in c.makes)]
+            crossing = [label for c in late for label in c.makes if self._last(label) > self.calls[c.key]]
+            nbytes = sum(self.mode.nbytes[label] for label in crossing)
+            if late and self.calls[late[0].key] != EVERYWHERE and (
+                nbytes >= self.mode.nbytes.get(source, 0) or self._last(source) > self.calls[late[0].key]
+            ):
+                repeated |= {call.key for call in late}
+                self.last_use[source] = max(self._last(label) for label in (source, *crossing))
+                for label in crossing:
+                    self.last_use[label] = self.labels[label]
+        return repeated
 
     def users(self) -> dict[str, set[int]]:
         """Return the stages that compute with each tensor of the model."""
@@ -420,6 +457,7 @@ class _Assignment:
         return CallPlan(
             call.key, way, first, last, stages or (last,), call.draws or _draws_inside(call, self.mode), call.answer,
             call.varies, call.rule, written, follows=not call.is_open and self.follows[call.key],
+            repeats=call.key in self.repeated,
         )  # fmt: skip
 
 

@@ -61,6 +61,41 @@ class ForeignParameter(nn.Parameter):
     __torch_function__ = Value.__torch_function__  # type: ignore[assignment]
 
 
+class _Applied:
+    """The call of a torch.autograd.Function, which runs as a whole: its backward belongs to it."""
+
+    def __init__(self, function: Any) -> None:
+        self._function, self.__name__ = function, f"{function.__name__}.apply"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        watch, Watch.active = Watch.active, None
+        try:
+            return _apply(self._function)(*args, **kwargs)
+        finally:
+            Watch.active = watch
+
+
+_applied: dict[Any, _Applied] = {}
+_native_apply = next(vars(kind)["apply"] for kind in torch.autograd.Function.__mro__ if "apply" in vars(kind))
+
+
+def _apply(function: Any) -> Any:
+    return _native_apply.__get__(None, function)
+
+
+def _follow_apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+    watch = Watch.active
+    if watch is None or not watch.follows_functions:
+        return _apply(function)(*args, **kwargs)
+    if function not in _applied:
+        _applied[function] = _Applied(function)
+    return watch.function(_applied[function], args, kwargs)
+
+
+# torch hands no call of an autograd function to __torch_function__. Outside of a followed forward this changes nothing.
+torch.autograd.Function.apply = classmethod(_follow_apply)  # type: ignore[assignment,method-assign]
+
+
 def as_value(tensor: Tensor, mark: Mark) -> Tensor:
     """Turn ``tensor`` into a value; the object stays the same."""
     tensor.__class__ = Value  # type: ignore[assignment]

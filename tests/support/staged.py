@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from adl_dist.batch import Several, layout_of, tensors_of
+from adl_dist.batch import Several, tensors_of
 from adl_dist.errors import PartitionError
-from adl_dist.partition.containers import map_tensors, tensors_in
-from adl_dist.partition.forward_record import record_forward
+from adl_dist.partition.containers import tensors_in
+from adl_dist.partition.chain import Chain
+from adl_dist.partition.cut import attempt, even_sizes
 from adl_dist.partition.stage_module import StageModule
-from adl_dist.partition.stage_plan import plan_stages, units_of
 
 
 @dataclass
@@ -55,7 +55,6 @@ def compare(
     loss: Callable[[Any], Tensor] = loss_of,
     learning_rate: float = 1e-3,
     tolerance: float = 1e-12,
-    recorded: int = 2,
 ) -> Verdict:
     """Train uncut and in stages on ``batches``, evaluate, and compare outputs, gradients and buffers.
 
@@ -64,7 +63,7 @@ def compare(
     batches = [batch_of(batch) for batch in batches]
     try:
         seed_all(0)
-        stages, names = stages_of(build, batches[:recorded], cut)
+        stages, names = stages_of(build, recorded_of(batches), cut)
     except PartitionError as error:
         return Verdict("refused", str(error))
     try:
@@ -76,6 +75,12 @@ def compare(
     return Verdict("equal" if worst == 0 else "close" if worst < tolerance else "wrong", f"{worst:.1e}", worst, names)
 
 
+def recorded_of(batches: Sequence[Any]) -> list[Any]:
+    """Return the micro-batches that a run would record: the first two, and one of each other length."""
+    lengths = {str([t.shape[1:] for t in tensors_of(batch)]): batch for batch in reversed(batches)}
+    return [*batches[:2], *(batch for batch in lengths.values() if not any(batch is one for one in batches[:2]))]
+
+
 class Difference(Exception):
     """Something is there in one of the models only."""
 
@@ -84,17 +89,16 @@ def stages_of(
     build: Callable[[], nn.Module], batches: Sequence[Any], cut: int | Sequence[int]
 ) -> tuple[list[StageModule], list[str]]:
     """Record a model and return its stages, with the names of its units."""
-    recording = record_forward(build(), batches)
-    units = units_of(recording)
-    if isinstance(cut, int):
-        if len(units) < cut:
-            raise PartitionError(f"the model has {len(units)} units")
-        cut = even(len(units), cut)
     model = build()
-    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
-    plan = plan_stages(recording, units, cut, names)
-    layout = layout_of(batches[0])
-    return [StageModule(model, plan, k, [], layout) for k in range(len(cut))], [unit.name for unit in units]
+    chain = Chain(build(), batches)
+
+    def choose() -> list[int]:
+        return even_sizes(chain, cut) if isinstance(cut, int) else list(cut)
+
+    def make(sizes: list[int]) -> list[StageModule]:
+        return chain.stages(model, chain.plan(sizes), sizes, range(len(sizes)))
+
+    return attempt(chain, choose, make, fixed=not isinstance(cut, int)), chain.units
 
 
 def _compare(model: nn.Module, stages: Sequence[StageModule], batches: Sequence[Any], loss: Any, rate: float) -> float:
