@@ -26,6 +26,7 @@ class Case:
     Attributes:
         word: what a refusal must say, as a regular expression.
         random: ``torch``: draws from torch's stream, which the oracle replays; ``other``: two runs must be equal.
+        varies: inputs may have several lengths, or heights.
         outside: why it is outside the contract of docs/own.md, if it is.
         run: more arguments for the trainer.
         size: samples of a micro-batch.
@@ -42,6 +43,7 @@ class Case:
     optimizer: Callable = sgd
     random: str = ""
     outside: str = ""
+    varies: bool = True
     run: dict = field(default_factory=dict)
     ignores: str = ""
     size: int = MICRO_BATCH
@@ -53,6 +55,16 @@ class Case:
         random.seed(0)
         np.random.seed(0)
         return self.build().double()
+
+    def batches(self):
+        """Four micro-batches of different sizes, and lengths, if it takes them."""
+        sizes = (8, 6, 8, 4) if self.counts[0] % 2 == 0 else (8, 7, 5, 8) if self.size == 8 else (3, 2, 4, 3)
+        inputs = dataset(self.data, sum(sizes), 1).tensors[0].split(sizes)
+        if not self.varies or self.data in ("vectors", "pairs", "regression"):
+            return list(inputs)
+        if self.data.endswith("images"):
+            return [x[:, :, : x.shape[2] - less] for x, less in zip(inputs, (0, 2, 2, 0), strict=True)]
+        return [x[:, : TIME - less] for x, less in zip(inputs, (0, 2, 1, 0), strict=True)]
 
 
 CASES: dict[str, Case] = {}

@@ -50,7 +50,7 @@ class AlibiAttention(Attention):
         return self.join(h, scores.softmax(-1) @ v)
 
 
-@block("tokens")
+@block("tokens", varies=False)
 class RelativeBiasAttention(Attention):
     """Swin's: a table of biases, read by an index that is a buffer."""
 
@@ -90,7 +90,7 @@ class RopeAttention(Attention):
         return self.join(h, y)
 
 
-@block("tokens")
+@block("tokens", varies=False)
 class CachedRopeAttention(Attention):
     """The table is made at the first forward, and again when a longer input comes."""
 
@@ -111,7 +111,7 @@ class CachedRopeAttention(Attention):
         return self.join(h, F.scaled_dot_product_attention(rotated(q, cos, sin), rotated(k, cos, sin), v))
 
 
-@block("tokens")
+@block("tokens", varies=False)
 class ComplexRopeAttention(Attention):
     """Llama's: queries and keys are turned as complex numbers, by a table that is no buffer."""
 
@@ -178,9 +178,7 @@ def encoder_layer():
     return nn.TransformerEncoderLayer(WIDTH, HEADS, 12, dropout=0.0, batch_first=True, norm_first=True)
 
 
-@model(
-    data="tokens",
-)
+@model(data="tokens", varies=False)
 class PaddingMask(nn.Module):
     """The mask of padding is made from the tokens and used by every layer: booleans cross each cut."""
 
@@ -242,9 +240,7 @@ class SlotAttention(nn.Module):
         return h + weights.transpose(1, 2) @ slots
 
 
-@model(
-    data="images",
-)
+@model(data="images", varies=False)
 class ClassToken(nn.Module):
     """A vision transformer: patches by a convolution, a token of the class in front."""
 
@@ -371,9 +367,7 @@ class TimeFirst(nn.Module):
         return self.leave(out[-1])
 
 
-@model(
-    data="tokens",
-)
+@model(data="tokens", varies=False)
 class RnnChain(nn.Sequential):
     """A chain in which a unit returns torch's pair (output, (h, c))."""
 
@@ -400,7 +394,7 @@ class CausalConvolution(nn.Module):
         return h + nn.functional.glu(self.conv(padded), dim=1).transpose(1, 2)
 
 
-@block("tokens")
+@block("tokens", varies=False)
 class StateSpace(nn.Module):
     """A diagonal state space, scanned with a decay that is kept below 1 by its form."""
 

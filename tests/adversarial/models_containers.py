@@ -363,7 +363,7 @@ class HiddenTie(nn.Module):
         return self.last(self.layers(self.embed(x)))
 
 
-@model
+@model(outside="two parameters share memory")
 class OneStorage(nn.Sequential):
     """Two parameters that are views of one tensor: an update of one is an update of both."""
 
@@ -381,7 +381,7 @@ class OneStorage(nn.Sequential):
         self[1].weight, self[3].weight = nn.Parameter(both), nn.Parameter(both.t())
 
 
-@block
+@block(outside="a buffer shares a parameter's memory")
 class BufferOfWeight(nn.Module):
     """A buffer that is the parameter's own memory: it moves with every update."""
 

@@ -197,7 +197,7 @@ class FrozenNorm(nn.Module):
         return torch.tanh(self.norm(self.conv(x)))
 
 
-@model(data="images")
+@model(data="images", varies=False)
 class FrozenNormOfRoot(nn.Module):
     """The same, but the model itself does it for a layer far inside."""
 
@@ -419,7 +419,7 @@ class SpectralConvolution(nn.Module):
         return x + torch.fft.irfft2(out, s=x.shape[-2:])
 
 
-@model(data="late_tokens")
+@model(data="late_tokens", varies=False)
 def embedding_with_max_norm():
     last = nn.Sequential(nn.Flatten(), nn.Linear(TIME * WIDTH, WIDTH))
     return nn.Sequential(
@@ -439,7 +439,7 @@ def plain_sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.05)
 
 
-@model(data="tokens", optimizer=plain_sgd)
+@model(data="tokens", optimizer=plain_sgd, varies=False)
 def sparse_gradients():
     return nn.Sequential(
         nn.Embedding(VOCABULARY, WIDTH, sparse=True), nn.Tanh(), nn.Flatten(), nn.Linear(TIME * WIDTH, WIDTH),
@@ -568,7 +568,7 @@ def channels_last():
 model(data="images", run={"channels_last": True})(channels_last)
 
 
-@model(data="big_images", run={"channels_last": True})
+@model(data="big_images", run={"channels_last": True}, varies=False)
 class ViewsTheImage(nn.Module):
     """The old tutorial's network: ``x.view(-1, n)`` on features."""
 
@@ -584,7 +584,7 @@ class ViewsTheImage(nn.Module):
         return self.fc2(F.relu(self.fc1(x)))
 
 
-@model(data="big_images")
+@model(data="big_images", varies=False)
 class FunctionalNet(ViewsTheImage):
     """Functions between layers, and sizes in a starred shape (C9d)."""
 

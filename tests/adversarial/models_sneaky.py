@@ -92,7 +92,7 @@ class MomentumTeacher(nn.Module):
         return torch.tanh(self.query(h)) + 0.1 * self.key(h)
 
 
-@block
+@block(outside="registers a new parameter in each forward")
 class NewParameterEachTime(nn.Module):
     """The forward registers a new parameter; plain torch trains the one that the optimizer has: never this."""
 
@@ -142,7 +142,7 @@ class SharedNorm(nn.Module):
         return self.head(self.norm(h))
 
 
-@model
+@model(outside="two blocks write to a tensor of a closure")
 def shared_plain_tensor():
     """Two blocks write to one tensor that is no buffer."""
     seen = torch.zeros(WIDTH, dtype=torch.float64)
@@ -291,7 +291,7 @@ def keeps_its_map(self, h):
     return h * self.map
 
 
-@block
+@block(outside="reads what the backward of the micro-batch before left")
 class ReadsTheLastGradient(Inner):
     """What came back to the micro-batch before, which a pipeline does not know yet."""
 
@@ -309,7 +309,7 @@ class ReadsTheLastGradient(Inner):
         return torch.tanh(y)
 
 
-@block
+@block(outside="its backward writes what the next forward reads")
 class BackwardMovesBuffer(Inner):
     """A hook of the backward writes what the next forward reads: in a pipeline it comes later."""
 

@@ -107,6 +107,7 @@ class CounterInConfig(Inner):
         return h + self.inner(h) * self.config.gain
 
 
+@model(outside="counts in a closure of two blocks")
 def counts_calls():
     """A model of blocks that share a counter by a closure: the number is of both blocks' calls."""
     calls = 0
@@ -120,11 +121,7 @@ def counts_calls():
     return nn.Sequential(nn.Linear(6, WIDTH), Block(), nn.Tanh(), Block(), nn.Linear(WIDTH, NUM_CLASSES))
 
 
-# Two stages forward at other times than one model does, so that what they share cannot be what it is uncut.
-model(counts_calls)
-
-
-@model
+@model(outside="counts in a class attribute")
 def counts_in_the_class():
     class Block(Inner):
         calls = 0
@@ -146,7 +143,7 @@ class CountsGlobally(Inner):
         return h + self.inner(h) * (1.0 + 0.1 * (CALLS % 5))
 
 
-@model
+@model(outside="counts in a global")
 def counts_globally():
     global CALLS
     CALLS = 0
@@ -168,7 +165,7 @@ class HelpedByAGlobalList(Inner):
         return h + self.inner(pooled(h, TABLE) if self.training else h)
 
 
-@model
+@model(outside="state in a global")
 def appends_to_a_global_list():
     TABLE.clear()
     return nn.Sequential(
@@ -398,7 +395,7 @@ class RemembersTheLast(Inner):
 LOCAL = threading.local()
 
 
-@block
+@block(outside="state in a global")
 class ThreadLocalState(Inner):
     """A gain in a global of the thread, which a block sets for itself."""
 

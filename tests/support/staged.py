@@ -143,11 +143,13 @@ def _call(model: nn.Module, batch: Any) -> Any:
 def chain(stages: Sequence[StageModule], batch: Any, loss: Any, seed: int) -> tuple[Any, list[Any]]:
     """Run forward and backward through all stages as training does, with leaves between them."""
     acts, kept = tuple(t.clone() for t in tensors_of(batch)), []
+    own: Any = dict.fromkeys(("torch", "python", "numpy"), seed)
     for stage in stages:
         if kept:
             acts = tuple(t.detach().requires_grad_(t.requires_grad) for t in acts)
-        stage.seeds = ({"torch": seed, "python": seed, "numpy": seed}, {"torch": seed, "python": seed, "numpy": seed})
+        stage.seeds, stage.own_streams = (dict.fromkeys(("torch", "python", "numpy"), seed), own), None
         out = stage(*acts)
+        own = own if stage.own_streams is None else stage.own_streams  # as one stream through all stages
         kept.append((acts, out))
         acts = out
     result = loss(acts)
@@ -224,7 +226,7 @@ def _unlike(one: Any, other: Any, where: str) -> float:
 def _distance(one: Tensor, other: Tensor, where: str) -> float:
     if one.shape != other.shape or one.dtype != other.dtype:
         raise Difference(f"{where}: {list(one.shape)} {one.dtype} and {list(other.shape)} {other.dtype}")
-    one, other = one.detach(), other.detach()
+    one, other = one.detach().to_dense(), other.detach().to_dense()
     if other.is_meta:
         raise Difference(f"{where}: a tensor without elements")
     if torch.equal(one, other) or one.numel() == 0:
