@@ -1,7 +1,7 @@
 """What a run is recognised by where it continues: its sizes, its cut, and what a script made it with.
 
 A script has no settings that could be compared, only objects. Of these a plain description is kept: classes and
-functions by their names, and what is set in them. A lambda has no name, so what counts is what it makes.
+functions by their names, and their plain attributes.
 """
 
 import hashlib
@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
-from adl_dist.checkpoint import nested
 from adl_dist.errors import CheckpointError
 from adl_dist.schedule.run_plan import Plan
 
@@ -29,7 +27,11 @@ def described(thing: object) -> Any:
     """Return plain values by which a loss function, or what makes a schedule, is recognised."""
     if isinstance(thing, partial):
         arguments = {"arguments": described(thing.args)} if thing.args else {}
-        return {"name": _name(thing.func), **arguments, **{key: described(one) for key, one in thing.keywords.items()}}
+        return {
+            "name": class_name(thing.func),
+            **arguments,
+            **{key: described(one) for key, one in thing.keywords.items()},
+        }
     if isinstance(thing, float) and not math.isfinite(thing):
         return str(thing)
     for kind in (bool, int, float, str):
@@ -39,7 +41,7 @@ def described(thing: object) -> Any:
         return None
     if isinstance(thing, Tensor):
         is_small = thing.numel() <= LONGEST_SHOWN
-        return _shortened(thing.tolist()) if is_small else nested.digest(thing).hex()[:16]
+        return _shortened(thing.tolist()) if is_small else _digest(thing)
     if isinstance(thing, list | tuple):
         return _shortened([described(one) for one in thing])
     if isinstance(thing, dict):
@@ -47,25 +49,18 @@ def described(thing: object) -> Any:
     if isinstance(thing, torch.dtype | torch.device):
         return str(thing)
     if hasattr(thing, "__qualname__"):  # a function or a class
-        return {"name": _name(thing)}
-    return {"name": _name(type(thing)), **{key: described(one) for key, one in _settings(thing).items()}}
+        return {"name": class_name(thing)}
+    return {"name": class_name(type(thing)), **{key: described(one) for key, one in _settings(thing).items()}}
 
 
 def described_optimizer(optimizer: Optimizer) -> dict[str, list[Any]]:
     """Return the class and, by key, the values of all groups of a new optimizer."""
-    named: dict[str, list[Any]] = {"name": [_name(type(optimizer))]}
+    named: dict[str, list[Any]] = {"name": [class_name(type(optimizer))]}
     for group in optimizer.param_groups:
         for key, value in group.items():
             if key != "params":
                 named.setdefault(key, []).append(described(value))
     return named
-
-
-def described_schedule(schedule: LRScheduler) -> dict[str, list[Any]]:
-    """Return the class and the settings of a new schedule, except those that repeat the optimizer's groups."""
-    repeated = {"last_epoch", "base_lrs", "max_lrs", "min_lrs"}
-    values = {key: described(one) for key, one in _settings(schedule).items() if key not in repeated}
-    return {"name": [_name(type(schedule))], **{key: [value] for key, value in values.items()}}
 
 
 def merged(descriptions: Iterable[Mapping[str, list[Any]]]) -> dict[str, Any]:
@@ -97,13 +92,21 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str | Tensor | nn.Module)
 
 
-def _name(thing: Any) -> str:
+def class_name(thing: Any) -> str:
+    """Return the qualified name of a class or function, the same however the script is started."""
     name = getattr(thing, "__qualname__", None) or type(thing).__qualname__
     if name.endswith("<lambda>"):
         return "<lambda>"
     # The name of a script's module depends on how the script is started.
     is_named = getattr(thing, "__module__", None) not in (None, "__main__", "builtins")
     return f"{thing.__module__}.{name}" if is_named else str(name)
+
+
+def _digest(tensor: Tensor) -> str:
+    """Return a checksum of dtype, shape and values."""
+    content = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
+    values = content.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode() + values.tobytes()).hexdigest()[:16]
 
 
 def _shortened(values: Any) -> Any:

@@ -4,23 +4,20 @@ What comes back is equal to the bit and of the same type: a Python int stays one
 its dtype, and its strides, because a product of matrices may be rounded otherwise with others.
 """
 
-import hashlib
-import io
 import json
-import pickle
 from collections.abc import Iterable, Mapping
-from types import BuiltinFunctionType, FunctionType, GeneratorType, MappingProxyType, MethodType, ModuleType
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from adl_dist.checkpoint import storage
+from adl_dist.checkpoint.storage import Shard, Stored
 
 PLAIN = (bool, int, float, str, type(None))
-# What a mark takes for one thing, whatever it holds: some of it is saved elsewhere, and the rest is code.
-CONSTANT = nn.Parameter | nn.Module | type | FunctionType | BuiltinFunctionType | MethodType | ModuleType
 KINDS = "tensors, numbers, text, None, and lists, tuples and dictionaries of these"
+ENTRY = "entry:"  # begins the names of packed entries; no name of a module has a colon
 
 
 class Unstorable(Exception):
@@ -130,39 +127,36 @@ def tensor_names(packed: Any) -> Iterable[str]:
             yield from tensor_names(one)
 
 
-def mark(value: Any) -> str:
-    """Return a short text that is another one if ``value`` has changed, whatever it is.
+def is_extra_state(name: str) -> bool:
+    """Return whether ``name`` is the entry of a ``state_dict()`` that a module's ``get_extra_state`` has made."""
+    return name.rpartition(".")[2] == "_extra_state"
 
-    Parameters, modules and functions count as what they are and not as what they hold.
+
+def packed_state(state: Mapping[str, Any]) -> Shard:
+    """Return the file content for a ``state_dict()``: its tensors by name, and all other entries as JSON.
+
+    Raises:
+        Unstorable: If an entry cannot be saved.
     """
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and not is_extra_state(name)}
+    for name, tensor in tensors.items():
+        if reason := storage.why_unstorable(tensor):
+            raise Unstorable(f"{name}: {reason}")
     packer = Packer({}, torch.device("cpu"))
+    others = {f"{ENTRY}{name}": value for name, value in state.items() if name not in tensors}
     try:
-        text = json.dumps(packer.packed("", value))
-        return hashlib.sha256(text.encode() + b"".join(map(digest, packer.tensors.values()))).hexdigest()
-    except Unstorable:
-        pass
-    stream = io.BytesIO()
-    try:
-        _Marker(stream).dump(value)
-    except Exception:  # a lock, a file, a process group: nothing that could be compared
-        return type(value).__qualname__
-    return hashlib.sha256(stream.getvalue()).hexdigest()
+        texts = {name: json.dumps(packer.packed(name, value)) for name, value in others.items()}
+    except Unstorable as error:
+        raise Unstorable(str(error).removeprefix(ENTRY)) from None
+    return Shard({**tensors, **packer.tensors}, texts)
 
 
-def digest(tensor: Tensor) -> bytes:
-    """Return a checksum of dtype, shape and content."""
-    if tensor.layout is not torch.strided:
-        tensor = tensor.to_dense()
-    content = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode() + content.numpy().tobytes()).digest()
-
-
-class _Marker(pickle.Pickler):
-    """Writes what is never read: it counts only whether that is the same again."""
-
-    def persistent_id(self, value: Any) -> Any:
-        if isinstance(value, CONSTANT):
-            return "constant"
-        if isinstance(value, GeneratorType):  # what it draws is hidden, but not whether it has begun
-            return f"generator {value.gi_frame and value.gi_frame.f_lasti}"
-        return digest(value) if isinstance(value, Tensor) else None
+def unpacked_state(tensors: Mapping[str, Stored], texts: Mapping[str, str]) -> dict[str, Any]:
+    """Read the ``state_dict()`` that :func:`packed_state` has packed; its tensors are on the CPU."""
+    read = dict(storage.read(tensors))
+    others = {name: json.loads(text) for name, text in texts.items() if name.startswith(ENTRY)}
+    values = {
+        name.removeprefix(ENTRY): unpacked(packed, read, device=torch.device("cpu"), steps_on_cpu=True)
+        for name, packed in others.items()
+    }
+    return {name: tensor for name, tensor in read.items() if not name.startswith(ENTRY)} | values

@@ -1,26 +1,25 @@
-"""The memory of the stages' optimizers in a checkpoint.
+"""The memory of the stages' optimizers in a checkpoint: what their ``state_dict()`` returns.
 
 Of each parameter, in any cut under its name: all that the optimizer remembers of it, and that ``method.mitigation``
-does. Of each stage: what has moved since its optimizer was made, in ``param_groups``, in attributes of the object, in
-``state`` under a name, or in what hooks of its step keep.
-These are one stage's, so they come back only where the cut is the same. What the learning rate schedule sets is not
-stored: it is a function of the update index.
+does. Of each stage: values of ``param_groups`` that have changed since the optimizer was made, ``state`` under a name,
+and entries that the optimizer's class adds to its ``state_dict()``. These belong to one stage, so they come back only
+where the cut is the same. Values that the learning rate schedule sets are not stored: they are functions of the update
+index.
 """
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_map
 
-from adl_dist.checkpoint import closures, nested, storage
-from adl_dist.checkpoint.closures import Mark, Place
-from adl_dist.checkpoint.nested import Packer, Unstorable
+from adl_dist.checkpoint import nested, storage
+from adl_dist.checkpoint.nested import PLAIN, Packer, Unstorable
 from adl_dist.checkpoint.storage import Shard, Stored
 from adl_dist.errors import CheckpointError, ConfigError
 from adl_dist.stage import Learner
@@ -28,23 +27,22 @@ from adl_dist.stage import Learner
 # What names of metadata begin with; no name of a module has a colon.
 OF_PARAMETER, OF_STAGE, OF_MITIGATION = "parameter:", "optimizer:", "mitigation:"
 A_PARAMETER = "the parameter "  # begins a name, where parameters stand for themselves
-# Attributes that torch gives an optimizer itself, besides hooks; of these some move, and say nothing about the run.
-OF_TORCH = {
-    *("defaults", "state", "param_groups", "step", "profile_hook_step"),
-    *("_opt_called", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured"),
-    *("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused"),
-}
+GROUPS, STATE, ENTRY = "param_groups[", "state.", "state_dict."  # begin the names of values of a stage
+ENTRIES = "state", "param_groups"  # of the state_dict() of every optimizer
 
 
 @dataclass(frozen=True)
 class FreshOptimizer:
-    """What a stage's optimizer was when the run began, and which keys of its groups the schedule sets.
+    """A stage's optimizer when the run began.
 
-    ``names`` are all names of each parameter, by group; the first one is that of its state.
+    Attributes:
+        names: all names of each parameter, by group; the first one is that of its state.
+        values: those of ``param_groups``, by name.
+        scheduled: the keys of ``param_groups`` that the learning rate schedule sets.
     """
 
     names: Sequence[Sequence[Sequence[str]]]
-    marks: Mapping[str, Mark]
+    values: Mapping[str, Any]
     scheduled: Collection[str]
 
     @classmethod
@@ -57,8 +55,7 @@ class FreshOptimizer:
             if name not in (known := names.setdefault(id(parameter), [])):
                 known.append(name)
         groups = [[names.get(id(p), [""]) for p in group["params"]] for group in learner.optimizer.param_groups]
-        marks = {name: _mark(name, home[key]) for name, (home, key) in _values_of(learner.optimizer)}
-        return cls(groups, marks, scheduled)
+        return cls(groups, tree_map(_copied, _group_values(learner.optimizer)), scheduled)
 
     @property
     def groups(self) -> list[list[str]]:
@@ -75,17 +72,14 @@ class FreshOptimizer:
             for name in names
         }
 
-    def moved(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the values of groups, object and stage that are others now, by name.
-
-        And tensors that the object holds, moved or not: they may be copies of the weights that it began with.
-        """
-        values = {name: home[key] for name, (home, key) in _values_of(optimizer, without=self.scheduled)}
-        return {
-            name: value
-            for name, value in values.items()
-            if _has_moved(name, self.marks.get(name), value) or (name.startswith("self.") and _is_of_tensors(value))
-        }
+    def stage_values(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the values to save that belong to no single parameter, by name."""
+        values = _group_values(optimizer, without=self.scheduled)
+        changed = {n: v for n, v in values.items() if n not in self.values or not _are_equal(self.values[n], v)}
+        state: Mapping[Any, Any] = optimizer.state
+        by_name = {f"{STATE}{key}": value for key, value in state.items() if isinstance(key, str)}
+        entries = {f"{ENTRY}{key}": value for key, value in optimizer.state_dict().items() if key not in ENTRIES}
+        return {**changed, **by_name, **entries}
 
 
 def shard_of(learner: Learner, fresh: FreshOptimizer | None) -> Shard:
@@ -112,28 +106,12 @@ def shard_of(learner: Learner, fresh: FreshOptimizer | None) -> Shard:
         for parameter, past in learner.mitigation.history.items() if learner.mitigation is not None else ():
             place = f"{OF_MITIGATION}{names[parameter]}"
             metadata[place] = json.dumps(packer.packed(place, past))
-        if moved := fresh.moved(learner.optimizer):
-            for name in moved:
-                if name.startswith(closures.HOOK) and name not in fresh.marks:
-                    raise Unstorable(f"{name} is new since the run began; give it a value before the first step")
+        if values := fresh.stage_values(learner.optimizer):
             place = f"{OF_STAGE}{learner.key}"
-            metadata[place] = json.dumps({"groups": fresh.groups, "values": packer.packed(place, moved)})
+            metadata[place] = json.dumps({"groups": fresh.groups, "values": packer.packed(place, values)})
     except Unstorable as error:
         raise _unstorable(learner, str(error).removeprefix(f"{OF_STAGE}{learner.key}.")) from None
     return Shard(packer.tensors, metadata)
-
-
-def refuse_inner(learner: Learner) -> None:
-    """Refuse an optimizer that steps another one, whose state would be lost.
-
-    Raises:
-        ConfigError: names it.
-    """
-    if learner.optimizer is None:
-        return
-    for name, (home, key) in _values_of(learner.optimizer):
-        if (inner := _optimizer_in(home[key])) is not None:
-            raise _unstorable(learner, f"{name} is a {type(inner).__name__}, an optimizer in an optimizer")
 
 
 def restore(
@@ -145,7 +123,8 @@ def restore(
 ) -> None:
     """Give the optimizer of ``learner`` what was saved ``where`` for its parameters, in any cut, and for the stage.
 
-    Not by its ``load_state_dict``, which turns ints into tensors and gives tensors the dtype of their parameter.
+    ``load_state_dict`` reads only entries of its own: it turns ints into tensors and casts tensors to the dtype of
+    their parameter.
 
     Raises:
         CheckpointError: values of a stage were saved, and no stage had the parameters that this one has.
@@ -169,50 +148,60 @@ def restore(
         steps_on_cpu=_steps_on_cpu(learner.optimizer),
         own={f"{A_PARAMETER}{name}": parameter for name, parameter in parameters.items()},
     )
+    of_stage = place(values)
+    if entries := {name.removeprefix(ENTRY): value for name, value in of_stage.items() if name.startswith(ENTRY)}:
+        learner.optimizer.load_state_dict({**learner.optimizer.state_dict(), **entries})
     for name, packed in states.items():
         learner.optimizer.state[parameters[name]] = place(packed)
     for name, packed in pasts.items():
         assert learner.mitigation is not None
         learner.mitigation.history[parameters[name]] = place(packed)
-    for name, value in place(values).items():
-        _put(learner.optimizer, name, value)
+    for name, value in of_stage.items():
+        if name.startswith(GROUPS):
+            number, _, key = name.removeprefix(GROUPS).partition("].")
+            learner.optimizer.param_groups[int(number)][key] = value
+        elif name.startswith(STATE):
+            learner.optimizer.state[name.removeprefix(STATE)] = value
 
 
-def _values_of(optimizer: Optimizer, *, without: Collection[str] = ()) -> Iterator[tuple[str, Place]]:
-    """Yield the place of what an optimizer holds for all its parameters, by a name; of groups ``without`` some keys."""
-    for number, group in enumerate(optimizer.param_groups):
-        for key in group:
-            if key != "params" and key not in without:
-                yield f"param_groups[{number}].{key}", (group, key)
-    for key in vars(optimizer):
-        if key not in OF_TORCH and not key.startswith("_optimizer_"):
-            yield f"self.{key}", (vars(optimizer), key)
-    state: dict[Any, Any] = optimizer.state
-    yield from ((f"state.{key}", (state, key)) for key in state if isinstance(key, str))
-    seen = set[int]()  # two hooks may share a variable
-    for name, hook in closures.hooks_of(optimizer):
-        for full, (home, key) in closures.places(name, hook, seen):
-            if home[key] is not optimizer:
-                yield full, (home, key)
+def dropped_values(metadata: Mapping[str, str]) -> list[str]:
+    """Return the names of values that version 0.3.8 saved and this one ignores: attributes, and what hooks kept."""
+    return [name for one in _saved_values(metadata) for name, _ in one["values"]["dict"] if not _is_state(name)]
 
 
-def _is_of_tensors(value: Any) -> bool:
-    """Return whether ``value`` is a tensor, but no parameter, or a container of such, next to plain values."""
-    leaves = tree_leaves(value)
-    of_plain = all(isinstance(leaf, Tensor | bool | int | float | str | None) for leaf in leaves)
-    return (
-        of_plain
-        and any(isinstance(leaf, Tensor) for leaf in leaves)
-        and not any(isinstance(leaf, nn.Parameter) for leaf in leaves)
-    )
+def _saved_values(metadata: Mapping[str, str]) -> list[dict[str, Any]]:
+    return [json.loads(text) for name, text in metadata.items() if name.startswith(OF_STAGE)]
 
 
-def _optimizer_in(value: Any) -> Optimizer | None:
-    """Return an optimizer that ``value`` is, or holds in containers."""
-    if isinstance(value, Optimizer):
-        return value
-    held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return next((inner for one in held if (inner := _optimizer_in(one)) is not None), None)
+def _is_state(name: str) -> bool:
+    return name.startswith((GROUPS, STATE, ENTRY))
+
+
+def _group_values(optimizer: Optimizer, *, without: Collection[str] = ()) -> dict[str, Any]:
+    """Return the values of all groups by name, except those of some keys."""
+    groups = enumerate(optimizer.param_groups)
+    return {
+        f"{GROUPS}{number}].{key}": value
+        for number, group in groups
+        for key, value in group.items()
+        if key != "params" and key not in without
+    }
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Return whether two nested values are equal; objects other than tensors and plain values only if identical."""
+    (ones, kind), (others, other_kind) = tree_flatten(one), tree_flatten(other)
+    return kind == other_kind and all(map(_are_equal_leaves, ones, others))
+
+
+def _are_equal_leaves(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return one is other or (type(one) is type(other) and isinstance(one, PLAIN) and bool(one == other))
 
 
 def _unstorable(learner: Learner, said: str) -> ConfigError:
@@ -222,34 +211,15 @@ def _unstorable(learner: Learner, said: str) -> ConfigError:
     )
 
 
-def _mark(name: str, value: Any) -> Mark:
-    return closures.mark(value) if name.startswith(closures.HOOK) else nested.mark(value)
-
-
-def _has_moved(name: str, before: Mark | None, value: Any) -> bool:
-    return closures.has_moved(before, value) if name.startswith(closures.HOOK) else before != nested.mark(value)
-
-
-def _put(optimizer: Optimizer, name: str, value: Any) -> None:
-    kind, _, key = name.partition(".")
-    if kind == "self":
-        setattr(optimizer, key, value)
-    elif kind == "state":
-        optimizer.state[key] = value  # type: ignore[index]
-    elif kind == "hook":
-        closures.put(dict(_values_of(optimizer))[name], value)
-    else:
-        optimizer.param_groups[int(kind.removeprefix("param_groups[").removesuffix("]"))][key] = value
-
-
 def _values_for(where: str, groups: list[list[str]], metadata: Mapping[str, str]) -> Any:
     """Return the packed values of the stage that had the parameters named in ``groups``."""
-    saved = [json.loads(text) for name, text in metadata.items() if name.startswith(OF_STAGE)]
+    saved = _saved_values(metadata)
     for one in saved:
+        one["values"]["dict"] = [pair for pair in one["values"]["dict"] if _is_state(pair[0])]
         if one["groups"] == groups:
             return one["values"]
     here = {name for group in groups for name in group}
-    for one in saved:
+    for one in (one for one in saved if one["values"]["dict"]):
         if any(name in here for group in one["groups"] for name in group):
             names = ", ".join(str(key) for key, _ in one["values"]["dict"][:3])
             raise CheckpointError(

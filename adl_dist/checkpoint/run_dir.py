@@ -67,6 +67,9 @@ OF_OLD = {
 } | {"partition.tied": "share", "tied": "share"}
 OF_OLD |= {"runtime.codec": "none", "codec": "none", "gradient_codec": "none"}
 
+MADE_BY = "lr_schedule.made_by.name"
+OF_SCHEDULE = "lr_schedule.made_by.", "lr_schedule.name"
+
 
 class RunFolder:
     """A run's folder: config.yaml, metrics.jsonl, summary.json, tensorboard/, logs/, checkpoints/, trace.json, locks.
@@ -228,6 +231,8 @@ class RunFolder:
                 "this is; choose another run_dir"
             ) from error
         mine = flatten(config)
+        if MADE_BY in theirs:  # of a script; version 0.3.8 described the schedule's attributes, too
+            theirs = {n: v for n, v in theirs.items() if not n.startswith("lr_schedule.") or n.startswith(OF_SCHEDULE)}
         theirs |= {name: OF_OLD[name] for name in mine.keys() & OF_OLD.keys() - theirs.keys()}
         names = {n for n in (mine.keys() | theirs.keys()) - FREE_TO_CHANGE if n.split(".")[0] not in without}
         # Of another optimizer most keys are there on one side only; its name says more.

@@ -1,7 +1,7 @@
 """The state of the stages as tensors of a checkpoint, under names that do not depend on the cut, and back.
 
-model-*        parameters and buffers, by the uncut model's names
-buffers-*      buffers that are not in the model's ``state_dict`` and that the run has moved: :mod:`.buffers`
+model-*        the model's ``state_dict()``, by the uncut model's names
+loss-*         the ``state_dict()`` of the loss, if it has one: :mod:`.loss_state`
 ema-*          the moving average of the weights that are trained, by the same names, if there is one
 optimizer-*    what the optimizers remember: :mod:`.optimizer_state`
 heads-*        heads that stages learn from, by their prefixed names; the metadata says behind which unit each stands
@@ -19,11 +19,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from adl_dist.checkpoint import buffers, layout, optimizer_state, storage
-from adl_dist.checkpoint.buffers import FreshBuffers
-from adl_dist.checkpoint.loss_state import FreshLoss
+from adl_dist.checkpoint import layout, loss_state, nested, optimizer_state, storage
+from adl_dist.checkpoint.nested import Unstorable, is_extra_state
 from adl_dist.checkpoint.optimizer_state import FreshOptimizer
-from adl_dist.checkpoint.storage import BUFFERS, EMA, HEADS, MODEL, OPTIMIZER, Shard, Stored
+from adl_dist.checkpoint.storage import EMA, HEADS, LOSS, MODEL, OPTIMIZER, Shard, Stored
 from adl_dist.errors import CheckpointError, ConfigError, UnusableError
 from adl_dist.memory import has_plain_memory, memory_of
 from adl_dist.partition.piece import stage_units
@@ -31,30 +30,21 @@ from adl_dist.stage import Learner, LossFn, Stage
 from adl_dist.stage.tied import TiedWeights
 
 Signature = dict[str, list[int]]
+OLD_BUFFERS = "buffers"  # files of version 0.3.8, which are not read
 
 
 @dataclass(frozen=True)
 class FreshStage:
-    """What of a stage was there when the run began, before a checkpoint is read: only what moves is saved."""
+    """The optimizers of a stage when the run began, before a checkpoint is read, and the loss on the last stage."""
 
-    buffers: FreshBuffers
     optimizers: Sequence[FreshOptimizer | None]  # of each of its learners
-    loss: FreshLoss | None = None  # on the last stage only
+    loss_fn: LossFn | None = None
 
     @classmethod
     def of(cls, stage: Stage, scheduled: Collection[str] = (), loss_fn: LossFn | None = None) -> "FreshStage":
-        """Look at ``stage``; ``scheduled`` are the keys of ``param_groups`` that its learning rate schedule sets.
-
-        ``loss_fn``: the loss, if it keeps something that it changes.
-
-        Raises:
-            ConfigError: its optimizer steps another one, which no checkpoint would hold.
-        """
-        for learner in stage.learners:
-            optimizer_state.refuse_inner(learner)
+        """Look at ``stage``; ``scheduled`` are the keys of ``param_groups`` that its learning rate schedule sets."""
         optimizers = [FreshOptimizer.of(one, scheduled) if one.optimizer else None for one in stage.learners]
-        loss = FreshLoss(loss_fn) if loss_fn is not None and stage.is_last else None
-        return cls(FreshBuffers(stage.module), optimizers, loss)
+        return cls(optimizers, loss_fn if stage.is_last else None)
 
 
 def signature(model: nn.Module) -> Signature:
@@ -62,9 +52,8 @@ def signature(model: nn.Module) -> Signature:
     if lazy := [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]:
         raise ConfigError(f"{lazy[0]} of the model has no shape yet; run the model on one batch before handing it over")
     state = model.state_dict(keep_vars=True)
-    for name, value in state.items():
-        if reason := storage.why_unstorable(value):
-            raise ConfigError(f"{name} of the model cannot be saved: {reason}")
+    _shard_of_model(state)
+    state = {name: value for name, value in state.items() if not is_extra_state(name)}
     _check_is_its_memory(model, state)
     return {name: list(tensor.shape) for name, tensor in state.items()}
 
@@ -98,22 +87,11 @@ def _place_of(tensor: Tensor) -> Hashable:
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
 
 
-def refuse_hidden_state(names: Sequence[str]) -> None:
-    """Raise ConfigError if a forward or the loss moves values, called ``names``, that no checkpoint holds."""
-    if names:
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        raise ConfigError(
-            f"run_dir: {shown} of the model or the loss change with every micro-batch, and no checkpoint holds them, "
-            "so a resumed run would differ; register them as buffers, or train without run_dir"
-        )
-
-
 def check_storable(stage: Stage, fresh: FreshStage) -> None:
     """Raise ConfigError if the optimizer of ``stage``, its module, or the loss holds by now what cannot be saved."""
     _of_optimizers(stage, fresh)
-    fresh.buffers.moved(stage.module)
-    if fresh.loss is not None:
-        fresh.loss.moved()
+    _shard_of_model(stage.module.state_dict())
+    loss_state.shard_of(fresh.loss_fn)
 
 
 def state_of(stages: Iterable[Stage], num_stages: int, fresh: Mapping[int, FreshStage]) -> dict[str, Shard]:
@@ -126,15 +104,12 @@ def state_of(stages: Iterable[Stage], num_stages: int, fresh: Mapping[int, Fresh
     for stage in stages:
         first = fresh[stage.index]
         parts = {
-            MODEL: Shard(stage.module.state_dict()),
-            BUFFERS: first.buffers.moved(stage.module),
+            MODEL: _shard_of_model(stage.module.state_dict()),
             OPTIMIZER: _of_optimizers(stage, first),
+            LOSS: loss_state.shard_of(first.loss_fn),
         }
         if own := stage.averages_to_save:
             parts[EMA] = Shard({name: tensor for one in own for name, tensor in one.tensors.items()})
-        if first.loss is not None:
-            of_loss, kept = first.loss.moved(), parts[BUFFERS]
-            parts[BUFFERS] = Shard({**kept.tensors, **of_loss.tensors}, {**kept.metadata, **of_loss.metadata})
         if stage.head is not None:
             parts[HEADS] = Shard(_head_tensors(stage), {stage.head_prefix: _end_of(stage)})
         for kind, shard in parts.items():
@@ -147,8 +122,8 @@ def load(path: Path, stages: Sequence[Stage], fresh: Mapping[int, FreshStage]) -
     """Read the state of this process's stages, whatever cut wrote it; CheckpointError if something does not fit."""
     manifest = layout.read_manifest(path)
     files = manifest["files"]
-    model, _ = storage.scan(path, MODEL, files)
-    moved = storage.scan(path, BUFFERS, files)
+    model, extra = storage.scan(path, MODEL, files)
+    of_loss = storage.scan(path, LOSS, files)
     optimizer, values = storage.scan(path, OPTIMIZER, files)
     heads, places = storage.scan(path, HEADS, files)
     averages, _ = storage.scan(path, EMA, files)
@@ -157,15 +132,14 @@ def load(path: Path, stages: Sequence[Stage], fresh: Mapping[int, FreshStage]) -
     where = f"{path} ({cut})" if cut else str(path)
     with _explained(path):
         for stage in stages:
-            _fill(stage.module.state_dict(), model)
+            _fill(stage.module, model, extra)
             for average in stage.averages:
                 own = {name: averages[name] for name in averages.keys() & average.names}
                 average.restore(dict(storage.read(own)))
-            _fill(_head_tensors(stage), heads)
+            _fill_tensors(_head_tensors(stage), heads)
             first = fresh[stage.index]
-            first.buffers.restored(buffers.restore(stage.module, *moved))
-            if first.loss is not None:
-                first.loss.restore(*moved)
+            if first.loss_fn is not None:
+                loss_state.restore(first.loss_fn, *of_loss)
             for learner, of_optimizer in zip(stage.learners, first.optimizers, strict=True):
                 optimizer_state.restore(where, learner, of_optimizer, optimizer, values)
 
@@ -177,9 +151,24 @@ def load_weights(path: Path, module: nn.Module, *, ema: bool = False) -> None:
     """
     files = layout.read_manifest(path)["files"]
     with _explained(path):
-        tensors = storage.scan(path, MODEL, files)[0]
-        _fill(module.state_dict(), averaged(path, tensors, module) if ema else tensors)
-        buffers.restore(module, *storage.scan(path, BUFFERS, files))
+        tensors, extra = storage.scan(path, MODEL, files)
+        _fill(module, averaged(path, tensors, module) if ema else tensors, extra)
+
+
+def dropped_note(path: Path, manifest: Mapping[str, Any]) -> str | None:
+    """Return a note on the entries of a checkpoint of version 0.3.8 that are not read, or None if there are none."""
+    tensors, texts = storage.scan(path, OLD_BUFFERS, manifest["files"])
+    names = [name.removeprefix("attribute:") for name in (*tensors, *texts) if name != "format"]
+    held = ["state of the loss" if name.startswith("loss:") else name for name in names]
+    held += optimizer_state.dropped_values(storage.scan(path, OPTIMIZER, manifest["files"])[1])
+    held += manifest["identity"].get("constants", ())
+    if not (names := sorted({*held})):
+        return None
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return (
+        f"{path} is of an older version; it holds values that no state_dict() returns, and these are not restored: "
+        f"{shown}; they begin as the script makes them"
+    )
 
 
 def averaged(path: Path, tensors: Mapping[str, Stored], module: nn.Module) -> dict[str, Stored]:
@@ -208,7 +197,8 @@ def averaged(path: Path, tensors: Mapping[str, Stored], module: nn.Module) -> di
 def verify(path: Path, expected: Signature) -> dict[str, Any]:
     """Compare a checkpoint with its checksums and the model; return its manifest, or raise UnusableError."""
     manifest = layout.verify(path)
-    saved = {name: stored.shape for name, stored in storage.scan(path, MODEL, manifest["files"])[0].items()}
+    tensors = storage.scan(path, MODEL, manifest["files"])[0]
+    saved = {name: stored.shape for name, stored in tensors.items() if not name.startswith(nested.ENTRY)}
     for name in sorted(expected.keys() | saved.keys()):
         if expected.get(name) != saved.get(name):
             raise UnusableError(
@@ -232,7 +222,24 @@ def _is_kept_elsewhere(learner: Learner) -> bool:
     return isinstance(learner, TiedWeights) and not learner.is_first
 
 
-def _fill(tensors: Mapping[str, Tensor], stored: Mapping[str, Stored]) -> None:
+def _shard_of_model(state: Mapping[str, Any]) -> Shard:
+    try:
+        return nested.packed_state(state)
+    except Unstorable as error:
+        raise ConfigError(f"state_dict() of the model cannot be saved: {error}") from None
+
+
+def _fill(module: nn.Module, stored: Mapping[str, Stored], texts: Mapping[str, str]) -> None:
+    """Read the ``state_dict()`` of ``module``: tensors in place, extra state by its modules' ``set_extra_state``."""
+    state = module.state_dict()
+    _fill_tensors({name: value for name, value in state.items() if not is_extra_state(name)}, stored)
+    if names := [name for name in state if is_extra_state(name)]:
+        of_module = {f"{nested.ENTRY}{name}": texts[f"{nested.ENTRY}{name}"] for name in names}
+        packed = {name: stored[name] for name in stored if name.startswith(nested.ENTRY)}
+        module.load_state_dict(nested.unpacked_state(packed, of_module), strict=False)
+
+
+def _fill_tensors(tensors: Mapping[str, Tensor], stored: Mapping[str, Stored]) -> None:
     for name, tensor in tensors.items():
         shape = stored[name].shape if name in stored else "missing"
         if shape != list(tensor.shape):

@@ -20,7 +20,7 @@ from adl_dist.checkpoint.layout import Digest, damaged, progress, write_hashed
 
 SUFFIX = ".safetensors"
 INDEX = f"model{SUFFIX}.index.json"
-MODEL, OPTIMIZER, HEADS, BUFFERS, EMA = "model", "optimizer", "heads", "buffers", "ema"
+MODEL, OPTIMIZER, HEADS, LOSS, EMA = "model", "optimizer", "heads", "loss", "ema"
 # As the library orders them in a file, larger elements first: so every tensor begins at a multiple of the size of its
 # elements, and the file has the bytes that the library would write.
 CODES = {

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from adl_dist.checkpoint import layout, storage
+from adl_dist.checkpoint.nested import ENTRY, is_extra_state
 from adl_dist.checkpoint.storage import INDEX, MODEL, SUFFIX, Stored
 from adl_dist.errors import CheckpointError
 
@@ -27,7 +28,8 @@ class WeightFiles:
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, Stored]) -> None:
-        self.path, self.tensors = path, dict(tensors)
+        self.path = path
+        self.tensors = {name: stored for name, stored in tensors.items() if not name.startswith(ENTRY)}
 
     @classmethod
     def at(cls, path: Path) -> "WeightFiles":
@@ -65,7 +67,7 @@ class WeightFiles:
         Raises:
             CheckpointError: they differ; names the first that does.
         """
-        state = model.state_dict(keep_vars=True)
+        state = {n: value for n, value in model.state_dict(keep_vars=True).items() if not is_extra_state(n)}
         found = {id(tensor) for name, tensor in state.items() if name in self.tensors}
         here = {name: list(t.shape) for name, t in state.items() if name in self.tensors or id(t) not in found}
         there = {name: stored.shape for name, stored in self.tensors.items()}

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from adl_dist.checkpoint import state, storage
+from adl_dist.checkpoint import nested, state, storage
 from adl_dist.checkpoint.run_dir import chosen_checkpoint
 from adl_dist.checkpoint.state import signature
 from adl_dist.checkpoint.weight_files import SINGLE
@@ -40,7 +40,8 @@ def export(arguments: list[str]) -> None:
     path = chosen_checkpoint(run_dir, options.get("checkpoint"))
     model = instantiate.described_model(config)
     names = signature(model)
-    found = storage.scan(path, storage.MODEL, state.verify(path, names)["files"])[0]
+    found, texts = storage.scan(path, storage.MODEL, state.verify(path, names)["files"])
+    extra = {name: stored for name, stored in found.items() if name.startswith(nested.ENTRY)}, texts
     if wants_averages(options):
         found = state.averaged(path, found, model)
     tensors = {name: found[name] for name in names}
@@ -52,7 +53,7 @@ def export(arguments: list[str]) -> None:
                 _write_folder(unfinished, tensors, settings)
             else:
                 unfinished.unlink(missing_ok=True)  # from an export that was killed
-                _write_file(unfinished, tensors)
+                _write_file(unfinished, tensors, extra)
     except OSError as error:
         raise CheckpointError(f"out={out} cannot be written: {error.strerror}; choose another place") from error
     if is_folder:
@@ -62,13 +63,14 @@ def export(arguments: list[str]) -> None:
     say(f"{out}: {len(tensors)} tensors of {path}; model.load_state_dict({loader}('{out}')) takes them")
 
 
-def _write_file(path: Path, tensors: dict[str, storage.Stored]) -> None:
+def _write_file(path: Path, tensors: dict[str, storage.Stored], extra: tuple[Any, Any]) -> None:
+    """Write the weights; ``extra`` state of modules only in a file of ``torch.save``."""
     if path.suffix == storage.SUFFIX:
         storage.copy(path, tensors)
         return
     read = dict(storage.read(tensors))
     with path.open("wb") as file:
-        torch.save({name: read[name] for name in tensors}, file)
+        torch.save({name: read[name] for name in tensors} | nested.unpacked_state(*extra), file)
 
 
 def _write_folder(path: Path, tensors: dict[str, storage.Stored], settings: Any) -> None:

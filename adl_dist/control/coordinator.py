@@ -11,7 +11,6 @@ from typing import Any
 
 from adl_dist.checkpoint import layout, state
 from adl_dist.checkpoint.async_save import LAST_SAVE_SECONDS, PartReport, Saver
-from adl_dist.checkpoint.constants import Elements, check_constants
 from adl_dist.checkpoint.identity import check_identity, identity_of, partition_change_note
 from adl_dist.checkpoint.run_dir import RunFolder
 from adl_dist.control import messages
@@ -54,7 +53,6 @@ class Saving:
     optimizer: str  # the name of its class
     schedule_follows: bool  # whether the learning rate schedule depends on the length of the run
     cut: Mapping[str, Any]  # the partition, as made
-    constants: Elements = field(default_factory=dict)  # of what the model holds and no checkpoint does
     goal: Goal = field(default_factory=Goal)  # what the best checkpoint is the best of
     trace: bool = False  # whether the stages record what they do, to be written at the end
 
@@ -240,9 +238,9 @@ class Coordinator:
         path, manifest, rejected = layout.first_usable(candidates, lambda path: state.verify(path, saving.signature))
         mine = identity_of(self._plan, saving.optimizer)
         note = check_identity(path, manifest["identity"], mine, schedule_follows=saving.schedule_follows)
-        check_constants(path, manifest, saving.constants)
         self._workers.call(messages.Load(str(path), manifest["update"]), Done)
         self._note(note)
+        self._note(state.dropped_note(path, manifest))
         self._epoch, self._sample, self._update = manifest["epochs"], manifest["sample"], manifest["update"]
         self._metrics = dict(manifest["metrics"])
         self._callbacks.restore(manifest.get("callbacks", []), self._update)
@@ -343,7 +341,6 @@ class Coordinator:
             "identity": {
                 **identity_of(self._plan, self._saving.optimizer),
                 "cut": dict(self._saving.cut),
-                "constants": self._saving.constants,
             },
         }
         self._saved_moment = self._moment()

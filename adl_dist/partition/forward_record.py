@@ -306,6 +306,7 @@ class _Recorder(TorchFunctionMode):
         self._first: list[Key] | None = None
         self._memories: dict[tuple[int, int], int] = {}
         self.is_paused = False
+        self._num_rules = 0
 
     def _is_followed(self, name: str, module: nn.Module) -> bool:
         if not name:
@@ -450,7 +451,11 @@ class _Recorder(TorchFunctionMode):
         if (before := getattr(call, "_state", None)) is not None and before != state:
             call.varies = True
         if self.is_followed[name]:
+            num_rules = self._num_rules
             out = self._follow(call, module, native_call, args, kwargs)
+            if self._num_rules > num_rules:  # fake tensors do not tell the shapes inside
+                call.rule = call.rule or SizeRule()
+                call.rule.note((args, kwargs), out)
         else:
             out = self._whole(call, native_call, args, kwargs, leaves, module)
         call._state = {n: _plain_state(m) for n, m in module.named_modules()}  # type: ignore[attr-defined]
@@ -550,6 +555,7 @@ class _Recorder(TorchFunctionMode):
             call.rule = call.rule or SizeRule()
         if call.rule is not None:
             call.rule.note((args, kwargs), out)
+            self._num_rules += 1
 
     # Calls of functions
 

@@ -554,7 +554,7 @@ class _Run:
         results = planned.results.get(self.index)
         if results is None:
             results = planned.results[self.index] = Results(planned.rule, varies=planned.varies)
-        stages = (stage,) if planned.follows else planned.stages
+        stages = planned.stages if planned.way is Way.SPLIT else (stage,)
         try:
             out = results.get(function, args, kwargs, label=key, stages=stages, device=self.stage.device, module=module)
         except ValueError as error:

@@ -186,19 +186,26 @@ def plan_stages(recording: Recording, units: Sequence[Unit], sizes: Sequence[int
         begin += size
     num_stages = len(sizes)
     main = next(mode for mode in recording.modes.values() if mode.calls.get(units[0].call.key) is units[0].call)
-    homes: dict[str, int] = {}
-    planned = {}
-    for mode in (main, *(mode for mode in recording.modes.values() if mode is not main)):
-        assigned = _Assignment(mode, stage_of, homes, num_stages, recording)
-        planned[next(training for training, one in recording.modes.items() if one is mode)] = assigned
-        for name, stages in assigned.users().items():
-            homes.setdefault(name, min(stages))
+    order = [training for training, mode in recording.modes.items() if mode is main]
+    order += [training for training in recording.modes if training not in order]
+    state: dict[str, int] = {}  # tensors that a forward writes to are where the writing is, also when they are read
+    while True:
+        homes: dict[str, int] = {}
+        planned, before = {}, dict(state)
+        for training in order:
+            planned[training] = assigned = _Assignment(
+                recording.modes[training], stage_of, homes, num_stages, recording, state
+            )
+            for name, stages in assigned.users().items():
+                homes.setdefault(name, min(stages))
+        if state == before:
+            break
     holders: dict[str, set[int]] = {}
     for assigned in planned.values():
         for name, stages in assigned.users().items():
             holders.setdefault(name, set()).update(stages)
-        for name, stage in assigned.state.items():
-            holders[name] = {stage}
+    holders |= {name: {stage} for name, stage in state.items()}
+    for assigned in planned.values():
         for call in assigned.mode.calls.values():
             for name in call.moves:
                 if len(holders.get(name, ())) > 1:
@@ -219,16 +226,18 @@ class _Assignment:
     """The stage of each call and value of one mode."""
 
     def __init__(
-        self, mode: ModeRecord, stage_of: dict[Key, int], homes: dict[str, int], num_stages: int, recording: Recording
+        self,
+        mode: ModeRecord,
+        stage_of: dict[Key, int],
+        homes: dict[str, int],
+        num_stages: int,
+        recording: Recording,
+        state: dict[str, int],
     ) -> None:
+        """Assign the calls of ``mode``; ``state`` is where tensors of the model are written to, and is updated."""
         self.mode, self.num_stages, self.recording = mode, num_stages, recording
-        self._assigned, self._homes = stage_of, homes
-        self.state: dict[str, int] = {}
-        for _ in range(num_stages + 2):  # state that a forward writes to is where the writing is, also when it is read
-            before = dict(self.state)
-            self._assign()
-            if self.state == before:
-                break
+        self._assigned, self._homes, self.state = stage_of, homes, state
+        self._assign()
 
     def _assign(self) -> None:
         self.calls: dict[Key, int] = {}
@@ -266,7 +275,7 @@ class _Assignment:
         self.repeated = self._repeat_views()
         for name, label in self.mode.state.items():
             if name in self.recording.state:
-                self.state[name] = max(self.labels.get(label, EVERYWHERE), self.state.get(name, EVERYWHERE))
+                self._note_state(name, self.labels.get(label, EVERYWHERE))
 
     def _stage_of(self, call: Call) -> int:
         needed = max((self.labels.get(label, EVERYWHERE) for label in call.reads), default=EVERYWHERE)
@@ -303,7 +312,11 @@ class _Assignment:
                 self._torn[label] = stage - 1, reason
         for name in self.recording.state:
             if self.mode.memory.get(state_label(name)) == memory:
-                self.state[name] = max(stage, self.state.get(name, EVERYWHERE))
+                self._note_state(name, stage)
+
+    def _note_state(self, name: str, stage: int) -> None:
+        if stage > self.state.get(name, EVERYWHERE):
+            self.state[name] = stage
 
     def _repeat_views(self) -> set[Key]:
         """Have later stages make views again, where these are as large as what they are views of, or as many."""

@@ -4,7 +4,6 @@ import difflib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -129,7 +128,6 @@ class Callbacks:
 
     Attributes:
         asked: why one of them wants the run to end; None: none does.
-        watched: what each call is made in, which may raise ConfigError.
         on_interrupt: stops the run as Ctrl-C does, if a callback raises KeyboardInterrupt; None: that is raised.
     """
 
@@ -149,7 +147,6 @@ class Callbacks:
                 raise ConfigError(f"callbacks: there are {', '.join(EVENTS)}, and {_name(one)} {what}{hint}")
         self._callbacks = [*callbacks]
         self.asked: str | None = None
-        self.watched: Callable[[], AbstractContextManager[None]] = nullcontext
         self.on_interrupt: Callable[[str], object] | None = None
         self._ask: Callable[[str], object] = lambda why: None
         self._update: int | None = None  # of which figures have come
@@ -228,8 +225,7 @@ class Callbacks:
 
     def _safely(self, one: Any, event: str, update: int, action: Callable[[], Any]) -> Any:
         try:
-            with self.watched():
-                return action()
+            return action()
         except KeyboardInterrupt:
             if self.on_interrupt is None:
                 raise

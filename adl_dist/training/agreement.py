@@ -6,15 +6,18 @@ publishes why, so that the others end with the same error; in gloo a mismatch wo
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from textwrap import shorten
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from adl_dist.checkpoint.constants import are_close
 from adl_dist.distributed.world import disconnect
 from adl_dist.errors import ChannelError, ConfigError, StageFailed
 
@@ -25,6 +28,27 @@ SIZES, LENGTH = ("sizes", "sizes, channels_last"), "length"
 MADE, MEASURED = "made", "links"
 SAMPLES = "samples"  # the key of what rank 0 has taken from the data
 ROUNDS = "given", "found"  # of :func:`check_consistent`
+NUM_SAMPLED = 4  # elements of a tensor
+
+
+def sampled(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, list[float]]:
+    """Return a few elements of each tensor: enough to tell different random numbers apart."""
+    samples = {}
+    for name, tensor in tensors:
+        if tensor.layout is torch.strided and tensor.numel() and not tensor.is_meta and not tensor.is_quantized:
+            at_least_1d = torch.atleast_1d(tensor.detach())
+            places = np.arange(0, tensor.numel(), max(1, tensor.numel() // NUM_SAMPLED))[:NUM_SAMPLED]
+            indices = np.unravel_index(places, tuple(at_least_1d.shape))
+            some = at_least_1d[tuple(torch.from_numpy(index) for index in indices)].cpu()
+            some = some.abs() if some.is_complex() else some
+            samples[name] = torch.nan_to_num(some.double()).tolist()
+    return samples
+
+
+def are_close(some: Sequence[float], others: Sequence[float]) -> bool:
+    """Return whether two samples are equal up to rounding."""
+    pairs = zip(some, others, strict=True)
+    return all(math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-6) for a, b in pairs)
 
 
 def check_consistent(
@@ -38,8 +62,8 @@ def check_consistent(
 ) -> None:
     """Refuse to start if the processes were not given the same job, or, with ``found``, have not found the same.
 
-    ``initial`` are a few elements of each initial weight, or, with ``found``, of what the model computes with besides:
-    other processors may round a random number differently in its last digits, but another seed gives another number.
+    ``initial`` are a few elements of each initial weight: other processors may round a random number differently in its
+    last digits, but another seed gives another number.
 
     Raises:
         ConfigError: names the two ranks and the first entry that differs.
@@ -63,12 +87,9 @@ def check_consistent(
         for name, elements in initial.items():
             theirs = message["initial"].get(name, elements)  # without any, its weights come from a checkpoint
             if not are_close(elements, theirs):
-                what = f"begin with the same weights: the initial {name}"
-                if found:
-                    what = f"compute with the same numbers: '{name}' of the model, next to its weights,"
                 raise ConfigError(
-                    f"rank {rank} and rank {other} do not {what} differs; call torch.manual_seed(...) before the model "
-                    "is built, on every rank"
+                    f"rank {rank} and rank {other} do not begin with the same weights: the initial {name} differs; "
+                    "call torch.manual_seed(...) before the model is built, on every rank"
                 )
 
 

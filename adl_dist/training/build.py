@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,15 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from adl_dist.batch import Several, layout_of, tensors_of
-from adl_dist.checkpoint.buffers import is_saved
-from adl_dist.checkpoint.identity import described, described_optimizer, described_schedule, merged
-from adl_dist.checkpoint.loss_state import not_kept
-from adl_dist.checkpoint.state import FreshStage, refuse_hidden_state
+from adl_dist.checkpoint.identity import class_name, described, described_optimizer, merged
+from adl_dist.checkpoint.state import FreshStage
 from adl_dist.control.worker import LocalWorker
 from adl_dist.distributed.world import World
 from adl_dist.engine import StageContext
 from adl_dist.errors import ConfigError
-from adl_dist.optim import build_lr_schedule, fast_forward, takes_length, try_schedule
+from adl_dist.optim import build_lr_schedule, fast_forward, try_schedule
 from adl_dist.optimizers import mark_roles
 from adl_dist.optimizers.rules import RuledOptimizer
 from adl_dist.report.progress import TOKENS
@@ -28,7 +27,7 @@ from adl_dist.report.warning import warn
 from adl_dist.schedule import Pipeline, downstream_first
 from adl_dist.schedule.run_plan import Plan
 from adl_dist.seeds import stream_seed
-from adl_dist.stage import LossFn, Stage, TrainSpec, in_dtype
+from adl_dist.stage import LossFn, OptimizerFactory, Stage, TrainSpec, in_dtype
 from adl_dist.stage.heads import build_gradient_network, build_head, normalises_samples
 from adl_dist.stage.loss_terms import LossTerms, class_loss, loss_terms
 from adl_dist.stage.own_loss import MeanOf, OnSeveral
@@ -37,7 +36,6 @@ from adl_dist.training.edges import COUNTS, connect_stages
 from adl_dist.training.input import DeviceLoader, Loaders
 from adl_dist.training.links import links_between
 from adl_dist.training.partitioned_model import Measuring, PartitionedModel, Settled
-from adl_dist.training.same_job import check_made, told_of
 from adl_dist.training.trial import samples as samples_of
 from adl_dist.training.trial.findings import Agreed
 from adl_dist.training.trial.loss_checks import ReturnsSumError, check_first_targets
@@ -76,17 +74,16 @@ def build_worker(
     """
     if spec.precision.compile:
         check_compiler(world.device)
+    if world.size > 1 and plan.epochs:
+        given = {**given, "optimizer": sample_optimizer(spec.optimizer)}
+    loss_fn = spec.loss_fn  # the user's own
     spec, samples, agreed = settled(spec, partitioned, world, store, loaders, plan, folder, given)
     terms = loss_terms(spec.loss_fn, samples.one[1])
     check_targets(spec.pipeline, agreed, terms)
     stages = placed_stages(spec, partitioned, agreed, world.device)
-    if folder is not None:
-        modules = {k: stage.module for k, stage in stages.items()}
-        refuse_hidden_state(hidden_state(modules, agreed, spec.loss_fn))
     made, scheduled = schedule_learning_rates(stages, spec, plan, store) if plan.epochs else ([], {})
-    # The makers are the user's own: where one has failed, no rank begins to wait for that stage.
-    by = [told_of(spec.optimizer, with_rank=True), told_of(spec.lr_schedule, with_rank=True)]
-    all_made = check_made(exchange(store, MADE, world.rank, world.size, {"made": made, "by": by}))
+    # The factories are the user's own: if one fails, no rank begins to wait for that stage.
+    all_made = [one for by_rank in exchange(store, MADE, world.rank, world.size, made) for one in by_rank]
     for loader in loaders:
         if loader is not None:
             loader.precision = spec.precision
@@ -98,8 +95,7 @@ def build_worker(
     rehearse(contexts, spec, world, loaders, samples, agreed)
     fresh = {}
     if folder is not None:
-        of_loss = spec.loss_fn if agreed.traits[0].loss.moves else None
-        fresh = {k: FreshStage.of(stage, scheduled.get(k, ()), of_loss) for k, stage in stages.items()}
+        fresh = {k: FreshStage.of(stage, scheduled.get(k, ()), loss_fn) for k, stage in stages.items()}
     worker = LocalWorker(
         world,
         spec.pipeline,
@@ -145,7 +141,7 @@ def settled(
     if loaders.training is not None:
         check_first_targets(spec, loaders.training, plan.first_epoch.sizes, agreed)
     found = {**agreed.plain(), "sizes": partitioned.sizes}
-    check_consistent(store, world.rank, world.size, found, found=True, initial=partitioned.constants)
+    check_consistent(store, world.rank, world.size, found, found=True)
     return spec, samples, agreed
 
 
@@ -235,21 +231,23 @@ def settings_of(spec: TrainSpec, partitioned: PartitionedModel) -> dict[str, obj
     }
 
 
-def hidden_state(modules: Mapping[int, nn.Module], agreed: Agreed, loss_fn: LossFn) -> list[str]:
-    """Return the names of what the forwards of these stages and the loss move and no checkpoint holds."""
-    of_models = (name for k, module in modules.items() for name in agreed.traits[k].moves if not is_saved(module, name))
-    return [*of_models, *not_kept(loss_fn, agreed.traits[0].loss.moves)]
+def sample_optimizer(factory: OptimizerFactory) -> Settings | None:
+    """Describe the optimizer that ``factory`` makes for one small matrix, or return None if it raises.
+
+    The optimizers of two stages may well differ, so ranks compare those that they make for the same parameter.
+    """
+    with suppress(Exception):
+        return merged([described_optimizer(factory([nn.Parameter(torch.zeros(2, 2))]))])
+    return None
 
 
 def settings_made(spec: TrainSpec, made: Sequence[Mapping[str, Any]]) -> Settings:
-    """Return what a run of a script is recognised by, of the optimizers and schedules that its stages have ``made``."""
+    """Return the optimizer and schedule by which the run of a script is recognised, from those of all stages."""
     optimizer, schedule = (
         merged(one[kind] for one in made if kind in one) or None for kind in ("optimizer", "lr_schedule")
     )
-    if spec.lr_schedule is not None and schedule is not None:
-        # The length of a run may change, and what follows from it.
-        kept = {"name": schedule["name"]} if takes_length(spec.lr_schedule) else schedule
-        schedule = {"made_by": described(spec.lr_schedule), **kept}
+    if schedule is not None:
+        schedule = {"made_by": described(spec.lr_schedule), **schedule}
     return {"optimizer": optimizer, "lr_schedule": schedule}
 
 
@@ -376,7 +374,7 @@ def schedule_learning_rates(
         scheduled[k] = try_schedule(make, learner.optimizer, length["total_updates"]) if tried is None else tried
         lead = spec.pipeline.lr_lead(k)
         learner.lr_schedule = make()
-        made[-1]["lr_schedule"] = described_schedule(learner.lr_schedule)
+        made[-1]["lr_schedule"] = {"name": [class_name(type(learner.lr_schedule))]}
         learner.lr_updates = length["total_updates"] - lead
         fast_forward(learner.lr_schedule, min(lead, length["total_updates"]))
     return made, scheduled

@@ -16,7 +16,6 @@ from adl_dist.checkpoint.storage import SUFFIX
 from adl_dist.checkpoint.weight_files import WeightFiles, check_same, check_tied
 from adl_dist.errors import CheckpointError, ConfigError
 from adl_dist.optimizers.roles import keep_role
-from adl_dist.partition.module_state import tensors_reached
 from adl_dist.seeds import weights_seed
 from adl_dist.streams import streams_kept
 
@@ -243,20 +242,13 @@ def load_weights(model: nn.Module, files: WeightFiles) -> None:
 
 
 def check_on_meta(model: nn.Module) -> None:
-    """Raise ConfigError unless all that ``model`` holds is on meta, registered and plain."""
-    known = {id(tensor) for _, tensor in _registered(model)}
-    for name, tensor in tensors_reached(model):
-        if not tensor.is_meta and id(tensor) in known:
+    """Raise ConfigError unless all parameters and buffers of ``model`` are on meta and plain."""
+    for name, tensor in _registered(model):
+        if not tensor.is_meta:
             raise ConfigError(
                 f"the model is on torch.device('meta') in part: '{name}' is on {tensor.device}; build all of it "
                 "within one `with torch.device('meta'):`, or nothing"
             )
-        if tensor.is_meta and id(tensor) not in known:
-            raise ConfigError(
-                f"'{name}' is on torch.device('meta'), but neither parameter nor buffer, so it would never get values; "
-                "register it as a buffer, which reset_parameters() of its module fills"
-            )
-    for name, tensor in _registered(model):
         is_plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
         if not is_plain or tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
             raise ConfigError(

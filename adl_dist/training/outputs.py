@@ -118,8 +118,6 @@ class Outputs:
                 progress.note(note)
             if partitioned.warning is not None:
                 warn(f"{partitioned.warning}; so {pipeline.num_stages} stages are hardly faster than one")
-        if partitioned.unchanged is not None:
-            self.callbacks.watched = partitioned.unchanged.kept
         if is_rank_0 and (self.callbacks.any or recorder.has_loggers):
             worker.user_code = self.user_code
         return Coordinator(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from adl_dist.batch import Batch, Several, layout_of, mapped, tensors_of
-from adl_dist.checkpoint.constants import constants_of, sampled
+from adl_dist.checkpoint.nested import is_extra_state
 from adl_dist.checkpoint.state import signature
 from adl_dist.codecs import PLAIN
 from adl_dist.errors import ConfigError, PartitionError
@@ -30,9 +30,9 @@ from adl_dist.partition.imbalance import why_uneven
 from adl_dist.partition.measure import measure
 from adl_dist.partition.predict import best_cut, unevenness, with_delays
 from adl_dist.schedule import Method, Pipeline
-from adl_dist.stage import LossFn, TrainSpec
+from adl_dist.stage import TrainSpec
 from adl_dist.stage.optimizer import stage_optimizer
-from adl_dist.training.agreement import SIZES, read
+from adl_dist.training.agreement import SIZES, read, sampled
 from adl_dist.training.delays import recorded_delays
 from adl_dist.training.flops import flops_per_sample, peak_tflops
 from adl_dist.training.input import DeviceLoader
@@ -46,7 +46,6 @@ from adl_dist.training.trial.meta_trial import MetaTrial
 from adl_dist.training.trial.samples import NUM_SAMPLES, Samples
 from adl_dist.training.trial.snapshot import restored_after
 from adl_dist.training.trial.trial import Trial, check_trains, in_a_memory_format
-from adl_dist.training.unchanged import Unchanged
 from adl_dist.transport.coding_speed import coding_costs
 from adl_dist.transport.spec import TensorSpec
 
@@ -93,12 +92,10 @@ class PartitionedModel:
         sizes: units of each stage; None: not cut yet.
         warning: why the cut leaves most of the work to one stage, where that is known; else None.
         initial: samples of the weights that training begins with; empty: those of a checkpoint.
-        constants: samples of what the model holds next to them; once it was tried, of what it computes with.
         ties: the weights of which several stages hold a copy; none before it is cut.
         notes: what the user should know of the cut, a line each.
         verify_seconds: how long the comparison with the uncut model took; None: there was none.
         weights: what makes the tensors of this process's stages, if the model is on meta; else None.
-        unchanged: what tells whether the user's code has changed what stages do not read again; None: it is in one.
         flops: of forward and backward of a sample, as a share of a device's peak in a second; None: not known.
     """
 
@@ -132,8 +129,8 @@ class PartitionedModel:
             check_counts(model, num_stages, spec.balance)
         self.signature = signature(model)
         of_stream = {"stream of the weights": weights.stream} if weights is not None else None
-        self.initial = of_stream or sampled(model.state_dict().items())
-        self.constants = constants_of(model)
+        state = model.state_dict()
+        self.initial = of_stream or sampled((name, state[name]) for name in self.signature)
         self._model: nn.Module | None = model
         self.modules: dict[int, nn.Module] = dict.fromkeys(self._own, model)
         self.sizes: list[int] | None = None
@@ -143,26 +140,32 @@ class PartitionedModel:
         self.verify_seconds: float | None = None
         self.flops: float | None = None
         self.peak_tflops: float | None = None  # of a device, if that is given
-        self.unchanged: Unchanged | None = None
         self._settled: Settled | None = None
-        self._home: dict[str, tuple[int, torch.dtype]] = {}
+        self._home: dict[str, tuple[int, torch.dtype | None]] = {}
 
-    def full_state_dict(self, *, distributed: bool) -> dict[str, Tensor]:
-        """Return parameters and buffers of the whole model, on the CPU; if ``distributed``, every rank must call it."""
+    def full_state_dict(self, *, distributed: bool) -> dict[str, Any]:
+        """Return parameters and buffers of the whole model, on the CPU; if ``distributed``, every rank must call it.
+
+        Extra state of modules is that of this process's stages.
+        """
         if self._model is not None and self.weights is not None:
             raise ConfigError("the model is on torch.device('meta') until fit or evaluate has made each process's part")
         if self._model is not None:
             return {name: _plain(tensor) for name, tensor in self._model.state_dict().items()}
         own = {k: module.state_dict() for k, module in self.modules.items()}
-        if self.unchanged is None:  # one stage, whose modules may be others than at the start
+        if self._num_stages == 1:  # its modules may be others than at the start
             return {name: _plain(tensor) for name, tensor in own[0].items()}
-        full: dict[str, Tensor] = {}
+        full: dict[str, Any] = {}
+        extra: dict[str, Any] = {}
         for name, (stage, dtype) in self._home.items():
+            if dtype is None:  # extra state, which no message carries
+                extra |= {name: own[stage][name]} if stage in own else {}
+                continue
             tensor = _plain(own[stage][name]) if stage in own else torch.empty(self.signature[name], dtype=dtype)
             if distributed:
                 dist.broadcast(tensor, src=stage % dist.get_world_size())
             full[name] = tensor
-        return {name: full[name] for name in self.signature}
+        return {name: full[name] for name in self.signature} | extra
 
     def finalize(
         self,
@@ -190,7 +193,7 @@ class PartitionedModel:
         asks = self.weights is not None and has_layer_list(self._model)
         with _collector_off(), KnownValues() if asks else nullcontext():
             (spec, agreed, sizes, stages), is_plain = in_a_memory_format(self._model, spec, samples, settle)
-        self._cut(sizes, stages, spec.loss_fn)
+        self._cut(sizes, stages)
         if isinstance(spec.loss_fn, nn.Module):  # the trial may have taken it to the CPU, where there was more room
             spec.loss_fn.to(device)
         if self.ties.stages:
@@ -203,7 +206,6 @@ class PartitionedModel:
         if is_plain:
             self._note("channels_last is off: the model runs in the plain memory format only")
         self._settled = settled
-        self.constants = {name: some for name, some in self.constants.items() if name in settled.agreed.constants}
         return settled
 
     def _settle(
@@ -218,7 +220,6 @@ class PartitionedModel:
         assert self._model is not None
         make_trial = Trial if self.weights is None else MetaTrial
         trial = make_trial(self._model, spec, samples, device)
-        trial.constants = frozenset(self.constants)
         chain = None
         if self._num_stages > 1 or not isinstance(self.spec.balance, str):
             with spec.precision.autocasting(trial.device)():
@@ -369,12 +370,10 @@ class PartitionedModel:
 
         Raises:
             ConfigError: it does not, and this process does not hold the whole model any more; a parameter that was
-                frozen then is trained now, or what stages do not read again was changed.
+                frozen then is trained now.
         """
         assert self._settled is not None
         settled = self._settled
-        if self.unchanged is not None:
-            self.unchanged.check()
         if self._num_stages > 1 and (unlike := self._trained() - settled.trained):
             raise ConfigError(
                 f"'{min(unlike)}' takes a gradient now, but did not when the model was cut, and stages agreed then on "
@@ -411,15 +410,18 @@ class PartitionedModel:
         self.notes.append(text)
         logger.info(text)
 
-    def _cut(self, sizes: list[int], pieces: Sequence[nn.Module], loss_fn: LossFn) -> None:
+    def _cut(self, sizes: list[int], pieces: Sequence[nn.Module]) -> None:
         self.sizes = sizes
-        self._home = {name: (k, t.dtype) for k, piece in enumerate(pieces) for name, t in piece.state_dict().items()}
+        self._home = {
+            name: (k, None if is_extra_state(name) else value.dtype)
+            for k, piece in enumerate(pieces)
+            for name, value in piece.state_dict().items()
+        }
         if missing := self.signature.keys() - self._home.keys():
             raise PartitionError(f"no stage holds {', '.join(sorted(missing)[:3])}; use partition.num_stages=1")
         assert self._model is not None
         if len(pieces) > 1:
             self.ties = copied(self._model, pieces)
-            self.unchanged = Unchanged(self._model, pieces, loss_fn, in_processes=len(self._own) < len(pieces))
             for note in self.ties.notes():
                 self._note(note)
         self.modules = {k: pieces[k] for k in self._own}
@@ -491,7 +493,7 @@ def take_profile(
         PartitionError: that file is not a profile.
     """
     device, precision, inputs = sample[0].device, spec.precision, tensors_of(sample[0])
-    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    shapes = {name: list(value.shape) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     digest = json.dumps([chain.units, shapes, repr(model), repr(spec.loss_fn)])
     of = {  # what a measurement that was kept is recognised by
@@ -547,5 +549,6 @@ def micro_batch(sample: tuple[Batch, Batch], size: int, device: torch.device) ->
     return mapped(sample[0], repeated), mapped(sample[1], repeated)
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().clone()
+def _plain(tensor: Any) -> Any:
+    """Return a copy of ``tensor`` on the CPU; extra state as it is."""
+    return tensor if not isinstance(tensor, Tensor) else tensor.detach().cpu().contiguous().clone()

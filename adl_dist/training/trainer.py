@@ -15,7 +15,6 @@ from torch.utils.data import Dataset
 
 from adl_dist.checkpoint import state
 from adl_dist.checkpoint.async_save import Saver
-from adl_dist.checkpoint.constants import unlike_those_of
 from adl_dist.checkpoint.identity import described, optimizer_name
 from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.checkpoint.run_dir import RunFolder, chosen_checkpoint, log_to
@@ -43,7 +42,7 @@ from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.monitor.trace import MOST_EVENTS
 from adl_dist.optim import takes_length
 from adl_dist.optimizers import prepare
-from adl_dist.report import Progress, Recorder, warn
+from adl_dist.report import Progress, Recorder
 from adl_dist.report.page import write_after_run
 from adl_dist.schedule import Method, Pipeline
 from adl_dist.schedule.run_plan import Plan, check_lengths, micro_batch_size_of
@@ -58,9 +57,7 @@ from adl_dist.training.input import DeviceLoader, Loaders
 from adl_dist.training.lazy_weights import given_weights
 from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
 from adl_dist.training.outputs import Outputs
-from adl_dist.training.own_generators import note_own_generators
 from adl_dist.training.partitioned_model import PartitionedModel
-from adl_dist.training.same_job import attributes_of, told_of
 from adl_dist.training.tied_copies import untied
 
 # The arguments that are a value of one type.
@@ -168,9 +165,7 @@ class Trainer:
         self._distributed = _is_distributed(self._processes, self._spec.pipeline)
         arguments.check_layers(model, distributed=self._distributed)
         self._timeouts = timeouts or WatchdogTimeouts()
-        # Now, because a loss and modules may count their calls.
-        self._loss_settings = described(loss_fn)
-        self._told = {"loss": told_of(loss_fn), "modules": attributes_of(model)}
+        self._loss_settings = described(loss_fn)  # now, because a loss may count its calls
         names = untied(model) if partition.tied == "untie" else {}
         weights = given_weights(model, None if init_from is None else Path(init_from), seed, names)
         if weights is not None and not self._distributed:  # this process has all of it in any case
@@ -288,7 +283,6 @@ class Trainer:
             if self.needs_data:
                 load = self._loads(world, num_workers)
                 training = load(train_dataset, "training", shuffle=shuffle, min_samples=batch_size, loading=loading)
-                note_own_generators(train_dataset, resumable=folder is not None, num_workers=num_workers)
                 validation = None
                 if val_dataset is not None:
                     validation = load(val_dataset, "validation", loading=loading.of_validation)
@@ -381,12 +375,7 @@ class Trainer:
             CheckpointError: damaged, no checkpoint, of another model, or without an average.
         """
         chosen = chosen_checkpoint(Path(path), which)
-        manifest = state.verify(chosen, self._partitioned.signature)
-        if (name := unlike_those_of(chosen, manifest, self._partitioned.constants)) is not None:
-            warn(
-                f"{chosen}: '{name}' of the model is no longer what it was in that run, and the checkpoint does not "
-                "hold it; if the model computes with it, its weights were trained with other numbers"
-            )
+        state.verify(chosen, self._partitioned.signature)
         if self._partitioned.weights is not None:  # not made yet
             files = self._partitioned.weights.files = WeightFiles.at(chosen)
             for module in self._partitioned.modules.values() if ema else ():
@@ -456,7 +445,7 @@ class Trainer:
                 loaders,
                 plan=plan,
                 folder=folder.path if folder is not None else None,
-                given={**self._settings, **self._told, **plan.as_given},
+                given={**self._settings, **plan.as_given},
                 pick_next=self._processes.pick_next,
             )
 
@@ -490,7 +479,6 @@ class Trainer:
                 "balance": self._partitioned.sizes,
                 "granularity": self._partitioned.spec.units,
             },
-            constants=self._partitioned.constants,
             goal=policy.goal,
             trace=outputs.monitoring.trace,
         )

@@ -302,45 +302,6 @@ def test_what_a_loss_writes_changes_neither_data_nor_hits(loss, K):
     assert found == hits(F.cross_entropy, K, "adl", data)
 
 
-class WarmingModule(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("share", torch.ones((), dtype=torch.float64))
-        self.count = 0
-
-    def forward(self, out, target):
-        self.count += torch.is_grad_enabled()
-        self.share *= 1.02 if torch.is_grad_enabled() else 1.0
-        return F.cross_entropy(out, target) * (self.share + 0.01 * self.count)
-
-
-SAVED = {
-    "counts": counting_loss, "an_object": Warming, "a_partial": STRANGE["a_partial"], "a_module": WarmingModule
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SAVED)
-def test_a_loss_with_a_state_resumes(name, tmp_path):
-    def trained(folder, *epochs, K=2):
-        for number in epochs:
-            trainer = trainer_of(case := case_of(loss=SAVED[name]()), K, 1, method="gpipe")
-            fit(trainer, case, 1, epochs=number, run_dir=folder)
-        return trainer.full_state_dict()
-
-    whole = trained(None, 2)
-    assert unlike(trained(tmp_path / "same", 1, 2), whole) == []
-    trained(tmp_path / "other", 1)
-    assert unlike(trained(tmp_path / "other", 2, K=3), whole) == []
-
-
-@pytest.mark.parametrize("name", ["globally", "in_the_class"])
-def test_a_state_that_no_checkpoint_holds_is_refused(name, tmp_path):
-    case = case_of(loss=STRANGE[name]())
-    model = case.model()
-    run = functools.partial(fit, trainer_of(case, 2, 1, model=model), case, 1, run_dir=tmp_path)
-    refused(run, model, "run_dir: .*loss")
-
-
 def locally(loss):
     """Train with a loss on each of three stages."""
     case = case_of(loss=loss)

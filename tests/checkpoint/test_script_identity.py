@@ -37,9 +37,6 @@ def squares(out, target):
     return (out.softmax(1) - F.one_hot(target, 5)).square().mean()
 
 
-STEP = {"step_size": 3, "gamma": 0.5}
-
-
 def fit(run_dir, epochs=1, *, K=2, loss_fn=None, optimizer=None, lr_schedule=None, **more):
     trainer = toy_trainer(K, 2, loss_fn=loss_fn, optimizer=optimizer or sgd(), lr_schedule=lr_schedule)
     options = {"batch_size": 8, "run_dir": run_dir, "monitoring": SILENT, **more}
@@ -83,9 +80,9 @@ def fit(run_dir, epochs=1, *, K=2, loss_fn=None, optimizer=None, lr_schedule=Non
             r"lr_schedule.made_by.milestones is \[1\] there and \[2\] here",
         ),
         (
-            {"lr_schedule": lambda o: lr_scheduler.StepLR(o, **STEP)},
-            {"lr_schedule": lambda o: lr_scheduler.StepLR(o, **STEP | {"step_size": 4})},
-            "lr_schedule.step_size is 3 there and 4 here",
+            {"lr_schedule": lambda o: lr_scheduler.StepLR(o, 3)},
+            {"lr_schedule": lambda o: lr_scheduler.ExponentialLR(o, 0.9)},
+            "lr_schedule.name is 'torch.optim.lr_scheduler.StepLR' there and 'torch.optim.lr_scheduler.ExponentialLR'",
         ),
     ],
 )

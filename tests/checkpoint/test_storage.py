@@ -11,7 +11,7 @@ import torch
 import yaml
 from torch import nn
 
-from adl_dist.checkpoint import closures, layout, state, storage
+from adl_dist.checkpoint import layout, state, storage
 from adl_dist.checkpoint.nested import Packer, unpacked
 from adl_dist.checkpoint.storage import CODES, Shard
 from adl_dist.cli.config.compose import compose_run
@@ -83,7 +83,7 @@ def test_views_and_shared_memory_are_stored_by_their_values(tmp_path):
 def test_what_no_file_can_hold_is_refused_before_training(tensor, reason, tmp_path):
     model = batch_norm_net()
     model.register_buffer("table", tensor)
-    with pytest.raises(ConfigError, match=f"table of the model cannot be saved: {reason}"):
+    with pytest.raises(ConfigError, match=f"of the model cannot be saved: table: {reason}"):
         state.signature(model)  # which the trainer asks for when it is made
     with pytest.raises(ValueError, match=f"table cannot be saved: {reason}"):
         written(tmp_path, {"table": tensor})
@@ -148,14 +148,6 @@ def test_what_is_packed_comes_back_with_its_strides():
     back = unpacked(json.loads(packed), stored, device=torch.device("cpu"), steps_on_cpu=True)
     assert [tensor.stride() for tensor in back] == [(1, 3), (3, 1)]
     assert back[0].tolist() == [[0, 3], [1, 4], [2, 5]]
-
-
-@pytest.mark.parametrize(("present", "value"), [([1], [2, 3]), ({"a": 1}, {"b": 2})])
-def test_what_others_hold_too_is_restored_in_place(present, value):
-    home = {"kept": present}
-    closures.put((home, "kept"), value)
-    assert home["kept"] is present
-    assert present == value
 
 
 def test_what_of_an_optimizer_cannot_be_saved_is_told_by_name(tmp_path):
@@ -235,10 +227,3 @@ def test_evaluate_and_export_use_the_cpu_where_there_is_no_gpu(tmp_path, monkeyp
         assert outcome.err.count("\n") == 1
         shows(outcome.err, ["runtime.device=cuda", "computing on the CPU"])
     assert_same(torch.load(tmp_path / "after.pt"), weights)
-
-
-@pytest.mark.parametrize(("present", "value"), [(torch.zeros(()), 1.5), ([], 1.5), ({}, (1.5,)), (0.0, torch.ones(()))])
-def test_what_becomes_another_kind_of_value_is_restored(present, value):
-    home = {"kept": present}
-    closures.put((home, "kept"), value)
-    assert home["kept"] == value

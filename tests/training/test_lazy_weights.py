@@ -270,12 +270,6 @@ class Mask(Table):
         pass
 
 
-class Hidden(nn.Linear):
-    def __init__(self):
-        super().__init__(4, 4)
-        self.scales = [torch.ones(4)]
-
-
 class Fails(Table):
     def reset_parameters(self):
         raise IndexError("no such table")
@@ -311,7 +305,6 @@ def test_a_reset_for_a_table_leaves_weights_of_a_file(tmp_path):
         (Forgets, r"'1.table' was on torch.device\('meta'\), and Forgets.reset_parameters\(\) does not fill it"),
         (Mask, r"'1.table' was on torch.device\('meta'\), and Mask.reset_parameters\(\) does not fill it"),
         (Fails, r"'1' cannot be made: Fails.reset_parameters\(\) fails with IndexError: no such table"),
-        (Hidden, r"'1.scales\[0\]' is on torch.device\('meta'\), but neither parameter nor buffer"),
     ],
 )
 def test_what_cannot_be_made_is_refused_by_name(layer, said):

@@ -1,0 +1,176 @@
+"""What ``state_dict()`` returns is saved and restored, and nothing else; a run of version 0.3.8 continues."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch import nn
+
+import adl_dist
+from adl_dist.checkpoint import layout, state, storage
+from adl_dist.checkpoint.storage import Shard
+from adl_dist.errors import ConfigError
+from adl_dist.stage import Stage
+from tests.support.commands import assert_same
+from tests.support.runs import toy_trainer
+from tests.support.saved import saved
+from tests.support.toys import FixedImages, batch_norm_net
+from tests.support.values import SILENT, spec_of
+
+
+class Counts(nn.Module):
+    """Scales by the number of its forwards in training, which is extra state."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.as_tensor = 0, False
+
+    def forward(self, h):
+        self.calls += self.training
+        return h * (1 + 0.1 * self.calls)
+
+    def get_extra_state(self):
+        return torch.tensor(self.calls) if self.as_tensor else {"calls": self.calls, "seen": (self.calls, None)}
+
+    def set_extra_state(self, state):
+        self.calls = int(state) if self.as_tensor else state["calls"]
+
+
+class Running(nn.Module):
+    """Divides the loss by a running mean, a buffer, and counts its calls in extra state."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.ones(()))
+        self.calls = 0
+
+    def forward(self, output, target):
+        loss = nn.functional.cross_entropy(output, target)
+        self.calls += 1
+        self.mean.mul_(0.9).add_(loss.detach(), alpha=0.1)
+        return loss / self.mean.clone() * (1 + 1 / self.calls)
+
+    def get_extra_state(self):
+        return self.calls
+
+    def set_extra_state(self, state):
+        self.calls = state
+
+
+class NoModule:
+    """Counts its calls, and has the two methods of a module."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, output, target):
+        self.calls += 1
+        return nn.functional.cross_entropy(output, target) * (1 + 0.1 * self.calls)
+
+    def state_dict(self):
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state):
+        self.calls = state["calls"]
+
+
+def trainer_of(K=2, *, model=None, **options):
+    return toy_trainer(K, 2, model=model or batch_norm_net(), **options)
+
+
+def fit(trainer, run_dir, epochs, **options):
+    trainer.fit(FixedImages(20), epochs=epochs, batch_size=8, run_dir=run_dir, **{"monitoring": SILENT, **options})
+    return trainer.full_state_dict()
+
+
+def counting(*, as_tensor=True):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(72, 8), Counts(), nn.Linear(8, 5))
+    model[2].as_tensor = as_tensor
+    return model
+
+
+def test_extra_state_that_is_a_tensor_is_restored(tmp_path):
+    whole = fit(trainer_of(1, model=counting()), None, 2)
+    fit(trainer_of(1, model=counting()), tmp_path, 1)
+    assert_same(fit(trainer_of(1, model=counting()), tmp_path, 2), whole)
+    model = counting()
+    trainer_of(1, model=model).load_checkpoint(tmp_path)
+    assert model[2].calls == int(whole["2._extra_state"]) > 0
+
+
+def test_extra_state_of_any_kind_is_restored(tmp_path):
+    stages = [Stage(counting(as_tensor=False), 0, spec_of(1, partial(torch.optim.SGD, lr=0.1))) for _ in range(2)]
+    stages[0].module[2].calls = 5
+    path = saved(tmp_path, 1, state.state_of([stages[0]], 1, {0: state.FreshStage.of(stages[0])}))
+    state.load(path, [stages[1]], {0: state.FreshStage.of(stages[1])})
+    assert stages[1].module[2].calls == 5
+
+
+def test_extra_state_that_cannot_be_saved_is_refused():
+    model = counting()
+    model[2].get_extra_state = lambda: {1, 2}
+    with pytest.raises(ConfigError, match=r"state_dict\(\) of the model cannot be saved: 2._extra_state is a set"):
+        trainer_of(1, model=model)
+
+
+@pytest.mark.parametrize("kind", [Running, NoModule])
+def test_the_state_of_a_loss_is_restored(kind, tmp_path):
+    whole = fit(trainer_of(loss_fn=kind()), None, 3)
+    for epochs in (1, 2):
+        fit(trainer_of(loss_fn=kind()), tmp_path, epochs)
+    assert_same(fit(trainer_of(loss_fn=kind()), tmp_path, 3), whole)
+
+
+# --- a run of version 0.3.8 -------------------------------------------------------------------------------------------
+
+
+def as_version_0_3_8(run_dir):
+    """Give the newest checkpoint, and config.yaml, the entries that version 0.3.8 wrote besides."""
+    (path,) = layout.complete(run_dir / "checkpoints")
+    manifest = json.loads((path / layout.MANIFEST).read_bytes())
+    manifest["identity"]["constants"] = {"4.table": [6.0, 1.0, 2.0]}
+    del manifest["files"], manifest["sha256"], manifest["format"]
+    moved = path.rename(path.with_name(".saving-again"))
+    (moved / layout.MANIFEST).unlink()
+    first = storage.file_name(storage.OPTIMIZER, 0, 2)
+    groups = [["0.0.weight"]]
+    values = {"dict": [["self.count", 3], ["hook.post0.hook.seen", {"tensor": "optimizer:0.seen"}]]}
+    metadata = storage.header(moved / first)[1] | {"optimizer:0": json.dumps({"groups": groups, "values": values})}
+    tensors = load_file(moved / first) | {"optimizer:0.seen": torch.zeros(2)}
+    del metadata["format"]
+    (moved / first).unlink()
+    texts = {"attribute:0.calls": "7", "loss:": json.dumps({"loss_fn.calls": 2})}
+    buffers = Shard({"0.largest": torch.ones(2)}, texts)
+    storage.write(moved, {first: Shard(tensors, metadata), "buffers-00001-of-00002.safetensors": buffers})
+    files = {}
+    for file in sorted(moved.iterdir()):
+        content = file.read_bytes()
+        file.unlink()
+        files[file.name] = layout.write_hashed(file, [content])
+    layout.commit(moved, manifest, files)
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    config["lr_schedule"] |= {"step_size": 3, "gamma": 0.5}
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
+
+
+def test_a_run_of_version_0_3_8_continues_without_the_rest(tmp_path, capsys):
+    options = {
+        "optimizer": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        "lr_schedule": lambda o: torch.optim.lr_scheduler.StepLR(o, 3, 0.5),
+    }
+    whole = fit(trainer_of(**options), None, 3)
+    fit(trainer_of(**options), tmp_path, 1)
+    as_version_0_3_8(tmp_path)
+    loud = adl_dist.Monitoring(tensorboard=False)
+    fit(trainer_of(3, **options), tmp_path, 1, monitoring=loud)  # another cut is no obstacle
+    fit(trainer_of(**options), tmp_path, 2, monitoring=loud)
+    noted = [line for line in capsys.readouterr().out.splitlines() if "not restored" in line]
+    assert len(noted) == 2, "one line each time that it is read"
+    names = "0.calls, 0.largest, 4.table and 3 more"
+    assert f"values that no state_dict() returns, and these are not restored: {names};" in noted[1]
+    assert_same(fit(trainer_of(**options), tmp_path, 3, monitoring=loud), whole)
+    assert "not restored" not in capsys.readouterr().out

@@ -1,0 +1,53 @@
+"""Ranks whose scripts differ are refused; an optimizer may depend on the stage."""
+
+import os
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from adl_dist.errors import AdlError
+from tests.support.ranks import run_ranks
+from tests.support.runs import toy_trainer
+from tests.support.toys import FixedImages
+from tests.support.values import SILENT
+
+
+def trained(case):
+    """Train as one of two ranks; return the error message of this rank, or "trained"."""
+    rank = int(os.environ["RANK"])
+    torch.manual_seed(rank if case == "seed" else 0)
+    options, epochs = {}, 1
+    if case == "rate":
+        options["optimizer"] = lambda p: torch.optim.SGD(p, lr=0.1 + 0.1 * rank)
+    if case == "class":
+        options["optimizer"] = lambda p: (torch.optim.SGD, torch.optim.Adagrad)[rank](p, lr=0.1)
+    if case == "length":
+        epochs += rank
+    if case == "stage":
+        options["optimizer"] = lambda p: torch.optim.SGD(p, lr=0.1 if len(p[0]) == 6 else 0.2)
+    try:
+        model = nn.Sequential(nn.Flatten(), nn.Linear(72, 6), nn.Tanh(), nn.Linear(6, 5))
+        toy_trainer(2, model=model, balance=[2, 2], **options).fit(
+            FixedImages(8), batch_size=4, monitoring=SILENT, epochs=epochs
+        )
+    except AdlError as error:
+        return str(error)
+    return "trained"
+
+
+CASES = {
+    "seed": "do not begin with the same weights: the initial 1.weight differs; call torch.manual_seed",
+    "rate": r"were not given the same job: optimizer.lr is 0.\d here and 0.\d there",
+    "class": r"were not given the same job: optimizer.name is torch.optim.\S+ here and torch.optim.\S+ there",
+    "length": r"were not given the same job: epochs is \d here and \d there; start all ranks with one command",
+    "stage": "trained",
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_with_different_scripts_are_refused(case):
+    for said in run_ranks(2, trained, case):
+        assert re.search(CASES[case], said), said
