@@ -10,7 +10,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of torch, about what it has
 EXPECTED = expected()
 
 
-@pytest.mark.parametrize("K", [pytest.param(K) if K == max(STAGES) else slow(K) for K in STAGES])
+@pytest.mark.parametrize("K", [pytest.param(K) if max(STAGES) == K else slow(K) for K in STAGES])
 @pytest.mark.parametrize("name", MODELS)
 def test_an_odd_model_is_equal_or_refused(name, K, request):
     kind, text = EXPECTED.get((name, K), ("equal", ""))
