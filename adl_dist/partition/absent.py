@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from adl_dist.partition.containers import map_tensors, tensors_in
+from adl_dist.partition.containers import map_tensors, other_leaves, tensors_in
 from adl_dist.partition.value import Mark, Value, Watch, absent_tensor, as_value, native
 
 
@@ -92,6 +92,17 @@ def infer(
     return out, twins
 
 
+def _on_zeros(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run a function whose sizes follow from elements that this stage has, as those of a mask, on zeros."""
+
+    def zeros(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape).requires_grad_(tensor.requires_grad)
+
+    return function(*map_tensors(zeros, args), **kwargs)
+
+
 class SizeRule:
     """The sizes of results as sizes of arguments, from runs of different size; for calls that ask for elements."""
 
@@ -111,6 +122,9 @@ class SizeRule:
         """Return the result for arguments of other sizes; raise ValueError if the runs do not tell it."""
         shapes = [tensor.shape for tensor in tensors_in(args)]
         runs = [(given, tensors_in(out)) for given, out in self._runs if list(map(len, given)) == list(map(len, shapes))]
+        numbers = [[*other_leaves(out)] for _, out in self._runs]
+        if any(one != numbers[0] for one in numbers):
+            raise ValueError("it returns numbers that differ between the recorded runs")
         if not runs or len({tuple(map(len, (t.shape for t in outs))) for _, outs in runs}) > 1:
             raise ValueError("no recorded run has such arguments")
         place = iter(range(len(runs[0][1])))
@@ -159,7 +173,7 @@ class Results:
         args: Any,
         kwargs: Any,
         *,
-        label: tuple[str, str, int],
+        label: tuple[str, str, Any],
         stages: Sequence[int],
         device: torch.device,
         module: nn.Module | None = None,
@@ -176,7 +190,11 @@ class Results:
         if key is not None and (kept := self._kept.get(key)) is not None:
             return self._built(kept, args, kwargs)
         known = self._templates.get(key) if key is not None else None
-        template, twins = self._template(function, args, kwargs, device, module) if known is None else known
+        depends = False  # on elements that this stage has
+        if known is not None:
+            template, twins = known
+        else:
+            template, twins, depends = self._template(function, args, kwargs, device, module)
         given, place = {id(twin): Given(number) for number, twin in enumerate(twins)}, count()
 
         def absent(tensor: Tensor) -> Any:
@@ -189,19 +207,21 @@ class Results:
             return as_value(made, mark)
 
         kept = map_tensors(absent, template)
-        if key is not None:
+        if key is not None and not depends:
             self._kept[key], self._templates[key] = kept, (template, twins)
         return self._built(kept, args, kwargs)
 
     def _template(
         self, function: Any, args: Any, kwargs: Any, device: torch.device, module: Any
-    ) -> tuple[Any, list[Tensor]]:
+    ) -> tuple[Any, list[Tensor], bool]:
         try:
-            return infer(function, args, kwargs, device, module)
+            return *infer(function, args, kwargs, device, module), False
         except Exception as error:  # the user's own forward may ask for elements
+            if module is None and not any(t.is_meta for t in tensors_in(args[1:])):
+                return _on_zeros(function, args, kwargs), [], True
             if self._rule is None:
                 raise ValueError(f"{type(error).__name__}: {error}") from error
-            return self._rule.result((args, kwargs)), []
+            return self._rule.result((args, kwargs)), [], False
 
     @staticmethod
     def _built(kept: Any, args: Any, kwargs: Any) -> Any:

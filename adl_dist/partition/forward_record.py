@@ -30,7 +30,8 @@ from adl_dist.partition.work import Work
 CALL = "_compiled_call_impl"  # which nn.Module.__call__ calls first; copies of a module do not have it
 INPUT, STATE = "input", "state"  # names in the labels of values that no call makes
 MOST_RUNS = 40  # while a run has something new: layers that are left out at random
-Key = tuple[str, str, int]  # path of the calling forward, name, how many calls before
+Count = int | tuple[str, int, int]  # of a module; of a function: the module called last, its count, and how many since
+Key = tuple[str, str, Count]  # path of the calling forward, name, how many calls before
 
 
 @dataclass(eq=False)
@@ -157,6 +158,7 @@ class Recording:
         state: names of tensors of the model that values of the batch are written to between uses of them.
         births: by ``training``, keys of functions that make memory which values of the batch are written to later.
         whole: by the name of a module, why its forward cannot be followed.
+        closed: likewise, as the last runs have it; they may do without once other modules are followed.
         refused: why the model's own forward cannot be; empty: it can.
         opened: names of modules without children that are followed all the same, for their effects.
         glue: names of buffers, and of tensors that are plain attributes, that every stage needs.
@@ -167,6 +169,7 @@ class Recording:
     state: set[str] = field(default_factory=set)
     births: dict[bool, set[Key]] = field(default_factory=lambda: {True: set(), False: set()})
     whole: dict[str, str] = field(default_factory=dict)
+    closed: dict[str, str] = field(default_factory=dict)
     refused: str = ""
     opened: set[str] = field(default_factory=set)
     glue: set[str] = field(default_factory=set)
@@ -192,7 +195,7 @@ def record_forward(model: nn.Module, batches: Sequence[Batch]) -> Recording:
             "module inside, or use num_stages=1"
         )
     while True:
-        known, recording.refused = recording._known(), ""
+        known, recording.refused, recording.closed = recording._known(), "", {}
         for training in (True, False):
             model.train(training)
             recorder = _Recorder(model, recording, training=training)
@@ -206,10 +209,13 @@ def record_forward(model: nn.Module, batches: Sequence[Batch]) -> Recording:
                     break
             recorder.finish()
             recording.modes[training] = recorder.mode
-        if recording._known() == known:
+        if recording._known() != known:
+            continue
+        if not recording.closed:
             if recording.refused:
                 raise PartitionError(f"the model's own forward cannot be run in stages: {recording.refused}")
             return recording
+        recording.whole |= recording.closed
 
 
 def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -278,17 +284,21 @@ NOTHING = _Fact()
 class _Frame:
     """A forward that is being followed."""
 
-    __slots__ = ("begin", "call", "counts", "given", "path")
+    __slots__ = ("begin", "call", "counts", "given", "path", "segment", "since")
 
     def __init__(self, call: Call | None, path: str, begin: int, given: Set[Label | None] = frozenset()) -> None:
         self.call, self.path, self.begin, self.given = call, path, begin, given
         self.counts: Counter[str] = Counter()
+        self.segment, self.since = ("", 0), Counter[str]()
 
-    def key(self, name: str) -> Key:
-        """Count a call of ``name``."""
-        count = self.counts[name]
+    def key(self, name: str, *, is_module: bool) -> Key:
+        """Count a call of ``name``; functions since the last call of a module, so that left out modules count for none."""
+        if not is_module:
+            self.since[name] += 1
+            return self.path, name, (*self.segment, self.since[name] - 1)
         self.counts[name] += 1
-        return self.path, name, count
+        self.segment, self.since = (name, self.counts[name] - 1), Counter()
+        return self.path, name, self.counts[name] - 1
 
 
 class _Recorder(TorchFunctionMode):
@@ -621,7 +631,7 @@ class _Recorder(TorchFunctionMode):
             if (held := self.state.get(id(tensor))) is not None and not isinstance(tensor, nn.Parameter):
                 self.recording.glue.add(held)
         frame = self.frames[-1]
-        key = (frame.path, *frame.key(f"{name}*")[1:])
+        key = frame.key(f"{name}*", is_module=False)
         args, kwargs = _together(args, kwargs) if self.is_lazy else (args, kwargs)
         out = func(*args, **kwargs)
         self._note_common_draws({n for n, now in _streams().items() if now != self._drawn[n]})
@@ -648,7 +658,7 @@ class _Recorder(TorchFunctionMode):
 
     def _call(self, name: str, *, is_module: bool, key: Key | None = None) -> Call:
         frame = self.frames[-1]
-        key = key or frame.key(name)
+        key = key or frame.key(name, is_module=is_module)
         self.position += 1
         self._order.append(key)
         call = self.mode.calls.get(key)
@@ -752,7 +762,7 @@ class _Recorder(TorchFunctionMode):
         if module is None:
             self.recording.refused = self.recording.refused or why
         else:
-            self.recording.whole[module.name] = why
+            self.recording.closed[module.name] = why
 
 
 OBJECTS = (torch.dtype, torch.device, torch.Size, slice, type(Ellipsis), torch.memory_format, torch.layout)

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from adl_dist.batch import Layout, Several, Tensors
 from adl_dist.errors import PartitionError
 from adl_dist.partition.absent import Results, infer
-from adl_dist.partition.containers import map_tensors, tensors_in
+from adl_dist.partition.containers import map_tensors, other_leaves, tensors_in
 from adl_dist.partition.forward_record import CALL, INPUT, held_tensors, state_label, users_line
 from adl_dist.partition.functions import ASK_DEVICE, LIKE_SECOND, Kind, kind_of, writes_to
 from adl_dist.partition.stage_plan import CallPlan, FramePlan, ModePlan, StagePlan, Way
@@ -308,6 +308,7 @@ def _call_of(module: nn.Module, name: str, stage: StageModule) -> Callable[..., 
         counts = run.counts
         count = counts.get(name, 0)
         counts[name] = count + 1
+        run.segment, run.since = (name, count), {}
         try:
             planned = run.frame.modules[name][count]
         except (KeyError, IndexError):
@@ -343,6 +344,7 @@ class _Run:
         self.stage, self.index, self.mode = stage, stage.index, mode
         self.frame: FramePlan | None = mode.root
         self.path, self.counts = "", dict[str, int]()
+        self.segment, self.since = ("", 0), dict[str, int]()
         self.received: dict[Label, Tensor] = {}
         self.failure: PartitionError | None = None
         self.births = _Births(self) if mode.births else None
@@ -509,7 +511,7 @@ class _Run:
     def module(
         self,
         planned: CallPlan,
-        key: tuple[str, str, int],
+        key: tuple[str, str, Any],
         module: nn.Module,
         own: Callable[..., Any],
         args: Any,
@@ -528,18 +530,19 @@ class _Run:
                 return self._compute(own, key, stage, args, kwargs, leaves, draws=planned.draws, planned=planned)
             return self._skip(planned, key, stage, module, own, args, kwargs, leaves)
 
-    def _follow(self, planned: CallPlan, key: tuple[str, str, int], own: Any, args: Any, kwargs: Any) -> Any:
-        before = self.frame, self.path, self.counts
+    def _follow(self, planned: CallPlan, key: tuple[str, str, Any], own: Any, args: Any, kwargs: Any) -> Any:
+        before = self.frame, self.path, self.counts, self.segment, self.since
         self.frame, self.path, self.counts = planned.frame, f"{key[0]}/{key[1]}#{key[2]}", {}
+        self.segment, self.since = ("", 0), {}
         try:
             return own(*args, **kwargs)
         finally:
-            self.frame, self.path, self.counts = before
+            self.frame, self.path, self.counts, self.segment, self.since = before
 
     def _skip(
         self,
         planned: CallPlan,
-        key: tuple[str, str, int],
+        key: tuple[str, str, Any],
         stage: int,
         module: nn.Module | None,
         function: Callable[..., Any],
@@ -594,7 +597,7 @@ class _Run:
     def _compute(
         self,
         function: Callable[..., Any],
-        key: tuple[str, str, int],
+        key: tuple[str, str, Any],
         stage: int,
         args: Any,
         kwargs: Any,
@@ -692,17 +695,20 @@ class _Run:
     def _check_rule(self, planned: CallPlan, key: Any, args: Any, kwargs: Any, out: Any) -> None:
         assert planned.rule is not None
         try:
-            expected = [t.shape for t in tensors_in(planned.rule.result((args, kwargs)))]
+            rule = planned.rule.result((args, kwargs))
         except ValueError:
             return  # no other stage has an answer, either
-        found = [t.shape for t in tensors_in(out)]
+        expected, found = ([[list(t.shape) for t in tensors_in(one)], [*other_leaves(one)]] for one in (rule, out))
         if found != expected:
-            self.fail(
-                f"'{key[1]}' returns {[list(s) for s in found]} where the recorded micro-batches let stages expect "
-                f"{[list(s) for s in expected]}"
-            )
+            self.fail(f"'{key[1]}' returns {found} where the recorded micro-batches let stages expect {expected}")
 
     # Calls of functions
+
+    def key(self, name: str) -> tuple[str, str, Any]:
+        """Count a call of a function, since the last call of a module."""
+        count = self.since.get(name, 0)
+        self.since[name] = count + 1
+        return self.path, name, (*self.segment, count)
 
     def function(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a function that is called with a value or with a parameter of another stage."""
@@ -733,10 +739,8 @@ class _Run:
         plans = self.frame.functions.get(name)
         if plans is None:
             self.fail(f"calls '{name}' on values of the batch, which no recorded micro-batch did")
-        count = self.counts.get(name, 0)
-        self.counts[name] = count + 1
-        key = self.path, name, count
-        planned = plans.get(count)
+        key = self.key(name)
+        planned = plans.get(key[2])
         if kind is Kind.ELEMENTS:
             return self._answer(func, args, kwargs, leaves, planned)
         stage = EVERYWHERE
@@ -757,7 +761,7 @@ class _Run:
                 func, key, stage, args, kwargs, leaves, draws=draws, planned=planned, target=target
             )
         if planned is None:
-            planned = plans[max(plans)]
+            planned = next(reversed(plans.values()))
         if target is None:
             return self._skip(planned, key, stage, None, func, args, kwargs, leaves)
         if self.mode.decides and stage > self.index:
@@ -806,10 +810,7 @@ class _Run:
             if not target.is_meta:
                 self.fail("writes values of a parameter that another stage holds to a tensor of this one")
             return target
-        own = f"{name}?"
-        count = self.counts.get(own, 0)
-        self.counts[own] = count + 1
-        key = self.path, own, count
+        key = self.key(f"{name}?")
         results = self.stage.foreign.setdefault((self.stage.training, key), Results())
         try:
             out = results.get(func, args, kwargs, label=key, stages=(EVERYWHERE,), device=self.stage.device)
@@ -930,12 +931,10 @@ class _Births(TorchFunctionMode):
         taken = leaves[:1] if name in LIKE_SECOND and leaves and not _is_batch(leaves[0]) else leaves
         if kind is not Kind.LIKE and any(map(_is_batch, taken)):
             return func(*args, **kwargs)
-        own = f"{name}*"
-        count = run.counts.get(own, 0)
-        run.counts[own] = count + 1
+        key = run.key(f"{name}*")
         out = func(*args, **kwargs)
-        if (run.path, own, count) in run.mode.births and type(out) is Tensor:
-            return as_value(out, Mark((run.path, own, count, 0), EVERYWHERE, absent=False))
+        if key in run.mode.births and type(out) is Tensor:
+            return as_value(out, Mark((*key, 0), EVERYWHERE, absent=False))
         return out
 
 

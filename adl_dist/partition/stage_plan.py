@@ -120,7 +120,7 @@ class FramePlan:
     """How the calls in one forward are run: of modules, and of functions, by name and how many there were before."""
 
     modules: dict[str, list[CallPlan]] = field(default_factory=dict)
-    functions: dict[str, dict[int, CallPlan]] = field(default_factory=dict)
+    functions: dict[str, dict[Any, CallPlan]] = field(default_factory=dict)
 
 
 @dataclass(eq=False)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Label = tuple[str, str, int, int]  # path of the calling forward, name, how many calls before, place in the result
+Label = tuple[str, str, Any, int]  # path of the calling forward, name, how many calls before, place in the result
 native = torch._C.DisableTorchFunctionSubclass
 EVERYWHERE = -1  # in the place of a stage: each computes it
 
