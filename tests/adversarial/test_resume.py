@@ -23,7 +23,6 @@ from tests.adversarial.harness import (
     variant,
 )
 from tests.adversarial.oracle import delays_of
-from tests.adversarial.outcomes import OPEN, letters
 from tests.support.tiers import covering
 
 pytestmark = pytest.mark.filterwarnings("ignore")

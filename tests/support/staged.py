@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from adl_dist.batch import Several, tensors_of
 from adl_dist.errors import PartitionError
-from adl_dist.partition.containers import tensors_in
 from adl_dist.partition.chain import Chain
+from adl_dist.partition.containers import tensors_in
 from adl_dist.partition.cut import attempt, even_sizes
 from adl_dist.partition.stage_module import StageModule
 
@@ -55,15 +55,23 @@ def compare(
     loss: Callable[[Any], Tensor] = loss_of,
     learning_rate: float = 1e-3,
     tolerance: float = 1e-12,
+    chain: Chain | None = None,
 ) -> Verdict:
     """Train uncut and in stages on ``batches``, evaluate, and compare outputs, gradients and buffers.
 
-    ``cut``: the number of stages, or the units of each.
+    Args:
+        build: makes the model, the same every time.
+        batches: micro-batches of different sizes.
+        cut: the number of stages, or the units of each.
+        loss: of the model's output.
+        learning_rate: of the updates between micro-batches.
+        tolerance: how much ``close`` may differ.
+        chain: the recorded model, to record once for several cuts.
     """
     batches = [batch_of(batch) for batch in batches]
     try:
         seed_all(0)
-        stages, names = stages_of(build, recorded_of(batches), cut)
+        stages, names = stages_of(build, recorded_of(batches), cut, chain)
     except PartitionError as error:
         return Verdict("refused", str(error))
     try:
@@ -86,11 +94,11 @@ class Difference(Exception):
 
 
 def stages_of(
-    build: Callable[[], nn.Module], batches: Sequence[Any], cut: int | Sequence[int]
+    build: Callable[[], nn.Module], batches: Sequence[Any], cut: int | Sequence[int], chain: Chain | None = None
 ) -> tuple[list[StageModule], list[str]]:
     """Record a model and return its stages, with the names of its units."""
     model = build()
-    chain = Chain(build(), batches)
+    chain = chain or Chain(build(), batches)
 
     def choose() -> list[int]:
         return even_sizes(chain, cut) if isinstance(cut, int) else list(cut)
@@ -111,7 +119,7 @@ def _compare(model: nn.Module, stages: Sequence[StageModule], batches: Sequence[
         expected = _call(model, batch)
         loss(expected).backward()
         seed_all(number)
-        out, tensors = chain(stages, batch, loss, number)
+        out, _ = chain(stages, batch, loss, number)
         worst = max(worst, _unlike(expected, out, f"output of micro-batch {number}"))
         worst = max(worst, _gradients(model, stages, number))
         worst = max(worst, _buffers(model, stages, number))
