@@ -81,11 +81,8 @@ def test_an_odd_optimizer_resumes_or_is_refused(name, K, tmp_path):
     assert found.letter == "=" if name in RESUMES else found.letter in "=R", found.text
 
 
-TRAINED = [
-    name
-    for name in table.MODELS
-    if letters(name, "block")[2] == "=" and (name, "block") not in OPEN and name not in UNSAVED
-]
+VERDICTS = expected()
+TRAINED = [name for name in table.MODELS if (name, 2) not in VERDICTS and name not in UNSAVED]
 
 
 @pytest.mark.parametrize("name", covering(TRAINED, ["memory_bank", "dropout_path", "hands_on_pair"]))
