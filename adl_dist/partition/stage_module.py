@@ -569,7 +569,10 @@ class _Run:
         if planned.written:
             unique = [*{id(leaf): leaf for leaf in leaves}.values()]
             for place in planned.written:
-                self._write_absent(unique[place], (*key, -1 - place), stage)
+                target = unique[place]
+                found = self._write_absent(target, (*key, -1 - place), stage)
+                if found is not target:
+                    out = map_tensors(lambda t: found if t is target else t, out)  # noqa: B023
         elif type(out) is Value and len(args) == 1 and not kwargs and not self.mode.decides:
             if leaves and leaves[0] is args[0] and leaves[0].is_meta and leaves[0] is not out and out.mark.absent:
                 results.fast = args[0], out, torch.is_grad_enabled()
@@ -767,13 +770,13 @@ class _Run:
         if self.mode.decides and stage > self.index:
             for leaf in leaves:
                 self._note(leaf)
-        self._write_absent(target, (*key, -1), stage, func, args, kwargs)
-        return None if name == "__setitem__" else target
+        found = self._write_absent(target, (*key, -1), stage, func, args, kwargs)
+        return None if name == "__setitem__" else found
 
     def _write_absent(
         self, target: Tensor, label: Label, stage: int, func: Any = None, args: Any = (), kwargs: Any = None
-    ) -> None:
-        """Note that another stage writes to ``target``."""
+    ) -> Tensor:
+        """Note that another stage writes to ``target``; return it, or what was received in its place."""
         if type(target) is not Value:
             as_value(target, Mark(label, stage, absent=False))
         mark = target.mark
@@ -792,6 +795,10 @@ class _Run:
             self._stale.add(_memory(target))
             mark.absent = True
         mark.label, mark.stage, mark.data = label, stage, None
+        if label in self.received and stage < self.index:
+            mark.data = self._value_of(self._resolved(target, "the forward"), mark)
+            return mark.data
+        return target
 
     def _inferred(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:
