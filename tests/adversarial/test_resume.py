@@ -23,6 +23,7 @@ from tests.adversarial.harness import (
     variant,
 )
 from tests.adversarial.oracle import delays_of
+from tests.adversarial.verdicts import expected
 from tests.support.tiers import covering
 
 pytestmark = pytest.mark.filterwarnings("ignore")
