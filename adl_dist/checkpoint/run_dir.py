@@ -128,6 +128,15 @@ class RunFolder:
         """Whether a run that ``resume`` was checked for here takes its weights from a checkpoint."""
         return resume not in ("auto", "never") or bool(layout.complete(self.checkpoints))
 
+    def begins(self, resume: str, num_stages: int) -> list[str]:
+        """Return the names of the units where stages 1.. begin in the checkpoint that the run continues from.
+
+        The list is empty if that had another number of stages, or a version that does not name units.
+        """
+        path = Path(resume) if resume not in ("auto", "never") else layout.complete(self.checkpoints)[-1]
+        cut = layout.read_manifest(path)["identity"].get("cut", {})
+        return list(cut.get("begins", ())) if cut.get("num_stages") == num_stages else []
+
     def _check_place(self) -> None:
         try:
             above = next(p for p in (self.path, *self.path.absolute().parents) if p.exists())

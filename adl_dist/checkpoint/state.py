@@ -25,7 +25,6 @@ from adl_dist.checkpoint.optimizer_state import FreshOptimizer
 from adl_dist.checkpoint.storage import EMA, HEADS, LOSS, MODEL, OPTIMIZER, Shard, Stored
 from adl_dist.errors import CheckpointError, ConfigError, UnusableError
 from adl_dist.memory import has_plain_memory, memory_of
-from adl_dist.partition.piece import stage_units
 from adl_dist.stage import Learner, LossFn, Stage
 from adl_dist.stage.tied import TiedWeights
 
@@ -284,6 +283,4 @@ def _head_tensors(stage: Stage) -> dict[str, Tensor]:
 
 def _end_of(stage: Stage) -> str:
     """Return the unit of the uncut model behind which the head of ``stage`` stands."""
-    modules = [name for name, _ in stage.module.named_modules(remove_duplicate=False)]
-    # The stage of a traced model knows its units, and not all of them are modules.
-    return (stage_units(stage.module) or modules)[-1]
+    return str(stage.module.units[-1])  # type: ignore[index]

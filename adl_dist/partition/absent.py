@@ -8,6 +8,7 @@ in all recorded runs; the stage that computes it then checks them in each micro-
 import copy
 import random
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from functools import cache
 from itertools import count
 from typing import Any
@@ -76,7 +77,7 @@ def infer(
         return made[id(tensor)]
 
     try:
-        with native(), mode:
+        with native(), (mode if device.type != "meta" else nullcontext()):
             fake_args, fake_kwargs = map_tensors(fake, (args, kwargs))
             if module is None:
                 out = function(*fake_args, **fake_kwargs)
@@ -101,6 +102,11 @@ def _on_zeros(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape).requires_grad_(tensor.requires_grad)
 
     return function(*map_tensors(zeros, args), **kwargs)
+
+
+def _to_meta(tensor: Tensor) -> Tensor:
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return made.requires_grad_(tensor.requires_grad)
 
 
 class SizeRule:
@@ -217,6 +223,9 @@ class Results:
         try:
             return *infer(function, args, kwargs, device, module), False
         except Exception as error:  # the user's own forward may ask for elements
+            with suppress(Exception):
+                if module is not None and not torch.is_autocast_enabled(device.type):
+                    return *infer(module, *map_tensors(_to_meta, (args, kwargs)), torch.device("meta")), False
             if module is None and not any(t.is_meta for t in tensors_in(args[1:])):
                 return _on_zeros(function, args, kwargs), [], True
             if self._rule is None:
@@ -241,7 +250,7 @@ def _rebuilt(kept: Any, args: Any, kwargs: Any) -> Any:
         return kept
     if isinstance(kept, list | tuple):
         parts = [_rebuilt(one, args, kwargs) for one in kept]
-        return type(kept)(*parts) if hasattr(kept, "_fields") else type(kept)(parts)
+        return type(kept)._make(parts) if hasattr(kept, "_make") else type(kept)(parts)
     made = copy.copy(kept)
     if isinstance(kept, dict):
         for key, one in kept.items():

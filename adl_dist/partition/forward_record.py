@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from adl_dist.batch import Batch, Several
@@ -102,7 +103,11 @@ class Call:
     @property
     def is_unit(self) -> bool:
         """Whether a cut may lie before it."""
-        if not self.is_tainted or self.is_open or not self.makes or self.name.endswith("*"):
+        if self.is_open or self.name.endswith("*"):
+            return False
+        if not self.makes:  # it returns what it was given
+            return self.is_module and self.parent is None
+        if not self.is_tainted:
             return False
         if self.parent is None or self.parent.is_block:
             return self.is_module or (self.name not in LIGHT and not self.writes)
@@ -187,6 +192,10 @@ def record_forward(model: nn.Module, batches: Sequence[Batch]) -> Recording:
     Raises:
         PartitionError: If the model's own forward asks for elements of a value that differ between micro-batches.
     """
+    if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
+        raise PartitionError(
+            f"'{lazy[0]}' has no shape yet, as a parameter of a lazy layer; run the model once before it is handed over"
+        )
     device = next((t.device for t in (*model.parameters(), *model.buffers()) if not t.is_meta), torch.device("cpu"))
     recording = Recording(device=device)
     if model._backward_hooks or model._backward_pre_hooks:
@@ -332,7 +341,9 @@ class _Recorder(TorchFunctionMode):
         return not has_parameters or next(module.children(), None) is not None
 
     def _blocks(self) -> dict[str, bool]:
-        """Return the modules in which a cut between blocks may lie."""
+        """Return the modules in which a cut between blocks may lie; the blocks of an nn.Sequential are its children."""
+        if _is_plain(self.model):
+            return {name: not name for name, _ in self.model.named_modules()}
         found = {}
         for name, module in self.model.named_modules():
             parent = name.rpartition(".")[0]
@@ -438,7 +449,7 @@ class _Recorder(TorchFunctionMode):
 
     def module(self, module: nn.Module, name: str, native_call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Record the call of a module."""
-        if self.inside is not None:
+        if self.inside is not None or torch._C._functorch.peek_interpreter_stack() is not None:
             return native_call(*args, **kwargs)
         with self._paused():
             return self._module(module, name, native_call, args, kwargs)
@@ -583,7 +594,9 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.is_paused:
             return func(*args, **kwargs)
-        if self.inside is not None:
+        if self.inside is not None or torch._C._functorch.peek_interpreter_stack() is not None:
+            if self.inside is None:  # inside torch.vmap, whose results no call has made
+                return func(*args, **kwargs)
             facts = [self._fact(leaf) for leaf in tensors_in((args, kwargs))]
             self.inside.is_hidden |= any(f.label is not None and f.label not in self.given for f in facts)
             self._note_reads(self.inside, facts)
@@ -736,7 +749,8 @@ class _Recorder(TorchFunctionMode):
         elif kind == "input":
             raise PartitionError(f"{call.where or call.name}: the forward writes to input {origin}; write to a copy")
         call.writes.add(self._memory(tensor))
-        self._note_effects(fact.begin)
+        if kind != "state":
+            self._note_effects(fact.begin)
         self._value(tensor, (*call.key, place), call)
 
     def _note_effects(self, begin: int) -> None:

@@ -485,7 +485,10 @@ class _Run:
     def _left(self, slot: int, kept: Tensor | None) -> Tensor:
         labels = self.mode.crossing[self.index][slot]
         if kept is None:
-            self.fail(f"'{labels[0][1]}', whose result goes to the next stage, did not run, as it did when it was recorded")
+            raise ForwardError(
+                f"stage {self.index}: '{labels[0][1]}' did not run in this micro-batch, but its result goes to the next "
+                "stage, as in the recorded ones, the first"
+            )
         return kept
 
     def _shapes(self) -> Tensor:
@@ -569,10 +572,7 @@ class _Run:
         if planned.written:
             unique = [*{id(leaf): leaf for leaf in leaves}.values()]
             for place in planned.written:
-                target = unique[place]
-                found = self._write_absent(target, (*key, -1 - place), stage)
-                if found is not target:
-                    out = map_tensors(lambda t: found if t is target else t, out)  # noqa: B023
+                self._write_absent(unique[place], (*key, -1 - place), stage)
         elif type(out) is Value and len(args) == 1 and not kwargs and not self.mode.decides:
             if leaves and leaves[0] is args[0] and leaves[0].is_meta and leaves[0] is not out and out.mark.absent:
                 results.fast = args[0], out, torch.is_grad_enabled()
@@ -614,9 +614,11 @@ class _Run:
         written = planned.written if planned is not None else ()
         values = [leaf for leaf in leaves if type(leaf) is Value or type(leaf) is ForeignParameter]
         replaced: dict[int, Tensor] = {}
+        is_module = planned is not None and planned.is_module
         for leaf in values:
-            if id(leaf) not in replaced:
+            if id(leaf) not in replaced and not (is_module and not self._has(leaf)):  # whoever uses it there finds out
                 replaced[id(leaf)] = self._resolved(leaf, key[1])
+        values = [leaf for leaf in values if id(leaf) in replaced]
         if written or target is not None:
             unique = [*{id(leaf): leaf for leaf in leaves}.values()]
             for leaf in (*(unique[place] for place in written), *([] if target is None else [target])):
@@ -770,13 +772,13 @@ class _Run:
         if self.mode.decides and stage > self.index:
             for leaf in leaves:
                 self._note(leaf)
-        found = self._write_absent(target, (*key, -1), stage, func, args, kwargs)
-        return None if name == "__setitem__" else found
+        self._write_absent(target, (*key, -1), stage, func, args, kwargs)
+        return None if name == "__setitem__" else target
 
     def _write_absent(
         self, target: Tensor, label: Label, stage: int, func: Any = None, args: Any = (), kwargs: Any = None
-    ) -> Tensor:
-        """Note that another stage writes to ``target``; return it, or what was received in its place."""
+    ) -> None:
+        """Note that another stage writes to ``target``, and give it the elements that were received for it."""
         if type(target) is not Value:
             as_value(target, Mark(label, stage, absent=False))
         mark = target.mark
@@ -796,9 +798,10 @@ class _Run:
             mark.absent = True
         mark.label, mark.stage, mark.data = label, stage, None
         if label in self.received and stage < self.index:
-            mark.data = self._value_of(self._resolved(target, "the forward"), mark)
-            return mark.data
-        return target
+            found = self._resolved(target, "the forward").clone()
+            self.received[label] = target
+            torch.utils.swap_tensors(target, as_value(found, mark))  # whoever holds the object has it
+            mark.absent = False
 
     def _inferred(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:

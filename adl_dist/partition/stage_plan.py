@@ -111,6 +111,7 @@ class CallPlan:
     written: tuple[int, ...] = ()
     follows: bool = False
     repeats: bool = False
+    is_module: bool = False
     frame: "FramePlan | None" = None
     results: dict[int, Results] = field(default_factory=dict)
 
@@ -421,15 +422,16 @@ class _Assignment:
                 if len(set(seen)) == 1 and dim > 0:
                     dims.append(seen[0])
                     continue
-                for slot, (label, *_) in enumerate(slots):
-                    shapes = self.mode.shapes[label]
-                    if len(shapes) == len(runs):
-                        source = next((d for d in range(len(shapes[0])) if [s[d] for s in shapes] == seen), None)
-                        if source is not None:
-                            dims.append((slot, source))
-                            break
-                else:
+                sources = [
+                    (slot, d)
+                    for slot, (label, *_) in enumerate(slots)
+                    if len(shapes := self.mode.shapes[label]) == len(runs)
+                    for d in range(min(map(len, shapes)))
+                    if [shape[d] for shape in shapes] == seen
+                ]
+                if len({d for _, d in sources}) != 1:  # none, or it could be another one
                     return None
+                dims.append(sources[0])
             sizes.append(dims)
         return sizes
 
@@ -470,7 +472,7 @@ class _Assignment:
         return CallPlan(
             call.key, way, first, last, stages or (last,), call.draws or _draws_inside(call, self.mode), call.answer,
             call.varies, call.rule, written, follows=not call.is_open and self.follows[call.key],
-            repeats=call.key in self.repeated,
+            repeats=call.key in self.repeated, is_module=call.is_module,
         )  # fmt: skip
 
 

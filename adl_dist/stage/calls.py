@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
 from functools import lru_cache, partial
 from types import CodeType, FunctionType
 from typing import Any
@@ -11,31 +10,39 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from adl_dist.batch import Several, Tensors
+from adl_dist.batch import Layout, Several, Tensors
 from adl_dist.errors import DataError
 from adl_dist.seeds import stream_seed, stream_seeds
 from adl_dist.streams import seed_numpy, seed_torch
 
-# Returns what a forward that is replayed has to run in: with the state of now that is no buffer, which is remembered.
-Remember = Callable[[], Callable[[], AbstractContextManager[None]]]
 FORWARD, BACKWARD, BACKWARD_WEIGHT = "", "backward: ", "backward of weights: "  # parts, each with draws of its own
 SEEDS_AT_ONCE = 256
 SEEDERS: dict[str, Callable[[int], None]] = {"python": random.seed, "numpy": seed_numpy}  # of what torch does not draw
-# From a module's argument, and buffers in place of its own (None: its own), to its output.
-Call = Callable[[Any, dict[str, Tensor] | None], Any]
+# Not dynamic: a graph for any number of samples is slower, and would be used for the common one as well.
+# Random numbers as without compilation, or dropout would draw others.
+COMPILED: dict[str, Any] = {"dynamic": False, "options": {"fallback_random": True}}
+# From the acts, buffers in the place of the module's own (None: its own) and a tape to be replayed, to the output.
+Call = Callable[[Tensors, dict[str, Tensor] | None, Any], Any]
 
 
-def call_of(module: nn.Module, *, compiled: bool) -> Call:
+def is_part(module: nn.Module) -> bool:
+    """Return whether ``module`` is a stage of a model that was cut, and not the model itself."""
+    return hasattr(module, "take_changes")
+
+
+def call_of(module: nn.Module, layout: Layout | None, *, compiled: bool) -> Call:
     """Return a function that calls ``module``, whose parameters may be replaced by others between two calls.
 
-    If ``compiled``, torch.compile compiles it; the module itself stays as it is, with the names of its state.
+    Args:
+        module: the model, or a stage of it.
+        layout: the layout of the model's inputs; None for one tensor, and for a stage.
+        compiled: whether torch.compile compiles it; the module itself keeps the names of its state.
     """
 
-    def call(argument: Any, buffers: dict[str, Tensor] | None) -> Any:
-        is_one = type(argument) is not Several
-        if is_one and buffers is None:
-            return module(argument)
-        args, kwargs = ((argument,), {}) if is_one else argument.arguments
+    def call(acts: Tensors, buffers: dict[str, Tensor] | None, tape: Any) -> Any:
+        args, kwargs = arguments_of(acts, layout)
+        if tape is not None:
+            kwargs = {"replay": tape}
         if buffers is None:
             return module(*args, **kwargs)
         return torch.func.functional_call(module, buffers, args, kwargs)
@@ -47,17 +54,20 @@ def call_of(module: nn.Module, *, compiled: bool) -> Call:
     # to be replayed, each with the common number of samples and the one that is left over.
     code: CodeType = call.__code__.replace(co_name=f"call_{type(module).__name__}")
     separate = FunctionType(code, call.__globals__, closure=call.__closure__)
-    # Not dynamic: a graph for any number of samples is slower, and would be used for the common one as well.
-    # Random numbers as without compilation, or dropout would draw others.
-    return torch.compile(separate, dynamic=False, options={"fallback_random": True})
+    return torch.compile(separate, **COMPILED)
 
 
-def refuse_unknown_ids(module: nn.Module, argument: Any, where: str) -> None:
-    """Raise DataError if an embedding of ``module`` has no row for an id that it gets when called with ``argument``.
+def arguments_of(acts: Tensors, layout: Layout | None) -> tuple[Tensors, dict[str, Any]]:
+    """Return the arguments of a call with ``acts``, which stand together as ``layout`` says."""
+    return (acts, {}) if layout is None else Several(acts, layout).arguments
+
+
+def refuse_unknown_ids(module: nn.Module, acts: Tensors, layout: Layout | None, where: str) -> None:
+    """Raise DataError if an embedding of ``module`` has no row for an id that it gets when called with ``acts``.
 
     For a module that has failed with an IndexError, which tells neither id nor embedding: it is called once more.
     """
-    args, kwargs = argument.arguments if type(argument) is Several else ((argument,), {})
+    args, kwargs = arguments_of(acts, layout)
     by_name: dict[str, Any] = kwargs or {f"input {place}" if place else "the input": t for place, t in enumerate(args)}
 
     def look(name: str, rows: int, ids: Any) -> None:
@@ -74,7 +84,7 @@ def refuse_unknown_ids(module: nn.Module, argument: Any, where: str) -> None:
         part.register_forward_pre_hook(
             partial(lambda name, part, given: look(name, part.num_embeddings, given[0]), name)
         )
-        for name, part in module.named_modules()
+        for name, part in (vars(module)["model"] if is_part(module) else module).named_modules()
         if isinstance(part, nn.Embedding | nn.EmbeddingBag)
     ]
     try:
@@ -89,13 +99,10 @@ def refuse_unknown_ids(module: nn.Module, argument: Any, where: str) -> None:
             hook.remove()
 
 
-def packed(tensors: Tensors) -> Any:
-    """Return the argument of a unit of an ``nn.Sequential``: a tensor, or a tuple of several."""
-    return tensors[0] if len(tensors) == 1 else tensors
-
-
 def unpacked(out: Any) -> Tensors:
-    """Return the tensors of a unit's output, which may stand in tuples, lists and dictionaries, next to numbers."""
+    """Return the tensors of a module's output, which may stand in tuples, lists and dictionaries, next to numbers."""
+    if type(out) is tuple and all(isinstance(one, Tensor) for one in out):
+        return out
     return (out,) if isinstance(out, Tensor) else tuple(x for x in tree_leaves(out) if isinstance(x, Tensor))
 
 
@@ -139,6 +146,14 @@ class RandomStreams:
     def seed_of(self, purpose: str, micro_batch: int) -> int:
         """Return the seed of a stream of this stage's own for one micro-batch of the segment."""
         return stream_seed(self._seed, purpose, self._epoch, self._stage, self._first_micro_batch + micro_batch)
+
+    def seeds_of(self, micro_batch: int) -> tuple[dict[str, int], dict[str, int]]:
+        """Return the seeds of all streams for a forward: of draws that all stages make alike, and of this stage's."""
+        of_epoch = self._first_micro_batch + micro_batch
+        streams = {"torch": "dropout", "python": "python", "numpy": "numpy"}
+        common = {s: _seed_at(of_epoch, self._seed, f"common {purpose}", self._epoch) for s, purpose in streams.items()}
+        own = {s: _seed_at(of_epoch, self._seed, purpose, self._epoch, self._stage) for s, purpose in streams.items()}
+        return common, own
 
     def seed(self, micro_batch: int, device: torch.device, part: str = FORWARD) -> None:
         """Seed what a ``part`` of the work on a micro-batch, whose tensors are on ``device``, draws from."""

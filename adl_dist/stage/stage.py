@@ -1,7 +1,7 @@
 """One piece of the network and everything it must remember between a forward and its backward."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import compress
@@ -20,10 +20,10 @@ from adl_dist.stage.average import WeightAverage
 from adl_dist.stage.calls import (
     BACKWARD,
     BACKWARD_WEIGHT,
+    COMPILED,
     RandomStreams,
-    Remember,
     call_of,
-    packed,
+    is_part,
     refuse_unknown_ids,
     seed_update,
     takes_gradient,
@@ -58,7 +58,7 @@ class InFlight:
     grad_edges: GradEdges | None = None  # where the graph begins to go backward; None: to be recomputed
     output_and_loss: tuple[Tensor | None, Tensor] | None = None  # the model's output if this is its end, and the loss
     buffers: dict[str, Tensor] | None = None  # those that the forward met, for its replay
-    as_then: Callable[[], AbstractContextManager[None]] = nullcontext  # what its replay runs in
+    tape: Any = None  # the calls of the forward, for its replay; None where the model itself runs again
     # Where the loss counts its terms: its weight in the group, and how many terms it has.
     loss_weight: float | None = None
     measured: Sequence[Tensor] = ()  # (sum, count) of each metric
@@ -94,19 +94,23 @@ class Stage:
         device: torch.device = CPU,
         head: nn.Module | None = None,
         traits: StageTraits = NOTHING_KNOWN,
-        remember: Remember | None = None,
         tied: Mapping[int, Mapping[str, nn.Parameter]] = MappingProxyType({}),
     ) -> None:
         """Take over ``module``, which is on ``device``, as stage ``index``.
 
-        It is called with the act of one micro-batch, [B, ...], or containers of several, and returns the same. ``head``
-        is (what goes downstream, target, loss_fn) to a loss of the stage's own, or, where the method predicts
-        gradients, the network of a :class:`GradientHead`. ``traits`` is what is known of both;
-        ``remember`` keeps the state besides buffers that they move, for replays; None: there is none. ``tied`` are the
-        parameters of each of its ties, by the first of their names in the uncut model.
+        Args:
+            module: called with the tensors of one micro-batch; returns the tensors for the next stage, in a tuple, or
+                the output of the model.
+            index: k.
+            spec: how the whole model is trained.
+            device: where the module is.
+            head: (tensors for the next stage, target, loss_fn) to a loss of the stage's own, or, where the method
+                predicts gradients, the network of a :class:`GradientHead`.
+            traits: facts about module and loss.
+            tied: the parameters of each of its ties, by their first names in the uncut model.
 
         Raises:
-            ConfigError: the method's weights cannot be kept for the module, or the optimizer is none for it.
+            ConfigError: If the method's weights cannot be kept for the module, or the optimizer cannot train it.
         """
         pipeline, method, gradients = spec.pipeline, spec.pipeline.method, spec.gradients
         assert method.weights is not None
@@ -135,7 +139,7 @@ class Stage:
         self.optimizer = stage_optimizer(spec.optimizer, dict(self.named_parameters()), where=self.where)
         self.lr_schedule: LRScheduler | None = None
         self.lr_updates: int | None = None  # after so many the schedule is at its end; None: it has none
-        self._traits, self._remember, self._lr_factor = traits, remember, pipeline.lr_factor(index)
+        self._traits, self._lr_factor = traits, pipeline.lr_factor(index)
         self.mitigation = mitigation_of(pipeline, index, self.optimizer, self._lr_factor) if self.optimizer else None
         named = ((n, p) for n, p in module.named_parameters(remove_duplicate=False) if id(p) not in self._is_tied)
         self.average = WeightAverage(named, spec.ema) if spec.ema is not None and self.optimizer is not None else None
@@ -147,8 +151,9 @@ class Stage:
             if self.optimizer or self.ties
             else None
         )
-        if self._policy is not None and (method.weights == "2bw" or (pipeline.delays[index] and not method.spec.flush)):
-            self._check_weights(method.weights)
+        is_delayed = method.weights == "2bw" or (pipeline.delays[index] and not method.spec.flush)
+        if self._policy is not None and is_delayed and method.weights in ("stash", "2bw"):
+            check_versions(self._trained, self.where)
         self._forward_version: int | None = None  # None: the newest
         self._first_version = 0  # of the segment
         self._device, self._within = device, spec.precision.autocasting(device)
@@ -156,7 +161,10 @@ class Stage:
         if self.is_last or self._trained is not module:
             own_head = None if self.is_last else head
             self.loss = StageLoss(spec, traits.loss, head=own_head, within=self._within, where=self.where)
-        self._call_module = call_of(module, compiled=spec.precision.compile)
+        self._part: Any = module if is_part(module) else None
+        if self._part is not None and spec.precision.compile:
+            self._part.compile_units(**COMPILED)
+        self._call_module = call_of(module, traits.layout, compiled=spec.precision.compile and self._part is None)
         if self._splits:
             self._deferred = DeferredGradients(module, f"stage {index}")
             self._call_module = self._deferred.while_ready(self._call_module)
@@ -165,7 +173,7 @@ class Stage:
         self._learns_locally = method.spec.local_losses
         self._epoch = 0
         self._seed, self._random = spec.seed, RandomStreams(spec.seed, index, traits.draws)
-        self._rereads_weights = False  # whether a backward needs the weights of its forward in the module
+        self._draws_common = self._part is not None and bool(self._part.draws[0])
         self._set_mode(training=True)
 
     @property
@@ -222,6 +230,8 @@ class Stage:
         self._first_version, self._forward_version = self.version, None
         self.tally = StepStats()
         self.faults.forget()
+        if self._part is not None:
+            self._part.take_changes()
         self._set_mode(training=training)
         # Gradients that an interrupted segment, or the user, has left there belong to no group.
         self.in_flight.clear()
@@ -237,8 +247,6 @@ class Stage:
         if training:
             self._check_trains_the_same()
             self._trained.zero_grad()
-            hooks = (p._backward_hooks or p._post_accumulate_grad_hooks for p in self._trained.parameters())
-            self._rereads_weights = self._traits.recomputes or any(hooks)
 
     def _check_trains_the_same(self) -> None:
         """Raise ConfigError if another parameter takes a gradient than at the start."""
@@ -278,33 +286,32 @@ class Stage:
         target, counts = (None, None) if self.loss is None else self.loss.wanted(wanted)
         leaves = self._leaves_of(acts) if self.index > 0 else acts
         if target is not None:
-            target = target.to(acts[0].device, non_blocking=True)
+            target = target.to(self._device, non_blocking=True)
         version = self.version if self._forward_version is None else self._forward_version
         kept = self.in_flight[micro_batch] = InFlight(leaves, target, version)
         if counts is not None:
             kept.loss_weight, kept.num_terms = counts[0].tolist()
         given = leaves
-        if not keep_graph:  # the module may overwrite what it is given, and its buffers, which the replay needs
+        if not keep_graph:  # the module may overwrite its inputs and its buffers, which the replay needs
             given = tuple(leaf.clone() for leaf in leaves)
             kept.buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-            if self._remember is not None:
-                kept.as_then = self._remember()
-        with_graph = keep_graph or self._traits.asks_for_graph
-        self._random.seed(micro_batch, given[0].device)
-        with torch.set_grad_enabled(with_graph), self._weights_of(kept.version, forward=True):
+        if self._part is not None:
+            self._part.keep_tape = not keep_graph
+        self._seed_forward(micro_batch)
+        with torch.set_grad_enabled(keep_graph), self._weights_of(kept.version, forward=True):
             with self._watching_buffers(self.module):
                 out = self._call(given)
-            outs = self._taken_apart(out)
+            outs = unpacked(out)
+            out = self._as_given_to_loss(out, outs)
             last = outs if self.loss is None else (self.loss(out, kept.target, kept.num_terms),)
         if self.loss is not None:
             if self.loss.looks:
                 kept.measured = self.loss.look(out, kept.target)
-            out, loss = self._lasting(outs)[0] if self.is_last else None, last[0]
-            if not keep_graph:  # nor one that the module asked for
-                out, loss = out.detach() if out is not None else None, loss.detach()
-            kept.output_and_loss = out, loss
+            kept.output_and_loss = self._lasting(outs)[0] if self.is_last else None, last[0]
         if keep_graph:
             kept.grad_edges = self._grad_edges_of(last, micro_batch)
+        elif self._part is not None:
+            kept.tape, self._part.tape = getattr(self._part, "tape", None), None
         return () if self.is_last else self._lasting(tuple([out.detach() for out in outs]))
 
     def _lasting(self, outs: Tensors) -> Tensors:
@@ -322,14 +329,16 @@ class Stage:
     def recompute(self, micro_batch: int) -> None:
         """Replay a forward from its stored input with the present weights, and keep the graph.
 
-        Dropout draws what it drew, and the module sees the buffers, counters and generators that the forward saw. What
-        it makes of them is thrown away: BatchNorm's running statistics moved in the forward.
+        Dropout draws the same numbers again, and the module sees the buffers that the forward saw. Its changes of them
+        are thrown away: BatchNorm's running statistics moved in the forward. Of a stage of a model only its own calls
+        run again, and not the user's Python between them.
         """
         kept = self.in_flight[micro_batch]
-        self._random.seed(micro_batch, kept.acts[0].device)
-        with kept.as_then():
-            out = self._call(kept.acts, kept.buffers)
-            last = self._taken_apart(out) if self.loss is None else (self.loss(out, kept.target, kept.num_terms),)
+        self._seed_forward(micro_batch)
+        out = self._call(kept.acts, kept.buffers, kept.tape)
+        kept.tape, last = None, unpacked(out)
+        if self.loss is not None:
+            last = (self.loss(self._as_given_to_loss(out, last), kept.target, kept.num_terms),)
         kept.grad_edges = self._grad_edges_of(last, micro_batch)
 
     def backward(self, micro_batch: int, grads: Tensors) -> Tensors:
@@ -351,7 +360,7 @@ class Stage:
         if paired := [(end, grad) for end, grad in zip(kept.grad_edges, grads, strict=True) if end is not None]:
             ends, grads = zip(*paired, strict=True)
             self._random.seed(micro_batch, self._device, BACKWARD)
-            with self._weights_of(kept.version) if self._rereads_weights else NEWEST:
+            with self._weights_of(kept.version):  # a backward may compute with them again, as checkpointing does
                 torch.autograd.backward(ends, grads)
         self.tally.staleness.append(self.version - kept.version)
         if self.ties:
@@ -468,9 +477,9 @@ class Stage:
 
         ``wanted`` is that of :meth:`forward`.
         """
-        self._random.seed(micro_batch, acts[0].device)
+        self._seed_forward(micro_batch)
         out = self._call(acts)
-        outs = self._taken_apart(out)
+        outs = unpacked(out)
         if not self.is_last:
             return self._lasting(outs)
         assert self.loss is not None
@@ -479,35 +488,12 @@ class Stage:
 
     def _set_mode(self, *, training: bool) -> None:
         self._trained.train(training)
-        mode = 0 if training else 1
-        # An in-place operation on what came in would overwrite a leaf, and in one process also what the
-        # upstream stage keeps for its backward. The data's own input is not shared.
-        self._overwrites = self._traits.overwrites[mode] if self.index > 0 else ()
-        self._takes, self._returns = self._traits.takes[mode], self._traits.returns[mode]
-        self._lies_in_stage = self._traits.lies_in_stage[mode]
+        self._lies_in_stage = self._traits.lies_in_stage[0 if training else 1]
 
-    def _check_weights(self, weights: str) -> None:
-        """Refuse parameters whose versions cannot be kept, or which a backward wants in a version that is not kept."""
-        if self.mitigation is not None and self.mitigation.forwards_ahead and self._traits.writes:
-            raise ConfigError(
-                f"stage {self.index}: its forward writes to parameter '{self._traits.writes[0]}', but with "
-                "method.mitigation=predict or nesterov a forward sees a copy of the weights, where that would be lost; "
-                "use another mitigation"
-            )
-        if weights == "2bw" and self._traits.replaces:
-            raise ConfigError(
-                f"stage {self.index}: its forward replaces the data of parameter '{self._traits.replaces[0]}', but "
-                "with method.weights=2bw it sees the weights before the last update, and the newest would not have it; "
-                "write to it in place, or choose another method"
-            )
-        if weights in ("stash", "2bw"):
-            check_versions(self._trained, f"stage {self.index}")
-        elif weights == "latest" and self._traits.recomputes:
-            raise ConfigError(
-                f"stage {self.index} computes again in its backward, as activation checkpointing does, but with "
-                "method.weights=latest the weights are others by then; use method.weights=stash or recompute, or no "
-                "checkpointing in the model"
-            )
+    def _seed_forward(self, micro_batch: int) -> None:
+        self._random.seed(micro_batch, self._device)
+        if self._draws_common:
+            self._part.seeds = self._random.seeds_of(micro_batch)
 
     def _weights_of(self, version: int, *, forward: bool = False) -> AbstractContextManager[None]:
         """Have the module compute with ``version`` inside, as far as it is kept, or what a ``forward`` sees of it."""
@@ -516,24 +502,17 @@ class Stage:
             return NEWEST
         return policy.forward_weights(version) if forward else policy.weights_of(version)
 
-    def _call(self, acts: Tensors, buffers: dict[str, Tensor] | None = None) -> Any:
-        if any(self._overwrites):
-            acts = tuple(act.clone() if mine else act for act, mine in zip(acts, self._overwrites, strict=True))
-        argument = packed(acts) if self._takes is None else self._takes.build(acts)
+    def _call(self, acts: Tensors, buffers: dict[str, Tensor] | None = None, tape: Any = None) -> Any:
         with self._within():
             try:
-                return self._call_module(argument, buffers)
+                return self._call_module(acts, buffers, tape)
             except IndexError:  # torch's own text names nothing
-                refuse_unknown_ids(self.module, argument, self.where)
+                refuse_unknown_ids(self.module, acts, self._traits.layout, self.where)
                 raise
 
-    def _taken_apart(self, out: Any) -> Tensors:
-        """Return the tensors of what the module has returned."""
-        if self._returns is not None:
-            return self._returns.take_apart(out, f"stage {self.index}")
-        if isinstance(out, Tensor):
-            return (out,)
-        return unpacked(out)
+    def _as_given_to_loss(self, out: Any, outs: Tensors) -> Any:
+        """Return the output as the loss takes it; a local loss takes the tensor for the next stage."""
+        return out if self.is_last or len(outs) != 1 else outs[0]
 
     def _grad_edges_of(self, outs: Tensors, micro_batch: int) -> GradEdges:
         """Return where the backward of ``outs`` starts; the tensors themselves are free once they have been sent."""

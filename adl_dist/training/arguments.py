@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from adl_dist.errors import ConfigError
-from adl_dist.partition.module_state import modes_kept
 from adl_dist.schedule import Method
 
 
@@ -106,10 +105,11 @@ def noticed(model: nn.Module, loss_fn: object, dtype: torch.dtype) -> list[str]:
     if narrow:
         notes.append(f"{_shown(narrow)} of the model become {computed}, in which weights are kept and updated")
     if model.training:
-        before = {module for module in model.modules() if module.training}
-        with modes_kept(model):
-            model.train()
-            woken = [name for name, module in model.named_modules() if module.training and module not in before]
+        modes = {module: module.training for module in model.modules()}
+        model.train()
+        woken = [name for name, module in model.named_modules() if module.training and not modes[module]]
+        for module, mode in modes.items():
+            module.training = mode
         if woken:
             notes.append(
                 f"{_shown(woken)} is in eval mode, but training puts all modules in train mode; one that is to stay in "

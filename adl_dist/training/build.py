@@ -32,14 +32,13 @@ from adl_dist.stage.heads import build_gradient_network, build_head, normalises_
 from adl_dist.stage.loss_terms import LossTerms, class_loss, loss_terms
 from adl_dist.stage.own_loss import MeanOf, OnSeveral
 from adl_dist.training.agreement import LENGTH, MADE, check_consistent, exchange, read
-from adl_dist.training.edges import COUNTS, connect_stages
+from adl_dist.training.edges import COUNTS, connect_stages, varies
 from adl_dist.training.input import DeviceLoader, Loaders
 from adl_dist.training.links import links_between
 from adl_dist.training.partitioned_model import Measuring, PartitionedModel, Settled
 from adl_dist.training.trial import samples as samples_of
 from adl_dist.training.trial.findings import Agreed
 from adl_dist.training.trial.loss_checks import ReturnsSumError, check_first_targets
-from adl_dist.training.trial.replayed_state import remembered
 from adl_dist.training.trial.samples import Samples
 from adl_dist.training.warm_up import check_without_warm_up, needs_warm_up, warm_up
 from adl_dist.training.warm_updates import warm_up_updates
@@ -164,7 +163,7 @@ def rehearse(
 ) -> None:
     """Do beforehand what would make the first micro-batches wait."""
     device = world.device
-    if samples.varies:
+    if samples.varies or any(map(varies, agreed.acts.values())):
         check_without_warm_up(world.backend)
     elif needs_warm_up(spec, device):
         warm_up(contexts, spec, device, agreed.acts, samples, loss_terms(spec.loss_fn, samples.one[1]))
@@ -334,9 +333,7 @@ def build_stage(
         spec.precision.place(head, device)
         for classifier in head.children():  # each makes outputs of its own
             mark_roles(classifier, prefix="head:")
-    traits = agreed.traits[k]
-    remember = partial(remembered, module, spec.loss_fn) if method.replays and traits.moves_more else None
-    return Stage(module, k, spec, device=device, head=head, traits=traits, remember=remember, tied=tied)
+    return Stage(module, k, spec, device=device, head=head, traits=agreed.traits[k], tied=tied)
 
 
 def schedule_learning_rates(

@@ -13,7 +13,7 @@ from adl_dist.schedule import Pipeline, max_pending_of
 from adl_dist.schedule.actions import TIED, Message, Op, Tie, tied_message
 from adl_dist.stage import Stage
 from adl_dist.stage.tied import TiedWeights
-from adl_dist.training.trial.homes import units_of
+from adl_dist.training.trial.findings import units_of
 from adl_dist.transport.channel import LocalChannel
 from adl_dist.transport.coded import CODED, CodedChannel, CodedReceiver, CodedSender
 from adl_dist.transport.coding import Coder

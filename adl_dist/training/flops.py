@@ -6,8 +6,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from adl_dist.batch import call
 from adl_dist.stage import TrainSpec
+from adl_dist.streams import streams_kept
 from adl_dist.training.trial.samples import Samples
-from adl_dist.training.trial.snapshot import restored_after
 
 # Dense, of bfloat16 with sums in float32, in 1e12 operations per second, as the maker's data sheets say.
 PEAK_TFLOPS = {
@@ -30,20 +30,15 @@ def peak_tflops(given: float | None, spec: TrainSpec, device: torch.device) -> f
 
 
 def flops_per_sample(model: nn.Module, spec: TrainSpec, samples: Samples, device: torch.device) -> float | None:
-    """Return the operations of forward and backward of one sample, as torch counts them; all is as before.
+    """Return the operations of forward and backward of one sample, as torch counts them; it moves ``model``.
 
-    Counted are matrix products, convolutions and attention. None: it cannot be told, because lengths change, or nothing
-    of this is in the model.
+    Counted are matrix products, convolutions and attention. Return None if lengths change, or if the model has none of
+    these.
     """
     if samples.varies:
         return None
     batch = samples.pair[1]
-    with (
-        restored_after(model, [], spec, device) as found,
-        FlopCounterMode(display=False) as counter,
-        torch.enable_grad(),
-    ):
-        found.begin()
+    with streams_kept(device), FlopCounterMode(display=False) as counter, torch.enable_grad():
         model.train()
         target = batch.target.to(device)
         with spec.precision.autocasting(device)():

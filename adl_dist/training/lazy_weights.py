@@ -16,6 +16,7 @@ from adl_dist.checkpoint.storage import SUFFIX
 from adl_dist.checkpoint.weight_files import WeightFiles, check_same, check_tied
 from adl_dist.errors import CheckpointError, ConfigError
 from adl_dist.optimizers.roles import keep_role
+from adl_dist.partition.stage_module import StageModule
 from adl_dist.seeds import weights_seed
 from adl_dist.streams import streams_kept
 
@@ -80,13 +81,16 @@ class LazyWeights:
         return [float(value) for value in sample]
 
     def make(self, module: nn.Module) -> None:
-        """Make all tensors of ``module``, a part of the model by whose names they go, in their present dtypes."""
+        """Make all tensors of ``module``, the model or a stage of it, in their present dtypes."""
         made: dict[int, Tensor] = {}
+        root, wanted = module, {name for name, _ in _registered(module)}
+        if isinstance(module, StageModule):
+            root, wanted = vars(module)["model"], wanted | module.plan.everywhere
         # Resets are first: that of a layer may reset the layers in it, too, so what is read has no values yet. What
         # holds others is the last to reset, as when built.
         for make in (self._reset_values, self._read_or_drawn):
-            for name, layer in reversed(list(_layers(module))):
-                own = {_full(name, key): (key, t) for key, t in _own(layer) if t.is_meta}
+            for name, layer in reversed(list(_layers(root))):
+                own = {_full(name, key): (key, t) for key, t in _own(layer) if t.is_meta and _full(name, key) in wanted}
                 new = {full: made[id(t)] for full, (_, t) in own.items() if id(t) in made}
                 new |= make(name, layer, {full: t for full, (_, t) in own.items() if full not in new})
                 for full, value in new.items():
@@ -94,6 +98,8 @@ class LazyWeights:
                     if value.shape != old.shape:
                         raise ConfigError(f"'{full}' should have shape {list(old.shape)}, found {list(value.shape)}")
                     made[id(old)] = _put(layer, key, old, value)
+                    if isinstance(module, StageModule):
+                        module.replace(full, made[id(old)])
 
     def _read_or_drawn(self, name: str, layer: nn.Module, todo: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors ``todo`` of a layer, from the files or by the model's ``draw_parameter``."""

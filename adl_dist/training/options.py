@@ -19,10 +19,11 @@ class PartitionSpec:
     """The cut of a model into stages.
 
     Attributes:
-        balance: ``even``; ``auto``: measured before the first step, once; the number of units of each stage; or the
-            names of the units where stages 1..K-1 begin.
-        granularity: ``layer``, also inside blocks, or ``block``; None: ``layer`` if ``balance`` is ``auto`` or names,
-            else ``block``.
+        balance: ``flops``: the slowest stage has as few floating-point operations and bytes as can be, between blocks
+            where that is even enough, else inside them; ``even``: as many units; ``auto``: measured before the first
+            step, once; the number of blocks of each stage; or the names of the units or blocks where stages 1..K-1
+            begin.
+        granularity: the finest place of a cut: ``layer``, also inside blocks, or ``block``.
         speeds: speeds of the stages' devices relative to the one that measures; None: all equal.
         links: what the link of each process to all others carries, like ``100mbit,50ms``, or with ``/`` between them
             what each link between neighbours does, by which ``balance="auto"`` and ``method.delay=auto`` choose;
@@ -36,8 +37,8 @@ class PartitionSpec:
         ConfigError: none of these.
     """
 
-    balance: str | Sequence[int] | Sequence[str] = "even"
-    granularity: str | None = None
+    balance: str | Sequence[int] | Sequence[str] = "flops"
+    granularity: str = "layer"
     speeds: Sequence[float] | None = None
     links: str | None = None
     verify: bool = True
@@ -45,26 +46,20 @@ class PartitionSpec:
 
     def __post_init__(self) -> None:
         kinds = {type(entry) for entry in self.balance} if isinstance(self.balance, list | tuple) else set()
-        if self.balance not in ("even", "auto") and kinds not in ({int}, {str}):
+        if self.balance not in ("flops", "even", "auto") and kinds not in ({int}, {str}):
             raise ConfigError(
-                f"partition.balance={self.balance!r} is none of 'auto', 'even', a list of units per stage, like [3,2], "
-                "and a list of the units where stages 1.. begin, like [layer2.0]"
+                f"partition.balance={self.balance!r} is not one of 'flops', 'even', 'auto', a list of blocks per stage, "
+                "like [3,2], or a list of the units where stages 1.. begin, like [layer2.0]"
             )
         if self.tied not in ("share", "untie"):
             raise ConfigError(f"partition.tied: there is no '{self.tied}'; choose one of share, untie")
-        if self.granularity not in (None, "layer", "block"):
+        if self.granularity not in ("layer", "block"):
             raise ConfigError(f"partition.granularity: there is no {self.granularity!r}; choose one of layer, block")
         for name in ("speeds", "links"):
             if getattr(self, name) is not None and self.balance != "auto":
                 raise ConfigError(f"partition.{name} weighs a measured cut; it needs partition.balance=auto")
         if self.links is not None and self.links != "auto":
             parse_links(self.links, LINKS)
-
-    @property
-    def units(self) -> str:
-        """The granularity, settled: ``layer`` or ``block``."""
-        by_name = self.balance == "auto" or (self.balance != "even" and isinstance(self.balance[0], str))
-        return self.granularity or ("layer" if by_name else "block")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import json
 import logging
 import platform
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -23,11 +23,11 @@ from adl_dist.checkpoint.state import signature
 from adl_dist.codecs import PLAIN
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.links import LINKS, Links, parse_links
-from adl_dist.partition import Chain, Machine, check_same_chain, checked_sizes, even_sizes, linearise
-from adl_dist.partition.chain import has_layer_list, has_plain_units
+from adl_dist.partition import Chain, CutImpossibleError, Machine, StageModule, checked_sizes, even_sizes, flops_sizes
+from adl_dist.partition.chain import copied_model
 from adl_dist.partition.costs import Profile
+from adl_dist.partition.cut import attempt, begins_of, loads_of
 from adl_dist.partition.imbalance import why_uneven
-from adl_dist.partition.measure import measure
 from adl_dist.partition.predict import best_cut, unevenness, with_delays
 from adl_dist.schedule import Method, Pipeline
 from adl_dist.stage import TrainSpec
@@ -38,13 +38,9 @@ from adl_dist.training.flops import flops_per_sample, peak_tflops
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.lazy_weights import LazyWeights
 from adl_dist.training.options import PartitionSpec
-from adl_dist.training.split_costs import with_split_costs
-from adl_dist.training.tied_copies import TiedCopies, copied
-from adl_dist.training.trial.findings import Agreed, CutImpossible
-from adl_dist.training.trial.known_values import KnownValues
-from adl_dist.training.trial.meta_trial import MetaTrial
+from adl_dist.training.tied_copies import TiedCopies
+from adl_dist.training.trial.findings import Agreed
 from adl_dist.training.trial.samples import NUM_SAMPLES, Samples
-from adl_dist.training.trial.snapshot import restored_after
 from adl_dist.training.trial.trial import Trial, check_trains, in_a_memory_format
 from adl_dist.transport.coding_speed import coding_costs
 from adl_dist.transport.spec import TensorSpec
@@ -83,20 +79,21 @@ class Settled(NamedTuple):
 
 
 class PartitionedModel:
-    """A model and its cut, made before the first step, when there are samples to try it out with.
+    """A model and its cut, made before the first step, when there are samples to run it on.
 
     Attributes:
         spec: where to cut.
+        begins: names of the units where stages 1..K-1 begin: of a run that continues, until the model is cut.
         signature: names and shapes of all parameters and buffers of the uncut model.
-        modules: the parts of the model that this process holds, by stage; the whole model until it is cut.
-        sizes: units of each stage; None: not cut yet.
+        modules: the stages that this process holds; the whole model until it is cut.
+        sizes: units of each stage; None before it is cut.
         warning: why the cut leaves most of the work to one stage, where that is known; else None.
-        initial: samples of the weights that training begins with; empty: those of a checkpoint.
+        initial: samples of the weights that training begins with; empty for those of a checkpoint.
         ties: the weights of which several stages hold a copy; none before it is cut.
         notes: what the user should know of the cut, a line each.
-        verify_seconds: how long the comparison with the uncut model took; None: there was none.
+        verify_seconds: how long the comparison with the uncut model took; None if there was none.
         weights: what makes the tensors of this process's stages, if the model is on meta; else None.
-        flops: of forward and backward of a sample, as a share of a device's peak in a second; None: not known.
+        flops: of forward and backward of a sample, as a share of a device's peak in a second; None if not known.
     """
 
     def __init__(
@@ -110,11 +107,10 @@ class PartitionedModel:
     ) -> None:
         """Take ``model``, to be cut into ``num_stages``, of which this process keeps ``own``.
 
-        ``weights``: what makes its tensors, if it is on meta.
+        ``weights`` makes its tensors, if it is on meta.
 
         Raises:
-            ConfigError: the speeds or links do not fit K, or a model on meta cannot be cut as it is asked for.
-            PartitionError: there are too few units, as far as that is known without reading the forward.
+            ConfigError: If the speeds or links do not fit K, or a model on meta would have to be measured.
         """
         self._num_stages, self._own, self.spec = num_stages, list(own), spec
         speeds = spec.speeds
@@ -123,15 +119,18 @@ class PartitionedModel:
         if spec.links is not None and spec.links != "auto":
             parse_links(spec.links, LINKS).for_stages(num_stages, LINKS)
         self.weights = weights
-        if weights is not None:
-            check_lazy(model, spec)
-        if type(model) is nn.Sequential and spec.units == "block" and num_stages > 1:
-            check_counts(model, num_stages, spec.balance)
+        if weights is not None and spec.balance == "auto":
+            raise ConfigError(
+                "partition.balance=auto measures units with their weights, but the model is on torch.device('meta'); "
+                "use flops, or the list that adl-dist plan prints, or build the model with its weights "
+                "(runtime.lazy=false)"
+            )
         self.signature = signature(model)
         of_stream = {"stream of the weights": weights.stream} if weights is not None else None
         state = model.state_dict()
         self.initial = of_stream or sampled((name, state[name]) for name in self.signature)
-        self._model: nn.Module | None = model
+        self._model: nn.Module | None = model  # until a process has only some of the stages
+        self.begins: list[str] = []
         self.modules: dict[int, nn.Module] = dict.fromkeys(self._own, model)
         self.sizes: list[int] | None = None
         self.ties = TiedCopies()
@@ -141,31 +140,32 @@ class PartitionedModel:
         self.flops: float | None = None
         self.peak_tflops: float | None = None  # of a device, if that is given
         self._settled: Settled | None = None
-        self._home: dict[str, tuple[int, torch.dtype | None]] = {}
+        self._home: dict[str, tuple[int, torch.dtype]] = {}
 
     def full_state_dict(self, *, distributed: bool) -> dict[str, Any]:
         """Return parameters and buffers of the whole model, on the CPU; if ``distributed``, every rank must call it.
 
         Extra state of modules is that of this process's stages.
         """
-        if self._model is not None and self.weights is not None:
+        if self.sizes is None and self.weights is not None:
             raise ConfigError("the model is on torch.device('meta') until fit or evaluate has made each process's part")
-        if self._model is not None:
-            return {name: _plain(tensor) for name, tensor in self._model.state_dict().items()}
         own = {k: module.state_dict() for k, module in self.modules.items()}
-        if self._num_stages == 1:  # its modules may be others than at the start
-            return {name: _plain(tensor) for name, tensor in own[0].items()}
+        if self.sizes is None or self._num_stages == 1:  # its modules may be others than at the start
+            return {name: _plain(tensor) for name, tensor in own[self._own[0]].items()}
         full: dict[str, Any] = {}
-        extra: dict[str, Any] = {}
         for name, (stage, dtype) in self._home.items():
-            if dtype is None:  # extra state, which no message carries
-                extra |= {name: own[stage][name]} if stage in own else {}
-                continue
             tensor = _plain(own[stage][name]) if stage in own else torch.empty(self.signature[name], dtype=dtype)
             if distributed:
                 dist.broadcast(tensor, src=stage % dist.get_world_size())
             full[name] = tensor
+        extra = {name: value for state in own.values() for name, value in state.items() if is_extra_state(name)}
         return {name: full[name] for name in self.signature} | extra
+
+    def give_buffers(self) -> None:
+        """Put buffers that forwards of stages have replaced into the user's model, too."""
+        for module in self.modules.values():
+            if isinstance(module, StageModule):
+                module.give_buffers()
 
     def finalize(
         self,
@@ -176,37 +176,35 @@ class PartitionedModel:
         device: torch.device,
         measuring: Measuring | None,
     ) -> Settled:
-        """Cut the model, try it out with ``samples`` and compare it with the uncut one; the same on every rank.
+        """Cut the model, run it on ``samples`` and compare it with the uncut one; the same on every rank.
 
         The process of stage 0, which alone has ``measuring``, measures if that is asked for.
 
         Raises:
-            ConfigError: a part of the model or the loss does not take what it gets, or there is nothing to train.
-            PartitionError: the model cannot be cut like that, no cut fits into memory, or the cut one is another.
-            StageFailed, ChannelError: the rank that measures did not come to an end.
+            ConfigError: If a stage or the loss does not take what it gets, or there is nothing to train.
+            PartitionError: If the model cannot be cut like that, no cut fits into memory, or the stages compute
+                something else than the uncut model.
+            StageFailed, ChannelError: If the rank that measures did not come to an end.
         """
-        if self._settled is not None:
-            return self._again(samples, device)
+        if self._settled is not None and (known := self._known(samples)) is not None:
+            return known
         assert self._model is not None
         settle = partial(self._settle, store, samples, device, measuring)
-        # A library's own forward asks for values, of masks and positions, also on meta.
-        asks = self.weights is not None and has_layer_list(self._model)
-        with _collector_off(), KnownValues() if asks else nullcontext():
-            (spec, agreed, sizes, stages), is_plain = in_a_memory_format(self._model, spec, samples, settle)
-        self._cut(sizes, stages)
-        if isinstance(spec.loss_fn, nn.Module):  # the trial may have taken it to the CPU, where there was more room
-            spec.loss_fn.to(device)
+        with _collector_off():
+            (spec, agreed, chain, sizes), is_plain = in_a_memory_format(self._model, spec, samples, settle)
+            self._cut(chain, sizes)
         if self.ties.stages:
             spec = replace(spec, pipeline=replace(spec.pipeline, tied=self.ties.stages))
         if self.weights is not None:
             for module in self.modules.values():
                 self.weights.make(module)
             self.weights = None
-        settled = Settled(spec, agreed, samples, self._trained())
+        if isinstance(spec.loss_fn, nn.Module):
+            spec.loss_fn.to(device)
         if is_plain:
             self._note("channels_last is off: the model runs in the plain memory format only")
-        self._settled = settled
-        return settled
+        self._settled = Settled(spec, agreed, samples, self._trained())
+        return self._settled
 
     def _settle(
         self,
@@ -215,105 +213,91 @@ class PartitionedModel:
         device: torch.device,
         measuring: Measuring | None,
         spec: TrainSpec,
-    ) -> tuple[TrainSpec, Agreed, list[int], list[nn.Module]]:
-        """Return the spec, findings, sizes and stages that are settled in the memory format of ``spec``."""
+    ) -> tuple[TrainSpec, Agreed, Chain | None, list[int]]:
+        """Return the spec, findings, units and sizes that are settled in the memory format of ``spec``."""
         assert self._model is not None
-        make_trial = Trial if self.weights is None else MetaTrial
-        trial = make_trial(self._model, spec, samples, device)
-        chain = None
+        trial, chain, delays = Trial(self._model, spec, samples, device), None, spec.pipeline.nominal_delays
         if self._num_stages > 1 or not isinstance(self.spec.balance, str):
-            with spec.precision.autocasting(trial.device)():
-                lengths, units, keeps = trial.readings, self.spec.units, keeps_ties(spec.pipeline.method)
-                chain = linearise(
-                    self._model, granularity=units, samples=lengths[0], varies=samples.varies, keeps_ties=keeps
-                )
-                for of_length in lengths[1:]:
-                    check_same_chain(chain, self._model, of_length, granularity=units)
+            chain = trial.chain(granularity=self.spec.granularity, keeps_ties=keeps_ties(spec.pipeline.method))
         if chain is None or self._num_stages == 1:
             if chain is not None:
-                checked_sizes(chain, 1, self.spec.balance)
-            sizes, stages = [1], [self._model]
-            agreed, delays = trial.run(stages, verify=self.spec.verify), spec.pipeline.nominal_delays
+                checked_sizes(chain, 1, self.spec.balance)  # type: ignore[arg-type]
+            chain, sizes, agreed = None, [1], trial.run()
         else:
-            sizes, stages, agreed, delays = self._choose(trial, chain, store, measuring)
+            sizes, agreed, delays = self._choose(trial, chain, store, measuring)
         if spec.pipeline.method.awaits_delays:
             spec = replace(spec, pipeline=Pipeline(spec.pipeline.method.with_delays(delays), self._num_stages))
         self.verify_seconds = trial.verify_seconds
-        if self.weights is not None:
-            self._note_lazy()
-        elif self.verify_seconds is not None and self._num_stages > 1:
+        if trial.is_lazy:
             self._note(
-                f"the cut model was found equal to the uncut one on {NUM_SAMPLES} samples in "
-                f"{self.verify_seconds:.2f} s"
+                "each process makes or reads the weights of its own stages only; the stages were run on shapes, and "
+                "their values were not compared with the uncut model's, since no process holds all weights"
+            )
+        elif self.verify_seconds is not None:
+            self._note(
+                f"the stages were found equal to the uncut model on {NUM_SAMPLES} samples in {self.verify_seconds:.2f} s"
             )
         peak = peak_tflops(self.peak_tflops, spec, device)
-        if peak is not None and measuring is not None and self.weights is None and agreed.learns:
-            flops = flops_per_sample(self._model, spec, samples.to(trial.device, channels_last=False), trial.device)
+        if peak is not None and measuring is not None and not trial.is_lazy and agreed.learns:
+            flops = flops_per_sample(copied_model(trial.model), spec, trial.samples, trial.device)
             self.flops = None if flops is None else flops / (1e12 * peak)
-        return spec, agreed, sizes, stages
-
-    def _note_lazy(self) -> None:
-        """Say what a model on meta was compared by."""
-        compared = "the operations of the cut model were not compared with the uncut one's (partition.verify=false)"
-        if self.verify_seconds is not None:
-            compared = (
-                f"the cut model was found to do the same operations as the uncut one in {self.verify_seconds:.2f} s; "
-                "values were not compared, since no process holds all weights"
-            )
-        self._note(f"each process makes or reads the weights of its own stages only; {compared}")
+        return spec, agreed, chain, sizes
 
     def _choose(
-        self, trial: Trial | MetaTrial, chain: Chain, store: dist.Store, measuring: Measuring | None
-    ) -> tuple[list[int], list[nn.Module], Agreed, tuple[int, ...]]:
-        """Return sizes, stages, findings and nominal delays of the cut that was asked for, or can be made."""
-        balance = self.spec.balance
-        verify = self.spec.verify and balance != "auto"
-        while True:
-            explicit = not isinstance(balance, str)
-            sizes = checked_sizes(chain, self._num_stages, balance) if explicit else even_sizes(chain, self._num_stages)
-            stages = chain.pieces(sizes)
-            try:
-                agreed = trial.run(stages, verify=verify, is_final=balance != "auto")
-                break
-            except CutImpossible as error:
-                if explicit:
-                    raise
-                chain.forbidden.setdefault(sum(sizes[: error.stage + 1]) - 1, error.reason)
-        if balance == "even":  # nothing is measured; but units may be had in few places only
+        self, trial: Trial, chain: Chain, store: dist.Store, measuring: Measuring | None
+    ) -> tuple[list[int], Agreed, tuple[int, ...]]:
+        """Return sizes, findings and nominal delays of the cut that was asked for, or can be made."""
+        balance, delays = self.spec.balance, trial.spec.pipeline.nominal_delays
+        run = partial(trial.run, chain, verify=self.spec.verify)
+        if balance == "auto":
+            key = SIZES[bool(trial.spec.precision.channels_last)]
+            if measuring is None:
+                found = read(store, key, 0)
+                sizes, delays = found["sizes"], tuple(found["delays"])
+            else:
+                sizes, delays = self._measured(trial, chain, measuring)
+                store.set(key, json.dumps({"sizes": sizes, "delays": delays}))
+            return sizes, run(sizes), delays
+        fixed = self._fixed_sizes(chain)
+        choose = flops_sizes if balance == "flops" else even_sizes
+        sizes, agreed = attempt(
+            chain,
+            lambda: fixed or choose(chain, self._num_stages),
+            lambda sizes: (sizes, run(sizes)),
+            fixed=fixed is not None,
+        )
+        self._note(cut_note(chain, sizes))
+        if fixed is None:
             reasons = [chain.forbidden.get(unit, "") for unit in range(len(chain.units))]
+            loads = loads_of(chain, sizes) if balance == "flops" else sizes
             if any(reasons):
-                self.warning = why_uneven(chain.units, reasons, sizes, sizes, of="the units")
-        if balance != "auto":
-            begins = ", ".join(chain.units[stop] for stop in accumulate(sizes[:-1]))
-            self._note(f"cut: {list(sizes)} units per stage, the next begins at {begins}")
-            return sizes, stages, agreed, trial.spec.pipeline.nominal_delays
-        key = SIZES[bool(trial.spec.precision.channels_last)]
-        if measuring is None:
-            found = read(store, key, 0)
-            sizes, delays = found["sizes"], tuple(found["delays"])
-        else:
-            sizes, delays = self._measured(trial, chain, measuring)
-            store.set(key, json.dumps({"sizes": sizes, "delays": delays}))
-        stages = chain.pieces(sizes)
-        return sizes, stages, trial.run(stages, verify=self.spec.verify), delays
+                of = "the work" if balance == "flops" else "the units"
+                self.warning = why_uneven(chain.units, reasons, sizes, loads, of=of)
+        return sizes, agreed, delays
 
-    def _measured(
-        self, trial: Trial | MetaTrial, chain: Chain, measuring: Measuring
-    ) -> tuple[list[int], tuple[int, ...]]:
+    def _fixed_sizes(self, chain: Chain) -> list[int] | None:
+        """Return the sizes that were asked for, or those of the run that continues; None if they are to be chosen."""
+        if not isinstance(self.spec.balance, str):
+            return checked_sizes(chain, self._num_stages, self.spec.balance)
+        if self.begins:
+            try:
+                return checked_sizes(chain, self._num_stages, self.begins)
+            except PartitionError as error:
+                self._note(f"the cut of the checkpoint is not used: {error}")
+        return None
+
+    def _measured(self, trial: Trial, chain: Chain, measuring: Measuring) -> tuple[list[int], tuple[int, ...]]:
         """Return the sizes and nominal delays that are best for what is measured now, or was before."""
-        assert self._model is not None
-        assert isinstance(trial, Trial)
-        with restored_after(self._model, [], trial.spec, trial.device):
-            profile = take_profile(
-                self._model,
-                chain,
-                trial.spec,
-                granularity=self.spec.units,
-                sample=trial.one,
-                micro_batch_size=measuring.micro_batch_size,
-                kept_in=measuring.folder / PROFILE if measuring.folder is not None else None,
-                feed=measuring.feed,
-            )
+        profile = take_profile(
+            copied_model(trial.model),
+            chain,
+            trial.spec,
+            granularity=self.spec.granularity,
+            sample=trial.samples.one,
+            micro_batch_size=measuring.micro_batch_size,
+            kept_in=measuring.folder / PROFILE if measuring.folder is not None else None,
+            feed=measuring.feed,
+        )
         codecs, kept_in = trial.spec.precision.codecs, measuring.folder
         if codecs != PLAIN and not profile.coding:
             profile = replace(profile, coding=coding_costs(trial.device))
@@ -333,15 +317,12 @@ class PartitionedModel:
             units = [replace(u, may_cut=u.may_cut and n not in chain.forbidden) for n, u in enumerate(profile.units)]
             balance = best_cut(replace(profile, units=units), pipeline, machine=machine)
             try:
-                trial.run(chain.pieces(balance.sizes), is_final=False)
+                trial.run(chain, balance.sizes)
                 break
-            except CutImpossible as error:
+            except CutImpossibleError as error:
                 chain.forbidden.setdefault(sum(balance.sizes[: error.stage + 1]) - 1, error.reason)
         shown = ", ".join(f"{1000 * seconds:.1f}" for seconds in balance.stage_seconds)
-        begins = ", ".join(chain.units[stop] for stop in accumulate(balance.sizes[:-1]))
-        self._note(
-            f"measured cut: {balance.sizes} units per stage, the next begins at {begins}; {shown} ms per micro-batch"
-        )
+        self._note(f"measured {cut_note(chain, balance.sizes)}; {shown} ms per micro-batch")
         self.warning = unevenness(units, balance)
         return balance.sizes, pipeline.nominal_delays
 
@@ -365,42 +346,36 @@ class PartitionedModel:
         self._note(f"measured delays: {delays} micro-batches, {why}")
         return measured
 
-    def _again(self, samples: Samples, device: torch.device) -> Settled:
-        """Return what was settled before the first call of fit or evaluate, if it holds for these samples, too.
+    def _known(self, samples: Samples) -> Settled | None:
+        """Return what was settled in an earlier call of fit or evaluate, if it holds for these samples, too.
 
         Raises:
-            ConfigError: it does not, and this process does not hold the whole model any more; a parameter that was
-                frozen then is trained now.
+            ConfigError: If it does not, and this process does not hold the whole model any more; or if a parameter that
+                was frozen then is trained now.
         """
-        assert self._settled is not None
         settled = self._settled
+        assert settled is not None
         if self._num_stages > 1 and (unlike := self._trained() - settled.trained):
             raise ConfigError(
                 f"'{min(unlike)}' takes a gradient now, but did not when the model was cut, and stages agreed then on "
                 "the gradients that they send; make a new Trainer, of a model with the weights of full_state_dict()"
             )
         is_new = samples.trains and not settled.samples.trains and self._num_stages == 1  # no backward was looked at
-        if is_new or not settled.holds_for(samples):
-            if isinstance(samples.one[1], Several) is not isinstance(settled.samples.one[1], Several):
-                raise ConfigError(
-                    "the targets of this call are one tensor, and were several in the first call, or the other way "
-                    "round, and the loss was wrapped for those; make a new Trainer for these"
-                )
-            if len(self._own) < self._num_stages:
-                raise ConfigError(
-                    "the samples of this call have another shape or dtype than those that the model was cut with; make "
-                    "a new Trainer for them"
-                )
-            stages = [self.modules[k] for k in range(self._num_stages)]
-            trial = Trial(nn.ModuleList(stages), settled.spec, samples, device)
-            agreed = trial.run(stages, is_final=False)
-            # What was found before holds for any samples.
-            before = settled.agreed.traits
-            traits = {k: replace(found, recomputes=before[k].recomputes) for k, found in agreed.traits.items()}
-            settled = self._settled = settled._replace(agreed=agreed._replace(traits=traits), samples=samples)
-        if samples.trains:
-            check_trains(settled.agreed, samples)
-        return settled
+        if not is_new and settled.holds_for(samples):
+            if samples.trains:
+                check_trains(settled.agreed, samples)
+            return settled
+        if isinstance(samples.one[1], Several) is not isinstance(settled.samples.one[1], Several):
+            raise ConfigError(
+                "the targets of this call are one tensor, and were several in the first call, or the other way round, "
+                "and the loss was wrapped for those; make a new Trainer for these"
+            )
+        if self._model is None:
+            raise ConfigError(
+                "the samples of this call have another shape or dtype than those that the model was cut with; make a "
+                "new Trainer for them"
+            )
+        return None
 
     def _trained(self) -> frozenset[str]:
         parts = self.modules.values()
@@ -410,22 +385,35 @@ class PartitionedModel:
         self.notes.append(text)
         logger.info(text)
 
-    def _cut(self, sizes: list[int], pieces: Sequence[nn.Module]) -> None:
-        self.sizes = sizes
-        self._home = {
-            name: (k, None if is_extra_state(name) else value.dtype)
-            for k, piece in enumerate(pieces)
-            for name, value in piece.state_dict().items()
-        }
-        if missing := self.signature.keys() - self._home.keys():
-            raise PartitionError(f"no stage holds {', '.join(sorted(missing)[:3])}; use partition.num_stages=1")
+    def _cut(self, chain: Chain | None, sizes: list[int]) -> None:
         assert self._model is not None
-        if len(pieces) > 1:
-            self.ties = copied(self._model, pieces)
-            for note in self.ties.notes():
-                self._note(note)
-        self.modules = {k: pieces[k] for k in self._own}
-        self._model = None  # of K processes each keeps only its own stage
+        self.sizes = sizes
+        if chain is None:
+            return
+        plan, model = chain.plan(sizes), self._model
+        stages = chain.stages(model, plan, sizes, self._own)
+        self.begins, self.modules = begins_of(chain, sizes), dict(zip(self._own, stages, strict=True))
+        first = {id(t): name for name, t in (*model.named_buffers(), *model.named_parameters())}
+        state = model.state_dict(keep_vars=True)
+        self._home = {n: (plan.holders[first[id(state[n])]][0], state[n].dtype) for n in self.signature}
+        self.ties = TiedCopies.of(model, plan)
+        self.ties.mark(model, stages)
+        for note in self.ties.notes():
+            self._note(note)
+        if len(self._own) < self._num_stages:
+            self._model = None  # of K processes each keeps only its own stage
+
+
+def cut_note(chain: Chain, sizes: Sequence[int]) -> str:
+    """Return a line about a cut: the units of each stage, the shares of the work, and the blocks that it opens."""
+    stops = [*accumulate(sizes)]
+    shown = []
+    for k, (stop, size) in enumerate(zip(stops, sizes, strict=True)):
+        first, last = chain.units[stop - size], chain.units[stop - 1]
+        shown.append(f"stage {k} {first if size == 1 else f'{first} .. {last}'}")
+    work = " ".join(f"{share:.0%}".replace("%", " %") for share in loads_of(chain, sizes))
+    inside = [chain.block_names[chain.blocks[n]] for n in stops[:-1] if chain.blocks[n] == chain.blocks[n - 1]]
+    return f"cut: {', '.join(shown)}; work {work}" + (f"; inside {', '.join(dict.fromkeys(inside))}" if inside else "")
 
 
 def keeps_ties(method: Method) -> str | None:
@@ -444,32 +432,6 @@ def _collector_off() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-def check_counts(model: nn.Sequential, num_stages: int, balance: str | Sequence[int] | Sequence[str]) -> None:
-    """Raise a PartitionError if the units of ``model``, its children, are too few, or not as many as asked for."""
-    chain = linearise(model)
-    chain.forbidden.clear()  # what cannot be cut is known with samples
-    if isinstance(balance, str):
-        even_sizes(chain, num_stages)
-    else:
-        checked_sizes(chain, num_stages, balance)
-
-
-def check_lazy(model: nn.Module, spec: PartitionSpec) -> None:
-    """Raise ConfigError if ``model``, which is on meta, cannot be cut by ``spec``."""
-    way_out = "or build the model with its weights (runtime.lazy=false)"
-    if spec.balance == "auto":
-        raise ConfigError(
-            "partition.balance=auto measures units with their weights, but the model is on torch.device('meta'); use "
-            f"even, or the list that adl-dist plan prints, {way_out}"
-        )
-    if (spec.units != "block" or not has_plain_units(model)) and not has_layer_list(model):
-        raise ConfigError(
-            f"a {type(model).__name__} at partition.granularity={spec.units} is read by running it, but it is on "
-            "torch.device('meta'); expected an nn.Sequential of units, without hooks, at partition.granularity=block, "
-            f"or a model with a layer_list, {way_out}"
-        )
 
 
 def take_profile(
@@ -492,6 +454,9 @@ def take_profile(
     Raises:
         PartitionError: that file is not a profile.
     """
+    from adl_dist.partition.measure import measure
+    from adl_dist.training.split_costs import with_split_costs
+
     device, precision, inputs = sample[0].device, spec.precision, tensors_of(sample[0])
     shapes = {name: list(value.shape) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -1,17 +1,15 @@
 """Weights that a model has under several names: each stage gets a copy of its own, or each name does."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from adl_dist.errors import PartitionError
-from adl_dist.memory import memory_of
 from adl_dist.optimizers import take_role
-from adl_dist.partition.module_state import tensors_reached
-from adl_dist.partition.ties import replace_parameter
-from adl_dist.training.trial.homes import units_of
+from adl_dist.partition.stage_module import StageModule
+from adl_dist.partition.stage_plan import StagePlan
 
 
 @dataclass(frozen=True)
@@ -19,17 +17,42 @@ class TiedCopies:
     """The trained weights of which several stages hold a copy.
 
     Attributes:
-        stages: of each tie the stages that do, in order.
-        names: of each tie, by the first name that the uncut model has for a parameter, its name on each of its stages.
+        stages: of each tie its stages, in order.
+        names: of each tie the names of its parameters.
+        aliases: by the first name of a parameter, all of its names in the uncut model.
     """
 
     stages: tuple[tuple[int, ...], ...] = ()
-    names: Sequence[dict[str, dict[int, str]]] = field(default_factory=list)
+    names: Sequence[list[str]] = ()
+    aliases: dict[str, list[str]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module, plan: StagePlan) -> "TiedCopies":
+        """Return the ties of the stages that ``plan`` makes of ``model``.
+
+        Raises:
+            PartitionError: If something looks at the gradient of a tied parameter.
+        """
+        by_stages: dict[tuple[int, ...], list[str]] = {}
+        aliases: dict[str, list[str]] = {}
+        for first, parameter in model.named_parameters():
+            if parameter.requires_grad and len(plan.holders[first]) > 1:
+                _check_unwatched(parameter, first)
+                by_stages.setdefault(plan.holders[first], []).append(first)
+                named = model.named_parameters(remove_duplicate=False)
+                aliases[first] = [name for name, other in named if other is parameter]
+        return cls(tuple(by_stages), [*by_stages.values()], aliases)
+
+    def mark(self, model: nn.Module, stages: Iterable[StageModule]) -> None:
+        """Give the copies on ``stages`` the roles that optimizers know the parameters of ``model`` by."""
+        for stage in stages:
+            for name in {name for names in self.names for name in names} & {*stage.copies}:
+                take_role(stage.get_parameter(name), model.get_parameter(name))
 
     def of_stage(self, k: int, module: nn.Module) -> dict[int, dict[str, nn.Parameter]]:
-        """Return the parameters of ``module``, stage ``k``, for each of its ties, by the first of their names."""
+        """Return the parameters of ``module``, stage ``k``, for each of its ties, by their names."""
         return {
-            number: {first: module.get_parameter(local[k]) for first, local in self.names[number].items()}
+            number: {name: module.get_parameter(name) for name in self.names[number]}
             for number, stages in enumerate(self.stages)
             if k in stages
         }
@@ -37,53 +60,25 @@ class TiedCopies:
     def notes(self) -> list[str]:
         """Return a line about each parameter."""
         return [
-            f"{' and '.join(dict.fromkeys(local.values()))} are one parameter: stages {', '.join(map(str, local))} "
-            "each hold a copy and apply the sum of all gradients (partition.tied=share)"
-            for names in self.names
-            for local in names.values()
+            f"{' and '.join(self.aliases[name])} {'are one parameter' if len(self.aliases[name]) > 1 else 'is shared'}: "
+            f"stages {', '.join(map(str, stages))} each hold a copy and apply the sum of all gradients "
+            "(partition.tied=share)"
+            for stages, names in zip(self.stages, self.names, strict=True)
+            for name in names
         ]
 
 
-def copied(model: nn.Module, pieces: Sequence[nn.Module]) -> TiedCopies:
-    """Give all but the first of the ``pieces`` of ``model`` that hold a trained parameter a copy of it each, in place.
-
-    Raises:
-        PartitionError: one of these reaches the parameter in another way, too.
-    """
-    homes: dict[int, dict[int, str]] = {}
-    for k, piece in enumerate(pieces):
-        for name, parameter in piece.named_parameters(remove_duplicate=False):
-            if parameter.requires_grad:
-                homes.setdefault(id(parameter), {}).setdefault(k, name)
-    by_stages: dict[tuple[int, ...], dict[str, dict[int, str]]] = {}
-    for first, parameter in model.named_parameters():
-        stages = homes.get(id(parameter), {})
-        if len(stages) > 1:
-            by_stages.setdefault(tuple(stages), {})[first] = stages
-            for k in [*stages][1:]:
-                _give_copy(pieces[k], k, stages[k], parameter)
-    return TiedCopies(tuple(by_stages), [*by_stages.values()])
-
-
-def _give_copy(piece: nn.Module, k: int, name: str, parameter: nn.Parameter) -> None:
-    twin = _twin(parameter, name)
-    replace_parameter(piece, parameter, twin)
-    for place, tensor in tensors_reached(piece):
-        if memory_of(tensor) == memory_of(parameter):
-            raise PartitionError(
-                f"stage {k} ({units_of(piece)}) needs a copy of '{name}', which is tied to weights of another stage, "
-                f"but reaches those by '{place}', too; use nothing but the registered parameter there, or "
-                "partition.tied=untie"
-            )
+def _check_unwatched(parameter: nn.Parameter, name: str) -> None:
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        raise PartitionError(
+            f"'{name}' is used on several stages and has a hook on its gradient, which would see a part of it on each "
+            "stage that holds a copy; remove the hook, or choose a cut with all its uses on one stage"
+        )
 
 
 def _twin(parameter: nn.Parameter, name: str) -> nn.Parameter:
     """Return a copy of ``parameter``; raise PartitionError if something looks at the gradients of that alone."""
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-        raise PartitionError(
-            f"'{name}' is one parameter under several names and has a hook on its gradient, which would see a part of "
-            "it on each stage that holds a copy; remove the hook, or choose a cut with all its uses on one stage"
-        )
+    _check_unwatched(parameter, name)
     twin = copy.deepcopy(parameter)
     take_role(twin, parameter)
     return twin

@@ -111,8 +111,8 @@ class Trainer:
         ``init_from``; other Parameter objects then take the place of those that it has now (docs/large-models.md).
 
         Args:
-            model: any module that torch.fx can trace, or an ``nn.Sequential`` of whatever blocks. It is called with the
-                data's input: a tensor, the elements of a tuple, or the entries of a dictionary by their names.
+            model: any module. It is called with the data's input: a tensor, the elements of a tuple, or the entries of a
+                dictionary by their names.
             loss_fn: (output, target) to the mean loss over the samples, or over terms that it counts (docs/own.md).
             optimizer: makes a torch optimizer from the parameters of one stage; with groups by rules, see
                 :func:`adl_dist.optimizers.with_rules`, which also freezes parameters of ``model``.
@@ -338,7 +338,9 @@ class Trainer:
         recorder, progress = Recorder(None), Progress(num_stages=self._spec.pipeline.num_stages, quiet=True)
         coordinator = Coordinator(plan, saving=None, recorder=recorder, progress=progress, unit=worker.unit)
         with self._modes_kept(), contextlib.closing(worker), self._applied(), self._bound(world):
-            return running.run(worker, coordinator, coordinator.evaluate, stops_early=False)
+            summary = running.run(worker, coordinator, coordinator.evaluate, stops_early=False)
+            self._partitioned.give_buffers()
+            return summary
 
     @arguments.one_at_a_time
     def full_state_dict(self, *, ema: bool = False) -> dict[str, Tensor]:
@@ -400,6 +402,8 @@ class Trainer:
         resume = folder.check(known_by, resume=resume, later=later)
         if folder.is_resumed(resume):
             self._partitioned.initial = {}
+            if self._partitioned.sizes is None:
+                self._partitioned.begins = folder.begins(resume, self._spec.pipeline.num_stages)
         log_to(folder.path / "logs" / f"rank{launched_rank()}.log")
         return resume
 
@@ -476,8 +480,7 @@ class Trainer:
             ),
             cut={
                 "num_stages": self._spec.pipeline.num_stages,
-                "balance": self._partitioned.sizes,
-                "granularity": self._partitioned.spec.units,
+                "begins": self._partitioned.begins,
             },
             goal=policy.goal,
             trace=outputs.monitoring.trace,
@@ -510,6 +513,7 @@ class Trainer:
                 return running.run(worker, coordinator, coordinator.train, stops_early=stops_early)
         finally:
             forget_actions()
+            self._partitioned.give_buffers()
             recorder.close()  # writes what is left, which a disk may refuse
 
     def _join(self) -> World:

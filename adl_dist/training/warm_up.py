@@ -7,10 +7,12 @@ loading", potential hazards). And K stages that compile in their first micro-bat
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from adl_dist import engine
 from adl_dist.batch import Tensors, tensors_of
@@ -19,9 +21,10 @@ from adl_dist.errors import ConfigError, in_one_line
 from adl_dist.schedule import Op, Segment, StageWork, evaluation_work, training_work
 from adl_dist.schedule.actions import TiedAction
 from adl_dist.stage import TrainSpec
+from adl_dist.stage.calls import is_part
 from adl_dist.stage.loss_terms import LossTerms
+from adl_dist.streams import streams_kept
 from adl_dist.training.trial.samples import MicroBatch, Samples
-from adl_dist.training.trial.snapshot import restored_after
 from adl_dist.transport.spec import Specs
 
 logger = logging.getLogger("adl_dist")
@@ -116,13 +119,33 @@ def _carry_out(  # 8: a stage, what is known of it, and what it is given
         loss_grads=[torch.ones((), dtype=spec.precision.dtype, device=device)],
     )
     modules = [stage.module] if stage.head is None else [stage.module, stage.head]
-    with restored_after(stage.module, modules, spec, device):
+    with _restored([*modules, *([spec.loss_fn] if isinstance(spec.loss_fn, nn.Module) else [])], device):
         stage.begin(0, training=training)
         try:
             rehearsed.open(_without_steps(work), training=training)
             engine.run(((k, action) for action in rehearsed.work.actions), {k: rehearsed})
         finally:
             stage.begin(0, training=training)  # forgets it
+
+
+@contextmanager
+def _restored(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
+    """Leave buffers, gradients and the random streams as they were found."""
+    parts = [*modules, *(vars(module)["model"] for module in modules if is_part(module))]
+    owners = [owner for part in parts for owner in part.modules()]
+    kept = [(o, key, b, b.clone()) for o in owners for key, b in o._buffers.items() if b is not None and not b.is_meta]
+    grads = [(p, p.grad) for module in modules for p in module.parameters()]
+    for parameter, _ in grads:
+        parameter.grad = None
+    try:
+        with streams_kept(device):
+            yield
+    finally:
+        for owner, key, buffer, values in kept:
+            owner._buffers[key] = buffer
+            buffer.data.copy_(values)
+        for parameter, grad in grads:
+            parameter.grad = grad
 
 
 def zeros_of(specs: Specs, size: int, device: torch.device, *, training: bool) -> Tensors:

@@ -53,10 +53,10 @@ def layout(codec: str, specs: tuple[TensorSpec, ...], size: int) -> tuple[tuple[
     parts, end = [], 0
     for spec in specs:
         numbers = math.prod(spec.shape)
-        coded = coded_bytes(codec, numbers, spec.itemsize) if spec.is_floating_point else None
-        per_sample = numbers * spec.itemsize if coded is None else coded
-        parts.append(Part("none" if coded is None else codec, end, size * per_sample))
-        end += -(-size * per_sample // ALIGNED) * ALIGNED
+        coded = coded_bytes(codec, numbers, spec.itemsize) if spec.is_floating_point and spec.batched else None
+        num_bytes = (size if spec.batched else 1) * (numbers * spec.itemsize if coded is None else coded)
+        parts.append(Part("none" if coded is None else codec, end, num_bytes))
+        end += -(-num_bytes // ALIGNED) * ALIGNED
     return tuple(parts), end
 
 
@@ -64,14 +64,14 @@ def encode(codec: str, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], s
     """Return the buffer, uint8, of ``tensors`` [B, ...] of the formats ``specs``; ``seed`` None: round to nearest."""
     if not tensors:  # gradients, where none is wanted
         return torch.empty(0, dtype=torch.uint8)
-    size = len(tensors[0])
+    size = _num_samples(specs, tensors)
     parts, num_bytes = layout(codec, tuple(specs), size)
     buffer = torch.empty(num_bytes, dtype=torch.uint8, device=tensors[0].device)
     generator = None if seed is None else torch.Generator(buffer.device).manual_seed(seed)
     for spec, tensor, part in zip(specs, tensors, parts, strict=True):
         if not part.num_bytes:
             continue
-        flat, place = spec.as_wire(tensor).reshape(size, -1), buffer[part.begin : part.begin + part.num_bytes]
+        flat, place = spec.as_wire(tensor).reshape(size if spec.batched else 1, -1), buffer[part.begin : part.begin + part.num_bytes]
         if part.codec == "none":
             place.copy_(flat.view(torch.uint8).flatten())
         elif part.codec == "bf16":
@@ -79,6 +79,10 @@ def encode(codec: str, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], s
         else:
             _quantise(part.codec, flat.float(), place, generator)
     return buffer
+
+
+def _num_samples(specs: Sequence[TensorSpec], tensors: Sequence[Tensor]) -> int:
+    return next((len(tensor) for spec, tensor in zip(specs, tensors, strict=True) if spec.batched), 1)
 
 
 def decode(codec: str, specs: Sequence[TensorSpec], size: int, buffer: Tensor) -> Tensors:
@@ -89,7 +93,7 @@ def decode(codec: str, specs: Sequence[TensorSpec], size: int, buffer: Tensor) -
         if part.num_bytes:
             flat, place = spec.as_wire(tensor), buffer[part.begin : part.begin + part.num_bytes]
             if part.codec == "none":
-                flat.view(torch.uint8).flatten().copy_(place)
+                flat.reshape(-1).view(torch.uint8).copy_(place)
             elif part.codec == "bf16":
                 flat.copy_(place.view(torch.bfloat16).view(flat.shape))
             else:
@@ -261,7 +265,7 @@ class Coder:
         return math.sqrt(error / square) if square > 0 else None
 
     def _compare(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], buffer: Tensor) -> None:
-        for spec, sent, got in zip(specs, tensors, self.decode(specs, len(tensors[0]), buffer), strict=True):
+        for spec, sent, got in zip(specs, tensors, self.decode(specs, _num_samples(specs, tensors), buffer), strict=True):
             if spec.is_floating_point and sent.numel():
                 exact = sent.double()
                 self.errors.append(torch.stack([(got.double() - exact).square().sum(), exact.square().sum()]))

@@ -24,23 +24,28 @@ VARIES = -1  # in the place of a size that changes from one micro-batch to anoth
 class TensorSpec:
     """Shape, dtype and memory format of one tensor, all but the number of samples."""
 
-    shape: tuple[int, ...]  # one sample's, without the batch dimension, which comes first
+    shape: tuple[int, ...]  # of one sample, without the batch dimension; of the whole tensor unless ``batched``
     dtype: str  # torch's name, for example "float32"
     channels_last: bool = False  # [B, C, H, W] stored as [B, H, W, C]; survives the wire without a conversion
     gets_gradient: bool = True  # whether a gradient comes back for it, if it is of numbers that can have one
+    batched: bool = True  # whether its first dimension is the batch
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "TensorSpec":
+    def of(cls, tensor: Tensor, *, batched: bool = True) -> "TensorSpec":
         """Return the spec of ``tensor`` [B, ...]; where both formats describe it, the plain one counts."""
         channels_last = (
             tensor.ndim == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
         )
-        return cls(tuple(tensor.shape[1:]), _name(tensor.dtype), channels_last)
+        return cls(tuple(tensor.shape[int(batched) :]), _name(tensor.dtype), channels_last and batched, batched=batched)
+
+    def sizes(self, num_samples: int) -> tuple[int, ...]:
+        """Return the shape of the tensor for ``num_samples``."""
+        return (num_samples, *self.shape) if self.batched else self.shape
 
     def empty(self, size: int, device: torch.device, *, pinned: bool = False) -> Tensor:
         """Return an uninitialised tensor of ``size`` samples; ``pinned``: for fast copies between CPU and GPU."""
         return torch.empty(
-            (size, *self.shape),
+            self.sizes(size),
             dtype=self._dtype,
             device=device,
             memory_format=torch.channels_last if self.channels_last else torch.contiguous_format,
@@ -53,9 +58,9 @@ class TensorSpec:
         Raises:
             PartitionError: another shape or dtype than agreed; the text begins with what ``where`` returns.
         """
-        if tensor.shape != (size, *self.shape) or tensor.dtype != self._dtype:
+        if tensor.shape != self.sizes(size) or tensor.dtype != self._dtype:
             raise PartitionError(
-                f"{where()} is {_name(tensor.dtype)}{list(tensor.shape)}, expected {self.dtype}{[size, *self.shape]}, "
+                f"{where()} is {_name(tensor.dtype)}{list(tensor.shape)}, expected {self.dtype}{[*self.sizes(size)]}, "
                 f"as in the trial at the start; {SAME_EACH_TIME}"
             )
         if tensor.requires_grad:
@@ -89,7 +94,7 @@ class TensorSpec:
         if self.channels_last:
             c, h, w = self.shape
             return (h * w * c, 1, w * c, c)
-        return tuple(math.prod(self.shape[place:]) for place in range(len(self.shape) + 1))
+        return tuple(math.prod(self.shape[place:]) for place in range(not self.batched, len(self.shape) + 1))
 
     @cached_property
     def is_empty(self) -> bool:
@@ -117,7 +122,8 @@ class TensorSpec:
         return self.gets_gradient and (self.is_floating_point or self._dtype.is_complex)
 
     def __str__(self) -> str:
-        return f"{self.dtype}[{', '.join(['B', *('?' if size == VARIES else str(size) for size in self.shape)])}]"
+        sizes = ["?" if size == VARIES else str(size) for size in self.shape]
+        return f"{self.dtype}[{', '.join(['B', *sizes] if self.batched else sizes)}]"
 
 
 def fitted(

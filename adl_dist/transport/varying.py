@@ -57,7 +57,7 @@ def sized(specs: Sequence[TensorSpec], shapes: Sequence[Sequence[int]], where: C
         fits = len(shape) == len(spec.shape) and all(b in (a, VARIES) for a, b in zip(shape, spec.shape, strict=True))
         if not fits:
             raise PartitionError(
-                f"{where()} is {spec.dtype}{['B', *shape]}, expected {spec}: in the samples at the start nothing but "
+                f"{where()} is {_sized(spec, tuple(shape))}, expected {spec}: in the samples at the start nothing but "
                 "the sizes shown as ? changed; put samples of all lengths among the first ones, or pad to one length"
             )
         found.append(_sized(spec, tuple(shape)))
@@ -69,8 +69,10 @@ def _sized(spec: TensorSpec, shape: tuple[int, ...]) -> TensorSpec:
     return replace(spec, shape=shape)
 
 
-def _shapes(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
-    return [tuple(tensor.shape[1:]) for tensor in tensors]
+def _shapes(specs: Sequence[TensorSpec], tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    if len(specs) != len(tensors):
+        return []
+    return [tuple(tensor.shape[int(spec.batched) :]) for spec, tensor in zip(specs, tensors, strict=True)]
 
 
 class VaryingChannel(LocalChannel):
@@ -83,7 +85,7 @@ class VaryingChannel(LocalChannel):
 
     def send(self, micro_batch: int, tensors: Tensors) -> None:
         """Queue the tensors."""
-        self._specs = tuple(sized(self._open, _shapes(tensors), partial(self._where.format, micro_batch)))
+        self._specs = tuple(sized(self._open, _shapes(self._open, tensors), partial(self._where.format, micro_batch)))
         super().send(micro_batch, tensors)
 
 
@@ -117,7 +119,7 @@ class VaryingSender(_Tagged, ProcessSender):
 
     def _begun(self, micro_batch: int, tensors: Tensors) -> Works:
         """Start to send a header, if there is one, and the tensors of one micro-batch; return what is waited for."""
-        self._specs = tuple(sized(self._open, _shapes(tensors), partial(self._where.format, micro_batch)))
+        self._specs = tuple(sized(self._open, _shapes(self._open, tensors), partial(self._where.format, micro_batch)))
         header: Works = []
         if self._headers is not None:
             sizes = torch.tensor([size for spec in self._specs for size in spec.shape], dtype=torch.int64)

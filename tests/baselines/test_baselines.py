@@ -14,10 +14,10 @@ from adl_dist.baselines.diloco import OuterStep
 from adl_dist.baselines.loop import Training, exchanged_bytes, joined, replicated, train_alone
 from adl_dist.baselines.pipelining import stages_of, train_stages
 from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
-from adl_dist.partition import cut
 from tests.support.equations import assert_close
 from tests.support.ranks import run_ranks
 from tests.support.runs import BALANCE, sgd, toy_trainer
+from tests.support.slices import cut
 from tests.support.tiers import slow
 from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
 from tests.support.values import QUIET

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations, prune
 from adl_dist.errors import ConfigError
 from adl_dist.models import cifar_resnet
 from adl_dist.optimizers import Muon, RotatedAdam, mark_roles
-from adl_dist.partition import cut
+from tests.support.slices import cut
 
 
 class Sentence(nn.Module):

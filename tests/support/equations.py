@@ -5,9 +5,9 @@ import functools
 import torch
 from torch import nn
 
-from adl_dist.partition import cut
 from tests.support.oracle import train_by_the_equations
 from tests.support.runs import BALANCE, EPOCHS, LR, MICRO_BATCH, MOMENTUM, NUM_SAMPLES, WEIGHT_DECAY, train, warm_up
+from tests.support.slices import cut
 from tests.support.toys import FixedImages, batch_norm_net
 
 

@@ -6,10 +6,10 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
-from adl_dist.partition import cut
 from tests.support.equations import modules_by_the_equations
 from tests.support.oracle import Versions, leaf
 from tests.support.runs import LR, MOMENTUM, WEIGHT_DECAY, train
+from tests.support.slices import cut
 
 # Ties of first and head, and of up, mid and more. K = 2: both are of the same stages, one of them under two names
 # there. K = 3: each of its own stages. K = 4: of two and of three.

@@ -7,7 +7,6 @@ import torch
 
 import adl_dist
 from adl_dist.errors import ConfigError, DivergedError
-from adl_dist.partition import cut
 from adl_dist.report import final_table
 from adl_dist.schedule.replay import at_random
 from tests.support.coded import crossing
@@ -16,6 +15,7 @@ from tests.support.equations import EQUATIONS, modules_by_the_equations
 from tests.support.kill import records
 from tests.support.oracle import Versions
 from tests.support.runs import BALANCE, MOMENTUM, WEIGHT_DECAY, nan_inputs, toy_trainer, train
+from tests.support.slices import cut
 from tests.support.tiers import covering
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import QUIET

@@ -12,13 +12,13 @@ from torch.utils.data import Subset, TensorDataset
 
 import adl_dist
 from adl_dist.errors import ConfigError, DataError, DivergedError
-from adl_dist.partition import cut
 from adl_dist.seeds import stream_seed
 from adl_dist.stage.heads import build_gradient_network, build_head
 from tests.support.equations import assert_close
 from tests.support.oracle import train_by_the_equations, train_greedily
 from tests.support.ranks import run_ranks
 from tests.support.runs import toy_trainer
+from tests.support.slices import cut
 from tests.support.synthetic import ByHand, train_by_synthetic_gradients
 from tests.support.values import QUIET, SILENT
 

@@ -6,11 +6,11 @@ from torch import nn
 from torch.func import functional_call
 
 from adl_dist.optimizers import Muon, mark_roles
-from adl_dist.partition import cut
 from adl_dist.schedule.replay import at_random
 from tests.support.commands import assert_same
 from tests.support.equations import assert_close, by_the_equations, differ, micro_batches, run
 from tests.support.runs import BALANCE, EPOCHS, sgd, train, warm_up_schedule
+from tests.support.slices import cut
 from tests.support.tiers import slow
 from tests.support.toys import batch_norm_net
 

@@ -7,6 +7,8 @@ import math
 
 import pytest
 import torch
+from adl_dist.training.trial.known_values import KnownValues
+from adl_dist.training.trial.operations import first_difference, record
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -16,8 +18,6 @@ from adl_dist.errors import ConfigError
 from adl_dist.losses import TokenCrossEntropy
 from adl_dist.partition import linearise
 from adl_dist.training.lazy_weights import given_weights
-from adl_dist.training.trial.known_values import KnownValues
-from adl_dist.training.trial.operations import first_difference, record
 from tests.support.commands import assert_same
 from tests.support.equations import assert_close, differ
 from tests.support.oracle import train_by_the_equations

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from adl_dist.training.trial.homes import Homes
+from adl_dist.training.trial.operations import first_difference, record
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -20,8 +22,6 @@ from adl_dist.losses import TokenCrossEntropy
 from adl_dist.models import gpt, llama, vit
 from adl_dist.partition.chain import SequentialChain
 from adl_dist.training.lazy_weights import LazyWeights, given_weights
-from adl_dist.training.trial.homes import Homes
-from adl_dist.training.trial.operations import first_difference, record
 from tests.support.commands import assert_same
 from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.runs import toy_trainer

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from adl_dist.partition import cut
 from tests.support.equations import assert_close, differ, micro_batches
 from tests.support.oracle import backward_by_hand, keeping, train_by_the_equations, train_greedily
+from tests.support.slices import cut
 from tests.support.toys import NUM_CLASSES, batch_norm_net
 
 LOSS = nn.CrossEntropyLoss()

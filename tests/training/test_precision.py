@@ -8,10 +8,10 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from adl_dist.errors import ConfigError
-from adl_dist.partition import cut
 from tests.support.commands import assert_same
 from tests.support.equations import assert_close, differ, modules_by_the_equations
 from tests.support.runs import BALANCE, toy_trainer, train, warm_up_schedule
+from tests.support.slices import cut
 from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
 from tests.support.values import QUIET
 

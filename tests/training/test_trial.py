@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from adl_dist.training.trial.cut_values import share_memory
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import register_pytree_node
@@ -20,7 +21,6 @@ from adl_dist.training.arguments import check_layers
 from adl_dist.training.options import PartitionSpec
 from adl_dist.training.partitioned_model import Measuring, PartitionedModel
 from adl_dist.training.trial import samples
-from adl_dist.training.trial.cut_values import share_memory
 from adl_dist.training.trial.trial import Trial
 from tests.support.runs import sgd, toy_trainer
 from tests.support.toys import FixedImages, batch_norm_net

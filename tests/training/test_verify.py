@@ -7,6 +7,7 @@ from itertools import accumulate
 import numpy as np
 import pytest
 import torch
+from adl_dist.partition.module_state import ModuleState
 from torch import nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
@@ -14,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 import adl_dist
 from adl_dist.errors import ConfigError, PartitionError
-from adl_dist.partition.module_state import ModuleState
 from adl_dist.schedule import METHODS, Pipeline
 from adl_dist.stage import Precision, TrainSpec
 from adl_dist.streams import Streams

@@ -8,8 +8,7 @@ from torch.utils.data import Dataset
 
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.schema import RunConfig
-from adl_dist.errors import PartitionError
-from adl_dist.partition import Chain, linearise
+from adl_dist.partition import Chain
 from adl_dist.stage import in_dtype
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.trial import samples as samples_of
@@ -33,22 +32,23 @@ def device_loader(
 
 
 def read_units(config: RunConfig, model: nn.Module, *, keeps: str | None, may_run: bool = True) -> Chain | None:
-    """Return the units of ``model``, read without samples of the data, which take time, where that is possible.
+    """Record ``model`` on samples of the data and return its units.
 
-    ``keeps`` is the ``keeps_ties`` of :func:`linearise`. ``may_run``: whether data and weights are there to run it; if
-    not, and if it cannot be read without, return None.
+    Args:
+        config: the configuration of the run.
+        model: the uncut model.
+        keeps: the ``keeps_ties`` of :class:`Chain`.
+        may_run: whether data and weights are there to run it; if not, None is returned.
 
     Raises:
-        PartitionError: it cannot be divided.
-        DataError: the data is missing.
+        PartitionError: If its forward cannot be run in stages.
+        DataError: If the data is missing.
     """
-    how: dict[str, Any] = {"granularity": config.partition.chosen().units, "keeps_ties": keeps}
-    try:
-        return linearise(model, **how)
-    except PartitionError:
-        if not may_run:
-            return None
+    if not may_run:
+        return None
     loader = device_loader(config, torch.device("cpu"), shuffle=True)
     samples = samples_of.take(loader, None, None)
     assert samples is not None
-    return linearise(in_dtype(model, loader.precision.dtype), samples=samples.readings[0], **how)
+    batches = [batch for pair in samples.readings for batch in pair]
+    model = in_dtype(model, loader.precision.dtype)
+    return Chain(model, batches, granularity=config.partition.chosen().granularity, keeps_ties=keeps)

@@ -78,8 +78,8 @@ class PartitionConfig:
     """``partition.*``."""
 
     num_stages: int = 2
-    balance: Any = "even"
-    granularity: Granularity | None = None
+    balance: Any = "flops"
+    granularity: Granularity = Granularity.layer
     speeds: list[float] | None = None
     links: Any = None  # a command line has [100mbit,50ms] or a list of such, because commas there make a sweep
     verify: bool = True
@@ -87,10 +87,9 @@ class PartitionConfig:
 
     def chosen(self) -> PartitionSpec:
         """Return the value that the trainer takes, checked."""
-        granularity = self.granularity.value if self.granularity else None
         return PartitionSpec(
             balance=self.balance,
-            granularity=granularity,
+            granularity=self.granularity.value,
             speeds=self.speeds,
             links=text_of_links(self.links),
             verify=self.verify,

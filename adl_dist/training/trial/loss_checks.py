@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_leaves
 
 from adl_dist.batch import Batch, Layout
 from adl_dist.errors import ConfigError
-from adl_dist.partition.module_state import ModuleState
 from adl_dist.schedule import Pipeline
 from adl_dist.stage import LossFn, TrainSpec
 from adl_dist.stage.loss_check import check_many, num_made_up
@@ -141,12 +140,8 @@ def check_first_targets(spec: TrainSpec, feed: DeviceLoader, sizes: Sequence[int
     some = [min(size, most - start) for start, size in zip(starts, sizes, strict=False) if start < most]
     with closing(feed.batches(0, some)) as batches:
         target = torch.cat([target for _, target in batches if isinstance(target, Tensor)])
-    state = ModuleState.of(functions={"loss_fn": spec.loss_fn})
-    try:
-        target = target.to(next(leaf.device for leaf in tree_leaves(agreed.output) if isinstance(leaf, Tensor)))
-        check_many(spec.loss_fn, agreed.output, target, loss_terms(spec.loss_fn, target))
-    finally:
-        state.restore()
+    target = target.to(next(leaf.device for leaf in tree_leaves(agreed.output) if isinstance(leaf, Tensor)))
+    check_many(spec.loss_fn, agreed.output, target, loss_terms(spec.loss_fn, target))
 
 
 def _numbers_like(tensor: Tensor) -> Tensor:

@@ -1,175 +1,238 @@
-"""The model is tried out, and its cut compared with the uncut model, where it will be trained; nothing stays moved."""
+"""The run at the start: the stages of a model are tried on copies, and compared with the uncut model."""
 
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import nn
 
-from adl_dist.batch import Batch, tensors_of
-from adl_dist.errors import ConfigError, PartitionError
-from adl_dist.memory import memory_of
-from adl_dist.partition.state_walk import Key
-from adl_dist.stage import TrainSpec, in_memory_format
-from adl_dist.training.trial.findings import Agreed, CutImpossible
-from adl_dist.training.trial.hidden_ties import noting_reads
-from adl_dist.training.trial.replayed_state import asking_for_graph, check_weights
+from adl_dist.batch import tensors_of
+from adl_dist.errors import AdlError, ConfigError, PartitionError
+from adl_dist.partition import Chain, CutImpossibleError, StageModule
+from adl_dist.partition.chain import copied_model
+from adl_dist.partition.stage_plan import StagePlan
+from adl_dist.seeds import stream_seed
+from adl_dist.stage import TrainSpec
+from adl_dist.stage.calls import takes_gradient
+from adl_dist.stage.versions import check_versions
+from adl_dist.streams import seed_streams, streams_kept
+from adl_dist.training.trial.comparison import STATE, Comparison, Difference, Key, calls_noted, first_unlike
+from adl_dist.training.trial.findings import Agreed, units_of
 from adl_dist.training.trial.samples import OTHER_SIZES, Samples
-from adl_dist.training.trial.snapshot import Snapshot, restored_after
-from adl_dist.training.trial.stage_chain import StageChain
-from adl_dist.training.trial.verify import Verification
+from adl_dist.training.trial.stage_run import StageRun, failed
+from adl_dist.transport.spec import TensorSpec
+
+SHARED = (
+    "two stages share something in Python that a forward or backward changes, like a class attribute, a closure or a "
+    "list, and each stage changes it alone"
+)
+OVERTAKES = (
+    "with several micro-batches in flight a forward overwrites what the backward of an earlier one needs, or a weight is "
+    "kept as a view or a detached copy that no new version reaches"
+)
+NEXT_STEP = (
+    "pass such a value from module to module, cut elsewhere (partition.balance), or use num_stages=1; "
+    "partition.verify=false would train this other model"
+)
+Result = TypeVar("Result")
 
 
-class SampledTrial:
-    """What a trial has, whatever device its model is on.
+class Trial:
+    """Copies of a model and of its stages, and the samples to run them on.
 
     Attributes:
-        spec: how the model will be trained.
-        device: where it is tried.
-        verify_seconds: how long the last comparison with the uncut model took; None: there was none.
-        constants: the names of what the model holds next to its state, of which it is found out what matters.
+        device: where they run; the CPU if the device of the run has no room for them.
+        model: a copy of the model in its dtype and memory format, which no run changes.
+        samples: the samples, on that device.
+        verify_seconds: how long the comparison with the uncut model took; None if there was none.
     """
 
-    spec: TrainSpec
-    device: torch.device
-
-    def __init__(self, samples: Samples) -> None:
-        self._samples = samples
-        self.verify_seconds: float | None = None
-        self.constants: frozenset[str] = frozenset()
-
-    @property
-    def readings(self) -> list[tuple[Batch, Batch]]:
-        """Inputs of two micro-batches of one length, for each length that is tried."""
-        return self._samples.readings
-
-    @property
-    def one(self) -> tuple[Batch, Batch]:
-        """Input [1, ...] and target [1, ...]."""
-        return self._samples.one
-
-    def _fault(self, chain: StageChain, found: Snapshot, size: int) -> str | None:
-        """Return why a micro-batch of ``size`` samples cannot be trained on; None: it can.
+    def __init__(self, model: nn.Module, spec: TrainSpec, samples: Samples, device: torch.device) -> None:
+        """Copy ``model``, which stays as it is.
 
         Raises:
-            CutImpossible: it is the fault of the cut, and training has such a micro-batch.
+            ConfigError: If autocast is asked for, which does nothing on meta, and the model is there.
+            PartitionError: If the model cannot be copied.
         """
-        found.begin()
-        try:
-            with warnings.catch_warnings(action="ignore"):  # of sizes that may never come
-                chain.forward(self._samples.of_size(size))
-        except (ConfigError, PartitionError) as error:
-            if isinstance(error, CutImpossible) and size in self._samples.other_sizes:
-                raise
-            return str(error)
-        return None
-
-
-class Trial(SampledTrial):
-    """A model and the samples to try it out with, on a device."""
-
-    def __init__(self, model: nn.Module, spec: TrainSpec, samples: Samples, device: torch.device) -> None:
-        """Move ``model`` to ``device``, or to the CPU if that has no room for all of it."""
-        super().__init__(samples)
-        self.spec, self._model = spec, model
-        self._bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
-        has_room = device.type != "cuda" or 2 * self._bytes < torch.cuda.mem_get_info(device)[0]
+        self.spec, self._given, self._all_samples = spec, model, samples
+        self.is_lazy = any(p.is_meta for p in model.parameters())
+        if self.is_lazy and spec.precision.autocast is not None:
+            raise ConfigError(
+                "runtime.autocast changes what travels between stages, and that is not known of a model on meta; build "
+                "the model with its weights (runtime.lazy=false), or use no autocast"
+            )
+        self.verify_seconds: float | None = None
+        num_bytes = sum(tensor.nbytes for tensor in model.parameters())
+        has_room = device.type != "cuda" or 3 * num_bytes < torch.cuda.mem_get_info(device)[0]
         self._use(device if has_room else torch.device("cpu"))
 
-    def run(self, stages: Sequence[nn.Module], *, verify: bool = False, is_final: bool = True) -> Agreed:
-        """Return what is known of ``stages``, which together are the model, after trying them out.
+    def _use(self, device: torch.device) -> None:
+        self.device, channels_last = device, bool(self.spec.precision.channels_last)
+        self.model = self.spec.precision.place(copied_model(self._given), torch.device("meta") if self.is_lazy else device)
+        self.samples = self._all_samples.to(device, channels_last=channels_last)
 
-        ``verify``: they are compared with the uncut model. ``is_final``: they will be trained as they are; else it is
-        not found out which of them recompute.
+    def chain(self, *, granularity: str, keeps_ties: str | None) -> Chain:
+        """Record the model on the samples.
 
         Raises:
-            ConfigError: a stage or the loss does not take what it gets, or there is nothing to train.
-            CutImpossible: what a stage returns cannot cross a cut.
-            PartitionError: the stages are another model than the uncut one.
+            ConfigError: If its forward fails.
+            PartitionError: If its forward cannot be run in stages.
+        """
+        batches = [batch for pair in self.samples.readings for batch in pair]
+        try:
+            with self.spec.precision.autocasting(self.device)(), warnings.catch_warnings(action="ignore"):
+                return Chain(self.model, batches, granularity=granularity, keeps_ties=keeps_ties)
+        except (AdlError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # the user's own forward can raise anything
+            StageRun([copied_model(self.model)], self.spec, self.device, "the model").run(self.samples, backward=False)
+            given = ", ".join(str(TensorSpec.of(t)) for t in tensors_of(self.samples.one[0]))
+            raise failed(f"the model gets {given}", error, training=True) from error
+
+    def run(self, chain: Chain | None = None, sizes: Sequence[int] = (), *, verify: bool = False) -> Agreed:
+        """Run the stages of ``sizes`` units, or the model itself, and return what is known of them.
+
+        ``verify``: whether they are compared with the uncut model.
+
+        Raises:
+            ConfigError: If a stage or the loss does not take what it gets, or there is nothing to train.
+            CutImpossibleError: If the model cannot be cut there.
+            PartitionError: If the stages compute something else than the uncut model.
         """
         try:
-            return self._run(stages, verify=verify, is_final=is_final)
+            return self._run(chain, sizes, verify=verify)
         except torch.OutOfMemoryError:
             if self.device.type == "cpu":
                 raise
             torch.cuda.empty_cache()
             self._use(torch.device("cpu"))
-            return self._run(stages, verify=verify, is_final=is_final)
+            return self._run(chain, sizes, verify=verify)
 
-    def _run(self, stages: Sequence[nn.Module], *, verify: bool, is_final: bool) -> Agreed:
+    def _run(self, chain: Chain | None, sizes: Sequence[int], *, verify: bool) -> Agreed:
         start = time.perf_counter()
-        with restored_after(self._model, stages, self.spec, self.device) as found:
-            # One stage is the model, but where several micro-batches are in flight a forward may disturb a backward.
-            if verify and (len(stages) > 1 or self.spec.pipeline.overlaps):
-                comparison = Verification(self._model, stages, self.spec, self._samples, self.device, found)
-                agreed, chain = comparison.agreed(), comparison.chain
-                self.verify_seconds = time.perf_counter() - start
+        with streams_kept(self.device):
+            seed_streams(stream_seed(self.spec.seed, "trial"), self.device)
+            if chain is None:
+                run = StageRun([copied_model(self.model)], self.spec, self.device)
+                run.run(self.samples, backward=self.samples.trains)
             else:
-                found.begin()
-                chain = StageChain(stages, self.spec, self.device)
-                chain.run(self._samples, backward=len(stages) > 1 or self._samples.trains, look=found.of_stages)
-                agreed = chain.agreed(self._samples, self.spec)
-                if is_final:  # no check, but what training has to know
-                    comparison = Verification(self._model, stages, self.spec, self._samples, self.device, found)
-                    agreed = comparison.with_recomputing(agreed)
-            # Also those that no micro-batch has: a later call may, when the model is in pieces.
-            faults = {size: fault for size in OTHER_SIZES if (fault := self._fault(chain, found, size)) is not None}
-            agreed = agreed._replace(size_faults=faults, constants=self._constants_of(agreed, stages, found))
-            if self.spec.pipeline.method.replays:  # also in front of an evaluation: training may come after it
-                agreed = self._replayed(agreed, stages, found)
-            if self._samples.trains:
-                check_trains(agreed, self._samples)
+                plan = chain.plan(sizes)
+                cut = partial(self._cut, chain, plan, sizes)
+                run = cut()
+                if verify and not self.is_lazy:
+                    self._compare(run, cut, partial(self._uncut, chain, run))
+                    self.verify_seconds = time.perf_counter() - start
+                else:
+                    run.run(self.samples)
+            agreed = run.agreed(self.samples)
+            # Also those that no micro-batch has: a later call may.
+            faults = {size: fault for size in OTHER_SIZES if (fault := self._fault(run, size)) is not None}
+        agreed = agreed._replace(size_faults=faults)
+        if self.samples.trains:
+            check_trains(agreed, self.samples)
         return agreed
 
-    def _constants_of(self, agreed: Agreed, stages: Sequence[nn.Module], found: Snapshot) -> frozenset[str]:
-        """Return those of the constants that forwards compute with and do not move: others may hold anything."""
-        tensors = {name: memory_of(tensor) for name, tensor in found.tensors if name in self.constants}
-        if not tensors:
-            return self.constants
-        read: set[Key] = set()
-        found.begin()
-        with noting_reads(dict.fromkeys(tensors.values()), read):
-            chain = StageChain(stages, self.spec, self.device)
-            for training in (True, False):
-                chain.forward(self._samples.pair[0], training=training)
-        moved = {name for known in agreed.traits.values() for name in known.moves}
-        return frozenset(n for n in self.constants if n not in tensors or (tensors[n] in read and n not in moved))
+    def _cut(self, chain: Chain, plan: StagePlan, sizes: Sequence[int]) -> StageRun:
+        model = copied_model(self.model)
+        return StageRun(chain.stages(model, plan, sizes, range(len(sizes))), self.spec, self.device)
 
-    def _replayed(self, agreed: Agreed, stages: Sequence[nn.Module], found: Snapshot) -> Agreed:
-        """Return what is known of the ``stages`` with what counts if they run forwards twice."""
-        chain, batch = StageChain(stages, self.spec, self.device), self._samples.pair[0]
-        asking = asking_for_graph(chain, found, batch)
+    def _uncut(self, chain: Chain, cut: StageRun) -> StageRun:
+        """Return the uncut model; as one stage where all stages draw from common random streams."""
+        model: nn.Module = copied_model(self.model)
+        if any(isinstance(stage, StageModule) and stage.draws[0] for stage in cut.stages):
+            whole = [len(chain.units)]
+            (model,) = chain.stages(model, chain.plan(whole), whole, [0])
+        return StageRun([model], self.spec, self.device, name="the uncut model")
+
+    def _compare(self, run: StageRun, cut: Callable[[], StageRun], uncut: Callable[[], StageRun]) -> None:
+        """Compare the stages of ``run`` with the uncut model, in the order in which training goes on.
+
+        Raises:
+            PartitionError: If they differ; names the first unit that does.
+        """
+        pipeline, flush = self.spec.pipeline, self.spec.pipeline.spec.flush
+        is_2bw = pipeline.method.weights == "2bw"
+        between: set[str] = set()
+        for k, stage in enumerate(run.stages):
+            if is_2bw or (pipeline.delays[k] and not flush and pipeline.method.weights != "recompute"):
+                check_versions(stage, f"stage {k} ({units_of(stage)})")
+                between |= {name for name, p in stage.named_parameters() if p.requires_grad and takes_gradient(p)}
+        names = frozenset(between)
+        difference = self._difference(run, uncut(), names, delayed=pipeline.overlaps or is_2bw)
+        if difference is None:
+            return
+        cause = SHARED
+        if pipeline.overlaps or is_2bw:
+            in_place = self._difference(cut(), uncut(), names, delayed=False)
+            # What a backward writes, like the statistics of BatchNorm that is computed again, it writes later if it is
+            # delayed. That is as it must be.
+            if in_place is None and difference.when not in ("evaluation", STATE) and "evaluation" not in difference.when:
+                if pipeline.method.weights == "latest":
+                    raise PartitionError(
+                        f"{difference}: a backward computes with its weights again, as activation checkpointing does, "
+                        "but method.weights=latest has no weights of the forward; use method.weights=stash, or no "
+                        "checkpointing"
+                    )
+                raise PartitionError(
+                    f"the stages do not compute as the uncut model: {difference}; likely cause: {OVERTAKES}; write to "
+                    "a copy and use the parameter itself, or choose method=bp, with one micro-batch in flight"
+                )
+            difference = in_place
+        if difference is not None:
+            where = self._where(cut(), uncut(), names) if difference.what in ("output", "loss") else ""
+            raise PartitionError(
+                f"the stages do not compute as the uncut model: {difference}{where}; likely cause: {cause}; {NEXT_STEP}"
+            )
+
+    def _difference(self, cut: StageRun, uncut: StageRun, names: frozenset[str], *, delayed: bool) -> Difference | None:
+        found: dict[Key, torch.Tensor | None] = {}
+        cut.run(
+            self.samples,
+            lambda when, what, values: found.update({(when, what, name): value for name, value in values.items()}),
+            between=names,
+            delayed=delayed,
+        )
+        comparison = Comparison(self.spec, found)
+        uncut.run(self.samples, comparison.take, between=names)
+        return comparison.first_difference()
+
+    def _where(self, cut: StageRun, uncut: StageRun, names: frozenset[str]) -> str:
+        """Return a clause that names the first module whose result differs."""
+        with ExitStack() as stack:
+            found, expected = (stack.enter_context(calls_noted(run.modules)) for run in (cut, uncut))
+            for run in (cut, uncut):
+                run.run(self.samples, between=names)
+            return first_unlike(expected, found)
+
+    def _fault(self, run: StageRun, size: int) -> str | None:
+        """Return why a micro-batch of ``size`` samples cannot be trained on; None if it can."""
         try:
-            check_weights(chain, found, batch)
-        except ConfigError as error:
-            agreed = agreed._replace(replay_fault=str(error))
-        traits = {k: replace(known, asks_for_graph=k in asking) for k, known in agreed.traits.items()}
-        return agreed._replace(traits=traits)
-
-    def _use(self, device: torch.device) -> None:
-        self.device = device
-        self.spec.precision.place(self._model, device)
-        if isinstance(self.spec.loss_fn, nn.Module):
-            self.spec.loss_fn.to(device)
-        self._samples = self._samples.to(device, channels_last=bool(self.spec.precision.channels_last))
-
-
-Result = TypeVar("Result")
+            with warnings.catch_warnings(action="ignore"):  # of sizes that may never come
+                run.forward(self.samples.of_size(size), "other sizes")
+        except CutImpossibleError as error:
+            if size in self.samples.other_sizes:
+                raise
+            return str(error)
+        except (ConfigError, PartitionError) as error:
+            return str(error)
+        return None
 
 
 def in_a_memory_format(
     model: nn.Module, spec: TrainSpec, samples: Samples, attempt: Callable[[TrainSpec], Result]
 ) -> tuple[Result, bool]:
-    """Return what ``attempt`` does with the ``spec`` in the memory format that it asks for, or that the model allows.
+    """Return the result of ``attempt`` with the ``spec`` in the memory format that it asks for, or that the model allows.
 
-    And whether the model does not allow channels_last, where it is left to it.
+    And whether the model does not allow channels_last, where the choice is left to it.
 
     Raises:
-        ConfigError: channels_last is asked for, and only the plain format runs.
-        ConfigError, PartitionError: neither runs.
+        ConfigError: If channels_last is asked for, and only the plain format runs.
+        ConfigError, PartitionError: If neither runs.
     """
 
     def attempted(channels_last: bool) -> Result:
@@ -184,7 +247,6 @@ def in_a_memory_format(
         )
         if wanted is False or not formats_differ:
             raise
-        in_memory_format(model, channels_last=False)
         result = attempted(False)
         if wanted:
             raise ConfigError(
@@ -195,9 +257,10 @@ def in_a_memory_format(
 
 
 def check_trains(agreed: Agreed, samples: Samples) -> None:
-    """Raise a ConfigError if no gradient of the loss reaches the model, or not that of a group.
+    """Check that the model can be trained on micro-batches of the sizes of ``samples``.
 
-    Or if it cannot be trained on micro-batches of the sizes that ``samples`` tell, mostly the last of an epoch.
+    Raises:
+        ConfigError: If no gradient of the loss reaches the model, or not that of a group, or if a size cannot be run.
     """
     if agreed.loss_fault is not None:
         raise ConfigError(agreed.loss_fault)
@@ -207,8 +270,6 @@ def check_trains(agreed: Agreed, samples: Samples) -> None:
             "requires_grad=True, and an output that is not detached from it; to evaluate only, use Trainer.evaluate "
             "(adl-dist evaluate)"
         )
-    if agreed.replay_fault is not None:
-        raise ConfigError(agreed.replay_fault)
     for size in samples.other_sizes:
         if size in agreed.size_faults:
             holds = "1 sample" if size == 1 else "an odd number of samples"

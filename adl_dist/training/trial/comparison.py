@@ -1,0 +1,167 @@
+"""Results of two micro-batches and an evaluation, of the uncut model and of its stages, and how they may differ."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from adl_dist.stage import TrainSpec
+from adl_dist.stage.calls import takes_gradient
+
+FIRST, SECOND, EVALUATION = "the first micro-batch", "the second micro-batch", "evaluation"
+EVALUATION_AGAIN, STATE = "evaluation of the second micro-batch", "after that"
+# Differences are reported in this order: the first is nearest to its cause.
+TIMES, KINDS = (FIRST, SECOND, EVALUATION, EVALUATION_AGAIN, STATE), ("output", "loss", "gradient", "buffer")
+SHARE = 30  # of the rounding allowed: so much less of the largest gradient of the model counts as zero
+
+Key = tuple[str, str, str]  # when, what and its name
+Values = Mapping[str, Tensor | None]  # by name; None: no gradient
+Take = Callable[[str, str, Values], None]  # is given (when, what, values)
+
+
+class Difference(NamedTuple):
+    """One value that is not the same."""
+
+    when: str
+    what: str
+    name: str
+    text: str
+
+    def __str__(self) -> str:
+        of = f" of '{self.name}'" if self.what == "gradient" else f" '{self.name}'" if self.what == "buffer" else ""
+        where = self.when if self.when == STATE else f"in {self.when}"
+        return f"the {self.what}{of} {self.text} {where}"
+
+
+class Comparison:
+    """Compares the results of the uncut model, as they come, with those of the stages.
+
+    Outputs and losses must be equal to the bit on a CPU. Gradients may differ by rounding: they are summed in another
+    order where stages use one value or one weight.
+    """
+
+    def __init__(self, spec: TrainSpec, found: dict[Key, Tensor | None]) -> None:
+        """Compare with ``found``, the results of the stages."""
+        self._found = found
+        self._unlike: list[Difference] = []
+        dtypes = [spec.precision.dtype, *([spec.precision.autocast] if spec.precision.autocast else [])]
+        self._eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+
+    def take(self, when: str, what: str, values: Values) -> None:
+        """Compare ``values``, and forget those of the stages."""
+        largest = max((_largest(value) for value in values.values() if value is not None), default=0.0)
+        found = {key[2]: self._found.pop(key) for key in [*self._found] if key[:2] == (when, what)}
+        for name in {**values, **found}:
+            text = self._text(what, values.get(name), found.get(name), largest)
+            if text:
+                self._unlike.append(Difference(when, what, name, text))
+
+    def first_difference(self) -> Difference | None:
+        """Return the difference that is nearest to its cause."""
+        if not self._unlike:
+            return None
+        first = min(self._unlike, key=lambda one: (TIMES.index(one.when), KINDS.index(one.what)))
+        same = [one for one in self._unlike if (one.when, one.what) == (first.when, first.what)]
+        # Parameters are in the order in which they are used, mostly: the last is the nearest to the loss.
+        return same[-1] if first.what == "gradient" else first
+
+    def _text(self, what: str, expected: Tensor | None, found: Tensor | None, largest: float) -> str:
+        if expected is None or found is None:
+            if (expected is None) is (found is None):
+                return ""
+            return "is missing, but was expected" if found is None else "is there, but none was expected"
+        if expected.shape != found.shape or expected.dtype != found.dtype:
+            return f"is {_kind(found)}, expected {_kind(expected)}"
+        expected, found = _dense(expected), _dense(found)
+        difference = largest_difference(expected, found)
+        if not difference:
+            return ""
+        scale = max(_largest(expected), _largest(found))
+        is_exact = not takes_gradient(expected) or (what != "gradient" and expected.device.type == "cpu")
+        eps = 0.0 if is_exact else max(self._eps, torch.finfo(expected.dtype).eps)
+        allowed = math.sqrt(eps) * scale
+        if what == "gradient":
+            allowed += math.sqrt(eps) / SHARE * largest
+        if difference <= allowed:
+            return ""
+        place = int((_wide(expected) - _wide(found)).abs().nan_to_num(math.inf).argmax())
+        pair = [f"{x.flatten()[place].item():.6g}" for x in (expected, found)]
+        share = f"{difference / scale:.2g} of its largest element" if scale and math.isfinite(difference) else "NaN"
+        return f"differs by {share} (expected {pair[0]}, found {pair[1]})"
+
+
+def largest_difference(a: Tensor, b: Tensor) -> float:
+    """Return the largest difference of two tensors of one shape; equal infinities and NaN do not differ."""
+    if not a.numel() or torch.equal(a, b):
+        return 0.0
+    same = (a == b) | ((a != a) & (b != b))
+    return float((_wide(a) - _wide(b)).abs().masked_fill(same, 0.0).nan_to_num(math.inf).max())
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _largest(tensor: Tensor) -> float:
+    """Return the magnitude of the largest finite element."""
+    sizes = _wide(_dense(tensor)).abs()
+    return float(sizes.masked_fill(~sizes.isfinite(), 0.0).max()) if sizes.numel() else 0.0
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+Calls = dict[tuple[str, int], list[Tensor]]  # by module and how often it was called before: the tensors it returned
+
+
+@contextmanager
+def calls_noted(models: Sequence[nn.Module]) -> Iterator[Calls]:
+    """Collect the results of all modules of ``models``, which are copies of one model."""
+    calls: Calls = {}
+
+    def hook_of(name: str) -> Callable[..., None]:
+        counts: dict[int, int] = {}
+
+        def hook(module: nn.Module, args: Any, out: Any) -> None:
+            count = counts[id(module)] = counts.get(id(module), -1) + 1
+            with torch._C.DisableTorchFunctionSubclass():
+                leaves = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+                if leaves and not any(leaf.is_meta for leaf in leaves):
+                    calls[name, count] = [leaf.detach().clone().as_subclass(Tensor) for leaf in leaves]
+
+        return hook
+
+    names = {name: hook_of(name) for model in models for name, _ in model.named_modules() if name}
+    handles = [
+        module.register_forward_hook(names[name])
+        for model in models
+        for name, module in model.named_modules()
+        if name and not isinstance(module, torch.jit.ScriptModule)
+    ]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def first_unlike(expected: Calls, found: Calls) -> str:
+    """Return a clause that names the first module whose result differs."""
+    before = ""
+    for key, outs in expected.items():
+        if key not in found:
+            continue
+        pairs = zip(outs, found[key], strict=False)
+        if not all(a.shape == b.shape and largest_difference(a, b) == 0 for a, b in pairs):
+            return f"; the first module whose result differs is '{key[0]}'" + (f", right after '{before}'" if before else "")
+        before = key[0]
+    return "; the results of its modules are equal, so it is a computation between them" if before else ""
