@@ -3,7 +3,7 @@
 import pytest
 
 from tests.adversarial.table import MODELS
-from tests.adversarial.verdicts import STAGES, expected, verdict_of
+from tests.adversarial.verdicts import STAGES, expected, is_as, verdict_of
 from tests.support.tiers import slow
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch, about what it has deprecated
@@ -15,7 +15,7 @@ EXPECTED = expected()
 def test_an_odd_model_is_equal_or_refused(name, K, request):
     kind, text = EXPECTED.get((name, K), ("equal", ""))
     found = verdict_of(name, K)
-    assert (found.kind, text in found.text) == (kind, True), f"{found.kind}: {found.text}; expected {kind}: {text}"
+    assert is_as(found, kind, text), f"{found.kind}: {found.text}; expected {kind}: {text}"
     if kind in ("wrong", "crash") and not MODELS[name].outside:
         request.applymarker(pytest.mark.xfail(strict=True, reason=f"{kind}: {found.text}"))
         pytest.fail(found.text)
