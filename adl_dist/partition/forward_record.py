@@ -207,7 +207,7 @@ def record_forward(model: nn.Module, batches: Sequence[Batch]) -> Recording:
         known, recording.refused, recording.closed = recording._known(), "", {}
         for training in (True, False):
             model.train(training)
-            recorder = _Recorder(model, recording, training=training)
+            recorder = Recorder(model, recording, training=training)
             unchanged = 0
             for run in range(MOST_RUNS):
                 calls = len(recorder.mode.calls)
@@ -310,7 +310,7 @@ class _Frame:
         return self.path, name, self.counts[name] - 1
 
 
-class _Recorder(TorchFunctionMode):
+class Recorder(TorchFunctionMode):
     """Records the runs of one mode."""
 
     def __init__(self, model: nn.Module, recording: Recording, *, training: bool) -> None:
@@ -898,7 +898,7 @@ def _checkpoint_around(kept: list[Any]) -> int:
 
 
 @contextmanager
-def _intercepted(model: nn.Module, names: dict[int, str], watch: _Recorder) -> Iterator[None]:
+def _intercepted(model: nn.Module, names: dict[int, str], watch: Recorder) -> Iterator[None]:
     """Have all modules in ``model`` call ``watch.module``."""
     changed = []
     for module in model.modules():
@@ -914,7 +914,7 @@ def _intercepted(model: nn.Module, names: dict[int, str], watch: _Recorder) -> I
                 vars(module)[CALL] = before
 
 
-def _interceptor(module: nn.Module, name: str, watch: _Recorder) -> Callable[..., Any]:
+def _interceptor(module: nn.Module, name: str, watch: Recorder) -> Callable[..., Any]:
     own: Callable[..., Any] = vars(module).get(CALL) or module._call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,25 +1,27 @@
-"""Runs a model unit by unit, where it will be trained, and times it."""
+"""Time the calls of a model's forward, one by one, where it will be trained."""
 
-import copy
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
 
-from adl_dist.batch import Batch, call
+from adl_dist.batch import Batch, call, tensors_of
 from adl_dist.codecs import CODECS, coded_bytes
-from adl_dist.partition.chain import Chain
+from adl_dist.partition.chain import Chain, copied_model
+from adl_dist.partition.containers import map_tensors, tensors_in
 from adl_dist.partition.costs import Profile, UnitCost
-from adl_dist.partition.module_state import modes_kept
-from adl_dist.partition.piece import as_argument
+from adl_dist.partition.cut import attempt
+from adl_dist.partition.forward_record import INPUT, Call, Recorder
+from adl_dist.partition.value import Label
 from adl_dist.streams import streams_kept
 
 WARMUP = 2  # rounds; the second is the first to add to gradients that are there
@@ -29,7 +31,7 @@ SECONDS = 6.0  # beyond the fewest no round is started after so long
 
 Figures = TypeVar("Figures")
 LossFn = Callable[[Any, Any], Tensor]
-Within = Callable[[], AbstractContextManager[Any]]  # what forward and loss are called in: autocast, or nothing
+Within = Callable[[], AbstractContextManager[Any]]  # the context of forward and loss: autocast, or nothing
 
 
 def measure(  # 9: the model and its units, a sample, how it is trained, and the name of the measurement
@@ -43,21 +45,27 @@ def measure(  # 9: the model and its units, a sample, how it is trained, and the
     of: dict[str, Any],
     within: Within = nullcontext,
 ) -> Profile:
-    """Run ``model`` unit by unit, and as a whole, and time it. Its state is as before.
+    """Time the calls of ``model`` alone, and the whole model; both as copies.
 
-    The mean loss ``loss_fn`` (output, ``target`` [B, ...]) is counted to the last unit. ``of``: the identity of the
-    measurement.
+    Args:
+        model: the uncut model, on its device.
+        chain: its units. Cuts that turn out to be impossible are added to ``chain.forbidden``.
+        input_: a micro-batch.
+        target: its targets, [B, ...].
+        loss_fn: the mean loss of an output and ``target``, counted to the last unit.
+        optimizer: makes the optimizer of some parameters.
+        of: the identity of the measurement.
+        within: makes the context of forward and loss.
     """
-    pieces = chain.pieces([1] * len(chain.units))
     # Before anything else: more tensors in memory would make its allocations cheaper than in training.
     forward, backward = pace(model, input_, target, loss_fn, within)
-    with restored(model, input_), torch.enable_grad():
-        for module in (model, *pieces):
-            module.train()
-        bench = _Bench(pieces, input_, target, loss_fn, within)
-        units = bench.look(model, chain)
-        rounds = _repeated(bench.run, input_.device)
-        updates, copies = _updates(model, pieces, optimizer, input_.device)
+    twin = copied_model(model).train()
+    with streams_kept(input_.device), torch.enable_grad():
+        capture = _Capture(twin, chain, within)
+        capture.run(input_, lambda output: loss_fn(output, target.clone()))
+        units = _unit_costs(twin, chain, capture, input_)
+        rounds = _repeated(partial(_times, capture.calls, len(units), within, input_.device), input_.device)
+        updates, copies = _updates([*twin.parameters()], [*_owned(twin, chain).values()], optimizer, input_.device)
     # The least: a unit is short, so what is slower was interrupted. Of the whole the mean: training is interrupted.
     forwards, backwards = (map(min, zip(*times, strict=True)) for times in zip(*rounds, strict=True))
     units = [
@@ -70,38 +78,56 @@ def measure(  # 9: the model and its units, a sample, how it is trained, and the
 def pace(
     model: nn.Module, input_: Batch, target: Batch, loss_fn: LossFn, within: Within = nullcontext
 ) -> tuple[float, float]:
-    """Return the mean seconds of forward and backward of the whole model. Its state is as before."""
+    """Return the mean seconds of forward and backward of a copy of the whole model."""
+    twin = copied_model(model).train()
 
     def once() -> tuple[float, float]:
         given, wanted = input_.clone(), target.clone()  # model and loss may write to them
         start = now(input_.device)
         with within():
-            loss = loss_fn(call(model, given), wanted)
+            loss = loss_fn(call(twin, given), wanted)
         middle = now(input_.device)
         loss.backward()
         return middle - start, now(input_.device) - middle
 
-    with restored(model, input_), torch.enable_grad():
-        model.train()
+    with streams_kept(input_.device), torch.enable_grad():
         forwards, backwards = zip(*_repeated(once, input_.device), strict=True)
     return statistics.fmean(forwards), statistics.fmean(backwards)
 
 
-@contextmanager
-def restored(model: nn.Module, input_: Batch) -> Iterator[None]:
-    """Leave the model, and the random streams of its device, as they were found."""
-    state = copy.deepcopy(model.state_dict())
-    # Some buffers are no part of the state, and a forward may put others in their places.
-    owned = [(owner, *named) for owner in model.modules() for named in owner.named_buffers(recurse=False)]
-    buffers = [(*place, place[-1].clone()) for place in owned]
-    try:
-        with modes_kept(model), streams_kept(input_.device):
-            yield
-    finally:
-        for owner, name, buffer, values in buffers:
-            setattr(owner, name, buffer.copy_(values))
-        model.load_state_dict(state)
-        model.zero_grad()
+def now(device: torch.device) -> float:
+    """Return the time at which the work launched on ``device`` is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def first_units(chain: Chain) -> dict[str, int]:
+    """Return the first unit that computes with each parameter or buffer, by its name."""
+    found: dict[str, int] = {}
+    for unit, names in enumerate(_uses(chain)):
+        for name in names:
+            found.setdefault(name, unit)
+    return found
+
+
+def _uses(chain: Chain) -> list[set[str]]:
+    """Return the names of the parameters and buffers that each unit computes with."""
+    uses: list[set[str]] = [set() for _ in chain.units]
+    for one in chain.recording.modes[True].calls.values():
+        if not one.is_open:
+            uses[chain.places[one.key]] |= one.uses
+    return uses
+
+
+def _owned(model: nn.Module, chain: Chain) -> dict[int, list[nn.Parameter]]:
+    """Return the trained parameters of each unit that no earlier unit computes with."""
+    owned: dict[int, list[nn.Parameter]] = {unit: [] for unit in range(len(chain.units))}
+    firsts = first_units(chain)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            owned[firsts.get(name, len(chain.units) - 1)].append(parameter)
+    return owned
 
 
 def _repeated(measured: Callable[[], Figures], device: torch.device) -> list[Figures]:
@@ -118,146 +144,224 @@ def _repeated(measured: Callable[[], Figures], device: torch.device) -> list[Fig
     return figures
 
 
-@dataclass
-class _Bench:
-    """The units of a model side by side, each with leaves of its own between it and its neighbours."""
+@dataclass(kw_only=True)
+class _Captured:
+    """One call of the forward, which can be repeated alone.
 
-    pieces: Sequence[nn.Module]
-    input_: Batch
-    target: Batch
-    loss_fn: LossFn
-    within: Within
-    written: list[list[bool]] = field(default_factory=list)  # by unit and tensor: whether it writes to its argument
+    Attributes:
+        parameters: the trained ones that it computes with.
+        needs_grad: ids of the tensors among its arguments that are part of a graph.
+        writes: ids of those that it writes to.
+        replays: whether torch.utils.checkpoint runs it once more in the backward.
+    """
 
-    def look(self, model: nn.Module, chain: Chain) -> list[UnitCost]:
-        """Everything but times: what each unit keeps and sends, and which of its inputs it overwrites."""
-        known = {_storage(t) for t in (*model.parameters(), *model.buffers())}
-        saver: dict[int, int] = {}  # storage -> the unit that first saves it
-        saved_bytes = [0] * len(self.pieces)
-        alive = []  # leaves and outputs of each unit, or a storage would be used again
-        arriving: Any = as_argument(self.pieces[0], self.input_)
-        for unit, piece in enumerate(self.pieces):
+    unit: int
+    function: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    parameters: list[nn.Parameter]
+    needs_grad: set[int]
+    has_graph: bool = True
+    writes: set[int] = field(default_factory=set)
+    replays: bool = False
 
-            def pack(tensor: Tensor, unit: int = unit) -> Tensor:
-                if _storage(tensor) not in known and _storage(tensor) not in saver:
-                    saver[_storage(tensor)] = unit
-                    saved_bytes[unit] += tensor.untyped_storage().nbytes()
+    def prepare(self) -> tuple[list[Tensor], list[Tensor], Any]:
+        """Return new leaves, copies of those that the call writes to, and its arguments."""
+        leaves: dict[int, Tensor] = {}
+        given: dict[int, Tensor] = {}
+
+        def leaf(tensor: Tensor) -> Tensor:
+            if isinstance(tensor, nn.Parameter):
                 return tensor
+            if (key := id(tensor)) not in given:
+                leaves[key] = given[key] = tensor.detach().requires_grad_(key in self.needs_grad)
+                if key in self.writes:
+                    given[key] = leaves[key].clone()
+            return given[key]
 
-            leaves = _leaves(arriving, with_gradient=unit > 0)
-            with self.within():
-                self.written.append(_written(piece, leaves))
-            # Called with the leaves themselves, so that what two units save is one storage.
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                arriving = self._call(unit, self._inputs(unit, leaves))
-            alive.append((leaves, arriving))
-        first_unit: dict[nn.Parameter, int] = {}
-        costs = []
-        for unit, (name, piece, (leaves, out)) in enumerate(zip(chain.units, self.pieces, alive, strict=True)):
-            tied: dict[int, int] = {}
-            for p in piece.parameters():
-                if (first := first_unit.setdefault(p, unit)) != unit and p.requires_grad:
-                    tied[first] = tied.get(first, 0) + p.nbytes
-            parameter_bytes = sum(p.nbytes for p in piece.parameters() if first_unit[p] == unit)
-            came_in = sum(t.nbytes for t in tree_leaves(leaves) if isinstance(t, Tensor))
-            crossing = tree_leaves(out)
-            tensors = [t for t in crossing if isinstance(t, Tensor)]
-            firsts = [saver.get(_storage(t)) for t in tensors]
-            whole = len(tensors) == len(crossing) and all(t.shape[:1] == (len(self.input_),) for t in tensors)
-            last = unit == len(self.pieces) - 1
-            sent = [] if last else tensors
-            unsaved = [t.nbytes for t, f in zip(sent, firsts, strict=not last) if f is None or f > unit]
-            costs.append(
-                UnitCost(
-                    name=name,
-                    forward=0.0,
-                    backward=0.0,
-                    parameter_bytes=parameter_bytes,
-                    tied=[[first, nbytes] for first, nbytes in tied.items()],
-                    activation_bytes=saved_bytes[unit],
-                    act_bytes=sum(t.nbytes for t in sent),
-                    grad_bytes=sum(t.nbytes for t in sent if t.is_floating_point() or t.is_complex()),
-                    spared={codec: sum(_bytes_spared(codec, t) for t in sent) for codec in CODECS},
-                    num_tensors=1 if last else sum(1 for t in tensors if t.numel()),
-                    work_bytes=2 * (parameter_bytes + sum(tied.values())) + came_in + sum(t.nbytes for t in tensors),
-                    held_before=sum(unsaved),
-                    held_behind=sum(t.nbytes for t, f in zip(tensors, firsts, strict=True) if f is None or f <= unit),
-                    may_cut=whole and unit not in chain.forbidden,
-                    reason=chain.forbidden.get(unit, "" if whole else "what would cross has no batch"),
-                )
-            )
-        return costs
+        arguments = map_tensors(leaf, (self.args, self.kwargs))
+        return [*leaves.values()], [given[key] for key in self.writes if key in given], arguments
 
-    def run(self) -> tuple[list[float], list[float]]:
-        """Return the seconds of each unit's forward and backward."""
-        forwards, backwards, kept = [], [], []
-        arriving: Any = as_argument(self.pieces[0], self.input_)
-        for unit in range(len(self.pieces)):
-            leaves = _leaves(arriving, with_gradient=unit > 0)
-            inputs = self._inputs(unit, leaves)
-            start = now(self.input_.device)
-            arriving = self._call(unit, inputs)
-            forwards.append(now(self.input_.device) - start)
-            kept.append((leaves, arriving))
-        grads: list[Tensor | None] = [torch.ones_like(arriving)]
-        for piece, (leaves, out) in zip(reversed(self.pieces), reversed(kept), strict=True):
-            start = now(self.input_.device)
-            grads = _backward(piece, tree_leaves(leaves), tree_leaves(out), grads)
-            backwards.append(now(self.input_.device) - start)
-        return forwards, backwards[::-1]
 
-    def _call(self, unit: int, inputs: Any) -> Any:
-        with self.within():
-            out = call(self.pieces[unit], inputs)
-            return self.loss_fn(out, self.target) if unit == len(self.pieces) - 1 else out
+def _times(
+    calls: Sequence[_Captured], num_units: int, within: Within, device: torch.device
+) -> tuple[list[float], list[float]]:
+    """Return the seconds of each unit's forward and backward."""
+    forwards, backwards, graphs = [0.0] * num_units, [0.0] * num_units, []
+    for one in calls:
+        leaves, written, (args, kwargs) = one.prepare()
+        start = now(device)
+        with within(), torch.set_grad_enabled(one.has_graph):
+            out = one.function(*args, **kwargs)
+        seconds = now(device) - start
+        forwards[one.unit] += seconds
+        backwards[one.unit] += seconds * one.replays
+        unique = {id(t): t for t in (*tensors_in(out), *written) if t.grad_fn is not None}
+        graphs.append(([leaf for leaf in leaves if leaf.requires_grad], [*unique.values()]))
+    for one in reversed(calls):
+        leaves, ends = graphs.pop()
+        grads = [torch.ones_like(end) for end in ends]
+        start = now(device)
+        _backward(leaves, one.parameters, ends, grads)
+        backwards[one.unit] += now(device) - start
+    return forwards, backwards
 
-    def _inputs(self, unit: int, leaves: Any) -> Any:
-        """Return the unit's arguments: copies of those it overwrites."""
-        written = iter(self.written[unit])
-        return tree_map(lambda t: t.clone() if next(written) else t, leaves)
+
+def _backward(
+    leaves: Sequence[Tensor], parameters: Sequence[nn.Parameter], ends: Sequence[Tensor], grads: Sequence[Tensor]
+) -> None:
+    """Compute the gradients of the leaves, and add those of parameters to their present ones, as in a group.
+
+    Not by ``backward()``, which would copy a gradient that two leaves share, like the summands of a residual.
+    """
+    if not ends or not (leaves or parameters):
+        return
+    computed = torch.autograd.grad(ends, [*leaves, *parameters], grads, allow_unused=True)
+    for parameter, grad in zip(parameters, computed[len(leaves) :], strict=True):
+        if grad is not None:
+            parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+
+
+class _Capture(Recorder):
+    """Keeps the calls of one forward, what flows between them, and the bytes that autograd saves.
+
+    Attributes:
+        calls: those that are no containers, and the loss.
+        values: the tensor of each label.
+        loss: the loss.
+        savers: by storage, the unit that saves it first.
+        saved: the bytes that each unit saves first.
+    """
+
+    def __init__(self, model: nn.Module, chain: Chain, within: Within) -> None:
+        super().__init__(model, chain.recording, training=True)
+        self.calls: list[_Captured] = []
+        self.values: dict[Label, Tensor] = {}
+        self.savers: dict[int, int] = {}
+        self.saved = [0] * len(chain.units)
+        self._chain, self._within, self._unit = chain, within, 0
+        self._known = {_storage(t) for t in (*model.parameters(), *model.buffers())}
+
+    def run(self, batch: Batch, loss_fn: Callable[[Any], Tensor]) -> None:
+        """Run the model and the loss on one micro-batch."""
+        outputs: list[Any] = []
+        handle = self.model.register_forward_hook(lambda _model, _args, output: outputs.append(output))
+        with self._within(), torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+            self.observe(batch)
+            handle.remove()
+            self._unit = len(self._chain.units) - 1
+            self.loss = self._keep(loss_fn, (outputs[-1],), {}, [])
+        for number, tensor in enumerate(tensors_of(batch)):
+            self.values.setdefault(("", INPUT, number, 0), tensor)
+
+    def _run(self, call: Call, function: Callable[..., Any], args: Any, kwargs: Any, module: Any) -> Any:
+        """Keep a call before it runs."""
+        self._unit = self._chain.places.get(call.key, self._unit)
+        state = [*module.parameters()] if module is not None else tensors_in((args, kwargs))
+        trained = [t for t in state if isinstance(t, nn.Parameter) and t.requires_grad]
+        return self._keep(function, args, kwargs, trained, replays=bool(call.checkpoint))
+
+    def _keep(
+        self, function: Any, args: Any, kwargs: Any, parameters: list[nn.Parameter], *, replays: bool = False
+    ) -> Any:
+        tensors = tensors_in((args, kwargs))
+        versions = [0 if t.is_inference() else t._version for t in tensors]
+        one = _Captured(
+            unit=self._unit,
+            function=function,
+            args=args,
+            kwargs=kwargs,
+            parameters=parameters,
+            needs_grad={id(t) for t in tensors if t.requires_grad},
+            has_graph=torch.is_grad_enabled(),
+            replays=replays,
+        )
+        self.calls.append(one)
+        out = function(*args, **kwargs)
+        one.writes = {id(t) for t, v in zip(tensors, versions, strict=True) if not t.is_inference() and t._version != v}
+        return out
+
+    def _value(self, tensor: Tensor, label: Label, call: Call | None = None) -> None:
+        super()._value(tensor, label, call)
+        self.values[label] = tensor
+
+    def _note_predictable(self, *_: Any) -> None:
+        """Look for no shapes: they are recorded already."""
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        key = _storage(tensor)
+        if key not in self._known and key not in self.savers:
+            self.savers[key] = self._unit
+            self.saved[self._unit] += tensor.untyped_storage().nbytes()
+        return tensor
 
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def now(device: torch.device) -> float:
-    """Return the time at which the work launched on ``device`` is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+def _crossing(chain: Chain, values: dict[Label, Tensor]) -> list[tuple[list[Tensor], int]]:
+    """Return the tensors that would cross a cut after each unit but the last, and the number of messages beside them.
 
-
-def _backward(
-    piece: nn.Module, leaves: Sequence[Any], outs: Sequence[Any], grads: Sequence[Tensor | None]
-) -> list[Tensor | None]:
-    """Return gradients of the leaves; those of parameters are added to their present ones, as in a group.
-
-    Not ``backward()``: it would copy a gradient that two leaves share, as the two summands of a residual do, which
-    within one graph are not leaves.
+    Nothing crosses where no cut is possible.
     """
-    leaf_ids = {id(leaf) for leaf in leaves}
-    arrived = [(out, grad) for out, grad in zip(outs, grads, strict=True) if grad is not None]
-    passed = {id(out): grad for out, grad in arrived if id(out) in leaf_ids}
-    roots = [(out, grad) for out, grad in arrived if out.requires_grad and id(out) not in passed]
-    wanted = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-    parameters = [p for p in piece.parameters() if p.requires_grad]
-    computed: Sequence[Tensor | None] = [None] * (len(wanted) + len(parameters))
-    if roots and computed:
-        computed = torch.autograd.grad(
-            [o for o, _ in roots], [*wanted, *parameters], [g for _, g in roots], allow_unused=True
+    count = len(chain.units)
+
+    def everywhere() -> list[int]:
+        stops = [unit + 1 for unit in range(count - 1) if unit not in chain.forbidden]
+        return [stop - start for start, stop in pairwise([0, *stops, count])]
+
+    sizes, plan = attempt(chain, everywhere, lambda sizes: (sizes, chain.plan(sizes)), fixed=False)
+    mode = plan.modes[True]
+    found: list[tuple[list[Tensor], int]] = [([], 0) for _ in chain.units[:-1]]
+    for edge, stop in enumerate(accumulate(sizes[:-1])):
+        tensors = [values[labels[0]] for labels in mode.crossing[edge] if labels[0] in values]
+        found[stop - 1] = tensors, (mode.sizes[edge] is None) + mode.decides
+    return found
+
+
+def _unit_costs(model: nn.Module, chain: Chain, capture: _Capture, input_: Batch) -> list[UnitCost]:
+    """Return everything but times: bytes that each unit keeps and sends, and where the model can be cut."""
+    crossing = [*_crossing(chain, capture.values), ([capture.loss], 0)]
+    arriving, firsts = [*tensors_of(input_)], first_units(chain)
+    parameters, uses = dict(model.named_parameters()), _uses(chain)
+    uses[-1] |= parameters.keys() - firsts.keys()
+    costs = []
+    for unit, (name, (tensors, extra)) in enumerate(zip(chain.units, crossing, strict=True)):
+        own = [(firsts.get(n, unit), parameters[n]) for n in sorted(uses[unit] & parameters.keys())]
+        tied: dict[int, int] = {}
+        for first, parameter in own:
+            if first != unit and parameter.requires_grad:
+                tied[first] = tied.get(first, 0) + parameter.nbytes
+        parameter_bytes = sum(parameter.nbytes for first, parameter in own if first == unit)
+        savers = [(t.nbytes, capture.savers.get(_storage(t), len(chain.units))) for t in tensors]
+        sent = [] if unit == len(chain.units) - 1 else tensors
+        costs.append(
+            UnitCost(
+                name=name,
+                forward=0.0,
+                backward=0.0,
+                parameter_bytes=parameter_bytes,
+                tied=[[first, nbytes] for first, nbytes in tied.items()],
+                activation_bytes=capture.saved[unit],
+                act_bytes=sum(t.nbytes for t in sent),
+                grad_bytes=sum(t.nbytes for t in sent if t.requires_grad),
+                spared={codec: sum(_bytes_spared(codec, t) for t in sent) for codec in CODECS},
+                num_tensors=extra + sum(1 for t in tensors if t.numel()),
+                work_bytes=2 * (parameter_bytes + sum(tied.values())) + sum(t.nbytes for t in (*arriving, *tensors)),
+                held_before=sum(nbytes for nbytes, first in savers if first > unit and sent),
+                held_behind=sum(nbytes for nbytes, first in savers if first <= unit or first == len(chain.units)),
+                may_cut=unit not in chain.forbidden,
+                reason=chain.forbidden.get(unit, ""),
+            )
         )
-    for parameter, grad in zip(parameters, computed[len(wanted) :], strict=True):
-        if grad is not None:
-            parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
-    of_leaf = {id(leaf): grad for leaf, grad in zip(wanted, computed, strict=False)}
-    both = [(of_leaf.get(id(leaf)), passed.get(id(leaf))) for leaf in leaves]
-    return [a if b is None else b if a is None else a + b for a, b in both]
+        arriving = tensors
+    return costs
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Update:
-    """What a unit takes of a group's end, in seconds, as UnitCost has it."""
+    """The seconds that a unit takes at the end of a group, as in :class:`UnitCost`."""
 
     update: float = 0.0
     update_fixed: float = 0.0
@@ -265,20 +369,20 @@ class _Update:
 
 
 def _updates(
-    model: nn.Module,
-    pieces: Sequence[nn.Module],
+    parameters: Sequence[nn.Parameter],
+    owned: Sequence[Sequence[nn.Parameter]],
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
     device: torch.device,
 ) -> tuple[list[_Update], float]:
-    """Return what each unit takes of a group's end (norm, step, cleared gradients), and optimizer bytes per byte.
+    """Return the seconds of each unit at the end of a group, and optimizer bytes per byte of parameters.
 
-    Each is measured, because rules differ: Muon takes long for a matrix, and AdamW a moment for an embedding. Fixed is
-    what the smallest parameter takes alone: on a GPU nearly all of it may be the calls, which are as many for a small
-    stage as for the whole model.
+    That is norm, step and cleared gradients. Each unit is measured, because rules differ: Muon takes long for a matrix,
+    and AdamW a moment for an embedding. The time of the smallest parameter is the fixed part: on a GPU nearly all of it
+    may be launches, which are as many for a small stage as for the whole model.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = [p for p in parameters if p.requires_grad]
     if not (num_bytes := sum(p.nbytes for p in parameters)):
-        return [_Update() for _ in pieces], 0.0
+        return [_Update() for _ in owned], 0.0
     made = optimizer(parameters)
     whole = statistics.median(_seconds_of_update(made, parameters, device))
     state = sum(t.nbytes for kept in made.state.values() for t in kept.values() if isinstance(t, Tensor))
@@ -286,10 +390,6 @@ def _updates(
     copy = _seconds_of_copy(parameters, device) / num_bytes
     smallest = min(parameters, key=lambda parameter: parameter.nbytes)
     fixed = min(whole, *_seconds_of_update(optimizer([smallest]), [smallest], device))
-    owned, seen = list[list[nn.Parameter]](), set[nn.Parameter]()
-    for piece in pieces:
-        owned.append([p for p in piece.parameters() if p.requires_grad and p not in seen])
-        seen.update(owned[-1])
     sizes = [sum(p.nbytes for p in of_unit) for of_unit in owned]
     # The least, as of forward and backward. At least a little: of units that are as small, times may not tell.
     alone = [
@@ -328,23 +428,6 @@ def _seconds_of_update(made: Optimizer, parameters: Sequence[nn.Parameter], devi
         made.zero_grad()
         seconds.append(now(device) - start)
     return seconds[1:]
-
-
-def _leaves(values: Any, *, with_gradient: bool) -> Any:
-    def leaf(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return value.detach().requires_grad_(with_gradient and (value.is_floating_point() or value.is_complex()))
-
-    return tree_map(leaf, values)
-
-
-def _written(piece: nn.Module, leaves: Any) -> list[bool]:
-    """Return, for each argument of a unit, whether the unit writes to it."""
-    probe = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(leaves)]
-    before = [t._version if isinstance(t, Tensor) else 0 for t in probe]
-    call(piece, tree_unflatten(probe, tree_structure(leaves)))
-    return [isinstance(t, Tensor) and t._version != version for t, version in zip(probe, before, strict=True)]
 
 
 def _bytes_spared(codec: str, tensor: Tensor) -> int:

@@ -74,7 +74,7 @@ def test_a_race_cuts_for_its_slowest_link_and_its_devices(monkeypatch, tmp_path)
     def apart(_, config, able):
         config.partition.chosen()  # refuses what does not fit together
         cut_for.append((config.partition.links, config.partition.speeds, config.partition.balance))
-        found = Cut(sizes=[1, 2], overwrites=[], act_bytes=[8], grad_bytes=[8])
+        found = Cut(sizes=[1, 2], begins=["second"], act_bytes=[8], grad_bytes=[8])
         facts = {"target": TensorSpec((), "int64"), "exchanged_bytes": {}, "predicted": {}}
         return ModelSurvey(cuts={2: found}, granularity="block", channels_last=False, **facts)
 
@@ -85,7 +85,7 @@ def test_a_race_cuts_for_its_slowest_link_and_its_devices(monkeypatch, tmp_path)
         folder.mkdir(exist_ok=True)
         cut, _ = settled_cut(folder, ["partition.balance=auto", *own], [], given, on)
         settled = compose_run(["partition.balance=auto", *own, *cut])[0].partition.chosen()
-        assert (settled.units, settled.balance, settled.links, settled.speeds) == ("block", [1, 2], None, None)
+        assert (settled.balance, settled.links, settled.speeds) == (["second"], None, None)
     assert cut_for == [
         ("50mbit,20ms", [0.5, 0.5], "auto"),
         (None, None, [1, 2]),

@@ -23,7 +23,7 @@ from adl_dist.cli.config.schema import RunConfig
 from adl_dist.distributed.affinity import num_cores, tune_malloc
 from adl_dist.distributed.parent_process import LAUNCHER, end_with_launcher
 from adl_dist.errors import ConfigError
-from adl_dist.partition import Chain, linearise
+from adl_dist.partition import Chain
 from adl_dist.partition.costs import Profile
 from adl_dist.partition.measure import pace
 from adl_dist.partition.predict import Throughput
@@ -83,11 +83,14 @@ class Profiler:
 
     @cached_property
     def chain(self) -> Chain:
-        """The units of the model; a PartitionError: it cannot be divided."""
+        """The units of the model.
+
+        Raises:
+            PartitionError: If it cannot be divided.
+        """
         with self._autocast():  # read as training reads it, or buffers that many units read would be on one stage
             keeps = keeps_ties(self.spec.pipeline.method)
-            how: dict[str, Any] = {"granularity": self.granularity, "keeps_ties": keeps}
-            return linearise(self.model, samples=self.samples.readings[0], **how)
+            return Chain(self.model, self.samples.readings[0], granularity=self.granularity, keeps_ties=keeps)
 
     def num_others(self, num_stages: int) -> int:
         """Return how many of K stages share this machine's cores with one; none on GPUs."""
