@@ -167,6 +167,7 @@ class Recording:
         refused: why the model's own forward cannot be; empty: it can.
         opened: names of modules without children that are followed all the same, for their effects.
         glue: names of buffers, and of tensors that are plain attributes, that every stage needs.
+        moved: those of them that a forward changes by what does not depend on the batch.
         device: of the model.
     """
 
@@ -178,6 +179,7 @@ class Recording:
     refused: str = ""
     opened: set[str] = field(default_factory=set)
     glue: set[str] = field(default_factory=set)
+    moved: set[str] = field(default_factory=set)
     device: torch.device = torch.device("cpu")
 
     def _known(self) -> tuple[int, ...]:
@@ -657,6 +659,9 @@ class Recorder(TorchFunctionMode):
             return out
         target = writes_to(name, args, kwargs)
         if target is not None:
+            kind_of_memory, name_of_memory = self.origins.get(_memory(target), ("", None))
+            if kind_of_memory == "state":
+                self.recording.moved.add(name_of_memory)
             self._note_effects(self.facts.get(id(target), NOTHING).begin)
         for leaf in tensors_in(out):
             origin = self.origins.setdefault(_memory(leaf), ("birth", key))

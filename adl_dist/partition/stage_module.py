@@ -8,7 +8,7 @@ whoever asks for their elements gets an error with the line. Where a call of thi
 import copy
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 from weakref import ref
 
@@ -24,6 +24,7 @@ from adl_dist.partition.containers import map_tensors, other_leaves, tensors_in
 from adl_dist.partition.forward_record import CALL, INPUT, held_tensors, state_label, users_line
 from adl_dist.partition.functions import ASK_DEVICE, LIKE_SECOND, Kind, kind_of, writes_to
 from adl_dist.partition.stage_plan import CallPlan, FramePlan, ModePlan, StagePlan, Way
+from adl_dist.partition.tape import Tape
 from adl_dist.partition.value import (
     EVERYWHERE,
     ForeignParameter,
@@ -53,6 +54,7 @@ class StageModule(nn.Module):
         copies: names of the parameters that an earlier stage holds, too, and of which this one has a copy.
         seeds: seeds of the streams ``torch``, ``python`` and ``numpy`` for what does not depend on the batch, and for
             what does; set for each micro-batch by the stage that trains it, as :attr:`draws` asks.
+        keep_tape: whether a forward leaves its calls in ``tape``, for ``forward(*acts, replay=tape)``.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class StageModule(nn.Module):
         self.copies: list[str] = []
         self.seeds: tuple[dict[str, int], Any] | None = None
         self.own_streams: Any = None
+        self.keep_tape, self.tape = False, None
         self._device: torch.device | None = None
         memo: dict[int, Any] = {id(m): m for m in model.modules() if isinstance(m, torch.jit.ScriptModule)}
         names: dict[int, list[str]] = {}
@@ -169,6 +172,20 @@ class StageModule(nn.Module):
         self._device = None
         return self
 
+    def replace(self, name: str, tensor: Tensor) -> None:
+        """Put another tensor in the place of one of this stage, which was on meta."""
+        path, _, key = name.rpartition(".")
+        for module in {id(m): m for m in (self.model.get_submodule(path), *self._registered(path))}.values():
+            registry = module._parameters if isinstance(tensor, nn.Parameter) else module._buffers
+            registry[key] = tensor
+        self._device = None
+
+    def _registered(self, path: str) -> list[nn.Module]:
+        try:
+            return [_holder(self, path)]
+        except KeyError:
+            return []  # of a module that lies on another stage
+
     @property
     def device(self) -> torch.device:
         """The device of its tensors."""
@@ -200,25 +217,36 @@ class StageModule(nn.Module):
                 if parameter is not None and other is not None and other.requires_grad != parameter.requires_grad:
                     other.requires_grad_(parameter.requires_grad)
 
-    def forward(self, *acts: Tensor) -> Any:
+    def forward(self, *acts: Tensor, replay: Tape | None = None) -> Any:
         """Return what goes to the next stage, a tuple of tensors, or the result of the model on the last stage.
 
-        ``acts`` are the inputs of the model on stage 0, [B, ...], and what the stage before returns on others.
+        Args:
+            acts: The inputs of the model on stage 0, [B, ...], and what the stage before returns on others.
+            replay: The tape of an earlier forward of the same ``acts``; its calls are made again, with the present
+                weights, and the model's forward does not run.
 
         Raises:
             ForwardError: If the forward does something that was not recorded, or needs what this stage lacks.
         """
         mode = self.plan.modes[self.training]
         run = _Run(self, mode)
+        if replay is not None:
+            return run.play(replay, acts)
         before, Watch.active = Watch.active, run
         try:
             args, kwargs = run.begin(acts)
-            with run.births or _NOTHING:
+            # With a graph, which nothing keeps: what the forward does without one is seen for a tape.
+            with torch.set_grad_enabled(torch.is_grad_enabled() or self.keep_tape), run.watcher or nullcontext():
                 out = self.model(*args, **kwargs)
             if run.failure is not None:
                 raise run.failure
             with native():
-                return run.end(out)
+                out = run.end(out)
+            if run.tape is not None:
+                run.tape.end(out)
+                self.tape = run.tape
+                out = map_tensors(Tensor.detach, out)
+            return out
         except ForwardError:
             raise
         except Exception as error:
@@ -247,13 +275,9 @@ class StageModule(nn.Module):
         return name is not None and f"{name}.{key}".lstrip(".") in self._held
 
 
-class _Nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> None: ...
-
-
-_NOTHING = _Nothing()
+def _named(module: nn.Module, name: str) -> Any:
+    path, _, key = name.rpartition(".")
+    return getattr(_holder(module, path), key, None)
 
 
 def _holder(module: nn.Module, path: str) -> nn.Module:
@@ -347,7 +371,8 @@ class _Run:
         self.segment, self.since = ("", 0), dict[str, int]()
         self.received: dict[Label, Tensor] = {}
         self.failure: PartitionError | None = None
-        self.births = _Births(self) if mode.births else None
+        self.tape: Tape | None = None
+        self.watcher: _Watcher | None = None
         self._stale: set[int] = set()
         self._state: dict[str, Tensor] = {}
         edge = mode.crossing[self.index] if not stage.is_last else []
@@ -366,6 +391,15 @@ class _Run:
     def begin(self, acts: Tensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Take what came in, and return the arguments of the model."""
         stage, mode = self.stage, self.mode
+        if stage.keep_tape:
+            self.tape = Tape(acts)
+            for name in stage.plan.recording.moved | mode.state.keys():
+                if name in stage._held:
+                    self.tape.buffer(_named(stage.model, name), name)
+                elif name not in mode.state and isinstance(tensor := _named(stage.model, name), Tensor):
+                    self.tape.buffer(tensor, tensor.clone())
+        if mode.births or self.tape is not None:
+            self.watcher = _Watcher(self)
         shapes = self._input_shapes = self._receive(acts) if self.index else [t.shape for t in acts]
         recorded = mode.recorded.inputs[0]
         if len(recorded) != len(shapes) or [len(a) for a in recorded] != [len(b) for b in shapes]:
@@ -430,6 +464,8 @@ class _Run:
                 self.stage._inputs[key] = made
             return made
         value = as_value(tensor.detach(), Mark(label, 0, absent=False))
+        if self.tape is not None:
+            self.tape.same(value, tensor)
         self._produced(label, value)
         return value
 
@@ -592,10 +628,23 @@ class _Run:
         """Return a received tensor as a value; a copy, if this stage writes to it."""
         if type(tensor) is not Value:
             if mark.label in self.mode.overwritten:
-                tensor = tensor.clone()
+                tensor = self._cloned(tensor)
             as_value(tensor, Mark(mark.label, mark.stage, absent=False))
             self.received[mark.label] = tensor
         return tensor
+
+    def _cloned(self, tensor: Tensor) -> Tensor:
+        clone = tensor.clone()
+        if self.tape is not None:
+            self.tape.note(torch.clone, (tensor,), {}, clone)
+        return clone
+
+    def play(self, tape: Tape, acts: Tensors) -> Any:
+        """Make the calls of ``tape`` again for ``acts``."""
+        if self.mode.draws and self.stage.seeds is not None:
+            self._own_streams = self.stage.seeds[1]
+        own_stream = self._own_stream if self.mode.draws else nullcontext
+        return tape.play(acts, own_stream, lambda name: _named(self.stage, name))
 
     def _compute(
         self,
@@ -623,7 +672,7 @@ class _Run:
             unique = [*{id(leaf): leaf for leaf in leaves}.values()]
             for leaf in (*(unique[place] for place in written), *([] if target is None else [target])):
                 if id(leaf) in replaced and replaced[id(leaf)] is not leaf and leaf.mark.data is None:
-                    replaced[id(leaf)] = replaced[id(leaf)].clone()  # what is received must not be written to
+                    replaced[id(leaf)] = self._cloned(replaced[id(leaf)])  # received: not to be written to
         if any(replaced[id(leaf)] is not leaf for leaf in values):
             args, kwargs = map_tensors(lambda t: replaced.get(id(t), t), (args, kwargs))
         marks = [(t, t.mark) for t in replaced.values() if type(t) is Value]
@@ -640,6 +689,8 @@ class _Run:
             self.frame = frame
             for tensor, mark in marks:
                 as_value(tensor, mark)
+        if self.tape is not None:
+            self.tape.note(function, args, kwargs, out, draws=draws)
         originals = {id(new): leaf for leaf in values if (new := replaced[id(leaf)]) is not leaf}
         if planned is not None and planned.rule is not None:
             self._check_rule(planned, key, args, kwargs, out)
@@ -758,7 +809,11 @@ class _Run:
             if not planned.follows and planned.first > stage:
                 stage = planned.first
         if kind is Kind.HOOK:
-            return func(*args, **kwargs) if stage == self.index and not leaves[0].is_meta else _Handle()
+            if stage != self.index or leaves[0].is_meta:
+                return _Handle()
+            if self.tape is not None:
+                self.tape.note(func, args, kwargs, None)
+            return func(*args, **kwargs)
         target = writes_to(name, args, kwargs)
         if stage == self.index or stage == EVERYWHERE:
             draws = planned.draws if planned is not None else True
@@ -798,8 +853,10 @@ class _Run:
             mark.absent = True
         mark.label, mark.stage, mark.data = label, stage, None
         if label in self.received and stage < self.index:
-            found = self._resolved(target, "the forward").clone()
+            found = self._cloned(self._resolved(target, "the forward"))
             self.received[label] = target
+            if self.tape is not None:
+                self.tape.same(target, found)
             torch.utils.swap_tensors(target, as_value(found, mark))  # whoever holds the object has it
             mark.absent = False
 
@@ -923,8 +980,11 @@ class _Run:
             ) from error
 
 
-class _Births(TorchFunctionMode):
-    """Makes values of memory that values of the batch will be written to."""
+class _Watcher(TorchFunctionMode):
+    """Follows functions of what does not depend on the batch, where that is needed.
+
+    Memory that values of the batch will be written to becomes a value, and a tape notes what is made of parameters.
+    """
 
     def __init__(self, run: _Run) -> None:
         super().__init__()
@@ -943,6 +1003,8 @@ class _Births(TorchFunctionMode):
             return func(*args, **kwargs)
         key = run.key(f"{name}*")
         out = func(*args, **kwargs)
+        if run.tape is not None and any(type(t) is nn.Parameter or run.tape.knows(t) for t in leaves):
+            run.tape.note(func, args, kwargs, out)
         if key in run.mode.births and type(out) is Tensor:
             return as_value(out, Mark((*key, 0), EVERYWHERE, absent=False))
         return out

@@ -1,8 +1,11 @@
 """The calls of one stage in one forward, to be made again without the user's Python: for recomputation."""
 
+import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from adl_dist.batch import Tensors
@@ -20,8 +23,9 @@ class Tape:
         """Begin with ``acts``, what the stage gets."""
         self._numbers: dict[int, _Number] = {}
         self._alive: list[Tensor] = []  # so that no other tensor gets the id of one
-        self._steps: list[tuple[Callable[..., Any], Any, Any, list[_Number | None], bool]] = []
+        self._steps: list[tuple[Callable[..., Any], Any, Any, list[_Number], bool, bool]] = []
         self._inputs = [self._number(act) for act in acts]
+        self._buffers: dict[_Number, Tensor | str] = {}
         self._result: Any = None
 
     def _number(self, tensor: Tensor) -> _Number:
@@ -39,10 +43,15 @@ class Tape:
         self._numbers[id(tensor)] = self._number(other)
         self._alive.append(tensor)
 
+    def buffer(self, tensor: Tensor, kept: Tensor | str) -> None:
+        """Note a buffer that forwards change: ``kept`` is a copy, or its name in the stage, which keeps it."""
+        self._buffers[self._number(tensor)] = kept
+
     def note(self, function: Callable[..., Any], args: Any, kwargs: Any, out: Any, *, draws: bool = False) -> None:
         """Note one call, with its arguments and result."""
         args, kwargs = self._numbered((args, kwargs))
-        self._steps.append((function, args, kwargs, [self._number(t) for t in tensors_in(out)], draws))
+        numbers = [self._number(t) for t in tensors_in(out)]
+        self._steps.append((function, args, kwargs, numbers, draws, torch.is_grad_enabled()))
 
     def _numbered(self, value: Any) -> Any:
         return map_tensors(lambda t: self._numbers.get(id(t), t), value)
@@ -52,20 +61,25 @@ class Tape:
         self._result = self._numbered(result)
         self._numbers, self._alive = {}, []
 
-    def play(self, acts: Tensors, own_stream: Callable[[], Any]) -> Any:
-        """Make the calls again, for the same ``acts``, and return the result; what draws runs in ``own_stream()``."""
+    def play(self, acts: Tensors, own_stream: Callable[[], Any], buffer: Callable[[str], Tensor]) -> Any:
+        """Make the calls again and return the result.
+
+        Args:
+            acts: Those of the forward.
+            own_stream: Returns a context for calls that draw random numbers.
+            buffer: Returns a buffer of the stage, as the forward met it.
+        """
         made: dict[int, Tensor] = dict(zip(self._inputs, acts, strict=True))
+        for number, kept in self._buffers.items():
+            made[number] = buffer(kept) if isinstance(kept, str) else kept.clone()
 
         def filled(value: Any) -> Any:
             return _map_numbers(made, value)
 
-        for function, args, kwargs, numbers, draws in self._steps:
-            if draws:
-                with own_stream():
-                    out = function(*filled(args), **filled(kwargs))
-            else:
+        for function, args, kwargs, numbers, draws, with_graph in self._steps:
+            with own_stream() if draws else nullcontext(), torch.set_grad_enabled(with_graph):
                 out = function(*filled(args), **filled(kwargs))
-            made |= zip(numbers, tensors_in(out), strict=True)  # type: ignore[arg-type]
+            made |= zip(numbers, tensors_in(out), strict=True)
         return filled(self._result)
 
 
@@ -78,8 +92,6 @@ def _map_numbers(made: dict[int, Tensor], value: Any) -> Any:
     if type(value) is slice:
         return slice(*(_map_numbers(made, one) for one in (value.start, value.stop, value.step)))
     if isinstance(value, dict) or hasattr(value, "__dataclass_fields__"):
-        import copy
-
         filled = copy.copy(value)
         for key, one in value.items() if isinstance(value, dict) else vars(value).items():
             if isinstance(filled, dict):

@@ -115,7 +115,7 @@ def _micro_batch(config: RunConfig, racer: Racer) -> int:
 
 
 def _profiler(config: RunConfig, on: Device, **how: Any) -> Profiler:
-    return Profiler(config, granularity=config.partition.chosen().units, threads=on.threads, **how)
+    return Profiler(config, granularity=config.partition.chosen().granularity, threads=on.threads, **how)
 
 
 def _paces(
