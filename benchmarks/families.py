@@ -28,7 +28,7 @@ from adl_dist.batch import Several
 from adl_dist.errors import AdlError
 from adl_dist.losses import TokenCrossEntropy
 from adl_dist.models.from_transformers import build
-from adl_dist.partition import linearise
+from adl_dist.partition import Chain
 
 VOCAB, LENGTH, CLASSES, BATCH = 64, 16, 3, 16
 NUM, NUM_VALIDATION, EPOCHS, STAGES = 128, 96, 3, (1, 2, 4)
@@ -186,7 +186,7 @@ def row(name: str, by_processes: dict[int, Any]) -> str:
     """Return a row of the table: the network, its units, and the validation losses before and after training."""
     given = next(iter(DataLoader(Data(name, 4, 0), batch_size=4)))[0]
     whole = Several.of(given) if isinstance(given, dict) else given
-    units = len(linearise(network(name), samples=(whole[:2], whole)).units)
+    units = len(Chain(network(name), (whole[:2], whole)).units)
     before = trainer_of(name, 1).evaluate(Data(name, NUM_VALIDATION, 1), batch_size=BATCH)["validation_loss"]
     cells, equal = [f"{name}", f"{units}", f"{before:.3f}"], True
     for num_stages, found in by_processes.items():

@@ -1,6 +1,6 @@
 """Pipeline parallelism with torch.distributed.pipelining, on the same stages as our own runs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -40,38 +40,33 @@ class _Convert(torch.autograd.Function):
     """One memory format on the way there, another one on the way back, so that kernels never meet both at once."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: torch.memory_format, back: torch.memory_format, copy: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, there: torch.memory_format, back: torch.memory_format) -> Tensor:
         ctx.back = back
-        return x.clone(memory_format=there) if copy else x.contiguous(memory_format=there)
+        out = x.contiguous(memory_format=there)
+        return out.clone() if x._is_view() and out is x else out  # zero bubbles detach it, which no view allows
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return grads[0].contiguous(memory_format=ctx.back), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].contiguous(memory_format=ctx.back), None, None
 
 
 class Bordered(nn.Module):
     """A stage that computes in channels_last and sends and takes plain tensors, the only ones that gloo accepts."""
 
-    def __init__(self, stage: nn.Module, *, channels_last: bool, overwrites: Sequence[bool]) -> None:
-        """Wrap ``stage``, which takes and returns one tensor [B, ...], or a tuple of several.
-
-        ``overwrites``: for each tensor that arrives, whether the stage writes to it; it then gets a copy.
-        """
+    def __init__(self, stage: nn.Module, *, channels_last: bool) -> None:
+        """Wrap ``stage``, which takes tensors [B, ...] and returns a tuple of them, or the output of the model."""
         super().__init__()
         self.stage = stage
-        self._channels_last, self._overwrites = channels_last, list(overwrites)
+        self._channels_last = channels_last
 
     def forward(self, *acts: Tensor) -> Any:
         """Return what crosses the next border, given what crossed the previous one."""
-        inner = [
-            _Convert.apply(act, self._inside(act), torch.contiguous_format, is_written)
-            for act, is_written in zip(acts, self._overwrites, strict=True)
-        ]
-        out = self.stage(inner[0] if len(inner) == 1 else tuple(inner))
-        return self._leave(out) if isinstance(out, Tensor) else tuple(map(self._leave, out))
+        out = self.stage(*(_Convert.apply(act, self._inside(act), torch.contiguous_format) for act in acts))
+        leaving = [self._leave(each) for each in ([out] if isinstance(out, Tensor) else out)]
+        return leaving[0] if len(leaving) == 1 else tuple(leaving)
 
     def _leave(self, out: Tensor) -> Any:
-        return _Convert.apply(out, torch.contiguous_format, self._inside(out), False)
+        return _Convert.apply(out, torch.contiguous_format, self._inside(out))
 
     def _inside(self, tensor: Tensor) -> torch.memory_format:
         return torch.channels_last if self._channels_last and tensor.ndim == 4 else torch.contiguous_format
@@ -84,13 +79,12 @@ def train_stages(
     *,
     schedule: str,
     channels_last: bool,
-    overwrites: Mapping[int, Sequence[bool]],
     num_stages: int,
     target: Tensor,
 ) -> None:
     """Train the stages of this process's rank, which has joined the others; see :func:`stages_of`.
 
-    ``modules``, ``overwrites``: of each of these stages; for the latter see :class:`Bordered`.
+    ``modules``: each of these stages.
     ``batches``: whole batches (input on the device, target) on rank 0, which torch splits; None elsewhere.
     ``schedule``: one of those above; ``1f1b`` and ``zb`` need at least as many micro-batches as there are ranks.
     ``target``: of a whole batch, any values; that of each batch goes from rank 0 to the rank of the last stage.
@@ -100,7 +94,7 @@ def train_stages(
     # Targets stay on the CPU. A group of all ranks, of which two use it: next to NCCL those that are no members of a
     # smaller one would split the default group, and wait for the members for ever (older torch).
     targets: Any = dist.new_group(backend="gloo") if with_loss != 0 else None
-    bordered = {k: Bordered(m, channels_last=channels_last, overwrites=overwrites[k]) for k, m in modules.items()}
+    bordered = {k: Bordered(m, channels_last=channels_last) for k, m in modules.items()}
     stages = [PipelineStage(module, k, num_stages, training.device) for k, module in bordered.items()]
     make, own = (ONE_STAGE[schedule], stages[0]) if schedule in ONE_STAGE else (SEVERAL_STAGES[schedule], stages)
     pipeline = make(own, n_microbatches=training.micro_batches, loss_fn=training.loss_fn)

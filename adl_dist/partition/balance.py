@@ -115,8 +115,8 @@ def evaluate_balance(
     for unit in last_units:
         if not unit.may_cut:
             raise PartitionError(
-                f"partition.balance={list(sizes)} cuts the model right after '{unit.name}', where it cannot be cut; "
-                "move that cut, or use partition.balance=auto"
+                f"the model cannot be cut right after '{unit.name}'{f': {unit.reason}' if unit.reason else ''}; move "
+                "that cut, or use partition.balance=auto"
             )
     seconds, fixed, needs = [], [], []
     for (start, stop), footprint, speed in zip(pairwise(borders), held, machine.speeds_of(len(sizes)), strict=True):
@@ -167,7 +167,7 @@ def _too_large(balance: Balance, machine: Machine, held: Sequence[StageFootprint
     if not any(h.recomputes for h in held):
         ways_out.append("method.weights=recompute")
     return PartitionError(
-        f"no cut into {len(needs)} stages fits into memory: partition.balance={balance.sizes}, which exceeds it least, "
+        f"no cut into {len(needs)} stages fits into memory: that of {balance.sizes} units, which exceeds it least, "
         f"needs {needs[k]:,} bytes on stage {k} (micro-batches with all activations: {held[k].graphs}, "
         f"versions of its weights: {1 + held[k].weight_copies}), whose device has {machine.memory_bytes:,}; use "
         f"{' or '.join(ways_out)}"

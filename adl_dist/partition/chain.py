@@ -9,7 +9,7 @@ from torch import nn
 
 from adl_dist.batch import Batch, layout_of
 from adl_dist.errors import PartitionError
-from adl_dist.partition.forward_record import record_forward
+from adl_dist.partition.forward_record import Key, record_forward
 from adl_dist.partition.stage_module import StageModule
 from adl_dist.partition.stage_plan import CutImpossibleError, StagePlan, plan_stages, units_of
 from adl_dist.partition.work import FLOPS_PER_BYTE
@@ -23,6 +23,7 @@ class Chain:
         units: names of the units, in the order in which they run.
         blocks: of each unit, the number of its block.
         block_names: names of the blocks.
+        places: of each recorded call, the number of its unit; calls between two units belong to the one before.
         work: of each unit, its share of the forward's operations and bytes; the same on every machine.
         forbidden: cuts that cannot be made, by the unit before them, each with the reason.
         shared: trained parameters that several units compute with, by name, with these units.
@@ -55,6 +56,7 @@ class Chain:
         self.blocks = list(accumulate(int(unit.begins_block) for unit in self._units))
         self.blocks = [number - self.blocks[0] for number in self.blocks]
         self.block_names = [unit.block for unit in self._units if unit.begins_block]
+        self.places = self._places()
         self.work = self._work()
         self.notes = [f"'{name}' stays whole: {why}" for name, why in self.recording.whole.items()]
         self.shared = self._shared({n for n, p in model.named_parameters() if p.requires_grad})
@@ -68,14 +70,20 @@ class Chain:
                 why = f"'{name}' is used on both sides of it, and must be on one stage, {keeps_ties}"
                 self.forbidden |= dict.fromkeys(range(users[0], users[-1]), why)
 
-    def _work(self) -> list[float]:
-        work, place = [0.0] * len(self._units), 0
+    def _places(self) -> dict[Key, int]:
         places = {unit.call.key: n for n, unit in enumerate(self._units)}
+        for mode in self.recording.modes.values():
+            place = 0
+            for key in mode.calls:
+                place = places.setdefault(key, place)
+        return places
+
+    def _work(self) -> list[float]:
+        work = [0.0] * len(self._units)
         mode = next(m for m in self.recording.modes.values() if self._units[0].call.key in m.calls)
         for call in mode.calls.values():
-            place = places.get(call.key, place)
             if not call.is_open:
-                work[place] += call.flops + FLOPS_PER_BYTE * call.nbytes
+                work[self.places[call.key]] += call.flops + FLOPS_PER_BYTE * call.nbytes
         total = sum(work)
         return [one / total for one in work] if total else [1.0 / len(work)] * len(work)
 

@@ -42,7 +42,7 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
         made = [map_tensors(function, one) for one in value]
         if all(new is old for new, old in zip(made, value, strict=True)):
             return value
-        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+        return type(value)._make(made) if hasattr(value, "_make") else type(value)(made)
     if isinstance(value, dict):
         return _replaced(value, {key: map_tensors(function, one) for key, one in value.items()}, dict.__getitem__)
     if type(value) is slice:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from adl_dist.batch import Batch, Several
@@ -166,6 +167,7 @@ class Recording:
         refused: why the model's own forward cannot be; empty: it can.
         opened: names of modules without children that are followed all the same, for their effects.
         glue: names of buffers, and of tensors that are plain attributes, that every stage needs.
+        moved: those of them that a forward changes by what does not depend on the batch.
         device: of the model.
     """
 
@@ -177,6 +179,7 @@ class Recording:
     refused: str = ""
     opened: set[str] = field(default_factory=set)
     glue: set[str] = field(default_factory=set)
+    moved: set[str] = field(default_factory=set)
     device: torch.device = torch.device("cpu")
 
     def _known(self) -> tuple[int, ...]:
@@ -191,6 +194,10 @@ def record_forward(model: nn.Module, batches: Sequence[Batch]) -> Recording:
     Raises:
         PartitionError: If the model's own forward asks for elements of a value that differ between micro-batches.
     """
+    if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
+        raise PartitionError(
+            f"'{lazy[0]}' has no shape yet, as a parameter of a lazy layer; run the model once before it is handed over"
+        )
     device = next((t.device for t in (*model.parameters(), *model.buffers()) if not t.is_meta), torch.device("cpu"))
     recording = Recording(device=device)
     if model._backward_hooks or model._backward_pre_hooks:
@@ -202,7 +209,7 @@ def record_forward(model: nn.Module, batches: Sequence[Batch]) -> Recording:
         known, recording.refused, recording.closed = recording._known(), "", {}
         for training in (True, False):
             model.train(training)
-            recorder = _Recorder(model, recording, training=training)
+            recorder = Recorder(model, recording, training=training)
             unchanged = 0
             for run in range(MOST_RUNS):
                 calls = len(recorder.mode.calls)
@@ -305,7 +312,7 @@ class _Frame:
         return self.path, name, self.counts[name] - 1
 
 
-class _Recorder(TorchFunctionMode):
+class Recorder(TorchFunctionMode):
     """Records the runs of one mode."""
 
     def __init__(self, model: nn.Module, recording: Recording, *, training: bool) -> None:
@@ -321,6 +328,7 @@ class _Recorder(TorchFunctionMode):
         self._memories: dict[tuple[int, int], int] = {}
         self.is_paused = False
         self._num_rules = 0
+        self._answers: dict[Key, Any] = {}
 
     def _is_followed(self, name: str, module: nn.Module) -> bool:
         if not name:
@@ -444,7 +452,7 @@ class _Recorder(TorchFunctionMode):
 
     def module(self, module: nn.Module, name: str, native_call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Record the call of a module."""
-        if self.inside is not None:
+        if self.inside is not None or torch._C._functorch.peek_interpreter_stack() is not None:
             return native_call(*args, **kwargs)
         with self._paused():
             return self._module(module, name, native_call, args, kwargs)
@@ -589,7 +597,9 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.is_paused:
             return func(*args, **kwargs)
-        if self.inside is not None:
+        if self.inside is not None or torch._C._functorch.peek_interpreter_stack() is not None:
+            if self.inside is None:  # inside torch.vmap, whose results no call has made
+                return func(*args, **kwargs)
             facts = [self._fact(leaf) for leaf in tensors_in((args, kwargs))]
             self.inside.is_hidden |= any(f.label is not None and f.label not in self.given for f in facts)
             self._note_reads(self.inside, facts)
@@ -617,6 +627,7 @@ class _Recorder(TorchFunctionMode):
             self._note_reads(call, facts)
             out = func(*args, **kwargs)
             call.answers.append(out if isinstance(out, bool | int) else object())
+            self._num_rules += 1  # fake tensors have no elements
             if call.answer is None:
                 self._keep_whole(call, f"{call.where} asks for elements of a value of the batch")
             return out
@@ -644,11 +655,15 @@ class _Recorder(TorchFunctionMode):
         self._drawn = _streams()
         if kind is Kind.ELEMENTS:
             self.mode.asked |= common
-            self.mode.decides = True
+            if repr(self._answers.setdefault(key, out)) != repr(out):
+                self.mode.decides = True
             self._note_effects(-1)
             return out
         target = writes_to(name, args, kwargs)
         if target is not None:
+            kind_of_memory, name_of_memory = self.origins.get(_memory(target), ("", None))
+            if kind_of_memory == "state":
+                self.recording.moved.add(name_of_memory)
             self._note_effects(self.facts.get(id(target), NOTHING).begin)
         for leaf in tensors_in(out):
             origin = self.origins.setdefault(_memory(leaf), ("birth", key))
@@ -741,7 +756,8 @@ class _Recorder(TorchFunctionMode):
         elif kind == "input":
             raise PartitionError(f"{call.where or call.name}: the forward writes to input {origin}; write to a copy")
         call.writes.add(self._memory(tensor))
-        self._note_effects(fact.begin)
+        if kind != "state":
+            self._note_effects(fact.begin)
         self._value(tensor, (*call.key, place), call)
 
     def _note_effects(self, begin: int) -> None:
@@ -889,7 +905,7 @@ def _checkpoint_around(kept: list[Any]) -> int:
 
 
 @contextmanager
-def _intercepted(model: nn.Module, names: dict[int, str], watch: _Recorder) -> Iterator[None]:
+def _intercepted(model: nn.Module, names: dict[int, str], watch: Recorder) -> Iterator[None]:
     """Have all modules in ``model`` call ``watch.module``."""
     changed = []
     for module in model.modules():
@@ -905,7 +921,7 @@ def _intercepted(model: nn.Module, names: dict[int, str], watch: _Recorder) -> I
                 vars(module)[CALL] = before
 
 
-def _interceptor(module: nn.Module, name: str, watch: _Recorder) -> Callable[..., Any]:
+def _interceptor(module: nn.Module, name: str, watch: Recorder) -> Callable[..., Any]:
     own: Callable[..., Any] = vars(module).get(CALL) or module._call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,8 @@ whoever asks for their elements gets an error with the line. Where a call of thi
 import copy
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, NoReturn
 from weakref import ref
 
@@ -19,11 +20,12 @@ from torch.overrides import TorchFunctionMode
 
 from adl_dist.batch import Layout, Several, Tensors
 from adl_dist.errors import PartitionError
-from adl_dist.partition.absent import Results, infer
+from adl_dist.partition.absent import Results, infer, signature
 from adl_dist.partition.containers import map_tensors, other_leaves, tensors_in
 from adl_dist.partition.forward_record import CALL, INPUT, held_tensors, state_label, users_line
 from adl_dist.partition.functions import ASK_DEVICE, LIKE_SECOND, Kind, kind_of, writes_to
 from adl_dist.partition.stage_plan import CallPlan, FramePlan, ModePlan, StagePlan, Way
+from adl_dist.partition.tape import Tape
 from adl_dist.partition.value import (
     EVERYWHERE,
     ForeignParameter,
@@ -53,6 +55,7 @@ class StageModule(nn.Module):
         copies: names of the parameters that an earlier stage holds, too, and of which this one has a copy.
         seeds: seeds of the streams ``torch``, ``python`` and ``numpy`` for what does not depend on the batch, and for
             what does; set for each micro-batch by the stage that trains it, as :attr:`draws` asks.
+        keep_tape: whether a forward leaves its calls in ``tape``, for ``forward(*acts, replay=tape)``.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class StageModule(nn.Module):
         self.copies: list[str] = []
         self.seeds: tuple[dict[str, int], Any] | None = None
         self.own_streams: Any = None
+        self.keep_tape, self.tape = False, None
         self._device: torch.device | None = None
         memo: dict[int, Any] = {id(m): m for m in model.modules() if isinstance(m, torch.jit.ScriptModule)}
         names: dict[int, list[str]] = {}
@@ -91,6 +95,7 @@ class StageModule(nn.Module):
         self._given = {n: _attributes(m) for n, (m, _) in enumerate(zip(model.modules(), twin.modules(), strict=True))}
         self._register(twin, held)
         self.foreign: dict[Any, Results] = {}
+        self.written: dict[Any, Any] = {}
         self._inputs: dict[Any, Tensor] = {}
         names_of = {id(m): n for n, m in twin.named_modules()}
         followed = {n for mode in plan.modes.values() for n in _visible(mode.root, index)}
@@ -169,6 +174,20 @@ class StageModule(nn.Module):
         self._device = None
         return self
 
+    def replace(self, name: str, tensor: Tensor) -> None:
+        """Put another tensor in the place of one of this stage, which was on meta."""
+        path, _, key = name.rpartition(".")
+        for module in {id(m): m for m in (self.model.get_submodule(path), *self._registered(path))}.values():
+            registry = module._parameters if isinstance(tensor, nn.Parameter) else module._buffers
+            registry[key] = tensor
+        self._device = None
+
+    def _registered(self, path: str) -> list[nn.Module]:
+        try:
+            return [_holder(self, path)]
+        except KeyError:
+            return []  # of a module that lies on another stage
+
     @property
     def device(self) -> torch.device:
         """The device of its tensors."""
@@ -200,25 +219,36 @@ class StageModule(nn.Module):
                 if parameter is not None and other is not None and other.requires_grad != parameter.requires_grad:
                     other.requires_grad_(parameter.requires_grad)
 
-    def forward(self, *acts: Tensor) -> Any:
+    def forward(self, *acts: Tensor, replay: Tape | None = None) -> Any:
         """Return what goes to the next stage, a tuple of tensors, or the result of the model on the last stage.
 
-        ``acts`` are the inputs of the model on stage 0, [B, ...], and what the stage before returns on others.
+        Args:
+            acts: The inputs of the model on stage 0, [B, ...], and what the stage before returns on others.
+            replay: The tape of an earlier forward of the same ``acts``; its calls are made again, with the present
+                weights, and the model's forward does not run.
 
         Raises:
             ForwardError: If the forward does something that was not recorded, or needs what this stage lacks.
         """
         mode = self.plan.modes[self.training]
         run = _Run(self, mode)
+        if replay is not None:
+            return run.play(replay, acts)
         before, Watch.active = Watch.active, run
         try:
             args, kwargs = run.begin(acts)
-            with run.births or _NOTHING:
+            # With a graph, which nothing keeps: what the forward does without one is seen for a tape.
+            with torch.set_grad_enabled(torch.is_grad_enabled() or self.keep_tape), run.watcher or nullcontext():
                 out = self.model(*args, **kwargs)
             if run.failure is not None:
                 raise run.failure
             with native():
-                return run.end(out)
+                out = run.end(out)
+            if run.tape is not None:
+                run.tape.end(out)
+                self.tape = run.tape
+                out = map_tensors(Tensor.detach, out)
+            return out
         except ForwardError:
             raise
         except Exception as error:
@@ -247,13 +277,9 @@ class StageModule(nn.Module):
         return name is not None and f"{name}.{key}".lstrip(".") in self._held
 
 
-class _Nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> None: ...
-
-
-_NOTHING = _Nothing()
+def _named(module: nn.Module, name: str) -> Any:
+    path, _, key = name.rpartition(".")
+    return getattr(_holder(module, path), key, None)
 
 
 def _holder(module: nn.Module, path: str) -> nn.Module:
@@ -303,33 +329,39 @@ def _call_of(module: nn.Module, name: str, stage: StageModule) -> Callable[..., 
 
     def call(*args: Any, **kwargs: Any) -> Any:
         run = Watch.active
-        if run is None or run.frame is None:
+        if run is None or (frame := run.frame) is None:
             return own(*args, **kwargs)
         counts = run.counts
         count = counts.get(name, 0)
         counts[name] = count + 1
-        run.segment, run.since = (name, count), {}
         try:
-            planned = run.frame.modules[name][count]
+            planned = frame.modules[name][count]
         except (KeyError, IndexError):
-            planned = run.repeated(name)
-        results = planned.results.get(index)
-        if results is not None and (fast := results.fast) is not None and len(args) == 1 and not kwargs:
-            if fast[0] is args[0] and fast[2] is torch.is_grad_enabled():
-                return fast[1]
+            planned = run.repeated(name, count)
+        run.last = planned
+        if len(args) == 1 and not kwargs:  # the two common cases: nothing may show in the time of a skipped call
+            arg, results = args[0], planned.results.get(index)
+            if results is not None:
+                fast = results.fast
+                if fast is not None and fast[0] is arg and fast[2] is torch.is_grad_enabled():
+                    return fast[1]
+            elif planned.is_plain and planned.first == index and run.is_plain and type(arg) is Value:
+                mark = arg.mark
+                if not mark.absent and mark.data is None:
+                    arg.__class__ = Tensor
+                    run.frame = None
+                    try:
+                        out = own(arg)
+                    finally:
+                        run.frame = frame
+                        arg.__class__ = Value
+                    if type(out) is Tensor and out is not arg:
+                        run.made(out, (run.path, name, count, 0))
+                        return out
+                    return run.marked(out, (run.path, name, count))
         return run.module(planned, (run.path, name, count), module, own, args, kwargs)
 
     return call
-
-
-class _Frame:
-    """A forward that runs and is followed."""
-
-    __slots__ = ("counts", "path", "plan")
-
-    def __init__(self, plan: FramePlan, path: str) -> None:
-        self.plan, self.path = plan, path
-        self.counts: dict[str, int] = {}
 
 
 class _Run:
@@ -344,10 +376,13 @@ class _Run:
         self.stage, self.index, self.mode = stage, stage.index, mode
         self.frame: FramePlan | None = mode.root
         self.path, self.counts = "", dict[str, int]()
-        self.segment, self.since = ("", 0), dict[str, int]()
+        self.last: CallPlan | None = None  # the last call of a module
+        self._counted: CallPlan | None = None
+        self._since: dict[str, int] = {}
         self.received: dict[Label, Tensor] = {}
         self.failure: PartitionError | None = None
-        self.births = _Births(self) if mode.births else None
+        self.tape: Tape | None = None
+        self.watcher: _Watcher | None = None
         self._stale: set[int] = set()
         self._state: dict[str, Tensor] = {}
         edge = mode.crossing[self.index] if not stage.is_last else []
@@ -366,6 +401,16 @@ class _Run:
     def begin(self, acts: Tensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Take what came in, and return the arguments of the model."""
         stage, mode = self.stage, self.mode
+        if stage.keep_tape:
+            self.tape = Tape(acts)
+            for name in stage.plan.recording.moved | mode.state.keys():
+                if name in stage._held:
+                    self.tape.buffer(_named(stage.model, name), name)
+                elif name not in mode.state and isinstance(tensor := _named(stage.model, name), Tensor):
+                    self.tape.buffer(tensor, tensor.clone())
+        self.is_plain = self.tape is None and not mode.draws
+        if mode.births or self.tape is not None:
+            self.watcher = _Watcher(self)
         shapes = self._input_shapes = self._receive(acts) if self.index else [t.shape for t in acts]
         recorded = mode.recorded.inputs[0]
         if len(recorded) != len(shapes) or [len(a) for a in recorded] != [len(b) for b in shapes]:
@@ -389,9 +434,8 @@ class _Run:
                 shapes.append(torch.Size(flat[:ndim]))
                 del flat[:ndim]
         if mode.decides:
-            by_number = {number: label for label, number in mode.numbers.items()}
-            for label_number, tensor in zip(tensors.pop().tolist(), tensors, strict=True):
-                label = by_number[label_number]
+            for number, tensor in zip(tensors.pop().tolist(), tensors, strict=True):
+                label = mode.labels[number]
                 self._bind((label, *mode.aliases.get(label, ())), tensor)
         else:
             for labels, tensor in zip(edge, tensors, strict=True):
@@ -430,6 +474,8 @@ class _Run:
                 self.stage._inputs[key] = made
             return made
         value = as_value(tensor.detach(), Mark(label, 0, absent=False))
+        if self.tape is not None:
+            self.tape.same(value, tensor)
         self._produced(label, value)
         return value
 
@@ -485,7 +531,10 @@ class _Run:
     def _left(self, slot: int, kept: Tensor | None) -> Tensor:
         labels = self.mode.crossing[self.index][slot]
         if kept is None:
-            self.fail(f"'{labels[0][1]}', whose result goes to the next stage, did not run, as it did when it was recorded")
+            raise ForwardError(
+                f"stage {self.index}: '{labels[0][1]}' did not run in this micro-batch, but its result goes to the next "
+                "stage, as in the recorded ones, the first"
+            )
         return kept
 
     def _shapes(self) -> Tensor:
@@ -500,12 +549,13 @@ class _Run:
 
     # Calls of modules
 
-    def repeated(self, name: str) -> CallPlan:
+    def repeated(self, name: str, count: int) -> CallPlan:
         """Return how a call of a module is run that comes more often than in any recorded run."""
         assert self.frame is not None
         plans = self.frame.modules.get(name)
         if plans is None:
             self.fail(f"calls '{name}', which no recorded micro-batch did; let the recorded ones, the first two, do so")
+        plans.append(replace(plans[-1], key=(*plans[-1].key[:2], count), results={}))
         return plans[-1]
 
     def module(
@@ -522,8 +572,11 @@ class _Run:
         if way is Way.THROUGH or (way is Way.SPLIT and planned.first <= index <= planned.last):
             return self._follow(planned, key, own, args, kwargs)
         with native():
-            leaves = tensors_in((args, kwargs))
             stage = planned.last if index < planned.first else planned.first
+            results = planned.results.get(index)
+            if results is not None and not planned.follows and (out := results.again(args, kwargs)) is not None:
+                return out
+            leaves = tensors_in((args, kwargs))
             if planned.follows:
                 stage = max((leaf.mark.stage for leaf in leaves if type(leaf) is Value), default=EVERYWHERE)
             if stage == index or stage == EVERYWHERE:
@@ -531,13 +584,13 @@ class _Run:
             return self._skip(planned, key, stage, module, own, args, kwargs, leaves)
 
     def _follow(self, planned: CallPlan, key: tuple[str, str, Any], own: Any, args: Any, kwargs: Any) -> Any:
-        before = self.frame, self.path, self.counts, self.segment, self.since
-        self.frame, self.path, self.counts = planned.frame, f"{key[0]}/{key[1]}#{key[2]}", {}
-        self.segment, self.since = ("", 0), {}
+        before = self.frame, self.path, self.counts, self.last
+        self.frame, self.path, self.counts, self.last = planned.frame, f"{key[0]}/{key[1]}#{key[2]}", {}, None
         try:
             return own(*args, **kwargs)
         finally:
-            self.frame, self.path, self.counts, self.segment, self.since = before
+            self.frame, self.path, self.counts, self.last = before
+            self._counted, self._since = None, {}
 
     def _skip(
         self,
@@ -570,9 +623,13 @@ class _Run:
             unique = [*{id(leaf): leaf for leaf in leaves}.values()]
             for place in planned.written:
                 self._write_absent(unique[place], (*key, -1 - place), stage)
-        elif type(out) is Value and len(args) == 1 and not kwargs and not self.mode.decides:
-            if leaves and leaves[0] is args[0] and leaves[0].is_meta and leaves[0] is not out and out.mark.absent:
+        elif type(out) is Value and out.mark.absent and not (self.mode.decides and stage > self.index):
+            if any(out is leaf for leaf in leaves):
+                return out
+            if len(args) == 1 and not kwargs and leaves and leaves[0] is args[0] and leaves[0].is_meta:
                 results.fast = args[0], out, torch.is_grad_enabled()
+            elif not planned.varies:
+                results.remember(args, kwargs, out)
         return out
 
     def _arrived(self, out: Any) -> Any:
@@ -589,10 +646,23 @@ class _Run:
         """Return a received tensor as a value; a copy, if this stage writes to it."""
         if type(tensor) is not Value:
             if mark.label in self.mode.overwritten:
-                tensor = tensor.clone()
+                tensor = self._cloned(tensor)
             as_value(tensor, Mark(mark.label, mark.stage, absent=False))
             self.received[mark.label] = tensor
         return tensor
+
+    def _cloned(self, tensor: Tensor) -> Tensor:
+        clone = tensor.clone()
+        if self.tape is not None:
+            self.tape.note(torch.clone, (tensor,), {}, clone)
+        return clone
+
+    def play(self, tape: Tape, acts: Tensors) -> Any:
+        """Make the calls of ``tape`` again for ``acts``."""
+        if self.mode.draws and self.stage.seeds is not None:
+            self._own_streams = self.stage.seeds[1]
+        own_stream = self._own_stream if self.mode.draws else nullcontext
+        return tape.play(acts, own_stream, lambda name: _named(self.stage, name))
 
     def _compute(
         self,
@@ -610,15 +680,23 @@ class _Run:
         """Run a call of this stage, with what it lacks replaced by what it has received."""
         written = planned.written if planned is not None else ()
         values = [leaf for leaf in leaves if type(leaf) is Value or type(leaf) is ForeignParameter]
+        if self.is_plain and not written and target is None and (planned is None or planned.rule is None):
+            for leaf in values:
+                if type(leaf) is not Value or leaf.mark.absent or leaf.mark.data is not None:
+                    break
+            else:
+                return self.marked(self._run(function, args, kwargs, values), key, None, stage)
         replaced: dict[int, Tensor] = {}
+        is_module = planned is not None and planned.is_module
         for leaf in values:
-            if id(leaf) not in replaced:
+            if id(leaf) not in replaced and not (is_module and not self._has(leaf)):  # whoever uses it there finds out
                 replaced[id(leaf)] = self._resolved(leaf, key[1])
+        values = [leaf for leaf in values if id(leaf) in replaced]
         if written or target is not None:
             unique = [*{id(leaf): leaf for leaf in leaves}.values()]
             for leaf in (*(unique[place] for place in written), *([] if target is None else [target])):
                 if id(leaf) in replaced and replaced[id(leaf)] is not leaf and leaf.mark.data is None:
-                    replaced[id(leaf)] = replaced[id(leaf)].clone()  # what is received must not be written to
+                    replaced[id(leaf)] = self._cloned(replaced[id(leaf)])  # received: not to be written to
         if any(replaced[id(leaf)] is not leaf for leaf in values):
             args, kwargs = map_tensors(lambda t: replaced.get(id(t), t), (args, kwargs))
         marks = [(t, t.mark) for t in replaced.values() if type(t) is Value]
@@ -635,6 +713,8 @@ class _Run:
             self.frame = frame
             for tensor, mark in marks:
                 as_value(tensor, mark)
+        if self.tape is not None:
+            self.tape.note(function, args, kwargs, out, draws=draws)
         originals = {id(new): leaf for leaf in values if (new := replaced[id(leaf)]) is not leaf}
         if planned is not None and planned.rule is not None:
             self._check_rule(planned, key, args, kwargs, out)
@@ -642,26 +722,44 @@ class _Run:
             for leaf in (*(unique[place] for place in written), *([] if target is None else [target])):
                 place = -1 if target is not None else self._place(unique, leaf)
                 self._written(leaf, replaced.get(id(leaf), leaf), (*key, place), stage)
-        if type(out) is Tensor and id(out) not in originals:
-            self._made(out, (*key, 0), stage)
+        return self.marked(out, key, originals, stage)
+
+    def _run(self, function: Callable[..., Any], args: Any, kwargs: Any, values: Sequence[Tensor]) -> Any:
+        """Run a call whose ``values`` are all there, as plain tensors inside."""
+        for leaf in values:
+            leaf.__class__ = Tensor  # type: ignore[assignment]
+        frame, self.frame = self.frame, None
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.frame = frame
+            for leaf in values:
+                leaf.__class__ = Value  # type: ignore[assignment]
+
+    def marked(
+        self, out: Any, key: tuple[str, str, Any], originals: Any = None, stage: int | None = None
+    ) -> Any:
+        """Note the result of a call of this stage; what it received is in it as the forward knows it."""
+        if type(out) is Tensor and not originals:
+            self.made(out, (*key, 0), stage)
             return out
-        place = 0
-        for tensor in tensors_in(out):
-            if id(tensor) not in originals and type(tensor) is Tensor:
-                self._made(tensor, (*key, place), stage)
-            place += 1
+        for place, tensor in enumerate(tensors_in(out)):
+            if type(tensor) is Tensor and not (originals and id(tensor) in originals):
+                self.made(tensor, (*key, place), stage)
         return map_tensors(lambda t: originals.get(id(t), t), out) if originals else out
 
     @staticmethod
     def _place(unique: Sequence[Tensor], leaf: Tensor) -> int:
         return -1 - next(n for n, one in enumerate(unique) if one is leaf)
 
-    def _made(self, tensor: Tensor, label: Label, stage: int) -> None:
+    def made(self, tensor: Tensor, label: Label, stage: int | None = None) -> None:
         """Note a tensor that this stage has computed."""
         if tensor.is_meta:
             self.fail(f"'{label[1]}' is computed with a parameter or buffer that another stage holds")
-        as_value(tensor, Mark(label, stage, absent=False))
-        self._produced(label, tensor)
+        tensor.__class__ = Value  # type: ignore[assignment]
+        tensor.mark = Mark(label, self.index if stage is None else stage, False)  # type: ignore[attr-defined]
+        if label in self._wanted:
+            self._produced(label, tensor)
 
     def _written(self, leaf: Tensor, tensor: Tensor, label: Label, stage: int) -> None:
         """Note that this stage has written to ``leaf``, or to ``tensor``, which it has received in its place."""
@@ -706,9 +804,12 @@ class _Run:
 
     def key(self, name: str) -> tuple[str, str, Any]:
         """Count a call of a function, since the last call of a module."""
-        count = self.since.get(name, 0)
-        self.since[name] = count + 1
-        return self.path, name, (*self.segment, count)
+        last = self.last
+        if last is not self._counted:
+            self._counted, self._since = last, {}
+        count = self._since.get(name, 0)
+        self._since[name] = count + 1
+        return self.path, name, (*last.key[1:], count) if last is not None else ("", 0, count)
 
     def function(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a function that is called with a value or with a parameter of another stage."""
@@ -753,7 +854,11 @@ class _Run:
             if not planned.follows and planned.first > stage:
                 stage = planned.first
         if kind is Kind.HOOK:
-            return func(*args, **kwargs) if stage == self.index and not leaves[0].is_meta else _Handle()
+            if stage != self.index or leaves[0].is_meta:
+                return _Handle()
+            if self.tape is not None:
+                self.tape.note(func, args, kwargs, None)
+            return func(*args, **kwargs)
         target = writes_to(name, args, kwargs)
         if stage == self.index or stage == EVERYWHERE:
             draws = planned.draws if planned is not None else True
@@ -773,7 +878,7 @@ class _Run:
     def _write_absent(
         self, target: Tensor, label: Label, stage: int, func: Any = None, args: Any = (), kwargs: Any = None
     ) -> None:
-        """Note that another stage writes to ``target``."""
+        """Note that another stage writes to ``target``, and give it the elements that were received for it."""
         if type(target) is not Value:
             as_value(target, Mark(label, stage, absent=False))
         mark = target.mark
@@ -781,22 +886,35 @@ class _Run:
             mark.cache.forget()
             mark.cache = None
         if func is not None:
-            _, twins = self._inferred(func, args, kwargs)
-            unique = [*{id(t): t for t in tensors_in((args, kwargs))}.values()]
-            twin = twins[next(n for n, one in enumerate(unique) if one is target)]
-            if target.is_meta and (twin.shape, twin.stride()) != (target.shape, target.stride()):
-                target.requires_grad_(False).as_strided_(twin.shape, twin.stride())
-            if twin.requires_grad != target.requires_grad and (target.is_leaf or target.is_meta):
-                target.requires_grad_(twin.requires_grad)
+            shape, stride, requires_grad = self._written_spec(target, label, func, args, kwargs)
+            if target.is_meta and (shape, stride) != (target.shape, target.stride()):
+                target.requires_grad_(False).as_strided_(shape, stride)
+            if requires_grad != target.requires_grad and (target.is_leaf or target.is_meta):
+                target.requires_grad_(requires_grad)
         if not target.is_meta:
             self._stale.add(_memory(target))
+            self.is_plain = False
             mark.absent = True
         mark.label, mark.stage, mark.data = label, stage, None
+        if label in self.received and stage < self.index:
+            found = self._cloned(self._resolved(target, "the forward"))
+            self.received[label] = target
+            if self.tape is not None:
+                self.tape.same(target, found)
+            torch.utils.swap_tensors(target, as_value(found, mark))  # whoever holds the object has it
+            mark.absent = False
 
-    def _inferred(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _written_spec(self, target: Tensor, label: Label, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return shape, stride and requires_grad of ``target`` once a function has written to it."""
         try:
-            return infer(func, args, kwargs, self.stage.device)
-        except Exception as error:
+            key = label, torch.is_grad_enabled(), signature((args, kwargs))
+            if key not in self.stage.written:
+                _, twins = infer(func, args, kwargs, self.stage.device)
+                unique = [*{id(t): t for t in tensors_in((args, kwargs))}.values()]
+                twin = twins[next(n for n, one in enumerate(unique) if one is target)]
+                self.stage.written[key] = twin.shape, twin.stride(), twin.requires_grad
+            return self.stage.written[key]
+        except Exception as error:  # as signature and infer raise for unusual arguments
             self.fail(f"the shape of a tensor that another stage writes to is not known ({error})")
 
     def _foreign(self, func: Any, name: str, kind: Kind, args: Any, kwargs: Any, leaves: Sequence[Tensor]) -> Any:
@@ -913,8 +1031,11 @@ class _Run:
             ) from error
 
 
-class _Births(TorchFunctionMode):
-    """Makes values of memory that values of the batch will be written to."""
+class _Watcher(TorchFunctionMode):
+    """Follows functions of what does not depend on the batch, where that is needed.
+
+    Memory that values of the batch will be written to becomes a value, and a tape notes what is made of parameters.
+    """
 
     def __init__(self, run: _Run) -> None:
         super().__init__()
@@ -933,6 +1054,8 @@ class _Births(TorchFunctionMode):
             return func(*args, **kwargs)
         key = run.key(f"{name}*")
         out = func(*args, **kwargs)
+        if run.tape is not None and any(type(t) is nn.Parameter or run.tape.knows(t) for t in leaves):
+            run.tape.note(func, args, kwargs, out)
         if key in run.mode.births and type(out) is Tensor:
             return as_value(out, Mark((*key, 0), EVERYWHERE, absent=False))
         return out

@@ -94,6 +94,8 @@ class CallPlan:
         stages: of each tensor in its result, the stage that has it first.
         written: places of arguments that a module writes to.
         follows: whether it is made where the last of its arguments is.
+        is_module: whether it is a call of a module.
+        is_plain: whether it does nothing but compute its result on one stage.
         repeats: whether later stages make this view again, since less crosses the cuts then.
         frame: how the calls inside are run.
         results: its absent results, by stage.
@@ -111,6 +113,8 @@ class CallPlan:
     written: tuple[int, ...] = ()
     follows: bool = False
     repeats: bool = False
+    is_module: bool = False
+    is_plain: bool = False
     frame: "FramePlan | None" = None
     results: dict[int, Results] = field(default_factory=dict)
 
@@ -136,7 +140,7 @@ class ModePlan:
         births: keys of functions that make memory which values of the batch are written to.
         decides: whether micro-batches may take other paths, so that labels are sent.
         draws, draws_own: see :class:`ModeRecord`.
-        numbers, aliases: of each label, for :attr:`decides`.
+        numbers, labels, aliases: of each label, for :attr:`decides`.
         common: labels of the whole-number inputs.
         overwritten: labels of values in memory that is written to.
     """
@@ -150,6 +154,7 @@ class ModePlan:
     draws: set[str]
     draws_own: set[str]
     numbers: dict[Label, int]
+    labels: list[Label]
     aliases: dict[Label, list[Label]]
     common: set[Label]
     overwritten: set[Label]
@@ -379,6 +384,7 @@ class _Assignment:
             draws=self.mode.draws,
             draws_own=self.mode.draws_own,
             numbers={label: number for number, label in enumerate(labels)},
+            labels=[*labels],
             aliases=aliases,
             common={label for label in self.mode.shapes if label[1] == INPUT and self._is_common(label)},
             overwritten={label for label, memory in self.mode.memory.items() if memory in written},
@@ -428,15 +434,16 @@ class _Assignment:
                 if len(set(seen)) == 1 and dim > 0:
                     dims.append(seen[0])
                     continue
-                for slot, (label, *_) in enumerate(slots):
-                    shapes = self.mode.shapes[label]
-                    if len(shapes) == len(runs):
-                        source = next((d for d in range(len(shapes[0])) if [s[d] for s in shapes] == seen), None)
-                        if source is not None:
-                            dims.append((slot, source))
-                            break
-                else:
+                sources = [
+                    (slot, d)
+                    for slot, (label, *_) in enumerate(slots)
+                    if len(shapes := self.mode.shapes[label]) == len(runs)
+                    for d in range(min(map(len, shapes)))
+                    if [shape[d] for shape in shapes] == seen
+                ]
+                if len({d for _, d in sources}) != 1:  # none, or it could be another one
                     return None
+                dims.append(sources[0])
             sizes.append(dims)
         return sizes
 
@@ -477,7 +484,9 @@ class _Assignment:
         return CallPlan(
             call.key, way, first, last, stages or (last,), call.draws or _draws_inside(call, self.mode), call.answer,
             call.varies, call.rule, written, follows=not call.is_open and self.follows[call.key],
-            repeats=call.key in self.repeated,
+            repeats=call.key in self.repeated, is_module=call.is_module,
+            is_plain=way is Way.WHOLE and first >= 0 and not (written or call.rule or call.is_open and call.has_effects)
+            and not self.follows.get(call.key, False),
         )  # fmt: skip
 
 

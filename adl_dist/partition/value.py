@@ -27,7 +27,7 @@ class Mark:
 
     __slots__ = ("absent", "aliases", "cache", "data", "label", "stage")
 
-    def __init__(self, label: Label | None, stage: int, *, absent: bool) -> None:
+    def __init__(self, label: Label | None, stage: int, absent: bool) -> None:
         self.label, self.stage, self.absent = label, stage, absent
         self.aliases: tuple[Label, ...] = ()
         self.data: Tensor | None = None

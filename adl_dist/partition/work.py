@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -28,5 +29,6 @@ class Work(TorchDispatchMode):
         if count is not None:
             self.flops += count(*args, **(kwargs or {}), out_val=out)
         if not func.is_view:
-            self.nbytes += sum(tensor.nbytes for tensor in tensors_in((args, kwargs, out)))
+            tensors = tensors_in((args, kwargs, out))
+            self.nbytes += sum(t.nbytes for t in tensors if t.layout is torch.strided)
         return out

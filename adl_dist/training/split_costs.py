@@ -1,4 +1,4 @@
-"""What a split backward does to a model: what of each unit it can defer, and how much longer all of it takes."""
+"""Measure a split backward: the part of each unit that can be deferred, and the time that the split adds."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -9,18 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from adl_dist.batch import Batch, call
-from adl_dist.partition import Chain
+from adl_dist.partition.captured import Within, first_units, now
+from adl_dist.partition.chain import Chain, copied_model
 from adl_dist.partition.costs import Profile
-from adl_dist.partition.measure import LossFn, Within, now, restored
+from adl_dist.partition.measure import LossFn
 from adl_dist.stage.deferred import DeferredGradients
+from adl_dist.streams import streams_kept
 
 ROUNDS = 8  # the first is not counted
 
 
 class _Round(NamedTuple):
-    """What one forward and backward took, in seconds, with a split backward and with a whole one."""
+    """The seconds of one forward and backward, with a split backward and with a whole one."""
 
-    deferrable: dict[int, float]  # of each unit, what can be deferred
+    deferrable: dict[int, float]  # of each unit, the part that can be deferred
     held: dict[int, int]  # bytes that each unit holds until then
     split: float
     whole: float
@@ -36,22 +38,29 @@ def with_split_costs(
     loss_fn: LossFn,
     within: Within,
 ) -> Profile:
-    """Return the profile of ``chain`` with what a split does to it; ``model`` is as before.
+    """Return the profile of ``chain`` with the costs of a split backward, measured on a copy of ``model``.
 
-    ``loss_fn`` (output, ``target`` [B, ...]) is the mean loss; ``within`` makes the context of the forward.
+    Args:
+        profile: that of :func:`measure`.
+        model: the uncut model.
+        chain: its units.
+        input_: a micro-batch.
+        target: its targets, [B, ...].
+        loss_fn: the mean loss of an output and ``target``.
+        within: makes the context of the forward.
     """
-    pieces = chain.pieces([1] * len(chain.units))
-    unit_of = {id(p): unit for unit, piece in reversed([*enumerate(pieces)]) for p in piece.parameters()}
-    deferred = DeferredGradients(model)
+    twin = copied_model(model).train()
+    firsts = first_units(twin, chain)
+    unit_of = {id(p): firsts[name] for name, p in twin.named_parameters()}
+    deferred = DeferredGradients(twin)
     if not deferred.names:
         return profile
 
     def loss() -> Tensor:
         with within():
-            return loss_fn(call(model, input_.clone()), target.clone())  # they may write to them
+            return loss_fn(call(twin, input_.clone()), target.clone())  # they may write to them
 
-    with restored(model, input_), torch.enable_grad():
-        model.train()
+    with streams_kept(input_.device), torch.enable_grad():
         rounds = [_one_round(deferred, loss, unit_of, input_.device) for _ in range(ROUNDS)][1:]
     units = [
         replace(

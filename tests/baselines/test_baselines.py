@@ -14,6 +14,7 @@ from adl_dist.baselines.diloco import OuterStep
 from adl_dist.baselines.loop import Training, exchanged_bytes, joined, replicated, train_alone
 from adl_dist.baselines.pipelining import stages_of, train_stages
 from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
+from adl_dist.partition import Chain, checked_sizes
 from tests.support.equations import assert_close
 from tests.support.ranks import run_ranks
 from tests.support.runs import BALANCE, sgd, toy_trainer
@@ -61,11 +62,15 @@ def joined_by(K, name):
 
 def staged(num_ranks, num_stages, schedule, channels_last):
     own = stages_of(schedule, int(os.environ["RANK"]), num_ranks, num_stages)
-    pieces = cut(batch_norm_net().double(), num_stages=num_stages, balance=BALANCE[num_stages])
+    model = batch_norm_net().double()
+    images = FixedImages(6, dtype=torch.float64).images
+    chain = Chain(model, [images[:2], images[2:]])
+    sizes = checked_sizes(chain, num_stages, BALANCE[num_stages])
+    stages = chain.stages(model, chain.plan(sizes), sizes, own)
     mine = batches(BATCH, channels_last=channels_last) if 0 in own else None
-    options = {"overwrites": {k: [False] for k in own}, "target": torch.empty(BATCH, dtype=torch.long)}
+    options = {"target": torch.empty(BATCH, dtype=torch.long)}
     options |= {"schedule": schedule, "num_stages": num_stages, "channels_last": channels_last}
-    modules = {k: pieces[k] for k in own}
+    modules = dict(zip(own, stages, strict=True))
     new_group, members = dist.new_group, []
     dist.new_group = lambda *ranks, **options: members.append(ranks) or new_group(*ranks, **options)
     with joined_by(num_ranks, "pipe"):

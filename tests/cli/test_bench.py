@@ -28,7 +28,7 @@ from adl_dist.cli.bench.runner import (
     stretched,
     train_argv,
 )
-from adl_dist.cli.config.compose import compose_run
+from adl_dist.cli.config.compose import balance_word, compose_run
 from adl_dist.cli.plan.profiler import Profiler
 from adl_dist.cli.subprocesses import Child, ChildFailed, run_together
 from adl_dist.errors import ConfigError
@@ -38,7 +38,7 @@ from tests.support import commands
 from tests.support.commands import as_command, in_process, left_behind, shows
 
 CUTS = {
-    K: Cut(sizes=[1] * K, overwrites=[], act_bytes=[b] * (K - 1), grad_bytes=[b] * (K - 1))
+    K: Cut(sizes=[1] * K, begins=[f"u{k}" for k in range(1, K)], act_bytes=[b] * (K - 1), grad_bytes=[b] * (K - 1))
     for K, b in ((2, 300), (3, 150), (6, 10))
 }
 SURVEY = ModelSurvey(
@@ -227,20 +227,19 @@ def look(words, *names):
 
 
 @pytest.mark.parametrize(
-    ("balance", "granularity", "sizes"),
-    [("even", "block", [2, 3]), ("[4,1]", "block", [4, 1]), ("[layer3_0]", "layer", None)],
+    ("balance", "begins"),
+    [("[2,3]", ["layer2_0.conv1"]), ("[4,1]", ["head.pool"]), ("[layer3_0]", ["layer3_0.conv1"]), ("flops", None)],
 )
-def test_all_pipelines_are_cut_at_the_same_place(balance, granularity, sizes):
+def test_all_pipelines_are_cut_at_the_same_place(balance, begins):
     words = [*CONV_NET, f"partition.balance={balance}"]
     able, found = look(words, "gpipe", "torch-gpipe", "torch-gpipe-plain", "adl")
-    assert found.granularity == granularity
     one = found.cuts[2]
-    assert sizes in (None, one.sizes)
+    assert begins in (None, one.begins)
     assert found.target == TensorSpec((), "int64")
-    if sizes == [2, 3]:  # 16 channels of 8 x 8 in float32, there and back
+    if balance == "[2,3]":  # 16 channels of 8 x 8 in float32, there and back
         assert (one.act_bytes, one.grad_bytes) == ([4096], [4096])
     setting = bench_config(words, found)
-    cut = f"partition.balance=[{','.join(map(str, one.sizes))}]"
+    cut = balance_word(one.begins)
     argv = [train_argv(entry, setting, 9) for entry in able]
     assert [[word for word in words if word.startswith("partition.balance")] for words in argv] == [[cut]] * 4
     # One of torch's pipelines runs in the only format that gloo takes.
@@ -263,12 +262,12 @@ def test_a_measured_cut_is_for_the_described_links(monkeypatch):
 def test_several_stages_in_a_process_have_a_finer_cut():
     words = [*CONV_NET, "partition.balance=[4,1]"]
     able, found = look(words, "1f1b", "zbh1", "interleaved", "torch-interleaved", "torch-zbv")
-    assert {num: cut.sizes for num, cut in found.cuts.items()} == {2: [4, 1], 4: [1, 1, 1, 2]}
+    assert {num: cut.sizes for num, cut in found.cuts.items()} == {2: [14, 1], 4: [4, 4, 3, 4]}
     setting = bench_config(words, found)
     for entry in able:
         config, num_stages = compose_run(train_argv(entry, setting, 9))[0], 2 if entry.name in ("1f1b", "zbh1") else 4
         assert (config.pipeline.num_stages, config.pipeline.num_processes) == (num_stages, 2)
-        assert len(config.partition.balance) == len(found.cuts[num_stages].overwrites) == num_stages
+        assert len(config.partition.balance) == len(found.cuts[num_stages].begins) == num_stages - 1
 
 
 def sum_and_count(out, target):
@@ -322,7 +321,7 @@ def test_torchs_own_ranks_keep_freed_memory_as_ours_do(monkeypatch):
     tuned = []
     monkeypatch.setattr("adl_dist.cli.bench.baseline_rank.tune_malloc", lambda: tuned.append(True))
     words = [*TINY, "data.num_samples=8", "train.batch_size=4", "train.max_updates=2", "runtime.threads=1"]
-    result = run(0, kind="loop", argv=[*words, "partition.num_stages=1"], overwrites=[], target={})
+    result = run(0, kind="loop", argv=[*words, "partition.num_stages=1"], target={})
     assert tuned == [True]
     assert len(result["ends"]) == 2
 
@@ -334,7 +333,7 @@ def test_torchs_pipelines_get_models_that_are_read_with_samples(monkeypatch):
     words = ["model._target_=tests.support.user_code.CheckedInput", *TINY[1:], "train.max_updates=1"]
     cut = ["partition.num_stages=2", "partition.balance=[2,3]"]
     target = TensorSpec((), "int64").to_json()
-    run(1, kind="1f1b", argv=[*words, *cut], overwrites=[[False], [False]], target=target)
+    run(1, kind="1f1b", argv=[*words, *cut], target=target)
     assert [list(stage.state_dict()) for stage in built[0].values()] == [
         ["second.weight", "second.bias", "third.weight", "third.bias"]
     ]
@@ -417,7 +416,7 @@ def test_help_lists_the_contenders():
             ("runtime.loggers=[tests.support.user_code.Notes]", "train.non_finite=skip", "train.metrics=[top5]"),
             ["runtime.loggers and train.non_finite and train.metrics would apply"],
         ),
-        (("partition.num_stages=99",), ["partition.num_stages=99 needs at least 99 units"]),
+        (("partition.num_stages=99",), ["partition.num_stages=99 needs 98 cuts"]),
         (("runtime.device=cuda",), ["torch finds no CUDA device"]),
     ],
 )

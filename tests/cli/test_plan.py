@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from adl_dist.cli.config.compose import compose_run
+from adl_dist.cli.config.compose import balance_word, compose_run
 from adl_dist.cli.plan.link import measure
 from adl_dist.cli.plan.profiler import Profiler
 from adl_dist.cli.plan.question import asked, machine_of
@@ -348,15 +348,17 @@ def test_the_plan_of_a_small_model_gives_a_line_that_trains(tmp_path):
         *(*SMALL, "--stages", "2,3,99", "--methods", "bp,gpipe,adl,fr", "--devices", "3"),
         *("--units", "--out", str(picture)),
     )
-    assert told.count("not possible: K = 99: partition.num_stages=99 needs at least 99 units") == 1
+    assert told.count("not possible: K = 99: partition.num_stages=99 needs 98 cuts") == 1
     shows(told, ["method ", "adl     2  4  ", "adl     3  4  ", "gpipe   3  4  ", "fr      2  1  "])
     shows(told, ["adl by codec, over these links:", "3  4  int4 ", "K = 3: no codec is needed"])
-    shows(told, ["stem.conv", "layer3_0.add", "without a pipeline: one device", "DDP on 3", "recommended"])
-    assert picture.read_text().count("<path") > 2 * 30, "two bars for each of 30 units"
+    shows(told, ["stem.conv", "layer3_0.conv2", "without a pipeline: one device", "DDP on 3", "recommended"])
+    assert picture.read_text().count("<path") > 2 * 18, "two bars for each of 18 units"
     facts = json.loads(done(*TINY, "--stages", "2", "--methods", "adl", "--json", "--memory", "4MiB"))
     (adl,) = facts["predictions"]
     assert sum(adl["balance"]["sizes"]) == len(facts["profile"]["units"])
-    cut = [f"partition.balance={adl['balance']['sizes']}".replace(" ", ""), "partition.granularity=layer"]
+    begin = facts["profile"]["units"][adl["balance"]["sizes"][0]]["name"]
+    cut = [balance_word([begin])]
+    assert facts["recommended"] is None or cut[0] in facts["recommended"]
     assert in_process(*words(tmp_path / "run", *TINY[:2], *cut)).code == 0
 
 
@@ -367,7 +369,7 @@ def test_auto_delays_are_found_for_each_number_of_stages():
         told = predict(even, chosen, machine=Machine(**of_machine))
         assert told.pipeline.method.delay == delays
         assert told.speed_up == pytest.approx(K)
-        assert f"'method.delay=[{', '.join(map(str, delays))}]'" in line_to_paste(told, "layer", ["model=resnet8"])
+        assert f"'method.delay=[{', '.join(map(str, delays))}]'" in line_to_paste(told, [], ["model=resnet8"])
 
 
 def test_a_split_is_predicted_by_what_can_be_put_off():
@@ -450,11 +452,10 @@ def test_the_line_trains_the_very_method_that_was_predicted():
     words = [*SMALL[:5], "method=fdg", "method.weights=latest", "partition.speeds=[1,1]", "data.num_samples=7"]
     words += ["partition.tied=untie"]
     told = predict(known(), Pipeline(method("fdg", weights="latest", accumulation_steps=2), 2))
-    assert line_to_paste(told, "layer", words) == (
+    assert line_to_paste(told, ["u4"], words) == (
         "adl-dist train model=resnet8 data=synthetic data.image_size=8 train.batch_size=16 runtime.threads=1 "
         "data.num_samples=7 partition.tied=untie method=fdg method.accumulation_steps=2 'method.weights=\"latest\"' "
-        "partition.num_stages=2 "
-        "partition.granularity=layer 'partition.balance=[4,4]'"
+        "partition.num_stages=2 'partition.balance=[u4]'"
     )
 
 
@@ -469,7 +470,7 @@ def test_a_samples_shape_stands_in_for_data_that_is_not_there(tmp_path):
     [
         (("--stages", "a"), ["--stages", "whole numbers", "got a"]),
         (("--stages", "1"), ["--stages", "at least 2"]),
-        (("--stages", "99,50"), ["partition.num_stages=99 needs at least 99 units, but the model has "]),
+        (("--stages", "99,50"), ["partition.num_stages=99 needs 98 cuts, but the model can be cut in "]),
         (
             ("--stages", "2", "partition.balance=auto", "partition.speeds=[1,2,3]"),
             ["speeds=[1.0, 2.0, 3.0]", "there are 2 stages"],

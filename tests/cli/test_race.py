@@ -74,7 +74,7 @@ def test_a_race_cuts_for_its_slowest_link_and_its_devices(monkeypatch, tmp_path)
     def apart(_, config, able):
         config.partition.chosen()  # refuses what does not fit together
         cut_for.append((config.partition.links, config.partition.speeds, config.partition.balance))
-        found = Cut(sizes=[1, 2], overwrites=[], act_bytes=[8], grad_bytes=[8])
+        found = Cut(sizes=[1, 2], begins=["second"], act_bytes=[8], grad_bytes=[8])
         facts = {"target": TensorSpec((), "int64"), "exchanged_bytes": {}, "predicted": {}}
         return ModelSurvey(cuts={2: found}, granularity="block", channels_last=False, **facts)
 
@@ -85,10 +85,10 @@ def test_a_race_cuts_for_its_slowest_link_and_its_devices(monkeypatch, tmp_path)
         folder.mkdir(exist_ok=True)
         cut, _ = settled_cut(folder, ["partition.balance=auto", *own], [], given, on)
         settled = compose_run(["partition.balance=auto", *own, *cut])[0].partition.chosen()
-        assert (settled.units, settled.balance, settled.links, settled.speeds) == ("block", [1, 2], None, None)
+        assert (settled.balance, settled.links, settled.speeds) == (["second"], None, None)
     assert cut_for == [
         ("50mbit,20ms", [0.5, 0.5], "auto"),
-        (None, None, [1, 2]),
+        (None, None, ["second"]),
         ("1gbit", [1.0, 2.0], "auto"),
     ]
 
@@ -122,8 +122,12 @@ def test_a_race_predicts_with_the_pace_of_its_devices(tmp_path, monkeypatch):
     units = [UnitCost(name=f"u{n}", forward=1.0, backward=2.0, act_bytes=8, grad_bytes=8) for n in range(5)]
     known = Profile(of={"micro_batch_size": 32}, units=units, forward=5.0, backward=10.0, optimizer_copies=1.0)
     profiler = SimpleNamespace(
-        num_others=lambda K: 1, with_load=lambda num, samples: contextlib.nullcontext(), profile=lambda size: known
+        chain=None,
+        num_others=lambda K: 1,
+        with_load=lambda num, samples: contextlib.nullcontext(),
+        profile=lambda size: known,
     )
+    monkeypatch.setattr("adl_dist.cli.race.settle.chosen_sizes", lambda chain, num_stages, balance: balance)
     monkeypatch.setattr("adl_dist.cli.race.settle.Profiler", lambda config, **how: profiler)
     host = {"seconds_per_message": 0.0, "seconds_per_byte": 0.0}
     monkeypatch.setattr("adl_dist.cli.race.settle.link_figures", lambda device: host)

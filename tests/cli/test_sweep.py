@@ -148,7 +148,7 @@ REFUSED = [
     (["-m", "seed=interval(0,1)"], ["cannot be enumerated", "seed=A,B"]),
     (["-m", "sweep.jobs=0"], ["sweep.jobs must be at least 1, got 0"]),
     (["-m", "sweep.job=2"], ["there is no key 'sweep.job'", "did you mean 'sweep.jobs'?"]),
-    (["-m", "seed=0,1", "partition.num_stages=2,9"], ["/k9-seed0: ", "partition.num_stages=9 needs at least 9 units"]),
+    (["-m", "seed=0,1", "partition.num_stages=2,9"], ["/k9-seed0: ", "partition.num_stages=9 needs 8 cuts"]),
     (["-m", "model.depth=8,9", "model=resnet8", "partition.num_stages=1"], ["depth9", "model.depth=9 is not 6n+2"]),
     (["-m", '++sweep.variants.x=["method.wieghts=latest"]'], ["x: ", "did you mean 'method.weights'?"]),
     (["-m", '++sweep.variants.x=["method=bp","method.weights=latest"]'], ["x: ", "means nothing to method=bp"]),
@@ -177,7 +177,7 @@ def test_a_model_that_is_read_with_samples_may_be_swept(more, tmp_path, monkeypa
 def test_stages_of_a_model_read_with_samples_are_counted_first(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "_run_here", lambda *_, **__: pytest.fail("a run was started"))
     words = ["train", "-m", "seed=0,1", *CHECKED, "partition.num_stages=9", f"run_dir={tmp_path / 'run'}"]
-    shows(in_process(*words).refusal(), ["partition.num_stages=9 needs at least 9 units, but the model has 5"])
+    shows(in_process(*words).refusal(), ["partition.num_stages=9 needs 8 cuts"])
 
 
 def row_of(job):

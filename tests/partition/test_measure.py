@@ -1,6 +1,5 @@
 """What is measured of a model, and the cut that follows from it."""
 
-import json
 import time
 from contextlib import nullcontext
 from functools import partial
@@ -8,20 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
-import adl_dist
+from adl_dist.batch import Several
 from adl_dist.codecs import Codecs
-from adl_dist.errors import ConfigError, PartitionError
-from adl_dist.partition import linearise
-from adl_dist.partition.costs import Profile, update_seconds
+from adl_dist.partition import Chain
+from adl_dist.partition.costs import update_seconds
 from adl_dist.partition.measure import measure, pace
-from adl_dist.schedule import Pipeline, method
 from adl_dist.training.split_costs import with_split_costs
-from adl_dist.transport.coding_speed import coding_costs
-from tests.support.commands import assert_same
-from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
-from tests.support.values import SILENT, values
 
 LOSS, BF16 = nn.CrossEntropyLoss(), torch.bfloat16
 
@@ -37,10 +31,14 @@ def sgd(parameters):
 
 def profile_of(model, input_, *, granularity="layer", optimizer=sgd, **options):
     target = torch.zeros(len(input_), dtype=torch.long)
-    chain = linearise(model, granularity=granularity)
+    chain = chain_of(model, input_, granularity=granularity)
     of = {"micro_batch_size": 4}
     told = measure(model, chain, input_=input_, target=target, loss_fn=LOSS, optimizer=optimizer, of=of, **options)
     return {unit.name: unit for unit in told.units}, told
+
+
+def chain_of(model, input_, **options):
+    return Chain(model, [input_[:2], input_], **options)
 
 
 def perceptron():
@@ -56,7 +54,8 @@ class Slow(nn.Linear):
 
     def forward(self, x):
         time.sleep(self.seconds[0] if self.calls is None or self.num_calls in self.calls else 0.0)
-        self.num_calls += 1
+        if self.calls is not None:
+            self.num_calls += 1
         out = super().forward(x)
         if out.requires_grad:
             out.register_hook(lambda grad: time.sleep(self.seconds[1]))
@@ -145,10 +144,9 @@ def test_bytes_of_a_perceptron_are_those_counted_by_hand():
     assert with_adam.optimizer_copies == pytest.approx(2.0, rel=0.1)
 
 
-CROSSING = {"0.first": (2, 192), "0.tanh": (2, 192), "0.second": (2, 192), "0.add": (1, 96), "1": (1, 0)}
+CROSSING = {"0.first": (2, 192), "0.second": (1, 96), "1": (1, 0)}
 TWO_LAYERS = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5))
 RESIDUAL = TwoLayers(lambda self, x: x + self.second(torch.tanh(self.first(x))))
-TRANSPOSING = TwoLayers(lambda self, x: torch.tanh(self.second(self.first(x).transpose(0, 1))).transpose(0, 1), 4)
 
 
 def test_what_crosses_besides_activations_is_not_coded():
@@ -178,7 +176,7 @@ def test_what_a_split_can_put_off_is_measured_for_each_unit():
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     _, profile = profile_of(model, input_)
     of_batch = {"input_": input_, "target": torch.zeros(4, dtype=torch.long), "loss_fn": LOSS, "within": nullcontext}
-    told = with_split_costs(profile, model, linearise(model, granularity="layer"), **of_batch)
+    told = with_split_costs(profile, model, chain_of(model, input_), **of_batch)
     first, relu, last = told.units
     assert [unit.deferred_bytes for unit in (first, relu, last)] == [4 * 4 * (6 + 8), 0, 4 * 4 * (8 + 5)], "x and grad"
     assert min(first.backward_weight, last.backward_weight) > 0
@@ -186,7 +184,7 @@ def test_what_a_split_can_put_off_is_measured_for_each_unit():
     assert all(unit.backward_weight <= unit.backward for unit in told.costs(1))
     assert told.split_slowdown >= 1
     assert 0 < told.share_deferrable <= 1
-    assert_same(model.state_dict(), before)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -195,7 +193,7 @@ def test_a_split_that_was_faster_by_chance_costs_nothing(monkeypatch):
     monkeypatch.setattr("adl_dist.training.split_costs._one_round", lambda *_: one)
     _, profile = profile_of(perceptron(), input_ := torch.ones(4, 6))
     of_batch = {"input_": input_, "target": torch.zeros(4, dtype=torch.long), "loss_fn": LOSS, "within": nullcontext}
-    chain = linearise(model := perceptron(), granularity="layer")
+    chain = chain_of(model := perceptron(), input_)
     told = with_split_costs(profile, model, chain, **of_batch)
     assert told.split_slowdown == 1.0
     assert [unit.split for unit in told.costs(1)] == [0.0] * 3
@@ -208,10 +206,8 @@ def test_a_split_that_was_faster_by_chance_costs_nothing(monkeypatch):
         (TWO_LAYERS, lambda unit: (unit.held_before, unit.held_behind), {"0": (128, 0), "1": (0, 4)}),
         (TWO_LAYERS, lambda unit: unit.activation_bytes >= 4 * 4 * 8, {"0": False, "1": True}),
         (nn.Sequential(RESIDUAL, nn.Linear(6, 5)), lambda unit: (unit.num_tensors, unit.act_bytes), CROSSING),
-        # Between its layers stands a tensor whose first dimension is not the batch.
-        (TRANSPOSING, lambda unit: unit.may_cut, dict.fromkeys(("first", "second", "tanh"), False)),
     ],
-    ids=["held", "kept", "crossing", "no batch"],
+    ids=["held", "kept", "crossing"],
 )
 def test_what_units_keep_send_and_where_they_may_be_cut(model, figure, expected):
     units, _ = profile_of(model, torch.randn(4, 6))
@@ -240,8 +236,9 @@ class Counts(nn.Module):
 
 def test_measuring_leaves_weights_mode_and_streams_as_they_were():
     """Statistics, buffers that are not saved, and state that is no tensor, too."""
-    model = nn.Sequential(batch_norm_net(dropout=0.5), Counts()).eval()
-    model[0][2].norm.train()
+    layers = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5), nn.Flatten(), nn.Linear(64, 5)
+    model = nn.Sequential(*layers, Counts()).eval()
+    model[1].train()
     before = {name: t.clone() for name, t in (*model.named_parameters(), *model.named_buffers())}
     modes = [module.training for module in model.modules()]
     random = torch.get_rng_state()
@@ -263,136 +260,33 @@ def test_times_are_those_of_each_unit():
     assert others < (units["1"].forward + units["1"].backward) / 2, "a busy machine slows all of them"
 
 
-def trainer_of(model, **changed):
-    options = {"method": method("adl", accumulation_steps=2), "num_stages": 2, "balance": "auto", **changed}
-    return adl_dist.Trainer(model, loss_fn=LOSS, optimizer=sgd, **values(**options))
+class Odd(nn.Module):
+    """Takes two inputs by name; writes in place, also to views; checkpoints; needs no gradient in between."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, *, x, scale):
+        h = self.first(x).relu_() * 1
+        h[:, 0] = 0
+        with torch.no_grad():
+            mean = h.mean()
+        left, right = h.clone()[:, :3], h[:, 3:]
+        left.add_(right)
+        h = torch.utils.checkpoint.checkpoint(self.second, torch.cat([left, right], 1) - mean, use_reentrant=False)
+        return self.third(h.mul_(2) * scale), left
 
 
-def slow_in_the_middle():
-    flat = nn.Sequential(nn.Flatten(), nn.Linear(72, 4))
-    return nn.Sequential(flat, Slow(0.002), Slow(0.002), Slow(0.002), Slow(0.012), nn.Linear(4, NUM_CLASSES))
-
-
-def fit(trainer, run_dir=None, **changed):
-    return trainer.fit(FixedImages(8), batch_size=4, monitoring=SILENT, **{"epochs": 1, "run_dir": run_dir, **changed})
-
-
-def test_auto_cuts_before_the_slow_unit_and_keeps_its_profile(tmp_path):
-    trainer = trainer_of(slow_in_the_middle(), granularity="block")
-    fit(trainer, tmp_path)
-    assert trainer._partitioned.sizes == [4, 2]
-    profile = Profile.load(tmp_path / "profile.json")
-    assert [unit.name for unit in profile.units] == ["0", "1", "2", "3", "4", "5"]
-    assert set(trainer.full_state_dict()) == set(slow_in_the_middle().state_dict())
-
-    # The same command cuts by the same measurement, whatever it would measure now; one of something else is not read.
-    assert Profile.load(tmp_path / "profile.json", {**profile.of, "micro_batch_size": 7}) is None
-    assert Profile.load(tmp_path / "profile.json", profile.of) == profile
-    told = json.loads((tmp_path / "profile.json").read_text())
-    told["units"][0]["forward"] = 100.0
-    (tmp_path / "profile.json").write_text(json.dumps(told))
-    again = trainer_of(slow_in_the_middle(), granularity="block")
-    fit(again, tmp_path, epochs=2)
-    assert again._partitioned.sizes == [1, 5]
-
-    slower = trainer_of(slow_in_the_middle(), granularity="block", speeds=[1.0, 6.0])
-    fit(slower)
-    assert slower._partitioned.sizes[0] < 4
-
-
-def test_measured_delays_are_those_of_the_run_for_good(tmp_path):
-    """Values depend on them: whatever is measured when the run continues, it keeps them."""
-    auto = {"method": method("adl", accumulation_steps=1, delay="auto"), "num_stages": 3, "granularity": "block"}
-
-    def means(run_dir=None, **changed):
-        trainer = trainer_of(slow_in_the_middle(), **auto)
-        return trainer, [stage["staleness_max"] for stage in fit(trainer, run_dir, **changed)["stages"]]
-
-    first, staleness = means(tmp_path)
-    delays = json.loads((tmp_path / "delays.json").read_text())
-    assert 2 <= sum(delays) <= 5, "at least K-1-k where work is not negligible"
-    assert delays[-1] == 0
-    assert staleness == [min(d, 1) for d in delays], "in a run of two micro-batches"
-    (tmp_path / "delays.json").write_text("[7, 3, 0]")
-    again, _ = means(tmp_path, epochs=2)
-    assert "delays of this run: [7, 3, 0] micro-batches" in again._partitioned.notes
-    with pytest.raises(ConfigError, match=r"has the delays \[7, 3, 0\], but this trainer has settled on"):
-        fit(first, tmp_path, epochs=3)
-    (tmp_path / "delays.json").write_text('{"a": 1}')
-    with pytest.raises(ConfigError, match=r"delays\.json cannot be read: expected a list .* remove it"):
-        means(tmp_path, epochs=3)
-    with pytest.raises(
-        ConfigError, match=r"method\.delay=auto follows from measured stages; use partition\.balance=auto"
-    ):
-        trainer_of(slow_in_the_middle(), **auto, balance="even")
-
-
-def test_a_run_says_that_its_delays_are_bounded(tmp_path):
-    """Over a link that takes long, the least delays for full speed would be some hundreds."""
-    chosen = method("adl", accumulation_steps=1, delay="auto", max_staleness=3)
-    trainer = trainer_of(slow_in_the_middle(), method=chosen, granularity="block", links="100mbit,10s")
-    fit(trainer)
-    told = "measured delays: [3, 0] micro-batches, the best with a staleness of at most 3 updates"
-    assert any(note.startswith(told) for note in trainer._partitioned.notes)
-
-
-def test_what_a_codec_takes_is_measured_once_for_a_run(tmp_path, monkeypatch):
-    measured, place = [], "adl_dist.training.partitioned_model.coding_costs"
-    monkeypatch.setattr(place, lambda device: measured.append(device) or coding_costs(device))
-    for epochs in (1, 2):  # which the cut follows from, so that the same command makes the same
-        fit(trainer_of(slow_in_the_middle(), granularity="block", codec="int8"), tmp_path, epochs=epochs)
-    assert len(measured) == 1
-
-
-def test_the_delays_of_a_run_are_those_of_its_method(tmp_path):
-    """With ``backward_first``, too, which makes them a tick shorter: nominal ones are told, kept and continued with."""
-    chosen = method("adl", accumulation_steps=1, delay="auto", order="backward_first")
-
-    def settled(epochs):
-        trainer = trainer_of(slow_in_the_middle(), method=chosen, num_stages=3, granularity="block")
-        fit(trainer, tmp_path, epochs=epochs)
-        return trainer._partitioned.notes, trainer._partitioned._settled.spec.pipeline
-
-    notes, first = settled(1)
-    delays = json.loads((tmp_path / "delays.json").read_text())
-    assert f"measured delays: {delays} micro-batches, the least that keep all stages at work" in notes
-    assert first.nominal_delays == tuple(delays)
-    assert first.delays == tuple(max(d - 1, 0) for d in delays)
-    assert any(delays)
-    assert settled(2)[1] == first
-
-
-def test_2bw_gets_measured_delays_with_m_below_k_minus_1():
-    chosen = method("2bw", accumulation_steps=1, delay="auto")
-    assert Pipeline(chosen, 4).delays == (1, 1, 1, 0), "until they are measured"
-    trainer = trainer_of(slow_in_the_middle(), method=chosen, num_stages=3, granularity="block")
-    fit(trainer)
-    measured = trainer._partitioned._settled.spec.pipeline.delays
-    assert measured[0] == 1, "M, which is the most"
-    assert not measured[-1]
-
-
-def test_a_measured_cut_is_settled_with_the_whole_state_there():
-    model = batch_norm_net()
-    trainer = trainer_of(model)
-    state = trainer.full_state_dict()
-    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
-    assert trainer.needs_data
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"num_stages": 9, "granularity": "block"}, "needs at least 9 units, but the model has 7"),
-        ({"speeds": [1.0]}, r"partition\.speeds=\[1\.0\] must be 2 numbers"),
-        ({"speeds": [1.0, 0.0]}, "above 0"),
-        ({"balance": "even", "speeds": [1.0, 2.0]}, r"needs partition\.balance=auto"),
-        ({"balance": "best"}, "none of 'auto', 'even'"),
-    ],
-)
-def test_nonsense_is_refused_before_anything_is_measured(changed, said):
-    with pytest.raises((ConfigError, PartitionError), match=said):
-        trainer_of(batch_norm_net(), **changed)
+def test_any_forward_can_be_measured():
+    input_ = Several.of({"x": torch.randn(4, 6), "scale": torch.rand(4, 1)})
+    target, model = torch.zeros(4, dtype=torch.long), Odd()
+    how = {"loss_fn": lambda out, target: LOSS(out[0], target) + out[1].mean(), "optimizer": sgd, "of": {}}
+    told = measure(model, chain_of(model, input_), input_=input_, target=target, **how)
+    units = {unit.name: unit for unit in told.units}
+    assert units.keys() >= {"first", "second", "third"}
+    assert min(min(u.forward, u.backward) for u in units.values() if u.parameter_bytes) > 0
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_autocast_and_a_codec_halve_what_is_sent():

@@ -18,7 +18,7 @@ from adl_dist.baselines.pipelining import ONE_STAGE, SEVERAL_STAGES, stages_of, 
 from adl_dist.cli.bench.entries import COMPRESSIONS, REPLICAS, Kind
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import compose_run
-from adl_dist.cli.config.reading import device_loader, read_units
+from adl_dist.cli.config.reading import chosen_sizes, device_loader, read_units
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.data.loader import epoch_order
 from adl_dist.distributed.affinity import bound_to, cores_here, own_cores, tune_malloc
@@ -27,8 +27,6 @@ from adl_dist.distributed.parent_process import end_with_launcher
 from adl_dist.errors import AdlError
 from adl_dist.monitor.memory import peak_memory_bytes
 from adl_dist.optim import build_lr_schedule
-from adl_dist.partition import checked_sizes
-from adl_dist.partition.ties import KEPT
 from adl_dist.stage import in_dtype, in_memory_format
 from adl_dist.transport.spec import TensorSpec
 
@@ -40,14 +38,12 @@ def run(
     *,
     kind: Kind,
     argv: Sequence[str],
-    overwrites: Sequence[Sequence[bool]],
     target: dict[str, Any],
     inner_updates: int | None = None,
 ) -> dict[str, Any]:
     """Train as one of the ranks, with the allocator, the threads and the cores of our own ranks.
 
     ``argv``: overrides that make the configuration: K, M, the cut, the number of updates, threads.
-    ``overwrites``: for each stage, for each tensor that arrives, whether the stage writes to it.
     ``target``: specification of the targets, as plain values.
     ``inner_updates``: DiLoCo's H.
 
@@ -64,11 +60,10 @@ def run(
     with instantiate.precision(config).apply(threads=config.runtime.threads or 1):
         model = in_dtype(instantiate.build_model(config), dtype)
         if kind in PIPELINES:
-            chain = read_units(config, model, keeps=KEPT)
-            assert chain is not None
-            pieces = chain.pieces(checked_sizes(chain, num_stages, config.partition.balance))
+            chain = read_units(config, model, keeps="as torch's pipelines do not sum gradients over stages")
+            sizes = chosen_sizes(chain, num_stages, config.partition.balance)
             own = stages_of(kind, rank, size, num_stages)
-            model = nn.ModuleList(pieces[k] for k in own)
+            model = nn.ModuleList(chain.stages(model, chain.plan(sizes), sizes, own))
         model = model.to(device)
         if channels_last:
             in_memory_format(model, channels_last=True)
@@ -87,7 +82,6 @@ def run(
             with bound_to(own_cores([cores_here()] * size, rank) if is_pinned else None):
                 if kind in PIPELINES:
                     borders: dict[str, Any] = {"channels_last": channels_last, "num_stages": num_stages}
-                    borders |= {"overwrites": {k: overwrites[k] for k in own}}
                     targets = TensorSpec.from_json(target).empty(config.train.batch_size, torch.device("cpu"))
                     modules = dict(zip(own, model.children(), strict=True))
                     train_stages(modules, batches, training, schedule=kind, target=targets, **borders)

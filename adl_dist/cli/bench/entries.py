@@ -11,6 +11,7 @@ import torch
 from adl_dist.baselines.loop import POWERSGD_BEGIN, Compression, exchanged_bytes
 from adl_dist.batch import Several
 from adl_dist.cli.config.compose import method_named
+from adl_dist.cli.config.reading import chosen_sizes
 from adl_dist.cli.config.schema import Device, RunConfig
 from adl_dist.cli.plan.link import link_figures
 from adl_dist.cli.plan.profiler import Profiler
@@ -18,7 +19,8 @@ from adl_dist.cli.plan.question import described
 from adl_dist.distributed.affinity import num_cores
 from adl_dist.errors import AdlError, ConfigError, PartitionError
 from adl_dist.links import LINKS
-from adl_dist.partition import Machine, checked_sizes, even_sizes
+from adl_dist.partition import Machine
+from adl_dist.partition.cut import begins_of
 from adl_dist.partition.predict import best_cut, predict
 from adl_dist.schedule import METHODS, Method, Pipeline
 from adl_dist.schedule.run_plan import micro_batch_size_of
@@ -199,7 +201,7 @@ class Cut:
     """The model in so many stages."""
 
     sizes: list[int]  # units of each stage
-    overwrites: list[list[bool]]  # for each stage, for each tensor that arrives, whether the stage writes to it
+    begins: list[str]  # names of the units where stages 1..K-1 begin
     act_bytes: list[int]  # per sample, downstream, over each border between stages
     grad_bytes: list[int]  # per sample, upstream
 
@@ -244,7 +246,7 @@ def survey(config: RunConfig, able: Sequence[Entry], *, predicts: bool = True) -
         ConfigError, DataError, PartitionError: the model cannot be trained or cut like that.
     """
     K, balance = config.partition.num_stages, config.partition.balance
-    profiler = Profiler(config, granularity=config.partition.chosen().units, threads=config.threads)
+    profiler = Profiler(config, granularity=config.partition.chosen().granularity, threads=config.threads)
     for is_so, what in (
         (any(isinstance(batch, Several) for batch in profiler.samples.one), "inputs or targets of several tensors"),
         (profiler.samples.varies, "a collate_fn, by which lengths may change"),
@@ -258,24 +260,23 @@ def survey(config: RunConfig, able: Sequence[Entry], *, predicts: bool = True) -
             )
     sizes: dict[int, list[int] | None] = {}
     for num in dict.fromkeys([K, *(entry.num_stages for entry in able if entry.is_cut)]):
-        # Evenly first, however it is cut: there must be enough units.
-        sizes[num] = even_sizes(profiler.chain, num) if num > 1 else [1]
-        if num == K > 1 and balance not in ("even", "auto"):
-            sizes[num] = checked_sizes(profiler.chain, K, balance)
-        elif num > 1 and balance == "auto":
+        of_cut = balance if num == K else "flops"
+        # If it is measured, too: there must be enough units.
+        sizes[num] = chosen_sizes(profiler.chain, num, of_cut) if num > 1 else [1]
+        if num > 1 and balance == "auto":
             sizes[num] = None
     found, predicted = {num: given for num, given in sizes.items() if given is not None}, dict[str, float]()
     if predicts or len(found) < len(sizes):  # else nothing has to be measured
         found, predicted = predict_speeds(config, able if predicts else [], profiler, sizes)
     cuts, agreed = {}, None
     for num, of_cut in found.items():
-        stages = profiler.chain.pieces(of_cut) if num > 1 else [profiler.model]
         spec = replace(profiler.spec, pipeline=_pipeline(config, num))
-        agreed = Trial(profiler.model, spec, profiler.samples, profiler.device).run(stages)
+        trial = Trial(profiler.model, spec, profiler.samples, profiler.device)
+        agreed = trial.run(profiler.chain, of_cut) if num > 1 else trial.run()
         crossing = [agreed.acts[k] for k in range(1, num)]
         cuts[num] = Cut(
             sizes=of_cut,
-            overwrites=[list(agreed.traits[k].overwrites[0]) for k in range(num)],
+            begins=begins_of(profiler.chain, of_cut) if num > 1 else [],
             act_bytes=[sum(map(sample_bytes, specs.training)) for specs in crossing],
             grad_bytes=[sum(map(sample_bytes, specs.of_gradients().training)) for specs in crossing],
         )

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, Subset
 from adl_dist.checkpoint.run_dir import SUMMARY
 from adl_dist.cli.bench.entries import Entry, ModelSurvey, cycle_of
 from adl_dist.cli.config import instantiate
-from adl_dist.cli.config.compose import method_words, without_method_and_cut
+from adl_dist.cli.config.compose import balance_word, method_words, without_method_and_cut
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.cli.subprocesses import Child, ChildFailed, run_together
 from adl_dist.distributed.network import GLOO, loopback
@@ -83,7 +83,6 @@ def measure_once(entry: Entry, bench: BenchConfig, *, repetition: int, num_updat
             task = {
                 "kind": entry.kind,
                 "argv": argv,
-                "overwrites": survey.cuts[entry.num_stages].overwrites if entry.is_cut else [],
                 "inner_updates": entry.inner_updates and cycle_of(entry.inner_updates),
             }
             task_file.write_text(json.dumps({**task, "target": survey.target.to_json()}))
@@ -108,8 +107,7 @@ def train_argv(entry: Entry, bench: BenchConfig, num_updates: int) -> list[str]:
     argv += [*entry.settings, *method_words(entry.method)]
     argv += [f"partition.num_stages={entry.num_stages if entry.is_cut else entry.num_processes}"]
     if entry.is_cut:
-        balance = ",".join(map(str, survey.cuts[entry.num_stages].sizes))
-        argv += [f"partition.granularity={survey.granularity}", f"partition.balance=[{balance}]"]
+        argv += [balance_word(survey.cuts[entry.num_stages].begins)]
     argv += [f"train.max_updates={num_updates}", "train.epochs=1", f"train.batch_size={entry.samples}"]
     argv += [f"runtime.threads={entry.threads}", f"runtime.bind_cores={str(bench.pinned).lower()}"]
     argv += ["runtime.trace=false", "runtime.memory=false", "runtime.tensorboard=false"]  # they slow our runs alone

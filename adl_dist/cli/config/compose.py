@@ -144,6 +144,12 @@ def method_words(method: Method) -> list[str]:
     return [f"method={method.name}", *(f"method.{key}={json.dumps(value)}" for key, value in special.items())]
 
 
+def balance_word(begins: Sequence[str]) -> str:
+    """Return the argument of a command line that lets stages 1..K-1 begin at these units."""
+    plain = re.compile(r"[A-Za-z_][\w.]*")  # others could be read as numbers
+    return f"partition.balance=[{','.join(n if plain.fullmatch(n) else json.dumps(n) for n in begins)}]"
+
+
 def method_named(name: str, config: RunConfig, *, flag: str) -> Method:
     """Return the method ``name`` next to the configured one: with the configured M, unless it is one that has none."""
     if name not in METHODS:

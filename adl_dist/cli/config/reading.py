@@ -1,5 +1,6 @@
 """Data and model of a configuration as a run reads them, for commands that read them outside of a run."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch.utils.data import Dataset
 
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.schema import RunConfig
-from adl_dist.partition import Chain
+from adl_dist.partition import Chain, checked_sizes, even_sizes, flops_sizes
 from adl_dist.stage import in_dtype
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.trial import samples as samples_of
@@ -31,24 +32,32 @@ def device_loader(
     )
 
 
-def read_units(config: RunConfig, model: nn.Module, *, keeps: str | None, may_run: bool = True) -> Chain | None:
-    """Record ``model`` on samples of the data and return its units.
+def read_units(config: RunConfig, model: nn.Module, *, keeps: str | None) -> Chain:
+    """Return the units of ``model``, recorded on the first samples of the training data.
 
     Args:
-        config: the configuration of the run.
-        model: the uncut model.
+        config: of the run.
+        model: the uncut model; it may be on meta.
         keeps: the ``keeps_ties`` of :class:`Chain`.
-        may_run: whether data and weights are there to run it; if not, None is returned.
 
     Raises:
-        PartitionError: If its forward cannot be run in stages.
+        PartitionError: If the model cannot be divided.
         DataError: If the data is missing.
     """
-    if not may_run:
-        return None
     loader = device_loader(config, torch.device("cpu"), shuffle=True)
     samples = samples_of.take(loader, None, None)
     assert samples is not None
     batches = [batch for pair in samples.readings for batch in pair]
     model = in_dtype(model, loader.precision.dtype)
     return Chain(model, batches, granularity=config.partition.chosen().granularity, keeps_ties=keeps)
+
+
+def chosen_sizes(chain: Chain, num_stages: int, balance: str | Sequence[int] | Sequence[str]) -> list[int]:
+    """Return the units of each stage for a ``partition.balance`` that needs no measurement.
+
+    Raises:
+        PartitionError: If the model cannot be cut like that.
+    """
+    if balance == "even":
+        return even_sizes(chain, num_stages)
+    return flops_sizes(chain, num_stages) if isinstance(balance, str) else checked_sizes(chain, num_stages, balance)

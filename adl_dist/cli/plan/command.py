@@ -14,10 +14,11 @@ from adl_dist.cli.plan.report import bounded_table, codec_lines, facts_of, line_
 from adl_dist.codecs import CODECS, Codecs
 from adl_dist.distributed.affinity import num_cores
 from adl_dist.errors import ConfigError, DataError, PartitionError
-from adl_dist.partition import Machine, checked_sizes, even_sizes
+from adl_dist.partition import Machine, checked_sizes
 from adl_dist.partition.bounded import only_within, within_bound
 from adl_dist.partition.chain import Chain
 from adl_dist.partition.costs import Profile
+from adl_dist.partition.cut import begins_of, check_places
 from adl_dist.partition.predict import Alternative, Prediction, advise, alternative, best_of, predict
 from adl_dist.schedule import Pipeline
 
@@ -43,7 +44,7 @@ class _Found:
     profile: Profile  # with the configured M
     other: Alternative
     predictions: list[Prediction]  # of each method and K
-    shared: Mapping[str, list[int]]  # by name, the units of weights that stages may hold copies of
+    chain: Chain
     bounded: list[Prediction]  # within the bound on staleness
     coded: list[Prediction]  # of the configured method, by K and codec; empty: no links are described
     refused: list[str]
@@ -89,7 +90,7 @@ def _measured(question: Question) -> _Found:
         profile=profiles[M],
         other=other,
         predictions=predictions,
-        shared=profiler.chain.shared,
+        chain=profiler.chain,
         bounded=bounded,
         coded=[] if question.links is None else _coded(question, machine, profiler.chain, profiles[M]),
         refused=refused,
@@ -109,7 +110,7 @@ def _possible(question: Question, machine: Machine, chain: Chain) -> tuple[Quest
     for K in question.stages:
         try:
             if _cut(question, machine, chain, K)["sizes"] is None:
-                even_sizes(chain, K)
+                check_places(chain, K)
         except (PartitionError, ConfigError) as error:
             refusals[K] = error
     stages = [K for K in question.stages if K not in refusals]
@@ -164,7 +165,7 @@ def _facts(question: Question, found: _Found) -> dict[str, Any]:
         "refused": found.refused,
         "coded": list(map(facts_of, found.coded)),
         "alternative": asdict(found.other),
-        "recommended": _line(question, found.choice),
+        "recommended": _line(question, found, found.choice),
         "reason": found.reason,
     }
     if question.bound is not None:
@@ -175,9 +176,10 @@ def _facts(question: Question, found: _Found) -> dict[str, Any]:
 
 def _lines(question: Question, found: _Found) -> list[str]:
     """Return the answer as a person reads it."""
-    flags, line, fastest = question.flags, _line(question, found.choice), _line_within(question, found)
+    flags, line, fastest = question.flags, _line(question, found, found.choice), _line_within(question, found)
     told = found.profile, found.machine, found.predictions, found.refused, found.other
-    lines = [*report(*told, with_units=flags.units), *tied_lines(found.shared, found.predictions)]
+    lines = [*report(*told, with_units=flags.units, blocks=_blocks(found.chain))]
+    lines += tied_lines(found.chain.shared, found.predictions)
     lines += [*(codec_lines(found.coded) if found.coded else []), ""]
     if question.bound is not None:
         lines += [*bounded_table(found.bounded, question.chosen.name, question.bound, question.sizes), ""]
@@ -187,13 +189,20 @@ def _lines(question: Question, found: _Found) -> list[str]:
     return lines + ([] if flags.out is None else [f"picture      {flags.out}"])
 
 
-def _line(question: Question, choice: Prediction | None) -> str | None:
-    return None if choice is None else line_to_paste(choice, question.granularity, question.flags.overrides)
+def _blocks(chain: Chain) -> list[str]:
+    """Return the name of the block of each unit."""
+    return [chain.block_names[number] for number in chain.blocks]
+
+
+def _line(question: Question, found: _Found, choice: Prediction | None) -> str | None:
+    if choice is None:
+        return None
+    return line_to_paste(choice, begins_of(found.chain, choice.balance.sizes), question.flags.overrides)
 
 
 def _line_within(question: Question, found: _Found) -> str | None:
     """Return the line that trains the fastest run within the bound on staleness; None: there is none."""
-    return _line(question, best_of(found.bounded) if found.bounded else None)
+    return _line(question, found, best_of(found.bounded) if found.bounded else None)
 
 
 def _predict_all(

@@ -23,7 +23,7 @@ from adl_dist.cli.config.schema import RunConfig
 from adl_dist.distributed.affinity import num_cores, tune_malloc
 from adl_dist.distributed.parent_process import LAUNCHER, end_with_launcher
 from adl_dist.errors import ConfigError
-from adl_dist.partition import Chain, linearise
+from adl_dist.partition import Chain
 from adl_dist.partition.costs import Profile
 from adl_dist.partition.measure import pace
 from adl_dist.partition.predict import Throughput
@@ -83,11 +83,15 @@ class Profiler:
 
     @cached_property
     def chain(self) -> Chain:
-        """The units of the model; a PartitionError: it cannot be divided."""
+        """The units of the model.
+
+        Raises:
+            PartitionError: If it cannot be divided.
+        """
         with self._autocast():  # read as training reads it, or buffers that many units read would be on one stage
             keeps = keeps_ties(self.spec.pipeline.method)
-            how: dict[str, Any] = {"granularity": self.granularity, "keeps_ties": keeps}
-            return linearise(self.model, samples=self.samples.readings[0], **how)
+            batches = [batch for pair in self.samples.readings for batch in pair]
+            return Chain(self.model, batches, granularity=self.granularity, keeps_ties=keeps)
 
     def num_others(self, num_stages: int) -> int:
         """Return how many of K stages share this machine's cores with one; none on GPUs."""
@@ -195,10 +199,10 @@ def _tried(model: nn.Module, samples: Samples, device: torch.device, spec: Train
     if isinstance(samples.one[1], Several):
         spec = replace(spec, loss_fn=OnSeveral(spec.loss_fn))
     try:
-        Trial(model, spec, samples, device).run([model])
+        Trial(model, spec, samples, device).run()
     except ReturnsSumError as pair:
         spec = replace(spec, loss_fn=MeanOf(spec.loss_fn, pair.target, pair.count))
-        Trial(model, spec, samples, device).run([model])
+        Trial(model, spec, samples, device).run()
     return spec, samples.to(device, channels_last=bool(spec.precision.channels_last))
 
 

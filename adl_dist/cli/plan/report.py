@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from adl_dist.cli.config.compose import method_words, without_method_and_cut
+from adl_dist.cli.config.compose import balance_word, method_words, without_method_and_cut
 from adl_dist.partition import Machine, UnitCost
 from adl_dist.partition.costs import Profile, update_seconds
 from adl_dist.partition.predict import AS_GOOD, Alternative, Prediction
@@ -16,7 +16,7 @@ METHOD_HEAD = (
     *("method", "K", "M", "images/s", "speed-up", "bubble", "staleness mean", "factor"),
     *("memory per stage (MB)", "units per stage"),
 )
-UNIT_HEAD = ("unit", "forward ms", "backward ms", "parameters kB", "activations kB", "crosses kB")
+UNIT_HEAD = ("unit", "block", "forward ms", "backward ms", "parameters kB", "activations kB", "crosses kB")
 CODEC_HEAD = ("K", "M", "codec", "MB/update", "s/update", "images/s", "links add", "units per stage")
 BOUNDED_HEAD = (
     *("K", "M", "micro-batch", "delays", "backward", "images/s", "staleness mean", "greatest"),
@@ -32,8 +32,12 @@ def report(
     other: Alternative,
     *,
     with_units: bool,
+    blocks: Sequence[str],
 ) -> list[str]:
-    """Return the lines about the measurement, each method's prediction, and the devices without a pipeline."""
+    """Return the lines about the measurement, each method's prediction, and the devices without a pipeline.
+
+    ``blocks``: the name of the block of each unit.
+    """
     spec = profile.of
     lines = [
         f"{spec['units']} units ({spec['granularity']}), {spec['parameters']:,} parameters, "
@@ -46,7 +50,7 @@ def report(
         f"{'link of each process' if machine.shares_link else 'link'}: {_links_shown(machine)}",
     ]
     if with_units:
-        lines += ["", *text_table([UNIT_HEAD, *map(_unit_row, profile.units)])]
+        lines += ["", *text_table([UNIT_HEAD, *map(_unit_row, profile.units, blocks)])]
     lines += ["", *text_table([METHOD_HEAD, *(_method_row(p, other) for p in predictions)])]
     lines += [
         "",
@@ -153,9 +157,10 @@ def _bounded_row(p: Prediction, sizes: Mapping[int, int]) -> list[object]:
     ]
 
 
-def _unit_row(unit: UnitCost) -> list[str]:
+def _unit_row(unit: UnitCost, block: str) -> list[str]:
     return [
         unit.name[:41],
+        block[:41],
         f"{1000 * unit.forward:.3f}",
         f"{1000 * unit.backward:.3f}",
         f"{unit.parameter_bytes / 1e3:,.0f}",
@@ -171,9 +176,8 @@ def facts_of(p: Prediction) -> dict[str, Any]:
     return {"method": p.pipeline.method.settings, "num_stages": p.pipeline.num_stages, **facts}
 
 
-def line_to_paste(choice: Prediction, granularity: str, overrides: Sequence[str]) -> str:
-    """Return the command that trains as predicted."""
+def line_to_paste(choice: Prediction, begins: Sequence[str], overrides: Sequence[str]) -> str:
+    """Return the command that trains as predicted; ``begins``: the units where stages 1..K-1 begin."""
     words = without_method_and_cut(overrides) + method_words(choice.pipeline.method)
-    words += [f"partition.num_stages={choice.pipeline.num_stages}", f"partition.granularity={granularity}"]
-    words += [f"partition.balance=[{','.join(map(str, choice.balance.sizes))}]"]
+    words += [f"partition.num_stages={choice.pipeline.num_stages}", *([balance_word(begins)] if begins else [])]
     return f"adl-dist train {shlex.join(words)}"

@@ -15,7 +15,8 @@ import torch
 
 from adl_dist.cli.bench.command import apart
 from adl_dist.cli.bench.entries import ModelSurvey, survey
-from adl_dist.cli.config.compose import compose_run
+from adl_dist.cli.config.compose import balance_word, compose_run
+from adl_dist.cli.config.reading import chosen_sizes
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.cli.plan.link import link_figures
 from adl_dist.cli.plan.profiler import Profiler
@@ -55,8 +56,7 @@ def settled_cut(
     found: ModelSurvey = apart(partial(survey, predicts=False), config, [contender.entry for contender in able])
     if not cut:
         K = config.partition.num_stages
-        sizes = ",".join(map(str, found.cuts[K].sizes))
-        cut = [f"partition.granularity={found.granularity}", f"partition.balance=[{sizes}]"]
+        cut = [balance_word(found.cuts[K].begins)]
         cut += ["partition.links=null", "partition.speeds=null"]  # they weigh a cut that is still to be made
         _keep(folder, {**known, "cut": cut})
     return cut, found
@@ -115,7 +115,7 @@ def _micro_batch(config: RunConfig, racer: Racer) -> int:
 
 
 def _profiler(config: RunConfig, on: Device, **how: Any) -> Profiler:
-    return Profiler(config, granularity=config.partition.chosen().units, threads=on.threads, **how)
+    return Profiler(config, granularity=config.partition.chosen().granularity, threads=on.threads, **how)
 
 
 def _paces(
@@ -145,8 +145,8 @@ def _predicted(
 
     ``paces``: what :func:`_paces` has measured of devices that are parts of cores; empty: as fast as their share says.
     """
-    K, sizes = config.partition.num_stages, config.partition.balance
-    profiler = _profiler(config, on)
+    K, profiler = config.partition.num_stages, _profiler(config, on)
+    sizes = chosen_sizes(profiler.chain, K, config.partition.balance)
     found: dict[str, list[dict[str, Any]]] = {link.name: [] for link in links}
     measured, coded = link_figures(config.runtime.device), coding_costs(torch.device("cpu"), threads=on.threads)
     with profiler.with_load(profiler.num_others(K), _micro_batch(config, racing[0])):

@@ -22,14 +22,13 @@ from omegaconf.errors import OmegaConfBaseException
 from adl_dist.checkpoint.run_dir import RunFolder, lock, make_folder
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import config_folder, readable
-from adl_dist.cli.config.reading import read_units
+from adl_dist.cli.config.reading import chosen_sizes, read_units
 from adl_dist.cli.config.schema import Device, RunConfig
 from adl_dist.cli.subprocesses import POLL_SECONDS, Child, end_all, how_it_ended, start
 from adl_dist.cli.sweep.request import Job, Sweep, naming
 from adl_dist.distributed.affinity import num_cores
 from adl_dist.distributed.device import check_device
 from adl_dist.errors import ConfigError, text_of
-from adl_dist.partition import checked_sizes, even_sizes
 from adl_dist.report import say
 from adl_dist.report.comparison import write_comparison
 from adl_dist.report.runs import Run, measure_of, read_json, read_runs, status_of
@@ -129,17 +128,10 @@ def _check_cut(config: RunConfig, *, has_data: bool) -> None:
         PartitionError, DataError, ConfigError: it cannot be cut there, or cannot be read.
     """
     num_stages, balance = config.partition.num_stages, config.partition.chosen().balance
-    is_free, is_lazy = isinstance(balance, str), config.runtime.lazy  # without weights it cannot run
-    model = instantiate.described_model(config) if is_lazy else instantiate.build_model(config)
-    if num_stages == 1 and is_free:
+    model = instantiate.described_model(config) if config.runtime.lazy else instantiate.build_model(config)
+    if (num_stages == 1 and isinstance(balance, str)) or not has_data:
         return
-    chain = read_units(config, model, keeps=keeps_ties(config.pipeline.method), may_run=has_data and not is_lazy)
-    if chain is None:
-        return
-    if is_free:
-        even_sizes(chain, num_stages)
-    else:
-        checked_sizes(chain, num_stages, balance)
+    chosen_sizes(read_units(config, model, keeps=keeps_ties(config.pipeline.method)), num_stages, balance)
 
 
 def job_status(job: Job) -> str:

@@ -1,0 +1,102 @@
+"""The calls of one stage in one forward, to be made again without the user's Python: for recomputation."""
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adl_dist.batch import Tensors
+from adl_dist.partition.containers import map_tensors, tensors_in
+
+
+class _Number(int):
+    """In the place of a tensor: that which the call, or the input, of this number has made."""
+
+
+class Tape:
+    """What a stage has computed. It holds no tensor but parameters and those that do not depend on the batch."""
+
+    def __init__(self, acts: Tensors) -> None:
+        """Begin with ``acts``, what the stage gets."""
+        self._numbers: dict[int, _Number] = {}
+        self._alive: list[Tensor] = []  # so that no other tensor gets the id of one
+        self._steps: list[tuple[Callable[..., Any], Any, Any, list[_Number], bool, bool]] = []
+        self._inputs = [self._number(act) for act in acts]
+        self._buffers: dict[_Number, Tensor | str] = {}
+        self._result: Any = None
+
+    def _number(self, tensor: Tensor) -> _Number:
+        if id(tensor) not in self._numbers:
+            self._numbers[id(tensor)] = _Number(len(self._numbers))
+            self._alive.append(tensor)
+        return self._numbers[id(tensor)]
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor`` is computed by the calls so far."""
+        return id(tensor) in self._numbers
+
+    def same(self, tensor: Tensor, other: Tensor) -> None:
+        """Note that ``tensor`` is ``other`` under another object."""
+        self._numbers[id(tensor)] = self._number(other)
+        self._alive.append(tensor)
+
+    def buffer(self, tensor: Tensor, kept: Tensor | str) -> None:
+        """Note a buffer that forwards change: ``kept`` is a copy, or its name in the stage, which keeps it."""
+        self._buffers[self._number(tensor)] = kept
+
+    def note(self, function: Callable[..., Any], args: Any, kwargs: Any, out: Any, *, draws: bool = False) -> None:
+        """Note one call, with its arguments and result."""
+        args, kwargs = self._numbered((args, kwargs))
+        numbers = [self._number(t) for t in tensors_in(out)]
+        self._steps.append((function, args, kwargs, numbers, draws, torch.is_grad_enabled()))
+
+    def _numbered(self, value: Any) -> Any:
+        return map_tensors(lambda t: self._numbers.get(id(t), t), value)
+
+    def end(self, result: Any) -> None:
+        """Note what the stage returns, and let go of all tensors."""
+        self._result = self._numbered(result)
+        self._numbers, self._alive = {}, []
+
+    def play(self, acts: Tensors, own_stream: Callable[[], Any], buffer: Callable[[str], Tensor]) -> Any:
+        """Make the calls again and return the result.
+
+        Args:
+            acts: Those of the forward.
+            own_stream: Returns a context for calls that draw random numbers.
+            buffer: Returns a buffer of the stage, as the forward met it.
+        """
+        made: dict[int, Tensor] = dict(zip(self._inputs, acts, strict=True))
+        for number, kept in self._buffers.items():
+            made[number] = buffer(kept) if isinstance(kept, str) else kept.clone()
+
+        def filled(value: Any) -> Any:
+            return _map_numbers(made, value)
+
+        for function, args, kwargs, numbers, draws, with_graph in self._steps:
+            with own_stream() if draws else nullcontext(), torch.set_grad_enabled(with_graph):
+                out = function(*filled(args), **filled(kwargs))
+            made |= zip(numbers, tensors_in(out), strict=True)
+        return filled(self._result)
+
+
+def _map_numbers(made: dict[int, Tensor], value: Any) -> Any:
+    if type(value) is _Number:
+        return made[value]
+    if isinstance(value, list | tuple):
+        parts = [_map_numbers(made, one) for one in value]
+        return type(value)._make(parts) if hasattr(value, "_make") else type(value)(parts)
+    if type(value) is slice:
+        return slice(*(_map_numbers(made, one) for one in (value.start, value.stop, value.step)))
+    if isinstance(value, dict) or hasattr(value, "__dataclass_fields__"):
+        filled = copy.copy(value)
+        for key, one in value.items() if isinstance(value, dict) else vars(value).items():
+            if isinstance(filled, dict):
+                filled[key] = _map_numbers(made, one)
+            else:
+                object.__setattr__(filled, key, _map_numbers(made, one))
+        return filled
+    return value

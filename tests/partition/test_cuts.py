@@ -1,0 +1,43 @@
+"""Networks of torchvision, timm and transformers compute in stages what they compute uncut."""
+
+import gc
+
+import pytest
+import torch
+
+from tests.partition import zoo
+from tests.support.staged import compare
+
+FEW = {
+    "torchvision": ("resnet18", "mobilenet_v3_small", "densenet121"),
+    "timm": ("convnext_atto", "resnet10t", "vit_tiny_patch16_224", "levit_128s"),
+    "transformers": ("llama with a mask", "gpt2, tied", "bert", "t5", "bart", "mamba", "swin"),
+}
+# Gradients are summed over stages, in another order than in the uncut model: of tied weights, and of values that
+# modules on several stages use.
+SUMMED = {
+    *("t5", "bart", "marian", "whisper", "albert", "deberta", "deberta-v2", "qwen3", "gemma3", "rwkv", "mamba"),
+    *("cait_xxs24_224", "coatnet_nano_rw_224", "xcit_nano_12_p16_224"),
+}
+
+
+def assert_stages_compute_the_same(library, name, num_stages):
+    dtype = torch.float32 if name in zoo.LARGE else torch.float64
+    told = compare(lambda: zoo.network(library, name, dtype), zoo.batches(library, name, dtype), num_stages)
+    assert told.kind == "equal" or (told.kind == "close" and name in SUMMED), told
+    gc.collect()  # graphs hold cycles, and the next network may need the memory
+
+
+@pytest.mark.parametrize(("library", "name"), [(library, name) for library in FEW for name in FEW[library]])
+def test_a_network_computes_the_same_in_three_stages(library, name):
+    """Outputs, gradients and buffers, in training and in evaluation, to the bit."""
+    pytest.importorskip(library)
+    assert_stages_compute_the_same(library, name, 3)
+
+
+@pytest.mark.zoo
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("num_stages", [2, 3, 5])
+@pytest.mark.parametrize(("library", "name"), [(one, name) for one in FEW for name in zoo.names(one)])
+def test_each_network_computes_the_same(library, name, num_stages):
+    assert_stages_compute_the_same(library, name, num_stages)

@@ -1,0 +1,169 @@
+"""A cut and delays that follow from a measurement, in one process."""
+
+import json
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import adl_dist
+from adl_dist.errors import ConfigError, PartitionError
+from adl_dist.partition.costs import Profile
+from adl_dist.schedule import Pipeline, method
+from adl_dist.transport.coding_speed import coding_costs
+from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
+from tests.support.values import SILENT, values
+
+LOSS = nn.CrossEntropyLoss()
+
+
+@pytest.fixture(autouse=True)
+def _few_rounds_are_enough(monkeypatch):
+    monkeypatch.setattr("adl_dist.partition.measure.MOST", 5)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+class Slow(nn.Linear):
+    def __init__(self, seconds):
+        super().__init__(4, 4)
+        self.seconds = seconds
+
+    def forward(self, x):
+        time.sleep(self.seconds)
+        return super().forward(x)
+
+
+def trainer_of(model, **changed):
+    options = {"method": method("adl", accumulation_steps=2), "num_stages": 2, "balance": "auto", **changed}
+    return adl_dist.Trainer(model, loss_fn=LOSS, optimizer=sgd, **values(**options))
+
+
+def slow_in_the_middle():
+    flat = nn.Sequential(nn.Flatten(), nn.Linear(72, 4))
+    return nn.Sequential(flat, Slow(0.002), Slow(0.002), Slow(0.002), Slow(0.012), nn.Linear(4, NUM_CLASSES))
+
+
+def fit(trainer, run_dir=None, **changed):
+    return trainer.fit(FixedImages(8), batch_size=4, monitoring=SILENT, **{"epochs": 1, "run_dir": run_dir, **changed})
+
+
+def test_auto_cuts_before_the_slow_unit_and_keeps_its_profile(tmp_path):
+    trainer = trainer_of(slow_in_the_middle(), granularity="block")
+    fit(trainer, tmp_path)
+    assert trainer._partitioned.sizes == [4, 2]
+    profile = Profile.load(tmp_path / "profile.json")
+    assert [unit.name for unit in profile.units] == ["0", "1", "2", "3", "4", "5"]
+    assert set(trainer.full_state_dict()) == set(slow_in_the_middle().state_dict())
+
+    # The same command cuts by the same measurement, whatever it would measure now; one of something else is not read.
+    assert Profile.load(tmp_path / "profile.json", {**profile.of, "micro_batch_size": 7}) is None
+    assert Profile.load(tmp_path / "profile.json", profile.of) == profile
+    told = json.loads((tmp_path / "profile.json").read_text())
+    told["units"][0]["forward"] = 100.0
+    (tmp_path / "profile.json").write_text(json.dumps(told))
+    again = trainer_of(slow_in_the_middle(), granularity="block")
+    fit(again, tmp_path, epochs=2)
+    assert again._partitioned.sizes == [1, 5]
+
+    slower = trainer_of(slow_in_the_middle(), granularity="block", speeds=[1.0, 6.0])
+    fit(slower)
+    assert slower._partitioned.sizes[0] < 4
+
+
+def test_measured_delays_are_those_of_the_run_for_good(tmp_path):
+    """Values depend on them: whatever is measured when the run continues, it keeps them."""
+    auto = {"method": method("adl", accumulation_steps=1, delay="auto"), "num_stages": 3, "granularity": "block"}
+
+    def means(run_dir=None, **changed):
+        trainer = trainer_of(slow_in_the_middle(), **auto)
+        return trainer, [stage["staleness_max"] for stage in fit(trainer, run_dir, **changed)["stages"]]
+
+    first, staleness = means(tmp_path)
+    delays = json.loads((tmp_path / "delays.json").read_text())
+    assert 2 <= sum(delays) <= 5, "at least K-1-k where work is not negligible"
+    assert delays[-1] == 0
+    assert staleness == [min(d, 1) for d in delays], "in a run of two micro-batches"
+    (tmp_path / "delays.json").write_text("[7, 3, 0]")
+    again, _ = means(tmp_path, epochs=2)
+    assert "delays of this run: [7, 3, 0] micro-batches" in again._partitioned.notes
+    with pytest.raises(ConfigError, match=r"has the delays \[7, 3, 0\], but this trainer has settled on"):
+        fit(first, tmp_path, epochs=3)
+    (tmp_path / "delays.json").write_text('{"a": 1}')
+    with pytest.raises(ConfigError, match=r"delays\.json cannot be read: expected a list .* remove it"):
+        means(tmp_path, epochs=3)
+    with pytest.raises(
+        ConfigError, match=r"method\.delay=auto follows from measured stages; use partition\.balance=auto"
+    ):
+        trainer_of(slow_in_the_middle(), **auto, balance="even")
+
+
+def test_a_run_says_that_its_delays_are_bounded(tmp_path):
+    """Over a link that takes long, the least delays for full speed would be some hundreds."""
+    chosen = method("adl", accumulation_steps=1, delay="auto", max_staleness=3)
+    trainer = trainer_of(slow_in_the_middle(), method=chosen, granularity="block", links="100mbit,10s")
+    fit(trainer)
+    told = "measured delays: [3, 0] micro-batches, the best with a staleness of at most 3 updates"
+    assert any(note.startswith(told) for note in trainer._partitioned.notes)
+
+
+def test_what_a_codec_takes_is_measured_once_for_a_run(tmp_path, monkeypatch):
+    measured, place = [], "adl_dist.training.partitioned_model.coding_costs"
+    monkeypatch.setattr(place, lambda device: measured.append(device) or coding_costs(device))
+    for epochs in (1, 2):  # which the cut follows from, so that the same command makes the same
+        fit(trainer_of(slow_in_the_middle(), granularity="block", codec="int8"), tmp_path, epochs=epochs)
+    assert len(measured) == 1
+
+
+def test_the_delays_of_a_run_are_those_of_its_method(tmp_path):
+    """With ``backward_first``, too, which makes them a tick shorter: nominal ones are told, kept and continued with."""
+    chosen = method("adl", accumulation_steps=1, delay="auto", order="backward_first")
+
+    def settled(epochs):
+        trainer = trainer_of(slow_in_the_middle(), method=chosen, num_stages=3, granularity="block")
+        fit(trainer, tmp_path, epochs=epochs)
+        return trainer._partitioned.notes, trainer._partitioned._settled.spec.pipeline
+
+    notes, first = settled(1)
+    delays = json.loads((tmp_path / "delays.json").read_text())
+    assert f"measured delays: {delays} micro-batches, the least that keep all stages at work" in notes
+    assert first.nominal_delays == tuple(delays)
+    assert first.delays == tuple(max(d - 1, 0) for d in delays)
+    assert any(delays)
+    assert settled(2)[1] == first
+
+
+def test_2bw_gets_measured_delays_with_m_below_k_minus_1():
+    chosen = method("2bw", accumulation_steps=1, delay="auto")
+    assert Pipeline(chosen, 4).delays == (1, 1, 1, 0), "until they are measured"
+    trainer = trainer_of(slow_in_the_middle(), method=chosen, num_stages=3, granularity="block")
+    fit(trainer)
+    measured = trainer._partitioned._settled.spec.pipeline.delays
+    assert measured[0] == 1, "M, which is the most"
+    assert not measured[-1]
+
+
+def test_a_measured_cut_is_settled_with_the_whole_state_there():
+    model = batch_norm_net()
+    trainer = trainer_of(model)
+    state = trainer.full_state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+    assert trainer.needs_data
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"num_stages": 9, "granularity": "block"}, "needs at least 9 units, but the model has 7"),
+        ({"speeds": [1.0]}, r"partition\.speeds=\[1\.0\] must be 2 numbers"),
+        ({"speeds": [1.0, 0.0]}, "above 0"),
+        ({"balance": "even", "speeds": [1.0, 2.0]}, r"needs partition\.balance=auto"),
+        ({"balance": "best"}, "none of 'auto', 'even'"),
+    ],
+)
+def test_nonsense_is_refused_before_anything_is_measured(changed, said):
+    with pytest.raises((ConfigError, PartitionError), match=said):
+        trainer_of(batch_norm_net(), **changed)
