@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils.stateless import _reparametrize_module
 
 from adl_dist.partition.containers import map_tensors, other_leaves, tensors_in
 from adl_dist.partition.value import Mark, Value, Watch, absent_tensor, as_value, native
@@ -85,7 +86,8 @@ def infer(
                 given = len(twins)
                 state = {n: fake(t) for n, t in (*module.named_parameters(), *module.named_buffers())}
                 del twins[given:]
-                out = torch.func.functional_call(module, state, fake_args, fake_kwargs)
+                with _reparametrize_module(module, state):
+                    out = function(*fake_args, **fake_kwargs)
     finally:
         Watch.active = watch
         random.setstate(pythons)
@@ -239,6 +241,8 @@ class Results:
         else:
             template, twins, depends = self._template(function, args, kwargs, device, module)
         given, place = {id(twin): Given(number) for number, twin in enumerate(twins)}, count()
+        if label[1] == "contiguous":  # always a value of its own
+            given = {}
 
         def absent(tensor: Tensor) -> Any:
             number = next(place)
@@ -262,7 +266,7 @@ class Results:
         except Exception as error:  # the user's own forward may ask for elements
             with suppress(Exception):
                 if module is not None and not torch.is_autocast_enabled(device.type):
-                    return *infer(module, *map_tensors(_to_meta, (args, kwargs)), torch.device("meta")), False
+                    return *infer(function, *map_tensors(_to_meta, (args, kwargs)), torch.device("meta")), False
             if module is None and not any(t.is_meta for t in tensors_in(args[1:])):
                 return _on_zeros(function, args, kwargs), [], True
             if self._rule is None:

@@ -543,6 +543,8 @@ class Recorder(TorchFunctionMode):
                     call.moves.add(self.state.get(id(tensor), ""))
                 elif call.is_tainted:
                     self._note_write(call, tensor, place=-1 - _place(leaves, tensor))
+        if call.name == "contiguous" and out is leaves[0]:
+            out = out.view_as(out)  # whether it is the same object depends on strides, which stages may have others of
         if call.is_tainted:
             self._note_predictable(call, function, args, kwargs, out, module)
             for place, leaf in enumerate(tensors_in(out)):
@@ -910,20 +912,29 @@ def _intercepted(model: nn.Module, names: dict[int, str], watch: Recorder) -> It
     changed = []
     for module in model.modules():
         if module is not model:
-            changed.append((module, vars(module).get(CALL)))
-            vars(module)[CALL] = _interceptor(module, names[id(module)], watch)
+            place, own = place_of_call(module)
+            changed.append((module, place, vars(module).get(place)))
+            vars(module)[place] = _interceptor(module, names[id(module)], own, watch)
     try:
         yield
     finally:
-        for module, before in changed:
-            vars(module).pop(CALL, None)
+        for module, place, before in changed:
+            vars(module).pop(place, None)
             if before is not None:
-                vars(module)[CALL] = before
+                vars(module)[place] = before
 
 
-def _interceptor(module: nn.Module, name: str, watch: Recorder) -> Callable[..., Any]:
-    own: Callable[..., Any] = vars(module).get(CALL) or module._call_impl
+def place_of_call(module: nn.Module) -> tuple[str, Callable[..., Any]]:
+    """Return which attribute of ``module`` to replace to follow its calls, and what that does.
 
+    Forward hooks are the caller's: they run on each stage, before and after the forward.
+    """
+    if (module._forward_hooks or module._forward_pre_hooks) and is_openable(module):
+        return "forward", module.forward
+    return CALL, vars(module).get(CALL) or module._call_impl
+
+
+def _interceptor(module: nn.Module, name: str, own: Callable[..., Any], watch: Recorder) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return watch.module(module, name, own, args, kwargs)
 

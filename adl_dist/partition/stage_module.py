@@ -22,7 +22,7 @@ from adl_dist.batch import Layout, Several, Tensors
 from adl_dist.errors import PartitionError
 from adl_dist.partition.absent import Results, infer, signature
 from adl_dist.partition.containers import map_tensors, other_leaves, tensors_in
-from adl_dist.partition.forward_record import CALL, INPUT, held_tensors, state_label, users_line
+from adl_dist.partition.forward_record import CALL, INPUT, held_tensors, place_of_call, state_label, users_line
 from adl_dist.partition.functions import ASK_DEVICE, LIKE_SECOND, Kind, kind_of, writes_to
 from adl_dist.partition.stage_plan import CallPlan, FramePlan, ModePlan, StagePlan, Way
 from adl_dist.partition.tape import Tape
@@ -102,7 +102,8 @@ class StageModule(nn.Module):
         for module in twin.modules():
             name = names_of[id(module)]
             if name in followed:
-                vars(module)[CALL] = _call_of(module, name, self)
+                place, own = place_of_call(module)
+                vars(module)[place] = _call_of(module, name, own, self)
 
     def _own_or_other(self, name: str, tensor: Tensor, stages: Sequence[int]) -> Tensor:
         """Return what this stage has for a tensor of the model."""
@@ -322,9 +323,10 @@ def _visible(frame: FramePlan, stage: int) -> Iterator[str]:
                 yield from _visible(planned.frame, stage)
 
 
-def _call_of(module: nn.Module, name: str, stage: StageModule) -> Callable[..., Any]:
-    """Return what runs in the place of calls of ``module``."""
-    own: Callable[..., Any] = vars(module).get(CALL) or module._call_impl
+def _call_of(
+    module: nn.Module, name: str, own: Callable[..., Any], stage: StageModule
+) -> Callable[..., Any]:
+    """Return what runs in the place of ``own``, the calls of ``module``."""
     index = stage.index
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -740,6 +742,8 @@ class _Run:
         self, out: Any, key: tuple[str, str, Any], originals: Any = None, stage: int | None = None
     ) -> Any:
         """Note the result of a call of this stage; what it received is in it as the forward knows it."""
+        if key[1] == "contiguous" and (type(out) is Value or originals):
+            out, originals = out.view_as(out), None
         if type(out) is Tensor and not originals:
             self.made(out, (*key, 0), stage)
             return out

@@ -223,8 +223,15 @@ def plan_stages(recording: Recording, units: Sequence[Unit], sizes: Sequence[int
                 if len(holders.get(name, ())) > 1:
                     reason = f"'{name}' is changed by the forward and used on both sides"
                     raise CutImpossibleError(min(holders[name]), reason)
+    around: dict[str, int] = {}  # of each module, the last stage that calls it
+    for assigned in planned.values():
+        around |= {call.name: max(assigned.calls[call.key], 0) for call in assigned.called_modules()}
     for name in names:
-        holders.setdefault(name, {num_stages - 1})
+        if name not in holders:
+            path = name.rpartition(".")[0]
+            while path and path not in around:
+                path = path.rpartition(".")[0]
+            holders[name] = {around.get(path, num_stages - 1)}
     return StagePlan(
         num_stages,
         recording,
@@ -344,14 +351,26 @@ class _Assignment:
             late = [c for c in views[source] if any(self._last(label) > self.calls[c.key] for label in c.makes)]
             crossing = [label for c in late for label in c.makes if self._last(label) > self.calls[c.key]]
             nbytes = sum(self.mode.nbytes[label] for label in crossing)
-            if late and self.calls[late[0].key] != EVERYWHERE and (
-                nbytes >= self.mode.nbytes.get(source, 0) or self._last(source) > self.calls[late[0].key]
-            ):
+            saves = len(crossing) > 1 and nbytes >= self.mode.nbytes.get(source, 0)
+            saves = saves or (bool(late) and self._last(source) > self.calls[late[0].key])
+            if saves and self.calls[late[0].key] != EVERYWHERE and all(map(self._is_followed_later, late)):
                 repeated |= {call.key for call in late}
                 self.last_use[source] = max(self._last(label) for label in (source, *crossing))
                 for label in crossing:
                     self.last_use[label] = self.labels[label]
         return repeated
+
+    def _is_followed_later(self, call: Call) -> bool:
+        """Return whether stages after that of ``call`` follow the forward that makes it."""
+        around = call.parent
+        if around is None:
+            return True
+        inside = (s for key, s in self.calls.items() if key[0] == around.path or key[0].startswith(f"{around.path}/"))
+        return around.has_effects or max(inside) > self.calls[call.key]
+
+    def called_modules(self) -> list[Call]:
+        """Return the calls of modules that run as a whole."""
+        return [call for call in self.mode.calls.values() if call.is_module and call.key in self.calls]
 
     def users(self) -> dict[str, set[int]]:
         """Return the stages that compute with each tensor of the model."""
@@ -387,7 +406,9 @@ class _Assignment:
             labels=[*labels],
             aliases=aliases,
             common={label for label in self.mode.shapes if label[1] == INPUT and self._is_common(label)},
-            overwritten={label for label, memory in self.mode.memory.items() if memory in written},
+            overwritten={
+                one for label, memory in self.mode.memory.items() if memory in written for one in (label, *aliases.get(label, ()))
+            },
             recorded=self.mode,
         )
 
