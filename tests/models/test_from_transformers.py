@@ -20,7 +20,6 @@ from tests.support.values import SILENT
 hf = pytest.importorskip("transformers")
 from tests.support.hf_models import FAMILIES, GPT2, LENGTH, VOCAB, hf_input, hf_net  # noqa: E402
 
-
 SUMMED = ("gemma3", "swin", "convnext")  # a value that modules on three stages use: its gradients are summed
 
 
