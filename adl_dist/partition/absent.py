@@ -104,6 +104,26 @@ def _on_zeros(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return function(*map_tensors(zeros, args), **kwargs)
 
 
+_PRIMITIVES = (int, float, bool, str, type(None), torch.dtype, torch.device)
+
+
+def _look(value: Any) -> Any:
+    """Describe an argument for :func:`_is_like`: an absent tensor by itself, others by what shapes follow from."""
+    if isinstance(value, Tensor):
+        return value if value.is_meta else (value.shape, value.dtype, value.requires_grad)
+    return type(value)(map(_look, value)) if type(value) in (list, tuple) else value
+
+
+def _is_like(value: Any, known: Any) -> bool:
+    if value is known:
+        return True
+    if isinstance(value, Tensor):
+        return type(known) is tuple and not value.is_meta and known == (value.shape, value.dtype, value.requires_grad)
+    if type(value) in (list, tuple):
+        return type(known) is type(value) and len(known) == len(value) and all(map(_is_like, value, known))
+    return type(value) is type(known) and type(value) in _PRIMITIVES and bool(value == known)
+
+
 def _to_meta(tensor: Tensor) -> Tensor:
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return made.requires_grad_(tensor.requires_grad)
@@ -167,11 +187,28 @@ class Results:
         self._templates: dict[Any, Any] = {}
         self._kept: dict[Any, Any] = {}
         self.fast: tuple[Any, Any, bool] | None = None  # the last argument, its result, whether gradients were wanted
+        self._last: tuple[Any, Any, bool] | None = None  # likewise, of several arguments, as _look describes them
 
     def forget(self) -> None:
         """Drop the kept results, because one of them is being written to."""
         self._kept.clear()
-        self.fast = None
+        self.fast = self._last = None
+
+    def remember(self, args: Any, kwargs: Any, out: Any) -> None:
+        """Remember the result for arguments like these, for :meth:`again`."""
+        self._last = (_look(args), {key: _look(one) for key, one in kwargs.items()}), out, torch.is_grad_enabled()
+
+    def again(self, args: Any, kwargs: Any) -> Any:
+        """Return the last result, if the arguments are like the last ones; else None."""
+        if (last := self._last) is None or last[2] is not torch.is_grad_enabled():
+            return None
+        (of_args, of_kwargs), out, _ = last
+        if kwargs.keys() != of_kwargs.keys() or not _is_like(args, of_args):
+            return None
+        for key, one in kwargs.items():
+            if not _is_like(one, of_kwargs[key]):
+                return None
+        return out
 
     def get(
         self,

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from adl_dist.batch import Layout, Several, Tensors
 from adl_dist.errors import PartitionError
-from adl_dist.partition.absent import Results, infer
+from adl_dist.partition.absent import Results, infer, signature
 from adl_dist.partition.containers import map_tensors, other_leaves, tensors_in
 from adl_dist.partition.forward_record import CALL, INPUT, held_tensors, state_label, users_line
 from adl_dist.partition.functions import ASK_DEVICE, LIKE_SECOND, Kind, kind_of, writes_to
@@ -95,6 +95,7 @@ class StageModule(nn.Module):
         self._given = {n: _attributes(m) for n, (m, _) in enumerate(zip(model.modules(), twin.modules(), strict=True))}
         self._register(twin, held)
         self.foreign: dict[Any, Results] = {}
+        self.written: dict[Any, Any] = {}
         self._inputs: dict[Any, Tensor] = {}
         names_of = {id(m): n for n, m in twin.named_modules()}
         followed = {n for mode in plan.modes.values() for n in _visible(mode.root, index)}
@@ -433,9 +434,8 @@ class _Run:
                 shapes.append(torch.Size(flat[:ndim]))
                 del flat[:ndim]
         if mode.decides:
-            by_number = {number: label for label, number in mode.numbers.items()}
-            for label_number, tensor in zip(tensors.pop().tolist(), tensors, strict=True):
-                label = by_number[label_number]
+            for number, tensor in zip(tensors.pop().tolist(), tensors, strict=True):
+                label = mode.labels[number]
                 self._bind((label, *mode.aliases.get(label, ())), tensor)
         else:
             for labels, tensor in zip(edge, tensors, strict=True):
@@ -572,8 +572,11 @@ class _Run:
         if way is Way.THROUGH or (way is Way.SPLIT and planned.first <= index <= planned.last):
             return self._follow(planned, key, own, args, kwargs)
         with native():
-            leaves = tensors_in((args, kwargs))
             stage = planned.last if index < planned.first else planned.first
+            results = planned.results.get(index)
+            if results is not None and not planned.follows and (out := results.again(args, kwargs)) is not None:
+                return out
+            leaves = tensors_in((args, kwargs))
             if planned.follows:
                 stage = max((leaf.mark.stage for leaf in leaves if type(leaf) is Value), default=EVERYWHERE)
             if stage == index or stage == EVERYWHERE:
@@ -620,9 +623,13 @@ class _Run:
             unique = [*{id(leaf): leaf for leaf in leaves}.values()]
             for place in planned.written:
                 self._write_absent(unique[place], (*key, -1 - place), stage)
-        elif type(out) is Value and len(args) == 1 and not kwargs and not self.mode.decides:
-            if leaves and leaves[0] is args[0] and leaves[0].is_meta and leaves[0] is not out and out.mark.absent:
+        elif type(out) is Value and out.mark.absent and not (self.mode.decides and stage > self.index):
+            if any(out is leaf for leaf in leaves):
+                return out
+            if len(args) == 1 and not kwargs and leaves and leaves[0] is args[0] and leaves[0].is_meta:
                 results.fast = args[0], out, torch.is_grad_enabled()
+            elif not planned.varies:
+                results.remember(args, kwargs, out)
         return out
 
     def _arrived(self, out: Any) -> Any:
@@ -673,6 +680,12 @@ class _Run:
         """Run a call of this stage, with what it lacks replaced by what it has received."""
         written = planned.written if planned is not None else ()
         values = [leaf for leaf in leaves if type(leaf) is Value or type(leaf) is ForeignParameter]
+        if self.is_plain and not written and target is None and (planned is None or planned.rule is None):
+            for leaf in values:
+                if type(leaf) is not Value or leaf.mark.absent or leaf.mark.data is not None:
+                    break
+            else:
+                return self.marked(self._run(function, args, kwargs, values), key, None, stage)
         replaced: dict[int, Tensor] = {}
         is_module = planned is not None and planned.is_module
         for leaf in values:
@@ -710,6 +723,18 @@ class _Run:
                 place = -1 if target is not None else self._place(unique, leaf)
                 self._written(leaf, replaced.get(id(leaf), leaf), (*key, place), stage)
         return self.marked(out, key, originals, stage)
+
+    def _run(self, function: Callable[..., Any], args: Any, kwargs: Any, values: Sequence[Tensor]) -> Any:
+        """Run a call whose ``values`` are all there, as plain tensors inside."""
+        for leaf in values:
+            leaf.__class__ = Tensor  # type: ignore[assignment]
+        frame, self.frame = self.frame, None
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.frame = frame
+            for leaf in values:
+                leaf.__class__ = Value  # type: ignore[assignment]
 
     def marked(
         self, out: Any, key: tuple[str, str, Any], originals: Any = None, stage: int | None = None
@@ -861,13 +886,11 @@ class _Run:
             mark.cache.forget()
             mark.cache = None
         if func is not None:
-            _, twins = self._inferred(func, args, kwargs)
-            unique = [*{id(t): t for t in tensors_in((args, kwargs))}.values()]
-            twin = twins[next(n for n, one in enumerate(unique) if one is target)]
-            if target.is_meta and (twin.shape, twin.stride()) != (target.shape, target.stride()):
-                target.requires_grad_(False).as_strided_(twin.shape, twin.stride())
-            if twin.requires_grad != target.requires_grad and (target.is_leaf or target.is_meta):
-                target.requires_grad_(twin.requires_grad)
+            shape, stride, requires_grad = self._written_spec(target, label, func, args, kwargs)
+            if target.is_meta and (shape, stride) != (target.shape, target.stride()):
+                target.requires_grad_(False).as_strided_(shape, stride)
+            if requires_grad != target.requires_grad and (target.is_leaf or target.is_meta):
+                target.requires_grad_(requires_grad)
         if not target.is_meta:
             self._stale.add(_memory(target))
             self.is_plain = False
@@ -881,10 +904,17 @@ class _Run:
             torch.utils.swap_tensors(target, as_value(found, mark))  # whoever holds the object has it
             mark.absent = False
 
-    def _inferred(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _written_spec(self, target: Tensor, label: Label, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return shape, stride and requires_grad of ``target`` once a function has written to it."""
         try:
-            return infer(func, args, kwargs, self.stage.device)
-        except Exception as error:
+            key = label, torch.is_grad_enabled(), signature((args, kwargs))
+            if key not in self.stage.written:
+                _, twins = infer(func, args, kwargs, self.stage.device)
+                unique = [*{id(t): t for t in tensors_in((args, kwargs))}.values()]
+                twin = twins[next(n for n, one in enumerate(unique) if one is target)]
+                self.stage.written[key] = twin.shape, twin.stride(), twin.requires_grad
+            return self.stage.written[key]
+        except Exception as error:  # as signature and infer raise for unusual arguments
             self.fail(f"the shape of a tensor that another stage writes to is not known ({error})")
 
     def _foreign(self, func: Any, name: str, kind: Kind, args: Any, kwargs: Any, leaves: Sequence[Tensor]) -> Any:

@@ -140,7 +140,7 @@ class ModePlan:
         births: keys of functions that make memory which values of the batch are written to.
         decides: whether micro-batches may take other paths, so that labels are sent.
         draws, draws_own: see :class:`ModeRecord`.
-        numbers, aliases: of each label, for :attr:`decides`.
+        numbers, labels, aliases: of each label, for :attr:`decides`.
         common: labels of the whole-number inputs.
         overwritten: labels of values in memory that is written to.
     """
@@ -154,6 +154,7 @@ class ModePlan:
     draws: set[str]
     draws_own: set[str]
     numbers: dict[Label, int]
+    labels: list[Label]
     aliases: dict[Label, list[Label]]
     common: set[Label]
     overwritten: set[Label]
@@ -190,6 +191,13 @@ def plan_stages(recording: Recording, units: Sequence[Unit], sizes: Sequence[int
         begin += size
     num_stages = len(sizes)
     main = next(mode for mode in recording.modes.values() if mode.calls.get(units[0].call.key) is units[0].call)
+    first = {_block_of(unit.call).key: stage_of[unit.call.key] for unit in reversed(units)}
+    for call in main.calls.values():  # those of a block before its first unit are on the stage of that
+        block = _block_of(call).key
+        if call.key in stage_of:
+            first.pop(block, None)
+        elif not call.is_open and block in first:
+            stage_of[call.key] = first[block]
     order = [training for training, mode in recording.modes.items() if mode is main]
     order += [training for training in recording.modes if training not in order]
     state: dict[str, int] = {}  # tensors that a forward writes to are where the writing is, also when they are read
@@ -376,6 +384,7 @@ class _Assignment:
             draws=self.mode.draws,
             draws_own=self.mode.draws_own,
             numbers={label: number for number, label in enumerate(labels)},
+            labels=[*labels],
             aliases=aliases,
             common={label for label in self.mode.shapes if label[1] == INPUT and self._is_common(label)},
             overwritten={label for label, memory in self.mode.memory.items() if memory in written},

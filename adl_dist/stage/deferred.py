@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from adl_dist.batch import Tensors
 from adl_dist.errors import ConfigError
 from adl_dist.stage.calls import Call
 
@@ -75,9 +76,9 @@ class DeferredGradients:
     def while_ready(self, call: Call) -> Call:
         """Return ``call``, to be done inside :meth:`ready`."""
 
-        def ready_call(argument: Any, buffers: dict[str, Tensor] | None) -> Any:
+        def ready_call(acts: Tensors, buffers: dict[str, Tensor] | None, tape: Any) -> Any:
             with self.ready():
-                return call(argument, buffers)
+                return call(acts, buffers, tape)
 
         return ready_call
 

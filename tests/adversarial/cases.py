@@ -26,8 +26,8 @@ class Case:
     Attributes:
         word: what a refusal must say, as a regular expression.
         random: ``torch``: draws from torch's stream, which the oracle replays; ``other``: two runs must be equal.
-        begins: units where stages begin, where a random model is cut.
-        item: the line of the list of known faults that it is about, if there is one.
+        varies: inputs may have several lengths, or heights.
+        outside: why it is outside the contract of docs/own.md, if it is.
         run: more arguments for the trainer.
         size: samples of a micro-batch.
         counts: samples to train and to validate with.
@@ -42,7 +42,8 @@ class Case:
     count: Callable | None = None
     optimizer: Callable = sgd
     random: str = ""
-    item: str = ""
+    outside: str = ""
+    varies: bool = True
     run: dict = field(default_factory=dict)
     ignores: str = ""
     size: int = MICRO_BATCH
@@ -55,6 +56,16 @@ class Case:
         np.random.seed(0)
         return self.build().double()
 
+    def batches(self):
+        """Four micro-batches of different sizes, and lengths, if it takes them."""
+        sizes = (8, 6, 8, 4) if self.counts[0] % 2 == 0 else (8, 7, 5, 8) if self.size == 8 else (3, 2, 4, 3)
+        inputs = dataset(self.data, sum(sizes), 1).tensors[0].split(sizes)
+        if not self.varies or self.data in ("vectors", "pairs", "regression"):
+            return list(inputs)
+        if self.data.endswith("images"):
+            return [x[:, :, : x.shape[2] - less] for x, less in zip(inputs, (0, 2, 2, 0), strict=True)]
+        return [x[:, : TIME - less] for x, less in zip(inputs, (0, 2, 1, 0), strict=True)]
+
 
 CASES: dict[str, Case] = {}
 
@@ -64,24 +75,31 @@ def add(case):
     CASES[case.name] = case
 
 
-def model(name=None, **options):
+def model(build=None, *, name=None, **options):
     """Register a class or function that makes a whole model."""
-
-    def register(build):
-        add(Case(name=name or snake(build.__name__), build=build, **options))
-        return build
-
-    return register
+    if build is None:
+        return functools.partial(model, name=name, **options)
+    add(Case(name=name or snake(build.__name__), build=build, **options))
+    return build
 
 
-def block(kind="vectors", **options):
+def block(build=None, **options):
     """Register a class or function that makes a block, which stands twice in a chain of six units."""
+    if build is None or isinstance(build, str):
+        return functools.partial(block, **options, **({"data": build} if build else {}))
+    chain = CHAINS[options.get("data", "vectors")]
+    add(Case(name=snake(build.__name__), build=functools.partial(chain, build), **options))
+    return build
 
-    def register(build):
-        add(Case(name=snake(build.__name__), build=functools.partial(CHAINS[kind], build), data=kind, **options))
-        return build
 
-    return register
+def forward_block(forward=None, **options):
+    """Register a block with a linear layer ``inner``, by its forward."""
+    if forward is None:
+        return functools.partial(forward_block, **options)
+    members = {"forward": forward, "__doc__": forward.__doc__, "__module__": forward.__module__}
+    name = forward.__name__.title().replace("_", "")
+    add(Case(name=forward.__name__, build=functools.partial(vectors, type(name, (Inner,), members)), **options))
+    return forward
 
 
 def snake(name):

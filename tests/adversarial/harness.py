@@ -11,7 +11,6 @@ from torch import nn
 import adl_dist
 from tests.adversarial.cases import EPOCHS, STAGES, batches, dataset
 from tests.adversarial.oracle import Uncut, delays_of
-from tests.adversarial.outcomes import letters
 from tests.support.values import SILENT, values
 
 TOLERANCE = 1e-10  # relative to the largest element of a tensor
@@ -265,18 +264,6 @@ def difference(a, b, exact=False):
 
 def leaves(output):
     return [t for t in torch.utils._pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
-
-
-def check(case, granularity, *, stages=STAGES, **options):
-    """Assert the letters of the table, and say what was found instead."""
-    by_stages = letters(case.name, granularity)
-    found = {K: outcome(case, K, granularity, **options) for K in stages}
-    wrong = [
-        f"K = {K}: expected {by_stages[K]}, found {it.letter}  {it.text}"
-        for K, it in found.items()
-        if it.letter != by_stages[K] and not (by_stages[K] == "?" and it.letter in "=R")
-    ]
-    assert wrong == [], f"{case.name} ({case.item}), {granularity}:\n" + "\n".join(wrong)
 
 
 def variant(case, **changes):

@@ -64,7 +64,7 @@ for name, optimizer in {
 }.items():
     add(name, optimizer)
 
-add("muon", of(optim.Muon, lr=1e-2, weight_decay=0.1), build=matrices, item="C3")
+add("muon", of(optim.Muon, lr=1e-2, weight_decay=0.1), build=matrices)
 
 
 def marked():
@@ -392,7 +392,7 @@ for name, optimizer in {
     "lookahead": lambda p: Lookahead(optim.SGD(p, lr=0.05, momentum=0.9)),
 }.items():  # fmt: skip
     add(name, optimizer)
-add("scaled_by_attribute", of(ScaledByAttribute, lr=0.05), build=scaled_layers, item="W5")
+add("scaled_by_attribute", of(ScaledByAttribute, lr=0.05), build=scaled_layers)
 add("sharpness", of(Sharpness, lr=0.1), word="closure|Sharpness")
 add("not_an_optimizer", NotAnOptimizer, word="optimizer|Optimizer")
 
@@ -461,5 +461,5 @@ def named():
 
 
 add("by_name", by_name, build=named)
-add("filtering_factory", filtering, build=front_frozen, item="C4")
+add("filtering_factory", filtering, build=front_frozen)
 add("forgets_the_rest", lambda params: optim.SGD(list(params)[:1], lr=0.1), word="parameter")

@@ -23,7 +23,7 @@ from tests.adversarial.harness import (
     variant,
 )
 from tests.adversarial.oracle import delays_of
-from tests.adversarial.outcomes import OPEN, letters
+from tests.adversarial.verdicts import expected
 from tests.support.tiers import covering
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -82,11 +82,8 @@ def test_an_odd_optimizer_resumes_or_is_refused(name, K, tmp_path):
     assert found.letter == "=" if name in RESUMES else found.letter in "=R", found.text
 
 
-TRAINED = [
-    name
-    for name in table.MODELS
-    if letters(name, "block")[2] == "=" and (name, "block") not in OPEN and name not in UNSAVED
-]
+VERDICTS = expected()
+TRAINED = [name for name in table.MODELS if (name, 2) not in VERDICTS and name not in UNSAVED]
 
 
 @pytest.mark.parametrize("name", covering(TRAINED, ["memory_bank", "dropout_path", "hands_on_pair"]))

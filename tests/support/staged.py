@@ -55,15 +55,23 @@ def compare(
     loss: Callable[[Any], Tensor] = loss_of,
     learning_rate: float = 1e-3,
     tolerance: float = 1e-12,
+    chain: Chain | None = None,
 ) -> Verdict:
     """Train uncut and in stages on ``batches``, evaluate, and compare outputs, gradients and buffers.
 
-    ``cut``: the number of stages, or the units of each.
+    Args:
+        build: makes the model, the same every time.
+        batches: micro-batches of different sizes.
+        cut: the number of stages, or the units of each.
+        loss: of the model's output.
+        learning_rate: of the updates between micro-batches.
+        tolerance: how much ``close`` may differ.
+        chain: the recorded model, to record once for several cuts.
     """
     batches = [batch_of(batch) for batch in batches]
     try:
         seed_all(0)
-        stages, names = stages_of(build, recorded_of(batches), cut)
+        stages, names = stages_of(build, recorded_of(batches), cut, chain)
     except PartitionError as error:
         return Verdict("refused", str(error))
     try:
@@ -86,11 +94,11 @@ class Difference(Exception):
 
 
 def stages_of(
-    build: Callable[[], nn.Module], batches: Sequence[Any], cut: int | Sequence[int]
+    build: Callable[[], nn.Module], batches: Sequence[Any], cut: int | Sequence[int], chain: Chain | None = None
 ) -> tuple[list[StageModule], list[str]]:
     """Record a model and return its stages, with the names of its units."""
     model = build()
-    chain = Chain(build(), batches)
+    chain = chain or Chain(build(), batches)
 
     def choose() -> list[int]:
         return even_sizes(chain, cut) if isinstance(cut, int) else list(cut)
@@ -111,7 +119,7 @@ def _compare(model: nn.Module, stages: Sequence[StageModule], batches: Sequence[
         expected = _call(model, batch)
         loss(expected).backward()
         seed_all(number)
-        out, tensors = chain(stages, batch, loss, number)
+        out, _ = chain(stages, batch, loss, number)
         worst = max(worst, _unlike(expected, out, f"output of micro-batch {number}"))
         worst = max(worst, _gradients(model, stages, number))
         worst = max(worst, _buffers(model, stages, number))
@@ -143,11 +151,13 @@ def _call(model: nn.Module, batch: Any) -> Any:
 def chain(stages: Sequence[StageModule], batch: Any, loss: Any, seed: int) -> tuple[Any, list[Any]]:
     """Run forward and backward through all stages as training does, with leaves between them."""
     acts, kept = tuple(t.clone() for t in tensors_of(batch)), []
+    own: Any = dict.fromkeys(("torch", "python", "numpy"), seed)
     for stage in stages:
         if kept:
             acts = tuple(t.detach().requires_grad_(t.requires_grad) for t in acts)
-        stage.seeds = ({"torch": seed, "python": seed, "numpy": seed}, {"torch": seed, "python": seed, "numpy": seed})
+        stage.seeds, stage.own_streams = (dict.fromkeys(("torch", "python", "numpy"), seed), own), None
         out = stage(*acts)
+        own = own if stage.own_streams is None else stage.own_streams  # as one stream through all stages
         kept.append((acts, out))
         acts = out
     result = loss(acts)
@@ -224,7 +234,7 @@ def _unlike(one: Any, other: Any, where: str) -> float:
 def _distance(one: Tensor, other: Tensor, where: str) -> float:
     if one.shape != other.shape or one.dtype != other.dtype:
         raise Difference(f"{where}: {list(one.shape)} {one.dtype} and {list(other.shape)} {other.dtype}")
-    one, other = one.detach(), other.detach()
+    one, other = one.detach().to_dense(), other.detach().to_dense()
     if other.is_meta:
         raise Difference(f"{where}: a tensor without elements")
     if torch.equal(one, other) or one.numel() == 0:

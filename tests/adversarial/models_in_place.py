@@ -1,4 +1,4 @@
-"""Operations in place, on inputs, views, and what others still need."""
+"""Operations in place, on inputs, views, and what later layers still need."""
 
 import torch
 from torch import nn
@@ -73,10 +73,10 @@ for name, act in {
     "relu": torch.relu_, "columns": set_columns, "mask": set_by_mask, "view": write_into_view, "halves": add_halves,
     "reshaped": write_by_a_view, "transposed": transpose_in_place, "scatter": scatter, "squeeze": squeeze,
 }.items():  # fmt: skip
-    in_place(name, act, word="in place|in-place|trac|view|cut")
+    in_place(name, act)
 
 
-@model()
+@model
 class ResidualInPlace(nn.Module):
     """What is added later was changed in place meanwhile, before or behind a cut."""
 
@@ -95,7 +95,7 @@ class ResidualInPlace(nn.Module):
         return self.head(z + y)
 
 
-@model("unet_in_place", data="images")
+@model(name="unet_in_place", data="images")
 class UNet(nn.Module):
     """What a norm returns is a view of its own, into which the activation behind it writes."""
 
@@ -115,7 +115,7 @@ class UNet(nn.Module):
         return self.head(self.leave(torch.cat([skip, h], dim=1))).mean(dim=(2, 3))
 
 
-@model()
+@model
 class ChangesTheInput(nn.Module):
     """The input itself is normalised in place, and used again at the end."""
 
@@ -130,7 +130,7 @@ class ChangesTheInput(nn.Module):
         return self.head(self.c(h) + x)
 
 
-@model(word="alias|view|same|in place|in-place|storage|shares")
+@model
 class ChangesTheTwin(nn.Sequential):
     """A unit returns one tensor twice; the next changes the first in place, so that the second is another, too."""
 
@@ -151,7 +151,7 @@ class ChangesTheTwin(nn.Sequential):
         )
 
 
-@model(word="alias|view|same|in place|in-place|storage|shares")
+@model
 class ChangesTheWhole(nn.Module):
     """A view is taken before a cut, the whole is changed in place behind it."""
 

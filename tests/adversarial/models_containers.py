@@ -1,5 +1,6 @@
-"""What blocks and models hand on: tuples, lists, dictionaries, classes; and what modules are kept in."""
+"""What blocks return and modules are kept in; parameters with several references."""
 
+import functools
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -50,14 +51,6 @@ def packed(pack, take):
     )
 
 
-def hands_on(name, way, word):
-    model(
-        name=f"hands_on_{name}",
-        item="W4",
-        word=word,
-    )(lambda: packed(*way))
-
-
 PACKS = {
     "pair": (lambda a, b: (a, b), lambda t: t),
     "list": (lambda a, b: [a, b], lambda t: t),
@@ -78,7 +71,7 @@ PACKS = {
     "complex": (lambda a, b: torch.complex(a, b), lambda z: (z.real, z.imag.abs())),
     "float32": (lambda a, b: (a.float(), b), lambda t: (t[0].double(), t[1])),
 }  # fmt: skip
-REFUSABLE = {
+NOT_ONLY_TENSORS = {
     "with_none": (lambda a, b: (a, None, b), lambda t: (t[0], t[2])),
     "with_float": (lambda a, b: (a, 0.5, b), lambda t: (t[0] * t[1], t[2])),
     "with_string": (lambda a, b: {"a": a, "b": b, "kind": "x"}, lambda t: (t["a"], t["b"])),
@@ -113,17 +106,15 @@ CLASSES = {
     "subclass_of_dict": (lambda a, b: Bag(a=a, b=b), lambda t: (t.a, t["b"])),
 }
 
-for name, way in PACKS.items():
-    hands_on(name, way, word="batch|dict|list|tuple")
-for name, way in {**REFUSABLE, **CLASSES}.items():
-    hands_on(name, way, word="Fork|output|return|batch|unit|cut|cross")
+for name, way in {**PACKS, **NOT_ONLY_TENSORS, **CLASSES}.items():
+    model(name=f"hands_on_{name}")(functools.partial(packed, *way))
 
 
 def main_and_side(output, target):
     return F.cross_entropy(output["main"], target) + 0.3 * F.cross_entropy(output["side"], target)
 
 
-@model(loss=main_and_side, word="dict")
+@model(loss=main_and_side)
 class DictionaryOut(nn.Module):
     """Two heads, one of them at half the way; the loss takes a dictionary."""
 
@@ -162,7 +153,7 @@ class HeadForTraining(nn.Module):
         return (h, side) if self.training else h
 
 
-@model()
+@model
 class ManyContainers(nn.Module):
     """Parameters and modules in lists, dictionaries, slices, and under two names."""
 
@@ -186,7 +177,7 @@ class ManyContainers(nn.Module):
         return self.head(h)
 
 
-@block()
+@block
 class ListOfParts(nn.Module):
     """Modules registered by hand, kept in a plain list, too."""
 
@@ -202,7 +193,7 @@ class ListOfParts(nn.Module):
         return h
 
 
-@model(word="one and the same")
+@model
 class LastTwice(nn.Module):
     """One layer under two names, as ``self.head = self.layers[-1]`` leaves it."""
 
@@ -216,7 +207,7 @@ class LastTwice(nn.Module):
         return self.head(h)
 
 
-@model(word="one and the same")
+@model
 class SharedTwice(nn.Sequential):
     """One layer at two places of a chain, and one matrix in two neighbours."""
 
@@ -228,7 +219,7 @@ class SharedTwice(nn.Sequential):
         )
 
 
-@model(data="pairs", word="one and the same")
+@model(data="pairs")
 class Siamese(nn.Module):
     """One encoder for both halves of the input, then the distance."""
 
@@ -242,7 +233,7 @@ class Siamese(nn.Module):
         return self.head((left - right).abs())
 
 
-@model()
+@model
 class OtherArguments(nn.Module):
     """Blocks with keyword arguments, defaults and several positional ones."""
 
@@ -267,7 +258,7 @@ class OtherArguments(nn.Module):
         return self.leave(self.three(z, y, gain=2.0))
 
 
-@model()
+@model
 class ByMethods(nn.Module):
     """Children are called by methods of their own, not as functions."""
 
@@ -291,7 +282,7 @@ class ByMethods(nn.Module):
         return self.leave(self.codec.decode(z * 2))
 
 
-@model(word="written down as Python")
+@model
 class NameOfPython(nn.Module):
     """A child whose name is a word of the language."""
 
@@ -306,7 +297,7 @@ class NameOfPython(nn.Module):
         return self.head(x)
 
 
-@model(word="adopt|unit_names|name|_forwards|_unlike|_unit_names", item="C7")
+@model
 class NamesOfOurs(nn.Module):
     """Children with names that a stage might have for itself."""
 
@@ -322,3 +313,108 @@ class NamesOfOurs(nn.Module):
         for name in self.NAMES:
             x = torch.tanh(getattr(self, name)(x))
         return self.head(x)
+
+
+@block
+class AliasedParameters(nn.Module):
+    """Registered, and kept in a plain list, too, which the forward reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3), nn.Parameter(torch.zeros(WIDTH))
+        self.kept = [self.weight, self.bias]
+
+    def forward(self, h):
+        return torch.tanh(F.linear(h, *self.kept))
+
+
+@block
+class ClosureOverWeight(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        weight = self.inner.weight
+        self.penalty = lambda h: h * weight.mean()
+
+    def forward(self, h):
+        return self.inner(h) + self.penalty(h)
+
+
+@model
+class HiddenTie(nn.Module):
+    """The classifier of the last layer is the embedding, by a plain list."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(6, WIDTH, bias=False)
+        self.layers = nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.last = self.Last(self.embed)
+
+    class Last(nn.Module):
+        def __init__(self, embed):
+            super().__init__()
+            self.tied = [embed]
+            self.bias = nn.Parameter(torch.zeros(6))
+
+        def forward(self, h):
+            return F.linear(h, self.tied[0].weight.t(), self.bias)
+
+    def forward(self, x):
+        return self.last(self.layers(self.embed(x)))
+
+
+@model(outside="two parameters share memory")
+class OneStorage(nn.Sequential):
+    """Two parameters that are views of one tensor: an update of one is an update of both."""
+
+    def __init__(self):
+        both = torch.randn(WIDTH, WIDTH, dtype=torch.float64) / 3
+        super().__init__(
+            nn.Linear(6, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Tanh(),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Tanh(),
+            nn.Linear(WIDTH, 5),
+        )
+        self.double()  # a conversion would part them
+        self[1].weight, self[3].weight = nn.Parameter(both), nn.Parameter(both.t())
+
+
+@block(outside="a buffer shares a parameter's memory")
+class BufferOfWeight(nn.Module):
+    """A buffer that is the parameter's own memory: it moves with every update."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH).double()
+        self.register_buffer("mirror", self.inner.weight.detach(), persistent=False)
+
+    def forward(self, h):
+        return torch.tanh(self.inner(h)) + 0.1 * F.linear(h, self.mirror)
+
+
+class Named(nn.Parameter):
+    """A subclass that its layer asks for."""
+
+
+@block
+class OwnKindOfParameter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = Named(torch.randn(WIDTH, WIDTH) / 3)
+        self.weight.gain = 1.5
+
+    def forward(self, h):
+        return F.linear(h, self.weight) * getattr(self.weight, "gain", 1.0)
+
+
+@block
+class BlocksMaskedByAttribute(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.inner.weight.mask = (torch.arange(WIDTH) % 2).double()
+
+    def forward(self, h):
+        return torch.tanh(F.linear(h, self.inner.weight * self.inner.weight.mask, self.inner.bias))

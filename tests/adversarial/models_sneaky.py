@@ -1,4 +1,4 @@
-"""What a look at the start can hardly see: values that change later, memory that is shared, contexts, old idioms."""
+"""Values that change later, weights that a forward writes, shared memory, contexts, old idioms."""
 
 import copy
 
@@ -6,11 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.adversarial.cases import NUM_CLASSES, WIDTH, Inner, adamw, block, model
-from tests.adversarial.container_models import packed
-from tests.adversarial.stateful_models import STATE
-
-# --- What is handed on is another thing each time (W4) -----------------------------------------------------------
+from tests.adversarial.cases import NUM_CLASSES, WIDTH, Inner, block, forward_block, model
+from tests.adversarial.models_containers import packed
 
 CHANGING = {
     "changing_float": (lambda a, b: (a, b, float(a.detach().mean())), lambda t: (t[0] * (1 + t[2]), t[1])),
@@ -33,14 +30,8 @@ CHANGING = {
         lambda t: (next(iter(t.values())), t["b"]),
     ),
 }  # fmt: skip
-WORDS = "output|return|batch|unit|cut|cross|structure|shape|number|float|int|bool|dtype|differ|trac"
 for name, way in CHANGING.items():
-    model(name=f"hands_on_{name}", item="W4", word=WORDS)(lambda way=way: packed(*way))
-
-
-# --- Parameters and buffers that the forward writes (W7) ---------------------------------------------------------
-
-WRITES = "parameter|buffer|weight|writes|in place|average"
+    model(name=f"hands_on_{name}")(lambda way=way: packed(*way))
 
 
 class DecaysInForward(nn.Linear):
@@ -52,7 +43,7 @@ class DecaysInForward(nn.Linear):
         return super().forward(h)
 
 
-@block(word=WRITES, item="W7")
+@block
 def decays_in_forward():
     return DecaysInForward(WIDTH, WIDTH)
 
@@ -65,12 +56,12 @@ class NormalisesData(nn.Linear):
         return torch.tanh(super().forward(h))
 
 
-@block(word=WRITES, item="W7")
+@block
 def normalises_data():
     return NormalisesData(WIDTH, WIDTH)
 
 
-@block(word=WRITES + "|" + STATE)
+@block
 class AverageByData(nn.Module):
     """The buffer changes by ``.data`` while earlier micro-batches need it: no error of torch tells."""
 
@@ -85,7 +76,7 @@ class AverageByData(nn.Module):
         return torch.tanh(F.linear(h, self.weight)) + 0.3 * F.linear(h, self.average)
 
 
-@block(word=WRITES + "|" + STATE)
+@block
 class MomentumTeacher(nn.Module):
     """MoCo's and BYOL's own lines: ``k.data = k.data * m + q.data * (1 - m)``."""
 
@@ -101,7 +92,7 @@ class MomentumTeacher(nn.Module):
         return torch.tanh(self.query(h)) + 0.1 * self.key(h)
 
 
-@block(word=WRITES + "|Parameter|" + STATE)
+@block(outside="registers a new parameter in each forward")
 class NewParameterEachTime(nn.Module):
     """The forward registers a new parameter; plain torch trains the one that the optimizer has: never this."""
 
@@ -116,12 +107,7 @@ class NewParameterEachTime(nn.Module):
         return self.inner(h) + self.shift
 
 
-# --- Shared memory (W5) ------------------------------------------------------------------------------------------
-
-SHARED = "share|one and the same|tied|tie|storage|memory|buffer"
-
-
-@model(word=SHARED)
+@model
 class SharedBuffer(nn.Sequential):
     """Two layers follow one average; who moves it first must not depend on the pipeline."""
 
@@ -141,7 +127,7 @@ class SharedBuffer(nn.Sequential):
         super().__init__(*first, nn.Linear(WIDTH, WIDTH), self.Follows(mean), nn.Linear(WIDTH, NUM_CLASSES))
 
 
-@model(word=SHARED)
+@model
 class SharedNorm(nn.Module):
     """One norm without weights at two places: no parameter ties them, only running statistics."""
 
@@ -156,7 +142,7 @@ class SharedNorm(nn.Module):
         return self.head(self.norm(h))
 
 
-@model(word=SHARED + "|state|differ")
+@model(outside="two blocks write to a tensor of a closure")
 def shared_plain_tensor():
     """Two blocks write to one tensor that is no buffer."""
     seen = torch.zeros(WIDTH, dtype=torch.float64)
@@ -172,7 +158,7 @@ def shared_plain_tensor():
     )
 
 
-@model(word="refer|teacher|tie|tied|state|parameter|own|differ", item="W5")
+@model
 class TeacherOfTheWhole(nn.Module):
     """The last unit keeps the average of the first one's weights, by a reference that is not registered."""
 
@@ -198,95 +184,73 @@ class TeacherOfTheWhole(nn.Module):
         return self.last(self.middle(self.first(x)))
 
 
-# --- Contexts that tracing does not see (W2, W3) -----------------------------------------------------------------
-
-CONTEXT = "context|hook|trac|differ|uncut|gradient"
-
-
-@block(word=CONTEXT)
-class CompressedActivations(Inner):
+@forward_block
+def compressed_activations(self, h):
     """What the backward needs is kept in float32: gradients differ in the ninth digit."""
-
-    def forward(self, h):
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.float(), lambda t: t.double()):
-            return torch.tanh(self.inner(h)) * h
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.float(), lambda t: t.double()):
+        return torch.tanh(self.inner(h)) * h
 
 
-@block(word=CONTEXT)
-class SavedOnCpu(Inner):
-    def forward(self, h):
-        with torch.autograd.graph.save_on_cpu():
-            return torch.tanh(self.inner(h)) * h
+@forward_block
+def saved_on_cpu(self, h):
+    with torch.autograd.graph.save_on_cpu():
+        return torch.tanh(self.inner(h)) * h
 
 
-@block(word=CONTEXT + "|dtype")
-class OtherDefaultDtype(Inner):
+@forward_block
+def other_default_dtype(self, h):
     """A default that a part of the forward changes, and puts back."""
-
-    def forward(self, h):
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)
-        try:
-            return self.inner(h) + torch.linspace(0, 1, h.shape[1])
-        finally:
-            torch.set_default_dtype(before)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        return self.inner(h) + torch.linspace(0, 1, h.shape[1])
+    finally:
+        torch.set_default_dtype(before)
 
 
-@block(word=CONTEXT + "|no_grad|grad")
-class SwitchesGradients(Inner):
+@forward_block
+def switches_gradients(self, h):
     """By calls, not by a context: the second half has no gradient."""
-
-    def forward(self, h):
-        before = torch.is_grad_enabled()
-        torch.set_grad_enabled(False)
-        fixed = torch.tanh(self.inner(h))
-        torch.set_grad_enabled(before)
-        return h * fixed
+    before = torch.is_grad_enabled()
+    torch.set_grad_enabled(False)
+    fixed = torch.tanh(self.inner(h))
+    torch.set_grad_enabled(before)
+    return h * fixed
 
 
-@block(word=CONTEXT + "|inference")
-class InInferenceMode(Inner):
-    def forward(self, h):
-        with torch.inference_mode():
-            chosen = self.inner(h).argmax(dim=1)
-        return h * F.one_hot(chosen.clone(), WIDTH)
+@forward_block
+def in_inference_mode(self, h):
+    with torch.inference_mode():
+        chosen = self.inner(h).argmax(dim=1)
+    return h * F.one_hot(chosen.clone(), WIDTH)
 
 
-@block(random="torch", word=CONTEXT + "|random|seed|fork")
-class ForksTheStream(Inner):
+@forward_block(random="torch")
+def forks_the_stream(self, h):
     """Draws the same mask every time, and does not disturb the stream around it."""
-
-    def forward(self, h):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(3)
-            mask = torch.rand(WIDTH, dtype=torch.float64) < 0.7
-        return F.dropout(self.inner(h * mask), 0.2, self.training)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        mask = torch.rand(WIDTH, dtype=torch.float64) < 0.7
+    return F.dropout(self.inner(h * mask), 0.2, self.training)
 
 
-# --- Old idioms and small things ---------------------------------------------------------------------------------
-
-
-@block(word="requires_grad|trac")
-class AsksInputForGradient(Inner):
+@forward_block
+def asks_input_for_gradient(self, h):
     """As code with gradient penalties does."""
-
-    def forward(self, h):
-        if not h.requires_grad and torch.is_grad_enabled():
-            h.requires_grad_()
-        h.retain_grad() if h.requires_grad else None
-        return torch.tanh(self.inner(h))
+    if not h.requires_grad and torch.is_grad_enabled():
+        h.requires_grad_()
+    h.retain_grad() if h.requires_grad else None
+    return torch.tanh(self.inner(h))
 
 
-@block(word="detach|data|trac|numpy")
-class DataAndNumpy(Inner):
+@forward_block
+def data_and_numpy(self, h):
     """``.data``, ``.numpy()`` and back."""
-
-    def forward(self, h):
-        factor = torch.from_numpy(h.data.numpy().mean(axis=0))
-        return self.inner(h) * torch.sigmoid(factor) + h.data
+    factor = torch.from_numpy(h.data.numpy().mean(axis=0))
+    return self.inner(h) * torch.sigmoid(factor) + h.data
 
 
-@block(optimizer=adamw)
+@block
 class SmallThings(nn.Module):
     """Scalars, empty and missing parameters, whole numbers, flags, memory that is not contiguous."""
 
@@ -306,7 +270,7 @@ class SmallThings(nn.Module):
         return torch.where(self.flags, h, torch.tanh(h)) + (0 if self.missing is None else 1)
 
 
-@block(word=STATE)
+@block
 class KeepsALog(Inner):
     """Numbers for a plot, in a list; nothing reads them."""
 
@@ -320,16 +284,14 @@ class KeepsALog(Inner):
         return y
 
 
-@block(word=STATE)
-class KeepsItsMap(Inner):
+@forward_block
+def keeps_its_map(self, h):
     """The last activation as an attribute, as attention maps are kept."""
-
-    def forward(self, h):
-        self.map = torch.softmax(self.inner(h), dim=1)
-        return h * self.map
+    self.map = torch.softmax(self.inner(h), dim=1)
+    return h * self.map
 
 
-@block(word=STATE + "|grad", item="W3")
+@block(outside="reads what the backward of the micro-batch before left")
 class ReadsTheLastGradient(Inner):
     """What came back to the micro-batch before, which a pipeline does not know yet."""
 
@@ -347,7 +309,7 @@ class ReadsTheLastGradient(Inner):
         return torch.tanh(y)
 
 
-@block(word=STATE + "|hook|grad", item="W3")
+@block(outside="its backward writes what the next forward reads")
 class BackwardMovesBuffer(Inner):
     """A hook of the backward writes what the next forward reads: in a pipeline it comes later."""
 
@@ -365,7 +327,7 @@ class BackwardMovesBuffer(Inner):
         self.size.mul_(0.9).add_(grad.norm(), alpha=5.0)
 
 
-@model(word="state_dict|name|key|hook")
+@model
 class RenamesItsState(nn.Module):
     """A hook gives the entries of the state_dict other names, as wrappers do."""
 
