@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import compress
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -161,7 +161,7 @@ class Stage:
         if self.is_last or self._trained is not module:
             own_head = None if self.is_last else head
             self.loss = StageLoss(spec, traits.loss, head=own_head, within=self._within, where=self.where)
-        self._part: Any = module if is_part(module) else None
+        self._part = cast(Any, module) if is_part(module) else None
         if self._part is not None and spec.precision.compile:
             self._part.compile_units(**COMPILED)
         self._call_module = call_of(module, traits.layout, compiled=spec.precision.compile and self._part is None)

@@ -48,8 +48,8 @@ class PartitionSpec:
         kinds = {type(entry) for entry in self.balance} if isinstance(self.balance, list | tuple) else set()
         if self.balance not in ("flops", "even", "auto") and kinds not in ({int}, {str}):
             raise ConfigError(
-                f"partition.balance={self.balance!r} is not one of 'flops', 'even', 'auto', a list of blocks per stage, "
-                "like [3,2], or a list of the units where stages 1.. begin, like [layer2.0]"
+                f"partition.balance={self.balance!r} is not one of 'flops', 'even', 'auto', a list of blocks per "
+                "stage, like [3,2], or a list of the units where stages 1.. begin, like [layer2.0]"
             )
         if self.tied not in ("share", "untie"):
             raise ConfigError(f"partition.tied: there is no '{self.tied}'; choose one of share, untie")

@@ -221,7 +221,7 @@ class PartitionedModel:
             chain = trial.chain(granularity=self.spec.granularity, keeps_ties=keeps_ties(spec.pipeline.method))
         if chain is None or self._num_stages == 1:
             if chain is not None:
-                checked_sizes(chain, 1, self.spec.balance)  # type: ignore[arg-type]
+                checked_sizes(chain, 1, self.spec.balance)
             chain, sizes, agreed = None, [1], trial.run()
         else:
             sizes, agreed, delays = self._choose(trial, chain, store, measuring)
@@ -234,9 +234,8 @@ class PartitionedModel:
                 "their values were not compared with the uncut model's, since no process holds all weights"
             )
         elif self.verify_seconds is not None:
-            self._note(
-                f"the stages were found equal to the uncut model on {NUM_SAMPLES} samples in {self.verify_seconds:.2f} s"
-            )
+            seconds = f"{self.verify_seconds:.2f} s"
+            self._note(f"the stages were found equal to the uncut model on {NUM_SAMPLES} samples in {seconds}")
         peak = peak_tflops(self.peak_tflops, spec, device)
         if peak is not None and measuring is not None and not trial.is_lazy and agreed.learns:
             flops = flops_per_sample(copied_model(trial.model), spec, trial.samples, trial.device)

@@ -60,7 +60,7 @@ class TiedCopies:
     def notes(self) -> list[str]:
         """Return a line about each parameter."""
         return [
-            f"{' and '.join(self.aliases[name])} {'are one parameter' if len(self.aliases[name]) > 1 else 'is shared'}: "
+            f"{' and '.join(self.aliases[name])} {'is' if len(self.aliases[name]) == 1 else 'are'} one parameter: "
             f"stages {', '.join(map(str, stages))} each hold a copy and apply the sum of all gradients "
             "(partition.tied=share)"
             for stages, names in zip(self.stages, self.names, strict=True)

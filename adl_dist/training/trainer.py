@@ -111,8 +111,8 @@ class Trainer:
         ``init_from``; other Parameter objects then take the place of those that it has now (docs/large-models.md).
 
         Args:
-            model: any module. It is called with the data's input: a tensor, the elements of a tuple, or the entries of a
-                dictionary by their names.
+            model: any module. It is called with the data's input: a tensor, the elements of a tuple, or the entries of
+                a dictionary by their names.
             loss_fn: (output, target) to the mean loss over the samples, or over terms that it counts (docs/own.md).
             optimizer: makes a torch optimizer from the parameters of one stage; with groups by rules, see
                 :func:`adl_dist.optimizers.with_rules`, which also freezes parameters of ``model``.

@@ -71,7 +71,8 @@ def encode(codec: str, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], s
     for spec, tensor, part in zip(specs, tensors, parts, strict=True):
         if not part.num_bytes:
             continue
-        flat, place = spec.as_wire(tensor).reshape(size if spec.batched else 1, -1), buffer[part.begin : part.begin + part.num_bytes]
+        flat = spec.as_wire(tensor).reshape(size if spec.batched else 1, -1)
+        place = buffer[part.begin : part.begin + part.num_bytes]
         if part.codec == "none":
             place.copy_(flat.view(torch.uint8).flatten())
         elif part.codec == "bf16":
@@ -265,7 +266,8 @@ class Coder:
         return math.sqrt(error / square) if square > 0 else None
 
     def _compare(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], buffer: Tensor) -> None:
-        for spec, sent, got in zip(specs, tensors, self.decode(specs, _num_samples(specs, tensors), buffer), strict=True):
+        decoded = self.decode(specs, _num_samples(specs, tensors), buffer)
+        for spec, sent, got in zip(specs, tensors, decoded, strict=True):
             if spec.is_floating_point and sent.numel():
                 exact = sent.double()
                 self.errors.append(torch.stack([(got.double() - exact).square().sum(), exact.square().sum()]))

@@ -11,7 +11,7 @@ from torch import nn
 from adl_dist import Loading
 from adl_dist.batch import Several
 from adl_dist.errors import ConfigError, PartitionError
-from adl_dist.partition import cut
+from adl_dist.partition import Chain, even_sizes
 from tests.support.coded import crossing
 from tests.support.equations import EQUATIONS, assert_close
 from tests.support.oracle import train_by_the_equations
@@ -69,7 +69,25 @@ def modules(K):
     if K == 1:
         return [_Whole(encoder().double())]
     one = [Several.of(of) for of, _ in batches(Masked(6), None, 2)[:1] + batches(Masked(6), None, 4)[:1]]
-    return cut(encoder().double(), num_stages=K, samples=(one[0], one[1]))
+    model = encoder().double()
+    chain = Chain(model, one, granularity="block")
+    sizes = even_sizes(chain, K)
+    return [_Called(stage) for stage in chain.stages(model, chain.plan(sizes), sizes, range(K))]
+
+
+class _Called(nn.Module):
+    """A stage as a module of the equations, which has one argument."""
+
+    def __init__(self, stage):
+        super().__init__()
+        vars(self).update(_modules=stage._modules, _parameters=stage._parameters, _buffers=stage._buffers, _run=stage)
+
+    def train(self, mode=True):
+        self._run.train(mode)
+        return super().train(mode)
+
+    def forward(self, given):
+        return self._run(*(given if isinstance(given, tuple) else given.tensors))
 
 
 class _Whole(nn.Module):

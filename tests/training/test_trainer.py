@@ -14,7 +14,7 @@ from torch import nn
 import adl_dist
 from adl_dist import engine
 from adl_dist.errors import ConfigError, DataError
-from adl_dist.partition import cut, even_balance
+from adl_dist.partition import Chain
 from adl_dist.schedule import work
 from tests.support.commands import assert_same
 from tests.support.equations import assert_close
@@ -169,11 +169,6 @@ def test_a_run_keeps_no_stage_alive(data, monkeypatch):
 # --- The cut -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("units", "K", "expected"), [(7, 3, [2, 2, 3]), (8, 4, [2, 2, 2, 2]), (5, 5, [1] * 5)])
-def test_an_even_balance_differs_by_at_most_one(units, K, expected):
-    assert even_balance(units, K) == expected
-
-
 class Doubling(nn.Sequential):
     def forward(self, x):
         return super().forward(2 * x)
@@ -181,10 +176,10 @@ class Doubling(nn.Sequential):
 
 def test_a_sequential_with_its_own_forward_is_cut_as_that_says():
     model, x = Doubling(nn.Linear(3, 3), nn.Linear(3, 2)), torch.randn(4, 3)
-    stages = cut(model, num_stages=2, balance=["1"])
+    chain = Chain(model, [x[:2], x])
+    stages = chain.stages(model, chain.plan([1, 1]), [1, 1], [0, 1])
     assert [[*stage.state_dict()] for stage in stages] == [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
-    assert torch.equal(stages[1](stages[0](x)), model(x))
-    assert len(cut(Doubling(nn.Linear(3, 3), nn.Linear(3, 2)), num_stages=1)) == 1
+    assert torch.equal(stages[1](*stages[0](x)), model(x))
 
 
 # --- What must not leak, and what must be refused --------------------------------------------------------------

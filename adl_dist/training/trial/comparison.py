@@ -162,6 +162,8 @@ def first_unlike(expected: Calls, found: Calls) -> str:
             continue
         pairs = zip(outs, found[key], strict=False)
         if not all(a.shape == b.shape and largest_difference(a, b) == 0 for a, b in pairs):
-            return f"; the first module whose result differs is '{key[0]}'" + (f", right after '{before}'" if before else "")
+            return f"; the first module whose result differs is '{key[0]}'" + (
+                f", right after '{before}'" if before else ""
+            )
         before = key[0]
     return "; the results of its modules are equal, so it is a computation between them" if before else ""

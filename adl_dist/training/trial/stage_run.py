@@ -74,10 +74,12 @@ class StageRun:
         modules: for each stage the modules that compute, under the model's names.
     """
 
-    def __init__(self, stages: Sequence[nn.Module], spec: TrainSpec, device: torch.device, name: str = "") -> None:
+    def __init__(self, stages: Sequence[Any], spec: TrainSpec, device: torch.device, name: str = "") -> None:
         """Take the ``stages``, which are on ``device``, or on meta; errors call them ``name`` if they are one model."""
         self.stages, self._spec, self._device, self.last = stages, spec, device, len(stages) - 1
-        self.modules: list[nn.Module] = [vars(stage)["model"] if is_part(stage) else stage for stage in stages]
+        self.modules: list[nn.Module] = [
+            vars(stage).get("model", stage) if is_part(stage) else stage for stage in stages
+        ]
         self._places = [name or f"stage {k} ({units_of(stage)})" for k, stage in enumerate(stages)]
         loss_fn = spec.loss_fn
         self._loss_fn = copy.deepcopy(loss_fn).to(device) if isinstance(loss_fn, nn.Module) else loss_fn
@@ -140,7 +142,10 @@ class StageRun:
         _give_results(take, SECOND, two)
         if delayed and backward:
             is_swapped = between and self._spec.pipeline.method.weights != "latest"
-            swapped = [partial_swap(exchange, old if is_swapped else []) for exchange, old in zip(exchanges, older, strict=True)]
+            swapped = [
+                partial_swap(exchange, old if is_swapped else [])
+                for exchange, old in zip(exchanges, older, strict=True)
+            ]
             names = [[name for name in trained if name in between] for trained in self._trained]
             gather = [dict(zip(some, old, strict=False)) for some, old in zip(names, older, strict=True)]
             take(FIRST, "gradient", self._backward(one, FIRST, gather, swapped))
@@ -159,9 +164,10 @@ class StageRun:
         passage, size = _Passage(), len(batch.input_)
         seed = stream_seed(self._spec.seed, when)
         seed_streams(seed, self._device)
-        seeds: tuple[Any, Any] = dict.fromkeys(("torch", "python", "numpy"), seed), {
-            name: stream_seed(self._spec.seed, f"own {name} {when}") for name in ("torch", "python", "numpy")
-        }
+        seeds: tuple[Any, Any] = (
+            dict.fromkeys(("torch", "python", "numpy"), seed),
+            {name: stream_seed(self._spec.seed, f"own {name} {when}") for name in ("torch", "python", "numpy")},
+        )
         tensors: Tensors = tensors_of(batch.input_)
         if self.is_lazy:
             tensors = tuple(t.to(META) if takes_gradient(t) else t for t in tensors)
@@ -175,13 +181,13 @@ class StageRun:
             leaves = tuple(_as_sent(t).requires_grad_(need) for t, need in zip(tensors, needs, strict=True))
             gets = f"{self._places[k]} gets {', '.join(_shown(t) for t in leaves)}"
             if self._draws_common:
-                stage.seeds = seeds
+                vars(stage)["seeds"] = seeds
             streams = Streams(self._device)
             with torch.set_grad_enabled(training):
                 # The samples are used again, and a model may write to its input.
                 out = self._call(k, tuple(t.clone() for t in leaves) if k == 0 else leaves, batch, gets)
-            if self._draws_common and getattr(stage, "own_streams", None) is not None:
-                seeds = seeds[0], stage.own_streams
+            if self._draws_common and vars(stage)["own_streams"] is not None:
+                seeds = seeds[0], vars(stage)["own_streams"]
             outs, earlier = unpacked(out), self._returned.setdefault(k, [])
             seen.lies_in_stage.append(_lie_in(outs, self.modules[k], earlier))
             earlier += [out.detach() for out in outs]

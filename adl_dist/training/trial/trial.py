@@ -13,7 +13,7 @@ from torch import nn
 
 from adl_dist.batch import tensors_of
 from adl_dist.errors import AdlError, ConfigError, PartitionError
-from adl_dist.partition import Chain, CutImpossibleError, StageModule
+from adl_dist.partition import Chain, StageModule
 from adl_dist.partition.chain import copied_model
 from adl_dist.partition.stage_plan import StagePlan
 from adl_dist.seeds import stream_seed
@@ -21,7 +21,7 @@ from adl_dist.stage import TrainSpec
 from adl_dist.stage.calls import takes_gradient
 from adl_dist.stage.versions import check_versions
 from adl_dist.streams import seed_streams, streams_kept
-from adl_dist.training.trial.comparison import STATE, Comparison, Difference, Key, calls_noted, first_unlike
+from adl_dist.training.trial.comparison import FIRST, SECOND, Comparison, Difference, Key, calls_noted, first_unlike
 from adl_dist.training.trial.findings import Agreed, units_of
 from adl_dist.training.trial.samples import OTHER_SIZES, Samples
 from adl_dist.training.trial.stage_run import StageRun, failed
@@ -32,8 +32,8 @@ SHARED = (
     "list, and each stage changes it alone"
 )
 OVERTAKES = (
-    "with several micro-batches in flight a forward overwrites what the backward of an earlier one needs, or a weight is "
-    "kept as a view or a detached copy that no new version reaches"
+    "with several micro-batches in flight a forward overwrites what the backward of an earlier one needs, or a weight "
+    "is kept as a view or a detached copy that no new version reaches"
 )
 NEXT_STEP = (
     "pass such a value from module to module, cut elsewhere (partition.balance), or use num_stages=1; "
@@ -73,7 +73,8 @@ class Trial:
 
     def _use(self, device: torch.device) -> None:
         self.device, channels_last = device, bool(self.spec.precision.channels_last)
-        self.model = self.spec.precision.place(copied_model(self._given), torch.device("meta") if self.is_lazy else device)
+        place = torch.device("meta") if self.is_lazy else device
+        self.model = self.spec.precision.place(_copied(self._given), place)
         self.samples = self._all_samples.to(device, channels_last=channels_last)
 
     def chain(self, *, granularity: str, keeps_ties: str | None) -> Chain:
@@ -90,7 +91,7 @@ class Trial:
         except (AdlError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # the user's own forward can raise anything
-            StageRun([copied_model(self.model)], self.spec, self.device, "the model").run(self.samples, backward=False)
+            StageRun([_copied(self.model)], self.spec, self.device, "the model").run(self.samples, backward=False)
             given = ", ".join(str(TensorSpec.of(t)) for t in tensors_of(self.samples.one[0]))
             raise failed(f"the model gets {given}", error, training=True) from error
 
@@ -118,7 +119,7 @@ class Trial:
         with streams_kept(self.device):
             seed_streams(stream_seed(self.spec.seed, "trial"), self.device)
             if chain is None:
-                run = StageRun([copied_model(self.model)], self.spec, self.device)
+                run = StageRun([_copied(self.model)], self.spec, self.device)
                 run.run(self.samples, backward=self.samples.trains)
             else:
                 plan = chain.plan(sizes)
@@ -131,19 +132,20 @@ class Trial:
                     run.run(self.samples)
             agreed = run.agreed(self.samples)
             # Also those that no micro-batch has: a later call may.
-            faults = {size: fault for size in OTHER_SIZES if (fault := self._fault(run, size)) is not None}
+            model = StageRun([_copied(self.model)], self.spec, self.device, "the model")
+            faults = {size: fault for size in OTHER_SIZES if (fault := self._fault(model, size)) is not None}
         agreed = agreed._replace(size_faults=faults)
         if self.samples.trains:
             check_trains(agreed, self.samples)
         return agreed
 
     def _cut(self, chain: Chain, plan: StagePlan, sizes: Sequence[int]) -> StageRun:
-        model = copied_model(self.model)
+        model = _copied(self.model)
         return StageRun(chain.stages(model, plan, sizes, range(len(sizes))), self.spec, self.device)
 
     def _uncut(self, chain: Chain, cut: StageRun) -> StageRun:
         """Return the uncut model; as one stage where all stages draw from common random streams."""
-        model: nn.Module = copied_model(self.model)
+        model: nn.Module = _copied(self.model)
         if any(isinstance(stage, StageModule) and stage.draws[0] for stage in cut.stages):
             whole = [len(chain.units)]
             (model,) = chain.stages(model, chain.plan(whole), whole, [0])
@@ -171,7 +173,7 @@ class Trial:
             in_place = self._difference(cut(), uncut(), names, delayed=False)
             # What a backward writes, like the statistics of BatchNorm that is computed again, it writes later if it is
             # delayed. That is as it must be.
-            if in_place is None and difference.when not in ("evaluation", STATE) and "evaluation" not in difference.when:
+            if in_place is None and difference.when in (FIRST, SECOND):
                 if pipeline.method.weights == "latest":
                     raise PartitionError(
                         f"{difference}: a backward computes with its weights again, as activation checkpointing does, "
@@ -209,24 +211,31 @@ class Trial:
                 run.run(self.samples, between=names)
             return first_unlike(expected, found)
 
-    def _fault(self, run: StageRun, size: int) -> str | None:
-        """Return why a micro-batch of ``size`` samples cannot be trained on; None if it can."""
+    def _fault(self, model: StageRun, size: int) -> str | None:
+        """Return why ``model`` cannot be trained on a micro-batch of ``size`` samples; None if it can."""
         try:
             with warnings.catch_warnings(action="ignore"):  # of sizes that may never come
-                run.forward(self.samples.of_size(size), "other sizes")
-        except CutImpossibleError as error:
-            if size in self.samples.other_sizes:
-                raise
-            return str(error)
+                model.forward(self.samples.of_size(size), "other sizes")
         except (ConfigError, PartitionError) as error:
             return str(error)
         return None
 
 
+def _copied(model: nn.Module) -> nn.Module:
+    """Return a copy of ``model`` whose parameters have the same hooks; a copy of a parameter alone has none."""
+    twin = copied_model(model)
+    for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+        if parameter._backward_hooks is not None:
+            other._backward_hooks = parameter._backward_hooks
+        if parameter._post_accumulate_grad_hooks is not None:
+            other._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+    return twin
+
+
 def in_a_memory_format(
     model: nn.Module, spec: TrainSpec, samples: Samples, attempt: Callable[[TrainSpec], Result]
 ) -> tuple[Result, bool]:
-    """Return the result of ``attempt`` with the ``spec`` in the memory format that it asks for, or that the model allows.
+    """Return the result of ``attempt`` in the memory format that ``spec`` asks for, or that the model allows.
 
     And whether the model does not allow channels_last, where the choice is left to it.
 
