@@ -36,7 +36,11 @@ def _fake_mode() -> FakeTensorMode:
 
 
 def signature(value: Any) -> Any:
-    """Return a hashable value that is equal for arguments with results of equal shapes; raise TypeError if there is none."""
+    """Return a hashable value that is equal for arguments with results of equal shapes.
+
+    Raises:
+        TypeError: If there is none, because an argument is an unusual object.
+    """
     if isinstance(value, Tensor):
         return value.shape, value.dtype, value.requires_grad, value.stride() if value.ndim > 3 else None
     kind = type(value)
@@ -78,7 +82,7 @@ def infer(
         return made[id(tensor)]
 
     try:
-        with native(), (mode if device.type != "meta" else nullcontext()):
+        with native(), mode if device.type != "meta" else nullcontext():
             fake_args, fake_kwargs = map_tensors(fake, (args, kwargs))
             if module is None:
                 out = function(*fake_args, **fake_kwargs)
@@ -149,7 +153,9 @@ class SizeRule:
     def result(self, args: Any) -> Any:
         """Return the result for arguments of other sizes; raise ValueError if the runs do not tell it."""
         shapes = [tensor.shape for tensor in tensors_in(args)]
-        runs = [(given, tensors_in(out)) for given, out in self._runs if list(map(len, given)) == list(map(len, shapes))]
+        runs = [
+            (given, tensors_in(out)) for given, out in self._runs if list(map(len, given)) == list(map(len, shapes))
+        ]
         numbers = [[*other_leaves(out)] for _, out in self._runs]
         if any(one != numbers[0] for one in numbers):
             raise ValueError("it returns numbers that differ between the recorded runs")
@@ -266,7 +272,8 @@ class Results:
         except Exception as error:  # the user's own forward may ask for elements
             with suppress(Exception):
                 if module is not None and not torch.is_autocast_enabled(device.type):
-                    return *infer(function, *map_tensors(_to_meta, (args, kwargs)), torch.device("meta")), False
+                    meta_args, meta_kwargs = map_tensors(_to_meta, (args, kwargs))
+                    return *infer(function, meta_args, meta_kwargs, torch.device("meta")), False
             if module is None and not any(t.is_meta for t in tensors_in(args[1:])):
                 return _on_zeros(function, args, kwargs), [], True
             if self._rule is None:

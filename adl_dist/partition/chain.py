@@ -120,8 +120,8 @@ def copied_model(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model, memo)
     except Exception as error:
         raise PartitionError(
-            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and each stage needs a copy of "
-            "its Python objects; give the class whose object cannot be copied a __deepcopy__, or use num_stages=1"
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and each stage needs a copy "
+            "of its Python objects; give the class whose object cannot be copied a __deepcopy__, or use num_stages=1"
         ) from error
 
 

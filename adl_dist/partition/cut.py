@@ -23,7 +23,12 @@ def flops_sizes(chain: Chain, num_stages: int) -> list[int]:
         # Open the blocks beside the cuts of the stage with most work.
         loads, borders = loads_of(chain, sizes), [0, *accumulate(sizes)]
         k = loads.index(max(loads))
-        more = {chain.blocks[unit] for border in borders[k : k + 2] for unit in (border - 1, border) if 0 <= unit < len(chain.units)}
+        more = {
+            chain.blocks[unit]
+            for border in borders[k : k + 2]
+            for unit in (border - 1, border)
+            if 0 <= unit < len(chain.units)
+        }
         if more <= opened:
             break
         opened |= more

@@ -11,9 +11,20 @@ from adl_dist.partition.absent import Results, SizeRule
 from adl_dist.partition.forward_record import INPUT, Call, Key, ModeRecord, Recording, state_label
 from adl_dist.partition.value import EVERYWHERE, Label
 
-
 VIEWS = {
-    *("__getitem__", "select", "narrow", "chunk", "split", "unbind", "view", "reshape", "flatten", "unflatten", "expand"),
+    *(
+        "__getitem__",
+        "select",
+        "narrow",
+        "chunk",
+        "split",
+        "unbind",
+        "view",
+        "reshape",
+        "flatten",
+        "unflatten",
+        "expand",
+    ),
     *("transpose", "permute", "movedim", "squeeze", "unsqueeze", "T", "mT", "t", "swapaxes", "view_as", "detach"),
 }  # of torch's functions, those that only look at memory
 
@@ -407,7 +418,10 @@ class _Assignment:
             aliases=aliases,
             common={label for label in self.mode.shapes if label[1] == INPUT and self._is_common(label)},
             overwritten={
-                one for label, memory in self.mode.memory.items() if memory in written for one in (label, *aliases.get(label, ()))
+                one
+                for label, memory in self.mode.memory.items()
+                if memory in written
+                for one in (label, *aliases.get(label, ()))
             },
             recorded=self.mode,
         )
@@ -440,7 +454,7 @@ class _Assignment:
 
     def _common(self) -> dict[int, int]:
         """Return the last stage that needs each whole-number input."""
-        found = {place: self.num_stages - 1 for place in (*self.mode.asked, *self.mode.common)}
+        found = dict.fromkeys((*self.mode.asked, *self.mode.common), self.num_stages - 1)
         for call in self.mode.calls.values():
             for place in call.common:
                 found[place] = max(found.get(place, 0), self.calls.get(call.key, 0))
@@ -502,13 +516,23 @@ class _Assignment:
             if call.has_effects or call.is_hidden or not inside:
                 way = Way.THROUGH
         written = tuple(-1 - label[3] for label in call.makes if label[3] < 0) if call.is_module else ()
+        follows = not call.is_open and self.follows[call.key]
         return CallPlan(
-            call.key, way, first, last, stages or (last,), call.draws or _draws_inside(call, self.mode), call.answer,
-            call.varies, call.rule, written, follows=not call.is_open and self.follows[call.key],
-            repeats=call.key in self.repeated, is_module=call.is_module,
-            is_plain=way is Way.WHOLE and first >= 0 and not (written or call.rule or call.is_open and call.has_effects)
-            and not self.follows.get(call.key, False),
-        )  # fmt: skip
+            key=call.key,
+            way=way,
+            first=first,
+            last=last,
+            stages=stages or (last,),
+            draws=call.draws or _draws_inside(call, self.mode),
+            answer=call.answer,
+            varies=call.varies,
+            rule=call.rule,
+            written=written,
+            follows=follows,
+            repeats=call.key in self.repeated,
+            is_module=call.is_module,
+            is_plain=way is Way.WHOLE and first >= 0 and not (written or call.rule or follows),
+        )
 
 
 def _draws_inside(call: Call, mode: ModeRecord) -> bool:
