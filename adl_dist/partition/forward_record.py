@@ -180,7 +180,7 @@ class Recording:
     opened: set[str] = field(default_factory=set)
     glue: set[str] = field(default_factory=set)
     moved: set[str] = field(default_factory=set)
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def _known(self) -> tuple[int, ...]:
         return len(self.state), *map(len, self.births.values()), len(self.whole), len(self.opened)
