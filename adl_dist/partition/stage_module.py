@@ -83,7 +83,7 @@ class StageModule(nn.Module):
             names.setdefault(id(tensor), []).append(name)
         held: dict[str, Tensor] = {}
         for name, tensor in held_tensors(model):
-            stages = plan.holders[name] if name in plan.holders else ()
+            stages = plan.holders.get(name, ())
             memo[id(tensor)] = self._own_or_other(name, tensor, stages)
             if stages and (index == stages[0] or (index in stages and isinstance(tensor, nn.Parameter))):
                 held |= dict.fromkeys(names.get(id(tensor), ()), memo[id(tensor)])
