@@ -587,7 +587,7 @@ class _Run:
             leaves = tensors_in((args, kwargs))
             if planned.follows:
                 stage = max((leaf.mark.stage for leaf in leaves if type(leaf) is Value), default=EVERYWHERE)
-            if stage == index or stage == EVERYWHERE:
+            if stage in (index, EVERYWHERE):
                 return self._compute(own, key, stage, args, kwargs, leaves, draws=planned.draws, planned=planned)
             return self._skip(planned, key, stage, module, own, args, kwargs, leaves)
 
@@ -867,7 +867,7 @@ class _Run:
                 self.tape.note(func, args, kwargs, None)
             return func(*args, **kwargs)
         target = writes_to(name, args, kwargs)
-        if stage == self.index or stage == EVERYWHERE:
+        if stage in (self.index, EVERYWHERE):
             draws = planned.draws if planned is not None else True
             return self._compute(func, key, stage, args, kwargs, leaves, draws=draws, planned=planned, target=target)
         if planned is None:
