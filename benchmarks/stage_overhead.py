@@ -3,7 +3,8 @@
     python -m benchmarks.stage_overhead
 
 All units are replaced by stubs that return a ready tensor, in the stages and in the uncut model, so that only Python is
-left. A stage may take as long as the uncut model and 40 additions of two one-element tensors. Medians of five, of the time of the thread.
+left. A stage may take as long as the uncut model and 40 additions of two one-element tensors. Medians of five, of the
+time of the thread.
 """
 
 import argparse
@@ -43,7 +44,12 @@ def networks() -> dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch
 
     def llama() -> nn.Module:
         config = transformers.LlamaConfig(
-            num_hidden_layers=16, hidden_size=32, intermediate_size=64, num_attention_heads=2, vocab_size=64, use_cache=False
+            num_hidden_layers=16,
+            hidden_size=32,
+            intermediate_size=64,
+            num_attention_heads=2,
+            vocab_size=64,
+            use_cache=False,
         )
         return transformers.LlamaForCausalLM(config)
 
@@ -75,7 +81,9 @@ def seconds(call: Callable[[], Any]) -> float:
 def stub(modules: list[nn.Module], run: Callable[[], Any]) -> None:
     """Have ``modules`` return what they return in one ``run``."""
     made: dict[nn.Module, Any] = {}
-    hooks = [m.register_forward_hook(lambda module, args, out: made.__setitem__(module, _detached(out))) for m in modules]
+    hooks = [
+        m.register_forward_hook(lambda module, args, out: made.__setitem__(module, _detached(out))) for m in modules
+    ]
     run()
     for hook in hooks:
         hook.remove()
@@ -89,7 +97,9 @@ def _detached(out: Any) -> Any:
         return map_tensors(lambda tensor: tensor.detach().clone().as_subclass(Tensor), out)
 
 
-def measure(build: Callable[[], nn.Module], inputs: Callable[[int], Batch], granularity: str) -> tuple[float, list[float]]:
+def measure(
+    build: Callable[[], nn.Module], inputs: Callable[[int], Batch], granularity: str
+) -> tuple[float, list[float]]:
     """Return the seconds of the uncut model's Python, and of each stage's."""
     torch.manual_seed(0)
     model, batch = build(), inputs(1)
@@ -144,13 +154,16 @@ def main() -> None:
     one, other = torch.randn(1), torch.randn(1)
     additions = 40 * seconds(lambda: one + other)
     skipped, identity = skipping()
-    print(f"40 additions: {1e6 * additions:.0f} us; a skipped unit {1e6 * skipped:.2f} us, nn.Identity {1e6 * identity:.2f} us")
+    print(f"40 additions: {1e6 * additions:.0f} us")
+    print(f"a skipped unit: {1e6 * skipped:.2f} us, nn.Identity: {1e6 * identity:.2f} us")
     for name, how in networks().items():
         if flags.only.lower() in name.lower():
             with torch.no_grad():
                 uncut, stages = measure(*how)
             shown = " ".join(f"{1e6 * one:.0f}" for one in stages)
-            print(f"{name:26} uncut {1e6 * uncut:6.0f} us, stages {shown} us, allowed {1e6 * (uncut + additions):.0f} us")
+            print(
+                f"{name:26} uncut {1e6 * uncut:6.0f} us, stages {shown} us, allowed {1e6 * (uncut + additions):.0f} us"
+            )
 
 
 if __name__ == "__main__":

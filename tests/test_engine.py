@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from adl_dist.training.trial.stage_chain import StageChain
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -19,7 +20,6 @@ from adl_dist.stage import Stage
 from adl_dist.stage.traits import StageTraits
 from adl_dist.training.edges import edges_of
 from adl_dist.training.trial.samples import Samples
-from adl_dist.training.trial.stage_chain import StageChain
 from tests.support.runs import sgd
 from tests.support.tiers import slow
 from tests.support.values import spec_of

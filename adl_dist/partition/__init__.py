@@ -6,4 +6,13 @@ from adl_dist.partition.cut import checked_sizes, even_sizes, flops_sizes
 from adl_dist.partition.stage_module import StageModule
 from adl_dist.partition.stage_plan import CutImpossibleError
 
-__all__ = ["Chain", "CutImpossibleError", "Machine", "StageModule", "UnitCost", "checked_sizes", "even_sizes", "flops_sizes"]
+__all__ = [
+    "Chain",
+    "CutImpossibleError",
+    "Machine",
+    "StageModule",
+    "UnitCost",
+    "checked_sizes",
+    "even_sizes",
+    "flops_sizes",
+]

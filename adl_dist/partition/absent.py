@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils.stateless import _reparametrize_module
 
 from adl_dist.partition.containers import map_tensors, other_leaves, tensors_in
 from adl_dist.partition.value import Mark, Value, Watch, absent_tensor, as_value, native
@@ -35,7 +36,11 @@ def _fake_mode() -> FakeTensorMode:
 
 
 def signature(value: Any) -> Any:
-    """Return a hashable value that is equal for arguments with results of equal shapes; raise TypeError if there is none."""
+    """Return a hashable value that is equal for arguments with results of equal shapes.
+
+    Raises:
+        TypeError: If there is none, because an argument is an unusual object.
+    """
     if isinstance(value, Tensor):
         return value.shape, value.dtype, value.requires_grad, value.stride() if value.ndim > 3 else None
     kind = type(value)
@@ -77,7 +82,7 @@ def infer(
         return made[id(tensor)]
 
     try:
-        with native(), (mode if device.type != "meta" else nullcontext()):
+        with native(), mode if device.type != "meta" else nullcontext():
             fake_args, fake_kwargs = map_tensors(fake, (args, kwargs))
             if module is None:
                 out = function(*fake_args, **fake_kwargs)
@@ -85,7 +90,8 @@ def infer(
                 given = len(twins)
                 state = {n: fake(t) for n, t in (*module.named_parameters(), *module.named_buffers())}
                 del twins[given:]
-                out = torch.func.functional_call(module, state, fake_args, fake_kwargs)
+                with _reparametrize_module(module, state):
+                    out = function(*fake_args, **fake_kwargs)
     finally:
         Watch.active = watch
         random.setstate(pythons)
@@ -147,7 +153,9 @@ class SizeRule:
     def result(self, args: Any) -> Any:
         """Return the result for arguments of other sizes; raise ValueError if the runs do not tell it."""
         shapes = [tensor.shape for tensor in tensors_in(args)]
-        runs = [(given, tensors_in(out)) for given, out in self._runs if list(map(len, given)) == list(map(len, shapes))]
+        runs = [
+            (given, tensors_in(out)) for given, out in self._runs if list(map(len, given)) == list(map(len, shapes))
+        ]
         numbers = [[*other_leaves(out)] for _, out in self._runs]
         if any(one != numbers[0] for one in numbers):
             raise ValueError("it returns numbers that differ between the recorded runs")
@@ -239,6 +247,8 @@ class Results:
         else:
             template, twins, depends = self._template(function, args, kwargs, device, module)
         given, place = {id(twin): Given(number) for number, twin in enumerate(twins)}, count()
+        if label[1] == "contiguous":  # always a value of its own
+            given = {}
 
         def absent(tensor: Tensor) -> Any:
             number = next(place)
@@ -262,7 +272,8 @@ class Results:
         except Exception as error:  # the user's own forward may ask for elements
             with suppress(Exception):
                 if module is not None and not torch.is_autocast_enabled(device.type):
-                    return *infer(module, *map_tensors(_to_meta, (args, kwargs)), torch.device("meta")), False
+                    meta_args, meta_kwargs = map_tensors(_to_meta, (args, kwargs))
+                    return *infer(function, meta_args, meta_kwargs, torch.device("meta")), False
             if module is None and not any(t.is_meta for t in tensors_in(args[1:])):
                 return _on_zeros(function, args, kwargs), [], True
             if self._rule is None:

@@ -20,6 +20,7 @@ class Chain:
     """The units of a model, and the stages that a cut between them makes.
 
     Attributes:
+        granularity: whether cuts may lie inside blocks, ``layer``, or not, ``block``.
         units: names of the units, in the order in which they run.
         blocks: of each unit, the number of its block.
         block_names: names of the blocks.
@@ -44,7 +45,7 @@ class Chain:
         Raises:
             PartitionError: If the model's forward cannot be run in stages.
         """
-        self._layout = layout_of(batches[0])
+        self._layout, self.granularity = layout_of(batches[0]), granularity
         self._names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
         twin = copied_model(model)
         with streams_kept():
@@ -120,8 +121,8 @@ def copied_model(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model, memo)
     except Exception as error:
         raise PartitionError(
-            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and each stage needs a copy of "
-            "its Python objects; give the class whose object cannot be copied a __deepcopy__, or use num_stages=1"
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and each stage needs a copy "
+            "of its Python objects; give the class whose object cannot be copied a __deepcopy__, or use num_stages=1"
         ) from error
 
 

@@ -23,7 +23,12 @@ def flops_sizes(chain: Chain, num_stages: int) -> list[int]:
         # Open the blocks beside the cuts of the stage with most work.
         loads, borders = loads_of(chain, sizes), [0, *accumulate(sizes)]
         k = loads.index(max(loads))
-        more = {chain.blocks[unit] for border in borders[k : k + 2] for unit in (border - 1, border) if 0 <= unit < len(chain.units)}
+        more = {
+            chain.blocks[unit]
+            for border in borders[k : k + 2]
+            for unit in (border - 1, border)
+            if 0 <= unit < len(chain.units)
+        }
         if more <= opened:
             break
         opened |= more
@@ -42,8 +47,19 @@ def slowest_above_mean(chain: Chain, sizes: Sequence[int]) -> float:
 
 
 def even_sizes(chain: Chain, num_stages: int) -> list[int]:
-    """Return the units of each stage, as equal in number as can be where the chain can be cut."""
-    costs = [1.0] * len(chain.units)
+    """Return the units of each stage, with as many blocks each as can be; of units, if blocks may be opened.
+
+    The last stages take one more where the number does not divide.
+    """
+    of_blocks = chain.granularity == "block"
+    few, extra = divmod(len(chain.block_names) if of_blocks else len(chain.units), num_stages)
+    counts = [few + (stage >= num_stages - extra) for stage in range(num_stages)]
+    if few > 0:
+        sizes = chain.sizes_of(counts) if of_blocks else counts
+        if chain.forbidden.keys().isdisjoint(stop - 1 for stop in accumulate(sizes[:-1])):
+            return sizes
+    new = [place == 0 or chain.blocks[place] != chain.blocks[place - 1] for place in range(len(chain.units))]
+    costs = [float(is_new or not of_blocks) for is_new in new]
     return _balanced(chain, num_stages, costs, lambda unit: unit not in chain.forbidden)
 
 

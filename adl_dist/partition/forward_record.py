@@ -180,7 +180,7 @@ class Recording:
     opened: set[str] = field(default_factory=set)
     glue: set[str] = field(default_factory=set)
     moved: set[str] = field(default_factory=set)
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def _known(self) -> tuple[int, ...]:
         return len(self.state), *map(len, self.births.values()), len(self.whole), len(self.opened)
@@ -303,7 +303,7 @@ class _Frame:
         self.segment, self.since = ("", 0), Counter[str]()
 
     def key(self, name: str, *, is_module: bool) -> Key:
-        """Count a call of ``name``; functions since the last call of a module, so that left out modules count for none."""
+        """Count a call of ``name``; a function since the last call of a module, in case modules are left out."""
         if not is_module:
             self.since[name] += 1
             return self.path, name, (*self.segment, self.since[name] - 1)
@@ -347,10 +347,12 @@ class Recorder(TorchFunctionMode):
         """Return the modules in which a cut between blocks may lie; the blocks of an nn.Sequential are its children."""
         if _is_plain(self.model):
             return {name: not name for name, _ in self.model.named_modules()}
-        found = {}
+        found: dict[str, bool] = {}
         for name, module in self.model.named_modules():
             parent = name.rpartition(".")[0]
-            inside = not name or (found.get(parent, False) and (_is_plain(module) or _is_list(module) or has_blocks(module)))
+            inside = not name or (
+                found.get(parent, False) and (_is_plain(module) or _is_list(module) or has_blocks(module))
+            )
             found[name] = inside and self.is_followed[name] | _is_list(module)
         return found
 
@@ -371,7 +373,7 @@ class Recorder(TorchFunctionMode):
             self.origins.setdefault(_memory(tensor), ("state", name))
             if name in self.recording.state:
                 self._value(tensor, state_label(name))
-        self._at_start = {name: tensor for name, tensor in held_tensors(self.model)}
+        self._at_start = dict(held_tensors(self.model))
         args, kwargs = self._inputs(batch)
         self._drawn = _streams()
         Watch.active = self
@@ -415,7 +417,7 @@ class Recorder(TorchFunctionMode):
         return made  # type: ignore[no-any-return]
 
     def _order_runs(self) -> None:
-        """Sort the calls of all runs: one that an earlier run did not have comes after what was before it in this run."""
+        """Sort the calls of all runs: a call that this run lacks stays behind the one before it."""
         if self._first is not None and self._first != self._order:
             self.mode.decides = True
         self._first = self._first or [*self._order]
@@ -441,7 +443,12 @@ class Recorder(TorchFunctionMode):
     def finish(self) -> None:
         """Decide what is to be recorded again in another way."""
         for call in self.mode.calls.values():
-            if call.is_module and (call.has_effects or call.is_hidden) and not call.is_open and self._may_open(call.name):
+            if (
+                call.is_module
+                and (call.has_effects or call.is_hidden)
+                and not call.is_open
+                and self._may_open(call.name)
+            ):
                 self.recording.opened.add(call.name)
 
     def _may_open(self, name: str) -> bool:
@@ -543,6 +550,8 @@ class Recorder(TorchFunctionMode):
                     call.moves.add(self.state.get(id(tensor), ""))
                 elif call.is_tainted:
                     self._note_write(call, tensor, place=-1 - _place(leaves, tensor))
+        if call.name == "contiguous" and out is leaves[0]:
+            out = out.view_as(out)  # whether it is the same object depends on strides, which stages may have others of
         if call.is_tainted:
             self._note_predictable(call, function, args, kwargs, out, module)
             for place, leaf in enumerate(tensors_in(out)):
@@ -835,7 +844,12 @@ _OF_MODULES = {"_parameters", "_buffers", "_modules", "training", CALL}
 def _plain_state(module: nn.Module) -> list[Any]:
     """Return the attributes of ``module``: numbers and texts themselves, of others which object, and how long."""
     return [
-        (key, value if isinstance(value, PLAIN) else (id(value), len(value) if isinstance(value, list | dict | set) else 0))
+        (
+            key,
+            value
+            if isinstance(value, PLAIN)
+            else (id(value), len(value) if isinstance(value, list | dict | set) else 0),
+        )
         for key, value in vars(module).items()
         if key not in _OF_MODULES
     ]
@@ -857,7 +871,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def _streams() -> dict[str, Any]:
-    numpys = np.random.get_state(legacy=True)
+    numpys: Any = np.random.get_state(legacy=True)
     return {
         "torch": torch.default_generator.get_state().numpy().tobytes()
         + (torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_initialized() else b""),
@@ -879,7 +893,9 @@ def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _together(args: Any, kwargs: Any) -> Any:
     """Put arguments on meta, if one of them is."""
-    return map_tensors(_to_meta, (args, kwargs)) if any(t.is_meta for t in tensors_in((args, kwargs))) else (args, kwargs)
+    return (
+        map_tensors(_to_meta, (args, kwargs)) if any(t.is_meta for t in tensors_in((args, kwargs))) else (args, kwargs)
+    )
 
 
 def users_line() -> str:
@@ -910,20 +926,29 @@ def _intercepted(model: nn.Module, names: dict[int, str], watch: Recorder) -> It
     changed = []
     for module in model.modules():
         if module is not model:
-            changed.append((module, vars(module).get(CALL)))
-            vars(module)[CALL] = _interceptor(module, names[id(module)], watch)
+            place, own = place_of_call(module)
+            changed.append((module, place, vars(module).get(place)))
+            vars(module)[place] = _interceptor(module, names[id(module)], own, watch)
     try:
         yield
     finally:
-        for module, before in changed:
-            vars(module).pop(CALL, None)
+        for module, place, before in changed:
+            vars(module).pop(place, None)
             if before is not None:
-                vars(module)[CALL] = before
+                vars(module)[place] = before
 
 
-def _interceptor(module: nn.Module, name: str, watch: Recorder) -> Callable[..., Any]:
-    own: Callable[..., Any] = vars(module).get(CALL) or module._call_impl
+def place_of_call(module: nn.Module) -> tuple[str, Callable[..., Any]]:
+    """Return which attribute of ``module`` to replace to follow its calls, and what that does.
 
+    Forward hooks are the caller's: they run on each stage, before and after the forward.
+    """
+    if (module._forward_hooks or module._forward_pre_hooks) and is_openable(module):
+        return "forward", module.forward
+    return CALL, vars(module).get(CALL) or module._call_impl
+
+
+def _interceptor(module: nn.Module, name: str, own: Callable[..., Any], watch: Recorder) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return watch.module(module, name, own, args, kwargs)
 

@@ -22,7 +22,7 @@ from adl_dist.batch import Layout, Several, Tensors
 from adl_dist.errors import PartitionError
 from adl_dist.partition.absent import Results, infer, signature
 from adl_dist.partition.containers import map_tensors, other_leaves, tensors_in
-from adl_dist.partition.forward_record import CALL, INPUT, held_tensors, state_label, users_line
+from adl_dist.partition.forward_record import CALL, INPUT, held_tensors, place_of_call, state_label, users_line
 from adl_dist.partition.functions import ASK_DEVICE, LIKE_SECOND, Kind, kind_of, writes_to
 from adl_dist.partition.stage_plan import CallPlan, FramePlan, ModePlan, StagePlan, Way
 from adl_dist.partition.tape import Tape
@@ -38,6 +38,7 @@ from adl_dist.partition.value import (
     as_value,
     foreign_parameter,
     native,
+    turn_into,
 )
 from adl_dist.streams import seed_numpy, seed_torch
 
@@ -57,6 +58,9 @@ class StageModule(nn.Module):
             what does; set for each micro-batch by the stage that trains it, as :attr:`draws` asks.
         keep_tape: whether a forward leaves its calls in ``tape``, for ``forward(*acts, replay=tape)``.
     """
+
+    model: nn.Module
+    tape: Tape | None
 
     def __init__(
         self, model: nn.Module, plan: StagePlan, index: int, units: Sequence[str], layout: Layout | None = None
@@ -79,7 +83,7 @@ class StageModule(nn.Module):
             names.setdefault(id(tensor), []).append(name)
         held: dict[str, Tensor] = {}
         for name, tensor in held_tensors(model):
-            stages = plan.holders[name] if name in plan.holders else ()
+            stages = plan.holders.get(name, ())
             memo[id(tensor)] = self._own_or_other(name, tensor, stages)
             if stages and (index == stages[0] or (index in stages and isinstance(tensor, nn.Parameter))):
                 held |= dict.fromkeys(names.get(id(tensor), ()), memo[id(tensor)])
@@ -102,7 +106,8 @@ class StageModule(nn.Module):
         for module in twin.modules():
             name = names_of[id(module)]
             if name in followed:
-                vars(module)[CALL] = _call_of(module, name, self)
+                place, own = place_of_call(module)
+                vars(module)[place] = _call_of(module, name, own, self)
 
     def _own_or_other(self, name: str, tensor: Tensor, stages: Sequence[int]) -> Tensor:
         """Return what this stage has for a tensor of the model."""
@@ -178,7 +183,7 @@ class StageModule(nn.Module):
         """Put another tensor in the place of one of this stage, which was on meta."""
         path, _, key = name.rpartition(".")
         for module in {id(m): m for m in (self.model.get_submodule(path), *self._registered(path))}.values():
-            registry = module._parameters if isinstance(tensor, nn.Parameter) else module._buffers
+            registry: Any = module._parameters if isinstance(tensor, nn.Parameter) else module._buffers
             registry[key] = tensor
         self._device = None
 
@@ -200,7 +205,9 @@ class StageModule(nn.Module):
     def draws(self) -> tuple[frozenset[str], frozenset[str]]:
         """Streams of which it draws in any mode: for what does not depend on the batch, and for what does."""
         modes = self.plan.modes.values()
-        common, own = (frozenset[str]().union(*some) for some in zip(*((m.draws, m.draws_own) for m in modes), strict=True))
+        common, own = (
+            frozenset[str]().union(*some) for some in zip(*((m.draws, m.draws_own) for m in modes), strict=True)
+        )
         return common, own
 
     def take_changes(self) -> None:
@@ -322,9 +329,8 @@ def _visible(frame: FramePlan, stage: int) -> Iterator[str]:
                 yield from _visible(planned.frame, stage)
 
 
-def _call_of(module: nn.Module, name: str, stage: StageModule) -> Callable[..., Any]:
-    """Return what runs in the place of calls of ``module``."""
-    own: Callable[..., Any] = vars(module).get(CALL) or module._call_impl
+def _call_of(module: nn.Module, name: str, own: Callable[..., Any], stage: StageModule) -> Callable[..., Any]:
+    """Return what runs in the place of ``own``, the calls of ``module``."""
     index = stage.index
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -348,7 +354,7 @@ def _call_of(module: nn.Module, name: str, stage: StageModule) -> Callable[..., 
             elif planned.is_plain and planned.first == index and run.is_plain and type(arg) is Value:
                 mark = arg.mark
                 if not mark.absent and mark.data is None:
-                    arg.__class__ = Tensor
+                    arg.__class__ = Tensor  # type: ignore[assignment]
                     run.frame = None
                     try:
                         out = own(arg)
@@ -421,7 +427,7 @@ class _Run:
         layout = stage._layout
         if layout is None:
             return tuple(inputs), {}
-        return Several(tuple(inputs), layout).arguments  # type: ignore[return-value]
+        return Several(tuple(inputs), layout).arguments
 
     def _receive(self, acts: Tensors) -> list[Any]:
         """Bind what came from the stage before to labels, and return the shapes of the inputs."""
@@ -441,7 +447,9 @@ class _Run:
             for labels, tensor in zip(edge, tensors, strict=True):
                 self._bind(labels, tensor)
         if sizes is not None:
-            shapes = [torch.Size([d if isinstance(d, int) else tensors[d[0]].shape[d[1]] for d in dims]) for dims in sizes]
+            shapes = [
+                torch.Size([d if isinstance(d, int) else tensors[d[0]].shape[d[1]] for d in dims]) for dims in sizes
+            ]
         return shapes
 
     def _bind(self, labels: Sequence[Label], tensor: Tensor) -> None:
@@ -532,8 +540,8 @@ class _Run:
         labels = self.mode.crossing[self.index][slot]
         if kept is None:
             raise ForwardError(
-                f"stage {self.index}: '{labels[0][1]}' did not run in this micro-batch, but its result goes to the next "
-                "stage, as in the recorded ones, the first"
+                f"stage {self.index}: '{labels[0][1]}' did not run in this micro-batch, but its result crosses to the "
+                "next stage in all recorded ones, which were the first"
             )
         return kept
 
@@ -579,7 +587,7 @@ class _Run:
             leaves = tensors_in((args, kwargs))
             if planned.follows:
                 stage = max((leaf.mark.stage for leaf in leaves if type(leaf) is Value), default=EVERYWHERE)
-            if stage == index or stage == EVERYWHERE:
+            if stage in (index, EVERYWHERE):
                 return self._compute(own, key, stage, args, kwargs, leaves, draws=planned.draws, planned=planned)
             return self._skip(planned, key, stage, module, own, args, kwargs, leaves)
 
@@ -644,7 +652,7 @@ class _Run:
 
     def _value_of(self, tensor: Tensor, mark: Mark) -> Tensor:
         """Return a received tensor as a value; a copy, if this stage writes to it."""
-        if type(tensor) is not Value:
+        if type(tensor) is not Value and mark.label is not None:
             if mark.label in self.mode.overwritten:
                 tensor = self._cloned(tensor)
             as_value(tensor, Mark(mark.label, mark.stage, absent=False))
@@ -671,7 +679,7 @@ class _Run:
         stage: int,
         args: Any,
         kwargs: Any,
-        leaves: Sequence[Tensor],
+        leaves: Sequence[Any],
         *,
         draws: bool,
         planned: CallPlan | None,
@@ -679,7 +687,7 @@ class _Run:
     ) -> Any:
         """Run a call of this stage, with what it lacks replaced by what it has received."""
         written = planned.written if planned is not None else ()
-        values = [leaf for leaf in leaves if type(leaf) is Value or type(leaf) is ForeignParameter]
+        values: list[Any] = [leaf for leaf in leaves if type(leaf) is Value or type(leaf) is ForeignParameter]
         if self.is_plain and not written and target is None and (planned is None or planned.rule is None):
             for leaf in values:
                 if type(leaf) is not Value or leaf.mark.absent or leaf.mark.data is not None:
@@ -701,7 +709,7 @@ class _Run:
             args, kwargs = map_tensors(lambda t: replaced.get(id(t), t), (args, kwargs))
         marks = [(t, t.mark) for t in replaced.values() if type(t) is Value]
         for tensor, _ in marks:
-            tensor.__class__ = Tensor
+            turn_into(tensor, Tensor)
         frame, self.frame = self.frame, None
         try:
             if draws and self.mode.draws:
@@ -727,19 +735,19 @@ class _Run:
     def _run(self, function: Callable[..., Any], args: Any, kwargs: Any, values: Sequence[Tensor]) -> Any:
         """Run a call whose ``values`` are all there, as plain tensors inside."""
         for leaf in values:
-            leaf.__class__ = Tensor  # type: ignore[assignment]
+            turn_into(leaf, Tensor)
         frame, self.frame = self.frame, None
         try:
             return function(*args, **kwargs)
         finally:
             self.frame = frame
             for leaf in values:
-                leaf.__class__ = Value  # type: ignore[assignment]
+                turn_into(leaf, Value)
 
-    def marked(
-        self, out: Any, key: tuple[str, str, Any], originals: Any = None, stage: int | None = None
-    ) -> Any:
+    def marked(self, out: Any, key: tuple[str, str, Any], originals: Any = None, stage: int | None = None) -> Any:
         """Note the result of a call of this stage; what it received is in it as the forward knows it."""
+        if key[1] == "contiguous" and (type(out) is Value or originals):
+            out, originals = out.view_as(out), None
         if type(out) is Tensor and not originals:
             self.made(out, (*key, 0), stage)
             return out
@@ -756,8 +764,7 @@ class _Run:
         """Note a tensor that this stage has computed."""
         if tensor.is_meta:
             self.fail(f"'{label[1]}' is computed with a parameter or buffer that another stage holds")
-        tensor.__class__ = Value  # type: ignore[assignment]
-        tensor.mark = Mark(label, self.index if stage is None else stage, False)  # type: ignore[attr-defined]
+        as_value(tensor, Mark(label, self.index if stage is None else stage, False))
         if label in self._wanted:
             self._produced(label, tensor)
 
@@ -785,9 +792,9 @@ class _Run:
             return
         mark = tensor.mark
         found = mark.data if mark.data is not None else None if mark.absent else tensor
-        if found is None:
+        if found is None and mark.label is not None:
             found = self.received.get(mark.label)
-        if found is not None:
+        if found is not None and mark.label is not None:
             self._found[mark.label] = found
 
     def _check_rule(self, planned: CallPlan, key: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -860,11 +867,9 @@ class _Run:
                 self.tape.note(func, args, kwargs, None)
             return func(*args, **kwargs)
         target = writes_to(name, args, kwargs)
-        if stage == self.index or stage == EVERYWHERE:
+        if stage in (self.index, EVERYWHERE):
             draws = planned.draws if planned is not None else True
-            return self._compute(
-                func, key, stage, args, kwargs, leaves, draws=draws, planned=planned, target=target
-            )
+            return self._compute(func, key, stage, args, kwargs, leaves, draws=draws, planned=planned, target=target)
         if planned is None:
             planned = next(reversed(plans.values()))
         if target is None:
@@ -881,7 +886,7 @@ class _Run:
         """Note that another stage writes to ``target``, and give it the elements that were received for it."""
         if type(target) is not Value:
             as_value(target, Mark(label, stage, absent=False))
-        mark = target.mark
+        mark: Mark = vars(target)["mark"]
         if mark.cache is not None:
             mark.cache.forget()
             mark.cache = None
@@ -946,7 +951,9 @@ class _Run:
             args, kwargs = map_tensors(lambda t: self._resolved(t, "a question"), (args, kwargs))
             out = func(*args, **kwargs)
             if known is not None and out != known:
-                self.fail(f"the answer is {out} here, and was {known} in all recorded micro-batches, as other stages expect")
+                self.fail(
+                    f"the answer is {out} here, and was {known} in all recorded micro-batches, as other stages expect"
+                )
             if known is None and self.stage.plan.num_stages > 1:
                 self.fail("asks for elements that other stages do not have")
             return out
@@ -972,11 +979,11 @@ class _Run:
         if not mark.absent and not (self._stale and _memory(tensor) in self._stale and mark.stage != self.index):
             return tensor
         found = self.received.get(mark.label) if mark.label is not None else None
-        if found is None:
+        if found is None or mark.label is None:
             made = "a parameter or an input" if mark.label is None else f"'{mark.label[1]}'"
             self.fail(
-                f"stage {self.index} computes '{where}' with a tensor {list(tensor.shape)} of {made}, which it does not "
-                "have: no recorded micro-batch used it there, or it was kept from an earlier micro-batch"
+                f"stage {self.index} computes '{where}' with a tensor {list(tensor.shape)} of {made}, which it lacks: "
+                "no recorded micro-batch used it there, or it was kept from an earlier micro-batch"
             )
         if found.shape != tensor.shape or found.dtype != tensor.dtype:
             self.fail(
@@ -1017,7 +1024,9 @@ class _Run:
 
     def fail(self, why: str) -> NoReturn:
         """Raise, and again at the end, should the forward catch it."""
-        error = ForwardError(f"{users_line()}: stage {self.index}: {why}" if not why.startswith("stage ") else f"{users_line()}: {why}")
+        error = ForwardError(
+            f"{users_line()}: stage {self.index}: {why}" if not why.startswith("stage ") else f"{users_line()}: {why}"
+        )
         self.failure = self.failure or error
         raise error
 
@@ -1026,8 +1035,8 @@ class _Run:
         text = str(error)
         if any(word in text for word in ("meta tensor", "device meta", "on meta", "Meta")):
             raise ForwardError(
-                f"{users_line_of(error)}: stage {self.index} computes with a tensor of another stage that is kept in an "
-                f"object or reached past the calls of modules ({type(error).__name__}: {text.splitlines()[0]})"
+                f"{users_line_of(error)}: stage {self.index} computes with a tensor of another stage that is kept in "
+                f"an object or reached past the calls of modules ({type(error).__name__}: {text.splitlines()[0]})"
             ) from error
 
 

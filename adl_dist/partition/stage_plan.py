@@ -11,9 +11,20 @@ from adl_dist.partition.absent import Results, SizeRule
 from adl_dist.partition.forward_record import INPUT, Call, Key, ModeRecord, Recording, state_label
 from adl_dist.partition.value import EVERYWHERE, Label
 
-
 VIEWS = {
-    *("__getitem__", "select", "narrow", "chunk", "split", "unbind", "view", "reshape", "flatten", "unflatten", "expand"),
+    *(
+        "__getitem__",
+        "select",
+        "narrow",
+        "chunk",
+        "split",
+        "unbind",
+        "view",
+        "reshape",
+        "flatten",
+        "unflatten",
+        "expand",
+    ),
     *("transpose", "permute", "movedim", "squeeze", "unsqueeze", "T", "mT", "t", "swapaxes", "view_as", "detach"),
 }  # of torch's functions, those that only look at memory
 
@@ -223,8 +234,15 @@ def plan_stages(recording: Recording, units: Sequence[Unit], sizes: Sequence[int
                 if len(holders.get(name, ())) > 1:
                     reason = f"'{name}' is changed by the forward and used on both sides"
                     raise CutImpossibleError(min(holders[name]), reason)
+    around: dict[str, int] = {}  # of each module, the last stage that calls it
+    for assigned in planned.values():
+        around |= {call.name: max(assigned.calls[call.key], 0) for call in assigned.called_modules()}
     for name in names:
-        holders.setdefault(name, {num_stages - 1})
+        if name not in holders:
+            path = name.rpartition(".")[0]
+            while path and path not in around:
+                path = path.rpartition(".")[0]
+            holders[name] = {around.get(path, num_stages - 1)}
     return StagePlan(
         num_stages,
         recording,
@@ -344,14 +362,26 @@ class _Assignment:
             late = [c for c in views[source] if any(self._last(label) > self.calls[c.key] for label in c.makes)]
             crossing = [label for c in late for label in c.makes if self._last(label) > self.calls[c.key]]
             nbytes = sum(self.mode.nbytes[label] for label in crossing)
-            if late and self.calls[late[0].key] != EVERYWHERE and (
-                nbytes >= self.mode.nbytes.get(source, 0) or self._last(source) > self.calls[late[0].key]
-            ):
+            saves = len(crossing) > 1 and nbytes >= self.mode.nbytes.get(source, 0)
+            saves = saves or (bool(late) and self._last(source) > self.calls[late[0].key])
+            if saves and self.calls[late[0].key] != EVERYWHERE and all(map(self._is_followed_later, late)):
                 repeated |= {call.key for call in late}
                 self.last_use[source] = max(self._last(label) for label in (source, *crossing))
                 for label in crossing:
                     self.last_use[label] = self.labels[label]
         return repeated
+
+    def _is_followed_later(self, call: Call) -> bool:
+        """Return whether stages after that of ``call`` follow the forward that makes it."""
+        around = call.parent
+        if around is None:
+            return True
+        inside = (s for key, s in self.calls.items() if key[0] == around.path or key[0].startswith(f"{around.path}/"))
+        return around.has_effects or max(inside) > self.calls[call.key]
+
+    def called_modules(self) -> list[Call]:
+        """Return the calls of modules that run as a whole."""
+        return [call for call in self.mode.calls.values() if call.is_module and call.key in self.calls]
 
     def users(self) -> dict[str, set[int]]:
         """Return the stages that compute with each tensor of the model."""
@@ -387,7 +417,12 @@ class _Assignment:
             labels=[*labels],
             aliases=aliases,
             common={label for label in self.mode.shapes if label[1] == INPUT and self._is_common(label)},
-            overwritten={label for label, memory in self.mode.memory.items() if memory in written},
+            overwritten={
+                one
+                for label, memory in self.mode.memory.items()
+                if memory in written
+                for one in (label, *aliases.get(label, ()))
+            },
             recorded=self.mode,
         )
 
@@ -419,7 +454,7 @@ class _Assignment:
 
     def _common(self) -> dict[int, int]:
         """Return the last stage that needs each whole-number input."""
-        found = {place: self.num_stages - 1 for place in (*self.mode.asked, *self.mode.common)}
+        found = dict.fromkeys((*self.mode.asked, *self.mode.common), self.num_stages - 1)
         for call in self.mode.calls.values():
             for place in call.common:
                 found[place] = max(found.get(place, 0), self.calls.get(call.key, 0))
@@ -481,13 +516,23 @@ class _Assignment:
             if call.has_effects or call.is_hidden or not inside:
                 way = Way.THROUGH
         written = tuple(-1 - label[3] for label in call.makes if label[3] < 0) if call.is_module else ()
+        follows = not call.is_open and self.follows[call.key]
         return CallPlan(
-            call.key, way, first, last, stages or (last,), call.draws or _draws_inside(call, self.mode), call.answer,
-            call.varies, call.rule, written, follows=not call.is_open and self.follows[call.key],
-            repeats=call.key in self.repeated, is_module=call.is_module,
-            is_plain=way is Way.WHOLE and first >= 0 and not (written or call.rule or call.is_open and call.has_effects)
-            and not self.follows.get(call.key, False),
-        )  # fmt: skip
+            key=call.key,
+            way=way,
+            first=first,
+            last=last,
+            stages=stages or (last,),
+            draws=call.draws or _draws_inside(call, self.mode),
+            answer=call.answer,
+            varies=call.varies,
+            rule=call.rule,
+            written=written,
+            follows=follows,
+            repeats=call.key in self.repeated,
+            is_module=call.is_module,
+            is_plain=way is Way.WHOLE and first >= 0 and not (written or call.rule or follows),
+        )
 
 
 def _draws_inside(call: Call, mode: ModeRecord) -> bool:

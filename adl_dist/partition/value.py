@@ -58,7 +58,7 @@ class ForeignParameter(nn.Parameter):
     """A parameter of another stage, on meta."""
 
     mark = Mark(None, EVERYWHERE, absent=True)
-    __torch_function__ = Value.__torch_function__  # type: ignore[assignment]
+    __torch_function__ = Value.__torch_function__
 
 
 class _Applied:
@@ -93,20 +93,25 @@ def _follow_apply(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 # torch hands no call of an autograd function to __torch_function__. Outside of a followed forward this changes nothing.
-torch.autograd.Function.apply = classmethod(_follow_apply)  # type: ignore[assignment,method-assign]
+torch.autograd.Function.apply = classmethod(_follow_apply)
+
+
+def turn_into(tensor: Any, kind: type) -> None:
+    """Change the class of a tensor; the object stays the same."""
+    tensor.__class__ = kind
 
 
 def as_value(tensor: Tensor, mark: Mark) -> Tensor:
     """Turn ``tensor`` into a value; the object stays the same."""
-    tensor.__class__ = Value  # type: ignore[assignment]
-    tensor.mark = mark  # type: ignore[attr-defined]
+    vars(tensor)["mark"] = mark
+    turn_into(tensor, Value)
     return tensor
 
 
 def as_tensor(tensor: Tensor) -> Tensor:
     """Turn a value back into a plain tensor; the object stays the same."""
     if type(tensor) is Value:
-        tensor.__class__ = Tensor
+        turn_into(tensor, Tensor)
     return tensor
 
 

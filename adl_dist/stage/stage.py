@@ -492,7 +492,7 @@ class Stage:
 
     def _seed_forward(self, micro_batch: int) -> None:
         self._random.seed(micro_batch, self._device)
-        if self._draws_common:
+        if self._draws_common and self._part is not None:
             self._part.seeds = self._random.seeds_of(micro_batch)
 
     def _weights_of(self, version: int, *, forward: bool = False) -> AbstractContextManager[None]:

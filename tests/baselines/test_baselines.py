@@ -18,7 +18,6 @@ from adl_dist.partition import Chain, checked_sizes
 from tests.support.equations import assert_close
 from tests.support.ranks import run_ranks
 from tests.support.runs import BALANCE, sgd, toy_trainer
-from tests.support.slices import cut
 from tests.support.tiers import slow
 from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
 from tests.support.values import QUIET

@@ -148,7 +148,7 @@ REFUSED = [
     (["-m", "seed=interval(0,1)"], ["cannot be enumerated", "seed=A,B"]),
     (["-m", "sweep.jobs=0"], ["sweep.jobs must be at least 1, got 0"]),
     (["-m", "sweep.job=2"], ["there is no key 'sweep.job'", "did you mean 'sweep.jobs'?"]),
-    (["-m", "seed=0,1", "partition.num_stages=2,9"], ["/k9-seed0: ", "partition.num_stages=9 needs 8 cuts"]),
+    (["-m", "seed=0,1", "partition.num_stages=2,99"], ["/k99-seed0: ", "partition.num_stages=99 needs 98"]),
     (["-m", "model.depth=8,9", "model=resnet8", "partition.num_stages=1"], ["depth9", "model.depth=9 is not 6n+2"]),
     (["-m", '++sweep.variants.x=["method.wieghts=latest"]'], ["x: ", "did you mean 'method.weights'?"]),
     (["-m", '++sweep.variants.x=["method=bp","method.weights=latest"]'], ["x: ", "means nothing to method=bp"]),

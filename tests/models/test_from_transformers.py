@@ -20,6 +20,8 @@ from tests.support.values import SILENT
 hf = pytest.importorskip("transformers")
 from tests.support.hf_models import FAMILIES, GPT2, LENGTH, VOCAB, hf_input, hf_net  # noqa: E402
 
+SUMMED = ("gemma3", "swin", "convnext")  # a value that modules on three stages use: its gradients are summed
+
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_network_in_five_stages_computes_the_same(family):
@@ -28,7 +30,7 @@ def test_a_network_in_five_stages_computes_the_same(family):
     if "ids" in str(layout_of(batches[0])):
         batches.append(hf_input(family, 3).map(lambda tensor: tensor[:, 2:6]))
     told = compare(lambda: hf_net(family).double(), batches, 5)
-    assert told.kind == "equal" or (told.kind == "close" and family == "gemma3"), told
+    assert told.kind == "equal" or (told.kind == "close" and family in SUMMED), told
 
 
 def test_a_network_is_the_librarys_own():

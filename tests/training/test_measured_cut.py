@@ -56,7 +56,7 @@ def test_auto_cuts_before_the_slow_unit_and_keeps_its_profile(tmp_path):
     fit(trainer, tmp_path)
     assert trainer._partitioned.sizes == [4, 2]
     profile = Profile.load(tmp_path / "profile.json")
-    assert [unit.name for unit in profile.units] == ["0", "1", "2", "3", "4", "5"]
+    assert [unit.name for unit in profile.units] == ["0.1", "1", "2", "3", "4", "5"]
     assert set(trainer.full_state_dict()) == set(slow_in_the_middle().state_dict())
 
     # The same command cuts by the same measurement, whatever it would measure now; one of something else is not read.
@@ -157,11 +157,10 @@ def test_a_measured_cut_is_settled_with_the_whole_state_there():
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"num_stages": 9, "granularity": "block"}, "needs at least 9 units, but the model has 7"),
         ({"speeds": [1.0]}, r"partition\.speeds=\[1\.0\] must be 2 numbers"),
         ({"speeds": [1.0, 0.0]}, "above 0"),
         ({"balance": "even", "speeds": [1.0, 2.0]}, r"needs partition\.balance=auto"),
-        ({"balance": "best"}, "none of 'auto', 'even'"),
+        ({"balance": "best"}, "not one of 'flops', 'even', 'auto'"),
     ],
 )
 def test_nonsense_is_refused_before_anything_is_measured(changed, said):
