@@ -82,6 +82,9 @@ class _Called(nn.Module):
         super().__init__()
         vars(self).update(_modules=stage._modules, _parameters=stage._parameters, _buffers=stage._buffers, _run=stage)
 
+    def __deepcopy__(self, memo):  # it was made for one run of the equations
+        return self
+
     def train(self, mode=True):
         self._run.train(mode)
         return super().train(mode)

@@ -14,7 +14,7 @@ from torch import nn
 import adl_dist
 from adl_dist import engine
 from adl_dist.errors import ConfigError, DataError
-from adl_dist.partition import Chain
+from adl_dist.partition import Chain, checked_sizes
 from adl_dist.schedule import work
 from tests.support.commands import assert_same
 from tests.support.equations import assert_close
@@ -177,7 +177,8 @@ class Doubling(nn.Sequential):
 def test_a_sequential_with_its_own_forward_is_cut_as_that_says():
     model, x = Doubling(nn.Linear(3, 3), nn.Linear(3, 2)), torch.randn(4, 3)
     chain = Chain(model, [x[:2], x])
-    stages = chain.stages(model, chain.plan([1, 1]), [1, 1], [0, 1])
+    sizes = checked_sizes(chain, 2, ["1"])
+    stages = chain.stages(model, chain.plan(sizes), sizes, [0, 1])
     assert [[*stage.state_dict()] for stage in stages] == [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
     assert torch.equal(stages[1](*stages[0](x)), model(x))
 
