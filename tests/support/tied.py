@@ -107,7 +107,7 @@ class Holder(Versions):
 def tied_by_the_equations(K, M, delays, weights="stash", *, dtype=torch.float64, flushes=False, **options):
     """Return the weights of the net by the equations; ``flushes``: no copy is late."""
     net = tied_net().to(dtype)
-    modules = cut(net, num_stages=K, balance=TIED_BALANCE[K], keeps_ties=None) if K > 1 else [net]
+    modules = cut(net, num_stages=K, balance=TIED_BALANCE[K]) if K > 1 else [net]
     names = [[name for name, _ in module.named_parameters()] for module in modules]
     of_module, of_last = [{} for _ in modules], [{} for _ in modules]
     for group in SHARED:

@@ -68,7 +68,8 @@ def fitted(name, K, M, method="adl", *, loss_fn=LOSS, codec="none", **options):
 def modules(K):
     if K == 1:
         return [_Whole(encoder().double())]
-    one = [Several.of(of) for of, _ in batches(Masked(6), None, 2)[:1] + batches(Masked(6), None, 4)[:1]]
+    whole = [Several.of(of) for of, _ in batches(Masked(6), None, 2)[:1] + batches(Masked(6), None, 4)[:1]]
+    one = [whole[0], whole[1], whole[0].map(lambda tensor: tensor[:, :5])]
     model = encoder().double()
     chain = Chain(model, one, granularity="block")
     sizes = even_sizes(chain, K)

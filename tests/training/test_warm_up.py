@@ -4,7 +4,6 @@ import functools
 
 import pytest
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adl_dist.errors import ConfigError
@@ -16,7 +15,7 @@ from adl_dist.training.warm_up import check_without_warm_up
 from adl_dist.training.warm_updates import warm_up_updates
 from tests.support import runs
 from tests.support.commands import assert_same
-from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
+from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import QUIET
 
 
@@ -124,28 +123,6 @@ def test_lengths_that_change_over_nccl_need_loaded_kernels(loading, monkeypatch)
     else:
         with pytest.raises(ConfigError, match="set CUDA_MODULE_LOADING=EAGER in the environment of all ranks"):
             check_without_warm_up("nccl")
-
-
-class Remembers(nn.Module):
-    """Counts its calls where no state dict has it, and draws from a generator of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-        self.generator = torch.Generator().manual_seed(1)
-
-    def forward(self, x):
-        self.calls += 1
-        return x + torch.rand(1, generator=self.generator, dtype=x.dtype) * self.calls
-
-
-def test_a_warm_up_leaves_no_trace_in_what_only_python_sees(monkeypatch):
-    def final(warms_up):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Flatten(), nn.Linear(72, 8), Remembers(), nn.Linear(8, 8), nn.Linear(8, NUM_CLASSES))
-        return trained("adl", {}, monkeypatch, warms_up=warms_up, model=model, of_trainer={"balance": "even"})
-
-    assert_same(final(True), final(False))
 
 
 def test_each_size_is_computed_before_training(monkeypatch):
