@@ -128,6 +128,7 @@ class ModeRecord:
         shapes: of each label, the shapes in the runs.
         inputs, dtypes: the shapes of the inputs in the runs, and their dtypes.
         nbytes: of each label, its bytes for one sample.
+        tensors: of each label, its dtype, and whether it is part of a graph.
         memory: of each label, a number of the memory that it lies in.
         outputs: labels of the values in the model's result.
         uses, common: names of parameters, and places of whole-number inputs, that the result depends on besides.
@@ -143,6 +144,7 @@ class ModeRecord:
     inputs: list[list[torch.Size]] = field(default_factory=list)
     dtypes: list[torch.dtype] = field(default_factory=list)
     nbytes: dict[Label, float] = field(default_factory=dict)
+    tensors: dict[Label, tuple[torch.dtype, bool]] = field(default_factory=dict)
     memory: dict[Label, int] = field(default_factory=dict)
     outputs: dict[Label, None] = field(default_factory=dict)
     uses: set[str] = field(default_factory=set)
@@ -710,6 +712,7 @@ class Recorder(TorchFunctionMode):
         self._set(tensor, _Fact(label, begin=self.position))
         self.mode.shapes.setdefault(label, []).append(tensor.shape)
         self.mode.memory[label] = self._memory(tensor)
+        self.mode.tensors[label] = tensor.dtype, tensor.requires_grad
         self.mode.nbytes.setdefault(label, tensor.nbytes / max(1, len(tensor) if tensor.ndim else 1))
         self.made_in[label] = tuple(frame.call for frame in self.frames if frame.call is not None)
         if call is not None:

@@ -230,8 +230,8 @@ class PartitionedModel:
         self.verify_seconds = trial.verify_seconds
         if trial.is_lazy:
             self._note(
-                "each process makes or reads the weights of its own stages only; the stages were run on shapes, and "
-                "their values were not compared with the uncut model's, since no process holds all weights"
+                "each process makes or reads the weights of its own stages only; shapes and calls were recorded, and "
+                "values were not compared with the uncut model's, since no process holds all weights"
             )
         elif self.verify_seconds is not None:
             seconds = f"{self.verify_seconds:.2f} s"

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from adl_dist.training.trial.homes import Homes
-from adl_dist.training.trial.operations import first_difference, record
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -17,13 +15,14 @@ from torch.utils.data import TensorDataset
 
 from adl_dist.checkpoint import storage
 from adl_dist.checkpoint.policy import CheckpointPolicy
-from adl_dist.errors import CheckpointError, ConfigError, PartitionError
+from adl_dist.errors import CheckpointError, ConfigError
 from adl_dist.losses import TokenCrossEntropy
 from adl_dist.models import gpt, llama, vit
-from adl_dist.partition.chain import SequentialChain
 from adl_dist.training.lazy_weights import LazyWeights, given_weights
+from adl_dist.training.options import PartitionSpec
+from adl_dist.training.partitioned_model import PartitionedModel
 from tests.support.commands import assert_same
-from tests.support.ranks import RanksFailed, run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.runs import toy_trainer
 from tests.support.tiers import slow
 from tests.support.values import QUIET
@@ -181,7 +180,7 @@ def test_k_processes_train_a_model_on_meta_as_a_built_one(K, sharded):
     for runs, _ in by_rank:
         for (state, _, notes), (wanted, *_) in zip(runs, expected, strict=True):
             assert_same(state, wanted)
-            assert "found to do the same operations as the uncut one" in notes[-1]
+            assert "values were not compared with the uncut model's" in notes[-1]
     for run, (wanted, *_) in enumerate(expected):
         for name in wanted:
             assert [of_rank[0][run][1][name] for of_rank in by_rank].count(False) == 1
@@ -374,130 +373,9 @@ def test_files_that_are_in_the_index_only_are_named(sharded, tmp_path):
         toy_trainer(1, model=build("llama", on_meta=True), init_from=tmp_path)
 
 
-def refuse(kind):
-    """Raises the error of a rank for a model on meta that cannot be cut or tried out."""
-    images = TensorDataset(torch.randn(8, 4), torch.zeros(8, dtype=torch.int64))
-    with META:
-        model, options = REFUSED[kind][0](), REFUSED[kind][1]
-        model.loss = None
-    toy_trainer(2, model=model, **options).fit(images, epochs=1, batch_size=4, monitoring=QUIET)
-
-
-class Branches(nn.Linear):
-    def forward(self, x):
-        return super().forward(x) if x.sum() > 0 else x
-
-
-class Reads(nn.Linear):
-    """Computes with the weight of another unit, by a reference that is not registered."""
-
-    def __init__(self, other):
-        super().__init__(4, 4)
-        self.others = [other]
-
-    def forward(self, x):
-        with torch.no_grad():
-            return super().forward(x) + self.others[0].weight.sum()
-
-
-class Counts(nn.Linear):
-    def __init__(self, calls):
-        super().__init__(4, 4)
-        self.calls = calls
-
-    def forward(self, x):
-        self.calls.append(1)
-        return super().forward(x) * len(self.calls)
-
-
-def two(unit, other=None):
-    return nn.Sequential(nn.Linear(4, 4), unit, other or nn.Linear(4, 4), nn.Linear(4, 2))
-
-
-def reading():
-    first = nn.Linear(4, 4)
-    return nn.Sequential(first, nn.Linear(4, 4), Reads(first), nn.Linear(4, 2))
-
-
-def counting():
-    calls = []
-    return two(Counts(calls), Counts(calls))
-
-
-REFUSED = {
-    "measured": (lambda: two(nn.ReLU()), {"balance": "auto"}, "partition.balance=auto measures units with their weigh"),
-    "traced": (lambda: two(nn.ReLU()), {"granularity": "layer"}, "expected an nn.Sequential of units, without hooks"),
-    "statistics": (lambda: two(nn.BatchNorm1d(4)), {}, "a forward writes to '1.num_batches_tracked'"),
-    "autocast": (lambda: two(nn.ReLU()), {"autocast": torch.bfloat16}, "runtime.autocast changes what travels"),
-    "values": (lambda: two(Branches(4, 4)), {}, "stage 0 .* fails on it"),
-    "reference": (reading, {}, "'0.weight' is a tensor of stage 0 .*, but stage 1 .* computes with it, too"),
-    "counter": (counting, {}, "writes to '.*calls.*', which stage 1 .* reaches, too"),
-}
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_be_tried_out_without_values_is_refused(kind):
-    with pytest.raises(RanksFailed, match=REFUSED[kind][2]):
-        run_ranks(2, refuse, kind)
-
-
-# --- The guard: a cut model does the operations of the uncut one ----------------------------------------------------
-
-
-def operations(stages, model, batch):
-    for p in model.parameters():
-        p.grad = None
-    return record(stages, model, batch, homes=Homes(stages) if len(stages) > 1 else None)
-
-
-@pytest.mark.parametrize(
-    "cut",
-    [
-        lambda m: [m[:2], nn.Sequential(m[3], m[2])],
-        lambda m: [m[:2], m[3:]],
-        lambda m: [m[:2], nn.Sequential(m[2], m[3], nn.Dropout(0.1))],
-        lambda m: [m[:1], nn.Sequential(Detached(m[1]), m[2], m[3])],
-        lambda m: [m[:2], nn.Sequential(nn.Linear(4, 4, device="meta"), m[3])],
-    ],
-    ids=["another order", "a unit less", "a unit more", "a detached value", "other weights"],
-)
-def test_a_model_that_does_something_else_on_meta_is_told(cut):
-    with META:
-        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
-        batch = torch.zeros(2, 4)
-    uncut = operations([model], model, batch)
-    for all_of_it in (True, False):
-        same, other = operations([model[:2], model[2:]], model, batch), operations(cut(model), model, batch)
-        assert first_difference(uncut, same, all_of_it=all_of_it) is None
-        assert first_difference(uncut, other, all_of_it=all_of_it) is not None
-
-
-class Detached(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x.detach())
-
-
-def train_another_model():
-    pieces = SequentialChain.pieces
-    SequentialChain.pieces = lambda self, sizes: [
-        *pieces(self, sizes)[:-1],
-        nn.Sequential(nn.Dropout(0.1), self_last(self)),
-    ]
-    trained("gpt", 2, on_meta=True)
-
-
-def self_last(chain):
-    return nn.Sequential(*(child for _, child in chain._children[3:]))
-
-
-@pytest.mark.ranks
-def test_a_cut_that_makes_another_model_on_meta_does_not_train():
-    with pytest.raises(
-        RanksFailed, match=f"{PartitionError.__name__}.*the cut model is not the uncut one: in training"
-    ):
-        run_ranks(2, train_another_model)
+def test_units_cannot_be_measured_without_weights():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    weights = LazyWeights(model, files=None, seed=0)
+    with pytest.raises(ConfigError, match=r"partition.balance=auto measures units with their weights"):
+        PartitionedModel(model, 2, PartitionSpec(balance="auto"), own=[0], weights=weights)

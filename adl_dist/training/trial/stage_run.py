@@ -18,7 +18,7 @@ from adl_dist.batch import Batch, Tensors, as_classes, detached, layout_of, tens
 from adl_dist.errors import AdlError, ConfigError
 from adl_dist.memory import shared_memory, storage_of
 from adl_dist.partition.containers import map_tensors, tensors_in
-from adl_dist.partition.stage_plan import CutImpossibleError
+from adl_dist.partition.stage_plan import CutImpossibleError, ModePlan
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.calls import arguments_of, is_part, refuse_unknown_ids, takes_gradient, unpacked
@@ -55,6 +55,22 @@ class Seen:
             batched = all(t.ndim and len(t) == size for t, size in zip(tensors, num_samples, strict=True))
             found.append([TensorSpec.of(tensor, batched=batched) for tensor in tensors])
         return merged([*zip(*found, strict=True)])
+
+
+def crossing_acts(mode: ModePlan, edge: int) -> Seen:
+    """Return what crosses after stage ``edge``, as it was recorded."""
+    recorded, seen = mode.recorded, Seen()
+    labels = [slot[0] for slot in mode.crossing[edge]]
+    tail = [len(labels)] if mode.decides else []
+    tail += [sum(map(len, recorded.inputs[0]))] if mode.sizes[edge] is None else []
+    for run, inputs in enumerate(recorded.inputs):
+        made = [
+            torch.empty(recorded.shapes[label][run], dtype=recorded.tensors[label][0], device=META) for label in labels
+        ]
+        numbers = [torch.empty(size, dtype=torch.int64, device=META) for size in tail]
+        seen.acts.append((inputs[0][0], (*made, *numbers)))
+        seen.needs_grad.append([recorded.tensors[label][1] for label in labels] + [False] * len(tail))
+    return seen
 
 
 @dataclass
@@ -365,7 +381,7 @@ class _OnMeta(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(type(t) is not Tensor and t.is_meta for t in tensors_in((args, kwargs))):
+        if any(t.is_meta for t in tensors_in((args, kwargs))):
             args, kwargs = map_tensors(lambda t: t if t.is_meta else t.to(META), (args, kwargs))
         return func(*args, **kwargs)
 

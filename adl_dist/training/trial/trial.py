@@ -19,13 +19,14 @@ from adl_dist.partition.stage_plan import StagePlan
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.calls import takes_gradient
+from adl_dist.stage.traits import joined
 from adl_dist.stage.versions import check_versions
 from adl_dist.streams import seed_streams, streams_kept
 from adl_dist.training.trial.comparison import FIRST, SECOND, Comparison, Difference, Key, calls_noted, first_unlike
 from adl_dist.training.trial.findings import Agreed, units_of
 from adl_dist.training.trial.samples import OTHER_SIZES, Samples
-from adl_dist.training.trial.stage_run import StageRun, failed
-from adl_dist.transport.spec import TensorSpec
+from adl_dist.training.trial.stage_run import StageRun, crossing_acts, failed
+from adl_dist.transport.spec import Specs, TensorSpec
 
 SHARED = (
     "two stages share something in Python that a forward or backward changes, like a class attribute, a closure or a "
@@ -123,9 +124,11 @@ class Trial:
                 run.run(self.samples, backward=self.samples.trains)
             else:
                 plan = chain.plan(sizes)
+                if self.is_lazy:
+                    return self._run_lazy(plan)
                 cut = partial(self._cut, chain, plan, sizes)
                 run = cut()
-                if verify and not self.is_lazy:
+                if verify:
                     self._compare(run, cut, partial(self._uncut, chain, run))
                     self.verify_seconds = time.perf_counter() - start
                 else:
@@ -135,6 +138,22 @@ class Trial:
             model = StageRun([_copied(self.model)], self.spec, self.device, "the model")
             faults = {size: fault for size in OTHER_SIZES if (fault := self._fault(model, size)) is not None}
         agreed = agreed._replace(size_faults=faults)
+        if self.samples.trains:
+            check_trains(agreed, self.samples)
+        return agreed
+
+    def _run_lazy(self, plan: StagePlan) -> Agreed:
+        """Return what the recording tells of the stages of a model on meta, and the loss of made-up outputs."""
+        run = StageRun([_copied(self.model)], self.spec, self.device, "the model")
+        run.run(self.samples, backward=False)
+        agreed = run.agreed(self.samples)
+        acts, traits = dict(agreed.acts), {0: replace(agreed.traits[0], layout=None)}
+        for k in range(1, plan.num_stages):
+            seen = [crossing_acts(plan.modes[training], k - 1) for training in (True, False)]
+            needs = seen[0].needs_grad[0]
+            acts[k] = Specs(*(one.specs() for one in seen)).getting_gradients(needs)
+            traits[k] = replace(traits[0], needs_grad=needs, gets_grad=needs, lies_in_stage=((), ()))
+        agreed = agreed._replace(acts=acts, traits=joined(traits))
         if self.samples.trains:
             check_trains(agreed, self.samples)
         return agreed
