@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from adl_dist.training.trial.stage_chain import StageChain
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -17,9 +16,7 @@ from adl_dist.engine import StageContext
 from adl_dist.schedule import METHODS, Pipeline, Segment, method, replay, training_work
 from adl_dist.schedule.replay import at_random, downstream_first
 from adl_dist.stage import Stage
-from adl_dist.stage.traits import StageTraits
 from adl_dist.training.edges import edges_of
-from adl_dist.training.trial.samples import Samples
 from tests.support.runs import sgd
 from tests.support.tiers import slow
 from tests.support.values import spec_of
@@ -354,20 +351,6 @@ def test_dropout_depends_on_seed_epoch_stage_and_micro_batch():
     for other in (masks(1, 0, 1), masks(0, 1, 1), masks(0, 0, 2)):
         assert not torch.equal(other[0], reference[0])
     assert not torch.equal(reference[0], reference[1])
-
-
-def test_a_module_that_starts_in_place_leaves_its_input_alone():
-    module, spec = nn.Sequential(nn.ReLU(inplace=True)), spec_of(3, sgd)
-    chain = StageChain([nn.Linear(2, 2), module, nn.Linear(2, 2)], spec, torch.device("cpu"))
-    samples = Samples.of(torch.randn(7, 2), torch.zeros(7, dtype=torch.long))
-    chain.run(samples)
-    traits = chain.agreed(samples, spec).traits[1]
-    assert traits.overwrites == ([True], [True])
-    stage = training_stage(module, 1, spec, traits=StageTraits(overwrites=traits.overwrites))
-    x = torch.tensor([[-1.0, 2.0]])
-    (out,) = stage.forward(0, (x,), None)
-    (dx,) = stage.backward(0, (torch.ones(1, 2),))
-    assert [tensor.tolist() for tensor in (x, out, dx)] == [[[-1.0, 2.0]], [[0.0, 2.0]], [[0.0, 1.0]]]
 
 
 def test_a_parameter_used_twice_in_a_stage_stays_one_parameter():

@@ -515,6 +515,8 @@ class Recorder(TorchFunctionMode):
         call._state = {n: _plain_state(m) for n, m in module.named_modules()}  # type: ignore[attr-defined]
         if around.changed() or not all(isinstance(leaf, PLAIN + OBJECTS) for leaf in other_leaves((args, kwargs))):
             call.has_effects = True
+        elif call.is_tainted and not call.is_open:  # which would have the effects, too
+            self._note_predictable(call, native_call, args, kwargs, out, module)
         numbers = [leaf for leaf in other_leaves(out) if leaf is not None]
         if numbers and call.is_tainted:
             call.has_effects = True
@@ -576,7 +578,8 @@ class Recorder(TorchFunctionMode):
         if call.name == "contiguous" and out is leaves[0]:
             out = out.view_as(out)  # whether it is the same object depends on strides, which stages may have others of
         if call.is_tainted:
-            self._note_predictable(call, function, args, kwargs, out, module)
+            if module is None:
+                self._note_predictable(call, function, args, kwargs, out, None)
             for place, leaf in enumerate(tensors_in(out)):
                 known = self.facts.get(id(leaf))
                 if known is None or known.label is None:
