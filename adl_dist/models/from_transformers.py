@@ -183,7 +183,7 @@ def _check_kind(config: Any, task: str) -> None:
     name = f"model.config: a network of type {config.model_type}"
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(
-            f"{name} has an encoder and a decoder, and no task of model=hf gives both their inputs; only one of both is "
+            f"{name} has an encoder and a decoder, and no task of model=hf gives both inputs; only one of both is "
             "taken, or hand the model to adl_dist.Trainer"
         )
     if getattr(config, "output_router_logits", False):
