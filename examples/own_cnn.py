@@ -16,7 +16,7 @@ import adl_dist
 
 
 def network() -> nn.Module:
-    """Map images float[B, 1, 12, 12] to four classes; any nn.Module that torch.fx can trace will do."""
+    """Map images float[B, 1, 12, 12] to four classes; any nn.Module will do."""
     return nn.Sequential(
         nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()),
         nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)),

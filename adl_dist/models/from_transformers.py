@@ -64,8 +64,7 @@ def hf_model(
 def build(config: Any, task: str, *, weights: str | None = None, download: bool = False) -> nn.Module:
     """Build the network of a ``config`` of the transformers library for a ``task``; see :func:`hf_model`.
 
-    ``weights``: the folder or name of the hub to load them from; None: they are drawn. Units are found later, from
-    ``layer_list``, the name of the list of layers, if there is one.
+    ``weights``: the folder or name of the hub to load them from; None: they are drawn.
 
     Raises:
         ConfigError: the library has no such network, or refuses the configuration or the weights.
@@ -166,26 +165,6 @@ def read_config(config: str, *, download: bool = False, options: dict[str, Any] 
         raise ConfigError(f"model.config={config}: transformers refuses it: {in_one_line(error)[:200]}") from error
 
 
-def find_layers(model: nn.Module) -> str | None:
-    """Return the name of the list of layers of a model of transformers; None: it has none.
-
-    The one that the model's own pipeline plan names; or else, of the lists that are in no other list, the one with the
-    most parameters.
-    """
-    prefix = getattr(model, "base_model_prefix", "")
-    base = getattr(model, prefix, None) if prefix else None
-    plan = getattr(model.config, "base_model_pp_plan", None) or {}
-    lists = {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)
-    }
-    planned = [f"{prefix}.{key}" if isinstance(base, nn.Module) else key for key in plan]
-    for name in planned:
-        if name in lists:
-            return name
-    outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
-    return max(outermost, key=lambda name: sum(p.numel() for p in lists[name].parameters()), default=None)
-
-
 def _library() -> Any:
     try:
         import transformers  # late: it takes seconds
@@ -204,7 +183,8 @@ def _check_kind(config: Any, task: str) -> None:
     name = f"model.config: a network of type {config.model_type}"
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(
-            f"{name} has an encoder and a decoder, which is no chain of layers; only one of both is taken"
+            f"{name} has an encoder and a decoder, and no task of model=hf gives both inputs; only one of both is "
+            "taken, or hand the model to adl_dist.Trainer"
         )
     if getattr(config, "output_router_logits", False):
         raise ConfigError(
@@ -259,7 +239,6 @@ def _logits_only(model: Any, inputs: tuple[str, ...]) -> nn.Module:
     body: dict[str, Any] = {"forward": forward, "reset_layer": reset_layer, "names_here": _names_here}
     body |= {"__module__": kind.__module__, "__doc__": kind.__doc__}
     model.__class__ = types.new_class(kind.__name__, (kind,), exec_body=lambda held: held.update(body))
-    model.layer_list = find_layers(model)
     return model  # type: ignore[no-any-return]
 
 

@@ -30,6 +30,9 @@ class Given:
         self.place = place
 
 
+META = torch.device("meta")
+
+
 @cache
 def _fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -60,43 +63,47 @@ def signature(value: Any) -> Any:
 def infer(
     function: Callable[..., Any], args: Any, kwargs: Any, device: torch.device, module: nn.Module | None = None
 ) -> tuple[Any, list[Tensor]]:
-    """Run ``function``, or ``module``, on fake tensors on ``device``.
+    """Run ``function``, a call of ``module`` if that is given, on tensors without elements.
 
     Returns:
-        Its result, in which tensors are fake; and the fakes of the arguments, in order.
+        Its result, and the tensors that took the place of the arguments, in order.
     """
+    if not torch.is_autocast_enabled(device.type):  # of which tensors on meta know nothing
+        with suppress(Exception):
+            return _infer_on(META, function, args, kwargs, module)
+    return _infer_on(device, function, args, kwargs, module)  # fake tensors take more time, and 100 MB for imports
+
+
+def _infer_on(
+    device: torch.device, function: Callable[..., Any], args: Any, kwargs: Any, module: nn.Module | None
+) -> tuple[Any, list[Tensor]]:
     watch, Watch.active = Watch.active, None
     pythons, numpys = random.getstate(), np.random.get_state()
-    mode, twins = _fake_mode(), list[Tensor]()
     made: dict[int, Tensor] = {}
 
-    def fake(tensor: Tensor) -> Tensor:
+    def without_elements(tensor: Tensor) -> Tensor:
         if id(tensor) not in made:
-            where = device if tensor.is_meta else tensor.device
+            where = device if tensor.is_meta or device == META else tensor.device
             twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=where)
             if tensor.requires_grad:
                 twin.requires_grad_()
                 twin = twin if isinstance(tensor, nn.Parameter) else twin.clone()
             made[id(tensor)] = twin
-            twins.append(twin)
         return made[id(tensor)]
 
     try:
-        with native(), mode if device.type != "meta" else nullcontext():
-            fake_args, fake_kwargs = map_tensors(fake, (args, kwargs))
+        with native(), nullcontext() if device == META else _fake_mode():
+            args, kwargs = map_tensors(without_elements, (args, kwargs))
+            twins = [*made.values()]
             if module is None:
-                out = function(*fake_args, **fake_kwargs)
-            else:
-                given = len(twins)
-                state = {n: fake(t) for n, t in (*module.named_parameters(), *module.named_buffers())}
-                del twins[given:]
-                with _reparametrize_module(module, state):
-                    out = function(*fake_args, **fake_kwargs)
+                return function(*args, **kwargs), twins
+            state = {n: without_elements(t) for n, t in (*module.named_parameters(), *module.named_buffers())}
+            with _reparametrize_module(module, state):
+                return function(*args, **kwargs), twins
     finally:
         Watch.active = watch
         random.setstate(pythons)
         np.random.set_state(numpys)
-    return out, twins
 
 
 def _on_zeros(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -128,11 +135,6 @@ def _is_like(value: Any, known: Any) -> bool:
     if type(value) in (list, tuple):
         return type(known) is type(value) and len(known) == len(value) and all(map(_is_like, value, known))
     return type(value) is type(known) and type(value) in _PRIMITIVES and bool(value == known)
-
-
-def _to_meta(tensor: Tensor) -> Tensor:
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return made.requires_grad_(tensor.requires_grad)
 
 
 class SizeRule:
@@ -270,10 +272,6 @@ class Results:
         try:
             return *infer(function, args, kwargs, device, module), False
         except Exception as error:  # the user's own forward may ask for elements
-            with suppress(Exception):
-                if module is not None and not torch.is_autocast_enabled(device.type):
-                    meta_args, meta_kwargs = map_tensors(_to_meta, (args, kwargs))
-                    return *infer(function, meta_args, meta_kwargs, torch.device("meta")), False
             if module is None and not any(t.is_meta for t in tensors_in(args[1:])):
                 return _on_zeros(function, args, kwargs), [], True
             if self._rule is None:

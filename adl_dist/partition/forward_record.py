@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from adl_dist.batch import Batch, Several
 from adl_dist.errors import PartitionError
-from adl_dist.partition.absent import SizeRule, infer
+from adl_dist.partition.absent import SizeRule, infer, signature
 from adl_dist.partition.containers import PLAIN, map_tensors, other_leaves, tensors_in
 from adl_dist.partition.functions import ASK_DEVICE, LIGHT, LIKE_SECOND, Kind, kind_of, writes_to
 from adl_dist.partition.value import Label, Watch
@@ -170,6 +170,7 @@ class Recording:
         opened: names of modules without children that are followed all the same, for their effects.
         glue: names of buffers, and of tensors that are plain attributes, that every stage needs.
         moved: those of them that a forward changes by what does not depend on the batch.
+        predicted: calls whose shapes fake tensors have told.
         device: of the model.
     """
 
@@ -182,6 +183,7 @@ class Recording:
     opened: set[str] = field(default_factory=set)
     glue: set[str] = field(default_factory=set)
     moved: set[str] = field(default_factory=set)
+    predicted: set[Any] = field(default_factory=set)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def _known(self) -> tuple[int, ...]:
@@ -258,6 +260,23 @@ def is_openable(module: nn.Module) -> bool:
     if isinstance(module, torch.jit.ScriptModule) or module._backward_hooks or module._backward_pre_hooks:
         return False
     return module._compiled_call_impl is None and not type(module).__module__.startswith("torch._dynamo")
+
+
+def _is_predictable(module: nn.Module | None) -> bool:
+    """Return whether ``module`` is a layer of torch's whose shapes fake tensors tell for certain."""
+    kinds = (
+        nn.Linear,
+        nn.Conv1d,
+        nn.Conv2d,
+        nn.Conv3d,
+        nn.ReLU,
+        nn.GELU,
+        nn.SiLU,
+        nn.LayerNorm,
+        nn.Dropout,
+        nn.Embedding,
+    )
+    return type(module) in kinds or (type(module) is nn.BatchNorm2d and module.momentum is not None)
 
 
 def is_of_torch(module: nn.Module) -> bool:
@@ -343,7 +362,11 @@ class Recorder(TorchFunctionMode):
         if is_of_torch(module):
             torchs = nn.Sequential, nn.ModuleList, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder
             return isinstance(module, torchs)
-        return not has_parameters or next(module.children(), None) is not None
+        if next(module.children(), None) is not None:
+            return True
+        # A table of positions, say, is made on each stage; but a child of an nn.Sequential is a block.
+        around = self.model.get_submodule(name.rpartition(".")[0])
+        return not has_parameters and type(around) is not nn.Sequential
 
     def _blocks(self) -> dict[str, bool]:
         """Return the modules in which a cut between blocks may lie; the blocks of an nn.Sequential are its children."""
@@ -494,6 +517,8 @@ class Recorder(TorchFunctionMode):
         call._state = {n: _plain_state(m) for n, m in module.named_modules()}  # type: ignore[attr-defined]
         if around.changed() or not all(isinstance(leaf, PLAIN + OBJECTS) for leaf in other_leaves((args, kwargs))):
             call.has_effects = True
+        elif call.is_tainted and not call.is_open:  # which would have the effects, too
+            self._note_predictable(call, native_call, args, kwargs, out, module)
         numbers = [leaf for leaf in other_leaves(out) if leaf is not None]
         if numbers and call.is_tainted:
             call.has_effects = True
@@ -555,7 +580,8 @@ class Recorder(TorchFunctionMode):
         if call.name == "contiguous" and out is leaves[0]:
             out = out.view_as(out)  # whether it is the same object depends on strides, which stages may have others of
         if call.is_tainted:
-            self._note_predictable(call, function, args, kwargs, out, module)
+            if module is None:
+                self._note_predictable(call, function, args, kwargs, out, None)
             for place, leaf in enumerate(tensors_in(out)):
                 known = self.facts.get(id(leaf))
                 if known is None or known.label is None:
@@ -578,6 +604,12 @@ class Recorder(TorchFunctionMode):
         """Note whether fake tensors tell the shapes of a result; else its sizes are compared with the arguments'."""
         if self.is_lazy and module is None:
             return
+        try:  # a call that has been predicted once need not be predicted again
+            known: Any = call.name if module is None else call.key, signature((args, kwargs))
+        except TypeError:
+            known = call.key
+        if call.rule is None and (known in self.recording.predicted or _is_predictable(module)):
+            return
         self.inside = call
         try:
             found, _ = infer(function, args, kwargs, self.recording.device, module)
@@ -586,7 +618,9 @@ class Recorder(TorchFunctionMode):
             is_alike = False
         finally:
             self.inside = None
-        if not is_alike:
+        if is_alike:
+            self.recording.predicted.add(known)
+        else:
             call.rule = call.rule or SizeRule()
         if call.rule is not None:
             call.rule.note((args, kwargs), out)

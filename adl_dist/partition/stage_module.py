@@ -179,6 +179,11 @@ class StageModule(nn.Module):
         self._device = None
         return self
 
+    @property
+    def is_lazy(self) -> bool:
+        """Whether its own tensors are still on meta."""
+        return any(p.is_meta for p in self.parameters())
+
     def replace(self, name: str, tensor: Tensor) -> None:
         """Put another tensor in the place of one of this stage, which was on meta."""
         path, _, key = name.rpartition(".")
@@ -762,7 +767,7 @@ class _Run:
 
     def made(self, tensor: Tensor, label: Label, stage: int | None = None) -> None:
         """Note a tensor that this stage has computed."""
-        if tensor.is_meta:
+        if tensor.is_meta and not self.stage.is_lazy:
             self.fail(f"'{label[1]}' is computed with a parameter or buffer that another stage holds")
         as_value(tensor, Mark(label, self.index if stage is None else stage, False))
         if label in self._wanted:

@@ -23,6 +23,11 @@ class Work(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = self.nbytes = 0.0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return whether torch is to import its compiler to skip this mode: it takes a second and 100 MB."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         count = flop_registry.get(func._overloadpacket)
