@@ -394,7 +394,8 @@ class PartitionedModel:
         self.begins, self.modules = begins_of(chain, sizes), dict(zip(self._own, stages, strict=True))
         first = {id(t): name for name, t in (*model.named_buffers(), *model.named_parameters())}
         state = model.state_dict(keep_vars=True)
-        self._home = {n: (plan.holders[first[id(state[n])]][0], state[n].dtype) for n in self.signature}
+        owner = {n: plan.holders[n if n in plan.holders else first[id(state[n])]][0] for n in self.signature}
+        self._home = {name: (stage, state[name].dtype) for name, stage in owner.items()}
         self.ties = TiedCopies.of(model, plan)
         self.ties.mark(model, stages)
         for note in self.ties.notes():

@@ -224,7 +224,7 @@ def test_a_checkpoint_of_another_folder_is_known_by_its_cut(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ((4, [1, 3, 2, 1]), (2, [3, 4]), "head0: stood after 0.2, and would now stand after 2.norm"),
+        ((4, [1, 3, 2, 1]), (2, [3, 4]), "head0: stood after 0.1, and would now stand after 2.norm"),
         ((4, [1, 2, 3, 1]), (4, [1, 3, 2, 1]), "head1: stood after 2.norm, and would now stand after 3"),
     ],
     ids=["another K", "another balance"],

@@ -98,7 +98,9 @@ class StageRun:
         ]
         self._places = [name or f"stage {k} ({units_of(stage)})" for k, stage in enumerate(stages)]
         loss_fn = spec.loss_fn
-        self._loss_fn = copy.deepcopy(loss_fn).to(device) if isinstance(loss_fn, nn.Module) else loss_fn
+        self._loss_fn = copy.deepcopy(loss_fn) if hasattr(loss_fn, "state_dict") else loss_fn
+        if isinstance(self._loss_fn, nn.Module):
+            self._loss_fn.to(device)
         self._within = spec.precision.autocasting(device)
         self._draws_common = any(is_part(stage) and stage.draws[0] for stage in stages)
         self.is_lazy = any(p.is_meta for p in stages[0].parameters())
@@ -280,8 +282,10 @@ class StageRun:
         return loss
 
     def _state_of_loss(self) -> dict[str, Tensor]:
-        state = self._loss_fn.state_dict() if isinstance(self._loss_fn, nn.Module) else {}
-        return {name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}
+        state = self._loss_fn.state_dict() if hasattr(self._loss_fn, "state_dict") else {}
+        return {
+            name: torch.as_tensor(v).clone() for name, v in state.items() if isinstance(v, Tensor | bool | int | float)
+        }
 
     def _backward(
         self,

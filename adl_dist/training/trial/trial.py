@@ -171,7 +171,7 @@ class Trial:
         return StageRun([model], self.spec, self.device, name="the uncut model")
 
     def _compare(self, run: StageRun, cut: Callable[[], StageRun], uncut: Callable[[], StageRun]) -> None:
-        """Compare the stages of ``run`` with the uncut model, in the order in which training goes on.
+        """Compare the stages of ``run`` with the uncut model, in the order of training.
 
         Raises:
             PartitionError: If they differ; names the first unit that does.
