@@ -551,7 +551,8 @@ class _Run:
         return kept
 
     def _shapes(self) -> Tensor:
-        return torch.tensor([size for shape in self._input_shapes for size in shape])
+        sizes = [size for shape in self._input_shapes for size in shape]
+        return torch.tensor(sizes, device=self.stage.device)
 
     def _resolved_output(self, tensor: Tensor) -> Tensor:
         if type(tensor) is not Value and not isinstance(tensor, ForeignParameter):

@@ -14,7 +14,7 @@ from adl_dist.data import synthetic
 from adl_dist.models import cifar_resnet18
 from adl_dist.monitor import memory
 from adl_dist.monitor.memory import MemoryMeter
-from adl_dist.partition import linearise
+from adl_dist.partition import Chain
 from adl_dist.partition.measure import measure
 from adl_dist.partition.predict import predict
 from adl_dist.schedule import Pipeline, method
@@ -49,7 +49,7 @@ def peaks(sizes, name, options):
 def profile():
     net = model()
     chain, of_batch = (
-        linearise(net, granularity="layer"),
+        Chain(net, [torch.randn(n, 3, 32, 32) for n in (2, 4)]),
         {
             "input_": torch.randn(MICRO_BATCH, 3, 32, 32),
             "target": torch.zeros(MICRO_BATCH, dtype=torch.long),

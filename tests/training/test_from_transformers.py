@@ -1,33 +1,27 @@
 """Networks of transformers through the trainer: the equations, plain training, and processes, for any cut."""
 
 import contextlib
-import copy
 import functools
-import math
 
 import pytest
 import torch
-from adl_dist.training.trial.known_values import KnownValues
-from adl_dist.training.trial.operations import first_difference, record
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import adl_dist
-from adl_dist.batch import Several, tensors_of
+from adl_dist.batch import Several
 from adl_dist.errors import ConfigError
 from adl_dist.losses import TokenCrossEntropy
-from adl_dist.partition import linearise
 from adl_dist.training.lazy_weights import given_weights
 from tests.support.commands import assert_same
 from tests.support.equations import assert_close, differ
-from tests.support.oracle import train_by_the_equations
 from tests.support.ranks import run_ranks
 from tests.support.runs import toy_trainer
 from tests.support.values import QUIET, SILENT, values
 
 pytest.importorskip("transformers")
 from adl_dist.models.from_transformers import build, hf_model
-from tests.support.hf_models import CLASSES, FAMILIES, VOCAB, hf_input, hf_net
+from tests.support.hf_models import CLASSES, FAMILIES, hf_input, hf_net
 
 LR, MOMENTUM, EPOCHS, MICRO_BATCH, NUM, M = 0.1, 0.9, 2, 2, 15, 2
 sgd = functools.partial(torch.optim.SGD, lr=LR, momentum=MOMENTUM)
@@ -95,30 +89,6 @@ def test_without_delays_a_cut_network_trains_as_plain_torch(family, K):
     assert differ(state, larger(hf_net(family)).double().state_dict()) > 1e-2
 
 
-def modules(family, K):
-    """The stages; each takes all that crosses in a tuple."""
-    model = larger(hf_net(family)).double()
-    samples = tuple(hf_input(family, n, masked=family == "bert") for n in (2, 4))
-    return linearise(model, samples=samples).pieces(SIZES[K])
-
-
-@pytest.mark.parametrize("K", [2, 4])
-@pytest.mark.parametrize("family", LOSSES)
-def test_adl_of_a_cut_network_follows_the_equations(family, K):
-    state, summary = trained(family, K, "adl")
-    made = [
-        (tensors_of(Several.of(given)) if isinstance(given, dict) else given, target)
-        for given, target in batches(family, MICRO_BATCH)
-    ]
-    num_updates = EPOCHS * math.ceil(len(made) / M)
-    expected = train_by_the_equations(
-        modules(family, K), [made] * EPOCHS, M=M, loss_fn=LOSSES[family], lr=[LR] * num_updates, momentum=MOMENTUM,
-        num_terms=lambda target: (target != -100).sum().item(),
-    )  # fmt: skip
-    assert_close(state, {name: expected[name] for name in state})
-    assert summary["validation_loss"] < math.log(VOCAB if family == "gpt2" else CLASSES) + 1
-
-
 def train_both(K):
     return [trained(family, K, "adl", dtype=torch.float32)[0] for family in LOSSES]
 
@@ -183,29 +153,6 @@ def test_processes_that_read_only_their_stage_train_the_same(tmp_path):
             state, on_meta = states[family]
             assert_same(state, whole)
             assert on_meta, "no process holds all"
-
-
-@pytest.mark.parametrize("family", LAZY)
-def test_stages_on_meta_lead_to_the_results_of_the_uncut_model(family):
-    """By more operations, where masks or tables are made twice; and not if a stage has weights of its own."""
-    config, task, *_ = FAMILIES[family]
-    with torch.device("meta"):
-        model = build(config(), task)
-
-    def recorded(stages):
-        model.zero_grad()
-        return record(stages, model, batch)
-
-    with KnownValues():
-        batch = hf_input(family, 4, masked=False).to("meta")
-        stages = linearise(model, samples=(batch[:2], batch), keeps_ties=None).pieces([2, 3])
-        uncut, cut = recorded([model]), recorded(stages)
-        other = recorded([stages[0], copy.deepcopy(stages[1])])
-    assert first_difference(uncut, cut, all_of_it=False) is None
-    assert first_difference(uncut, other, all_of_it=False) is not None
-    if family in ("llama", "gemma"):
-        assert len(cut.operations) > len(uncut.operations), "each stage makes rotary tables"
-        assert first_difference(uncut, cut, all_of_it=True) is not None
 
 
 @pytest.mark.parametrize("family", ["gemma", "vit"])

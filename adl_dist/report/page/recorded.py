@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -124,6 +125,15 @@ def _read_units(path: Path) -> list[dict[str, Any]]:
     ]
 
 
+def _sizes(cut: Mapping[str, Any], units: Sequence[str]) -> list[int]:
+    """Return the units of each stage; empty if the units are not known."""
+    begins = cut.get("begins", [])
+    if not set(begins) <= set(units) or not units:
+        return [int(size) for size in cut.get("balance", [])]
+    borders = [0, *(units.index(name) for name in begins), len(units)]
+    return [stop - start for start, stop in pairwise(borders)]
+
+
 def _read_checkpoint(run: Recorded, path: Path) -> None:
     """Read the cut and the length of an epoch out of the newest checkpoint."""
     for folder in sorted(path.glob("update-*"), reverse=True):
@@ -133,7 +143,7 @@ def _read_checkpoint(run: Recorded, path: Path) -> None:
         run.updates_per_epoch = math.ceil(
             identity["num_samples"] / (identity["micro_batch_size"] * identity["accumulation_steps"])
         )
-        run.balance = [int(size) for size in identity["cut"]["balance"]]
+        run.balance = _sizes(identity["cut"], [unit["name"] for unit in run.units])
         where = read_json(folder / "model.safetensors.index.json").get("weight_map", {})
         files: Mapping[str, Any] = manifest["files"]
         run.pieces = [
