@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from adl_dist.errors import ChannelError, PartitionError
-from adl_dist.partition import cut
 from adl_dist.transport.channel import LocalChannel
 from adl_dist.transport.process import Edge, abort
 from adl_dist.transport.spec import Specs, TensorSpec
 from tests.support.oracle import train_by_the_equations
 from tests.support.ranks import run_ranks
 from tests.support.runs import toy_trainer
+from tests.support.slices import cut
 from tests.support.toys import FixedImages, batch_norm_net, tuple_net
 from tests.support.values import QUIET
 
@@ -35,12 +35,20 @@ def train_tuples(K):
     return trainer.full_state_dict()
 
 
+NUM_UNITS = len(tuple_net())
+EVEN = {K: [NUM_UNITS * (k + 1) // K - NUM_UNITS * k // K for k in range(K)] for K in (2, 3, 4)}
+
+
 @pytest.mark.parametrize("K", [2, 3, 4])
 def test_several_tensors_per_edge_follow_the_equations(K):
     data = FixedImages(13, dtype=torch.float64)
     batches = [(data.images[i : i + 3], torch.tensor(data.labels[i : i + 3])) for i in range(0, 13, 3)]
     expected = train_by_the_equations(
-        cut(tuple_net().double(), num_stages=K), [batches] * 2, M=2, loss_fn=nn.CrossEntropyLoss(), lr=[0.1] * 6
+        cut(tuple_net().double(), num_stages=K, balance=EVEN[K]),
+        [batches] * 2,
+        M=2,
+        loss_fn=nn.CrossEntropyLoss(),
+        lr=[0.1] * 6,
     )
     in_one = train_tuples(K)
     for name in expected:
