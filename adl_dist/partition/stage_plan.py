@@ -64,8 +64,11 @@ def units_of(recording: Recording) -> list[Unit]:
     units: list[Unit] = []
     names: Counter[str] = Counter()
     blocks: dict[Key, str] = {}
+    with_units = {_block_of(call).key for call in modes[0].calls.values() if call.is_unit}
     for call in modes[0].calls.values():
-        if call.is_unit:
+        # A block that is followed, for its effects, and computes nothing is a unit, too: counts are of blocks.
+        is_empty = call.is_open and not call.is_block and _block_of(call) is call and call.key not in with_units
+        if call.is_unit or (is_empty and call.is_module):
             block = _block_of(call)
             if block.key not in blocks:
                 blocks[block.key] = _unique(block, names)
