@@ -133,8 +133,11 @@ class RunFolder:
 
         The list is empty if that had another number of stages, or a version that does not name units.
         """
-        path = Path(resume) if resume not in ("auto", "never") else layout.complete(self.checkpoints)[-1]
-        cut = layout.read_manifest(path)["identity"].get("cut", {})
+        if resume not in ("auto", "never"):
+            manifest = layout.read_manifest(Path(resume))
+        else:
+            _, manifest, _ = layout.first_usable(layout.complete(self.checkpoints)[::-1], layout.read_manifest)
+        cut = manifest["identity"].get("cut", {})
         return list(cut.get("begins", ())) if cut.get("num_stages") == num_stages else []
 
     def _check_place(self) -> None:
