@@ -13,7 +13,7 @@ import yaml
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import checked, compose_run, composed_of, config_folder
 from adl_dist.cli.sweep.request import requested
-from adl_dist.partition import cut
+from adl_dist.partition import Chain, checked_sizes
 from adl_dist.schedule import METHODS
 from tests.support.tiers import slow
 
@@ -165,9 +165,12 @@ def test_the_cut_of_an_experiment_is_that_of_the_authors_code(experiment):
             assert isinstance(partition.balance, list)
             with torch.device("meta"):
                 model = instantiate.build_model(run.config)
-            chosen = {"balance": partition.balance, "granularity": partition.granularity.value}
-            stages = cut(model, num_stages=partition.num_stages, **chosen)
-            blocks = [{found[0] for name in stage.state_dict() if (found := BLOCK.match(name))} for stage in stages]
+            chain = Chain(model, [torch.randn(n, 3, 64, 64) for n in (2, 4)], granularity=partition.granularity.value)
+            plan = chain.plan(checked_sizes(chain, partition.num_stages, partition.balance))
+            blocks = [set() for _ in range(partition.num_stages)]
+            for name, stages in plan.holders.items():
+                if found := BLOCK.match(name):
+                    blocks[stages[0]].add(found[0])
             cuts[partition.num_stages] = [len(names) for names in blocks]
     assert cuts == TABLES[experiment].cuts
 
