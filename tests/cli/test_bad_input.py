@@ -113,7 +113,7 @@ NONSENSE = [
     ),
     ("lr_schedule._target_=torch.optim.lr_scheduler.ReduceLROnPlateau", ["follows a metric", "multistep or cosine"]),
     # the cut
-    ("partition.balance=[1,a]", ["partition.balance=[1, 'a']", "none of 'auto', 'even'"]),
+    ("partition.balance=[1,a]", ["partition.balance=[1, 'a']", "is not one of 'flops', 'even', 'auto'"]),
     ("partition.granularity=atom", ["partition.granularity", "atom", "layer, block"]),
     ("partition.speeds=[1,2]", ["partition.speeds weighs a measured cut", "partition.balance=auto"]),
     # where from and where to
