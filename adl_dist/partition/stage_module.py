@@ -289,6 +289,12 @@ class StageModule(nn.Module):
         return name is not None and f"{name}.{key}".lstrip(".") in self._held
 
 
+def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Put ``tensor`` in the place of the buffer or attribute ``name`` of the model, which ``module`` holds."""
+    key = name.rpartition(".")[2]
+    (module._buffers if key in module._buffers else vars(module))[key] = tensor
+
+
 def _named(module: nn.Module, name: str) -> Any:
     path, _, key = name.rpartition(".")
     return getattr(_holder(module, path), key, None)
@@ -492,14 +498,17 @@ class _Run:
         self._produced(label, value)
         return value
 
-    def _begin_state(self) -> None:
-        """Turn tensors of the model that the forward changes with values of the batch into values."""
+    def _state_tensors(self) -> Iterator[tuple[str, int, nn.Module, Tensor]]:
+        """Yield the tensors of the model that forwards change: name, stage, module and the tensor itself."""
         for name, home in self.mode.state.items():
             path, _, key = name.rpartition(".")
             module = self.stage.model.get_submodule(path)
-            tensor = getattr(module, key, None)
-            if not isinstance(tensor, Tensor):
-                continue
+            if isinstance(tensor := getattr(module, key, None), Tensor):
+                yield name, home, module, tensor
+
+    def _begin_state(self) -> None:
+        """Turn tensors of the model that the forward changes with values of the batch into values."""
+        for name, home, module, tensor in self._state_tensors():
             label = state_label(name)
             if home == self.index:
                 as_value(tensor, Mark(label, home, absent=False))
@@ -508,22 +517,18 @@ class _Run:
                 spec = self._state.setdefault(name, tensor)
                 made = torch.empty_like(as_tensor(spec), device="meta")
                 made = self._arrived(as_value(made, Mark(label, home, absent=True)))
-                (module._buffers if key in module._buffers else vars(module))[key] = made
+                _put(module, name, made)
 
     def restore(self) -> None:
         """Turn the changed tensors of the model back into plain ones."""
-        for name, home in self.mode.state.items():
-            path, _, key = name.rpartition(".")
-            module = self.stage.model.get_submodule(path)
-            tensor = getattr(module, key, None)
-            if not isinstance(tensor, Tensor):
-                continue
+        for name, home, module, tensor in self._state_tensors():
             if home == self.index:
                 as_tensor(tensor)
                 if name in self.stage._held:
+                    path, _, key = name.rpartition(".")
                     _holder(self.stage, path)._buffers[key] = tensor
             elif name in self._state:
-                (module._buffers if key in module._buffers else vars(module))[key] = self._state[name]
+                _put(module, name, self._state[name])
 
     def end(self, out: Any) -> Any:
         """Return what leaves the stage."""
