@@ -243,7 +243,7 @@ class RunFolder:
                 "this is; choose another run_dir"
             ) from error
         mine = flatten(config)
-        if MADE_BY in theirs:  # of a script; version 0.3.8 described the schedule's attributes, too
+        if MADE_BY in theirs:  # A script's. Version 0.3.8 also wrote the schedule's attributes.
             theirs = {n: v for n, v in theirs.items() if not n.startswith("lr_schedule.") or n.startswith(OF_SCHEDULE)}
         theirs |= {name: OF_OLD[name] for name in mine.keys() & OF_OLD.keys() - theirs.keys()}
         names = {n for n in (mine.keys() | theirs.keys()) - FREE_TO_CHANGE if n.split(".")[0] not in without}

@@ -64,7 +64,7 @@ def hf_model(
 def build(config: Any, task: str, *, weights: str | None = None, download: bool = False) -> nn.Module:
     """Build the network of a ``config`` of the transformers library for a ``task``; see :func:`hf_model`.
 
-    ``weights``: the folder or name of the hub to load them from; None: they are drawn.
+    ``weights``: the folder or name of the hub to load them from. Without it they are drawn.
 
     Raises:
         ConfigError: the library has no such network, or refuses the configuration or the weights.

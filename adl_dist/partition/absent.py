@@ -42,7 +42,7 @@ def signature(value: Any) -> Any:
     """Return a hashable value that is equal for arguments with results of equal shapes.
 
     Raises:
-        TypeError: If there is none, because an argument is an unusual object.
+        TypeError: If an argument is an object that has no such value.
     """
     if isinstance(value, Tensor):
         return value.shape, value.dtype, value.requires_grad, value.stride() if value.ndim > 3 else None

@@ -474,7 +474,7 @@ def take_profile(
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
-        "splits": True,  # what is deferred by a split is measured, too
+        "splits": True,  # Measure also what a split defers.
         "codecs": True,  # and what codecs spare
         "updates": True,  # and the update of each unit
     }
