@@ -261,7 +261,7 @@ def survey(config: RunConfig, able: Sequence[Entry], *, predicts: bool = True) -
     sizes: dict[int, list[int] | None] = {}
     for num in dict.fromkeys([K, *(entry.num_stages for entry in able if entry.is_cut)]):
         of_cut = balance if num == K else "flops"
-        # A measured cut also needs enough units.
+        # For a measured cut this only checks that the model has enough units.
         sizes[num] = chosen_sizes(profiler.chain, num, of_cut) if num > 1 else [1]
         if num > 1 and balance == "auto":
             sizes[num] = None
