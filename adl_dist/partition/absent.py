@@ -190,11 +190,16 @@ class SizeRule:
 
 
 class Results:
-    """The absent results of one call on one stage, kept for each signature of its arguments."""
+    """The absent results of one call on one stage, kept for each signature of its arguments.
 
-    def __init__(self, rule: SizeRule | None = None, *, varies: bool = False) -> None:
+    ``templates``: their shapes, which other stages may know.
+    """
+
+    def __init__(
+        self, rule: SizeRule | None = None, *, varies: bool = False, templates: dict[Any, Any] | None = None
+    ) -> None:
         self._rule, self._varies = rule, varies
-        self._templates: dict[Any, Any] = {}
+        self._templates: dict[Any, Any] = {} if templates is None else templates
         self._kept: dict[Any, Any] = {}
         self.fast: tuple[Any, Any, bool] | None = None  # the last argument, its result, whether gradients were wanted
         self._last: tuple[Any, Any, bool] | None = None  # likewise, of several arguments, as _look describes them

@@ -60,6 +60,7 @@ class Call:
         answers: numbers that it answered, of all runs.
         checkpoint: the call of torch.utils.checkpoint that it is in; 0: none.
         rule: of a call whose shapes fake tensors do not tell.
+        templates: shapes of its results by its arguments, as stages find them; each takes milliseconds.
         flops, nbytes: floating-point operations, and bytes read and written, of one forward.
     """
 
@@ -85,6 +86,7 @@ class Call:
     answers: list[Any] = field(default_factory=list)
     checkpoint: int = 0
     rule: SizeRule | None = None
+    templates: dict[Any, Any] = field(default_factory=dict)
     flops: float = 0.0
     nbytes: float = 0.0
 

@@ -628,7 +628,8 @@ class _Run:
                 self._note(leaf)
         results = planned.results.get(self.index)
         if results is None:
-            results = planned.results[self.index] = Results(planned.rule, varies=planned.varies)
+            results = Results(planned.rule, varies=planned.varies, templates=planned.templates)
+            planned.results[self.index] = results
         stages = planned.stages if planned.way is Way.SPLIT else (stage,)
         try:
             out = results.get(function, args, kwargs, label=key, stages=stages, device=self.stage.device, module=module)

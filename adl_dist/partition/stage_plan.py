@@ -113,6 +113,7 @@ class CallPlan:
         repeats: whether later stages make this view again, since less crosses the cuts then.
         frame: how the calls inside are run.
         results: its absent results, by stage.
+        templates: their shapes, which all stages and copies of them share.
     """
 
     key: Key
@@ -124,6 +125,7 @@ class CallPlan:
     answer: Any
     varies: bool
     rule: SizeRule | None
+    templates: dict[Any, Any]
     written: tuple[int, ...] = ()
     follows: bool = False
     repeats: bool = False
@@ -530,6 +532,7 @@ class _Assignment:
             answer=call.answer,
             varies=call.varies,
             rule=call.rule,
+            templates=call.templates,
             written=written,
             follows=follows,
             repeats=call.key in self.repeated,
