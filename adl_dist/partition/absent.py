@@ -106,6 +106,16 @@ def _infer_on(
         np.random.set_state(numpys)
 
 
+def template_of(leaves: Sequence[Tensor], out: Any) -> tuple[Any, list[Tensor]]:
+    """Return what :func:`infer` does, from the result ``out`` of a call that was made with ``leaves``."""
+    with native():
+        twins = {
+            id(t): absent_tensor(t.shape, t.stride(), t.dtype, requires_grad=t.requires_grad)
+            for t in (*leaves, *tensors_in(out))
+        }
+        return map_tensors(lambda t: twins[id(t)], out), [twins[i] for i in dict.fromkeys(map(id, leaves))]
+
+
 def _on_zeros(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run a function whose sizes follow from elements that this stage has, as those of a mask, on zeros."""
 

@@ -10,7 +10,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from adl_dist.batch import Batch, Several
 from adl_dist.errors import PartitionError
-from adl_dist.partition.absent import SizeRule, infer, signature
+from adl_dist.partition.absent import SizeRule, infer, signature, template_of
 from adl_dist.partition.containers import PLAIN, map_tensors, other_leaves, tensors_in
 from adl_dist.partition.functions import ASK_DEVICE, LIGHT, LIKE_SECOND, Kind, kind_of, writes_to
 from adl_dist.partition.value import Label, Watch
@@ -60,7 +60,7 @@ class Call:
         answers: numbers that it answered, of all runs.
         checkpoint: the call of torch.utils.checkpoint that it is in; 0: none.
         rule: of a call whose shapes fake tensors do not tell.
-        templates: shapes of its results by its arguments, as stages find them; each takes milliseconds.
+        templates: results without elements, by signatures of the arguments, as far as they are known.
         flops, nbytes: floating-point operations, and bytes read and written, of one forward.
     """
 
@@ -352,6 +352,7 @@ class Recorder(TorchFunctionMode):
         self.is_paused = False
         self._num_rules = 0
         self._answers: dict[Key, Any] = {}
+        self._states: dict[Key, Any] = {}
 
     def _is_followed(self, name: str, module: nn.Module) -> bool:
         if not name:
@@ -503,11 +504,12 @@ class Recorder(TorchFunctionMode):
     def _module(self, module: nn.Module, name: str, native_call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._note_draws(self.frames)
         call = self._call(name, is_module=True)
-        leaves = tensors_in((args, kwargs))
-        around = _Surroundings(module, args, kwargs)
-        state = {n: _plain_state(m) for n, m in module.named_modules()}
-        if (before := getattr(call, "_state", None)) is not None and before != state:
-            call.varies = True
+        leaves, known = tensors_in((args, kwargs)), None
+        if not self.is_lazy:
+            with suppress(TypeError):
+                known = signature((args, kwargs))
+        state, lengths = _plain_state(module), _lengths_in((args, kwargs))
+        call.varies |= self._states.get(call.key, state) != state
         if self.is_followed[name]:
             num_rules = self._num_rules
             out = self._follow(call, module, native_call, args, kwargs)
@@ -516,8 +518,9 @@ class Recorder(TorchFunctionMode):
                 call.rule.note((args, kwargs), out)
         else:
             out = self._whole(call, native_call, args, kwargs, leaves, module)
-        call._state = {n: _plain_state(m) for n, m in module.named_modules()}  # type: ignore[attr-defined]
-        if around.changed() or not all(isinstance(leaf, PLAIN + OBJECTS) for leaf in other_leaves((args, kwargs))):
+        now = self._states[call.key] = _plain_state(module)
+        is_changed = lengths != _lengths_in((args, kwargs)) or (now != state and not is_of_torch(module))
+        if is_changed or not all(isinstance(leaf, PLAIN + OBJECTS) for leaf in other_leaves((args, kwargs))):
             call.has_effects = True
         elif call.is_tainted and not call.is_open:  # which would have the effects, too
             self._note_predictable(call, native_call, args, kwargs, out, module)
@@ -525,6 +528,8 @@ class Recorder(TorchFunctionMode):
         if numbers and call.is_tainted:
             call.has_effects = True
             call.answers.append(numbers)
+        if known is not None and call.is_tainted and call.rule is None and not call.has_effects:
+            call.templates[torch.is_grad_enabled(), known] = template_of(leaves, out)
         labels = [self._fact(leaf).label for leaf in tensors_in(out)]
         if None in labels and call.is_open:  # whatever does not depend on the batch is made on each stage
             call.has_effects = True
@@ -847,22 +852,8 @@ def _is_list(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
-class _Surroundings:
-    """A module and its arguments before a call, to find whether it changes more than its results."""
-
-    def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._module, self._given = module, (args, kwargs)
-        self._before = self._look()
-
-    def _look(self) -> list[Any]:
-        seen: list[Any] = [(id(value), len(value)) for value in _lists_in(self._given)]
-        if not is_of_torch(self._module):
-            seen += [_plain_state(m) for m in self._module.modules()]
-        return seen
-
-    def changed(self) -> bool:
-        """Return whether it differs now."""
-        return self._look() != self._before
+def _lengths_in(value: Any) -> list[tuple[int, int]]:
+    return [(id(one), len(one)) for one in _lists_in(value)]
 
 
 def _lists_in(value: Any) -> Iterator[Any]:
@@ -881,17 +872,21 @@ _OF_MODULES = {"_parameters", "_buffers", "_modules", "training", CALL}
 
 
 def _plain_state(module: nn.Module) -> list[Any]:
-    """Return the attributes of ``module``: numbers and texts themselves, of others which object, and how long."""
-    return [
-        (
-            key,
-            value
-            if isinstance(value, PLAIN)
-            else (id(value), len(value) if isinstance(value, list | dict | set) else 0),
-        )
-        for key, value in vars(module).items()
-        if key not in _OF_MODULES
-    ]
+    """Return the attributes of all modules in ``module``: numbers themselves, of others which object, and how long.
+
+    Of an object of the user's, like a context that blocks count in, also the numbers in it.
+    """
+
+    def look(value: Any) -> Any:
+        if isinstance(value, PLAIN):
+            return value
+        if isinstance(value, list | dict | set):
+            return id(value), len(value)
+        inside = getattr(value, "__dict__", {}).values()
+        return id(value), [one for one in inside if isinstance(one, PLAIN)]
+
+    attributes = (item for part in module.modules() for item in vars(part).items())
+    return [(key, look(value)) for key, value in attributes if key not in _OF_MODULES]
 
 
 def _place(leaves: Sequence[Tensor], tensor: Tensor) -> int:
