@@ -611,10 +611,10 @@ class Recorder(TorchFunctionMode):
         """Note whether fake tensors tell the shapes of a result; else its sizes are compared with the arguments'."""
         if self.is_lazy and module is None:
             return
-        try:  # a call that has been predicted once need not be predicted again
-            known: Any = call.name if module is None else call.key, signature((args, kwargs))
-        except TypeError:
-            known = call.key
+        known: Any = call.key  # what has been predicted once need not be predicted again
+        if module is None:
+            with suppress(TypeError):
+                known = call.name, signature((args, kwargs))
         if call.rule is None and (known in self.recording.predicted or _is_predictable(module)):
             return
         self.inside = call
