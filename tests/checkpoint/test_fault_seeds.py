@@ -16,7 +16,7 @@ from tools.faults.simulation import SEEDS_PER_JOB, simulate, undisturbed
 from tools.kill import run
 from tools.kill.deck import UPDATES_PER_EPOCH, draw
 
-SEEDS = 40
+SEEDS = 20
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, SEEDS_PER_JOB))
