@@ -204,6 +204,11 @@ class Results:
         self._of_module: Any = None
         self.fast: tuple[Any, Any, bool] | None = None  # the last argument, its result, whether gradients were wanted
 
+    def keep_last(self, arg: Tensor, out: Tensor) -> None:
+        """Keep the last result for its one argument, if both are absent."""
+        if arg.is_meta and out.is_meta and out is not arg:
+            self.fast = arg, out, torch.is_grad_enabled()
+
     def forget(self) -> None:
         """Drop the kept results, because one of them is being written to."""
         self._kept.clear()

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from adl_dist.batch import Layout, Several, Tensors
 from adl_dist.errors import PartitionError
-from adl_dist.partition.absent import Results, Template, infer, signature
+from adl_dist.partition.absent import Results, Template, infer, module_signature, signature
 from adl_dist.partition.containers import map_tensors, other_leaves, tensors_in
 from adl_dist.partition.forward_record import CALL, INPUT, held_tensors, place_of_call, state_label, users_line
 from adl_dist.partition.functions import ASK_DEVICE, LIKE_SECOND, Kind, kind_of, writes_to
@@ -103,12 +103,12 @@ class StageModule(nn.Module):
         self.foreign: dict[Any, Results] = {}
         self.written: dict[Any, Any] = {}
         self._inputs: dict[Any, Tensor] = {}
-        names_of = {id(m): n for n, m in twin.named_modules()}
+        self._natives: dict[nn.Module, tuple[str, Callable[..., Any]]] = {}
         followed = {n for mode in plan.modes.values() for n in _visible(mode.root, index)}
         for module in twin.modules():
-            name = names_of[id(module)]
+            name = self._names[id(module)]
             if name in followed:
-                place, own = place_of_call(module)
+                place, own = self._natives[module] = place_of_call(module)
                 vars(module)[place] = _call_of(module, name, own, self)
 
     def _own_or_other(self, name: str, tensor: Tensor, stages: Sequence[int]) -> Tensor:
@@ -152,6 +152,17 @@ class StageModule(nn.Module):
         self._held = [*held]
         self._held_ids = {id(tensor) for tensor in held.values()}
         self._names = {id(module): name for name, module in twin.named_modules()}
+
+    def compile_units(self, compiler: Callable[[Callable[..., Any], Any], Callable[..., Any]]) -> None:
+        """Have ``compiler(function, key)`` compile the modules of this stage that are cut no further.
+
+        The Python between them stays as it is. Equal layers have equal keys.
+        """
+        own = {n for mode in self.plan.modes.values() for n in _whole(mode.root, self.index)}
+        for module, (place, call) in self._natives.items():
+            name = self._names[id(module)]
+            if name in own and next(module.parameters(), None) is not None:
+                vars(module)[place] = _call_of(module, name, compiler(call, module_signature(module)), self)
 
     def train(self, mode: bool = True) -> "StageModule":
         """Set the mode of the copy, with what the model's own ``train`` does."""
@@ -341,6 +352,16 @@ def _visible(frame: FramePlan, stage: int) -> Iterator[str]:
                 planned.way is Way.THROUGH or (planned.way is Way.SPLIT and planned.first <= stage <= planned.last)
             ):
                 yield from _visible(planned.frame, stage)
+
+
+def _whole(frame: FramePlan, stage: int) -> Iterator[str]:
+    """Yield the names of the modules that a stage runs as a whole."""
+    for name, plans in frame.modules.items():
+        for planned in plans:
+            if planned.way is Way.WHOLE and planned.first == planned.last == stage:
+                yield name
+            elif planned.frame is not None:
+                yield from _whole(planned.frame, stage)
 
 
 def _call_of(module: nn.Module, name: str, own: Callable[..., Any], stage: StageModule) -> Callable[..., Any]:
@@ -646,9 +667,8 @@ class _Run:
             unique = [*{id(leaf): leaf for leaf in tensors_in((args, kwargs))}.values()]
             for place in planned.written:
                 self._write_absent(unique[place], (*key, -1 - place), stage)
-        elif len(args) == 1 and not kwargs and not is_noted and type(args[0]) is Value and args[0].is_meta:
-            if type(out) is Value and out.mark.absent and out is not args[0]:
-                results.fast = args[0], out, torch.is_grad_enabled()
+        elif len(args) == 1 and not kwargs and not is_noted and type(out) is type(args[0]) is Value:
+            results.keep_last(args[0], out)
         return out
 
     def _arrived(self, out: Any) -> Any:
