@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from adl_dist.batch import Batch, Several
 from adl_dist.errors import PartitionError
-from adl_dist.partition.absent import SizeRule, infer, signature, template_of
+from adl_dist.partition.absent import SizeRule, Template, infer, module_signature, signature, template_of
 from adl_dist.partition.containers import PLAIN, map_tensors, other_leaves, tensors_in
 from adl_dist.partition.functions import ASK_DEVICE, LIGHT, LIKE_SECOND, Kind, kind_of, writes_to
 from adl_dist.partition.value import Label, Watch
@@ -59,8 +59,7 @@ class Call:
         is_hidden: whether it computes with a value that is not among its arguments.
         answers: numbers that it answered, of all runs.
         checkpoint: the call of torch.utils.checkpoint that it is in; 0: none.
-        rule: of a call whose shapes fake tensors do not tell.
-        templates: results without elements, by signatures of the arguments, as far as they are known.
+        rule: of a call whose shapes tensors on meta do not tell.
         flops, nbytes: floating-point operations, and bytes read and written, of one forward.
     """
 
@@ -86,7 +85,6 @@ class Call:
     answers: list[Any] = field(default_factory=list)
     checkpoint: int = 0
     rule: SizeRule | None = None
-    templates: dict[Any, Any] = field(default_factory=dict)
     flops: float = 0.0
     nbytes: float = 0.0
 
@@ -172,7 +170,8 @@ class Recording:
         opened: names of modules without children that are followed all the same, for their effects.
         glue: names of buffers, and of tensors that are plain attributes, that every stage needs.
         moved: those of them that a forward changes by what does not depend on the batch.
-        predicted: calls whose shapes fake tensors have told.
+        predicted: calls whose shapes tensors on meta have told.
+        templates: results of modules by their arguments, for all stages and copies of them.
         device: of the model.
     """
 
@@ -186,6 +185,7 @@ class Recording:
     glue: set[str] = field(default_factory=set)
     moved: set[str] = field(default_factory=set)
     predicted: set[Any] = field(default_factory=set)
+    templates: dict[Any, Template] = field(default_factory=dict)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def _known(self) -> tuple[int, ...]:
@@ -265,7 +265,7 @@ def is_openable(module: nn.Module) -> bool:
 
 
 def _is_predictable(module: nn.Module | None) -> bool:
-    """Return whether ``module`` is a layer of torch's whose shapes fake tensors tell for certain."""
+    """Return whether ``module`` is a layer of torch's whose shapes tensors on meta tell for certain."""
     kinds = (
         nn.Linear,
         nn.Conv1d,
@@ -507,13 +507,13 @@ class Recorder(TorchFunctionMode):
         leaves, known = tensors_in((args, kwargs)), None
         if not self.is_lazy:
             with suppress(TypeError):
-                known = signature((args, kwargs))
+                known = module_signature(module), torch.is_grad_enabled(), signature((args, kwargs))
         state, lengths = _plain_state(module), _lengths_in((args, kwargs))
         call.varies |= self._states.get(call.key, state) != state
         if self.is_followed[name]:
             num_rules = self._num_rules
             out = self._follow(call, module, native_call, args, kwargs)
-            if self._num_rules > num_rules:  # fake tensors do not tell the shapes inside
+            if self._num_rules > num_rules:  # tensors on meta do not tell the shapes inside
                 call.rule = call.rule or SizeRule()
                 call.rule.note((args, kwargs), out)
         else:
@@ -529,7 +529,7 @@ class Recorder(TorchFunctionMode):
             call.has_effects = True
             call.answers.append(numbers)
         if known is not None and call.is_tainted and call.rule is None and not call.has_effects:
-            call.templates[torch.is_grad_enabled(), known] = template_of(leaves, out)
+            self.recording.templates[known] = template_of(leaves, out)
         labels = [self._fact(leaf).label for leaf in tensors_in(out)]
         if None in labels and call.is_open:  # whatever does not depend on the batch is made on each stage
             call.has_effects = True
@@ -608,7 +608,7 @@ class Recorder(TorchFunctionMode):
             return torch.empty_like(first, requires_grad=torch.is_grad_enabled())
 
     def _note_predictable(self, call: Call, function: Any, args: Any, kwargs: Any, out: Any, module: Any) -> None:
-        """Note whether fake tensors tell the shapes of a result; else its sizes are compared with the arguments'."""
+        """Note whether tensors on meta tell the shapes of a result; else sizes are compared with the arguments'."""
         if self.is_lazy and module is None:
             return
         known: Any = call.key  # what has been predicted once need not be predicted again
@@ -619,7 +619,7 @@ class Recorder(TorchFunctionMode):
             return
         self.inside = call
         try:
-            found, _ = infer(function, args, kwargs, self.recording.device, module)
+            found, _ = infer(function, args, kwargs, module)
             is_alike = [t.shape for t in tensors_in(found)] == [t.shape for t in tensors_in(out)]
         except Exception:  # the user's own forward may ask for elements
             is_alike = False
@@ -679,7 +679,7 @@ class Recorder(TorchFunctionMode):
             self._note_reads(call, facts)
             out = func(*args, **kwargs)
             call.answers.append(out if isinstance(out, bool | int) else object())
-            self._num_rules += 1  # fake tensors have no elements
+            self._num_rules += 1  # tensors on meta have no elements
             if call.answer is None:
                 self._keep_whole(call, f"{call.where} asks for elements of a value of the batch")
             return out
