@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from adl_dist.batch import Layout, Several, Tensors
 from adl_dist.errors import PartitionError
-from adl_dist.partition.absent import Results, Template, infer, module_signature, signature
+from adl_dist.partition.absent import Results, filled, infer, module_signature, signature
 from adl_dist.partition.containers import map_tensors, other_leaves, tensors_in
 from adl_dist.partition.forward_record import CALL, INPUT, held_tensors, place_of_call, state_label, users_line
 from adl_dist.partition.functions import ASK_DEVICE, LIKE_SECOND, Kind, kind_of, writes_to
@@ -116,7 +116,7 @@ class StageModule(_Part):
         self._given = {n: _attributes(m) for n, (m, _) in enumerate(zip(model.modules(), twin.modules(), strict=True))}
         self._register(twin, held)
         self.results: dict[CallPlan, Results] = {}
-        self.templates: dict[Any, Template] = {}
+        self.templates: dict[Any, Any] = {}
         self.foreign: dict[Any, Results] = {}
         self.written: dict[Any, Any] = {}
         self._inputs: dict[Any, Tensor] = {}
@@ -687,7 +687,7 @@ class _Run:
         results = self.results.get(planned)
         if results is None:
             results = self.results[planned] = Results(
-                self.stage.templates, rule=planned.rule, dtypes=planned.dtypes, varies=planned.varies
+                self.stage.templates, planned.recorded, dtypes=planned.dtypes, varies=planned.varies
             )
         stages = planned.stages if planned.way is Way.SPLIT else (stage,)
         try:
@@ -756,7 +756,7 @@ class _Run:
         """Run a call of this stage, with what it lacks replaced by what it has received."""
         written = planned.written if planned is not None else ()
         values: list[Any] = [leaf for leaf in leaves if type(leaf) is Value or type(leaf) is ForeignParameter]
-        if self.is_plain and not written and target is None and (planned is None or planned.rule is None):
+        if self.is_plain and not written and target is None and (planned is None or not planned.recorded.by_rule):
             for leaf in values:
                 if type(leaf) is not Value or leaf.mark.absent or leaf.mark.data is not None:
                     break
@@ -792,7 +792,7 @@ class _Run:
         if self.tape is not None:
             self.tape.note(function, args, kwargs, out, draws=draws)
         originals = {id(new): leaf for leaf in values if (new := replaced[id(leaf)]) is not leaf}
-        if planned is not None and planned.rule is not None:
+        if planned is not None and planned.recorded.by_rule:
             self._check_rule(planned, key, args, kwargs, out)
         if written or target is not None:
             for leaf in (*(unique[place] for place in written), *([] if target is None else [target])):
@@ -866,9 +866,8 @@ class _Run:
             self._found[mark.label] = found
 
     def _check_rule(self, planned: CallPlan, key: Any, args: Any, kwargs: Any, out: Any) -> None:
-        assert planned.rule is not None
         try:
-            rule = planned.rule.result((args, kwargs))
+            rule = filled(planned.recorded.by_sizes((args, kwargs)), args, kwargs)
         except ValueError:
             return  # no other stage has an answer, either
         expected, found = ([[list(t.shape) for t in tensors_in(one)], [*other_leaves(one)]] for one in (rule, out))

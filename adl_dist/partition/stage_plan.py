@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from adl_dist.errors import PartitionError
-from adl_dist.partition.absent import SizeRule
+from adl_dist.partition.absent import RecordedResults
 from adl_dist.partition.forward_record import INPUT, Call, Key, ModeRecord, Recording, state_label
 from adl_dist.partition.value import EVERYWHERE, Label
 
@@ -126,7 +126,7 @@ class CallPlan:
     draws: bool
     answer: Any
     varies: bool
-    rule: SizeRule | None
+    recorded: RecordedResults
     written: tuple[int, ...] = ()
     follows: bool = False
     repeats: bool = False
@@ -542,13 +542,13 @@ class _Assignment:
             draws=call.draws or _draws_inside(call, self.mode),
             answer=call.answer,
             varies=call.varies,
-            rule=call.rule,
+            recorded=call.recorded,
             dtypes=tuple(self.mode.tensors[label][0] for label in call.results or call.makes),
             written=written,
             follows=follows,
             repeats=call.key in self.repeated,
             is_module=call.is_module,
-            is_plain=way is Way.WHOLE and first >= 0 and not (written or call.rule or follows),
+            is_plain=way is Way.WHOLE and first >= 0 and not (written or call.recorded.by_rule or follows),
         )
 
 
