@@ -219,7 +219,7 @@ class StageModule(nn.Module):
         """Take over plain attributes and hooks that the user has changed on the model since the last call."""
         for number, (mine, twin) in enumerate(self._twins):
             module = mine()
-            if module is None:
+            if module is None or module is twin:  # a ScriptModule has no copy
                 continue
             now, before = _attributes(module), self._given[number]
             for key, value in now.items():
