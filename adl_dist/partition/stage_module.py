@@ -680,8 +680,7 @@ class _Run:
         """Make the calls of ``tape`` again for ``acts``."""
         if self.mode.draws and self.stage.seeds is not None:
             self._own_streams = self.stage.seeds[1]
-        own_stream = self._own_stream if self.mode.draws else nullcontext
-        return tape.play(acts, own_stream, lambda name: _named(self.stage, name))
+        return tape.play(acts, self._stream, lambda name: _named(self.stage, name))
 
     def _compute(
         self,
@@ -1031,6 +1030,14 @@ class _Run:
             self._own_streams = self.stage.own_streams = _get_streams(self.stage.device)
             _set_streams(common, self.stage.device)
 
+    @contextmanager
+    def _stream(self, draws: Any) -> Iterator[None]:
+        """Draw inside from the stage's own streams, or from those of all stages as they were when ``draws`` was noted."""
+        if draws is not True:
+            _set_streams(draws, self.stage.device)
+        with self._own_stream() if draws is True and self.mode.draws else nullcontext():
+            yield
+
     # Errors
 
     def fail(self, why: str) -> NoReturn:
@@ -1073,9 +1080,10 @@ class _Watcher(TorchFunctionMode):
         if kind is not Kind.LIKE and any(map(_is_batch, taken)):
             return func(*args, **kwargs)
         key = run.key(f"{name}*")
+        draws = _get_streams(run.stage.device) if run.tape is not None and run.mode.draws else None
         out = func(*args, **kwargs)
         if run.tape is not None and any(type(t) is nn.Parameter or run.tape.knows(t) for t in leaves):
-            run.tape.note(func, args, kwargs, out)
+            run.tape.note(func, args, kwargs, out, draws=draws)
         if key in run.mode.births and type(out) is Tensor:
             return as_value(out, Mark((*key, 0), EVERYWHERE, absent=False))
         return out
