@@ -801,6 +801,8 @@ class _Run:
         if type(tensor) is not Value or tensor.mark.label is None:
             return
         mark = tensor.mark
+        if mark.label not in self.mode.numbers:
+            self.fail(f"hands a result of '{mark.label[1]}' to a later stage, which no recorded micro-batch did")
         found = mark.data if mark.data is not None else None if mark.absent else tensor
         if found is None and mark.label is not None:
             found = self.received.get(mark.label)

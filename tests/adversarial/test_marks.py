@@ -8,7 +8,18 @@ import torch
 import adl_dist
 from tests.adversarial import table
 from tests.adversarial.cases import NUM_VALIDATION, dataset
-from tests.adversarial.harness import TOLERANCE, Outcome, differences, expected, fit, frozen_copy, outcome, owner_of, train, trainer_of
+from tests.adversarial.harness import (
+    TOLERANCE,
+    Outcome,
+    differences,
+    expected,
+    fit,
+    frozen_copy,
+    outcome,
+    owner_of,
+    train,
+    trainer_of,
+)
 from tests.adversarial.verdicts import expected as verdicts
 from tests.support.tiers import covering
 

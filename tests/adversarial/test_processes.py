@@ -35,7 +35,7 @@ def trained(case, K):
 
 DEFAULT = {
     2: ["padding_mask", "memory_bank", "hands_on_with_booleans", "dropout_path", "argmax_in_the_middle", "lora"],
-    3: ["detached_branch", "head_for_training", "rope_attention", "teacher", "flow"],
+    3: ["detached_branch", "head_for_training", "rope_attention", "flow"],
 }
 RUNS = [pytest.param(K, names, id=f"{K}") for K, names in DEFAULT.items()]
 for K in DEFAULT:
