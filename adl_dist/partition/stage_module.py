@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from adl_dist.batch import Layout, Several, Tensors
 from adl_dist.errors import PartitionError
-from adl_dist.partition.absent import Results, infer, signature
+from adl_dist.partition.absent import Results, Template, infer, module_signature, signature
 from adl_dist.partition.containers import map_tensors, other_leaves, tensors_in
 from adl_dist.partition.forward_record import CALL, INPUT, held_tensors, place_of_call, state_label, users_line
 from adl_dist.partition.functions import ASK_DEVICE, LIKE_SECOND, Kind, kind_of, writes_to
@@ -98,15 +98,17 @@ class StageModule(nn.Module):
         self._twins = [(ref(mine), other) for mine, other in zip(model.modules(), twin.modules(), strict=True)]
         self._given = {n: _attributes(m) for n, (m, _) in enumerate(zip(model.modules(), twin.modules(), strict=True))}
         self._register(twin, held)
+        self.results: dict[CallPlan, Results] = {}
+        self.templates: dict[Any, Template] = {}
         self.foreign: dict[Any, Results] = {}
         self.written: dict[Any, Any] = {}
         self._inputs: dict[Any, Tensor] = {}
-        names_of = {id(m): n for n, m in twin.named_modules()}
+        self._natives: dict[nn.Module, tuple[str, Callable[..., Any]]] = {}
         followed = {n for mode in plan.modes.values() for n in _visible(mode.root, index)}
         for module in twin.modules():
-            name = names_of[id(module)]
+            name = self._names[id(module)]
             if name in followed:
-                place, own = place_of_call(module)
+                place, own = self._natives[module] = place_of_call(module)
                 vars(module)[place] = _call_of(module, name, own, self)
 
     def _own_or_other(self, name: str, tensor: Tensor, stages: Sequence[int]) -> Tensor:
@@ -150,6 +152,17 @@ class StageModule(nn.Module):
         self._held = [*held]
         self._held_ids = {id(tensor) for tensor in held.values()}
         self._names = {id(module): name for name, module in twin.named_modules()}
+
+    def compile_units(self, compiler: Callable[[Callable[..., Any], Any], Callable[..., Any]]) -> None:
+        """Have ``compiler(function, key)`` compile the modules of this stage that are cut no further.
+
+        The Python between them stays as it is. Equal layers have equal keys.
+        """
+        own = {n for mode in self.plan.modes.values() for n in _whole(mode.root, self.index)}
+        for module, (place, call) in self._natives.items():
+            name = self._names[id(module)]
+            if name in own and next(module.parameters(), None) is not None:
+                vars(module)[place] = _call_of(module, name, compiler(call, module_signature(module)), self)
 
     def train(self, mode: bool = True) -> "StageModule":
         """Set the mode of the copy, with what the model's own ``train`` does."""
@@ -224,6 +237,7 @@ class StageModule(nn.Module):
             now, before = _attributes(module), self._given[number]
             for key, value in now.items():
                 if key not in before or not _same(before[key], value):
+                    self.results.clear()  # a skipped call may return other shapes now
                     vars(twin)[key] = copy.copy(value) if key.endswith("_hooks") else copy.deepcopy(value)
             self._given[number] = now
             for key, parameter in module._parameters.items():
@@ -340,6 +354,16 @@ def _visible(frame: FramePlan, stage: int) -> Iterator[str]:
                 yield from _visible(planned.frame, stage)
 
 
+def _whole(frame: FramePlan, stage: int) -> Iterator[str]:
+    """Yield the names of the modules that a stage runs as a whole."""
+    for name, plans in frame.modules.items():
+        for planned in plans:
+            if planned.way is Way.WHOLE and planned.first == planned.last == stage:
+                yield name
+            elif planned.frame is not None:
+                yield from _whole(planned.frame, stage)
+
+
 def _call_of(module: nn.Module, name: str, own: Callable[..., Any], stage: StageModule) -> Callable[..., Any]:
     """Return what runs in the place of ``own``, the calls of ``module``."""
     index = stage.index
@@ -357,7 +381,7 @@ def _call_of(module: nn.Module, name: str, own: Callable[..., Any], stage: Stage
             planned = run.repeated(name, count)
         run.last = planned
         if len(args) == 1 and not kwargs:  # the two common cases: nothing may show in the time of a skipped call
-            arg, results = args[0], planned.results.get(index)
+            arg, results = args[0], run.results.get(planned)
             if results is not None:
                 fast = results.fast
                 if fast is not None and fast[0] is arg and fast[2] is torch.is_grad_enabled():
@@ -391,6 +415,7 @@ class _Run:
 
     def __init__(self, stage: StageModule, mode: ModePlan) -> None:
         self.stage, self.index, self.mode = stage, stage.index, mode
+        self.results = stage.results
         self.frame: FramePlan | None = mode.root
         self.path, self.counts = "", dict[str, int]()
         self.last: CallPlan | None = None  # the last call of a module
@@ -574,7 +599,7 @@ class _Run:
         plans = self.frame.modules.get(name)
         if plans is None:
             self.fail(f"calls '{name}', which no recorded micro-batch did; let the recorded ones, the first two, do so")
-        plans.append(replace(plans[-1], key=(*plans[-1].key[:2], count), results={}))
+        plans.append(replace(plans[-1], key=(*plans[-1].key[:2], count)))
         return plans[-1]
 
     def module(
@@ -592,15 +617,13 @@ class _Run:
             return self._follow(planned, key, own, args, kwargs)
         with native():
             stage = planned.last if index < planned.first else planned.first
-            results = planned.results.get(index)
-            if results is not None and not planned.follows and (out := results.again(args, kwargs)) is not None:
-                return out
-            leaves = tensors_in((args, kwargs))
             if planned.follows:
-                stage = max((leaf.mark.stage for leaf in leaves if type(leaf) is Value), default=EVERYWHERE)
+                values = [leaf for leaf in tensors_in((args, kwargs)) if type(leaf) is Value]
+                stage = max((value.mark.stage for value in values), default=EVERYWHERE)
             if stage in (index, EVERYWHERE):
+                leaves = tensors_in((args, kwargs))
                 return self._compute(own, key, stage, args, kwargs, leaves, draws=planned.draws, planned=planned)
-            return self._skip(planned, key, stage, module, own, args, kwargs, leaves)
+            return self._skip(planned, key, stage, module, own, args, kwargs)
 
     def _follow(self, planned: CallPlan, key: tuple[str, str, Any], own: Any, args: Any, kwargs: Any) -> Any:
         before = self.frame, self.path, self.counts, self.last
@@ -620,35 +643,32 @@ class _Run:
         function: Callable[..., Any],
         args: Any,
         kwargs: Any,
-        leaves: Sequence[Tensor],
     ) -> Any:
         """Return the absent result of a call of another stage."""
-        if self.mode.decides and stage > self.index:
-            for leaf in leaves:
+        is_noted = self.mode.decides and stage > self.index
+        if is_noted:
+            for leaf in tensors_in((args, kwargs)):
                 self._note(leaf)
-        results = planned.results.get(self.index)
+        results = self.results.get(planned)
         if results is None:
-            results = planned.results[self.index] = Results(planned.rule, varies=planned.varies)
+            results = self.results[planned] = Results(
+                self.stage.templates, rule=planned.rule, dtypes=planned.dtypes, varies=planned.varies
+            )
         stages = planned.stages if planned.way is Way.SPLIT else (stage,)
         try:
-            out = results.get(function, args, kwargs, label=key, stages=stages, device=self.stage.device, module=module)
+            out = results.get(function, args, kwargs, label=key, stages=stages, module=module)
         except ValueError as error:
             self.fail(
                 f"the shape of what '{key[1]}' returns is not known on a stage that does not compute it ({error})"
             )
-        if self.received and stage < self.index:
+        if stage < self.index and self.received:
             out = self._arrived(out)
         if planned.written:
-            unique = [*{id(leaf): leaf for leaf in leaves}.values()]
+            unique = [*{id(leaf): leaf for leaf in tensors_in((args, kwargs))}.values()]
             for place in planned.written:
                 self._write_absent(unique[place], (*key, -1 - place), stage)
-        elif type(out) is Value and out.mark.absent and not (self.mode.decides and stage > self.index):
-            if any(out is leaf for leaf in leaves):
-                return out
-            if len(args) == 1 and not kwargs and leaves and leaves[0] is args[0] and leaves[0].is_meta:
-                results.fast = args[0], out, torch.is_grad_enabled()
-            elif not planned.varies:
-                results.remember(args, kwargs, out)
+        elif len(args) == 1 and not kwargs and not is_noted and type(out) is type(args[0]) is Value:
+            results.keep_last(args[0], out)
         return out
 
     def _arrived(self, out: Any) -> Any:
@@ -659,7 +679,9 @@ class _Run:
                 return tensor
             return self._value_of(self._resolved(tensor, "the forward"), tensor.mark)
 
-        return arrived(out) if isinstance(out, Tensor) else map_tensors(arrived, out)
+        if type(out) is Value:
+            return arrived(out) if out.mark.label in self.received else out
+        return map_tensors(arrived, out)
 
     def _value_of(self, tensor: Tensor, mark: Mark) -> Tensor:
         """Return a received tensor as a value; a copy, if this stage writes to it."""
@@ -885,7 +907,7 @@ class _Run:
         if planned is None:
             planned = next(reversed(plans.values()))
         if target is None:
-            return self._skip(planned, key, stage, None, func, args, kwargs, leaves)
+            return self._skip(planned, key, stage, None, func, args, kwargs)
         if self.mode.decides and stage > self.index:
             for leaf in leaves:
                 self._note(leaf)
@@ -926,7 +948,7 @@ class _Run:
         try:
             key = label, torch.is_grad_enabled(), signature((args, kwargs))
             if key not in self.stage.written:
-                _, twins = infer(func, args, kwargs, self.stage.device)
+                _, twins = infer(func, args, kwargs)
                 unique = [*{id(t): t for t in tensors_in((args, kwargs))}.values()]
                 twin = twins[next(n for n, one in enumerate(unique) if one is target)]
                 self.stage.written[key] = twin.shape, twin.stride(), twin.requires_grad
@@ -946,9 +968,9 @@ class _Run:
                 self.fail("writes values of a parameter that another stage holds to a tensor of this one")
             return target
         key = self.key(f"{name}?")
-        results = self.stage.foreign.setdefault((self.stage.training, key), Results())
+        results = self.stage.foreign.setdefault((self.stage.training, key), Results(self.stage.templates))
         try:
-            out = results.get(func, args, kwargs, label=key, stages=(EVERYWHERE,), device=self.stage.device)
+            out = results.get(func, args, kwargs, label=key, stages=(EVERYWHERE,))
         except ValueError as error:
             self.fail(f"the shape of what '{name}' returns for a parameter of another stage is not known ({error})")
         for tensor in tensors_in(out):

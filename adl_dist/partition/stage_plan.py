@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
+import torch
+
 from adl_dist.errors import PartitionError
-from adl_dist.partition.absent import Results, SizeRule
+from adl_dist.partition.absent import SizeRule
 from adl_dist.partition.forward_record import INPUT, Call, Key, ModeRecord, Recording, state_label
 from adl_dist.partition.value import EVERYWHERE, Label
 
@@ -112,7 +114,7 @@ class CallPlan:
         is_plain: whether it does nothing but compute its result on one stage.
         repeats: whether later stages make this view again, since less crosses the cuts then.
         frame: how the calls inside are run.
-        results: its absent results, by stage.
+        dtypes: of the tensors in its result.
     """
 
     key: Key
@@ -130,7 +132,7 @@ class CallPlan:
     is_module: bool = False
     is_plain: bool = False
     frame: "FramePlan | None" = None
-    results: dict[int, Results] = field(default_factory=dict)
+    dtypes: tuple[torch.dtype, ...] = ()
 
 
 @dataclass(eq=False)
@@ -531,6 +533,7 @@ class _Assignment:
             answer=call.answer,
             varies=call.varies,
             rule=call.rule,
+            dtypes=tuple(self.mode.tensors[label][0] for label in call.results or call.makes),
             written=written,
             follows=follows,
             repeats=call.key in self.repeated,
