@@ -820,16 +820,16 @@ class _Run:
 
     def _note(self, tensor: Tensor) -> None:
         """Note that a later stage uses ``tensor``, where that differs between micro-batches."""
-        if type(tensor) is not Value or tensor.mark.label is None:
+        if type(tensor) is not Value or (label := tensor.mark.label) is None:
             return
         mark = tensor.mark
-        if mark.label not in self.mode.numbers:
-            self.fail(f"hands a result of '{mark.label[1]}' to a later stage, which no recorded micro-batch did")
         found = mark.data if mark.data is not None else None if mark.absent else tensor
-        if found is None and mark.label is not None:
-            found = self.received.get(mark.label)
-        if found is not None and mark.label is not None:
-            self._found[mark.label] = found
+        if found is None:
+            found = self.received.get(label)
+        if found is not None:
+            if label not in self.mode.numbers:
+                self.fail(f"hands a result of '{label[1]}' to a later stage, which no recorded micro-batch did")
+            self._found[label] = found
 
     def _check_rule(self, planned: CallPlan, key: Any, args: Any, kwargs: Any, out: Any) -> None:
         assert planned.rule is not None
@@ -1056,7 +1056,7 @@ class _Run:
 
     @contextmanager
     def _stream(self, draws: Any) -> Iterator[None]:
-        """Draw inside from the stage's own streams, or from those of all stages as they were when ``draws`` was noted."""
+        """Draw inside from the stage's own streams, or from those of all stages as ``draws`` has them."""
         if draws is not True:
             _set_streams(draws, self.stage.device)
         with self._own_stream() if draws is True and self.mode.draws else nullcontext():

@@ -88,8 +88,8 @@ def refuse_unknown_ids(module: nn.Module, acts: Tensors, layout: Layout | None, 
             return
         wrong = ids[(ids < 0) | (ids >= rows)].flatten()[0].item()
         raise DataError(
-            f"{where}: the embedding '{name}' gets the id {wrong}, but has rows for 0 to {rows - 1} only; give data with "
-            "such ids, or a model with more rows"
+            f"{where}: the embedding '{name}' gets the id {wrong}, but has rows for 0 to {rows - 1} only; give data "
+            "with such ids, or a model with more rows"
         )
 
     hooks = [
