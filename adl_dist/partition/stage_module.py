@@ -24,7 +24,7 @@ from adl_dist.partition.absent import Results, Template, infer, module_signature
 from adl_dist.partition.containers import map_tensors, other_leaves, tensors_in
 from adl_dist.partition.forward_record import CALL, INPUT, held_tensors, place_of_call, state_label, users_line
 from adl_dist.partition.functions import ASK_DEVICE, LIKE_SECOND, Kind, kind_of, writes_to
-from adl_dist.partition.stage_plan import CallPlan, FramePlan, ModePlan, StagePlan, Way
+from adl_dist.partition.stage_plan import EXTRA_STATE, CallPlan, FramePlan, ModePlan, StagePlan, Way
 from adl_dist.partition.tape import Tape
 from adl_dist.partition.value import (
     EVERYWHERE,
@@ -47,7 +47,23 @@ class ForwardError(PartitionError):
     """A stage cannot do what the uncut model would do."""
 
 
-class StageModule(nn.Module):
+class _Part(nn.Module):
+    """One stage's tensors of a module that lies on several stages, and its extra state if this stage keeps that."""
+
+    _keeps_extra_of: nn.Module | None = None
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._keeps_extra_of is not None:
+            destination[prefix + EXTRA_STATE] = self._keeps_extra_of.get_extra_state()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        if self._keeps_extra_of is not None and prefix + EXTRA_STATE in state_dict:
+            self._keeps_extra_of.set_extra_state(state_dict[prefix + EXTRA_STATE])
+
+
+class StageModule(_Part):
     """Stage ``index`` of a model, with its tensors under the names that they have in the model.
 
     Attributes:
@@ -131,7 +147,11 @@ class StageModule(nn.Module):
         """Register modules and tensors of this stage under their names in the model."""
         own = {id(tensor) for tensor in held.values()}
 
+        kept = {id(module) for name, module in extra_states(twin).items() if self.index in self.plan.holders[name]}
+
         def place(module: nn.Module, into: nn.Module) -> None:
+            if id(module) in kept:
+                vars(into)["_keeps_extra_of"] = module
             for key, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None and id(tensor) in own:
                     kind = "_parameters" if key in module._parameters else "_buffers"
@@ -140,12 +160,12 @@ class StageModule(nn.Module):
             for key, child in module._modules.items():
                 if child is None:
                     continue
-                tensors = [*child.parameters(), *child.buffers()]
-                mine = [id(tensor) in own for tensor in tensors]
+                mine = [id(tensor) in own for tensor in (*child.parameters(), *child.buffers())]
+                mine += [id(part) in kept for part in extra_states(child).values()]
                 if any(mine) and all(mine):
                     into._modules[key] = child
                 elif any(mine):
-                    into._modules[key] = nn.Module()
+                    into._modules[key] = _Part()
                     place(child, into._modules[key])  # type: ignore[arg-type]
 
         place(twin, self)
@@ -288,9 +308,14 @@ class StageModule(nn.Module):
             for act in acts:
                 as_tensor(act)
 
-    def give_buffers(self) -> None:
-        """Put buffers that a forward has replaced by others into the user's model, too."""
+    def give_state(self) -> None:
+        """Put extra state, and buffers that a forward has replaced by others, into the user's model, too."""
+        kept = {id(part._keeps_extra_of) for part in self.modules() if isinstance(part, _Part)}
+        kept |= {id(part) for part in self.modules()}
+        extra = {id(module) for module in extra_states(self.model).values()} & kept
         for mine, twin in self._twins:
+            if id(twin) in extra and (module := mine()) is not None:
+                module.set_extra_state(copy.deepcopy(twin.get_extra_state()))
             module = mine()
             for key, tensor in twin._buffers.items():
                 if module is not None and tensor is not None and not tensor.is_meta and key in module._buffers:
@@ -301,6 +326,15 @@ class StageModule(nn.Module):
     def _holds(self, twin: nn.Module, key: str) -> bool:
         name = self._names.get(id(twin))
         return name is not None and f"{name}.{key}".lstrip(".") in self._held
+
+
+def extra_states(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that add extra state to the ``state_dict`` of ``model``, by its names there."""
+    return {
+        f"{name}.{EXTRA_STATE}".lstrip("."): module
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
 
 
 def _put(module: nn.Module, name: str, tensor: Tensor) -> None:

@@ -93,13 +93,30 @@ def counting(*, as_tensor=True):
     return model
 
 
-def test_extra_state_that_is_a_tensor_is_restored(tmp_path):
-    whole = fit(trainer_of(1, model=counting()), None, 2)
-    fit(trainer_of(1, model=counting()), tmp_path, 1)
-    assert_same(fit(trainer_of(1, model=counting()), tmp_path, 2), whole)
-    model = counting()
-    trainer_of(1, model=model).load_checkpoint(tmp_path)
-    assert model[2].calls == int(whole["2._extra_state"]) > 0
+class CountsAround(Counts):
+    """Has extra state, lies on two stages, and holds a module without tensors that has some, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.counts, self.second = nn.Linear(72, 8), Counts(), nn.Linear(8, 5)
+        self.as_tensor = self.counts.as_tensor = True
+
+    def forward(self, x):
+        return super().forward(self.second(self.counts(self.first(x.flatten(1)))))
+
+
+@pytest.mark.parametrize("K", [1, 2])
+def test_extra_state_of_a_module_on_any_stage_is_restored(tmp_path, K):
+    def model():
+        torch.manual_seed(0)
+        return CountsAround()
+
+    whole = fit(trainer_of(K, model=(trained := model())), None, 2)
+    assert trained.calls == trained.counts.calls == int(whole["_extra_state"]) == int(whole["counts._extra_state"]) > 0
+    fit(trainer_of(K, model=model()), tmp_path, 1)
+    assert_same(fit(trainer_of(K, model=model()), tmp_path, 2), whole)
+    trainer_of(1, model=(loaded := model())).load_checkpoint(tmp_path)
+    assert loaded.calls == trained.calls
 
 
 def test_extra_state_of_any_kind_is_restored(tmp_path):
