@@ -101,7 +101,8 @@ class StageModule(_Part):
         for name, tensor in held_tensors(model):
             stages = plan.holders.get(name, ())
             memo[id(tensor)] = self._own_or_other(name, tensor, stages)
-            if stages and (index == stages[0] or (index in stages and isinstance(tensor, nn.Parameter))):
+            is_copied = name in plan.everywhere or (index in stages and isinstance(tensor, nn.Parameter))
+            if stages and (index == stages[0] or is_copied):
                 held |= dict.fromkeys(names.get(id(tensor), ()), memo[id(tensor)])
         try:
             twin = copy.deepcopy(model, memo)

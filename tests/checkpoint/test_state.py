@@ -119,6 +119,32 @@ def test_extra_state_of_a_module_on_any_stage_is_restored(tmp_path, K):
     assert loaded.calls == trained.calls
 
 
+class Tables(nn.Module):
+    """Two stages compute with its buffers, of which one counts forwards."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(72, 8), nn.Linear(8, 5)
+        self.register_buffer("table", torch.rand(8, generator=torch.Generator().manual_seed(seed)))
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.steps += 1
+        scale = self.table * (1 + self.steps / 100)
+        return self.second(self.first(x.flatten(1)) * scale) * scale[:5]
+
+
+def test_buffers_that_two_stages_compute_with_are_restored_on_both(tmp_path):
+    def trainer(seed):
+        return trainer_of(2, model=Tables(seed), balance=["second"])
+
+    whole = fit(trainer(0), None, 2)
+    fit(trainer(0), tmp_path, 1)
+    assert_same(fit(trainer(1), tmp_path, 2), whole)
+
+
 def test_extra_state_of_any_kind_is_restored(tmp_path):
     stages = [Stage(counting(as_tensor=False), 0, spec_of(1, partial(torch.optim.SGD, lr=0.1))) for _ in range(2)]
     stages[0].module[2].calls = 5
