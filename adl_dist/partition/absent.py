@@ -107,7 +107,8 @@ def infer(
             state = {}
             if module is not None:
                 state = {n: on_meta(t) for n, t in (*module.named_parameters(), *module.named_buffers())}
-                tables = [(vars(m), k, t) for m in module.modules() for k, t in vars(m).items() if isinstance(t, Tensor)]
+                parts = map(vars, module.modules())
+                tables = [(part, key, t) for part in parts for key, t in part.items() if isinstance(t, Tensor)]
                 for attributes, key, tensor in tables:
                     attributes[key] = on_meta(tensor)
             with nullcontext() if module is None else _reparametrize_module(module, state):
