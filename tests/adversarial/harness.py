@@ -112,9 +112,14 @@ def train(case, K, M, granularity="block", **options):
     trainer = trainer_of(case, K, M, granularity, loss_fn=loss_fn, **options)
     summary = fit(trainer, case, M)
     num_train, num_val = (-(-n // case.size) for n in case.counts)
-    state = {name: tensor.clone() for name, tensor in trainer.full_state_dict().items()}
+    state = {name: tensor.clone() for name, tensor in tensors_of(trainer).items()}
     losses, outputs = loss_fn.kept.losses[-EPOCHS * num_train :], loss_fn.kept.outputs[-num_val:]
     return Trained(state, losses, outputs, summary["validation_loss"], owner_of(trainer))
+
+
+def tensors_of(trainer):
+    """The full state_dict without what modules add to it (``get_extra_state``)."""
+    return {name: t for name, t in trainer.full_state_dict().items() if isinstance(t, torch.Tensor)}
 
 
 def oracle_of(case, K, M, owner, *, method="adl", model=None, lr_schedule=lr_schedule):
