@@ -84,6 +84,7 @@ def infer(
     watch, Watch.active = Watch.active, None
     pythons, numpys = random.getstate(), np.random.get_state()
     made: dict[int, Tensor] = {}
+    tables: list[tuple[dict[str, Any], str, Tensor]] = []  # tensors that are plain attributes
     is_cast = _is_autocast()
 
     def on_meta(tensor: Tensor) -> Tensor:
@@ -106,9 +107,15 @@ def infer(
             state = {}
             if module is not None:
                 state = {n: on_meta(t) for n, t in (*module.named_parameters(), *module.named_buffers())}
+                parts = map(vars, module.modules())
+                tables = [(part, key, t) for part in parts for key, t in part.items() if isinstance(t, Tensor)]
+                for attributes, key, tensor in tables:
+                    attributes[key] = on_meta(tensor)
             with nullcontext() if module is None else _reparametrize_module(module, state):
                 return function(*args, **kwargs), twins
     finally:
+        for attributes, key, tensor in tables:
+            attributes[key] = tensor
         Watch.active = watch
         random.setstate(pythons)
         np.random.set_state(numpys)

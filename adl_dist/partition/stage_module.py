@@ -253,7 +253,7 @@ class StageModule(_Part):
         """Take over plain attributes and hooks that the user has changed on the model since the last call."""
         for number, (mine, twin) in enumerate(self._twins):
             module = mine()
-            if module is None:
+            if module is None or module is twin:  # a ScriptModule has no copy
                 continue
             now, before = _attributes(module), self._given[number]
             for key, value in now.items():
@@ -737,8 +737,7 @@ class _Run:
         """Make the calls of ``tape`` again for ``acts``."""
         if self.mode.draws and self.stage.seeds is not None:
             self._own_streams = self.stage.seeds[1]
-        own_stream = self._own_stream if self.mode.draws else nullcontext
-        return tape.play(acts, own_stream, lambda name: _named(self.stage, name))
+        return tape.play(acts, self._stream, lambda name: _named(self.stage, name))
 
     def _compute(
         self,
@@ -856,14 +855,16 @@ class _Run:
 
     def _note(self, tensor: Tensor) -> None:
         """Note that a later stage uses ``tensor``, where that differs between micro-batches."""
-        if type(tensor) is not Value or tensor.mark.label is None:
+        if type(tensor) is not Value or (label := tensor.mark.label) is None:
             return
         mark = tensor.mark
         found = mark.data if mark.data is not None else None if mark.absent else tensor
-        if found is None and mark.label is not None:
-            found = self.received.get(mark.label)
-        if found is not None and mark.label is not None:
-            self._found[mark.label] = found
+        if found is None:
+            found = self.received.get(label)
+        if found is not None:
+            if label not in self.mode.numbers:
+                self.fail(f"hands a result of '{label[1]}' to a later stage, which no recorded micro-batch did")
+            self._found[label] = found
 
     def _check_rule(self, planned: CallPlan, key: Any, args: Any, kwargs: Any, out: Any) -> None:
         try:
@@ -1087,6 +1088,14 @@ class _Run:
             self._own_streams = self.stage.own_streams = _get_streams(self.stage.device)
             _set_streams(common, self.stage.device)
 
+    @contextmanager
+    def _stream(self, draws: Any) -> Iterator[None]:
+        """Draw inside from the stage's own streams, or from those of all stages as ``draws`` has them."""
+        if draws is not True:
+            _set_streams(draws, self.stage.device)
+        with self._own_stream() if draws is True and self.mode.draws else nullcontext():
+            yield
+
     # Errors
 
     def fail(self, why: str) -> NoReturn:
@@ -1129,9 +1138,10 @@ class _Watcher(TorchFunctionMode):
         if kind is not Kind.LIKE and any(map(_is_batch, taken)):
             return func(*args, **kwargs)
         key = run.key(f"{name}*")
+        draws = _get_streams(run.stage.device) if run.tape is not None and run.mode.draws else None
         out = func(*args, **kwargs)
         if run.tape is not None and any(type(t) is nn.Parameter or run.tape.knows(t) for t in leaves):
-            run.tape.note(func, args, kwargs, out)
+            run.tape.note(func, args, kwargs, out, draws=draws)
         if key in run.mode.births and type(out) is Tensor:
             return as_value(out, Mark((*key, 0), EVERYWHERE, absent=False))
         return out
