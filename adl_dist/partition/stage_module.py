@@ -2,7 +2,7 @@
 
 The stage has a copy of the model's Python objects. In it, parameters and buffers of this stage are the model's own
 tensors; parameters of other stages are on meta. Values of other stages are absent: they have a shape and a dtype, and
-whoever asks for their elements gets an error with the line. Where a call of this stage needs one, it is received.
+a question about their elements is an error with the line. Where a call of this stage needs one, it is received.
 """
 
 import copy
@@ -708,7 +708,7 @@ class _Run:
         replaced: dict[int, Tensor] = {}
         is_module = planned is not None and planned.is_module
         for leaf in values:
-            if id(leaf) not in replaced and not (is_module and not self._has(leaf)):  # whoever uses it there finds out
+            if id(leaf) not in replaced and not (is_module and not self._has(leaf)):  # a use there finds out
                 replaced[id(leaf)] = self._resolved(leaf, key[1])
         values = [leaf for leaf in values if id(leaf) in replaced]
         if written or target is not None:
@@ -917,7 +917,7 @@ class _Run:
             self.received[label] = target
             if self.tape is not None:
                 self.tape.same(target, found)
-            torch.utils.swap_tensors(target, as_value(found, mark))  # whoever holds the object has it
+            torch.utils.swap_tensors(target, as_value(found, mark))  # all references see it
             mark.absent = False
 
     def _written_spec(self, target: Tensor, label: Label, func: Any, args: Any, kwargs: Any) -> Any:
