@@ -29,7 +29,8 @@ def image(channels_last):
 
 
 def train_tuples(K):
-    trainer = toy_trainer(K, 2, model=tuple_net(), optimizer=plain_sgd, dtype=torch.float64, timeout_seconds=30)
+    options = {"balance": EVEN[K], "optimizer": plain_sgd, "dtype": torch.float64, "timeout_seconds": 30}
+    trainer = toy_trainer(K, 2, model=tuple_net(), **options)
     data = FixedImages(13, dtype=torch.float64)
     trainer.fit(data, epochs=2, batch_size=6, val_dataset=data, shuffle=False, monitoring=QUIET)
     return trainer.full_state_dict()
@@ -115,7 +116,7 @@ def test_what_reaches_the_next_stage_is_rounded_in_its_dtype():
     model = batch_norm_net()
     model[3].register_forward_pre_hook(lambda _, given: seen.update(act=given[0].detach()))
     model[2].register_full_backward_pre_hook(lambda _, given: seen.update(grad=given[0]))
-    trainer = toy_trainer(2, model=model, codec="bf16")
+    trainer = toy_trainer(2, model=model, codec="bf16", balance=[3, 4])
     trainer.fit(FixedImages(8), epochs=1, batch_size=8, monitoring=QUIET)
     for what, tensor in seen.items():
         assert tensor.dtype == torch.float32, what
