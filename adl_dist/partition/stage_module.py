@@ -184,12 +184,15 @@ class StageModule(nn.Module):
         """Whether its own tensors are still on meta."""
         return any(p.is_meta for p in self.parameters())
 
-    def replace(self, name: str, tensor: Tensor) -> None:
-        """Put another tensor in the place of one of this stage, which was on meta."""
+    def replace(self, name: str, old: Tensor, new: Tensor) -> None:
+        """Put ``new`` in the place of ``old``, a tensor of this stage on meta; in the user's model, too."""
         path, _, key = name.rpartition(".")
-        for module in {id(m): m for m in (self.model.get_submodule(path), *self._registered(path))}.values():
-            registry: Any = module._parameters if isinstance(tensor, nn.Parameter) else module._buffers
-            registry[key] = tensor
+        twin = self.model.get_submodule(path)
+        users = [module for mine, other in self._twins if other is twin and (module := mine()) is not None]
+        for module in (twin, *self._registered(path), *users):
+            for registry in (module._parameters, module._buffers):
+                if registry.get(key) is old:
+                    registry[key] = new  # type: ignore[assignment]
         self._device = None
 
     def _registered(self, path: str) -> list[nn.Module]:
