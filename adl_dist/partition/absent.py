@@ -1,41 +1,26 @@
 """Absent results: what a call of another stage returns, with shape and dtype but without elements.
 
-Shapes are never guessed. The call runs once per signature of its arguments on fake tensors, which have no elements
-either. Where that is impossible, because it asks for elements, the sizes of its results must be sizes of its arguments
-in all recorded runs; the stage that computes it then checks them in each micro-batch.
+Shapes are never guessed. The call runs once per signature of its arguments on tensors on meta. Where that is
+impossible, because it asks for elements, the sizes of its results must be sizes of its arguments in all recorded runs;
+the stage that computes it then checks them in each micro-batch.
 """
 
-import copy
 import random
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
-from functools import cache
+from contextlib import nullcontext
 from itertools import count
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.stateless import _reparametrize_module
 
-from adl_dist.partition.containers import map_tensors, other_leaves, tensors_in
+from adl_dist.partition.containers import map_leaves, map_tensors, other_leaves, tensors_in
 from adl_dist.partition.value import Mark, Value, Watch, absent_tensor, as_value, native
 
-
-class Given:
-    """In the place of a result that is an argument: the place of that tensor among the arguments."""
-
-    def __init__(self, place: int) -> None:
-        self.place = place
-
-
 META = torch.device("meta")
-
-
-@cache
-def _fake_mode() -> FakeTensorMode:
-    return FakeTensorMode(allow_non_fake_inputs=True)
+_SIMPLE = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format}
 
 
 def signature(value: Any) -> Any:
@@ -44,12 +29,12 @@ def signature(value: Any) -> Any:
     Raises:
         TypeError: If an argument is an object that has no such value.
     """
+    kind = type(value)
+    if kind in _SIMPLE:
+        return kind, value
     if isinstance(value, Tensor):
         return value.shape, value.dtype, value.requires_grad, value.stride() if value.ndim > 3 else None
-    kind = type(value)
-    if kind in (int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format):
-        return kind, value
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         return kind, *map(signature, value)
     if isinstance(value, dict):
         return kind, *((key, signature(one)) for key, one in value.items())
@@ -60,45 +45,68 @@ def signature(value: Any) -> Any:
     raise TypeError(f"a {kind.__name__} among the arguments")
 
 
+def module_signature(module: nn.Module) -> Any:
+    """Return a hashable value that is equal for modules of one class with equal attributes and shapes of tensors."""
+    tensors = (*module._parameters.items(), *module._buffers.items())
+    attributes = [(key, value) for key, value in vars(module).items() if key not in _OF_MODULES]
+    return (
+        type(module),
+        *((key, None if tensor is None else signature(tensor)) for key, tensor in tensors),
+        *((key, _of_attribute(value)) for key, value in attributes),
+        *((key, None if child is None else module_signature(child)) for key, child in module._modules.items()),
+    )
+
+
+_OF_MODULES = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_compiled_call_impl"}
+
+
+def _of_attribute(value: Any) -> Any:
+    try:
+        return signature(value)
+    except TypeError:
+        return id(value)
+
+
+def _is_autocast() -> bool:
+    return torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+
+
 def infer(
-    function: Callable[..., Any], args: Any, kwargs: Any, device: torch.device, module: nn.Module | None = None
+    function: Callable[..., Any], args: Any, kwargs: Any, module: nn.Module | None = None
 ) -> tuple[Any, list[Tensor]]:
-    """Run ``function``, a call of ``module`` if that is given, on tensors without elements.
+    """Run ``function``, a call of ``module`` if that is given, on tensors on meta.
+
+    Under autocast, which does nothing there, all numbers are float32, and only the shapes of the result hold.
 
     Returns:
         Its result, and the tensors that took the place of the arguments, in order.
     """
-    if not torch.is_autocast_enabled(device.type):  # of which tensors on meta know nothing
-        with suppress(Exception):
-            return _infer_on(META, function, args, kwargs, module)
-    return _infer_on(device, function, args, kwargs, module)  # fake tensors take more time, and 100 MB for imports
-
-
-def _infer_on(
-    device: torch.device, function: Callable[..., Any], args: Any, kwargs: Any, module: nn.Module | None
-) -> tuple[Any, list[Tensor]]:
     watch, Watch.active = Watch.active, None
     pythons, numpys = random.getstate(), np.random.get_state()
     made: dict[int, Tensor] = {}
+    is_cast = _is_autocast()
 
-    def without_elements(tensor: Tensor) -> Tensor:
+    def on_meta(tensor: Tensor) -> Tensor:
         if id(tensor) not in made:
-            where = device if tensor.is_meta or device == META else tensor.device
-            twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=where)
+            dtype = torch.float32 if is_cast and tensor.is_floating_point() else tensor.dtype
+            twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=META)
             if tensor.requires_grad:
                 twin.requires_grad_()
                 twin = twin if isinstance(tensor, nn.Parameter) else twin.clone()
             made[id(tensor)] = twin
         return made[id(tensor)]
 
+    def given(leaf: Any) -> Any:
+        return on_meta(leaf) if isinstance(leaf, Tensor) else META if isinstance(leaf, torch.device) else leaf
+
     try:
-        with native(), nullcontext() if device == META else _fake_mode():
-            args, kwargs = map_tensors(without_elements, (args, kwargs))
+        with native(), META:
+            args, kwargs = map_leaves(given, (args, kwargs))
             twins = [*made.values()]
-            if module is None:
-                return function(*args, **kwargs), twins
-            state = {n: without_elements(t) for n, t in (*module.named_parameters(), *module.named_buffers())}
-            with _reparametrize_module(module, state):
+            state = {}
+            if module is not None:
+                state = {n: on_meta(t) for n, t in (*module.named_parameters(), *module.named_buffers())}
+            with nullcontext() if module is None else _reparametrize_module(module, state):
                 return function(*args, **kwargs), twins
     finally:
         Watch.active = watch
@@ -115,26 +123,6 @@ def _on_zeros(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape).requires_grad_(tensor.requires_grad)
 
     return function(*map_tensors(zeros, args), **kwargs)
-
-
-_PRIMITIVES = (int, float, bool, str, type(None), torch.dtype, torch.device)
-
-
-def _look(value: Any) -> Any:
-    """Describe an argument for :func:`_is_like`: an absent tensor by itself, others by what shapes follow from."""
-    if isinstance(value, Tensor):
-        return value if value.is_meta else (value.shape, value.dtype, value.requires_grad)
-    return type(value)(map(_look, value)) if type(value) in (list, tuple) else value
-
-
-def _is_like(value: Any, known: Any) -> bool:
-    if value is known:
-        return True
-    if isinstance(value, Tensor):
-        return type(known) is tuple and not value.is_meta and known == (value.shape, value.dtype, value.requires_grad)
-    if type(value) in (list, tuple):
-        return type(known) is type(value) and len(known) == len(value) and all(map(_is_like, value, known))
-    return type(value) is type(known) and type(value) in _PRIMITIVES and bool(value == known)
 
 
 class SizeRule:
@@ -168,7 +156,7 @@ class SizeRule:
         def sized(tensor: Tensor) -> Tensor:
             number = next(place)
             sizes = [self._size([outs[number].shape[d] for _, outs in runs], runs, shapes) for d in range(tensor.ndim)]
-            made = torch.empty(sizes, dtype=tensor.dtype, device="meta")
+            made = torch.empty(sizes, dtype=tensor.dtype, device=META)
             return made.requires_grad_(tensor.requires_grad)
 
         return map_tensors(sized, self._runs[0][1])
@@ -189,36 +177,42 @@ class SizeRule:
         return found.pop()
 
 
+Template = tuple[Any, list[Tensor]]  # a result on meta, and what stood for the arguments
+
+
 class Results:
     """The absent results of one call on one stage, kept for each signature of its arguments."""
 
-    def __init__(self, rule: SizeRule | None = None, *, varies: bool = False) -> None:
-        self._rule, self._varies = rule, varies
-        self._templates: dict[Any, Any] = {}
+    def __init__(
+        self,
+        shared: dict[Any, Template],
+        *,
+        rule: SizeRule | None = None,
+        dtypes: Sequence[torch.dtype] = (),
+        varies: bool = False,
+    ) -> None:
+        """Begin without results.
+
+        Args:
+            shared: templates of all calls of the stage, of which equal layers have the same.
+            rule: of a call that meta does not tell.
+            dtypes: recorded ones of the results, which hold under autocast.
+            varies: whether results may depend on more than the arguments.
+        """
+        self._shared, self._rule, self._dtypes, self._varies = shared, rule, dtypes, varies
         self._kept: dict[Any, Any] = {}
+        self._of_module: Any = None
         self.fast: tuple[Any, Any, bool] | None = None  # the last argument, its result, whether gradients were wanted
-        self._last: tuple[Any, Any, bool] | None = None  # likewise, of several arguments, as _look describes them
+
+    def keep_last(self, arg: Tensor, out: Tensor) -> None:
+        """Keep the last result for its one argument, if both are absent."""
+        if arg.is_meta and out.is_meta and out is not arg:
+            self.fast = arg, out, torch.is_grad_enabled()
 
     def forget(self) -> None:
         """Drop the kept results, because one of them is being written to."""
         self._kept.clear()
-        self.fast = self._last = None
-
-    def remember(self, args: Any, kwargs: Any, out: Any) -> None:
-        """Remember the result for arguments like these, for :meth:`again`."""
-        self._last = (_look(args), {key: _look(one) for key, one in kwargs.items()}), out, torch.is_grad_enabled()
-
-    def again(self, args: Any, kwargs: Any) -> Any:
-        """Return the last result, if the arguments are like the last ones; else None."""
-        if (last := self._last) is None or last[2] is not torch.is_grad_enabled():
-            return None
-        (of_args, of_kwargs), out, _ = last
-        if kwargs.keys() != of_kwargs.keys() or not _is_like(args, of_args):
-            return None
-        for key, one in kwargs.items():
-            if not _is_like(one, of_kwargs[key]):
-                return None
-        return out
+        self.fast = None
 
     def get(
         self,
@@ -228,7 +222,6 @@ class Results:
         *,
         label: tuple[str, str, Any],
         stages: Sequence[int],
-        device: torch.device,
         module: nn.Module | None = None,
     ) -> Any:
         """Return the absent result of a call; ``stages``: of each tensor in it, the last for those that follow.
@@ -240,17 +233,19 @@ class Results:
             key = None if self._varies else (torch.is_grad_enabled(), signature((args, kwargs)))
         except TypeError:
             key = None
-        if key is not None and (kept := self._kept.get(key)) is not None:
-            return self._built(kept, args, kwargs)
-        known = self._templates.get(key) if key is not None else None
-        depends = False  # on elements that this stage has
-        if known is not None:
-            template, twins = known
-        else:
-            template, twins, depends = self._template(function, args, kwargs, device, module)
+        kept = self._kept.get(key) if key is not None else None
+        if kept is None:
+            (template, twins), is_kept = self._template(key, function, args, kwargs, module)
+            kept = self._marked(template, twins, label, stages)
+            if key is not None and is_kept:
+                self._kept[key] = kept
+        return kept if type(kept) is Value else _built(kept, args, kwargs)
+
+    def _marked(self, template: Any, twins: list[Tensor], label: tuple[str, str, Any], stages: Sequence[int]) -> Any:
         given, place = {id(twin): Given(number) for number, twin in enumerate(twins)}, count()
         if label[1] == "contiguous":  # always a value of its own
             given = {}
+        is_cast = _is_autocast()
 
         def absent(tensor: Tensor) -> Any:
             number = next(place)
@@ -258,50 +253,43 @@ class Results:
                 return given[id(tensor)]
             mark = Mark((*label, number), stages[min(number, len(stages) - 1)], absent=True)
             mark.cache = self
-            made = absent_tensor(tensor.shape, tensor.stride(), tensor.dtype, requires_grad=tensor.requires_grad)
+            dtype = self._dtypes[number] if is_cast and number < len(self._dtypes) else tensor.dtype
+            made = absent_tensor(tensor.shape, tensor.stride(), dtype, requires_grad=tensor.requires_grad)
             return as_value(made, mark)
 
-        kept = map_tensors(absent, template)
-        if key is not None and not depends:
-            self._kept[key], self._templates[key] = kept, (template, twins)
-        return self._built(kept, args, kwargs)
+        return map_tensors(absent, template)
 
     def _template(
-        self, function: Any, args: Any, kwargs: Any, device: torch.device, module: Any
-    ) -> tuple[Any, list[Tensor], bool]:
+        self, key: Any, function: Any, args: Any, kwargs: Any, module: nn.Module | None
+    ) -> tuple[Template, bool]:
+        """Return the template for such arguments, and whether it may be kept."""
+        if key is not None:
+            if module is not None and self._of_module is None:
+                self._of_module = module_signature(module)
+            key = function if module is None else self._of_module, *key
+            if (known := self._shared.get(key)) is not None:
+                return known, True
         try:
-            return *infer(function, args, kwargs, device, module), False
+            template = infer(function, args, kwargs, module)
         except Exception as error:  # the user's own forward may ask for elements
             if module is None and not any(t.is_meta for t in tensors_in(args[1:])):
-                return _on_zeros(function, args, kwargs), [], True
+                return (_on_zeros(function, args, kwargs), []), False
             if self._rule is None:
                 raise ValueError(f"{type(error).__name__}: {error}") from error
-            return self._rule.result((args, kwargs)), [], False
-
-    @staticmethod
-    def _built(kept: Any, args: Any, kwargs: Any) -> Any:
-        if type(kept) is Value:
-            return kept
-        return _rebuilt(kept, args, kwargs)
+            return (self._rule.result((args, kwargs)), []), True
+        if key is not None:
+            self._shared[key] = template
+        return template, True
 
 
-def _rebuilt(kept: Any, args: Any, kwargs: Any) -> Any:
+class Given:
+    """In the place of a result that is an argument: the place of that tensor among the arguments."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+
+def _built(kept: Any, args: Any, kwargs: Any) -> Any:
     """Return ``kept`` with containers of its own, since the caller may change them, and with arguments put in."""
-    if type(kept) is Given:
-        unique: dict[int, Tensor] = {}
-        for tensor in tensors_in((args, kwargs)):
-            unique.setdefault(id(tensor), tensor)
-        return [*unique.values()][kept.place]
-    if isinstance(kept, Tensor):
-        return kept
-    if isinstance(kept, list | tuple):
-        parts = [_rebuilt(one, args, kwargs) for one in kept]
-        return type(kept)._make(parts) if hasattr(kept, "_make") else type(kept)(parts)
-    made = copy.copy(kept)
-    if isinstance(kept, dict):
-        for key, one in kept.items():
-            made[key] = _rebuilt(one, args, kwargs)
-    elif hasattr(kept, "__dataclass_fields__"):
-        for key in kept.__dataclass_fields__:
-            object.__setattr__(made, key, _rebuilt(getattr(kept, key, None), args, kwargs))
-    return made
+    unique = [*{id(tensor): tensor for tensor in tensors_in((args, kwargs))}.values()]
+    return map_leaves(lambda leaf: unique[leaf.place] if type(leaf) is Given else leaf, kept, copies=True)

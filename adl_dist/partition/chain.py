@@ -10,7 +10,7 @@ from torch import nn
 from adl_dist.batch import Batch, layout_of
 from adl_dist.errors import PartitionError
 from adl_dist.partition.forward_record import Key, record_forward
-from adl_dist.partition.stage_module import StageModule
+from adl_dist.partition.stage_module import StageModule, extra_states
 from adl_dist.partition.stage_plan import CutImpossibleError, StagePlan, plan_stages, units_of
 from adl_dist.partition.work import FLOPS_PER_BYTE
 from adl_dist.streams import streams_kept
@@ -46,7 +46,7 @@ class Chain:
             PartitionError: If the model's forward cannot be run in stages.
         """
         self._layout, self.granularity = layout_of(batches[0]), granularity
-        self._names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+        self._names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())] + [*extra_states(model)]
         twin = copied_model(model)
         with streams_kept():
             self.recording = record_forward(twin, batches)

@@ -59,7 +59,7 @@ class Call:
         is_hidden: whether it computes with a value that is not among its arguments.
         answers: numbers that it answered, of all runs.
         checkpoint: the call of torch.utils.checkpoint that it is in; 0: none.
-        rule: of a call whose shapes fake tensors do not tell.
+        rule: of a call whose shapes tensors on meta do not tell.
         flops, nbytes: floating-point operations, and bytes read and written, of one forward.
     """
 
@@ -170,7 +170,7 @@ class Recording:
         opened: names of modules without children that are followed all the same, for their effects.
         glue: names of buffers, and of tensors that are plain attributes, that every stage needs.
         moved: those of them that a forward changes by what does not depend on the batch.
-        predicted: calls whose shapes fake tensors have told.
+        predicted: calls whose shapes tensors on meta have told.
         device: of the model.
     """
 
@@ -263,7 +263,7 @@ def is_openable(module: nn.Module) -> bool:
 
 
 def _is_predictable(module: nn.Module | None) -> bool:
-    """Return whether ``module`` is a layer of torch's whose shapes fake tensors tell for certain."""
+    """Return whether ``module`` is a layer of torch's whose shapes tensors on meta tell for certain."""
     kinds = (
         nn.Linear,
         nn.Conv1d,
@@ -509,7 +509,7 @@ class Recorder(TorchFunctionMode):
         if self.is_followed[name]:
             num_rules = self._num_rules
             out = self._follow(call, module, native_call, args, kwargs)
-            if self._num_rules > num_rules:  # fake tensors do not tell the shapes inside
+            if self._num_rules > num_rules:  # tensors on meta do not tell the shapes inside
                 call.rule = call.rule or SizeRule()
                 call.rule.note((args, kwargs), out)
         else:
@@ -601,7 +601,7 @@ class Recorder(TorchFunctionMode):
             return torch.empty_like(first, requires_grad=torch.is_grad_enabled())
 
     def _note_predictable(self, call: Call, function: Any, args: Any, kwargs: Any, out: Any, module: Any) -> None:
-        """Note whether fake tensors tell the shapes of a result; else its sizes are compared with the arguments'."""
+        """Note whether tensors on meta tell the shapes of a result; else sizes are compared with the arguments'."""
         if self.is_lazy and module is None:
             return
         try:  # a call that has been predicted once need not be predicted again
@@ -612,7 +612,7 @@ class Recorder(TorchFunctionMode):
             return
         self.inside = call
         try:
-            found, _ = infer(function, args, kwargs, self.recording.device, module)
+            found, _ = infer(function, args, kwargs, module)
             is_alike = [t.shape for t in tensors_in(found)] == [t.shape for t in tensors_in(out)]
         except Exception:  # the user's own forward may ask for elements
             is_alike = False
@@ -672,7 +672,7 @@ class Recorder(TorchFunctionMode):
             self._note_reads(call, facts)
             out = func(*args, **kwargs)
             call.answers.append(out if isinstance(out, bool | int) else object())
-            self._num_rules += 1  # fake tensors have no elements
+            self._num_rules += 1  # tensors on meta have no elements
             if call.answer is None:
                 self._keep_whole(call, f"{call.where} asks for elements of a value of the batch")
             return out

@@ -20,11 +20,11 @@ from torch.overrides import TorchFunctionMode
 
 from adl_dist.batch import Layout, Several, Tensors
 from adl_dist.errors import PartitionError
-from adl_dist.partition.absent import Results, infer, signature
+from adl_dist.partition.absent import Results, Template, infer, module_signature, signature
 from adl_dist.partition.containers import map_tensors, other_leaves, tensors_in
 from adl_dist.partition.forward_record import CALL, INPUT, held_tensors, place_of_call, state_label, users_line
 from adl_dist.partition.functions import ASK_DEVICE, LIKE_SECOND, Kind, kind_of, writes_to
-from adl_dist.partition.stage_plan import CallPlan, FramePlan, ModePlan, StagePlan, Way
+from adl_dist.partition.stage_plan import EXTRA_STATE, CallPlan, FramePlan, ModePlan, StagePlan, Way
 from adl_dist.partition.tape import Tape
 from adl_dist.partition.value import (
     EVERYWHERE,
@@ -47,7 +47,23 @@ class ForwardError(PartitionError):
     """A stage cannot do what the uncut model would do."""
 
 
-class StageModule(nn.Module):
+class _Part(nn.Module):
+    """One stage's tensors of a module that lies on several stages, and its extra state if this stage keeps that."""
+
+    _keeps_extra_of: nn.Module | None = None
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._keeps_extra_of is not None:
+            destination[prefix + EXTRA_STATE] = self._keeps_extra_of.get_extra_state()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        if self._keeps_extra_of is not None and prefix + EXTRA_STATE in state_dict:
+            self._keeps_extra_of.set_extra_state(state_dict[prefix + EXTRA_STATE])
+
+
+class StageModule(_Part):
     """Stage ``index`` of a model, with its tensors under the names that they have in the model.
 
     Attributes:
@@ -85,7 +101,8 @@ class StageModule(nn.Module):
         for name, tensor in held_tensors(model):
             stages = plan.holders.get(name, ())
             memo[id(tensor)] = self._own_or_other(name, tensor, stages)
-            if stages and (index == stages[0] or (index in stages and isinstance(tensor, nn.Parameter))):
+            is_copied = name in plan.everywhere or (index in stages and isinstance(tensor, nn.Parameter))
+            if stages and (index == stages[0] or is_copied):
                 held |= dict.fromkeys(names.get(id(tensor), ()), memo[id(tensor)])
         try:
             twin = copy.deepcopy(model, memo)
@@ -98,15 +115,17 @@ class StageModule(nn.Module):
         self._twins = [(ref(mine), other) for mine, other in zip(model.modules(), twin.modules(), strict=True)]
         self._given = {n: _attributes(m) for n, (m, _) in enumerate(zip(model.modules(), twin.modules(), strict=True))}
         self._register(twin, held)
+        self.results: dict[CallPlan, Results] = {}
+        self.templates: dict[Any, Template] = {}
         self.foreign: dict[Any, Results] = {}
         self.written: dict[Any, Any] = {}
         self._inputs: dict[Any, Tensor] = {}
-        names_of = {id(m): n for n, m in twin.named_modules()}
+        self._natives: dict[nn.Module, tuple[str, Callable[..., Any]]] = {}
         followed = {n for mode in plan.modes.values() for n in _visible(mode.root, index)}
         for module in twin.modules():
-            name = names_of[id(module)]
+            name = self._names[id(module)]
             if name in followed:
-                place, own = place_of_call(module)
+                place, own = self._natives[module] = place_of_call(module)
                 vars(module)[place] = _call_of(module, name, own, self)
 
     def _own_or_other(self, name: str, tensor: Tensor, stages: Sequence[int]) -> Tensor:
@@ -129,7 +148,11 @@ class StageModule(nn.Module):
         """Register modules and tensors of this stage under their names in the model."""
         own = {id(tensor) for tensor in held.values()}
 
+        kept = {id(module) for name, module in extra_states(twin).items() if self.index in self.plan.holders[name]}
+
         def place(module: nn.Module, into: nn.Module) -> None:
+            if id(module) in kept:
+                vars(into)["_keeps_extra_of"] = module
             for key, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None and id(tensor) in own:
                     kind = "_parameters" if key in module._parameters else "_buffers"
@@ -138,18 +161,29 @@ class StageModule(nn.Module):
             for key, child in module._modules.items():
                 if child is None:
                     continue
-                tensors = [*child.parameters(), *child.buffers()]
-                mine = [id(tensor) in own for tensor in tensors]
+                mine = [id(tensor) in own for tensor in (*child.parameters(), *child.buffers())]
+                mine += [id(part) in kept for part in extra_states(child).values()]
                 if any(mine) and all(mine):
                     into._modules[key] = child
                 elif any(mine):
-                    into._modules[key] = nn.Module()
+                    into._modules[key] = _Part()
                     place(child, into._modules[key])  # type: ignore[arg-type]
 
         place(twin, self)
         self._held = [*held]
         self._held_ids = {id(tensor) for tensor in held.values()}
         self._names = {id(module): name for name, module in twin.named_modules()}
+
+    def compile_units(self, compiler: Callable[[Callable[..., Any], Any], Callable[..., Any]]) -> None:
+        """Have ``compiler(function, key)`` compile the modules of this stage that are cut no further.
+
+        The Python between them stays as it is. Equal layers have equal keys.
+        """
+        own = {n for mode in self.plan.modes.values() for n in _whole(mode.root, self.index)}
+        for module, (place, call) in self._natives.items():
+            name = self._names[id(module)]
+            if name in own and next(module.parameters(), None) is not None:
+                vars(module)[place] = _call_of(module, name, compiler(call, module_signature(module)), self)
 
     def train(self, mode: bool = True) -> "StageModule":
         """Set the mode of the copy, with what the model's own ``train`` does."""
@@ -227,6 +261,7 @@ class StageModule(nn.Module):
             now, before = _attributes(module), self._given[number]
             for key, value in now.items():
                 if key not in before or not _same(before[key], value):
+                    self.results.clear()  # a skipped call may return other shapes now
                     vars(twin)[key] = copy.copy(value) if key.endswith("_hooks") else copy.deepcopy(value)
             self._given[number] = now
             for key, parameter in module._parameters.items():
@@ -277,9 +312,14 @@ class StageModule(nn.Module):
             for act in acts:
                 as_tensor(act)
 
-    def give_buffers(self) -> None:
-        """Put buffers that a forward has replaced by others into the user's model, too."""
+    def give_state(self) -> None:
+        """Put extra state, and buffers that a forward has replaced by others, into the user's model, too."""
+        kept = {id(part._keeps_extra_of) for part in self.modules() if isinstance(part, _Part)}
+        kept |= {id(part) for part in self.modules()}
+        extra = {id(module) for module in extra_states(self.model).values()} & kept
         for mine, twin in self._twins:
+            if id(twin) in extra and (module := mine()) is not None:
+                module.set_extra_state(copy.deepcopy(twin.get_extra_state()))
             module = mine()
             for key, tensor in twin._buffers.items():
                 if module is not None and tensor is not None and not tensor.is_meta and key in module._buffers:
@@ -290,6 +330,15 @@ class StageModule(nn.Module):
     def _holds(self, twin: nn.Module, key: str) -> bool:
         name = self._names.get(id(twin))
         return name is not None and f"{name}.{key}".lstrip(".") in self._held
+
+
+def extra_states(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that add extra state to the ``state_dict`` of ``model``, by its names there."""
+    return {
+        f"{name}.{EXTRA_STATE}".lstrip("."): module
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
 
 
 def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
@@ -343,6 +392,16 @@ def _visible(frame: FramePlan, stage: int) -> Iterator[str]:
                 yield from _visible(planned.frame, stage)
 
 
+def _whole(frame: FramePlan, stage: int) -> Iterator[str]:
+    """Yield the names of the modules that a stage runs as a whole."""
+    for name, plans in frame.modules.items():
+        for planned in plans:
+            if planned.way is Way.WHOLE and planned.first == planned.last == stage:
+                yield name
+            elif planned.frame is not None:
+                yield from _whole(planned.frame, stage)
+
+
 def _call_of(module: nn.Module, name: str, own: Callable[..., Any], stage: StageModule) -> Callable[..., Any]:
     """Return what runs in the place of ``own``, the calls of ``module``."""
     index = stage.index
@@ -360,7 +419,7 @@ def _call_of(module: nn.Module, name: str, own: Callable[..., Any], stage: Stage
             planned = run.repeated(name, count)
         run.last = planned
         if len(args) == 1 and not kwargs:  # the two common cases: nothing may show in the time of a skipped call
-            arg, results = args[0], planned.results.get(index)
+            arg, results = args[0], run.results.get(planned)
             if results is not None:
                 fast = results.fast
                 if fast is not None and fast[0] is arg and fast[2] is torch.is_grad_enabled():
@@ -394,6 +453,7 @@ class _Run:
 
     def __init__(self, stage: StageModule, mode: ModePlan) -> None:
         self.stage, self.index, self.mode = stage, stage.index, mode
+        self.results = stage.results
         self.frame: FramePlan | None = mode.root
         self.path, self.counts = "", dict[str, int]()
         self.last: CallPlan | None = None  # the last call of a module
@@ -577,7 +637,7 @@ class _Run:
         plans = self.frame.modules.get(name)
         if plans is None:
             self.fail(f"calls '{name}', which no recorded micro-batch did; let the recorded ones, the first two, do so")
-        plans.append(replace(plans[-1], key=(*plans[-1].key[:2], count), results={}))
+        plans.append(replace(plans[-1], key=(*plans[-1].key[:2], count)))
         return plans[-1]
 
     def module(
@@ -595,15 +655,13 @@ class _Run:
             return self._follow(planned, key, own, args, kwargs)
         with native():
             stage = planned.last if index < planned.first else planned.first
-            results = planned.results.get(index)
-            if results is not None and not planned.follows and (out := results.again(args, kwargs)) is not None:
-                return out
-            leaves = tensors_in((args, kwargs))
             if planned.follows:
-                stage = max((leaf.mark.stage for leaf in leaves if type(leaf) is Value), default=EVERYWHERE)
+                values = [leaf for leaf in tensors_in((args, kwargs)) if type(leaf) is Value]
+                stage = max((value.mark.stage for value in values), default=EVERYWHERE)
             if stage in (index, EVERYWHERE):
+                leaves = tensors_in((args, kwargs))
                 return self._compute(own, key, stage, args, kwargs, leaves, draws=planned.draws, planned=planned)
-            return self._skip(planned, key, stage, module, own, args, kwargs, leaves)
+            return self._skip(planned, key, stage, module, own, args, kwargs)
 
     def _follow(self, planned: CallPlan, key: tuple[str, str, Any], own: Any, args: Any, kwargs: Any) -> Any:
         before = self.frame, self.path, self.counts, self.last
@@ -623,35 +681,32 @@ class _Run:
         function: Callable[..., Any],
         args: Any,
         kwargs: Any,
-        leaves: Sequence[Tensor],
     ) -> Any:
         """Return the absent result of a call of another stage."""
-        if self.mode.decides and stage > self.index:
-            for leaf in leaves:
+        is_noted = self.mode.decides and stage > self.index
+        if is_noted:
+            for leaf in tensors_in((args, kwargs)):
                 self._note(leaf)
-        results = planned.results.get(self.index)
+        results = self.results.get(planned)
         if results is None:
-            results = planned.results[self.index] = Results(planned.rule, varies=planned.varies)
+            results = self.results[planned] = Results(
+                self.stage.templates, rule=planned.rule, dtypes=planned.dtypes, varies=planned.varies
+            )
         stages = planned.stages if planned.way is Way.SPLIT else (stage,)
         try:
-            out = results.get(function, args, kwargs, label=key, stages=stages, device=self.stage.device, module=module)
+            out = results.get(function, args, kwargs, label=key, stages=stages, module=module)
         except ValueError as error:
             self.fail(
                 f"the shape of what '{key[1]}' returns is not known on a stage that does not compute it ({error})"
             )
-        if self.received and stage < self.index:
+        if stage < self.index and self.received:
             out = self._arrived(out)
         if planned.written:
-            unique = [*{id(leaf): leaf for leaf in leaves}.values()]
+            unique = [*{id(leaf): leaf for leaf in tensors_in((args, kwargs))}.values()]
             for place in planned.written:
                 self._write_absent(unique[place], (*key, -1 - place), stage)
-        elif type(out) is Value and out.mark.absent and not (self.mode.decides and stage > self.index):
-            if any(out is leaf for leaf in leaves):
-                return out
-            if len(args) == 1 and not kwargs and leaves and leaves[0] is args[0] and leaves[0].is_meta:
-                results.fast = args[0], out, torch.is_grad_enabled()
-            elif not planned.varies:
-                results.remember(args, kwargs, out)
+        elif len(args) == 1 and not kwargs and not is_noted and type(out) is type(args[0]) is Value:
+            results.keep_last(args[0], out)
         return out
 
     def _arrived(self, out: Any) -> Any:
@@ -662,7 +717,9 @@ class _Run:
                 return tensor
             return self._value_of(self._resolved(tensor, "the forward"), tensor.mark)
 
-        return arrived(out) if isinstance(out, Tensor) else map_tensors(arrived, out)
+        if type(out) is Value:
+            return arrived(out) if out.mark.label in self.received else out
+        return map_tensors(arrived, out)
 
     def _value_of(self, tensor: Tensor, mark: Mark) -> Tensor:
         """Return a received tensor as a value; a copy, if this stage writes to it."""
@@ -887,7 +944,7 @@ class _Run:
         if planned is None:
             planned = next(reversed(plans.values()))
         if target is None:
-            return self._skip(planned, key, stage, None, func, args, kwargs, leaves)
+            return self._skip(planned, key, stage, None, func, args, kwargs)
         if self.mode.decides and stage > self.index:
             for leaf in leaves:
                 self._note(leaf)
@@ -928,7 +985,7 @@ class _Run:
         try:
             key = label, torch.is_grad_enabled(), signature((args, kwargs))
             if key not in self.stage.written:
-                _, twins = infer(func, args, kwargs, self.stage.device)
+                _, twins = infer(func, args, kwargs)
                 unique = [*{id(t): t for t in tensors_in((args, kwargs))}.values()]
                 twin = twins[next(n for n, one in enumerate(unique) if one is target)]
                 self.stage.written[key] = twin.shape, twin.stride(), twin.requires_grad
@@ -948,9 +1005,9 @@ class _Run:
                 self.fail("writes values of a parameter that another stage holds to a tensor of this one")
             return target
         key = self.key(f"{name}?")
-        results = self.stage.foreign.setdefault((self.stage.training, key), Results())
+        results = self.stage.foreign.setdefault((self.stage.training, key), Results(self.stage.templates))
         try:
-            out = results.get(func, args, kwargs, label=key, stages=(EVERYWHERE,), device=self.stage.device)
+            out = results.get(func, args, kwargs, label=key, stages=(EVERYWHERE,))
         except ValueError as error:
             self.fail(f"the shape of what '{name}' returns for a parameter of another stage is not known ({error})")
         for tensor in tensors_in(out):

@@ -1,16 +1,19 @@
 """Decide which stage makes each recorded call, what crosses each cut, and which tensors a stage holds."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
+import torch
+
 from adl_dist.errors import PartitionError
-from adl_dist.partition.absent import Results, SizeRule
+from adl_dist.partition.absent import SizeRule
 from adl_dist.partition.forward_record import INPUT, Call, Key, ModeRecord, Recording, state_label
 from adl_dist.partition.value import EVERYWHERE, Label
 
+EXTRA_STATE = "_extra_state"  # torch's name for it in a state_dict
 VIEWS = {
     *(
         "__getitem__",
@@ -112,7 +115,7 @@ class CallPlan:
         is_plain: whether it does nothing but compute its result on one stage.
         repeats: whether later stages make this view again, since less crosses the cuts then.
         frame: how the calls inside are run.
-        results: its absent results, by stage.
+        dtypes: of the tensors in its result.
     """
 
     key: Key
@@ -130,7 +133,7 @@ class CallPlan:
     is_module: bool = False
     is_plain: bool = False
     frame: "FramePlan | None" = None
-    results: dict[int, Results] = field(default_factory=dict)
+    dtypes: tuple[torch.dtype, ...] = ()
 
 
 @dataclass(eq=False)
@@ -139,6 +142,17 @@ class FramePlan:
 
     modules: dict[str, list[CallPlan]] = field(default_factory=dict)
     functions: dict[str, dict[Any, CallPlan]] = field(default_factory=dict)
+
+    def callers(self, stages: set[int]) -> Iterator[tuple[str, set[int]]]:
+        """Yield the modules inside, each with those of ``stages`` that run its forward."""
+        for name, plans in self.modules.items():
+            for planned in plans:
+                inside = stages
+                if planned.way is not Way.THROUGH and planned.first != EVERYWHERE:
+                    inside = stages & {*range(planned.first, planned.last + 1)}
+                yield name, inside
+                if planned.frame is not None:
+                    yield from planned.frame.callers(inside)
 
 
 @dataclass(eq=False)
@@ -181,7 +195,8 @@ class StagePlan:
 
     Attributes:
         modes: by ``training``.
-        holders: of each tensor of the model the stages that compute with it; the first one saves it.
+        holders: of each tensor of the model the stages that compute with it, the first of which saves it; of extra
+            state of a module the stages that run its forward.
         everywhere: names of buffers of which each stage has a copy.
     """
 
@@ -193,7 +208,7 @@ class StagePlan:
 
 
 def plan_stages(recording: Recording, units: Sequence[Unit], sizes: Sequence[int], names: Iterable[str]) -> StagePlan:
-    """Plan the stages of ``sizes`` units each; ``names`` are those of the model's tensors.
+    """Plan the stages of ``sizes`` units each; ``names`` are those of the entries in the model's ``state_dict``.
 
     Raises:
         CutImpossibleError: If a value would have to flow to an earlier stage, or two stages would change one tensor.
@@ -237,19 +252,21 @@ def plan_stages(recording: Recording, units: Sequence[Unit], sizes: Sequence[int
                 if len(holders.get(name, ())) > 1:
                     reason = f"'{name}' is changed by the forward and used on both sides"
                     raise CutImpossibleError(min(holders[name]), reason)
-    around: dict[str, int] = {}  # of each module, the last stage that calls it
-    for assigned in planned.values():
-        around |= {call.name: max(assigned.calls[call.key], 0) for call in assigned.called_modules()}
+    modes = {training: assigned.plan() for training, assigned in planned.items()}
+    callers = {"": {*range(num_stages)}}  # of each module, the stages that run its forward
+    for mode in modes.values():
+        for name, stages in mode.root.callers(callers[""]):
+            callers[name] = callers.get(name, set()) | stages
     for name in names:
         if name not in holders:
-            path = name.rpartition(".")[0]
-            while path and path not in around:
+            path, _, key = name.rpartition(".")
+            while path not in callers:
                 path = path.rpartition(".")[0]
-            holders[name] = {around.get(path, num_stages - 1)}
+            holders[name] = callers[path] if key == EXTRA_STATE else {max(callers[path])}
     return StagePlan(
         num_stages,
         recording,
-        {training: assigned.plan() for training, assigned in planned.items()},
+        modes,
         {name: tuple(sorted(stages)) for name, stages in holders.items()},
         {name for name in recording.glue if name not in recording.state},
     )
@@ -381,10 +398,6 @@ class _Assignment:
             return True
         inside = (s for key, s in self.calls.items() if key[0] == around.path or key[0].startswith(f"{around.path}/"))
         return around.has_effects or max(inside) > self.calls[call.key]
-
-    def called_modules(self) -> list[Call]:
-        """Return the calls of modules that run as a whole."""
-        return [call for call in self.mode.calls.values() if call.is_module and call.key in self.calls]
 
     def users(self) -> dict[str, set[int]]:
         """Return the stages that compute with each tensor of the model."""
@@ -530,6 +543,7 @@ class _Assignment:
             answer=call.answer,
             varies=call.varies,
             rule=call.rule,
+            dtypes=tuple(self.mode.tensors[label][0] for label in call.results or call.makes),
             written=written,
             follows=follows,
             repeats=call.key in self.repeated,

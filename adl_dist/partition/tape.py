@@ -1,6 +1,5 @@
 """The calls of one stage in one forward, to be made again without the user's Python: for recomputation."""
 
-import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor
 
 from adl_dist.batch import Tensors
-from adl_dist.partition.containers import map_tensors, tensors_in
+from adl_dist.partition.containers import map_leaves, map_tensors, tensors_in
 
 
 class _Number(int):
@@ -74,29 +73,10 @@ class Tape:
             made[number] = buffer(kept) if isinstance(kept, str) else kept.clone()
 
         def filled(value: Any) -> Any:
-            return _map_numbers(made, value)
+            return map_leaves(lambda leaf: made[leaf] if type(leaf) is _Number else leaf, value, copies=True)
 
         for function, args, kwargs, numbers, draws, with_graph in self._steps:
             with own_stream() if draws else nullcontext(), torch.set_grad_enabled(with_graph):
                 out = function(*filled(args), **filled(kwargs))
             made |= zip(numbers, tensors_in(out), strict=True)
         return filled(self._result)
-
-
-def _map_numbers(made: dict[int, Tensor], value: Any) -> Any:
-    if type(value) is _Number:
-        return made[value]
-    if isinstance(value, list | tuple):
-        parts = [_map_numbers(made, one) for one in value]
-        return type(value)._make(parts) if hasattr(value, "_make") else type(value)(parts)
-    if type(value) is slice:
-        return slice(*(_map_numbers(made, one) for one in (value.start, value.stop, value.step)))
-    if isinstance(value, dict) or hasattr(value, "__dataclass_fields__"):
-        filled = copy.copy(value)
-        for key, one in value.items() if isinstance(value, dict) else vars(value).items():
-            if isinstance(filled, dict):
-                filled[key] = _map_numbers(made, one)
-            else:
-                object.__setattr__(filled, key, _map_numbers(made, one))
-        return filled
-    return value

@@ -36,7 +36,7 @@ def call_of(module: nn.Module, layout: Layout | None, *, compiled: bool) -> Call
     Args:
         module: the model, or a stage of it.
         layout: the layout of the model's inputs; None for one tensor, and for a stage.
-        compiled: whether torch.compile compiles it; the module itself keeps the names of its state.
+        compiled: whether torch.compile compiles the call; the module itself keeps the names of its state.
     """
 
     def call(acts: Tensors, buffers: dict[str, Tensor] | None, tape: Any) -> Any:
@@ -47,14 +47,28 @@ def call_of(module: nn.Module, layout: Layout | None, *, compiled: bool) -> Call
             return module(*args, **kwargs)
         return torch.func.functional_call(module, buffers, args, kwargs)
 
-    if not compiled:
-        return call
-    # torch keeps its compiled graphs with the code, 8 at most, and then silently stops compiling:
-    # every module gets a copy of the code for itself. It may need 8, for training, evaluation, replay and a forward
-    # to be replayed, each with the common number of samples and the one that is left over.
-    code: CodeType = call.__code__.replace(co_name=f"call_{type(module).__name__}")
-    separate = FunctionType(code, call.__globals__, closure=call.__closure__)
-    return torch.compile(separate, **COMPILED)
+    return Compiler()(call, module) if compiled else call
+
+
+class Compiler:
+    """Compiles functions by torch.compile; those with equal keys share their graphs.
+
+    torch keeps graphs with the code, 8 at most, and then silently stops compiling. So every key gets a copy of the code
+    for itself. It may need 8, for training, evaluation, replay and a forward to be replayed, each with the common
+    number of samples and the one that is left over.
+    """
+
+    def __init__(self) -> None:
+        self._codes: dict[Any, CodeType] = {}
+
+    def __call__(self, function: Callable[..., Any], key: Any) -> Callable[..., Any]:
+        """Return ``function``, compiled; ``key`` is hashable."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        code = self._codes.setdefault(key, call.__code__.replace(co_name=f"compiled_{len(self._codes)}"))
+        return torch.compile(FunctionType(code, call.__globals__, closure=call.__closure__), **COMPILED)
 
 
 def arguments_of(acts: Tensors, layout: Layout | None) -> tuple[Tensors, dict[str, Any]]:

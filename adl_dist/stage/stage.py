@@ -20,7 +20,7 @@ from adl_dist.stage.average import WeightAverage
 from adl_dist.stage.calls import (
     BACKWARD,
     BACKWARD_WEIGHT,
-    COMPILED,
+    Compiler,
     RandomStreams,
     call_of,
     is_part,
@@ -163,7 +163,7 @@ class Stage:
             self.loss = StageLoss(spec, traits.loss, head=own_head, within=self._within, where=self.where)
         self._part = cast(Any, module) if is_part(module) else None
         if self._part is not None and spec.precision.compile:
-            self._part.compile_units(**COMPILED)
+            self._part.compile_units(Compiler())
         self._call_module = call_of(module, traits.layout, compiled=spec.precision.compile and self._part is None)
         if self._splits:
             self._deferred = DeferredGradients(module, f"stage {index}")

@@ -29,6 +29,7 @@ from adl_dist.partition.costs import Profile
 from adl_dist.partition.cut import attempt, begins_of, loads_of
 from adl_dist.partition.imbalance import why_uneven
 from adl_dist.partition.predict import best_cut, unevenness, with_delays
+from adl_dist.partition.stage_module import extra_states
 from adl_dist.schedule import Method, Pipeline
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.optimizer import stage_optimizer
@@ -129,6 +130,7 @@ class PartitionedModel:
         of_stream = {"stream of the weights": weights.stream} if weights is not None else None
         state = model.state_dict()
         self.initial = of_stream or sampled((name, state[name]) for name in self.signature)
+        self._has_extra_state = bool(extra_states(model))
         self._model: nn.Module | None = model  # until a process has only some of the stages
         self.begins: list[str] = []
         self.modules: dict[int, nn.Module] = dict.fromkeys(self._own, model)
@@ -159,13 +161,17 @@ class PartitionedModel:
                 dist.broadcast(tensor, src=stage % dist.get_world_size())
             full[name] = tensor
         extra = {name: value for state in own.values() for name, value in state.items() if is_extra_state(name)}
+        if distributed and self._has_extra_state:
+            of_ranks: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(of_ranks, extra)
+            extra = {name: value for of_rank in of_ranks for name, value in of_rank.items()}
         return {name: full[name] for name in self.signature} | extra
 
-    def give_buffers(self) -> None:
-        """Put buffers that forwards of stages have replaced into the user's model, too."""
+    def give_state(self) -> None:
+        """Put extra state, and buffers that forwards of stages have replaced, into the user's model, too."""
         for module in self.modules.values():
             if isinstance(module, StageModule):
-                module.give_buffers()
+                module.give_state()
 
     def finalize(
         self,

@@ -339,7 +339,7 @@ class Trainer:
         coordinator = Coordinator(plan, saving=None, recorder=recorder, progress=progress, unit=worker.unit)
         with self._modes_kept(), contextlib.closing(worker), self._applied(), self._bound(world):
             summary = running.run(worker, coordinator, coordinator.evaluate, stops_early=False)
-            self._partitioned.give_buffers()
+            self._partitioned.give_state()
             return summary
 
     @arguments.one_at_a_time
@@ -513,7 +513,7 @@ class Trainer:
                 return running.run(worker, coordinator, coordinator.train, stops_early=stops_early)
         finally:
             forget_actions()
-            self._partitioned.give_buffers()
+            self._partitioned.give_state()
             recorder.close()  # writes what is left, which a disk may refuse
 
     def _join(self) -> World:

@@ -93,13 +93,56 @@ def counting(*, as_tensor=True):
     return model
 
 
-def test_extra_state_that_is_a_tensor_is_restored(tmp_path):
-    whole = fit(trainer_of(1, model=counting()), None, 2)
-    fit(trainer_of(1, model=counting()), tmp_path, 1)
-    assert_same(fit(trainer_of(1, model=counting()), tmp_path, 2), whole)
-    model = counting()
-    trainer_of(1, model=model).load_checkpoint(tmp_path)
-    assert model[2].calls == int(whole["2._extra_state"]) > 0
+class CountsAround(Counts):
+    """Has extra state, lies on two stages, and holds a module without tensors that has some, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.counts, self.second = nn.Linear(72, 8), Counts(), nn.Linear(8, 5)
+        self.as_tensor = self.counts.as_tensor = True
+
+    def forward(self, x):
+        return super().forward(self.second(self.counts(self.first(x.flatten(1)))))
+
+
+@pytest.mark.parametrize("K", [1, 2])
+def test_extra_state_of_a_module_on_any_stage_is_restored(tmp_path, K):
+    def model():
+        torch.manual_seed(0)
+        return CountsAround()
+
+    whole = fit(trainer_of(K, model=(trained := model())), None, 2)
+    assert trained.calls == trained.counts.calls == int(whole["_extra_state"]) == int(whole["counts._extra_state"]) > 0
+    fit(trainer_of(K, model=model()), tmp_path, 1)
+    assert_same(fit(trainer_of(K, model=model()), tmp_path, 2), whole)
+    trainer_of(1, model=(loaded := model())).load_checkpoint(tmp_path)
+    assert loaded.calls == trained.calls
+
+
+class Tables(nn.Module):
+    """Two stages compute with its buffers, of which one counts forwards."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(72, 8), nn.Linear(8, 5)
+        self.register_buffer("table", torch.rand(8, generator=torch.Generator().manual_seed(seed)))
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.steps += 1
+        scale = self.table * (1 + self.steps / 100)
+        return self.second(self.first(x.flatten(1)) * scale) * scale[:5]
+
+
+def test_buffers_that_two_stages_compute_with_are_restored_on_both(tmp_path):
+    def trainer(seed):
+        return trainer_of(2, model=Tables(seed), balance=["second"])
+
+    whole = fit(trainer(0), None, 2)
+    fit(trainer(0), tmp_path, 1)
+    assert_same(fit(trainer(1), tmp_path, 2), whole)
 
 
 def test_extra_state_of_any_kind_is_restored(tmp_path):

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
+from adl_dist import Callback
 from adl_dist.errors import ConfigError
 from tests.support.commands import assert_same
 from tests.support.equations import assert_close, differ, modules_by_the_equations
@@ -102,32 +103,37 @@ def perceptron(dropout=0.0):
     return nn.Sequential(first, *rest, nn.Linear(8, NUM_CLASSES))
 
 
-# A stage needs a graph for training and one for evaluation, each with the usual number of samples and with what is left
-# over; where it replays, the forward to be replayed takes two more. Of one code torch keeps 8 graphs.
-RUNS = [("adl", 3, 1, 4), ("dsp", 2, 1, 6), ("2bw", 2, 2, 4)]
+class GraphCounts(Callback):
+    def __init__(self):
+        self.after_epochs = []
+
+    def on_epoch(self, now):
+        self.after_epochs.append(counters["stats"]["unique_graphs"])
 
 
 @compiles
 @pytest.mark.usefixtures("traced_only")
-@pytest.mark.parametrize(("method", "K", "M", "per_stage"), RUNS, ids=[name for name, *_ in RUNS])
-def test_no_weight_version_compiles_again(method, K, M, per_stage):
+@pytest.mark.parametrize(("method", "K", "M"), [("adl", 3, 1), ("dsp", 2, 1), ("2bw", 2, 2)])
+def test_no_weight_version_compiles_again(method, K, M):
     """Also with three stages in one process, whose code is the same."""
 
     def state(**options):
         options |= {"lr_schedule": warm_up_schedule, "dtype": torch.float64}
         trainer = toy_trainer(K, M, method, model=perceptron(0.3), **options)
         data, validation = (FixedImages(number, dtype=torch.float64) for number in (32, 10))
-        trainer.fit(data, epochs=2, batch_size=3 * M, val_dataset=validation, monitoring=QUIET)
+        counts = GraphCounts()
+        trainer.fit(data, epochs=3, batch_size=3 * M, val_dataset=validation, monitoring=QUIET, callbacks=[counts])
+        assert counts.after_epochs[1] == counts.after_epochs[2], "two epochs have met all sizes and modes"
         return trainer.full_state_dict()
 
     assert_close(state(compile=True), state())
-    assert K * 4 <= counters["stats"]["unique_graphs"] <= K * per_stage
+    assert counters["stats"]["unique_graphs"] >= K * 4
 
 
 @compiles
 @pytest.mark.slow
 def test_a_compiled_run_equals_the_plain_run_to_1e_5():
-    """With the compiler itself, without samples left over: two graphs a stage, or this would take a minute."""
+    """With the compiler itself, without samples left over: two graphs a module, or this would take a minute."""
     torch._dynamo.reset()
     counters.clear()
     states, losses = [], []
@@ -137,7 +143,7 @@ def test_a_compiled_run_equals_the_plain_run_to_1e_5():
         summary = trainer.fit(data, epochs=3, batch_size=32, val_dataset=data, monitoring=QUIET)
         states.append(trainer.full_state_dict())
         losses.append(summary["validation_loss"])
-    assert counters["stats"]["unique_graphs"] == 2 * 2
+    assert counters["stats"]["unique_graphs"] == 2 * 3, "equal modules of a stage share graphs"
     assert list(states[1]) == list(states[0]) == list(model.state_dict())
     assert_close(states[1], states[0], 1e-5)
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
