@@ -119,7 +119,7 @@ def test_a_cut_that_is_impossible_is_refused_by_its_reason(build, message):
         stages_of(build, RECORDED, [place, len(units) - place])
 
 
-def test_a_tie_that_must_be_on_one_stage_forbids_the_cuts_between():
+def test_a_tie_that_must_be_on_one_stage_forbids_cuts():
     def tied():
         net = Net(lambda net, x: net.c(net.b(net.a(x))))
         net.c.weight = net.a.weight

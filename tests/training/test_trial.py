@@ -132,7 +132,7 @@ class Overwrites(nn.Module):
         return Square.apply(x)
 
 
-def test_a_forward_that_overwrites_what_a_backward_needs_is_found():
+def test_a_forward_that_overwrites_for_a_backward_is_found():
     model = layers(Overwrites())
     with pytest.raises(
         PartitionError, match=r"gradient of '.*a forward overwrites what the backward of an earlier one"
@@ -254,7 +254,7 @@ def test_autocast_of_a_model_that_no_process_holds_is_refused():
         Trial(model, spec, None, torch.device("cpu"))
 
 
-def test_a_parameter_that_was_frozen_when_the_model_was_cut_stays_so():
+def test_a_parameter_that_was_frozen_at_the_cut_stays_so():
     model = layers()
     model[0].weight.requires_grad_(False)
     trainer = fit(model)
