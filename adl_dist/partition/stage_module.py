@@ -2,7 +2,7 @@
 
 The stage has a copy of the model's Python objects. In it, parameters and buffers of this stage are the model's own
 tensors; parameters of other stages are on meta. Values of other stages are absent: they have a shape and a dtype, and
-whoever asks for their elements gets an error with the line. Where a call of this stage needs one, it is received.
+a question about their elements is an error with the line. Where a call of this stage needs one, it is received.
 """
 
 import copy
@@ -218,12 +218,15 @@ class StageModule(_Part):
         """Whether its own tensors are still on meta."""
         return any(p.is_meta for p in self.parameters())
 
-    def replace(self, name: str, tensor: Tensor) -> None:
-        """Put another tensor in the place of one of this stage, which was on meta."""
+    def replace(self, name: str, old: Tensor, new: Tensor) -> None:
+        """Put ``new`` in the place of ``old``, a tensor of this stage on meta; in the user's model, too."""
         path, _, key = name.rpartition(".")
-        for module in {id(m): m for m in (self.model.get_submodule(path), *self._registered(path))}.values():
-            registry: Any = module._parameters if isinstance(tensor, nn.Parameter) else module._buffers
-            registry[key] = tensor
+        twin = self.model.get_submodule(path)
+        users = [module for mine, other in self._twins if other is twin and (module := mine()) is not None]
+        for module in (twin, *self._registered(path), *users):
+            for registry in (module._parameters, module._buffers):
+                if registry.get(key) is old:
+                    registry[key] = new  # type: ignore[assignment]
         self._device = None
 
     def _registered(self, path: str) -> list[nn.Module]:
@@ -764,7 +767,7 @@ class _Run:
         replaced: dict[int, Tensor] = {}
         is_module = planned is not None and planned.is_module
         for leaf in values:
-            if id(leaf) not in replaced and not (is_module and not self._has(leaf)):  # whoever uses it there finds out
+            if id(leaf) not in replaced and not (is_module and not self._has(leaf)):  # a use there finds out
                 replaced[id(leaf)] = self._resolved(leaf, key[1])
         values = [leaf for leaf in values if id(leaf) in replaced]
         if written or target is not None:
@@ -974,7 +977,7 @@ class _Run:
             self.received[label] = target
             if self.tape is not None:
                 self.tape.same(target, found)
-            torch.utils.swap_tensors(target, as_value(found, mark))  # whoever holds the object has it
+            torch.utils.swap_tensors(target, as_value(found, mark))  # all references see it
             mark.absent = False
 
     def _written_spec(self, target: Tensor, label: Label, func: Any, args: Any, kwargs: Any) -> Any:

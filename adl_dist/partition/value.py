@@ -33,7 +33,7 @@ class Mark:
 
 
 class Watch:
-    """Who follows the forward that runs in this thread: a recorder, or one stage; None: nobody."""
+    """Who follows the forward that runs in this thread: a recorder, or one stage; None if nothing does."""
 
     active: Any = None
 

@@ -223,6 +223,8 @@ class PartitionedModel:
             if chain is not None:
                 checked_sizes(chain, 1, self.spec.balance)
             chain, sizes, agreed = None, [1], trial.run()
+            if self.spec.verify:
+                self._note("one stage runs the uncut model itself, so nothing was compared")
         else:
             sizes, agreed, delays = self._choose(trial, chain, store, measuring)
         if spec.pipeline.method.awaits_delays:
