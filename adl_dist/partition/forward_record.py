@@ -408,7 +408,7 @@ class Recorder(TorchFunctionMode):
                 out = self.model(*args, **kwargs)
         finally:
             Watch.active = None
-        self._note_draws(self.frames)
+        self._note_draws()
         for leaf in tensors_in(out):
             fact = self._fact(leaf)
             if fact.label is not None:
@@ -500,7 +500,7 @@ class Recorder(TorchFunctionMode):
             self.is_paused = before
 
     def _module(self, module: nn.Module, name: str, native_call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        self._note_draws(self.frames)
+        self._note_draws()
         call = self._call(name, is_module=True)
         leaves = tensors_in((args, kwargs))
         key, before, lists = call_signature(args, kwargs), _python_state(module), _lists_in((args, kwargs))
@@ -556,7 +556,7 @@ class Recorder(TorchFunctionMode):
         buffers = [] if module is None else [*module.buffers()]
         versions = [_version(t) for t in (*leaves, *buffers)]
         key = call_signature(args, kwargs) if module is None else None
-        before, self.inside, self.given = _streams(), call, {fact.label for fact in facts}
+        before, self.inside, self.given = self._drawn, call, {fact.label for fact in facts}
         work = Work() if not call.flops and not call.nbytes else None
         try:
             with work or nullcontext(), self._paused(paused=False):
@@ -662,7 +662,7 @@ class Recorder(TorchFunctionMode):
                 device = self.recording.device
                 return {"device": device, "get_device": -1}.get(name, name == f"is_{device.type}")
             return func(*args, **kwargs)
-        self._note_draws(self.frames)
+        self._note_draws()
         leaves = tensors_in((args, kwargs))
         facts = [self._fact(leaf) for leaf in leaves]
         taken = facts[:1] if name in LIKE_SECOND and facts and facts[0].label is None else facts
@@ -700,8 +700,7 @@ class Recorder(TorchFunctionMode):
         key = frame.key(f"{name}*", is_module=False)
         args, kwargs = _together(args, kwargs) if self.is_lazy else (args, kwargs)
         out = func(*args, **kwargs)
-        self._note_common_draws({n for n, now in _streams().items() if now != self._drawn[n]})
-        self._drawn = _streams()
+        self._note_draws()
         if kind is Kind.ELEMENTS:
             self.mode.asked |= common
             if repr(self._answers.setdefault(key, out)) != repr(out):
@@ -816,7 +815,7 @@ class Recorder(TorchFunctionMode):
             if frame.call is not None and begin <= frame.begin:
                 frame.call.has_effects = True
 
-    def _note_draws(self, frames: Sequence[_Frame]) -> None:
+    def _note_draws(self) -> None:
         """Note what Python has drawn since the last call."""
         now = _streams()
         self._note_common_draws({name for name in now if now[name] != self._drawn[name]})
