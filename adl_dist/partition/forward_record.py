@@ -10,7 +10,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from adl_dist.batch import Batch, Several
 from adl_dist.errors import PartitionError
-from adl_dist.partition.absent import SizeRule, Template, infer, module_signature, signature, template_of
+from adl_dist.partition.absent import RecordedResults, call_signature, infer, module_signature
 from adl_dist.partition.containers import PLAIN, map_tensors, other_leaves, tensors_in
 from adl_dist.partition.functions import ASK_DEVICE, LIGHT, LIKE_SECOND, Kind, kind_of, writes_to
 from adl_dist.partition.value import Label, Watch
@@ -59,7 +59,7 @@ class Call:
         is_hidden: whether it computes with a value that is not among its arguments.
         answers: numbers that it answered, of all runs.
         checkpoint: the call of torch.utils.checkpoint that it is in; 0: none.
-        rule: of a call whose shapes tensors on meta do not tell.
+        recorded: its results, without elements.
         flops, nbytes: floating-point operations, and bytes read and written, of one forward.
     """
 
@@ -84,7 +84,7 @@ class Call:
     is_hidden: bool = False
     answers: list[Any] = field(default_factory=list)
     checkpoint: int = 0
-    rule: SizeRule | None = None
+    recorded: RecordedResults = field(default_factory=RecordedResults)
     flops: float = 0.0
     nbytes: float = 0.0
 
@@ -171,7 +171,7 @@ class Recording:
         glue: names of buffers, and of tensors that are plain attributes, that every stage needs.
         moved: those of them that a forward changes by what does not depend on the batch.
         predicted: calls whose shapes tensors on meta have told.
-        templates: results of modules by their arguments, for all stages and copies of them.
+        templates: absent results of equal layers, for all stages and copies of them.
         device: of the model.
     """
 
@@ -185,7 +185,7 @@ class Recording:
     glue: set[str] = field(default_factory=set)
     moved: set[str] = field(default_factory=set)
     predicted: set[Any] = field(default_factory=set)
-    templates: dict[Any, Template] = field(default_factory=dict)
+    templates: dict[Any, Any] = field(default_factory=dict)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def _known(self) -> tuple[int, ...]:
@@ -352,7 +352,7 @@ class Recorder(TorchFunctionMode):
         self.is_paused = False
         self._num_rules = 0
         self._answers: dict[Key, Any] = {}
-        self._states: dict[Key, Any] = {}
+        self._states: dict[Key, list[Any]] = {}  # what each call of a module has left in Python
 
     def _is_followed(self, name: str, module: nn.Module) -> bool:
         if not name:
@@ -410,7 +410,7 @@ class Recorder(TorchFunctionMode):
                 out = self.model(*args, **kwargs)
         finally:
             Watch.active = None
-        self._note_draws(self.frames)
+        self._note_draws()
         for leaf in tensors_in(out):
             fact = self._fact(leaf)
             if fact.label is not None:
@@ -502,34 +502,30 @@ class Recorder(TorchFunctionMode):
             self.is_paused = before
 
     def _module(self, module: nn.Module, name: str, native_call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        self._note_draws(self.frames)
+        self._note_draws()
         call = self._call(name, is_module=True)
-        leaves, known = tensors_in((args, kwargs)), None
-        if not self.is_lazy:
-            with suppress(TypeError):
-                known = module_signature(module), torch.is_grad_enabled(), signature((args, kwargs))
-        state, lengths = _plain_state(module), _lengths_in((args, kwargs))
-        call.varies |= self._states.get(call.key, state) != state
+        leaves = tensors_in((args, kwargs))
+        key, before, lists = call_signature(args, kwargs), _python_state(module), _lists_in((args, kwargs))
+        lengths = [*map(len, lists)]
+        call.varies |= self._states.get(call.key, before) != before
         if self.is_followed[name]:
             num_rules = self._num_rules
             out = self._follow(call, module, native_call, args, kwargs)
             if self._num_rules > num_rules:  # tensors on meta do not tell the shapes inside
-                call.rule = call.rule or SizeRule()
-                call.rule.note((args, kwargs), out)
+                call.recorded.by_rule = True
         else:
             out = self._whole(call, native_call, args, kwargs, leaves, module)
-        now = self._states[call.key] = _plain_state(module)
-        is_changed = lengths != _lengths_in((args, kwargs)) or (now != state and not is_of_torch(module))
-        if is_changed or not all(isinstance(leaf, PLAIN + OBJECTS) for leaf in other_leaves((args, kwargs))):
+        after = self._states[call.key] = _python_state(module)
+        has_objects = not all(isinstance(leaf, PLAIN + OBJECTS) for leaf in other_leaves((args, kwargs)))
+        if after != before or lengths != [*map(len, lists)] or has_objects:
             call.has_effects = True
         elif call.is_tainted and not call.is_open:  # which would have the effects, too
-            self._note_predictable(call, native_call, args, kwargs, out, module)
+            self._note_predictable(call, key, native_call, args, kwargs, out, module)
+        call.recorded.note(key, (args, kwargs), out)
         numbers = [leaf for leaf in other_leaves(out) if leaf is not None]
         if numbers and call.is_tainted:
             call.has_effects = True
             call.answers.append(numbers)
-        if known is not None and call.is_tainted and call.rule is None and not call.has_effects:
-            self.recording.templates[known] = template_of(leaves, out)
         labels = [self._fact(leaf).label for leaf in tensors_in(out)]
         if None in labels and call.is_open:  # whatever does not depend on the batch is made on each stage
             call.has_effects = True
@@ -561,7 +557,8 @@ class Recorder(TorchFunctionMode):
             call.uses |= {self.state[id(t)] for t in (*module.parameters(), *module.buffers()) if id(t) in self.state}
         buffers = [] if module is None else [*module.buffers()]
         versions = [_version(t) for t in (*leaves, *buffers)]
-        before, self.inside, self.given = _streams(), call, {fact.label for fact in facts}
+        key = call_signature(args, kwargs) if module is None else None
+        before, self.inside, self.given = self._drawn, call, {fact.label for fact in facts}
         work = Work() if not call.flops and not call.nbytes else None
         try:
             with work or nullcontext(), self._paused(paused=False):
@@ -588,7 +585,8 @@ class Recorder(TorchFunctionMode):
             out = out.view_as(out)  # whether it is the same object depends on strides, which stages may have others of
         if call.is_tainted:
             if module is None:
-                self._note_predictable(call, function, args, kwargs, out, None)
+                self._note_predictable(call, key, function, args, kwargs, out, None)
+                call.recorded.note(key, (args, kwargs), out)
             for place, leaf in enumerate(tensors_in(out)):
                 known = self.facts.get(id(leaf))
                 if known is None or known.label is None:
@@ -607,15 +605,18 @@ class Recorder(TorchFunctionMode):
                 raise
             return torch.empty_like(first, requires_grad=torch.is_grad_enabled())
 
-    def _note_predictable(self, call: Call, function: Any, args: Any, kwargs: Any, out: Any, module: Any) -> None:
+    def _note_predictable(
+        self, call: Call, key: Any, function: Any, args: Any, kwargs: Any, out: Any, module: nn.Module | None
+    ) -> None:
         """Note whether tensors on meta tell the shapes of a result; else sizes are compared with the arguments'."""
-        if self.is_lazy and module is None:
+        if (self.is_lazy and module is None) or _is_predictable(module):
             return
-        known: Any = call.key  # what has been predicted once need not be predicted again
-        if module is None:
-            with suppress(TypeError):
-                known = call.name, signature((args, kwargs))
-        if call.rule is None and (known in self.recording.predicted or _is_predictable(module)):
+        if call.recorded.by_rule:
+            self._num_rules += 1
+            return
+        # Equal calls need not be predicted again.
+        known = None if key is None else (function if module is None else module_signature(module), key)
+        if known in self.recording.predicted:
             return
         self.inside = call
         try:
@@ -625,13 +626,11 @@ class Recorder(TorchFunctionMode):
             is_alike = False
         finally:
             self.inside = None
-        if is_alike:
-            self.recording.predicted.add(known)
-        else:
-            call.rule = call.rule or SizeRule()
-        if call.rule is not None:
-            call.rule.note((args, kwargs), out)
+        if not is_alike:
+            call.recorded.by_rule = True
             self._num_rules += 1
+        elif known is not None:
+            self.recording.predicted.add(known)
 
     # Calls of functions
 
@@ -665,7 +664,7 @@ class Recorder(TorchFunctionMode):
                 device = self.recording.device
                 return {"device": device, "get_device": -1}.get(name, name == f"is_{device.type}")
             return func(*args, **kwargs)
-        self._note_draws(self.frames)
+        self._note_draws()
         leaves = tensors_in((args, kwargs))
         facts = [self._fact(leaf) for leaf in leaves]
         taken = facts[:1] if name in LIKE_SECOND and facts and facts[0].label is None else facts
@@ -703,8 +702,7 @@ class Recorder(TorchFunctionMode):
         key = frame.key(f"{name}*", is_module=False)
         args, kwargs = _together(args, kwargs) if self.is_lazy else (args, kwargs)
         out = func(*args, **kwargs)
-        self._note_common_draws({n for n, now in _streams().items() if now != self._drawn[n]})
-        self._drawn = _streams()
+        self._note_draws()
         if kind is Kind.ELEMENTS:
             self.mode.asked |= common
             if repr(self._answers.setdefault(key, out)) != repr(out):
@@ -819,7 +817,7 @@ class Recorder(TorchFunctionMode):
             if frame.call is not None and begin <= frame.begin:
                 frame.call.has_effects = True
 
-    def _note_draws(self, frames: Sequence[_Frame]) -> None:
+    def _note_draws(self) -> None:
         """Note what Python has drawn since the last call."""
         now = _streams()
         self._note_common_draws({name for name in now if now[name] != self._drawn[name]})
@@ -852,41 +850,32 @@ def _is_list(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
-def _lengths_in(value: Any) -> list[tuple[int, int]]:
-    return [(id(one), len(one)) for one in _lists_in(value)]
-
-
-def _lists_in(value: Any) -> Iterator[Any]:
-    if isinstance(value, list | tuple):
-        if isinstance(value, list):
-            yield value
-        for one in value:
-            yield from _lists_in(one)
-    elif isinstance(value, dict):
-        yield value
-        for one in value.values():
-            yield from _lists_in(one)
+def _lists_in(value: Any) -> list[Any]:
+    """Return the lists and dictionaries in ``value``, which a call may change."""
+    found = [value] if isinstance(value, (list, dict)) else []
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [*found, *(one for part in inside for one in _lists_in(part))]
 
 
 _OF_MODULES = {"_parameters", "_buffers", "_modules", "training", CALL}
 
 
-def _plain_state(module: nn.Module) -> list[Any]:
-    """Return the attributes of all modules in ``module``: numbers themselves, of others which object, and how long.
+def _python_state(module: nn.Module) -> list[Any]:
+    """Return the attributes of ``module``, of the modules inside, and of plain objects among them.
 
-    Of an object of the user's, like a context that blocks count in, also the numbers in it.
+    Numbers and texts as they are, of others which object it is, and how long.
     """
-
-    def look(value: Any) -> Any:
-        if isinstance(value, PLAIN):
-            return value
-        if isinstance(value, list | dict | set):
-            return id(value), len(value)
-        inside = getattr(value, "__dict__", {}).values()
-        return id(value), [one for one in inside if isinstance(one, PLAIN)]
-
-    attributes = (item for part in module.modules() for item in vars(part).items())
-    return [(key, look(value)) for key, value in attributes if key not in _OF_MODULES]
+    seen: list[Any] = []
+    objects: dict[int, Any] = {}
+    for part in module.modules():
+        for key, value in vars(part).items():
+            if isinstance(value, PLAIN):
+                seen.append(value)
+            elif key not in _OF_MODULES:
+                seen.append((id(value), len(value) if isinstance(value, (list, dict, set)) else 0))
+                if hasattr(value, "__dict__") and not callable(value) and not isinstance(value, Tensor):
+                    objects[id(value)] = value
+    return [*seen, *(one for value in objects.values() for one in vars(value).values() if isinstance(one, PLAIN))]
 
 
 def _place(leaves: Sequence[Tensor], tensor: Tensor) -> int:
