@@ -115,6 +115,7 @@ class StageModule(_Part):
         self._twins = [(ref(mine), other) for mine, other in zip(model.modules(), twin.modules(), strict=True)]
         self._given = {n: _attributes(m) for n, (m, _) in enumerate(zip(model.modules(), twin.modules(), strict=True))}
         self._register(twin, held)
+        self.is_changed = False  # by the user, since the model was recorded
         self.results: dict[CallPlan, Results] = {}
         self.templates: dict[Any, Any] = {}
         self.foreign: dict[Any, Results] = {}
@@ -261,13 +262,19 @@ class StageModule(_Part):
             now, before = _attributes(module), self._given[number]
             for key, value in now.items():
                 if key not in before or not _same(before[key], value):
-                    self.results.clear()  # a skipped call may return other shapes now
+                    self._note_change()
                     vars(twin)[key] = copy.copy(value) if key.endswith("_hooks") else copy.deepcopy(value)
             self._given[number] = now
             for key, parameter in module._parameters.items():
                 other = twin._parameters.get(key)
                 if parameter is not None and other is not None and other.requires_grad != parameter.requires_grad:
                     other.requires_grad_(parameter.requires_grad)
+                    self._note_change()
+
+    def _note_change(self) -> None:
+        """Note that skipped calls may return other results than in the recorded runs."""
+        self.is_changed = True
+        self.results.clear()
 
     def forward(self, *acts: Tensor, replay: Tape | None = None) -> Any:
         """Return what goes to the next stage, a tuple of tensors, or the result of the model on the last stage.
@@ -690,7 +697,11 @@ class _Run:
         results = self.results.get(planned)
         if results is None:
             results = self.results[planned] = Results(
-                self.stage.templates, planned.recorded, dtypes=planned.dtypes, varies=planned.varies
+                self.stage.templates,
+                planned.recorded,
+                dtypes=planned.dtypes,
+                varies=planned.varies,
+                is_changed=self.stage.is_changed,
             )
         stages = planned.stages if planned.way is Way.SPLIT else (stage,)
         try:
