@@ -17,11 +17,8 @@ MOST_REFUSED = 0.1
 
 
 def compared(case, cut, chain=None):
-    """Return the verdict; another exception is a failure that shows the network."""
-    try:
-        found = compare(case.build, case.batches[:3], cut, loss=loss_of, chain=chain)
-    except Exception as error:
-        raise AssertionError(f"seed {case.seed}, cut {cut}:\n{case.source}") from error
+    """Return the verdict; if it is another one, fail and show the network."""
+    found = compare(case.build, case.batches[:3], cut, loss=loss_of, chain=chain)
     assert found.kind in ("equal", "close", "refused"), f"seed {case.seed}, cut {cut}: {found}\n{case.source}"
     return found
 

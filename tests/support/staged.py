@@ -80,6 +80,8 @@ def compare(
         return Verdict("refused", str(error), units=names)
     except Difference as error:
         return Verdict("wrong", str(error), units=names)
+    except Exception as error:  # of the model's own Python; a run tells it as "fails on it"
+        return Verdict("crash", f"{type(error).__name__}: {error}", units=names)
     return Verdict("equal" if worst == 0 else "close" if worst < tolerance else "wrong", f"{worst:.1e}", worst, names)
 
 
