@@ -193,7 +193,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _crossing(chain: Chain, values: dict[Label, Tensor]) -> list[tuple[list[Tensor], int]]:
-    """Return the tensors that would cross a cut after each unit but the last, and the number of messages beside them.
+    """Return the tensors that would cross a cut after each unit but the last, and the number of messages too.
 
     Nothing crosses where no cut is possible.
     """

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from adl_dist.batch import Batch, Several
 from adl_dist.errors import PartitionError
-from adl_dist.partition.absent import SizeRule, infer, signature
+from adl_dist.partition.absent import RecordedResults, call_signature, infer, module_signature
 from adl_dist.partition.containers import PLAIN, map_tensors, other_leaves, tensors_in
 from adl_dist.partition.functions import ASK_DEVICE, LIGHT, LIKE_SECOND, Kind, kind_of, writes_to
 from adl_dist.partition.value import Label, Watch
@@ -59,7 +59,7 @@ class Call:
         is_hidden: whether it computes with a value that is not among its arguments.
         answers: numbers that it answered, of all runs.
         checkpoint: the call of torch.utils.checkpoint that it is in; 0: none.
-        rule: of a call whose shapes tensors on meta do not tell.
+        recorded: its results, without elements.
         flops, nbytes: floating-point operations, and bytes read and written, of one forward.
     """
 
@@ -84,7 +84,7 @@ class Call:
     is_hidden: bool = False
     answers: list[Any] = field(default_factory=list)
     checkpoint: int = 0
-    rule: SizeRule | None = None
+    recorded: RecordedResults = field(default_factory=RecordedResults)
     flops: float = 0.0
     nbytes: float = 0.0
 
@@ -350,6 +350,7 @@ class Recorder(TorchFunctionMode):
         self.is_paused = False
         self._num_rules = 0
         self._answers: dict[Key, Any] = {}
+        self._states: dict[Key, list[Any]] = {}  # what each call of a module has left in Python
 
     def _is_followed(self, name: str, module: nn.Module) -> bool:
         if not name:
@@ -502,23 +503,23 @@ class Recorder(TorchFunctionMode):
         self._note_draws(self.frames)
         call = self._call(name, is_module=True)
         leaves = tensors_in((args, kwargs))
-        around = _Surroundings(module, args, kwargs)
-        state = {n: _plain_state(m) for n, m in module.named_modules()}
-        if (before := getattr(call, "_state", None)) is not None and before != state:
-            call.varies = True
+        key, before, lists = call_signature(args, kwargs), _python_state(module), _lists_in((args, kwargs))
+        lengths = [*map(len, lists)]
+        call.varies |= self._states.get(call.key, before) != before
         if self.is_followed[name]:
             num_rules = self._num_rules
             out = self._follow(call, module, native_call, args, kwargs)
             if self._num_rules > num_rules:  # tensors on meta do not tell the shapes inside
-                call.rule = call.rule or SizeRule()
-                call.rule.note((args, kwargs), out)
+                call.recorded.by_rule = True
         else:
             out = self._whole(call, native_call, args, kwargs, leaves, module)
-        call._state = {n: _plain_state(m) for n, m in module.named_modules()}  # type: ignore[attr-defined]
-        if around.changed() or not all(isinstance(leaf, PLAIN + OBJECTS) for leaf in other_leaves((args, kwargs))):
+        after = self._states[call.key] = _python_state(module)
+        has_objects = not all(isinstance(leaf, PLAIN + OBJECTS) for leaf in other_leaves((args, kwargs)))
+        if after != before or lengths != [*map(len, lists)] or has_objects:
             call.has_effects = True
         elif call.is_tainted and not call.is_open:  # which would have the effects, too
-            self._note_predictable(call, native_call, args, kwargs, out, module)
+            self._note_predictable(call, key, native_call, args, kwargs, out, module)
+        call.recorded.note(key, (args, kwargs), out)
         numbers = [leaf for leaf in other_leaves(out) if leaf is not None]
         if numbers and call.is_tainted:
             call.has_effects = True
@@ -554,6 +555,7 @@ class Recorder(TorchFunctionMode):
             call.uses |= {self.state[id(t)] for t in (*module.parameters(), *module.buffers()) if id(t) in self.state}
         buffers = [] if module is None else [*module.buffers()]
         versions = [_version(t) for t in (*leaves, *buffers)]
+        key = call_signature(args, kwargs) if module is None else None
         before, self.inside, self.given = _streams(), call, {fact.label for fact in facts}
         work = Work() if not call.flops and not call.nbytes else None
         try:
@@ -581,7 +583,8 @@ class Recorder(TorchFunctionMode):
             out = out.view_as(out)  # whether it is the same object depends on strides, which stages may have others of
         if call.is_tainted:
             if module is None:
-                self._note_predictable(call, function, args, kwargs, out, None)
+                self._note_predictable(call, key, function, args, kwargs, out, None)
+                call.recorded.note(key, (args, kwargs), out)
             for place, leaf in enumerate(tensors_in(out)):
                 known = self.facts.get(id(leaf))
                 if known is None or known.label is None:
@@ -600,15 +603,18 @@ class Recorder(TorchFunctionMode):
                 raise
             return torch.empty_like(first, requires_grad=torch.is_grad_enabled())
 
-    def _note_predictable(self, call: Call, function: Any, args: Any, kwargs: Any, out: Any, module: Any) -> None:
+    def _note_predictable(
+        self, call: Call, key: Any, function: Any, args: Any, kwargs: Any, out: Any, module: nn.Module | None
+    ) -> None:
         """Note whether tensors on meta tell the shapes of a result; else sizes are compared with the arguments'."""
-        if self.is_lazy and module is None:
+        if (self.is_lazy and module is None) or _is_predictable(module):
             return
-        try:  # a call that has been predicted once need not be predicted again
-            known: Any = call.name if module is None else call.key, signature((args, kwargs))
-        except TypeError:
-            known = call.key
-        if call.rule is None and (known in self.recording.predicted or _is_predictable(module)):
+        if call.recorded.by_rule:
+            self._num_rules += 1
+            return
+        # Equal calls need not be predicted again.
+        known = None if key is None else (function if module is None else module_signature(module), key)
+        if known in self.recording.predicted:
             return
         self.inside = call
         try:
@@ -618,13 +624,11 @@ class Recorder(TorchFunctionMode):
             is_alike = False
         finally:
             self.inside = None
-        if is_alike:
-            self.recording.predicted.add(known)
-        else:
-            call.rule = call.rule or SizeRule()
-        if call.rule is not None:
-            call.rule.note((args, kwargs), out)
+        if not is_alike:
+            call.recorded.by_rule = True
             self._num_rules += 1
+        elif known is not None:
+            self.recording.predicted.add(known)
 
     # Calls of functions
 
@@ -845,51 +849,32 @@ def _is_list(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
-class _Surroundings:
-    """A module and its arguments before a call, to find whether it changes more than its results."""
-
-    def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._module, self._given = module, (args, kwargs)
-        self._before = self._look()
-
-    def _look(self) -> list[Any]:
-        seen: list[Any] = [(id(value), len(value)) for value in _lists_in(self._given)]
-        if not is_of_torch(self._module):
-            seen += [_plain_state(m) for m in self._module.modules()]
-        return seen
-
-    def changed(self) -> bool:
-        """Return whether it differs now."""
-        return self._look() != self._before
-
-
-def _lists_in(value: Any) -> Iterator[Any]:
-    if isinstance(value, list | tuple):
-        if isinstance(value, list):
-            yield value
-        for one in value:
-            yield from _lists_in(one)
-    elif isinstance(value, dict):
-        yield value
-        for one in value.values():
-            yield from _lists_in(one)
+def _lists_in(value: Any) -> list[Any]:
+    """Return the lists and dictionaries in ``value``, which a call may change."""
+    found = [value] if isinstance(value, (list, dict)) else []
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [*found, *(one for part in inside for one in _lists_in(part))]
 
 
 _OF_MODULES = {"_parameters", "_buffers", "_modules", "training", CALL}
 
 
-def _plain_state(module: nn.Module) -> list[Any]:
-    """Return the attributes of ``module``: numbers and texts themselves, of others which object, and how long."""
-    return [
-        (
-            key,
-            value
-            if isinstance(value, PLAIN)
-            else (id(value), len(value) if isinstance(value, list | dict | set) else 0),
-        )
-        for key, value in vars(module).items()
-        if key not in _OF_MODULES
-    ]
+def _python_state(module: nn.Module) -> list[Any]:
+    """Return the attributes of ``module``, of the modules inside, and of plain objects among them.
+
+    Numbers and texts as they are, of others which object it is, and how long.
+    """
+    seen: list[Any] = []
+    objects: dict[int, Any] = {}
+    for part in module.modules():
+        for key, value in vars(part).items():
+            if isinstance(value, PLAIN):
+                seen.append(value)
+            elif key not in _OF_MODULES:
+                seen.append((id(value), len(value) if isinstance(value, (list, dict, set)) else 0))
+                if hasattr(value, "__dict__") and not callable(value) and not isinstance(value, Tensor):
+                    objects[id(value)] = value
+    return [*seen, *(one for value in objects.values() for one in vars(value).values() if isinstance(one, PLAIN))]
 
 
 def _place(leaves: Sequence[Tensor], tensor: Tensor) -> int:

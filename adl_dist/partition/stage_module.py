@@ -2,7 +2,7 @@
 
 The stage has a copy of the model's Python objects. In it, parameters and buffers of this stage are the model's own
 tensors; parameters of other stages are on meta. Values of other stages are absent: they have a shape and a dtype, and
-whoever asks for their elements gets an error with the line. Where a call of this stage needs one, it is received.
+a question about their elements is an error with the line. Where a call of this stage needs one, it is received.
 """
 
 import copy
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from adl_dist.batch import Layout, Several, Tensors
 from adl_dist.errors import PartitionError
-from adl_dist.partition.absent import Results, Template, infer, module_signature, signature
+from adl_dist.partition.absent import Results, filled, infer, module_signature, signature
 from adl_dist.partition.containers import map_tensors, other_leaves, tensors_in
 from adl_dist.partition.forward_record import CALL, INPUT, held_tensors, place_of_call, state_label, users_line
 from adl_dist.partition.functions import ASK_DEVICE, LIKE_SECOND, Kind, kind_of, writes_to
@@ -116,7 +116,7 @@ class StageModule(_Part):
         self._given = {n: _attributes(m) for n, (m, _) in enumerate(zip(model.modules(), twin.modules(), strict=True))}
         self._register(twin, held)
         self.results: dict[CallPlan, Results] = {}
-        self.templates: dict[Any, Template] = {}
+        self.templates: dict[Any, Any] = {}
         self.foreign: dict[Any, Results] = {}
         self.written: dict[Any, Any] = {}
         self._inputs: dict[Any, Tensor] = {}
@@ -218,12 +218,15 @@ class StageModule(_Part):
         """Whether its own tensors are still on meta."""
         return any(p.is_meta for p in self.parameters())
 
-    def replace(self, name: str, tensor: Tensor) -> None:
-        """Put another tensor in the place of one of this stage, which was on meta."""
+    def replace(self, name: str, old: Tensor, new: Tensor) -> None:
+        """Put ``new`` in the place of ``old``, a tensor of this stage on meta; in the user's model, too."""
         path, _, key = name.rpartition(".")
-        for module in {id(m): m for m in (self.model.get_submodule(path), *self._registered(path))}.values():
-            registry: Any = module._parameters if isinstance(tensor, nn.Parameter) else module._buffers
-            registry[key] = tensor
+        twin = self.model.get_submodule(path)
+        users = [module for mine, other in self._twins if other is twin and (module := mine()) is not None]
+        for module in (twin, *self._registered(path), *users):
+            for registry in (module._parameters, module._buffers):
+                if registry.get(key) is old:
+                    registry[key] = new  # type: ignore[assignment]
         self._device = None
 
     def _registered(self, path: str) -> list[nn.Module]:
@@ -253,7 +256,7 @@ class StageModule(_Part):
         """Take over plain attributes and hooks that the user has changed on the model since the last call."""
         for number, (mine, twin) in enumerate(self._twins):
             module = mine()
-            if module is None:
+            if module is None or module is twin:  # a ScriptModule has no copy
                 continue
             now, before = _attributes(module), self._given[number]
             for key, value in now.items():
@@ -687,7 +690,7 @@ class _Run:
         results = self.results.get(planned)
         if results is None:
             results = self.results[planned] = Results(
-                self.stage.templates, rule=planned.rule, dtypes=planned.dtypes, varies=planned.varies
+                self.stage.templates, planned.recorded, dtypes=planned.dtypes, varies=planned.varies
             )
         stages = planned.stages if planned.way is Way.SPLIT else (stage,)
         try:
@@ -737,8 +740,7 @@ class _Run:
         """Make the calls of ``tape`` again for ``acts``."""
         if self.mode.draws and self.stage.seeds is not None:
             self._own_streams = self.stage.seeds[1]
-        own_stream = self._own_stream if self.mode.draws else nullcontext
-        return tape.play(acts, own_stream, lambda name: _named(self.stage, name))
+        return tape.play(acts, self._stream, lambda name: _named(self.stage, name))
 
     def _compute(
         self,
@@ -756,7 +758,7 @@ class _Run:
         """Run a call of this stage, with what it lacks replaced by what it has received."""
         written = planned.written if planned is not None else ()
         values: list[Any] = [leaf for leaf in leaves if type(leaf) is Value or type(leaf) is ForeignParameter]
-        if self.is_plain and not written and target is None and (planned is None or planned.rule is None):
+        if self.is_plain and not written and target is None and (planned is None or not planned.recorded.by_rule):
             for leaf in values:
                 if type(leaf) is not Value or leaf.mark.absent or leaf.mark.data is not None:
                     break
@@ -765,7 +767,7 @@ class _Run:
         replaced: dict[int, Tensor] = {}
         is_module = planned is not None and planned.is_module
         for leaf in values:
-            if id(leaf) not in replaced and not (is_module and not self._has(leaf)):  # whoever uses it there finds out
+            if id(leaf) not in replaced and not (is_module and not self._has(leaf)):  # a use there finds out
                 replaced[id(leaf)] = self._resolved(leaf, key[1])
         values = [leaf for leaf in values if id(leaf) in replaced]
         if written or target is not None:
@@ -792,7 +794,7 @@ class _Run:
         if self.tape is not None:
             self.tape.note(function, args, kwargs, out, draws=draws)
         originals = {id(new): leaf for leaf in values if (new := replaced[id(leaf)]) is not leaf}
-        if planned is not None and planned.rule is not None:
+        if planned is not None and planned.recorded.by_rule:
             self._check_rule(planned, key, args, kwargs, out)
         if written or target is not None:
             for leaf in (*(unique[place] for place in written), *([] if target is None else [target])):
@@ -856,19 +858,20 @@ class _Run:
 
     def _note(self, tensor: Tensor) -> None:
         """Note that a later stage uses ``tensor``, where that differs between micro-batches."""
-        if type(tensor) is not Value or tensor.mark.label is None:
+        if type(tensor) is not Value or (label := tensor.mark.label) is None:
             return
         mark = tensor.mark
         found = mark.data if mark.data is not None else None if mark.absent else tensor
-        if found is None and mark.label is not None:
-            found = self.received.get(mark.label)
-        if found is not None and mark.label is not None:
-            self._found[mark.label] = found
+        if found is None:
+            found = self.received.get(label)
+        if found is not None:
+            if label not in self.mode.numbers:
+                self.fail(f"hands a result of '{label[1]}' to a later stage, which no recorded micro-batch did")
+            self._found[label] = found
 
     def _check_rule(self, planned: CallPlan, key: Any, args: Any, kwargs: Any, out: Any) -> None:
-        assert planned.rule is not None
         try:
-            rule = planned.rule.result((args, kwargs))
+            rule = filled(planned.recorded.by_sizes((args, kwargs)), args, kwargs)
         except ValueError:
             return  # no other stage has an answer, either
         expected, found = ([[list(t.shape) for t in tensors_in(one)], [*other_leaves(one)]] for one in (rule, out))
@@ -974,7 +977,7 @@ class _Run:
             self.received[label] = target
             if self.tape is not None:
                 self.tape.same(target, found)
-            torch.utils.swap_tensors(target, as_value(found, mark))  # whoever holds the object has it
+            torch.utils.swap_tensors(target, as_value(found, mark))  # all references see it
             mark.absent = False
 
     def _written_spec(self, target: Tensor, label: Label, func: Any, args: Any, kwargs: Any) -> Any:
@@ -1088,6 +1091,14 @@ class _Run:
             self._own_streams = self.stage.own_streams = _get_streams(self.stage.device)
             _set_streams(common, self.stage.device)
 
+    @contextmanager
+    def _stream(self, draws: Any) -> Iterator[None]:
+        """Draw inside from the stage's own streams, or from those of all stages as ``draws`` has them."""
+        if draws is not True:
+            _set_streams(draws, self.stage.device)
+        with self._own_stream() if draws is True and self.mode.draws else nullcontext():
+            yield
+
     # Errors
 
     def fail(self, why: str) -> NoReturn:
@@ -1130,9 +1141,10 @@ class _Watcher(TorchFunctionMode):
         if kind is not Kind.LIKE and any(map(_is_batch, taken)):
             return func(*args, **kwargs)
         key = run.key(f"{name}*")
+        draws = _get_streams(run.stage.device) if run.tape is not None and run.mode.draws else None
         out = func(*args, **kwargs)
         if run.tape is not None and any(type(t) is nn.Parameter or run.tape.knows(t) for t in leaves):
-            run.tape.note(func, args, kwargs, out)
+            run.tape.note(func, args, kwargs, out, draws=draws)
         if key in run.mode.births and type(out) is Tensor:
             return as_value(out, Mark((*key, 0), EVERYWHERE, absent=False))
         return out

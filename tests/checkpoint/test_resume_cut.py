@@ -198,7 +198,7 @@ def test_resuming_with_another_cut_says_so_once(tmp_path, capsys):
 
     assert noted([1, 2, 2, 2], 1) == []
     (note,) = noted([3, 4], 2)
-    change = "num_stages was 4 and is 2, balance was [1, 2, 2, 2] and is [3, 4]"
+    change = "num_stages was 4 and is 2, balance was ['1.conv', '3', '5.conv'] and is ['3']"
     assert note.startswith(f"note: the run continues with another cut ({change}); weights and optimizer state")
     assert note.endswith("staleness and dropout streams are now those of the new cut, and values follow them")
     assert (tmp_path / "logs" / "rank0.log").read_text().count(note) == 1

@@ -55,7 +55,7 @@ def test_rotary_tables_are_saved_by_no_stage():
     assert not any("rotary" in name for stage in stages for name in stage.state_dict())
 
 
-def test_inputs_that_a_network_does_not_take_are_refused_by_its_names():
+def test_inputs_that_a_network_does_not_take_are_named():
     given = [Several.of({"input_ids": ids, "labels": ids}) for ids in (torch.ones(n, 5).long() for n in (2, 4))]
     with pytest.raises(TypeError, match=r"takes input_ids, attention_mask, .* has input_ids, labels by name|by name"):
         Chain(hf_net("llama"), given)

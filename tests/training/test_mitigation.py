@@ -458,19 +458,3 @@ def test_an_optimizer_that_a_row_cannot_work_with_is_refused(options, optimizer,
     with pytest.raises(ConfigError, match=f"stage 0: method.*{told}"):
         train(2, 1, torch.float32, options=options, optimizer=optimizer)
     train(1, 1, torch.float32, options=options, optimizer=optimizer, epochs=1)  # there it does nothing
-
-
-class Clamped(torch.nn.Linear):
-    """Keeps its weights small, in its forward."""
-
-    def forward(self, x):
-        self.weight.data.clamp_(-0.05, 0.05)
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("weights", ["stash", "latest", "recompute"])
-def test_a_forward_that_writes_to_a_weight_is_refused(weights):
-    model = functools.partial(torch.nn.Sequential, torch.nn.Flatten(), Clamped(72, 9), torch.nn.Linear(9, 5))
-    case = {"model": model, "balance": [2, 1], "granularity": "block", "optimizer": OPTIMIZERS["sgd"]}
-    with pytest.raises(ConfigError, match=r"stage 0: its forward writes to parameter '1\.weight'"):
-        train(2, 1, torch.float32, options={"mitigation": ["predict"], "weights": weights}, **case)

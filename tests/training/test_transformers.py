@@ -197,7 +197,7 @@ def test_an_id_outside_the_vocabulary_is_named(K, at):
     trainer = toy_trainer(K, 2, model=build_gpt(), balance=BALANCES[K], loss_fn=TokenCrossEntropy())
     ids = torch.randint(VOCAB, (16, CONTEXT))
     ids[at, 3] = VOCAB + 2
-    said = r"stage 0: the input has the id 13, but the embedding 'embedding.tokens' has rows for 0 to 10 only"
+    said = r"stage 0: the embedding 'embedding.tokens' gets the id 13, but has rows for 0 to 10 only"
     with pytest.raises(DataError, match=said):
         trainer.fit(TensorDataset(ids, ids % VOCAB), epochs=1, batch_size=4, shuffle=False, monitoring=QUIET)
 
