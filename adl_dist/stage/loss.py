@@ -1,9 +1,8 @@
-"""The loss: what it averages over, the weight of a micro-batch that follows, its call on a stage, and its checks.
+"""The loss: what it averages over, the weights of micro-batches, its call on a stage, and its checks at the start.
 
-The gradient of a group of micro-batches is that of all its samples at once if each micro-batch has the weight
-n_b / n_group, where n counts what the loss averages over. Usually that is samples, which the schedule knows. If the
-loss counts terms of its own, such as the targets that it does not ignore, stage 0 counts them in the targets of the
-whole group before it hands out the first micro-batch.
+The gradient of a group is that of all its samples at once if each micro-batch has the weight n_b / n_group, where n
+counts what the loss averages over. Usually that is samples, which the schedule knows. If the loss counts terms, such as
+the targets that it does not ignore, stage 0 counts them in the whole group before it hands out the first micro-batch.
 """
 
 import functools
@@ -67,8 +66,7 @@ def class_loss(loss_fn: Any) -> ClassLoss | None:
     These are nn.CrossEntropyLoss and nn.NLLLoss, also classes derived from them, and their functions, also with
     keywords by functools.partial; and TokenCrossEntropy.
     """
-    settings: dict[str, Any] = {}
-    own, dim = True, 1
+    settings, own, dim = dict[str, Any](), True, 1
     if isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss):
         settings = {"ignore_index": loss_fn.ignore_index, "weight": loss_fn.weight}
         forward = getattr(loss_fn.forward, "__func__", None)
@@ -86,18 +84,15 @@ def class_loss(loss_fn: Any) -> ClassLoss | None:
 
 def is_known_mean(loss_fn: Any) -> bool:
     """Return whether ``loss_fn`` is a loss of torch's or ours, of which it is known what it averages over."""
-    if own_num_terms(loss_fn) is not None:
-        return False
-    if isinstance(loss_fn, functools.partial):
-        loss_fn = loss_fn.func
-    return getattr(loss_fn, "__module__", "") in ("torch.nn.modules.loss", "torch.nn.functional", "adl_dist.losses")
+    made_of = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
+    known = "torch.nn.modules.loss", "torch.nn.functional", "adl_dist.losses"
+    return own_num_terms(loss_fn) is None and getattr(made_of, "__module__", "") in known
 
 
 def is_sum(loss_fn: Any) -> bool:
     """Return whether ``loss_fn`` is one of torch's losses, or a function of them with keywords, set to add up."""
-    if isinstance(loss_fn, functools.partial):
-        return bool(loss_fn.keywords.get("reduction") == "sum")
-    return bool(getattr(loss_fn, "reduction", "mean") == "sum")
+    settings = loss_fn.keywords if isinstance(loss_fn, functools.partial) else getattr(loss_fn, "__dict__", {})
+    return bool(settings.get("reduction") == "sum")
 
 
 def own_num_terms(loss_fn: Any) -> Callable[[Any], Any] | None:
@@ -276,11 +271,10 @@ class StageLoss:
         return (target, None, None) if counts is None else (target, *counts[0].tolist())
 
     def __call__(self, out: Any, target: Batch | None, num_terms: float | None = None) -> Tensor:
-        """Return the loss of what the module has returned, a scalar; ``num_terms``: those it averages over, if told."""
+        """Return the loss of the module's output, a scalar; the mean over ``num_terms``, if the loss counts terms."""
         assert target is not None
         if num_terms == 0:
-            # The mean over nothing is NaN. In the mean over the whole group such a micro-batch counts for nothing: its
-            # samples get a gradient, of zeros.
+            # The mean over nothing is NaN, but in that of the group it counts for nothing: the gradient is zeros.
             outs = [tensor for tensor in unpacked(out) if takes_gradient(tensor)]
             if torch.is_grad_enabled() and len(outs) > 1:  # those that the loss does not use get none
                 outs = [tensor for tensor in outs if tensor.requires_grad]
@@ -342,17 +336,14 @@ def try_loss(stage: int, got: str, out: Any, target: Batch, loss_fn: LossFn) -> 
     )
 
 
-def check_broadcast(stage: int, loss_fn: LossFn, out: Any, target: Batch) -> None:
+def check_broadcast(stage: int, loss_fn: LossFn, out: Any, target: Any) -> None:
     """Refuse a loss that pairs every output with every target, as torch does with shapes [B, 1] and [B].
 
-    Of ``out`` and ``target``, with B >= 2, only shapes, dtypes and devices matter: both get the same numbers.
-
     Raises:
-        ConfigError: If the loss is another one than for equal shapes.
+        ConfigError: If the loss of the same numbers in the shapes of ``out`` and ``target`` changes with the shape.
     """
-    if not (isinstance(out, Tensor) and isinstance(target, Tensor) and target.is_floating_point()):
-        return
-    if out.shape == target.shape or out.numel() != target.numel() or not out.is_floating_point():
+    are_numbers = all(isinstance(one, Tensor) and one.is_floating_point() for one in (out, target))
+    if not are_numbers or out.shape == target.shape or out.numel() != target.numel():
         return
     numbers, is_same = torch.linspace(0.1, 0.9, out.numel(), device=out.device), True
 

@@ -269,5 +269,5 @@ class Normalised(nn.Module):
 
 
 def test_local_losses_with_a_state_are_refused():
-    with pytest.raises(ConfigError, match=r"the loss keeps something of its own, .* \(mean\), but method=dgl has a loc"):
+    with pytest.raises(ConfigError, match=r"the loss keeps something of its own, .* \(mean\), but method=dgl has"):
         locally(Normalised())
