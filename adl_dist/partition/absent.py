@@ -228,16 +228,19 @@ class Results:
         *,
         dtypes: Sequence[torch.dtype] = (),
         varies: bool = False,
+        is_changed: bool = False,
     ) -> None:
         """Begin without results.
 
         Args:
-            shared: templates of all calls of the stage, of which equal layers have the same.
+            shared: templates of all calls of the model, of which equal layers have the same.
             recorded: results of the recorded runs.
             dtypes: recorded ones of the results, which hold under autocast.
             varies: whether results may depend on more than the arguments.
+            is_changed: whether the model is not the recorded one any more, so that shapes may be others.
         """
         self._shared, self._recorded, self._dtypes, self._varies = shared, recorded, dtypes, varies
+        self._is_changed = is_changed
         self._kept: dict[Any, Any] = {}
         self._of_module: Any = None
         self.fast: tuple[Any, Any, bool] | None = None  # the last argument, its result, whether gradients were wanted
@@ -296,7 +299,8 @@ class Results:
     def _find(self, key: Any, function: Any, args: Any, kwargs: Any, module: nn.Module | None) -> tuple[Any, bool]:
         """Return the template for such arguments, and whether it may be kept."""
         if key is not None:
-            if self._recorded is not None and (known := self._recorded.known(key)) is not None:
+            known = None if self._recorded is None or self._is_changed else self._recorded.known(key)
+            if known is not None:
                 return known, True
             if module is not None and self._of_module is None:
                 self._of_module = module_signature(module)

@@ -9,7 +9,8 @@ from torch import nn
 
 from adl_dist.batch import Batch, layout_of
 from adl_dist.errors import PartitionError
-from adl_dist.partition.forward_record import Key, record_forward
+from adl_dist.partition.recorder import record_forward
+from adl_dist.partition.recording import Key
 from adl_dist.partition.stage_module import StageModule, extra_states
 from adl_dist.partition.stage_plan import CutImpossibleError, StagePlan, plan_stages, units_of
 from adl_dist.partition.work import FLOPS_PER_BYTE

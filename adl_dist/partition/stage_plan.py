@@ -10,7 +10,7 @@ import torch
 
 from adl_dist.errors import PartitionError
 from adl_dist.partition.absent import RecordedResults
-from adl_dist.partition.forward_record import INPUT, Call, Key, ModeRecord, Recording, state_label
+from adl_dist.partition.recording import INPUT, Call, Key, ModeRecord, Recording, state_label
 from adl_dist.partition.value import EVERYWHERE, Label
 
 EXTRA_STATE = "_extra_state"  # torch's name for it in a state_dict

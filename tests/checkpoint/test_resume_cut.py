@@ -20,6 +20,7 @@ from adl_dist.stage import Stage
 from tests.support.commands import assert_same, snapshot
 from tests.support.runs import toy_trainer
 from tests.support.saved import saved
+from tests.support.tiers import slow
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import SILENT, spec_of
 
@@ -108,7 +109,7 @@ class Run:
 
 @pytest.mark.parametrize(
     ("optimizer", "dtype"),
-    [("adamw", torch.float32), ("two groups", torch.float64), ("muon", torch.float32), ("rotated", torch.float64)],
+    [slow("adamw", torch.float32), ("two groups", torch.float64), ("muon", torch.float32)],
     ids=str,
 )
 def test_another_cut_starts_from_what_the_one_before_ended_with(optimizer, dtype, tmp_path):
@@ -149,8 +150,7 @@ def test_after_a_change_of_cut_each_update_has_its_learning_rate(lr_index, tmp_p
     [
         ("adl", 6, "adamw", torch.float32),
         ("bp", 2, "sgd", torch.float64),
-        ("adl", 6, "muon", torch.float32),
-        ("gpipe", 2, "muon and sgd", torch.float32),
+        slow("gpipe", 2, "muon and sgd", torch.float32),
         ("adl", 6, "rotated", torch.float64),
         ("1f1b", 2, "nadamw", torch.float32),
     ],

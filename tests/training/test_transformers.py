@@ -110,8 +110,7 @@ def by_the_equations(build, file, K, M):
 
 
 @pytest.mark.parametrize("build", [build_gpt, build_llama])
-@pytest.mark.parametrize("M", [1, 2, 3, 4])
-@pytest.mark.parametrize("K", [1, 2, 3, 4])
+@pytest.mark.parametrize(("K", "M"), [(1, 3), (2, 1), (3, 2), (4, 4)])
 def test_transformers_follow_the_equations_to_1e_12(build, file, K, M):
     """With targets that are ignored, and groups that have no equal number of those that count."""
     state, _ = trained(build, file, K, M)
@@ -120,7 +119,7 @@ def test_transformers_follow_the_equations_to_1e_12(build, file, K, M):
     assert differ(state, build().double().state_dict()) > 1e-2
 
 
-FLOAT32 = [(M, method) for M in (1, 3) for method in ("adl", "1f1b", "dsp")]
+FLOAT32 = [(1, "adl"), (3, "adl"), (3, "1f1b"), (1, "dsp")]
 
 
 def train_all(K, file):
