@@ -55,7 +55,7 @@ from adl_dist.schedule.replay import in_turns
 from adl_dist.schedule.work import turns_of
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import Stage, StepStats
-from adl_dist.stage.loss_terms import LossTerms, counted
+from adl_dist.stage.loss import LossTerms, counted
 from adl_dist.stage.stats import value_of
 from adl_dist.stage.tied import TiedWeights
 from adl_dist.streams import streams_kept

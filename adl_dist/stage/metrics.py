@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from adl_dist.batch import Several, as_classes, tensors_of
 from adl_dist.errors import ConfigError
-from adl_dist.stage.loss_terms import ClassLoss
+from adl_dist.stage.loss import ClassLoss
 
 TAKEN = (
     "loss",

@@ -204,8 +204,9 @@ class GradientPolicy:
 class TrainSpec:
     """Everything about a training that is the same in all stages and on all ranks, except the model and its cut.
 
-    ``loss_fn`` is (output, target) to the mean loss over the samples, or over terms that it counts; ``optimizer`` makes
-    that of one stage from its parameters, and ``lr_schedule`` its learning rate schedule; ``metrics`` are what is
+    ``loss_fn`` is (output, target) to the mean loss over the samples, or over terms that it counts, or, with
+    ``loss_reduction`` ``batch``, to a loss of the micro-batch that is weighted by its samples; ``optimizer`` makes that
+    of one stage from its parameters, and ``lr_schedule`` its learning rate schedule; ``metrics`` are what is
     measured besides the loss, by name or as callables (metrics.py); ``ema`` is the decay of the moving average of the
     weights, None: there is none; ``seed`` seeds data order, augmentation and dropout.
 
@@ -216,6 +217,7 @@ class TrainSpec:
     pipeline: Pipeline
     loss_fn: LossFn
     optimizer: OptimizerFactory
+    loss_reduction: str = "mean"
     lr_schedule: Callable[..., LRScheduler] | None = None
     precision: Precision = field(default_factory=Precision)
     gradients: GradientPolicy = field(default_factory=GradientPolicy)
@@ -224,6 +226,8 @@ class TrainSpec:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.loss_reduction not in ("mean", "batch"):
+            raise ConfigError(f"loss_reduction must be mean or batch, got {self.loss_reduction!r}")
         if self.ema is not None and not 0 < self.ema < 1:
             raise ConfigError(
                 f"train.ema must be above 0 and below 1, like 0.999, got {self.ema}; null averages nothing"
@@ -241,6 +245,7 @@ class TrainSpec:
             **self.precision.settings,
             **asdict(self.gradients),
             **({} if self.ema is None else {"ema": self.ema}),
+            **({} if self.loss_reduction == "mean" else {"loss_reduction": self.loss_reduction}),
         }
 
 

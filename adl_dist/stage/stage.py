@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim.lr_scheduler import LRScheduler
 
-from adl_dist.batch import Batch, Tensors
+from adl_dist.batch import Batch, Tensors, detached
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.stage.average import WeightAverage
 from adl_dist.stage.calls import (
@@ -31,12 +31,12 @@ from adl_dist.stage.calls import (
 )
 from adl_dist.stage.deferred import DeferredGradients, PutOff
 from adl_dist.stage.gradient_head import GradientHead
-from adl_dist.stage.metrics import Metric
+from adl_dist.stage.loss import StageLoss
+from adl_dist.stage.metrics import measured, metrics_of
 from adl_dist.stage.mitigation import mitigation_of
 from adl_dist.stage.nonfinite import NonFiniteCheck, buffers_kept_finite
 from adl_dist.stage.optimizer import advance, scaled_learning_rates, stage_optimizer, told_whose
 from adl_dist.stage.spec import TrainSpec
-from adl_dist.stage.stage_loss import StageLoss
 from adl_dist.stage.stats import StepStats, norm_of
 from adl_dist.stage.tied import TiedWeights
 from adl_dist.stage.traits import StageTraits
@@ -74,6 +74,7 @@ class Stage:
         head: turns what goes downstream into a loss of the stage's own, or predicts its gradient; None: there is none.
         gradient_head: the head that predicts gradients, with what it needs to learn; None: there is none.
         loss: what this stage computes of its output and the target, the model's or one of its own; None: there is none.
+        metrics: what is measured of its output besides the loss; only the last stage has any.
         where: the stage, as errors name it.
         key: the stage, as names in checkpoints have it.
         version: updates applied so far, over the whole run.
@@ -159,8 +160,8 @@ class Stage:
         self._device, self._within = device, spec.precision.autocasting(device)
         self.loss: StageLoss | None = None
         if self.is_last or self._trained is not module:
-            own_head = None if self.is_last else head
-            self.loss = StageLoss(spec, traits.loss, head=own_head, within=self._within, where=self.where)
+            self.loss = StageLoss(spec, traits.loss, None if self.is_last else head, device)
+        self.metrics = metrics_of(spec.metrics, self.loss.classes) if self.is_last and self.loss is not None else []
         self._part = cast(Any, module) if is_part(module) else None
         if self._part is not None and spec.precision.compile:
             self._part.compile_units(Compiler())
@@ -185,11 +186,6 @@ class Stage:
     def has_loss(self) -> bool:
         """Whether this stage computes a loss."""
         return self.loss is not None
-
-    @property
-    def metrics(self) -> Sequence[Metric]:
-        """What is measured of its output besides the loss; the last stage alone has any."""
-        return () if self.loss is None else self.loss.metrics
 
     @property
     def head_prefix(self) -> str:
@@ -280,17 +276,15 @@ class Stage:
         """Forward one micro-batch; return what goes downstream, cut off from the graph, or () on the last stage.
 
         ``acts`` [B, ...] come from upstream or the data; ``wanted`` is the target, [B, ...], where there is a loss, or
-        its tensors, else None, and behind it the counts of :func:`~adl_dist.stage.loss_terms.counted` if the loss
+        its tensors, else None, and behind it the counts of :func:`~adl_dist.stage.loss.counted` if the loss
         counts its terms. The graph is kept, or, without ``keep_graph``, what came in, for :meth:`recompute`.
         """
-        target, counts = (None, None) if self.loss is None else self.loss.wanted(wanted)
+        target, weight, num_terms = (None, None, None) if self.loss is None else self.loss.wanted(wanted)
         leaves = self._leaves_of(acts) if self.index > 0 else acts
         if target is not None:
             target = target.to(self._device, non_blocking=True)
         version = self.version if self._forward_version is None else self._forward_version
-        kept = self.in_flight[micro_batch] = InFlight(leaves, target, version)
-        if counts is not None:
-            kept.loss_weight, kept.num_terms = counts[0].tolist()
+        kept = self.in_flight[micro_batch] = InFlight(leaves, target, version, loss_weight=weight, num_terms=num_terms)
         given = leaves
         if not keep_graph:  # the module may overwrite its inputs and its buffers, which the replay needs
             given = tuple(leaf.clone() for leaf in leaves)
@@ -305,8 +299,8 @@ class Stage:
             out = self._as_given_to_loss(out, outs)
             last = outs if self.loss is None else (self.loss(out, kept.target, kept.num_terms),)
         if self.loss is not None:
-            if self.loss.looks:
-                kept.measured = self.loss.look(out, kept.target)
+            if self.metrics:
+                kept.measured = measured(self.metrics, detached(out), kept.target)
             kept.output_and_loss = self._lasting(outs)[0] if self.is_last else None, last[0]
         if keep_graph:
             kept.grad_edges = self._grad_edges_of(last, micro_batch)
@@ -369,7 +363,7 @@ class Stage:
         if self.loss is not None and kept.output_and_loss is not None:
             assert kept.target is not None
             out, loss = kept.output_and_loss
-            self.loss.count(self.tally, out, kept.target, loss, kept.num_terms)
+            self.tally.score(out, kept.target, loss, kept.num_terms, self.loss.classes)
             if kept.measured:
                 self.tally.measured.append(kept.measured)
         if self.index == 0 or self._learns_locally:
@@ -483,7 +477,12 @@ class Stage:
         if not self.is_last:
             return self._lasting(outs)
         assert self.loss is not None
-        self.loss.evaluate(self.tally, out, outs[0], wanted)
+        target, _, num_terms = self.loss.wanted(wanted)
+        assert target is not None
+        target = target.to(outs[0].device, non_blocking=True)
+        if self.metrics:
+            self.tally.measured.append(measured(self.metrics, out, target))
+        self.tally.score(outs[0], target, self.loss(out, target, num_terms), num_terms, self.loss.classes)
         return ()
 
     def _set_mode(self, *, training: bool) -> None:

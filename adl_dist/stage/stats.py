@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from adl_dist.batch import Batch
-from adl_dist.stage.loss_terms import ClassLoss
+from adl_dist.stage.loss import ClassLoss
 from adl_dist.stage.metrics import PERPLEXITY, Metric, hits_along
 
 MOST_LOSS = 700.0  # of which the exponential is still a number
@@ -47,27 +47,34 @@ class StepStats:
     learning_rate: float | None = None
     _fetched: torch.cuda.Event | None = None
 
-    def score(self, out: Tensor | None, target: Batch, loss: Tensor) -> None:
-        """Add one micro-batch: the model's ``out`` [B, ...], ``target`` [B, ...], mean ``loss``. No host sync."""
-        self.sizes.append(len(target))
-        self.losses.append(loss.detach())
-        if out is not None and out.ndim == 2 and target.ndim == 1 and not target.is_floating_point():
-            self.hits.append((out.detach().argmax(dim=1) == target).sum())  # type: ignore[attr-defined]
-
-    def score_counted(
-        self, out: Tensor | None, target: Batch, loss: Tensor, num_terms: float, classes: ClassLoss | None
+    def score(
+        self,
+        out: Tensor | None,
+        target: Batch,
+        loss: Tensor,
+        num_terms: float | None = None,
+        classes: ClassLoss | None = None,
     ) -> None:
-        """Add one micro-batch whose ``loss`` is the mean over ``num_terms``; ``classes``: how torch's own is set.
+        """Add one micro-batch: the model's ``out`` [B, ...], ``target`` [B, ...], mean ``loss``. No host sync.
 
-        Of that one it is known that several targets in a sample, [B, ...], belong to outputs [B, C, ...], or to
-        [B, ..., C] if it says so.
+        Args:
+            out: None: there are no hits.
+            target: of which those of whole numbers may be classes.
+            loss: its mean.
+            num_terms: what that is the mean over; None: samples.
+            classes: the settings of torch's loss of classes, of which it is known that several targets in a sample,
+                [B, ...], belong to outputs [B, C, ...], or to [B, ..., C] if it says so.
         """
         self.sizes.append(len(target))
-        self.num_terms.append(num_terms)
         self.losses.append(loss.detach())
+        if num_terms is not None:
+            self.num_terms.append(num_terms)
         if out is None or not isinstance(target, Tensor) or target.is_floating_point() or out.ndim != target.ndim + 1:
             return
-        if target.ndim == 1 or (classes is not None and classes.is_torchs_own):
+        if num_terms is None:
+            if target.ndim == 1:
+                self.hits.append((out.detach().argmax(dim=1) == target).sum())
+        elif target.ndim == 1 or (classes is not None and classes.is_torchs_own):
             dim = 1 if classes is None else classes.dim
             right, counted = hits_along(dim, out.detach(), target, classes)
             self.hits.append(right)

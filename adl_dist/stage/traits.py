@@ -12,17 +12,13 @@ class LossTraits:
 
     Attributes:
         writes_output: whether it writes to the output that it is given.
-        writes_target: whether it writes to the target, or might, where it is called once more with the same.
         moves: names of the entries of its ``state_dict()`` that a call changes.
         target: the layout of a target of several tensors; None if it is one.
-        varies: whether lengths in output and target change from one micro-batch to another.
     """
 
     writes_output: bool = False
-    writes_target: bool = False
     moves: Sequence[str] = ()
     target: Layout | None = None
-    varies: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,8 +28,7 @@ from adl_dist.schedule.run_plan import Plan
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import LossFn, OptimizerFactory, Stage, TrainSpec, in_dtype
 from adl_dist.stage.heads import build_gradient_network, build_head, normalises_samples
-from adl_dist.stage.loss_terms import LossTerms, class_loss, loss_terms
-from adl_dist.stage.own_loss import MeanOf, OnSeveral
+from adl_dist.stage.loss import LossTerms, ReturnsSumError, SumCountLoss, TreeTargetLoss, class_loss, loss_terms
 from adl_dist.training.agreement import LENGTH, MADE, check_consistent, exchange, read
 from adl_dist.training.edges import COUNTS, connect_stages, varies
 from adl_dist.training.input import DeviceLoader, Loaders
@@ -37,7 +36,6 @@ from adl_dist.training.links import links_between
 from adl_dist.training.partitioned_model import Measuring, PartitionedModel, Settled
 from adl_dist.training.trial import samples as samples_of
 from adl_dist.training.trial.findings import Agreed
-from adl_dist.training.trial.loss_checks import ReturnsSumError, check_first_targets
 from adl_dist.training.trial.samples import Samples
 from adl_dist.training.warm_up import check_without_warm_up, needs_warm_up, warm_up
 from adl_dist.training.warm_updates import warm_up_updates
@@ -76,7 +74,7 @@ def build_worker(
         given = {**given, "optimizer": sample_optimizer(spec.optimizer)}
     loss_fn = spec.loss_fn  # the user's own
     spec, samples, agreed = settled(spec, partitioned, world, store, loaders, plan, folder, given)
-    terms = loss_terms(spec.loss_fn, samples.one[1])
+    terms = loss_terms(spec.loss_fn, samples.one[1], spec.loss_reduction)
     check_targets(spec.pipeline, agreed, terms)
     stages = placed_stages(spec, partitioned, agreed, world.device)
     made, scheduled = schedule_learning_rates(stages, spec, plan, store) if plan.epochs else ([], {})
@@ -85,7 +83,7 @@ def build_worker(
     for loader in loaders:
         if loader is not None:
             loader.precision = spec.precision
-            loader.expect(spec.loss_fn, terms, num_outputs=agreed.num_outputs)
+            loader.expect(spec, terms, num_outputs=agreed.num_outputs)
     targets = [*agreed.targets] if terms is None else [*agreed.targets, COUNTS]
     contexts = connect_stages(world, stages, agreed.acts, targets, spec.pipeline, spec.precision.codecs)
     if 0 in contexts:
@@ -130,14 +128,12 @@ def settled(
     check_consistent(store, world.rank, world.size, given, found=False, initial=partitioned.initial)
     samples = samples_of.share(store, samples_of.take(*loaders, plan), rank=world.rank, size=world.size)
     if isinstance(samples.one[1], Several):
-        spec = replace(spec, loss_fn=OnSeveral(spec.loss_fn))
+        spec = replace(spec, loss_fn=TreeTargetLoss(spec.loss_fn))
     links, measuring = links_between(partitioned.spec.links, world, store, folder), None
     if loaders.first is not None:
         measuring = Measuring(loaders.first, plan.micro_batch_size, folder, world.stages_on_device, links)
     finalize = partial(partitioned.finalize, store, samples=samples, device=world.device, measuring=measuring)
     spec, agreed = tried(spec, samples, loaders.first, finalize)
-    if loaders.training is not None:
-        check_first_targets(spec, loaders.training, plan.first_epoch.sizes, agreed)
     found = {**agreed.plain(), "sizes": partitioned.sizes}
     check_consistent(store, world.rank, world.size, found, found=True)
     return spec, samples, agreed
@@ -165,7 +161,9 @@ def rehearse(
     if samples.varies or any(map(varies, agreed.acts.values())):
         check_without_warm_up(world.backend)
     elif needs_warm_up(spec, device):
-        warm_up(contexts, spec, device, agreed.acts, samples, loss_terms(spec.loss_fn, samples.one[1]))
+        warm_up(
+            contexts, spec, device, agreed.acts, samples, loss_terms(spec.loss_fn, samples.one[1], spec.loss_reduction)
+        )
         if world.backend == "nccl":
             num_loaded = loaders.training.num_loaded if loaders.training is not None else 0
             warm_up_updates(contexts, spec, device, agreed.acts, samples, num_loaded=num_loaded)
@@ -182,27 +180,27 @@ def tried(
         ConfigError, PartitionError, DataError: the model cannot be trained with this loss on these targets.
     """
 
-    def check(loss_fn: LossFn) -> None:
+    def check(spec: TrainSpec) -> None:
         if loader is None:
             return
-        loader.expect(loss_fn, loss_terms(loss_fn, samples.one[1]), num_outputs=None)
+        loader.expect(spec, loss_terms(spec.loss_fn, samples.one[1], spec.loss_reduction), num_outputs=None)
         for target in (batch.target for batch in samples.pair):
             if isinstance(target, Tensor) and not target.is_floating_point():
                 loader.check(target, "micro-batch 0 of epoch 1")
 
     if class_loss(spec.loss_fn) is not None:
-        check(spec.loss_fn)
+        check(spec)
     found = None
     try:
         found = finalize(spec)
     except ReturnsSumError as pair:  # whatever it counts, which is only known now
-        spec = replace(spec, loss_fn=MeanOf(spec.loss_fn, pair.target, pair.count))
+        spec = replace(spec, loss_fn=SumCountLoss(spec.loss_fn, pair.target, pair.count))
     except ConfigError:
-        check(spec.loss_fn)  # an ignored target may be why
+        check(spec)  # an ignored target may be why
         raise
     if found is None:
         found = finalize(spec)
-    check(found.spec.loss_fn)
+    check(found.spec)
     return found.spec, found.agreed
 
 
@@ -296,6 +294,12 @@ def check_targets(pipeline: Pipeline, agreed: Agreed, terms: LossTerms | None) -
         )
     if not pipeline.spec.local_losses:
         return
+    if (moves := agreed.traits[0].loss.moves) and pipeline.num_stages > 1:
+        raise ConfigError(
+            f"the loss keeps something of its own, which changes with each call ({', '.join(moves[:3])}), but "
+            f"method={pipeline.method.name} has a local loss on each stage, and they would share it; let the loss "
+            "depend on nothing but output and target, or use partition.num_stages=1"
+        )
     is_greedy, M = pipeline.method.is_asynchronous_greedy, pipeline.micro_batches_per_update
     if terms is not None and is_greedy and M > 1 and pipeline.num_stages > 1:
         raise ConfigError(

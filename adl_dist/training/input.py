@@ -16,8 +16,8 @@ from adl_dist.data.loading import PLAIN
 from adl_dist.engine import Batches
 from adl_dist.errors import DataError
 from adl_dist.report import warn
-from adl_dist.stage import LossFn, Precision
-from adl_dist.stage.loss_terms import IGNORED, ClassLoss, LossTerms, class_loss
+from adl_dist.stage import Precision, TrainSpec
+from adl_dist.stage.loss import IGNORED, ClassLoss, LossTerms, class_loss
 from adl_dist.transport.staging import to_device
 
 PREFETCHED = 2  # micro-batches for each process that loads: torch's default
@@ -67,14 +67,14 @@ class DeviceLoader:
         self._classes = ClassLoss(IGNORED, None, is_torchs_own=False)
         self._may_ignore = True
 
-    def expect(self, loss_fn: LossFn, terms: LossTerms | None, *, num_outputs: int | None) -> None:
-        """Check targets from now on, as far as it is known what ``loss_fn`` wants.
+    def expect(self, spec: TrainSpec, terms: LossTerms | None, *, num_outputs: int | None) -> None:
+        """Check targets from now on, as far as it is known what the loss wants.
 
         Those of torch's losses of classes against the number of outputs; and if the ``terms`` of a loss are not
         counted, that there is no target that it ignores.
         """
-        self._may_ignore = terms is not None
-        if (classes := class_loss(loss_fn)) is not None:
+        self._may_ignore = terms is not None or spec.loss_reduction == "batch"
+        if (classes := class_loss(spec.loss_fn)) is not None:
             self._num_classes, self._classes = num_outputs, classes
 
     def batches(self, epoch: int, sizes: Sequence[int], *, first_sample: int = 0) -> Batches:

@@ -84,12 +84,13 @@ class Trainer:
     Under torchrun every rank runs the same script and makes the same calls.
     """
 
-    def __init__(  # 15: what is trained and from which weights, five values that say how, what is measured, the seed
+    def __init__(  # 16: what is trained and from which weights, six values that say how, what is measured, the seed
         self,
         model: nn.Module,
         *,
         loss_fn: LossFn,
         optimizer: OptimizerFactory,
+        loss_reduction: str = "mean",
         method: Method | str | None = None,
         num_stages: int = 1,
         partition: PartitionSpec | None = None,
@@ -116,6 +117,8 @@ class Trainer:
             loss_fn: (output, target) to the mean loss over the samples, or over terms that it counts (docs/own.md).
             optimizer: makes a torch optimizer from the parameters of one stage; with groups by rules, see
                 :func:`adl_dist.optimizers.with_rules`, which also freezes parameters of ``model``.
+            loss_reduction: ``mean`` if ``loss_fn`` is such a mean, ``batch`` if it is another loss of a micro-batch,
+                like one with a router's term; each then weighs as many samples as it has.
             method: from :func:`adl_dist.method`, or a method's name; None: ADL with M = 4.
             num_stages: K.
             partition: where the model is cut.
@@ -150,6 +153,7 @@ class Trainer:
         self._spec = TrainSpec(
             pipeline=Pipeline(arguments.chosen_method(method), num_stages),
             loss_fn=loss_fn,
+            loss_reduction=loss_reduction,
             optimizer=optimizer,
             lr_schedule=lr_schedule,
             precision=precision or Precision(),

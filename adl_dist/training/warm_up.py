@@ -22,7 +22,7 @@ from adl_dist.schedule import Op, Segment, StageWork, evaluation_work, training_
 from adl_dist.schedule.actions import TiedAction
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.calls import is_part
-from adl_dist.stage.loss_terms import LossTerms
+from adl_dist.stage.loss import LossTerms
 from adl_dist.streams import streams_kept
 from adl_dist.training.trial.samples import MicroBatch, Samples
 from adl_dist.transport.spec import Specs

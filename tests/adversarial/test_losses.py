@@ -255,38 +255,19 @@ def test_each_local_loss_has_a_target_of_its_own(loss):
     assert unlike(locally(loss), locally(IN_PLACE[loss])) == []
 
 
-# --- Terms that are rare ----------------------------------------------------------------------------------------
+class Normalised(nn.Module):
+    """Divides by a running mean of itself, in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.ones((), dtype=torch.float64))
+
+    def forward(self, out, target):
+        loss = F.cross_entropy(out, target)
+        self.mean.lerp_(loss.detach(), 0.1)
+        return loss / self.mean
 
 
-def masked_mean(out, target):
-    """[B, T, C] and [B, T]; says nothing of what it averages over."""
-    mask = (target != IGNORED).to(out.dtype)
-    return (F.cross_entropy(out.transpose(1, 2), target, reduction="none") * mask).sum() / mask.sum()
-
-
-def weighted_mean(out, target):
-    weights = torch.where(target == IGNORED, 0.5, 1.0).to(out.dtype)
-    return (F.cross_entropy(out.transpose(1, 2), target, reduction="none") * weights).sum() / weights.sum()
-
-
-def sentences(first_padded, num_samples=700):
-    """Tokens, padded for the first time in the sample ``first_padded``, from then on in every third."""
-    words = dataset("tagged", num_samples, 1).tensors[0]
-    targets = words % (NUM_CLASSES - 1) + 1
-    targets[first_padded::3, 2:] = IGNORED
-    return TensorDataset(words, targets)
-
-
-@pytest.mark.parametrize("K", [1, 2])
-@pytest.mark.parametrize("loss", [masked_mean, weighted_mean])
-@pytest.mark.parametrize(("first_padded", "when"), [(20, "seen in the targets"), (320, "no sample at the start")])
-def test_padding_that_the_first_samples_lack_is_found(loss, first_padded, when, K):
-    trainer = trainer_of(case_of(tagger, loss=loss), K, 4)
-    with pytest.raises(ConfigError, match=f"no mean over the samples: .*{when}.*num_terms"):
-        trainer.fit(sentences(first_padded), epochs=1, batch_size=8, shuffle=False, monitoring=SILENT)
-
-
-def test_a_mean_over_all_tokens_passes_though_some_are_rare():
-    case = case_of(tagger, loss=lambda out, target: F.cross_entropy(out.transpose(1, 2), target))
-    trainer = trainer_of(case, 2, 4)
-    trainer.fit(sentences(20), epochs=1, batch_size=8, shuffle=False, monitoring=SILENT)
+def test_local_losses_with_a_state_are_refused():
+    with pytest.raises(ConfigError, match=r"the loss keeps something of its own, .* \(mean\), but method=dgl has"):
+        locally(Normalised())

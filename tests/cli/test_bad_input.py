@@ -224,7 +224,7 @@ MISFITS = [
         ["stage 1: the model returns [B, 1], but the targets are [B]", "broadcasting", "output.squeeze(1)"],
     ),
     ([f"model._target_={USER}.exits_at", "model.at=1"], ["sys.exit(3) at", "user_code.py:", "raise an error instead"]),
-    (["loss.reduction=none"], ["the loss has shape [2]", "expected one number"]),
+    (["loss.reduction=none"], ["the loss returned a Tensor[2]", "expected a tensor of one number"]),
     ([IMAGES, "data.num_samples=0"], ["training dataset", *NO_SAMPLES]),
     ([IMAGES, "data.num_validation=0"], ["validation dataset", *NO_SAMPLES]),
     ([IMAGES, "data.num_samples=15"], ["training dataset", "at least 16 samples", "Images has 15", "=15 or less"]),

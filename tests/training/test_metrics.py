@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from adl_dist import Loading, Monitoring
 from adl_dist.errors import ConfigError
-from adl_dist.stage.loss_terms import class_loss
+from adl_dist.stage.loss import class_loss
 from adl_dist.stage.metrics import metrics_of
 from adl_dist.stage.stats import StepStats, value_of
 from adl_dist.training.flops import peak_tflops

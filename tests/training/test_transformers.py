@@ -17,7 +17,7 @@ from adl_dist.errors import ConfigError, DataError
 from adl_dist.losses import TokenCrossEntropy
 from adl_dist.models import gpt, llama, vit
 from adl_dist.partition import Chain
-from adl_dist.stage.loss_terms import loss_terms
+from adl_dist.stage.loss import loss_terms
 from adl_dist.training.build import unit_of
 from adl_dist.training.trial.samples import Samples
 from tests.support.commands import assert_same

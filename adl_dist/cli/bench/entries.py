@@ -24,7 +24,7 @@ from adl_dist.partition.cut import begins_of
 from adl_dist.partition.predict import best_cut, predict
 from adl_dist.schedule import METHODS, Method, Pipeline
 from adl_dist.schedule.run_plan import micro_batch_size_of
-from adl_dist.stage.own_loss import MeanOf
+from adl_dist.stage.loss import SumCountLoss
 from adl_dist.training.trial.trial import Trial
 from adl_dist.transport.spec import TensorSpec
 
@@ -251,7 +251,7 @@ def survey(config: RunConfig, able: Sequence[Entry], *, predicts: bool = True) -
         (any(isinstance(batch, Several) for batch in profiler.samples.one), "inputs or targets of several tensors"),
         (profiler.samples.varies, "a collate_fn, by which lengths may change"),
         (profiler.reads_stream, "an iterable dataset"),
-        (isinstance(profiler.spec.loss_fn, MeanOf), "a loss that returns (sum, count)"),
+        (isinstance(profiler.spec.loss_fn, SumCountLoss), "a loss that returns (sum, count)"),
     ):
         if is_so:
             raise ConfigError(

@@ -78,6 +78,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
     """Return what a :class:`Trainer` and a :class:`TrainSpec` take alike."""
     return {
         "loss_fn": build_loss(config),
+        "loss_reduction": "batch" if config.loss.get("reduction") == "batch" else "mean",
         "optimizer": build_optimizer(config),
         "precision": precision(config),
         "gradients": GradientPolicy(
@@ -324,7 +325,8 @@ def _call(name: str, node: Mapping[str, Any]) -> Any:
 def _bind_loss(node: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any], bool]:
     """Return the target of the loss node, its arguments, and whether it is the loss itself, not what makes it."""
     target = _locate("loss", node)
-    given = {key: value for key, value in node.items() if key != "_partial_"}
+    # Every other reduction is an argument of the loss, as torch's losses have it.
+    given = {key: value for key, value in node.items() if key != "_partial_" and (key, value) != ("reduction", "batch")}
     if isinstance(target, nn.Module):
         return target, _bind("loss", given)[1], True
     signature = _signature(target)

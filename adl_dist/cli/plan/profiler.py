@@ -28,10 +28,9 @@ from adl_dist.partition.costs import Profile
 from adl_dist.partition.measure import pace
 from adl_dist.partition.predict import Throughput
 from adl_dist.stage import TrainSpec, in_dtype
-from adl_dist.stage.own_loss import MeanOf, OnSeveral
+from adl_dist.stage.loss import ReturnsSumError, SumCountLoss, TreeTargetLoss
 from adl_dist.training.partitioned_model import keeps_ties, micro_batch, take_profile
 from adl_dist.training.trial import samples as samples_of
-from adl_dist.training.trial.loss_checks import ReturnsSumError
 from adl_dist.training.trial.samples import Samples
 from adl_dist.training.trial.trial import Trial, in_a_memory_format
 
@@ -197,11 +196,11 @@ class Profiler:
 def _tried(model: nn.Module, samples: Samples, device: torch.device, spec: TrainSpec) -> tuple[TrainSpec, Samples]:
     """Return the spec that ``model`` has been tried with, and the samples in its memory format."""
     if isinstance(samples.one[1], Several):
-        spec = replace(spec, loss_fn=OnSeveral(spec.loss_fn))
+        spec = replace(spec, loss_fn=TreeTargetLoss(spec.loss_fn))
     try:
         Trial(model, spec, samples, device).run()
     except ReturnsSumError as pair:
-        spec = replace(spec, loss_fn=MeanOf(spec.loss_fn, pair.target, pair.count))
+        spec = replace(spec, loss_fn=SumCountLoss(spec.loss_fn, pair.target, pair.count))
         Trial(model, spec, samples, device).run()
     return spec, samples.to(device, channels_last=bool(spec.precision.channels_last))
 

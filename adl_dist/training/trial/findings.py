@@ -20,7 +20,6 @@ class Agreed(NamedTuple):
     num_outputs: int | None  # its output's dimension of classes; None if that has none
     learns: bool  # whether a gradient of the loss reaches the model
     loss_fault: str | None = None  # why no group of micro-batches can be trained with the loss
-    output: Any = None  # of the samples, where a group has several micro-batches: a tensor [n, ...], or containers
     size_faults: Mapping[int, str] = MappingProxyType({})  # why none of these OTHER_SIZES can be trained on
 
     def plain(self) -> dict[str, Any]:

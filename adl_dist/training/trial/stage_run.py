@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,15 +24,13 @@ from adl_dist.seeds import stream_seed
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.calls import arguments_of, is_part, refuse_unknown_ids, takes_gradient, unpacked
 from adl_dist.stage.heads import check_outs
-from adl_dist.stage.loss_check import check_is_mean, halves, num_made_up, put_together
-from adl_dist.stage.loss_terms import class_loss, is_known_mean, is_sum, loss_terms
+from adl_dist.stage.loss import check_broadcast, check_is_mean, class_loss, is_known_mean, loss_terms, try_loss
 from adl_dist.stage.traits import LossTraits, StageTraits, joined
 from adl_dist.stage.versions import Exchange
 from adl_dist.streams import Streams, seed_streams
 from adl_dist.training.trial.comparison import EVALUATION, EVALUATION_AGAIN, FIRST, SECOND, STATE, Take
 from adl_dist.training.trial.findings import Agreed, units_of
-from adl_dist.training.trial.loss_checks import check_broadcast, check_not_shared, is_called_again, try_loss
-from adl_dist.training.trial.samples import NUM_SAMPLES, MicroBatch, Samples
+from adl_dist.training.trial.samples import MicroBatch, Samples
 from adl_dist.transport.spec import Specs, TensorSpec
 from adl_dist.transport.varying import merged
 
@@ -109,8 +108,9 @@ class StageRun:
         self._targets: list[tuple[int, Tensors]] = []
         self._num_classes: int | None = None
         self._num_outputs: int | None = None
-        self._outputs: list[tuple[Any, Batch]] = []  # of both micro-batches in training, with their targets, for M > 1
-        self._accumulates = spec.pipeline.micro_batches_per_update > 1
+        self._is_asked = spec.pipeline.micro_batches_per_update > 1 and spec.loss_reduction != "batch"
+        self._is_asked &= not is_known_mean(spec.loss_fn)  # torch's loss: its outputs may be large
+        self._outputs: list[tuple[Any, Batch]] = []  # of both micro-batches in training, with targets, if asked for
         self._learns = self._is_loss_tried = False
         self._of_loss = LossTraits()
         self._returned: dict[int, list[Tensor]] = {}
@@ -261,7 +261,7 @@ class StageRun:
             # One out of range ends a GPU's process; the loader names the micro-batch.
             known = target.clamp(0, self._num_outputs - 1).to(target.dtype)  # type: ignore[union-attr]
             target = torch.where(as_classes(target) == classes.ignore_index, target, known)  # type: ignore[arg-type]
-        if torch.is_grad_enabled() and self._accumulates and len(self._outputs) < 2:
+        if torch.is_grad_enabled() and self._is_asked and len(self._outputs) < 2:
             self._outputs.append((tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, detached(out)), target))
         given, versions = target.clone(), [_version_of(leaf) for leaf in outs]  # the samples are used again
         state = self._state_of_loss()
@@ -272,10 +272,9 @@ class StageRun:
             self._of_loss = replace(
                 self._of_loss,
                 writes_output=self._of_loss.writes_output or versions != [_version_of(leaf) for leaf in outs],
-                writes_target=self._of_loss.writes_target or given._version > 0,
                 moves=sorted({*self._of_loss.moves, *moves}),
             )
-            if isinstance(target, Tensor) and len(target) > 1 and not self._is_loss_tried:
+            if len(target) > 1 and not self._is_loss_tried:
                 check_broadcast(k, self._loss_fn, out, target)
                 self._is_loss_tried = True
         return loss
@@ -338,10 +337,7 @@ class StageRun:
         Raises:
             ConfigError: If the method cannot train the model's output or the loss.
         """
-        spec, pipeline = self._spec, self._spec.pipeline
-        of_loss = replace(self._of_loss, varies=samples.varies, target=layout_of(samples.one[1]))
-        if is_called_again(pipeline) and not is_known_mean(self._loss_fn):
-            of_loss = replace(of_loss, writes_target=True)  # it may, with other targets
+        method, of_loss = self._spec.pipeline.method, replace(self._of_loss, target=layout_of(samples.one[1]))
         acts, traits = {}, {}
         for k, (seen, in_evaluation) in enumerate(zip(*self._seen, strict=True)):
             gets_grad = seen.gets_grad[-1] if seen.gets_grad else None
@@ -354,29 +350,29 @@ class StageRun:
                 layout=layout_of(samples.one[0]) if not is_part(self.stages[k]) else None,
                 loss=of_loss,
             )
-        method = pipeline.method
         if method.spec.has_heads:
             for k in range(self.last):
                 sent = acts[k + 1].training
                 gets_gradient = all(act.takes_gradient and act.is_floating_point for act in sent)
                 check_outs(method, k, [act.shape for act in sent], gets_gradient=gets_gradient)
-        outs, targets = zip(*self._outputs, strict=True) if self._outputs else ((), ())
-        if samples.varies and outs:  # two micro-batches cannot be put together, but one can be divided
-            outs, targets = halves(outs[-1]), halves(targets[-1])
         fault = None
-        # A loss of torch's is a known mean; made-up outputs of a large model would take much memory to ask another one.
-        is_asked = self._accumulates and not (self.is_lazy and is_known_mean(spec.loss_fn) and not is_sum(spec.loss_fn))
-        try:
-            check_not_shared(pipeline, self._of_loss)
-            if is_asked:
-                check_is_mean(self._loss_fn, outs, targets, loss_terms(self._loss_fn, samples.one[1]))
-        except ConfigError as error:  # evaluation may do with such a loss, and training come after it
-            fault = str(error)
-        output = put_together(outs) if is_asked and outs and num_made_up(outs[0]) > NUM_SAMPLES else None
+        if self._outputs:
+            outs, targets = map(list, zip(*self._outputs, strict=True))
+            if samples.varies:  # two micro-batches cannot be put together, but one can be divided
+                half = len(targets[1]) // 2
+                outs = [tree_map(partial(_rows, rows=rows), outs[1]) for rows in (slice(half), slice(half, None))]
+                targets = [targets[1][:half], targets[1][half:]]
+            try:
+                with self._within():
+                    check_is_mean(self.last, self._loss_fn, outs, targets, loss_terms(self._loss_fn, samples.one[1]))
+            except ConfigError as error:  # evaluation may do with such a loss, and training come after it
+                fault = str(error)
         of_target = Seen(self._targets).specs()
-        return Agreed(
-            acts, of_target, joined(traits), self._num_classes, self._num_outputs, self._learns, fault, output
-        )
+        return Agreed(acts, of_target, joined(traits), self._num_classes, self._num_outputs, self._learns, fault)
+
+
+def _rows(leaf: Any, rows: slice) -> Any:
+    return leaf[rows] if isinstance(leaf, Tensor) and leaf.ndim else leaf
 
 
 class _OnMeta(TorchFunctionMode):

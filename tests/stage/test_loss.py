@@ -1,4 +1,4 @@
-"""What torch's own losses divide by, and what is handed out with the micro-batches of a group."""
+"""What losses average over, what is handed out with the micro-batches of a group, and which losses are no means."""
 
 import functools
 
@@ -9,9 +9,8 @@ from torch.nn import functional as F
 
 from adl_dist.errors import ConfigError
 from adl_dist.losses import TokenCrossEntropy
-from adl_dist.stage.loss_terms import class_loss, counted, is_known_mean, is_sum, loss_terms
+from adl_dist.stage.loss import SumCountLoss, check_is_mean, class_loss, counted, is_known_mean, is_sum, loss_terms
 from adl_dist.stage.metrics import hits
-from adl_dist.stage.own_loss import MeanOf
 from adl_dist.stage.stats import StepStats
 
 C = 5
@@ -78,6 +77,12 @@ def test_class_probabilities_are_averaged_over_samples():
 )  # fmt: skip
 def test_of_other_losses_nothing_is_counted(loss_fn):
     assert loss_terms(loss_fn, IGNORING) is None
+
+
+def test_a_loss_of_the_micro_batch_is_weighted_by_samples():
+    for loss_fn, target in ((nn.CrossEntropyLoss(weight=WEIGHT), CLASSES), (nn.CrossEntropyLoss(), TOKENS)):
+        assert loss_terms(loss_fn, target) is not None
+        assert loss_terms(loss_fn, target, "batch") is None
 
 
 def own(out, target):
@@ -175,7 +180,7 @@ def test_156_in_8_bits_is_a_class(num_classes):
     out = nn.functional.one_hot(target.long(), num_classes).float()
     assert [int(number) for number in hits(out, target, classes, top=1)] == [3, 3]
     stats = StepStats()
-    stats.score_counted(out, target, torch.tensor(0.0), 3.0, classes)
+    stats.score(out, target, torch.tensor(0.0), 3.0, classes)
     assert (stats.numbers()["num_correct"], stats.numbers()["num_classed"]) == (3, 3)
 
 
@@ -184,7 +189,7 @@ def test_hits_of_tokens_are_looked_for_in_the_last_dimension():
     out = nn.functional.one_hot(target.clamp(min=0), C).float()
     out[1, 2] = torch.eye(C)[0]  # wrong
     stats, loss_fn = StepStats(), TokenCrossEntropy()
-    stats.score_counted(out, target, loss_fn(out, target), 5.0, class_loss(loss_fn))
+    stats.score(out, target, loss_fn(out, target), 5.0, class_loss(loss_fn))
     assert stats.numbers()["num_correct"] == 4
     assert stats.numbers()["num_classed"] == 5
 
@@ -204,17 +209,118 @@ class Positive(nn.Module):
 
 @pytest.mark.parametrize("number", [torch.tensor, float])
 @pytest.mark.parametrize("own", [True, False])
-def test_on_a_gpu_a_mean_over_another_number_is_nan(own, number):
+def test_a_mean_over_another_number_is_refused_or_nan(own, number):
     """No test has a GPU: the target says that it is on one."""
     target, out = torch.tensor([0, 1, 2, 3]), torch.ones(6)
     on_gpu = type("OnGpu", (torch.Tensor,), {"is_cuda": True})
     loss_fn = Positive(own=own, number=number)
     terms = 3 if own else 4
-    mean = MeanOf(loss_fn, target, terms)
+    mean = SumCountLoss(loss_fn, target, terms)
     there = target.as_subclass(on_gpu)
-    assert float(mean(out, there, float(terms))) == 6 / terms
+    assert float(mean(out, there, float(terms))) == float(mean(out, target, float(terms))) == 6 / terms
     loss_fn.wrong = 1
     assert mean(out, there, float(terms)).isnan()
-    assert mean(out, there).isnan() == (not own), "what is not told is computed there, if it can be"
     with pytest.raises(ConfigError, match=rf"with count {terms + 1} for a micro-batch, but its targets have {terms} "):
         mean(out, target, float(terms))
+
+
+# --- The check on two micro-batches ------------------------------------------------------------------------------
+
+T, SIZES = 6, (3, 4)
+torch.manual_seed(0)
+OUTS = tuple(torch.randn(n, C) for n in SIZES)
+OF_TOKENS = tuple(torch.randn(n, C, T) for n in SIZES)
+OF_SIZES = tuple(torch.arange(n) % C for n in SIZES)
+PADDED = tuple((torch.arange(n * T).reshape(n, T) % C).index_fill(1, torch.arange(n - 1), -100) for n in SIZES)
+NUMBERS = tuple(torch.rand(n, C) for n in SIZES)
+IN_SINGLE = WEIGHT.float()
+
+
+def check(loss_fn, outs, targets):
+    check_is_mean(1, loss_fn, outs, targets, loss_terms(loss_fn, targets[0]))
+
+
+def by_hand(out, target):
+    return F.cross_entropy(out, target)
+
+
+def contrastive(out, target):
+    return F.cross_entropy(out @ out.T, torch.arange(len(out)))
+
+
+def masked(out, target):
+    return F.cross_entropy(out, target)
+
+
+masked.num_terms = lambda target: (target != -100).sum()
+
+
+def writing(out, target):
+    return F.cross_entropy(out.mul_(2), target.add_(1).remainder_(C))
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "outs", "targets"),
+    [
+        (nn.CrossEntropyLoss(weight=IN_SINGLE, label_smoothing=0.1), OUTS, OF_SIZES),
+        (functools.partial(F.cross_entropy, weight=IN_SINGLE, ignore_index=1), OUTS, OF_SIZES),
+        (masked, OF_TOKENS, PADDED),
+        (masked, OF_TOKENS, (PADDED[0], torch.full_like(PADDED[1], -100))),
+        (nn.BCELoss(), NUMBERS, NUMBERS),
+        (by_hand, OUTS, OF_SIZES),
+        (lambda out, target: by_hand(out["logits"], target), tuple({"logits": out} for out in OUTS), OF_SIZES),
+        (lambda out, target: by_hand(out, target) * torch.rand(()), OUTS, OF_SIZES),
+    ],
+    ids=["torch's", "a partial", "its terms", "no terms", "numbers", "by hand", "named outputs", "random"],
+)
+def test_a_mean_over_samples_or_terms_passes(loss_fn, outs, targets):
+    check(loss_fn, outs, targets)
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        lambda out, target: F.cross_entropy(out, target, weight=IN_SINGLE),
+        lambda out, target: F.cross_entropy(out, target, ignore_index=2),
+        lambda out, target: F.cross_entropy(out, target, reduction="sum"),
+        lambda out, target: by_hand(out, target).sqrt(),
+        contrastive,
+    ],
+    ids=["class weights", "ignore_index", "sum", "root", "contrastive"],
+)
+def test_a_loss_that_is_no_mean_is_refused(loss_fn):
+    ways_out = r"num_terms\(target\), .*loss\.reduction=batch"
+    with pytest.raises(ConfigError, match=rf"no mean over the samples: of 3 it is \S+, of 4 others .* {ways_out}"):
+        check(loss_fn, OUTS, OF_SIZES)
+
+
+def test_a_term_of_a_router_is_no_mean_over_samples():
+    outs = tuple((out, number) for out, number in zip(OUTS, (torch.tensor(0.5), torch.tensor(1.5)), strict=True))
+    with pytest.raises(ConfigError, match="no mean over the samples"):
+        check(lambda out, target: by_hand(out[0], target) + 0.1 * out[1], outs, OF_SIZES)
+
+
+def test_padding_that_is_not_declared_is_refused():
+    with pytest.raises(ConfigError, match="no mean over the samples"):
+        check(by_hand, OF_TOKENS, PADDED)
+
+
+def test_terms_that_are_not_what_it_averages_over_are_refused(monkeypatch):
+    monkeypatch.setattr(masked, "num_terms", lambda target: target.numel() + len(target) ** 2)
+    with pytest.raises(ConfigError, match="no mean over the terms that it counts: of 27 it is"):
+        check(masked, OF_TOKENS, PADDED)
+
+
+def test_a_loss_that_takes_no_other_size_is_refused():
+    def of_three_or_four(out, target):
+        assert len(out) in SIZES
+        return by_hand(out, target)
+
+    with pytest.raises(ConfigError, match="stage 1: the loss gets two micro-batches together and fails on it"):
+        check(of_three_or_four, OUTS, OF_SIZES)
+
+
+def test_the_check_writes_to_no_output_and_no_target():
+    before = [tensor.clone() for tensor in (*OUTS, *OF_SIZES)]
+    check(writing, OUTS, OF_SIZES)
+    assert all(map(torch.equal, before, (*OUTS, *OF_SIZES)))

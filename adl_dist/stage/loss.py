@@ -1,0 +1,400 @@
+"""The loss: what it averages over, the weights of micro-batches, its call on a stage, and its checks at the start.
+
+The gradient of a group is that of all its samples at once if each micro-batch has the weight n_b / n_group, where n
+counts what the loss averages over. Usually that is samples, which the schedule knows. If the loss counts terms, such as
+the targets that it does not ignore, stage 0 counts them in the whole group before it hands out the first micro-batch.
+"""
+
+import functools
+import math
+import warnings
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from itertools import islice, repeat
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map
+
+from adl_dist.batch import Batch, Several, as_classes, put_together, tensors_of
+from adl_dist.errors import ConfigError
+from adl_dist.losses import TokenCrossEntropy
+from adl_dist.schedule.run_plan import weights_in_group
+from adl_dist.stage.calls import takes_gradient, unpacked
+from adl_dist.stage.spec import LossFn, TrainSpec
+from adl_dist.stage.traits import LossTraits
+from adl_dist.streams import streams_kept
+
+IGNORED = -100  # what torch's losses ignore unless told otherwise
+KEYWORDS = {"weight", "ignore_index", "reduction", "label_smoothing"}  # of F.cross_entropy and F.nll_loss
+RELATIVE = 1e-6  # by which two counts that are equal may differ: they may have weights
+
+
+@dataclass(frozen=True)
+class ClassLoss:
+    """torch's cross-entropy or negative log-likelihood of classes, which divides by the weights of its targets.
+
+    Attributes:
+        ignore_index: the target that it ignores.
+        weight: of each class, float64[C] on the CPU; None: 1.
+        is_torchs_own: whether it is known to do that; not if a derived class computes something of its own.
+        dim: the outputs' dimension of classes.
+    """
+
+    ignore_index: int
+    weight: Tensor | None
+    is_torchs_own: bool = True
+    dim: int = 1
+
+    def num_terms(self, target: Tensor) -> float:
+        """Return the sum of the weights of those classes in ``target`` [B, ...] that count."""
+        target = as_classes(target)
+        counts = target != self.ignore_index
+        if self.weight is None:
+            return float(counts.sum())
+        counts &= (target >= 0) & (target < len(self.weight))  # the loss itself refuses those that are no class
+        return float(self.weight[target[counts]].sum())
+
+
+def class_loss(loss_fn: Any) -> ClassLoss | None:
+    """Return the settings of torch's loss of classes, or None if ``loss_fn`` is another loss.
+
+    These are nn.CrossEntropyLoss and nn.NLLLoss, also classes derived from them, and their functions, also with
+    keywords by functools.partial; and TokenCrossEntropy.
+    """
+    settings, own, dim = dict[str, Any](), True, 1
+    if isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss):
+        settings = {"ignore_index": loss_fn.ignore_index, "weight": loss_fn.weight}
+        forward = getattr(loss_fn.forward, "__func__", None)
+        own = forward in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward, TokenCrossEntropy.forward)
+        dim = -1 if forward is TokenCrossEntropy.forward else 1
+    else:
+        if isinstance(loss_fn, functools.partial) and not loss_fn.args:
+            loss_fn, settings = loss_fn.func, loss_fn.keywords
+        if not (loss_fn is F.cross_entropy or loss_fn is F.nll_loss) or not settings.keys() <= KEYWORDS:
+            return None
+    if (weight := settings.get("weight")) is not None:
+        weight = weight.detach().double().cpu()
+    return ClassLoss(settings.get("ignore_index", IGNORED), weight, own, dim)
+
+
+def is_known_mean(loss_fn: Any) -> bool:
+    """Return whether ``loss_fn`` is a loss of torch's or ours, of which it is known what it averages over."""
+    made_of = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
+    known = "torch.nn.modules.loss", "torch.nn.functional", "adl_dist.losses"
+    return own_num_terms(loss_fn) is None and getattr(made_of, "__module__", "") in known
+
+
+def is_sum(loss_fn: Any) -> bool:
+    """Return whether ``loss_fn`` is one of torch's losses, or a function of them with keywords, set to add up."""
+    settings = loss_fn.keywords if isinstance(loss_fn, functools.partial) else getattr(loss_fn, "__dict__", {})
+    return bool(settings.get("reduction") == "sum")
+
+
+def own_num_terms(loss_fn: Any) -> Callable[[Any], Any] | None:
+    """Return the user's ``num_terms`` of a loss, or None if it has none."""
+    while isinstance(loss_fn, functools.partial) and not hasattr(loss_fn, "num_terms"):
+        loss_fn = loss_fn.func
+    return getattr(loss_fn, "num_terms", None)
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """Counts the terms that a loss averages over in the targets of a micro-batch."""
+
+    num_terms: Callable[[Any], Any]
+
+    def count(self, target: Batch) -> float:
+        """Return how many terms ``target`` [B, ...] has, on the CPU; not a whole number if they have weights.
+
+        Raises:
+            ConfigError: If a ``num_terms`` of the user's own fails, or returns no such number.
+        """
+        given = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{[*t.shape]}" for t in tensors_of(target))
+        try:
+            number = float(self.num_terms(target))
+        except Exception as error:  # the user's own function can raise anything
+            raise ConfigError(
+                f"the loss's num_terms fails on {given}: {type(error).__name__}: {error}; it is given the targets of a "
+                "micro-batch on the CPU, and returns the number of terms that the loss averages over"
+            ) from error
+        if 0 <= number < math.inf:
+            return number
+        raise ConfigError(
+            f"the loss's num_terms returned {number} for {given}; expected the number of terms that the loss averages "
+            "over, 0 or more"
+        )
+
+
+def loss_terms(loss_fn: LossFn, target: Batch, reduction: str = "mean") -> LossTerms | None:
+    """Return the counter of the terms of ``loss_fn`` in targets like ``target`` [B, ...], or None if samples count.
+
+    A loss counts its terms if it says so, by ``num_terms``, or if it is torch's loss of classes with weights, with an
+    ``ignore_index`` other than torch's, or with several targets in a sample. With one target in each sample nothing is
+    counted, so that no target may be one that the loss ignores. With ``reduction`` "batch" the samples count.
+    """
+    if reduction == "batch":
+        return None
+    if (own := own_num_terms(loss_fn)) is not None:
+        return LossTerms(own)
+    found = class_loss(loss_fn)
+    if found is None or not found.is_torchs_own or not isinstance(target, Tensor) or target.is_floating_point():
+        return None  # class probabilities are averaged over samples
+    is_plain = target.ndim == 1 and found.weight is None and found.ignore_index == IGNORED
+    return None if is_plain else LossTerms(found.num_terms)
+
+
+def counted(
+    batches: Generator[tuple[Batch, Batch], None, None],
+    terms: LossTerms,
+    group_sizes: Sequence[int] | None,
+    *,
+    reduction: str = "mean",
+) -> Generator[tuple[Any, ...], None, None]:
+    """Yield (input, target, counts) of each micro-batch; a whole group is loaded before its first one.
+
+    Args:
+        batches: (input [B, ...], target [B, ...]) of each micro-batch, closed in the end.
+        terms: counts in the targets.
+        group_sizes: micro-batches of each group; None: there are no groups, because this is evaluation.
+        reduction: how the gradients of a group are combined, ``mean`` or ``sum``.
+
+    Yields:
+        ``counts`` float64[B, 2] on the CPU has the weight of the micro-batch's loss in its group, and the number of
+        its terms, in every row. A group without any term is weighted by its samples, so that the loss function has
+        the word: torch's is NaN there.
+    """
+    sizes: Iterable[int] = group_sizes if group_sizes is not None else repeat(1)
+    with closing(batches):
+        for size in sizes:
+            group = deque(islice(batches, size))
+            if not group:
+                return
+            numbers = [terms.count(target) for _, target in group]
+            if not any(numbers) and group_sizes is not None:
+                numbers = [float(len(target)) for _, target in group]
+            weights = weights_in_group(reduction, numbers)
+            for of_loss in zip(weights, numbers, strict=True):
+                input_, target = group.popleft()
+                yield input_, target, torch.tensor(of_loss, dtype=torch.float64).repeat(len(target), 1)
+
+
+class TreeTargetLoss(nn.Module):
+    """A loss whose target is a tuple or a dictionary of tensors, which stages hold as :class:`Several`."""
+
+    def __init__(self, loss_fn: LossFn) -> None:
+        super().__init__()
+        self.loss_fn = loss_fn
+        if (own := own_num_terms(loss_fn)) is not None:
+            self.num_terms = lambda target: own(target.value)
+
+    def forward(self, out: Any, target: Several) -> Any:
+        """Return the loss of ``out``."""
+        return self.loss_fn(out, target.value)
+
+
+# What a loss of (sum, count) may count, as far as targets alone show it.
+COUNTS: dict[str, Callable[[Any], Any]] = {
+    "targets that are not -100": lambda t: None if t.is_floating_point() else (as_classes(t) != IGNORED).sum(),
+    "elements of the targets": lambda target: target.numel() if isinstance(target, Tensor) else None,
+    "samples": len,
+}
+
+
+class SumCountLoss(nn.Module):
+    """A loss that returns (sum, count), as the mean that stages train with.
+
+    Its count must be known before the first backward of the group, where no output is. So ``num_terms`` counts in the
+    targets alone, and the count of the loss is compared with it in each micro-batch.
+    """
+
+    def __init__(self, loss_fn: LossFn, target: Batch, count: float) -> None:
+        """Take ``loss_fn``, which has returned ``count`` for ``target`` [B, ...].
+
+        Raises:
+            ConfigError: If it has no ``num_terms``, and none of COUNTS is its count.
+        """
+        super().__init__()
+        self.loss_fn, own = loss_fn, own_num_terms(loss_fn)
+        candidates = COUNTS if own is None else {"its num_terms": own}
+        found = {name: float(n) for name, counts in candidates.items() if (n := counts(target)) is not None}
+        for name, number in found.items():
+            if math.isclose(number, count, rel_tol=RELATIVE):
+                self.num_terms = candidates[name]
+                return
+        raise ConfigError(
+            f"the loss returns (sum, count) with count {count:g}, but the targets have as "
+            f"{', '.join(f'{name} {number:g}' for name, number in found.items())}: give the loss a num_terms(target), "
+            "the same count from the targets of a micro-batch (docs/own.md)"
+        )
+
+    def forward(self, out: Any, target: Batch, num_terms: float | None = None) -> Tensor:
+        """Return the mean. On a GPU, where a check would wait, one over other than ``num_terms`` terms is NaN.
+
+        Raises:
+            ConfigError: If the count is not ``num_terms``.
+        """
+        total, count = self.loss_fn(out, target)
+        mean: Tensor = total / count
+        if num_terms is None:
+            return mean
+        is_same = abs(torch.as_tensor(count, dtype=torch.float64) - num_terms) <= RELATIVE * num_terms
+        if target.is_cuda:
+            return torch.where(is_same, mean, math.nan)
+        if not is_same:
+            raise ConfigError(
+                f"the loss returned (sum, count) with count {float(count):g} for a micro-batch, but its targets have "
+                f"{num_terms:g} terms by what they had at the start: give the loss a num_terms(target) that counts as "
+                "it does (docs/own.md)"
+            )
+        return mean
+
+
+class StageLoss:
+    """The loss that a stage computes of its output and the target, the model's or one of its own."""
+
+    def __init__(self, spec: TrainSpec, traits: LossTraits, head: nn.Module | None, device: torch.device) -> None:
+        """Take a ``head`` of (output, target, loss_fn) to a local loss, or None if the output is the model's."""
+        self._loss_fn, self._head, self._traits = spec.loss_fn, head, traits
+        self._within = spec.precision.autocasting(device)
+        self._may_write, self.classes = not is_known_mean(spec.loss_fn), class_loss(spec.loss_fn)
+
+    def wanted(self, given: tuple[Tensor | None, ...]) -> tuple[Batch | None, float | None, float | None]:
+        """Return the target and, if the loss counts its terms, weight and number of terms, of a forward's arguments."""
+        target, counts = given[0], given[1] if len(given) > 1 else None
+        if self._traits.target is not None and target is not None:
+            target, counts = self._traits.target.split(given)  # type: ignore[arg-type, assignment]
+        return (target, None, None) if counts is None else (target, *counts[0].tolist())
+
+    def __call__(self, out: Any, target: Batch | None, num_terms: float | None = None) -> Tensor:
+        """Return the loss of the module's output, a scalar; the mean over ``num_terms``, if the loss counts terms."""
+        assert target is not None
+        if num_terms == 0:
+            # The mean over nothing is NaN, but in that of the group it counts for nothing: the gradient is zeros.
+            outs = [tensor for tensor in unpacked(out) if takes_gradient(tensor)]
+            if torch.is_grad_enabled() and len(outs) > 1:  # those that the loss does not use get none
+                outs = [tensor for tensor in outs if tensor.requires_grad]
+                with_none = torch.autograd.grad(self(out, target), outs, allow_unused=True)
+                outs = [tensor for tensor, grad in zip(outs, with_none, strict=True) if grad is not None]
+            return torch.stack([(tensor.real * 0).sum() for tensor in outs]).sum()
+        if self._may_write:  # the target is wanted again, by a replay and for hits
+            target = target.clone()
+        if self._traits.writes_output and self._head is None:
+            out = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, out)
+        with self._within():
+            if self._head is not None:
+                return self._head(out, target, self._loss_fn)  # type: ignore[no-any-return]
+            if isinstance(self._loss_fn, SumCountLoss):
+                return self._loss_fn(out, target, num_terms)  # type: ignore[no-any-return]
+            return self._loss_fn(out, target)
+
+
+class ReturnsSumError(ConfigError):
+    """The loss returns (sum, ``count``) for ``target``, which is on the CPU."""
+
+    def __init__(self, count: float, target: Batch) -> None:
+        super().__init__("the loss returns a pair; expected a tensor of one number, the mean over the samples")
+        self.count, self.target = count, target
+
+
+def try_loss(stage: int, got: str, out: Any, target: Batch, loss_fn: LossFn) -> Tensor:
+    """Return the loss of a micro-batch; ``got`` describes its arguments.
+
+    Raises:
+        ConfigError: If the loss fails, is a sum, or returns no number.
+        ReturnsSumError: If it returns two numbers.
+    """
+    if is_sum(loss_fn):
+        raise ConfigError(f"stage {stage}: the loss is a sum; expected the mean over the samples: reduction='mean'")
+    try:
+        with warnings.catch_warnings(action="ignore"):  # it may warn of what it then raises
+            loss: Any = loss_fn(out, target)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # the user's own loss can raise anything
+        way_out = "choose another loss._target_ (loss_fn), or correct the model's output or the targets"
+        shapes = [one.shape for one in (out, target) if isinstance(one, Tensor)]
+        if class_loss(loss_fn) is not None and len(shapes) == 2 and len(shapes[1]) > 1 and shapes[0][:-1] == shapes[1]:
+            way_out = "for outputs with the classes last, use loss=tokens (adl_dist.losses.TokenCrossEntropy)"
+        raise ConfigError(
+            f"stage {stage}: the loss gets {got} and fails on it: {type(error).__name__}: {error}; {way_out}"
+        ) from error
+    if isinstance(loss, Tensor) and not loss.ndim:
+        return loss
+    parts = loss if isinstance(loss, tuple | list) else [loss]
+    if len(parts) == 2 and all(getattr(part, "ndim", 0) == 0 and hasattr(part, "__float__") for part in parts):
+        raise ReturnsSumError(float(parts[1]), target.cpu())
+    names = [f"a {type(part).__name__}{[*getattr(part, 'shape', ())] or ''}" for part in parts]
+    found = "None" if loss is None else ", ".join(names)
+    raise ConfigError(
+        f"stage {stage}: the loss returned {found} for {got}; expected a tensor of one number, the mean "
+        "over the samples, not .item() of it, or (sum, count)"
+    )
+
+
+def check_broadcast(stage: int, loss_fn: LossFn, out: Any, target: Any) -> None:
+    """Refuse a loss that pairs every output with every target, as torch does with shapes [B, 1] and [B].
+
+    Raises:
+        ConfigError: If the loss of the same numbers in the shapes of ``out`` and ``target`` changes with the shape.
+    """
+    are_numbers = all(isinstance(one, Tensor) and one.is_floating_point() for one in (out, target))
+    if not are_numbers or out.shape == target.shape or out.numel() != target.numel():
+        return
+    numbers, is_same = torch.linspace(0.1, 0.9, out.numel(), device=out.device), True
+
+    def loss_of(shape: torch.Size) -> Tensor:
+        torch.default_generator.manual_seed(0)  # a loss may draw, and write to both
+        return loss_fn(numbers.to(out, copy=True).view(shape), numbers.to(target, copy=True).view_as(target))
+
+    with torch.no_grad(), streams_kept(), warnings.catch_warnings(action="ignore"), suppress(Exception):
+        is_same = torch.allclose(loss_of(out.shape), loss_of(target.shape))  # fails if it takes one shape only
+    if is_same:
+        return
+    shapes = [str(["B", *tensor.shape[1:]]).replace("'", "") for tensor in (out, target)]
+    raise ConfigError(
+        f"stage {stage}: the model returns {shapes[0]}, but the targets are {shapes[1]}, and the loss pairs every "
+        "output with every target (broadcasting); give both one shape: let the model return output.squeeze(1), or the "
+        "dataset targets of the model's shape"
+    )
+
+
+def check_is_mean(
+    stage: int, loss_fn: LossFn, outs: Sequence[Any], targets: Sequence[Batch], terms: LossTerms | None
+) -> None:
+    """Check that the loss of two micro-batches together is the weighted mean of their losses.
+
+    ``outs`` are their outputs, [B, ...] or containers of such, ``targets`` [B, ...] are on the same device. A loss that
+    is random, changes with its calls, or is not finite cannot be compared, and passes.
+
+    Raises:
+        ConfigError: If the loss is no such mean, or fails on both together.
+    """
+
+    def loss_of(out: Any, target: Batch) -> Tensor:
+        out = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, out)  # it may write to both
+        return try_loss(stage, "two micro-batches together", out, target.clone(), loss_fn).detach()
+
+    counts = [float(len(target)) if terms is None else terms.count(target.cpu()) for target in targets]
+    if not any(counts):
+        return
+    parts = [float(loss_of(*pair)) if count else 0.0 for *pair, count in zip(outs, targets, counts, strict=True)]
+    both = tree_map(lambda a, b: torch.cat([a, b]) if isinstance(a, Tensor) and a.ndim else a, *outs)
+    found, again = (loss_of(both, put_together(*targets)) for _ in range(2))
+    values = [part * count / sum(counts) for part, count in zip(parts, counts, strict=True)]
+    # A loss in float64 may compute a part of itself in float32.
+    tolerance = max(1e-6, math.sqrt(torch.finfo(found.dtype).eps)) * (abs(float(found)) + sum(map(abs, values)))
+    if not abs(float(found) - sum(values)) > tolerance or found != again:  # NaN is not greater
+        return
+    hint = "; of (sum, count) the first must be the sum, not the mean" if isinstance(loss_fn, SumCountLoss) else ""
+    raise ConfigError(
+        f"the loss is no mean over {'the samples' if terms is None else 'the terms that it counts'}: of {counts[0]:g} "
+        f"it is {parts[0]:.6g}, of {counts[1]:g} others {parts[1]:.6g}, and of all of them {float(found):.6g} instead "
+        f"of {sum(values):.6g}{hint}; so a group of micro-batches would not get the gradient of its samples: give the "
+        "loss num_terms(target), the number of terms that it averages over, or declare loss.reduction=batch "
+        "(Trainer(loss_reduction='batch')), by which a micro-batch counts by its samples (docs/own.md)"
+    )
