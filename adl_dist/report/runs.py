@@ -14,6 +14,7 @@ import yaml
 from adl_dist.errors import ConfigError
 from adl_dist.report.recorder import METRICS
 from adl_dist.schedule import method
+from adl_dist.schedule.methods import REMOVED_OPTIONS
 
 REFERENCE = "bp"  # the method that the others are compared with
 # They name columns, spreads and places; a row's method is spelt out of its settings.
@@ -140,7 +141,7 @@ def _validation_curves(path: Path) -> dict[str, list[tuple[int, float]]]:
 def method_label(chosen: Mapping[str, Any]) -> str:
     """Return the method with M, if that is above 1, and the settings that are not the method's own defaults."""
     name, M = chosen["name"], chosen["accumulation_steps"]
-    usual = method(name).settings
+    usual = REMOVED_OPTIONS | method(name).settings
     others = {key: value for key, value in chosen.items() if key not in ("name", "accumulation_steps")}
     special = [f"{key}={value}" for key, value in others.items() if value != usual.get(key)]
     return " ".join([name, *([f"M={M}"] if M > 1 else []), *special])

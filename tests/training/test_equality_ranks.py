@@ -30,7 +30,7 @@ CASES = [
     (2, {"options": {"order": "backward_first", "reduction": "sum", "lr_index": "slot"}}),
     (3, {"method": "gpipe", "options": {"recompute": "except_last"}, "dropout": 0.3}),
     (1, {"method": "dsp", "options": {"activation_queue": 2}}),
-    (1, {"method": "dgl", "options": {"head": "linear", "buffer_size": 3}}),
+    (1, {"method": "dgl", "options": {"head": "linear"}}),
     (2, {"method": "dni", "options": {"head_sees_target": True, "head_delay": 1}, "clip_norm": 0.3}),
     (2, {"dropout": 0.3, "shuffle": True}),
     (2, {"channels_last": True}),

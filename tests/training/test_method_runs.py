@@ -33,7 +33,7 @@ VARIANTS = [
     ("adl", {"lr_index": "slot", "lr_factors": [2.0, 1.0, 1.0, 0.5]}),
     ("gpipe", {"recompute": "except_last"}),
     ("dsp", {"activation_queue": 2}),
-    ("dgl", {"head": "linear", "buffer_size": 3}),
+    ("dgl", {"head": "linear"}),
     ("dni", {"head_layers": 0, "head_delay": 5, "head_sees_target": True}),
     *(("adl", {"mitigation": ["predict", "spike"], "weights": w}) for w in ("stash", "latest", "recompute")),
     ("adl", {"split_backward": True}),

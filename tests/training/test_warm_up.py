@@ -30,7 +30,7 @@ def trained(name, options, monkeypatch, *, warms_up, model=None, of_trainer=None
 
 VARIANTS = [
     *((name, {}) for name in METHODS if name != "dgl"),
-    ("dgl", {"head": "linear", "buffer_size": 3}),
+    ("dgl", {"head": "linear"}),
     ("gpipe", {"recompute": "always"}),
     ("adl", {"split_backward": True, "delay": "third", "mitigation": ("predict",)}),
 ]
