@@ -14,7 +14,7 @@ from adl_dist.checkpoint import layout
 from adl_dist.checkpoint import state as saved_state
 from adl_dist.errors import CheckpointError
 from adl_dist.optim import multistep
-from adl_dist.optimizers import Muon, RotatedAdam
+from adl_dist.optimizers import Muon
 from adl_dist.schedule import Pipeline
 from adl_dist.stage import Stage
 from tests.support.commands import assert_same, snapshot
@@ -44,7 +44,6 @@ OPTIMIZERS = {
     "two groups": two_groups,
     "muon": Muon,
     "muon and sgd": partial(Muon, rest="sgd"),
-    "rotated": partial(RotatedAdam, every=2),
     "nadamw": partial(torch.optim.NAdam, betas=(0.99, 0.999), momentum_decay=0.004, decoupled_weight_decay=True),
 }
 
@@ -108,7 +107,7 @@ class Run:
 
 @pytest.mark.parametrize(
     ("optimizer", "dtype"),
-    [("adamw", torch.float32), ("two groups", torch.float64), ("muon", torch.float32), ("rotated", torch.float64)],
+    [("adamw", torch.float32), ("two groups", torch.float64), ("muon", torch.float32)],
     ids=str,
 )
 def test_another_cut_starts_from_what_the_one_before_ended_with(optimizer, dtype, tmp_path):
@@ -151,7 +150,6 @@ def test_after_a_change_of_cut_each_update_has_its_learning_rate(lr_index, tmp_p
         ("bp", 2, "sgd", torch.float64),
         ("adl", 6, "muon", torch.float32),
         ("gpipe", 2, "muon and sgd", torch.float32),
-        ("adl", 6, "rotated", torch.float64),
         ("1f1b", 2, "nadamw", torch.float32),
     ],
 )

@@ -14,7 +14,7 @@ from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import compose_run, config_folder, parse
 from adl_dist.cli.config.schema import Granularity, MethodConfig, PartitionConfig, RunConfig
 from adl_dist.errors import ConfigError
-from adl_dist.optimizers import Muon, RotatedAdam
+from adl_dist.optimizers import Muon
 from adl_dist.schedule import METHODS, Method, method
 from tests.support.commands import as_command
 
@@ -230,9 +230,7 @@ def test_a_loss_may_be_a_function_or_what_makes_one(loss):
     assert loss_fn(output, target) == nn.functional.cross_entropy(output, target, label_smoothing=smoothing)
 
 
-@pytest.mark.parametrize(
-    ("choice", "kind", "groups"), [("muon", Muon, 2), ("rotated", RotatedAdam, 2), ("nadamw", torch.optim.NAdam, 1)]
-)
+@pytest.mark.parametrize(("choice", "kind", "groups"), [("muon", Muon, 2), ("nadamw", torch.optim.NAdam, 1)])
 def test_a_choice_of_optimizer_makes_it_for_the_commands_model(choice, kind, groups):
     config, _ = compose_run([f"optimizer={choice}", "optimizer.lr=0.07", "model=resnet20", "model.width=2"])
     instantiate.check_targets(config)
@@ -249,7 +247,6 @@ def test_a_choice_of_optimizer_makes_it_for_the_commands_model(choice, kind, gro
             ["optimizer=muon", "optimizer.ns_steps=five"],
             "ns_steps=five: adl_dist.optimizers.Muon expects int",
         ),
-        (["optimizer=rotated", "optimizer.source=third"], "optimizer.source must be one of second, first, got third"),
     ],
 )
 def test_a_wrong_option_of_an_optimizer_is_refused(words, told):
@@ -296,6 +293,11 @@ def test_partition_grain_is_another_name_of_granularity():
 def test_a_removed_key_is_refused_with_the_last_version_of_it(text, key):
     with pytest.raises(ConfigError, match=rf"^{key} was removed in 0.4.0; remove it, or use version 0.3.8$"):
         compose_run([text])
+
+
+def test_a_removed_optimizer_is_refused_with_the_example_that_has_it():
+    with pytest.raises(ConfigError, match=r"^optimizer=rotated was removed in 0.4.0; use .*examples/rotated_adam.py"):
+        compose_run(["optimizer=rotated"])
 
 
 def test_the_wheel_carries_and_composes_the_configuration(tmp_path):

@@ -248,6 +248,9 @@ def readable(error: Exception, overrides: Sequence[str]) -> str:
             return f"{key} {WAS_REMOVED}"
         return f"there is no key '{key}'{_did_you_mean(key)}; {LISTS_KEYS}"
     if match := re.search(r"Could not find '([^']*)'", text):
+        if match[1] == "optimizer/rotated":
+            own = "optimizer._target_=rotated_adam.RotatedAdam in the folder of examples/rotated_adam.py"
+            return f"optimizer=rotated was removed in 0.4.0; use {own}, or version 0.3.8"
         group, _, name = match[1].rpartition("/")
         if group == LAUNCHER:
             extra = "pip install -c constraints.txt -e '.[slurm]' in the checkout"
