@@ -288,6 +288,7 @@ def test_partition_grain_is_another_name_of_granularity():
         ("+runtime.cuda_graphs=tick", "runtime.cuda_graphs"),
         ("runtime={cuda_graphs: false}", "runtime.cuda_graphs"),
         ("method.buffer_size=3", "method.buffer_size"),
+        ("sweep.tune=['optimizer.lr=0.1,0.2']", "sweep.tune"),
     ],
 )
 def test_a_removed_key_is_refused_with_the_last_version_of_it(text, key):

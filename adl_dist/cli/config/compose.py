@@ -30,7 +30,11 @@ LAUNCHER = "hydra/launcher"
 # Nodes that name a callable and hold its arguments, whatever these are.
 OPEN_NODES = ("model", "data", "optimizer", "lr_schedule", "loss")
 LISTS_KEYS = "adl-dist train --help lists all keys"
-REMOVED = ("runtime.cuda_graphs", *(f"method.{name}" for name in REMOVED_OPTIONS))  # older run folders name them
+REMOVED = (
+    "runtime.cuda_graphs",
+    "sweep.tune",
+    *(f"method.{name}" for name in REMOVED_OPTIONS),
+)  # older run folders name them
 
 Plain = dict[str, Any]
 
@@ -41,7 +45,6 @@ class SweepConfig:
 
     jobs: int | None = None
     variants: dict[str, list[str]] = field(default_factory=dict)
-    tune: list[str] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
