@@ -30,6 +30,9 @@ from adl_dist.losses import TokenCrossEntropy
 from adl_dist.models.from_transformers import build
 from adl_dist.partition import Chain
 
+sys.path.append(str(Path(__file__).parents[1]))
+from tests.partition.zoo import TIMM
+
 VOCAB, LENGTH, CLASSES, BATCH = 64, 16, 3, 16
 NUM, NUM_VALIDATION, EPOCHS, STAGES = 128, 96, 3, (1, 2, 4)
 RATE = 3e-3
@@ -76,24 +79,7 @@ OF_HF = {
         ),
     ),
 }  # fmt: skip
-OF_TIMM: dict[str, dict[str, Any]] = {
-    "vit_tiny_patch16_224": {"img_size": 64, "depth": 4},
-    "deit_tiny_patch16_224": {"img_size": 64, "depth": 4},
-    "swin_tiny_patch4_window7_224": {
-        "img_size": 64,
-        "depths": (1, 1, 2, 1),
-        "embed_dim": 24,
-        "num_heads": (1, 2, 2, 4),
-    },
-    "mixer_s32_224": {"img_size": 64},
-    "convnext_atto": {},
-    "resnet10t": {},
-    "regnetx_002": {},
-    "efficientnet_b0": {},
-    "edgenext_xx_small": {},
-    "poolformer_s12": {},
-    "densenet121": {"block_config": (2, 2, 2, 2)},
-}
+OF_TIMM = {name: TIMM[name] for name in [*TIMM][:12] if name != "mobilenetv3_small_050"}
 
 
 class Data(Dataset[tuple[Tensor | dict[str, Tensor], Tensor]]):

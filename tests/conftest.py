@@ -1,7 +1,5 @@
 """Leaves out the tiers of tests that take long, unless one is asked for, and shows at the end what was measured."""
 
-from pathlib import Path
-
 import hypothesis
 import pytest
 import torch
@@ -24,16 +22,7 @@ LEFT_OUT = {
 }
 
 
-# Tests that still expect the cut of 0.3.8, or show what the new one lacks. The list must become empty.
-TO_PORT = {
-    line for line in Path(__file__).with_name("to_port.txt").read_text().splitlines() if line[:1] not in ("", "#")
-}
-
-
 def pytest_collection_modifyitems(items):
-    for item in items:
-        if item.nodeid in TO_PORT:
-            item.add_marker(pytest.mark.xfail(reason="tests/to_port.txt", strict=False))
     # What takes longest comes first, so that two workers end together.
     items.sort(key=lambda item: item.get_closest_marker("ranks") is None)
 

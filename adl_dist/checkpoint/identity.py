@@ -151,7 +151,8 @@ def partition_change_note(theirs: Mapping[str, Any], mine: Mapping[str, Any]) ->
     differing = [name for name in mine if name in theirs and theirs[name] != mine[name]]
     if not differing:
         return None
-    shown = ", ".join(f"{name} was {theirs[name]} and is {mine[name]}" for name in differing)
+    keys = {"begins": "balance"}  # partition.balance takes the names where stages begin
+    shown = ", ".join(f"{keys.get(name, name)} was {theirs[name]} and is {mine[name]}" for name in differing)
     return (
         f"the run continues with another cut ({shown}); weights and optimizer state are carried over exactly, but "
         "staleness and dropout streams are now those of the new cut, and values follow them"

@@ -84,6 +84,7 @@ def infer(
     watch, Watch.active = Watch.active, None
     pythons, numpys = random.getstate(), np.random.get_state()
     made: dict[int, Tensor] = {}
+    tables: list[tuple[dict[str, Any], str, Tensor]] = []  # tensors that are plain attributes
     is_cast = _is_autocast()
 
     def on_meta(tensor: Tensor) -> Tensor:
@@ -106,9 +107,15 @@ def infer(
             state = {}
             if module is not None:
                 state = {n: on_meta(t) for n, t in (*module.named_parameters(), *module.named_buffers())}
+                parts = map(vars, module.modules())
+                tables = [(part, key, t) for part in parts for key, t in part.items() if isinstance(t, Tensor)]
+                for attributes, key, tensor in tables:
+                    attributes[key] = on_meta(tensor)
             with nullcontext() if module is None else _reparametrize_module(module, state):
                 return function(*args, **kwargs), twins
     finally:
+        for attributes, key, tensor in tables:
+            attributes[key] = tensor
         Watch.active = watch
         random.setstate(pythons)
         np.random.set_state(numpys)
@@ -125,28 +132,62 @@ def _on_zeros(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return function(*map_tensors(zeros, args), **kwargs)
 
 
-class SizeRule:
-    """The sizes of results as sizes of arguments, from runs of different size; for calls that ask for elements."""
+def call_signature(args: Any, kwargs: Any) -> Any:
+    """Return the signature of a call; None if an argument has none."""
+    try:
+        return torch.is_grad_enabled(), signature((args, kwargs))
+    except TypeError:
+        return None
+
+
+class Given(int):
+    """In the place of a result that is an argument: the place of that tensor among the arguments."""
+
+
+def _template(out: Any, given: Sequence[Tensor]) -> Any:
+    """Return ``out`` without elements, and without what is one of the ``given`` tensors."""
+    places = {id(tensor): Given(place) for place, tensor in enumerate(given)}
+
+    def without_elements(tensor: Tensor) -> Any:
+        made = absent_tensor(tensor.shape, tensor.stride(), tensor.dtype, requires_grad=tensor.requires_grad)
+        return places.get(id(tensor), made)
+
+    return map_tensors(without_elements, out)
+
+
+def _unique(args: Any) -> list[Tensor]:
+    return [*{id(tensor): tensor for tensor in tensors_in(args)}.values()]
+
+
+class RecordedResults:
+    """What a call has returned in the recorded runs, without elements.
+
+    Attributes:
+        by_rule: whether it asks for elements, so that meta does not tell its shapes. Then the sizes of its results must
+            be sizes of its arguments in all runs.
+    """
 
     def __init__(self) -> None:
-        self._runs: list[tuple[list[torch.Size], Any]] = []
+        self.by_rule = False
+        self._runs: dict[Any, tuple[list[torch.Size], Any]] = {}  # by signature: shapes of the arguments, and result
 
-    def note(self, args: Any, out: Any) -> None:
-        """Note one run."""
-        with native():
-            shapes = [tensor.shape for tensor in tensors_in(args)]
-            specs = map_tensors(
-                lambda t: absent_tensor(t.shape, t.stride(), t.dtype, requires_grad=t.requires_grad), out
-            )
-        self._runs.append((shapes, specs))
+    def note(self, key: Any, args: Any, out: Any) -> None:
+        """Note one run; ``key``: its signature."""
+        if key is None or key not in self._runs or self.by_rule:
+            with torch._C.DisableTorchFunction():
+                shapes = [tensor.shape for tensor in tensors_in(args)]
+                self._runs[key or object()] = shapes, _template(out, _unique(args))
 
-    def result(self, args: Any) -> Any:
+    def known(self, key: Any) -> Any:
+        """Return the result of a run with that signature; None if there was none."""
+        return None if self.by_rule or key not in self._runs else self._runs[key][1]
+
+    def by_sizes(self, args: Any) -> Any:
         """Return the result for arguments of other sizes; raise ValueError if the runs do not tell it."""
         shapes = [tensor.shape for tensor in tensors_in(args)]
-        runs = [
-            (given, tensors_in(out)) for given, out in self._runs if list(map(len, given)) == list(map(len, shapes))
-        ]
-        numbers = [[*other_leaves(out)] for _, out in self._runs]
+        all_runs = [*self._runs.values()]
+        runs = [(given, tensors_in(out)) for given, out in all_runs if list(map(len, given)) == list(map(len, shapes))]
+        numbers = [[*other_leaves(out)] for _, out in all_runs]
         if any(one != numbers[0] for one in numbers):
             raise ValueError("it returns numbers that differ between the recorded runs")
         if not runs or len({tuple(map(len, (t.shape for t in outs))) for _, outs in runs}) > 1:
@@ -159,7 +200,7 @@ class SizeRule:
             made = torch.empty(sizes, dtype=tensor.dtype, device=META)
             return made.requires_grad_(tensor.requires_grad)
 
-        return map_tensors(sized, self._runs[0][1])
+        return map_tensors(sized, all_runs[0][1])
 
     @staticmethod
     def _size(seen: Sequence[int], runs: Sequence[Any], shapes: Sequence[torch.Size]) -> int:
@@ -177,29 +218,29 @@ class SizeRule:
         return found.pop()
 
 
-Template = tuple[Any, list[Tensor]]  # a result on meta, and what stood for the arguments
-
-
 class Results:
     """The absent results of one call on one stage, kept for each signature of its arguments."""
 
     def __init__(
         self,
-        shared: dict[Any, Template],
+        shared: dict[Any, Any],
+        recorded: RecordedResults | None = None,
         *,
-        rule: SizeRule | None = None,
         dtypes: Sequence[torch.dtype] = (),
         varies: bool = False,
+        is_changed: bool = False,
     ) -> None:
         """Begin without results.
 
         Args:
-            shared: templates of all calls of the stage, of which equal layers have the same.
-            rule: of a call that meta does not tell.
+            shared: templates of all calls of the model, of which equal layers have the same.
+            recorded: results of the recorded runs.
             dtypes: recorded ones of the results, which hold under autocast.
             varies: whether results may depend on more than the arguments.
+            is_changed: whether the model is not the recorded one any more, so that shapes may be others.
         """
-        self._shared, self._rule, self._dtypes, self._varies = shared, rule, dtypes, varies
+        self._shared, self._recorded, self._dtypes, self._varies = shared, recorded, dtypes, varies
+        self._is_changed = is_changed
         self._kept: dict[Any, Any] = {}
         self._of_module: Any = None
         self.fast: tuple[Any, Any, bool] | None = None  # the last argument, its result, whether gradients were wanted
@@ -229,67 +270,59 @@ class Results:
         Raises:
             ValueError: If its shapes are not known.
         """
-        try:
-            key = None if self._varies else (torch.is_grad_enabled(), signature((args, kwargs)))
-        except TypeError:
-            key = None
+        key = None if self._varies else call_signature(args, kwargs)
         kept = self._kept.get(key) if key is not None else None
         if kept is None:
-            (template, twins), is_kept = self._template(key, function, args, kwargs, module)
-            kept = self._marked(template, twins, label, stages)
+            template, is_kept = self._find(key, function, args, kwargs, module)
+            kept = self._marked(template, label, stages)
             if key is not None and is_kept:
                 self._kept[key] = kept
-        return kept if type(kept) is Value else _built(kept, args, kwargs)
+        return kept if type(kept) is Value else filled(kept, args, kwargs)
 
-    def _marked(self, template: Any, twins: list[Tensor], label: tuple[str, str, Any], stages: Sequence[int]) -> Any:
-        given, place = {id(twin): Given(number) for number, twin in enumerate(twins)}, count()
-        if label[1] == "contiguous":  # always a value of its own
-            given = {}
-        is_cast = _is_autocast()
+    def _marked(self, template: Any, label: tuple[str, str, Any], stages: Sequence[int]) -> Any:
+        place, is_cast = count(), _is_autocast()
 
-        def absent(tensor: Tensor) -> Any:
+        def absent(leaf: Any) -> Any:
+            if type(leaf) is Given:
+                next(place)
+            if not isinstance(leaf, Tensor):
+                return leaf
             number = next(place)
-            if id(tensor) in given:
-                return given[id(tensor)]
             mark = Mark((*label, number), stages[min(number, len(stages) - 1)], absent=True)
             mark.cache = self
-            dtype = self._dtypes[number] if is_cast and number < len(self._dtypes) else tensor.dtype
-            made = absent_tensor(tensor.shape, tensor.stride(), dtype, requires_grad=tensor.requires_grad)
+            dtype = self._dtypes[number] if is_cast and number < len(self._dtypes) else leaf.dtype
+            made = absent_tensor(leaf.shape, leaf.stride(), dtype, requires_grad=leaf.requires_grad)
             return as_value(made, mark)
 
-        return map_tensors(absent, template)
+        return map_leaves(absent, template)
 
-    def _template(
-        self, key: Any, function: Any, args: Any, kwargs: Any, module: nn.Module | None
-    ) -> tuple[Template, bool]:
+    def _find(self, key: Any, function: Any, args: Any, kwargs: Any, module: nn.Module | None) -> tuple[Any, bool]:
         """Return the template for such arguments, and whether it may be kept."""
         if key is not None:
+            known = None if self._recorded is None or self._is_changed else self._recorded.known(key)
+            if known is not None:
+                return known, True
             if module is not None and self._of_module is None:
                 self._of_module = module_signature(module)
             key = function if module is None else self._of_module, *key
             if (known := self._shared.get(key)) is not None:
                 return known, True
         try:
-            template = infer(function, args, kwargs, module)
+            out, twins = infer(function, args, kwargs, module)
         except Exception as error:  # the user's own forward may ask for elements
             if module is None and not any(t.is_meta for t in tensors_in(args[1:])):
-                return (_on_zeros(function, args, kwargs), []), False
-            if self._rule is None:
+                return _template(_on_zeros(function, args, kwargs), ()), False
+            if self._recorded is None or not self._recorded.by_rule:
                 raise ValueError(f"{type(error).__name__}: {error}") from error
-            return (self._rule.result((args, kwargs)), []), True
+            return self._recorded.by_sizes((args, kwargs)), True
+        is_own = getattr(function, "__name__", "") == "contiguous"  # always a value of its own
+        template = _template(out, () if is_own else twins)
         if key is not None:
             self._shared[key] = template
         return template, True
 
 
-class Given:
-    """In the place of a result that is an argument: the place of that tensor among the arguments."""
-
-    def __init__(self, place: int) -> None:
-        self.place = place
-
-
-def _built(kept: Any, args: Any, kwargs: Any) -> Any:
+def filled(kept: Any, args: Any, kwargs: Any) -> Any:
     """Return ``kept`` with containers of its own, since the caller may change them, and with arguments put in."""
-    unique = [*{id(tensor): tensor for tensor in tensors_in((args, kwargs))}.values()]
-    return map_leaves(lambda leaf: unique[leaf.place] if type(leaf) is Given else leaf, kept, copies=True)
+    unique = _unique((args, kwargs))
+    return map_leaves(lambda leaf: unique[leaf] if type(leaf) is Given else leaf, kept, copies=True)

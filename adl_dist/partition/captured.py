@@ -16,7 +16,8 @@ from adl_dist.partition.chain import Chain
 from adl_dist.partition.containers import map_tensors, tensors_in
 from adl_dist.partition.costs import UnitCost
 from adl_dist.partition.cut import attempt
-from adl_dist.partition.forward_record import INPUT, Call, Recorder
+from adl_dist.partition.recorder import Recorder
+from adl_dist.partition.recording import INPUT, Call
 from adl_dist.partition.value import Label
 
 Within = Callable[[], AbstractContextManager[Any]]  # the context of forward and loss: autocast, or nothing
@@ -193,7 +194,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _crossing(chain: Chain, values: dict[Label, Tensor]) -> list[tuple[list[Tensor], int]]:
-    """Return the tensors that would cross a cut after each unit but the last, and the number of messages beside them.
+    """Return the tensors that would cross a cut after each unit but the last, and the number of messages too.
 
     Nothing crosses where no cut is possible.
     """

@@ -9,7 +9,8 @@ from torch import nn
 
 from adl_dist.batch import Batch, layout_of
 from adl_dist.errors import PartitionError
-from adl_dist.partition.forward_record import Key, record_forward
+from adl_dist.partition.recorder import record_forward
+from adl_dist.partition.recording import Key
 from adl_dist.partition.stage_module import StageModule, extra_states
 from adl_dist.partition.stage_plan import CutImpossibleError, StagePlan, plan_stages, units_of
 from adl_dist.partition.work import FLOPS_PER_BYTE
@@ -118,12 +119,17 @@ def copied_model(model: nn.Module) -> nn.Module:
     """Return a copy of ``model`` with tensors of its own; raise a PartitionError if it cannot be copied."""
     memo = {id(t): t.detach().clone() for t in _unregistered(model) if not t.is_leaf}
     try:
-        return copy.deepcopy(model, memo)
+        twin = copy.deepcopy(model, memo)
     except Exception as error:
         raise PartitionError(
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and each stage needs a copy "
             "of its Python objects; give the class whose object cannot be copied a __deepcopy__, or use num_stages=1"
         ) from error
+    for module in twin.modules():
+        if isinstance(module, torch.jit.ScriptModule):  # of which torch copies parameters with their graph
+            for name, parameter in [*module.named_parameters(recurse=False)]:
+                setattr(module, name, nn.Parameter(parameter.detach(), parameter.requires_grad))
+    return twin
 
 
 def _unregistered(model: nn.Module) -> Iterator[torch.Tensor]:

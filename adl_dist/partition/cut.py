@@ -20,7 +20,7 @@ def flops_sizes(chain: Chain, num_stages: int) -> list[int]:
     sizes = _best(chain, num_stages, opened=())
     opened: set[int] = set()
     while slowest_above_mean(chain, sizes) > MOST_ABOVE_MEAN:
-        # Open the blocks beside the cuts of the stage with most work.
+        # Open the blocks next to the cuts of the stage with most work.
         loads, borders = loads_of(chain, sizes), [0, *accumulate(sizes)]
         k = loads.index(max(loads))
         more = {

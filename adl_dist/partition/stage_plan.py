@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from adl_dist.errors import PartitionError
-from adl_dist.partition.absent import SizeRule
-from adl_dist.partition.forward_record import INPUT, Call, Key, ModeRecord, Recording, state_label
+from adl_dist.partition.absent import RecordedResults
+from adl_dist.partition.recording import INPUT, Call, Key, ModeRecord, Recording, state_label
 from adl_dist.partition.value import EVERYWHERE, Label
 
 EXTRA_STATE = "_extra_state"  # torch's name for it in a state_dict
@@ -126,7 +126,7 @@ class CallPlan:
     draws: bool
     answer: Any
     varies: bool
-    rule: SizeRule | None
+    recorded: RecordedResults
     written: tuple[int, ...] = ()
     follows: bool = False
     repeats: bool = False
@@ -168,7 +168,7 @@ class ModePlan:
         births: keys of functions that make memory which values of the batch are written to.
         decides: whether micro-batches may take other paths, so that labels are sent.
         draws, draws_own: see :class:`ModeRecord`.
-        numbers, labels, aliases: of each label, for :attr:`decides`.
+        numbers, labels, aliases: for :attr:`decides`: the number of each label, which its aliases have, too.
         common: labels of the whole-number inputs.
         overwritten: labels of values in memory that is written to.
     """
@@ -419,7 +419,8 @@ class _Assignment:
             slots = [(label, *aliases.get(label, ())) for label in self._crossing(edge)]
             crossing.append(slots)
             sizes.append(None if self.mode.decides else self._sizes(slots))
-        labels = dict.fromkeys([*self.mode.shapes, *(alias for some in aliases.values() for alias in some)])
+        labels = [*self.mode.shapes]
+        numbers = {alias: number for number, label in enumerate(labels) for alias in aliases.get(label, ())}
         return ModePlan(
             root=self._frame(),
             crossing=crossing,
@@ -429,8 +430,8 @@ class _Assignment:
             decides=self.mode.decides,
             draws=self.mode.draws,
             draws_own=self.mode.draws_own,
-            numbers={label: number for number, label in enumerate(labels)},
-            labels=[*labels],
+            numbers=numbers | {label: number for number, label in enumerate(labels)},
+            labels=labels,
             aliases=aliases,
             common={label for label in self.mode.shapes if label[1] == INPUT and self._is_common(label)},
             overwritten={
@@ -542,13 +543,13 @@ class _Assignment:
             draws=call.draws or _draws_inside(call, self.mode),
             answer=call.answer,
             varies=call.varies,
-            rule=call.rule,
+            recorded=call.recorded,
             dtypes=tuple(self.mode.tensors[label][0] for label in call.results or call.makes),
             written=written,
             follows=follows,
             repeats=call.key in self.repeated,
             is_module=call.is_module,
-            is_plain=way is Way.WHOLE and first >= 0 and not (written or call.rule or follows),
+            is_plain=way is Way.WHOLE and first >= 0 and not (written or call.recorded.by_rule or follows),
         )
 
 

@@ -22,7 +22,7 @@ class Tape:
         """Begin with ``acts``, what the stage gets."""
         self._numbers: dict[int, _Number] = {}
         self._alive: list[Tensor] = []  # so that no other tensor gets the id of one
-        self._steps: list[tuple[Callable[..., Any], Any, Any, list[_Number], bool, bool]] = []
+        self._steps: list[tuple[Callable[..., Any], Any, Any, list[_Number], Any, bool]] = []
         self._inputs = [self._number(act) for act in acts]
         self._buffers: dict[_Number, Tensor | str] = {}
         self._result: Any = None
@@ -46,8 +46,8 @@ class Tape:
         """Note a buffer that forwards change: ``kept`` is a copy, or its name in the stage, which keeps it."""
         self._buffers[self._number(tensor)] = kept
 
-    def note(self, function: Callable[..., Any], args: Any, kwargs: Any, out: Any, *, draws: bool = False) -> None:
-        """Note one call, with its arguments and result."""
+    def note(self, function: Callable[..., Any], args: Any, kwargs: Any, out: Any, *, draws: Any = None) -> None:
+        """Note one call, with its arguments and result; ``draws``: what the random streams are then, if it draws."""
         args, kwargs = self._numbered((args, kwargs))
         numbers = [self._number(t) for t in tensors_in(out)]
         self._steps.append((function, args, kwargs, numbers, draws, torch.is_grad_enabled()))
@@ -60,12 +60,12 @@ class Tape:
         self._result = self._numbered(result)
         self._numbers, self._alive = {}, []
 
-    def play(self, acts: Tensors, own_stream: Callable[[], Any], buffer: Callable[[str], Tensor]) -> Any:
+    def play(self, acts: Tensors, stream: Callable[[Any], Any], buffer: Callable[[str], Tensor]) -> Any:
         """Make the calls again and return the result.
 
         Args:
             acts: Those of the forward.
-            own_stream: Returns a context for calls that draw random numbers.
+            stream: Returns a context for a call that draws random numbers, from what was noted of the streams.
             buffer: Returns a buffer of the stage, as the forward met it.
         """
         made: dict[int, Tensor] = dict(zip(self._inputs, acts, strict=True))
@@ -76,7 +76,7 @@ class Tape:
             return map_leaves(lambda leaf: made[leaf] if type(leaf) is _Number else leaf, value, copies=True)
 
         for function, args, kwargs, numbers, draws, with_graph in self._steps:
-            with own_stream() if draws else nullcontext(), torch.set_grad_enabled(with_graph):
+            with stream(draws) if draws else nullcontext(), torch.set_grad_enabled(with_graph):
                 out = function(*filled(args), **filled(kwargs))
             made |= zip(numbers, tensors_in(out), strict=True)
         return filled(self._result)

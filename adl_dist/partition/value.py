@@ -20,22 +20,20 @@ class Mark:
 
     Attributes:
         label: None if it does not depend on the batch, but on parameters or inputs that this stage lacks.
-        aliases: labels that it got as the result of the modules around its call.
         data: what this stage has made of an absent value by writing to it.
         cache: the results from which it comes, where it is used in each micro-batch again.
     """
 
-    __slots__ = ("absent", "aliases", "cache", "data", "label", "stage")
+    __slots__ = ("absent", "cache", "data", "label", "stage")
 
     def __init__(self, label: Label | None, stage: int, absent: bool) -> None:
         self.label, self.stage, self.absent = label, stage, absent
-        self.aliases: tuple[Label, ...] = ()
         self.data: Tensor | None = None
         self.cache: Any = None
 
 
 class Watch:
-    """Who follows the forward that runs in this thread: a recorder, or one stage; None: nobody."""
+    """Who follows the forward that runs in this thread: a recorder, or one stage; None if nothing does."""
 
     active: Any = None
 

@@ -82,16 +82,14 @@ def refuse_unknown_ids(module: nn.Module, acts: Tensors, layout: Layout | None, 
     For a module that has failed with an IndexError, which tells neither id nor embedding: it is called once more.
     """
     args, kwargs = arguments_of(acts, layout)
-    by_name: dict[str, Any] = kwargs or {f"input {place}" if place else "the input": t for place, t in enumerate(args)}
 
     def look(name: str, rows: int, ids: Any) -> None:
         if not isinstance(ids, Tensor) or not ids.numel() or 0 <= int(ids.min()) <= int(ids.max()) < rows:
             return
         wrong = ids[(ids < 0) | (ids >= rows)].flatten()[0].item()
-        given = [key for key, tensor in by_name.items() if tensor is ids]
         raise DataError(
-            f"{where}: {given[0] if given else 'what it gets'} has the id {wrong}, but the embedding '{name}' has rows "
-            f"for 0 to {rows - 1} only; give data with such ids, or a model with more rows"
+            f"{where}: the embedding '{name}' gets the id {wrong}, but has rows for 0 to {rows - 1} only; give data "
+            "with such ids, or a model with more rows"
         )
 
     hooks = [

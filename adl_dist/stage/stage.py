@@ -179,7 +179,7 @@ class Stage:
     @property
     def draws(self) -> frozenset[str]:
         """The random streams besides torch's that are seeded for each micro-batch: ``python``, ``numpy``."""
-        return self._traits.draws
+        return frozenset({"python", "numpy"}) if self._draws_common else self._traits.draws
 
     @property
     def has_loss(self) -> bool:

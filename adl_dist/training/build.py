@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -229,14 +228,15 @@ def settings_of(spec: TrainSpec, partitioned: PartitionedModel) -> dict[str, obj
     }
 
 
-def sample_optimizer(factory: OptimizerFactory) -> Settings | None:
-    """Describe the optimizer that ``factory`` makes for one small matrix, or return None if it raises.
+def sample_optimizer(factory: OptimizerFactory) -> Settings | str:
+    """Describe the optimizer that ``factory`` makes for one small matrix, or its error.
 
     The optimizers of two stages may well differ, so ranks compare those that they make for the same parameter.
     """
-    with suppress(Exception):
+    try:
         return merged([described_optimizer(factory([nn.Parameter(torch.zeros(2, 2))]))])
-    return None
+    except Exception as error:  # it may accept the parameters of the stages, but no matrix alone
+        return f"{type(error).__name__}: {error}"
 
 
 def settings_made(spec: TrainSpec, made: Sequence[Mapping[str, Any]]) -> Settings:

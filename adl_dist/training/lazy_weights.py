@@ -99,7 +99,7 @@ class LazyWeights:
                         raise ConfigError(f"'{full}' should have shape {list(old.shape)}, found {list(value.shape)}")
                     made[id(old)] = _put(layer, key, old, value)
                     if isinstance(module, StageModule):
-                        module.replace(full, made[id(old)])
+                        module.replace(full, old, made[id(old)])
 
     def _read_or_drawn(self, name: str, layer: nn.Module, todo: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors ``todo`` of a layer, from the files or by the model's ``draw_parameter``."""

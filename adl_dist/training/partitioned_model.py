@@ -29,7 +29,6 @@ from adl_dist.partition.costs import Profile
 from adl_dist.partition.cut import attempt, begins_of, loads_of
 from adl_dist.partition.imbalance import why_uneven
 from adl_dist.partition.predict import best_cut, unevenness, with_delays
-from adl_dist.partition.stage_module import extra_states
 from adl_dist.schedule import Method, Pipeline
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.optimizer import stage_optimizer
@@ -130,7 +129,6 @@ class PartitionedModel:
         of_stream = {"stream of the weights": weights.stream} if weights is not None else None
         state = model.state_dict()
         self.initial = of_stream or sampled((name, state[name]) for name in self.signature)
-        self._has_extra_state = bool(extra_states(model))
         self._model: nn.Module | None = model  # until a process has only some of the stages
         self.begins: list[str] = []
         self.modules: dict[int, nn.Module] = dict.fromkeys(self._own, model)
@@ -147,7 +145,7 @@ class PartitionedModel:
     def full_state_dict(self, *, distributed: bool) -> dict[str, Any]:
         """Return parameters and buffers of the whole model, on the CPU; if ``distributed``, every rank must call it.
 
-        Extra state of modules is that of this process's stages.
+        Extra state of modules is that of this process's stages; checkpoints have all of it.
         """
         if self.sizes is None and self.weights is not None:
             raise ConfigError("the model is on torch.device('meta') until fit or evaluate has made each process's part")
@@ -161,10 +159,6 @@ class PartitionedModel:
                 dist.broadcast(tensor, src=stage % dist.get_world_size())
             full[name] = tensor
         extra = {name: value for state in own.values() for name, value in state.items() if is_extra_state(name)}
-        if distributed and self._has_extra_state:
-            of_ranks: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(of_ranks, extra)
-            extra = {name: value for of_rank in of_ranks for name, value in of_rank.items()}
         return {name: full[name] for name in self.signature} | extra
 
     def give_state(self) -> None:
@@ -229,6 +223,8 @@ class PartitionedModel:
             if chain is not None:
                 checked_sizes(chain, 1, self.spec.balance)
             chain, sizes, agreed = None, [1], trial.run()
+            if self.spec.verify:
+                self._note("one stage runs the uncut model itself, so nothing was compared")
         else:
             sizes, agreed, delays = self._choose(trial, chain, store, measuring)
         if spec.pipeline.method.awaits_delays:

@@ -27,7 +27,6 @@ class Case:
         word: what a refusal must say, as a regular expression.
         random: ``torch``: draws from torch's stream, which the oracle replays; ``other``: two runs must be equal.
         varies: inputs may have several lengths, or heights.
-        outside: why it is outside the contract of docs/own.md, if it is.
         run: more arguments for the trainer.
         size: samples of a micro-batch.
         counts: samples to train and to validate with.
@@ -42,7 +41,6 @@ class Case:
     count: Callable | None = None
     optimizer: Callable = sgd
     random: str = ""
-    outside: str = ""
     varies: bool = True
     run: dict = field(default_factory=dict)
     ignores: str = ""

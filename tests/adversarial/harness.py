@@ -16,28 +16,12 @@ from tests.support.values import SILENT, values
 TOLERANCE = 1e-10  # relative to the largest element of a tensor
 # Both sides are nothing but the rounding of numbers near 1 that cancel, like the mean of what BatchNorm returns.
 ZERO = 4 * torch.finfo(torch.float64).eps
-TOO_FEW = re.compile(r"needs at least \d+ units")
-# What a model of any kind may be refused for: a line that tracing cannot read, what cannot cross a cut, and, with the
-# tensor that shows it, that the cut model is another one.
-COMMON = "|".join(
-    [
-        "cannot be traced",
-        "first dimension is",
-        "values cross this cut",
-        "shares? (its )?memory",
-        r"place\(s\) where it can be cut",
-        r"forward changes \S+.* which a cut model would not",
-        "the cut model is not the uncut one",
-    ]
-)
-# What only a later sample shows, at the cut where it shows.
-IN_MID_RUN = re.compile(r"stage \d \(.+\) -> stage \d: .+, expected .+, as in the trial at the start; .+")
 BEGINS = {1: [], 2: [3], 3: [1, 3], 5: [1, 2, 3, 5]}  # units of a chain, where a model that draws is cut
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """``=`` equal, ``R`` refused, ``-`` too few units, ``E`` stopped in mid-run, ``x`` anything else; and a text."""
+    """``=`` equal, ``R`` refused, ``x`` anything else; and a text."""
 
     letter: str
     text: str = ""
@@ -128,9 +112,14 @@ def train(case, K, M, granularity="block", **options):
     trainer = trainer_of(case, K, M, granularity, loss_fn=loss_fn, **options)
     summary = fit(trainer, case, M)
     num_train, num_val = (-(-n // case.size) for n in case.counts)
-    state = {name: tensor.clone() for name, tensor in trainer.full_state_dict().items()}
+    state = {name: tensor.clone() for name, tensor in tensors_of(trainer).items()}
     losses, outputs = loss_fn.kept.losses[-EPOCHS * num_train :], loss_fn.kept.outputs[-num_val:]
     return Trained(state, losses, outputs, summary["validation_loss"], owner_of(trainer))
+
+
+def tensors_of(trainer):
+    """The full state_dict without what modules add to it (``get_extra_state``)."""
+    return {name: t for name, t in trainer.full_state_dict().items() if isinstance(t, torch.Tensor)}
 
 
 def oracle_of(case, K, M, owner, *, method="adl", model=None, lr_schedule=lr_schedule):
@@ -168,8 +157,6 @@ def outcome(case, K, granularity="block", *, method="adl", M=None, **options):
     try:
         found = train(case, K, M, granularity, method=method, model=model, **options)
     except adl_dist.AdlError as error:
-        if K > 1 and TOO_FEW.search(str(error)):
-            return Outcome("-", str(error))
         return refusal(case, error, before, model)
     except Exception as error:
         return Outcome("x", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
@@ -191,12 +178,9 @@ def refusal(case, error, before, model):
     if error.exit_code != 2 or "unexpected" in text or "Traceback" in text:
         return Outcome("x", f"{type(error).__name__}: {text[:400]}")
     if moved := [name for name, t in frozen_copy(model).items() if not torch.equal(t, before[name])]:
-        if IN_MID_RUN.search(text):
-            return Outcome("E", text)
         return Outcome("x", f"refused after {moved[:3]} had changed: {text}")
-    word = f"{case.word}|{COMMON}" if case.word else COMMON
-    if not re.search(word, text):
-        return Outcome("x", f"refused without the word {word!r}: {text}")
+    if not re.search(case.word, text):
+        return Outcome("x", f"refused without the word {case.word!r}: {text}")
     return Outcome("R", text)
 
 

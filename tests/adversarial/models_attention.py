@@ -91,27 +91,6 @@ class RopeAttention(Attention):
 
 
 @block("tokens", varies=False)
-class CachedRopeAttention(Attention):
-    """The table is made at the first forward, and again when a longer input comes."""
-
-    def __init__(self):
-        super().__init__()
-        self.cached, self.length = None, 0
-
-    def table(self, length):
-        if self.cached is None or self.length < length:
-            rate = 1.0 / 100 ** (torch.arange(0, OF_HEAD, 2, dtype=torch.float64) / OF_HEAD)
-            angle = torch.outer(torch.arange(length, dtype=torch.float64), rate)
-            self.cached, self.length = (angle.cos(), angle.sin()), length
-        return self.cached
-
-    def forward(self, h):
-        q, k, v = self.heads(h)
-        cos, sin = self.table(h.shape[1])
-        return self.join(h, F.scaled_dot_product_attention(rotated(q, cos, sin), rotated(k, cos, sin), v))
-
-
-@block("tokens", varies=False)
 class ComplexRopeAttention(Attention):
     """Llama's: queries and keys are turned as complex numbers, by a table that is no buffer."""
 
@@ -302,23 +281,6 @@ class CellByHand(nn.Module):
             y, c = self.cell(x, (y, c))
             steps.append(y)
         return torch.stack(steps, dim=1)
-
-
-@block("tokens")
-class CellOverUnbound(nn.Module):
-    """The number of steps is asked of the input."""
-
-    def __init__(self):
-        super().__init__()
-        self.cell = nn.RNNCell(WIDTH, WIDTH)
-
-    def forward(self, h):
-        y = h.new_zeros(h.size(0), WIDTH)
-        out = torch.zeros_like(h)
-        for t in range(h.shape[1]):
-            y = self.cell(h[:, t], y)
-            out[:, t] = y
-        return out
 
 
 @model(data="tokens")

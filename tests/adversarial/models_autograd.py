@@ -3,7 +3,6 @@
 import torch
 from torch import nn
 from torch.autograd import Function
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from tests.adversarial.cases import NUM_CLASSES, WIDTH, Inner, block, forward_block, model
@@ -29,22 +28,6 @@ class SignThrough(Function):
     @staticmethod
     def backward(ctx, grad):
         return grad * (ctx.saved_tensors[0].abs() < 1)
-
-
-class TopTwo(Function):
-    """Two outputs, one of them without a gradient."""
-
-    @staticmethod
-    def forward(ctx, x):
-        values, places = x.topk(2, dim=1)
-        ctx.mark_non_differentiable(places)
-        ctx.save_for_backward(places)
-        ctx.width = x.shape[1]
-        return values, places
-
-    @staticmethod
-    def backward(ctx, grad, _):
-        return torch.zeros(len(grad), ctx.width, dtype=grad.dtype).scatter(1, ctx.saved_tensors[0], grad)
 
 
 class OwnLinear(Function):
@@ -86,12 +69,6 @@ def straight_through(self, h):
 
 
 @forward_block
-def two_outputs(self, h):
-    values, places = TopTwo.apply(h)
-    return self.inner(h) * values.sum(1, keepdim=True) + F.one_hot(places[:, 0], WIDTH)
-
-
-@forward_block
 def linear_of_own(self, h):
     return torch.tanh(OwnLinear.apply(h, self.inner.weight))
 
@@ -126,23 +103,6 @@ class TangentOfInner(nn.Module):
 
     def forward(self, h):
         return torch.func.jvp(self.inner, (h,), (torch.ones_like(h),))[1] + h
-
-
-@block
-class FastWeights(nn.Module):
-    """MAML's inner step: functional_call with weights after one step."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, h):
-        with torch.enable_grad():
-            weights = dict(self.inner.named_parameters())
-            loss = torch.func.functional_call(self.inner, weights, (h,)).pow(2).mean()
-            grads = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
-        fast = {name: w - 0.1 * g for (name, w), g in zip(weights.items(), grads, strict=True)}
-        return torch.func.functional_call(self.inner, fast, (h,))
 
 
 @model
@@ -333,22 +293,6 @@ class CheckpointedSequence(nn.Module):
         return checkpoint_sequential(self.body, 2, h, use_reentrant=False)
 
 
-@block
-class CheckpointInCheckpoint(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def inner(self, h):
-        return torch.tanh(self.b(h))
-
-    def outer(self, h, gain):
-        return checkpoint(self.inner, torch.tanh(self.a(h)) * gain, use_reentrant=False)
-
-    def forward(self, h):
-        return checkpoint(self.outer, h, 1.5, use_reentrant=False) + h
-
-
 @block(random="torch")
 class CheckpointedDropout(nn.Module):
     def __init__(self):
@@ -423,62 +367,6 @@ class ReversibleBlock(nn.Module):
         return Reversible.apply(h, self.f, self.g, *self.f.parameters(), *self.g.parameters())
 
 
-class ByClosure(Function):
-    """A linear map whose backward reads the module, not what was saved."""
-
-    @staticmethod
-    def forward(ctx, h, weight, module):
-        ctx.module = module
-        ctx.save_for_backward(h)
-        return h @ weight.T
-
-    @staticmethod
-    def backward(ctx, grad):
-        (h,) = ctx.saved_tensors
-        return grad @ ctx.module.weight, grad.T @ h, None
-
-
-@block
-class ReadsItself(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
-
-    def forward(self, h):
-        return torch.tanh(ByClosure.apply(h, self.weight, self))
-
-
-@block
-class Equilibrium(nn.Module):
-    """DEQ: a fixed point without a graph; a hook of the backward solves with the layer as it is."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        with torch.no_grad():
-            self.inner.weight.mul_(0.3)
-
-    def forward(self, h):
-        with torch.no_grad():
-            z = torch.zeros_like(h)
-            for _ in range(30):
-                z = torch.tanh(self.inner(z) + h)
-        if not torch.is_grad_enabled():
-            return z
-        z = torch.tanh(self.inner(z) + h)
-        z0 = z.detach().requires_grad_()
-        f0 = torch.tanh(self.inner(z0) + h.detach())
-
-        def solve(grad):
-            g = grad
-            for _ in range(30):
-                g = torch.autograd.grad(f0, z0, g, retain_graph=True)[0] + grad
-            return g
-
-        z.register_hook(solve)
-        return z
-
-
 def hooked(register):
     """A block whose child has what ``register`` does to it."""
 
@@ -536,15 +424,11 @@ def backward_on_the_block(it):
     it.register_full_backward_hook(lambda module, into, out: (into[0] * 0.3,))
 
 
-def renames_state(it):
-    it.register_state_dict_post_hook(lambda module, state, prefix, _: None)
-
-
 HOOKS = {
     "gradient_mask": mask_gradient, "mask_after_accumulation": mask_after, "forward_hook": double_output,
     "forward_pre_hook": shift_input, "hook_with_keywords": with_keywords, "backward_hook": halve_backward,
     "backward_pre_hook": backward_before, "hooks_of_the_block": on_the_block,
-    "backward_hook_of_the_block": backward_on_the_block, "hook_of_the_state": renames_state,
+    "backward_hook_of_the_block": backward_on_the_block,
 }  # fmt: skip
 for name, register in HOOKS.items():
     build = hooked(register)

@@ -282,39 +282,6 @@ class ByMethods(nn.Module):
         return self.leave(self.codec.decode(z * 2))
 
 
-@model
-class NameOfPython(nn.Module):
-    """A child whose name is a word of the language."""
-
-    def __init__(self):
-        super().__init__()
-        self.parts = nn.ModuleDict({"in": nn.Linear(6, WIDTH), "for": nn.Linear(WIDTH, WIDTH), "if": nn.Tanh()})
-        self.head = nn.Linear(WIDTH, NUM_CLASSES)
-
-    def forward(self, x):
-        for part in self.parts.values():
-            x = part(x)
-        return self.head(x)
-
-
-@model
-class NamesOfOurs(nn.Module):
-    """Children with names that a stage might have for itself."""
-
-    NAMES = "adopt", "unit_names", "_forwards", "_unlike", "_unit_names", "spec", "graph", "stage", "signature"
-
-    def __init__(self):
-        super().__init__()
-        for i, name in enumerate(self.NAMES):
-            self.add_module(name, nn.Linear(6 if i == 0 else WIDTH, WIDTH))
-        self.head = nn.Linear(WIDTH, NUM_CLASSES)
-
-    def forward(self, x):
-        for name in self.NAMES:
-            x = torch.tanh(getattr(self, name)(x))
-        return self.head(x)
-
-
 @block
 class AliasedParameters(nn.Module):
     """Registered, and kept in a plain list, too, which the forward reads."""
@@ -363,37 +330,6 @@ class HiddenTie(nn.Module):
         return self.last(self.layers(self.embed(x)))
 
 
-@model(outside="two parameters share memory")
-class OneStorage(nn.Sequential):
-    """Two parameters that are views of one tensor: an update of one is an update of both."""
-
-    def __init__(self):
-        both = torch.randn(WIDTH, WIDTH, dtype=torch.float64) / 3
-        super().__init__(
-            nn.Linear(6, WIDTH),
-            nn.Linear(WIDTH, WIDTH),
-            nn.Tanh(),
-            nn.Linear(WIDTH, WIDTH),
-            nn.Tanh(),
-            nn.Linear(WIDTH, 5),
-        )
-        self.double()  # a conversion would part them
-        self[1].weight, self[3].weight = nn.Parameter(both), nn.Parameter(both.t())
-
-
-@block(outside="a buffer shares a parameter's memory")
-class BufferOfWeight(nn.Module):
-    """A buffer that is the parameter's own memory: it moves with every update."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH).double()
-        self.register_buffer("mirror", self.inner.weight.detach(), persistent=False)
-
-    def forward(self, h):
-        return torch.tanh(self.inner(h)) + 0.1 * F.linear(h, self.mirror)
-
-
 class Named(nn.Parameter):
     """A subclass that its layer asks for."""
 
@@ -407,14 +343,3 @@ class OwnKindOfParameter(nn.Module):
 
     def forward(self, h):
         return F.linear(h, self.weight) * getattr(self.weight, "gain", 1.0)
-
-
-@block
-class BlocksMaskedByAttribute(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.inner.weight.mask = (torch.arange(WIDTH) % 2).double()
-
-    def forward(self, h):
-        return torch.tanh(F.linear(h, self.inner.weight * self.inner.weight.mask, self.inner.bias))

@@ -65,13 +65,9 @@ def write_by_a_view(h):
     return h
 
 
-def squeeze(h):
-    return h.unsqueeze_(1).expand(-1, 2, -1).sum(1)
-
-
 for name, act in {
     "relu": torch.relu_, "columns": set_columns, "mask": set_by_mask, "view": write_into_view, "halves": add_halves,
-    "reshaped": write_by_a_view, "transposed": transpose_in_place, "scatter": scatter, "squeeze": squeeze,
+    "reshaped": write_by_a_view, "transposed": transpose_in_place, "scatter": scatter,
 }.items():  # fmt: skip
     in_place(name, act)
 
@@ -128,27 +124,6 @@ class ChangesTheInput(nn.Module):
         x.sub_(x.mean(dim=1, keepdim=True))
         h = torch.tanh(self.b(torch.tanh(self.a(x))))
         return self.head(self.c(h) + x)
-
-
-@model
-class ChangesTheTwin(nn.Sequential):
-    """A unit returns one tensor twice; the next changes the first in place, so that the second is another, too."""
-
-    class Twin(Inner):
-        def forward(self, h):
-            y = self.inner(h)
-            return y, y
-
-    class Change(Inner):
-        def forward(self, both):
-            a, b = both
-            a.add_(1.0)
-            return self.inner(a * b)
-
-    def __init__(self):
-        super().__init__(
-            nn.Linear(6, WIDTH), self.Twin(), self.Change(), self.Twin(), self.Change(), nn.Linear(WIDTH, 5)
-        )
 
 
 @model

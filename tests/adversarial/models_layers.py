@@ -1,11 +1,9 @@
 """Normalised, pruned, frozen and generated weights; complex numbers, embeddings, routing, vision."""
 
-import copy
-
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations, parametrize, prune
+from torch.nn.utils import parametrizations, prune
 
 from tests.adversarial.cases import (
     NUM_CLASSES,
@@ -57,19 +55,6 @@ def orthogonal():
     return Around(parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH)))
 
 
-class Skew(nn.Module):
-    def forward(self, w):
-        return torch.matrix_exp(w.triu(1) - w.triu(1).mT)
-
-
-@block
-def two_parametrizations():
-    layer = nn.Linear(WIDTH, WIDTH)
-    parametrize.register_parametrization(layer, "weight", Skew())
-    parametrize.register_parametrization(layer, "bias", nn.Tanh())
-    return Around(layer)
-
-
 @block
 def pruned():
     layer = nn.Linear(WIDTH, WIDTH)
@@ -102,34 +87,6 @@ class Hypernetwork(nn.Module):
 
     def forward(self, h):
         return h + F.linear(h, self.maker(self.code).view(WIDTH, WIDTH))
-
-
-@block
-class WeightsOfSample(nn.Module):
-    """Each sample gets a matrix of its own (dynamic convolution, FiLM)."""
-
-    def __init__(self):
-        super().__init__()
-        self.maker, self.film = nn.Linear(WIDTH, WIDTH * WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
-
-    def forward(self, h):
-        y = torch.bmm(self.maker(h).view(-1, WIDTH, WIDTH), h.unsqueeze(2)).squeeze(2)
-        scale, shift = self.film(h).chunk(2, dim=1)
-        return torch.tanh(y * (1 + scale) + shift)
-
-
-class Renormed(nn.Linear):
-    """WGAN's old way: the weights are clamped in place, in the forward."""
-
-    def forward(self, h):
-        with torch.no_grad():
-            self.weight.clamp_(-0.25, 0.25)
-        return super().forward(h)
-
-
-@block
-def clamps_its_weights():
-    return Around(Renormed(WIDTH, WIDTH))
 
 
 class StandardisedConv(nn.Conv2d):
@@ -179,24 +136,6 @@ class FunctionalNorm(nn.Module):
         return F.batch_norm(x, self.mean, self.var, self.scale, None, self.training, 0.3, 1e-5)
 
 
-@block("images")
-class FrozenNorm(nn.Module):
-    """A norm that stays in evaluation: its module overrides ``train``, as fine-tuning code does."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
-        self.norm.running_mean.fill_(0.3)
-
-    def train(self, mode=True):
-        super().train(mode)
-        self.norm.eval()
-        return self
-
-    def forward(self, x):
-        return torch.tanh(self.norm(self.conv(x)))
-
-
 @model(data="images", varies=False)
 class FrozenNormOfRoot(nn.Module):
     """The same, but the model itself does it for a layer far inside."""
@@ -237,30 +176,6 @@ class ActNorm(nn.Module):
 @block
 def act_norm():
     return ActNorm()
-
-
-@block
-class Teacher(nn.Module):
-    """An average of the student's weights, moved in every forward, whose output is an input, too."""
-
-    def __init__(self):
-        super().__init__()
-        self.student = nn.Linear(WIDTH, WIDTH)
-        self.average = copy.deepcopy(self.student).requires_grad_(False)
-
-    def forward(self, h):
-        return Averaged.apply_to(self, h)
-
-
-class Averaged:
-    @staticmethod
-    def apply_to(module, h):
-        with torch.no_grad():
-            if module.training:
-                for mine, theirs in zip(module.average.parameters(), module.student.parameters(), strict=True):
-                    mine.mul_(0.8).add_(theirs, alpha=0.2)
-            target = module.average(h)
-        return torch.tanh(module.student(h)) + 0.1 * target
 
 
 class TeacherAsLayer(nn.Module):
@@ -345,17 +260,6 @@ class FakeQuant(nn.Module):
 block(FakeQuant)
 
 
-@block
-class TorchFakeQuant(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, h):
-        h = torch.fake_quantize_per_tensor_affine(h.float(), 0.05, 0, -128, 127).double()
-        return self.inner(h)
-
-
 @model
 class PartlyFrozen(nn.Sequential):
     """Some layers all frozen, some by half; a bias alone learns in another."""
@@ -427,14 +331,6 @@ def embedding_with_max_norm():
     )
 
 
-@model(data="late_tokens")
-def bag_with_max_norm():
-    return nn.Sequential(
-        nn.EmbeddingBag(VOCABULARY, WIDTH, max_norm=1.0, mode="sum"), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(),
-        nn.Linear(WIDTH, NUM_CLASSES),
-    )  # fmt: skip
-
-
 def plain_sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.05)
 
@@ -444,14 +340,6 @@ def sparse_gradients():
     return nn.Sequential(
         nn.Embedding(VOCABULARY, WIDTH, sparse=True), nn.Tanh(), nn.Flatten(), nn.Linear(TIME * WIDTH, WIDTH),
         nn.Tanh(), nn.Linear(WIDTH, NUM_CLASSES),
-    )  # fmt: skip
-
-
-@model(data="tokens")
-def scaled_by_frequency():
-    return nn.Sequential(
-        nn.EmbeddingBag(VOCABULARY, WIDTH, mode="max", padding_idx=1), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.ReLU(),
-        nn.Linear(WIDTH, NUM_CLASSES),
     )  # fmt: skip
 
 
@@ -698,21 +586,3 @@ class GraphConvolution(nn.Module):
 
     def forward(self, h):
         return torch.tanh(self.inner(torch.sparse.mm(self.ring, h.t()).t()))
-
-
-@block
-class CapsuleRouting(nn.Module):
-    """Three rounds of routing by agreement; the agreement is detached."""
-
-    def __init__(self):
-        super().__init__()
-        self.votes = nn.Parameter(torch.randn(4, 2, 2, 4) / 2)
-
-    def forward(self, h):
-        votes = torch.einsum("bid,iodk->biok", h.view(-1, 4, 2), self.votes.transpose(1, 2).reshape(4, 2, 2, 4))
-        logits = torch.zeros_like(votes[..., 0])
-        for _ in range(3):
-            out = (logits.softmax(2).unsqueeze(-1) * votes).sum(1)
-            out = out / (1 + out.norm(dim=-1, keepdim=True))
-            logits = logits + (votes * out.unsqueeze(1)).sum(-1).detach()
-        return h + out.flatten(1)

@@ -1,7 +1,5 @@
 """Values that change later, weights that a forward writes, shared memory, contexts, old idioms."""
 
-import copy
-
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -32,79 +30,6 @@ CHANGING = {
 }  # fmt: skip
 for name, way in CHANGING.items():
     model(name=f"hands_on_{name}")(lambda way=way: packed(*way))
-
-
-class DecaysInForward(nn.Linear):
-    """By ``.data``, which no version counter sees."""
-
-    def forward(self, h):
-        if self.training:
-            self.weight.data.mul_(0.98)
-        return super().forward(h)
-
-
-@block
-def decays_in_forward():
-    return DecaysInForward(WIDTH, WIDTH)
-
-
-class NormalisesData(nn.Linear):
-    """ArcFace's: the rows are given length 1, as another tensor."""
-
-    def forward(self, h):
-        self.weight.data = F.normalize(self.weight.data, dim=1)
-        return torch.tanh(super().forward(h))
-
-
-@block
-def normalises_data():
-    return NormalisesData(WIDTH, WIDTH)
-
-
-@block
-class AverageByData(nn.Module):
-    """The buffer changes by ``.data`` while earlier micro-batches need it: no error of torch tells."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
-        self.register_buffer("average", self.weight.detach().clone())
-
-    def forward(self, h):
-        if self.training:
-            self.average.data.mul_(0.8).add_(self.weight.data, alpha=0.2)
-        return torch.tanh(F.linear(h, self.weight)) + 0.3 * F.linear(h, self.average)
-
-
-@block
-class MomentumTeacher(nn.Module):
-    """MoCo's and BYOL's own lines: ``k.data = k.data * m + q.data * (1 - m)``."""
-
-    def __init__(self):
-        super().__init__()
-        self.query = nn.Linear(WIDTH, WIDTH)
-        self.key = copy.deepcopy(self.query).requires_grad_(False)
-
-    def forward(self, h):
-        if self.training:
-            for q, k in zip(self.query.parameters(), self.key.parameters(), strict=True):
-                k.data = k.data * 0.8 + q.data * 0.2
-        return torch.tanh(self.query(h)) + 0.1 * self.key(h)
-
-
-@block(outside="registers a new parameter in each forward")
-class NewParameterEachTime(nn.Module):
-    """The forward registers a new parameter; plain torch trains the one that the optimizer has: never this."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.shift = nn.Parameter(torch.zeros(WIDTH))
-
-    def forward(self, h):
-        if self.training:
-            self.shift = nn.Parameter(self.shift.detach() * 0.9 + 0.1)
-        return self.inner(h) + self.shift
 
 
 @model
@@ -140,22 +65,6 @@ class SharedNorm(nn.Module):
         h = torch.tanh(self.norm(self.a(x)))
         h = torch.tanh(self.c(torch.tanh(self.b(h))))
         return self.head(self.norm(h))
-
-
-@model(outside="two blocks write to a tensor of a closure")
-def shared_plain_tensor():
-    """Two blocks write to one tensor that is no buffer."""
-    seen = torch.zeros(WIDTH, dtype=torch.float64)
-
-    class Writes(Inner):
-        def forward(self, h):
-            if self.training:
-                seen.mul_(0.8).add_(h.detach().mean(dim=0), alpha=0.2)
-            return self.inner(h - seen.clone())
-
-    return nn.Sequential(
-        nn.Linear(6, WIDTH), Writes(), nn.Tanh(), nn.Linear(WIDTH, WIDTH), Writes(), nn.Linear(WIDTH, NUM_CLASSES)
-    )
 
 
 @model
@@ -198,17 +107,6 @@ def saved_on_cpu(self, h):
 
 
 @forward_block
-def other_default_dtype(self, h):
-    """A default that a part of the forward changes, and puts back."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        return self.inner(h) + torch.linspace(0, 1, h.shape[1])
-    finally:
-        torch.set_default_dtype(before)
-
-
-@forward_block
 def switches_gradients(self, h):
     """By calls, not by a context: the second half has no gradient."""
     before = torch.is_grad_enabled()
@@ -241,13 +139,6 @@ def asks_input_for_gradient(self, h):
         h.requires_grad_()
     h.retain_grad() if h.requires_grad else None
     return torch.tanh(self.inner(h))
-
-
-@forward_block
-def data_and_numpy(self, h):
-    """``.data``, ``.numpy()`` and back."""
-    factor = torch.from_numpy(h.data.numpy().mean(axis=0))
-    return self.inner(h) * torch.sigmoid(factor) + h.data
 
 
 @block
@@ -289,42 +180,6 @@ def keeps_its_map(self, h):
     """The last activation as an attribute, as attention maps are kept."""
     self.map = torch.softmax(self.inner(h), dim=1)
     return h * self.map
-
-
-@block(outside="reads what the backward of the micro-batch before left")
-class ReadsTheLastGradient(Inner):
-    """What came back to the micro-batch before, which a pipeline does not know yet."""
-
-    def __init__(self):
-        super().__init__()
-        self.last = None
-
-    def forward(self, h):
-        y = self.inner(h)
-        if self.training and self.last is not None and self.last.grad is not None:
-            y = y + 5 * self.last.grad.mean(dim=0)
-        if self.training and y.requires_grad:
-            y.retain_grad()
-            self.last = y
-        return torch.tanh(y)
-
-
-@block(outside="its backward writes what the next forward reads")
-class BackwardMovesBuffer(Inner):
-    """A hook of the backward writes what the next forward reads: in a pipeline it comes later."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("size", torch.ones(()))
-
-    def forward(self, h):
-        y = self.inner(h) / self.size.clone()
-        if y.requires_grad:
-            y.register_hook(self.follow)
-        return torch.tanh(y)
-
-    def follow(self, grad):
-        self.size.mul_(0.9).add_(grad.norm(), alpha=5.0)
 
 
 @model

@@ -1,10 +1,7 @@
 """Forwards with a state, that draw random numbers, or decide by what they are given."""
 
 import functools
-import math
 import random
-import threading
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -30,26 +27,6 @@ class OwnGenerator(Inner):
 
 
 @block
-class NumpyGenerator(Inner):
-    def __init__(self):
-        super().__init__()
-        self.draw = np.random.default_rng(3)
-
-    def forward(self, h):
-        return h + self.inner(h) * (self.draw.random() < 0.7 if self.training else 0.7)
-
-
-@block
-class PythonGenerator(Inner):
-    def __init__(self):
-        super().__init__()
-        self.draw = random.Random(3)
-
-    def forward(self, h):
-        return h + self.inner(h) * (self.draw.uniform(0.5, 1.5) if self.training else 1.0)
-
-
-@block
 class CounterInList(Inner):
     """Every third forward is another one."""
 
@@ -71,106 +48,6 @@ class Counter(Inner):
     def forward(self, h):
         self.calls += self.training
         return h + self.inner(h) / (1 + 0.1 * self.calls)
-
-
-class PlainCounter(nn.Module):
-    """The same as a layer of its own, as the message advises; it is not traced."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, h):
-        self.calls += self.training
-        return h / (1 + 0.1 * self.calls)
-
-
-block(PlainCounter)
-
-
-@dataclass
-class Config:
-    step: int = 0
-    gain: float = 1.0
-
-
-@block
-class CounterInConfig(Inner):
-    def __init__(self):
-        super().__init__()
-        self.config = Config()
-
-    def forward(self, h):
-        if self.training:
-            self.config.step += 1
-            self.config.gain = 1.0 + 0.2 * (self.config.step % 4)
-        return h + self.inner(h) * self.config.gain
-
-
-@model(outside="counts in a closure of two blocks")
-def counts_calls():
-    """A model of blocks that share a counter by a closure: the number is of both blocks' calls."""
-    calls = 0
-
-    class Block(Inner):
-        def forward(self, h):
-            nonlocal calls
-            calls += self.training
-            return h + self.inner(h) * (1.0 + 0.1 * (calls % 5))
-
-    return nn.Sequential(nn.Linear(6, WIDTH), Block(), nn.Tanh(), Block(), nn.Linear(WIDTH, NUM_CLASSES))
-
-
-@model(outside="counts in a class attribute")
-def counts_in_the_class():
-    class Block(Inner):
-        calls = 0
-
-        def forward(self, h):
-            type(self).calls += self.training
-            return h + self.inner(h) * (1.0 + 0.1 * (type(self).calls % 5))
-
-    return nn.Sequential(nn.Linear(6, WIDTH), Block(), nn.Tanh(), Block(), nn.Linear(WIDTH, NUM_CLASSES))
-
-
-CALLS = 0  # of all blocks below
-
-
-class CountsGlobally(Inner):
-    def forward(self, h):
-        global CALLS
-        CALLS += self.training
-        return h + self.inner(h) * (1.0 + 0.1 * (CALLS % 5))
-
-
-@model(outside="counts in a global")
-def counts_globally():
-    global CALLS
-    CALLS = 0
-    return nn.Sequential(
-        nn.Linear(6, WIDTH), CountsGlobally(), nn.Tanh(), CountsGlobally(), nn.Linear(WIDTH, NUM_CLASSES)
-    )
-
-
-def pooled(h, table):
-    table.append(float(h.mean()))
-    return h * (1.0 + 0.1 * (len(table) % 5))
-
-
-TABLE = []  # what helper functions leave
-
-
-class HelpedByAGlobalList(Inner):
-    def forward(self, h):
-        return h + self.inner(pooled(h, TABLE) if self.training else h)
-
-
-@model(outside="state in a global")
-def appends_to_a_global_list():
-    TABLE.clear()
-    return nn.Sequential(
-        nn.Linear(6, WIDTH), HelpedByAGlobalList(), nn.Tanh(), HelpedByAGlobalList(), nn.Linear(WIDTH, NUM_CLASSES)
-    )
 
 
 @model
@@ -264,19 +141,6 @@ class UnsavedBuffer(Inner):
         return self.inner(h - self.mean)
 
 
-@block
-class ReadsNamedBuffers(Inner):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(WIDTH))
-
-    def forward(self, h):
-        mean = dict(self.named_buffers())["mean"]
-        if self.training:
-            mean.mul_(0.8).add_(h.detach().mean(dim=0), alpha=0.2)
-        return self.inner(h - mean)
-
-
 @forward_block
 def walks_its_parameters(self, h):
     """A penalty in the forward: all parameters, as the module lists them."""
@@ -292,25 +156,8 @@ def isinstance_tensor(self, h):
 
 
 @forward_block
-def is_tensor(self, h):
-    return torch.tanh(self.inner(h)) if torch.is_tensor(h) else self.inner(h)
-
-
-@forward_block
 def type_is_tensor(self, h):
     return torch.tanh(self.inner(h)) if type(h) is Tensor else self.inner(h)
-
-
-@forward_block
-def isinstance_int(self, h):
-    size = h.shape[1] if isinstance(h.shape[1], int) else 1
-    rows = 2 if isinstance(h.size(0), int) else 1
-    return self.inner(h) * (rows / size)
-
-
-@forward_block
-def hasattr_proxy(self, h):
-    return self.inner(h.logits if hasattr(h, "logits") else torch.tanh(h))
 
 
 @forward_block
@@ -390,22 +237,6 @@ class RemembersTheLast(Inner):
         if self.training:
             y, self.last = y if self.last is None else y + 0.1 * self.last, y.detach().mean(dim=0)
         return y
-
-
-LOCAL = threading.local()
-
-
-@block(outside="state in a global")
-class ThreadLocalState(Inner):
-    """A gain in a global of the thread, which a block sets for itself."""
-
-    def __init__(self):
-        super().__init__()
-        LOCAL.gain = 1.0
-
-    def forward(self, h):
-        LOCAL.gain = LOCAL.gain if not self.training else 1.5
-        return self.inner(h) * (LOCAL.gain if self.training else 1.0)
 
 
 @forward_block(random="torch")
@@ -516,41 +347,8 @@ def more_than_four(x):
     return 2.0 if x.shape[0] > 4 else 1.0
 
 
-def multiple_of_eight(x):
-    return 0.5 if x.size(0) % 8 == 0 else 1.0
-
-
-def between(x):
-    return max(x.shape[0], 5) / min(x.shape[0], 6)
-
-
-def at_least_six(x):
-    B = x.shape[0]
-    return (B if B > 6 else 6) / 6
-
-
-def whole_logarithm(x):
-    return 0.5 * int(math.log2(len(x)))
-
-
-def by_table(x):
-    return {7: 0.5, 8: 2.0}.get(x.shape[0], 1.0)
-
-
 def one_of_some(x):
     return 2.0 if x.shape[0] in (7, 8, 64) else 1.0
-
-
-def many_numbers(x):
-    return 2.0 if x.numel() > 30 else 1.0
-
-
-def many_bytes(x):
-    return 2.0 if x.nbytes > 240 else 1.0
-
-
-def after_the_fourth(x):
-    return 2.0 if x[4:].shape[0] else 1.0
 
 
 def in_fives(x):
@@ -558,32 +356,14 @@ def in_fives(x):
     return torch.cat([part - part.mean(0) for part in x.split(5)]).norm(dim=1, keepdim=True)
 
 
-def eighths(x):
-    return 1 / (1 + x.shape[0] // 8)
-
-
-def logarithm(x):
-    return math.log2(x.shape[0]) / 2
-
-
 def positions(x):
     return torch.arange(x.shape[0], device=x.device).view(-1, 1) / x.shape[0]
 
 
-def same_sizes(x):
-    B, width = x.shape
-    assert B == x.flatten(1).size(0) == x.view(B, -1).shape[0]
-    assert B > 0
-    assert B * width == x.numel()
-    return 1 / B
-
-
 DECIDING = [
-    more_than_four, multiple_of_eight, between, at_least_six, whole_logarithm, by_table, one_of_some, many_numbers,
-    many_bytes, after_the_fourth, in_fives,
+    more_than_four, one_of_some, in_fives, positions,
 ]  # fmt: skip
-COMPUTING = [eighths, logarithm, positions, same_sizes]  # nothing but values: these may be cut
-for scale in DECIDING + COMPUTING:
+for scale in DECIDING:
     model(name=f"root_asks_{scale.__name__}", **options)(functools.partial(Asking, scale))
     in_a_chain = functools.partial(CHAINS["vectors"], functools.partial(AskingBlock, scale))
     add(Case(name=f"block_asks_{scale.__name__}", build=in_a_chain, **options))
@@ -599,13 +379,6 @@ class LoopsOverSamples(nn.Module):
     def forward(self, x):
         h = self.inner(x)
         return self.head(torch.stack([h[i] / (1 + i) for i in range(x.shape[0])]))
-
-
-@forward_block(size=8, counts=(22, 6))
-def norm_of_halves(self, h):
-    """Ghost BatchNorm: each half of an even number of samples has statistics of its own."""
-    first, second = self.inner(h).chunk(2)
-    return torch.cat([first - first.mean(0), second - second.mean(0)])
 
 
 @forward_block(size=8, counts=(22, 6))

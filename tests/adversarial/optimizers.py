@@ -1,7 +1,6 @@
 """Optimizers: all of torch's, those that users write around them, and factories of many kinds."""
 
 import functools
-import types
 
 import torch
 from torch import nn
@@ -229,17 +228,6 @@ class ChangesGradients(optim.SGD):
         return super().step(closure)
 
 
-class ScaledByAttribute(optim.SGD):
-    """A rate that is written on the parameter itself."""
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.grad.mul_(getattr(p, "lr_scale", 1.0))
-        return super().step(closure)
-
-
 class TwoInOne(Optimizer):
     """Muon for matrices, AdamW for the others, in one class."""
 
@@ -292,13 +280,6 @@ class NotAnOptimizer:
         pass
 
 
-def scaled_layers():
-    it = net()
-    for scale, p in zip((0.0, 0.0, 2.0, 2.0), it.parameters(), strict=False):
-        p.lr_scale = scale
-    return it
-
-
 def averaged(params):
     """A hook after each step keeps an average, to which the weights are drawn."""
     it = optim.SGD(params, lr=0.05)
@@ -313,85 +294,13 @@ def averaged(params):
     return it
 
 
-def counted_by_a_hook(params):
-    """The rate follows a count in a closure, and a step before each step moves a list and a tensor."""
-    it = optim.SGD(params, lr=0.05)
-    calls, past, share = 0, [0], torch.ones((), dtype=torch.float64)
-
-    def count(optimizer, args, kwargs):
-        nonlocal calls
-        calls += 1
-        past[0] += 2
-        share.mul_(0.9)
-        with torch.no_grad():
-            for p in it.param_groups[0]["params"]:
-                if p.grad is not None:
-                    p.grad.mul_(share / (calls + past[0]) ** 0.5)
-
-    it.register_step_pre_hook(count)
-    return it
-
-
-class Anneals:
-    """A hook that is an object, and has an optimizer of its own kind of state: numbers and averages by parameter."""
-
-    def __init__(self, params):
-        self.calls, self.means = 0, {p: p.detach().clone() for p in params}
-
-    @torch.no_grad()
-    def __call__(self, optimizer, args, kwargs):
-        self.calls += 1
-        for p, mean in self.means.items():
-            mean.lerp_(p, 0.3)
-            p.lerp_(mean, 0.5 / self.calls)
-
-    def by_method(self, optimizer, args, kwargs):
-        self(optimizer, args, kwargs)
-
-
-def annealed(params, *, by_method=False):
-    it = optim.SGD(params := list(params), lr=0.05)
-    hook = Anneals(params)
-    it.register_step_post_hook(hook.by_method if by_method else hook)
-    return it
-
-
-def hook_with_an_optimizer(params):
-    """A hook steps another optimizer, with a momentum that is none of the first one's."""
-    params = list(params)
-    it, other = optim.SGD(params, lr=0.05), optim.SGD(params, lr=0.01, momentum=0.9)
-    it.register_step_post_hook(lambda optimizer, args, kwargs: other.step())
-    return it
-
-
-def wrapped_step(params):
-    """Its step is another function, with a count."""
-    it, calls = optim.SGD(params, lr=0.05), 0
-    step = it.step
-
-    def counting(self, closure=None):
-        nonlocal calls
-        calls += 1
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.grad.div_(calls**0.5)
-        return step()
-
-    it.step = types.MethodType(counting, it)
-    return it
-
-
 for name, optimizer in {
-    "counted_by_a_hook": counted_by_a_hook, "annealed": annealed, "annealed_by_method": of(annealed, by_method=True),
-    "hook_with_an_optimizer": hook_with_an_optimizer, "wrapped_step": wrapped_step,
     "lion": Lion, "schedule_free": ScheduleFree, "prodigy": Prodigy, "shampoo": Shampoo, "counting": Counting,
     "replaces_data": of(ReplacesData, lr=0.1), "changes_gradients": of(ChangesGradients, lr=0.1, momentum=0.9),
     "two_in_one": TwoInOne, "step_hook": averaged,
     "lookahead": lambda p: Lookahead(optim.SGD(p, lr=0.05, momentum=0.9)),
 }.items():  # fmt: skip
     add(name, optimizer)
-add("scaled_by_attribute", of(ScaledByAttribute, lr=0.05), build=scaled_layers)
 add("sharpness", of(Sharpness, lr=0.1), word="closure|Sharpness")
 add("not_an_optimizer", NotAnOptimizer, word="optimizer|Optimizer")
 
@@ -406,10 +315,6 @@ def split_by_shape(params):
     return optim.SGD([group for group in groups if group["params"]], lr=0.05, momentum=0.9)
 
 
-def one_group_each(params):
-    return optim.AdamW([{"params": [p], "lr": 1e-2 / (1 + i)} for i, p in enumerate(params)])
-
-
 def added_later(params):
     first, *others = list(params)
     it = optim.SGD([first], lr=0.05, momentum=0.5)
@@ -422,12 +327,6 @@ def filtering(params):
     return optim.SGD(filter(lambda p: p.requires_grad, params), lr=0.05, momentum=0.9)
 
 
-def empty_groups(params):
-    params = list(params)
-    large, small = [p for p in params if p.ndim > 1], [p for p in params if p.ndim <= 1]
-    return optim.SGD([{"params": large}, {"params": small, "lr": 0.01}, {"params": []}], lr=0.05)
-
-
 def front_frozen():
     it = net()
     it[0].requires_grad_(False)
@@ -436,8 +335,7 @@ def front_frozen():
 
 
 for name, factory in {
-    "split_by_shape": split_by_shape, "one_group_each": one_group_each, "added_later": added_later,
-    "empty_groups": empty_groups,
+    "split_by_shape": split_by_shape, "added_later": added_later,
 }.items():  # fmt: skip
     add(name, factory)
 

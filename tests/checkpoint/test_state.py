@@ -136,7 +136,7 @@ class Tables(nn.Module):
         return self.second(self.first(x.flatten(1)) * scale) * scale[:5]
 
 
-def test_buffers_that_two_stages_compute_with_are_restored_on_both(tmp_path):
+def test_buffers_that_two_stages_use_are_restored_on_both(tmp_path):
     def trainer(seed):
         return trainer_of(2, model=Tables(seed), balance=["second"])
 

@@ -130,9 +130,6 @@ BEFORE_WRITING = [
     (f"model._target_={USER}.raises", [f"{USER}.raises failed", "LookupError: no such weights on any server"]),
     (f"model._target_={USER}.exits", [f"{USER}.exits failed", "SystemExit: 3"]),
     (f"model._target_={USER}.no_module", [f"{USER}.no_module returned str", "expected a torch.nn.Module"]),
-    ("partition.num_stages=6", ["has 5", "partition.num_stages=5, or partition.granularity=layer"]),
-    ("partition.balance=[1,2]", ["balance=[1, 2]", "expected 2 numbers", "5 units (stem, layer1_0", "add up to 3"]),
-    ("partition.balance=[5,0]", ["balance=[5, 0]", "each at least 1"]),
     ("init_from=nosuch.pt", ["init_from=nosuch.pt is not there", "expected a state_dict"]),
     ("data=cifar10", ["CIFAR-10", "data.download=true", "data.root=FOLDER", "cifar-10-batches-py", NOWHERE]),
     ("data=imagefolder", ["train", "one folder for each class", "data.root", NOWHERE]),
@@ -144,7 +141,9 @@ def _no_process(monkeypatch):
     monkeypatch.setattr(train, "launch_local", lambda *_, **__: pytest.fail("processes were started"))
 
 
-@pytest.mark.parametrize(("override", "parts"), NONSENSE, ids=dict(NONSENSE))
+@pytest.mark.parametrize(
+    ("override", "parts"), NONSENSE, ids=[override.replace(str(ROOT), "ROOT") for override, _ in NONSENSE]
+)
 @pytest.mark.usefixtures("_no_process")
 def test_a_mistake_is_reported_before_any_process_starts(override, parts, tmp_path):
     shows(refused(*words(tmp_path / "run", override, processes=True)), parts)
@@ -201,20 +200,22 @@ def test_adl_dist_refuses_with_one_line_and_finds_a_local_target(processes, tmp_
     assert not (tmp_path / "run").exists()
 
 
-ONE_STAGE = "partition.num_stages=1"
+ONE_STAGE, BY_BLOCKS = "partition.num_stages=1", "partition.granularity=block"
 IMAGES, NO_SAMPLES = f"data._target_={USER}.images", ["expected samples", "Images is empty", "data.root"]
 THE_BATCH = ["for 2 samples", "whose first dimension is the batch"]
 # What only shows when the stages meet the data: refused before training, and nothing but a log is left.
 MISFITS = [
     (["partition.balance=[a,b]"], ["there is no unit or block 'a'; near it are stem"]),
+    (["partition.balance=[1,2]"], ["balance=[1, 2]", "expected 2 numbers", "5 blocks (stem, layer1_0", "add up to 3"]),
+    (["partition.balance=[5,0]"], ["balance=[5, 0]", "each at least 1"]),
     (
-        [f"model._target_={USER}.Branching"],
-        ["Branching cannot be traced", "user_code.py:", "if x.sum() > 0", "torch.fx.wrap", "nn.Sequential of units"],
+        [BY_BLOCKS, "partition.num_stages=6"],
+        ["needs 5 cuts", "can be cut in 4 place(s)", "use at most"],
     ),
-    (["data.in_channels=1", "model.in_channels=3"], ["stage 0 (stem .. layer1_0)", "3 channels, but got 1"]),
-    ([f"model._target_={USER}.second_half_does_not_fit"], ["stage 1 (2 .. 3)", "float32[B, 8]", "2x8 and 9x8"]),
-    ([f"model._target_={USER}.drops_the_batch", "model.at=1"], ["stage 1 (1 .. 3)", "returns [10]", *THE_BATCH]),
-    ([f"model._target_={USER}.drops_the_batch"], ["stage 1 (2 .. 3)", "returns [10]", *THE_BATCH]),
+    (["data.in_channels=1", "model.in_channels=3"], ["the model gets float32[B, 1, 8, 8]", "3 channels, but got 1"]),
+    ([f"model._target_={USER}.second_half_does_not_fit"], ["the model gets", "fails on it:", "2x8 and 9x8"]),
+    ([f"model._target_={USER}.drops_the_batch", "model.at=1"], ["stage 1 (1", "returns [10]", *THE_BATCH]),
+    ([f"model._target_={USER}.drops_the_batch"], ["stage 1 (1", "returns [10]", *THE_BATCH]),
     (["loss._target_=torch.nn.MSELoss"], ["stage 1: the loss", "float32[B, 10]", "int64[B]", "loss._target_"]),
     ([f"loss._target_={USER}.loss_of_nothing"], ["stage 1: the loss returned None", "expected a tensor of one number"]),
     ([f"loss._target_={USER}.a_float"], ["stage 1: the loss returned a float", "not .item() of it"]),
@@ -222,7 +223,7 @@ MISFITS = [
         [f"data._target_={USER}.measured", f"model._target_={USER}.column", "loss._target_=torch.nn.MSELoss"],
         ["stage 1: the model returns [B, 1], but the targets are [B]", "broadcasting", "output.squeeze(1)"],
     ),
-    ([f"model._target_={USER}.exits_at", "model.at=1"], ["SystemExit: 3"]),
+    ([f"model._target_={USER}.exits_at", "model.at=1"], ["sys.exit(3) at", "user_code.py:", "raise an error instead"]),
     (["loss.reduction=none"], ["the loss has shape [2]", "expected one number"]),
     ([IMAGES, "data.num_samples=0"], ["training dataset", *NO_SAMPLES]),
     ([IMAGES, "data.num_validation=0"], ["validation dataset", *NO_SAMPLES]),
@@ -234,6 +235,7 @@ IS_NO_CLASS = ["the model has 10 outputs", "[0, 10)", "data.num_classes"]
 DIVERGES = ["optimizer.lr", "lr_schedule.warmup_epochs", "method.accumulation_steps"]
 # What shows at some micro-batch: nothing is saved.
 IN_TRAINING = [
+    ([f"model._target_={USER}.Branching"], ["user_code.py:", "the answer is False here, and was True in all recorded"]),
     ([IMAGES, "data.last_target=10"], ["training dataset", "of epoch 1", "target 10", *IS_NO_CLASS]),
     ([IMAGES, "data.last_target=-1"], ["training dataset", "of epoch 1", "target -1", *IS_NO_CLASS]),
     ([f"data._target_={USER}.bad_validation_target"], ["validation dataset", "micro-batch 1", *IS_NO_CLASS]),

@@ -23,8 +23,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "experiments.md"
 BLOCK = re.compile(r"layer\d+[._]\d+")  # as names of parameters begin
 PAPER = sorted(name for name in FILES if name.startswith("table"))
 # The same network and recipe as another one, with another cut; composing their runs takes seconds.
-CUTS = ("56_k2", "56_k3", "56_k4", "56_k8", "98_k8", "110_k2", "110_k8", "164_k10")
-LIKE_OTHERS = [f"table2b_resnet{name}" for name in CUTS]
+CUTS = ("56_k2", "56_k3", "56_k4", "56_k8", "98_k8", "110_k2", "110_k8", "164_k4", "164_k10")
+LIKE_OTHERS = [*(f"table2b_resnet{name}" for name in CUTS), "table2b_resnet34_k12", "table2c_resnet50"]
 
 
 def cases(names):

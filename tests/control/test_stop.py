@@ -71,7 +71,7 @@ def different(state, expected):
     return [name for name in expected if not torch.equal(state[name], expected[name])]
 
 
-EXACT = [(1, "adl"), (3, "gpipe"), slow(2, "1f1b"), (3, "dgl"), (3, "dni"), (3, "paci")]
+EXACT = [(1, "adl"), (3, "gpipe"), slow(2, "1f1b"), (3, "dgl"), slow(3, "dni"), slow(3, "paci")]
 
 
 @pytest.mark.parametrize(("K", "name"), EXACT, ids=str)
@@ -99,7 +99,7 @@ def test_where_nothing_is_stale_a_stopped_run_resumes_exactly(K, name, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("K", "name"), [(3, "adl"), (2, "2bw"), (3, "ddg"), slow(2, "adl"), slow(3, "dsp"), slow(3, "fr")], ids=str
+    ("K", "name"), [(3, "adl"), (2, "2bw"), slow(3, "ddg"), slow(3, "dsp"), slow(3, "fr")], ids=str
 )
 def test_a_stop_equals_max_updates_there_and_leaves_a_trace(K, name, tmp_path):
     stopped, planned = tmp_path / "stopped", tmp_path / "planned"
@@ -227,7 +227,7 @@ def stop_twice_and_continue(names, folder):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("names", [["adl", "gpipe"], slow(["ddg", "dgl"])], ids="-".join)  # DDG has a forward lock
+@pytest.mark.parametrize("names", [["adl"], slow(["gpipe", "ddg", "dgl"])], ids="-".join)  # DDG has a forward lock
 def test_processes_stop_after_the_same_update_and_resume(names, tmp_path):
     by_rank = run_ranks(RANKS, stop_twice_and_continue, names, tmp_path / "asked", timeout_seconds=100)
     for case, name in enumerate(names):

@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import nullcontext
+from itertools import accumulate
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -36,9 +37,9 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
 
-def peaks(sizes, name, options):
-    cut = {"balance": sizes, "granularity": "layer"}
-    trainer = toy_trainer(len(sizes), M, name, options, model=model(), loss_fn=LOSS, optimizer=sgd, **cut)
+def peaks(begins, name, options):
+    of_trainer = {"loss_fn": LOSS, "optimizer": sgd, "balance": begins}
+    trainer = toy_trainer(len(begins) + 1, M, name, options, model=model(), **of_trainer)
     data, _ = synthetic(num_samples=4 * MICRO_BATCH * M, num_validation=1)
     monitoring = adl_dist.Monitoring(quiet=True, memory=True)
     summary = trainer.fit(data, epochs=1, batch_size=MICRO_BATCH * M, monitoring=monitoring)
@@ -67,7 +68,8 @@ def compare(profile, name, K, options, *, tolerance):
     sizes = [first + (k < more) for k in range(K)]
     pipeline = Pipeline(method(name, accumulation_steps=M, **options), K)
     expected = predict(profile, pipeline, sizes=sizes).balance.stage_bytes
-    measured, *same = run_ranks(K, peaks, sizes, name, options, timeout_seconds=100)
+    begins = [profile.units[stop].name for stop in accumulate(sizes[:-1])]
+    measured, *same = run_ranks(K, peaks, begins, name, options, timeout_seconds=100)
     assert all(other == measured for other in same)
     print(name, expected, measured, [m / e for m, e in zip(measured, expected, strict=True)])
     for stage in range(K):

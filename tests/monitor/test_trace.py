@@ -35,7 +35,7 @@ def segment(epoch, *, num_samples=NUM_SAMPLES, steps=M):
 
 
 RECOMPUTE = {"weights": "recompute"}
-METHODS = {"adl": {}, "adl recompute": RECOMPUTE, "gpipe": {}, "ddg": {}, "dgl": {"head": "linear"}, "2bw": {}}
+METHODS = {"adl recompute": RECOMPUTE, "gpipe": {}, "ddg": {}, "dgl": {"head": "linear"}}
 METHODS["dni"] = {"head_layers": 0}
 
 

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from functools import partial
 
 import pytest
@@ -238,21 +239,16 @@ def fit_on_ranks(options):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("rank", "options"),
-    [
-        (1, {"optimizer": optimizer_of_rank_1}),
-        (1, {"lr_schedule": schedule_of_rank_1}),
-        (0, {"lr_schedule": schedule_of_rank_0}),
-    ],
+    "options",
+    [{"optimizer": optimizer_of_rank_1}, {"lr_schedule": schedule_of_rank_1}, {"lr_schedule": schedule_of_rank_0}],
 )
-def test_a_maker_that_fails_on_one_rank_ends_all_at_once(rank, options):
+def test_a_maker_that_fails_on_one_rank_ends_all_at_once(options):
     with pytest.raises(RanksFailed) as failure:
         run_ranks(2, fit_on_ranks, options, timeout_seconds=40)
     text = str(failure.value)
     assert "still ran" not in text
-    assert text.count("only here") > 2
-    assert text.index(f"cause-rank{rank}") < text.index(f"victim-rank{1 - rank}")
-    assert "only here" in text[text.index("victim") :]
+    of_ranks = re.split(r"^(?:cause|victim)-rank\d:", text, flags=re.MULTILINE)[1:]
+    assert ["only here" in of_rank for of_rank in of_ranks] == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from adl_dist.errors import PartitionError
 from adl_dist.partition.chain import Chain
-from tests.support.random_networks import loss_of, random_network
+from tests.support.random_networks import SNIPPETS, WRAPS, loss_of, random_network
 from tests.support.staged import batch_of, compare, recorded_of, seed_all
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -48,6 +48,11 @@ def test_random_networks_are_equal_or_refused(first):
     for seed in range(first, first + 8):
         case = random_network(seed)
         compared(case, 2 + seed % 2)
+
+
+def test_all_snippets_occur():
+    occurring = frozenset().union(*(random_network(seed).features for seed in range(120)))
+    assert {template.name for template in SNIPPETS + WRAPS} <= occurring
 
 
 @pytest.mark.zoo

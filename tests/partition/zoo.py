@@ -35,7 +35,7 @@ TIMM: dict[str, dict[str, Any]] = {
     "regnetx_002": {},
     "efficientnet_b0": {},
     "mobilenetv3_small_050": {},
-    "densenet121": {},
+    "densenet121": {"block_config": (2, 2, 2, 2)},
     "edgenext_xx_small": {},
     "poolformer_s12": {},
     "beit_base_patch16_224": {"img_size": 64, "depth": 3},

@@ -105,8 +105,8 @@ def test_figure_2_averaged_staleness_of_modules_1_and_6(M):
 
 
 @pytest.mark.parametrize("order", ["forward_first", "backward_first"])
-@pytest.mark.parametrize("K", [2, 3, 8, 16])
-@pytest.mark.parametrize("M", [1, 2, 3, 4, 5, 6, 7, 8, 12])
+@pytest.mark.parametrize("K", [2, 16])
+@pytest.mark.parametrize("M", [1, 2, 5, 12])
 def test_mean_staleness_is_delay_over_m(K, M, order):
     """Backward first, every delay is one less, and so the mean staleness 1/M of an update less."""
     pipeline = Pipeline(method("adl", accumulation_steps=M, order=order), K)
@@ -132,7 +132,7 @@ def test_any_groups_in_any_order_give_the_same_versions(K, sizes, seed):
 
 
 @every_variant
-@pytest.mark.parametrize(("K", "M"), [(4, 8), (1, 1), (2, 3), (3, 2), (8, 4), (8, 7)])
+@pytest.mark.parametrize(("K", "M"), [(4, 8), (2, 3), (8, 7)])
 def test_every_version_and_staleness_is_that_of_the_formula(variant, K, M):
     """Counted in replays: which weights each forward of each method sees, and which update it enters."""
     name, options = variant
@@ -321,7 +321,7 @@ def test_a_long_split_segment_is_not_simulated_to_its_end(M, delay):
 
 
 @every_variant
-@pytest.mark.parametrize("K", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("K", [1, 3, 8])
 def test_no_method_deadlocks_even_without_buffers(variant, K):
     """Nor in its first epochs, if they flush."""
     name, options = variant

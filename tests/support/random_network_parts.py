@@ -29,9 +29,6 @@ return self.out((scores.softmax(-1) @ v).<<transpose(1, 2).reshape(B, T, 8)||per
 # Scale - h
 +self.weight = nn.Parameter(torch.ones(8))
 return h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 0.01) * self.weight
-# Gated - h
-+self.gate, self.linear = nn.Parameter(torch.<<ones(())||randn(8)>>), nn.Linear(8, 8)
-return self.linear(h * self.gate)<<||, self.gate.sum()>>
 # Residual *layers h
 +self.layers = nn.<<Sequential(*layers)||ModuleList(layers)>>
 skip = h
@@ -53,30 +50,10 @@ return y.tanh()
 y = self.layer(h)
 <<out[..., :4] = y[..., 4:]||out.add_(y)||out += y * 0.5||out[:, 0] = y[:, -1]>>
 return y.sigmoid()
-# Moves - h,position
-+self.layer = nn.Linear(8, 8)
-position += <<1||h.shape[0]>>
-return self.layer(h) / (position + 1)
-# Counts - h
-+self.layer = nn.Linear(8, 8)
-+self.register_buffer("steps", torch.zeros(()))
-self.steps += 1
-return self.layer(h)
-# Pool - h
-+self.weight, self.size = nn.Parameter(torch.ones(8)), 1
-return (h * self.weight)[:, : self.size]
-# Remembers memory h
-+self.layer, self.memory = nn.Linear(8, 8), memory
-self.memory.calls += 1
-return self.layer(h) / self.memory.calls
 """
 
 # What else snippets name.
 DEFINITIONS = """
-class Memory:
-    calls = 0
-
-
 class Reverse(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h):
@@ -85,16 +62,6 @@ class Reverse(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return -0.5 * grad
-
-
-class Hard(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, h):
-        return (h > 0).to(h.dtype)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
 
 
 @dataclass
@@ -141,10 +108,6 @@ h = self.norm{n}(h.transpose(1, 2)).transpose(1, 2)
 # conv seq 1
 +self.conv{n} = nn.Conv1d(8, 8, 3, padding=1, groups=<<1||2>>)
 h = F.<<relu||gelu>>(self.conv{n}(h.transpose(1, 2)))<<.transpose(1, 2)||.mT||.swapaxes(-1, -2)>>
-# transpose_in_place seq 1
-+self.conv{n} = nn.Conv1d(8, 8, 1)
-h = self.conv{n}(h.mT)
-h.transpose_(1, 2)
 # u_net seq 4 often
 +self.down{n} = nn.ModuleList(nn.Conv1d(8, 8, 3, stride=2, padding=1) for _ in range(2))
 +self.up{n} = nn.ModuleList(nn.Conv1d(16, 8, 1) for _ in range(2))
@@ -185,10 +148,6 @@ h = self.attention{n}(h)
 # encoder_layer seq 5 often
 +self.layer{n} = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True<<||, norm_first=True>>)
 h = self.layer{n}(h)
-# gated any 2
-+self.gated{n} = Gated()
-y = self.gated{n}(h)
-h = h + (y[0] * y[1] if isinstance(y, tuple) else y)
 # residual any 2
 +self.residual{n} = Residual(nn.Linear(8, 8), nn.<<ReLU(inplace=True)||GELU()>>, Residual(nn.Linear(8, 8)))
 h = self.residual{n}(h)
@@ -264,28 +223,6 @@ torch.zeros(h.shape, dtype=h.dtype, device=h.device)>>
 for name, layer in self.fills{n}.items():
     h = layer(h, out=out{n})
 ~h = h + out{n}
-# moved_argument any 2
-+self.moves{n} = nn.ModuleList([Moves(), Moves()])
-position{n} = torch.zeros((), dtype=torch.long, device=h.device)
-for layer in self.moves{n}:
-    h = layer(h, position{n})
-~h = h / (1 + position{n})
-# counter_of_leaf any 1 state
-+self.counts{n} = Counts()
-h = self.counts{n}(h)
-~h = h * (1 + self.counts{n}.steps / 10)
-# attribute_set seq 1 ids state often
-+self.pool{n} = Pool()
-self.pool{n}.size = int(ids.max()) // 3 + 1
-y{n} = self.pool{n}(h)
-h = h + y{n}.mean(1, keepdim=True)
-~h = h / y{n}.shape[1]
-# shared_object any 2 state
-+self.memory{n} = Memory()
-+self.layers{n} = nn.ModuleList([Remembers(self.memory{n}), Remembers(self.memory{n})])
-self.memory{n}.calls = 0
-for layer in self.layers{n}:
-    h = layer(h)
 # filled_buffer seq 1
 +self.linear{n} = nn.Linear(8, 8)
 out = <<torch.zeros_like(h)||h.new_zeros(h.shape)>>
@@ -305,11 +242,6 @@ h = <<self.linear{n}(h)||self.linear{n}(h) + h>>
 view{n} = h<<||[..., :4]||.flatten(0, -2)>>
 h <<+= {v}||-= 0.5||*= 0.5>>
 ~h = h + view{n}.mean()
-# write_to_view seq 0
-y = <<{v}.transpose(1, 2) * 1||({v} * 1).transpose(1, 2)>>
-part = y[:, :4]
-part <<+= 1||*= 0.5>>
-h = h + y.transpose(1, 2)
 # late_write any 1
 +self.linear{n} = nn.Linear(8, 8)
 made{n} = self.linear{n}(h)<<||.transpose(0, 1).transpose(0, 1)>>
@@ -320,11 +252,6 @@ made{n} = self.linear{n}(h)<<||.transpose(0, 1).transpose(0, 1)>>
 +self.half{n} = nn.Linear(4, 4)
 a, b = h.<<chunk(2, dim=-1)||split(4, dim=-1)||unflatten(-1, (2, 4)).unbind(-2)>>
 h = torch.cat([<<b, self.half{n}(a)||self.half{n}(a) + b, a||a, self.half{n}(b).flip(-1)>>], dim=-1)
-# reshape seq 1
-+self.linear{n} = nn.Linear(8, 8)
-B, T = h.shape[:2]
-h = h + <<self.linear{n}(h.reshape(-1, 8)).view(B, T, 8)||self.linear{n}(h.permute(1, 0, 2)).permute(1, 0, 2)||
-self.linear{n}(h.flatten(0, 1)).unflatten(0, (B, T))>>
 # length_as_number seq 1
 +self.linear{n} = nn.Linear(8, 8)
 tokens{n} = self.linear{n}(h.reshape(1, -1, 8))
@@ -344,11 +271,6 @@ h = h + self.table{n}
 <<angles = torch.arange(h.shape[1], device=h.device)[:, None] / torch.arange(1, 9, device=h.device)||
 angles = torch.outer(torch.arange(h.shape[1]), 1.0 / 10 ** torch.linspace(0, 1, 8))>>
 h = h + torch.<<sin||cos>>(angles).to(h.dtype)
-# lazy_table seq 0 state
-+self.cache{n} = None
-if self.cache{n} is None or self.cache{n}.shape[0] != h.shape[1]:
-    self.cache{n} = torch.linspace(0, 1, h.shape[1], dtype=h.dtype, device=h.device)[:, None]
-h = h + self.cache{n}
 # counter_buffer any 0 state
 +self.register_buffer("steps{n}", torch.zeros((), dtype=torch.long))
 self.steps{n} += 1
@@ -357,10 +279,6 @@ h = h <</ (1 + self.steps{n})||* torch.cos(self.steps{n} * 0.1)>>
 +self.calls{n} = 0
 self.calls{n} += 1
 h = h / <<self.calls{n}||(2 if self.calls{n} % 2 else 1)>>
-# python_list any 0 state
-+self.sizes{n} = []
-self.sizes{n}.append(len(h))
-h = h * (len(h) / <<max(self.sizes{n})||sum(self.sizes{n}[-2:])>>)
 # temperature any 0 state
 +self.temperature{n} = 1.0
 if self.training:
@@ -377,17 +295,6 @@ h = h / self.temperature{n}
 <<||h = h * self.mean{n}.sigmoid()
 >>self.mean{n} = 0.9 * self.mean{n} + 0.1 * h.detach().flatten(0, -2).mean(0)
 ~h = h <<* self.mean{n}.tanh()||- self.mean{n}>>
-# momentum_weights any 2 state often
-+self.online{n}, self.frozen{n} = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
-with torch.no_grad():
-    for p, q in zip(self.online{n}.parameters(), self.frozen{n}.parameters()):
-        q<<.data||>>.mul_(0.9).add_(p<<.data||>>, alpha=0.1)
-    y = self.frozen{n}(h)
-h = self.online{n}(h) - y
-# clipped_weights any 1 state
-+self.linear{n} = nn.Linear(8, 8)
-self.linear{n}.weight.data.clamp_(-0.3, 0.3)
-h = self.linear{n}(h)
 # no_grad any 1
 +self.linear{n} = nn.Linear(8, 8)
 with torch.no_grad():
@@ -401,8 +308,6 @@ y{n} = {v}
 h = checkpoint(<<self.linear{n}, h||lambda t: torch.tanh(self.linear{n}(t)) + y{n}, h>>, use_reentrant=False)
 # reverse any 0
 h = Reverse.apply(h)
-# straight_through any 0
-h = h + Hard.apply(h)
 # tensor_hook any 0 state
 v{n} = h = h * 1
 <<||~>>if v{n}.requires_grad: v{n}.register_hook(lambda grad: grad * 0.5)

@@ -1,7 +1,5 @@
 """Small models and data whose every number is fixed, for comparing runs bit by bit."""
 
-from itertools import islice
-
 import torch
 from torch import nn
 from torch.utils.data import Dataset
@@ -108,61 +106,12 @@ class UNet(nn.Module):
         return self.head(y * self.scale)
 
 
-# The same in four parts, written by hand: no torch.fx, nothing in place, no shape that another part knows.
-def _enter(net, x):
-    wide = torch.relu(net.enter[1](net.enter[0](x)))
-    return x, wide, net.down(wide)
-
-
-def _bottom(net, acts):
-    x, wide, low = acts
-    low = torch.relu(low)
-    return x, wide, low + torch.tanh(net.bottom[1](low))
-
-
-def _up(net, acts):
-    x, wide, low = acts
-    up = net.up(low)
-    return x, wide, up > 0, torch.tanh(net.merge(torch.cat([up, wide], dim=1)))
-
-
-def _leave(net, acts):
-    x, wide, bright, y = acts
-    y = net.leave(torch.cat([y, x], dim=1))
-    y = torch.where(bright, y, 0.1 * y) + wide
-    return net.head(y.sum(dim=(2, 3)) / 9 * net.scale)
-
-
-_PARTS = {_enter: ["enter", "down"], _bottom: ["bottom"], _up: ["up", "merge"], _leave: ["leave", "scale", "head"]}
-# By K: the units where stages 1 to K-1 of a UNet begin, and how many of its parts each stage holds.
-UNET_BALANCE = {1: [], 2: ["up"], 3: ["bottom", "cat_2"], 4: ["bottom", "up", "cat_2"]}
-_UNET_PARTS = {1: [4], 2: [2, 2], 3: [1, 2, 1], 4: [1, 1, 1, 1]}
-
-
-class Part(nn.Module):
-    """Some of the parts, with the parameters' names as they are in the whole."""
-
-    def __init__(self, net, parts):
-        super().__init__()
-        self._parts = parts
-        for name in (name for part in parts for name in _PARTS[part]):
-            setattr(self, name, getattr(net, name))
-
-    def forward(self, acts):
-        for part in self._parts:
-            acts = part(self, acts)
-        return acts
+UNET_BALANCE = ["bottom", "up", "cat_2"]  # where stages 1 to 3 of a UNet begin
 
 
 def unet():
     torch.manual_seed(3)
     return UNet()
-
-
-def unet_by_hand(K):
-    """The stages of a new UNet as ``UNET_BALANCE`` cuts it."""
-    net, parts = unet(), iter(_PARTS)
-    return [Part(net, list(islice(parts, size))) for size in _UNET_PARTS[K]]
 
 
 # --- A net whose units hand on several tensors, one of them of integers ----------------------------------------

@@ -80,22 +80,18 @@ def second_half_does_not_fit():
     return nn.Sequential(*parts)
 
 
-class KeepsView(nn.Module):
-    """Computes with a view of its weight that it made when it was built."""
+class Shared(nn.Module):
+    """Multiplies by a number that all of its objects share, so that no stage has counted all calls."""
 
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-        self.flat = self.layer.weight.view(-1)
+    calls = 0
 
     def forward(self, x):
-        return x @ self.flat.view(8, 8)
+        Shared.calls += 1
+        return x * (1 + Shared.calls / 10)
 
 
-def keeps_a_view():
-    parts = units()
-    parts[1] = nn.Sequential(parts[1], KeepsView())
-    return nn.Sequential(*parts)
+def shares_a_number():
+    return nn.Sequential(Shared(), *units(), Shared())
 
 
 def raises():
@@ -153,7 +149,7 @@ class Explodes(nn.Module):
 
     def forward(self, x):
         self.calls += self.training
-        return x * float("nan") if self.calls > self.after else x
+        return x * (float("nan") if self.calls > self.after else 1.0)
 
 
 def explodes(after):
@@ -170,17 +166,21 @@ class InfiniteLoss(nn.CrossEntropyLoss):
 
 
 class At(nn.Module):
-    """Passes its input on; calls ``act`` in the n-th forward of training, or in the backward of that."""
+    """Passes its input on; calls ``act`` in the n-th forward of training, or in the backward of that.
+
+    The count is a buffer, so one stage runs it: a module that counts in an attribute runs on all stages.
+    """
 
     def __init__(self, n, act, *, backward=False):
         super().__init__()
-        self._left, self._act, self._backward = n, act, backward
+        self.register_buffer("left", torch.tensor(n), persistent=False)
+        self._act, self._backward = act, backward
 
     def forward(self, x):
-        self._left -= self.training
-        if self._left == 0 and not self._backward:
+        self.left -= int(self.training)
+        if self.left == 0 and not self._backward:
             self._act()
-        elif self._left == 0 and x.requires_grad:
+        elif self.left == 0 and x.requires_grad:
             x.register_hook(lambda grad: self._act())
         return x
 
@@ -191,10 +191,6 @@ def fail():
 
 def faulty(at):
     return nn.Sequential(*units(), At(at, fail))
-
-
-def faulty_at_the_start(at):
-    return nn.Sequential(At(at, fail), *units())
 
 
 def run_out_of_memory():

@@ -125,7 +125,7 @@ def by_torch(loss_fn, ignored, of_data):
 def test_any_m_gives_the_gradient_of_the_whole_group(name):
     *case, _ = CASES[name]
     expected, _, figures = by_torch(*case)
-    for K, steps, size in ((1, 4, 3), (2, 4, 3), (1, 1, 12), (2, 1, 12), (2, 2, 6)):
+    for K, steps, size in ((1, 4, 3), (1, 1, 12), (2, 2, 6)):
         state, summary = fitted(*case, K=K, M=steps, micro_batch=size)
         assert_close(state, expected)
         for figure, value in figures.items():
@@ -197,7 +197,7 @@ def test_heads_of_gradients_learn_from_losses_that_count(name, sees_target):
 
 # --- Processes, stops, records -----------------------------------------------------------------------------
 
-OF_RANKS = [(name, {}) for name in CASES] + [
+OF_RANKS = [(name, {}) for name in ("class weights", "tokens", "a loss of one's own")] + [
     ("ignored classes", {"method": "adl", "options": {"delay": [3, 3, 1]}}),
     ("ignored classes", {"method": "dgl", "options": {"head": "linear"}}),
     ("class weights", {"method": "dgl", "options": {"head": "linear"}, "M": 1}),

@@ -61,14 +61,17 @@ def test_dni_follows_its_equations_to_1e_12(K, M):
 
 OPTIONS = {
     "no delay": {**LINEAR, "head_delay": 0},
-    "a delay of one": {**LINEAR, "head_delay": 1},
     "a longer delay than a group": {**LINEAR, "head_delay": 5},
     "a longer delay than an epoch": {**LINEAR, "head_delay": 40},
-    "hidden layers": {"head_layers": 1, "head_width": 4},
     "classes": {**LINEAR, "head_sees_target": True},
     "classes and hidden layers": {"head_layers": 2, "head_sees_target": True},
     "another rate": {**LINEAR, "head_lr_factor": 0.5},
 }
+
+
+@functools.cache
+def of_linear_heads():
+    return run(3, 2, LINEAR)
 
 
 @pytest.mark.parametrize("case", OPTIONS)
@@ -76,7 +79,7 @@ def test_an_option_of_dni_follows_its_equations(case):
     options = OPTIONS[case]
     got = run(3, 2, options)
     assert_close(got, by_the_equations(3, 2, options)[0])
-    assert differ(got, run(3, 2, LINEAR)) > 1e-4, "and changes much"
+    assert differ(got, of_linear_heads()) > 1e-4, "and changes much"
 
 
 def test_heads_end_as_their_equations_say(tmp_path):

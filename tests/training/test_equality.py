@@ -53,7 +53,7 @@ def test_staleness_changes_the_values(K):
     assert differ(run(K, 2, "adl"), run(1, 2, "adl")) > 1e-3
 
 
-@pytest.mark.parametrize("num_orders", [10, slow(40)])
+@pytest.mark.parametrize("num_orders", [4, slow(40)])
 @pytest.mark.parametrize("weights", ["stash", "latest"])
 def test_the_order_of_events_does_not_change_a_bit(weights, num_orders):
     """Random interleavings of real tensors, dropout included; see test_engine.py for thousands without."""
@@ -63,7 +63,6 @@ def test_the_order_of_events_does_not_change_a_bit(weights, num_orders):
         assert_same(train(4, 2, torch.float32, **options, pick_next=at_random(seed))[0], expected)
 
 
-@pytest.mark.parametrize("K", [2, 3])
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -75,9 +74,9 @@ def test_the_order_of_events_does_not_change_a_bit(weights, num_orders):
     ],
     ids=["adamw", "adamw fused", "sgd fused", "rmsprop for-loop", "muon"],
 )
-def test_fused_and_foreach_optimizers_give_the_stashed_gradient(K, optimizer):
+def test_fused_and_foreach_optimizers_give_the_stashed_gradient(optimizer):
     """Fused steps bypass autograd's check; stashing must not rely on it. Reference: every version kept as a copy."""
-    model = batch_norm_net().double()
+    K, model = 3, batch_norm_net().double()
     mark_roles(model)
     modules = cut(model, num_stages=K, balance=BALANCE[K])
     optimizers = [optimizer(module.parameters()) for module in modules]

@@ -20,12 +20,11 @@ from tests.support.values import QUIET, SILENT
 
 pytestmark = pytest.mark.ranks
 
-FLOATS = (torch.float32, torch.float64)
 # The float64 runs are those of which test_equality.py shows that they follow the equations.
 CASES = [
-    *((M, {"dtype": dtype}) for M in (1, 2, 3, 4) for dtype in FLOATS),
+    *((M, {}) for M in (1, 2, 3, 4)),
+    (2, {"dtype": torch.float64}),
     *((3, {"method": name, "dropout": 0.3}) for name in METHODS if name not in ("adl", "interleaved")),
-    (2, {"options": {"weights": "latest"}}),
     (2, {"options": {"weights": "recompute"}, "dropout": 0.3}),
     (2, {"options": {"order": "backward_first", "reduction": "sum", "lr_index": "slot"}}),
     (3, {"method": "gpipe", "options": {"recompute": "except_last"}, "dropout": 0.3}),
@@ -34,33 +33,25 @@ CASES = [
     (2, {"method": "dni", "options": {"head_sees_target": True, "head_delay": 1}, "clip_norm": 0.3}),
     (2, {"dropout": 0.3, "shuffle": True}),
     (2, {"channels_last": True}),
-    (2, {"channels_last": True, "optimizer": partial(Muon, lr=0.02)}),
-    (2, {"optimizer": partial(Muon, lr=0.02), "non_finite": "skip", "plant": nan_inputs}),
-    (2, {"clip_norm": 0.3, "non_finite": "skip", "plant": nan_inputs}),
+    (2, {"optimizer": partial(Muon, lr=0.02), "clip_norm": 0.3, "non_finite": "skip", "plant": nan_inputs}),
     (3, {"method": "paci", "non_finite": "skip", "plant": nan_inputs}),
     (1, {"options": {"mitigation": ["discount", "spike", "predict", "delay_compensation"]}, "dropout": 0.3}),
-    (2, {"options": {"mitigation": ["predict"], "weights": "latest"}, "non_finite": "skip", "plant": nan_inputs}),
-    (2, {"options": {"mitigation": ["predict"], "weights": "recompute"}, "dropout": 0.3}),
     (3, {"method": "2bw", "options": {"mitigation": ["error_feedback"]}}),
     (2, {"options": {"mitigation": ["predict"], "flush_epochs": 1}}),
-    *((M, {"options": {"split_backward": True, "delay": "third"}, "dropout": 0.3}) for M in (1, 3)),
+    (3, {"options": {"split_backward": True, "delay": "third"}, "dropout": 0.3}),
     (2, {"options": {"split_backward": True, "delay": "third", "mitigation": ["predict", "spike"]}}),
-    *((3, {"method": name, "options": {"split_backward": True}}) for name in ("gpipe", "fr", "2bw", "paci")),
+    *((3, {"method": name, "options": {"split_backward": True}}) for name in ("gpipe", "fr", "2bw")),
     (2, {"options": {"split_backward": True}, "clip_norm": 0.3, "non_finite": "skip", "plant": nan_inputs}),
 ]
-ADL = CASES[0 : 2 * 4 : 2]  # M = 1 .. 4
+ADL = CASES[:4]  # M = 1 .. 4
 
 LOWERED, NARROW = {"autocast": torch.bfloat16}, {"codec": "bf16"}
 LOWER_PRECISION = [
     (2, {**NARROW, "dropout": 0.3}),
     (1, {**NARROW, "method": "fr", "channels_last": True}),
     (2, {**LOWERED, **NARROW}),
-    (2, {**LOWERED, "dropout": 0.3}),
-    (2, {**LOWERED, "channels_last": True}),
-    (1, {**LOWERED, "method": "dsp", "dropout": 0.3}),
     (3, {**LOWERED, "method": "2bw"}),
     (2, {**LOWERED, "method": "gpipe", "options": {"recompute": "except_last"}, "dropout": 0.3}),
-    (1, {**LOWERED, "method": "dgl", "options": {"head": "predsim"}}),
     (2, {**LOWERED, **NARROW, "method": "dni", "channels_last": True}),
     (2, {"codec": "int8", "channels_last": True, "non_finite": "skip", "plant": nan_inputs}),
     (3, {"codec": "int4", "gradient_codec": "int8", "options": {"split_backward": True, "delay": "third"}}),
@@ -68,12 +59,11 @@ LOWER_PRECISION = [
 ]
 
 # Over the cuts of this network go the input itself, a tensor for three stages, booleans, and shapes without a byte.
-# In float64 tests/partition/test_linearise.py shows that one process follows the equations.
-UNET = {"model": unet, "balance": UNET_BALANCE[4], "num_samples": 11}
+UNET = {"model": unet, "balance": UNET_BALANCE, "num_samples": 11}
 RELAYED = [
     (2, {**UNET, "dtype": torch.float64}),
     (2, {**UNET, "codec": "int8"}),
-    *((M, {**UNET, "method": name}) for name, M in (("adl", 1), ("adl", 2), ("bp", 2), ("dsp", 1), ("paci", 2))),
+    *((M, {**UNET, "method": name}) for name, M in (("adl", 1), ("bp", 2), ("dsp", 1))),
 ]
 
 
@@ -116,7 +106,7 @@ SHARED = [
 
 def train_shared(K, v, options):
     options = {"options": {"stages_per_process": v}, "dropout": 0.3, "epochs": 2, **options}
-    return [train(K, M, dtype, **options) for M in (1, 4, 5) for dtype in FLOATS]
+    return [train(K, M, dtype, **options) for M, dtype in ((1, torch.float32), (4, torch.float64), (5, torch.float32))]
 
 
 @pytest.mark.parametrize(("K", "P", "v", "options"), SHARED)
@@ -216,7 +206,7 @@ def evaluated_first(num_samples, last=nn.Identity):
     return trainer.fit(FixedImages(num_samples), epochs=1, batch_size=4, monitoring=SILENT)["updates"]
 
 
-@pytest.mark.parametrize("num_samples", [9, 10, 11])
+@pytest.mark.parametrize("num_samples", [9, 11])
 def test_a_small_last_micro_batch_may_come_after_an_evaluation(num_samples):
     assert run_ranks(2, evaluated_first, num_samples) == [3, 3]
 

@@ -26,7 +26,10 @@ from tests.support.hf_models import CLASSES, FAMILIES, hf_input, hf_net
 LR, MOMENTUM, EPOCHS, MICRO_BATCH, NUM, M = 0.1, 0.9, 2, 2, 15, 2
 sgd = functools.partial(torch.optim.SGD, lr=LR, momentum=MOMENTUM)
 LOSSES = {"gpt2": TokenCrossEntropy(), "bert": nn.CrossEntropyLoss()}
-SIZES = {1: [5], 2: [2, 3], 4: [1, 1, 2, 1]}
+SIZES = {  # of blocks; a weight of GPT-2 is on the first and the last stage
+    "bert": {1: [7], 2: [2, 5], 4: [1, 1, 2, 3]},
+    "gpt2": {1: [8], 2: [4, 4], 4: [3, 1, 2, 2]},
+}
 
 
 class Texts(Dataset):
@@ -62,7 +65,7 @@ def batches(family, size):
 
 
 def trained(family, K, method, *, dtype=torch.float64):
-    of_trainer = {"optimizer": sgd, "dtype": dtype, "balance": SIZES[K]}
+    of_trainer = {"optimizer": sgd, "dtype": dtype, "balance": SIZES[family][K]}
     trainer = toy_trainer(K, M, method, model=larger(hf_net(family)), loss_fn=LOSSES[family], **of_trainer)
     data = Texts(family)
     how = {"epochs": EPOCHS, "batch_size": MICRO_BATCH * M, "shuffle": False, "monitoring": QUIET}

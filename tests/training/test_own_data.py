@@ -35,7 +35,7 @@ def are_equal(one, other):
 def test_an_iterable_is_resumed_in_mid_epoch_to_the_bit(make, tmp_path):
     whole = trained(make(), run_dir=tmp_path / "whole", checkpoints=adl_dist.CheckpointPolicy(every_updates=2))
     parts = {"run_dir": tmp_path / "parts", "checkpoints": adl_dist.CheckpointPolicy(every_updates=2)}
-    for updates in (2, 4, 7):
+    for updates in (2, 7):
         trained(make(), max_updates=updates, **parts)
     assert are_equal(trained(make(), **parts), whole)
 

@@ -62,7 +62,7 @@ TORCHS = {
 }
 
 
-@pytest.mark.parametrize("K", [1, 2, 4])
+@pytest.mark.parametrize("K", [1, 4])
 @pytest.mark.parametrize("name", TORCHS)
 def test_rules_are_torchs_own_groups_bit_for_bit(name, K):
     make, by_hand = TORCHS[name]
@@ -94,8 +94,9 @@ def test_rules_divide_both_groups_of_muon(K):
     assert_same(state, by_a_plain_loop(muon_by_hand))
 
 
-@pytest.mark.parametrize("frozen", [{1}, {1, 2}, {2}, {3}, {1, 3}], ids=str)
-@pytest.mark.parametrize("weights", ["stash", "latest", "recompute"])
+@pytest.mark.parametrize(
+    ("frozen", "weights"), [({1}, "stash"), ({1, 2}, "latest"), ({2}, "recompute"), ({3}, "latest"), ({1, 3}, "stash")]
+)
 def test_frozen_stages_follow_the_equations_with_a_rate_of_0(frozen, weights):
     """Modules are counted from 1; behind the last frozen one gradients travel on."""
     firsts = [0, *(sum(BALANCE[4][:k]) for k in range(1, 5))]

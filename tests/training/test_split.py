@@ -24,7 +24,7 @@ from tests.support.values import QUIET, SILENT
 
 SPLIT = {"split_backward": True}
 GOING_BACK = [name for name, spec in METHODS.items() if "split_backward" in spec.options]
-SIZES = [(1, 3), (2, 1), (3, 2), (4, 4)]
+SIZES = [(2, 1), (3, 2), (4, 4)]
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def deferrable(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "K", "M"),
-    grid(GOING_BACK, range(1, 5), range(1, 5), default=[(n, *s) for n in GOING_BACK for s in SIZES[1:]]),
+    grid(GOING_BACK, range(1, 5), range(1, 5), default=[(n, *SIZES[i % 3]) for i, n in enumerate(GOING_BACK)]),
 )
 def test_every_method_ends_in_the_bits_of_the_whole_backward(name, K, M, deferrable):
     """Uneven last micro-batch and group, BatchNorm, dropout, momentum and weight decay, with two epochs."""
@@ -56,7 +56,7 @@ def test_every_method_ends_in_the_bits_of_the_whole_backward(name, K, M, deferra
     assert of_split["validation_loss"] == summary["validation_loss"]
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     delays=st.lists(st.integers(0, 5), min_size=3, max_size=3).map(lambda d: sorted(d, reverse=True)),
     weights=st.sampled_from(["stash", "latest", "recompute"]),
@@ -74,11 +74,11 @@ def test_a_method_follows_its_equations_to_1e_12(name, K, M):
     assert_close(run(K, M, name, **SPLIT), by_the_equations(K, M, delays(K), weights))
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_the_order_of_events_does_not_change_a_bit(seed):
+def test_the_order_of_events_does_not_change_a_bit():
     options = {"options": {**SPLIT, "delay": "third"}, "dropout": 0.3, "epochs": 1}
     expected, _ = train(4, 2, torch.float32, **options)
-    assert_same(train(4, 2, torch.float32, pick_next=at_random(seed), **options)[0], expected)
+    for seed in range(3):
+        assert_same(train(4, 2, torch.float32, pick_next=at_random(seed), **options)[0], expected)
 
 
 OTHERS = {
@@ -98,9 +98,8 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("more", OTHERS.values(), ids=OTHERS)
-@pytest.mark.parametrize("M", [1, 3])
-def test_with_other_settings_it_ends_in_the_same_bits_too(M, more):
-    options = more.get("options", {})
+def test_with_other_settings_it_ends_in_the_same_bits_too(more):
+    M, options = 3, more.get("options", {})
     whole, summary = train(3, M, torch.float32, **{**more, "options": options})
     split, of_split = train(3, M, torch.float32, **{**more, "options": options | SPLIT})
     assert_same(split, whole)
@@ -126,7 +125,7 @@ def test_what_has_no_gradient_gets_none_and_no_weight_decay():
     assert torch.equal(nets[1].full_state_dict()["4.unused.weight"], partly_frozen()[4].unused.weight)
 
 
-@pytest.mark.parametrize(("name", "options"), [("adl", {"delay": "third"}), ("2bw", {}), ("fr", {}), ("1f1b", {})])
+@pytest.mark.parametrize(("name", "options"), [("adl", {"delay": "third"}), ("2bw", {})])
 def test_a_run_that_is_resumed_ends_in_the_same_bits(name, options, tmp_path):
     """And one that is resumed in another way: whole after split."""
 

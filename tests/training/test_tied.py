@@ -54,18 +54,18 @@ DELAYS = {"decoupled": [6, 4, 2, 0], "third": [2, 2, 1, 0], "minimal": [3, 2, 1,
 
 
 @pytest.mark.parametrize("delay", [*DELAYS, (5, 5, 2, 1)])
-@pytest.mark.parametrize(("M", "weights"), [(1, "stash"), (2, "recompute"), (3, "stash")])
+@pytest.mark.parametrize(("M", "weights"), [(1, "stash"), (2, "recompute")])
 def test_with_a_split_backward_any_delays_do_too(delay, M, weights):
     options = {**LATE, "delay": delay, "weights": weights}
     expected = tied_by_the_equations(4, M, DELAYS.get(delay, delay), weights, epochs=2)
     assert_close(train_tied(4, M, options=options)[0], expected)
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9, nesterov=True)])
 @pytest.mark.parametrize(("name", "K"), [("1f1b", 2), ("gpipe", 3), ("interleaved", 4), ("zbh2", 4)])
-def test_synchronous_methods_train_as_plain_torch(name, K, optimizer):
-    expected, _ = train_tied(1, 3, method="bp", optimizer=partial(optimizer, lr=0.05))
-    assert_close(train_tied(K, 3, method=name, optimizer=partial(optimizer, lr=0.05))[0], expected)
+def test_synchronous_methods_train_as_plain_torch(name, K):
+    adamw = partial(torch.optim.AdamW, lr=0.05)
+    expected, _ = train_tied(1, 3, method="bp", optimizer=adamw)
+    assert_close(train_tied(K, 3, method=name, optimizer=adamw)[0], expected)
 
 
 @pytest.mark.parametrize("name", ["adl", "1f1b"])
@@ -124,16 +124,16 @@ OTHERS = {
 
 @pytest.mark.parametrize("more", OTHERS.values(), ids=OTHERS)
 def test_copies_stay_equal_whatever_trains_them(more):
-    got, _ = train_tied(4, 3, torch.float32, epochs=6, **more)
+    got, _ = train_tied(4, 3, torch.float32, epochs=3, **more)
     assert_copies_are_equal(got)
     moved = {name: (got[name] - weight).abs().max() for name, weight in tied_net().state_dict().items()}
     assert min(moved.values()) > 0
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_order_of_events_does_not_change_a_bit(seed):
+def test_the_order_of_events_does_not_change_a_bit():
     expected, _ = train_tied(4, 2, torch.float32)
-    assert_same(train_tied(4, 2, torch.float32, pick_next=at_random(seed))[0], expected)
+    for seed in range(2):
+        assert_same(train_tied(4, 2, torch.float32, pick_next=at_random(seed))[0], expected)
 
 
 RANKS = [

@@ -110,8 +110,7 @@ def by_the_equations(build, file, K, M):
 
 
 @pytest.mark.parametrize("build", [build_gpt, build_llama])
-@pytest.mark.parametrize("M", [1, 2, 3, 4])
-@pytest.mark.parametrize("K", [1, 2, 3, 4])
+@pytest.mark.parametrize(("K", "M"), [(1, 3), (2, 1), (3, 2), (4, 4)])
 def test_transformers_follow_the_equations_to_1e_12(build, file, K, M):
     """With targets that are ignored, and groups that have no equal number of those that count."""
     state, _ = trained(build, file, K, M)
@@ -120,7 +119,7 @@ def test_transformers_follow_the_equations_to_1e_12(build, file, K, M):
     assert differ(state, build().double().state_dict()) > 1e-2
 
 
-FLOAT32 = [(M, method) for M in (1, 3) for method in ("adl", "1f1b", "dsp")]
+FLOAT32 = [(1, "adl"), (3, "adl"), (3, "1f1b"), (1, "dsp")]
 
 
 def train_all(K, file):
@@ -197,7 +196,7 @@ def test_an_id_outside_the_vocabulary_is_named(K, at):
     trainer = toy_trainer(K, 2, model=build_gpt(), balance=BALANCES[K], loss_fn=TokenCrossEntropy())
     ids = torch.randint(VOCAB, (16, CONTEXT))
     ids[at, 3] = VOCAB + 2
-    said = r"stage 0: the input has the id 13, but the embedding 'embedding.tokens' has rows for 0 to 10 only"
+    said = r"stage 0: the embedding 'embedding.tokens' gets the id 13, but has rows for 0 to 10 only"
     with pytest.raises(DataError, match=said):
         trainer.fit(TensorDataset(ids, ids % VOCAB), epochs=1, batch_size=4, shuffle=False, monitoring=QUIET)
 

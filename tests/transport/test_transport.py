@@ -29,7 +29,8 @@ def image(channels_last):
 
 
 def train_tuples(K):
-    trainer = toy_trainer(K, 2, model=tuple_net(), optimizer=plain_sgd, dtype=torch.float64, timeout_seconds=30)
+    options = {"balance": EVEN[K], "optimizer": plain_sgd, "dtype": torch.float64, "timeout_seconds": 30}
+    trainer = toy_trainer(K, 2, model=tuple_net(), **options)
     data = FixedImages(13, dtype=torch.float64)
     trainer.fit(data, epochs=2, batch_size=6, val_dataset=data, shuffle=False, monitoring=QUIET)
     return trainer.full_state_dict()
@@ -110,17 +111,38 @@ def test_a_micro_batch_out_of_order_is_refused():
         channel.recv(0)
 
 
+class Noted(nn.Module):
+    """Notes what passes it on the stage that has it, which hooks do on every stage."""
+
+    def __init__(self, seen, place):
+        super().__init__()
+
+        class Note(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                seen[f"act {place}"] = x.clone()
+                return x.view_as(x)
+
+            @staticmethod
+            def backward(ctx, grad):
+                seen[f"grad {place}"] = grad
+                return grad
+
+        self.note = Note
+
+    def forward(self, x):
+        return self.note.apply(x)
+
+
 def test_what_reaches_the_next_stage_is_rounded_in_its_dtype():
     seen = {}
     model = batch_norm_net()
-    model[3].register_forward_pre_hook(lambda _, given: seen.update(act=given[0].detach()))
-    model[2].register_full_backward_pre_hook(lambda _, given: seen.update(grad=given[0]))
-    trainer = toy_trainer(2, model=model, codec="bf16")
+    model[2], model[3] = Noted(seen, "before the cut"), Noted(seen, "after it")
+    trainer = toy_trainer(2, model=model, codec="bf16", balance=[3, 4])
     trainer.fit(FixedImages(8), epochs=1, batch_size=8, monitoring=QUIET)
-    for what, tensor in seen.items():
-        assert tensor.dtype == torch.float32, what
-        assert torch.equal(tensor, tensor.bfloat16().float()), what
-    assert seen.keys() == {"act", "grad"}
+    for what in ("act after it", "grad before the cut"):
+        assert seen[what].dtype == torch.float32, what
+        assert torch.equal(seen[what], seen[what].bfloat16().float()), what
 
 
 def test_edges_of_nccl_are_given_up_all_at_once():

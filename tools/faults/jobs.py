@@ -83,7 +83,7 @@ class Job:
             method=self.method,
             num_stages=self.num_stages,
             lr_schedule=falling,
-            **values(dtype=torch.float64, threads=1),
+            **values(dtype=torch.float64, threads=1, verify=False),
         )
 
     def fit(self, trainer, run_dir):

@@ -30,11 +30,8 @@ LAUNCHER = "hydra/launcher"
 # Nodes that name a callable and hold its arguments, whatever these are.
 OPEN_NODES = ("model", "data", "optimizer", "lr_schedule", "loss")
 LISTS_KEYS = "adl-dist train --help lists all keys"
-REMOVED = (
-    "runtime.cuda_graphs",
-    "sweep.tune",
-    *(f"method.{name}" for name in REMOVED_OPTIONS),
-)  # older run folders name them
+# In 0.4.0; older run folders name some of them.
+REMOVED = ("runtime.cuda_graphs", "sweep.tune", *(f"method.{name}" for name in REMOVED_OPTIONS))
 
 Plain = dict[str, Any]
 

@@ -191,8 +191,7 @@ class StageRun:
             tensors = tuple(t.to(META) if takes_gradient(t) else t for t in tensors)
         needs = [False] * len(tensors)
         for k, stage in enumerate(self.stages):
-            if stage.training is not training:
-                stage.train(training)
+            stage.train(training)
             seen = self._seen[0 if training else 1][k]
             seen.acts.append((size, tuple(torch.empty_like(t, device=META) for t in tensors)))
             seen.needs_grad.append(needs)

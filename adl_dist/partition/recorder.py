@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,172 +22,15 @@ from torch.overrides import TorchFunctionMode
 
 from adl_dist.batch import Batch, Several
 from adl_dist.errors import PartitionError
-from adl_dist.partition.absent import SizeRule, infer, signature
+from adl_dist.partition.absent import call_signature, infer, module_signature
 from adl_dist.partition.containers import PLAIN, map_tensors, other_leaves, tensors_in
-from adl_dist.partition.functions import ASK_DEVICE, LIGHT, LIKE_SECOND, Kind, kind_of, writes_to
+from adl_dist.partition.functions import ASK_DEVICE, LIKE_SECOND, Kind, kind_of, writes_to
+from adl_dist.partition.intercept import CALL, is_openable, place_of_call, users_line
+from adl_dist.partition.recording import INPUT, Call, Key, ModeRecord, Recording, held_tensors, state_label
 from adl_dist.partition.value import Label, Watch
 from adl_dist.partition.work import Work
 
-CALL = "_compiled_call_impl"  # which nn.Module.__call__ calls first; copies of a module do not have it
-INPUT, STATE = "input", "state"  # names in the labels of values that no call makes
 MOST_RUNS = 40  # while a run has something new: layers that are left out at random
-Count = int | tuple[str, int, int]  # of a module; of a function: the module called last, its count, and how many since
-Key = tuple[str, str, Count]  # path of the calling forward, name, how many calls before
-
-
-@dataclass(eq=False)
-class Call:
-    """One call, as the runs of one mode have seen it.
-
-    Attributes:
-        name: of a module its name in the model; of a function its own.
-        parent: the call whose forward makes this one; None: the model itself.
-        where: the user's line, of a function.
-        is_open: whether the calls inside are recorded, too; else it runs as a whole.
-        is_block: whether a cut between blocks may lie between the calls inside.
-        is_tainted: whether it computes with values of the batch or with parameters.
-        reads: labels of the values that it computes with.
-        makes: labels of its results and of what it writes to.
-        results: label of each tensor in its result; it may come from a call inside.
-        uses: names of the parameters and buffers that it computes with.
-        moves: names of the buffers that a module as a whole changes.
-        common: places of the whole-number inputs that it computes with.
-        writes: memory that it writes to.
-        draws: whether it draws random numbers.
-        varies: whether its caller sets attributes that its results may depend on.
-        has_effects: whether it changes more than its results, so that every stage must run it.
-        is_hidden: whether it computes with a value that is not among its arguments.
-        answers: numbers that it answered, of all runs.
-        checkpoint: the call of torch.utils.checkpoint that it is in; 0: none.
-        rule: of a call whose shapes tensors on meta do not tell.
-        flops, nbytes: floating-point operations, and bytes read and written, of one forward.
-    """
-
-    key: Key
-    name: str
-    parent: "Call | None"
-    is_module: bool
-    where: str = ""
-    is_open: bool = False
-    is_block: bool = False
-    is_tainted: bool = False
-    reads: dict[Label, None] = field(default_factory=dict)
-    makes: dict[Label, None] = field(default_factory=dict)
-    results: list[Label] = field(default_factory=list)
-    uses: set[str] = field(default_factory=set)
-    moves: set[str] = field(default_factory=set)
-    common: set[int] = field(default_factory=set)
-    writes: set[int] = field(default_factory=set)
-    draws: bool = False
-    varies: bool = False
-    has_effects: bool = False
-    is_hidden: bool = False
-    answers: list[Any] = field(default_factory=list)
-    checkpoint: int = 0
-    rule: SizeRule | None = None
-    flops: float = 0.0
-    nbytes: float = 0.0
-
-    @property
-    def path(self) -> str:
-        """The path of its own forward."""
-        path, name, count = self.key
-        return f"{path}/{name}#{count}"
-
-    @property
-    def answer(self) -> Any:
-        """The number that it answered in every run; None if runs differ."""
-        first = self.answers[0] if self.answers else None
-        return first if all(type(one) is type(first) and one == first for one in self.answers) else None
-
-    @property
-    def is_unit(self) -> bool:
-        """Whether a cut may lie before it."""
-        if self.is_open or self.name.endswith("*"):
-            return False
-        if not self.makes:  # it returns what it was given
-            return self.is_module and self.parent is None
-        if not self.is_tainted:
-            return False
-        if self.parent is None or self.parent.is_block:
-            return self.is_module or (self.name not in LIGHT and not self.writes)
-        return bool(self.uses) or self.draws
-
-    @property
-    def caller(self) -> str:
-        """The name of the module whose forward makes the call."""
-        return "" if self.parent is None else self.parent.name
-
-
-@dataclass(eq=False)
-class ModeRecord:
-    """The runs of a model in training, or in evaluation.
-
-    Attributes:
-        calls: those of all runs by their keys, in the order in which they begin.
-        shapes: of each label, the shapes in the runs.
-        inputs, dtypes: the shapes of the inputs in the runs, and their dtypes.
-        nbytes: of each label, its bytes for one sample.
-        tensors: of each label, its dtype, and whether it is part of a graph.
-        memory: of each label, a number of the memory that it lies in.
-        outputs: labels of the values in the model's result.
-        uses, common: names of parameters, and places of whole-number inputs, that the result depends on besides.
-        asked: places of whole-number inputs whose elements Python asks for.
-        state: labels of the values that tensors of the model have after a run.
-        decides: whether another micro-batch may take another path.
-        draws: the random streams from which something is drawn that does not depend on the batch.
-        draws_own: those from which calls draw.
-    """
-
-    calls: dict[Key, Call] = field(default_factory=dict)
-    shapes: dict[Label, list[torch.Size]] = field(default_factory=dict)
-    inputs: list[list[torch.Size]] = field(default_factory=list)
-    dtypes: list[torch.dtype] = field(default_factory=list)
-    nbytes: dict[Label, float] = field(default_factory=dict)
-    tensors: dict[Label, tuple[torch.dtype, bool]] = field(default_factory=dict)
-    memory: dict[Label, int] = field(default_factory=dict)
-    outputs: dict[Label, None] = field(default_factory=dict)
-    uses: set[str] = field(default_factory=set)
-    common: set[int] = field(default_factory=set)
-    asked: set[int] = field(default_factory=set)
-    state: dict[str, Label] = field(default_factory=dict)
-    decides: bool = False
-    draws: set[str] = field(default_factory=set)
-    draws_own: set[str] = field(default_factory=set)
-
-
-@dataclass(eq=False)
-class Recording:
-    """What a model does in training and in evaluation.
-
-    Attributes:
-        modes: by ``training``.
-        state: names of tensors of the model that values of the batch are written to between uses of them.
-        births: by ``training``, keys of functions that make memory which values of the batch are written to later.
-        whole: by the name of a module, why its forward cannot be followed.
-        closed: likewise, as the last runs have it; they may do without once other modules are followed.
-        refused: why the model's own forward cannot be; empty: it can.
-        opened: names of modules without children that are followed all the same, for their effects.
-        glue: names of buffers, and of tensors that are plain attributes, that every stage needs.
-        moved: those of them that a forward changes by what does not depend on the batch.
-        predicted: calls whose shapes tensors on meta have told.
-        device: of the model.
-    """
-
-    modes: dict[bool, ModeRecord] = field(default_factory=dict)
-    state: set[str] = field(default_factory=set)
-    births: dict[bool, set[Key]] = field(default_factory=lambda: {True: set(), False: set()})
-    whole: dict[str, str] = field(default_factory=dict)
-    closed: dict[str, str] = field(default_factory=dict)
-    refused: str = ""
-    opened: set[str] = field(default_factory=set)
-    glue: set[str] = field(default_factory=set)
-    moved: set[str] = field(default_factory=set)
-    predicted: set[Any] = field(default_factory=set)
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-
-    def _known(self) -> tuple[int, ...]:
-        return len(self.state), *map(len, self.births.values()), len(self.whole), len(self.opened)
 
 
 def record_forward(model: nn.Module, batches: Sequence[Batch]) -> Recording:
@@ -231,35 +74,6 @@ def record_forward(model: nn.Module, batches: Sequence[Batch]) -> Recording:
                 raise PartitionError(f"the model's own forward cannot be run in stages: {recording.refused}")
             return recording
         recording.whole |= recording.closed
-
-
-def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters, buffers, and tensors that are plain attributes of modules, each once, by name."""
-    seen = set[int]()
-    for tensors in (model.named_parameters(), model.named_buffers(), _attributes(model)):
-        for name, tensor in tensors:
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield name, tensor
-
-
-def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            if isinstance(value, Tensor):
-                yield f"{name}.{key}".lstrip("."), value
-
-
-def state_label(name: str) -> Label:
-    """Return the label of the tensor ``name`` of the model, as it is before a forward."""
-    return "", f"{STATE} {name}", 0, 0
-
-
-def is_openable(module: nn.Module) -> bool:
-    """Return whether the calls inside the forward of ``module`` can be followed."""
-    if isinstance(module, torch.jit.ScriptModule) or module._backward_hooks or module._backward_pre_hooks:
-        return False
-    return module._compiled_call_impl is None and not type(module).__module__.startswith("torch._dynamo")
 
 
 def _is_predictable(module: nn.Module | None) -> bool:
@@ -350,6 +164,7 @@ class Recorder(TorchFunctionMode):
         self.is_paused = False
         self._num_rules = 0
         self._answers: dict[Key, Any] = {}
+        self._states: dict[Key, list[Any]] = {}  # what each call of a module has left in Python
 
     def _is_followed(self, name: str, module: nn.Module) -> bool:
         if not name:
@@ -407,7 +222,7 @@ class Recorder(TorchFunctionMode):
                 out = self.model(*args, **kwargs)
         finally:
             Watch.active = None
-        self._note_draws(self.frames)
+        self._note_draws()
         for leaf in tensors_in(out):
             fact = self._fact(leaf)
             if fact.label is not None:
@@ -499,26 +314,26 @@ class Recorder(TorchFunctionMode):
             self.is_paused = before
 
     def _module(self, module: nn.Module, name: str, native_call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        self._note_draws(self.frames)
+        self._note_draws()
         call = self._call(name, is_module=True)
         leaves = tensors_in((args, kwargs))
-        around = _Surroundings(module, args, kwargs)
-        state = {n: _plain_state(m) for n, m in module.named_modules()}
-        if (before := getattr(call, "_state", None)) is not None and before != state:
-            call.varies = True
+        key, before, lists = call_signature(args, kwargs), _python_state(module), _lists_in((args, kwargs))
+        lengths = [*map(len, lists)]
+        call.varies |= self._states.get(call.key, before) != before
         if self.is_followed[name]:
             num_rules = self._num_rules
             out = self._follow(call, module, native_call, args, kwargs)
             if self._num_rules > num_rules:  # tensors on meta do not tell the shapes inside
-                call.rule = call.rule or SizeRule()
-                call.rule.note((args, kwargs), out)
+                call.recorded.by_rule = True
         else:
             out = self._whole(call, native_call, args, kwargs, leaves, module)
-        call._state = {n: _plain_state(m) for n, m in module.named_modules()}  # type: ignore[attr-defined]
-        if around.changed() or not all(isinstance(leaf, PLAIN + OBJECTS) for leaf in other_leaves((args, kwargs))):
+        after = self._states[call.key] = _python_state(module)
+        has_objects = not all(isinstance(leaf, PLAIN + OBJECTS) for leaf in other_leaves((args, kwargs)))
+        if after != before or lengths != [*map(len, lists)] or has_objects:
             call.has_effects = True
         elif call.is_tainted and not call.is_open:  # which would have the effects, too
-            self._note_predictable(call, native_call, args, kwargs, out, module)
+            self._note_predictable(call, key, native_call, args, kwargs, out, module)
+        call.recorded.note(key, (args, kwargs), out)
         numbers = [leaf for leaf in other_leaves(out) if leaf is not None]
         if numbers and call.is_tainted:
             call.has_effects = True
@@ -554,7 +369,8 @@ class Recorder(TorchFunctionMode):
             call.uses |= {self.state[id(t)] for t in (*module.parameters(), *module.buffers()) if id(t) in self.state}
         buffers = [] if module is None else [*module.buffers()]
         versions = [_version(t) for t in (*leaves, *buffers)]
-        before, self.inside, self.given = _streams(), call, {fact.label for fact in facts}
+        key = call_signature(args, kwargs) if module is None else None
+        before, self.inside, self.given = self._drawn, call, {fact.label for fact in facts}
         work = Work() if not call.flops and not call.nbytes else None
         try:
             with work or nullcontext(), self._paused(paused=False):
@@ -581,7 +397,8 @@ class Recorder(TorchFunctionMode):
             out = out.view_as(out)  # whether it is the same object depends on strides, which stages may have others of
         if call.is_tainted:
             if module is None:
-                self._note_predictable(call, function, args, kwargs, out, None)
+                self._note_predictable(call, key, function, args, kwargs, out, None)
+                call.recorded.note(key, (args, kwargs), out)
             for place, leaf in enumerate(tensors_in(out)):
                 known = self.facts.get(id(leaf))
                 if known is None or known.label is None:
@@ -600,15 +417,18 @@ class Recorder(TorchFunctionMode):
                 raise
             return torch.empty_like(first, requires_grad=torch.is_grad_enabled())
 
-    def _note_predictable(self, call: Call, function: Any, args: Any, kwargs: Any, out: Any, module: Any) -> None:
+    def _note_predictable(
+        self, call: Call, key: Any, function: Any, args: Any, kwargs: Any, out: Any, module: nn.Module | None
+    ) -> None:
         """Note whether tensors on meta tell the shapes of a result; else sizes are compared with the arguments'."""
-        if self.is_lazy and module is None:
+        if (self.is_lazy and module is None) or _is_predictable(module):
             return
-        try:  # a call that has been predicted once need not be predicted again
-            known: Any = call.name if module is None else call.key, signature((args, kwargs))
-        except TypeError:
-            known = call.key
-        if call.rule is None and (known in self.recording.predicted or _is_predictable(module)):
+        if call.recorded.by_rule:
+            self._num_rules += 1
+            return
+        # Equal calls need not be predicted again.
+        known = None if key is None else (function if module is None else module_signature(module), key)
+        if known in self.recording.predicted:
             return
         self.inside = call
         try:
@@ -618,13 +438,11 @@ class Recorder(TorchFunctionMode):
             is_alike = False
         finally:
             self.inside = None
-        if is_alike:
-            self.recording.predicted.add(known)
-        else:
-            call.rule = call.rule or SizeRule()
-        if call.rule is not None:
-            call.rule.note((args, kwargs), out)
+        if not is_alike:
+            call.recorded.by_rule = True
             self._num_rules += 1
+        elif known is not None:
+            self.recording.predicted.add(known)
 
     # Calls of functions
 
@@ -658,7 +476,7 @@ class Recorder(TorchFunctionMode):
                 device = self.recording.device
                 return {"device": device, "get_device": -1}.get(name, name == f"is_{device.type}")
             return func(*args, **kwargs)
-        self._note_draws(self.frames)
+        self._note_draws()
         leaves = tensors_in((args, kwargs))
         facts = [self._fact(leaf) for leaf in leaves]
         taken = facts[:1] if name in LIKE_SECOND and facts and facts[0].label is None else facts
@@ -696,8 +514,7 @@ class Recorder(TorchFunctionMode):
         key = frame.key(f"{name}*", is_module=False)
         args, kwargs = _together(args, kwargs) if self.is_lazy else (args, kwargs)
         out = func(*args, **kwargs)
-        self._note_common_draws({n for n, now in _streams().items() if now != self._drawn[n]})
-        self._drawn = _streams()
+        self._note_draws()
         if kind is Kind.ELEMENTS:
             self.mode.asked |= common
             if repr(self._answers.setdefault(key, out)) != repr(out):
@@ -812,7 +629,7 @@ class Recorder(TorchFunctionMode):
             if frame.call is not None and begin <= frame.begin:
                 frame.call.has_effects = True
 
-    def _note_draws(self, frames: Sequence[_Frame]) -> None:
+    def _note_draws(self) -> None:
         """Note what Python has drawn since the last call."""
         now = _streams()
         self._note_common_draws({name for name in now if now[name] != self._drawn[name]})
@@ -845,51 +662,32 @@ def _is_list(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
-class _Surroundings:
-    """A module and its arguments before a call, to find whether it changes more than its results."""
-
-    def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._module, self._given = module, (args, kwargs)
-        self._before = self._look()
-
-    def _look(self) -> list[Any]:
-        seen: list[Any] = [(id(value), len(value)) for value in _lists_in(self._given)]
-        if not is_of_torch(self._module):
-            seen += [_plain_state(m) for m in self._module.modules()]
-        return seen
-
-    def changed(self) -> bool:
-        """Return whether it differs now."""
-        return self._look() != self._before
-
-
-def _lists_in(value: Any) -> Iterator[Any]:
-    if isinstance(value, list | tuple):
-        if isinstance(value, list):
-            yield value
-        for one in value:
-            yield from _lists_in(one)
-    elif isinstance(value, dict):
-        yield value
-        for one in value.values():
-            yield from _lists_in(one)
+def _lists_in(value: Any) -> list[Any]:
+    """Return the lists and dictionaries in ``value``, which a call may change."""
+    found = [value] if isinstance(value, (list, dict)) else []
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [*found, *(one for part in inside for one in _lists_in(part))]
 
 
 _OF_MODULES = {"_parameters", "_buffers", "_modules", "training", CALL}
 
 
-def _plain_state(module: nn.Module) -> list[Any]:
-    """Return the attributes of ``module``: numbers and texts themselves, of others which object, and how long."""
-    return [
-        (
-            key,
-            value
-            if isinstance(value, PLAIN)
-            else (id(value), len(value) if isinstance(value, list | dict | set) else 0),
-        )
-        for key, value in vars(module).items()
-        if key not in _OF_MODULES
-    ]
+def _python_state(module: nn.Module) -> list[Any]:
+    """Return the attributes of ``module``, of the modules inside, and of plain objects among them.
+
+    Numbers and texts as they are, of others which object it is, and how long.
+    """
+    seen: list[Any] = []
+    objects: dict[int, Any] = {}
+    for part in module.modules():
+        for key, value in vars(part).items():
+            if isinstance(value, PLAIN):
+                seen.append(value)
+            elif key not in _OF_MODULES:
+                seen.append((id(value), len(value) if isinstance(value, (list, dict, set)) else 0))
+                if hasattr(value, "__dict__") and not callable(value) and not isinstance(value, Tensor):
+                    objects[id(value)] = value
+    return [*seen, *(one for value in objects.values() for one in vars(value).values() if isinstance(one, PLAIN))]
 
 
 def _place(leaves: Sequence[Tensor], tensor: Tensor) -> int:
@@ -935,17 +733,6 @@ def _together(args: Any, kwargs: Any) -> Any:
     )
 
 
-def users_line() -> str:
-    """Return the file and line of the user's code that runs."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if "/torch/" not in file and "/adl_dist/partition/" not in file and not file.startswith(("<frozen", "<string")):
-            return f"{file}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "the forward"
-
-
 def _checkpoint_around(kept: list[Any]) -> int:
     """Return a number of the call of torch.utils.checkpoint that runs; 0: none."""
     frame: Any = sys._getframe(2)
@@ -973,16 +760,6 @@ def _intercepted(model: nn.Module, names: dict[int, str], watch: Recorder) -> It
             vars(module).pop(place, None)
             if before is not None:
                 vars(module)[place] = before
-
-
-def place_of_call(module: nn.Module) -> tuple[str, Callable[..., Any]]:
-    """Return which attribute of ``module`` to replace to follow its calls, and what that does.
-
-    Forward hooks are the caller's: they run on each stage, before and after the forward.
-    """
-    if (module._forward_hooks or module._forward_pre_hooks) and is_openable(module):
-        return "forward", module.forward
-    return CALL, vars(module).get(CALL) or module._call_impl
 
 
 def _interceptor(module: nn.Module, name: str, own: Callable[..., Any], watch: Recorder) -> Callable[..., Any]:

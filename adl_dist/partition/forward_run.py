@@ -1,0 +1,843 @@
+"""One forward of one stage: own calls are computed, other results are received, computed again or absent.
+
+A value of another stage that is absent has a shape and a dtype. Whoever asks for its elements gets an error with the
+line. Where a call of this stage needs one, it has been received.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from adl_dist.batch import Several, Tensors
+from adl_dist.errors import PartitionError
+from adl_dist.partition.absent import Results, filled, infer, signature
+from adl_dist.partition.containers import map_tensors, other_leaves, tensors_in
+from adl_dist.partition.functions import ASK_DEVICE, LIKE_SECOND, Kind, kind_of, writes_to
+from adl_dist.partition.intercept import users_line, users_line_of
+from adl_dist.partition.recording import INPUT, module_named, put_tensor, state_label, tensor_named
+from adl_dist.partition.stage_plan import CallPlan, FramePlan, ModePlan, Way
+from adl_dist.partition.tape import Tape
+from adl_dist.partition.value import (
+    EVERYWHERE,
+    ForeignParameter,
+    Label,
+    Mark,
+    Value,
+    Watch,
+    absent_tensor,
+    as_tensor,
+    as_value,
+    native,
+    turn_into,
+)
+from adl_dist.streams import seed_numpy, seed_torch
+
+
+class ForwardError(PartitionError):
+    """A stage cannot do what the uncut model would do."""
+
+
+def call_of(module: nn.Module, name: str, own: Callable[..., Any], stage: Any) -> Callable[..., Any]:
+    """Return what runs in the place of ``own``, the calls of ``module``."""
+    index = stage.index
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        run = Watch.active
+        if run is None or (frame := run.frame) is None:
+            return own(*args, **kwargs)
+        counts = run.counts
+        count = counts.get(name, 0)
+        counts[name] = count + 1
+        try:
+            planned = frame.modules[name][count]
+        except (KeyError, IndexError):
+            planned = run.repeated(name, count)
+        run.last = planned
+        if len(args) == 1 and not kwargs:  # the two common cases: nothing may show in the time of a skipped call
+            arg, results = args[0], run.results.get(planned)
+            if results is not None:
+                fast = results.fast
+                if fast is not None and fast[0] is arg and fast[2] is torch.is_grad_enabled():
+                    return fast[1]
+            elif planned.is_plain and planned.first == index and run.is_plain and type(arg) is Value:
+                mark = arg.mark
+                if not mark.absent and mark.data is None:
+                    arg.__class__ = Tensor  # type: ignore[assignment]
+                    run.frame = None
+                    try:
+                        out = own(arg)
+                    finally:
+                        run.frame = frame
+                        arg.__class__ = Value
+                    if type(out) is Tensor and out is not arg:
+                        run.made(out, (run.path, name, count, 0))
+                        return out
+                    return run.marked(out, (run.path, name, count))
+        return run.module(planned, (run.path, name, count), module, own, args, kwargs)
+
+    return call
+
+
+class ForwardRun:
+    """One forward of one stage.
+
+    Attributes:
+        stage: the StageModule whose forward it is.
+        frame: how the calls of the forward that is followed now are run; None: inside a call that runs as a whole.
+        failure: an error that the forward may have caught.
+    """
+
+    def __init__(self, stage: Any, mode: ModePlan) -> None:
+        self.stage, self.index, self.mode = stage, stage.index, mode
+        self.results = stage.results
+        self.frame: FramePlan | None = mode.root
+        self.path, self.counts = "", dict[str, int]()
+        self.last: CallPlan | None = None  # the last call of a module
+        self._counted: CallPlan | None = None
+        self._since: dict[str, int] = {}
+        self.received: dict[Label, Tensor] = {}
+        self.failure: PartitionError | None = None
+        self.tape: Tape | None = None
+        self.watcher: _Watcher | None = None
+        self._stale: set[int] = set()
+        self._state: dict[str, Tensor] = {}
+        edge = mode.crossing[self.index] if not stage.is_last else []
+        self._leaving: list[Tensor | None] = [None] * len(edge)
+        self._wanted = {label: slot for slot, labels in enumerate(edge) for label in labels}
+        self._found: dict[Label, Tensor] = {}  # what leaves where paths differ
+        self._own_streams: Any = None
+
+    @property
+    def follows_functions(self) -> bool:
+        """Whether the calls of a forward are followed now."""
+        return self.frame is not None
+
+    # Begin and end
+
+    def begin(self, acts: Tensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Take what came in, and return the arguments of the model."""
+        stage, mode = self.stage, self.mode
+        if stage.keep_tape:
+            self.tape = Tape(acts)
+            for name in stage.plan.recording.moved | mode.state.keys():
+                if name in stage.held:
+                    self.tape.buffer(tensor_named(stage.model, name), name)
+                elif name not in mode.state and isinstance(tensor := tensor_named(stage.model, name), Tensor):
+                    self.tape.buffer(tensor, tensor.clone())
+        self.is_plain = self.tape is None and not mode.draws
+        if mode.births or self.tape is not None:
+            self.watcher = _Watcher(self)
+        shapes = self._input_shapes = self._receive(acts) if self.index else [t.shape for t in acts]
+        recorded = mode.recorded.inputs[0]
+        if len(recorded) != len(shapes) or [len(a) for a in recorded] != [len(b) for b in shapes]:
+            self.fail(f"the model gets inputs of shapes {[list(s) for s in shapes]}, unlike when it was recorded")
+        inputs = [self._input(place, shape, acts) for place, shape in enumerate(shapes)]
+        self._begin_state()
+        self._seed()
+        layout = stage.layout
+        if layout is None:
+            return tuple(inputs), {}
+        return Several(tuple(inputs), layout).arguments
+
+    def _receive(self, acts: Tensors) -> list[Any]:
+        """Bind what came from the stage before to labels, and return the shapes of the inputs."""
+        mode, edge, sizes = self.mode, self.mode.crossing[self.index - 1], self.mode.sizes[self.index - 1]
+        tensors = [*acts]
+        shapes: list[Any] = []
+        if sizes is None:
+            flat, ndims = tensors.pop().tolist(), [len(shape) for shape in mode.recorded.inputs[0]]
+            for ndim in ndims:
+                shapes.append(torch.Size(flat[:ndim]))
+                del flat[:ndim]
+        if mode.decides:
+            for number, tensor in zip(tensors.pop().tolist(), tensors, strict=True):
+                label = mode.labels[number]
+                self._bind((label, *mode.aliases.get(label, ())), tensor)
+        else:
+            for labels, tensor in zip(edge, tensors, strict=True):
+                self._bind(labels, tensor)
+        if sizes is not None:
+            shapes = [
+                torch.Size([d if isinstance(d, int) else tensors[d[0]].shape[d[1]] for d in dims]) for dims in sizes
+            ]
+        return shapes
+
+    def _bind(self, labels: Sequence[Label], tensor: Tensor) -> None:
+        self.received |= dict.fromkeys(labels, tensor)
+        for label in labels:
+            if (slot := self._wanted.get(label)) is not None:
+                self._leaving[slot] = tensor
+        if self.mode.decides and labels[0] in self.mode.common:
+            self._found[labels[0]] = tensor
+
+    def _input(self, place: int, shape: Any, acts: Tensors) -> Tensor:
+        label = ("", INPUT, place, 0)
+        tensor = acts[place] if self.index == 0 else self.received.get(label)
+        is_common_input = label not in self.mode.recorded.memory
+        if tensor is not None and is_common_input:
+            if self.index == 0:
+                self._produced(label, tensor)
+                if self.mode.decides and label in self.mode.common:
+                    self._found[label] = tensor
+            return tensor.detach()
+        if tensor is not None and self.index:
+            return self._value_of(tensor, Mark(label, 0, absent=False))
+        if tensor is None:
+            dtype = self.mode.recorded.dtypes[place]
+            key = place, shape, torch.is_grad_enabled()
+            made: Tensor | None = self.stage.absent_inputs.get(key)
+            if made is None:
+                made = absent_tensor(shape, _contiguous(shape), dtype, requires_grad=False)
+                made = as_value(made, Mark(None if is_common_input else label, 0, absent=True))
+                self.stage.absent_inputs[key] = made
+            return made
+        value = as_value(tensor.detach(), Mark(label, 0, absent=False))
+        if self.tape is not None:
+            self.tape.same(value, tensor)
+        self._produced(label, value)
+        return value
+
+    def _state_tensors(self) -> Iterator[tuple[str, int, nn.Module, Tensor]]:
+        """Yield the tensors of the model that forwards change: name, stage, module and the tensor itself."""
+        for name, home in self.mode.state.items():
+            path, _, key = name.rpartition(".")
+            module = self.stage.model.get_submodule(path)
+            if isinstance(tensor := getattr(module, key, None), Tensor):
+                yield name, home, module, tensor
+
+    def _begin_state(self) -> None:
+        """Turn tensors of the model that the forward changes with values of the batch into values."""
+        for name, home, module, tensor in self._state_tensors():
+            label = state_label(name)
+            if home == self.index:
+                as_value(tensor, Mark(label, home, absent=False))
+                self._produced(label, tensor)
+            else:
+                spec = self._state.setdefault(name, tensor)
+                made = torch.empty_like(as_tensor(spec), device="meta")
+                made = self._arrived(as_value(made, Mark(label, home, absent=True)))
+                put_tensor(module, name, made)
+
+    def restore(self) -> None:
+        """Turn the changed tensors of the model back into plain ones."""
+        for name, home, module, tensor in self._state_tensors():
+            if home == self.index:
+                as_tensor(tensor)
+                if name in self.stage.held:
+                    path, _, key = name.rpartition(".")
+                    module_named(self.stage, path)._buffers[key] = tensor
+            elif name in self._state:
+                put_tensor(module, name, self._state[name])
+
+    def end(self, out: Any) -> Any:
+        """Return what leaves the stage."""
+        if self.stage.is_last:
+            return map_tensors(self._resolved_output, out)
+        if self.mode.decides:
+            for tensor in tensors_in(out):
+                self._note(tensor)
+            order = sorted(self._found, key=lambda label: self.mode.numbers[label])
+            numbers = torch.tensor([self.mode.numbers[label] for label in order], device=self.stage.device)
+            leaving = [self._found[label] for label in order]
+            tail = [numbers, self._shapes()]
+        else:
+            leaving = [self._left(slot, kept) for slot, kept in enumerate(self._leaving)]
+            tail = [self._shapes()] if self.mode.sizes[self.index] is None else []
+        return (*map(as_tensor, leaving), *tail)
+
+    def _left(self, slot: int, kept: Tensor | None) -> Tensor:
+        labels = self.mode.crossing[self.index][slot]
+        if kept is None:
+            raise ForwardError(
+                f"stage {self.index}: '{labels[0][1]}' did not run in this micro-batch, but its result crosses to the "
+                "next stage in all recorded ones, which were the first"
+            )
+        return kept
+
+    def _shapes(self) -> Tensor:
+        sizes = [size for shape in self._input_shapes for size in shape]
+        return torch.tensor(sizes, device=self.stage.device)
+
+    def _resolved_output(self, tensor: Tensor) -> Tensor:
+        if type(tensor) is not Value and not isinstance(tensor, ForeignParameter):
+            if tensor.is_meta:
+                self.fail("the model returns a tensor that an earlier stage has made, but no recorded run did so")
+            return tensor
+        return as_tensor(self._resolved(tensor, "the model's result"))
+
+    # Calls of modules
+
+    def repeated(self, name: str, count: int) -> CallPlan:
+        """Return how a call of a module is run that comes more often than in any recorded run."""
+        assert self.frame is not None
+        plans = self.frame.modules.get(name)
+        if plans is None:
+            self.fail(f"calls '{name}', which no recorded micro-batch did; let the recorded ones, the first two, do so")
+        plans.append(replace(plans[-1], key=(*plans[-1].key[:2], count)))
+        return plans[-1]
+
+    def module(
+        self,
+        planned: CallPlan,
+        key: tuple[str, str, Any],
+        module: nn.Module,
+        own: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        """Run a call of a module: follow it, compute it, or return an absent result."""
+        way, index = planned.way, self.index
+        if way is Way.THROUGH or (way is Way.SPLIT and planned.first <= index <= planned.last):
+            return self._follow(planned, key, own, args, kwargs)
+        with native():
+            stage = planned.last if index < planned.first else planned.first
+            if planned.follows:
+                values = [leaf for leaf in tensors_in((args, kwargs)) if type(leaf) is Value]
+                stage = max((value.mark.stage for value in values), default=EVERYWHERE)
+            if stage in (index, EVERYWHERE):
+                leaves = tensors_in((args, kwargs))
+                return self._compute(own, key, stage, args, kwargs, leaves, draws=planned.draws, planned=planned)
+            return self._skip(planned, key, stage, module, own, args, kwargs)
+
+    def _follow(self, planned: CallPlan, key: tuple[str, str, Any], own: Any, args: Any, kwargs: Any) -> Any:
+        before = self.frame, self.path, self.counts, self.last
+        self.frame, self.path, self.counts, self.last = planned.frame, f"{key[0]}/{key[1]}#{key[2]}", {}, None
+        try:
+            return own(*args, **kwargs)
+        finally:
+            self.frame, self.path, self.counts, self.last = before
+            self._counted, self._since = None, {}
+
+    def _skip(
+        self,
+        planned: CallPlan,
+        key: tuple[str, str, Any],
+        stage: int,
+        module: nn.Module | None,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        """Return the absent result of a call of another stage."""
+        is_noted = self.mode.decides and stage > self.index
+        if is_noted:
+            for leaf in tensors_in((args, kwargs)):
+                self._note(leaf)
+        results = self.results.get(planned)
+        if results is None:
+            results = self.results[planned] = Results(
+                self.stage.templates,
+                planned.recorded,
+                dtypes=planned.dtypes,
+                varies=planned.varies,
+                is_changed=self.stage.is_changed,
+            )
+        stages = planned.stages if planned.way is Way.SPLIT else (stage,)
+        try:
+            out = results.get(function, args, kwargs, label=key, stages=stages, module=module)
+        except ValueError as error:
+            self.fail(
+                f"the shape of what '{key[1]}' returns is not known on a stage that does not compute it ({error})"
+            )
+        if stage < self.index and self.received:
+            out = self._arrived(out)
+        if planned.written:
+            unique = [*{id(leaf): leaf for leaf in tensors_in((args, kwargs))}.values()]
+            for place in planned.written:
+                self._write_absent(unique[place], (*key, -1 - place), stage)
+        elif len(args) == 1 and not kwargs and not is_noted and type(out) is type(args[0]) is Value:
+            results.keep_last(args[0], out)
+        return out
+
+    def _arrived(self, out: Any) -> Any:
+        """Put what was received into the result of a call of an earlier stage."""
+
+        def arrived(tensor: Tensor) -> Tensor:
+            if type(tensor) is not Value or not tensor.mark.absent or tensor.mark.label not in self.received:
+                return tensor
+            return self._value_of(self._resolved(tensor, "the forward"), tensor.mark)
+
+        if type(out) is Value:
+            return arrived(out) if out.mark.label in self.received else out
+        return map_tensors(arrived, out)
+
+    def _value_of(self, tensor: Tensor, mark: Mark) -> Tensor:
+        """Return a received tensor as a value; a copy, if this stage writes to it."""
+        if type(tensor) is not Value and mark.label is not None:
+            if mark.label in self.mode.overwritten:
+                tensor = self._cloned(tensor)
+            as_value(tensor, Mark(mark.label, mark.stage, absent=False))
+            self.received[mark.label] = tensor
+        return tensor
+
+    def _cloned(self, tensor: Tensor) -> Tensor:
+        clone = tensor.clone()
+        if self.tape is not None:
+            self.tape.note(torch.clone, (tensor,), {}, clone)
+        return clone
+
+    def play(self, tape: Tape, acts: Tensors) -> Any:
+        """Make the calls of ``tape`` again for ``acts``."""
+        if self.mode.draws and self.stage.seeds is not None:
+            self._own_streams = self.stage.seeds[1]
+        return tape.play(acts, self._stream, lambda name: tensor_named(self.stage, name))
+
+    def _compute(
+        self,
+        function: Callable[..., Any],
+        key: tuple[str, str, Any],
+        stage: int,
+        args: Any,
+        kwargs: Any,
+        leaves: Sequence[Any],
+        *,
+        draws: bool,
+        planned: CallPlan | None,
+        target: Tensor | None = None,
+    ) -> Any:
+        """Run a call of this stage, with what it lacks replaced by what it has received."""
+        written = planned.written if planned is not None else ()
+        values: list[Any] = [leaf for leaf in leaves if type(leaf) is Value or type(leaf) is ForeignParameter]
+        if self.is_plain and not written and target is None and (planned is None or not planned.recorded.by_rule):
+            for leaf in values:
+                if type(leaf) is not Value or leaf.mark.absent or leaf.mark.data is not None:
+                    break
+            else:
+                return self.marked(self._run(function, args, kwargs, values), key, None, stage)
+        replaced: dict[int, Tensor] = {}
+        is_module = planned is not None and planned.is_module
+        for leaf in values:
+            if id(leaf) not in replaced and not (is_module and not self._has(leaf)):  # a use there finds out
+                replaced[id(leaf)] = self._resolved(leaf, key[1])
+        values = [leaf for leaf in values if id(leaf) in replaced]
+        if written or target is not None:
+            unique = [*{id(leaf): leaf for leaf in leaves}.values()]
+            for leaf in (*(unique[place] for place in written), *([] if target is None else [target])):
+                if id(leaf) in replaced and replaced[id(leaf)] is not leaf and leaf.mark.data is None:
+                    replaced[id(leaf)] = self._cloned(replaced[id(leaf)])  # received: not to be written to
+        if any(replaced[id(leaf)] is not leaf for leaf in values):
+            args, kwargs = map_tensors(lambda t: replaced.get(id(t), t), (args, kwargs))
+        marks = [(t, t.mark) for t in replaced.values() if type(t) is Value]
+        for tensor, _ in marks:
+            turn_into(tensor, Tensor)
+        frame, self.frame = self.frame, None
+        try:
+            if draws and self.mode.draws:
+                with self._own_stream():
+                    out = function(*args, **kwargs)
+            else:
+                out = function(*args, **kwargs)
+        finally:
+            self.frame = frame
+            for tensor, mark in marks:
+                as_value(tensor, mark)
+        if self.tape is not None:
+            self.tape.note(function, args, kwargs, out, draws=draws)
+        originals = {id(new): leaf for leaf in values if (new := replaced[id(leaf)]) is not leaf}
+        if planned is not None and planned.recorded.by_rule:
+            self._check_rule(planned, key, args, kwargs, out)
+        if written or target is not None:
+            for leaf in (*(unique[place] for place in written), *([] if target is None else [target])):
+                place = -1 if target is not None else self._place(unique, leaf)
+                self._written(leaf, replaced.get(id(leaf), leaf), (*key, place), stage)
+        return self.marked(out, key, originals, stage)
+
+    def _run(self, function: Callable[..., Any], args: Any, kwargs: Any, values: Sequence[Tensor]) -> Any:
+        """Run a call whose ``values`` are all there, as plain tensors inside."""
+        for leaf in values:
+            turn_into(leaf, Tensor)
+        frame, self.frame = self.frame, None
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.frame = frame
+            for leaf in values:
+                turn_into(leaf, Value)
+
+    def marked(self, out: Any, key: tuple[str, str, Any], originals: Any = None, stage: int | None = None) -> Any:
+        """Note the result of a call of this stage; what it received is in it as the forward knows it."""
+        if key[1] == "contiguous" and (type(out) is Value or originals):
+            out, originals = out.view_as(out), None
+        if type(out) is Tensor and not originals:
+            self.made(out, (*key, 0), stage)
+            return out
+        for place, tensor in enumerate(tensors_in(out)):
+            if type(tensor) is Tensor and not (originals and id(tensor) in originals):
+                self.made(tensor, (*key, place), stage)
+        return map_tensors(lambda t: originals.get(id(t), t), out) if originals else out
+
+    @staticmethod
+    def _place(unique: Sequence[Tensor], leaf: Tensor) -> int:
+        return -1 - next(n for n, one in enumerate(unique) if one is leaf)
+
+    def made(self, tensor: Tensor, label: Label, stage: int | None = None) -> None:
+        """Note a tensor that this stage has computed."""
+        if tensor.is_meta and not self.stage.is_lazy:
+            self.fail(f"'{label[1]}' is computed with a parameter or buffer that another stage holds")
+        as_value(tensor, Mark(label, self.index if stage is None else stage, False))
+        if label in self._wanted:
+            self._produced(label, tensor)
+
+    def _written(self, leaf: Tensor, tensor: Tensor, label: Label, stage: int) -> None:
+        """Note that this stage has written to ``leaf``, or to ``tensor``, which it has received in its place."""
+        if type(leaf) is not Value:
+            as_value(leaf, Mark(label, stage, absent=False))
+        mark = leaf.mark  # type: ignore[attr-defined]
+        if tensor is not leaf:
+            mark.data = tensor
+            if mark.cache is not None:
+                mark.cache.forget()
+                mark.cache = None
+        mark.label, mark.stage = label, stage
+        self._produced(label, tensor)
+
+    def _produced(self, label: Label, tensor: Tensor) -> None:
+        slot = self._wanted.get(label)
+        if slot is not None and label not in self.received:
+            self._leaving[slot] = tensor
+
+    def _note(self, tensor: Tensor) -> None:
+        """Note that a later stage uses ``tensor``, where that differs between micro-batches."""
+        if type(tensor) is not Value or (label := tensor.mark.label) is None:
+            return
+        mark = tensor.mark
+        found = mark.data if mark.data is not None else None if mark.absent else tensor
+        if found is None:
+            found = self.received.get(label)
+        if found is not None:
+            if label not in self.mode.numbers:
+                self.fail(f"hands a result of '{label[1]}' to a later stage, which no recorded micro-batch did")
+            self._found[label] = found
+
+    def _check_rule(self, planned: CallPlan, key: Any, args: Any, kwargs: Any, out: Any) -> None:
+        try:
+            rule = filled(planned.recorded.by_sizes((args, kwargs)), args, kwargs)
+        except ValueError:
+            return  # no other stage has an answer, either
+        expected, found = ([[list(t.shape) for t in tensors_in(one)], [*other_leaves(one)]] for one in (rule, out))
+        if found != expected:
+            self.fail(f"'{key[1]}' returns {found} where the recorded micro-batches let stages expect {expected}")
+
+    # Calls of functions
+
+    def key(self, name: str) -> tuple[str, str, Any]:
+        """Count a call of a function, since the last call of a module."""
+        last = self.last
+        if last is not self._counted:
+            self._counted, self._since = last, {}
+        count = self._since.get(name, 0)
+        self._since[name] = count + 1
+        return self.path, name, (*last.key[1:], count) if last is not None else ("", 0, count)
+
+    def function(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a function that is called with a value or with a parameter of another stage."""
+        name, kind = kind_of(func)
+        with native():
+            if kind is Kind.ASK:
+                if name in ASK_DEVICE and args and args[0].is_meta:
+                    device = self.stage.device
+                    answers = {"device": device, "get_device": -1 if device.index is None else device.index}
+                    return answers.get(name, name == f"is_{device.type}")
+                return func(*args, **kwargs)
+            if self.frame is None:
+                resolved = map_tensors(lambda t: self._resolved(t, name), (args, kwargs))
+                return func(*resolved[0], **resolved[1])
+            leaves = tensors_in((args, kwargs))
+            if kind is Kind.LIKE:
+                args, kwargs = map_tensors(self._stub, (args, kwargs))
+                return func(*args, **kwargs)
+            if name in LIKE_SECOND and not _is_batch(leaves[0]) and not leaves[0].is_meta:
+                rest = map_tensors(self._stub, (args[1:], kwargs))
+                return func(args[0], *rest[0], **rest[1])
+            if not any(map(_is_batch, leaves)):
+                return self._foreign(func, name, kind, args, kwargs, leaves)
+            return self._function(func, name, kind, args, kwargs, leaves)
+
+    def _function(self, func: Any, name: str, kind: Kind, args: Any, kwargs: Any, leaves: Sequence[Tensor]) -> Any:
+        assert self.frame is not None
+        plans = self.frame.functions.get(name)
+        if plans is None:
+            self.fail(f"calls '{name}' on values of the batch, which no recorded micro-batch did")
+        key = self.key(name)
+        planned = plans.get(key[2])
+        if kind is Kind.ELEMENTS:
+            return self._answer(func, args, kwargs, leaves, planned)
+        stage = EVERYWHERE
+        for leaf in leaves:
+            if type(leaf) is Value and leaf.mark.stage > stage:
+                stage = leaf.mark.stage
+        if planned is not None:
+            if planned.repeats and EVERYWHERE < stage < self.index and all(map(self._has, leaves)):
+                return self._compute(func, key, stage, args, kwargs, leaves, draws=False, planned=planned)
+            if not planned.follows and planned.first > stage:
+                stage = planned.first
+        if kind is Kind.HOOK:
+            if stage != self.index or leaves[0].is_meta:
+                return _Handle()
+            if self.tape is not None:
+                self.tape.note(func, args, kwargs, None)
+            return func(*args, **kwargs)
+        target = writes_to(name, args, kwargs)
+        if stage in (self.index, EVERYWHERE):
+            draws = planned.draws if planned is not None else True
+            return self._compute(func, key, stage, args, kwargs, leaves, draws=draws, planned=planned, target=target)
+        if planned is None:
+            planned = next(reversed(plans.values()))
+        if target is None:
+            return self._skip(planned, key, stage, None, func, args, kwargs)
+        if self.mode.decides and stage > self.index:
+            for leaf in leaves:
+                self._note(leaf)
+        self._write_absent(target, (*key, -1), stage, func, args, kwargs)
+        return None if name == "__setitem__" else target
+
+    def _write_absent(
+        self, target: Tensor, label: Label, stage: int, func: Any = None, args: Any = (), kwargs: Any = None
+    ) -> None:
+        """Note that another stage writes to ``target``, and give it the elements that were received for it."""
+        if type(target) is not Value:
+            as_value(target, Mark(label, stage, absent=False))
+        mark: Mark = vars(target)["mark"]
+        if mark.cache is not None:
+            mark.cache.forget()
+            mark.cache = None
+        if func is not None:
+            shape, stride, requires_grad = self._written_spec(target, label, func, args, kwargs)
+            if target.is_meta and (shape, stride) != (target.shape, target.stride()):
+                target.requires_grad_(False).as_strided_(shape, stride)
+            if requires_grad != target.requires_grad and (target.is_leaf or target.is_meta):
+                target.requires_grad_(requires_grad)
+        if not target.is_meta:
+            self._stale.add(_memory(target))
+            self.is_plain = False
+            mark.absent = True
+        mark.label, mark.stage, mark.data = label, stage, None
+        if label in self.received and stage < self.index:
+            found = self._cloned(self._resolved(target, "the forward"))
+            self.received[label] = target
+            if self.tape is not None:
+                self.tape.same(target, found)
+            torch.utils.swap_tensors(target, as_value(found, mark))  # all references see it
+            mark.absent = False
+
+    def _written_spec(self, target: Tensor, label: Label, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return shape, stride and requires_grad of ``target`` once a function has written to it."""
+        try:
+            key = label, torch.is_grad_enabled(), signature((args, kwargs))
+            if key not in self.stage.written:
+                _, twins = infer(func, args, kwargs)
+                unique = [*{id(t): t for t in tensors_in((args, kwargs))}.values()]
+                twin = twins[next(n for n, one in enumerate(unique) if one is target)]
+                self.stage.written[key] = twin.shape, twin.stride(), twin.requires_grad
+            return self.stage.written[key]
+        except Exception as error:  # as signature and infer raise for unusual arguments
+            self.fail(f"the shape of a tensor that another stage writes to is not known ({error})")
+
+    def _foreign(self, func: Any, name: str, kind: Kind, args: Any, kwargs: Any, leaves: Sequence[Tensor]) -> Any:
+        """Run a function of parameters, or inputs, that this stage lacks."""
+        if kind is Kind.ELEMENTS:
+            self.fail("asks for elements of a parameter or input that this stage does not hold")
+        if kind is Kind.HOOK:
+            return _Handle()
+        target = writes_to(name, args, kwargs)
+        if target is not None:
+            if not target.is_meta:
+                self.fail("writes values of a parameter that another stage holds to a tensor of this one")
+            return target
+        key = self.key(f"{name}?")
+        results = self.stage.foreign.setdefault((self.stage.training, key), Results(self.stage.templates))
+        try:
+            out = results.get(func, args, kwargs, label=key, stages=(EVERYWHERE,))
+        except ValueError as error:
+            self.fail(f"the shape of what '{name}' returns for a parameter of another stage is not known ({error})")
+        for tensor in tensors_in(out):
+            if type(tensor) is Value and tensor.mark.label is not None and tensor.mark.label[:3] == key:
+                tensor.mark.label = None
+        return out
+
+    def _answer(self, func: Any, args: Any, kwargs: Any, leaves: Sequence[Tensor], planned: CallPlan | None) -> Any:
+        """Return a number that the forward asks for; one that is the same in all runs is known without the elements."""
+        known = planned.answer if planned is not None else None
+        if all(self._has(leaf) for leaf in leaves):
+            args, kwargs = map_tensors(lambda t: self._resolved(t, "a question"), (args, kwargs))
+            out = func(*args, **kwargs)
+            if known is not None and out != known:
+                self.fail(
+                    f"the answer is {out} here, and was {known} in all recorded micro-batches, as other stages expect"
+                )
+            if known is None and self.stage.plan.num_stages > 1:
+                self.fail("asks for elements that other stages do not have")
+            return out
+        if known is None:
+            self.fail(f"asks for elements of a tensor that stage {self.index} does not have")
+        return known
+
+    def _has(self, tensor: Tensor) -> bool:
+        if type(tensor) is not Value:
+            return not tensor.is_meta
+        mark = tensor.mark
+        return mark.data is not None or not mark.absent or mark.label in self.received
+
+    def _resolved(self, tensor: Tensor, where: str) -> Tensor:
+        """Return ``tensor``, or what this stage has received or made in its place."""
+        if type(tensor) is not Value:
+            if type(tensor) is ForeignParameter:
+                self.fail(f"'{where}' is computed with a parameter that another stage holds")
+            return tensor
+        mark = tensor.mark
+        if mark.data is not None:
+            return mark.data
+        if not mark.absent and not (self._stale and _memory(tensor) in self._stale and mark.stage != self.index):
+            return tensor
+        found = self.received.get(mark.label) if mark.label is not None else None
+        if found is None or mark.label is None:
+            made = "a parameter or an input" if mark.label is None else f"'{mark.label[1]}'"
+            self.fail(
+                f"stage {self.index} computes '{where}' with a tensor {list(tensor.shape)} of {made}, which it lacks: "
+                "no recorded micro-batch used it there, or it was kept from an earlier micro-batch"
+            )
+        if found.shape != tensor.shape or found.dtype != tensor.dtype:
+            self.fail(
+                f"{list(found.shape)} {found.dtype} arrived for '{mark.label[1]}', where {list(tensor.shape)} "
+                f"{tensor.dtype} is expected"
+            )
+        return found
+
+    def _stub(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.stage.device)
+
+    # Random streams
+
+    def _seed(self) -> None:
+        """Seed the streams from which all stages draw the same."""
+        if self.stage.seeds is None or not self.mode.draws:
+            return
+        common, self._own_streams = self.stage.seeds
+        _seed_streams(common, self.stage.device)
+
+    @contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        """Draw from the stage's own streams inside."""
+        common = _get_streams(self.stage.device)
+        if isinstance(self._own_streams, dict):
+            _seed_streams(self._own_streams, self.stage.device)
+        elif self._own_streams is not None:
+            _set_streams(self._own_streams, self.stage.device)
+        try:
+            yield
+        finally:
+            self._own_streams = self.stage.own_streams = _get_streams(self.stage.device)
+            _set_streams(common, self.stage.device)
+
+    @contextmanager
+    def _stream(self, draws: Any) -> Iterator[None]:
+        """Draw inside from the stage's own streams, or from those of all stages as ``draws`` has them."""
+        if draws is not True:
+            _set_streams(draws, self.stage.device)
+        with self._own_stream() if draws is True and self.mode.draws else nullcontext():
+            yield
+
+    # Errors
+
+    def fail(self, why: str) -> NoReturn:
+        """Raise, and again at the end, should the forward catch it."""
+        error = ForwardError(
+            f"{users_line()}: stage {self.index}: {why}" if not why.startswith("stage ") else f"{users_line()}: {why}"
+        )
+        self.failure = self.failure or error
+        raise error
+
+    def explain(self, error: Exception) -> None:
+        """Raise a ForwardError if ``error`` comes from a tensor that has no elements here."""
+        text = str(error)
+        if any(word in text for word in ("meta tensor", "device meta", "on meta", "Meta")):
+            raise ForwardError(
+                f"{users_line_of(error)}: stage {self.index} computes with a tensor of another stage that is kept in "
+                f"an object or reached past the calls of modules ({type(error).__name__}: {text.splitlines()[0]})"
+            ) from error
+
+
+class _Watcher(TorchFunctionMode):
+    """Follows functions of what does not depend on the batch, where that is needed.
+
+    Memory that values of the batch will be written to becomes a value, and a tape notes what is made of parameters.
+    """
+
+    def __init__(self, run: ForwardRun) -> None:
+        super().__init__()
+        self._run = run
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, run = kwargs or {}, self._run
+        if run.frame is None or Watch.active is not run:
+            return func(*args, **kwargs)
+        name, kind = kind_of(func)
+        if kind is Kind.ASK:
+            return func(*args, **kwargs)
+        leaves = tensors_in((args, kwargs))
+        taken = leaves[:1] if name in LIKE_SECOND and leaves and not _is_batch(leaves[0]) else leaves
+        if kind is not Kind.LIKE and any(map(_is_batch, taken)):
+            return func(*args, **kwargs)
+        key = run.key(f"{name}*")
+        draws = _get_streams(run.stage.device) if run.tape is not None and run.mode.draws else None
+        out = func(*args, **kwargs)
+        if run.tape is not None and any(type(t) is nn.Parameter or run.tape.knows(t) for t in leaves):
+            run.tape.note(func, args, kwargs, out, draws=draws)
+        if key in run.mode.births and type(out) is Tensor:
+            return as_value(out, Mark((*key, 0), EVERYWHERE, absent=False))
+        return out
+
+
+class _Handle:
+    """Of a hook that another stage registers."""
+
+    def remove(self) -> None:
+        """Do nothing."""
+
+
+def _is_batch(tensor: Tensor) -> bool:
+    return type(tensor) is Value and tensor.mark.label is not None
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _seed_streams(seeds: Mapping[str, int], device: torch.device) -> None:
+    for name, seed in seeds.items():
+        if name == "torch":
+            seed_torch(seed, device)
+        elif name == "python":
+            random.seed(seed)
+        else:
+            seed_numpy(seed)
+
+
+def _get_streams(device: torch.device) -> Any:
+    of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.default_generator.get_state(), of_device, random.getstate(), np.random.get_state()
+
+
+def _set_streams(state: Any, device: torch.device) -> None:
+    torch.default_generator.set_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)
+    random.setstate(state[2])
+    np.random.set_state(state[3])

@@ -1,0 +1,49 @@
+"""Where calls of modules can be followed, and the line of the user's code that runs."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+CALL = "_compiled_call_impl"  # which nn.Module.__call__ calls first; copies of a module do not have it
+
+
+def is_openable(module: nn.Module) -> bool:
+    """Return whether the calls inside the forward of ``module`` can be followed."""
+    if isinstance(module, torch.jit.ScriptModule) or module._backward_hooks or module._backward_pre_hooks:
+        return False
+    return module._compiled_call_impl is None and not type(module).__module__.startswith("torch._dynamo")
+
+
+def place_of_call(module: nn.Module) -> tuple[str, Callable[..., Any]]:
+    """Return which attribute of ``module`` to replace to follow its calls, and what that does.
+
+    Forward hooks are the caller's: they run on each stage, before and after the forward.
+    """
+    if (module._forward_hooks or module._forward_pre_hooks) and is_openable(module):
+        return "forward", module.forward
+    return CALL, vars(module).get(CALL) or module._call_impl
+
+
+def users_line() -> str:
+    """Return the file and line of the user's code that runs."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if "/torch/" not in file and "/adl_dist/partition/" not in file and not file.startswith(("<frozen", "<string")):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "the forward"
+
+
+def users_line_of(error: Exception) -> str:
+    """Return the user's line in which ``error`` arose."""
+    found, trace = "the forward", error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if "/torch/" not in file and "/adl_dist/partition/" not in file and not file.startswith(("<frozen", "<string")):
+            found = f"{file}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found

@@ -1,0 +1,214 @@
+"""What the recorded runs of a model have shown: its calls, what flows between them, and what else they do."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adl_dist.partition.absent import RecordedResults
+from adl_dist.partition.functions import LIGHT
+from adl_dist.partition.value import Label
+
+INPUT, STATE = "input", "state"  # names in the labels of values that no call makes
+Count = int | tuple[str, int, int]  # of a module; of a function: the module called last, its count, and how many since
+Key = tuple[str, str, Count]  # path of the calling forward, name, how many calls before
+
+
+@dataclass(eq=False)
+class Call:
+    """One call, as the runs of one mode have seen it.
+
+    Attributes:
+        name: of a module its name in the model; of a function its own.
+        parent: the call whose forward makes this one; None: the model itself.
+        where: the user's line, of a function.
+        is_open: whether the calls inside are recorded, too; else it runs as a whole.
+        is_block: whether a cut between blocks may lie between the calls inside.
+        is_tainted: whether it computes with values of the batch or with parameters.
+        reads: labels of the values that it computes with.
+        makes: labels of its results and of what it writes to.
+        results: label of each tensor in its result; it may come from a call inside.
+        uses: names of the parameters and buffers that it computes with.
+        moves: names of the buffers that a module as a whole changes.
+        common: places of the whole-number inputs that it computes with.
+        writes: memory that it writes to.
+        draws: whether it draws random numbers.
+        varies: whether its caller sets attributes that its results may depend on.
+        has_effects: whether it changes more than its results, so that every stage must run it.
+        is_hidden: whether it computes with a value that is not among its arguments.
+        answers: numbers that it answered, of all runs.
+        checkpoint: the call of torch.utils.checkpoint that it is in; 0: none.
+        recorded: its results, without elements.
+        flops, nbytes: floating-point operations, and bytes read and written, of one forward.
+    """
+
+    key: Key
+    name: str
+    parent: "Call | None"
+    is_module: bool
+    where: str = ""
+    is_open: bool = False
+    is_block: bool = False
+    is_tainted: bool = False
+    reads: dict[Label, None] = field(default_factory=dict)
+    makes: dict[Label, None] = field(default_factory=dict)
+    results: list[Label] = field(default_factory=list)
+    uses: set[str] = field(default_factory=set)
+    moves: set[str] = field(default_factory=set)
+    common: set[int] = field(default_factory=set)
+    writes: set[int] = field(default_factory=set)
+    draws: bool = False
+    varies: bool = False
+    has_effects: bool = False
+    is_hidden: bool = False
+    answers: list[Any] = field(default_factory=list)
+    checkpoint: int = 0
+    recorded: RecordedResults = field(default_factory=RecordedResults)
+    flops: float = 0.0
+    nbytes: float = 0.0
+
+    @property
+    def path(self) -> str:
+        """The path of its own forward."""
+        path, name, count = self.key
+        return f"{path}/{name}#{count}"
+
+    @property
+    def answer(self) -> Any:
+        """The number that it answered in every run; None if runs differ."""
+        first = self.answers[0] if self.answers else None
+        return first if all(type(one) is type(first) and one == first for one in self.answers) else None
+
+    @property
+    def is_unit(self) -> bool:
+        """Whether a cut may lie before it."""
+        if self.is_open or self.name.endswith("*"):
+            return False
+        if not self.makes:  # it returns what it was given
+            return self.is_module and self.parent is None
+        if not self.is_tainted:
+            return False
+        if self.parent is None or self.parent.is_block:
+            return self.is_module or (self.name not in LIGHT and not self.writes)
+        return bool(self.uses) or self.draws
+
+    @property
+    def caller(self) -> str:
+        """The name of the module whose forward makes the call."""
+        return "" if self.parent is None else self.parent.name
+
+
+@dataclass(eq=False)
+class ModeRecord:
+    """The runs of a model in training, or in evaluation.
+
+    Attributes:
+        calls: those of all runs by their keys, in the order in which they begin.
+        shapes: of each label, the shapes in the runs.
+        inputs, dtypes: the shapes of the inputs in the runs, and their dtypes.
+        nbytes: of each label, its bytes for one sample.
+        tensors: of each label, its dtype, and whether it is part of a graph.
+        memory: of each label, a number of the memory that it lies in.
+        outputs: labels of the values in the model's result.
+        uses, common: names of parameters, and places of whole-number inputs, that the result depends on besides.
+        asked: places of whole-number inputs whose elements Python asks for.
+        state: labels of the values that tensors of the model have after a run.
+        decides: whether another micro-batch may take another path.
+        draws: the random streams from which something is drawn that does not depend on the batch.
+        draws_own: those from which calls draw.
+    """
+
+    calls: dict[Key, Call] = field(default_factory=dict)
+    shapes: dict[Label, list[torch.Size]] = field(default_factory=dict)
+    inputs: list[list[torch.Size]] = field(default_factory=list)
+    dtypes: list[torch.dtype] = field(default_factory=list)
+    nbytes: dict[Label, float] = field(default_factory=dict)
+    tensors: dict[Label, tuple[torch.dtype, bool]] = field(default_factory=dict)
+    memory: dict[Label, int] = field(default_factory=dict)
+    outputs: dict[Label, None] = field(default_factory=dict)
+    uses: set[str] = field(default_factory=set)
+    common: set[int] = field(default_factory=set)
+    asked: set[int] = field(default_factory=set)
+    state: dict[str, Label] = field(default_factory=dict)
+    decides: bool = False
+    draws: set[str] = field(default_factory=set)
+    draws_own: set[str] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class Recording:
+    """What a model does in training and in evaluation.
+
+    Attributes:
+        modes: by ``training``.
+        state: names of tensors of the model that values of the batch are written to between uses of them.
+        births: by ``training``, keys of functions that make memory which values of the batch are written to later.
+        whole: by the name of a module, why its forward cannot be followed.
+        closed: likewise, as the last runs have it; they may do without once other modules are followed.
+        refused: why the model's own forward cannot be; empty: it can.
+        opened: names of modules without children that are followed all the same, for their effects.
+        glue: names of buffers, and of tensors that are plain attributes, that every stage needs.
+        moved: those of them that a forward changes by what does not depend on the batch.
+        predicted: calls whose shapes tensors on meta have told.
+        templates: absent results of equal layers, for all stages and copies of them.
+        device: of the model.
+    """
+
+    modes: dict[bool, ModeRecord] = field(default_factory=dict)
+    state: set[str] = field(default_factory=set)
+    births: dict[bool, set[Key]] = field(default_factory=lambda: {True: set(), False: set()})
+    whole: dict[str, str] = field(default_factory=dict)
+    closed: dict[str, str] = field(default_factory=dict)
+    refused: str = ""
+    opened: set[str] = field(default_factory=set)
+    glue: set[str] = field(default_factory=set)
+    moved: set[str] = field(default_factory=set)
+    predicted: set[Any] = field(default_factory=set)
+    templates: dict[Any, Any] = field(default_factory=dict)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def _known(self) -> tuple[int, ...]:
+        return len(self.state), *map(len, self.births.values()), len(self.whole), len(self.opened)
+
+
+def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters, buffers, and tensors that are plain attributes of modules, each once, by name."""
+    seen = set[int]()
+    for tensors in (model.named_parameters(), model.named_buffers(), _attributes(model)):
+        for name, tensor in tensors:
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield name, tensor
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, Tensor):
+                yield f"{name}.{key}".lstrip("."), value
+
+
+def state_label(name: str) -> Label:
+    """Return the label of the tensor ``name`` of the model, as it is before a forward."""
+    return "", f"{STATE} {name}", 0, 0
+
+
+def put_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Put ``tensor`` in the place of the buffer or attribute ``name`` of the model, which ``module`` holds."""
+    key = name.rpartition(".")[2]
+    (module._buffers if key in module._buffers else vars(module))[key] = tensor
+
+
+def tensor_named(module: nn.Module, name: str) -> Any:
+    """Return the tensor ``name`` in ``module``; None if there is none."""
+    path, _, key = name.rpartition(".")
+    return getattr(module_named(module, path), key, None)
+
+
+def module_named(module: nn.Module, path: str) -> nn.Module:
+    """Return the module at ``path`` in ``module``; raise a KeyError if there is none."""
+    for part in path.split(".") if path else ():
+        module = module._modules[part]  # type: ignore[assignment]
+    return module

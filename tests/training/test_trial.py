@@ -1,0 +1,321 @@
+"""The comparison at the start: what it finds, what it names, and that nothing of the user's is moved by it."""
+
+import itertools
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+import adl_dist
+from adl_dist.errors import ConfigError, PartitionError
+from adl_dist.training.trial.trial import Trial
+from tests.support.runs import sgd, toy_trainer
+from tests.support.values import SILENT, spec_of
+
+UNLIKE = "the stages do not compute as the uncut model: "
+SHARED = "two stages share something in Python"
+
+
+DATA = TensorDataset(torch.randn(16, 8, generator=torch.Generator().manual_seed(1)), torch.arange(16) % 5)
+
+
+def layers(*between):
+    """Three layers, with ``between`` after each of them."""
+    torch.manual_seed(0)
+    widths = [8, 8, 8, 5]
+    modules = [nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
+    return nn.Sequential(
+        *(each for pair in zip(modules, between, strict=False) for each in pair), *modules[len(between) :]
+    )
+
+
+def fit(model, *, K=2, method="adl", batch_size=4, **options):
+    trainer = toy_trainer(K, 1, method, model=model, **options)
+    trainer.fit(DATA, epochs=1, batch_size=batch_size, monitoring=SILENT, max_updates=1)
+    return trainer
+
+
+# --- What it finds ---------------------------------------------------------------------------------------------------
+
+
+class CountsInClass(nn.Module):
+    calls = 0
+
+    def forward(self, x):
+        CountsInClass.calls += 1
+        return x * (1 + CountsInClass.calls / 10)
+
+
+class CountsInClosure(nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.count = count
+
+    def forward(self, x):
+        return x * (1 + self.count() / 10)
+
+
+def counts_in_a_closure():
+    calls = 0
+
+    def count():
+        nonlocal calls
+        calls += 1
+        return calls
+
+    return [CountsInClosure(count), CountsInClosure(count)]
+
+
+def appends_to_a_list(_kept=[]):  # noqa: B006
+    def count():
+        _kept.append(1)
+        return len(_kept)
+
+    return [CountsInClosure(count), CountsInClosure(count)]
+
+
+@pytest.mark.parametrize(
+    "between",
+    [lambda: [CountsInClass(), CountsInClass()], counts_in_a_closure, appends_to_a_list],
+    ids=["a class attribute", "a closure", "a list"],
+)
+def test_what_two_stages_share_is_found_and_the_first_unit_named(between):
+    with pytest.raises(PartitionError, match=rf"{UNLIKE}the output differs by .* in the first micro-batch") as refusal:
+        fit(layers(*between()), balance=["2"])
+    assert f"the first module whose result differs is '1', right after '0'; likely cause: {SHARED}" in str(
+        refusal.value
+    )
+
+
+def test_a_backward_that_meets_replaced_weights_is_found():
+    """Activation checkpointing computes again, with weights that are newer than those of its forward."""
+
+    class Again(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    model = layers(Again())
+    with pytest.raises(PartitionError, match=r"a backward computes with its weights again.*method.weights=stash"):
+        fit(model, options={"weights": "latest"}, balance=["2"])
+    fit(model, balance=["2"])
+
+
+class Overwrites(nn.Module):
+    """Keeps what its backward needs in an attribute, where the next forward overwrites it."""
+
+    def __init__(self):
+        super().__init__()
+        self.scratch = torch.zeros(1)
+
+    def forward(self, x):
+        module = self
+
+        class Square(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                module.scratch = x.detach().mean()
+                return x * x
+
+            @staticmethod
+            def backward(ctx, grad):
+                return grad * module.scratch
+
+        return Square.apply(x)
+
+
+def test_a_forward_that_overwrites_for_a_backward_is_found():
+    model = layers(Overwrites())
+    with pytest.raises(
+        PartitionError, match=r"gradient of '.*a forward overwrites what the backward of an earlier one"
+    ):
+        fit(model, balance=["2"])
+    fit(model, method="bp", balance=["2"])
+
+
+class SharedMean(nn.Module):
+    """Its buffer counts calls of all its objects."""
+
+    calls = 0
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        SharedMean.calls += 1
+        self.seen.fill_(SharedMean.calls)
+        return x
+
+
+def test_a_buffer_that_differs_is_named():
+    with pytest.raises(PartitionError, match=rf"{UNLIKE}the buffer '\d.seen' differs by .* after that.*{SHARED}"):
+        fit(layers(SharedMean(), SharedMean()), balance=["2"])
+
+
+class SharedSwitch(nn.Module):
+    """Cuts the gradient off in every third call of any of its objects."""
+
+    calls = 0
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        SharedSwitch.calls += 1
+        weight = self.weight if SharedSwitch.calls % 3 else self.weight.detach()
+        return x * weight
+
+
+def test_a_gradient_that_only_one_of_both_has_is_found():
+    with pytest.raises(PartitionError, match=rf"{UNLIKE}the gradient of '\d.weight' is (missing|there), but"):
+        fit(layers(SharedSwitch(), SharedSwitch()), balance=["2"])
+
+
+def test_without_the_comparison_the_other_model_is_trained():
+    assert fit(layers(CountsInClass(), CountsInClass()), balance=["2"], verify=False)
+
+
+# --- What is refused with its reason --------------------------------------------------------------------------------
+
+
+class Hidden:
+    """Nothing looks for a tensor in an object of this class."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+class Hides(nn.Module):
+    def forward(self, x):
+        return Hidden(x)
+
+
+class DetachesSome(nn.Module):
+    """Cuts the gradient off for micro-batches of four samples."""
+
+    def forward(self, x):
+        return x.detach() if len(x) == 4 else x
+
+
+def frozen():
+    return layers().requires_grad_(False)
+
+
+def blocks():
+    return nn.Sequential(layers(), nn.Linear(5, 5))
+
+
+REFUSED = {
+    "hidden output": (
+        lambda: nn.Sequential(*layers(), Hides()),
+        {},
+        "returns a Hidden without a tensor that can be seen",
+    ),
+    "frozen": (frozen, {}, "there is nothing to train"),
+    "one sample": (
+        lambda: layers(nn.BatchNorm1d(8)),
+        {"batch_size": 1},
+        "training data holds 1 sample, and the model",
+    ),
+    "detached": (
+        lambda: layers(DetachesSome()),
+        {"balance": ["1"]},
+        r"cannot be cut after stage 0: stage 1 \(1 .. 3\) gives what it gets a gradient for some micro-batches only",
+    ),
+    "inside a block": (
+        blocks,
+        {"balance": ["0.1"], "granularity": "block"},
+        r"cut after '0.0': it lies inside a block \(partition.granularity=block",
+    ),
+}
+
+
+@pytest.mark.parametrize(("build", "options", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_trained_is_refused_with_its_reason(build, options, message):
+    with pytest.raises((ConfigError, PartitionError), match=message):
+        fit(build(), **options)
+
+
+def test_autocast_of_a_model_that_no_process_holds_is_refused():
+    with torch.device("meta"):
+        model = layers()
+    spec = replace(spec_of(2, sgd), precision=adl_dist.Precision(autocast=torch.bfloat16))
+    with pytest.raises(ConfigError, match=r"runtime.autocast changes what travels between stages"):
+        Trial(model, spec, None, torch.device("cpu"))
+
+
+def test_a_parameter_that_was_frozen_at_the_cut_stays_so():
+    model = layers()
+    model[0].weight.requires_grad_(False)
+    trainer = fit(model)
+    model[0].weight.requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"'0.weight' takes a gradient now, but did not when the model was cut"):
+        trainer.fit(DATA, epochs=1, batch_size=4, monitoring=SILENT)
+
+
+# --- What it says and leaves alone -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("K", "said"), [(2, "found equal to the uncut model on 6 samples"), (1, "nothing was compared")]
+)
+def test_it_says_what_was_compared(K, said, capsys):
+    trainer = toy_trainer(K, 1, model=layers())
+    trainer.fit(DATA, epochs=1, batch_size=4, monitoring=adl_dist.Monitoring(tensorboard=False, report=False))
+    assert capsys.readouterr().out.count(said) == 1
+
+
+class Counting(nn.CrossEntropyLoss):
+    """A loss with a state of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, output, target):
+        self.calls += 1
+        return super().forward(output, target)
+
+
+class Counts(nn.Module):
+    """Counts its calls, and draws from all three streams."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.sizes = 0, []
+
+    def forward(self, x):
+        self.calls += 1
+        self.sizes.append(len(x))
+        return x + random.random() + np.random.rand() + torch.rand(())
+
+
+def test_nothing_of_the_users_is_moved():
+    model, loss = layers(Counts(), nn.BatchNorm1d(8), nn.Dropout(0.5)), Counting()
+
+    class Look(adl_dist.Callback):
+        def on_start(self, now):
+            counts, gradients = model[1], [parameter.grad for parameter in model.parameters()]
+            streams = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+            state = {
+                name: tensor.tolist() for name, tensor in (*model.state_dict().items(), *loss.state_dict().items())
+            }
+            self.found = streams, state, counts.calls, counts.sizes[:], model.training, gradients
+
+    before, after = Look(), Look()
+    before.on_start(None)
+    trainer = toy_trainer(2, 1, model=model, loss_fn=loss)
+    trainer.fit(DATA, epochs=1, batch_size=4, callbacks=[after], monitoring=SILENT)
+    assert after.found == before.found
+    after.on_start(None)
+    assert after.found != before.found, "training moves it"
