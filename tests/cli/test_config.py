@@ -296,7 +296,7 @@ def test_a_removed_key_is_refused_with_the_last_version_of_it(text, key):
         compose_run([text])
 
 
-def test_a_removed_optimizer_is_refused_with_the_example_that_has_it():
+def test_a_removed_optimizer_is_refused_with_its_example():
     with pytest.raises(ConfigError, match=r"^optimizer=rotated was removed in 0.4.0; use .*examples/rotated_adam.py"):
         compose_run(["optimizer=rotated"])
 
