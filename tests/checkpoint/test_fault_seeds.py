@@ -54,23 +54,23 @@ def copied(source, target):
 
 RATE, TWICE = "'train/learning_rate'", r"^metrics: .*'train/loss', \d, \d, 1\)"
 UNEXPLAINED = r"update-\d+ is damaged: .* nothing of what was planted explains"
-# Where which name is replaced by what, a job whose seeds find it, and what they say.
+# Where which name is replaced by what, a seed that finds it, and what it says.
 BUGS = {
-    "optimizer state is lost": (optimizer_state, "restore", lambda *_: None, 0, "^weights: (?!.*learning_rate)"),
-    "the learning rate starts again": (worker, "fast_forward", from_the_first, 0, RATE),
-    "updates are counted from one too many": (worker.LocalWorker, "_load", one_update_ahead, 0, RATE),
-    "records of updates that are made again are kept": (recorder, "_update_of", lambda line: -1, 0, TWICE),
-    "checksums are not compared": (layout, "verify", layout.read_manifest, 0, "newest checkpoint: another"),
-    "a checkpoint is copied and not renamed": (Path, "rename", copied, 8, UNEXPLAINED),
+    "optimizer state is lost": (optimizer_state, "restore", lambda *_: None, 2, "^weights: (?!.*learning_rate)"),
+    "the learning rate starts again": (worker, "fast_forward", from_the_first, 2, RATE),
+    "updates are counted from one too many": (worker.LocalWorker, "_load", one_update_ahead, 2, RATE),
+    "records of updates that are made again are kept": (recorder, "_update_of", lambda line: -1, 5, TWICE),
+    "checksums are not compared": (layout, "verify", layout.read_manifest, 1, "newest checkpoint: another"),
+    "a checkpoint is copied and not renamed": (Path, "rename", copied, 89, UNEXPLAINED),
 }
 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_it_finds(bug):
-    place, name, planted, job, said = BUGS[bug]
+    place, name, planted, seed, said = BUGS[bug]
     undisturbed.cache_clear()
     with patch.object(place, name, planted):
-        assert any(re.search(said, simulate(job * SEEDS_PER_JOB + seed).wrong) for seed in range(SEEDS_PER_JOB)[::-1])
+        assert re.search(said, simulate(seed).wrong)
     undisturbed.cache_clear()
 
 

@@ -108,6 +108,19 @@ class NumberOfBlock(nn.Module):
         return self.b(h) / n
 
 
+class ReturnsLargest(Block):
+    def forward(self, x, ids):
+        return self.layer(x), int(ids.max())
+
+
+@trap("w2b", [(normal(3, 8), torch.tensor([1, 5 * i, 4])) for i in range(1, 5)])
+@two(ReturnsLargest)
+class NumberOfValues(nn.Module):
+    def forward(self, x, ids):
+        h, n = self.a(x, ids)
+        return self.b(h) * n
+
+
 @trap("r8", [normal(8, 8), normal(8, 8), normal(8, 8), normal(3, 8)])
 class WidthIsBatch(TwoLayers):
     """A batch size that equals a width: which of both is a size of the result?"""
@@ -218,6 +231,34 @@ class MapsOfAllLayers(nn.Module):
         return x, [layer.map for layer in self.layers if layer.map is not None]
 
 
+class Context:
+    n = 0
+
+
+class Counts(Block):
+    def __init__(self, context):
+        super().__init__()
+        self.context = context
+
+    def forward(self, x):
+        self.context.n += 1
+        return self.layer(x) / self.context.n
+
+
+@trap("w13")
+class SharedObject(nn.Module):
+    """Two blocks count in one plain object, which the root resets."""
+
+    def __init__(self):
+        super().__init__()
+        self.context = Context()
+        self.a, self.b = Counts(self.context), Counts(self.context)
+
+    def forward(self, x):
+        self.context.n = 0
+        return self.b(self.a(x))
+
+
 # Objects in arguments and results
 
 
@@ -321,6 +362,20 @@ class WritesToArgument(nn.Module):
         return self.c(y) + out.sum(1)
 
 
+class Moves(Block):
+    def forward(self, x, place):
+        place += 1
+        return self.layer(x) * place[:, None, None].clone()
+
+
+@trap("w7b")
+@two(Moves, Moves)
+class MovesArgument(nn.Module):
+    def forward(self, x):
+        place = torch.zeros(len(x), dtype=torch.long)
+        return self.b(self.a(x, place), place)
+
+
 @trap("w8")
 class ShapeInPlace(ThreeLayers):
     def __init__(self):
@@ -339,6 +394,28 @@ class FlagAfterWrite(TwoLayers):
         h = x * 1
         h += self.a(x)
         return self.b(x) * (2 if h.requires_grad else 1)
+
+
+@trap("w18")
+class WritesWeights(TwoLayers):
+    def forward(self, x):
+        self.b.weight.data.clamp_(-0.1, 0.1)
+        return self.b(self.a(x))
+
+
+@trap("w18b")
+class MomentumEncoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = linear(), linear().requires_grad_(False)
+
+    def forward(self, x):
+        y = self.q(x)
+        with torch.no_grad():
+            for p, q in zip(self.q.parameters(), self.k.parameters(), strict=True):
+                q.data.mul_(0.9).add_(p.data, alpha=0.1)
+            z = self.k(x)
+        return (y - z).square().mean()
 
 
 @trap("w20")
@@ -401,12 +478,31 @@ class WeightBeforeLayer(nn.Module):
         return self.b(self.a(x))
 
 
+@trap("c4")
+class ViewOfView(TwoLayers):
+    def forward(self, x):
+        h = self.a(x).transpose(0, 1)
+        y = self.b(x).transpose(0, 1)
+        v = h[:, :2]
+        v += 1
+        return y[:, :2] + v
+
+
 @trap("r1")
 class WriteToConstant(TwoLayers):
     def forward(self, x):
         h = self.a(x)
         z = torch.zeros(x.shape, dtype=x.dtype).add_(h)
         return self.b(h) + z
+
+
+@trap("r4")
+class WriteToView(TwoLayers):
+    def forward(self, x):
+        h = self.a(x).transpose(0, 1)
+        y = self.b(x).transpose(0, 1)
+        h.relu_()
+        return y + h
 
 
 # Calls that hide what they do
@@ -456,6 +552,7 @@ TRAPS["r7"] = through(torch.vmap(lambda t: t.tanh() * 2))
 REFUSED = {
     **dict.fromkeys(["c3", "r5", "r7"], "was made by a call which cannot be followed, like a scripted function"),
     "c6": "'add' runs inside torch.utils.checkpoint, which has one stage",
+    "w18b": "writes values of a parameter that another stage holds to a tensor of this one",
 }
 MUST_BE_EQUAL = ["w1", "w2", "w6", "w7", "w8", "w15", "w20", "w21", "c1"]
 DEFAULT_BATCHES = [normal(3, 6, 8), normal(2, 5, 8), normal(4, 6, 8), normal(3, 4, 8)]
@@ -491,4 +588,4 @@ def test_a_trap_is_equal_or_refused_by_name(name):
 
 def test_what_must_be_equal_is():
     assert not {*MUST_BE_EQUAL} & {*REFUSED}
-    assert len(TRAPS) == 27
+    assert len(TRAPS) == 34
