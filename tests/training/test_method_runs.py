@@ -67,7 +67,7 @@ class Watching:
         for k, context in self.contexts.items():
             kept = context.stage.in_flight.values()
             graphs = sum(m.grad_edges is not None for m in kept)
-            inputs = sum(m.grad_edges is None for m in kept) + len(context.buffer)
+            inputs = sum(m.grad_edges is None for m in kept)
             policy = context.stage._policy
             copies = [*getattr(policy, "_older", ()), *(getattr(policy, "_copies", None) or ())]
             outputs = len(context.stage.gradient_head._awaited) if context.stage.gradient_head is not None else 0
