@@ -54,7 +54,7 @@ class StageContext:
     stage: Stage  # the mathematics
     receivers: dict[str, Receiver] = field(default_factory=dict)  # one for each kind that arrives; see ``LINKS``
     senders: dict[str, Sender] = field(default_factory=dict)  # one for each kind that leaves
-    work: StageWork = field(default_factory=lambda: StageWork([], [], [], []))  # of this segment
+    work: StageWork = field(default_factory=lambda: StageWork([], [], []))  # of this segment
     last_of_groups: frozenset[int] = frozenset()  # micro-batches whose backward completes the gradients of a group
     # On stage 0 only: the tensors of each micro-batch: its input, of which there are ``num_inputs``, its target, and
     # its counts, if the loss counts its terms.
@@ -63,21 +63,18 @@ class StageContext:
     # Where there is a loss: the weight of each micro-batch in its group, unless that comes with its target.
     loss_grads: Sequence[Tensor] = ()
     held: dict[str, Tensors] = field(default_factory=dict)  # what one action leaves for the next, by kind
-    buffer: dict[int, tuple[Tensors, Tensors]] = field(default_factory=dict)  # acts and target, to be replayed
 
     def open(self, work: StageWork, *, training: bool) -> None:
         """Begin a segment of training or of evaluation."""
         self.work = work
         self.last_of_groups = work.last_of_groups()  # now, because a stop may shorten the list later on
         self.held.clear()
-        self.buffer.clear()
         whole = [1] * len(work.sizes)  # tied weights have no batch dimension of their own
         for kind, sender in self.senders.items():
             sender.open(whole if is_tied(kind) else work.sizes, training=training)
         for kind, receiver in self.receivers.items():
             order = [a.number for a in work.actions if a.op in RECEIVES and what_of(a) == kind]
-            sizes = work.sizes_upstream if kind in ("act", "label") else whole if is_tied(kind) else work.sizes
-            receiver.open(sizes, order, training=training)
+            receiver.open(whole if is_tied(kind) else work.sizes, order, training=training)
 
     def shorten(self, num_micro_batches: int) -> None:
         """Expect no more than the first ``num_micro_batches`` of the segment from the other stages."""
@@ -159,12 +156,6 @@ def step(action: Action, context: StageContext) -> None:
             context.senders["label"].send(b, held.pop("target"))
         case Op.TAKE_TARGET:
             held["target"] = context.receivers["label"].recv(b)
-        case Op.KEEP:
-            context.buffer[b] = held.pop("act"), held.pop("target")
-        case Op.PICK:
-            held["act"], held["target"] = context.buffer[b]
-        case Op.DROP:
-            del context.buffer[b]
         case Op.BACKWARD_INPUT:
             grads = (context.loss_grads[b],) if stage.has_loss else held.pop("grad")
             held["grad"] = stage.backward_input(b, grads, completes=b in context.last_of_groups)

@@ -32,7 +32,7 @@ RUN = ("data=synthetic", "model=resnet8", "train.epochs=3", "runtime.tensorboard
 
 def seconds_of(log: ActionLog | None, contexts: dict[int, StageContext]) -> float:
     """Return the seconds of a core that the engine takes for actions that do nothing."""
-    actions = [(0, Action(Op.PICK, 0))] * NUM_ACTIONS
+    actions = [(0, Action(Op.WEIGHTS, 0))] * NUM_ACTIONS
     start = time.process_time()
     engine.run(actions, contexts, log)
     return time.process_time() - start
@@ -40,8 +40,8 @@ def seconds_of(log: ActionLog | None, contexts: dict[int, StageContext]) -> floa
 
 def log_cost() -> float:
     """Return the seconds that the log adds to an action."""
-    stage: Any = SimpleNamespace(version=0)
-    contexts = {0: StageContext(stage, buffer={0: ((), ())})}
+    stage: Any = SimpleNamespace(version=0, use_weights=lambda version: None)
+    contexts = {0: StageContext(stage)}
     log = ActivityLog(1)
     segment = Segment(epoch=0, first_update=0, num_samples=1, micro_batch_size=1, accumulation_steps=1)
     log.open(contexts, segment, training=True)

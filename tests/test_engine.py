@@ -129,7 +129,7 @@ def work_of(chosen, K, group_sizes):
     sizes = {"num_samples": sum(group_sizes), "accumulation_steps": chosen.micro_batches_per_update}
     segment = Segment(epoch=0, first_update=0, micro_batch_size=1, **sizes)
     assert segment.group_sizes == group_sizes
-    return training_work(Pipeline(chosen, K), segment, stages=range(K), seed=0)
+    return training_work(Pipeline(chosen, K), segment, stages=range(K))
 
 
 def final_weights(chosen, K, group_sizes, pick_next):
@@ -149,7 +149,6 @@ def final_weights(chosen, K, group_sizes, pick_next):
         assert not context.stage.in_flight, "the stash is empty at the end"
         assert not context.stage.gradient_head.awaited
         assert all(not end.waiting for end in (*context.receivers.values(), *context.senders.values()))
-        assert not context.buffer
     return [(context.stage.weights, context.stage.gradient_head.weights) for context in contexts.values()]
 
 
@@ -180,7 +179,6 @@ OTHERS = [(name, {}) for name in METHODS if name != "adl"] + [
     ("dsp", {"activation_queue": 2}),
     ("dni", {"head_delay": 0}),
     ("dni", {"head_delay": 7, "head_sees_target": True}),
-    ("dgl", {"buffer_size": 3, "stage_speeds": [1, 0.5, 2, 1]}),
 ]
 
 

@@ -30,6 +30,7 @@ from adl_dist.report import tell, warn
 from adl_dist.report.files import write_atomically
 from adl_dist.report.runs import flatten
 from adl_dist.schedule import Method
+from adl_dist.schedule.methods import REMOVED_OPTIONS
 
 logger = logging.getLogger("adl_dist")
 
@@ -245,6 +246,7 @@ class RunFolder:
         mine = flatten(config)
         if MADE_BY in theirs:  # A script's. Version 0.3.8 also wrote the schedule's attributes.
             theirs = {n: v for n, v in theirs.items() if not n.startswith("lr_schedule.") or n.startswith(OF_SCHEDULE)}
+        mine = {f"method.{name}": value for name, value in REMOVED_OPTIONS.items() if f"method.{name}" in theirs} | mine
         theirs |= {name: OF_OLD[name] for name in mine.keys() & OF_OLD.keys() - theirs.keys()}
         names = {n for n in (mine.keys() | theirs.keys()) - FREE_TO_CHANGE if n.split(".")[0] not in without}
         # Of another optimizer most keys are there on one side only; its name says more.

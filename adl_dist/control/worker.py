@@ -53,7 +53,6 @@ from adl_dist.schedule import (
 from adl_dist.schedule.actions import BACKWARDS
 from adl_dist.schedule.replay import in_turns
 from adl_dist.schedule.work import turns_of
-from adl_dist.seeds import stream_seed
 from adl_dist.stage import Stage, StepStats
 from adl_dist.stage.loss import LossTerms, counted
 from adl_dist.stage.stats import value_of
@@ -70,7 +69,6 @@ class LocalWorker:
 
     world: World
     pipeline: Pipeline
-    seed: int  # of the turns that stages take, where the method has them
     dtype: torch.dtype  # of the loss
     contexts: Mapping[int, StageContext]  # this process's stages with their channels, by stage
     train_loader: BatchSource | None = None  # on stage 0's process only
@@ -127,8 +125,7 @@ class LocalWorker:
     def _train(self, segment: Segment, emit: Callable[[Record], None]) -> list[TrainResult]:
         for context in self.contexts.values():
             context.stage.begin(segment.epoch, training=True, first_micro_batch=segment.first_micro_batch)
-        seed = stream_seed(self.seed, "turns", segment.epoch, segment.first_sample)
-        work = training_work(self.pipeline, segment, stages=self.contexts, seed=seed)
+        work = training_work(self.pipeline, segment, stages=self.contexts)
         start = time.perf_counter()
         reports = _UpdateReports(self, segment, emit)
         self._run(work, segment, self.train_loader, reports)

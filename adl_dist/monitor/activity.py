@@ -53,9 +53,6 @@ KINDS = {
     Op.SEND_GO: ("send", "send go"),
     Op.PASS_TARGET: ("send", "send label"),
     Op.WEIGHTS: ("other", "choose weights"),
-    Op.KEEP: ("other", "keep in buffer"),
-    Op.PICK: ("other", "pick from buffer"),
-    Op.DROP: ("other", "drop from buffer"),
 }
 OTHER = "other"  # also all time between actions
 SHARES = tuple(dict.fromkeys(share for share, _ in KINDS.values()))

@@ -30,10 +30,10 @@ class ByRole(Optimizer):
         params: Iterable[nn.Parameter],
         of_matrices: Mapping[str, Any],
         *,
-        rest: str,
-        rest_lr: float | None,
-        rest_options: Mapping[str, Any] | None,
-        rest_names: Sequence[str],
+        rest: str = "adamw",
+        rest_lr: float | None = None,
+        rest_options: Mapping[str, Any] | None = None,
+        rest_names: Sequence[str] = (),
     ) -> None:
         """Take ``params``, with ``of_matrices`` as the options of the first group.
 
@@ -82,8 +82,7 @@ class ByRole(Optimizer):
             self.check_matrices(group, where)
 
     def check_matrices(self, group: Mapping[str, Any], where: str) -> None:
-        """Do so for a group of matrices."""
-        raise NotImplementedError
+        """Do so for a group of matrices; here nothing is checked."""
 
     def step_matrices(self, params: Sequence[nn.Parameter], group: Mapping[str, Any]) -> None:
         """Update ``params``, which all have a gradient, by the options of ``group``."""

@@ -60,12 +60,6 @@ class Prediction:
         """Whether the links add next to nothing to the time that the stages take."""
         return self.link_share <= AS_GOOD
 
-    @property
-    def staleness_most(self) -> int:
-        """Staleness of the oldest gradient in any stage, in updates."""
-        stages = range(self.pipeline.num_stages)
-        return max(max(self.pipeline.steady_staleness(stage)) for stage in stages)
-
 
 def best_cut(
     profile: Profile, pipeline: Pipeline, *, machine: Machine = UNIFORM, sizes: Sequence[int] | None = None

@@ -71,19 +71,15 @@ def folders_below(paths: Iterable[Path]) -> list[Path]:
     return list(folders)
 
 
-def write_comparison(folder: Path, runs: Sequence[Run], *, command: str, trials: Sequence[Run] = ()) -> str:
-    """Write comparison.md, which cites ``command`` and is returned, comparison.csv, curves.svg and curves.png.
-
-    ``trials`` are the runs that found what the rows of ``runs`` have in ``Run.tuned``.
-    """
+def write_comparison(folder: Path, runs: Sequence[Run], *, command: str) -> str:
+    """Write comparison.md, which cites ``command`` and is returned, comparison.csv, curves.svg and curves.png."""
     from adl_dist.report.curves import draw_curves, save_figure  # imported late: matplotlib takes a second
 
     measure, runs = measure_of(runs), _references_first(runs)
-    text = _text(runs, command=command, trials=trials)
+    text = _text(runs, command=command)
     with write_atomically(folder / "comparison.md") as unfinished:
         unfinished.write_text(text)
-    chosen = {run.folder for run in runs}
-    rows = [_csv_row(run) for run in [*runs, *(trial for trial in trials if trial.folder not in chosen)]]
+    rows = [_csv_row(run) for run in runs]
     with write_atomically(folder / "comparison.csv") as unfinished, unfinished.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
@@ -99,14 +95,14 @@ def _references_first(runs: Sequence[Run]) -> list[Run]:
     return sorted(runs, key=lambda run: run.method["name"] != REFERENCE)  # stable: otherwise as given
 
 
-def _text(runs: Sequence[Run], *, command: str, trials: Sequence[Run] = ()) -> str:
+def _text(runs: Sequence[Run], *, command: str) -> str:
     measure, runs = measure_of(runs), _references_first(runs)
     origin = (
         f"Command: `{command}`\n\n{len(runs)} runs, seeds {', '.join(map(str, sorted({run.seed for run in runs})))}; "
         f"compared with Python {platform.python_version()}, torch {version('torch')}, adl_dist {__version__}. "
         "Each run: `comparison.csv`; learning curves: `curves.svg`."
     )
-    tables = [_table(runs, measure), *_trial_table(trials, measure), *_memory_table(runs)]
+    tables = [_table(runs, measure), *_memory_table(runs)]
     return "\n\n".join([*tables, origin]) + "\n"
 
 
@@ -131,28 +127,6 @@ def _table(runs: Sequence[Run], measure: Measure) -> str:
     note = f"`to {REFERENCE}`: difference of the medians in {points}, to {REFERENCE} of the same model, "
     note += "with the same data and M if there is one."
     return "\n".join([*markdown_table(rows), "", f"{spread} {note if references else ''}".strip()])
-
-
-def _trial_table(trials: Sequence[Run], measure: Measure) -> list[str]:
-    """Return a table of the trials that found each row's settings; [] if there are none."""
-    if not trials:
-        return []
-    values = list(dict.fromkeys(trial.tuned for trial in trials))
-    cells = {(trial.label, trial.num_stages, trial.tuned): trial for trial in trials}
-    rows = [["trials", "K", *values]]
-    for label, K in dict.fromkeys((trial.label, trial.num_stages) for trial in trials):
-        row = [cells.get((label, K, value)) for value in values]
-        rows.append([label, str(K), *(NOTHING if trial is None else _result(trial, measure) for trial in row)])
-    return [
-        "\n".join(
-            [*markdown_table(rows), "", f"Seed {trials[0].seed}; the other seeds were run with the best of each row."]
-        )
-    ]
-
-
-def _result(run: Run, measure: Measure) -> str:
-    values = measure.values([run])
-    return f"{measure.text(values[0])}{measure.unit}" if values else run.status
 
 
 def _memory_table(runs: Sequence[Run]) -> list[str]:
@@ -184,8 +158,7 @@ def _cell(runs: Sequence[Run], measure: Measure) -> str:
     for status in ("diverged", "unfinished"):
         if number := sum(run.status == status for run in runs):
             parts.append(f"**{number} of {len(runs)} {status}**")
-    tuned = {run.tuned for run in runs if run.tuned}
-    return ", ".join([*(parts or ["no validation"]), *sorted(tuned)])
+    return ", ".join(parts or ["no validation"])
 
 
 def _difference(runs: Sequence[Run], references: Sequence[Sequence[Run]], measure: Measure) -> str:
@@ -219,7 +192,6 @@ def _csv_row(run: Run) -> dict[str, Any]:
         "accumulation_steps": run.accumulation_steps,
         "method": run.method["name"],
         "settings": json.dumps({k: v for k, v in run.method.items() if k != "name"}),
-        "tuned": run.tuned,
         "seed": run.seed,
         "status": run.status,
         "ended_at_update": run.divergence.get("update"),

@@ -278,12 +278,9 @@ def _arrows(axes: Axes, lists: Sequence[Sequence[Action]], boxes: Sequence[Span]
     made = {(box.stage, box.action.op in FORWARDS, box.action.number): box for box in boxes if box.action.op in ends}
     learning = {(box.stage, box.action.number): box for box in boxes if box.action.op is Op.LEARN}
     for stage, actions in enumerate(lists):
-        came = None
         for op, number in actions:
-            if op in (Op.RECV_ACT, Op.PICK):
-                came = number
-            elif op in FORWARDS and came is not None:
-                ends_of = made.get((stage - 1, True, came)), made.get((stage, True, number))
+            if op is Op.RECV_ACT:
+                ends_of = made.get((stage - 1, True, number)), made.get((stage, True, number))
                 _arrow(axes, *ends_of, inches, theme.act)
             elif op is Op.RECV_GRAD:
                 to = learning.get((stage, number)) or made.get((stage, False, number))

@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -14,6 +14,7 @@ import yaml
 from adl_dist.errors import ConfigError
 from adl_dist.report.recorder import METRICS
 from adl_dist.schedule import method
+from adl_dist.schedule.methods import REMOVED_OPTIONS
 
 REFERENCE = "bp"  # the method that the others are compared with
 # They name columns, spreads and places; a row's method is spelt out of its settings.
@@ -30,8 +31,7 @@ class Run:
 
     ``config`` is the content of config.yaml, ``summary`` of summary.json, or {} unless the run is complete,
     ``divergence`` of diverged.json, or {} unless it has diverged; ``curves``: for names like ``validation/loss``, pairs
-    of the number of whole epochs and the value then, if it is finite. ``tuned``: settings, like ``optimizer.lr=0.1``,
-    that were found by trials and are no part of the label.
+    of the number of whole epochs and the value then, if it is finite.
     """
 
     folder: Path
@@ -45,7 +45,6 @@ class Run:
     summary: Mapping[str, Any]
     divergence: Mapping[str, Any]
     curves: Mapping[str, Sequence[tuple[int, float]]]
-    tuned: str = ""
 
 
 def status_of(folder: Path, *, epochs: int, max_updates: int | None) -> Status:
@@ -71,8 +70,8 @@ def _newest_update(folder: Path) -> int:
     return max(newest)
 
 
-def read_runs(folders: Iterable[Path], *, tuned: Collection[str] = ()) -> list[Run]:
-    """Read the run folders and label them by what tells the runs apart, but for the keys that were ``tuned``.
+def read_runs(folders: Iterable[Path]) -> list[Run]:
+    """Read the run folders and label them by what tells the runs apart.
 
     Raises:
         ConfigError: a folder is not a run folder made by the command line.
@@ -90,11 +89,7 @@ def read_runs(folders: Iterable[Path], *, tuned: Collection[str] = ()) -> list[R
     keys = dict.fromkeys(key for one in flat for key in one)
     telling = [key for key in keys if not key.startswith(NOT_IN_LABELS) and _tells_apart(key, flat)]
     return [
-        replace(
-            run,
-            label=" ".join([run.label, *(f"{key}={one[key]}" for key in telling if key in one and key not in tuned)]),
-            tuned=" ".join(f"{key}={one[key]}" for key in keys if key in tuned and key in one),
-        )
+        replace(run, label=" ".join([run.label, *(f"{key}={one[key]}" for key in telling if key in one)]))
         for run, one in zip(runs, flat, strict=True)
     ]
 
@@ -140,7 +135,7 @@ def _validation_curves(path: Path) -> dict[str, list[tuple[int, float]]]:
 def method_label(chosen: Mapping[str, Any]) -> str:
     """Return the method with M, if that is above 1, and the settings that are not the method's own defaults."""
     name, M = chosen["name"], chosen["accumulation_steps"]
-    usual = method(name).settings
+    usual = REMOVED_OPTIONS | method(name).settings
     others = {key: value for key, value in chosen.items() if key not in ("name", "accumulation_steps")}
     special = [f"{key}={value}" for key, value in others.items() if value != usual.get(key)]
     return " ".join([name, *([f"M={M}"] if M > 1 else []), *special])

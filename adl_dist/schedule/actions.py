@@ -28,9 +28,6 @@ class Op(enum.Enum):
     RECV_GO = "RO"
     PASS_TARGET = "PT"  # local losses: the target travels with the act, from stage to stage
     TAKE_TARGET = "TT"
-    KEEP = "K"  # replay buffer: put away what has just arrived
-    PICK = "G"  # take it out again, to be worked on; it stays in the buffer
-    DROP = "D"  # make room in the buffer
     PREDICT_GRADIENT = "Q"  # synthetic gradients: a head says what gradient will come back for the output
     LEARN = "H"  # the head learns from the gradient that has come back
     UPDATE_HEAD = "HU"  # when it has learned from a whole group

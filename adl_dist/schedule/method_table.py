@@ -41,7 +41,7 @@ RECOMPUTING = (*ANY, "recompute")
 CLOCKED = (*STALE, "lr_index")  # stages move in step, so that there is one clock
 QUEUED = (*CLOCKED, "activation_queue", "gradient_queue")
 SHARING = (*LOCAL, "stages_per_process")
-GREEDY = (*LOCAL, "head", "buffer_size", "buffer_reuse", "stage_speeds")
+GREEDY = (*LOCAL, "head")
 PREDICTING = (*LOCAL, "head_layers", "head_width", "head_sees_target", "head_delay", "head_lr_factor")
 
 

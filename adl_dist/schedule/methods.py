@@ -65,9 +65,6 @@ TYPES: dict[str, tuple[str, Callable[[object], bool]]] = {
     "lr_factors": NUMBERS,
     "activation_queue": QUEUE,
     "gradient_queue": QUEUE,
-    "buffer_size": WHOLE,
-    "buffer_reuse": WHOLE_OR_NONE,
-    "stage_speeds": NUMBERS,
     "head_layers": WHOLE,
     "head_width": WHOLE_OR_NONE,
     "head_sees_target": YES_OR_NO,
@@ -76,16 +73,19 @@ TYPES: dict[str, tuple[str, Callable[[object], bool]]] = {
 }
 SMALLEST = {
     **{"accumulation_steps": 1, "max_deferred": 1, "stages_per_process": 1},
-    **{"activation_queue": 1, "gradient_queue": 1, "buffer_size": 0, "buffer_reuse": 1},
+    **{"activation_queue": 1, "gradient_queue": 1},
     **{"flush_epochs": 0, "discount_power": 0, "discount_updates": 1, "error_feedback_lag": 1},
     **{"head_layers": 0, "head_width": 1, "head_delay": 0},
 }
 ABOVE_0 = (
-    *("lr_factors", "stage_speeds", "gradient_shrink", "head_lr_factor"),
+    *("lr_factors", "gradient_shrink", "head_lr_factor"),
     *("nesterov_gamma", "error_feedback_coefficient", "delay_compensation_lambda", "max_staleness"),
 )
+# Options that 0.4.0 has no more, and what they were by default: older run folders name them.
+REMOVED_OPTIONS = {"buffer_size": 0, "buffer_reuse": None, "stage_speeds": None}
 BEARABLE = 2  # updates of staleness that delay=auto takes by itself, where ADL's own delays are no longer
 NO_DIFFERENCE = 1e-9
+WAS_REMOVED = "was removed in 0.4.0; remove it, or use version 0.3.8"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,9 +118,6 @@ class Method:
         activation_queue: DSP's p_k between stage k and k+1: one number for all, or K-1.
         gradient_queue: DSP's q_k; the delay of stage k is the sum of p + q from there on.
         head: the kind of head of local losses; see :mod:`adl_dist.stage.heads`.
-        buffer_size: micro-batches in the replay buffer between two stages; 0: none, stages work in step.
-        buffer_reuse: how often one of them may be used; None: any number of times.
-        stage_speeds: with a buffer, how often each stage gets its turn, relative to the others.
         head_layers: hidden layers of a head that predicts gradients; 0: it is linear.
         head_width: their features or channels; None: as many as the stage sends on.
         head_sees_target: whether the head is also given the classes of its samples.
@@ -162,9 +159,6 @@ class Method:
     activation_queue: int | Sequence[int] = 1
     gradient_queue: int | Sequence[int] = 1
     head: Head = "mlp_sr"
-    buffer_size: int = 0
-    buffer_reuse: int | None = None
-    stage_speeds: Sequence[float] | None = None
     head_layers: int = 0
     head_width: int | None = None
     head_sees_target: bool = False
@@ -243,11 +237,6 @@ class Method:
         return replace(self, delay=tuple(delays), max_staleness=None)
 
     @property
-    def is_asynchronous_greedy(self) -> bool:
-        """Whether stages draw their inputs from replay buffers."""
-        return self.buffer_size > 0
-
-    @property
     def why_not_tied(self) -> str | None:
         """Why stages cannot share tied weights; None: they can."""
         if self.spec.has_heads:
@@ -324,11 +313,6 @@ class Method:
             raise ConfigError(
                 "method.max_deferred needs a backward in two parts; set method.split_backward=true, or omit it"
             )
-        if not self.buffer_size and (self.buffer_reuse is not None or self.stage_speeds is not None):
-            raise ConfigError(
-                "method.buffer_reuse and method.stage_speeds mean nothing without a replay buffer; set "
-                "method.buffer_size=50, or omit them"
-            )
         assert self.weights is not None
         if reason := why_not(self.mitigation or (), self.weights):
             raise ConfigError(f"method.mitigation: {reason}")
@@ -348,6 +332,8 @@ def method(name: str, **options: Any) -> Method:
     """
     known = [f.name for f in fields(Method) if f.init and f.name != "name"]
     if unknown := sorted(options.keys() - known):
+        if removed := [option for option in unknown if option in REMOVED_OPTIONS]:
+            raise ConfigError(f"method.{removed[0]} {WAS_REMOVED}")
         takes = METHODS[name].options if name in METHODS else known
         raise ConfigError(f"method: unknown option {', '.join(unknown)}; {name} takes {', '.join(takes)}")
     return Method(name=name, **options)

@@ -33,7 +33,7 @@ class Pipeline:
     def __post_init__(self) -> None:
         if self.num_stages < 1:
             raise ConfigError(f"partition.num_stages (K) must be at least 1, got {self.num_stages}")
-        _ = self.delays, self.turn_rates, self.lr_factor(0)  # each raises if it does not fit K
+        _ = self.delays, self.lr_factor(0)  # each raises if it does not fit K
         if self.tied and (why := self.method.why_not_tied) is not None:
             raise ConfigError(f"weights cannot be shared by several stages: {why}; use partition.tied=untie")
 
@@ -209,11 +209,6 @@ class Pipeline:
     def lr_factor(self, stage: int) -> float:
         """Return the factor on the learning rate of ``stage``."""
         return float(self._one_each("lr_factors", self.num_stages)[stage])
-
-    @property
-    def turn_rates(self) -> list[float]:
-        """How often each stage gets its turn, relative to the others."""
-        return self._one_each("stage_speeds", self.num_stages)
 
     def forward_version(self, stage: int, micro_batch: int) -> int:
         """Return how many updates of its segment ``stage`` has made whose result a micro-batch's forward sees.

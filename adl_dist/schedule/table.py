@@ -18,7 +18,7 @@ class StageFigures:
     staleness_mean: float
     staleness_max: int
     graphs: int  # most micro-batches held with all activations
-    inputs: int  # most micro-batches held with nothing but what came in, in flight or in a replay buffer
+    inputs: int  # most micro-batches held with nothing but what came in
     weight_copies: int  # most weight versions held besides the newest
     history_copies: int  # tensors like the weights that a mitigation remembers
     deferred: int  # most micro-batches whose gradients of weights are deferred, while it holds the most graphs
@@ -61,7 +61,7 @@ def figures(pipeline: Pipeline, *, num_micro_batches: int | None = None) -> list
     """
     M = pipeline.micro_batches_per_update
     if num_micro_batches is None:
-        num_micro_batches = M * (2 * (pipeline.delays[0] // M) + 6) + pipeline.method.buffer_size
+        num_micro_batches = M * (2 * (pipeline.delays[0] // M) + 6)
     rows = []
     for k, actions in enumerate(actions_of_all(pipeline, num_micro_batches=num_micro_batches)):
         by_offset = pipeline.steady_staleness(k)
@@ -92,7 +92,7 @@ def _most_open(actions: list[Action], begins: Op, ends: Op) -> int:
 def _held(pipeline: Pipeline, stage: int, actions: list[Action]) -> tuple[int, int, int, int]:
     """Return the most graphs, inputs without a graph, weight copies and split backwards at a moment of ``actions``."""
     graphs: dict[int, int] = {}  # the weight version of each
-    inputs: set[tuple[bool, int]] = set()  # (whether in the replay buffer, number)
+    inputs: set[int] = set()
     deferred: dict[int, int] = {}  # likewise
     version, most, most_deferred = 0, (0, 0, 0), dict[int, int]()  # the last by the number of graphs
     is_ahead, last_seen = pipeline.forwards_ahead(stage), -1  # the version of the last forward
@@ -101,11 +101,9 @@ def _held(pipeline: Pipeline, stage: int, actions: list[Action]) -> tuple[int, i
             last_seen = version
         if op in (Op.FORWARD, Op.RECOMPUTE):
             graphs[number] = pipeline.forward_version(stage, number)
-            inputs.discard((False, number))
-        elif op in (Op.FORWARD_ONLY, Op.KEEP):
-            inputs.add((op is Op.KEEP, number))
-        elif op is Op.DROP:
-            inputs.remove((True, number))
+            inputs.discard(number)
+        elif op is Op.FORWARD_ONLY:
+            inputs.add(number)
         elif op in BACKWARDS:
             used = graphs.pop(number)
             if op is Op.BACKWARD_INPUT:

@@ -247,7 +247,7 @@ def time_per_update(pipeline: Pipeline, costs: Costs, *, num_groups: int | None 
 def actions_of_all(pipeline: Pipeline, *, num_micro_batches: int) -> list[list[Action]]:
     """Return the actions of all stages in a segment of so many equal micro-batches."""
     segment = _segment(pipeline, num_micro_batches)
-    work = training_work(pipeline, segment, stages=range(pipeline.num_stages), seed=0)
+    work = training_work(pipeline, segment, stages=range(pipeline.num_stages))
     return [work[k].actions for k in range(pipeline.num_stages)]
 
 

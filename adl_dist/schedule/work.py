@@ -7,7 +7,6 @@ from itertools import accumulate
 
 from adl_dist.schedule.actions import BACKWARDS, LINKS, Action, Op
 from adl_dist.schedule.build_actions import evaluation_actions, evaluation_turns, training_actions, training_turns
-from adl_dist.schedule.greedy import greedy_actions
 from adl_dist.schedule.pipeline import Pipeline
 from adl_dist.schedule.replay import Sending, max_outstanding
 from adl_dist.schedule.run_plan import Segment
@@ -20,7 +19,6 @@ class StageWork:
 
     actions: list[Action]
     sizes: list[int]  # samples of each of its micro-batches
-    sizes_upstream: list[int]  # samples of each micro-batch of the stage before it, which is what arrives
     loss_weights: list[float]  # the factor on the loss of each of its micro-batches
 
     def last_of_groups(self) -> frozenset[int]:
@@ -34,22 +32,14 @@ class StageWork:
         return frozenset(completing)
 
 
-def training_work(pipeline: Pipeline, segment: Segment, *, stages: Iterable[int], seed: int) -> dict[int, StageWork]:
-    """Return the work of each of ``stages`` to train on ``segment``; every process derives the same.
-
-    ``seed`` draws the turns that stages take, where the method has them.
-    """
+def training_work(pipeline: Pipeline, segment: Segment, *, stages: Iterable[int]) -> dict[int, StageWork]:
+    """Return the work of each of ``stages`` to train on ``segment``; every process derives the same."""
     pipeline = pipeline.in_epoch(segment.epoch)
-    sizes, groups, method = segment.sizes, segment.group_sizes, pipeline.method
-    if not method.is_asynchronous_greedy:
-        weights = segment.loss_weights(method.reduction, sizes)
-        work = {k: StageWork(list(_actions(pipeline, k, tuple(groups))), sizes, sizes, weights) for k in stages}
-        simulated.cache_clear()  # made for all stages, which may be many more than these
-        return work
-    actions, origins = greedy_actions(pipeline, group_sizes=groups, seed=seed)
-    sizes_of = [[sizes[b] for b in origin] for origin in origins]
-    weights_of = [segment.loss_weights(method.reduction, own) for own in sizes_of]
-    return {k: StageWork(actions[k], sizes_of[k], sizes_of[max(k - 1, 0)], weights_of[k]) for k in stages}
+    sizes, groups = segment.sizes, tuple(segment.group_sizes)
+    weights = segment.loss_weights(pipeline.method.reduction, sizes)
+    work = {k: StageWork(list(_actions(pipeline, k, groups)), sizes, weights) for k in stages}
+    simulated.cache_clear()  # made for all stages, which may be many more than these
+    return work
 
 
 def turns_of(pipeline: Pipeline, segment: Segment, process: int, *, training: bool) -> Sequence[int]:
@@ -106,7 +96,6 @@ def shorten(actions: list[Action], pipeline: Pipeline, stage: int, *, group_size
     before it) both are the same, so a stage that has not come that far does not notice. What follows is the drain.
 
     ``actions`` are those of the whole segment, from :func:`training_actions`, ``group_sizes`` the first of its groups.
-    The method is not one whose stages draw from replay buffers.
     """
     shorter = list(training_actions(pipeline, stage, group_sizes=group_sizes))
     same = next((i for i, (a, b) in enumerate(zip(actions, shorter, strict=False)) if a != b), len(shorter))
@@ -117,4 +106,4 @@ def evaluation_work(segment: Segment, *, num_stages: int, stages: Iterable[int])
     """Return the work of each of ``stages`` to evaluate on ``segment``."""
     sizes, num = segment.sizes, len(segment.sizes)
     lists = {k: list(evaluation_actions(k, num_stages=num_stages, num_micro_batches=num)) for k in stages}
-    return {k: StageWork(actions, sizes, sizes, []) for k, actions in lists.items()}
+    return {k: StageWork(actions, sizes, []) for k, actions in lists.items()}

@@ -75,7 +75,7 @@ def build_worker(
     loss_fn = spec.loss_fn  # the user's own
     spec, samples, agreed = settled(spec, partitioned, world, store, loaders, plan, folder, given)
     terms = loss_terms(spec.loss_fn, samples.one[1], spec.loss_reduction)
-    check_targets(spec.pipeline, agreed, terms)
+    check_targets(spec.pipeline, agreed)
     stages = placed_stages(spec, partitioned, agreed, world.device)
     made, scheduled = schedule_learning_rates(stages, spec, plan, store) if plan.epochs else ([], {})
     # The factories are the user's own: if one fails, no rank begins to wait for that stage.
@@ -95,7 +95,6 @@ def build_worker(
     worker = LocalWorker(
         world,
         spec.pipeline,
-        spec.seed,
         spec.precision.dtype,
         contexts,
         *loaders,
@@ -278,11 +277,8 @@ def check_sizes(pipeline: Pipeline, sizes: Iterable[int]) -> None:
         )
 
 
-def check_targets(pipeline: Pipeline, agreed: Agreed, terms: LossTerms | None) -> None:
-    """Raise ConfigError for a head without classes to learn, to compare or to see; every rank finds it alike.
-
-    And for stages that each make groups of their own, so that no other stage can say what a group has of the ``terms``.
-    """
+def check_targets(pipeline: Pipeline, agreed: Agreed) -> None:
+    """Raise ConfigError for a head without classes to learn, to compare or to see; every rank finds it alike."""
     target, shown = agreed.targets[0], ", ".join(map(str, agreed.targets))
     is_class = len(agreed.targets) == 1 and not target.is_floating_point and not target.shape
     has_classes = agreed.num_classes is not None and is_class
@@ -299,13 +295,6 @@ def check_targets(pipeline: Pipeline, agreed: Agreed, terms: LossTerms | None) -
             f"the loss keeps something of its own, which changes with each call ({', '.join(moves[:3])}), but "
             f"method={pipeline.method.name} has a local loss on each stage, and they would share it; let the loss "
             "depend on nothing but output and target, or use partition.num_stages=1"
-        )
-    is_greedy, M = pipeline.method.is_asynchronous_greedy, pipeline.micro_batches_per_update
-    if terms is not None and is_greedy and M > 1 and pipeline.num_stages > 1:
-        raise ConfigError(
-            f"the loss counts its terms (class weights, targets to ignore, several in a sample, or its own num_terms), "
-            f"but with method.buffer_size={pipeline.method.buffer_size} each stage has groups of its own, whose terms "
-            "are not known beforehand; use method.buffer_size=0 or method.accumulation_steps=1"
         )
     if pipeline.method.head == "predsim" and not is_class:
         raise ConfigError(

@@ -102,7 +102,7 @@ def _carry_out(  # 8: a stage, what is known of it, and what it is given
     stage, size = context.stage, len(targets[0])
     segment = Segment.without_groups(size, size)
     if training:
-        work = training_work(spec.pipeline, segment, stages=[k], seed=0)[k]
+        work = training_work(spec.pipeline, segment, stages=[k])[k]
     else:
         work = evaluation_work(segment, num_stages=spec.pipeline.num_stages, stages=[k])[k]
 

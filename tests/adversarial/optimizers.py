@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from adl_dist.optimizers import Muon, RotatedAdam, mark_roles
+from adl_dist.optimizers import Muon, mark_roles
 from tests.adversarial.cases import WIDTH, Case
 
 NUM_CLASSES = 5
@@ -85,7 +85,6 @@ add("nadamw", of(nesterov, weight_decay=0.1, eps=1e-3))
 add("muon_for_matrices", of(Muon, rest_options={"eps": 1e-3}), build=marked)
 add("muon_and_sgd", of(Muon, rest="sgd", rest_options={"weight_decay": 0.1}), build=marked)
 add("muon_partly_frozen", of(Muon, rest="sgd"), build=partly_frozen)
-add("rotated_adam", of(RotatedAdam, every=2, eps=1e-3, rest_options={"eps": 1e-3}), build=marked)
 add("lbfgs", of(optim.LBFGS, lr=0.1), word="closure|LBFGS")
 
 

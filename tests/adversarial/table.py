@@ -15,6 +15,6 @@ from tests.adversarial.optimizers import CASES as OPTIMIZERS
 __all__ = ["DEFAULT_OPTIMIZERS", "MODELS", "OPTIMIZERS"]
 
 DEFAULT_OPTIMIZERS = [
-    "sgd_fused", "muon", "muon_for_matrices", "rotated_adam", "schedule_free", "lookahead", "split_by_shape",
+    "sgd_fused", "muon", "muon_for_matrices", "schedule_free", "lookahead", "split_by_shape",
     "filtering_factory",
 ]  # fmt: skip

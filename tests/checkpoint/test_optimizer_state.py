@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 import adl_dist
 from adl_dist.checkpoint.nested import Packer, unpacked
 from adl_dist.errors import CheckpointError, ConfigError
-from adl_dist.optimizers import Muon, RotatedAdam
+from adl_dist.optimizers import Muon
 from tests.support.commands import assert_same, in_process, shows, words
 from tests.support.kill import records
 from tests.support.runs import toy_trainer
@@ -119,7 +119,6 @@ OPTIMIZERS = {
     "its own learning rate": FollowsItsRate,
     "nadam": torch.optim.NAdam,
     "muon": Muon,
-    "rotated": partial(RotatedAdam, every=2),
 }
 
 

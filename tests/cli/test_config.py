@@ -14,7 +14,7 @@ from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import compose_run, config_folder, parse
 from adl_dist.cli.config.schema import Granularity, MethodConfig, PartitionConfig, RunConfig
 from adl_dist.errors import ConfigError
-from adl_dist.optimizers import Muon, RotatedAdam
+from adl_dist.optimizers import Muon
 from adl_dist.schedule import METHODS, Method, method
 from tests.support.commands import as_command
 
@@ -96,8 +96,8 @@ def test_the_file_of_a_method_lists_its_keys_and_defaults(name):
 
 OTHERS = {
     "lr_index": "slot", "weights": "latest", "delay": "minimal", "gradient_shrink": 0.5, "order": "backward_first",
-    "recompute": "always", "activation_queue": 2, "gradient_queue": 2, "head": "cnn", "buffer_size": 3,
-    "buffer_reuse": 1, "stage_speeds": [1.0, 2.0], "mitigation": ["spike"], "flush_epochs": 2,
+    "recompute": "always", "activation_queue": 2, "gradient_queue": 2, "head": "cnn",
+    "mitigation": ["spike"], "flush_epochs": 2,
 }  # fmt: skip
 
 
@@ -127,7 +127,6 @@ def test_a_key_that_means_nothing_to_a_method_is_refused(name):
         (["method=dsp", "method.delay=minimal", "method.gradient_queue=2"], "say the same in two ways"),
         (["method=dsp", "method.gradient_queue=[1,1]"], "has 2 numbers, but there are 2 stages; give 1"),
         (["method=fr", "method.lr_factors=[2]"], "has 1 numbers, but there are 2 stages"),
-        (["method=dgl", "method.buffer_reuse=2"], "mean nothing without a replay buffer"),
         (["method=dni", "method.head_delay=-1"], "method.head_delay must be at least 0, got -1"),
         (["method=dni", "method.head_lr_factor=0"], "method.head_lr_factor must be above 0, got 0"),
         (["method=dni", "method.head=linear"], "means nothing to method=dni, which takes .*head_layers"),
@@ -231,9 +230,7 @@ def test_a_loss_may_be_a_function_or_what_makes_one(loss):
     assert loss_fn(output, target) == nn.functional.cross_entropy(output, target, label_smoothing=smoothing)
 
 
-@pytest.mark.parametrize(
-    ("choice", "kind", "groups"), [("muon", Muon, 2), ("rotated", RotatedAdam, 2), ("nadamw", torch.optim.NAdam, 1)]
-)
+@pytest.mark.parametrize(("choice", "kind", "groups"), [("muon", Muon, 2), ("nadamw", torch.optim.NAdam, 1)])
 def test_a_choice_of_optimizer_makes_it_for_the_commands_model(choice, kind, groups):
     config, _ = compose_run([f"optimizer={choice}", "optimizer.lr=0.07", "model=resnet20", "model.width=2"])
     instantiate.check_targets(config)
@@ -250,7 +247,6 @@ def test_a_choice_of_optimizer_makes_it_for_the_commands_model(choice, kind, gro
             ["optimizer=muon", "optimizer.ns_steps=five"],
             "ns_steps=five: adl_dist.optimizers.Muon expects int",
         ),
-        (["optimizer=rotated", "optimizer.source=third"], "optimizer.source must be one of second, first, got third"),
     ],
 )
 def test_a_wrong_option_of_an_optimizer_is_refused(words, told):
@@ -286,13 +282,23 @@ def test_partition_grain_is_another_name_of_granularity():
 
 
 @pytest.mark.parametrize(
-    "text", ["runtime.cuda_graphs=true", "+runtime.cuda_graphs=tick", "runtime={cuda_graphs: false}"]
+    ("text", "key"),
+    [
+        ("runtime.cuda_graphs=true", "runtime.cuda_graphs"),
+        ("+runtime.cuda_graphs=tick", "runtime.cuda_graphs"),
+        ("runtime={cuda_graphs: false}", "runtime.cuda_graphs"),
+        ("method.buffer_size=3", "method.buffer_size"),
+        ("sweep.tune=['optimizer.lr=0.1,0.2']", "sweep.tune"),
+    ],
 )
-def test_a_removed_key_is_refused_with_the_last_version_of_it(text):
-    with pytest.raises(
-        ConfigError, match=r"^runtime.cuda_graphs was removed in 0.4.0; remove it, or use version 0.3.8$"
-    ):
+def test_a_removed_key_is_refused_with_the_last_version_of_it(text, key):
+    with pytest.raises(ConfigError, match=rf"^{key} was removed in 0.4.0; remove it, or use version 0.3.8$"):
         compose_run([text])
+
+
+def test_a_removed_optimizer_is_refused_with_its_example():
+    with pytest.raises(ConfigError, match=r"^optimizer=rotated was removed in 0.4.0; use .*examples/rotated_adam.py"):
+        compose_run(["optimizer=rotated"])
 
 
 def test_the_wheel_carries_and_composes_the_configuration(tmp_path):

@@ -104,7 +104,6 @@ def commands(experiment):
 def planned(experiment):
     """The sweep that the header's command asks for, with a single seed: composing takes a moment for each run."""
     fewer = ["partition.num_stages=2"] if experiment.startswith(("claim", "compare")) else []
-    fewer += ["sweep.tune=[]"] if experiment.startswith("claim") else []
     return requested([*commands(experiment)[0 if experiment == "compare" else -1], *fewer, "seed=0"])
 
 

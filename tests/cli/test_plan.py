@@ -410,33 +410,6 @@ def test_a_model_that_fits_on_no_device_gets_a_line_to_paste(tmp_path):
     shows(on_one, ["with 1 device(s): a process for each of 2 is predicted as if there were as many devices"])
 
 
-def test_within_a_bound_each_m_has_a_row_and_the_fastest_a_line(tmp_path):
-    bounded = (
-        *TINY,
-        "--stages",
-        "2",
-        "--methods",
-        "bp",
-        "--max-staleness",
-        "0.5",
-        "--profile",
-        str(tmp_path / "p.json"),
-    )
-    told = done(*bounded)
-    shows(told, ["adl with a mean staleness of at most 0.5 updates on each stage:", "micro-batch", "greatest"])
-    facts = json.loads(done(*bounded, "--json"))
-    rows = [(p["method"]["accumulation_steps"], p["method"]["split_backward"]) for p in facts["within_bound"]]
-    assert rows == [(M, split) for M in (1, 2, 4) for split in (False, True)]
-    assert all(max(p["staleness_mean"]) <= 0.5 for p in facts["within_bound"])
-    line = facts["fastest_within_bound"]
-    shows(line, ["method=adl", "method.delay=[", "partition.num_stages=2", "partition.balance=["])
-    assert line in told, "by the same measurement"
-    (only,) = {
-        p["method"]["accumulation_steps"] for p in json.loads(done(*bounded, "--json", "--steps", "2"))["within_bound"]
-    }
-    assert only == 2
-
-
 def test_a_measurement_is_used_again_for_the_same_thing_only(tmp_path):
     def predicted(*extra):
         words = (*TINY, "--stages", "2", "--methods", "adl", "--json", "--profile", str(tmp_path / "p.json"), *extra)
@@ -485,12 +458,8 @@ def test_a_samples_shape_stands_in_for_data_that_is_not_there(tmp_path):
         (("--memory", "infGiB"), ["--memory", "80GiB", "got infGiB"]),
         (("--profile", "/nonexistent/p.json"), ["--profile /nonexistent/p.json", "in an existing folder"]),
         (("--profile", "/tmp"), ["--profile /tmp", "the name of a file"]),
-        (("--max-staleness", "0"), ["--max-staleness 0 must be a number above 0", "method=1f1b"]),
-        (("--max-staleness", "1", "method=gpipe"), ["method=gpipe has none to choose; use one of adl, fdg, dsp"]),
-        (("--max-staleness", "0.5", "method=2bw"), ["each gradient is one update old", "--max-staleness 1"]),
-        (("--max-staleness", "0.5", "method.lr_index=slot"), ["method.lr_index=slot needs the clock"]),
-        (("--max-staleness", "0.5", "--steps", "17"), ["train.batch_size=16 leaves no sample", "=17"]),
-        (("--steps", "2"), ["--steps are tried for a bound", "--max-staleness 0.5"]),
+        (("--max-staleness", "0.5"), ["--max-staleness was removed in 0.4.0", "method.max_staleness=0.5"]),
+        (("--steps=2",), ["--steps was removed in 0.4.0"]),
         (("--input", "5,8,8"), ["gets float32[B, 5, 8, 8] and fails on it"]),
         (("loss._target_=torch.nn.MSELoss",), ["the loss gets float32[B, 10]"]),
     ],

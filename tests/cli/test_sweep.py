@@ -185,10 +185,10 @@ def row_of(job):
 
 
 def test_words_replace_what_the_experiment_sweeps():
-    words = ["experiment=claim", "seed=range(5,7)", "partition.num_stages=2", "optimizer.lr=0.1"]
+    words = ["experiment=claim", "seed=range(5,7)", "partition.num_stages=2"]
     rows = [row_of(job) for job in requested(words).jobs]
-    assert [row for row in rows if row[0] in ("bp-M4", "M4-third")] == [
-        *(("bp-M4", 1, 5), ("M4-third", 2, 5), ("bp-M4", 1, 6), ("M4-third", 2, 6)),
+    assert [row for row in rows if row[0] in ("bp-M4", "M4-third-predict")] == [
+        *(("bp-M4", 1, 5), ("M4-third-predict", 2, 5), ("bp-M4", 1, 6), ("M4-third-predict", 2, 6)),
     ]
 
 
@@ -236,19 +236,6 @@ def test_a_variant_that_fixes_k_meets_the_seeds_not_other_ks():
     assert sorted(ran) == sorted([("bp", 1, 0), ("bp", 1, 1), *(("fdg", K, seed) for K in (2, 3) for seed in (0, 1))])
 
 
-TUNED = ["-m", BP, '++sweep.variants.fdg=["method=fdg"]', "seed=4,5,6", "runtime.processes=false"]
-TUNED += ["sweep.tune=['optimizer.lr=0.1,0.2,0.4']"]
-# By label and rate: the accuracy of each run that plays; None: it diverges; no entry: it has no validation.
-PLAYED = {
-    ("bp", 0.1): 0.7,
-    ("bp", 0.2): 0.9,
-    ("bp", 0.4): 0.8,
-    ("fdg", 0.1): 0.5,
-    ("fdg", 0.2): None,
-    ("fdg", 0.4): None,
-}
-
-
 @pytest.mark.parametrize(
     ("processes", "at_once", "words", "most"),
     [
@@ -281,77 +268,3 @@ def test_as_many_runs_as_there_are_cores_for(processes, at_once, words, most, mo
     jobs = [SimpleNamespace(config=config[K], program=[], overrides=[str(K)], folder=tmp_path) for K in processes]
     assert [code for _, code in sweep._run_here(jobs, at_once=at_once)] == [0] * len(processes)
     assert in_use == most
-
-
-@pytest.fixture
-def played(monkeypatch):
-    """Runs that do not compute; the names of those that were asked for are returned."""
-    asked = []
-
-    def play(jobs, *, at_once):
-        for job in jobs:
-            asked.append(job.name)
-            job.folder.mkdir(parents=True)
-            (job.folder / "config.yaml").write_text(yaml.safe_dump(job.plain))
-            method, lr = job.plain["method"]["name"], job.plain["optimizer"]["lr"]
-            accuracy = PLAYED.get((method, lr), "none")
-            if accuracy is None:
-                (job.folder / "diverged.json").write_text(json.dumps({"update": 3, "epoch": 0}))
-            else:
-                found = {} if accuracy == "none" else {"validation_accuracy": accuracy}
-                (job.folder / "summary.json").write_text(json.dumps({"epochs": 20, **found}))
-                metric = {"name": "validation/accuracy", "epoch": 0, "value": accuracy}
-                (job.folder / "metrics.jsonl").write_text(json.dumps(metric) + "\n" if found else "")
-            yield job, 0
-
-    monkeypatch.setattr(sweep, "_run_here", play)
-    return asked
-
-
-def test_the_first_seed_finds_the_rate_that_the_others_get(played, tmp_path):
-    outcome = in_process("train", *TUNED, f"run_dir={tmp_path}")
-    assert outcome.code == 0, outcome
-    trials = [f"{name}-optimizer.lr{lr}/k2-seed4" for name in ("bp", "fdg") for lr in ("0.1", "0.2", "0.4")]
-    chosen = [f"{name}/k2-seed{seed}" for seed in (5, 6) for name in ("bp-optimizer.lr0.2", "fdg-optimizer.lr0.1")]
-    assert played == [*trials, *chosen]
-    text = (tmp_path / "comparison.md").read_text()
-    shows(text, ["| bp M=4 | 90.00 % (90.00 to 90.00, 3), optimizer.lr=0.2 |", "3), optimizer.lr=0.1 | \u221240.00 |"])
-    shows(" ".join(text.split()), ["| fdg | 2 | 50.00 % | diverged | diverged |", "Seed 4"])
-    with (tmp_path / "comparison.csv").open() as file:
-        assert len(list(csv.DictReader(file))) == 6 + 4, "trials that were not chosen are in the table for programs"
-
-
-def test_a_value_given_or_of_the_row_itself_is_not_tuned(played, tmp_path):
-    assert in_process("train", *TUNED, "optimizer.lr=0.2", f"run_dir={tmp_path / 'a'}").code == 0
-    assert len(played) == 2 * 3
-    played.clear()
-    own = '++sweep.variants.own=["method=bp","optimizer.lr=0.1"]'
-    assert in_process("train", *TUNED, own, f"run_dir={tmp_path / 'b'}").code == 0
-    assert [name for name in played if name.startswith("own")] == [f"own/k2-seed{seed}" for seed in (4, 5, 6)]
-
-
-def test_a_row_with_a_trial_that_failed_waits_for_it(played, tmp_path, monkeypatch):
-    play = sweep._run_here
-    monkeypatch.setattr(
-        sweep,
-        "_run_here",
-        lambda jobs, at_once: play([job for job in jobs if "bp-optimizer.lr0.4" not in job.name], at_once=1),
-    )
-    assert in_process("train", *TUNED, f"run_dir={tmp_path}").code == 1
-    assert not [name for name in played if name.startswith("bp") and "seed5" in name]
-    assert "fdg-optimizer.lr0.1/k2-seed5" in played
-
-
-def test_without_a_validation_nothing_can_be_tuned(played, tmp_path, monkeypatch):
-    for key in list(PLAYED):
-        monkeypatch.delitem(PLAYED, key)
-    refusal = in_process("train", *TUNED, f"run_dir={tmp_path}").refusal()
-    shows(refusal, ["bp-optimizer.lr0.1/k2-seed4: sweep.tune needs a validation to tell which value is the best"])
-    assert len(played) == 6
-
-
-@pytest.mark.parametrize("values", ["seed=7,8", "partition.num_stages=2,3"])
-def test_what_tells_the_runs_of_a_row_apart_is_not_tuned(values, played, tmp_path):
-    words = [*TUNED[:-1], f"sweep.tune=['{values}']", f"run_dir={tmp_path}"]
-    shows(in_process("train", *words).refusal(), ["sweep.tune", values, "sweep it"])
-    assert not played

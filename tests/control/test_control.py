@@ -172,7 +172,7 @@ def test_a_failure_elsewhere_ends_a_segment_between_two_actions():
     endpoint.on_abort = aborted.set
     segment = Segment(epoch=0, first_update=0, num_samples=8, micro_batch_size=1, accumulation_steps=2)
     pipeline = Pipeline(method("adl", accumulation_steps=2), 1)
-    actions = training_work(pipeline, segment, stages=[0], seed=0)[0].actions
+    actions = training_work(pipeline, segment, stages=[0])[0].actions
     loop = endpoint.stop.applied(((0, a) for a in actions), segment, pipeline, {}, posted_ahead=2)
     with pytest.raises(StageFailed, match="rank 2: boom"):
         order_of(loop, lambda: endpoint.take(Abort(CAUSE)))

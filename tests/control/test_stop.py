@@ -167,13 +167,6 @@ def test_an_asked_checkpoint_that_fails_is_recorded_once(tmp_path, monkeypatch):
     assert [r["update"] for r in records(tmp_path) if r["name"] == "checkpoint/failed"] == [11]
 
 
-def test_stages_with_buffers_stop_at_the_end_of_the_epoch(tmp_path):
-    buffered = {"name": "dgl", "options": (("buffer_size", 4),), "epochs": 3}
-    _, _, summary = fitted(2, data=Asking(at=70), run_dir=tmp_path, **buffered)
-    assert (summary["stopped"]["update"], summary["stopped"]["drain_changed_result"]) == (20, False)
-    assert different(fitted(2, run_dir=tmp_path, **buffered)[1], undisturbed(2, **buffered)) == []
-
-
 def test_asked_to_stop_in_its_last_group_a_run_is_complete(tmp_path):
     data, _, summary = fitted(2, data=Asking(at=EPOCHS * NUM_SAMPLES), run_dir=tmp_path)
     assert "stopped" not in summary

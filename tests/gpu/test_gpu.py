@@ -59,7 +59,6 @@ def test_all_stages_on_one_gpu_equal_the_cpu(K):
 VARIANTS = [
     *((name, {}) for name in METHODS if name not in ("adl", "dgl")),
     ("dgl", {"head": "cnn"}),
-    ("dgl", {"head": "linear", "buffer_size": 3}),
     ("adl", {"weights": "latest"}),
     ("adl", {"weights": "recompute"}),
     ("gpipe", {"recompute": "except_last"}),

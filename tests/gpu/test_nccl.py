@@ -55,7 +55,6 @@ def assert_equals_one_process(K, *, tolerance=TOLERANCE, variables=None, **optio
 VARIANTS = [
     *((name, {}) for name in METHODS if name not in ("dgl", "interleaved")),
     ("dgl", {"head": "cnn"}),
-    ("dgl", {"head": "linear", "buffer_size": 3}),
     ("adl", {"delay": "minimal"}),
     ("adl", {"split_backward": True, "delay": "third", "mitigation": ("predict", "spike")}),
     ("adl", {"weights": "recompute"}),

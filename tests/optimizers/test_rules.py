@@ -8,7 +8,7 @@ from torch import nn
 
 from adl_dist.errors import ConfigError
 from adl_dist.models import cifar_resnet
-from adl_dist.optimizers import Muon, RotatedAdam, prepare, with_rules
+from adl_dist.optimizers import Muon, prepare, with_rules
 from tests.support.toys import batch_norm_net
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.5)
@@ -163,5 +163,3 @@ def test_a_rule_that_is_none_is_refused_in_one_line(case):
 def test_the_options_of_matrices_and_of_the_rest_are_their_own():
     with pytest.raises(ConfigError, match=r"Muon has no option 'momentum' for 6.2.bias"):
         groups_of([{"names": "6.2.bias", "momentum": 0.5}], make=Muon)
-    with pytest.raises(ConfigError, match=r"optimizer.rules\[0\].every must be at least 1 update, got 0"):
-        groups_of([{"names": "1.conv.weight", "every": 0}], make=RotatedAdam)

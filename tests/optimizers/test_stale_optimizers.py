@@ -1,4 +1,4 @@
-"""Muon is torch's own for its matrices, rotated Adam follows its equations; the rest is torch's AdamW or SGD."""
+"""Muon is torch's own for its matrices; the rest is torch's AdamW or SGD."""
 
 import copy
 from functools import partial
@@ -9,10 +9,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from adl_dist.errors import ConfigError
-from adl_dist.optimizers import Muon, RotatedAdam, mark_roles
+from adl_dist.optimizers import Muon, mark_roles
 from tests.support.commands import assert_same
 
-UPDATES = 23  # the basis moves at 10 and 20
+UPDATES = 23
 
 
 def net(dtype=torch.float64):
@@ -87,100 +87,7 @@ def test_muon_is_torchs_muon_and_torchs_optimizer_bit_for_bit(options, of_matric
     assert_same(stepped(model, Muon(model.parameters(), **options)), twin.weights())
 
 
-# --- Rotated Adam -----------------------------------------------------------------------------------------------------
-
-
-def by_the_equations(
-    weight, grads, *, lr=3e-3, b1=0.9, b2=0.99, eps=1e-8, decay=0.01, every=10, source="second", sides
-):
-    """The sheet of the docstring, line by line, for one matrix; the basis by Gram-Schmidt."""
-    W = weight.clone()
-    m, n = W.shape
-    M, S, L, R = torch.zeros(m, n), torch.zeros(m, n), torch.zeros(m, m), torch.zeros(n, n)
-    M, S, L, R = (x.double() for x in (M, S, L, R))
-    U, V = torch.eye(m).double(), torch.eye(n).double()
-    for t, G in enumerate(grads):
-        M = b1 * M + (1 - b1) * G
-        X = M if source == "first" else G
-        L = b2 * L + (1 - b2) * X @ X.T
-        R = b2 * R + (1 - b2) * X.T @ X
-        if t > 0 and t % every == 0:
-            U = orthogonal(L @ U) if "left" in sides else U
-            V = orthogonal(R @ V) if "right" in sides else V
-        S = b2 * S + (1 - b2) * (U.T @ G @ V) ** 2
-        step = (U.T @ M @ V / (1 - b1 ** (t + 1))) / (torch.sqrt(S / (1 - b2 ** (t + 1))) + eps)
-        W = W - lr * decay * W - lr * U @ step @ V.T
-    return W
-
-
-def orthogonal(columns):
-    """The Q of qr, made another way, with the largest entry of each column positive."""
-    made = []
-    for column in columns.T:
-        for _ in range(2):
-            for other in made:
-                column = column - (other @ column) * other
-        column = column / column.norm()
-        made.append(column * column[column.abs().argmax()].sign())
-    return torch.stack(made, dim=1)
-
-
-@pytest.mark.parametrize(
-    ("shape", "options", "sides"),
-    [
-        ((6, 6), {}, "left right"),
-        ((8, 2, 2, 2), {"source": "first", "every": 3}, "left right"),
-        ((3, 7), {"rotation": "unilateral"}, "left"),
-        ((7, 3), {"rotation": "unilateral", "betas": (0.8, 0.9), "eps": 1e-3}, "right"),
-        ((4, 9), {"max_dim": 5, "lr": 0.1, "weight_decay": 0.5}, "left"),
-        ((4, 9), {}, "left right"),
-        ((4, 9), {"max_dim": 4}, "left"),
-        ((4, 9), {"max_dim": 3}, ""),
-        ((5, 5), {"rotation": "unilateral"}, "left"),
-    ],
-    ids=str,
-)
-def test_rotated_adam_follows_its_equations_to_1e_12(shape, options, sides):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(*shape[1::-1], shape[2:]) if len(shape) > 2 else nn.Linear(*shape[::-1]))
-    model.append(nn.Linear(2, 2)).double()
-    mark_roles(model)
-    weight = model[0].weight
-    optimizer = RotatedAdam(model.parameters(), **options)
-    start, grads = weight.detach().flatten(1).clone(), torch.randn(UPDATES, *weight.shape, dtype=torch.float64)
-    for grad in grads:
-        weight.grad = grad.clone()
-        optimizer.step()
-    options = {key: value for key, value in options.items() if key not in ("max_dim", "rotation", "betas")} | (
-        {"b1": 0.8, "b2": 0.9} if "betas" in options else {}
-    )
-    if "weight_decay" in options:
-        options["decay"] = options.pop("weight_decay")
-    expected = by_the_equations(start, grads.flatten(2), sides=sides.split(), **options)
-    torch.testing.assert_close(weight.detach().flatten(1), expected, rtol=0, atol=1e-12)
-
-
-def test_without_rotation_it_is_adamw():
-    """To rounding: AdamW divides by other products of the same numbers."""
-    model, options = net(), {"lr": 0.01, "betas": (0.8, 0.95), "weight_decay": 0.3}
-    twin = copy.deepcopy(model)
-    found = stepped(model, RotatedAdam(model.parameters(), max_dim=0, rest_lr=0.01, rest_options=options, **options))
-    expected = stepped(twin, torch.optim.AdamW(twin.parameters(), **options))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
-
-
-def test_a_gradient_that_is_not_finite_raises_no_error():
-    """Whether it ends the run is decided elsewhere, and on a GPU an update later."""
-    model = net()
-    optimizer = RotatedAdam(model.parameters())
-    model[2].weight.grad = torch.full_like(model[2].weight, float("nan"))
-    optimizer.step()
-    assert model[2].weight.isnan().all()
-
-
-# --- Both -------------------------------------------------------------------------------------------------------------
-
-BOTH = pytest.mark.parametrize("make", [Muon, partial(Muon, rest="sgd"), RotatedAdam], ids=["muon", "sgd", "rotated"])
+BOTH = pytest.mark.parametrize("make", [Muon, partial(Muon, rest="sgd")], ids=["adamw", "sgd"])
 
 
 @BOTH
@@ -251,15 +158,6 @@ def test_its_state_dict_continues_it_bit_for_bit(make):
             partial(Muon, rest_options={"momentum": 1}),
             "optimizer.rest_options: torch's AdamW refuses .* 'momentum'; its options are lr, betas, eps, .*: correct",
         ),
-        (
-            partial(RotatedAdam, rotation="both"),
-            "optimizer.rotation must be one of bilateral, unilateral, got both; correct it, or omit it for the default",
-        ),
-        (
-            partial(RotatedAdam, betas=[0.9]),
-            r"optimizer.betas must be two numbers in \[0, 1\), got \(0.9,\); correct it",
-        ),
-        (partial(RotatedAdam, every=0), "optimizer.every must be at least 1 update, got 0"),
     ],
     ids=str,
 )

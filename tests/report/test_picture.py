@@ -1,7 +1,6 @@
 """Pictures of schedules: what is in them, and that they are the same every time."""
 
 import re
-from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -9,7 +8,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 from adl_dist.report.picture import DARK, LIGHT, STYLES, draw, picture
-from adl_dist.schedule import METHODS, Costs, Op, Pipeline, actions_of_all, method
+from adl_dist.schedule import METHODS, Costs, Op, Pipeline, method
 from tests.support.commands import ROOT, in_process
 
 
@@ -96,16 +95,6 @@ def test_gradients_that_were_predicted_arrive_where_heads_learn(costs):
     upwards = [arrow for arrow in arrows(figure) if arrow.xy[1] < arrow.get_position()[1]]
     assert {round(arrow.xy[0], 6) for arrow in upwards} == left
     assert len(upwards) == len(arrows(figure)) - len(upwards) == 6 * 2
-
-
-def test_with_a_replay_buffer_arrows_start_where_it_was_made():
-    greedy = method("dgl", buffer_size=3)
-    found = arrows(picture(Pipeline(greedy, 3), num_micro_batches=8))
-    assert len(found) == 8 * 2
-    lists = actions_of_all(Pipeline(greedy, 3), num_micro_batches=8)
-    picked = Counter((k, number) for k, actions in enumerate(lists) for op, number in actions if op is Op.PICK)
-    left = Counter(arrow.get_position() for arrow in found)
-    assert sorted(left.values()) == sorted(picked.values())
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".png", ".pdf"])

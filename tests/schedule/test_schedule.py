@@ -18,7 +18,6 @@ from adl_dist.schedule.build_actions import (
     training_actions,
     training_turns,
 )
-from adl_dist.schedule.greedy import Buffer, greedy_actions
 from adl_dist.schedule.replay import at_random, in_turns, max_outstanding
 from adl_dist.schedule.run_plan import Plan
 from adl_dist.schedule.split import simulated, split_actions
@@ -447,61 +446,6 @@ def test_lists_that_do_not_fit_each_other_are_refused():
     refused(lambda actions: actions.remove(Action(Op.RECV_GRAD, 3)), "no stage receives", play)
 
 
-# --- Replay buffers ----------------------------------------------------------------------------------------
-
-
-def test_stages_get_their_turns_as_often_as_their_speeds_say():
-    chosen = method("dgl", buffer_size=3, stage_speeds=[1, 0.25])
-    shares = []
-    for seed in range(30):
-        made, _ = greedy_actions(Pipeline(chosen, 2), group_sizes=[1] * 200, seed=seed)
-        # While both have work left: how many steps of stage 1 there are for each that arrives from stage 0.
-        seen = [a.op for a in made[1] if a.op in (Op.RECV_ACT, Op.UPDATE)][:150]
-        shares.append(seen.count(Op.UPDATE) / seen.count(Op.RECV_ACT))
-    assert statistics.mean(shares) == pytest.approx(0.25, abs=0.03)
-
-
-@pytest.mark.parametrize("K", [2, 3, 5])
-@pytest.mark.parametrize(("size", "reuse", "has_speeds"), [(1, None, False), (4, 1, False), (3, 2, True)])
-def test_replay_buffers_never_deadlock(K, size, reuse, has_speeds):
-    """Replay buffers never deadlock and give every stage as many steps as there are micro-batches."""
-    speeds = [1 / (k + 1) for k in range(K)] if has_speeds else None
-    chosen = method("dgl", buffer_size=size, buffer_reuse=reuse, stage_speeds=speeds)
-    for seed in range(20):
-        made, origins = greedy_actions(Pipeline(chosen, K), group_sizes=[1] * 17, seed=seed)
-        check_rendezvous(made)
-        assert sum(1 for _ in replay(made)) == sum(map(len, made))
-        for k, actions in enumerate(made):
-            assert [a.number for a in actions if a.op is Op.UPDATE] == list(range(17))
-            held, most = set(), 0
-            for op, number in actions:
-                if op is Op.KEEP:
-                    held.add(number)
-                elif op is Op.DROP:
-                    held.remove(number)
-                elif op is Op.PICK:
-                    assert number in held
-                most = max(most, len(held))
-            assert not held
-            assert k == 0 or most <= size + 1, "one more while the new one comes and the oldest goes"
-            assert all(0 <= b < 17 for b in origins[k])
-
-
-def test_a_replay_buffer_gives_the_least_used_then_the_newest():
-    buffer = Buffer(size=3, most_uses=None)
-    assert [buffer.write(entry) for entry in range(4)] == [None, None, None, 0]
-    assert [buffer.read() for _ in range(5)] == [3, 2, 1, 3, 2]
-    assert buffer.write(9) == 1
-    assert buffer.read() == 9
-
-
-def test_an_entry_is_used_no_more_often_until_nothing_comes():
-    buffer = Buffer(size=2, most_uses=1, uses={0: 0})
-    assert buffer.may_read(is_final=False)
-    buffer.read()
-    assert [buffer.may_read(is_final=is_final) for is_final in (False, True)] == [False, True]
-
-
 # --- Segments, printing, arguments -------------------------------------------------------------------------
 
 
@@ -567,8 +511,7 @@ def test_arguments_out_of_range_are_refused(stage, sizes):
         ("adl", {"accumulation_steps": True}, "accumulation_steps must be a whole number, got True"),
         ("adl", {"accumulation_steps": "4"}, "accumulation_steps must be a whole number, got '4'"),
         ("adl", {"lr_factors": 2}, "lr_factors must be a list of finite numbers"),
-        ("dgl", {"stage_speeds": 2, "buffer_size": 2}, "stage_speeds must be a list of finite numbers"),
-        ("dgl", {"buffer_size": 2.5}, "buffer_size must be a whole number"),
+        ("dgl", {"buffer_size": 3}, "^method.buffer_size was removed in 0.4.0; remove it, or use version 0.3.8$"),
         ("adl", {"max_staleness": 2}, "max_staleness bounds .* method.delay=decoupled leaves none to find; set"),
         ("adl", {"max_staleness": 0, "delay": "auto"}, "max_staleness must be above 0, got 0"),
         ("bp", {"max_staleness": 2}, "max_staleness=2 means nothing to method=bp"),

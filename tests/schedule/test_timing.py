@@ -168,8 +168,6 @@ def test_each_stage_holds_what_the_comparison_table_says(K, M):
     if one[0] <= M:
         assert of("2bw") == [(d + 1, 0, 1) for d in one]
         assert [Pipeline(method("2bw", accumulation_steps=M), K).steady_staleness(k) for k in range(K)] == [[1] * M] * K
-    # The size of a replay buffer, and for a moment the entry that drives another out.
-    assert of("dgl", buffer_size=5) == [(1, 0, 0), *[(1, 6, 0)] * (K - 1)]
 
 
 # --- A backward in two parts -------------------------------------------------------------------------------

@@ -127,9 +127,7 @@ def train_by_the_equations(
     return state_of(modules, theta)
 
 
-def train_greedily(
-    modules, heads, epochs, *, M, loss_fn, lr, momentum=0.0, weight_decay=0.0, sources=None, num_terms=len
-):
+def train_greedily(modules, heads, epochs, *, M, loss_fn, lr, momentum=0.0, weight_decay=0.0, num_terms=len):
     """Train every module on its own loss (DGL); return the parameters and buffers of the modules, and of each head.
 
     No gradient leaves a module, so that module k can do a whole epoch before module k+1 begins.
@@ -138,8 +136,6 @@ def train_greedily(
         modules: as above, and so are the arguments that are not named here.
         heads: the auxiliary networks of module 1..K-1; the loss of module K is the true one.
         M: accumulation steps; group g of module k is its steps gM .. gM+M-1 of the epoch.
-        sources: with replay buffers, sources[e][k][j] is the step of module k-1 in epoch e whose output and target step
-            j of module k takes; for module 1, the micro-batch. A module that is not named takes j itself.
     """
     K = len(modules)
     modules = [copy.deepcopy(module).train() for module in modules]
@@ -148,12 +144,10 @@ def train_greedily(
     theta = [Versions(module, momentum, weight_decay) for module in modules]
     phi = [Versions(head, momentum, weight_decay) for head in heads]
 
-    for e, batches in enumerate(epochs):
+    for batches in epochs:
         passed_on = list(batches)
         for k in range(K):
-            chosen = sources[e].get(k + 1) if sources is not None else None
-            steps = passed_on if chosen is None else [passed_on[i] for i in chosen]
-            passed_on = []
+            steps, passed_on = passed_on, []
             for j, (x, target) in enumerate(steps):
                 w, h = theta[k].leaves(theta[k].updates), phi[k].leaves(phi[k].updates)
                 y = functional_call(modules[k], w, (x,))

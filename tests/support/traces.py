@@ -25,7 +25,7 @@ def assert_is_whole(run_dir, summary, method, *, training, validation=None, slac
     for k, of_stage in events.items():
         expected = []
         for segment in training:
-            expected += training_work(Pipeline(method, K), segment, stages=range(K), seed=0)[k].actions
+            expected += training_work(Pipeline(method, K), segment, stages=range(K))[k].actions
             if validation is not None:
                 expected += evaluation_work(validation, num_stages=K, stages=range(K))[k].actions
         assert [e["args"]["action"] for e in of_stage] == list(map(str, expected))

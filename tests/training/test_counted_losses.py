@@ -200,7 +200,7 @@ def test_heads_of_gradients_learn_from_losses_that_count(name, sees_target):
 OF_RANKS = [(name, {}) for name in ("class weights", "tokens", "a loss of one's own")] + [
     ("ignored classes", {"method": "adl", "options": {"delay": [3, 3, 1]}}),
     ("ignored classes", {"method": "dgl", "options": {"head": "linear"}}),
-    ("class weights", {"method": "dgl", "options": {"head": "linear", "buffer_size": 2}, "M": 1}),
+    ("class weights", {"method": "dgl", "options": {"head": "linear"}, "M": 1}),
     ("ignored classes", {"method": "dni", "options": {"head_layers": 0, "head_sees_target": True}}),
     ("tokens", {"method": "gpipe", "options": {"recompute": "except_last"}}),
 ]
@@ -316,12 +316,6 @@ def test_a_class_that_a_token_cannot_have_is_refused():
     trainer = trainer_of(nn.CrossEntropyLoss(), TOKENS, 2, M)
     with pytest.raises(DataError, match=r"micro-batch 6 of epoch . has target 4, but the model has 4 outputs"):
         trainer.fit(bad, epochs=1, batch_size=12, shuffle=False, monitoring=QUIET)
-
-
-def test_replay_buffers_refuse_groups_whose_terms_they_mix():
-    trainer = trainer_of(nn.CrossEntropyLoss(weight=WEIGHT), {}, 3, 2, "dgl", {"head": "linear", "buffer_size": 2})
-    with pytest.raises(ConfigError, match=r"counts its terms .* with method.buffer_size=2 each stage has groups"):
-        trainer.fit(data(), epochs=1, batch_size=6, monitoring=QUIET)
 
 
 def test_a_num_terms_that_fails_does_so_before_the_first_update(monkeypatch):

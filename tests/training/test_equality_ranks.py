@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from adl_dist.optimizers import RotatedAdam
+from adl_dist.optimizers import Muon
 from adl_dist.schedule import METHODS
 from tests.support.commands import assert_same
 from tests.support.ranks import RanksFailed, run_ranks
@@ -29,11 +29,11 @@ CASES = [
     (2, {"options": {"order": "backward_first", "reduction": "sum", "lr_index": "slot"}}),
     (3, {"method": "gpipe", "options": {"recompute": "except_last"}, "dropout": 0.3}),
     (1, {"method": "dsp", "options": {"activation_queue": 2}}),
-    (1, {"method": "dgl", "options": {"head": "linear", "buffer_size": 3}}),
+    (1, {"method": "dgl", "options": {"head": "linear"}}),
     (2, {"method": "dni", "options": {"head_sees_target": True, "head_delay": 1}, "clip_norm": 0.3}),
     (2, {"dropout": 0.3, "shuffle": True}),
     (2, {"channels_last": True}),
-    (2, {"optimizer": partial(RotatedAdam, every=3), "clip_norm": 0.3, "non_finite": "skip", "plant": nan_inputs}),
+    (2, {"optimizer": partial(Muon, lr=0.02), "clip_norm": 0.3, "non_finite": "skip", "plant": nan_inputs}),
     (3, {"method": "paci", "non_finite": "skip", "plant": nan_inputs}),
     (1, {"options": {"mitigation": ["discount", "spike", "predict", "delay_compensation"]}, "dropout": 0.3}),
     (3, {"method": "2bw", "options": {"mitigation": ["error_feedback"]}}),

@@ -33,7 +33,7 @@ VARIANTS = [
     ("adl", {"lr_index": "slot", "lr_factors": [2.0, 1.0, 1.0, 0.5]}),
     ("gpipe", {"recompute": "except_last"}),
     ("dsp", {"activation_queue": 2}),
-    ("dgl", {"head": "linear", "buffer_size": 3}),
+    ("dgl", {"head": "linear"}),
     ("dni", {"head_layers": 0, "head_delay": 5, "head_sees_target": True}),
     *(("adl", {"mitigation": ["predict", "spike"], "weights": w}) for w in ("stash", "latest", "recompute")),
     ("adl", {"split_backward": True}),
@@ -67,7 +67,7 @@ class Watching:
         for k, context in self.contexts.items():
             kept = context.stage.in_flight.values()
             graphs = sum(m.grad_edges is not None for m in kept)
-            inputs = sum(m.grad_edges is None for m in kept) + len(context.buffer)
+            inputs = sum(m.grad_edges is None for m in kept)
             policy = context.stage._policy
             copies = [*getattr(policy, "_older", ()), *(getattr(policy, "_copies", None) or ())]
             outputs = len(context.stage.gradient_head._awaited) if context.stage.gradient_head is not None else 0

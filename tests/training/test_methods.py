@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import adl_dist
-from adl_dist.schedule import METHODS, Op, Pipeline, Segment, method, training_work
+from adl_dist.schedule import METHODS, Pipeline, method
 from adl_dist.seeds import stream_seed
 from adl_dist.stage.heads import Pool, build_head
 from tests.support.commands import assert_same
@@ -367,10 +367,10 @@ def greedy(K, M, **options):
     return trainer.full_state_dict()
 
 
-def greedily(K, M, head, sources=None):
+def greedily(K, M, head):
     heads, batches = [Outputs(h) for h in heads_of(K, head)], micro_batches(GREEDY_MICRO_BATCH, NUM_GREEDY)
     lr, of_sgd = [LR * warm_up(s) for s in range(EPOCHS * 11)], {"momentum": MOMENTUM, "weight_decay": WEIGHT_DECAY}
-    options = {"M": M, "loss_fn": local_or_plain, "lr": lr, "sources": sources, **of_sgd}
+    options = {"M": M, "loss_fn": local_or_plain, "lr": lr, **of_sgd}
     return train_greedily(modules_of(K), heads, [batches] * 2, **options)[0]
 
 
@@ -382,19 +382,3 @@ FEW_SIZES = [(1, 1, "mlp"), (2, 1, "mlp"), (4, 3, "mlp")]
 @pytest.mark.parametrize(("K", "M", "head"), covering(OF_HEADS + OF_SIZES, OF_HEADS + FEW_SIZES))
 def test_dgl_follows_its_equations(K, M, head):
     assert_close(greedy(K, M, head=head), greedily(K, M, head))
-
-
-@pytest.mark.parametrize(("size", "reuse"), [(1, None), (3, None), (4, 1)])
-@pytest.mark.parametrize(("K", "M"), [(2, 1), (3, 2)])
-def test_dgl_with_replay_buffers_follows_its_equations(K, M, size, reuse):
-    """Which input each step takes is told by the actions; the values then follow from the equations."""
-    sources = []
-    for epoch in range(2):
-        sizes = {"num_samples": NUM_GREEDY, "micro_batch_size": GREEDY_MICRO_BATCH, "accumulation_steps": M}
-        segment = Segment(epoch=epoch, first_update=0, **sizes)
-        chosen = method("dgl", accumulation_steps=M, head="linear", buffer_size=size, buffer_reuse=reuse)
-        seed = stream_seed(0, "turns", epoch, 0)
-        work = training_work(Pipeline(chosen, K), segment, stages=range(K), seed=seed)
-        sources.append({k + 1: [a.number for a in work[k].actions if a.op is Op.PICK] for k in range(1, K)})
-    assert any(picked != list(range(5)) for of_epoch in sources for picked in of_epoch.values())
-    assert_close(greedy(K, M, head="linear", buffer_size=size, buffer_reuse=reuse), greedily(K, M, "linear", sources))

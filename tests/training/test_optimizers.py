@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from adl_dist.optimizers import Muon, RotatedAdam, mark_roles
+from adl_dist.optimizers import Muon, mark_roles
 from tests.support.commands import assert_same
 from tests.support.runs import toy_trainer
 from tests.support.toys import NUM_CLASSES, FixedImages
@@ -16,7 +16,6 @@ SIZE, M, GROUPS, SPOILT = 3, 4, 4, 1  # samples of a micro-batch, micro-batches 
 OPTIMIZERS = {
     "muon": partial(Muon, rest_options={"weight_decay": 0.3}),
     "muon and sgd": partial(Muon, weight_decay=0.7, rest="sgd", rest_options={"weight_decay": 0.1}),
-    "rotated": partial(RotatedAdam, every=1, weight_decay=0.5),
     "nadamw": partial(
         torch.optim.NAdam, lr=1e-2, betas=(0.99, 0.999), momentum_decay=0.004, weight_decay=0.1,
         decoupled_weight_decay=True,

@@ -224,11 +224,7 @@ def heads():
     return [nn.Sequential(*pool, nn.BatchNorm1d(4), nn.Linear(4, NUM_CLASSES)).double() for _ in range(K - 1)]
 
 
-REUSE = [{2: [0, 0, 2, 1, 6, 6], 3: [1, 0, 5, 5]}, {1: [6, 5, 4, 3], 3: [3, 3, 1]}]
-
-
-@pytest.mark.parametrize("sources", [None, REUSE], ids=["in turn", "from replay buffers"])
-def test_greedy_training_is_a_torch_loop_for_every_module(sources):
+def test_greedy_training_is_a_torch_loop_for_every_module():
     state, of_heads = train_greedily(
         modules(),
         heads(),
@@ -238,7 +234,6 @@ def test_greedy_training_is_a_torch_loop_for_every_module(sources):
         lr=[0.1, 0.2, 0.3, 0.1, 0.2, 0.3],
         momentum=0.9,
         weight_decay=0.01,
-        sources=sources,
     )
     stream = [BATCHES, BATCHES]
     for k, (module, head) in enumerate(zip(modules(), [*heads(), nn.Identity()], strict=True), start=1):
@@ -246,9 +241,7 @@ def test_greedy_training_is_a_torch_loop_for_every_module(sources):
         optimizer = torch.optim.SGD(both.parameters(), lr=1.0, momentum=0.9, weight_decay=0.01)
         rates = iter([0.1, 0.2, 0.3, 0.1, 0.2, 0.3])
         following = []
-        for epoch, steps in enumerate(stream):
-            if sources and k in sources[epoch]:
-                steps = [steps[i] for i in sources[epoch][k]]
+        for steps in stream:
             outputs = []
             for start in range(0, len(steps), 3):
                 group = steps[start : start + 3]
@@ -264,12 +257,3 @@ def test_greedy_training_is_a_torch_loop_for_every_module(sources):
         if k < K:
             assert_close(of_heads[k - 1], head.state_dict())
     assert len(of_heads) == K - 1
-
-
-def test_what_the_replay_buffers_choose_matters():
-    options = {"M": 3, "loss_fn": LOSS, "lr": [0.1] * 6}
-    downstream_first, _ = train_greedily(modules(), heads(), [BATCHES] * 2, **options)
-    itself, _ = train_greedily(modules(), heads(), [BATCHES] * 2, sources=[{2: range(7)}, {}], **options)
-    reused, _ = train_greedily(modules(), heads(), [BATCHES] * 2, sources=REUSE, **options)
-    assert_close(itself, downstream_first)
-    assert differ(reused, downstream_first) > 1e-3

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from adl_dist.errors import ConfigError
-from adl_dist.optimizers import Muon, RotatedAdam, mark_roles, with_rules
+from adl_dist.optimizers import Muon, mark_roles, with_rules
 from tests.support.commands import assert_same
 from tests.support.equations import assert_close, by_the_equations, micro_batches
 from tests.support.ranks import run_ranks
@@ -147,7 +147,7 @@ OF_RANKS = {
     "adl": {"optimizer": with_rules(ADAMW, RULES), "dropout": 0.3},
     "ahead": {"optimizer": with_rules(sgd, RULES), "options": {"mitigation": ["predict"]}},
     "frozen front": {"optimizer": with_rules(sgd, [{"names": ["0.*", "1.*", "2.*"], "frozen": True}])},
-    "rotated": {"optimizer": with_rules(RotatedAdam, [{"names": "2.*", "lr_factor": 0.5, "weight_decay": 0.2}])},
+    "muon": {"optimizer": with_rules(Muon, [{"names": "2.*", "lr_factor": 0.5, "weight_decay": 0.2}])},
     "heads": {"optimizer": with_rules(sgd, [{"ndim": 1, "weight_decay": 0.0}]), "method": "dgl"},
 }
 

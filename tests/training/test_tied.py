@@ -9,7 +9,7 @@ from torch import nn
 
 import adl_dist
 from adl_dist.errors import ConfigError, DivergedError, PartitionError
-from adl_dist.optimizers import Muon, RotatedAdam
+from adl_dist.optimizers import Muon
 from adl_dist.schedule.actions import Tie
 from adl_dist.schedule.replay import at_random
 from adl_dist.stage.nonfinite import NonFiniteCheck
@@ -107,7 +107,6 @@ def test_all_copies_skip_the_same_groups():
 OTHERS = {
     "AdamW": {"optimizer": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)},
     "Muon": {"optimizer": partial(Muon, lr=0.02)},
-    "rotated": {"optimizer": partial(RotatedAdam, every=3)},
     "clip, bfloat16": {"clip_norm": 0.01, "autocast": torch.bfloat16},
     "narrow messages": {"codec": "bf16"},
     "skip": {"non_finite": "skip", "plant": nan_inputs},

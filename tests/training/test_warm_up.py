@@ -29,7 +29,7 @@ def trained(name, options, monkeypatch, *, warms_up, model=None, of_trainer=None
 
 VARIANTS = [
     *((name, {}) for name in ("adl", "gpipe", "fr", "2bw", "paci", "dni")),
-    ("dgl", {"head": "linear", "buffer_size": 3}),
+    ("dgl", {"head": "linear"}),
     ("gpipe", {"recompute": "always"}),
     ("adl", {"split_backward": True, "delay": "third", "mitigation": ("predict",)}),
 ]

@@ -24,12 +24,14 @@ from adl_dist.cli.config.schema import RunConfig
 from adl_dist.errors import ConfigError, Exit
 from adl_dist.report.runs import flatten
 from adl_dist.schedule import METHODS, Method
+from adl_dist.schedule.methods import REMOVED_OPTIONS, WAS_REMOVED
 
 LAUNCHER = "hydra/launcher"
 # Nodes that name a callable and hold its arguments, whatever these are.
 OPEN_NODES = ("model", "data", "optimizer", "lr_schedule", "loss")
 LISTS_KEYS = "adl-dist train --help lists all keys"
-REMOVED = ("runtime.cuda_graphs",)  # in 0.4.0; older run folders still name them
+# In 0.4.0; older run folders name some of them.
+REMOVED = ("runtime.cuda_graphs", "sweep.tune", *(f"method.{name}" for name in REMOVED_OPTIONS))
 
 Plain = dict[str, Any]
 
@@ -40,7 +42,6 @@ class SweepConfig:
 
     jobs: int | None = None
     variants: dict[str, list[str]] = field(default_factory=dict)
-    tune: list[str] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
@@ -244,9 +245,12 @@ def readable(error: Exception, overrides: Sequence[str]) -> str:
         # Of a whole node, like runtime={a: 1}, only the cause knows the key; of an unknown node it knows less.
         key = max(match[1], getattr(error.__cause__, "full_key", None) or "", key=len)
         if key in REMOVED:
-            return f"{key} was removed in 0.4.0; remove it, or use version 0.3.8"
+            return f"{key} {WAS_REMOVED}"
         return f"there is no key '{key}'{_did_you_mean(key)}; {LISTS_KEYS}"
     if match := re.search(r"Could not find '([^']*)'", text):
+        if match[1] == "optimizer/rotated":
+            own = "optimizer._target_=rotated_adam.RotatedAdam in the folder of examples/rotated_adam.py"
+            return f"optimizer=rotated was removed in 0.4.0; use {own}, or version 0.3.8"
         group, _, name = match[1].rpartition("/")
         if group == LAUNCHER:
             extra = "pip install -c constraints.txt -e '.[slurm]' in the checkout"

@@ -49,9 +49,6 @@ class MethodConfig:
     activation_queue: Any = 1
     gradient_queue: Any = 1
     head: str = "mlp_sr"
-    buffer_size: int = 0
-    buffer_reuse: int | None = None
-    stage_speeds: list[float] | None = None
     head_layers: int = 0
     head_width: int | None = None
     head_sees_target: bool = False

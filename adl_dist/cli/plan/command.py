@@ -10,16 +10,15 @@ from typing import Any
 
 from adl_dist.cli.plan.profiler import Profiler
 from adl_dist.cli.plan.question import Question, asked, machine_of
-from adl_dist.cli.plan.report import bounded_table, codec_lines, facts_of, line_to_paste, report, tied_lines
+from adl_dist.cli.plan.report import codec_lines, facts_of, line_to_paste, report, tied_lines
 from adl_dist.codecs import CODECS, Codecs
 from adl_dist.distributed.affinity import num_cores
 from adl_dist.errors import ConfigError, DataError, PartitionError
 from adl_dist.partition import Machine, checked_sizes
-from adl_dist.partition.bounded import only_within, within_bound
 from adl_dist.partition.chain import Chain
 from adl_dist.partition.costs import Profile
 from adl_dist.partition.cut import begins_of, check_places
-from adl_dist.partition.predict import Alternative, Prediction, advise, alternative, best_of, predict
+from adl_dist.partition.predict import Alternative, Prediction, advise, alternative, predict
 from adl_dist.schedule import Pipeline
 
 
@@ -45,7 +44,6 @@ class _Found:
     other: Alternative
     predictions: list[Prediction]  # of each method and K
     chain: Chain
-    bounded: list[Prediction]  # within the bound on staleness
     coded: list[Prediction]  # of the configured method, by K and codec; empty: no links are described
     refused: list[str]
     choice: Prediction | None
@@ -79,19 +77,13 @@ def _measured(question: Question) -> _Found:
     other = alternative(profiles[M], machine, num_devices=question.num_devices, whole=whole, share=share)
     predictions, unfit = _predict_all(question, machine, profiler.chain, profiles)
     refused += unfit
-    bounded: list[Prediction] = []
-    if question.bound is not None:
-        bounded, unbounded = _within_bound(question, machine, profiler.chain, profiles)
-        refused += unbounded
-    usable = predictions if question.bound is None else only_within([*predictions, *bounded], question.bound)
-    choice, reason = advise(usable, other)
+    choice, reason = advise(predictions, other)
     return _Found(
         machine=machine,
         profile=profiles[M],
         other=other,
         predictions=predictions,
         chain=profiler.chain,
-        bounded=bounded,
         coded=[] if question.links is None else _coded(question, machine, profiler.chain, profiles[M]),
         refused=refused,
         choice=choice,
@@ -129,22 +121,6 @@ def _coded(question: Question, machine: Machine, chain: Chain, profile: Profile)
     return found
 
 
-def _within_bound(
-    question: Question, machine: Machine, chain: Chain, profiles: Mapping[int, Profile]
-) -> tuple[list[Prediction], list[str]]:
-    """Return the predictions within the bound on staleness for each K, and why others are not possible."""
-    assert question.bound is not None
-    of_steps = {M: profiles[M] for M in question.steps}
-    may_split = not question.config.runtime.compile
-    predictions, refused = [], []
-    for K in question.stages:
-        cut = _cut(question, machine, chain, K)
-        told = within_bound(question.chosen, K, bound=question.bound, profiles=of_steps, may_split=may_split, **cut)
-        predictions += told[0]
-        refused += told[1]
-    return predictions, refused
-
-
 def _cut(question: Question, machine: Machine, chain: Chain, K: int) -> dict[str, Any]:
     """Return the arguments of a prediction that say where the model is cut into K stages, and for which devices."""
     config = question.config.partition
@@ -158,7 +134,7 @@ def _cut(question: Question, machine: Machine, chain: Chain, K: int) -> dict[str
 
 def _facts(question: Question, found: _Found) -> dict[str, Any]:
     """Return the answer as plain values."""
-    facts = {
+    return {
         "profile": asdict(found.profile),
         "machine": asdict(found.machine),
         "predictions": list(map(facts_of, found.predictions)),
@@ -168,24 +144,16 @@ def _facts(question: Question, found: _Found) -> dict[str, Any]:
         "recommended": _line(question, found, found.choice),
         "reason": found.reason,
     }
-    if question.bound is not None:
-        facts["within_bound"] = list(map(facts_of, found.bounded))
-        facts["fastest_within_bound"] = _line_within(question, found)
-    return facts
 
 
 def _lines(question: Question, found: _Found) -> list[str]:
     """Return the answer as a person reads it."""
-    flags, line, fastest = question.flags, _line(question, found, found.choice), _line_within(question, found)
+    flags, line = question.flags, _line(question, found, found.choice)
     told = found.profile, found.machine, found.predictions, found.refused, found.other
     lines = [*report(*told, with_units=flags.units, blocks=_blocks(found.chain))]
     lines += tied_lines(found.chain.shared, found.predictions)
     lines += [*(codec_lines(found.coded) if found.coded else []), ""]
-    if question.bound is not None:
-        lines += [*bounded_table(found.bounded, question.chosen.name, question.bound, question.sizes), ""]
     lines += [f"recommended  {found.reason}", *([] if line is None else [f"             {line}"])]
-    if fastest not in (None, line):
-        lines += [f"within {question.bound:<6g}the fastest {question.chosen.name}:", f"             {fastest}"]
     return lines + ([] if flags.out is None else [f"picture      {flags.out}"])
 
 
@@ -198,11 +166,6 @@ def _line(question: Question, found: _Found, choice: Prediction | None) -> str |
     if choice is None:
         return None
     return line_to_paste(choice, begins_of(found.chain, choice.balance.sizes), question.flags.overrides)
-
-
-def _line_within(question: Question, found: _Found) -> str | None:
-    """Return the line that trains the fastest run within the bound on staleness; None: there is none."""
-    return _line(question, found, best_of(found.bounded) if found.bounded else None)
 
 
 def _predict_all(

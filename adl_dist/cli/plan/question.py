@@ -2,8 +2,7 @@
 
 import argparse
 import contextlib
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,10 @@ from adl_dist.distributed.device import check_device
 from adl_dist.errors import ChannelError, ConfigError
 from adl_dist.links import LINKS, Links, parse_links
 from adl_dist.partition import Machine
-from adl_dist.partition.bounded import steps_to_try
 from adl_dist.report.files import check_out
 from adl_dist.report.warning import warn
-from adl_dist.schedule import METHODS, Method
+from adl_dist.schedule import Method
+from adl_dist.schedule.methods import WAS_REMOVED
 from adl_dist.schedule.run_plan import micro_batch_size_of
 from adl_dist.training.partitioned_model import device_memory
 from adl_dist.transport.coding_speed import coding_costs
@@ -41,8 +40,6 @@ class Question:
     chosen: Method  # of the configuration
     methods: list[Method]  # to be predicted
     stages: list[int]  # each K
-    bound: float | None  # on the mean staleness of each stage; None: none is given
-    steps: list[int]  # each M to be tried within it
     num_devices: int
     granularity: str
     links: Links | None  # as they are described; None: they are not
@@ -56,7 +53,7 @@ class Question:
     def sizes(self) -> dict[int, int]:
         """The samples of a micro-batch for each M that is predicted; a ConfigError: the batch is too small."""
         steps = {method.micro_batches_per_update for method in (*self.methods, self.chosen)}
-        return {M: micro_batch_size_of(self.config.train.batch_size, M) for M in sorted({*steps, *self.steps})}
+        return {M: micro_batch_size_of(self.config.train.batch_size, M) for M in sorted(steps)}
 
 
 def asked(words: list[str]) -> Question:
@@ -66,23 +63,17 @@ def asked(words: list[str]) -> Question:
     instantiate.check_targets(config)
     check_device(config.runtime.device.value)
     _check(flags)
-    chosen, batch, bound = config.method.chosen(), config.train.batch_size, flags.max_staleness
+    chosen = config.method.chosen()
     num_devices = flags.devices or (torch.cuda.device_count() if _on_gpu(config) else num_cores())
     powers = [2**i for i in range(1, 8) if 2**i <= num_devices]
     stages = list(dict.fromkeys(flags.stages or sorted({*powers, config.partition.num_stages} - {1}) or [2]))
     names = flags.methods.split(",") if flags.methods else [*DEFAULT_METHODS.split(","), chosen.name]
-    steps: list[int] = []
-    if bound is not None:
-        _check_bound(chosen, bound)
-        steps = flags.steps or sorted({*steps_to_try(batch, bound, max(stages)), chosen.micro_batches_per_update})
     question = Question(
         flags=flags,
         config=config,
         chosen=chosen,
         methods=[method_named(name, config, flag="--methods") for name in dict.fromkeys(names)],
         stages=stages,
-        bound=bound,
-        steps=steps,
         num_devices=num_devices,
         granularity=config.partition.granularity.value if config.partition.granularity else "layer",
         links=flags.links or described(config.partition.chosen().links),
@@ -123,13 +114,13 @@ def _flags(words: list[str]) -> argparse.Namespace:
     add("--profile", type=Path, metavar="FILE", help="keep the measurement in FILE, and use it the next time")
     neighbours = "also measure while N more processes compute; default: K - 1 on CPUs"
     add("--neighbours", type=int, metavar="N", help=neighbours)
-    bound = "most updates that gradients of a stage may be old on average: choose M, delays and cut together for that"
-    add("--max-staleness", type=float, metavar="UPDATES", help=bound)
-    steps = "each M to try for it; default: those that divide the batch, up to the first that bears the delays of ADL"
-    add("--steps", type=partial(_numbers, 1), metavar="M,M", help=steps)
     add("--units", action="store_true", help="also print each unit")
     add("--out", type=Path, metavar="FILE", help="draw the cost of each unit: FILE.svg, FILE.png or FILE.pdf")
     add("--json", action="store_true", help="print one JSON object instead of tables")
+    if removed := {word.partition("=")[0] for word in words} & {"--max-staleness", "--steps"}:
+        raise ConfigError(
+            f"{min(removed)} {WAS_REMOVED}; method.delay=auto method.max_staleness=0.5 bounds the staleness for one M"
+        )
     return parser.parse_intermixed_args(words)
 
 
@@ -165,30 +156,8 @@ def _check(flags: argparse.Namespace) -> None:
         number = getattr(flags, name)
         if number is not None and number < least:
             raise ConfigError(f"--{name} {number} must be at least {least}")
-    if flags.steps and flags.max_staleness is None:
-        raise ConfigError("--steps are tried for a bound on staleness; add --max-staleness 0.5, or omit it")
     if flags.profile is not None and (flags.profile.is_dir() or not flags.profile.parent.is_dir()):
         raise ConfigError(f"--profile {flags.profile}: expected the name of a file in an existing folder")
-
-
-def _check_bound(method: Method, bound: float) -> None:
-    """Refuse a bound that the delays of ``method`` cannot meet."""
-    if not 0 < bound < math.inf:
-        raise ConfigError(
-            f"--max-staleness {bound:g} must be a number above 0; where nothing is to be stale, use method=1f1b"
-        )
-    if "delay" not in method.options:
-        able = ", ".join(name for name, spec in METHODS.items() if "delay" in spec.options and spec.weights != "2bw")
-        raise ConfigError(
-            f"--max-staleness chooses the delays of a method, and method={method.name} has none to choose; use one of "
-            f"{able}, or omit it"
-        )
-    if method.weights == "2bw" and bound < 1:
-        raise ConfigError(
-            f"--max-staleness {bound:g}: with method.weights=2bw each gradient is one update old, whatever the delays; "
-            "use method.weights=stash, or --max-staleness 1"
-        )
-    _ = replace(method, delay="auto")  # refused next to options that need other delays
 
 
 def described(links: str | None) -> Links | None:

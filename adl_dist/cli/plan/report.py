@@ -18,10 +18,6 @@ METHOD_HEAD = (
 )
 UNIT_HEAD = ("unit", "block", "forward ms", "backward ms", "parameters kB", "activations kB", "crosses kB")
 CODEC_HEAD = ("K", "M", "codec", "MB/update", "s/update", "images/s", "links add", "units per stage")
-BOUNDED_HEAD = (
-    *("K", "M", "micro-batch", "delays", "backward", "images/s", "staleness mean", "greatest"),
-    *("memory per stage (MB)", "units per stage"),
-)
 
 
 def report(
@@ -132,28 +128,6 @@ def _method_row(p: Prediction, other: Alternative) -> list[object]:
         f"{p.convergence_factor:.3g}",
         " ".join(f"{b / 1e6:.0f}" for b in p.balance.stage_bytes),
         _sizes(p),
-    ]
-
-
-def bounded_table(predictions: Sequence[Prediction], method: str, bound: float, sizes: Mapping[int, int]) -> list[str]:
-    """Return the lines about what is fastest for each M with a mean staleness of at most ``bound`` on each stage.
-
-    ``sizes``: the samples of a micro-batch for each M.
-    """
-    title = f"{method} with a mean staleness of at most {bound:g} updates on each stage:"
-    return [title, *text_table([BOUNDED_HEAD, *(_bounded_row(p, sizes) for p in predictions)])]
-
-
-def _bounded_row(p: Prediction, sizes: Mapping[int, int]) -> list[object]:
-    M, delays = p.pipeline.micro_batches_per_update, p.pipeline.nominal_delays
-    return [
-        *(p.pipeline.num_stages, M, sizes[M], " ".join(map(str, delays))),
-        "in two parts" if p.pipeline.method.split_backward else "whole",
-        f"{p.images_per_second:,.0f}",
-        "/".join(f"{s:.3g}" for s in p.staleness_mean),
-        p.staleness_most,
-        " ".join(f"{b / 1e6:.0f}" for b in p.balance.stage_bytes),
-        " ".join(map(str, p.balance.sizes)),
     ]
 
 

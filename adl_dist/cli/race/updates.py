@@ -158,15 +158,13 @@ def _job(values: Values, race: Race, rate: float, seed: int) -> Job:
     overrides = [*common, "hydra.mode=RUN", f"run_dir='{quoted}'"]
     with naming(values.name):
         config, plain = compose_run(overrides)
-    names = {"row": (values.name,), "trial": (f"optimizer.lr={rate:g}",)}
-    return Job(overrides=overrides, folder=folder, config=config, plain=plain, program=values.program, **names)
+    return Job(overrides=overrides, folder=folder, config=config, plain=plain, program=values.program)
 
 
 def _sweep(race: Race, jobs: Mapping[str, Sequence[Job]]) -> Sweep:
     return Sweep(
         jobs=[job for runs in jobs.values() for job in runs],
         run_dir=race.folder,
-        tuned=("optimizer.lr",),
         side_by_side=race.side_by_side,
         launcher=(),
         command=race.command,

@@ -31,7 +31,7 @@ from adl_dist.distributed.device import check_device
 from adl_dist.errors import ConfigError, text_of
 from adl_dist.report import say
 from adl_dist.report.comparison import write_comparison
-from adl_dist.report.runs import Run, measure_of, read_json, read_runs, status_of
+from adl_dist.report.runs import read_json, read_runs, status_of
 from adl_dist.training.partitioned_model import keeps_ties
 
 LOG = Path("logs") / "output.log"
@@ -42,49 +42,10 @@ def run(sweep: Sweep) -> int:
     """Run what is not complete, and compare; return the exit code: 1 if a run failed. One that diverged is a result."""
     _check(sweep)
     with locked(sweep.run_dir):
-        jobs, trials = sweep.jobs, list[Job]()
-        if sweep.tuned:
-            trials = [job for job in sweep.jobs if job.config.seed == sweep.jobs[0].config.seed]
-            run_all(trials, sweep, of="trials of sweep.tune")
-            best = _best(trials)
-            jobs = [job for job in sweep.jobs if best.get(_cell(job)) == job.trial]
-        run_all(jobs, sweep, of="runs")
-        if runs := _read(jobs, sweep):
-            tried = _read(trials, sweep)
-            say(f"\n{write_comparison(sweep.run_dir, runs, command=sweep.command, trials=tried)}")
-    return 1 if any(job_status(job) == "unfinished" for job in [*trials, *jobs]) else 0
-
-
-def _cell(job: Job) -> tuple[Sequence[str], int]:
-    """Return what the seeds and the trials of one row and K have in common."""
-    return job.row, job.config.partition.num_stages
-
-
-def _best(trials: Sequence[Job]) -> dict[tuple[Sequence[str], int], Sequence[str]]:
-    """Return for each cell the values of its best trial, the first of several; none while one is not at its end.
-
-    A trial that diverged is worse than any other; if all have, it is the first.
-
-    Raises:
-        ConfigError: runs without validation, of which none is the best.
-    """
-    cells: dict[tuple[Sequence[str], int], list[Job]] = {}
-    for job in trials:
-        cells.setdefault(_cell(job), []).append(job)
-    runs = {run.folder: run for run in read_runs(job.folder for job in trials if job_status(job) != "unfinished")}
-    measure, best = measure_of([*runs.values()]), {}
-    for cell, jobs in cells.items():
-        if not all(job.folder in runs for job in jobs):
-            continue
-        ended = [job for job in jobs if measure.values([runs[job.folder]])]
-        if not ended and any(runs[job.folder].status == "complete" for job in jobs):
-            raise ConfigError(f"{jobs[0].name}: sweep.tune needs a validation to tell which value is the best")
-        best[cell] = measure.best(ended, key=lambda job: measure.values([runs[job.folder]])[0]) if ended else jobs[0]
-    return {cell: job.trial for cell, job in best.items()}
-
-
-def _read(jobs: Sequence[Job], sweep: Sweep) -> list[Run]:
-    return read_runs([job.folder for job in jobs if RunFolder(job.folder).is_claimed], tuned=sweep.tuned)
+        run_all(sweep.jobs, sweep, of="runs")
+        if runs := read_runs([job.folder for job in sweep.jobs if RunFolder(job.folder).is_claimed]):
+            say(f"\n{write_comparison(sweep.run_dir, runs, command=sweep.command)}")
+    return 1 if any(job_status(job) == "unfinished" for job in sweep.jobs) else 0
 
 
 def run_all(jobs: Sequence[Job], sweep: Sweep, *, of: str) -> None:

@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,6 @@ OWN_LAUNCHER = "basic"  # Hydra's default, which runs one job after the other; o
 class Job:
     """One run: ``adl-dist train overrides``, with its run folder and its configuration, checked and as plain values.
 
-    ``row`` and K are what several seeds have in common; ``trial`` has the values that ``sweep.tune`` tries for it.
     ``program``: what takes the overrides, behind ``python -m``.
     """
 
@@ -36,8 +35,6 @@ class Job:
     folder: Path
     config: RunConfig
     plain: Plain
-    row: Sequence[str]
-    trial: Sequence[str]
     program: Sequence[str] = ("adl_dist", "train")
 
     @property
@@ -52,7 +49,6 @@ class Sweep:
 
     jobs: Sequence[Job]  # those of the first seed first, so that an interrupted sweep has something of everything
     run_dir: Path  # the folder of all of them
-    tuned: Collection[str]  # keys whose best values the first seed finds, for each row and K
     side_by_side: int | None  # how many to run at the same time; None: as many as there are cores for
     launcher: Sequence[str]  # overrides about the launcher of Hydra that starts the runs; empty: this command does
     command: str  # the user's command line
@@ -91,17 +87,14 @@ def requested(arguments: Sequence[str]) -> Sweep | tuple[RunConfig, Plain]:
     typed = set(keys_of.values())
     params = [f"{k}={v}" for k, v in (composed.hydra.sweeper.params or {}).items() if k not in typed]
     swept = [*params, *(override for override in overrides if override not in single)]
-    if own := [override for override in config.tune if _key(override) in (STAGES, SEED)]:
-        raise ConfigError(f"sweep.tune: {own[0]} tells the runs of a row apart and has no best value; sweep it instead")
-    tune = [override for override in config.tune if _key(override) not in {*typed, *map(_key, params)}]
     common = [w for w in single if w not in of_sweep and keys_of[w] not in ("hydra.mode", "run_dir")]
     choices, keys = composed.hydra.runtime.choices, {_key(override) for override in swept}
     nodes = [compose.named(node, composed, choices) for node in ("data", "model") if node not in keys]
     run_dir = Path(composed.run_dir or f"runs/{'-'.join([choices.experiment or 'sweep', *nodes])}")
     jobs: dict[Path, Job] = {}
     for label, variant in (config.variants or {"": []}).items():
-        for values in _product(label, variant, [*swept, *tune], fixed=(typed | keys) - {STAGES}):
-            job = _job(run_dir, label, [*common, "hydra.mode=RUN", *variant], values, {*map(_key, tune)}, command)
+        for values in _product(label, variant, swept, fixed=(typed | keys) - {STAGES}):
+            job = _job(run_dir, label, [*common, "hydra.mode=RUN", *variant], values, command)
             if job.folder in jobs:
                 raise ConfigError(f"two runs would both be written to {job.folder}; omit one of them")
             jobs[job.folder] = job
@@ -109,7 +102,6 @@ def requested(arguments: Sequence[str]) -> Sweep | tuple[RunConfig, Plain]:
     return Sweep(
         jobs=sorted(jobs.values(), key=lambda job: seeds.index(job.config.seed)),
         run_dir=run_dir,
-        tuned={_key(override) for override in tune},
         side_by_side=config.jobs,
         launcher=[] if choices["hydra/launcher"] == OWN_LAUNCHER else launcher,
         command=command,
@@ -132,9 +124,7 @@ def _product(label: str, variant: Sequence[str], swept: Sequence[str], *, fixed:
         raise ConfigError(f"{culprit.input_line} cannot be enumerated; {way_on}") from None
 
 
-def _job(
-    run_dir: Path, label: str, overrides: Sequence[str], values: Sequence[str], tuned: Collection[str], command: str
-) -> Job:
+def _job(run_dir: Path, label: str, overrides: Sequence[str], values: Sequence[str], command: str) -> Job:
     row = [label, *(value for value in values if _key(value) not in (STAGES, SEED))]
     with naming(", ".join(filter(None, row)) or command):
         config, plain = compose.compose_run([*overrides, *values])
@@ -149,8 +139,6 @@ def _job(
         folder=folder,
         config=config,
         plain=plain,
-        row=tuple(value for value in row if value == label or _key(value) not in tuned),
-        trial=tuple(value for value in values if _key(value) in tuned),
     )
 
 

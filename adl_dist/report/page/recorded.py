@@ -17,6 +17,7 @@ from adl_dist.report.recorder import METRICS
 from adl_dist.report.runs import read_json, status_of
 from adl_dist.report.timeline import Timeline
 from adl_dist.schedule import Pipeline, method
+from adl_dist.schedule.methods import REMOVED_OPTIONS
 
 T = TypeVar("T")
 
@@ -160,7 +161,7 @@ def _read_checkpoint(run: Recorded, path: Path) -> None:
 def _read_pipeline(run: Recorded) -> None:
     """Read K and the method."""
     run.num_stages = int(run.config.get("partition", run.config)["num_stages"])
-    settings = dict(run.config["method"])
+    settings = {name: value for name, value in run.config["method"].items() if name not in REMOVED_OPTIONS}
     delays = run.folder / "delays.json"
     if settings.get("delay") == "auto" and delays.is_file():
         settings["delay"] = json.loads(delays.read_text())
