@@ -76,23 +76,6 @@ def record_forward(model: nn.Module, batches: Sequence[Batch]) -> Recording:
         recording.whole |= recording.closed
 
 
-def _is_predictable(module: nn.Module | None) -> bool:
-    """Return whether ``module`` is a layer of torch's whose shapes tensors on meta tell for certain."""
-    kinds = (
-        nn.Linear,
-        nn.Conv1d,
-        nn.Conv2d,
-        nn.Conv3d,
-        nn.ReLU,
-        nn.GELU,
-        nn.SiLU,
-        nn.LayerNorm,
-        nn.Dropout,
-        nn.Embedding,
-    )
-    return type(module) in kinds or (type(module) is nn.BatchNorm2d and module.momentum is not None)
-
-
 def is_of_torch(module: nn.Module) -> bool:
     """Return whether ``module`` is one of torch's own layers."""
     return type(module).__module__.startswith(("torch.nn.", "torch.ao."))
@@ -421,7 +404,7 @@ class Recorder(TorchFunctionMode):
         self, call: Call, key: Any, function: Any, args: Any, kwargs: Any, out: Any, module: nn.Module | None
     ) -> None:
         """Note whether tensors on meta tell the shapes of a result; else sizes are compared with the arguments'."""
-        if (self.is_lazy and module is None) or _is_predictable(module):
+        if self.is_lazy and module is None:
             return
         if call.recorded.by_rule:
             self._num_rules += 1
