@@ -48,9 +48,9 @@ def test_too_few_places_are_explained_by_what_forbids_the_others():
 
 
 def tied_but_for_the_first():
-    first, last = nn.Linear(8, 8), nn.Linear(8, 8)
-    last.weight = first.weight
-    return nn.Sequential(nn.Linear(4, 8), first, *(nn.Linear(8, 8) for _ in range(6)), last)
+    first, *more = (nn.Linear(512, 512) for _ in range(8))  # so wide that they take longer whatever else runs
+    more[-1].weight = first.weight
+    return nn.Sequential(nn.Linear(4, 512), first, *more)
 
 
 @pytest.mark.parametrize("balance", ["even", "auto", [1, 8]])
