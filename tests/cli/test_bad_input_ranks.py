@@ -135,7 +135,7 @@ ENDINGS = {
     ),
     "no such class": (["model.num_classes=5"], (2, 2), ["error: training dataset: micro-batch 0", "target 5"]),
     "bug on rank 1": ([FAULTY, "model.at=5"], (1, 1), ["rank 1: ", *BUG, "rank1.log"]),
-    "bug on rank 0": ([f"{FAULTY}_at_the_start", "model.at=5"], (1, 1), ["rank 0: ", *BUG, "rank0.log"]),
+    "bug on rank 0": ([f"model._target_={USER}.faulty_at_the_start", "model.at=5"], (1, 1), ["rank 0: ", *BUG, "rank0.log"]),
     "killed": (
         [f"model._target_={USER}.killed", "model.at=5"], (1, -9), ["error: stage 1 (", "the process is gone: killed"]
     ),

@@ -193,6 +193,10 @@ def faulty(at):
     return nn.Sequential(*units(), At(at, fail))
 
 
+def faulty_at_the_start(at):
+    return nn.Sequential(At(at, fail), *units())
+
+
 def run_out_of_memory():
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has 1.5 GiB free.")
 
