@@ -125,6 +125,7 @@ def command_on_a_rank(folder, arguments):
 
 
 FAULTY = f"model._target_={USER}.faulty"
+FAULTY_AT_THE_START = f"model._target_={USER}.faulty_at_the_start"
 BUG = ["unexpected KeyError", "a bug of the user's", "the traceback is in"]
 ENDINGS = {
     "misfit": ([f"model._target_={USER}.second_half_does_not_fit"], (2, 2), ["error: the model gets", "2x8 and 9x8"]),
@@ -135,7 +136,7 @@ ENDINGS = {
     ),
     "no such class": (["model.num_classes=5"], (2, 2), ["error: training dataset: micro-batch 0", "target 5"]),
     "bug on rank 1": ([FAULTY, "model.at=5"], (1, 1), ["rank 1: ", *BUG, "rank1.log"]),
-    "bug on rank 0": ([f"model._target_={USER}.faulty_at_the_start", "model.at=5"], (1, 1), ["rank 0: ", *BUG, "rank0.log"]),
+    "bug on rank 0": ([FAULTY_AT_THE_START, "model.at=5"], (1, 1), ["rank 0: ", *BUG, "rank0.log"]),
     "killed": (
         [f"model._target_={USER}.killed", "model.at=5"], (1, -9), ["error: stage 1 (", "the process is gone: killed"]
     ),
