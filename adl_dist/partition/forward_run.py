@@ -624,7 +624,10 @@ class ForwardRun:
             self.received[label] = target
             if self.tape is not None:
                 self.tape.same(target, found)
-            torch.utils.swap_tensors(target, as_value(found, mark))  # all references see it
+            try:
+                torch.utils.swap_tensors(target, as_value(found, mark))  # all references see it
+            except RuntimeError:  # torch holds it, as where a view of it is in a graph
+                self.fail("another stage writes to a tensor that this stage has computed with; write to a copy")
             mark.absent = False
 
     def _written_spec(self, target: Tensor, label: Label, func: Any, args: Any, kwargs: Any) -> Any:

@@ -9,7 +9,9 @@ from torch import nn
 from adl_dist.errors import PartitionError
 from adl_dist.partition import Chain
 from adl_dist.partition.cut import checked_sizes
-from tests.support.staged import batch_of, chain, loss_of, stages_of
+from tests.support.random_networks import loss_of as loss_of_network
+from tests.support.random_networks import random_network
+from tests.support.staged import batch_of, chain, compare, loss_of, stages_of
 
 FIVE = 5  # samples of a micro-batch that is unlike the recorded ones
 
@@ -256,6 +258,13 @@ def test_what_was_not_recorded_ends_the_run_with_its_line(build, message):
     stages, _ = stages_of(build, RECORDED, [place, len(units) - place])
     with pytest.raises(PartitionError, match=message):
         chain(stages, normal(FIVE, 8), loss_of, 0)
+
+
+def test_writes_of_two_stages_to_one_tensor_may_be_refused():
+    case = random_network(340)
+    told = compare(case.build, case.batches[:3], [1, 9], loss=loss_of_network)
+    assert told.kind == "refused"
+    assert "another stage writes to a tensor that this stage has computed with" in told.text
 
 
 def test_an_answer_that_changes_ends_the_run():
