@@ -74,8 +74,12 @@ def compare(
         stages, names = stages_of(build, recorded_of(batches), cut, chain)
     except PartitionError as error:
         return Verdict("refused", str(error))
+    model = build()
+    if any(stage.draws[0] for stage in stages):  # as one stage, with the same streams of what is drawn for all
+        seed_all(0)
+        ((model,), _) = stages_of(build, recorded_of(batches), [len(names)], chain)
     try:
-        worst = _compare(build(), stages, batches, loss, learning_rate)
+        worst = _compare(model, stages, batches, loss, learning_rate)
     except PartitionError as error:
         return Verdict("refused", str(error), units=names)
     except Difference as error:
@@ -118,6 +122,8 @@ def _compare(model: nn.Module, stages: Sequence[StageModule], batches: Sequence[
         stage.train()
     for number, batch in enumerate(batches):
         seed_all(number)
+        if isinstance(model, StageModule):
+            model.seeds = (dict.fromkeys(("torch", "python", "numpy"), number),) * 2
         expected = _call(model, batch)
         loss(expected).backward()
         seed_all(number)
@@ -146,6 +152,8 @@ def _compare(model: nn.Module, stages: Sequence[StageModule], batches: Sequence[
 
 
 def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(model, StageModule):
+        return model(*(t.clone() for t in tensors_of(batch)))
     args, kwargs = batch.arguments if isinstance(batch, Several) else ((batch,), {})
     return model(*(t.clone() for t in args), **{k: t.clone() for k, t in kwargs.items()})
 
