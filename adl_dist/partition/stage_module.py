@@ -85,7 +85,8 @@ class StageModule(_Part):
         for name, tensor in held_tensors(model):
             stages = plan.holders.get(name, ())
             memo[id(tensor)] = self._own_or_other(name, tensor, stages)
-            is_copied = name in plan.everywhere or (index in stages and isinstance(tensor, nn.Parameter))
+            is_moved = name in plan.recording.moved  # by the stages that run the forward; copies of others stand still
+            is_copied = index in stages if is_moved or isinstance(tensor, nn.Parameter) else name in plan.everywhere
             if stages and (index == stages[0] or is_copied):
                 held |= dict.fromkeys(names.get(id(tensor), ()), memo[id(tensor)])
         try:

@@ -262,7 +262,8 @@ def plan_stages(recording: Recording, units: Sequence[Unit], sizes: Sequence[int
             path, _, key = name.rpartition(".")
             while path not in callers:
                 path = path.rpartition(".")[0]
-            holders[name] = callers[path] if key == EXTRA_STATE else {max(callers[path])}
+            is_of_callers = key == EXTRA_STATE or name in recording.moved
+            holders[name] = callers[path] if is_of_callers else {max(callers[path])}
     return StagePlan(
         num_stages,
         recording,
