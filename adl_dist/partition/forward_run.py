@@ -126,7 +126,7 @@ class ForwardRun:
         stage, mode = self.stage, self.mode
         if stage.keep_tape:
             self.tape = Tape(acts)
-            for name in stage.plan.recording.moved | mode.state.keys():
+            for name in stage.plan.recording.moved.keys() | mode.state.keys():
                 if name in stage.held:
                     self.tape.buffer(tensor_named(stage.model, name), name)
                 elif name not in mode.state and isinstance(tensor := tensor_named(stage.model, name), Tensor):

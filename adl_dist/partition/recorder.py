@@ -508,7 +508,8 @@ class Recorder(TorchFunctionMode):
         if target is not None:
             kind_of_memory, name_of_memory = self.origins.get(_memory(target), ("", None))
             if kind_of_memory == "state":
-                self.recording.moved.add(name_of_memory)
+                around = self.frames[-1].call
+                self.recording.moved.setdefault(name_of_memory, set()).add("" if around is None else around.name)
             self._note_effects(self.facts.get(id(target), NOTHING).begin)
         for leaf in tensors_in(out):
             origin = self.origins.setdefault(_memory(leaf), ("birth", key))

@@ -150,7 +150,8 @@ class Recording:
         refused: why the model's own forward cannot be; empty: it can.
         opened: names of modules without children that are followed all the same, for their effects.
         glue: names of buffers, and of tensors that are plain attributes, that every stage needs.
-        moved: those of them that a forward changes by what does not depend on the batch.
+        moved: those of them that a forward changes by what does not depend on the batch, each with the modules whose
+            forwards do.
         predicted: calls whose shapes tensors on meta have told.
         templates: absent results of equal layers, for all stages and copies of them.
         device: of the model.
@@ -164,7 +165,7 @@ class Recording:
     refused: str = ""
     opened: set[str] = field(default_factory=set)
     glue: set[str] = field(default_factory=set)
-    moved: set[str] = field(default_factory=set)
+    moved: dict[str, set[str]] = field(default_factory=dict)
     predicted: set[Any] = field(default_factory=set)
     templates: dict[Any, Any] = field(default_factory=dict)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))

@@ -257,13 +257,14 @@ def plan_stages(recording: Recording, units: Sequence[Unit], sizes: Sequence[int
     for mode in modes.values():
         for name, stages in mode.root.callers(callers[""]):
             callers[name] = callers.get(name, set()) | stages
+    for name in recording.moved.keys() - recording.state:
+        holders.setdefault(name, set()).update(*(callers[forward] for forward in recording.moved[name]))
     for name in names:
         if name not in holders:
             path, _, key = name.rpartition(".")
             while path not in callers:
                 path = path.rpartition(".")[0]
-            is_of_callers = key == EXTRA_STATE or name in recording.moved
-            holders[name] = callers[path] if is_of_callers else {max(callers[path])}
+            holders[name] = callers[path] if key == EXTRA_STATE else {max(callers[path])}
     return StagePlan(
         num_stages,
         recording,
