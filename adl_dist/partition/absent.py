@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
 from adl_dist.partition.containers import map_leaves, map_tensors, other_leaves, tensors_in
+from adl_dist.partition.intercept import OF_TORCH
 from adl_dist.partition.value import Mark, Value, Watch, absent_tensor, as_value, native
 
 META = torch.device("meta")
@@ -48,7 +49,7 @@ def signature(value: Any) -> Any:
 def module_signature(module: nn.Module) -> Any:
     """Return a hashable value that is equal for modules of one class with equal attributes and shapes of tensors."""
     tensors = (*module._parameters.items(), *module._buffers.items())
-    attributes = [(key, value) for key, value in vars(module).items() if key not in _OF_MODULES]
+    attributes = [(key, value) for key, value in vars(module).items() if key not in OF_TORCH]
     return (
         type(module),
         *((key, None if tensor is None else signature(tensor)) for key, tensor in tensors),
@@ -57,14 +58,24 @@ def module_signature(module: nn.Module) -> Any:
     )
 
 
-_OF_MODULES = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_compiled_call_impl"}
+class _Itself:
+    """An object that is equal to itself only; kept, so that no other one gets its id()."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and other._value is self._value
 
 
 def _of_attribute(value: Any) -> Any:
     try:
         return signature(value)
     except TypeError:
-        return id(value)
+        return _Itself(value)
 
 
 def _is_autocast() -> bool:
@@ -160,7 +171,7 @@ def _unique(args: Any) -> list[Tensor]:
 
 
 class RecordedResults:
-    """What a call has returned in the recorded runs, without elements.
+    """The results of one call in the recorded runs: shapes and dtypes, but no elements.
 
     Attributes:
         by_rule: whether it asks for elements, so that meta does not tell its shapes. Then the sizes of its results must

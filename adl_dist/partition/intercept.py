@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 CALL = "_compiled_call_impl"  # which nn.Module.__call__ calls first; copies of a module do not have it
+OF_TORCH = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", CALL}  # in vars() of each module
 
 
 def is_openable(module: nn.Module) -> bool:

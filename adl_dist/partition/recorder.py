@@ -25,7 +25,7 @@ from adl_dist.errors import PartitionError
 from adl_dist.partition.absent import call_signature, infer, module_signature
 from adl_dist.partition.containers import PLAIN, map_tensors, other_leaves, tensors_in
 from adl_dist.partition.functions import ASK_DEVICE, LIKE_SECOND, Kind, kind_of, writes_to
-from adl_dist.partition.intercept import CALL, is_openable, place_of_call, users_line
+from adl_dist.partition.intercept import OF_TORCH, is_openable, place_of_call, users_line
 from adl_dist.partition.recording import INPUT, Call, Key, ModeRecord, Recording, held_tensors, state_label
 from adl_dist.partition.value import Label, Watch
 from adl_dist.partition.work import Work
@@ -653,9 +653,6 @@ def _lists_in(value: Any) -> list[Any]:
     return [*found, *(one for part in inside for one in _lists_in(part))]
 
 
-_OF_MODULES = {"_parameters", "_buffers", "_modules", "training", CALL}
-
-
 def _python_state(module: nn.Module) -> list[Any]:
     """Return the attributes of ``module``, of the modules inside, and of plain objects among them.
 
@@ -667,7 +664,7 @@ def _python_state(module: nn.Module) -> list[Any]:
         for key, value in vars(part).items():
             if isinstance(value, PLAIN):
                 seen.append(value)
-            elif key not in _OF_MODULES:
+            elif key not in OF_TORCH:
                 seen.append((id(value), len(value) if isinstance(value, (list, dict, set)) else 0))
                 if hasattr(value, "__dict__") and not callable(value) and not isinstance(value, Tensor):
                     objects[id(value)] = value

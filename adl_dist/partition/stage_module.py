@@ -19,7 +19,7 @@ from adl_dist.errors import PartitionError
 from adl_dist.partition.absent import Results, module_signature
 from adl_dist.partition.containers import map_tensors
 from adl_dist.partition.forward_run import ForwardError, ForwardRun, call_of
-from adl_dist.partition.intercept import CALL, place_of_call
+from adl_dist.partition.intercept import OF_TORCH, place_of_call
 from adl_dist.partition.recording import held_tensors, module_named
 from adl_dist.partition.stage_plan import EXTRA_STATE, CallPlan, FramePlan, StagePlan, Way
 from adl_dist.partition.tape import Tape
@@ -333,7 +333,7 @@ def extra_states(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-_OWN = {"_parameters", "_buffers", "_modules", "training", "forward", CALL, "_non_persistent_buffers_set"}
+_OWN = {*OF_TORCH, "training", "forward"}
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
