@@ -262,6 +262,7 @@ class StageLoss:
         self._loss_fn, self._head, self._traits = spec.loss_fn, head, traits
         self._within = spec.precision.autocasting(device)
         self._may_write, self.classes = not is_known_mean(spec.loss_fn), class_loss(spec.loss_fn)
+        self.may_ignore = spec.loss_reduction == "batch"  # targets, of which nothing is counted
 
     def wanted(self, given: tuple[Tensor | None, ...]) -> tuple[Batch | None, float | None, float | None]:
         """Return the target and, if the loss counts its terms, weight and number of terms, of a forward's arguments."""

@@ -363,7 +363,8 @@ class Stage:
         if self.loss is not None and kept.output_and_loss is not None:
             assert kept.target is not None
             out, loss = kept.output_and_loss
-            self.tally.score(out, kept.target, loss, kept.num_terms, self.loss.classes)
+            classes, may_ignore = self.loss.classes, self.loss.may_ignore
+            self.tally.score(out, kept.target, loss, kept.num_terms, classes, may_ignore=may_ignore)
             if kept.measured:
                 self.tally.measured.append(kept.measured)
         if self.index == 0 or self._learns_locally:
@@ -482,7 +483,8 @@ class Stage:
         target = target.to(outs[0].device, non_blocking=True)
         if self.metrics:
             self.tally.measured.append(measured(self.metrics, out, target))
-        self.tally.score(outs[0], target, self.loss(out, target, num_terms), num_terms, self.loss.classes)
+        loss, classes = self.loss(out, target, num_terms), self.loss.classes
+        self.tally.score(outs[0], target, loss, num_terms, classes, may_ignore=self.loss.may_ignore)
         return ()
 
     def _set_mode(self, *, training: bool) -> None:

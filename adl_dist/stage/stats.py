@@ -54,16 +54,19 @@ class StepStats:
         loss: Tensor,
         num_terms: float | None = None,
         classes: ClassLoss | None = None,
+        *,
+        may_ignore: bool = False,
     ) -> None:
         """Add one micro-batch: the model's ``out`` [B, ...], ``target`` [B, ...], mean ``loss``. No host sync.
 
         Args:
-            out: None: there are no hits.
-            target: of which those of whole numbers may be classes.
-            loss: its mean.
-            num_terms: what that is the mean over; None: samples.
-            classes: the settings of torch's loss of classes, of which it is known that several targets in a sample,
-                [B, ...], belong to outputs [B, C, ...], or to [B, ..., C] if it says so.
+            out: The model's output; None if hits are not counted.
+            target: The targets; whole numbers are taken for classes.
+            loss: The mean loss over ``num_terms``.
+            num_terms: The number of terms in that mean; None: samples.
+            classes: The settings of torch's loss of classes. Only with these may a sample have several targets,
+                [B, ...], of outputs [B, C, ...], or [B, ..., C] if they say so.
+            may_ignore: Whether targets that the loss ignores are there although samples are counted.
         """
         self.sizes.append(len(target))
         self.losses.append(loss.detach())
@@ -71,7 +74,7 @@ class StepStats:
             self.num_terms.append(num_terms)
         if out is None or not isinstance(target, Tensor) or target.is_floating_point() or out.ndim != target.ndim + 1:
             return
-        if num_terms is None:
+        if num_terms is None and not may_ignore:
             if target.ndim == 1:
                 self.hits.append((out.detach().argmax(dim=1) == target).sum())
         elif target.ndim == 1 or (classes is not None and classes.is_torchs_own):

@@ -194,6 +194,13 @@ def test_hits_of_tokens_are_looked_for_in_the_last_dimension():
     assert stats.numbers()["num_classed"] == 5
 
 
+def test_targets_that_a_batch_loss_ignores_are_no_misses():
+    target, stats = torch.tensor([1, -100, 2]), StepStats()
+    out = nn.functional.one_hot(target.clamp(min=0), C).float()
+    stats.score(out, target, torch.tensor(0.0), None, class_loss(nn.CrossEntropyLoss()), may_ignore=True)
+    assert (stats.numbers()["num_correct"], stats.numbers()["num_classed"]) == (2, 2)
+
+
 class Positive(nn.Module):
     """A loss of (sum, count), whose count is ``wrong`` more than the number of its terms."""
 
