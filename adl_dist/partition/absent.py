@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
-from adl_dist.partition.containers import map_leaves, map_tensors, other_leaves, tensors_in
+from adl_dist.partition.containers import map_leaves, map_tensors, other_leaves, tensors_in, unique_tensors
 from adl_dist.partition.intercept import OF_TORCH
 from adl_dist.partition.value import Mark, Value, Watch, absent_tensor, as_value, native
 
@@ -146,7 +146,7 @@ def _on_zeros(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def call_signature(args: Any, kwargs: Any) -> Any:
     """Return the signature of a call; None if an argument has none."""
     try:
-        return torch.is_grad_enabled(), signature((args, kwargs))
+        return torch.is_grad_enabled(), _is_autocast(), signature((args, kwargs))
     except TypeError:
         return None
 
@@ -166,10 +166,6 @@ def _template(out: Any, given: Sequence[Tensor]) -> Any:
     return map_tensors(without_elements, out)
 
 
-def _unique(args: Any) -> list[Tensor]:
-    return [*{id(tensor): tensor for tensor in tensors_in(args)}.values()]
-
-
 class RecordedResults:
     """The results of one call in the recorded runs: shapes and dtypes, but no elements.
 
@@ -187,7 +183,7 @@ class RecordedResults:
         if key is None or key not in self._runs or self.by_rule:
             with torch._C.DisableTorchFunction():
                 shapes = [tensor.shape for tensor in tensors_in(args)]
-                self._runs[key or object()] = shapes, _template(out, _unique(args))
+                self._runs[key or object()] = shapes, _template(out, unique_tensors(args))
 
     def known(self, key: Any) -> Any:
         """Return the result of a run with that signature; None if there was none."""
@@ -335,5 +331,5 @@ class Results:
 
 def filled(kept: Any, args: Any, kwargs: Any) -> Any:
     """Return ``kept`` with containers of its own, since the caller may change them, and with arguments put in."""
-    unique = _unique((args, kwargs))
+    unique = unique_tensors((args, kwargs))
     return map_leaves(lambda leaf: unique[leaf] if type(leaf) is Given else leaf, kept, copies=True)

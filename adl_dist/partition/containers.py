@@ -27,6 +27,11 @@ def _collect(value: Any, found: list[Tensor]) -> None:
             _collect(one, found)
 
 
+def unique_tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in ``value``, in order, each object once."""
+    return [*{id(tensor): tensor for tensor in tensors_in(value)}.values()]
+
+
 def other_leaves(value: Any) -> Iterator[Any]:
     """Yield the leaves of ``value`` that are no tensors."""
     entries = _entries(value)

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from adl_dist.batch import Several, Tensors
 from adl_dist.errors import PartitionError
 from adl_dist.partition.absent import Results, filled, infer, signature
-from adl_dist.partition.containers import map_tensors, other_leaves, tensors_in
+from adl_dist.partition.containers import map_tensors, other_leaves, tensors_in, unique_tensors
 from adl_dist.partition.functions import ASK_DEVICE, LIKE_SECOND, Kind, kind_of, writes_to
 from adl_dist.partition.intercept import users_line, users_line_of
 from adl_dist.partition.recording import INPUT, module_named, put_tensor, state_label, tensor_named
@@ -31,7 +31,6 @@ from adl_dist.partition.value import (
     Mark,
     Value,
     Watch,
-    absent_tensor,
     as_tensor,
     as_value,
     native,
@@ -194,7 +193,7 @@ class ForwardRun:
             key = place, shape, torch.is_grad_enabled()
             made: Tensor | None = self.stage.absent_inputs.get(key)
             if made is None:
-                made = absent_tensor(shape, _contiguous(shape), dtype, requires_grad=False)
+                made = torch.empty(shape, dtype=dtype, device="meta")
                 made = as_value(made, Mark(None if is_common_input else label, 0, absent=True))
                 self.stage.absent_inputs[key] = made
             return made
@@ -349,7 +348,7 @@ class ForwardRun:
         if stage < self.index and self.received:
             out = self._arrived(out)
         if planned.written:
-            unique = [*{id(leaf): leaf for leaf in tensors_in((args, kwargs))}.values()]
+            unique = unique_tensors((args, kwargs))
             for place in planned.written:
                 self._write_absent(unique[place], (*key, -1 - place), stage)
         elif len(args) == 1 and not kwargs and not is_noted and type(out) is type(args[0]) is Value:
@@ -418,7 +417,7 @@ class ForwardRun:
                 replaced[id(leaf)] = self._resolved(leaf, key[1])
         values = [leaf for leaf in values if id(leaf) in replaced]
         if written or target is not None:
-            unique = [*{id(leaf): leaf for leaf in leaves}.values()]
+            unique: list[Any] = unique_tensors(leaves)
             for leaf in (*(unique[place] for place in written), *([] if target is None else [target])):
                 if id(leaf) in replaced and replaced[id(leaf)] is not leaf and leaf.mark.data is None:
                     replaced[id(leaf)] = self._cloned(replaced[id(leaf)])  # received: not to be written to
@@ -636,7 +635,7 @@ class ForwardRun:
             key = label, torch.is_grad_enabled(), signature((args, kwargs))
             if key not in self.stage.written:
                 _, twins = infer(func, args, kwargs)
-                unique = [*{id(t): t for t in tensors_in((args, kwargs))}.values()]
+                unique = unique_tensors((args, kwargs))
                 twin = twins[next(n for n, one in enumerate(unique) if one is target)]
                 self.stage.written[key] = twin.shape, twin.stride(), twin.requires_grad
             return self.stage.written[key]
@@ -752,7 +751,7 @@ class ForwardRun:
     # Errors
 
     def fail(self, why: str) -> NoReturn:
-        """Raise, and again at the end, should the forward catch it."""
+        """Raise a ForwardError; if the forward catches it, it is raised again at the end."""
         error = ForwardError(
             f"{users_line()}: stage {self.index}: {why}" if not why.startswith("stage ") else f"{users_line()}: {why}"
         )
@@ -762,7 +761,7 @@ class ForwardRun:
     def explain(self, error: Exception) -> None:
         """Raise a ForwardError if ``error`` comes from a tensor that has no elements here."""
         text = str(error)
-        if any(word in text for word in ("meta tensor", "device meta", "on meta", "Meta")):
+        if any(word in text for word in ("meta tensor", "device meta", "on meta", "'Meta' backend")):
             raise ForwardError(
                 f"{users_line_of(error)}: stage {self.index} computes with a tensor of another stage that is kept in "
                 f"an object or reached past the calls of modules ({type(error).__name__}: {text.splitlines()[0]})"
@@ -801,7 +800,7 @@ class _Watcher(TorchFunctionMode):
 
 
 class _Handle:
-    """Of a hook that another stage registers."""
+    """Stands in for the handle of a hook that another stage registers."""
 
     def remove(self) -> None:
         """Do nothing."""
@@ -813,14 +812,6 @@ def _is_batch(tensor: Tensor) -> bool:
 
 def _memory(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 def _seed_streams(seeds: Mapping[str, int], device: torch.device) -> None:

@@ -1,5 +1,6 @@
 """Where calls of modules can be followed, and the line of the user's code that runs."""
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,8 @@ from torch import nn
 
 CALL = "_compiled_call_impl"  # which nn.Module.__call__ calls first; copies of a module do not have it
 OF_TORCH = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", CALL}  # in vars() of each module
+PLACES = [os.path.dirname(file) + os.sep for file in (torch.__file__, __file__)]
+NOT_THE_USERS = (*PLACES, "<frozen", "<string")  # beginnings of the names of files
 
 
 def is_openable(module: nn.Module) -> bool:
@@ -33,7 +36,7 @@ def users_line() -> str:
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if "/torch/" not in file and "/adl_dist/partition/" not in file and not file.startswith(("<frozen", "<string")):
+        if not file.startswith(NOT_THE_USERS):
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return "the forward"
@@ -44,7 +47,7 @@ def users_line_of(error: Exception) -> str:
     found, trace = "the forward", error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if "/torch/" not in file and "/adl_dist/partition/" not in file and not file.startswith(("<frozen", "<string")):
+        if not file.startswith(NOT_THE_USERS):
             found = f"{file}:{trace.tb_lineno}"
         trace = trace.tb_next
     return found

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from adl_dist.batch import Batch, Several
 from adl_dist.errors import PartitionError
 from adl_dist.partition.absent import call_signature, infer, module_signature
-from adl_dist.partition.containers import PLAIN, map_tensors, other_leaves, tensors_in
+from adl_dist.partition.containers import PLAIN, map_tensors, other_leaves, tensors_in, unique_tensors
 from adl_dist.partition.functions import ASK_DEVICE, LIKE_SECOND, Kind, kind_of, writes_to
 from adl_dist.partition.intercept import OF_TORCH, is_openable, place_of_call, users_line
 from adl_dist.partition.recording import INPUT, Call, Key, ModeRecord, Recording, held_tensors, state_label
@@ -672,7 +672,7 @@ def _python_state(module: nn.Module) -> list[Any]:
 
 
 def _place(leaves: Sequence[Tensor], tensor: Tensor) -> int:
-    return next(n for n, leaf in enumerate({id(t): t for t in leaves}.values()) if leaf is tensor)
+    return next(n for n, leaf in enumerate(unique_tensors(leaves)) if leaf is tensor)
 
 
 def _memory(tensor: Tensor) -> int:

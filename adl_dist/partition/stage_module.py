@@ -20,7 +20,7 @@ from adl_dist.partition.absent import Results, module_signature
 from adl_dist.partition.containers import map_tensors
 from adl_dist.partition.forward_run import ForwardError, ForwardRun, call_of
 from adl_dist.partition.intercept import OF_TORCH, place_of_call
-from adl_dist.partition.recording import held_tensors, module_named
+from adl_dist.partition.recording import held_tensors, module_named, put_tensor
 from adl_dist.partition.stage_plan import EXTRA_STATE, CallPlan, FramePlan, StagePlan, Way
 from adl_dist.partition.tape import Tape
 from adl_dist.partition.value import (
@@ -161,7 +161,7 @@ class StageModule(_Part):
         self._names = {id(module): name for name, module in twin.named_modules()}
 
     def compile_units(self, compiler: Callable[[Callable[..., Any], Any], Callable[..., Any]]) -> None:
-        """Have ``compiler(function, key)`` compile the modules of this stage that are cut no further.
+        """Compile the modules with parameters that this stage runs whole, by ``compiler(function, key)``.
 
         The Python between them stays as it is. Equal layers have equal keys.
         """
@@ -195,7 +195,7 @@ class StageModule(_Part):
             path, _, key = name.rpartition(".")
             module = self.model.get_submodule(path)
             if name not in self.held and isinstance(tensor := getattr(module, key, None), Tensor):
-                (module._buffers if key in module._buffers else vars(module))[key] = fn(tensor)
+                put_tensor(module, name, fn(tensor))
         self._device = None
         return self
 
@@ -310,11 +310,12 @@ class StageModule(_Part):
         kept |= {id(part) for part in self.modules()}
         extra = {id(module) for module in extra_states(self.model).values()} & kept
         for mine, twin in self._twins:
-            if id(twin) in extra and (module := mine()) is not None:
+            if (module := mine()) is None:
+                continue
+            if id(twin) in extra:
                 module.set_extra_state(copy.deepcopy(twin.get_extra_state()))
-            module = mine()
             for key, tensor in twin._buffers.items():
-                if module is not None and tensor is not None and not tensor.is_meta and key in module._buffers:
+                if tensor is not None and not tensor.is_meta and key in module._buffers:
                     of_stage = id(tensor) in self._own_ids
                     if not of_stage and module._buffers[key] is not tensor and self._holds(twin, key):
                         module._buffers[key] = tensor
