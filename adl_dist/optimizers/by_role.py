@@ -82,7 +82,7 @@ class ByRole(Optimizer):
             self.check_matrices(group, where)
 
     def check_matrices(self, group: Mapping[str, Any], where: str) -> None:
-        """Do so for a group of matrices; here nothing is checked."""
+        """Raise ConfigError if a value in a group of matrices is out of range; all are accepted here."""
 
     def step_matrices(self, params: Sequence[nn.Parameter], group: Mapping[str, Any]) -> None:
         """Update ``params``, which all have a gradient, by the options of ``group``."""

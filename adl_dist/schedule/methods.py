@@ -81,7 +81,7 @@ ABOVE_0 = (
     *("lr_factors", "gradient_shrink", "head_lr_factor"),
     *("nesterov_gamma", "error_feedback_coefficient", "delay_compensation_lambda", "max_staleness"),
 )
-# Options that 0.4.0 has no more, and what they were by default: older run folders name them.
+# Options that were removed in 0.4.0, with their defaults; older run folders name them.
 REMOVED_OPTIONS = {"buffer_size": 0, "buffer_reuse": None, "stage_speeds": None}
 BEARABLE = 2  # updates of staleness that delay=auto takes by itself, where ADL's own delays are no longer
 NO_DIFFERENCE = 1e-9

@@ -278,7 +278,10 @@ def check_sizes(pipeline: Pipeline, sizes: Iterable[int]) -> None:
 
 
 def check_targets(pipeline: Pipeline, agreed: Agreed) -> None:
-    """Raise ConfigError for a head without classes to learn, to compare or to see; every rank finds it alike."""
+    """Raise ConfigError if a head lacks the classes that it needs, or if local losses would share a state.
+
+    Every rank finds it alike.
+    """
     target, shown = agreed.targets[0], ", ".join(map(str, agreed.targets))
     is_class = len(agreed.targets) == 1 and not target.is_floating_point and not target.shape
     has_classes = agreed.num_classes is not None and is_class

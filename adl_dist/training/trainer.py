@@ -503,8 +503,7 @@ class Trainer:
         worker.activity.most_events = MOST_EVENTS if monitoring.trace else 0
         worker.meter = MemoryMeter.of(pipeline, world.device) if monitoring.memory else None
         # Where draining changes the result and checkpoints are planned, a stop waits for the next one.
-        is_planned = not pipeline.drain_is_exact and outputs.checkpoints.every_updates is not None
-        stops_early = not is_planned
+        stops_early = pipeline.drain_is_exact or outputs.checkpoints.every_updates is None
         recorder = outputs.recorder(saving)
         coordinator = outputs.coordinator(
             plan, worker, self._partitioned, saving=saving, recorder=recorder, requests=running.requests

@@ -108,8 +108,8 @@ class StageRun:
         self._targets: list[tuple[int, Tensors]] = []
         self._num_classes: int | None = None
         self._num_outputs: int | None = None
-        self._is_asked = spec.pipeline.micro_batches_per_update > 1 and spec.loss_reduction != "batch"
-        self._is_asked &= not is_known_mean(spec.loss_fn)  # torch's loss: its outputs may be large
+        is_mean = spec.loss_reduction == "batch" or is_known_mean(spec.loss_fn)  # as declared, or torch's own
+        self._checks_mean = spec.pipeline.micro_batches_per_update > 1 and not is_mean
         self._outputs: list[tuple[Any, Batch]] = []  # of both micro-batches in training, with targets, if asked for
         self._learns = self._is_loss_tried = False
         self._of_loss = LossTraits()
@@ -261,7 +261,7 @@ class StageRun:
             # One out of range ends a GPU's process; the loader names the micro-batch.
             known = target.clamp(0, self._num_outputs - 1).to(target.dtype)  # type: ignore[union-attr]
             target = torch.where(as_classes(target) == classes.ignore_index, target, known)  # type: ignore[arg-type]
-        if torch.is_grad_enabled() and self._is_asked and len(self._outputs) < 2:
+        if torch.is_grad_enabled() and self._checks_mean and len(self._outputs) < 2:
             self._outputs.append((tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, detached(out)), target))
         given, versions = target.clone(), [_version_of(leaf) for leaf in outs]  # the samples are used again
         state = self._state_of_loss()

@@ -143,7 +143,7 @@ class Trial:
         return agreed
 
     def _run_lazy(self, plan: StagePlan) -> Agreed:
-        """Return what the recording tells of the stages of a model on meta, and the loss of made-up outputs."""
+        """Return what the recording tells of the stages of a model on meta; the loss is tried on random outputs."""
         run = StageRun([_copied(self.model)], self.spec, self.device, "the model")
         run.run(self.samples, backward=False)
         agreed = run.agreed(self.samples)
