@@ -1,22 +1,16 @@
-"""The table of odd models: what each is, and what must become of it at K = 1, 2, 3, 5."""
+"""The table of odd models: how to build each, and what it takes."""
 
 import functools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-STAGES = {1: 1, 2: 2, 3: 1, 5: 2}  # K, and the M that goes with it
-MICRO_BATCH, NUM_SAMPLES, NUM_VALIDATION, EPOCHS = 3, 23, 7, 2  # 8 micro-batches, the last one of 2
 WIDTH, VOCABULARY, TIME, NUM_CLASSES = 8, 11, 7, 5
-
-sgd = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=2e-2)
-# A large eps, or rounding errors of a gradient that is zero would become steps of full length.
-adamw = functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, eps=1e-3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,105 +18,157 @@ class Case:
     """An odd model.
 
     Attributes:
-        word: what a refusal must say, as a regular expression.
-        random: ``torch``: draws from torch's stream, which the oracle replays; ``other``: two runs must be equal.
         varies: inputs may have several lengths, or heights.
-        run: more arguments for the trainer.
         size: samples of a micro-batch.
-        counts: samples to train and to validate with.
-        ignores: buffers that are not compared, as a regular expression; nor is the evaluation, then.
+        even: it takes an even number of samples only.
     """
 
     name: str
     build: Callable[[], nn.Module]
-    word: str = ""
     data: str = "vectors"
-    loss: Callable = nn.functional.cross_entropy
-    count: Callable | None = None
-    optimizer: Callable = sgd
-    random: str = ""
     varies: bool = True
-    run: dict = field(default_factory=dict)
-    ignores: str = ""
-    size: int = MICRO_BATCH
-    counts: tuple = (NUM_SAMPLES, NUM_VALIDATION)
+    size: int = 3
+    even: bool = False
 
     def model(self):
-        """A new model, the same every time, and all global streams as at the start."""
+        """Return a new model, the same every time; all global streams begin again."""
         torch.manual_seed(0)
         random.seed(0)
         np.random.seed(0)
         return self.build().double()
 
     def batches(self):
-        """Four micro-batches of different sizes, and lengths, if it takes them."""
-        sizes = (8, 6, 8, 4) if self.counts[0] % 2 == 0 else (8, 7, 5, 8) if self.size == 8 else (3, 2, 4, 3)
-        inputs = dataset(self.data, sum(sizes), 1).tensors[0].split(sizes)
-        if not self.varies or self.data in ("vectors", "pairs", "regression"):
+        """Return four micro-batches of different sizes, and of different lengths if it takes them."""
+        sizes = (8, 6, 8, 4) if self.even else (8, 7, 5, 8) if self.size == 8 else (3, 2, 4, 3)
+        inputs = inputs_of(self.data, sum(sizes)).split(sizes)
+        if not self.varies or self.data in ("vectors", "pairs"):
             return list(inputs)
         if self.data.endswith("images"):
             return [x[:, :, : x.shape[2] - less] for x, less in zip(inputs, (0, 2, 2, 0), strict=True)]
         return [x[:, : TIME - less] for x, less in zip(inputs, (0, 2, 1, 0), strict=True)]
 
+    def dataset(self):
+        """Return samples for a trainer; the last micro-batch is smaller."""
+        inputs = inputs_of(self.data, 22 if self.even else 23)
+        return TensorDataset(inputs, torch.zeros(len(inputs)))
+
+
+def inputs_of(kind, num_samples):
+    draw = torch.Generator().manual_seed(1)
+    words = torch.randint(VOCABULARY, (num_samples, TIME), generator=draw)
+    numbers = torch.randn(num_samples, 432, generator=draw, dtype=torch.float64)
+    return {
+        "vectors": numbers[:, :6],
+        "tokens": words,
+        "images": numbers[:, : 3 * 36].reshape(-1, 3, 6, 6),
+        "big_images": numbers.reshape(-1, 3, 12, 12),
+        "pairs": numbers[:, :12].reshape(-1, 2, 6),
+        "series": numbers[:, : TIME * 6].reshape(-1, TIME, 6),
+        "late_tokens": words.clamp(min=1),  # token 0 never comes
+    }[kind]
+
+
+# --- Registration ------------------------------------------------------------------------------------------------
 
 CASES: dict[str, Case] = {}
 
 
-def add(case):
-    assert case.name not in CASES, case.name
-    CASES[case.name] = case
+def model_of(data="vectors", *, name=None, **options):
+    """Register what builds a whole model."""
+
+    def register(build):
+        case = Case(name=name or snake(build.__name__), build=build, data=data, **options)
+        assert case.name not in CASES, case.name
+        CASES[case.name] = case
+        return build
+
+    return register
 
 
-def model(build=None, *, name=None, **options):
-    """Register a class or function that makes a whole model."""
-    if build is None:
-        return functools.partial(model, name=name, **options)
-    add(Case(name=name or snake(build.__name__), build=build, **options))
+def block_of(data="vectors", *, name=None, **options):
+    """Register what builds a block, which stands twice in a chain of six units."""
+
+    def register(build):
+        of_chain = functools.partial(CHAINS[data], build)
+        model_of(data, name=name or snake(build.__name__), **options)(of_chain)
+        return build
+
+    return register
+
+
+def model(data="vectors", *, varies=True, size=3, even=False, **parts):
+    """Register a model by its forward and its ``parts``: modules, parameters and buffers, each by what makes it."""
+    options = {"varies": varies, "size": size, "even": even}
+    return lambda forward: model_of(data, name=forward.__name__, **options)(with_forward(forward, parts))
+
+
+def block(data="vectors", *, varies=True, size=3, even=False, **parts):
+    """Register a block in the same way; without parts it has a linear layer ``inner``."""
+    options = {"varies": varies, "size": size, "even": even}
+    made_of = parts or {"inner": linear()}
+    return lambda forward: block_of(data, name=forward.__name__, **options)(with_forward(forward, made_of))
+
+
+def with_forward(forward, parts):
+    """Return what builds a module of a class of its own."""
+    kind = type(forward.__name__, (nn.Module,), {"forward": forward, "__module__": forward.__module__})
+
+    def build():
+        module = kind()
+        for name, make in parts.items():
+            setattr(module, name, make())
+        return module
+
     return build
-
-
-def block(build=None, **options):
-    """Register a class or function that makes a block, which stands twice in a chain of six units."""
-    if build is None or isinstance(build, str):
-        return functools.partial(block, **options, **({"data": build} if build else {}))
-    chain = CHAINS[options.get("data", "vectors")]
-    add(Case(name=snake(build.__name__), build=functools.partial(chain, build), **options))
-    return build
-
-
-def forward_block(forward=None, **options):
-    """Register a block with a linear layer ``inner``, by its forward."""
-    if forward is None:
-        return functools.partial(forward_block, **options)
-    members = {"forward": forward, "__doc__": forward.__doc__, "__module__": forward.__module__}
-    name = forward.__name__.title().replace("_", "")
-    add(Case(name=forward.__name__, build=functools.partial(vectors, type(name, (Inner,), members)), **options))
-    return forward
 
 
 def snake(name):
     return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
 
 
-# --- Chains of six units: in the third and the fifth is an odd block ---------------------------------------------
+# --- Parts -------------------------------------------------------------------------------------------------------
+
+
+def linear(num_in=WIDTH, num_out=WIDTH, **options):
+    return functools.partial(nn.Linear, num_in, num_out, **options)
+
+
+def embedding(**options):
+    return functools.partial(nn.Embedding, VOCABULARY, WIDTH, **options)
+
+
+def weight(*shape, scale=3.0):
+    return lambda: nn.Parameter(torch.randn(shape) / scale)
+
+
+def buffer(make, **options):
+    return lambda: nn.Buffer(make(), **options)
+
+
+def several(num, make):
+    return lambda: nn.ModuleList(make() for _ in range(num))
+
+
+def chain(*makes):
+    return lambda: nn.Sequential(*(make() for make in makes))
 
 
 class Inner(nn.Module):
-    """A block with a child, so that it is traced at granularity=layer."""
+    """A block with a child."""
 
     def __init__(self):
         super().__init__()
         self.inner = nn.Linear(WIDTH, WIDTH)
 
 
-class MeanOfTime(nn.Module):
-    def forward(self, h):
-        return h.mean(dim=1)
+# --- Chains of six units: the third and the fifth one is an odd block ----------------------------------------------
 
 
-class MeanOfPlace(nn.Module):
+class Mean(nn.Module):
+    """The mean over time, or over places."""
+
     def forward(self, h):
-        return h.mean(dim=(2, 3))
+        return h.mean(dim=1 if h.ndim == 3 else (2, 3))
 
 
 def vectors(odd):
@@ -130,65 +176,13 @@ def vectors(odd):
 
 
 def tokens(odd):
-    return nn.Sequential(
-        nn.Embedding(VOCABULARY, WIDTH), nn.Tanh(), odd(), nn.Linear(WIDTH, WIDTH), odd(),
-        nn.Sequential(MeanOfTime(), nn.Linear(WIDTH, NUM_CLASSES)),
-    )  # fmt: skip
+    last = nn.Sequential(Mean(), nn.Linear(WIDTH, NUM_CLASSES))
+    return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Tanh(), odd(), nn.Linear(WIDTH, WIDTH), odd(), last)
 
 
 def images(odd):
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), odd(), nn.Conv2d(4, 4, 3, padding=1), odd(),
-        nn.Sequential(MeanOfPlace(), nn.Linear(4, NUM_CLASSES)),
-    )  # fmt: skip
+    convs = [nn.Conv2d(channels, 4, 3, padding=1) for channels in (3, 4)]
+    return nn.Sequential(convs[0], nn.Tanh(), odd(), convs[1], odd(), nn.Sequential(Mean(), nn.Linear(4, NUM_CLASSES)))
 
 
 CHAINS = {"vectors": vectors, "tokens": tokens, "images": images}
-
-
-def six_units():
-    layers = [nn.Linear(6, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)]
-    return nn.Sequential(*layers, nn.Linear(WIDTH, NUM_CLASSES))
-
-
-def with_norm():
-    return nn.Sequential(
-        nn.Linear(6, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(),
-        nn.Linear(WIDTH, NUM_CLASSES),
-    )  # fmt: skip
-
-
-def case_of(build=six_units, **changes):
-    """A case that is in no table."""
-    return Case(name="edge", build=build, **changes)
-
-
-# --- Data --------------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def dataset(kind, num_samples, seed):
-    """Samples whose every number is fixed."""
-    draw = torch.Generator().manual_seed(seed)
-    classes = torch.randint(NUM_CLASSES, (num_samples,), generator=draw)
-    of_time = torch.randint(NUM_CLASSES, (num_samples, TIME), generator=draw)
-    words = torch.randint(VOCABULARY, (num_samples, TIME), generator=draw)
-    numbers = torch.randn(num_samples, 512, generator=draw, dtype=torch.float64)
-    inputs = {
-        "vectors": numbers[:, :6],
-        "tokens": words,
-        "images": numbers[:, : 3 * 36].reshape(-1, 3, 6, 6),
-        "big_images": numbers[:, : 3 * 144].reshape(-1, 3, 12, 12),
-        "pairs": numbers[:, :12].reshape(-1, 2, 6),
-        "series": numbers[:, : TIME * 6].reshape(-1, TIME, 6),
-        "tagged": words,
-        "late_tokens": words.clamp(min=1),  # token 0 never comes
-        "regression": numbers[:, :6],
-    }[kind]
-    targets = {"tagged": of_time, "regression": numbers[:, -3:]}.get(kind, classes)
-    return TensorDataset(inputs, targets)
-
-
-def batches(kind, num_samples, seed, size=MICRO_BATCH):
-    inputs, targets = dataset(kind, num_samples, seed).tensors
-    return list(zip(inputs.split(size), targets.split(size), strict=True))

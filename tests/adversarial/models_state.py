@@ -1,4 +1,4 @@
-"""Forwards with a state, that draw random numbers, or decide by what they are given."""
+"""Forwards with a state, that draw random numbers, that decide by what they are given, and shared memory."""
 
 import functools
 import random
@@ -9,48 +9,46 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.adversarial.cases import CHAINS, NUM_CLASSES, WIDTH, Case, Inner, add, block, forward_block, model
+from tests.adversarial.cases import (
+    NUM_CLASSES,
+    WIDTH,
+    Inner,
+    block,
+    block_of,
+    buffer,
+    chain,
+    linear,
+    model,
+    model_of,
+    weight,
+    with_forward,
+)
+
+# --- State -------------------------------------------------------------------------------------------------------
 
 
-@block
-class OwnGenerator(Inner):
+@block(inner=linear(), draw=lambda: torch.Generator().manual_seed(5))
+def own_generator(self, h):
     """Stochastic depth from a torch.Generator of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.draw = torch.Generator().manual_seed(5)
-
-    def forward(self, h):
-        if self.training and torch.rand((), generator=self.draw) < 0.5:
-            return h
-        return h + self.inner(h)
+    if self.training and torch.rand((), generator=self.draw) < 0.5:
+        return h
+    return h + self.inner(h)
 
 
-@block
-class CounterInList(Inner):
-    """Every third forward is another one."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = [0]
-
-    def forward(self, h):
-        self.calls[0] += self.training
-        return h + self.inner(h) * (2.0 if self.calls[0] % 3 == 0 else 1.0)
+@block(inner=linear(), calls=lambda: [0])
+def counter_in_list(self, h):
+    """Every third forward differs."""
+    self.calls[0] += self.training
+    return h + self.inner(h) * (2.0 if self.calls[0] % 3 == 0 else 1.0)
 
 
-@block
-class Counter(Inner):
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, h):
-        self.calls += self.training
-        return h + self.inner(h) / (1 + 0.1 * self.calls)
+@block(inner=linear(), calls=int)
+def counter(self, h):
+    self.calls += self.training
+    return h + self.inner(h) / (1 + 0.1 * self.calls)
 
 
-@model
+@model_of()
 def hands_on_by_a_list():
     """A skip that does not pass through the chain: the first block leaves it in a list that the last one reads."""
     kept = []
@@ -64,21 +62,17 @@ def hands_on_by_a_list():
         def forward(self, h):
             return self.inner(h) + kept.pop()
 
-    return nn.Sequential(
-        nn.Linear(6, WIDTH), Leaves(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), Reads(), nn.Linear(WIDTH, NUM_CLASSES)
-    )
+    return chain(linear(6), Leaves, linear(), nn.Tanh, Reads, linear(WIDTH, NUM_CLASSES))()
 
 
-@model
+@model_of()
 class HookedSkip(nn.Module):
     """fastai's U-Net: a forward hook keeps what the encoder gave, and the decoder reads it from there."""
 
     def __init__(self):
         super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(6, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
-        self.decoder = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
-        self.head = nn.Linear(WIDTH, NUM_CLASSES)
-        self.kept = {}
+        self.encoder = chain(linear(6), nn.Tanh, linear(), nn.Tanh)()
+        self.decoder, self.head, self.kept = chain(linear(), nn.Tanh)(), nn.Linear(WIDTH, NUM_CLASSES), {}
         self.encoder[1].register_forward_hook(self.keep)
 
     def keep(self, module, inputs, output):
@@ -89,78 +83,208 @@ class HookedSkip(nn.Module):
         return self.head(h + self.kept["skip"])
 
 
-@model
+class Child(Inner):
+    def __init__(self, parent):
+        super().__init__()
+        self.parent = [parent]
+
+    def forward(self, h):
+        return torch.tanh(self.inner(h)) * self.parent[0].scale
+
+
+@model_of()
 class KnowsItsParent(nn.Module):
     """A child reads a parameter of its parent by a reference that is not registered."""
-
-    class Child(Inner):
-        def __init__(self, parent):
-            super().__init__()
-            self.parent = [parent]
-
-        def forward(self, h):
-            return torch.tanh(self.inner(h)) * self.parent[0].scale
 
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(WIDTH))
         self.enter, self.leave = nn.Linear(6, WIDTH), nn.Linear(WIDTH, NUM_CLASSES)
-        self.children_of = nn.Sequential(self.Child(self), self.Child(self), self.Child(self))
+        self.children_of = nn.Sequential(Child(self), Child(self), Child(self))
 
     def forward(self, x):
         return self.leave(self.children_of(self.enter(x) * self.scale))
 
 
-@block
-class StepsInBuffer(Inner):
-    """The same counters as a buffer, in place and by assignment: these are saved."""
+def zeros():
+    return torch.zeros(WIDTH)
 
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
-        self.register_buffer("mean", torch.zeros(WIDTH))
+
+@block(inner=linear(), steps=buffer(lambda: torch.zeros((), dtype=torch.long)), mean=buffer(zeros))
+def steps_in_buffer(self, h):
+    """A counter and an average in buffers, in place and by assignment: these are saved."""
+    if self.training:
+        self.steps += 1
+        self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(dim=0)
+    return self.inner(h - self.mean) * (1.0 / (1.0 + 0.1 * self.steps))
+
+
+@block(inner=linear(), mean=buffer(zeros, persistent=False))
+def unsaved_buffer(self, h):
+    """A buffer that moves and is not saved."""
+    if self.training:
+        self.mean.mul_(0.8).add_(h.detach().mean(dim=0), alpha=0.2)
+    return self.inner(h - self.mean)
+
+
+@block(inner=linear(), last=lambda: None)
+def remembers_the_last(self, h):
+    """The mean of the micro-batch before is added to this one."""
+    y = self.inner(h)
+    if self.training:
+        y, self.last = y if self.last is None else y + 0.1 * self.last, y.detach().mean(dim=0)
+    return y
+
+
+@block(inner=linear(), log=list)
+def keeps_a_log(self, h):
+    """Numbers for a plot, in a list; nothing reads them."""
+    y = torch.tanh(self.inner(h))
+    self.log.append(y.detach().mean())
+    return y
+
+
+@block()
+def keeps_its_map(self, h):
+    """The last activation as an attribute, as attention maps are kept."""
+    self.map = torch.softmax(self.inner(h), dim=1)
+    return h * self.map
+
+
+@block_of()
+class CachedProperty(Inner):
+    """A mask that is made when it is first needed."""
+
+    @cached_property
+    def mask(self):
+        return torch.linspace(0.5, 1.5, WIDTH, dtype=self.inner.weight.dtype)
 
     def forward(self, h):
-        if self.training:
-            self.steps += 1
-            self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(dim=0)
-        return self.inner(h - self.mean) * (1.0 / (1.0 + 0.1 * self.steps))
+        return torch.tanh(F.linear(h, self.inner.weight * self.mask, self.inner.bias))
 
 
-@block
-class UnsavedBuffer(Inner):
-    """A buffer that moves and is not saved."""
+@model_of()
+class RenamesItsState(nn.Module):
+    """A hook gives the entries of the state_dict other names, as wrappers do."""
 
     def __init__(self):
         super().__init__()
-        self.register_buffer("mean", torch.zeros(WIDTH), persistent=False)
+        self.inside = chain(linear(6), nn.Tanh, linear(), nn.Tanh, linear(WIDTH, NUM_CLASSES))()
+        self.register_state_dict_post_hook(self.rename)
+
+    @staticmethod
+    def rename(module, state, prefix, _):
+        for name in list(state):
+            state[name.replace("inside.", "")] = state.pop(name)
+
+    def forward(self, x):
+        return self.inside(x)
+
+
+# --- Shared memory -----------------------------------------------------------------------------------------------
+
+
+class Follows(Inner):
+    def __init__(self, mean):
+        super().__init__()
+        self.register_buffer("mean", mean)
 
     def forward(self, h):
         if self.training:
             self.mean.mul_(0.8).add_(h.detach().mean(dim=0), alpha=0.2)
-        return self.inner(h - self.mean)
+        return self.inner(h - self.mean.clone())
 
 
-@forward_block
+@model_of()
+def shared_buffer():
+    """Two layers follow one average; who moves it first must not depend on the pipeline."""
+    follows = functools.partial(Follows, torch.zeros(WIDTH, dtype=torch.float64))
+    return chain(linear(6), follows, nn.Tanh, linear(), follows, linear(WIDTH, NUM_CLASSES))()
+
+
+@model(a=linear(6), b=linear(), c=linear(), norm=lambda: nn.BatchNorm1d(WIDTH, affine=False),
+       head=linear(WIDTH, NUM_CLASSES))  # fmt: skip
+def shared_norm(self, x):
+    """One norm without weights at two places: no parameter ties them, only running statistics."""
+    h = torch.tanh(self.norm(self.a(x)))
+    h = torch.tanh(self.c(torch.tanh(self.b(h))))
+    return self.head(self.norm(h))
+
+
+class Consistency(nn.Module):
+    def __init__(self, student):
+        super().__init__()
+        self.student = [student]
+        self.register_buffer("average", student.weight.detach().clone())
+        self.out = nn.Linear(WIDTH, NUM_CLASSES)
+
+    def forward(self, h):
+        if self.training:
+            self.average.lerp_(self.student[0].weight.detach(), 0.2)
+        return self.out(h) * self.average.mean().detach()
+
+
+@model_of()
+class TeacherOfTheWhole(nn.Module):
+    """The last unit keeps the average of the first one's weights, by a reference that is not registered."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle = nn.Linear(6, WIDTH), chain(nn.Tanh, linear(), nn.Tanh, linear())()
+        self.last = Consistency(self.first)
+
+    def forward(self, x):
+        return self.last(self.middle(self.first(x)))
+
+
+# --- Contexts and questions --------------------------------------------------------------------------------------
+
+
+@block()
+def saved_on_cpu(self, h):
+    with torch.autograd.graph.save_on_cpu():
+        return torch.tanh(self.inner(h)) * h
+
+
+@block()
+def switches_gradients(self, h):
+    """By calls, not by a context: the second half has no gradient."""
+    before = torch.is_grad_enabled()
+    torch.set_grad_enabled(False)
+    fixed = torch.tanh(self.inner(h))
+    torch.set_grad_enabled(before)
+    return h * fixed
+
+
+@block()
+def in_inference_mode(self, h):
+    with torch.inference_mode():
+        chosen = self.inner(h).argmax(dim=1)
+    return h * F.one_hot(chosen.clone(), WIDTH)
+
+
+@block()
+def asks_input_for_gradient(self, h):
+    """As code with gradient penalties does."""
+    if not h.requires_grad and torch.is_grad_enabled():
+        h.requires_grad_()
+    h.retain_grad() if h.requires_grad else None
+    return torch.tanh(self.inner(h))
+
+
+@block()
 def walks_its_parameters(self, h):
     """A penalty in the forward: all parameters, as the module lists them."""
     size = sum(p.pow(2).sum() for p in self.parameters())
     return self.inner(h) * torch.rsqrt(1.0 + size)
 
 
-@forward_block
-def isinstance_tensor(self, h):
-    if isinstance(h, Tensor):
-        return torch.tanh(self.inner(h))
-    return self.inner(h)
-
-
-@forward_block
+@block()
 def type_is_tensor(self, h):
     return torch.tanh(self.inner(h)) if type(h) is Tensor else self.inner(h)
 
 
-@forward_block
+@block()
 def try_except(self, h):
     try:
         gain = 2.0 if float(h.detach().sum()) > 0 else 0.5
@@ -169,7 +293,7 @@ def try_except(self, h):
     return self.inner(h) * gain
 
 
-@forward_block
+@block()
 def asks_the_batch_size(self, h):
     """The last micro-batch is smaller, and takes another way."""
     if h.shape[0] == 3:
@@ -177,25 +301,25 @@ def asks_the_batch_size(self, h):
     return torch.tanh(self.inner(h))
 
 
-@forward_block
+@block()
 def asks_the_values(self, h):
     return self.inner(h) if h.sum() > 0 else torch.tanh(self.inner(h))
 
 
-@forward_block
+@block()
 def asks_the_length(self, h):
     rows = [self.inner(row) for row in h]
     return torch.stack(rows) / len(h)
 
 
-@forward_block
+@block()
 def asks_the_dtype(self, h):
     if h.dtype != torch.float64 or h.ndim != 2 or h.is_complex():
         return h
     return self.inner(h) + torch.zeros(h.shape[1], dtype=h.dtype, device=h.device)
 
 
-@forward_block
+@block()
 def asks_for_gradients(self, h):
     """torch.is_grad_enabled and training choose the way."""
     if self.training and torch.is_grad_enabled():
@@ -203,144 +327,9 @@ def asks_for_gradients(self, h):
     return self.inner(h) if not self.training else h
 
 
-@forward_block
+@block()
 def asks_requires_grad(self, h):
     return self.inner(h) * (2.0 if h.requires_grad else 1.0)
-
-
-@block
-class CachedProperty(Inner):
-    """A mask that is made when it is first needed."""
-
-    @cached_property
-    def mask(self):
-        return torch.linspace(0.5, 1.5, WIDTH, dtype=self.inner.weight.dtype)
-
-    @property
-    def scaled(self):
-        return self.inner.weight * self.mask
-
-    def forward(self, h):
-        return torch.tanh(F.linear(h, self.scaled, self.inner.bias))
-
-
-@block
-class RemembersTheLast(Inner):
-    """The mean of the micro-batch before is added to this one."""
-
-    def __init__(self):
-        super().__init__()
-        self.last = None
-
-    def forward(self, h):
-        y = self.inner(h)
-        if self.training:
-            y, self.last = y if self.last is None else y + 0.1 * self.last, y.detach().mean(dim=0)
-        return y
-
-
-@forward_block(random="torch")
-def dropout_path(self, h):
-    """Stochastic depth per sample, timm's."""
-    if not self.training:
-        return h + self.inner(h)
-    keep = h.new_empty((h.shape[0],) + (1,) * (h.ndim - 1)).bernoulli_(0.7)
-    return h + self.inner(h) * keep / 0.7
-
-
-@block(random="torch")
-def dropouts():
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.AlphaDropout(0.2), nn.RReLU(), nn.Dropout(0.3, inplace=True))
-
-
-@forward_block(random="torch")
-def noisy_input(self, h):
-    return self.inner(h + 0.3 * torch.randn_like(h) if self.training else h)
-
-
-@forward_block(random="torch")
-def noise_without_input(self, h):
-    """Drawn from nothing that comes in: tracing might draw once for all."""
-    noise = torch.randn(WIDTH, dtype=torch.float64) if self.training else torch.zeros(WIDTH, dtype=torch.float64)
-    return self.inner(h) * (1 + 0.3 * noise)
-
-
-@forward_block(random="torch")
-def skips_by_torchs_stream(self, h):
-    if self.training and torch.rand(()).item() < 0.5:
-        return h
-    return h + self.inner(h)
-
-
-@block(random="torch")
-class GumbelChoice(Inner):
-    def __init__(self):
-        super().__init__()
-        self.choose = nn.Linear(WIDTH, 3)
-        self.table = nn.Parameter(torch.randn(3, WIDTH))
-
-    def forward(self, h):
-        scores = self.choose(h)
-        chosen = F.gumbel_softmax(scores, tau=0.8, hard=True) if self.training else scores.softmax(dim=1)
-        return self.inner(h) + chosen @ self.table
-
-
-class Sampled(nn.Module):
-    """VAE: mean and width of a normal distribution, and a sample of it."""
-
-    def __init__(self):
-        super().__init__()
-        self.mean, self.width = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, h):
-        mean, width = self.mean(h), F.softplus(self.width(h))
-        return torch.distributions.Normal(mean, width).rsample() if self.training else mean
-
-
-block(random="torch")(Sampled)
-
-
-class PythonDepth(nn.Module):
-    """A layer without children that draws from Python's and numpy's global streams."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
-
-    def forward(self, h):
-        if self.training and (random.random() < 0.3 or np.random.rand() < 0.3):
-            return h
-        return torch.tanh(F.linear(h, self.weight))
-
-
-block(random="other")(PythonDepth)
-
-
-options = {"size": 8}
-
-
-class Asking(nn.Module):
-    """Asks in its own forward, in front of its layers, what ``scale`` makes of the input."""
-
-    def __init__(self, scale):
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(6, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.head, self.scale = nn.Linear(WIDTH, NUM_CLASSES), scale
-
-    def forward(self, x):
-        factor = self.scale(x)
-        return self.head(torch.tanh(self.c(torch.tanh(self.b(torch.tanh(self.a(x)) * factor)))) * factor)
-
-
-class AskingBlock(Inner):
-    """A block that does so."""
-
-    def __init__(self, scale):
-        super().__init__()
-        self.scale = scale
-
-    def forward(self, h):
-        return torch.tanh(self.inner(h)) * self.scale(h)
 
 
 def more_than_four(x):
@@ -352,7 +341,7 @@ def one_of_some(x):
 
 
 def in_fives(x):
-    """Ghost statistics: another number of parts, in a walk through what is no number."""
+    """Ghost statistics: the number of parts follows from the batch size."""
     return torch.cat([part - part.mean(0) for part in x.split(5)]).norm(dim=1, keepdim=True)
 
 
@@ -360,29 +349,89 @@ def positions(x):
     return torch.arange(x.shape[0], device=x.device).view(-1, 1) / x.shape[0]
 
 
-DECIDING = [
-    more_than_four, one_of_some, in_fives, positions,
-]  # fmt: skip
-for scale in DECIDING:
-    model(name=f"root_asks_{scale.__name__}", **options)(functools.partial(Asking, scale))
-    in_a_chain = functools.partial(CHAINS["vectors"], functools.partial(AskingBlock, scale))
-    add(Case(name=f"block_asks_{scale.__name__}", build=in_a_chain, **options))
+def root_asks(self, x):
+    """The model's own forward asks, in front of its layers, what ``scale`` makes of the input."""
+    factor = self.scale(x)
+    return self.head(torch.tanh(self.c(torch.tanh(self.b(torch.tanh(self.a(x)) * factor)))) * factor)
 
 
-@model(**options)
-class LoopsOverSamples(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(6, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
-        self.head = nn.Linear(WIDTH, NUM_CLASSES)
-
-    def forward(self, x):
-        h = self.inner(x)
-        return self.head(torch.stack([h[i] / (1 + i) for i in range(x.shape[0])]))
+def block_asks(self, h):
+    return torch.tanh(self.inner(h)) * self.scale(h)
 
 
-@forward_block(size=8, counts=(22, 6))
+PARTS = {"a": linear(6), "b": linear(), "c": linear(), "head": linear(WIDTH, NUM_CLASSES)}
+
+
+ASKING = {"root_asks": (model_of, root_asks, PARTS), "block_asks": (block_of, block_asks, {"inner": linear()})}
+for scale in (more_than_four, one_of_some, in_fives, positions):
+    for name, (register, forward, parts) in ASKING.items():
+        build = with_forward(forward, parts | {"scale": lambda scale=scale: scale})
+        register(name=f"{name}_{scale.__name__}", size=8)(build)
+
+
+@model(size=8, inner=chain(linear(6), nn.Tanh, linear(), nn.Tanh), head=linear(WIDTH, NUM_CLASSES))
+def loops_over_samples(self, x):
+    h = self.inner(x)
+    return self.head(torch.stack([h[i] / (1 + i) for i in range(x.shape[0])]))
+
+
+@block(size=8, even=True)
 def pairs_of_samples(self, h):
     """Takes an even number of samples only."""
     pairs = self.inner(h).view(-1, 2, WIDTH)
     return torch.cat([pairs[:, 0] + pairs[:, 1], torch.tanh(pairs[:, 0])])
+
+
+# --- Random numbers ----------------------------------------------------------------------------------------------
+
+
+@block()
+def forks_the_stream(self, h):
+    """Draws the same mask every time, and does not disturb the stream around it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        mask = torch.rand(WIDTH, dtype=torch.float64) < 0.7
+    return F.dropout(self.inner(h * mask), 0.2, self.training)
+
+
+@block()
+def dropout_path(self, h):
+    """Stochastic depth per sample, timm's."""
+    if not self.training:
+        return h + self.inner(h)
+    keep = h.new_empty((h.shape[0],) + (1,) * (h.ndim - 1)).bernoulli_(0.7)
+    return h + self.inner(h) * keep / 0.7
+
+
+@block_of()
+def dropouts():
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.AlphaDropout(0.2), nn.RReLU(), nn.Dropout(0.3, inplace=True))
+
+
+@block()
+def noise_without_input(self, h):
+    """Drawn from nothing that comes in."""
+    noise = torch.randn(WIDTH, dtype=torch.float64) if self.training else torch.zeros(WIDTH, dtype=torch.float64)
+    return self.inner(h) * (1 + 0.3 * noise)
+
+
+@block()
+def skips_by_torchs_stream(self, h):
+    if self.training and torch.rand(()).item() < 0.5:
+        return h
+    return h + self.inner(h)
+
+
+@block(inner=linear(), choose=linear(WIDTH, 3), table=weight(3, WIDTH, scale=1.0))
+def gumbel_choice(self, h):
+    scores = self.choose(h)
+    chosen = F.gumbel_softmax(scores, tau=0.8, hard=True) if self.training else scores.softmax(dim=1)
+    return self.inner(h) + chosen @ self.table
+
+
+@block(weight=weight(WIDTH, WIDTH))
+def python_depth(self, h):
+    """A layer without children that draws from Python's and numpy's global streams."""
+    if self.training and (random.random() < 0.3 or np.random.rand() < 0.3):
+        return h
+    return torch.tanh(F.linear(h, self.weight))

@@ -6,89 +6,46 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from adl_dist.optimizers import Muon, mark_roles
-from tests.adversarial.cases import WIDTH, Case
+from adl_dist.optimizers import Muon
+from tests.adversarial.cases import WIDTH, chain, linear
 
 NUM_CLASSES = 5
 
 
 def net():
-    return nn.Sequential(
-        nn.Linear(6, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH),
-        nn.Tanh(), nn.Linear(WIDTH, NUM_CLASSES),
-    )  # fmt: skip
+    layers = [linear(6), nn.Tanh, linear(), lambda: nn.LayerNorm(WIDTH), linear(), nn.Tanh, linear(WIDTH, NUM_CLASSES)]
+    return chain(*layers)()
 
 
 def matrices():
-    layers = [nn.Linear(6, WIDTH, bias=False), nn.Tanh(), nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()]
-    more = [nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh(), nn.Linear(WIDTH, NUM_CLASSES, bias=False)]
-    return nn.Sequential(*layers, *more)
-
-
-CASES: dict[str, Case] = {}
-
-
-def add(name, optimizer, **options):
-    assert name not in CASES
-    options = {"build": net, **options}
-    CASES[name] = Case(name=name, optimizer=optimizer, **options)
-
-
-def of(kind, **options):
-    return functools.partial(kind, **options)
-
-
-optim = torch.optim
-for name, optimizer in {
-    "sgd_plain": of(optim.SGD, lr=0.1),
-    "sgd_nesterov": of(optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "sgd_dampened": of(optim.SGD, lr=0.05, momentum=0.9, dampening=0.5, maximize=True),
-    "sgd_one_by_one": of(optim.SGD, lr=0.05, momentum=0.9, foreach=False),
-    "sgd_foreach": of(optim.SGD, lr=0.05, momentum=0.9, foreach=True),
-    "sgd_fused": of(optim.SGD, lr=0.05, momentum=0.9, fused=True),
-    "adam": of(optim.Adam, lr=1e-2),
-    "adam_amsgrad": of(optim.Adam, lr=1e-2, amsgrad=True, weight_decay=0.1),
-    "adam_fused": of(optim.Adam, lr=1e-2, fused=True),
-    "adam_tensor_lr": lambda p: optim.Adam(p, lr=torch.tensor(1e-2, dtype=torch.float64)),
-    "adamw": of(optim.AdamW, lr=1e-2, weight_decay=0.1),
-    "nadam": of(optim.NAdam, lr=1e-2, decoupled_weight_decay=True, weight_decay=0.1),
-    "radam": of(optim.RAdam, lr=1e-2),
-    "adamax": of(optim.Adamax, lr=1e-2),
-    "adagrad": of(optim.Adagrad, lr=1e-2, initial_accumulator_value=0.1),
-    "adadelta": of(optim.Adadelta, lr=1.0),
-    "adafactor": of(optim.Adafactor, lr=1e-2),
-    "asgd": of(optim.ASGD, lr=1e-2, t0=2),
-    "rmsprop": of(optim.RMSprop, lr=1e-2, centered=True, momentum=0.5),
-    "rprop": of(optim.Rprop, lr=1e-2),
-}.items():
-    add(name, optimizer)
-
-add("muon", of(optim.Muon, lr=1e-2, weight_decay=0.1), build=matrices)
-
-
-def marked():
-    """As a Trainer's model is, for the oracle."""
-    it = net()
-    mark_roles(it)
-    return it
+    flat = functools.partial(linear, bias=False)
+    return chain(flat(6), nn.Tanh, flat(), nn.Identity, flat(), nn.Tanh, flat(WIDTH, NUM_CLASSES))()
 
 
 def partly_frozen():
-    it = marked()
+    it = net()
     it[2].weight.requires_grad_(False)
     it[4].requires_grad_(False)
     return it
 
 
-nesterov = of(optim.NAdam, lr=1e-2, betas=(0.99, 0.999), momentum_decay=0.004, decoupled_weight_decay=True)
-add("nadamw", of(nesterov, weight_decay=0.1, eps=1e-3))
-add("muon_for_matrices", of(Muon, rest_options={"eps": 1e-3}), build=marked)
-add("muon_and_sgd", of(Muon, rest="sgd", rest_options={"weight_decay": 0.1}), build=marked)
-add("muon_partly_frozen", of(Muon, rest="sgd"), build=partly_frozen)
-add("lbfgs", of(optim.LBFGS, lr=0.1), word="closure|LBFGS")
+def front_frozen():
+    it = net()
+    it[0].requires_grad_(False)
+    it[2].requires_grad_(False)
+    return it
+
+
+def named():
+    it = net()
+    for name, p in it.named_parameters():
+        p.its_name = name
+    return it
 
 
 # --- Written by users --------------------------------------------------------------------------------------------
+
+optim = torch.optim
 
 
 class Lion(Optimizer):
@@ -294,17 +251,6 @@ def averaged(params):
     return it
 
 
-for name, optimizer in {
-    "lion": Lion, "schedule_free": ScheduleFree, "prodigy": Prodigy, "shampoo": Shampoo, "counting": Counting,
-    "replaces_data": of(ReplacesData, lr=0.1), "changes_gradients": of(ChangesGradients, lr=0.1, momentum=0.9),
-    "two_in_one": TwoInOne, "step_hook": averaged,
-    "lookahead": lambda p: Lookahead(optim.SGD(p, lr=0.05, momentum=0.9)),
-}.items():  # fmt: skip
-    add(name, optimizer)
-add("sharpness", of(Sharpness, lr=0.1), word="closure|Sharpness")
-add("not_an_optimizer", NotAnOptimizer, word="optimizer|Optimizer")
-
-
 # --- Factories ---------------------------------------------------------------------------------------------------
 
 
@@ -327,36 +273,55 @@ def filtering(params):
     return optim.SGD(filter(lambda p: p.requires_grad, params), lr=0.05, momentum=0.9)
 
 
-def front_frozen():
-    it = net()
-    it[0].requires_grad_(False)
-    it[2].requires_grad_(False)
-    return it
-
-
-for name, factory in {
-    "split_by_shape": split_by_shape, "added_later": added_later,
-}.items():  # fmt: skip
-    add(name, factory)
-
-
 def by_name(params):
     """Decay for those whose name says so; the names were written on the parameters."""
     params = list(params)
-    assert all(hasattr(p, "its_name") for p in params)
     decays = [p for p in params if p.its_name.endswith("weight")]
     others = [p for p in params if not p.its_name.endswith("weight")]
     groups = [{"params": decays, "weight_decay": 0.1}, {"params": others}]
     return optim.AdamW([group for group in groups if group["params"]], lr=1e-2, eps=1e-3)
 
 
-def named():
-    it = net()
-    for name, p in it.named_parameters():
-        p.its_name = name
-    return it
-
-
-add("by_name", by_name, build=named)
-add("filtering_factory", filtering, build=front_frozen)
-add("forgets_the_rest", lambda params: optim.SGD(list(params)[:1], lr=0.1), word="parameter")
+of = functools.partial
+OPTIMIZERS = {
+    "sgd_plain": of(optim.SGD, lr=0.1),
+    "sgd_nesterov": of(optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "sgd_dampened": of(optim.SGD, lr=0.05, momentum=0.9, dampening=0.5, maximize=True),
+    "sgd_one_by_one": of(optim.SGD, lr=0.05, momentum=0.9, foreach=False),
+    "sgd_fused": of(optim.SGD, lr=0.05, momentum=0.9, fused=True),
+    "adam_amsgrad": of(optim.Adam, lr=1e-2, amsgrad=True, weight_decay=0.1),
+    "adam_tensor_lr": lambda p: optim.Adam(p, lr=torch.tensor(1e-2, dtype=torch.float64)),
+    "adamw_fused": of(optim.AdamW, lr=1e-2, weight_decay=0.1, fused=True),
+    "nadam": of(optim.NAdam, lr=1e-2, decoupled_weight_decay=True, weight_decay=0.1),
+    "radam": of(optim.RAdam, lr=1e-2),
+    "adamax": of(optim.Adamax, lr=1e-2),
+    "adagrad": of(optim.Adagrad, lr=1e-2, initial_accumulator_value=0.1),
+    "adadelta": of(optim.Adadelta, lr=1.0),
+    "adafactor": of(optim.Adafactor, lr=1e-2),
+    "asgd": of(optim.ASGD, lr=1e-2, t0=2),
+    "rmsprop": of(optim.RMSprop, lr=1e-2, centered=True, momentum=0.5),
+    "rprop": of(optim.Rprop, lr=1e-2),
+    "torchs_muon": of(optim.Muon, lr=1e-2, weight_decay=0.1),
+    "muon_for_matrices": of(Muon, rest_options={"eps": 1e-3}),
+    "muon_and_sgd": of(Muon, rest="sgd", rest_options={"weight_decay": 0.1}),
+    "muon_partly_frozen": of(Muon, rest="sgd"),
+    "lion": Lion,
+    "schedule_free": ScheduleFree,
+    "prodigy": Prodigy,
+    "shampoo": Shampoo,
+    "counting": Counting,
+    "replaces_data": of(ReplacesData, lr=0.1),
+    "changes_gradients": of(ChangesGradients, lr=0.1, momentum=0.9),
+    "two_in_one": TwoInOne,
+    "step_hook": averaged,
+    "lookahead": lambda p: Lookahead(optim.SGD(p, lr=0.05, momentum=0.9)),
+    "split_by_shape": split_by_shape,
+    "added_later": added_later,
+    "filtering": filtering,
+    "by_name": by_name,
+    "lbfgs": of(optim.LBFGS, lr=0.1),
+    "sharpness": of(Sharpness, lr=0.1),
+    "not_an_optimizer": NotAnOptimizer,
+}
+REFUSED = {"lbfgs": "closure|LBFGS", "sharpness": "closure|Sharpness", "not_an_optimizer": "optimizer|Optimizer"}
+BUILDS = {"torchs_muon": matrices, "muon_partly_frozen": partly_frozen, "filtering": front_frozen, "by_name": named}
