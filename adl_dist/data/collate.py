@@ -1,4 +1,4 @@
-"""Samples become the input and the target of a micro-batch: stacked, or collated by a function of the user's."""
+"""Put samples together to the input and target of a micro-batch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adl_dist.batch import Batch, Layout, Several, layout_of, tensors_of
+from adl_dist.batch import Batch, Several, layout_of, tensors_of
 from adl_dist.data.own_code import own_code
 from adl_dist.errors import DataError
 
@@ -15,10 +15,10 @@ Pair = tuple[Batch, Batch]  # an input and a target
 
 
 def stacked(samples: Sequence[Pair], indices: Sequence[int]) -> Pair:
-    """Return input [B, ...] and target [B, ...] of ``samples``, whose ``indices`` are for errors.
+    """Stack ``samples`` to input [B, ...] and target [B, ...]; ``indices`` are for errors.
 
     Raises:
-        DataError: two of them differ in shape, dtype, or in what they are made of.
+        DataError: If two samples differ in shape, dtype or containers.
     """
     first = samples[0]
     for index, sample in zip(indices[1:], samples[1:], strict=True):
@@ -33,10 +33,10 @@ def stacked(samples: Sequence[Pair], indices: Sequence[int]) -> Pair:
 
 
 def collated(collate_fn: Callable[[list[Any]], Any], samples: list[Any], indices: Sequence[int]) -> Pair:
-    """Return input [B, ...] and target [B, ...] that ``collate_fn`` makes of samples as the dataset returned them.
+    """Call ``collate_fn`` on the dataset's own samples; return input [B, ...] and target [B, ...].
 
     Raises:
-        DataError: it fails, or returns something else.
+        DataError: If it fails, or returns something else.
     """
     where = f"collate_fn, for {len(samples)} samples from sample {indices[0]} on,"
     with own_code(where):
@@ -47,15 +47,15 @@ def collated(collate_fn: Callable[[list[Any]], Any], samples: list[Any], indices
     for tensor in (*tensors_of(pair[0]), *tensors_of(pair[1])):
         if tensor.shape[:1] != (len(samples),):
             raise DataError(f"{where} returned a tensor {list(tensor.shape)}; its first dimension must be the samples")
-    # Copies: it may use its memory again for the next micro-batch, while stages still compute with this one.
+    # Copies, because it may reuse its memory for the next micro-batch while stages still compute with this one.
     return pair[0].clone(), pair[1].clone()
 
 
 def as_pair(sample: Any, index: int) -> Pair:
-    """Return input and target of one sample.
+    """Convert one sample to input and target.
 
     Raises:
-        DataError: it is no pair of tensors or numbers, or of tuples or dictionaries of these.
+        DataError: If it is not a pair of tensors or numbers, or of tuples or dictionaries of these.
     """
     where = f"sample {index}:"
     if not isinstance(sample, tuple | list) or len(sample) != 2:
@@ -77,7 +77,7 @@ def _as_batch(value: Any, what: str, where: str) -> Batch:
 
 
 def _as_tensor(value: Any, what: str, where: str) -> Tensor:
-    if isinstance(value, Tensor):  # torchvision's images are of a subclass, with rules of its own
+    if isinstance(value, Tensor):  # torchvision's images are a subclass with its own rules
         return value if type(value) is Tensor else value.as_subclass(Tensor)
     if isinstance(value, int | float):
         return torch.tensor(value)
@@ -89,18 +89,6 @@ def _as_tensor(value: Any, what: str, where: str) -> Tensor:
         f"these, got {_type_name(value)}; add a transform that converts it, for example torchvision's ToTensor for "
         "images"
     )
-
-
-def in_layout(batch: Batch, layout: Layout | None) -> Batch | None:
-    """Return ``batch`` in ``layout`` (None: one tensor), its names in that order; None if it has another."""
-    if not isinstance(batch, Several):
-        return batch if layout is None else None
-    if layout is None or batch.layout == layout:
-        return batch if layout is not None else None
-    names, value = layout.names, batch.value
-    if names is None or not isinstance(value, dict) or {*names} != {*value}:
-        return None
-    return Several.of({name: value[name] for name in names})
 
 
 def _stack(parts: Sequence[Batch]) -> Batch:

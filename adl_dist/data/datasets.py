@@ -1,7 +1,7 @@
 """Datasets by name: each function returns (train, validation), map-style, of (float32[C, H, W], class index).
 
-Only the process of stage 0 of a run builds them; runs of a sweep download one after the other. torchvision and
-scikit-learn are imported where they are used: both take a second, and most processes never need them.
+Only the process of stage 0 builds them; runs side by side download one after the other. torchvision and scikit-learn
+are imported late because each takes a second and most processes never need them.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ from adl_dist.data.small_images import SmallImages
 from adl_dist.errors import ConfigError, DataError, text_of
 from adl_dist.seeds import stream_seed
 
-MOST_KEPT = 64  # patterns of made-up images, in the size of the images
+MOST_KEPT = 64  # enlarged patterns of synthetic images
 Datasets = tuple[Dataset[Any], Dataset[Any]]
 Statistics = tuple[Sequence[float], Sequence[float]]  # mean and standard deviation per channel, of values in [0, 1]
 
@@ -30,11 +30,11 @@ CIFAR10_STATISTICS: Statistics = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2
 CIFAR100_STATISTICS: Statistics = ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
 DIGITS_STATISTICS: Statistics = ((0.3053,), (0.3760,))
 IMAGENET_STATISTICS: Statistics = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-LARGEST_SMALL_IMAGE = 64  # pixels; seen whole, as CIFAR's are; of larger ones training sees random parts
+LARGEST_SMALL_IMAGE = 64  # pixels; training sees random parts of larger images
 
 
 def transform(statistics: Statistics, geometry: Sequence[Any]) -> Any:
-    """PIL image -> normalised float32[C, H, W]; ``geometry`` comes first, because PIL is faster than tensors at it."""
+    """Build PIL image -> normalised float32[C, H, W]; ``geometry`` comes first because PIL is faster at it."""
     from torchvision.transforms import v2
 
     to_float = [v2.ToImage(), v2.ToPureTensor(), v2.ToDtype(torch.float32, scale=True)]
@@ -42,24 +42,24 @@ def transform(statistics: Statistics, geometry: Sequence[Any]) -> Any:
 
 
 def crop_and_flip(image_size: int) -> list[Any]:
-    """Augmentation of small images: pad by an eighth, crop, flip."""
+    """Build the augmentation of small images: pad by an eighth, crop, flip."""
     from torchvision.transforms import v2
 
     return [v2.RandomCrop(image_size, padding=image_size // 8), v2.RandomHorizontalFlip()]
 
 
 def digits(augment: bool = True) -> Datasets:
-    """scikit-learn's 8x8 handwritten digits: 1437 to train, 360 to validate, always the same; nothing to download.
+    """Load scikit-learn's 8x8 handwritten digits: 1437 to train, 360 to validate; nothing to download.
 
-    ``augment``: shift a training image by up to one pixel.
+    Args:
+        augment: whether to shift training images by up to one pixel.
     """
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
     pixels, classes = load_digits(return_X_y=True)  # float64[1797, 64] of 0..16
     images = torch.from_numpy(pixels).to(torch.float32).reshape(-1, 1, 8, 8) / 16
-    # Every class in equal shares, and a constant of the dataset: another seed of the run must not move a validation
-    # sample into training.
+    # Stratified, and independent of the run's seed, which must not move a validation sample into training.
     train, validation = train_test_split(range(len(classes)), test_size=360, stratify=classes, random_state=0)
     return (
         SmallImages(images[train], classes[train].tolist(), DIGITS_STATISTICS, padding=int(augment)),
@@ -68,12 +68,15 @@ def digits(augment: bool = True) -> Datasets:
 
 
 def cifar10(root: str = "datasets", augment: bool = True, download: bool = False) -> Datasets:
-    """CIFAR-10: 50,000 and 10,000 colour images of 32x32, 10 classes, in ``root/cifar-10-batches-py``.
+    """Load CIFAR-10: 50,000 and 10,000 colour images of 32x32, 10 classes.
 
-    ``augment``: pad by 4, crop, and flip training images; ``download``: fetch what is missing.
+    Args:
+        root: the folder that holds ``cifar-10-batches-py``.
+        augment: whether to pad training images by 4, crop and flip them.
+        download: whether to fetch missing files.
 
     Raises:
-        DataError: files are missing, damaged, or cannot be fetched.
+        DataError: If files are missing, damaged, or cannot be fetched.
     """
     from torchvision.datasets import CIFAR10
 
@@ -81,7 +84,7 @@ def cifar10(root: str = "datasets", augment: bool = True, download: bool = False
 
 
 def cifar100(root: str = "datasets", augment: bool = True, download: bool = False) -> Datasets:
-    """CIFAR-100: as :func:`cifar10`, with 100 classes, in ``cifar-100-python``."""
+    """Load CIFAR-100: as :func:`cifar10`, with 100 classes, in ``cifar-100-python``."""
     from torchvision.datasets import CIFAR100
 
     return _cifar(CIFAR100, "CIFAR-100", CIFAR100_STATISTICS, root=root, augment=augment, download=download)
@@ -91,7 +94,7 @@ def _cifar(kind: Any, name: str, statistics: Statistics, *, root: str, augment: 
     folder = Path(root).expanduser().absolute()
     by_hand = f"unpack {kind.url} in {folder}, so that {folder / kind.base_folder} exists"
     try:
-        with _alone_in(folder) if download else nullcontext():
+        with _locked(folder) if download else nullcontext():
             read = [kind(str(folder), train=is_train, download=download) for is_train in (True, False)]
     except (OSError, RuntimeError, HTTPException) as error:
         if download:
@@ -111,7 +114,7 @@ def _cifar(kind: Any, name: str, statistics: Statistics, *, root: str, augment: 
 
 
 @contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     """Wait until no other process downloads to ``folder``: torchvision writes straight to the file it looks for."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".download.lock").open("w") as lock:
@@ -136,17 +139,18 @@ def imagefolder(
 
     Args:
         root: the folder of the two folders, which hold the same classes.
-        augment: False: training images are transformed like validation images.
+        augment: whether training images are cropped and flipped at random; if not, they are treated as validation
+            images are.
         image_size: height and width in pixels.
-        cache: keep images in memory as they are before anything random happens to them. If they are small and, resized,
-            all square, they are read at the start and transformed a micro-batch at once. Others are kept as they come,
-            which is of use with ``data.num_workers=0`` only: workers end with their epoch, and forget.
-        mean: means of red, green and blue, in [0, 1]. None: CIFAR-10's up to 64 pixels, ImageNet's above.
-        std: standard deviations; given if and only if ``mean`` is.
+        cache: whether to keep images in memory, from before the random transforms. Small images that are all square
+            when resized are read at the start and transformed a micro-batch at once. Others are kept when they are
+            first read, which helps only with ``data.num_workers=0``, because workers end with their epoch.
+        mean: means of red, green and blue, in [0, 1]; by default CIFAR-10's up to 64 pixels, ImageNet's above.
+        std: standard deviations; needs ``mean``.
 
     Raises:
-        DataError: a folder is missing, or holds no images or other classes; when it is loaded, an unreadable image.
-        ConfigError: ``image_size`` below 1; ``mean`` or ``std`` is alone, or not three numbers.
+        DataError: If a folder is missing, has no images or other classes, or, on loading, an image is unreadable.
+        ConfigError: If ``image_size`` is below 1, or ``mean`` and ``std`` are not three numbers each.
     """
     small = image_size <= LARGEST_SMALL_IMAGE
     statistics = CIFAR10_STATISTICS if small else IMAGENET_STATISTICS
@@ -166,13 +170,16 @@ def imagefolder(
 def imagenet(
     root: str = "datasets/imagenet", augment: bool = True, image_size: int = 224, num_classes: int = 1000
 ) -> Datasets:
-    """ImageNet-1k (ILSVRC 2012): 1,281,167 and 50,000 colour images, in ``root/train/n*/`` and ``root/val/n*/``.
+    """Open ImageNet-1k (ILSVRC 2012) in ``root/train/n*/`` and ``root/val/n*/``.
 
-    These are the folders that people have, and those that torchvision's ImageNet unpacks. That class itself would
-    want the devkit's archive next to them, only to name the classes. Class indices are the same: folders by name.
-    Transforms and statistics are those of :func:`imagefolder` above 64 pixels, whatever the ``image_size``.
-    More or fewer than ``num_classes`` are refused: a folder that was not unpacked would shift the classes after it.
-    Raises DataError for that and for files that are not there, ConfigError for an ``image_size`` below 1.
+    torchvision's ImageNet unpacks these folders. That class itself also needs the devkit's archive, only to name the
+    classes; class indices are the same. Transforms and statistics are those of :func:`imagefolder` above 64 pixels,
+    for any ``image_size``.
+
+    Raises:
+        DataError: If files are missing, or there are not ``num_classes`` folders: a folder that was not unpacked would
+            shift the classes after it.
+        ConfigError: If ``image_size`` is below 1.
     """
     statistics = IMAGENET_STATISTICS
     try:
@@ -243,9 +250,9 @@ def _open(
 
 
 def _held(folder: Any, size: int) -> Tensor | None:
-    """Return the images of a folder, uint8[N, 3, size, size]; None: one has another size, or cannot be read.
+    """Return the images of a folder, uint8[N, 3, size, size], or None if one has another size or is unreadable.
 
-    No error is raised here: loading that image raises it, with its path and the reason, as for any folder.
+    An unreadable image raises its error later, when it is loaded.
     """
     images = torch.empty(len(folder.samples), 3, size, size, dtype=torch.uint8)
     for place, (path, _) in enumerate(folder.samples):
@@ -256,12 +263,11 @@ def _held(folder: Any, size: int) -> Tensor | None:
         if image.size != (size, size):
             return None
         images[place] = torch.from_numpy(np.array(image)).permute(2, 0, 1)
-    folder.loader.forget()
     return images
 
 
 class _Reader:
-    """Reads an image, and resizes it if that is done alike in every epoch."""
+    """Reads an image, and resizes it if every epoch resizes it in the same way."""
 
     def __init__(self, resize: Callable[[Any], Any] | None, *, cache: bool) -> None:
         self._resize, self._cache = resize, cache
@@ -283,10 +289,6 @@ class _Reader:
             self._kept[path] = image
         return image
 
-    def forget(self) -> None:
-        """Keep no image any longer."""
-        self._kept.clear()
-
 
 def synthetic(
     num_samples: int = 1024,
@@ -296,9 +298,18 @@ def synthetic(
     image_size: int = 32,
     seed: int = 0,
 ) -> Datasets:
-    """Made-up images that can be learnt: a smooth pattern of the class (i mod ``num_classes``) plus as much noise.
+    """Make images that can be learnt: a smooth pattern of the class (i mod ``num_classes``) plus as much noise.
 
-    ``image_size``: side in pixels; ``seed``: that of patterns and noise, not the run's. ConfigError: a count below 1.
+    Args:
+        num_samples: images to train on.
+        num_validation: images to validate on.
+        num_classes: patterns.
+        in_channels: channels of an image.
+        image_size: height and width in pixels.
+        seed: of patterns and noise; it is not the run's seed.
+
+    Raises:
+        ConfigError: If a count is below 1.
     """
     counts = {"num_samples": num_samples, "num_validation": num_validation, "num_classes": num_classes}
     for key, count in (counts | {"in_channels": in_channels, "image_size": image_size}).items():

@@ -1,4 +1,4 @@
-"""How the samples of a dataset are chosen and put together, and which datasets can be loaded."""
+"""Options of loading, and the check of a dataset."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,18 +12,16 @@ from adl_dist.errors import ConfigError, DataError
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """How samples become micro-batches, and which of them an epoch visits.
+    """Options of how samples become micro-batches, and which samples an epoch visits.
 
     Attributes:
-        collate_fn: from the list of a micro-batch's samples, as the dataset returns them, to (input, target), each a
-            tensor [B, ...], a tuple or a dictionary of such; lengths may differ from one micro-batch to another. None:
-            samples are stacked.
-        sampler: a torch ``Sampler`` of indices, which decides what an epoch of training visits, in which order; None:
-            each sample once, shuffled if that is asked for.
-        samples_per_epoch: how many samples an epoch of training visits; None: as many as the sampler or the dataset
-            has, by ``len``.
-        persistent_workers: processes that load are kept from one epoch to the next, with the dataset as it was when
-            they began: one that changes between epochs must not be kept. False: they are started in each epoch.
+        collate_fn: from the list of a micro-batch's samples to (input, target), each a tensor [B, ...], a tuple or a
+            dictionary of such; lengths may differ between micro-batches. By default samples are stacked.
+        sampler: a torch ``Sampler`` of the indices that an epoch of training visits, in its order; by default each
+            sample once, shuffled if ``data.shuffle``.
+        samples_per_epoch: samples that an epoch of training visits; by default the length of the sampler or dataset.
+        persistent_workers: whether to keep workers from one epoch to the next, with the dataset as it was when they
+            began. A dataset that changes between epochs needs False.
     """
 
     collate_fn: Callable[[list[Any]], Any] | None = None
@@ -33,11 +31,11 @@ class Loading:
 
     @property
     def of_validation(self) -> "Loading":
-        """How a dataset for validation is loaded: each sample once."""
+        """The options for a validation dataset, which is visited once, in order."""
         return Loading(collate_fn=self.collate_fn, persistent_workers=self.persistent_workers)
 
     def check(self) -> None:
-        """Raise ConfigError for what is no such thing."""
+        """Raise ConfigError if an option has a wrong type."""
         if self.collate_fn is not None and not callable(self.collate_fn):
             raise ConfigError(f"collate_fn: expected a callable that takes a list of samples, got {self.collate_fn!r}")
         if self.sampler is not None and not (hasattr(self.sampler, "__iter__") and hasattr(self.sampler, "__len__")):
@@ -56,13 +54,16 @@ PLAIN = Loading()
 
 
 def check_dataset(dataset: object, *, name: str, min_samples: int, loading: Loading = PLAIN) -> int:
-    """Refuse a dataset that cannot be trained on; ``name``, for the message: ``training`` or ``validation``.
+    """Check a dataset and return the number of samples that an epoch visits.
 
-    Returns:
-        The samples that an epoch visits.
+    Args:
+        dataset: the object to check.
+        name: ``training`` or ``validation``, for the message.
+        min_samples: for example the samples of one update.
+        loading: options of loading.
 
     Raises:
-        DataError: of another kind, empty, or smaller than ``min_samples``, for example those of one update.
+        DataError: If it is not a dataset, is empty, or has fewer than ``min_samples``.
     """
     kind = type(dataset).__name__
     if isinstance(dataset, DataLoader):
@@ -101,7 +102,7 @@ def _length_of_stream(dataset: object, name: str, loading: Loading) -> int:
         return loading.samples_per_epoch
     try:
         return len(dataset)  # type: ignore[arg-type]
-    except Exception:  # it has none, or its own code raises something
+    except Exception:  # the user's code can raise anything
         way_out = ", or use data.samples_per_epoch (Loading(samples_per_epoch=...))" if name == "training" else ""
         raise DataError(
             f"{name} dataset: {kind} is iterable and does not say how many samples an epoch has, on which the length "

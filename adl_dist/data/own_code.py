@@ -1,4 +1,4 @@
-"""Errors of the user's own code, in one line."""
+"""Errors of the user's code in one line."""
 
 import traceback
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from adl_dist.errors import DataError, in_one_line, place_of
 
 @contextmanager
 def own_code(what: str) -> Iterator[None]:
-    """Tell what the user's code raises inside as a DataError that begins with ``what`` did it, and says where."""
+    """Turn errors of the user's code into a DataError that begins with ``what`` and names the line."""
     try:
         yield
     except DataError:

@@ -1,4 +1,4 @@
-"""Small images in memory: those of a micro-batch are cropped, flipped and normalised at once."""
+"""Small images in memory, cropped, flipped and normalised a micro-batch at once."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-Draw = tuple[int, int, bool]  # the row and the column where the crop begins, and whether it is flipped
+Draw = tuple[int, int, bool]  # row and column where the crop begins, and whether it is flipped
 
 
 class SmallImages(Dataset[tuple[Tensor, int]]):
-    """Images and classes as tensors, which processes that load share: (float32[C, H, W], class index).
+    """Images and classes as tensors, in memory that workers share: (float32[C, H, W], class index).
 
-    Bits, and the numbers that are drawn for them, are those of torchvision's ``RandomCrop(size, padding)``,
-    ``RandomHorizontalFlip()``, ``ToDtype(torch.float32, scale=True)`` and ``Normalize``, one image after the other.
+    Bits and random draws are those of torchvision's ``RandomCrop(size, padding)``, ``RandomHorizontalFlip()``,
+    ``ToDtype(torch.float32, scale=True)`` and ``Normalize``, applied to one image after the other.
     """
 
     def __init__(
@@ -28,10 +28,14 @@ class SmallImages(Dataset[tuple[Tensor, int]]):
         padding: int = 0,
         flips: bool = False,
     ) -> None:
-        """Take ``images`` [N, C, H, W], uint8, or float32 of any range, and the class of each.
+        """Keep images and how to augment them.
 
-        ``statistics``: mean and standard deviation per channel. ``padding``: pixels of zeros on each side, before a
-        part of the first size is cropped; 0: images are seen whole. ``flips``: every second one is mirrored.
+        Args:
+            images: [N, C, H, W], uint8, or float32 of any range.
+            targets: the class of each image.
+            statistics: mean and standard deviation per channel.
+            padding: zeros on each side before a random crop of the first size; 0 for no crop.
+            flips: whether to mirror an image with probability 1/2.
         """
         self.images, self.targets = images.contiguous(), torch.tensor(targets)
         self._statistics, self._padding, self._flips = statistics, padding, flips
@@ -40,14 +44,14 @@ class SmallImages(Dataset[tuple[Tensor, int]]):
         return len(self.targets)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """Return one sample, whose draws come from the global stream of torch, as any transform's do."""
+        """Return one sample; it draws from torch's global stream, as any transform does."""
         if not -len(self) <= index < len(self):
             raise IndexError(index)
         image = self._made(self.images[index][None], [self._drawn(torch.default_generator)])
         return image[0], int(self.targets[index])
 
     def batch(self, indices: Tensor, seeds: NDArray[np.uint64]) -> tuple[Tensor, Tensor]:
-        """Return inputs [B, C, H, W] and targets [B] of ``indices`` [B], each drawn for from a stream of its own."""
+        """Return inputs [B, C, H, W] and targets [B] of ``indices`` [B]; each sample draws by its own seed."""
         generator = torch.Generator()
         draws = (self._drawn(generator.manual_seed(seed)) for seed in seeds.tolist())
         return self._made(self.images.index_select(0, indices), draws), self.targets.index_select(0, indices)

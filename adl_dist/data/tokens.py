@@ -1,8 +1,8 @@
-"""Tokens in a file, mapped into memory, and what their numbers mean.
+"""Files of tokens, mapped into memory.
 
 A ``.bin`` file holds tokens as uint16 or uint32, little-endian, with or without a header of 256 int32. The header is
-that of llm.c and modded-nanogpt: a magic number, which tells the width, a version, and the number of tokens. Without
-one the file holds tokens alone, as nanoGPT's.
+that of llm.c and modded-nanogpt: a magic number, which tells the width, a version, and the number of tokens. nanoGPT's
+files have no header.
 """
 
 import struct
@@ -20,20 +20,20 @@ from adl_dist.data.vocabulary import Vocabulary
 from adl_dist.errors import ConfigError, DataError
 
 HEADER_BYTES = 1024
-# Magic number and version of a header, by the type of the tokens behind it.
+# Magic number and version of a header, by the type of the tokens after it.
 HEADERS = {"uint16": (20240520, 1), "uint32": (20240801, 7)}
 DTYPES = {name: np.dtype(name).newbyteorder("<") for name in HEADERS}
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """Where the tokens of a file are.
+    """A file of tokens.
 
     Attributes:
         path: the file.
         dtype: ``uint16`` or ``uint32``.
         offset: bytes before the first token.
-        num_tokens: how many there are.
+        num_tokens: number of tokens.
     """
 
     path: Path
@@ -43,11 +43,11 @@ class TokenFile:
 
     @classmethod
     def of(cls, path: Path, *, dtype: str | None = None) -> "TokenFile":
-        """Look at ``path``; ``dtype``: of a file without a header, None: ``uint16``.
+        """Read the header of ``path``; ``dtype`` is that of a file without one, by default ``uint16``.
 
         Raises:
-            DataError: it is not there, not as long as its header says, or no whole number of tokens.
-            ConfigError: ``dtype`` is another one, or not that of the header.
+            DataError: If the file is missing, or its length does not fit the header or ``dtype``.
+            ConfigError: If ``dtype`` is unknown, or not that of the header.
         """
         if dtype is not None and dtype not in DTYPES:
             raise ConfigError(f"data.dtype={dtype}: tokens are {' or '.join(DTYPES)}; null: as the header says")
@@ -57,7 +57,7 @@ class TokenFile:
             num_bytes = path.stat().st_size
         except OSError as error:
             raise _unreadable(path, error) from error
-        if len(head) == 12:  # the header may be cut off behind that
+        if len(head) == 12:  # the rest of the header may be cut off
             magic, version, num_tokens = struct.unpack("<iii", head)
             found = next((name for name, known in HEADERS.items() if known == (magic, version)), None)
             if found is None and magic in {known for known, _ in HEADERS.values()}:
@@ -80,7 +80,7 @@ class TokenFile:
         return cls(path, dtype or "uint16", 0, num_tokens)
 
     def mapped(self) -> NDArray[Any]:
-        """Return the tokens [num_tokens], mapped into memory: what is not looked at is not read."""
+        """Return the tokens [num_tokens], mapped into memory, so that only the used ones are read."""
         return np.memmap(self.path, DTYPES[self.dtype], "r", self.offset, (self.num_tokens,))
 
 
@@ -90,12 +90,10 @@ def header_of(dtype: str, num_tokens: int) -> bytes:
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Sample i is tokens i (T+1) to i (T+1) + T of a file, T being ``context``: no two samples share one.
+    """Windows of T + 1 tokens of a file, T = ``context``; no two samples share a token.
 
-    The input is the first T of them, the target the last T. Tokens behind the last whole window are not used.
-
-    Attributes:
-        context: T.
+    Sample i is tokens i (T+1) to i (T+1) + T: the first T are the input, the last T the target. Tokens after the last
+    whole window are not used.
     """
 
     def __init__(self, file: TokenFile, context: int, vocab_size: int | None = None) -> None:
@@ -106,14 +104,18 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return self._file.num_tokens // (self.context + 1)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return input int64[T] and target int64[T]; DataError for a token that the vocabulary does not have."""
+        """Return input int64[T] and target int64[T]; DataError as in :meth:`batch`."""
         if not 0 <= index < len(self):
             raise IndexError(index)
-        inputs, targets = self.batch(torch.tensor([index]))
+        inputs, targets = self.batch(torch.tensor([index]), None)
         return inputs[0], targets[0]
 
-    def batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the samples ``rows`` [B] as input int64[B, T] and target int64[B, T]; DataError as for one."""
+    def batch(self, rows: Tensor, seeds: object) -> tuple[Tensor, Tensor]:
+        """Return the samples ``rows`` [B] as input int64[B, T] and target int64[B, T]; ``seeds`` are not used.
+
+        Raises:
+            DataError: If a token is not below the size of the vocabulary.
+        """
         if self._windows is None:
             shape = len(self), self.context + 1
             self._windows = self._file.mapped()[: shape[0] * shape[1]].reshape(shape)
@@ -128,7 +130,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a worker gets: it maps the file itself."""
+        """Return the state for a worker, which maps the file itself."""
         return {**vars(self), "_windows": None}
 
 
@@ -140,13 +142,13 @@ def tokens(
     Args:
         train: the file to train on.
         validation: the file to validate on.
-        context: T, the tokens of a sequence; each predicts the one behind it.
-        vocab_size: number of tokens; a larger one in a file is refused when it is met. None: not checked.
-        dtype: ``uint16`` or ``uint32`` of files without a header; None: ``uint16``.
+        context: T, the tokens of a sequence; each predicts the next one.
+        vocab_size: size of the vocabulary; if given, tokens are checked when they are loaded.
+        dtype: ``uint16`` (default) or ``uint32``, of files without a header.
 
     Raises:
-        DataError: a file is not there, damaged, or has less than one window.
-        ConfigError: a ``context`` below 1, or an unknown ``dtype``.
+        DataError: If a file is missing, damaged, or has less than one window.
+        ConfigError: If ``context`` is below 1, or ``dtype`` is unknown.
     """
     if context < 1:
         raise ConfigError(f"data.context must be at least 1 token, got {context}")
@@ -163,10 +165,11 @@ def tokens(
 
 
 def vocab_size_next_to(path: str) -> int:
-    """Return the number of tokens of the vocabulary next to the file of tokens ``path``.
+    """Return the size of the vocabulary next to the file of tokens ``path``.
 
     Raises:
-        ConfigError: there is none; DataError: it is damaged, or there are no tokens.
+        ConfigError: If there is no vocabulary.
+        DataError: If it is damaged, or ``path`` is missing.
     """
     if not isinstance(path, str):
         raise ConfigError(f"data.train={path}: expected the file of tokens, like tokens/train.bin")

@@ -1,4 +1,4 @@
-"""What tokens mean: bytes, characters, or those of a ``tokenizers`` file; kept next to the tokens, as JSON."""
+"""Vocabularies: bytes, characters, or a ``tokenizers`` file; kept next to the tokens as JSON."""
 
 import functools
 import importlib
@@ -18,13 +18,13 @@ FILE = "vocabulary.json"  # in the folder of the tokens
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """From text to tokens, and back.
+    """Converts text to tokens, and back.
 
     Attributes:
-        kind: ``byte``: those of UTF-8; ``char``: characters; ``tokenizers``: as that package's file says.
+        kind: ``byte`` (UTF-8), ``char`` or ``tokenizers``.
         size: number of tokens.
-        chars: of ``char``, its characters, in the order of their tokens.
-        definition: of ``tokenizers``, what its file holds.
+        chars: the characters of ``char``, in the order of their tokens.
+        definition: the content of the file of ``tokenizers``.
     """
 
     kind: str
@@ -34,21 +34,22 @@ class Vocabulary:
 
     @classmethod
     def of_bytes(cls) -> "Vocabulary":
-        """Return the 256 bytes."""
+        """Build the vocabulary of 256 bytes."""
         return cls("byte", 256)
 
     @classmethod
     def of_chars(cls, texts: Iterable[str]) -> "Vocabulary":
-        """Return the characters of ``texts``, in the order of Unicode."""
+        """Build the vocabulary of the characters of ``texts``, in the order of Unicode."""
         chars = "".join(sorted(set[str]().union(*texts)))
         return cls("char", len(chars), chars=chars)
 
     @classmethod
     def of_tokenizer(cls, path: Path) -> "Vocabulary":
-        """Return that of a file of the package ``tokenizers``, like tokenizer.json.
+        """Build the vocabulary of a file of the package ``tokenizers``, like tokenizer.json.
 
         Raises:
-            ConfigError: the package is not installed; DataError: the file is none.
+            ConfigError: If the package is not installed.
+            DataError: If the file is not one of that package.
         """
         definition = _text_of(path)
         largest = max(_tokenizer(definition, str(path)).get_vocab().values(), default=0)  # there may be gaps
@@ -56,7 +57,7 @@ class Vocabulary:
 
     @classmethod
     def next_to(cls, tokens: Path) -> "Vocabulary | None":
-        """Read the one next to the file ``tokens``; None: there is none. DataError: it is damaged."""
+        """Read the vocabulary next to the file ``tokens``, or None if there is none; DataError if it is damaged."""
         path = tokens.parent / FILE
         if not path.exists():
             return None
@@ -71,15 +72,15 @@ class Vocabulary:
         return made
 
     def to_json(self) -> str:
-        """Return what :meth:`next_to` reads."""
+        """Return the text that :meth:`next_to` reads."""
         return json.dumps({key: value for key, value in vars(self).items() if value != ""}, ensure_ascii=True)
 
     def encode(self, text: str) -> NDArray[Any]:
-        """Return the tokens uint32[n] of ``text``; ConfigError: it has a character that is none of them."""
+        """Return the tokens uint32[n] of ``text``; ConfigError if a character is not in the vocabulary."""
         if self.kind == "byte":
             return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8).astype(np.uint32)
         if self.kind == "tokenizers":
-            # Without those that mark the ends of a text: a prompt has none.
+            # Without the tokens that mark the ends of a text, because a prompt has none.
             return np.array(_tokenizer(self.definition, FILE).encode(text, add_special_tokens=False).ids, np.uint32)
         known = np.frombuffer(self.chars.encode("utf-32-le"), np.uint32)  # sorted
         wanted = np.frombuffer(text.encode("utf-32-le"), np.uint32)
@@ -91,7 +92,7 @@ class Vocabulary:
         return places.astype(np.uint32)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of ``tokens``; bytes that are no UTF-8 become the replacement character."""
+        """Return the text of ``tokens``; bytes that are not UTF-8 become the replacement character."""
         if self.kind == "byte":
             return bytes(tokens).decode("utf-8", "replace")
         if self.kind == "tokenizers":
