@@ -1,6 +1,6 @@
-"""A schedule as a picture: a lane for each stage, boxes for its work, arrows for what it sends.
+"""Pictures of schedules: a lane for each stage, boxes for its work, arrows for its messages.
 
-To be imported late: matplotlib takes half a second.
+Import it late: matplotlib takes half a second.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +11,6 @@ from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.artist import Artist
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
@@ -41,7 +40,7 @@ DASHES = (0, (4, 1.6))
 
 @dataclass(frozen=True)
 class Theme:
-    """The colours of a picture but for the boxes', which are the same on every background."""
+    """The colours that depend on the background."""
 
     background: str
     text: str
@@ -59,30 +58,37 @@ DARK = Theme(
     "#0D1117", "#E6EDF3", "#A8B1BB", "#1F262E", "#3A434D", ("#D7DDE3", "black"), "#56B4E9", "#F28E45", "#8C8C8C"
 )
 
-# In a tick a backward is drawn as wide as two forwards, which is about what it costs.
-PARTS = {Op.FORWARD: 1, Op.FORWARD_ONLY: 1, Op.RECOMPUTE: 1, Op.BACKWARD: 2, Op.LEARN: 1}
+# Lengths in a tick, in forwards: a backward costs about two, each of its parts one.
+LENGTHS = {Op.RECOMPUTE: 1, Op.BACKWARD: 2, Op.BACKWARD_INPUT: 1, Op.BACKWARD_WEIGHT: 1, Op.LEARN: 1}
 FORWARDS = (Op.FORWARD, Op.FORWARD_ONLY)
-UPDATES = (Op.UPDATE, Op.UPDATE_TIED)
-SMALL = (Op.LOAD, *LINKS)  # drawn of what was measured
+BOXES = (*STYLES, Op.UPDATE)
+SMALL = (Op.LOAD, *LINKS)  # drawn in measured pictures
 
 # In inches.
 LANE, BOX = 0.95, 0.5
 UPDATE = 0.15
 LEFT, RIGHT, TOP, BOTTOM = 1.05, 0.2, 0.65, 0.9
-NARROWEST = 6.5  # what the words need
+NARROWEST = 6.5  # room for the words
 LETTER = 0.0092  # width of a digit per point of its size
 WIDEST = 300.0
-MEASURED_INCHES = 16.0  # of a measured picture: what does not fit is left out
+MEASURED_INCHES = 16.0  # of a measured picture; the rest is left out
 STRIP = 0.1  # height of what a stage does for messages
 
 
 def draw(
     pipeline: Pipeline, path: Path, *, num_micro_batches: int, costs: Costs | None = None, theme: Theme = LIGHT
 ) -> None:
-    """Draw a segment into a file, the same bytes for the same schedule; the axis counts ``costs`` or, without, ticks.
+    """Draw a segment into a file, the same bytes for the same schedule.
+
+    Args:
+        pipeline: the schedule.
+        path: the file, .svg, .png or .pdf.
+        num_micro_batches: length of the segment.
+        costs: times of the actions; without them the axis counts ticks.
+        theme: colours.
 
     Raises:
-        ConfigError: another kind of file, too many ticks, or a place that cannot be written.
+        ConfigError: If the kind of file is unknown, there are too many ticks, or the file cannot be written.
     """
     check_out(path)
     # No random ids, no dates; letters as shapes, which look the same everywhere.
@@ -105,30 +111,32 @@ def picture(
     theme: Theme = LIGHT,
     unit: str = "unit of the costs",
 ) -> Figure:
-    """Return the picture; see :func:`draw`. ``unit``: that of the ``costs``."""
+    """Return the figure of a schedule; see :func:`draw`. ``unit`` is that of the ``costs``."""
     lists, turns = in_processes(pipeline, num_micro_batches=num_micro_batches)
     table = ticks(lists, turns=turns)
     num_ticks = max((max(row) + 1 for row in table if row), default=0)
     if num_ticks > MOST_TICKS:
         fewer = f"lower --micro-batches, which is {num_micro_batches}"
         raise ConfigError(f"a picture of {num_ticks} ticks cannot be read; expected at most {MOST_TICKS}: {fewer}")
-    spans = _spans_of_ticks(table) if costs is None else simulate(lists, costs, turns=turns)
-    boxes = [span for span in spans if span.action.op in (*STYLES, Op.UPDATE)]
-    length = max(box.end for box in boxes)
-    inches = min(scale(boxes), WIDEST / length)
-    name, facts = title(pipeline, num_micro_batches=num_micro_batches).rsplit(": ", 1)
+    spans = list(_spans_of_ticks(table)) if costs is None else simulate(lists, costs, turns=turns)
     shows_staleness = any(f.staleness_max for f in figures(pipeline))
 
     def staleness(box: Span) -> int | None:
         is_shown = shows_staleness and box.action.op in BACKWARDS
         return pipeline.staleness(box.stage, box.action.number) if is_shown else None
 
-    figure, axes = _figure(pipeline, length * inches, shows_staleness, theme)
-    _axis(axes, length, inches, num_ticks if costs is None else None, theme, unit=unit)
-    _arrows(axes, lists, boxes, inches, theme)
-    _boxes(axes, boxes, inches, staleness, theme)
-    _legend(figure, pipeline, boxes, (name, facts), shows_staleness, theme)
-    return figure
+    boxes = [span for span in spans if span.action.op in BOXES]
+    length = max(box.end for box in boxes)
+    drawing = _Drawing(pipeline, boxes, length, min(scale(boxes), WIDEST / length), staleness, theme)
+    if costs is None:
+        drawing.axis_of_ticks(num_ticks)
+    else:
+        drawing.axis_of_time(unit)
+    drawing.arrows(lists)
+    drawing.boxes()
+    name, facts = title(pipeline, num_micro_batches=num_micro_batches).rsplit(": ", 1)
+    drawing.legend(name, facts)
+    return drawing.figure
 
 
 def measured_picture(
@@ -141,10 +149,16 @@ def measured_picture(
     inches: float | None = None,
     theme: Theme = LIGHT,
 ) -> Figure:
-    """Return the picture of what stages did in a part of a run, in which all of them have ``spans``.
+    """Return the figure of a part of a run in which all stages have ``spans``.
 
-    ``staleness``: that of a backward; ``unit``: of the times; ``facts``: what the picture says of itself; ``inches``:
-    how long a unit of time is, None: so that the usual forward has room for its number.
+    Args:
+        pipeline: the schedule of the run.
+        spans: measured actions.
+        staleness: the staleness of a backward.
+        unit: of the times.
+        facts: subtitle.
+        inches: length of a unit of time; by default a usual forward has room for its number.
+        theme: colours.
     """
     lists = [[span.action for span in spans if span.stage == k] for k in range(pipeline.num_stages)]
     begin = max(min(span.start for span in spans if span.stage == k) for k in range(pipeline.num_stages))
@@ -156,199 +170,195 @@ def measured_picture(
         for span in spans
         if begin <= span.end and span.start <= end
     ]
-    boxes = [span for span in shown if span.action.op in (*STYLES, Op.UPDATE)]
-    shows_staleness = any(staleness(box) for box in boxes)
-    figure, axes = _figure(pipeline, (end - begin) * inches, shows_staleness, theme)
-    _axis(axes, end - begin, inches, None, theme, unit=unit)
-    _arrows(axes, lists, boxes, inches, theme)
-    for span in shown:
-        if span.action.op in SMALL:
-            corner = span.start * inches, _middle(span.stage) + BOX / 2 - STRIP
-            axes.add_patch(Rectangle(corner, (span.end - span.start) * inches, STRIP, color=theme.small, linewidth=0))
-    _boxes(axes, boxes, inches, lambda box: staleness(box) if shows_staleness else None, theme)
-    name = title(pipeline, num_micro_batches=len(lists[0])).rsplit(": ", 1)[0]
-    has_strips = any(span.end > span.start for span in shown if span.action.op in SMALL)
-    also = [Patch(color=theme.small, label="load, send")] if has_strips else []
-    _legend(figure, pipeline, boxes, (name, facts), shows_staleness, theme, also)
-    return figure
+    boxes = [span for span in shown if span.action.op in BOXES]
+    drawing = _Drawing(pipeline, boxes, end - begin, inches, staleness, theme)
+    drawing.axis_of_time(unit)
+    drawing.arrows(lists)
+    drawing.strips([span for span in shown if span.action.op in SMALL])
+    drawing.boxes()
+    drawing.legend(title(pipeline, num_micro_batches=len(lists[0])).rsplit(": ", 1)[0], facts)
+    return drawing.figure
 
 
 def scale(boxes: Sequence[Span]) -> float:
-    """Return the inches of a unit of time at which the usual forward has room for its number."""
+    """Return the inches per unit of time that give the usual forward room for its number."""
     usual = median([box.end - box.start for box in boxes if box.action.op in FORWARDS])
     usual = usual or max(box.end for box in boxes) / len(boxes)
     largest = max(box.action.number for box in boxes if box.action.op in STYLES)
     return float(max(0.26, LETTER * 9 * len(str(largest)) + 0.1) / usual)
 
 
-def _figure(pipeline: Pipeline, width: float, shows_staleness: bool, theme: Theme) -> tuple[Figure, Axes]:
-    """Return an empty picture of so many inches, with a lane for each stage."""
-    height = pipeline.num_stages * LANE
-    size = (LEFT + max(width, NARROWEST) + RIGHT, TOP + height + BOTTOM)
-    figure = Figure(figsize=size, facecolor=theme.background)
-    wide, high = figure.get_size_inches()
-    axes = figure.add_axes((LEFT / wide, BOTTOM / high, width / wide, height / high), facecolor=theme.background)
-    axes.set_xlim(0, width)
-    axes.set_ylim(height, 0)
-    _lanes(axes, pipeline, width, shows_staleness, theme)
-    return figure, axes
+class _Drawing:
+    """A figure with a lane for each stage."""
 
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        boxes: Sequence[Span],
+        length: float,
+        inches: float,
+        staleness: Callable[[Span], int | None],
+        theme: Theme,
+    ) -> None:
+        """Draw empty lanes for ``length`` units of time of so many ``inches``."""
+        self._pipeline, self._boxes, self._length, self._inches = pipeline, boxes, length, inches
+        self._labels = {box: label for box in boxes if (label := staleness(box)) is not None}
+        self._shows_staleness, self._theme = any(self._labels.values()), theme
+        self._extra = list[Artist]()  # of the legend
+        width, height = length * inches, pipeline.num_stages * LANE
+        size = (LEFT + max(width, NARROWEST) + RIGHT, TOP + height + BOTTOM)
+        self.figure = Figure(figsize=size, facecolor=theme.background)
+        wide, high = self.figure.get_size_inches()
+        place = LEFT / wide, BOTTOM / high, width / wide, height / high
+        self._axes = self.figure.add_axes(place, facecolor=theme.background)
+        self._axes.set_xlim(0, width)
+        self._axes.set_ylim(height, 0)
+        self._lanes(width)
 
-def _boxes(
-    axes: Axes, boxes: Sequence[Span], inches: float, staleness: Callable[[Span], int | None], theme: Theme
-) -> None:
-    updates = {(box.stage, box.start): box for box in boxes if box.action.op is Op.UPDATE}
-    for box in boxes:
-        _box(axes, box, inches, staleness(box), theme, update=updates.get((box.stage, box.end)))
+    def _lanes(self, width: float) -> None:
+        right: Any = {"ha": "right", "va": "center"}
+        for f in figures(self._pipeline):
+            middle = _middle(f.stage)
+            lane = Rectangle((0, middle - BOX / 2), width, BOX, color=self._theme.lane, linewidth=0, zorder=0)
+            self._axes.add_patch(lane)
+            labels = [f"delay {f.delay}", f"mean LoS {f.staleness_mean:.3g}"][: 1 + self._shows_staleness]
+            if tied := [f"{copy.staleness_mean:.3g}" for copy in tied_figures(self._pipeline) if copy.stage == f.stage]:
+                labels.append(f"tied LoS {'/'.join(tied)}")
+            top = middle - 0.09 * len(labels)
+            self._axes.text(-0.12, top, f"stage {f.stage}", fontsize=10, color=self._theme.text, **right)
+            for i, text in enumerate(labels, start=1):
+                self._axes.text(-0.12, top + 0.18 * i, text, fontsize=8, color=self._theme.small_text, **right)
+        self._axes.set_yticks([])
+        for side in ("left", "right", "top"):
+            self._axes.spines[side].set_visible(False)
+        self._axes.spines["bottom"].set_color(self._theme.text)
+        self._axes.tick_params(axis="x", colors=self._theme.text)
+
+    def axis_of_time(self, unit: str) -> None:
+        """Label the axis with times."""
+        bins = max(4, int(self._length * self._inches))
+        candidates = MaxNLocator(nbins=bins).tick_values(0, self._length)
+        places = [t for t in candidates if 0 <= t <= self._length + 1e-9]
+        self._axes.set_xticks([t * self._inches for t in places], [f"{t:g}" for t in places], fontsize=9)
+        self._axes.set_xlabel(f"time ({unit})", fontsize=9, labelpad=3, color=self._theme.text)
+
+    def axis_of_ticks(self, num_ticks: int) -> None:
+        """Number the ticks, and draw a line between each two."""
+        places = [(tick + 0.5) * self._inches for tick in range(num_ticks)]
+        self._axes.set_xticks(places, map(str, range(num_ticks)), fontsize=9)
+        self._axes.tick_params(axis="x", length=0)
+        self._axes.set_xlabel("tick", fontsize=9, labelpad=3, color=self._theme.text)
+        for tick in range(num_ticks + 1):
+            self._axes.axvline(tick * self._inches, color=self._theme.grid, linewidth=0.6, zorder=0.5)
+
+    def arrows(self, lists: Sequence[Sequence[Action]]) -> None:
+        """Draw an arrow from the work that made a message to the work that needs it."""
+        made = {
+            (box.stage, box.action.op in FORWARDS, box.action.number): box
+            for box in self._boxes
+            if box.action.op in (*FORWARDS, *BACKWARDS)
+        }
+        learning = {(box.stage, box.action.number): box for box in self._boxes if box.action.op is Op.LEARN}
+        for stage, actions in enumerate(lists):
+            for op, number in actions:
+                if op is Op.RECV_ACT:
+                    ends = made.get((stage - 1, True, number)), made.get((stage, True, number))
+                    self._arrow(*ends, self._theme.act, "-")
+                elif op is Op.RECV_GRAD:
+                    to = learning.get((stage, number)) or made.get((stage, False, number))
+                    self._arrow(made.get((stage + 1, False, number)), to, self._theme.grad, DASHES)
+
+    def _arrow(self, tail: Span | None, head: Span | None, color: str, style: Any) -> None:
+        if tail is None or head is None:  # outside of the picture
+            return
+        half, inset = BOX / 2 if head.stage > tail.stage else -BOX / 2, 0.04
+        begins = tail.end * self._inches - inset, _middle(tail.stage) + half
+        ends = head.start * self._inches + inset, _middle(head.stage) - half
+        line = {"color": color, "linewidth": 0.9, "linestyle": style, "shrinkA": 0, "shrinkB": 0}
+        arrow = {"arrowstyle": "-|>,head_length=0.35,head_width=0.14", **line}
+        self._axes.annotate("", xytext=begins, xy=ends, arrowprops=arrow, zorder=3)
+
+    def strips(self, spans: Sequence[Span]) -> None:
+        """Draw loading and sending as strips at the bottom of the lanes."""
+        for span in spans:
+            corner = span.start * self._inches, _middle(span.stage) + BOX / 2 - STRIP
+            width = (span.end - span.start) * self._inches
+            self._axes.add_patch(Rectangle(corner, width, STRIP, color=self._theme.small, linewidth=0))
+        if any(span.end > span.start for span in spans):
+            self._extra.append(Patch(color=self._theme.small, label="load, send"))
+
+    def boxes(self) -> None:
+        """Draw the work."""
+        updates = {(box.stage, box.start): box for box in self._boxes if box.action.op is Op.UPDATE}
+        for box in self._boxes:
+            self._box(box, updates.get((box.stage, box.end)))
+
+    def _box(self, box: Span, update: Span | None) -> None:
+        is_update = box.action.op is Op.UPDATE
+        face, ink = self._theme.update if is_update else STYLES[box.action.op][:2]
+        left, right, middle = box.start * self._inches, box.end * self._inches, _middle(box.stage)
+        if is_update:
+            left = right - max(right - left, UPDATE)  # an update without a duration covers the end of its backward
+        corner, room = (left, middle - BOX / 2), right - left
+        edge = {"edgecolor": self._theme.background, "linewidth": 0.8}
+        self._axes.add_patch(Rectangle(corner, room, BOX, facecolor=face, zorder=2, **edge))
+        if is_update:
+            self._write((left + right) / 2, middle, f"U{box.action.number}", BOX, 7, ink, rotation=90)
+            return
+        if update is not None:
+            room -= max(0.0, UPDATE - (update.end - update.start) * self._inches)
+        center, label = left + room / 2, self._labels.get(box) if self._shows_staleness else None
+        self._write(center, middle if label is None else middle - 0.09, str(box.action.number), room, 9, ink)
+        if label is not None:
+            self._write(center, middle + 0.12, f"LoS {label}", room, 7, ink)
+
+    def _write(self, x: float, y: float, text: str, room: float, size: float, ink: str, rotation: int = 0) -> None:
+        """Write as large as fits, or not at all."""
+        size = min(size, room / (LETTER * len(text)))
+        if size >= 4:
+            how: Any = {"ha": "center", "va": "center_baseline", "rotation": rotation, "zorder": 4}
+            self._axes.text(x, y, text, fontsize=size, color=ink, **how)
+
+    def legend(self, name: str, facts: str) -> None:
+        """Write the title and the legend."""
+        figure, theme = self.figure, self._theme
+        height, left = figure.get_figheight(), LEFT / figure.get_figwidth()
+        figure.text(left, 1 - 0.24 / height, name, fontsize=12, fontweight="bold", va="center", color=theme.text)
+        figure.text(left, 1 - 0.47 / height, facts, fontsize=9, va="center", color=theme.small_text)
+        ops = {box.action.op for box in self._boxes}
+        handles: list[Artist] = [Patch(color=face, label=text) for op, (face, _, text) in STYLES.items() if op in ops]
+        if Op.UPDATE in ops:
+            handles.append(Patch(color=theme.update[0], label="update"))
+        if self._pipeline.num_stages > 1:
+            handles.append(Line2D([], [], color=theme.act, linewidth=1.2, label="activation"))
+            if not self._pipeline.spec.local_losses:
+                handles.append(Line2D([], [], color=theme.grad, linewidth=1.2, linestyle=DASHES, label="gradient"))
+        handles += self._extra
+        place: Any = {"loc": "lower left", "bbox_to_anchor": (left, 0.24 / height), "ncols": len(handles)}
+        spaces: Any = {"borderaxespad": 0, "borderpad": 0, "handlelength": 1.4, "columnspacing": 1.3}
+        figure.legend(handles=handles, frameon=False, fontsize=8, labelcolor=theme.text, **place, **spaces)
+        note = "Numbers: micro-batch; of U the group of micro-batches."
+        if self._shows_staleness:
+            note += " LoS: updates of the stage between a micro-batch's forward and its own update."
+        figure.text(left, 0.12 / height, note, fontsize=7, va="center", color=theme.small_text)
 
 
 def _spans_of_ticks(table: Sequence[dict[int, list[Action]]]) -> Iterator[Span]:
+    """Yield the actions of each tick: its forward, or room for it, and then all others."""
     in_ticks = [actions for row in table for actions in row.values()]
-    if any(a.op is Op.BACKWARD_INPUT for actions in in_ticks for a in actions):
-        yield from _spans_of_split_ticks(table, parts=1 + max(map(_num_behind_forward, in_ticks)))
-        return
-    replays, learns = (any(a.op is op for actions in in_ticks for a in actions) for op in (Op.RECOMPUTE, Op.LEARN))
-    parts = 3 + replays + learns
-    # A forward begins its tick.
-    begins = {Op.RECOMPUTE: 1 / parts, Op.BACKWARD: (1 + replays) / parts, Op.LEARN: (parts - 1) / parts}
-    for stage, row in enumerate(table):
-        for tick, actions in row.items():
-            end = float(tick)
-            for action in actions:
-                end = tick + begins[action.op] if action.op in begins else end
-                start, end = end, end + PARTS.get(action.op, 0) / parts
-                yield Span(stage, action, start, end)
-
-
-def _num_behind_forward(actions: Sequence[Action]) -> int:
-    return sum(a.op not in (*FORWARDS, *UPDATES) for a in actions)
-
-
-def _spans_of_split_ticks(table: Sequence[dict[int, list[Action]]], *, parts: int) -> Iterator[Span]:
-    """Yield the actions of each tick, all as long as each other: its forward, or room for it, and what follows."""
+    is_split = any(a.op is Op.BACKWARD_INPUT for actions in in_ticks for a in actions)
+    lengths = {**LENGTHS, Op.BACKWARD: 1} if is_split else LENGTHS
+    parts = 1 + max(sum(lengths.get(a.op, 0) for a in actions if a.op not in FORWARDS) for actions in in_ticks)
     for stage, row in enumerate(table):
         for tick, actions in row.items():
             end = tick + 1 / parts
             for action in actions:
-                start = float(tick) if action.op in FORWARDS else end
-                end = start if action.op in UPDATES else start + 1 / parts
-                yield Span(stage, action, start, end)
+                if action.op in FORWARDS:
+                    yield Span(stage, action, tick, tick + 1 / parts)
+                else:
+                    start, end = end, end + lengths.get(action.op, 0) / parts
+                    yield Span(stage, action, start, end)
 
 
 def _middle(stage: int) -> float:
     return (stage + 0.5) * LANE
-
-
-def _lanes(axes: Axes, pipeline: Pipeline, width: float, shows_staleness: bool, theme: Theme) -> None:
-    for f in figures(pipeline):
-        middle = _middle(f.stage)
-        axes.add_patch(Rectangle((0, middle - BOX / 2), width, BOX, color=theme.lane, linewidth=0, zorder=0))
-        labels = [f"delay {f.delay}", f"mean LoS {f.staleness_mean:.3g}"][: 1 + shows_staleness]
-        if tied := [f"{copy.staleness_mean:.3g}" for copy in tied_figures(pipeline) if copy.stage == f.stage]:
-            labels.append(f"tied LoS {'/'.join(tied)}")
-        right: Any = {"ha": "right", "va": "center"}
-        axes.text(-0.12, middle - 0.09 * len(labels), f"stage {f.stage}", fontsize=10, color=theme.text, **right)
-        for i, text in enumerate(labels, start=1):
-            y = middle - 0.09 * len(labels) + 0.18 * i
-            axes.text(-0.12, y, text, fontsize=8, color=theme.small_text, **right)
-    axes.set_yticks([])
-    for side in ("left", "right", "top"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(theme.text)
-
-
-def _axis(axes: Axes, length: float, inches: float, num_ticks: int | None, theme: Theme, unit: str) -> None:
-    axes.tick_params(axis="x", colors=theme.text)
-    if num_ticks is None:
-        candidates = MaxNLocator(nbins=max(4, int(length * inches))).tick_values(0, length)
-        places = [t for t in candidates if 0 <= t <= length + 1e-9]
-        axes.set_xticks([t * inches for t in places], [f"{t:g}" for t in places], fontsize=9)
-        axes.set_xlabel(f"time ({unit})", fontsize=9, labelpad=3, color=theme.text)
-        return
-    axes.set_xticks([(tick + 0.5) * inches for tick in range(num_ticks)], map(str, range(num_ticks)), fontsize=9)
-    axes.tick_params(axis="x", length=0)
-    axes.set_xlabel("tick", fontsize=9, labelpad=3, color=theme.text)
-    for tick in range(num_ticks + 1):
-        axes.axvline(tick * inches, color=theme.grid, linewidth=0.6, zorder=0.5)
-
-
-def _arrows(axes: Axes, lists: Sequence[Sequence[Action]], boxes: Sequence[Span], inches: float, theme: Theme) -> None:
-    """Draw an arrow from the work that made a message to the work that needs it."""
-    ends = (*FORWARDS, *BACKWARDS)
-    made = {(box.stage, box.action.op in FORWARDS, box.action.number): box for box in boxes if box.action.op in ends}
-    learning = {(box.stage, box.action.number): box for box in boxes if box.action.op is Op.LEARN}
-    for stage, actions in enumerate(lists):
-        for op, number in actions:
-            if op is Op.RECV_ACT:
-                ends_of = made.get((stage - 1, True, number)), made.get((stage, True, number))
-                _arrow(axes, *ends_of, inches, theme.act)
-            elif op is Op.RECV_GRAD:
-                to = learning.get((stage, number)) or made.get((stage, False, number))
-                _arrow(axes, made.get((stage + 1, False, number)), to, inches, theme.grad, dashed=True)
-
-
-def _arrow(axes: Axes, tail: Span | None, head: Span | None, inches: float, color: str, dashed: bool = False) -> None:
-    if tail is None or head is None:  # outside of the picture
-        return
-    half, inset = BOX / 2 if head.stage > tail.stage else -BOX / 2, 0.04
-    begins = tail.end * inches - inset, _middle(tail.stage) + half
-    ends = head.start * inches + inset, _middle(head.stage) - half
-    line = {"color": color, "linewidth": 0.9, "linestyle": DASHES if dashed else "-", "shrinkA": 0, "shrinkB": 0}
-    arrow = {"arrowstyle": "-|>,head_length=0.35,head_width=0.14", **line}
-    axes.annotate("", xytext=begins, xy=ends, arrowprops=arrow, zorder=3)
-
-
-def _box(axes: Axes, box: Span, inches: float, label: int | None, theme: Theme, update: Span | None) -> None:
-    face, ink = theme.update if box.action.op is Op.UPDATE else STYLES[box.action.op][:2]
-    left, right, middle = box.start * inches, box.end * inches, _middle(box.stage)
-    if box.action.op is Op.UPDATE:
-        left = right - max(right - left, UPDATE)  # what takes no time is drawn over the end of its backward
-    corner, room = (left, middle - BOX / 2), right - left
-    axes.add_patch(Rectangle(corner, room, BOX, facecolor=face, edgecolor=theme.background, linewidth=0.8, zorder=2))
-    if box.action.op is Op.UPDATE:
-        _write(axes, (left + right) / 2, middle, f"U{box.action.number}", BOX, 7, ink, rotation=90)
-        return
-    if update is not None:
-        room -= max(0.0, UPDATE - (update.end - update.start) * inches)
-    center = left + room / 2
-    _write(axes, center, middle if label is None else middle - 0.09, str(box.action.number), room, 9, ink)
-    if label is not None:
-        _write(axes, center, middle + 0.12, f"LoS {label}", room, 7, ink)
-
-
-def _write(axes: Axes, x: float, y: float, text: str, room: float, size: float, ink: str, rotation: int = 0) -> None:
-    """Write as large as fits, or not at all."""
-    size = min(size, room / (LETTER * len(text)))
-    if size >= 4:
-        axes.text(x, y, text, ha="center", va="center_baseline", fontsize=size, color=ink, rotation=rotation, zorder=4)
-
-
-def _legend(
-    figure: Figure,
-    pipeline: Pipeline,
-    boxes: Sequence[Span],
-    head: tuple[str, str],
-    shows_staleness: bool,
-    theme: Theme,
-    also: Sequence[Artist] = (),
-) -> None:
-    name, facts = head
-    height, left = figure.get_figheight(), LEFT / figure.get_figwidth()
-    figure.text(left, 1 - 0.24 / height, name, fontsize=12, fontweight="bold", va="center", color=theme.text)
-    figure.text(left, 1 - 0.47 / height, facts, fontsize=9, va="center", color=theme.small_text)
-    ops = {box.action.op for box in boxes}
-    handles: list[Artist] = [Patch(color=face, label=text) for op, (face, _, text) in STYLES.items() if op in ops]
-    if Op.UPDATE in ops:
-        handles.append(Patch(color=theme.update[0], label="update"))
-    if pipeline.num_stages > 1:
-        handles.append(Line2D([], [], color=theme.act, linewidth=1.2, label="activation"))
-        if not pipeline.spec.local_losses:
-            handles.append(Line2D([], [], color=theme.grad, linewidth=1.2, linestyle=DASHES, label="gradient"))
-    handles += also
-    place: Any = {"loc": "lower left", "bbox_to_anchor": (left, 0.24 / height), "ncols": len(handles)}
-    spaces: Any = {"borderaxespad": 0, "borderpad": 0, "handlelength": 1.4, "columnspacing": 1.3}
-    figure.legend(handles=handles, frameon=False, fontsize=8, labelcolor=theme.text, **place, **spaces)
-    note = "Numbers: micro-batch; of U the group of micro-batches."
-    if shows_staleness:
-        note += " LoS: updates of the stage between a micro-batch's forward and its own update."
-    figure.text(left, 0.12 / height, note, fontsize=7, va="center", color=theme.small_text)
