@@ -41,14 +41,7 @@ def training_actions(pipeline: Pipeline, stage: int, *, group_sizes: Sequence[in
 
     ``stage`` is k in [0, K), 0 nearest the data; the paper's module index is k + 1. ``group_sizes``: micro-batches of
     each group, in order; the same list for every stage, so all accumulate the same ones (Algorithm 1, by batch).
-
-    Raises:
-        ValueError: stage or a group size is out of range.
     """
-    if not 0 <= stage < pipeline.num_stages:
-        raise ValueError(f"stage must be in [0, num_stages={pipeline.num_stages}), got {stage}")
-    if any(size < 1 for size in group_sizes):
-        raise ValueError(f"groups must be >= 1, got {list(group_sizes)}")
     if pipeline.method.split_backward:
         yield from split_actions(pipeline, stage, tuple(group_sizes))
         return

@@ -260,12 +260,6 @@ def test_rows_taken_at_once_are_the_samples_taken_one_by_one(inputs, subset, num
         assert (ours.dtype, ours.stride()) == (theirs.dtype, theirs.stride())
 
 
-def test_workers_take_rows_of_any_number_of_micro_batches():
-    dataset = TensorDataset(torch.arange(600), torch.zeros(600))
-    batches = Loader(dataset, seed=1, shuffle=False, num_workers=1).batches(0, [2] * 300)
-    assert torch.cat([input_ for input_, _ in batches]).tolist() == list(range(600))
-
-
 def test_signals_to_all_processes_leave_workers_alone():
     expected, _ = joined(loaded([2] * 10))
     batches = Loader(Augmented(), seed=5, shuffle=True, num_workers=2).batches(2, [2] * 10)
@@ -428,24 +422,6 @@ def test_digits_are_shared_out_evenly_and_every_one_once():
     assert abs(std.item() - 1) < 0.01
 
 
-def test_digits_shift_by_at_most_one_pixel_and_only_in_training():
-    plain, (train, validation) = data.digits(augment=False), data.digits(augment=True)
-    for _ in range(2):
-        assert torch.equal(validation[0][0], plain[1][0][0])
-    (x, y), *_ = Loader(as_a_worker_gets_it(train), seed=0, shuffle=True).batches(0, [200])
-    background = plain[0][0][0].min()
-    order = epoch_order(1437, seed=0, epoch=0, shuffle=True)[:200].tolist()
-    seen = set()
-    for image, target, index in zip(x, y, order, strict=True):
-        original, label = plain[0][index]
-        padded = torch.nn.functional.pad(original, (1, 1, 1, 1), value=background.item())
-        shifts = {(r, c) for r in range(3) for c in range(3) if torch.equal(image, padded[:, r : r + 8, c : c + 8])}
-        assert shifts, f"sample {index}"
-        assert target == label
-        seen |= shifts
-    assert len(seen) == 9
-
-
 CROPS = crop_and_flip(32)
 CIFARS = pytest.mark.parametrize("load", [cifar10, cifar100])
 
@@ -498,31 +474,6 @@ def test_runs_side_by_side_download_one_after_the_other(tmp_path, monkeypatch):
     for thread in threads:
         thread.join(30)
     assert (at_work, most) == ([0], [1])
-
-
-@CIFARS
-def test_cifar_trains_on_cropped_and_flipped_images(load, tmp_path, monkeypatch):
-    write_cifar(tmp_path, torchvisions(load), monkeypatch)
-    train, validation = load(str(tmp_path))
-    plain, _ = load(str(tmp_path), augment=False)
-    statistics = CIFAR10_STATISTICS if load is cifar10 else CIFAR100_STATISTICS
-    mean, std = (torch.tensor(values).reshape(3, 1, 1) for values in statistics)
-    for dataset in (validation, plain):
-        for index, (image, target) in enumerate(dataset):
-            expected = dataset.images[index].float() / 255
-            torch.testing.assert_close(image, (expected - mean) / std)
-            assert target == index % 2
-    padded = torch.nn.functional.pad(train.images[0], (4,) * 4)
-    crops = [padded[:, r : r + 32, c : c + 32] for r in range(9) for c in range(9)]
-    flips = {
-        tuple(view.flatten().tolist()): flipped for crop in crops for flipped, view in enumerate((crop, crop.flip(2)))
-    }
-    found = []
-    for epoch in range(20):
-        ((x, _),) = Loader(as_a_worker_gets_it(train), seed=0, shuffle=False).batches(epoch, [1])
-        found.append(tuple(((x[0] * std + mean) * 255).round().to(torch.uint8).flatten().tolist()))
-    assert {flips[image] for image in found} == {0, 1}
-    assert len(set(found)) > 10
 
 
 @CIFARS

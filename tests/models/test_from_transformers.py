@@ -1,6 +1,5 @@
 """Networks of transformers: cut, they are what the library's own forward computes; what cannot be taken is refused."""
 
-import functools
 import json
 
 import pytest
@@ -10,15 +9,12 @@ from adl_dist.batch import Several, call, layout_of
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.config.instantiate import build_model
 from adl_dist.errors import ConfigError
-from adl_dist.losses import TokenCrossEntropy
-from adl_dist.models import gpt, hf_model, llama
+from adl_dist.models import hf_model
 from adl_dist.partition import Chain, even_sizes
-from tests.support.runs import toy_trainer
 from tests.support.staged import compare
-from tests.support.values import SILENT
 
 hf = pytest.importorskip("transformers")
-from tests.support.hf_models import FAMILIES, GPT2, LENGTH, VOCAB, hf_input, hf_net  # noqa: E402
+from tests.support.hf_models import FAMILIES, GPT2, hf_input, hf_net  # noqa: E402
 
 SUMMED = ("gemma3", "convnext")  # a value that modules on three stages use: its gradients are summed
 
@@ -136,93 +132,3 @@ def test_without_transformers_one_line_says_what_to_install(monkeypatch, folder)
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     with pytest.raises(ConfigError, match=r"needs the package transformers .*pip install adl_dist\[hf\]"):
         hf_model(str(folder), "causal-lm")
-
-
-# --- Our reference models are those of the library -----------------------------------------------------------------
-
-
-def as_gpt2(theirs):
-    """Return our model with the weights of GPT-2; its linear layers hold theirs transposed."""
-    ours, own = gpt(VOCAB, 12, layers=3, heads=2, width=16), theirs.state_dict()
-    state = {"embedding.tokens.weight": own["transformer.wte.weight"]}
-    state["embedding.positions.weight"] = own["transformer.wpe.weight"]
-    for layer in range(3):
-        here, there = f"layer{layer}", f"transformer.h.{layer}"
-        for name, other in {"attention_norm": "ln_1", "network_norm": "ln_2"}.items():
-            state |= {f"{here}.{name}.{kind}": own[f"{there}.{other}.{kind}"] for kind in ("weight", "bias")}
-        linear = {"attention.qkv": "attn.c_attn", "attention.out": "attn.c_proj"}
-        for name, other in {**linear, "network.up": "mlp.c_fc", "network.out": "mlp.c_proj"}.items():
-            state[f"{here}.{name}.weight"] = own[f"{there}.{other}.weight"].T
-            state[f"{here}.{name}.bias"] = own[f"{there}.{other}.bias"]
-    state |= {f"head.norm.{kind}": own[f"transformer.ln_f.{kind}"] for kind in ("weight", "bias")}
-    ours.load_state_dict({**state, "head.output.weight": own["lm_head.weight"]})
-    return ours
-
-
-def as_llama(theirs):
-    ours = llama(VOCAB, 12, layers=3, heads=2, width=16, kv_heads=1, hidden=24, norm_eps=theirs.config.rms_norm_eps)
-    own = theirs.state_dict()
-    state = {"embedding.tokens.weight": own["model.embed_tokens.weight"], "head.norm.weight": own["model.norm.weight"]}
-    for layer in range(3):
-        here, there = f"layer{layer}", f"model.layers.{layer}"
-        qkv = [own[f"{there}.self_attn.{name}_proj.weight"] for name in "qkv"]
-        state[f"{here}.attention.qkv.weight"] = torch.cat(qkv)
-        others = {"attention.out": "self_attn.o_proj", "attention_norm": "input_layernorm"}
-        others |= {"network_norm": "post_attention_layernorm", "network.gate": "mlp.gate_proj"}
-        for name, other in {**others, "network.up": "mlp.up_proj", "network.out": "mlp.down_proj"}.items():
-            state[f"{here}.{name}.weight"] = own[f"{there}.{other}.weight"]
-    ours.load_state_dict({**state, "head.output.weight": own["lm_head.weight"]})
-    return ours
-
-
-OURS = {"gpt2": as_gpt2, "llama": as_llama}
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_our_reference_models_have_the_librarys_logits(name):
-    """To 1e-5, with weights large enough that attention is far from uniform."""
-    theirs = hf_net(name)
-    with torch.no_grad():
-        for p in theirs.parameters():
-            p.mul_(10.0 if p.ndim > 1 else 1.0)
-    ours, ids = OURS[name](theirs), hf_input(name, 4, masked=False)
-    expected = theirs(ids)
-    assert expected.std() > 0.1
-    torch.testing.assert_close(ours(ids), expected, rtol=1e-5, atol=1e-5)
-
-
-class Sequences(torch.utils.data.Dataset):
-    """Tokens, each with the one behind it as its target; none is the 0 of padding, whose vector is not trained."""
-
-    def __len__(self):
-        return 100
-
-    def whole(self, index):
-        return torch.randint(1, VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(index))
-
-    def __getitem__(self, index):
-        return self.whole(index)[:-1], self.whole(index)[1:]
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_fifty_updates_of_ours_have_the_losses_of_a_plain_loop(name, tmp_path):
-    """Return the losses of the library's own model with its own loss, which shifts the labels itself."""
-    theirs = type(hf_net(name)).__mro__[1](FAMILIES[name][0]()).double()
-    theirs.load_state_dict(hf_net(name).state_dict())
-    sgd = functools.partial(torch.optim.SGD, lr=0.02, momentum=0.9)
-    of_trainer = {"loss_fn": TokenCrossEntropy(), "dtype": torch.float64, "optimizer": sgd}
-    trainer = toy_trainer(1, 1, "bp", model=OURS[name](hf_net(name)), **of_trainer)
-    data, optimizer, plain = Sequences(), sgd(theirs.parameters()), []
-    trainer.fit(data, epochs=1, batch_size=2, shuffle=False, monitoring=SILENT, run_dir=tmp_path)
-    for update in range(50):
-        whole = torch.stack([data.whole(2 * update + row) for row in range(2)])
-        optimizer.zero_grad()
-        loss = theirs(whole, labels=whole, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        plain.append(loss.item())
-    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    losses = [line["value"] for line in lines if line["name"] == "train/loss"]
-    # Llama's norms are of float32 in the library.
-    assert losses == pytest.approx(plain, rel=1e-6 if name == "gpt2" else 1e-5)
-    assert len(losses) == 50

@@ -215,21 +215,6 @@ def test_stage_0_does_both_parts_at_once_where_there_is_room(name, delay, splits
     assert [pipeline.splits_backward(k) for k in range(K)] == [splits, *[True] * (K - 1)]
 
 
-@pytest.mark.parametrize("name", ["adl", "2bw", "fr"])
-def test_a_forward_meets_the_same_updates_with_a_split(name):
-    for delay in ([4, 2, 0], [2, 1, 0], [2, 2, 2], [3, 0, 0]):
-        met = []
-        for split in (False, True):
-            chosen = method(name, accumulation_steps=4, delay=delay, split_backward=split)
-            version, seen = [0] * 3, {}
-            for k, (op, b) in replay(actions_of(3, groups(21, 4), chosen), pick_next=at_random(0)):
-                if op in (Op.FORWARD, Op.FORWARD_ONLY):
-                    seen[k, b] = version[k]
-                version[k] += op is Op.UPDATE
-            met.append(seen)
-        assert met[0] == met[1]
-
-
 # --- Several stages in a process ---------------------------------------------------------------------------
 
 
@@ -495,12 +480,6 @@ def test_a_table_wider_than_the_screen_continues_in_blocks():
     assert sum(line.startswith("tick") for line in whole) == 1
     assert all(len(line) <= 60 for line in cut if line.startswith(heads))
     assert "wider than the screen (60 columns)" in "\n".join(cut)
-
-
-@pytest.mark.parametrize(("stage", "sizes"), [(3, [1]), (-1, [1]), (0, [0])])
-def test_arguments_out_of_range_are_refused(stage, sizes):
-    with pytest.raises(ValueError, match="must be"):
-        list(training_actions(Pipeline(adl(), 3), stage, group_sizes=sizes))
 
 
 @pytest.mark.parametrize(

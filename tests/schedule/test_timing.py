@@ -9,7 +9,7 @@ import pytest
 
 from adl_dist.errors import ConfigError
 from adl_dist.schedule import METHODS, Costs, Pipeline, actions_of_all, figures, method, simulate, speed
-from adl_dist.schedule.actions import LINKS, RECEIVES, Op, message_of
+from adl_dist.schedule.actions import RECEIVES, Op, message_of
 from adl_dist.schedule.least_delays import with_least_delays
 from adl_dist.schedule.timing import makespan
 from benchmarks.capped import simulate_dataflow, stragglers
@@ -132,15 +132,6 @@ def test_without_stragglers_a_stages_preference_does_not_matter(name):
 
 
 # --- Staleness and memory ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("order", ["forward_first", "backward_first"])
-def test_the_figures_are_those_of_the_pipeline(order):
-    pipeline = Pipeline(method("adl", accumulation_steps=4, order=order), 4)
-    for k, told in enumerate(figures(pipeline)):
-        offsets = pipeline.steady_staleness(k)
-        assert (told.stage, told.delay, told.staleness_by_offset) == (k, pipeline.delays[k], offsets)
-        assert (told.staleness_mean, told.staleness_max) == (sum(offsets) / 4, max(offsets))
 
 
 @pytest.mark.parametrize("M", [1, 3, 4, 9])
@@ -410,43 +401,6 @@ def test_a_process_in_the_middle_has_one_link_for_both():
     coded = Costs(**times, transfer_back=[2, 4], shares_link=True)
     assert coded.busiest_link == 12, "in: an activation and a gradient of 4; out: an activation and one of 2"
     assert time_per_micro_batch(3, 4, coded) == pytest.approx(12)
-
-
-def test_messages_over_a_shared_link_as_a_pencil_says():
-    """GPipe, M = 2, K = 3; all work takes 1, a message of the first cut 4 and of the second 6.
-
-    Stage 1 has the activations at 5 and 9, and hands them over at 6 and 10; stage 2 has them at 12 and 18. It sends
-    gradients when it has gone backward, at 20 and 21: stage 1 has them at 26 and 32, hands its own over at 27 and 33,
-    and stage 0 has them at 31 and 37.
-    """
-    costs = Costs(forward=[1] * 3, backward=[1] * 3, transfer=[4, 6], shares_link=True)
-    lists = actions_of_all(Pipeline(method("gpipe", accumulation_steps=2), 3), num_micro_batches=2)
-    spans = simulate(lists, costs)
-    starts = [[s.start for s in spans if s.stage == k and s.action.op in (Op.FORWARD, Op.BACKWARD)] for k in range(3)]
-    assert starts == [[0, 1, 31, 37], [5, 9, 26, 32], [12, 18, 19, 20]]
-
-
-def test_a_gradient_waits_for_an_activation_that_leaves_first():
-    """1F1B, K = 3: activations take 10, gradients 2, work 1.
-
-    Stage 1 hands over gradient 0 at 34, activation 2 at 35 and gradient 1 at 37. The first leaves at once and is there
-    at 36, the second from then to 46, and gradient 1 after it, at 48, although it goes the other way.
-    """
-    costs = Costs(forward=[1] * 3, backward=[1] * 3, transfer=[10, 10], transfer_back=[2, 2], shares_link=True)
-    lists = actions_of_all(Pipeline(method("1f1b", accumulation_steps=3), 3), num_micro_batches=3)
-    spans = simulate(lists, costs)
-    handed = {str(s.action): s.start for s in spans if s.stage == 1 and s.action.op in LINKS}
-    assert [handed[name] for name in ("SG0", "SA2", "SG1")] == [34, 35, 37]
-    came = {str(s.action): s.start for s in spans if s.action.op in RECEIVES and s.stage != 1}
-    assert [came[name] for name in ("RG0", "RA2", "RG1")] == [36, 46, 48]
-
-
-def test_messages_one_at_a_time_have_all_of_a_shared_link():
-    """With one micro-batch at a time, a message never finds another one on its link."""
-    times = {"forward": [1] * 3, "backward": [2] * 3, "transfer": [8, 5]}
-    lists = actions_of_all(Pipeline(method("gpipe", accumulation_steps=1), 3), num_micro_batches=4)
-    apart, one = (makespan(simulate(lists, Costs(**times, shares_link=shared))) for shared in (False, True))
-    assert one == apart
 
 
 def test_delays_cover_what_a_shared_link_takes():
