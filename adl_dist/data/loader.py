@@ -193,7 +193,7 @@ class Loader:
         if loader is None:
             loader = DataLoader(
                 _MicroBatches(self._dataset, self._seed, self._loading.collate_fn),
-                sampler=tasks,  # type: ignore[arg-type]
+                sampler=tasks,
                 batch_size=None,  # an element of the dataset is a whole micro-batch already
                 num_workers=num_workers,
                 pin_memory=self._pin_memory,

@@ -300,7 +300,7 @@ class _Drawing:
         if is_update:
             left = right - max(right - left, UPDATE)  # an update without a duration covers the end of its backward
         corner, room = (left, middle - BOX / 2), right - left
-        edge = {"edgecolor": self._theme.background, "linewidth": 0.8}
+        edge: Any = {"edgecolor": self._theme.background, "linewidth": 0.8}
         self._axes.add_patch(Rectangle(corner, room, BOX, facecolor=face, zorder=2, **edge))
         if is_update:
             self._write((left + right) / 2, middle, f"U{box.action.number}", BOX, 7, ink, rotation=90)
