@@ -25,7 +25,7 @@ F_PLUS_B = 3  # of one stage, in the unit of Costs.balanced
 
 
 def paper_tables(num: int = 600) -> str:
-    """Return the three tables of docs/results/timing.md; the last two run ``num`` micro-batches."""
+    """Return the three tables of docs/dev/results/timing.md; the last two run ``num`` micro-batches."""
     lines = [*speed_up_table(), "", *link_table(num), "", *straggler_table(num)]
     return "\n".join(line.rstrip() for line in lines)
 

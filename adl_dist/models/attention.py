@@ -161,7 +161,7 @@ def new_stream() -> int:
 def draw_weights(model: nn.Module, layers: int, seed: int) -> None:
     """Draw the weights of ``model`` by :func:`draw_parameter`, or have the trainer draw those that are on meta.
 
-    It calls ``model.draw_parameter`` with the name of each and a tensor to fill (docs/large-models.md).
+    It calls ``model.draw_parameter`` with the name of each and a tensor to fill (docs/huggingface.md).
     """
     draw = partial(draw_parameter, layers, seed)
     model.draw_parameter = draw  # type: ignore[assignment]

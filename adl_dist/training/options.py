@@ -117,7 +117,7 @@ class Monitoring:
 
     Attributes:
         tensorboard: write ``run_dir/tensorboard``.
-        loggers: what else gets the records: ``mlflow``, ``wandb``, or objects of your own (docs/hooks.md).
+        loggers: what else gets the records: ``mlflow``, ``wandb``, or objects of your own (docs/own.md).
         trace: write ``run_dir/trace.json``, what each stage did and when, and the shares of its time.
         report: write the page ``run_dir/report.html`` at the end, for which a few updates are recorded in full.
         memory: measure the most bytes of tensors that each stage's process held; slows the first updates.

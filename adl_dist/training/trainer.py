@@ -109,7 +109,7 @@ class Trainer:
         Initial weights are the model's own: for the same ones in every run, and on every rank, call
         ``torch.manual_seed`` before it is built. :meth:`full_state_dict` returns those that training ends with. Of a
         model on ``torch.device("meta")`` each process makes the weights of its own stages only, or reads them from
-        ``init_from``; other Parameter objects then take the place of those that it has now (docs/large-models.md).
+        ``init_from``; other Parameter objects then take the place of those that it has now (docs/huggingface.md).
 
         Args:
             model: any module. It is called with the data's input: a tensor, the elements of a tuple, or the entries of

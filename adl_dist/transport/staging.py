@@ -3,7 +3,7 @@
 Each direction has a copy stream of its own. The compute stream is not held up by a copy out, and a copy in does not
 queue up behind what has been launched. The thread that trains waits for neither: a thread of its own waits until a
 tensor has left the GPU, and then sends it. It has to be a thread, because a receive over gloo can only be waited for,
-so that nothing else could be begun meanwhile; docs/gpu.md has more.
+so that nothing else could be begun meanwhile; docs/dev/gpu.md has more.
 
 Pinned buffers need no bookkeeping here: a copy that does not block records an event with torch's caching host
 allocator, which does not give the memory of a freed buffer out again before that event (THCCachingHostAllocator.h;

@@ -24,7 +24,7 @@ from tests.support.saved import FIRST, MOMENTUM, SECOND, SIGNATURE, saved
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import spec_of, values
 
-DOCS = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+DOCS = Path(__file__).parents[2] / "docs" / "runs.md"
 
 
 def written(folder, tensors, **metadata):

@@ -19,7 +19,7 @@ from tests.support.tiers import slow
 
 # Without the one that is no sweep: test_generate.py carries out its commands.
 FILES = {p.stem: p for p in sorted((config_folder() / "experiment").glob("*.yaml")) if p.stem != "gpt"}
-PAGE = Path(__file__).parents[2] / "docs" / "experiments.md"
+PAGE = Path(__file__).parents[2] / "docs" / "dev" / "experiments.md"
 BLOCK = re.compile(r"layer\d+[._]\d+")  # as names of parameters begin
 PAPER = sorted(name for name in FILES if name.startswith("table"))
 # The same network and recipe as another one, with another cut; composing their runs takes seconds.

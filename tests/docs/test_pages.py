@@ -19,7 +19,7 @@ from tests.docs.blocks import (
 )
 from tests.docs.shim import TAKE_SETTINGS, with_settings
 from tests.support.commands import ROOT
-from tools import docs_site
+from tools import docs_figures, docs_site
 
 HAS_SUBMITIT = importlib.util.find_spec("hydra_plugins") and importlib.util.find_spec("submitit")
 DOCS = ROOT / "docs"
@@ -108,9 +108,22 @@ def navigation(node):
 def test_each_page_is_in_the_navigation_once():
     text = re.sub(r"!!?[\w/:.]+", "", (ROOT / "mkdocs.yml").read_text())
     named = [*navigation(yaml.safe_load(text)["nav"])]
-    pages = [page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")]
+    pages = [page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md") if not page.is_relative_to(DOCS / "dev")]
     generated = ["reference/settings.md", "reference/python.md"]
     assert sorted(named) == sorted([*pages, *generated])
+
+
+def test_tests_that_pages_name_are_there():
+    for page in [*PAGES, *ROOT.glob("[CS]*.md")]:
+        for name in re.findall(r"\btests/[\w/]+\.(?:py|txt)", page.read_text()):
+            assert (ROOT / name).exists(), f"{page}: {name}"
+
+
+def test_figures_of_the_results_are_those_of_their_tables(tmp_path):
+    docs_figures.draw(tmp_path)
+    assert len([*tmp_path.iterdir()]) == 4
+    for made in tmp_path.iterdir():
+        assert made.read_bytes() == (DOCS / "results" / made.name).read_bytes(), "run python -m tools.docs_figures"
 
 
 def leaves(node, path=()):

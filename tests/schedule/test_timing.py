@@ -120,7 +120,7 @@ def test_busy_shares_are_work_over_time(name):
 
 
 def test_the_tables_of_the_paper_are_those_of_the_docs():
-    page = (Path(__file__).parents[2] / "docs" / "results" / "timing.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "dev" / "results" / "timing.md").read_text()
     assert paper_tables() == page.split("```text\n")[1].split("```")[0].rstrip("\n")
 
 
