@@ -42,6 +42,7 @@ from adl_dist.schedule.least_delays import with_least_delays
 from adl_dist.schedule.timing import time_per_update
 from adl_dist.stage import deferred
 from adl_dist.transport import process
+from adl_dist.transport.wire import Wire
 
 WARM_UP, TIMED = 12, 36  # micro-batches; both are whole groups for M of 1, 2, 3, 4, 6 and 12
 ROWS = {  # the rule for the delays, and whether the backward is split
@@ -126,18 +127,18 @@ class Links:
         links = self
 
         class Sender(process.ProcessSender):
-            def __init__(self, edge: process.Edge, specs: Any, *, what: str, **more: Any) -> None:
-                super().__init__(edge, specs, what=what, **more)
-                self._times = links.times(what, edge)
+            def __init__(self, edge: process.Edge, wire: Wire, **more: Any) -> None:
+                super().__init__(edge, wire, **more)
+                self._times = links.times(wire.what, edge)
 
             def send(self, micro_batch: int, tensors: Any) -> None:
                 self._times[micro_batch] = time.monotonic()
                 super().send(micro_batch, tensors)
 
         class Receiver(process.ProcessReceiver):
-            def __init__(self, edge: process.Edge, specs: Any, *, what: str, **more: Any) -> None:
-                super().__init__(edge, specs, what=what, **more)
-                self._times, self._hops = links.times(what, edge), abs(edge.sender - edge.receiver)
+            def __init__(self, edge: process.Edge, wire: Wire, **more: Any) -> None:
+                super().__init__(edge, wire, **more)
+                self._times, self._hops = links.times(wire.what, edge), abs(edge.sender - edge.receiver)
 
             def recv(self, micro_batch: int) -> Any:
                 tensors = super().recv(micro_batch)

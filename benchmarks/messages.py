@@ -21,6 +21,7 @@ from torch import Tensor
 
 from adl_dist.transport.process import Edge, ProcessReceiver, ProcessSender, connect_edges
 from adl_dist.transport.spec import Specs, TensorSpec
+from adl_dist.transport.wire import Wire
 
 NUM_MESSAGES = {8: 2000, 64 << 10: 1000, 2 << 20: 200}  # bytes -> there and back, so often
 CPU = torch.device("cpu")
@@ -46,8 +47,8 @@ def ours(there: Edge, back: Edge, num_bytes: int, number: int) -> None:
     specs = Specs.always([TensorSpec((num_bytes // 4,), "float32")])
     rank = dist.get_rank()
     out, into = (there, back) if rank == 0 else (back, there)
-    sender = ProcessSender(out, specs, what="act", max_pending=4, max_pending_in_evaluation=4)
-    receiver = ProcessReceiver(into, specs, what="act", device=CPU)
+    sender = ProcessSender(out, Wire(specs, "act"), max_pending=4, max_pending_in_evaluation=4)
+    receiver = ProcessReceiver(into, Wire(specs, "act"), device=CPU)
     sizes = [1] * number
     sender.open(sizes, training=True)
     receiver.open(sizes, range(number), training=True)

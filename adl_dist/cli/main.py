@@ -216,15 +216,13 @@ def _command(name: str) -> Callable[[list[str]], None]:
 
 
 def _print_error(text: str, *, kind: str = "") -> None:
-    """Print what ends this command; of several ranks one does, and names itself unless an error says where it arose."""
+    """Print the error that ends this command; of several ranks only one does."""
     if (rank := os.environ.get("RANK")) is None:  # then it need not wait for torch
         sys.stderr.write(f"adl-dist: {kind}{text}\n")
         return
-    from adl_dist.distributed import print_turn
+    from adl_dist.distributed.error_printing import wait_for_rank_0
 
-    says_where = kind and (rank == "0" or print_turn.arose_here())
     with contextlib.suppress(KeyboardInterrupt):
-        if print_turn.is_mine():
-            sys.stderr.write(f"adl-dist: {kind}{'' if says_where else f'rank {rank}: '}{text}\n")
-            _flush()
-            print_turn.announce(printed=True)
+        wait_for_rank_0()
+        sys.stderr.write(f"adl-dist: {kind}{'' if rank == '0' and kind else f'rank {rank}: '}{text}\n")
+        _flush()

@@ -13,7 +13,7 @@ from adl_dist.cli.run_folder import named_folder, wants_averages
 from adl_dist.cli.sweep import command as sweep
 from adl_dist.cli.sweep.request import Sweep, requested
 from adl_dist.control.run_socket import remove_stale
-from adl_dist.distributed import parent_process, print_turn
+from adl_dist.distributed import parent_process
 from adl_dist.distributed.device import check_device, set_for_nccl
 from adl_dist.distributed.network import check_named_interfaces
 from adl_dist.distributed.world import launched_rank, launched_world_size
@@ -52,7 +52,6 @@ def train(overrides: list[str]) -> None:
         finally:
             remove_stale(folder.path)
     trainer = instantiate.trainer(config, handle_signals=stands_alone)
-    print_turn.announce(printed=False)
     train_data, val_data = instantiate.build_data(config.data) if trainer.needs_data else (None, None)
     try:
         summary = trainer.fit(

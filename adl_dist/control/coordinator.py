@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,24 +15,23 @@ from adl_dist.checkpoint.identity import check_identity, identity_of, partition_
 from adl_dist.checkpoint.run_dir import RunFolder
 from adl_dist.control import messages
 from adl_dist.control.group import WorkerGroup
-from adl_dist.control.messages import CodedResult, Done, EvaluateResult, Record, Summary, TiedResult, TrainResult
+from adl_dist.control.messages import Done, EvaluateResult, Record, Summary
 from adl_dist.control.requests import Ask, Requests
 from adl_dist.control.user_code import UserCode
 from adl_dist.errors import DataError, DivergedError, SaveError, StageFailed
-from adl_dist.monitor.timeline import timeline_of
-from adl_dist.monitor.trace import TRACE, Instant, merge_parts
+from adl_dist.monitor.trace import TRACE, merge_parts
 from adl_dist.report import Progress, Recorder, warn
 from adl_dist.report.callbacks import Callbacks, Moment
 from adl_dist.report.goal import Goal
 from adl_dist.report.logs import RESUMED
 from adl_dist.report.progress import TOKENS
-from adl_dist.report.timeline import TIMELINE
+from adl_dist.report.timeline import TIMELINE, Timeline
+from adl_dist.report.totals import Totals, TrainResult
 from adl_dist.schedule.run_plan import Plan
 from adl_dist.stage.metrics import PERPLEXITY
 from adl_dist.stage.stats import value_of
 
 logger = logging.getLogger("adl_dist")
-Trained = tuple[int, float, list[TrainResult]]  # of one segment: samples, seconds, the results of all stages
 
 DRAIN_CHANGED_RESULT = (
     "; the pipeline was emptied for it in mid-epoch: the gradients after it are less stale, and values those of a run "
@@ -80,8 +79,8 @@ class Coordinator:
         those of a sample, as a share of what all devices do in a second at their peak; None: not known.
         ``user_code``: has the user's code take records while stages train.
         """
-        self._flops, self._user_code = flops, user_code or UserCode()
-        self._unit, self._num_tokens = unit, 0.0  # in the present segment
+        self._unit, self._totals = unit, Totals(unit, flops)
+        self._user_code = user_code or UserCode()
         self._plan, self._saving = plan, saving
         self._recorder, self._progress = recorder, progress
         self._requests, self._drain_changes_result = requests or Requests(), drain_changes_result
@@ -94,8 +93,6 @@ class Coordinator:
         self._evaluated_at: int | None = None
         self._failure_recorded: str | None = None
         self._metrics: dict[str, Any] = {}
-        self._trained: list[Trained] = []  # by this process
-        self._all_tokens = 0.0  # likewise
 
     def train(self, workers: WorkerGroup) -> Summary:
         """Train to the end and return the summary."""
@@ -115,8 +112,7 @@ class Coordinator:
         self._progress.update(record)
         if self._callbacks.any:
             self._user_code.call(partial(self._callbacks.take, record))
-        if self._unit == TOKENS and record["name"] == "train/loss":
-            self._num_tokens += float(record.get("num_terms", 0))
+        self._totals.take(record)
 
     def part(self, part: PartReport) -> None:
         """Hand the report of a process on its part of a save to the save; called by any thread."""
@@ -124,7 +120,7 @@ class Coordinator:
             self._saving.saver.take_part(part)
 
     def _train(self) -> Summary:
-        started, origin = time.monotonic(), Instant.now()
+        started, origin = time.monotonic(), time.time()
         try:
             self._callbacks.open(lambda why: self._requests.ask(Ask.END, why))
             self._resume()
@@ -145,15 +141,14 @@ class Coordinator:
             "epochs": self._epoch,
             "updates": self._update,
             "seconds": time.monotonic() - started,
-            **_totals(self._trained),
-            **self._of_unit(),
+            **self._totals.summary(),
             **({"stopped": stopped} if stopped else {}),
             **({"ended_by": self._callbacks.asked} if self._callbacks.asked else {}),
         }
         # The summary of a run that was over is kept, with its training times; it may be missing or of an earlier end.
-        if self._saving and (self._trained or self._saving.folder.summarised_updates != self._update):
+        if self._saving and (self._totals.trained or self._saving.folder.summarised_updates != self._update):
             self._saving.folder.write_summary(summary)
-        if self._saving and self._saving.trace and self._trained:
+        if self._saving and self._saving.trace and self._totals.trained:
             self._write_trace(self._saving.folder.path, origin)
         self._callbacks.call("on_end", replace(self._moment(), summary=summary))
         return summary
@@ -253,9 +248,9 @@ class Coordinator:
     def _train_one(self) -> None:
         self._metrics = {}  # of weights that are no more; a checkpoint or summary must not take them for its own
         segment = self._plan.segment(self._epoch, self._sample, self._update)
-        goes_on = self._sample > 0 and bool(self._trained)  # this process has begun the epoch
+        goes_on = self._sample > 0 and bool(self._totals.trained)  # this process has begun the epoch
         self._progress.begin(segment.epoch, self._plan.epochs, self._plan.total_updates, goes_on=goes_on)
-        self._num_tokens, start = 0.0, time.perf_counter()
+        start = time.perf_counter()
         with self._user_code.while_training():
             results = self._workers.call(messages.Train(segment), TrainResult)
             seconds = time.perf_counter() - start
@@ -267,35 +262,9 @@ class Coordinator:
         if self._sample == self._plan.num_samples:
             self._epoch, self._sample = self._epoch + 1, 0
         self._last_epoch = segment.epoch
-        self._trained.append((segment.num_samples, seconds, results))
         self._write_timeline(results)
-        for result in results:
-            self._record("stage/busy_share", result.busy_seconds / result.seconds, stage=result.stage)
-        for rank, of_process in _by_process(results).items():
-            peak = of_process[0].peak_memory["peak_memory_bytes"]
-            self._record("process/peak_memory", peak, unit="bytes", rank=rank)
-        for result in results:
-            for coded in result.coded:
-                if coded.error is not None:
-                    self._record(f"stage/{coded.what}_coding_error", coded.error, stage=result.stage)
-                self._record(f"stage/{coded.what}_bytes", coded.num_bytes, unit="bytes", stage=result.stage)
-        self._record("train/samples_per_second", segment.num_samples / seconds, unit="samples/s")
-        if self._flops is not None:
-            self._record("train/mfu", self._flops * segment.num_samples / seconds)
-        if self._unit == TOKENS:
-            self._all_tokens += self._num_tokens
-            self._record("train/tokens_per_second", self._num_tokens / seconds, unit="tokens/s")
-
-    def _of_unit(self) -> Summary:
-        """Return the unit of speed, if it is no image, the speed in tokens, and the share of the devices' peak."""
-        seconds, found = sum(seconds for _, seconds, _ in self._trained), Summary()
-        if self._unit != "images":
-            found["unit"] = self._unit
-        if seconds and self._unit == TOKENS:
-            found |= {"num_tokens": self._all_tokens, "tokens_per_second": self._all_tokens / seconds}
-        if seconds and self._flops is not None:
-            found["mfu"] = self._flops * sum(samples for samples, _, _ in self._trained) / seconds
-        return found
+        for record in self._totals.add(segment.num_samples, seconds, results):
+            self._record(**record)
 
     def _evaluate(self) -> None:
         if not self._plan.num_validation:
@@ -320,7 +289,7 @@ class Coordinator:
             self._record(name.replace("_", "/", 1), value)
         self._progress.end(loss, self._metrics.get("validation_accuracy"), last.metrics)
         # The loss of training is that of the weights before the update; these here must not be saved either.
-        if self._trained and not math.isfinite(loss):
+        if self._totals.trained and not math.isfinite(loss):
             where = {"stage": last.stage, "update": self._update - 1, "epoch": self._last_epoch}
             raise DivergedError(f"the validation loss is {loss}", **where)
 
@@ -373,14 +342,14 @@ class Coordinator:
             )
 
     def _write_timeline(self, results: Sequence[TrainResult]) -> None:
-        windows = [result.window for result in results if result.window is not None]
-        if self._saving is not None and len(windows) == len(results):
+        timelines = [result.timeline for result in results if result.timeline is not None]
+        if self._saving is not None and len(timelines) == len(results):
             try:
-                timeline_of(windows).write(self._saving.folder.path)
+                Timeline.join(timelines).write(self._saving.folder.path)
             except OSError as error:
                 warn(f"{self._saving.folder.path / TIMELINE} could not be written: {error.strerror}; the run continues")
 
-    def _write_trace(self, run_dir: Path, origin: Instant) -> None:
+    def _write_trace(self, run_dir: Path, origin: float) -> None:
         results = self._workers.call(messages.Trace(str(run_dir), origin), dict)
         try:
             path = merge_parts(run_dir, results, {"updates": self._update, "epochs": self._epoch})
@@ -400,72 +369,3 @@ class Coordinator:
     def _record(self, name: str, value: float, **more: Any) -> None:
         where = {"update": self._update - 1, "epoch": self._last_epoch}
         self._recorder.write({"name": name, "value": value, **where, **more})
-
-
-def _totals(trained: Sequence[Trained]) -> Summary:
-    """Return figures of ``summary.json``: sums and peaks of what the stages reported of each segment of training."""
-    num_samples, seconds = sum(samples for samples, _, _ in trained), sum((seconds for _, seconds, _ in trained), 0.0)
-    rows = [_stage_totals(results) for results in zip(*(results for _, _, results in trained), strict=True)]
-    processes = []
-    for rank, last in (_by_process(trained[-1][2]) if trained else {}).items():
-        peaks = [one.peak_memory for _, _, results in trained for one in results if one.rank == rank]
-        found = {name: max(peak[name] for peak in peaks) for name in peaks[0]}
-        processes.append({"rank": rank, "stages": [one.stage for one in last], **found})
-        if len(last) == 1:
-            rows[last[0].stage] |= found
-    return {
-        "skipped_updates": sum(results[-1].num_skipped for _, _, results in trained),
-        "train_seconds": seconds,
-        "num_samples": num_samples,
-        **({"samples_per_second": num_samples / seconds} if seconds else {}),
-        "stages": rows,
-        # What a process with several stages has held is none of theirs.
-        **({"processes": processes} if len(processes) < len(rows) else {}),
-    }
-
-
-def _by_process(results: Iterable[TrainResult]) -> dict[int, list[TrainResult]]:
-    """Return the results of the stages of each process, by its rank."""
-    found: dict[int, list[TrainResult]] = {}
-    for result in results:
-        found.setdefault(result.rank, []).append(result)
-    return found
-
-
-def _stage_totals(results: Sequence[TrainResult]) -> dict[str, Any]:
-    seconds = sum(result.seconds for result in results)
-    row: dict[str, Any] = {
-        "stage": results[0].stage,
-        "staleness_mean": sum(r.staleness_sum for r in results) / sum(r.num_backwards for r in results),
-        "staleness_max": max(result.staleness_max for result in results),
-        "busy_share": sum(result.busy_seconds for result in results) / seconds,
-    }
-    if results[0].tied:
-        row["tied"] = [_tied_totals(of_tie) for of_tie in zip(*(result.tied for result in results), strict=True)]
-    if results[0].coded:
-        row["coded"] = [_coded_totals(of_edge) for of_edge in zip(*(result.coded for result in results), strict=True)]
-    if tensor_bytes := [result.peak_tensor_bytes for result in results if result.peak_tensor_bytes is not None]:
-        row["peak_tensor_bytes"] = max(tensor_bytes)
-    if names := dict.fromkeys(name for result in results for name in result.spent):
-        row["shares"] = {name: sum(r.spent.get(name, 0.0) for r in results) / seconds for name in names}
-    return row
-
-
-def _coded_totals(results: Sequence[CodedResult]) -> dict[str, Any]:
-    errors = [result.error for result in results if result.error is not None]
-    return {
-        "what": results[0].what,
-        "codec": results[0].codec,
-        "bytes": sum(result.num_bytes for result in results),
-        "plain_bytes": sum(result.plain_bytes for result in results),
-        **({"error": sum(errors) / len(errors)} if errors else {}),
-    }
-
-
-def _tied_totals(results: Sequence[TiedResult]) -> dict[str, Any]:
-    num = sum(result.num_backwards for result in results)
-    return {
-        "name": results[0].name,
-        "staleness_mean": sum(result.staleness_sum for result in results) / num,
-        "staleness_max": max(result.staleness_max for result in results),
-    }

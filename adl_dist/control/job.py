@@ -183,7 +183,6 @@ class Job:
         stop = self._plane.endpoint.stop
         if self._world.backend != "nccl" or stop.failure is not None:  # rank 0 has said before why it ends
             return
-        self._world.is_rank_0_informed = False  # so this process prints it
         abort = Abort(Failure(rank=COORDINATOR_RANK, text=why, is_gone=True))
         stop.take(abort)
         self._plane.endpoint.commands.put(abort)  # for a main thread that waits for the next command

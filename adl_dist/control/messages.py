@@ -1,14 +1,13 @@
-"""The messages between the coordinator and the stages. They travel over RPC as they are."""
+"""The messages between the coordinator and the stages, which travel over RPC as they are."""
 
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from adl_dist.checkpoint.async_save import PartReport
 from adl_dist.errors import AdlError, ChannelError, StageFailed, describe
-from adl_dist.monitor.timeline import StageWindow
-from adl_dist.monitor.trace import Instant
+from adl_dist.report.totals import TrainResult
 from adl_dist.schedule import Segment
 
 Record = dict[str, Any]  # one line of metrics.jsonl
@@ -49,10 +48,10 @@ class Save:
 
 @dataclass(frozen=True)
 class Trace:
-    """The command to write this process's part of the trace; ``origin``: time 0, taken on rank 0."""
+    """The command to write this process's part of the trace; ``origin``: its time 0, on the clock of time.time."""
 
     run_dir: str
-    origin: Instant
+    origin: float
 
 
 @dataclass(frozen=True)
@@ -64,18 +63,18 @@ class Stop:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The error of one process, as the others get to know it."""
+    """The error of one process, as the other processes receive it."""
 
     rank: int
     text: str  # the error in one line
     traceback: str = ""  # for the log
-    exit_code: int = 1  # what the command ends with
+    exit_code: int = 1  # of the command
     is_victim: bool = False  # whether it failed only because another process did
     is_gone: bool = False  # whether the process has died or is stuck, so that it cannot report anything itself
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> "Failure":
-        """Return what the other processes get to know of ``error``, which ends the job on ``rank``."""
+        """Return the failure for ``error``, which ends the job on ``rank``."""
         return cls(
             rank=rank,
             text=str(error) if isinstance(error, AdlError) else f"rank {rank}: {describe(error)}",
@@ -113,63 +112,21 @@ def command_name(command: Command) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainResult:
-    """The figures of one stage over one segment."""
-
-    stage: int
-    rank: int  # of its process
-    seconds: float  # that the segment took
-    busy_seconds: float  # the part of it spent in forward, backward and update
-    staleness_sum: int  # of all gradients, in updates
-    staleness_max: int
-    num_backwards: int
-    num_updates: int  # made or skipped
-    num_skipped: int
-    peak_memory: Mapping[str, int]  # the most bytes that the process, with all its stages, has held so far, by name
-    peak_tensor_bytes: int | None = None  # the most bytes of tensors; None unless measured
-    spent: Mapping[str, float] = field(default_factory=dict)  # seconds by kind of action; empty without a trace
-    tied: Sequence["TiedResult"] = ()  # of each of its copies of tied weights
-    coded: Sequence["CodedResult"] = ()  # of what it has sent coded, in each direction
-    window: StageWindow | None = None  # what it did in a few updates; None: that is not wanted, or known already
-
-
-@dataclass(frozen=True, kw_only=True)
-class TiedResult:
-    """The figures of the copy that one stage holds of tied weights, over one segment."""
-
-    name: str
-    staleness_sum: int  # of the gradients that the stage has added, in updates of these weights
-    staleness_max: int
-    num_backwards: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class CodedResult:
-    """The figures of what one stage has sent coded in one direction, over one segment."""
-
-    what: str  # "act" or "grad"
-    codec: str
-    num_bytes: int  # sent
-    plain_bytes: int  # before they were coded
-    error: float | None  # length of what was left out over that of what was sent; None: of nothing finite
-
-
-@dataclass(frozen=True, kw_only=True)
 class EvaluateResult:
     """The figures of one stage over the validation set; all but ``stage`` on the last stage only."""
 
     stage: int
     num_samples: int = 0
-    num_terms: float = 0.0  # that the loss is the mean over: the samples, if it counts nothing else
-    loss_sum: float = 0.0  # over all of these
+    num_terms: float = 0.0  # terms of the loss's mean: the samples, if it counts nothing else
+    loss_sum: float = 0.0  # over all terms
     num_correct: int | None = None  # targets classified correctly; None if the task has no classes
-    num_classed: int = 0  # of so many
-    metrics: Mapping[str, float] = field(default_factory=dict)  # those that were asked for, by name
+    num_classed: int = 0  # targets that have a class
+    metrics: Mapping[str, float] = field(default_factory=dict)  # the requested ones, by name
 
 
 @dataclass(frozen=True)
 class Done:
-    """The result of a command of which the process ``rank`` has nothing else to report."""
+    """The result of a command without figures, by the process ``rank``."""
 
     rank: int
 
@@ -179,16 +136,16 @@ Result = TrainResult | EvaluateResult | Done | dict[str, Any]  # the last: one s
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What one process sends the coordinator."""
+    """A report of one process to the coordinator."""
 
     rank: int
     records: list[Record] = field(default_factory=list)  # for metrics.jsonl, since its last report
-    results: list[Result] | None = None  # of a command; None: it is not done
-    failure: Failure | None = None  # why the process fails; None: it does not
+    results: list[Result] | None = None  # of a command, once it is done
+    failure: Failure | None = None
 
 
 class Reporter(Protocol):
-    """Takes what a worker has to report while it carries out a command."""
+    """Takes the reports of a worker while it carries out a command."""
 
     def record(self, record: Record) -> None:
         """Take one record."""

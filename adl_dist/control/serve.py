@@ -17,7 +17,7 @@ from adl_dist.errors import AdlError, ChannelError
 logger = logging.getLogger("adl_dist")
 
 REPORT_SECONDS = 0.2  # records travel in batches this far apart
-HEARD_SECONDS = 4 * CAUSE_SECONDS  # that rank 0 takes to find the cause and tell it
+HEARD_SECONDS = 4 * CAUSE_SECONDS  # limit for rank 0 to find the cause and report it
 
 
 class RpcReporter:
@@ -72,13 +72,13 @@ class RpcReporter:
 
 
 def serve(worker: LocalWorker, plane: ControlPlane) -> Summary:
-    """Carry out commands in this (main) thread until the job is over; return what the coordinator gave with the end.
+    """Carry out commands in this (main) thread until the job is over; return the coordinator's summary.
 
     Raises:
-        StageFailed: the coordinator ended the job because of another process.
-        AdlError: this process failed; if for want of a rank 0 that is gone, by the name of that.
+        StageFailed: If the coordinator ended the job because of another process.
+        AdlError: If this process failed, or rank 0 is gone, which the text says.
     """
-    reporter, world = RpcReporter(plane), plane.world
+    reporter = RpcReporter(plane)
     while True:
         try:
             command = plane.endpoint.commands.get()  # a Ctrl-C here must reach the others, too
@@ -86,39 +86,34 @@ def serve(worker: LocalWorker, plane: ControlPlane) -> Summary:
                 reporter.results(worker.execute(command, reporter))
                 continue
         except BaseException as error:
-            told = plane.endpoint.stop.failure
-            if told is not None and not isinstance(error, ChannelError):  # what was computed since is worth nothing
-                raise told.error() from None
+            ended = plane.endpoint.stop.failure
+            if ended is not None and not isinstance(error, ChannelError):  # results since then are worth nothing
+                raise ended.error() from None
             is_reported = reporter.failure(error)
-            world.is_rank_0_informed, world.has_failed_itself = is_reported, not isinstance(error, ChannelError)
             if isinstance(error, ChannelError):
-                if (explained := _explained(error, is_reported, plane)) is not error:
-                    raise explained from None
-            elif is_reported and world.rank != COORDINATOR_RANK:
+                if (cause := _find_cause(error, is_reported, plane)) is not error:
+                    raise cause from None
+            elif is_reported and plane.world.rank != COORDINATOR_RANK:
                 # The coordinator first lets a save end that is under way, and this process may be writing its part.
                 with contextlib.suppress(queue.Empty):
-                    world.is_ended_by_rank_0 = isinstance(plane.endpoint.commands.get(timeout=LAST_SAVE_SECONDS), Abort)
+                    plane.endpoint.commands.get(timeout=LAST_SAVE_SECONDS)
             raise
         if isinstance(command, Abort):
             raise command.failure.error()
         return command.result
 
 
-def _explained(error: ChannelError, is_reported: bool, plane: ControlPlane) -> AdlError:
-    """Return what this process raises for want of another: the cause, if rank 0 reports it, or that rank 0 is gone."""
+def _find_cause(error: ChannelError, is_reported: bool, plane: ControlPlane) -> AdlError:
+    """Return the error that ``error`` follows from: the failure that rank 0 reports, or that rank 0 is gone."""
     heartbeat = plane.endpoint.heartbeat
     deadline = time.monotonic() + HEARD_SECONDS + (LAST_SAVE_SECONDS if is_reported else 0.0)
     is_last = False
     while not is_last:
-        # What rank 0 has sent before it ended may still be under way.
+        # Messages that rank 0 sent before it ended may still be under way.
         is_last = time.monotonic() >= deadline or heartbeat.rank0_status() is not None
         with contextlib.suppress(queue.Empty):
             command = plane.endpoint.commands.get(timeout=CAUSE_SECONDS)
-            if not isinstance(command, Abort):
-                return error
-            is_of_rank_0 = command.failure.rank == COORDINATOR_RANK and command.failure.is_gone
-            plane.world.is_rank_0_informed = not is_of_rank_0
-            return error if command.failure.is_victim else command.failure.error()
+            return command.failure.error() if isinstance(command, Abort) and not command.failure.is_victim else error
     # A rank 0 that took the report was there when the channel broke; it ends, too, when it has told the others.
     name = None if is_reported else heartbeat.rank0_status()
     return ChannelError(f"{name}; {error}") if name else error

@@ -18,14 +18,11 @@ from adl_dist.checkpoint.async_save import PartWriter
 from adl_dist.checkpoint.state import FreshStage, check_storable, load, state_of
 from adl_dist.control import messages
 from adl_dist.control.messages import (
-    CodedResult,
     Command,
     EvaluateResult,
     Record,
     Reporter,
     Result,
-    TiedResult,
-    TrainResult,
     command_name,
 )
 from adl_dist.control.stop import EarlyStop
@@ -36,9 +33,9 @@ from adl_dist.engine import BatchSource, StageContext
 from adl_dist.errors import ConfigError
 from adl_dist.monitor.activity import FINISHING, USER_CODE, ActivityLog, Window
 from adl_dist.monitor.memory import MemoryMeter, peak_memory
-from adl_dist.monitor.timeline import window_of
 from adl_dist.monitor.trace import write_part
 from adl_dist.optim import fast_forward
+from adl_dist.report.totals import CodedResult, TiedResult, TrainResult
 from adl_dist.schedule import (
     Action,
     Op,
@@ -58,9 +55,9 @@ from adl_dist.stage.loss import LossTerms, counted
 from adl_dist.stage.stats import value_of
 from adl_dist.stage.tied import TiedWeights
 from adl_dist.streams import streams_kept
-from adl_dist.transport.coded import CodedChannel, CodedSender
+from adl_dist.transport.channel import LocalChannel
 from adl_dist.transport.coding import Coder
-from adl_dist.transport.process import POSTED_AHEAD
+from adl_dist.transport.process import POSTED_AHEAD, ProcessSender
 
 
 @dataclass
@@ -130,8 +127,8 @@ class LocalWorker:
         reports = _UpdateReports(self, segment, emit)
         self._run(work, segment, self.train_loader, reports)
         seconds, held = time.perf_counter() - start, peak_memory()
-        windows = {k: window_of(self.activity, k) for k in self.contexts}
-        self.wants_timeline &= not all(window is not None and window.is_steady for window in windows.values())
+        timelines = {k: self.activity.timeline(k) for k in self.contexts}
+        self.wants_timeline &= not all(timeline is not None and timeline.is_steady for timeline in timelines.values())
         return [
             TrainResult(
                 stage=k,
@@ -148,11 +145,11 @@ class LocalWorker:
                 num_skipped=activity.num_skipped,
                 tied=[_tied_result(tied) for tied in self.contexts[k].stage.ties.values()],
                 coded=[
-                    _coded_result(what, sender.coder)
+                    _coded_result(what, coder)
                     for what, sender in self.contexts[k].senders.items()
-                    if isinstance(sender, CodedChannel | CodedSender)
+                    if isinstance(sender, LocalChannel | ProcessSender) and (coder := sender.wire.coder) is not None
                 ],
-                window=windows[k],
+                timeline=timelines[k],
             )
             for k, activity in sorted(self.activity.stages.items())
         ]

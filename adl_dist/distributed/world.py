@@ -58,9 +58,6 @@ class World:
     ranks_on_gpu: int = 1  # that share the GPU of this one, with it
     owns_group: bool = True  # whether the default process group was made here; else it is the user's
     num_jobs: int = 0  # begun so far; the number of the last one, the same on all processes
-    has_failed_itself: bool = False  # whether the error that ends this process arose in it while a job ran
-    is_rank_0_informed: bool = True  # whether rank 0 knows that error, as far as can be seen from here
-    is_ended_by_rank_0: bool = False  # whether rank 0 has ended the job for it, and so prints it unless this rank does
     has_left: bool = False  # after an error, which the others may not have met
     is_aborted: bool = False  # whether its edges have been given up
     _links: set[str] = field(default_factory=lambda: set(EVERY_METHOD_NEEDS))

@@ -1,7 +1,7 @@
-"""The record of what the stages of one process do: each action once, with when it began and ended.
+"""The record of the actions of one process's stages: each action once, with its begin and end.
 
 The engine's loop writes it, without a lock; status.py, trace.py and the results of a segment are views of it. Its size
-does not grow with the run: each stage has sums for each kind of action, and its first events where they are wanted.
+does not grow with the run: for each stage it has sums per kind of action, and the first events for a trace.
 """
 
 import time
@@ -14,16 +14,17 @@ from typing import NamedTuple
 import torch
 
 from adl_dist.engine import StageContext
+from adl_dist.report.timeline import Timed, Timeline
 from adl_dist.schedule import Action, Op, Pipeline, Segment
 from adl_dist.schedule.actions import BACKWARDS
 
 STARTING = "start"  # the phase of a process whose stages are not built yet
 IDLE = "idle"  # the process waits for the coordinator's next command
-FINISHING = "finishing"  # all actions are done, but what was sent last has not left yet
+FINISHING = "finishing"  # all actions are done, but the last messages have not left yet
 FAILED = "failed"  # the command raised
 USER_CODE = "callbacks and loggers"  # the user's, called between two actions
 
-# The share that the time of each kind of action counts to, and the name of such an action.
+# For each kind of action: the share that its time counts to, and its name.
 KINDS = {
     Op.LOAD: ("load", "load"),
     Op.RECV_ACT: ("wait_act", "wait for act"),
@@ -79,7 +80,7 @@ class StageActivity:
         return sum(seconds for op, seconds in self.seconds.items() if KINDS[op][0] in BUSY)
 
     def spent(self, seconds: float) -> dict[str, float]:
-        """Return how the stage spent the ``seconds`` of the segment, by the names of ``SHARES``."""
+        """Return the part of the segment's ``seconds`` that each of ``SHARES`` took."""
         spent = dict.fromkeys(SHARES, 0.0)
         for op, of_op in self.seconds.items():
             spent[KINDS[op][0]] += of_op
@@ -91,7 +92,7 @@ class StageActivity:
 class SegmentActivity:
     """One segment of training or of evaluation in this process."""
 
-    number: int  # segments that this process had begun, this one included
+    number: int  # of the segments that this process has begun, counted from 1
     segment: Segment
     training: bool
     began: float  # seconds on this process's time.perf_counter
@@ -106,19 +107,19 @@ class Event(NamedTuple):
     begin: float  # seconds on this process's time.perf_counter
     end: float
     version: int  # updates that the stage had made when the action began
-    forward_version: int | None  # updates behind the weights of the micro-batch's forward; None: there is no forward
+    forward_version: int | None  # updates before the micro-batch's forward, or None without a forward
 
 
 class Window(NamedTuple):
-    """The part of a segment whose events are kept for its timeline: from the end of one update of each stage on."""
+    """The part of a segment that its timeline shows: from one update of each stage to a later one."""
 
-    after: int  # the group of that update; -1: from the beginning of the segment
-    until: int  # the group whose update is the first that is not kept
+    after: int  # the group of the first update, or -1 for the beginning of the segment
+    until: int  # the group of the last update
     is_steady: bool  # whether the pipeline is full all the time
 
     @classmethod
     def of(cls, pipeline: Pipeline, segment: Segment) -> "Window":
-        """Return the window in the middle of ``segment``, long enough for what all stages do at the same time."""
+        """Return a window in the middle of ``segment``, long enough to show all stages working at once."""
         fill, last = pipeline.updates_to_fill, segment.num_updates - 1
         num_updates = max(2, -(-(SHOWN + 2 * pipeline.num_stages) // pipeline.micro_batches_per_update))
         until = min(max(last // 2, fill) + num_updates, last)
@@ -130,11 +131,11 @@ class Window(NamedTuple):
 class ActivityLog:
     """The record of one process. The main thread writes; any thread reads plain attributes, each of them once.
 
-    The first ``most_events`` events of each stage are kept, and of a segment with a window those within it.
+    It keeps the first ``most_events`` events of each stage, and the events in the window of a segment.
     """
 
     def __init__(self, num_stages: int, *, device: torch.device = CPU, runs_ahead: bool = False) -> None:
-        """Begin a record; ``num_stages``: of the whole job; ``runs_ahead``: see :class:`ProcessStatus`."""
+        """Begin a record of some of ``num_stages`` stages; ``runs_ahead``: see :class:`ProcessStatus`."""
         self.num_stages, self.device, self.runs_ahead = num_stages, device, runs_ahead
         self.phase = (STARTING, time.perf_counter())  # the command carried out, or one of the above; since when
         self.doing: tuple[int, Action, float] | None = None  # the action under way, its stage, when it began
@@ -145,12 +146,12 @@ class ActivityLog:
         self.events: dict[int, list[Event]] = defaultdict(list)  # of each stage
         self.num_left_out: dict[int, int] = defaultdict(int)
         self.window: Window | None = None  # of the present segment
-        self.in_window: dict[int, list[Event]] = defaultdict(list)  # of each stage
-        self.windowed: set[int] = set()  # stages that are within the window now
+        self._timed: dict[int, list[Timed]] = defaultdict(list)  # the actions of each stage in the window
+        self._in_window: set[int] = set()  # stages that are in the window now
         self._keeps = False
 
     def enter(self, phase: str) -> None:
-        """Note that the process is in ``phase`` from now on, in which it has not begun an action."""
+        """Begin ``phase``, without an action so far."""
         self.doing = None
         self.phase = (phase, time.perf_counter())
 
@@ -180,9 +181,9 @@ class ActivityLog:
         number = self.present.number + 1 if self.present is not None else 1
         self.present = SegmentActivity(number, segment, training, time.perf_counter(), self.stages)
         self.window = window
-        self.in_window.clear()
-        self.windowed = {*contexts} if window is not None and window.after < 0 else set()
-        self._keeps = bool(self.most_events or self.windowed)
+        self._timed.clear()
+        self._in_window = {*contexts} if window is not None and window.after < 0 else set()
+        self._keeps = bool(self.most_events or self._in_window)
 
     def begin(self, stage: int, action: Action) -> None:
         """See :class:`adl_dist.engine.ActionLog`."""
@@ -211,28 +212,51 @@ class ActivityLog:
             self._keep(k, action, began, ended)
 
     def _pass(self, k: int, number: int, window: Window) -> None:
-        """Note that stage ``k`` has made the update of group ``number``, with which its window may begin or end."""
+        """Let stage ``k`` enter or leave the window with its update of group ``number``."""
         if number == window.after:
-            self.windowed.add(k)
+            self._in_window.add(k)
         elif number == window.until:
-            self.windowed.discard(k)
-        self._keeps = bool(self.most_events or self.windowed)
+            self._in_window.discard(k)
+        self._keeps = bool(self.most_events or self._in_window)
 
     def _keep(self, k: int, action: Action, began: float, ended: float) -> None:
+        """Keep an event for the trace, the timeline, or both."""
         assert self.present is not None, "open comes before"
-        if not (is_traced := len(self.events[k]) < self.most_events):
-            self.num_left_out[k] += self.most_events > 0
-            if k not in self.windowed:
-                return
         op, number = action
-        stage, forward_version = self.stages[k].context.stage, None
-        version = stage.version - (op is Op.UPDATE)
+        stage = self.stages[k].context.stage
+        if k in self._in_window:
+            stale = stage.tally.staleness[-1] if op in BACKWARDS else None
+            self._timed[k].append(Timed(op.value, number, began, ended, stale))
+        if not self.most_events:
+            return
+        if len(self.events[k]) >= self.most_events:
+            self.num_left_out[k] += 1
+            return
+        version, forward_version = stage.version - (op is Op.UPDATE), None
         if op in BACKWARDS:
             forward_version = version - stage.tally.staleness[-1]
         elif op in (Op.FORWARD, Op.FORWARD_ONLY, Op.RECOMPUTE):
             forward_version = stage.in_flight[number].version
-        event = Event(self.present, action, began, ended, version, forward_version)
-        if is_traced:
-            self.events[k].append(event)
-        if k in self.windowed:
-            self.in_window[k].append(event)
+        self.events[k].append(Event(self.present, action, began, ended, version, forward_version))
+
+    def timeline(self, stage: int) -> Timeline | None:
+        """Return the timeline of ``stage`` in the window of this segment, on the wall clock, or None if it is empty."""
+        timed = self._timed.get(stage)
+        if self.window is None or not timed:
+            return None
+        offset = wall_offset()
+        return Timeline(
+            epoch=self.epoch,
+            device=self.device.type,
+            is_steady=self.window.is_steady and stage not in self._in_window,  # else it was ended within the window
+            stages=[[each._replace(begin=each.begin + offset, end=each.end + offset) for each in timed]],
+        )
+
+
+def wall_offset() -> float:
+    """Return time.time() minus time.perf_counter(): the clock of all machines minus that of this process."""
+    readings = []
+    for _ in range(5):  # the closest of a few: this process may lose its core between two clocks
+        before, wall, after = time.perf_counter(), time.time(), time.perf_counter()
+        readings.append((after - before, wall - (before + after) / 2))
+    return min(readings)[1]

@@ -8,49 +8,37 @@ import fileinput
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from adl_dist.distributed.procfs import machine
 from adl_dist.distributed.world import World
-from adl_dist.monitor.activity import KINDS, ActivityLog
+from adl_dist.monitor.activity import KINDS, ActivityLog, wall_offset
 from adl_dist.schedule import Op
 
 TRACE = "trace.json"
 PARTS = "trace"  # a folder, while the file is made
-MOST_EVENTS = 200_000  # kept of each stage, the first ones; about 30 MB of memory, and as much on disk
-
-
-class Instant(NamedTuple):
-    """A moment that processes of every machine can place on their own clock."""
-
-    machine: str  # that read the clocks; see procfs.machine
-    seconds: float  # on time.perf_counter, which the processes of one machine share
-    wall: float  # seconds on time.time, which NTP keeps alike on all machines
-
-    @classmethod
-    def now(cls) -> "Instant":
-        """Return the present moment."""
-        return cls(machine(), time.perf_counter(), time.time())
-
-    def on_this_clock(self) -> float:
-        """Return the moment in seconds of this process's ``time.perf_counter``."""
-        here = Instant.now()
-        return self.seconds if here.machine == self.machine != "" else here.seconds - (here.wall - self.wall)
+MOST_EVENTS = 200_000  # the first ones of each stage are kept: about 30 MB of memory, and as much on disk
 
 
 def write_part(
-    log: ActivityLog, world: World, run_dir: Path, stages: Sequence[int], *, origin: Instant
+    log: ActivityLog, world: World, run_dir: Path, stages: Sequence[int], *, origin: float
 ) -> list[dict[str, Any]]:
-    """Write the events of this process's ``stages``; ``origin``: the zero of the trace's time, taken on rank 0.
+    """Write the events of this process's ``stages``.
 
-    Return for each stage its part, how many events it has there and how many were left out; or why there is none
-    (``failed``), because the run is worth more than its trace.
+    Args:
+        log: the record of this process.
+        world: the processes.
+        run_dir: the run folder.
+        stages: the stages of this process.
+        origin: zero of the trace's time, in seconds of ``time.time``, which NTP keeps equal on all machines.
+
+    Returns:
+        For each stage the name of its part and the numbers of events there and left out, or why it ``failed``: the run
+        is worth more than its trace.
     """
     part = run_dir / PARTS / f"rank{world.rank}.jsonl"
-    began = origin.on_this_clock()
+    began = origin - wall_offset()
     try:
         part.parent.mkdir(exist_ok=True)
         with part.open("w") as file:
@@ -64,19 +52,21 @@ def write_part(
             "part": part.name,
             "events": len(log.events[k]),
             "events_left_out": log.num_left_out[k],
-            "seconds_to_rank_0": origin.seconds - began,
         }
         for k in stages
     ]
 
 
 def merge_parts(run_dir: Path, results: Sequence[dict[str, Any]], about: dict[str, Any]) -> Path:
-    """Make one file of the parts, whole or not at all, and return it; on rank 0, when all are written.
+    """Join the parts to one file, whole or not at all, and return it; on rank 0, when all parts are written.
 
-    ``results`` are what :func:`write_part` returned for all stages; ``about`` the run is written to ``otherData``.
+    Args:
+        run_dir: the run folder.
+        results: the results of :func:`write_part` for all stages.
+        about: facts about the run for ``otherData``.
 
     Raises:
-        OSError: the file could not be written, or a part.
+        OSError: If the file or a part could not be written.
     """
     parts = run_dir / PARTS
     try:

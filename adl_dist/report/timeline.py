@@ -1,4 +1,4 @@
-"""``run_dir/timeline.json``: when the stages did what in a few updates in which all of them are at work."""
+"""``run_dir/timeline.json``: the actions of all stages in a few updates while all of them are at work."""
 
 import json
 from collections.abc import Sequence
@@ -29,23 +29,38 @@ class Timed(NamedTuple):
     number: int
     begin: float
     end: float
-    staleness: int | None  # updates, of a backward; None: it is none
+    staleness: int | None  # of a backward, in updates
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """What the stages did, on one clock that begins with the first of these actions."""
+    """The actions of some stages, on one clock."""
 
     epoch: int
     device: str  # on a GPU the times are those in which the host launched the work
     is_steady: bool  # whether all stages were at work all the time
     stages: Sequence[Sequence[Timed]]
 
+    @classmethod
+    def join(cls, parts: Sequence["Timeline"]) -> "Timeline":
+        """Return the stages of ``parts`` in their order, on a clock that begins with the first action."""
+        stages = [stage for part in parts for stage in part.stages]
+        zero = min(stage[0].begin for stage in stages)
+        return cls(
+            epoch=parts[0].epoch,
+            device=parts[0].device,
+            is_steady=all(part.is_steady for part in parts),
+            stages=[
+                [each._replace(begin=round(each.begin - zero, 7), end=round(each.end - zero, 7)) for each in stage]
+                for stage in stages
+            ],
+        )
+
     def write(self, folder: Path) -> None:
-        """Write it into the run's ``folder``, unless there is one of a steady part and this is not.
+        """Write it into the run's ``folder``, unless only the one there is of a steady part.
 
         Raises:
-            OSError: the file cannot be written.
+            OSError: If the file cannot be written.
         """
         path = folder / TIMELINE
         if self.is_steady or not path.exists():
@@ -54,10 +69,10 @@ class Timeline:
 
     @classmethod
     def read(cls, folder: Path) -> "Timeline | None":
-        """Return that of the run in ``folder``; None: there is none.
+        """Return the timeline of the run in ``folder``, or None if it has none.
 
         Raises:
-            OSError, ValueError, TypeError, KeyError: the file is damaged.
+            OSError, ValueError, TypeError, KeyError: If the file is damaged.
         """
         path = folder / TIMELINE
         if not path.is_file():
@@ -76,12 +91,12 @@ class Timeline:
         )
 
     def median_seconds(self, stage: int, *ops: Op) -> float | None:
-        """Return the median time of an action of these kinds; of several kinds the sum of theirs; None: none occurs."""
+        """Return the sum of the median times of these kinds of action, or None if none occurs."""
         times = [[each.end - each.begin for each in self.stages[stage] if each.op == op.value] for op in ops]
         return sum(median(of_op) for of_op in times if of_op) if any(times) else None
 
     def shares(self, stage: int) -> dict[str, float]:
-        """Return what part of the time of ``stage`` each of ``SHARES`` had; they add up to 1."""
+        """Return the part of the time of ``stage`` that each of ``SHARES`` took; they add up to 1."""
         events = self.stages[stage]
         length = max(events[-1].end - events[0].begin, 1e-9)
         spent = dict.fromkeys(SHARES, 0.0)

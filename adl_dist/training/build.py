@@ -30,7 +30,7 @@ from adl_dist.stage import LossFn, OptimizerFactory, Stage, TrainSpec, in_dtype
 from adl_dist.stage.heads import build_gradient_network, build_head, normalises_samples
 from adl_dist.stage.loss import LossTerms, ReturnsSumError, SumCountLoss, TreeTargetLoss, class_loss, loss_terms
 from adl_dist.training.agreement import LENGTH, MADE, check_consistent, exchange, read
-from adl_dist.training.edges import COUNTS, connect_stages, varies
+from adl_dist.training.edges import COUNTS, connect_stages
 from adl_dist.training.input import DeviceLoader, Loaders
 from adl_dist.training.links import links_between
 from adl_dist.training.partitioned_model import Measuring, PartitionedModel, Settled
@@ -157,7 +157,7 @@ def rehearse(
 ) -> None:
     """Do beforehand what would make the first micro-batches wait."""
     device = world.device
-    if samples.varies or any(map(varies, agreed.acts.values())):
+    if samples.varies or any(specs.varies for specs in agreed.acts.values()):
         check_without_warm_up(world.backend)
     elif needs_warm_up(spec, device):
         warm_up(

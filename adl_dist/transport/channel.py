@@ -1,4 +1,4 @@
-"""The contract of one directed edge, and its in-process form; process.py has that between processes."""
+"""The interface of the ends of an edge, and the edge within one process; process.py has that between processes."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Protocol
 
 from adl_dist.batch import Tensors
 from adl_dist.errors import ChannelError
-from adl_dist.transport.spec import Specs, fitted
+from adl_dist.transport.wire import Wire
 
 
 class Sender(Protocol):
@@ -30,44 +30,39 @@ class Receiver(Protocol):
         """Begin a segment whose micro-batches hold ``sizes`` samples and arrive in ``order``."""
 
     def shorten(self, num_micro_batches: int) -> None:
-        """Expect the first ``num_micro_batches`` of the segment alone."""
+        """Expect only the first ``num_micro_batches`` of the segment."""
 
     def recv(self, micro_batch: int) -> Tensors:
         """Wait for the tensors of one micro-batch; the caller owns them."""
 
 
 class LocalChannel:
-    """Both ends within one process: a queue. Same contract, same values, same memory format."""
+    """Both ends within one process: a queue. Same interface, same values, same memory format."""
 
-    def __init__(self, specs: Specs, *, what: str, edge: str) -> None:
-        self._agreed, self._what, self._edge = specs, what, edge
-        self._where = f"{edge}: {what} of micro-batch {{}}"
-        self._specs = specs.training
-        self._sizes: Sequence[int] = ()
+    def __init__(self, wire: Wire, *, edge: str) -> None:
+        """Create the queue of ``edge``, the name for messages."""
+        self.wire, self._edge = wire, edge
+        self._where = f"{edge}: {wire.what} of micro-batch {{}}"
         self._queue: deque[tuple[int, Tensors]] = deque()
 
     def open(self, sizes: Sequence[int], order: Sequence[int] = (), *, training: bool) -> None:
         """Begin a segment; the queue has the order of sending."""
-        self._sizes, self._specs = sizes, self._agreed.for_segment(training=training)
+        self.wire.open(sizes, training=training)
 
     def send(self, micro_batch: int, tensors: Tensors) -> None:
-        """Queue the tensors themselves."""
-        self._queue.append((micro_batch, self._fitted(micro_batch, tensors)))
-
-    def _fitted(self, micro_batch: int, tensors: Tensors) -> Tensors:
-        """Return the tensors in the agreed format."""
-        size, where = self._sizes[micro_batch], partial(self._where.format, micro_batch)
-        return tuple([tensor for _, tensor in fitted(self._specs, tensors, size, where)])
+        """Queue the tensors as they would arrive in another process."""
+        specs, ready = self.wire.fit(micro_batch, tensors, partial(self._where.format, micro_batch))
+        self._queue.append((micro_batch, self.wire.pass_on(micro_batch, specs, ready)))
 
     def recv(self, micro_batch: int) -> Tensors:
-        """Take the oldest."""
+        """Take the oldest message."""
         got, tensors = self._queue.popleft()
         if got != micro_batch:
-            raise ChannelError(f"{self._edge}: expected the {self._what} of micro-batch {micro_batch}, got {got}")
+            raise ChannelError(f"{self._edge}: expected the {self.wire.what} of micro-batch {micro_batch}, got {got}")
         return tensors
 
     def shorten(self, num_micro_batches: int) -> None:
-        """Nothing is expected before it is asked for."""
+        """Do nothing: nothing is posted ahead."""
 
     def drain(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: nothing leaves the process."""

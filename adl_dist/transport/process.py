@@ -25,26 +25,27 @@ from adl_dist.errors import ChannelError
 from adl_dist.schedule.actions import LINKS, Message, receiver
 from adl_dist.schedule.pipeline import RECEIVED_AHEAD
 from adl_dist.transport.port_filter import blocking_new
-from adl_dist.transport.spec import Specs, fitted
+from adl_dist.transport.spec import TensorSpec, fill_sizes
 from adl_dist.transport.staging import SendFromGpu, arrival, to_device, to_host
+from adl_dist.transport.wire import SpecsByMicroBatch, Wire
 
 POSTED_AHEAD = RECEIVED_AHEAD  # receives over NCCL beyond the one awaited; tests/schedule/test_launch_order.py
-SIZES = " sizes"  # ends the names of edges by which the sizes of messages go, see varying.py
-ABORT_SECONDS = 10.0  # within which NCCL gives up a communicator
-ON_CPU = ("target", "label", "go")  # small, and their receivers want them on the CPU
+SIZES = " sizes"  # ends the names of edges that carry headers
+ABORT_SECONDS = 10.0  # limit for NCCL to give up a communicator
+ON_CPU = ("target", "label", "go")  # small, and their receivers need them on the CPU
 Issue = Callable[..., dist.Work | None]
 SEND: Issue = dist.isend
 RECEIVE: Issue = dist.irecv
-# A Work, kept with the buffer that it uses; None: an empty tensor.
+# A Work, or None for an empty tensor, with the buffer that it uses.
 Works = list[tuple[dist.Work | SendFromGpu | None, Tensor]]
 
 
 class Edge(NamedTuple):
-    """A communicator of its own from one stage to another, in two processes."""
+    """A communicator from one stage to another in a different process, used by nothing else."""
 
     sender: int
     receiver: int
-    ranks: tuple[int, int]  # theirs
+    ranks: tuple[int, int]  # of sender and receiver
     group: dist.ProcessGroup
     backend: str  # "gloo" or "nccl"
 
@@ -58,11 +59,17 @@ def connect_edges(
     device: torch.device,
     timeout: datetime.timedelta,
 ) -> dict[tuple[str, int], Edge]:
-    """Make and connect all edges between processes for some kinds of ``LINKS``, and ``more``. Every rank calls it.
+    """Connect all edges between processes for some kinds of ``LINKS``, and ``more``. Every rank calls it.
 
-    Stage s is in rank s mod the number of ranks, which is stage s itself where there is a rank for each.
+    Stage s is in rank s mod the number of ranks.
 
-    ``backend`` carries the tensors that stay on ``device``, this rank's; ``timeout`` is the limit of one message.
+    Args:
+        num_stages: the number of stages.
+        links: the kinds of messages.
+        more: further edges.
+        backend: carries the tensors that stay on ``device``.
+        device: of this rank.
+        timeout: the limit of one message.
 
     Returns:
         Edges by (what, sending stage), for example ``("act", k)`` to k + 1; only those this rank is an end of.
@@ -101,9 +108,9 @@ def connect_edges(
 
 
 def abort(edges: Iterable[Edge]) -> None:
-    """Give up what is under way over NCCL: kernels that wait on the GPU for a peer that will not send.
+    """Abort NCCL's messages under way, whose kernels wait on the GPU for a peer that will not send.
 
-    All edges at once: to give up one frees its memory, which waits for the kernels of all others on the GPU. gloo finds
+    All edges at once, because the abort of one frees its memory, which waits for the kernels of all others. gloo finds
     out by itself that a peer is gone.
     """
     threads = [Thread(target=edge.group.abort, daemon=True) for edge in edges if edge.backend == "nccl"]
@@ -113,33 +120,44 @@ def abort(edges: Iterable[Edge]) -> None:
         thread.join(ABORT_SECONDS)
 
 
+class Pending(NamedTuple):
+    """One message under way."""
+
+    micro_batch: int
+    specs: tuple[TensorSpec, ...]
+    works: Works
+
+
 class End:
-    """One end of an edge, with the messages that are under way."""
+    """One end of an edge, with its messages under way.
 
-    def __init__(self, edge: Edge, specs: Specs, peer: int, trouble: str) -> None:
-        self._edge, self._agreed, self._peer, self._trouble = edge, specs, peer, trouble
-        self._specs = specs.training
-        self._sizes: Sequence[int] = ()
-        self._pending: deque[tuple[int, Works]] = deque()
+    Args:
+        edge: the communicator.
+        wire: the form of its messages.
+        headers: the gloo edge for headers, or None if messages have none.
+        peer: the rank at the other end.
+        trouble: the text of an error for micro-batch ``{}``, up to the predicate.
+    """
 
-    def _begin(self, issue: Issue, wire: Tensor, micro_batch: int, place: int) -> dist.Work | None:
-        """Start to send or receive the tensor at ``place`` of a micro-batch."""
-        return self._issue(issue, self._edge, micro_batch, self._tag(micro_batch, place), wire)
+    def __init__(self, edge: Edge, wire: Wire, headers: Edge | None, peer: int, trouble: str) -> None:
+        self.wire = wire
+        self._edge, self._headers, self._peer, self._trouble = edge, headers, peer, trouble
+        self._pending: deque[Pending] = deque()
 
     def _tag(self, micro_batch: int, place: int) -> int:
-        return micro_batch * len(self._specs) + place
+        """Return the tag of the tensor at ``place`` in a message; the header's place is -1."""
+        return micro_batch * (1 + len(self.wire.specs)) + 1 + place
 
-    def _issue(self, issue: Issue, edge: Edge, micro_batch: int, tag: int, wire: Tensor) -> dist.Work | None:
+    def _issue(self, issue: Issue, edge: Edge, micro_batch: int, tag: int, tensor: Tensor) -> dist.Work | None:
+        """Start to send or receive one tensor."""
         try:
-            return issue(wire, self._peer, group=edge.group, tag=tag)
+            return issue(tensor, self._peer, group=edge.group, tag=tag)
         except torch.AcceleratorError:
             raise  # of this GPU: the peer is not to blame
         except RuntimeError as error:
             raise self._lost(micro_batch) from error
 
-    def _finish_oldest(self) -> tuple[int, list[Tensor]]:
-        """Wait for the message begun first; return its micro-batch and tensors."""
-        micro_batch, works = self._pending.popleft()
+    def _wait(self, micro_batch: int, works: Works) -> None:
         try:
             for work, _ in works:
                 if work is not None:
@@ -148,7 +166,12 @@ class End:
             raise  # of this GPU: the peer is not to blame
         except RuntimeError as error:
             raise self._lost(micro_batch) from error
-        return micro_batch, [buffer for _, buffer in works]
+
+    def _finish_oldest(self) -> Pending:
+        """Wait for the message begun first."""
+        message = self._pending.popleft()
+        self._wait(message.micro_batch, message.works)
+        return message
 
     def _lost(self, micro_batch: int) -> ChannelError:
         what = self._trouble.format(micro_batch)
@@ -159,46 +182,67 @@ class ProcessSender(End):
     """Sends the tensors of each micro-batch to one peer."""
 
     def __init__(
-        self, edge: Edge, specs: Specs, *, what: str, max_pending: int, max_pending_in_evaluation: int, units: str = ""
+        self,
+        edge: Edge,
+        wire: Wire,
+        *,
+        max_pending: int,
+        max_pending_in_evaluation: int,
+        units: str = "",
+        headers: Edge | None = None,
+        answers: SpecsByMicroBatch | None = None,
     ) -> None:
-        """Take the sending end of ``edge``; ``units``: those of the stage that sends, as errors show them.
+        """Take the sending end of ``edge``.
 
-        In training a send waits while ``max_pending`` micro-batches are not known to be taken by the peer. With fewer
-        than :func:`adl_dist.schedule.work.max_pending_of` says, that could close a cycle of stages that wait for each
-        other. In evaluation no gradient shows what was taken, and the limit is ``max_pending_in_evaluation``.
+        Args:
+            edge: the communicator.
+            wire: the form of the messages.
+            max_pending: in training a send waits while the peer has not taken so many micro-batches. With fewer than
+                :func:`adl_dist.schedule.work.max_pending_of` returns, stages could wait for each other in a cycle.
+            max_pending_in_evaluation: the limit in evaluation, where no gradient shows that a message was taken.
+            units: the units of the sending stage, for errors.
+            headers: the edge for the sizes of each message, or None if no sizes are sent.
+            answers: receives, for each micro-batch of training, the specs of the gradients that come back.
         """
-        self._where = f"stage {edge.sender}{units} -> stage {edge.receiver}: {what} of micro-batch {{}}"
-        super().__init__(edge, specs, edge.ranks[1], f"{self._where} could not be sent: stage {edge.receiver}")
+        self._where = f"stage {edge.sender}{units} -> stage {edge.receiver}: {wire.what} of micro-batch {{}}"
+        trouble = f"{self._where} could not be sent: stage {edge.receiver}"
+        super().__init__(edge, wire, headers, edge.ranks[1], trouble)
         self._max_pending, self._limits = max_pending, (max_pending_in_evaluation, max_pending)
+        self._answers, self._is_answered = answers, True
 
     def open(self, sizes: Sequence[int], *, training: bool) -> None:
         """Begin a segment."""
-        self._sizes, self._specs = sizes, self._agreed.for_segment(training=training)
-        self._max_pending = self._limits[training]
+        self.wire.open(sizes, training=training)
+        self._max_pending, self._is_answered = self._limits[training], training
+        if self._answers is not None:
+            self._answers.clear()
 
     def send(self, micro_batch: int, tensors: Tensors) -> None:
-        """Start to send; return at once unless ``max_pending`` are under way."""
-        self._pending.append((micro_batch, self._begun(micro_batch, tensors)))
+        """Start to send; return at once unless ``max_pending`` messages are under way."""
+        specs, ready = self.wire.fit(micro_batch, tensors, partial(self._where.format, micro_batch))
+        header = self._send_header(micro_batch, specs)
+        if self._answers is not None and self._is_answered:
+            self._answers[micro_batch] = tuple(spec for spec in specs if spec.takes_gradient)
+        packed = enumerate(self.wire.pack(micro_batch, specs, ready))
+        works = [self._begin(tensor, micro_batch, place) for place, tensor in packed if tensor.numel()]
+        self._pending.append(Pending(micro_batch, specs, works + header))
         while len(self._pending) > self._max_pending:
             self._finish_oldest()
 
-    def _begun(self, micro_batch: int, tensors: Tensors) -> Works:
-        """Start to send the tensors of one micro-batch; return what is waited for."""
-        size, where = self._sizes[micro_batch], partial(self._where.format, micro_batch)
-        works: Works = []
-        for place, (spec, tensor) in enumerate(fitted(self._specs, tensors, size, where)):
-            wire = spec.as_wire(tensor)
-            if not spec.is_empty:
-                works.append(self._begin_send(wire, micro_batch, place))
-        return works
+    def _send_header(self, micro_batch: int, specs: tuple[TensorSpec, ...]) -> Works:
+        if self._headers is None:
+            return []
+        sizes = torch.tensor([size for spec in specs for size in spec.shape], dtype=torch.int64)
+        return [(self._issue(SEND, self._headers, micro_batch, self._tag(micro_batch, -1), sizes), sizes)]
 
-    def _begin_send(self, wire: Tensor, micro_batch: int, place: int) -> tuple[dist.Work | SendFromGpu | None, Tensor]:
-        """Start to send one tensor; return what is waited for, and the memory that is kept until then."""
-        if self._edge.backend != "gloo" or not wire.is_cuda:
-            return self._begin(SEND, wire, micro_batch, place), wire
-        host, copied = to_host(wire)
+    def _begin(self, tensor: Tensor, micro_batch: int, place: int) -> tuple[dist.Work | SendFromGpu | None, Tensor]:
+        """Start to send one tensor; return its work and the memory that must live until that is done."""
         tag = self._tag(micro_batch, place)  # now: the next segment may have other specs
-        return SendFromGpu(wire, host, copied, partial(self._issue, SEND, self._edge, micro_batch, tag)), host
+        send = partial(self._issue, SEND, self._edge, micro_batch, tag)
+        if self._edge.backend != "gloo" or not tensor.is_cuda:
+            return send(tensor), tensor
+        host, copied = to_host(tensor)
+        return SendFromGpu(tensor, host, copied, send), host
 
     def drain(self) -> None:
         """Return when everything sent has left."""
@@ -212,68 +256,100 @@ class ProcessReceiver(End):
     def __init__(
         self,
         edge: Edge,
-        specs: Specs,
+        wire: Wire,
         *,
-        what: str,
         device: torch.device,
         posted_ahead: int = POSTED_AHEAD,
         pinned: bool = False,
+        headers: Edge | None = None,
+        answers: SpecsByMicroBatch | None = None,
     ) -> None:
         """Take the receiving end of ``edge``.
 
-        ``posted_ahead``: receives that are posted beyond the one awaited. ``pinned``: what arrives on the CPU is moved
-        to a GPU later on, and is in memory from which that waits for nothing.
+        Args:
+            edge: the communicator.
+            wire: the form of the messages.
+            device: where received tensors are needed.
+            posted_ahead: receives posted beyond the one awaited.
+            pinned: receive into pinned memory, because tensors move from the CPU to a GPU later.
+            headers: the edge for the sizes of each message, or None if no sizes are sent.
+            answers: the specs of the gradients to come, by micro-batch, filled by the sender of the activations.
         """
-        waited = f"stage {edge.receiver} <- stage {edge.sender}: waited for the {what} of micro-batch {{}}"
-        super().__init__(edge, specs, edge.ranks[0], f"{waited}, but the peer")
-        self._device = device
+        waited = f"stage {edge.receiver} <- stage {edge.sender}: waited for the {wire.what} of micro-batch {{}}"
+        super().__init__(edge, wire, headers, edge.ranks[0], f"{waited}, but the peer")
+        self._device, self._answers = device, answers
         self._arrives_on = torch.device("cpu") if edge.backend == "gloo" else device
         self._through_host = self._arrives_on != device
         self._pinned = pinned or self._through_host
-        # A wait over NCCL holds up the GPU alone. The host waits for each act before it posts the next, or a stop would
+        # A wait over NCCL holds up only the GPU. The host waits for each act before it posts the next, or a stop would
         # find receives posted that no stage will send to (control/stop.py; tests/schedule/test_launch_order.py).
-        self._holds_host = edge.backend == "nccl" and what == "act"
+        self._holds_host = edge.backend == "nccl" and wire.what == "act" and headers is None
         self._arrived: torch.cuda.Event | None = None
         self._to_post: deque[int] = deque()
+        self._posted_headers: deque[tuple[int, Works]] = deque()
         self._end, self._num_posted = 0, 1 + posted_ahead
 
     def open(self, sizes: Sequence[int], order: Sequence[int], *, training: bool) -> None:
         """Begin a segment."""
-        assert not self._pending, "the segment before was not received to its end"
-        self._sizes, self._specs = sizes, self._agreed.for_segment(training=training)
+        assert not self._pending, "the previous segment was not received to its end"
+        self.wire.open(sizes, training=training)
         self._to_post, self._end = deque(order), len(sizes)
 
     def shorten(self, num_micro_batches: int) -> None:
-        """Post no receive for what will not be sent."""
+        """Post no receive for micro-batches that will not be sent."""
         self._end = num_micro_batches
 
     def recv(self, micro_batch: int) -> Tensors:
         """Wait for one micro-batch, with the receives of the next ones posted."""
+        if self._headers is None:
+            self._post_ahead()
+        else:
+            self._post_after_header(self._headers)
+        message = self._finish_oldest()
+        assert message.micro_batch == micro_batch, f"expected micro-batch {micro_batch}, not {message.micro_batch}"
+        buffers = [buffer for _, buffer in message.works]
+        if self._through_host:
+            buffers = [to_device(buffer, self._device) for buffer in buffers]
+        return self.wire.unpack(micro_batch, message.specs, buffers)
+
+    def _finish_oldest(self) -> Pending:
+        message = super()._finish_oldest()
+        if self._holds_host:
+            self._arrived = arrival([w for w, _ in message.works if isinstance(w, dist.Work)], self._device)
+        return message
+
+    def _has_room(self, num_under_way: int) -> bool:
+        """Return whether the next receive may be posted."""
+        return num_under_way < self._num_posted and bool(self._to_post) and self._to_post[0] < self._end
+
+    def _post_ahead(self) -> None:
+        """Post receives; those of gradients with sizes of their own only once their activations have been sent."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        while len(self._pending) < self._num_posted and self._to_post and self._to_post[0] < self._end:
-            self._post(self._to_post.popleft())
-        return self._taken(micro_batch)
+        while self._has_room(len(self._pending)):
+            specs = self.wire.specs if self._answers is None else self._answers.pop(self._to_post[0], None)
+            if specs is None:
+                break
+            self._post(self._to_post.popleft(), specs)
 
-    def _finish_oldest(self) -> tuple[int, list[Tensor]]:
-        works = [work for work, _ in self._pending[0][1] if isinstance(work, dist.Work)]
-        finished = super()._finish_oldest()
-        if self._holds_host:
-            self._arrived = arrival(works, self._device)
-        return finished
+    def _post_after_header(self, headers: Edge) -> None:
+        """Post receives of headers, wait for the oldest, and post the receives of its tensors."""
+        while self._has_room(len(self._posted_headers)):
+            ahead = self._to_post.popleft()
+            sizes = torch.empty(sum(len(spec.shape) for spec in self.wire.specs), dtype=torch.int64)
+            work = self._issue(RECEIVE, headers, ahead, self._tag(ahead, -1), sizes)
+            self._posted_headers.append((ahead, [(work, sizes)]))
+        awaited, works = self._posted_headers.popleft()
+        self._wait(awaited, works)
+        sizes_left = iter(works[0][1].tolist())
+        shapes = [[next(sizes_left) for _ in spec.shape] for spec in self.wire.specs]
+        self._post(awaited, fill_sizes(self.wire.specs, shapes, partial(self._trouble.format, awaited)))
 
-    def _taken(self, micro_batch: int) -> Tensors:
-        """Return the tensors of the message posted first, which is that of ``micro_batch``."""
-        got, arrived = self._finish_oldest()
-        assert got == micro_batch, f"the schedule asks for micro-batch {micro_batch}, {got} comes next"
-        if self._through_host:
-            arrived = [to_device(buffer, self._device) for buffer in arrived]
-        return tuple(arrived)
-
-    def _post(self, micro_batch: int) -> None:
+    def _post(self, micro_batch: int, specs: tuple[TensorSpec, ...]) -> None:
         works: Works = []
-        for place, spec in enumerate(self._specs):
-            buffer = spec.empty(self._sizes[micro_batch], self._arrives_on, pinned=self._pinned)
-            work = None if spec.is_empty else self._begin(RECEIVE, spec.as_wire(buffer), micro_batch, place)
+        made = self.wire.buffers(micro_batch, specs, self._arrives_on, pinned=self._pinned)
+        for place, (buffer, view) in enumerate(made):
+            tag = self._tag(micro_batch, place)
+            work = self._issue(RECEIVE, self._edge, micro_batch, tag, view) if view.numel() else None
             works.append((work, buffer))
-        self._pending.append((micro_batch, works))
+        self._pending.append(Pending(micro_batch, specs, works))

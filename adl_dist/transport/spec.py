@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -15,24 +15,22 @@ SAME_EACH_TIME = (
     "what crosses a cut must have the same shapes and dtypes for every micro-batch: make them so, or cut elsewhere "
     "(partition.balance)"
 )
-
-
-VARIES = -1  # in the place of a size that changes from one micro-batch to another
+VARIES = -1  # stands for a size that changes from one micro-batch to another
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape, dtype and memory format of one tensor, all but the number of samples."""
+    """Shape, dtype and memory format of one tensor, without the number of samples."""
 
     shape: tuple[int, ...]  # of one sample, without the batch dimension; of the whole tensor unless ``batched``
     dtype: str  # torch's name, for example "float32"
     channels_last: bool = False  # [B, C, H, W] stored as [B, H, W, C]; survives the wire without a conversion
-    gets_gradient: bool = True  # whether a gradient comes back for it, if it is of numbers that can have one
+    gets_gradient: bool = True  # whether a gradient comes back for it, if its dtype allows one
     batched: bool = True  # whether its first dimension is the batch
 
     @classmethod
     def of(cls, tensor: Tensor, *, batched: bool = True) -> "TensorSpec":
-        """Return the spec of ``tensor`` [B, ...]; where both formats describe it, the plain one counts."""
+        """Return the spec of ``tensor`` [B, ...]; if both formats describe it, the plain one."""
         channels_last = (
             tensor.ndim == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
         )
@@ -43,7 +41,7 @@ class TensorSpec:
         return (num_samples, *self.shape) if self.batched else self.shape
 
     def empty(self, size: int, device: torch.device, *, pinned: bool = False) -> Tensor:
-        """Return an uninitialised tensor of ``size`` samples; ``pinned``: for fast copies between CPU and GPU."""
+        """Return an uninitialised tensor of ``size`` samples, in pinned memory if ``pinned``."""
         return torch.empty(
             self.sizes(size),
             dtype=self._dtype,
@@ -53,10 +51,10 @@ class TensorSpec:
         )
 
     def fit(self, tensor: Tensor, size: int, where: Callable[[], str]) -> Tensor:
-        """Return ``tensor`` in this format, converted only if it has to be.
+        """Return ``tensor`` in this format, converted only if necessary.
 
         Raises:
-            PartitionError: another shape or dtype than agreed; the text begins with what ``where`` returns.
+            PartitionError: If shape or dtype differ from the agreed ones; the text begins with the result of ``where``.
         """
         if tensor.shape != self.sizes(size) or tensor.dtype != self._dtype:
             raise PartitionError(
@@ -65,14 +63,14 @@ class TensorSpec:
             )
         if tensor.requires_grad:
             tensor = tensor.detach()
-        # Strides of dimensions of size 1 are free, and kernels are chosen by strides: what a peer in this
-        # process gets must have those of what a peer in another process receives, or bits could differ.
+        # Strides of dimensions of size 1 are free, and kernels are chosen by strides. A peer in this process must get
+        # the same strides as a peer in another process, or bits could differ.
         if tensor.stride() == self._strides:
             return tensor
         return self.empty(size, tensor.device).copy_(tensor)
 
     def as_wire(self, tensor: Tensor) -> Tensor:
-        """Return a contiguous view, of real numbers, of a tensor in this format: what gloo accepts."""
+        """Return a contiguous view of real numbers, which gloo accepts, of a tensor in this format."""
         plain = tensor.permute(0, 2, 3, 1) if self.channels_last else tensor
         return torch.view_as_real(plain) if self._dtype.is_complex else plain
 
@@ -98,12 +96,12 @@ class TensorSpec:
 
     @cached_property
     def is_empty(self) -> bool:
-        """Whether it has no elements: it carries a shape, and nothing of it is sent."""
+        """Whether it has no elements, so that nothing is sent for it."""
         return 0 in self.shape
 
     @cached_property
     def varies(self) -> bool:
-        """Whether sizes are told with each message, see varying.py."""
+        """Whether each message has a header with its sizes, see wire.py."""
         return VARIES in self.shape
 
     @property
@@ -126,18 +124,52 @@ class TensorSpec:
         return f"{self.dtype}[{', '.join(['B', *sizes] if self.batched else sizes)}]"
 
 
-def fitted(
+def fit_all(
     specs: Sequence[TensorSpec], tensors: Sequence[Tensor], size: int, where: Callable[[], str]
-) -> list[tuple[TensorSpec, Tensor]]:
-    """Return each of ``specs`` with its tensor of ``size`` samples in that format.
+) -> tuple[Tensor, ...]:
+    """Return ``tensors`` of ``size`` samples in the format of ``specs``.
 
     Raises:
-        PartitionError: as :meth:`TensorSpec.fit`, or for another number of tensors.
+        PartitionError: As :meth:`TensorSpec.fit`, or if the number of tensors differs.
     """
     if len(tensors) != len(specs):
         found = f"{where()} are {len(tensors)} tensors, expected {len(specs)}"
         raise PartitionError(f"{found}, as in the trial at the start; {SAME_EACH_TIME}")
-    return [(spec, spec.fit(tensor, size, where)) for spec, tensor in zip(specs, tensors, strict=True)]
+    return tuple([spec.fit(tensor, size, where) for spec, tensor in zip(specs, tensors, strict=True)])
+
+
+def merge_specs(seen: Sequence[tuple[TensorSpec, ...]]) -> tuple[TensorSpec, ...]:
+    """Return the specs of tensors ``seen`` several times, with ``VARIES`` for each size that was not the same."""
+    return tuple(map(_merge, zip(*seen, strict=True)))
+
+
+def _merge(specs: Sequence[TensorSpec]) -> TensorSpec:
+    sizes = (set(of_dimension) for of_dimension in zip(*(spec.shape for spec in specs), strict=True))
+    shape = tuple(min(found) if len(found) == 1 else VARIES for found in sizes)
+    return replace(specs[-1], shape=shape, channels_last=all(spec.channels_last for spec in specs))
+
+
+def fill_sizes(
+    specs: Sequence[TensorSpec], shapes: Sequence[Sequence[int]], where: Callable[[], str]
+) -> tuple[TensorSpec, ...]:
+    """Return ``specs`` with the sizes in ``shapes``, which have no batch dimension.
+
+    Raises:
+        PartitionError: If an agreed size differs; the text begins with the result of ``where``.
+    """
+    for spec, shape in zip(specs, shapes, strict=True):
+        fits = len(shape) == len(spec.shape) and all(b in (a, VARIES) for a, b in zip(shape, spec.shape, strict=True))
+        if not fits:
+            raise PartitionError(
+                f"{where()} is {_filled(spec, tuple(shape))}, expected {spec}: in the samples at the start nothing but "
+                "the sizes shown as ? changed; put samples of all lengths among the first ones, or pad to one length"
+            )
+    return tuple(_filled(spec, tuple(shape)) for spec, shape in zip(specs, shapes, strict=True))
+
+
+@lru_cache(maxsize=4096)
+def _filled(spec: TensorSpec, shape: tuple[int, ...]) -> TensorSpec:
+    return replace(spec, shape=shape)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -145,7 +177,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 class Specs(NamedTuple):
-    """The tensors of one edge: a model may send other ones in evaluation than in training."""
+    """The tensors of one edge, which may differ between training and evaluation."""
 
     training: tuple[TensorSpec, ...]
     evaluation: tuple[TensorSpec, ...]
@@ -155,12 +187,17 @@ class Specs(NamedTuple):
         """Return specs that are the same in training and evaluation."""
         return cls(*[tuple(specs)] * 2)
 
+    @property
+    def varies(self) -> bool:
+        """Whether some sizes change from one micro-batch to another."""
+        return any(spec.varies for mode in self for spec in mode)
+
     def for_segment(self, *, training: bool) -> tuple[TensorSpec, ...]:
         """Return the specs of a segment of training or of evaluation."""
         return self.training if training else self.evaluation
 
     def getting_gradients(self, gets: Iterable[bool] | None) -> "Specs":
-        """Return the same specs, with a gradient in training for those alone that ``gets`` names; None: for all."""
+        """Return the same specs; in training only those that ``gets`` marks get a gradient, or all if it is None."""
         if gets is None:
             return self
         pairs = zip(self.training, gets, strict=True)

@@ -10,10 +10,9 @@ import torch
 import torch.futures
 
 from adl_dist.control import serve as serving
-from adl_dist.control.coordinator import _coded_totals, _tied_totals
 from adl_dist.control.group import RpcWorkerGroup
 from adl_dist.control.job import Job
-from adl_dist.control.messages import Abort, CodedResult, Done, Failure, Load, TiedResult
+from adl_dist.control.messages import Abort, Done, Failure, Load
 from adl_dist.control.rpc import ControlPlane, JobEndpoint
 from adl_dist.control.serve import RpcReporter, serve
 from adl_dist.distributed.rpc_errors import Call, PeerError, PeerGoneError, PeerLateError
@@ -67,32 +66,31 @@ def victim(monkeypatch):
         with pytest.raises((ChannelError, StageFailed)) as error:
             serve(WaitsInVain(), plane)
         assert endpoint.commands.empty()
-        return error.value, time.monotonic() - began, plane.world.is_rank_0_informed
+        return error.value, time.monotonic() - began
 
     return fail
 
 
 def test_a_victim_waits_for_the_cause_while_rank_0_saves(victim):
-    error, _, _ = victim(reported=True, told_after=0.5)
+    error, _ = victim(reported=True, told_after=0.5)
     assert (type(error), str(error)) == (StageFailed, "rank 2: boom")
 
 
 def test_a_victim_does_not_wait_for_a_rank_0_that_is_gone(victim):
     """Nor for one that has not heard of it."""
     for state in ({"reported": True, "rank0_status": RANK_0_IS_GONE}, {"reported": False}):
-        error, seconds, is_informed = victim(**state)
+        error, seconds = victim(**state)
         assert (type(error), str(error)) == (ChannelError, "waited for the act of micro-batch 3")
-        assert is_informed == state["reported"]
         assert seconds < 5
 
 
 def test_rank_0_is_gone_only_for_a_victim_it_never_talked_to(victim):
-    error, _, _ = victim(reported=False, rank0_status=RANK_0_IS_GONE)
+    error, _ = victim(reported=False, rank0_status=RANK_0_IS_GONE)
     assert str(error) == f"{RANK_0_IS_GONE}; waited for the act of micro-batch 3"
-    error, _, is_informed = victim(reported=False, rank0_status=RANK_0_IS_GONE, told_after=0)
-    assert (str(error), is_informed) == ("rank 2: boom", True)
+    error, _ = victim(reported=False, rank0_status=RANK_0_IS_GONE, told_after=0)
+    assert str(error) == "rank 2: boom"
     too = replace(CAUSE, is_victim=True)
-    error, _, _ = victim(reported=False, rank0_status=RANK_0_IS_GONE, told_after=0, told=too)
+    error, _ = victim(reported=False, rank0_status=RANK_0_IS_GONE, told_after=0, told=too)
     assert str(error) == "waited for the act of micro-batch 3"
 
 
@@ -109,7 +107,7 @@ def test_a_dead_rank_0_ends_what_would_wait_on_a_gpu(backend, said, reason):
     job._end_without_rank_0(RANK_0_IS_GONE)
     assert (stop.failure.text if stop.failure is not None else None) == reason
     assert job._plane.endpoint.commands.qsize() == (reason == RANK_0_IS_GONE), "who waits for a command hears of it"
-    assert world.is_aborted == (not world.is_rank_0_informed) == (reason == RANK_0_IS_GONE)
+    assert world.is_aborted == (reason == RANK_0_IS_GONE)
 
 
 def test_the_records_right_before_failures_are_handed_on():
@@ -191,18 +189,8 @@ class DivergesOfGarbage:
         raise DivergedError("the loss is nan", stage=1, update=3, epoch=0)
 
 
-def test_totals_of_a_run_count_each_segment_by_its_length():
-    tied = {"name": "first.weight", "staleness_max": 1}
-    of_tie = [TiedResult(**tied, staleness_sum=n, num_backwards=m) for n, m in ((2, 2), (0, 6))]
-    assert _tied_totals(of_tie)["staleness_mean"] == 2 / 8
-    coded = {"what": "act", "codec": "int8", "error": 0.5}
-    of_edge = [CodedResult(**coded, num_bytes=n, plain_bytes=4 * n) for n in (3, 5)]
-    assert _coded_totals(of_edge) == {**coded, "bytes": 8, "plain_bytes": 32}
-
-
 def test_what_is_found_after_a_failure_elsewhere_is_not_told():
     plane = Plane(1)
     plane.endpoint.take(COMMAND)
     with pytest.raises(StageFailed, match="rank 2: boom"):
         serve(DivergesOfGarbage(plane.endpoint), plane)
-    assert not plane.world.has_failed_itself

@@ -3,7 +3,6 @@
 import functools
 import math
 import os
-import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from adl_dist.control.messages import Finish, Report
 from adl_dist.control.rpc import JobEndpoint
-from adl_dist.distributed import print_turn, world
+from adl_dist.distributed import world
 from adl_dist.distributed.device import FOR_NCCL, choose_device, message_backend, ranks_on_gpu
 from adl_dist.distributed.world import connect, disconnect
 from adl_dist.errors import ChannelError, ConfigError
@@ -192,29 +191,3 @@ def trains_and_ends_with_late_messages():
 
 def test_rank_0_may_end_before_another_has_its_results():
     assert run_ranks(3, trains_and_ends_with_late_messages) == [UPDATES] * 3
-
-
-@pytest.mark.parametrize("ranks", [(0, 1), (1, 0)], ids=["rank 0 first", "rank 1 first"])
-def test_the_rank_that_failed_and_rank_0_print_one_line(ranks, monkeypatch):
-    """Both ask at the same time, before either has printed; the second waits until the first has."""
-    here = world.single_process(torch.device("cpu"))
-    turns = []
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for rank in ranks:
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setattr(world, "_world", replace(here, rank=rank, size=2, has_failed_itself=rank == 1))
-        if turns:
-            threading.Timer(0.3, here.store.set, [print_turn.KEY, "printed"]).start()
-        began = time.monotonic()
-        turns.append(print_turn.is_mine())
-    assert turns == [True, False]
-
-    def ended(*_):
-        raise dist.DistNetworkError("Broken pipe")
-
-    monkeypatch.setattr(type(here.store), "add", ended)
-    by_rank_0 = replace(here, rank=1, size=2, has_failed_itself=True, is_ended_by_rank_0=True)
-    for mine, prints in ((by_rank_0, False), (replace(by_rank_0, is_ended_by_rank_0=False), True)):
-        monkeypatch.setattr(world, "_world", mine)
-        assert print_turn.is_mine() is prints, "rank 0, whose store it was, has printed what it ended the job for"
-    assert 0.2 < time.monotonic() - began < 5

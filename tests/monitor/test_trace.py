@@ -7,7 +7,6 @@ import pytest
 
 import adl_dist
 from adl_dist.errors import ConfigError, DivergedError
-from adl_dist.monitor import trace
 from adl_dist.monitor.activity import KINDS
 from adl_dist.schedule import Op, Segment
 from tests.support import traces
@@ -131,12 +130,11 @@ def test_processes_of_several_stages_are_refused_by_name(tmp_path, monkeypatch):
 
 
 def train_traced(run_dir, seconds_off):
-    """As on two machines, if ``seconds_off``: rank 1's clock is so much ahead of rank 0's, and another's."""
+    """Train as on two machines, if ``seconds_off``: the clock of rank 1 is ahead of the clock of rank 0."""
     trainer = toy_trainer(2, M, timeout_seconds=30)
     if seconds_off and not trainer.needs_data:
         true = time.perf_counter
         time.perf_counter = lambda: true() + seconds_off
-        trace.machine = lambda: "another machine"
     return run(run_dir, trainer, epochs=1, data=FixedImages(24), validation=None)
 
 
@@ -146,12 +144,8 @@ def test_two_processes_make_one_trace_on_one_clock(seconds_off, tmp_path):
     summary, same = run_ranks(2, train_traced, tmp_path, seconds_off)
     assert summary == same
     training, method = [segment(0, num_samples=24)], adl_dist.method("adl", accumulation_steps=M)
-    # Machines agree by their wall clocks, of which each process reads two in turn; a busy machine may part the two.
-    slack_us = 20_000 if seconds_off else 0.0
-    traces.assert_is_whole(tmp_path, summary, method, training=training, slack_us=slack_us)
-    stages = json.loads((tmp_path / "trace.json").read_text())["otherData"]["stages"]
-    assert stages[0]["seconds_to_rank_0"] == 0
-    assert stages[1]["seconds_to_rank_0"] == pytest.approx(-seconds_off, abs=0.02)
+    # Each process reads two clocks in turn, and a busy machine may part the two.
+    traces.assert_is_whole(tmp_path, summary, method, training=training, slack_us=1000.0)
 
 
 def test_every_action_has_a_kind():

@@ -12,6 +12,7 @@ from adl_dist.errors import ChannelError, PartitionError
 from adl_dist.transport.channel import LocalChannel
 from adl_dist.transport.process import Edge, abort
 from adl_dist.transport.spec import Specs, TensorSpec
+from adl_dist.transport.wire import Wire
 from tests.support.oracle import train_by_the_equations
 from tests.support.ranks import run_ranks
 from tests.support.runs import toy_trainer
@@ -88,7 +89,7 @@ def test_free_strides_of_size_1_arrive_as_a_fresh_tensors():
     [(IMAGE[:, :2], r"float32\[2, 2, 4, 5\]"), (IMAGE[:1], r"float32\[1, 3, 4, 5\]"), (IMAGE.double(), "float64")],
 )
 def test_another_shape_or_dtype_than_agreed_names_the_edge(tensor, found):
-    channel = LocalChannel(Specs.always([TensorSpec((3, 4, 5), "float32")]), what="act", edge="stage 0 -> stage 1")
+    channel = LocalChannel(Wire(Specs.always([TensorSpec((3, 4, 5), "float32")]), "act"), edge="stage 0 -> stage 1")
     channel.open([2] * 8, training=True)
     with pytest.raises(
         PartitionError, match=rf"stage 0 -> stage 1: act of micro-batch 7 is {found}.*expected float32\[2, 3, 4, 5\]"
@@ -97,14 +98,14 @@ def test_another_shape_or_dtype_than_agreed_names_the_edge(tensor, found):
 
 
 def test_another_number_of_tensors_than_agreed_names_the_edge():
-    channel = LocalChannel(Specs.always([TensorSpec((3, 4, 5), "float32")]), what="act", edge="stage 0 -> stage 1")
+    channel = LocalChannel(Wire(Specs.always([TensorSpec((3, 4, 5), "float32")]), "act"), edge="stage 0 -> stage 1")
     channel.open([2], training=True)
     with pytest.raises(PartitionError, match="stage 0 -> stage 1: act of micro-batch 0 are 2 tensors, expected 1"):
         channel.send(0, (IMAGE, IMAGE))
 
 
 def test_a_micro_batch_out_of_order_is_refused():
-    channel = LocalChannel(Specs.always([TensorSpec((3,), "float32")]), what="grad", edge="stage 1 -> stage 0")
+    channel = LocalChannel(Wire(Specs.always([TensorSpec((3,), "float32")]), "grad"), edge="stage 1 -> stage 0")
     channel.open([1, 1], training=True)
     channel.send(1, (torch.zeros(1, 3),))
     with pytest.raises(ChannelError, match="expected the grad of micro-batch 0, got 1"):

@@ -31,8 +31,7 @@ from adl_dist.streams import Streams, seed_streams
 from adl_dist.training.trial.comparison import EVALUATION, EVALUATION_AGAIN, FIRST, SECOND, STATE, Take
 from adl_dist.training.trial.findings import Agreed, units_of
 from adl_dist.training.trial.samples import MicroBatch, Samples
-from adl_dist.transport.spec import Specs, TensorSpec
-from adl_dist.transport.varying import merged
+from adl_dist.transport.spec import Specs, TensorSpec, merge_specs
 
 META = torch.device("meta")
 
@@ -53,7 +52,7 @@ class Seen:
         for tensors in zip(*(acts for _, acts in self.acts), strict=True):
             batched = all(t.ndim and len(t) == size for t, size in zip(tensors, num_samples, strict=True))
             found.append([TensorSpec.of(tensor, batched=batched) for tensor in tensors])
-        return merged([*zip(*found, strict=True)])
+        return merge_specs([*zip(*found, strict=True)])
 
 
 def crossing_acts(mode: ModePlan, edge: int) -> Seen:

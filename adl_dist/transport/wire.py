@@ -1,0 +1,88 @@
+"""The form in which the messages of one edge travel: agreed tensors, some with sizes of their own, coded or not.
+
+Sizes that change are sent in a header before the tensors. A gradient has no header: it has the sizes of what it is the
+gradient of, which its receiver has sent. With a codec a message is one buffer of bytes. Evaluation is never coded, so
+that validation measures the model as it is exported and evaluated elsewhere.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from adl_dist.batch import Tensors
+from adl_dist.transport.coding import Coder, layout
+from adl_dist.transport.spec import Specs, TensorSpec, fill_sizes, fit_all
+
+SpecsByMicroBatch = dict[int, tuple[TensorSpec, ...]]
+
+
+class Wire:
+    """The form of one edge's messages, as its ends in one process use it.
+
+    Attributes:
+        what: the kind of message, for example "act".
+        agreed: its tensors in training and in evaluation.
+        specs: the tensors of one message in the present segment.
+        varies: whether some of their sizes change from one micro-batch to another.
+        coder: codes the messages of training; None without a codec.
+    """
+
+    def __init__(
+        self, specs: Specs, what: str, codec: str = "none", seed_of: Callable[[int], int] | None = None
+    ) -> None:
+        """Create the form of messages of ``specs``; ``seed_of`` a micro-batch seeds the rounding of its message."""
+        self.what, self.agreed, self.varies = what, specs, specs.varies
+        self.coder = None if codec == "none" else Coder(codec, seed_of)
+        self.open((), training=True)
+
+    def open(self, sizes: Sequence[int], *, training: bool) -> None:
+        """Begin a segment whose micro-batches hold ``sizes`` samples."""
+        self._sizes, self.specs = sizes, self.agreed.for_segment(training=training)
+        self._is_coded = training and self.coder is not None
+        if self.coder is not None:
+            self.coder.begin()
+
+    def fit(
+        self, micro_batch: int, tensors: Tensors, where: Callable[[], str]
+    ) -> tuple[tuple[TensorSpec, ...], Tensors]:
+        """Return the specs of one message with all sizes filled in, and its tensors converted to them.
+
+        Raises:
+            PartitionError: If the tensors differ from the agreed ones; the text begins with the result of ``where``.
+        """
+        specs = self.specs
+        if self.varies and len(specs) == len(tensors):
+            shapes = [tuple(tensor.shape[spec.batched :]) for spec, tensor in zip(specs, tensors, strict=True)]
+            specs = fill_sizes(specs, shapes, where)
+        return specs, fit_all(specs, tensors, self._sizes[micro_batch], where)
+
+    def pack(self, micro_batch: int, specs: tuple[TensorSpec, ...], tensors: Tensors) -> list[Tensor]:
+        """Return the contiguous tensors to send for one message: one per tensor, or one buffer of bytes."""
+        if self._is_coded and self.coder is not None:
+            return [self.coder.encode(specs, tensors, micro_batch)]
+        return [spec.as_wire(tensor) for spec, tensor in zip(specs, tensors, strict=True)]
+
+    def buffers(
+        self, micro_batch: int, specs: tuple[TensorSpec, ...], device: torch.device, *, pinned: bool
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return (buffer, contiguous view of it to receive into) for each tensor that :meth:`pack` sends."""
+        size = self._sizes[micro_batch]
+        if self._is_coded and self.coder is not None:
+            num_bytes = layout(self.coder.codec, specs, size)[1]
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+            return [(buffer, buffer)]
+        made = [spec.empty(size, device, pinned=pinned) for spec in specs]
+        return [(buffer, spec.as_wire(buffer)) for spec, buffer in zip(specs, made, strict=True)]
+
+    def unpack(self, micro_batch: int, specs: tuple[TensorSpec, ...], buffers: Sequence[Tensor]) -> Tensors:
+        """Return the tensors of one message from its received buffers."""
+        if self._is_coded and self.coder is not None:
+            return self.coder.decode(specs, self._sizes[micro_batch], buffers[0])
+        return tuple(buffers)
+
+    def pass_on(self, micro_batch: int, specs: tuple[TensorSpec, ...], tensors: Tensors) -> Tensors:
+        """Return the tensors as they arrive at a receiver in this process: themselves, or coded and decoded."""
+        if not self._is_coded:
+            return tensors
+        return self.unpack(micro_batch, specs, self.pack(micro_batch, specs, tensors))
