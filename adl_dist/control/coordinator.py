@@ -14,10 +14,10 @@ from adl_dist.checkpoint.async_save import LAST_SAVE_SECONDS, PartReport, Saver
 from adl_dist.checkpoint.identity import check_identity, identity_of, partition_change_note
 from adl_dist.checkpoint.run_dir import RunFolder
 from adl_dist.control import messages
+from adl_dist.control.callback_queue import CallbackQueue
 from adl_dist.control.group import WorkerGroup
 from adl_dist.control.messages import Done, EvaluateResult, Record, Summary
 from adl_dist.control.requests import Ask, Requests
-from adl_dist.control.user_code import UserCode
 from adl_dist.errors import DataError, DivergedError, SaveError, StageFailed
 from adl_dist.monitor.trace import TRACE, merge_parts
 from adl_dist.report import Progress, Recorder, warn
@@ -69,7 +69,7 @@ class Coordinator:
         callbacks: Callbacks | None = None,
         requests: Requests | None = None,
         drain_changes_result: Callable[[int], bool] = lambda epoch: False,
-        user_code: UserCode | None = None,
+        callback_queue: CallbackQueue | None = None,
         unit: str = "images",
         flops: float | None = None,
     ) -> None:
@@ -77,10 +77,10 @@ class Coordinator:
 
         ``callbacks``: the user's. ``unit``: what samples are, or ``tokens``, if these are what is counted. ``flops``:
         those of a sample, as a share of what all devices do in a second at their peak; None: not known.
-        ``user_code``: has the user's code take records while stages train.
+        ``callback_queue``: has the user's code take records while stages train.
         """
         self._unit, self._totals = unit, Totals(unit, flops)
-        self._user_code = user_code or UserCode()
+        self._callback_queue = callback_queue or CallbackQueue()
         self._plan, self._saving = plan, saving
         self._recorder, self._progress = recorder, progress
         self._requests, self._drain_changes_result = requests or Requests(), drain_changes_result
@@ -111,7 +111,7 @@ class Coordinator:
         self._recorder.write_of_update(record)
         self._progress.update(record)
         if self._callbacks.any:
-            self._user_code.call(partial(self._callbacks.take, record))
+            self._callback_queue.put(partial(self._callbacks.take, record))
         self._totals.take(record)
 
     def part(self, part: PartReport) -> None:
@@ -251,7 +251,7 @@ class Coordinator:
         goes_on = self._sample > 0 and bool(self._totals.trained)  # this process has begun the epoch
         self._progress.begin(segment.epoch, self._plan.epochs, self._plan.total_updates, goes_on=goes_on)
         start = time.perf_counter()
-        with self._user_code.while_training():
+        with self._callback_queue.while_training():
             results = self._workers.call(messages.Train(segment), TrainResult)
             seconds = time.perf_counter() - start
         self._callbacks.tell_update()

@@ -2,7 +2,6 @@
 
 import contextlib
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +14,9 @@ from adl_dist import engine
 from adl_dist.batch import Batch, tensors_of
 from adl_dist.checkpoint import data_state
 from adl_dist.checkpoint.async_save import PartWriter
-from adl_dist.checkpoint.state import FreshStage, check_storable, load, state_of
+from adl_dist.checkpoint.state import FreshStage, load, state_of
 from adl_dist.control import messages
+from adl_dist.control.callback_queue import CallbackQueue
 from adl_dist.control.messages import (
     Command,
     EvaluateResult,
@@ -26,7 +26,7 @@ from adl_dist.control.messages import (
     command_name,
 )
 from adl_dist.control.stop import EarlyStop
-from adl_dist.control.user_code import UserCode
+from adl_dist.control.update_reports import UpdateReports
 from adl_dist.data.stream import Stream
 from adl_dist.distributed.world import World
 from adl_dist.engine import BatchSource, StageContext
@@ -50,7 +50,7 @@ from adl_dist.schedule import (
 from adl_dist.schedule.actions import BACKWARDS
 from adl_dist.schedule.replay import in_turns
 from adl_dist.schedule.work import turns_of
-from adl_dist.stage import Stage, StepStats
+from adl_dist.stage import Stage
 from adl_dist.stage.loss import LossTerms, counted
 from adl_dist.stage.stats import value_of
 from adl_dist.stage.tied import TiedWeights
@@ -69,16 +69,16 @@ class LocalWorker:
     dtype: torch.dtype  # of the loss
     contexts: Mapping[int, StageContext]  # this process's stages with their channels, by stage
     train_loader: BatchSource | None = None  # on stage 0's process only
-    validation_loader: BatchSource | None = None  # likewise
-    terms: LossTerms | None = None  # what the loss averages over, where that is not samples
+    validation_loader: BatchSource | None = None  # on stage 0's process only
+    terms: LossTerms | None = None  # the terms of the loss's mean, unless that is over samples
     pick_next: Callable[[Any], int] = downstream_first  # of several local stages; any choice gives the same values
     is_plain: bool = True  # whether input and target are a tensor each
-    unit: str = "images"  # what samples are, or "tokens", if the loss counts many in a sample
-    fresh: Mapping[int, FreshStage] = field(default_factory=dict)  # what each stage was; empty: nothing is saved
-    meter: MemoryMeter | None = None  # of the one stage of this process; None: its memory is not measured
+    unit: str = "images"  # of samples, or "tokens", if the loss counts many in a sample
+    fresh: Mapping[int, FreshStage] = field(default_factory=dict)  # initial state of each stage; empty without saves
+    meter: MemoryMeter | None = None  # of the one stage of this process, if its memory is measured
     stop: EarlyStop = field(default_factory=EarlyStop)
-    user_code: UserCode | None = None  # called between two actions of training; None: there is none
-    wants_timeline: bool = False  # whether a few steady updates are still to be recorded, for the report
+    callback_queue: CallbackQueue | None = None  # emptied between two actions of training
+    wants_timeline: bool = False  # whether a few steady updates must still be recorded, for the report
     activity: ActivityLog = field(init=False)
 
     def __post_init__(self) -> None:
@@ -94,9 +94,8 @@ class LocalWorker:
 
     def close(self) -> None:
         """End the processes that load data."""
-        for loader in (self.train_loader, self.validation_loader):
-            if loader is not None:
-                loader.close()
+        for loader in filter(None, (self.train_loader, self.validation_loader)):
+            loader.close()
 
     def execute(self, command: Command, reporter: Reporter) -> list[Result]:
         """Carry out ``command``; return its results, in the order of stages."""
@@ -124,7 +123,15 @@ class LocalWorker:
             context.stage.begin(segment.epoch, training=True, first_micro_batch=segment.first_micro_batch)
         work = training_work(self.pipeline, segment, stages=self.contexts)
         start = time.perf_counter()
-        reports = _UpdateReports(self, segment, emit)
+        reports = UpdateReports(
+            self.contexts,
+            segment,
+            emit,
+            device=self.world.device,
+            meter=self.meter,
+            fresh=self.fresh,
+            splits=self.pipeline.method.splits,
+        )
         self._run(work, segment, self.train_loader, reports)
         seconds, held = time.perf_counter() - start, peak_memory()
         timelines = {k: self.activity.timeline(k) for k in self.contexts}
@@ -176,7 +183,7 @@ class LocalWorker:
 
     @property
     def _stream(self) -> Stream | None:
-        """The iterable dataset that this process trains on, if it does."""
+        """The iterable dataset that this process trains on, if any."""
         return self.train_loader.stream if self.train_loader is not None else None
 
     def _load(self, path: str, update: int) -> None:
@@ -197,69 +204,73 @@ class LocalWorker:
         if self.terms is not None:
             group_sizes = segment.group_sizes if training else None
             counts = counted(batches, self.terms, group_sizes, reduction=self.pipeline.method.reduction)
-            return counts if self.is_plain else _taken_apart(counts)
-        return batches if self.is_plain else _taken_apart(batches)  # type: ignore[return-value]
+            return counts if self.is_plain else _flatten(counts)
+        return batches if self.is_plain else _flatten(batches)  # type: ignore[return-value]
 
     def _run(
         self,
         work: Mapping[int, StageWork],
         segment: Segment,
         feed: BatchSource | None,
-        reports: "_UpdateReports | None" = None,
+        reports: UpdateReports | None = None,
     ) -> None:
-        """Carry out ``work``, and report each update; None: this is evaluation."""
+        """Carry out ``work`` and report each update; without ``reports`` this is evaluation."""
         training, batches = reports is not None, None
         if feed is not None:
             batches = self.contexts[0].batches = self._batches(feed, segment, training=training)
-        with _draws_seeded(self.stages, self.world.device):
+        with _restored_streams(self.stages, self.world.device):
             try:
                 for k, context in self.contexts.items():
                     weights = work[k].loss_weights if context.stage.has_loss else []
-                    # One tensor for all that are alike: there may be a million micro-batches.
+                    # One tensor for all equal ones: there may be a million micro-batches.
                     made = {w: torch.tensor(w, dtype=self.dtype, device=self.world.device) for w in set(weights)}
                     context.loss_grads = [made[w] for w in weights]
                     context.open(work[k], training=training)
                 window = Window.of(self.pipeline, segment) if training and self.wants_timeline else None
                 self.activity.open(self.contexts, segment, training=training, window=window)
-                lists = {k: work[k].actions for k in sorted(work)}
-                if len(work) == self.pipeline.num_stages:
-                    order = replay([*lists.values()], pick_next=self.pick_next)
-                elif len(work) == 1:
-                    order = ((k, action) for k, actions in lists.items() for action in actions)
-                else:
-                    order = in_turns(lists, turns_of(self.pipeline, segment, self.world.rank, training=training))
-                if training:
-                    if self.user_code is not None:  # in front of what looks whether the run is to end
-                        order = self._with_calls(order, self.user_code)
-                    order = self.stop.applied(
-                        order, segment, self.pipeline, self.contexts, posted_ahead=self.posted_ahead
-                    )
+                order = self._order(work, segment, training=training)
                 with self.meter.segment(self.stages[0]) if training and self.meter else contextlib.nullcontext():
                     engine.run(order, self.contexts, self.activity, reports.add if reports is not None else None)
                 if reports is not None:
                     reports.send(keep=0)
                 self.activity.enter(FINISHING)
-                for k in sorted(self.contexts, reverse=True):  # of one fault the stage nearest the loss knows most
+                for k in sorted(self.contexts, reverse=True):  # the stage nearest the loss knows most of one fault
                     self.contexts[k].stage.faults.check()
                     self.contexts[k].drain()
             finally:
                 if batches is not None:
                     batches.close()
 
-    @property
-    def posted_ahead(self) -> int:
-        """The most receives that any process has posted beyond one that it awaits."""
-        if not self.world.is_distributed:
-            return 0
-        return self.pipeline.most_received_ahead if self.world.backend == "gloo" else POSTED_AHEAD
+    def _order(
+        self, work: Mapping[int, StageWork], segment: Segment, *, training: bool
+    ) -> Iterable[tuple[int, Action]]:
+        """Return the actions of this process's stages, which callbacks may interrupt and a stop shorten."""
+        lists = {k: work[k].actions for k in sorted(work)}
+        order: Iterable[tuple[int, Action]]
+        if len(work) == self.pipeline.num_stages:
+            order = replay([*lists.values()], pick_next=self.pick_next)
+        elif len(work) == 1:
+            order = ((k, action) for k, actions in lists.items() for action in actions)
+        else:
+            order = in_turns(lists, turns_of(self.pipeline, segment, self.world.rank, training=training))
+        if not training:
+            return order
+        if self.callback_queue is not None:  # before the check whether the run must end
+            order = self._with_callbacks(order, self.callback_queue)
+        ahead = 0
+        if self.world.is_distributed:
+            ahead = self.pipeline.most_received_ahead if self.world.backend == "gloo" else POSTED_AHEAD
+        return self.stop.applied(order, segment, self.pipeline, self.contexts, posted_ahead=ahead)
 
-    def _with_calls(self, order: Iterable[tuple[int, Action]], code: UserCode) -> Iterator[tuple[int, Action]]:
-        """Hand ``order`` through, and make the calls of the user's code that wait before the next action."""
-        for one in order:
-            if code.is_waiting:
+    def _with_callbacks(
+        self, order: Iterable[tuple[int, Action]], queue: CallbackQueue
+    ) -> Iterator[tuple[int, Action]]:
+        """Yield ``order``, and make the waiting calls of the user's code before the next action."""
+        for action in order:
+            if queue.is_waiting:
                 self.activity.enter(USER_CODE)
-                code.catch_up()
-            yield one
+                queue.run_waiting()
+            yield action
 
 
 def _tied_result(tied: TiedWeights) -> TiedResult:
@@ -279,7 +290,7 @@ def _coded_result(what: str, coder: Coder) -> CodedResult:
     )
 
 
-def _taken_apart(batches: Generator[tuple[Batch, ...], None, None]) -> Generator[tuple[Tensor, ...], None, None]:
+def _flatten(batches: Generator[tuple[Batch, ...], None, None]) -> Generator[tuple[Tensor, ...], None, None]:
     """Yield the tensors of each micro-batch, one after the other."""
     with contextlib.closing(batches):
         for batch in batches:
@@ -287,11 +298,11 @@ def _taken_apart(batches: Generator[tuple[Batch, ...], None, None]) -> Generator
 
 
 @contextlib.contextmanager
-def _draws_seeded(stages: Sequence[Stage], device: torch.device) -> Iterator[None]:
-    """Leave the caller's random streams as they were found: stages seed those that they draw from in place.
+def _restored_streams(stages: Sequence[Stage], device: torch.device) -> Iterator[None]:
+    """Restore the caller's random streams at the end; stages seed in place the streams that they draw from.
 
     Raises:
-        ConfigError: one has moved at the end that none of them seeds.
+        ConfigError: If a stream has moved that no stage seeds.
     """
     with streams_kept(device) as streams:
         yield
@@ -304,76 +315,3 @@ def _draws_seeded(stages: Sequence[Stage], device: torch.device) -> Iterator[Non
             "that it was not seeded and cannot be repeated; draw from torch's stream, or, where it is no part of the "
             "model, from a generator of its own"
         )
-
-
-class _UpdateReports:
-    """The records of each update: its loss, its gradient's norm, its staleness."""
-
-    def __init__(self, worker: LocalWorker, segment: Segment, emit: Callable[[Record], None]) -> None:
-        self._contexts, self._meter, self._segment, self._emit = worker.contexts, worker.meter, segment, emit
-        self._start, device = time.perf_counter(), worker.world.device
-        self._begin: torch.cuda.Event | None = None  # the same on the clock of the GPU
-        if device.type == "cuda":
-            self._begin = torch.cuda.current_stream(device).record_event(torch.cuda.Event(enable_timing=True))
-        self._pending: deque[tuple[Iterator[Record], Record]] = deque()
-        # A GPU's figures are read an update later: reading them at once would wait for all that is launched.
-        # So are those of a split backward, which are not checked before.
-        is_late = device.type == "cuda" or worker.pipeline.method.splits
-        self._lag = len(worker.contexts) if is_late else 0
-        # State that no checkpoint can hold is refused after the first update, before a whole epoch is lost.
-        self._unchecked = {*worker.contexts} if worker.fresh else set()
-        self._fresh = worker.fresh
-
-    def add(self, k: int, group: int) -> None:
-        """Take the figures of stage ``k``'s update with ``group``, and let it begin to count the next one's."""
-        if self._meter is not None:
-            self._meter.count_update()
-        stage, stats = self._contexts[k].stage, self._contexts[k].stage.tally
-        if k in self._unchecked:
-            self._unchecked.remove(k)
-            check_storable(stage, self._fresh[k])
-        stage.tally = StepStats()
-        where = {"stage": k, "update": self._segment.first_update + group, "epoch": self._segment.epoch}
-        seconds = time.perf_counter() - self._start
-        self._pending.append((_records(stats, seconds, self._begin, stage), where))
-        self.send(keep=self._lag)
-
-    def send(self, *, keep: int) -> None:
-        """Report all but the last ``keep`` updates."""
-        while len(self._pending) > keep:
-            records, where = self._pending.popleft()
-            for record in records:  # read from the figures now, not when the update was made
-                self._emit({**record, **where})
-
-
-def _records(stats: StepStats, seconds: float, begin: torch.cuda.Event | None, stage: Stage) -> Iterator[Record]:
-    """Yield the records of an update that was ``seconds`` after the beginning, of which a GPU has taken note."""
-    offsets, is_last = stats.staleness, stage.is_last
-    mean = {"name": "stage/staleness", "value": sum(offsets) / len(offsets), "unit": "updates"}
-    yield {**mean, "max": max(offsets), "by_offset": offsets}
-    if stats.skipped is not None:
-        if is_last:  # loss and hits of a skipped update are not figures of the run
-            yield {"name": "train/skipped_updates", "value": 1, "unit": "updates", "why": stats.skipped}
-        return
-    numbers = stats.numbers()
-    n = numbers["num_samples"]
-    num_terms, num_classed = numbers.get("num_terms", n), numbers.get("num_classed", n)
-    if "gradient_norm" in numbers:
-        yield {"name": "stage/gradient_norm", "value": numbers["gradient_norm"]}
-    if "prediction_error" in numbers:
-        yield {"name": "stage/prediction_error", "value": numbers["prediction_error"]}
-    if "loss_sum" in numbers and not is_last:
-        yield {"name": "stage/local_loss", "value": numbers["loss_sum"] / num_terms}
-    elif "loss_sum" in numbers:
-        sizes: Record = {name: numbers[name] for name in ("num_samples", "num_terms") if name in numbers}
-        if begin is not None and (computed := stats.seconds_since(begin)) is not None:
-            seconds = computed
-        yield {"name": "train/loss", "value": numbers["loss_sum"] / num_terms, **sizes, "elapsed_seconds": seconds}
-        if stats.learning_rate is not None:
-            yield {"name": "train/learning_rate", "value": stats.learning_rate}
-        measured = stats.sums(stage.metrics) if stage.metrics else {}
-        for name, pair in measured.items():
-            yield {"name": f"train/{name}", "value": value_of(name, pair), "num_targets": pair[1], "is_metric": True}
-        if "num_correct" in numbers and num_classed and "accuracy" not in measured:
-            more: Record = {"num_targets": num_classed} if "num_classed" in numbers else {}
-            yield {"name": "train/accuracy", "value": numbers["num_correct"] / num_classed, **more}

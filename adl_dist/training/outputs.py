@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from adl_dist.checkpoint.policy import CheckpointPolicy
+from adl_dist.control.callback_queue import CallbackQueue
 from adl_dist.control.coordinator import Coordinator, Saving
 from adl_dist.control.requests import Requests
-from adl_dist.control.user_code import UserCode
 from adl_dist.control.worker import LocalWorker
 from adl_dist.errors import ConfigError
 from adl_dist.report import Progress, Recorder, warn
@@ -29,7 +29,7 @@ class Outputs:
     checkpoints: CheckpointPolicy = field(default_factory=CheckpointPolicy)
     monitoring: Monitoring = field(default_factory=Monitoring)
     callbacks: Callbacks = field(default_factory=Callbacks)
-    user_code: UserCode = field(default_factory=UserCode)
+    callback_queue: CallbackQueue = field(default_factory=CallbackQueue)
 
     @classmethod
     def of(
@@ -97,7 +97,7 @@ class Outputs:
             loggers=loggers,
             settings={key: value for key, value in settings.items() if key not in shapes},
             stages_every=self.monitoring.stage_records_every,
-            call=self.user_code.call,
+            call=self.callback_queue.put,
         )
 
     def coordinator(
@@ -119,7 +119,7 @@ class Outputs:
             if partitioned.warning is not None:
                 warn(f"{partitioned.warning}; so {pipeline.num_stages} stages are hardly faster than one")
         if is_rank_0 and (self.callbacks.any or recorder.has_loggers):
-            worker.user_code = self.user_code
+            worker.callback_queue = self.callback_queue
         return Coordinator(
             plan,
             saving=saving,
@@ -128,7 +128,7 @@ class Outputs:
             callbacks=self.callbacks,
             requests=requests,
             drain_changes_result=lambda epoch: not pipeline.in_epoch(epoch).drain_is_exact,
-            user_code=self.user_code,
+            callback_queue=self.callback_queue,
             unit=worker.unit,
             flops=None if partitioned.flops is None else partitioned.flops / worker.world.size,
         )

@@ -18,7 +18,7 @@ def read_trace(run_dir):
     return {k: [e for e in told if e["ph"] == "X" and e["pid"] == k] for k in names}
 
 
-def assert_is_whole(run_dir, summary, method, *, training, validation=None, slack_us=0.0):
+def assert_is_whole(run_dir, summary, method, *, training, validation=None):
     """Every action is one event of its stage, no two overlap, and a wait ends after the peer has begun to send."""
     events, K = read_trace(run_dir), len(summary["stages"])
     assert len(events) == K
@@ -49,7 +49,7 @@ def assert_is_whole(run_dir, summary, method, *, training, validation=None, slac
             if begun := times(k, sent, ends=False):
                 for (number, at), (same, there) in zip(begun, times(peer, received, ends=True), strict=True):
                     assert number == same
-                    assert there > at - slack_us, (k, sent, number)
+                    assert there > at, (k, sent, number)
                     seen += 1
     assert seen
 

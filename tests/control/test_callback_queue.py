@@ -4,13 +4,13 @@ import threading
 
 import pytest
 
-from adl_dist.control.user_code import UserCode
+from adl_dist.control.callback_queue import CallbackQueue
 from adl_dist.errors import CallbackError
 
 
 def test_no_two_threads_make_calls_at_a_time():
     """As when a process fails while rank 0 is in a slow callback: that thread makes what waits behind it, in order."""
-    code, made, entered, leave = UserCode(), [], threading.Event(), threading.Event()
+    code, made, entered, leave = CallbackQueue(), [], threading.Event(), threading.Event()
 
     def slow():
         entered.set()
@@ -18,13 +18,13 @@ def test_no_two_threads_make_calls_at_a_time():
 
     def train():
         with code.while_training():
-            code.call(slow)
-            code.call(lambda: made.append(("behind", threading.get_ident(), True)))
+            code.put(slow)
+            code.put(lambda: made.append(("behind", threading.get_ident(), True)))
             trainer.start()
             assert entered.wait(20)
             raise OSError("a process has failed")
 
-    trainer = threading.Thread(target=code.catch_up)
+    trainer = threading.Thread(target=code.run_waiting)
     with pytest.raises(OSError, match="a process has failed"):
         train()
     assert made == [], "the coordinator waits for no callback"
@@ -38,28 +38,28 @@ def fail():
 
 
 def test_an_error_of_training_is_told_and_not_that_of_a_call():
-    code, made = UserCode(), []
+    code, made = CallbackQueue(), []
 
     def train(error):
         with code.while_training():
-            code.call(lambda: made.append("before"))
-            code.call(fail)
+            code.put(lambda: made.append("before"))
+            code.put(fail)
             if error is not None:
                 raise error
 
     with pytest.raises(OSError, match="diverged"):
         train(OSError("diverged"))
     assert made == ["before"]
-    code = UserCode()
+    code = CallbackQueue()
     with pytest.raises(CallbackError):
         train(None)
 
 
 def test_after_a_call_that_fails_there_are_no_others():
-    code, made = UserCode(), []
+    code, made = CallbackQueue(), []
     with pytest.raises(ZeroDivisionError):
-        code.call(lambda: 1 / 0)
-    code.call(lambda: made.append(1))
+        code.put(lambda: 1 / 0)
+    code.put(lambda: made.append(1))
     with code.while_training():
-        code.call(lambda: made.append(2))
+        code.put(lambda: made.append(2))
     assert made == []

@@ -1,0 +1,71 @@
+"""Calls of the user's callbacks and loggers, kept apart from the threads and random streams of training."""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from adl_dist.errors import CallbackError
+from adl_dist.streams import streams_kept
+
+
+class CallbackQueue:
+    """Calls of the user's code. While stages train, the training thread makes them, between two actions.
+
+    A forward seeds torch's global random stream and then draws from it. A call in a different thread could draw in
+    between and change a dropout mask.
+    """
+
+    def __init__(self) -> None:
+        """Create an empty queue."""
+        self._waiting: deque[Callable[[], object]] = deque()
+        self._is_training = self._has_failed = False
+        self._running = threading.Lock()  # held by the thread that makes the calls
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a call waits."""
+        return bool(self._waiting)
+
+    def put(self, call: Callable[[], object]) -> None:
+        """Make ``call`` now or, while stages train, at the next :meth:`run_waiting`."""
+        if self._has_failed:
+            return
+        self._waiting.append(call)
+        if not self._is_training:
+            self.run_waiting()
+
+    def run_waiting(self) -> None:
+        """Make the waiting calls in order, and restore the CPU's global random streams.
+
+        If a different thread is making calls, as when a process fails while rank 0 trains, it makes them all.
+
+        Raises:
+            CallbackError: If a call fails. No further call is made.
+        """
+        if not self._waiting or not self._running.acquire(blocking=False):
+            return
+        try:
+            with streams_kept():
+                while self._waiting:
+                    self._waiting.popleft()()
+        except BaseException:
+            self._has_failed = True
+            self._waiting.clear()
+            raise
+        finally:
+            self._running.release()
+
+    @contextmanager
+    def while_training(self) -> Iterator[None]:
+        """Let calls wait inside; make the remaining ones at the end, also after an error of training."""
+        self._is_training = True
+        try:
+            yield
+        except BaseException:
+            self._is_training = False
+            with suppress(CallbackError):  # it is in the log; the error of training says more
+                self.run_waiting()
+            raise
+        self._is_training = False
+        self.run_waiting()
