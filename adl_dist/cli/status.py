@@ -8,7 +8,7 @@ from typing import Any
 
 from adl_dist.checkpoint import layout
 from adl_dist.cli.run_folder import named_folder
-from adl_dist.control.requests import Ask
+from adl_dist.control.requests import RequestKind
 from adl_dist.control.run_socket import SOCKET, ask_run
 from adl_dist.report import final_table
 from adl_dist.report.runs import read_json
@@ -31,12 +31,12 @@ def status(arguments: list[str]) -> None:
 
 def checkpoint(arguments: list[str]) -> None:
     """Run ``adl-dist checkpoint RUN_DIR``: save now, and continue."""
-    sys.stdout.write(f"{ask_run(named_folder('checkpoint', arguments)[0], Ask.CHECKPOINT.value)['done']}\n")
+    sys.stdout.write(f"{ask_run(named_folder('checkpoint', arguments)[0], RequestKind.CHECKPOINT.value)['done']}\n")
 
 
 def stop(arguments: list[str]) -> None:
     """Run ``adl-dist stop RUN_DIR``: save now, and end."""
-    sys.stdout.write(f"{ask_run(named_folder('stop', arguments)[0], Ask.STOP.value)['done']}\n")
+    sys.stdout.write(f"{ask_run(named_folder('stop', arguments)[0], RequestKind.STOP.value)['done']}\n")
 
 
 def table(answer: Mapping[str, Any]) -> str:

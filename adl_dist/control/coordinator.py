@@ -1,4 +1,4 @@
-"""The coordinator: decides what all stages do next. It sees them as a group and knows nothing of where they are."""
+"""The coordinator: decides the next command of all stages. It sees them as a group and does not know where they are."""
 
 import logging
 import math
@@ -17,7 +17,7 @@ from adl_dist.control import messages
 from adl_dist.control.callback_queue import CallbackQueue
 from adl_dist.control.group import WorkerGroup
 from adl_dist.control.messages import Done, EvaluateResult, Record, Summary
-from adl_dist.control.requests import Ask, Requests
+from adl_dist.control.requests import RequestKind, RequestQueue
 from adl_dist.errors import DataError, DivergedError, SaveError, StageFailed
 from adl_dist.monitor.trace import TRACE, merge_parts
 from adl_dist.report import Progress, Recorder, warn
@@ -41,19 +41,19 @@ DRAIN_CHANGED_RESULT = (
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """How a run is saved and resumed."""
+    """The saving and resuming of a run."""
 
     folder: RunFolder
-    config: Mapping[str, Any]  # what the folder is recognised by when it is used again
+    config: Mapping[str, Any]  # settings that identify the run when its folder is used again
     resume: str  # the checkpoint to resume from: "auto", "never" or a path
-    every_epochs: int  # epochs between two checkpoints; 0: only at the end
+    every_epochs: int  # epochs between two checkpoints, or 0 for one at the end
     saver: Saver
     signature: state.Signature  # the model's tensors
-    optimizer: str  # the name of its class
+    optimizer: str  # name of its class
     schedule_follows: bool  # whether the learning rate schedule depends on the length of the run
-    cut: Mapping[str, Any]  # the partition, as made
-    goal: Goal = field(default_factory=Goal)  # what the best checkpoint is the best of
-    trace: bool = False  # whether the stages record what they do, to be written at the end
+    cut: Mapping[str, Any]  # the partition
+    goal: Goal = field(default_factory=Goal)  # the metric of the best checkpoint
+    trace: bool = False  # whether the stages record a trace, written at the end
 
 
 class Coordinator:
@@ -67,25 +67,33 @@ class Coordinator:
         recorder: Recorder,
         progress: Progress,
         callbacks: Callbacks | None = None,
-        requests: Requests | None = None,
+        requests: RequestQueue | None = None,
         drain_changes_result: Callable[[int], bool] = lambda epoch: False,
         callback_queue: CallbackQueue | None = None,
         unit: str = "images",
         flops: float | None = None,
     ) -> None:
-        """Prepare; ``drain_changes_result``: whether draining in an epoch, where ``plan`` does not, changes values.
+        """Create the coordinator of one run.
 
-        ``callbacks``: the user's. ``unit``: what samples are, or ``tokens``, if these are what is counted. ``flops``:
-        those of a sample, as a share of what all devices do in a second at their peak; None: not known.
-        ``callback_queue``: has the user's code take records while stages train.
+        Args:
+            plan: the segments of the run.
+            saving: saves and resumes, if there is a run folder.
+            recorder: writes the records.
+            progress: shows the progress.
+            callbacks: the user's callbacks.
+            requests: requests from outside.
+            drain_changes_result: whether an unplanned drain in an epoch changes values.
+            callback_queue: calls the callbacks while stages train.
+            unit: the unit of samples, or ``tokens``, if the loss counts these.
+            flops: of a sample, as a share of all devices' peak per second, if known.
         """
         self._unit, self._totals = unit, Totals(unit, flops)
         self._callback_queue = callback_queue or CallbackQueue()
         self._plan, self._saving = plan, saving
         self._recorder, self._progress = recorder, progress
-        self._requests, self._drain_changes_result = requests or Requests(), drain_changes_result
+        self._requests, self._drain_changes_result = requests or RequestQueue(), drain_changes_result
         self._callbacks = callbacks or Callbacks()
-        self._saved_moment: Moment | None = None  # of a checkpoint that callbacks do not know of yet
+        self._saved_moment: Moment | None = None  # of a checkpoint that has not been reported to callbacks
         # The position of the run: whole epochs done, samples of the next one done, updates done.
         self._epoch = self._sample = self._update = 0
         self._last_epoch = 0
@@ -101,13 +109,13 @@ class Coordinator:
             return self._train()
         except BaseException as error:
             if self._saving is not None:
-                # A process that is gone, for want of which others fail, will not write its part either.
+                # A process that is gone will not write its part.
                 is_lost = isinstance(error, StageFailed) and (error.is_victim or error.is_gone)
                 self._saving.saver.wait(1.0 if is_lost else LAST_SAVE_SECONDS)
             raise
 
     def record(self, record: Record) -> None:
-        """Write down a record of a stage, and show it."""
+        """Write and show a record of a stage."""
         self._recorder.write_of_update(record)
         self._progress.update(record)
         if self._callbacks.any:
@@ -115,14 +123,14 @@ class Coordinator:
         self._totals.take(record)
 
     def part(self, part: PartReport) -> None:
-        """Hand the report of a process on its part of a save to the save; called by any thread."""
+        """Pass the report of a process on its part of a save to the save, in any thread."""
         if self._saving is not None:
             self._saving.saver.take_part(part)
 
     def _train(self) -> Summary:
         started, origin = time.monotonic(), time.time()
         try:
-            self._callbacks.open(lambda why: self._requests.ask(Ask.END, why))
+            self._callbacks.open(lambda why: self._requests.ask(RequestKind.END, why))
             self._resume()
             self._callbacks.call("on_start", self._moment())
             if self._callbacks.asked is not None:
@@ -145,7 +153,7 @@ class Coordinator:
             **({"stopped": stopped} if stopped else {}),
             **({"ended_by": self._callbacks.asked} if self._callbacks.asked else {}),
         }
-        # The summary of a run that was over is kept, with its training times; it may be missing or of an earlier end.
+        # The summary of a run that was over is kept, with its training times, unless it is missing or older.
         if self._saving and (self._totals.trained or self._saving.folder.summarised_updates != self._update):
             self._saving.folder.write_summary(summary)
         if self._saving and self._saving.trace and self._totals.trained:
@@ -154,7 +162,7 @@ class Coordinator:
         return summary
 
     def _end_epoch(self) -> None:
-        """Evaluate at the end of an epoch or of the run, once, and tell the callbacks."""
+        """Evaluate at the end of an epoch or of the run, once, and call the callbacks."""
         if self._evaluated_at != self._update and (self._is_over or self._sample == 0):
             self._evaluate()
             self._evaluated_at = self._update
@@ -180,10 +188,10 @@ class Coordinator:
         return self._plan.ends_at(self._sample) and (self._sample > 0 or (every > 0 and self._epoch % every == 0))
 
     def _carry_out_requests(self) -> dict[str, Any] | None:
-        """Save, with the pipeline empty, if that was asked for; return where the run stops if it was asked to."""
+        """Save if a request wants it, while the pipeline is empty; return the place of a stop, if one is requested."""
         if not (asked := self._requests.take()):
             return None
-        why = [request.why for request in asked if request.what is Ask.STOP]
+        why = [request.why for request in asked if request.what is RequestKind.STOP]
         is_planned = self._is_over or self._plan.ends_at(self._sample)
         drain_changed_result = not is_planned and self._drain_changes_result(self._epoch)
         trace = DRAIN_CHANGED_RESULT.format(update=self._update) if drain_changed_result else ""
@@ -197,7 +205,7 @@ class Coordinator:
             path = self._finish_saving(self._saving.saver)
             text = f"{path}{trace}" if path is not None else self._saving.saver.failure or "nothing is saved"
         for request in asked:  # a run without a folder has stopped all the same
-            has_failed = path is None and (self._saving is not None or request.what is Ask.CHECKPOINT)
+            has_failed = path is None and (self._saving is not None or request.what is RequestKind.CHECKPOINT)
             request.answer(text, failed=has_failed)
         if why and self._saving is not None:
             self._finish_last_save(self._saving.saver, "the run was to stop, and what it learned since is lost")
@@ -212,8 +220,8 @@ class Coordinator:
         if self._saving is not None:
             if candidates := self._saving.folder.open(resume=self._saving.resume):
                 path = self._load_newest(candidates, self._saving)
-            # Only now that all stages agree and the checkpoint has been read: a start that failed must not stand in
-            # the way of the corrected command. A run that is over keeps the settings that it was made with.
+            # Only after all stages agree and the checkpoint has been read: a failed start must not block the corrected
+            # command. A run that is over keeps its settings.
             if not (self._is_over and self._saving.folder.is_claimed):
                 self._saving.folder.claim(self._saving.config)
         self._recorder.start(from_update=self._update)
@@ -246,7 +254,7 @@ class Coordinator:
         return path
 
     def _train_one(self) -> None:
-        self._metrics = {}  # of weights that are no more; a checkpoint or summary must not take them for its own
+        self._metrics = {}  # those of older weights must not get into a checkpoint or summary
         segment = self._plan.segment(self._epoch, self._sample, self._update)
         goes_on = self._sample > 0 and bool(self._totals.trained)  # this process has begun the epoch
         self._progress.begin(segment.epoch, self._plan.epochs, self._plan.total_updates, goes_on=goes_on)
@@ -288,7 +296,7 @@ class Coordinator:
         for name, value in self._metrics.items():
             self._record(name.replace("_", "/", 1), value)
         self._progress.end(loss, self._metrics.get("validation_accuracy"), last.metrics)
-        # The loss of training is that of the weights before the update; these here must not be saved either.
+        # The training loss belongs to the weights before the update; the present weights must not be saved either.
         if self._totals.trained and not math.isfinite(loss):
             where = {"stage": last.stage, "update": self._update - 1, "epoch": self._last_epoch}
             raise DivergedError(f"the validation loss is {loss}", **where)
@@ -296,10 +304,10 @@ class Coordinator:
     def _save(self) -> None:
         if self._saving is None:
             return
-        self._recorder.flush()  # what a checkpoint stands for must not be lost with the process
+        self._recorder.flush()  # records before a checkpoint must not be lost with the process
         saver = self._saving.saver
         self._finish_saving(saver)
-        self._end_epoch()  # if a callback that was told of that checkpoint has ended the run
+        self._end_epoch()  # if a callback has ended the run at that checkpoint
         manifest = {
             "update": self._update,
             "epochs": self._epoch,

@@ -1,4 +1,4 @@
-"""The stages as the coordinator sees them: a group that carries out one command after the other, wherever they are."""
+"""The stages as the coordinator sees them: a group that carries out one command after another, wherever they are."""
 
 import contextlib
 import logging
@@ -19,23 +19,23 @@ logger = logging.getLogger("adl_dist")
 
 R = TypeVar("R", bound=Result)
 
-CAUSE_SECONDS = 1.0  # seconds that the report of a failure that follows from another waits for the other's
+CAUSE_SECONDS = 1.0  # how long a failure that follows from another one waits for the report of that one
 
 
 class WorkerGroup:
     """All stages. It remembers the last command, for status queries and the watchdog."""
 
     def __init__(self, carry_out: Callable[[Command], list[Result]]) -> None:
-        """Have every stage carry out a command by ``carry_out``, which returns their results."""
+        """Create a group whose stages carry out a command by ``carry_out``, which returns their results."""
         self._carry_out = carry_out
         self.thread = threading.get_ident()  # the coordinator's
         self._now = ("", False, time.monotonic())
 
     def call(self, command: Command, result: type[R]) -> list[R]:
-        """Have every stage carry out ``command``; return their results, of that type, in the order of stages.
+        """Carry out ``command`` on every stage; return the results, of type ``result``, in the order of stages.
 
         Raises:
-            StageFailed: another process failed.
+            StageFailed: If another process failed.
         """
         name = command_name(command)
         self._now = (name, True, time.monotonic())
@@ -47,7 +47,7 @@ class WorkerGroup:
         return results
 
     def status(self, *, closely: bool = False) -> CoordinatorStatus:
-        """Return what the coordinator does now; ``closely``: also where in its program."""
+        """Return the coordinator's status; with ``closely`` also its line of code."""
         command, is_waiting, since = self._now
         at = user_frame(self.thread) if closely else ""
         return CoordinatorStatus(command, is_waiting, time.monotonic() - since, at)
@@ -57,13 +57,13 @@ class RpcWorkerGroup(WorkerGroup):
     """A process for each stage, or for some of them; used by the coordinator's thread on rank 0."""
 
     def __init__(self, plane: ControlPlane, record: Callable[[Record], None]) -> None:
-        """Hand the records of all processes to ``record``."""
+        """Create a group that passes the records of all processes to ``record``."""
         super().__init__(self._carry_out_by_rpc)
         self._plane, self._record = plane, record
-        self.held_up_by: Callable[[], str | None] = lambda: None  # the process that others wait for in vain, if any
+        self.held_up_by: Callable[[], str | None] = lambda: None  # names the process that others wait for, if any
 
     def end(self, command: Finish | Abort, *, seconds: float | None = None) -> None:
-        """Tell all processes that the job is over; return when they have heard, are late or are gone."""
+        """Tell all processes that the job is over; return when each has acknowledged, is late or is gone."""
         for call in self._send(command, seconds=seconds):
             if (error := call.answer_or_error()) is not None:
                 logger.info("a process has not heard the end of the job: %s", error)
@@ -91,7 +91,7 @@ class RpcWorkerGroup(WorkerGroup):
         return report
 
     def _cause(self, failure: Failure) -> Failure:
-        """Return, of the failures that arrive together, the one that the others follow from."""
+        """Return the failure that the others, which arrive together with it, follow from."""
         deadline = time.monotonic() + CAUSE_SECONDS
         failures = [failure]
         while failures[-1].is_victim and (left := deadline - time.monotonic()) > 0:

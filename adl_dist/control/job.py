@@ -1,6 +1,6 @@
-"""One job: brings the coordinator and the stages together, in one thread, or as rank 0's second thread over RPC.
+"""One job: the coordinator and the stages in one thread, or the coordinator in a second thread of rank 0, over RPC.
 
-Meanwhile it is supervised: on rank 0 by the watchdog, and over the run's socket; elsewhere by the heartbeat monitor.
+Meanwhile the watchdog supervises it on rank 0, where the run's socket answers, and a heartbeat monitor elsewhere.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from adl_dist.checkpoint.async_save import LAST_SAVE_SECONDS, PartReport
 from adl_dist.control.coordinator import Coordinator
 from adl_dist.control.group import CAUSE_SECONDS, RpcWorkerGroup, WorkerGroup
 from adl_dist.control.messages import Abort, Failure, Finish, Report, Summary
-from adl_dist.control.requests import Ask
+from adl_dist.control.requests import RequestKind
 from adl_dist.control.rpc import ControlPlane, JobEndpoint, open_endpoint
 from adl_dist.control.run_socket import LiveControl
 from adl_dist.control.serve import serve
@@ -30,23 +30,23 @@ from adl_dist.monitor.watchdog import Watchdog
 
 logger = logging.getLogger("adl_dist")
 
-ASK_SECONDS = 5.0  # within which a process that is not busy takes a request
+ASK_SECONDS = 5.0  # limit for a process that is not busy to take a request
 
 
 class Job:
-    """One job in one of its processes, from the moment that they have met; on rank 0 it takes ``requests``."""
+    """One job in one of its processes, which have connected; on rank 0 it takes ``requests``."""
 
     def __init__(self, world: World, timeouts: WatchdogTimeouts, run_dir: Path | None = None) -> None:
-        """Prepare; every process does so, after :meth:`World.fresh_store`. The run's socket will be in ``run_dir``."""
+        """Create a job in each process, after :meth:`World.fresh_store`. The run's socket will be in ``run_dir``."""
         endpoint = open_endpoint(world.num_jobs) if world.is_distributed else JobEndpoint()
         self._world, self._plane = world, ControlPlane(world, endpoint)
         self._timeouts, self._run_dir, self.requests = timeouts, run_dir, endpoint.requests
 
-    def ask(self, what: Ask, why: str) -> bool:
-        """Ask something of the job, on any rank and in any thread; return whether all processes are there.
+    def ask(self, what: RequestKind, why: str) -> bool:
+        """Put a request to the job, on any rank and in any thread; return whether all processes are alive.
 
-        If one is gone, nothing will come of it. One that does not answer in time is there: it may be busy. Rank 0 looks
-        for all others; these look for rank 0 alone, because between two of them there is no way.
+        A process that times out counts as alive, since it may be busy. Rank 0 checks all ranks; the others can only
+        check rank 0, because they have no connection to each other.
         """
         calls = [self._plane.call(COORDINATOR_RANK, JobEndpoint.ask, what, why, seconds=ASK_SECONDS)]
         if self._world.rank == COORDINATOR_RANK:
@@ -59,17 +59,17 @@ class Job:
     def run(
         self, worker: LocalWorker, coordinator: Coordinator, act: Callable[[WorkerGroup], Summary], *, stops_early: bool
     ) -> Summary:
-        """Carry out one job; every process calls it with its own stages. Return, on each, what ``act`` returned.
+        """Carry out one job in every process; return the summary on each.
 
         Args:
             worker: this process's stages.
-            coordinator: takes what the stages report.
-            act: called on rank 0 with all stages; a method of the coordinator.
+            coordinator: takes the reports of the stages.
+            act: a method of the coordinator, called on rank 0 with all stages.
             stops_early: whether a request ends the running segment early.
 
         Raises:
-            StageFailed: another process failed, and reported why.
-            AdlError: this one did, or the coordinator.
+            StageFailed: If another process failed, with its report.
+            AdlError: If this process or the coordinator failed.
         """
         plane, endpoint = self._plane, self._plane.endpoint
         worker.stop, endpoint.on_part = endpoint.stop, coordinator.part
@@ -102,21 +102,21 @@ class Job:
             try:
                 result = act(group)
                 watchdog.stop()
-                # This process may end at once, and its last message must have arrived before it does.
+                # This process may end at once, and its last message must have arrived by then.
                 group.end(Finish(result))
             except BaseException as error:
                 errors.append(error)
                 watchdog.stop()
                 group.end(Abort(Failure.of(error, COORDINATOR_RANK)), seconds=CAUSE_SECONDS)
 
-        # The main thread issues all data-plane communication, so the coordinator is the one to move out.
+        # The main thread issues all data-plane communication, so the coordinator gets another thread.
         thread = threading.Thread(target=coordinate, name="coordinator", daemon=True)
         thread.start()
         try:
             result = serve(worker, self._plane)
         except BaseException as error:
-            thread.join(timeout=5 + LAST_SAVE_SECONDS)  # it tells the others; only then may this process hang up
-            if isinstance(error, StageFailed):  # which it ended the job for, or for an error of its own
+            thread.join(timeout=5 + LAST_SAVE_SECONDS)  # it tells the others; only then may this process end
+            if isinstance(error, StageFailed):  # for a failure elsewhere, or an error of the coordinator
                 raise errors[0] from None
             raise
         thread.join()
@@ -124,11 +124,11 @@ class Job:
 
     @contextlib.contextmanager
     def _supervised(self, group: WorkerGroup, activity: ActivityLog, coordinator: Coordinator) -> Iterator[Watchdog]:
-        """Look after the job while inside, and answer questions about it; on rank 0."""
+        """Supervise the job on rank 0 while inside, and answer questions about it."""
         heartbeat = self._plane.endpoint.heartbeat
 
         def report_gone(rank: int, text: str) -> None:
-            """Report, in place of ``rank``, that it is gone: to the coordinator, and to a save that waits for it."""
+            """Report that ``rank`` is gone to the coordinator, and to a save that waits for it."""
             failure = Failure(rank=rank, text=text, traceback=text, is_gone=True)
             self._plane.endpoint.take(Report(rank=rank, failure=failure))
             coordinator.part(PartReport(rank=rank, failure=text, is_gone=True))
@@ -155,14 +155,14 @@ class Job:
                 live.start()
             yield watchdog
         finally:
-            watchdog.stop()  # before anything that may fail: there is nothing left to look after
+            watchdog.stop()  # before anything that may fail
             watchdog.join()
             if live is not None:
                 live.close()
-        heartbeat.deactivate()  # not after an error: others may yet ask what it failed at
+        heartbeat.deactivate()  # not after an error: others may still ask for the place of the failure
 
     def _run_on_other_rank(self, worker: LocalWorker) -> Summary:
-        """Answer rank 0's watchdog meanwhile, and end this process if that asks no more."""
+        """Serve; meanwhile answer rank 0's watchdog, and end this process if it stops asking."""
         heartbeat = self._plane.endpoint.heartbeat
         heartbeat.activate(worker.activity)
         monitor = HeartbeatMonitor(heartbeat, self._world.rank, self._timeouts, self._end_without_rank_0)
@@ -176,12 +176,9 @@ class Job:
         return result
 
     def _end_without_rank_0(self, why: str) -> None:
-        """Have the main thread end the job, now that rank 0 is dead: what waits on a GPU would not hear of it.
-
-        Only over NCCL. gloo tells by itself that a peer is gone, with the message that was waited for.
-        """
+        """End the job over NCCL, now that rank 0 is dead: a wait on the GPU would not notice; gloo's waits do."""
         stop = self._plane.endpoint.stop
-        if self._world.backend != "nccl" or stop.failure is not None:  # rank 0 has said before why it ends
+        if self._world.backend != "nccl" or stop.failure is not None:  # rank 0 has reported the cause before
             return
         abort = Abort(Failure(rank=COORDINATOR_RANK, text=why, is_gone=True))
         stop.take(abort)
@@ -190,7 +187,7 @@ class Job:
 
 
 def _stage_row(known: RankStatus, stage: StageStatus) -> dict[str, Any]:
-    """Return what ``adl-dist status`` shows of ``stage``."""
+    """Return the row of ``stage`` for ``adl-dist status``."""
     of_stage = ("stage", "epoch", "update", "micro_batch", "images_per_second", "busy_share", "staleness_mean")
     row = {name: getattr(stage, name) for name in (*of_stage, "doing", "seconds")}
     row |= {name: getattr(known.seen, name) for name in ("host", "pid", "memory_bytes", "saving")}

@@ -1,4 +1,4 @@
-"""What is asked of a running job from outside, by a signal or over its socket. Held on rank 0. No torch."""
+"""Requests to a running job from outside, by a signal or over its socket. Held on rank 0. No torch."""
 
 import enum
 import threading
@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from adl_dist.errors import AdlError
 
 
-class Ask(enum.Enum):
-    """The requests. All empty the pipeline and save; ``STOP`` then ends the run, ``END`` ends it as complete."""
+class RequestKind(enum.Enum):
+    """All empty the pipeline and save; ``STOP`` then ends the run, ``END`` ends it as complete."""
 
     CHECKPOINT = "checkpoint"
     STOP = "stop"
@@ -17,27 +17,27 @@ class Ask(enum.Enum):
 
 
 class NotDoneError(AdlError, RuntimeError):
-    """A request to a run has not been carried out; the text says why."""
+    """A request to a run was not carried out; the text says why."""
 
 
 @dataclass(frozen=True)
 class Request:
     """One request."""
 
-    what: Ask
+    what: RequestKind
     why: str  # its origin, for messages: SIGTERM, adl-dist stop
     done: "Future[str]" = field(default_factory=Future)  # the saved checkpoint's path, or NotDoneError
 
     def answer(self, text: str, *, failed: bool = False) -> None:
-        """Answer it; ``failed``: it has not been carried out, and ``text`` says why."""
+        """Answer it; with ``failed`` it was not carried out, and ``text`` says why."""
         if failed:
             self.done.set_exception(NotDoneError(text))
         else:
             self.done.set_result(text)
 
 
-class Requests:
-    """The open requests of one job: put by any thread, taken by the coordinator where the pipeline is empty."""
+class RequestQueue:
+    """The open requests of one job: put by any thread, taken by the coordinator while the pipeline is empty."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -45,10 +45,10 @@ class Requests:
         self._taken: list[Request] = []
         self._closed = ""
 
-    def ask(self, what: Ask, why: str) -> "Future[str]":
+    def ask(self, what: RequestKind, why: str) -> "Future[str]":
         """Ask for ``what``; return at once."""
         request = Request(what, why)
-        request.done.set_running_or_notify_cancel()  # so that the one who asks cannot cancel it before it is answered
+        request.done.set_running_or_notify_cancel()  # so that the asker cannot cancel it before it is answered
         with self._lock:
             if not (closed := self._closed):
                 self._open.append(request)
@@ -62,14 +62,14 @@ class Requests:
         return bool(self._open)
 
     def take(self) -> list[Request]:
-        """Take all requests since the last time, oldest first."""
+        """Take all requests since the last call, oldest first."""
         with self._lock:
             taken, self._open = self._open, []
             self._taken += taken
         return taken
 
     def close(self, why: str) -> None:
-        """Answer all requests, those that are yet to come and those that were taken, that they are not carried out."""
+        """Answer all unanswered and future requests that they are not carried out."""
         with self._lock:
             self._closed = why
         self.take()

@@ -1,8 +1,8 @@
-"""The control plane: one endpoint per job in each process, called over torch.distributed.rpc, by this file alone.
+"""The control plane: one endpoint per job in each process. The only file that calls torch.distributed.rpc.
 
 RPC puts commands and reports into queues; the main thread of each process takes its commands from there and is the only
-one that issues data-plane communication. What cannot wait for a main thread is answered in RPC's own threads: the
-watchdog's questions, and that a segment ends early.
+one that issues data-plane communication. RPC's own threads answer whatever cannot wait for a main thread: the
+watchdog's questions, and the early end of a segment.
 """
 
 import queue
@@ -15,7 +15,7 @@ import torch.futures
 
 from adl_dist.checkpoint.async_save import PartReport
 from adl_dist.control.messages import Abort, Command, Finish, Report, Stop
-from adl_dist.control.requests import Ask, Requests
+from adl_dist.control.requests import RequestKind, RequestQueue
 from adl_dist.control.stop import EarlyStop
 from adl_dist.distributed.rpc_errors import Call, PeerError
 from adl_dist.distributed.world import World, name_of
@@ -27,20 +27,20 @@ Message = Command | Finish | Abort | Stop | Report | PartReport
 
 
 class JobEndpoint:
-    """What the processes of one job may call in one of them. The methods run in threads of RPC and never block."""
+    """The methods that the processes of one job may call in one of them. They run in threads of RPC, never blocking."""
 
     def __init__(self) -> None:
         self.commands: queue.SimpleQueue[Command | Finish | Abort] = queue.SimpleQueue()
         self.heartbeat = Heartbeat()
         self.stop = EarlyStop()
-        # Used on rank 0 alone:
+        # Used only on rank 0:
         self.reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
-        self.requests = Requests()
-        self.on_part: Callable[[PartReport], None] = lambda part: None  # takes what the processes report of a save
+        self.requests = RequestQueue()
+        self.on_part: Callable[[PartReport], None] = lambda part: None  # takes the reports on a save
         self.on_abort: Callable[[], None] = lambda: None  # ends messages that would never arrive; may take a while
 
     def take(self, message: Message) -> None:
-        """Take a message to where it is waited for."""
+        """Hand a message to its queue or object."""
         match message:
             case Stop():
                 self.stop.take(message)
@@ -55,31 +55,31 @@ class JobEndpoint:
             case _:
                 self.commands.put(message)
 
-    def tell_status(self, asker: ProcessStatus, *, closely: bool) -> ProcessStatus:
-        """Answer the watchdog of ``asker``, rank 0, what this process does now."""
+    def status(self, asker: ProcessStatus, *, closely: bool) -> ProcessStatus:
+        """Return the status of this process to the watchdog on rank 0, the ``asker``."""
         return self.heartbeat.answer(asker, closely=closely)
 
     def abort(self, why: str) -> None:
-        """End this process, after the answer to this."""
+        """End this process, after the answer to this call."""
         end_because(why)
 
-    def ask(self, what: Ask, why: str) -> None:
-        """Take a request from outside, which may have reached any process."""
+    def ask(self, what: RequestKind, why: str) -> None:
+        """Take a request from outside, which any process may receive."""
         self.requests.ask(what, why)
 
     def ping(self) -> None:
-        """Answer, which shows that this process is there."""
+        """Answer, to show that this process is alive."""
 
 
-# RPC calls functions by their names, so each process needs one place where a message finds the object that it is for.
-# This is it, and the only module-level state of this package: the endpoint of the job, by the job's number in its
-# world. A message may arrive before its job begins here, and finds the endpoint that the job will take.
+# RPC calls functions by their names, so each process needs one place where a message finds its object: the endpoint of
+# the job, by the job's number in its world. A message may arrive before its job begins here, and finds the endpoint
+# that the job will use.
 _endpoints: dict[int, JobEndpoint] = {}
 _lock = threading.Lock()
 
 
 def open_endpoint(job: int) -> JobEndpoint:
-    """Return the endpoint of job number ``job`` in this process; those of the jobs before it are dropped."""
+    """Return the endpoint of job number ``job`` in this process, and drop the endpoints of earlier jobs."""
     with _lock:
         if job not in _endpoints:
             for earlier in [number for number in _endpoints if number < job]:
@@ -89,12 +89,12 @@ def open_endpoint(job: int) -> JobEndpoint:
 
 
 def _deliver(job: int, method: Callable[..., T], arguments: tuple[object, ...], options: dict[str, object]) -> T:
-    """Call ``method`` of this process's endpoint; runs in a thread of RPC."""
+    """Call ``method`` of this process's endpoint, in a thread of RPC."""
     return method(open_endpoint(job), *arguments, **options)
 
 
 class ControlPlane:
-    """The endpoints of a world's present job, as one of its processes reaches them."""
+    """The endpoints of a world's present job, as one of its processes calls them."""
 
     def __init__(self, world: World, endpoint: JobEndpoint) -> None:
         self.world, self.endpoint = world, endpoint
@@ -104,7 +104,7 @@ class ControlPlane:
     def call(
         self, rank: int, method: Callable[..., T], *arguments: object, seconds: float | None = None, **options: object
     ) -> Call[T]:
-        """Call ``method`` of the endpoint in process ``rank``; by default it may take as long as a message."""
+        """Call ``method`` of the endpoint of process ``rank``; the default limit is the limit of one message."""
 
         def start(limit: float) -> torch.futures.Future[T]:
             future: torch.futures.Future[T] = torch.futures.Future()
@@ -122,26 +122,26 @@ class ControlPlane:
         return self.call(rank, JobEndpoint.take, message, seconds=seconds)
 
     def announce(self, stop: Stop) -> None:
-        """Hand the decision to all other processes; return when they have it; PeerError if one is late or gone."""
+        """Send the decision to all other processes and wait; raise PeerError if one is late or gone."""
         for call in [self.send(rank, stop) for rank in self.others]:
             call.wait()
 
     def statuses(
         self, limits: Mapping[int, float], asker: ProcessStatus, *, closely: bool
     ) -> dict[int, ProcessStatus | PeerError]:
-        """Ask processes what they do now; ``limits``: seconds that each may take to answer."""
+        """Return the status of each process in ``limits``, which gives the seconds for its answer."""
         calls = {
-            rank: self.call(rank, JobEndpoint.tell_status, asker, closely=closely, seconds=seconds)
+            rank: self.call(rank, JobEndpoint.status, asker, closely=closely, seconds=seconds)
             for rank, seconds in limits.items()
         }
         return {rank: call.answer_or_error() for rank, call in calls.items()}
 
     def abort(self, why: str) -> Callable[[], None]:
-        """Have all other processes end; the function returned waits until they have heard or are late."""
+        """Tell all other processes to exit; return a function that waits until each has acknowledged or timed out."""
         calls = [self.call(rank, JobEndpoint.abort, why, seconds=ANSWER_SECONDS) for rank in self.others]
 
-        def wait_until_heard() -> None:
+        def wait() -> None:
             for call in calls:
                 call.answer_or_error()
 
-        return wait_until_heard
+        return wait

@@ -1,4 +1,4 @@
-"""The main loop of a process of several: carry out the coordinator's commands and report to it."""
+"""The main loop of each of several processes: carry out the coordinator's commands and report to it."""
 
 import contextlib
 import logging
@@ -37,15 +37,15 @@ class RpcReporter:
             self._under_way.append(self._send())
 
     def part(self, part: PartReport) -> None:
-        """Report how this process's part of a save has ended; called by the thread that writes it."""
+        """Report the end of this process's part of a save, in the thread that writes it."""
         if (error := self._plane.send(COORDINATOR_RANK, part).answer_or_error()) is not None:
             logger.warning("could not report the end of this process's part of a save: %s", error)
 
     def results(self, results: list[Result]) -> None:
-        """Send ``results`` and the records left; return when all has arrived, or the job is over.
+        """Send ``results`` and the remaining records; return when all have arrived, or the job is over.
 
         Raises:
-            ChannelError: neither is so.
+            ChannelError: If neither happens.
         """
         try:
             # RPC keeps no order between messages: the records sent before must be there before the result is.
@@ -54,16 +54,16 @@ class RpcReporter:
             self._under_way = []
             self._send(results=results).wait()
         except ChannelError:
-            # With the last result rank 0 is done, and may end before its answer has left; its last command is here.
+            # After the last result rank 0 may end before its answer has left; then its last command is here.
             if self._plane.endpoint.commands.empty():
                 raise
 
     def failure(self, error: BaseException) -> bool:
-        """Report ``error`` first-hand, before the peers fail for want of this stage; return whether rank 0 heard."""
-        unheard = self._send(failure=Failure.of(error, self._plane.world.rank)).answer_or_error()
-        if unheard is not None:
-            logger.warning("could not report the failure to the coordinator: %s", unheard)
-        return unheard is None
+        """Report ``error`` before the peers fail for lack of this stage; return whether rank 0 has acknowledged."""
+        lost = self._send(failure=Failure.of(error, self._plane.world.rank)).answer_or_error()
+        if lost is not None:
+            logger.warning("could not report the failure to the coordinator: %s", lost)
+        return lost is None
 
     def _send(self, *, results: list[Result] | None = None, failure: Failure | None = None) -> Call[None]:
         records, self._records, self._sent_at = self._records, [], time.monotonic()

@@ -1,10 +1,10 @@
 """The early end of a running segment: one decision, "after update u", applied by each process between two actions.
 
-Or the end of the job, because a process failed: over NCCL nothing else would end what this process waits for.
+It may also be the end of the job, because a process failed: over NCCL nothing else would end a wait on the GPU.
 
-Stage 0 is the place to decide, because no stage is ahead of it: about to load micro-batch b, it knows that no stage
-waits for more than b and the receives posted beyond. The segment ends with the group of the last of these. Only when
-all other processes have the decision does stage 0 continue; none of them can meet a micro-batch beyond b before that.
+Stage 0 decides, because no stage is ahead of it. About to load micro-batch b, it knows that no stage waits for more
+than b and the receives posted beyond. The segment ends with the group of the last of these. Stage 0 continues only when
+all other processes have the decision; none of them can meet a micro-batch beyond b before that.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,20 +18,20 @@ class EarlyStop:
     """The early end of the segments that one process trains."""
 
     def __init__(self) -> None:
-        # On rank 0: whether the running segment should end, and what hands the decision to all other processes.
+        # On rank 0: whether the running segment should end, and a function that sends the decision to all others.
         self.is_wanted: Callable[[], bool] = lambda: False
         self.announce: Callable[[Stop], None] = lambda stop: None
-        self.failure: Failure | None = None  # that the job has ended for
+        self.failure: Failure | None = None  # that ended the job
         self._stop: Stop | None = None
-        self._is_told = False  # whether something was taken that the main thread has not looked at
+        self._has_news = False  # whether the main thread has not seen the last message
 
     def take(self, news: Stop | Abort) -> None:
-        """Take what rank 0 says; called by any thread. The main thread acts on it between two actions."""
+        """Take a message of rank 0, in any thread. The main thread acts on it between two actions."""
         if isinstance(news, Abort):
             self.failure = news.failure
         else:
             self._stop = news
-        self._is_told = True
+        self._has_news = True
 
     def applied(
         self,
@@ -42,17 +42,21 @@ class EarlyStop:
         *,
         posted_ahead: int,
     ) -> Iterator[tuple[int, Action]]:
-        """Hand ``order`` through; shorten the lists that it is drawn from as soon as there is a decision.
+        """Yield ``order``, and shorten the lists that it is drawn from as soon as there is a decision.
 
-        ``order`` are the actions of this process, drawn from ``contexts[k].work.actions`` of stages that are opened for
-        ``segment``; ``posted_ahead`` receives are posted before they are needed.
+        Args:
+            order: the actions of this process, drawn from ``contexts[k].work.actions``.
+            segment: the running segment.
+            pipeline: the schedule.
+            contexts: the stages of this process, opened for ``segment``.
+            posted_ahead: receives posted before they are needed.
 
         Raises:
-            StageFailed: the job has ended for the failure of a process.
+            StageFailed: If the job has ended because a process failed.
         """
 
         def apply() -> bool:
-            """Shorten the lists if there is a decision for this segment, rather than for one before it."""
+            """Shorten the lists if there is a decision for this segment, not for an earlier one."""
             if self._stop is None or self._stop.after_update <= segment.first_update:
                 return False
             groups = segment.group_sizes[: self._stop.after_update - segment.first_update]
@@ -70,8 +74,8 @@ class EarlyStop:
                     self.announce(stop)
                     self.take(stop)
             yield k, action
-            if self._is_told:
-                self._is_told = False  # first: what is taken from here on sets it again
+            if self._has_news:
+                self._has_news = False  # first: a later message sets it again
                 if self.failure is not None:
                     raise self.failure.error()
                 is_applied = is_applied or apply()

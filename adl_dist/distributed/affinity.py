@@ -1,4 +1,4 @@
-"""What a process that trains sets for itself: its cores, and how its memory is kept."""
+"""The settings of a training process for itself: its cores, and its C library's memory."""
 
 import ctypes
 import functools
@@ -11,17 +11,17 @@ from pathlib import Path
 # <malloc.h>, <sys/mman.h>
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
 MADV_HUGEPAGE = 14
-HEAP_STEP = 64 << 20  # bytes by which the heap grows
-RESERVED = 0.25  # of the machine's memory: addresses only, a page is there when it is first used
+HEAP_STEP = 64 << 20  # growth of the heap, in bytes
+RESERVED = 0.25  # share of the machine's memory: only addresses, a page is allocated at its first use
 
 
 @functools.cache  # once per process
 def tune_malloc() -> None:
-    """Have the C library keep what is freed for the next micro-batch, in huge pages; to the end of the process.
+    """Keep freed memory in the process, in huge pages, for the next micro-batch.
 
-    By default glibc gives large blocks back at once, and the kernel has to find and zero the pages of every activation
-    again, 4 KiB at a time: a sixth of the time of a small ResNet on a CPU. Nothing changes where the user has chosen
-    (``MALLOC_*_``, ``GLIBC_TUNABLES=glibc.malloc...``) or where there is no glibc.
+    By default glibc returns large blocks at once, and the kernel has to find and zero the pages of every activation
+    again, 4 KiB at a time: a sixth of the time of a small ResNet on a CPU. The user's own settings (``MALLOC_*_``,
+    ``GLIBC_TUNABLES=glibc.malloc...``) win. Without glibc this does nothing.
     """
     has_chosen = any(name.startswith("MALLOC_") for name in os.environ)
     if sys.platform != "linux" or has_chosen or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
@@ -29,15 +29,15 @@ def tune_malloc() -> None:
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):  # musl
         return
-    libc.mallopt(M_MMAP_MAX, 0)  # no block gets pages of its own
+    libc.mallopt(M_MMAP_MAX, 0)  # all blocks are in the heap
     libc.mallopt(M_TRIM_THRESHOLD, -1)  # the heap never shrinks
     libc.mallopt(M_TOP_PAD, HEAP_STEP)
-    # Enlarge the heap once, by addresses, and ask for huge pages wherever it will be used.
+    # Enlarge the heap once, by addresses, and ask for huge pages in it.
     if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2":  # addresses count as memory there
         return
     libc.malloc.restype = ctypes.c_void_p
     reserved = libc.malloc(ctypes.c_size_t(int(RESERVED * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))))
-    libc.free(ctypes.c_void_p(reserved))  # not trimmed, so it stays the heap's
+    libc.free(ctypes.c_void_p(reserved))  # not trimmed, so it stays in the heap
     for line in Path("/proc/self/maps").read_text().splitlines():
         if line.endswith("[heap]"):
             begin, end = (int(address, 16) for address in line.split()[0].split("-"))
@@ -45,25 +45,29 @@ def tune_malloc() -> None:
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(cores_here()) or os.cpu_count() or 1
 
 
 def default_threads(num_processes: int) -> int:
-    """Return the threads of each of ``num_processes`` that share this one's cores evenly."""
+    """Return the threads for each of ``num_processes`` that share the cores of this process evenly."""
     return max(1, num_cores() // num_processes)
 
 
 def cores_here() -> list[int]:
-    """The numbers of the cores that this process may use; empty where the system does not tell."""
+    """Return the cores that this process may use, or none if the system cannot tell."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
 def own_cores(of_ranks: Sequence[Sequence[int]], local_rank: int) -> list[int] | None:
-    """Return the share of the process ``local_rank`` of a node.
+    """Return the cores for the process ``local_rank`` of a node.
 
-    ``of_ranks`` are the cores that each process of the node may use. None: their launcher has given them their cores
-    already, or there is not one for each.
+    Args:
+        of_ranks: the cores that each process of the node may use.
+        local_rank: the process.
+
+    Returns:
+        Its share, or None if the launcher has bound the processes already or there are fewer cores than processes.
     """
     cores, size = list(of_ranks[local_rank]), len(of_ranks)
     if any(list(others) != cores for others in of_ranks) or len(cores) < size:
@@ -73,10 +77,9 @@ def own_cores(of_ranks: Sequence[Sequence[int]], local_rank: int) -> list[int] |
 
 @contextmanager
 def bound_to(cores: Collection[int] | None) -> Iterator[None]:
-    """Compute on ``cores`` only, if any are named.
+    """Bind this thread, and the threads that it starts, to ``cores``, if any are named.
 
-    Only this thread is bound, with those that it starts. Those that serve messages were started before and go wherever
-    there is time.
+    The threads that serve messages were started before and stay free.
     """
     if cores is None:
         yield

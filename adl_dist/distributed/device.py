@@ -7,30 +7,30 @@ import torch.distributed as dist
 
 from adl_dist.errors import ConfigError
 
-# What NCCL, torch's side of it and the driver read. The first four: a receive that was posted ahead is a kernel that
+# Variables of NCCL, torch and the driver. The first four are needed because a receive posted ahead is a kernel that
 # waits on the GPU for its peer, next to the stage's own work.
 FOR_NCCL = {
-    # 1 would begin a kernel of NCCL only when the one launched before it has begun, whatever its communicator. Receives
-    # of one edge begin one after the other, so a send behind them would wait for messages that answer it.
+    # With 1 a kernel of NCCL begins only after the one launched before it, on any communicator. Receives of one edge
+    # begin one after another, so a send after them would wait for messages that answer it.
     "NCCL_LAUNCH_ORDER_IMPLICIT": "0",
-    # Thread blocks of one transfer: what waits occupies that many multiprocessors.
+    # Thread blocks of one transfer: a waiting one occupies that many multiprocessors.
     "NCCL_MAX_CTAS": "4",
-    # Hardware queues. With fewer than streams, two streams share one, and work after a receive that waits would wait.
+    # Hardware queues. With fewer queues than streams, two streams share one, and work behind a waiting receive waits.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    # Transfers in queues of their own, ahead of the blocks of a large kernel that do not run yet.
+    # Transfers in separate queues, ahead of the blocks of a large kernel that have not started.
     "TORCH_NCCL_HIGH_PRIORITY": "1",
-    # torch's watchdog, once it has seen that a peer is gone, sleeps four times as long, so that records may be dumped,
-    # and then ends the process; and to destroy a group waits for it. torch has 15000: a minute.
+    # torch's watchdog sleeps four times as long when a peer is gone, to dump records, and then ends the process; the
+    # destruction of a group waits for it. torch's default of 15000 is a minute.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1500",
 }
 LEAST_CONNECTIONS = 8  # compute, copies, and up to five communicators
 
 
 def set_for_nccl() -> None:
-    """Set what is read when NCCL and the driver start, where the user has not: before torch asks for a GPU.
+    """Set the variables of NCCL and the driver, unless the user has; called before torch looks for a GPU.
 
     Raises:
-        ConfigError: the environment has a value with which processes would wait for each other for ever.
+        ConfigError: If a value in the environment would make processes wait for each other for ever.
     """
     if os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") != "0":
         raise ConfigError(
@@ -48,13 +48,13 @@ def set_for_nccl() -> None:
 
 
 def check_device(device_type: str) -> None:
-    """Raise ConfigError if CUDA is asked for and missing; touches no GPU, which the parent of the ranks must not."""
+    """Raise ConfigError if CUDA is requested and missing, without touching a GPU, which the ranks' parent must not."""
     if device_type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("runtime.device=cuda, but torch finds no CUDA device here; use runtime.device=cpu")
 
 
 def choose_device(device_type: str) -> torch.device:
-    """Return ``cpu``, or the GPU with the number of the local rank; raise ConfigError if there is no GPU."""
+    """Return ``cpu``, or the GPU of the local rank; raise ConfigError if there is no GPU."""
     check_device(device_type)
     if device_type == "cpu":
         return torch.device("cpu")
@@ -65,10 +65,10 @@ def choose_device(device_type: str) -> torch.device:
 
 
 def message_backend(device: torch.device, rank: int, size: int, store: dist.Store) -> str:
-    """Return ``nccl`` if each of ``size`` ranks has a GPU of its own, else ``gloo``, which goes through host memory.
+    """Return ``nccl`` if no two of ``size`` ranks share a GPU, otherwise ``gloo``, which goes through host memory.
 
-    All ranks call it and take the same, since an edge may join a node that has GPUs enough with one that has not. GPUs
-    are told apart by their own numbers, not counted: a launcher may show each process one of them alone.
+    All ranks call it and get the same result, because an edge may join a node with enough GPUs and a node without. GPUs
+    are compared by their identity, not counted: a launcher may show only one of them to each process.
     """
     store.set(f"gpu/{rank}", _identity(device))
     gpus = {store.get(f"gpu/{one}") for one in range(size)}
@@ -76,18 +76,18 @@ def message_backend(device: torch.device, rank: int, size: int, store: dist.Stor
 
 
 def ranks_on_gpu(rank: int, size: int, store: dist.Store) -> int:
-    """Return how many of ``size`` ranks are on the GPU of ``rank``; all have called :func:`message_backend`.
+    """Return the number of ranks on the GPU of ``rank``, or 1 on a CPU, after all called :func:`message_backend`.
 
-    1 on a CPU. A GPU is known by its number alone here: NCCL_HOSTID makes two machines of one, not two memories.
+    Only the GPU's number counts: a different NCCL_HOSTID makes two machines of one, but not two memories.
     """
     gpus = [store.get(f"gpu/{one}").rpartition(b" ")[2] for one in range(size)]
     return gpus.count(gpus[rank]) if gpus[rank] else 1
 
 
 def _identity(device: torch.device) -> str:
-    """Return which GPU it is, as NCCL sees it: ranks with another NCCL_HOSTID are on another machine; "" on a CPU.
+    """Return the identity of a GPU for NCCL, to which a different NCCL_HOSTID is a different machine; "" on a CPU.
 
-    The first word says whether torch has NCCL at all.
+    The first word says whether torch has NCCL.
     """
     if device.type == "cpu":
         return ""

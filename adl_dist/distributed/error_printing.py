@@ -1,4 +1,4 @@
-"""Which rank prints the error that ends a job: rank 0, to which every rank reports; another one if rank 0 cannot."""
+"""Decides which rank prints the error that ends a job: rank 0, to which every rank reports; if it cannot, another."""
 
 import time
 

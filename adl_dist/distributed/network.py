@@ -1,4 +1,4 @@
-"""The choice of a run's network interface: loopback on one node; on several a named one, or the one towards rank 0."""
+"""Chooses the network interface: loopback on one node; on several nodes a named one, or the one towards rank 0."""
 
 import fcntl
 import os
@@ -8,20 +8,20 @@ import sys
 
 from adl_dist.errors import ConfigError
 
-# What gloo, TensorPipe (RPC) and NCCL read. The first may be a list, the last a prefix, exact after "=".
+# Variables of gloo, TensorPipe (RPC) and NCCL. The first may be a list, the last a prefix, exact after "=".
 GLOO, RPC, NCCL = "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 LOOPBACK = "127.0.0.1"
 SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
 
 def choose_interface(*, size: int) -> None:
-    """Choose one interface for every socket of this process, one of ``size``, to listen on; the user's choice stands.
+    """Choose one interface for all sockets of this process, one of ``size``, unless the user has named one.
 
-    On one node that is loopback: nothing has to be reachable from outside. On several it is the interface by which this
-    node reaches ``MASTER_ADDR``, not the one that the node's own name resolves to, which is often loopback.
+    On one node this is loopback: nothing must be reachable from outside. On several it is the interface by which this
+    node reaches ``MASTER_ADDR``, not the interface of the node's own name, which is often loopback.
 
     Raises:
-        ConfigError: an interface is named that this node does not have; on several nodes, none can be found.
+        ConfigError: If a named interface does not exist, or none can be found on several nodes.
     """
     check_named_interfaces()
     chosen = named_interface()
@@ -33,12 +33,12 @@ def choose_interface(*, size: int) -> None:
 
 
 def is_one_node(size: int) -> bool:
-    """Return whether all processes of the run are on this node, by the variables of their launcher."""
+    """Return whether all processes of the run are on this node, according to their launcher's variables."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", size)) == size
 
 
 def check_named_interfaces() -> None:
-    """Raise ConfigError for a named interface that is not there; gloo would complain about an empty name."""
+    """Raise ConfigError for a named interface that does not exist; gloo would complain about an empty name."""
     here = interfaces()
     for variable, name in _named():
         if name not in here:
@@ -49,7 +49,7 @@ def check_named_interfaces() -> None:
 
 
 def named_interface() -> str | None:
-    """Return the interface that the user has named for gloo, or for RPC."""
+    """Return the interface that the user has named for gloo or RPC, if any."""
     return next((name for _, name in _named()), None)
 
 
@@ -59,12 +59,12 @@ def interfaces() -> list[str]:
 
 
 def loopback() -> str | None:
-    """Return the loopback interface; None where it has an unknown name."""
+    """Return the loopback interface, or None if its name is unknown."""
     return next((name for name in interfaces() if name in ("lo", "lo0")), None)
 
 
 def address_of(interface: str) -> str | None:
-    """Return the IPv4 address of ``interface``; None if it has none, or not on Linux."""
+    """Return the IPv4 address of ``interface``, or None without one or without Linux."""
     if sys.platform != "linux":
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
@@ -76,7 +76,7 @@ def address_of(interface: str) -> str | None:
 
 
 def address_of_host(host: str) -> tuple[socket.AddressFamily, str]:
-    """Return the address of ``host`` on this node, IPv4 first, because interfaces are recognised by it."""
+    """Return the address of ``host`` on this node, preferably IPv4, by which interfaces are recognised."""
     try:
         addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -89,15 +89,15 @@ def address_of_host(host: str) -> tuple[socket.AddressFamily, str]:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether it can be reached on its own node only."""
+    """Return whether ``address`` can only be reached on its own node."""
     return address == "::1" or address.startswith("127.")
 
 
 def interface_towards(first: str) -> str:
-    """Return the interface by which this node reaches ``first``, the first one; on that: the one of its own address.
+    """Return the interface by which this node reaches ``first``, the address of the first node.
 
     Raises:
-        ConfigError: it cannot be reached, or only by itself; the interface's name is unknown, as for an IPv6 route.
+        ConfigError: If ``first`` cannot be reached from other nodes, or the interface has no known name (IPv6).
     """
     family, address = address_of_host(first)
     if is_loopback(address):
@@ -125,5 +125,5 @@ def interface_towards(first: str) -> str:
 
 
 def _named() -> list[tuple[str, str]]:
-    """Return each variable of the user's that names interfaces, with each of them."""
+    """Return (variable, interface) for each interface named in the environment."""
     return [(variable, name) for variable in (GLOO, RPC) for name in os.environ.get(variable, "").split(",") if name]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def machine() -> str:
-    """Return the same for two processes only if each sees the other in /proc; "" where that is unknown."""
+    """Return an identity, equal for two processes only if each sees the other in /proc; "" if unknown."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -13,13 +13,13 @@ def machine() -> str:
 
 
 def start_time(pid: int) -> int:
-    """Return when process ``pid`` of this machine began, in ticks of the kernel; 0: no such process, or no /proc."""
+    """Return the start of process ``pid`` in ticks of the kernel, or 0 without such a process or /proc."""
     fields = _stat(pid)
     return int(fields[19]) if fields else 0
 
 
 def state_of(pid: int) -> str:
-    """Return the kernel's letter for the state of process ``pid``: R, S, D, T, t, Z; "": no such process."""
+    """Return the kernel's letter for the state of process ``pid`` (R, S, D, T, t, Z), or "" without such a process."""
     fields = _stat(pid)
     return fields[0] if fields else ""
 

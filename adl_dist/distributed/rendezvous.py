@@ -1,7 +1,7 @@
-"""The meeting point of the processes of a run: one store, and in it the keys of one attempt.
+"""The meeting point of the processes of a run: one store, with separate keys for each attempt.
 
-A file for the ranks of our own launcher; else TCP, hosted by torchrun's agent or by rank 0, then on one address only:
-torch's own way listens on all.
+It is a file for the ranks of our own launcher. Otherwise it is TCP, hosted by torchrun's agent or by rank 0, which
+listens on one address, not on all as torch does.
 """
 
 import datetime
@@ -26,21 +26,21 @@ def rendezvous(rank: int, size: int, timeout: datetime.timedelta) -> tuple[dist.
     """Meet the other processes of this attempt.
 
     Returns:
-        The store that they share with no other attempt, and the socket on which this process hosts it, if it does.
+        The store of this attempt, and the socket on which this process hosts it, if it does.
 
     Raises:
-        ConfigError: rank 0 cannot listen where it should.
-        ChannelError: the others do not come in time.
-        RuntimeError: the store cannot be reached.
+        ConfigError: If rank 0 cannot listen at its address.
+        ChannelError: If the others do not come in time.
+        RuntimeError: If the store cannot be reached.
     """
     listener = None
     if folder := os.environ.get(RENDEZVOUS_FOLDER):
-        # A file is removed with the last process that had it open, which must not be one of the attempt before.
+        # The last process that has a file open removes it, which must not be one of the previous attempt.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         shared: dist.Store = dist.FileStore(str(Path(folder) / f"attempt{attempt}"), size)
         shared.set_timeout(timeout)
     elif dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
-        # It exists: that of torchrun's agent, or of the user's own init_process_group.
+        # The store of torchrun's agent, or of the user's own init_process_group.
         shared, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
     else:
         try:
@@ -61,10 +61,12 @@ def rendezvous(rank: int, size: int, timeout: datetime.timedelta) -> tuple[dist.
 
 
 def reachable(host: str) -> str:
-    """Return the address that ``host``, the first node's name or address, has for all nodes.
+    """Return the address of ``host``, the first node's name or address, for all nodes.
 
-    Its own name may mean loopback on that node; then it is the address of the named interface, if there is one. A
-    ``host`` that means another node on each of them is a ConfigError.
+    Its own name may mean loopback on that node; then this is the address of the named interface, if there is one.
+
+    Raises:
+        ConfigError: If ``host`` means a different node on each of them.
     """
     _, address = network.address_of_host(host)
     interface = network.named_interface()
@@ -79,15 +81,15 @@ def reachable(host: str) -> str:
 
 
 def listen_at(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at ``host``'s address and nowhere else, which ``TCPStore`` by itself cannot.
+    """Return a socket that listens only at the address of ``host``, which ``TCPStore`` itself cannot.
 
     Raises:
-        ConfigError: it cannot listen there; ``__cause__`` is the system's error.
+        ConfigError: If it cannot listen there; ``__cause__`` is the system's error.
     """
     family, address = network.address_of_host(host)
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # else not for a minute after a run before
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the port of a run that has just ended
         listener.bind((address, port))
         listener.listen(1024)
     except OSError as error:
@@ -101,7 +103,7 @@ def listen_at(host: str, port: int) -> socket.socket:
 
 
 def store_on(listener: socket.socket, timeout: datetime.timedelta) -> dist.TCPStore:
-    """Return a store hosted by this process on a listening socket."""
+    """Return a store that this process hosts on a listening socket."""
     address, port = listener.getsockname()[:2]
     descriptor = os.dup(listener.fileno())  # torch closes it
     return dist.TCPStore(
@@ -110,16 +112,16 @@ def store_on(listener: socket.socket, timeout: datetime.timedelta) -> dist.TCPSt
 
 
 def barrier_on_attempt(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> str:
-    """Return a name that the processes of this attempt share with no earlier attempt in the same store.
+    """Return a name for this attempt, different from all earlier attempts in the same store.
 
-    torchrun's agents keep one store over all restarts, and count those apart: a replaced node begins at 0. So nothing
+    torchrun's agents keep one store over all restarts and each count their own: a replaced node begins at 0. So nothing
     in a process's environment names its attempt, and names of dead processes remain in the store. Each process signs in
     under a new random name; rank 0 publishes lists of the names it sees; a process that finds its own name on a list
-    confirms it. A list that all have confirmed holds live processes only. No process ever waits for a key that a dead
-    one may have written without comparing names.
+    confirms it. A list that all have confirmed holds only live processes. No process ever trusts a key that a dead one
+    may have written without comparing names.
 
     Raises:
-        ChannelError: not all have come in time.
+        ChannelError: If not all have come in time.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     me = uuid.uuid4().hex

@@ -1,7 +1,7 @@
-"""Calls over the control plane to processes that may be gone. The one place that knows how torch's RPC fails.
+"""Calls over the control plane to processes that may be gone. Only this file knows how torch's RPC fails.
 
-RPC raises a bare RuntimeError, whose text alone says whether the other process is gone or has not answered in time. So
-the time limit is kept here, by an event, and RPC's own is set later: what RPC itself reports is that a process is gone.
+RPC raises a bare RuntimeError both if the other process is gone and if it has not answered in time. So an event here
+keeps the time limit, and RPC's own limit is later: an error of RPC then means that a process is gone.
 """
 
 import threading
@@ -14,11 +14,11 @@ import torch.futures
 from adl_dist.errors import ChannelError
 
 T = TypeVar("T")
-RPC_SPARE_SECONDS = 60.0  # by which RPC's own time limit comes later than ours
+RPC_SPARE_SECONDS = 60.0  # between our time limit and RPC's own
 
 
 class PeerError(ChannelError):
-    """A call over the control plane has failed: this process has left the others, or see the subclasses."""
+    """A call over the control plane failed; without a subclass, because this process has left the others."""
 
 
 class PeerLateError(PeerError):
@@ -33,7 +33,7 @@ class Call(Generic[T]):
     """A call under way to the process ``name``, which is late after ``seconds``."""
 
     def __init__(self, name: str, start: Callable[[float], "torch.futures.Future[T]"], seconds: float) -> None:
-        """Start it by ``start``, which takes the seconds after which RPC may give up."""
+        """Start the call by ``start``, which takes RPC's own limit in seconds."""
         self._name, self._seconds, self._deadline = name, seconds, time.monotonic() + seconds
         self._is_done = threading.Event()
         self._future: torch.futures.Future[T] | None = None
@@ -52,9 +52,9 @@ class Call(Generic[T]):
         """Return the answer.
 
         Raises:
-            PeerLateError: there was none in time.
-            PeerGoneError: the process is gone.
-            PeerError: this process has left the control plane.
+            PeerLateError: If there is none in time.
+            PeerGoneError: If the process is gone.
+            PeerError: If this process has left the control plane.
         """
         if self._future is None:
             reason = first_line(self._not_started)
@@ -75,5 +75,5 @@ class Call(Generic[T]):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, or its class where it has none."""
+    """Return the first line of an error's text, or its class if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,8 +1,8 @@
 """``torchrun --rdzv-backend=adl-dist``: torch's c10d rendezvous of torchrun's agents, without a port open to strangers.
 
 The agents' own store listens on all addresses of its node, whatever its options. Here it is in the agent's memory
-if there is one node, and on the endpoint's address alone if there are several. Nor do the agents lend the ranks a store
-(``TORCH_DISABLE_SHARE_RDZV_TCP_STORE``), so each attempt has one of its own, which ends with it.
+on one node, and listens only at the endpoint's address on several. The ranks do not share the agents' store
+(``TORCH_DISABLE_SHARE_RDZV_TCP_STORE``), so that each attempt has a store that ends with it.
 
 torchrun finds this by the entry point ``torchrun.handlers`` in pyproject.toml.
 """
@@ -34,15 +34,15 @@ def entry_point() -> "RendezvousHandlerCreator":
 def make_handler(parameters: "RendezvousParameters") -> "RendezvousHandler":
     """Join this agent with the others; exit with one line and code 2 if that is impossible.
 
-    ``parameters`` are torchrun's flags: ``--nnodes``, ``--rdzv-id``, ``--rdzv-endpoint=HOST:PORT`` (on several nodes:
-    the first one's; the agent whose address that is hosts the store), ``--local-addr``.
+    ``parameters`` are torchrun's flags: ``--nnodes``, ``--rdzv-id``, ``--rdzv-endpoint=HOST:PORT`` (on several nodes
+    the address of the first, whose agent hosts the store), ``--local-addr``.
     """
-    # Not at the top: torch loads this module while it loads these.
+    # Not at the top: torch imports this module while it imports these.
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
     class Backend(C10dRendezvousBackend):
-        name = parameters.backend  # torch compares it with what was asked for
+        name = parameters.backend  # torch compares it with the requested one
 
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     try:
@@ -71,7 +71,7 @@ def _store_of_agents(parameters: "RendezvousParameters") -> dist.TCPStore:
         number = getattr(error.__cause__, "errno", None)
         if number not in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
             raise
-    # Another node's address, or another agent of this node hosts it already.
+    # The address of another node, or another agent of this node hosts it already.
     try:
         return dist.TCPStore(host, port, is_master=False, timeout=timeout)
     except RuntimeError as error:

@@ -1,6 +1,6 @@
-"""The processes of one run: who they are and how they reach each other.
+"""The processes of one run and their connections.
 
-Rank k is stage k, or where a method has several in each of P processes, stages k, k + P, and so on. The data plane
+Rank k is stage k, or, if a method has several stages in each of P processes, stages k, k + P, and so on. The data plane
 is gloo or NCCL point-to-point (transport/), the control plane is RPC (control/rpc.py); both meet through one store
 (rendezvous.py). Once all are connected, new connections are dropped.
 """
@@ -45,27 +45,27 @@ EVERY_METHOD_NEEDS = ("act", "grad", "target")
 class World:
     """This process among the others."""
 
-    rank: int  # also its first stage if there is more than one process
+    rank: int  # also its first stage, if there is more than one process
     size: int  # number of processes
     num_stages: int  # of all processes together
     device: torch.device  # where this process computes
     store: dist.Store  # shared by all processes of this attempt
-    edges: dict[tuple[str, int], Edge] = field(default_factory=dict)  # the ends that this process holds
+    edges: dict[tuple[str, int], Edge] = field(default_factory=dict)  # those with an end in this process
     backend: str = "gloo"  # of the edges that stay on ``device``
     timeout: datetime.timedelta = dist.default_pg_timeout  # of one message
-    cores: Sequence[int] | None = None  # this process's share of those of its node; None: whichever there are
-    listener: socket.socket | None = None  # on which this process hosts the store, if it does and is blocked
-    ranks_on_gpu: int = 1  # that share the GPU of this one, with it
-    owns_group: bool = True  # whether the default process group was made here; else it is the user's
-    num_jobs: int = 0  # begun so far; the number of the last one, the same on all processes
-    has_left: bool = False  # after an error, which the others may not have met
-    is_aborted: bool = False  # whether its edges have been given up
+    cores: Sequence[int] | None = None  # this process's share of its node, if it is bound
+    listener: socket.socket | None = None  # the blocked socket on which this process hosts the store, if it does
+    ranks_on_gpu: int = 1  # number of ranks that share the GPU of this process, including it
+    owns_group: bool = True  # whether the default process group was created here, not by the user
+    num_jobs: int = 0  # begun so far, equal on all processes
+    has_left: bool = False  # whether it has left the others, after an error that they may not have met
+    is_aborted: bool = False  # whether its edges were aborted
     _links: set[str] = field(default_factory=lambda: set(EVERY_METHOD_NEEDS))
     _abort: threading.Lock = field(default_factory=threading.Lock)  # torch's abort may be called once
 
     @property
     def stages_on_device(self) -> int:
-        """The stages that share the device of this process, in it and in others; on CPUs those of this process."""
+        """The number of stages that share the device of this process; on CPUs the stages of this process."""
         return self.ranks_on_gpu * -(-self.num_stages // self.size)
 
     @property
@@ -74,14 +74,14 @@ class World:
         return self.size > 1
 
     def connect_more(self, links: Iterable[str], more: Iterable[Message] = ()) -> None:
-        """Make the edges of ``links``, and ``more``, that are not there yet; every rank calls it with the same."""
+        """Connect the missing edges of ``links`` and ``more``; every rank calls it with the same arguments."""
         apart = [message for message in more if message.what not in self._links]
         missing = [link for link in links if link not in self._links]
         if not missing and not apart:
             return
         try:
             if self.listener is not None:
-                unblock(self.listener)  # a new group may want a connection of its own to the store
+                unblock(self.listener)  # a new group may need a new connection to the store
             self.edges |= connect_edges(
                 self.num_stages, missing, apart, backend=self.backend, device=self.device, timeout=self.timeout
             )
@@ -97,25 +97,25 @@ class World:
         self._links |= {*missing, *(message.what for message in apart)}
 
     def abort_edges(self) -> None:
-        """Give up, once and for all, messages that would never arrive and that nothing else would end."""
+        """Abort messages that would never arrive and that nothing else would end; only once."""
         with self._abort:
             if not self.is_aborted:
                 abort(self.edges.values())
             self.is_aborted = True
 
     def fresh_store(self) -> dist.Store:
-        """The store of the next job; what one before it settled must not answer for it."""
+        """Return the store of the next job, without the keys of earlier jobs."""
         self.num_jobs += 1
         return dist.PrefixStore(f"job{self.num_jobs}", self.store)
 
 
 def launched_world_size() -> int | None:
-    """How many processes torchrun (or our launcher) started; None if this process was started plainly."""
+    """Return the number of processes that torchrun or our launcher started, or None without a launcher."""
     return int(os.environ["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else None
 
 
 def launched_rank() -> int:
-    """This process's rank; 0 if it was started plainly."""
+    """Return this process's rank, 0 without a launcher."""
     return int(os.environ.get("RANK", 0))
 
 
@@ -133,30 +133,34 @@ def check_world_size(pipeline: Pipeline, *, processes: bool) -> None:
 
 
 def single_process(device: torch.device, num_stages: int = 1) -> World:
-    """A world of one process, which holds all stages and needs no network."""
+    """Return a world of one process, which holds all stages and needs no network."""
     return World(0, 1, num_stages, device, dist.HashStore())
 
 
-END_SECONDS = 2.0  # within which all processes agree that they leave, when all are there
+END_SECONDS = 2.0  # limit for all processes to agree that they leave
 
-# As torch's default process group and its RPC, which this is: one in a process, and this package's one variable.
+# One in a process, like torch's default process group and RPC, which it wraps.
 _world: World | None = None
 
 
 def world_of_process() -> World | None:
-    """Return the world that this process has joined, also if it has left it after an error; None: it has not."""
+    """Return the world that this process has joined, even if it has left it after an error, or None."""
     return _world
 
 
 def connect(num_stages: int, *, size: int | None = None, device_type: str, timeout_seconds: float) -> World:
-    """Join the other processes; called once per process, later calls return the same world.
+    """Join the other processes; later calls in one process return the same world.
 
-    They are ``size`` with this one; None: one for each of ``num_stages``.
+    Args:
+        num_stages: of all processes together.
+        size: the number of processes, by default one for each stage.
+        device_type: ``cpu`` or ``cuda``.
+        timeout_seconds: the limit of one message, and of the start.
 
     Raises:
-        ConfigError: no CUDA device for this rank, no such network interface, address or port, a process group of
-            the user's own that has no backend for the CPU, or a variable of NCCL with which ranks would hang.
-        ChannelError: the others could not be reached in time.
+        ConfigError: If this rank has no CUDA device, a network interface, address or port cannot be used, the user's
+            process group has no backend for the CPU, or ranks would hang with a variable of NCCL.
+        ChannelError: If the others cannot be reached in time.
     """
     global _world
     size = num_stages if size is None else size
@@ -179,7 +183,7 @@ def connect(num_stages: int, *, size: int | None = None, device_type: str, timeo
     rank, device = launched_rank(), choose_device(device_type)
     choose_interface(size=size)
     os.environ["TORCH_GLOO_LAZY_INIT"] = "0"  # connect eagerly: after start-up new connections are dropped
-    end_with_torchrun()  # the command line has done so long ago, a user's own script has not
+    end_with_torchrun()  # for a user's own script; the command line has done so before
     try:
         _world = _join(rank, size, num_stages, device, timeout_seconds)
     except AdlError:
@@ -191,13 +195,13 @@ def connect(num_stages: int, *, size: int | None = None, device_type: str, timeo
             f"{first_line(error)}; is the port free, is the interface right "
             f"(GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', 'unset')}), did every rank start?"
         ) from error
-    # After an uncaught exception, the others may be waiting for us: do not wait for them.
+    # After an uncaught exception do not wait for the others, which may wait for this process.
     atexit.register(lambda: disconnect(in_order=not hasattr(sys, "last_value")))
     return _world
 
 
 def disconnect(*, in_order: bool = True) -> None:
-    """Leave the world, and wait for no peer that is gone; ``in_order``: all leave now, so wait for the last of them."""
+    """Leave the world; with ``in_order`` all leave now, so wait for the last of them."""
     global _world
     if _world is None or _world.has_left:
         return
@@ -206,28 +210,28 @@ def disconnect(*, in_order: bool = True) -> None:
     if in_order:
         _world = None
     else:
-        world.abort_edges()  # before they are destroyed, which would wait for all that is under way
-    if in_order and dist.is_initialized():  # unless the user's code has destroyed its own group, and ours with it
-        with contextlib.suppress(RuntimeError):  # a peer is gone: there is nothing left to keep in step with
+        world.abort_edges()  # before the groups are destroyed, which would wait for all messages under way
+    if in_order and dist.is_initialized():  # the user's code may have destroyed its own group, and ours with it
+        with contextlib.suppress(RuntimeError):  # a peer is gone
             dist.barrier()
             _quieten_rpc()
     rpc.shutdown(graceful=False)
     if dist.is_initialized():
         for group in [None] if world.owns_group else [edge.group for edge in world.edges.values()]:
-            # On a GPU that has failed this fails, too, and must not take the place of the cause.
+            # On a failed GPU this fails too, which must not hide the cause.
             with contextlib.nullcontext() if in_order else contextlib.suppress(RuntimeError):
                 dist.destroy_process_group(group)
 
 
 def _quieten_rpc() -> None:
-    """Have RPC expect the others to hang up, which it would report on standard error; all processes call it at once."""
+    """Make RPC expect the others to disconnect, which it would report on standard error; all processes call it."""
     agent = rpc.api._get_current_rpc_agent()
 
     def expect_end() -> None:
         with contextlib.suppress(RuntimeError):
             agent.join(shutdown=True, timeout=END_SECONDS)
 
-    # Its own time limit is not kept (torch 2.15) if a process is killed just now.
+    # It exceeds its own time limit (torch 2.15) if a process is killed just now.
     thread = threading.Thread(target=expect_end, daemon=True)
     thread.start()
     thread.join(END_SECONDS)
@@ -238,8 +242,8 @@ def _join(rank: int, size: int, num_stages: int, device: torch.device, timeout_s
     owns_group = not dist.is_initialized()
     store, listener = rendezvous(rank, size, timeout)
     if owns_group:
-        # No device_id: this group is gloo and stays on the CPU; each NCCL group of an edge is given its own. Bound
-        # to a GPU, torch would have gloo connect eagerly there, and split the edges' groups from it.
+        # No device_id: this group is gloo and stays on the CPU; the NCCL group of each edge has its own. Bound to a
+        # GPU, gloo would connect eagerly there, and torch would split the edges' groups from it.
         with blocking_new():
             dist.init_process_group(
                 "gloo", store=dist.PrefixStore("world", store), rank=rank, world_size=size, timeout=timeout
@@ -262,7 +266,7 @@ def _join(rank: int, size: int, num_stages: int, device: torch.device, timeout_s
 
 
 def _report_open_ports(rank: int) -> None:
-    """Warn on one process of each node if its kernel cannot block ports: training needs no blocked port."""
+    """Warn on one process of each node if its kernel cannot block ports; training works without."""
     if int(os.environ.get("LOCAL_RANK", rank)) == 0 and (why := port_filter.error) is not None:
         warn(
             f"the ports of {socket.gethostname()} stay open: its kernel takes no socket filter ({why.strerror}); let "
@@ -271,9 +275,9 @@ def _report_open_ports(rank: int) -> None:
 
 
 def _start_rpc(rank: int, size: int, store: dist.Store, timeout_seconds: float) -> None:
-    """Connect rank 0 with every rank, in both directions: RPC between any two others would find its port blocked."""
-    dist.barrier()  # the port of RPC is open from here to the next one: all ranks are there, so that is not long
-    # A name of its own, because a process registers a scheme once and for all.
+    """Connect rank 0 with every rank, in both directions; RPC between two others would find its port blocked."""
+    dist.barrier()  # the port of RPC is only open from here to the next barrier
+    # A new name, because a process can register a scheme only once.
     scheme = f"adl-dist-{uuid.uuid4().hex}"
 
     def use_our_store(url: str, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
@@ -293,10 +297,10 @@ def _start_rpc(rank: int, size: int, store: dist.Store, timeout_seconds: float) 
         warnings.filterwarnings("ignore", message="You are using a Backend")
         rpc.init_rpc(name_of(rank), rank=rank, world_size=size, rpc_backend_options=options)
     for other in range(size) if rank == 0 else [0]:
-        rpc.rpc_sync(name_of(other), os.getpid)  # a first call, of whatever it is, makes the connection
+        rpc.rpc_sync(name_of(other), os.getpid)  # the first call makes the connection
     dist.barrier()
 
 
 def name_of(rank: int) -> str:
-    """The RPC name of a rank."""
+    """Return the RPC name of a rank."""
     return f"stage{rank}"

@@ -1,7 +1,7 @@
-"""The launcher of the K local processes of a run: torch's elastic launcher, without opening a port.
+"""The launcher of the K local processes of a run: torch's elastic launcher, without an open port.
 
 The launcher's rendezvous and the processes' own store are files in a private folder, so nothing listens
-beyond the loopback connections of the data and control planes.
+except the loopback connections of the data and control planes.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ from adl_dist.distributed.parent_process import LAUNCH_ID, LAUNCHER, RENDEZVOUS_
 from adl_dist.launch.scratch_dir import launch_folder
 from adl_dist.launch.signals import STOPPING, SignalEscalation, signal_name
 
-USER_ERROR = 2  # exit code of a rank that would only fail again
-CODES = {0, 1, USER_ERROR, parent_process.STOPPED_CODE}  # of ranks that say why they end
-AGENT_SECONDS = 30 - 1  # that the agent waits from its SIGTERM to its SIGKILL, as far as whole seconds can tell
-ENDING = (signal.SIGHUP, signal.SIGQUIT)  # handled by the agent, which ends its ranks then
+USER_ERROR = 2  # exit code of a rank that would fail again
+CODES = {0, 1, USER_ERROR, parent_process.STOPPED_CODE}  # of ranks that print why they end
+AGENT_SECONDS = 30 - 1  # from the agent's SIGTERM to its SIGKILL, in timestamps of whole seconds
+ENDING = (signal.SIGHUP, signal.SIGQUIT)  # handled by the agent, which then ends its ranks
 
 
 def launch_local(
@@ -33,16 +33,17 @@ def launch_local(
 ) -> int:
     """Run ``python -m adl_dist *arguments`` as ``num_processes`` ranks and wait for them.
 
-    After a failure that the user cannot fix all ranks are started again, at most ``max_restarts`` times. With
-    ``passes_stops_on`` the first SIGTERM, SIGINT or SIGUSR1 asks ranks that train to stop; the second ends them.
+    After a failure that the user cannot fix, all ranks are started again, at most ``max_restarts`` times. With
+    ``passes_stops_on`` the first SIGTERM, SIGINT or SIGUSR1 asks training ranks to stop; the second ends them.
 
     Returns:
-        The exit code: 0; 75 if the run was stopped; 2 if the user can fix the cause, else 1; 128 + n after signal n.
+        The exit code: 0; 75 if the run was stopped; 2 if the user can fix the cause, otherwise 1; 128 + n after signal
+        n.
 
     Raises:
-        KeyboardInterrupt: the run was interrupted; no rank is left.
+        KeyboardInterrupt: If the run was interrupted; no rank is left.
     """
-    # The agent repeats what the ranks and we ourselves say, at length. Some of its loggers set their own level.
+    # The agent repeats the messages of the ranks at length. Some of its loggers set their own level.
     narrator = logging.getLogger("torch.distributed.elastic")
     narrator.addHandler(logging.NullHandler())
     narrator.propagate = False
@@ -52,7 +53,7 @@ def launch_local(
     handlers = {number: signal.getsignal(number) for number in (*ENDING, *STOPPING)}
     stopping = StopHandler(passes_stops_on)
     for number in STOPPING:
-        if handlers[number] != signal.SIG_IGN:  # as a shell sets SIGINT for a job in the background
+        if handlers[number] != signal.SIG_IGN:  # a shell ignores SIGINT for a background job
             signal.signal(number, stopping.handle)
     attempt = 0
     try:
@@ -82,8 +83,8 @@ def launch_local(
 class StopHandler:
     """The handler of SIGTERM, SIGINT and SIGUSR1 in the launcher.
 
-    The first goes to rank 0 if that listens; ranks have sessions of their own, so a Ctrl-C at the terminal reaches the
-    launcher alone. Otherwise, and at the second, the agent is made to end its ranks at once.
+    The first signal goes to rank 0, if that listens. Ranks have their own sessions, so a Ctrl-C at the terminal reaches
+    only the launcher. Otherwise, and at the second signal, the agent ends its ranks at once.
     """
 
     def __init__(self, passes_on: bool) -> None:
@@ -98,24 +99,24 @@ class StopHandler:
         if self._passes_on and not self._escalation.ends_with(number):
             if self._reaches_rank_0(name):
                 self.asked_by = self.asked_by or name
-            if self.asked_by is not None:  # also while the ranks that have stopped come to their end
+            if self.asked_by is not None:  # also while the stopped ranks are ending
                 return
         self.ended_by = name
-        # By SIGKILL: they may wait for messages, and what they leave undone is undone by the next start.
+        # By SIGKILL: they may wait for messages, and the next start cleans up after them.
         raise SignalException(f"ended by {name.name}", sigval=signal.SIGKILL)
 
     def _reaches_rank_0(self, name: signal.Signals) -> bool:
         if self.folder is None or (pid := parent_process.read_flag(parent_process.LISTENS, self.folder)) is None:
             return False
         parent_process.write_flag(self.folder, parent_process.ASKED, name.name)
-        with contextlib.suppress(ProcessLookupError):  # it has just died, which the agent will see
+        with contextlib.suppress(ProcessLookupError):  # it has just died, which the agent will notice
             os.kill(int(pid), signal.SIGUSR1)
         return True
 
 
 def _run_ranks(arguments: Sequence[str], num_processes: int, stopping: StopHandler) -> bool:
-    """Run them once; return whether they were asked to stop and did."""
-    # A folder for each attempt, or the ranks would read the addresses of their dead predecessors.
+    """Run all ranks once; return whether they were stopped by a request."""
+    # A new folder for each attempt, or the ranks would read the addresses of their dead predecessors.
     with launch_folder() as folder:
         os.environ[RENDEZVOUS_FOLDER] = str(folder)
         stopping.folder = folder
@@ -127,7 +128,7 @@ def _run_ranks(arguments: Sequence[str], num_processes: int, stopping: StopHandl
             rdzv_backend="c10d",
             rdzv_endpoint=str(folder / "agent"),
             rdzv_configs={"store_type": "file"},
-            max_restarts=0,  # its own restarts are silent, and repeat what can only fail again
+            max_restarts=0,  # its own restarts are silent, and repeat mistakes of the user
             monitor_interval=0.1,
             local_addr="127.0.0.1",
             signals_to_handle=",".join(n.name for n in ENDING if signal.getsignal(n) != signal.SIG_IGN),  # nohup stands
@@ -141,14 +142,14 @@ def _run_ranks(arguments: Sequence[str], num_processes: int, stopping: StopHandl
 
 
 def _report(failed: ChildFailedError, restart: str | None) -> None:
-    """Print which rank ended without a word, which no other process can, and what happens now."""
+    """Report ranks that ended without an error message, and the next step."""
     first, first_failure = failed.get_first_failure()
     silent = []
     for rank, failure in sorted(failed.failures.items()):
         number = _signal_in(failure.exitcode)
         is_late = failure.timestamp - first_failure.timestamp >= AGENT_SECONDS
         ended_by_agent = rank != first and (number == signal.SIGTERM or (number == signal.SIGKILL and is_late))
-        if number is None and failure.exitcode not in CODES:  # the user's code, or a library, called os._exit
+        if number is None and failure.exitcode not in CODES:  # os._exit by the user's code or a library
             silent.append(f"rank {rank} ended with exit code {failure.exitcode}")
         elif number is not None and not ended_by_agent:
             silent.append(f"rank {rank} was killed by {signal_name(number)}")
@@ -159,6 +160,6 @@ def _report(failed: ChildFailedError, restart: str | None) -> None:
 
 
 def _signal_in(exit_code: int) -> int | None:
-    """Return the number of the signal that an exit code stands for: -n of the system, 128 + n of a handler."""
+    """Return the signal in an exit code, -n of the system or 128 + n of a handler, or None."""
     number = -exit_code if exit_code < 0 else exit_code - 128
     return number if 0 < number < signal.NSIG else None

@@ -1,7 +1,7 @@
 """The temporary folder of a launcher, where its ranks meet. No torch.
 
-A launcher that is killed cannot remove its folder. So each holds a lock in it, which the kernel lets go of, and the
-next one removes folders whose lock is free.
+A killed launcher cannot remove its folder. So each launcher holds a lock in it, which the kernel releases, and the
+next launcher removes folders with a free lock.
 """
 
 import contextlib
@@ -13,22 +13,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PREFIX, NEW_PREFIX = "adl-dist-launch-", "adl-dist-new-"
-LOCK = "lock"  # a file: over NFS, a lock on a folder is not seen from other hosts
+LOCK = "lock"  # a file: over NFS, other hosts do not see a lock on a folder
 
 
 @contextlib.contextmanager
 def launch_folder() -> Iterator[Path]:
-    """Make a new folder, removed in the end, and remove those that killed launchers of this user have left.
+    """Yield a new folder, removed at the end; remove the folders of killed launchers of this user.
 
     Raises:
-        OSError: there is no room for temporary files.
+        OSError: If there is no room for temporary files.
     """
     _sweep()
     folder = Path(tempfile.mkdtemp(prefix=NEW_PREFIX))
     try:
         with (folder / LOCK).open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            # Only now, as another launcher would take it for an old one before it is locked.
+            # Renamed only once it is locked, or another launcher would remove it as an old one.
             folder = folder.rename(folder.with_name(PREFIX + folder.name.removeprefix(NEW_PREFIX)))
             yield folder
     finally:
@@ -37,7 +37,7 @@ def launch_folder() -> Iterator[Path]:
 
 def _sweep() -> None:
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # it is another user's, or gone meanwhile
+        with contextlib.suppress(OSError):  # of another user, or just removed
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 continue
             with (folder / LOCK).open("r+") as lock:

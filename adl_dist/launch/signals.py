@@ -1,8 +1,8 @@
 """Signals: SIGTERM, SIGINT and SIGUSR1 become a request to stop, and a second one ends this process.
 
-Python runs a handler in the main thread only, and only between two of its own instructions: not while it waits for a
-message of a peer. So the handlers here do nothing; the bytes that Python's C code writes to the wakeup pipe at once are
-read by a thread of its own.
+Python runs a handler only in the main thread and only between two of its own instructions, not while it waits for a
+message of a peer. So the handlers here do nothing; a separate thread reads the bytes that Python's C code writes to the
+wakeup pipe at once.
 """
 
 import contextlib
@@ -16,16 +16,16 @@ from collections.abc import Callable, Iterator
 from adl_dist.distributed import parent_process
 from adl_dist.report import tell
 
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SIGUSR1: what SLURM is usually told to send
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SLURM is usually configured to send SIGUSR1
 ECHO_SECONDS = 1.0
-CAUSE_SECONDS = 2.0  # for the main thread to say which process is gone, and end
+CAUSE_SECONDS = 2.0  # for the main thread to report the process that is gone, and end
 
 
 class SignalEscalation:
-    """The rule which signal asks a process to stop and which one ends it at once.
+    """The rule by which a signal asks a process to stop or ends it at once.
 
-    The second SIGTERM or SIGINT does, but for the echo of a SIGTERM: a scheduler sends it to every process, and a
-    launcher among them passes it on. SIGUSR1 always asks; launchers pass a stop on with it, whatever they got.
+    The second SIGTERM or SIGINT ends it, except for the echo of a SIGTERM: a scheduler sends it to every process, and a
+    launcher among them passes it on. SIGUSR1 always asks; launchers pass on every signal as SIGUSR1.
     """
 
     def __init__(self) -> None:
@@ -44,18 +44,18 @@ class SignalEscalation:
 
 @contextlib.contextmanager
 def signal_handler(ask: Callable[[str], bool]) -> Iterator[None]:
-    """Meanwhile hand the first signal to ``ask``, and end the process at the second; as before afterwards.
+    """Inside, pass the first signal to ``ask``, and end the process at the second.
 
-    ``ask`` takes the signal's name, in a thread of its own; it returns False if a process of the run is gone, which
-    ends this one, too. Outside of the main thread Python has no signals, and nothing is done.
+    A separate thread calls ``ask`` with the signal's name; if it returns False, a process of the run is gone, and this
+    process ends. Outside of the main thread, where Python has no signals, this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    # A shell that starts a job in the background has SIGINT ignored, and that stands. SIGUSR1 is ignored by our own
-    # launcher's ranks until now. A handler that is not Python's (None) could not be put back.
+    # A shell ignores SIGINT for a background job, and that stays so. The ranks of our own launcher ignore SIGUSR1 until
+    # now. A handler that is not Python's (None) could not be restored.
     found = {n: signal.getsignal(n) for n in STOPPING}
     before = {n: h for n, h in found.items() if h is not None and (h is not signal.SIG_IGN or n is signal.SIGUSR1)}
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -77,7 +77,7 @@ def signal_handler(ask: Callable[[str], bool]) -> Iterator[None]:
 
 
 def signal_name(number: int) -> str:
-    """Return what a signal is called."""
+    """Return the name of a signal."""
     try:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal
@@ -90,7 +90,7 @@ def _do_nothing(number: int, frame: object) -> None:
 
 def _watch(reader: int, numbers: set[int], ask: Callable[[str], bool]) -> None:
     escalation = SignalEscalation()
-    while received := os.read(reader, 1):  # nothing: the other end is closed
+    while received := os.read(reader, 1):  # empty once the other end is closed
         (number,) = received
         if number not in numbers:
             continue
@@ -98,15 +98,15 @@ def _watch(reader: int, numbers: set[int], ask: Callable[[str], bool]) -> None:
             _end(number, "ended")
         passed_on = parent_process.read_flag(parent_process.ASKED) if number == signal.SIGUSR1 else None
         if not ask(passed_on or signal.Signals(number).name):
-            # A launcher that sees it first sends this signal before rank 0 has found out and said who is gone.
+            # A launcher may send this signal before rank 0 has found and reported the process that is gone.
             time.sleep(CAUSE_SECONDS)
             _end(number, "a process of the run is gone; ended")
 
 
 def _end(number: int, how: str) -> None:
-    if "RANK" not in os.environ:  # of several ranks their launcher prints it
+    if "RANK" not in os.environ:  # the launcher of several ranks prints it
         why = f"{how} by {signal.Signals(number).name}"
         tell(sys.stderr, f"\nadl-dist: {why}; the same command resumes from the last checkpoint\n")
     for stream in (sys.stdout, sys.stderr):
         tell(stream, "")
-    os._exit(128 + number)  # the main thread may wait for a message that never comes
+    os._exit(128 + number)  # the main thread may wait for a message that will never come

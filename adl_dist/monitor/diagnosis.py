@@ -1,4 +1,4 @@
-"""From what all processes told of themselves to one picture and the likely cause of a stall. Pure: no clock, no I/O."""
+"""Derives one picture, and the likely cause of a stall, from the status of all processes. Pure: no clock, no I/O."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from adl_dist.schedule.actions import LINKS, RECEIVES, TIED, Op
 
 GONE = "gone"
 
-# Of a silent process on rank 0's machine, by the kernel's letter for its state; the most telling first.
+# The text for a silent process on rank 0's machine, by the kernel's letter for its state; the most telling first.
 SILENT = {
     GONE: "the process is gone: killed, or it crashed",
     "Z": "the process is gone: killed, or it crashed",
@@ -23,10 +23,10 @@ ALIVE = "the process runs but does not answer: one long call does not let other 
 
 
 class Cause(NamedTuple):
-    """What holds up all others."""
+    """The cause of a stall."""
 
-    rank: int | None  # of the process; None: it is not one process
-    text: str  # with its name
+    rank: int | None  # of the process, if it is one process
+    text: str
 
 
 class _Stage(NamedTuple):
@@ -36,35 +36,35 @@ class _Stage(NamedTuple):
 
 
 def picture(statuses: Sequence[RankStatus], coordination: CoordinatorStatus) -> str:
-    """Return one line per stage: where, what it is at and for how long, what it sent and received last."""
+    """Return one line per stage: its process, its action and duration, its last messages."""
     lines = []
     for known in statuses:
         seen, where = known.seen, known.seen.where if known.seen else "(-)"
         for stage in seen.stages if seen else [StageStatus(stage=known.rank, doing="has told nothing yet")]:
-            told = [f"{stage.doing} since {stage.seconds:.1f} s"]
+            parts = [f"{stage.doing} since {stage.seconds:.1f} s"]
             if seen and stage.doing != "wait for its turn":
-                told[0] += _at(seen.at)
+                parts[0] += _at(seen.at)
             if known.silent_seconds:
-                told[0] = f"no answer since {known.silent_seconds:.1f} s; before: {told[0]}"
+                parts[0] = f"no answer since {known.silent_seconds:.1f} s; before: {parts[0]}"
             if seen and seen.saving:
-                told.append(f"{seen.saving} a checkpoint alongside{_at(seen.saving_at)}")
+                parts.append(f"{seen.saving} a checkpoint alongside{_at(seen.saving_at)}")
             if seen and seen.is_debugged:
-                told.append("in a debugger, so the job is not ended")
+                parts.append("in a debugger, so the job is not ended")
             for how, links in (("sent", LINKS), ("got", RECEIVES)):
                 if messages := [f"{link.what} {stage.last[op]}" for op, link in links.items() if op in stage.last]:
-                    told.append(f"last {how} {', '.join(messages)}")
-            lines.append(f"  stage {stage.stage}  {where}  {'; '.join(told)}")
+                    parts.append(f"last {how} {', '.join(messages)}")
+            lines.append(f"  stage {stage.stage}  {where}  {'; '.join(parts)}")
     return "\n".join([*lines, f"  coordinator  {coordination.doing} since {coordination.seconds:.1f} s"])
 
 
 def describe_silence(known: RankStatus) -> str:
-    """Return the name of a process that does not answer, and why, as far as its state tells."""
+    """Return the name of a process that does not answer, and the likely reason from its state."""
     pid = known.seen.pid if known.seen else "PID"
     return f"{known.name}: {SILENT.get(known.state, ALIVE).format(pid=pid)}"
 
 
 def cause_of(statuses: Sequence[RankStatus], coordination: CoordinatorStatus) -> Cause:
-    """Return the likely cause: the process that cannot answer, else the end of the chain of who waits for whom."""
+    """Return the likely cause: the process that cannot answer, otherwise the end of the chain of waiting stages."""
     if silent := [known for known in statuses if known.state == GONE or known.silent_seconds > 0]:
         order = [*SILENT]
         worst = min(silent, key=lambda known: order.index(known.state) if known.state in order else len(order))
@@ -72,7 +72,7 @@ def cause_of(statuses: Sequence[RankStatus], coordination: CoordinatorStatus) ->
     stages = {s.stage: _Stage(known.rank, known.seen, s) for known in statuses if known.seen for s in known.seen.stages}
     if lost := _lost_message(stages):
         return lost
-    # A neighbour that has done its part takes what is sent to it without doing anything.
+    # Of stages that still wait: a neighbour that has finished receives without any action.
     waits_for = {k: [n for n in s.status.waits_for if n == COORDINATOR or n in stages] for k, s in stages.items()}
     waits_for |= {k: [COORDINATOR] for k, stage in stages.items() if stage.process.phase == FAILED}
     savers = {} if coordination.is_waiting else _savers(statuses)
@@ -114,9 +114,9 @@ def _why_busy(stage: _Stage) -> str:
 
 
 def _savers(statuses: Sequence[RankStatus]) -> dict[int, Cause]:
-    """Return the threads that save alongside training, which a coordinator at no other work waits for.
+    """Return the threads that save alongside training, for which an otherwise idle coordinator waits.
 
-    Each is a node of its own among those that wait for each other, with what it is the cause of.
+    Each is a node in the graph of waits, with its text as a cause.
     """
     for what, doing in ((SAVING, "write its part of a checkpoint"), (COMMITTING, "complete a checkpoint")):
         savers = {
@@ -132,17 +132,17 @@ def _savers(statuses: Sequence[RankStatus]) -> dict[int, Cause]:
 
 
 def _lost_message(stages: Mapping[int, _Stage]) -> Cause | None:
-    """Return the fault of a link: a message that one stage has sent and another still waits for."""
+    """Return the fault of a link: a message that one stage has sent and the other one still waits for."""
     for k, (_, process, status) in stages.items():
         if status.op not in RECEIVES or process.runs_ahead:
             continue
         sender = stages.get(status.waits_for[0])
         send = next(send for send, link in LINKS.items() if link.recv is status.op)
-        if send in TIED:  # whose counts are of all ties, and of all that share
+        if send in TIED:  # their counts are sums over all ties and all stages that share them
             continue
         if sender is None or sender.status.segment != status.segment:
             continue
-        # By their counts, since an edge keeps its order: numbers may go down, as GPipe's gradients do.
+        # By counts, since an edge keeps its order: numbers may go down, as for GPipe's gradients.
         if sender.status.counts.get(send, 0) > status.counts.get(status.op, 0):
             return Cause(
                 None,

@@ -1,4 +1,4 @@
-"""The watchdog's other end: answers it in every process, and sees in all but rank 0 whether rank 0 still asks."""
+"""The watchdog's other end: answers it in every process, and in all but rank 0 checks that rank 0 still asks."""
 
 import logging
 import os
@@ -17,8 +17,8 @@ from adl_dist.monitor.shutdown import end, exit_deadline, log_bounded, print_bou
 from adl_dist.monitor.status import ProcessStatus, RankStatus, process_status
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 
-ANSWER_SECONDS = 0.8  # the limit for one answer, which takes a few milliseconds
-MAX_INTERVAL_SECONDS = 1.0  # between two looks
+ANSWER_SECONDS = 0.8  # limit for one answer, which takes a few milliseconds
+MAX_INTERVAL_SECONDS = 1.0  # between two checks
 LOOKS_PER_STALL = 4
 
 
@@ -27,32 +27,32 @@ class Heartbeat:
 
     def __init__(self) -> None:
         self._activity = ActivityLog(1)  # until the stages are built
-        self.asked_at = time.monotonic()  # when rank 0 has asked last, or the stages were built
-        self.asker: ProcessStatus | None = None  # rank 0 as it was then; None: it has not asked yet
+        self.asked_at = time.monotonic()  # time of rank 0's last question, or when the stages were built
+        self.asker: ProcessStatus | None = None  # rank 0 at its last question, if any
 
     def answer(self, asker: ProcessStatus, *, closely: bool) -> ProcessStatus:
-        """Return what this process does now; ``asker``: rank 0."""
+        """Return the status of this process to the ``asker``, rank 0."""
         self.asked_at, self.asker = time.monotonic(), asker
         return process_status(self._activity, closely=closely)
 
     def activate(self, activity: ActivityLog) -> None:
-        """Let ``activity`` answer from now on. Rank 0 may have asked before, and its name is kept."""
+        """Answer from ``activity`` from now on. Rank 0 may have asked before, and stays known."""
         activity.enter(IDLE)
         self._activity, self.asked_at = activity, time.monotonic()
 
     def deactivate(self) -> None:
-        """Answer no more for a job that is over, nor keep its tensors alive."""
+        """Forget the record of a job that is over, and its tensors."""
         self.activate(ActivityLog(1))
 
     def rank0_status(self) -> str | None:
-        """Describe rank 0 if it is known to be dead on this machine, else None."""
+        """Return a description of rank 0 if it is known to be dead on this machine, or None."""
         if self.asker is None or state_of_silent(self.asker) != GONE:
             return None
         return describe_silence(RankStatus(rank=0, seen=self.asker, state=GONE))
 
 
-class Lookout(threading.Thread):
-    """A thread that looks at regular times whether the job still moves, until it is stopped."""
+class PollingThread(threading.Thread):
+    """A thread that checks at regular times whether the job makes progress."""
 
     def __init__(self, name: str, timeouts: WatchdogTimeouts, *, distributed: bool) -> None:
         super().__init__(name=name, daemon=True)
@@ -64,30 +64,30 @@ class Lookout(threading.Thread):
         self._has_reported = False
 
     def stop(self) -> None:
-        """Look no more; returns at once. What happens to other processes from now on is no news."""
+        """Stop checking; return at once. Later ends of other processes are expected."""
         self._over.set()
 
     def join(self, timeout: float | None = 2 * ANSWER_SECONDS) -> None:
-        """After :meth:`stop`, wait until the last look is over, or long enough."""
+        """After :meth:`stop`, wait until the last check is over, or ``timeout``."""
         super().join(timeout)
 
     def look(self) -> None:
-        """Look once."""
+        """Check once."""
         raise NotImplementedError
 
     def was_held(self, now: float) -> bool:
-        """Return whether this process itself stood still since the last look, and note this one."""
+        """Return whether this process itself stood still since the last check, and note this one."""
         seconds, self._looked_at = now - self._looked_at, now
         return seconds > self._interval + 4 * ANSWER_SECONDS
 
     def run(self) -> None:
-        """Look until :meth:`stop`."""
+        """Check at a fixed interval until :meth:`stop`."""
         has_failed = False
         while not self._over.is_set():
             try:
                 self.look()
             except Exception as error:
-                # It continues: if rank 0 asked no more, the others would take a healthy job for a dead one.
+                # It continues: if rank 0 stopped asking, the others would take a healthy job for a dead one.
                 if not has_failed:
                     trace = "".join(traceback.format_exception(error))
                     log_bounded(f"the {self.name} could not look:\n{trace}", logging.ERROR)
@@ -95,22 +95,22 @@ class Lookout(threading.Thread):
             self._over.wait(self._interval)
 
 
-class HeartbeatMonitor(Lookout):
-    """A thread in every process but rank 0: ends the process when rank 0, which would see to that, asks no more."""
+class HeartbeatMonitor(PollingThread):
+    """A thread in every process but rank 0: ends the process when rank 0, which would do so, stops asking."""
 
     def __init__(
         self, heartbeat: Heartbeat, rank: int, timeouts: WatchdogTimeouts, on_gone: Callable[[str], None]
     ) -> None:
-        """Look for ``rank``, with the timeouts of the watchdog; rank 1 also reports a stall.
+        """Create the thread of ``rank``; rank 1 also reports a stall.
 
-        ``on_gone`` is called once, as soon as rank 0 is known to be dead, with its description.
+        ``on_gone`` is called once, when rank 0 is known to be dead, with its description.
         """
         super().__init__("heartbeat monitor", timeouts, distributed=True)
         self._heartbeat, self._rank, self._began = heartbeat, rank, time.monotonic()
         self._on_gone: Callable[[str], None] | None = on_gone
 
     def look(self) -> None:
-        """See whether rank 0 is there and has asked in time."""
+        """Check that rank 0 is alive and has asked in time."""
         if self._on_gone is not None and (gone := self._heartbeat.rank0_status()) is not None:
             on_gone, self._on_gone = self._on_gone, None
             on_gone(gone)
@@ -130,7 +130,7 @@ class HeartbeatMonitor(Lookout):
             print_bounded(f"adl-dist: {self._cause(silent)}")
 
     def _cause(self, seconds: float) -> str:
-        """Describe that rank 0 has not asked for ``seconds``, and why as far as this process can see."""
+        """Return a text that rank 0 has not asked for ``seconds``, and why, if this process can see it."""
         asker = self._heartbeat.asker
         if asker is None:
             return (
@@ -142,7 +142,7 @@ class HeartbeatMonitor(Lookout):
 
 
 def end_because(why: str) -> None:
-    """End this process soon, from a thread that returns first; rank 0 has printed ``why``."""
+    """End this process soon, in a second thread; rank 0 has printed ``why``."""
 
     def log_and_end() -> None:
         log_bounded(f"rank 0 ends the job: {why}", logging.ERROR)
@@ -161,7 +161,7 @@ def state_of_silent(seen: ProcessStatus | None, error: PeerError | None = None) 
 
 
 def kill(seen: ProcessStatus) -> None:
-    """Kill a process that does not answer, if it is on this machine: stopped or stuck, it would stay."""
+    """Kill a process that does not answer, if it is on this machine: a stopped or stuck one would remain."""
     if seen.machine == machine() != "" and start_time(seen.pid) == seen.start_time:
         with suppress(ProcessLookupError):
             os.kill(seen.pid, signal.SIGKILL)

@@ -1,8 +1,7 @@
-"""The peak memory of a process, and of its stage's tensors: those that torch's allocator has handed out.
+"""The peak memory of a process, and of its stage's tensors in torch's allocator.
 
-Only torch's profiler sees every allocation, also those inside an operation and a backward. It records each of them,
-which grows without bound; so it runs for the first updates of a run and is then stopped. On a GPU the allocator itself
-keeps count.
+Only torch's profiler sees every allocation, including those inside an operation and a backward. Its records grow
+without bound, so it only runs for the first updates of a run. On a GPU the allocator itself keeps count.
 """
 
 import contextlib
@@ -24,7 +23,7 @@ from adl_dist.stage import Stage
 
 
 class MemoryMeter:
-    """The peak of the tensors of a process that has one stage, on a CPU over the first ``num_updates``."""
+    """The peak of the tensors of a process with one stage, on a CPU over the first ``num_updates``."""
 
     def __init__(self, device: torch.device, num_updates: int) -> None:
         self._device, self._num_updates, self._num_seen = device, num_updates, 0
@@ -34,17 +33,17 @@ class MemoryMeter:
 
     @classmethod
     def of(cls, pipeline: Pipeline, device: torch.device) -> "MemoryMeter":
-        """Return a meter that runs until the pipeline is full, and for some updates more."""
+        """Return a meter that runs until some updates after the pipeline is full."""
         return cls(device, 2 * (pipeline.round_trip // pipeline.micro_batches_per_update) + 6)
 
     @property
     def peak_bytes(self) -> int | None:
-        """Return the most bytes of tensors that were alive at a time; None: not measured yet."""
+        """The peak of live tensors in bytes, or None before it is measured."""
         return int(torch.cuda.max_memory_allocated(self._device)) if self._is_on_gpu else self._peak_bytes
 
     @contextlib.contextmanager
     def segment(self, stage: Stage) -> Iterator[None]:
-        """Measure while inside, if the first updates of the run are not done; if it fails, no peak is known."""
+        """Measure inside, if the first updates of the run are not done; an error leaves no peak."""
         try:
             if self._num_seen < self._num_updates and not self._is_on_gpu:
                 self._start(stage)
@@ -54,20 +53,20 @@ class MemoryMeter:
             self._stop()
 
     def count_update(self) -> None:
-        """Note that an update is done; after the last that is measured, stop."""
+        """Count an update, and stop after the last measured one."""
         self._num_seen += 1
         if self._num_seen == self._num_updates:
             self._finish()
 
     def _start(self, stage: Stage) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it reports as an error that there is no GPU
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it reports a missing GPU as an error
         self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
         self._profiler.start()
-        # Allocations alone, no operators. A message under way, or a call over RPC, counts as an operator that ends when
-        # it has arrived, and torch 2.15 then writes the time into the memory of the profiler, even of one that was
-        # stopped meanwhile: into whatever tensor has that memory now.
+        # Only allocations, no operators. A message under way, or a call over RPC, counts as an operator that ends at
+        # its arrival, and torch 2.15 then writes the time into the memory of the profiler, even of one that was stopped
+        # meanwhile: into any tensor that has that memory now.
         _enable_record_function(False)
-        # It would not see the end of what was there before it. The values stay, and nothing else uses the tensors now.
+        # It would not see the end of earlier allocations. The values stay, and nothing else uses the tensors now.
         owned: list[Any] = [parameter for learner in stage.learners for _, parameter in learner.named_parameters()]
         owned += [buffer for module in filter(None, (stage.module, stage.head)) for buffer in module.buffers()]
         for optimizer in (learner.optimizer for learner in stage.learners if learner.optimizer is not None):
@@ -83,7 +82,7 @@ class MemoryMeter:
         events = profiler.kineto_results.events()
         changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
         changes.sort(key=itemgetter(0))
-        # Now, not when the interpreter ends: there torch 2.15 crashes over them.
+        # Now, because torch 2.15 crashes over them at the end of the interpreter.
         del events
         profiler.kineto_results = None
         peak = max(accumulate((num_bytes for _, num_bytes in changes), initial=0))
@@ -96,29 +95,27 @@ class MemoryMeter:
             profiler.stop()
 
 
-def peak_memory() -> dict[str, int]:
-    """Return the most bytes that this process has held since the run began, under the names of ``summary.json``.
+def peak_memory_bytes() -> int:
+    """Return the peak of this process since the run began, resident or on its GPU."""
+    return peak_memory()["peak_memory_bytes"]
 
-    ``peak_memory_bytes`` are resident, or on a GPU, if it computes there, allocated. These understate what a GPU holds:
-    ``peak_active_bytes`` has also what was freed while another stream may still use it, and ``peak_reserved_bytes`` all
-    that the allocator has taken from the driver.
+
+def peak_memory() -> dict[str, int]:
+    """Return the peaks of this process since the run began, in bytes, under the names of ``summary.json``.
+
+    ``peak_memory_bytes`` is the resident memory or, if the process computes on a GPU, the memory allocated there. On a
+    GPU ``peak_active_bytes`` includes freed memory that another stream may still use, and ``peak_reserved_bytes`` all
+    memory that the allocator has taken from the driver.
     """
-    found = {"peak_memory_bytes": peak_memory_bytes()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         statistics = torch.cuda.memory_stats()
-        for name in ("active", "reserved"):
-            found[f"peak_{name}_bytes"] = int(statistics[f"{name}_bytes.all.peak"])
-    return found
-
-
-def peak_memory_bytes() -> int:
-    """Return the most this process has held: resident, or on the GPU if it computes there, since the run began."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return int(torch.cuda.max_memory_allocated())
-    # Not getrusage where it can be avoided: it starts from what the parent process held.
+        peaks = {name: int(statistics[f"{name}_bytes.all.peak"]) for name in ("active", "reserved")}
+        allocated = {"peak_memory_bytes": int(torch.cuda.max_memory_allocated())}
+        return allocated | {f"peak_{name}_bytes": num_bytes for name, num_bytes in peaks.items()}
+    # getrusage is the second choice: it starts from the peak of the parent process.
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
+                return {"peak_memory_bytes": int(line.split()[1]) * 1024}
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts KiB, but bytes on macOS
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {"peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}

@@ -1,4 +1,4 @@
-"""The status of one process: a view of its activity log, as the watchdog and ``adl-dist status`` see it."""
+"""The status of one process: a view of its activity log for the watchdog and ``adl-dist status``."""
 
 import multiprocessing
 import os
@@ -25,9 +25,10 @@ from adl_dist.monitor.activity import FAILED, FINISHING, IDLE, KINDS, ActivityLo
 from adl_dist.schedule import Action, Op
 from adl_dist.schedule.actions import BACKWARDS, LINKS, message_of
 
-COORDINATOR = -1  # the peer that an idle stage waits for
+COORDINATOR = -1  # stands for the peer of an idle stage
 FORWARDS = (Op.FORWARD, Op.FORWARD_ONLY, Op.PREDICT)
-# A process hangs at the line that called into torch or the standard library, in whose folder the packages lie.
+# The reported line of a hanging process is the line that called into torch or the standard library. Packages lie in the
+# folder of the standard library.
 TORCH, STANDARD_LIBRARY = str(Path(torch.__file__).parent) + os.sep, sysconfig.get_path("stdlib")
 PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
@@ -41,42 +42,40 @@ class StageStatus:
     op: Op | None = None
     number: int = 0  # the action's micro-batch or group
     seconds: float = 0.0  # since that action began
-    waits_for: list[int] = field(default_factory=list)  # the stages that the action waits for
+    waits_for: list[int] = field(default_factory=list)  # stages
     last: Mapping[Op, int] = field(default_factory=dict)  # the number of the last finished action of each kind
     counts: Mapping[Op, int] = field(default_factory=dict)  # finished actions of each kind in the segment
     segment: int = 0  # segments, of training or evaluation, that the process has begun; the same on all processes
-    epoch: int = 0  # the one trained last, counted from 0
+    epoch: int = 0  # trained last, counted from 0
     update: int = 0  # updates done over the run
-    micro_batch: int | None = None  # of the last finished forward; None: none yet
-    images_per_second: float = 0.0  # those that have gone through, of the segment's time
-    busy_share: float = 0.0  # of the segment's time: forward, backward and update
-    staleness_mean: float | None = None  # over the segment's backwards, in updates; None: there was none
+    micro_batch: int | None = None  # of the last finished forward
+    images_per_second: float = 0.0  # in the segment
+    busy_share: float = 0.0  # share of forward, backward and update in the segment's time
+    staleness_mean: float | None = None  # over the segment's backwards, in updates
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessStatus:
-    """The status of one process. What is marked (c) is there only if asked closely."""
+    """The status of one process. Fields marked (c) are only filled if asked closely."""
 
     host: str
     pid: int
     machine: str = ""  # equal for two processes only if each sees the other in /proc
-    start_time: int = 0  # in ticks of the kernel, because process ids are used again; 0: not known
-    phase: str = IDLE  # the command that it carries out, or start, idle, finishing or failed
-    mark: str = ""  # changes with everything the process does
+    start_time: int = 0  # in ticks of the kernel, because process ids are reused; 0 if unknown
+    phase: str = IDLE  # the running command, or start, idle, finishing or failed
+    mark: str = ""  # changes with every progress of the process
     stages: list[StageStatus] = field(default_factory=list)
-    at: str = ""  # where its main thread is in the program (c)
-    loaders: list[tuple[int, str]] = field(default_factory=list)  # id and state of processes that load, if waited for
+    at: str = ""  # line of its main thread (c)
+    loaders: list[tuple[int, str]] = field(default_factory=list)  # (id, state) of loader processes that are awaited (c)
     memory_bytes: int = 0  # held now, on the GPU if it computes there
-    saving: str = ""  # what a second thread does for a checkpoint: "saving", "committing" or, mostly, nothing
-    saving_at: str = ""  # where that thread is in the program (c)
-    is_debugged: bool = False  # whether a Python debugger follows it (c)
-    # Whether its actions are launched on a GPU that also sends and receives, so that the device may not yet have done
-    # what the process has.
-    runs_ahead: bool = False
+    saving: str = ""  # "saving" or "committing" while a second thread works on a checkpoint
+    saving_at: str = ""  # line of that thread (c)
+    is_debugged: bool = False  # whether a Python debugger is active (c)
+    runs_ahead: bool = False  # whether a GPU may not have finished the messages of finished actions
 
     @property
     def where(self) -> str:
-        """Return the host and process id, for messages."""
+        """The host and process id, for messages."""
         return f"({self.host}, pid {self.pid})"
 
 
@@ -85,13 +84,13 @@ class RankStatus:
     """One process of the job, as rank 0 knows it."""
 
     rank: int
-    seen: ProcessStatus | None = None  # its last answer; None: none yet
-    silent_seconds: float = 0.0  # for which it has not answered; 0: it answers
-    state: str = ""  # of a silent process: the kernel's letter for its state, or "gone"; "": not known
+    seen: ProcessStatus | None = None  # its last answer
+    silent_seconds: float = 0.0  # without an answer
+    state: str = ""  # of a silent process: the kernel's letter for its state, or "gone", if known
 
     @property
     def name(self) -> str:
-        """Return its name for messages."""
+        """The name for messages."""
         if self.seen is None:
             return f"stage {self.rank}"
         several = len(self.seen.stages) > 1
@@ -102,21 +101,21 @@ class RankStatus:
 class CoordinatorStatus:
     """The status of the coordinator on rank 0."""
 
-    command: str = ""  # the one given last; "": none yet
-    is_waiting: bool = False  # whether it waits for the stages' results; else it does work of its own after them
+    command: str = ""  # the last one, if any
+    is_waiting: bool = False  # whether it waits for the stages' results, or works on its own after them
     seconds: float = 0.0  # since that began
-    at: str = ""  # where its thread is in the program; only if asked closely
+    at: str = ""  # line of its thread; only if asked closely
 
     @property
     def doing(self) -> str:
-        """Return what it does, in words."""
+        """The present activity in words."""
         if not self.command:
             return "at work before its first command"
         return f"{'waits for the results of' if self.is_waiting else 'at work after'} '{self.command}'"
 
 
 def process_status(log: ActivityLog, *, closely: bool = False) -> ProcessStatus:
-    """Return the status of this process, from any thread; ``closely``: also where it is in its program."""
+    """Return the status of this process, in any thread; with ``closely`` also its lines of code."""
     now = time.perf_counter()
     # Each read once, because the main thread changes them meanwhile.
     (phase, since), doing, segment = log.phase, log.doing, log.present
@@ -151,7 +150,7 @@ def process_status(log: ActivityLog, *, closely: bool = False) -> ProcessStatus:
 
 
 def _present(k: int, action: Action, num_stages: int) -> dict[str, Any]:
-    """Describe the ``action`` that stage ``k`` carries out, and the stage at the other end of a message."""
+    """Return the fields for the present ``action`` of stage ``k``, with the peer of a message."""
     op, number = action
     text, peers = f"{KINDS[op][1]} {number}", []
     if (message := message_of(action, k, num_stages=num_stages)) is not None:
@@ -161,7 +160,7 @@ def _present(k: int, action: Action, num_stages: int) -> dict[str, Any]:
 
 
 def _waiting(k: int, phase: str, at_work: int | None, num_stages: int) -> tuple[str, list[int]]:
-    """Describe a stage without an action, and say for which stages it waits; ``at_work``: another one here."""
+    """Return the text for a stage without an action, and the stages that it waits for; ``at_work`` is one here."""
     if at_work is not None:
         return "wait for its turn", [at_work]
     if phase == IDLE:
@@ -172,10 +171,10 @@ def _waiting(k: int, phase: str, at_work: int | None, num_stages: int) -> tuple[
 
 
 def _figures(segment: SegmentActivity, k: int, *, is_over: bool, now: float) -> dict[str, Any]:
-    """Return the figures of stage ``k`` in ``segment``; rates are 0 when it is over."""
+    """Return the figures of stage ``k`` in ``segment``; rates are 0 if it is over."""
     elapsed, activity = max(now - segment.began, 1e-9), segment.stages[k]
     last, counts = dict(activity.last), {op: n for op, n in activity.counts.items() if n}
-    # Counted, as numbers may go down (GPipe's gradients do); and not sliced: the copy would grow with the epoch.
+    # By counts, as numbers may go down (GPipe's gradients); and with islice, as a copy would grow with the epoch.
     num_backwards = sum(counts.get(op, 0) for op in BACKWARDS)
     num_through = num_backwards if segment.training else counts.get(Op.PREDICT, 0)
     return {
@@ -191,16 +190,16 @@ def _figures(segment: SegmentActivity, k: int, *, is_over: bool, now: float) -> 
 
 
 def _is_debugged() -> bool:
-    """Return whether a debugger follows any thread. ``sys.gettrace`` would tell only about the calling one."""
-    monitoring = getattr(sys, "monitoring", None)  # new in Python 3.12, and debuggers begin to use it
+    """Return whether a debugger is active in any thread. ``sys.gettrace`` only knows about the calling thread."""
+    monitoring = getattr(sys, "monitoring", None)  # new in Python 3.12
     if monitoring is not None and monitoring.get_tool(monitoring.DEBUGGER_ID) is not None:
         return True
     return any(frame.f_trace is not None for top in sys._current_frames().values() for frame, _ in walk_stack(top))
 
 
 def _memory_bytes(device: torch.device) -> int:
-    """Return the bytes that this process holds now: on ``device`` if that is a GPU, else resident in memory."""
-    if device.type == "cuda":  # by name, because the calling thread has a current device of its own
+    """Return the bytes that this process holds now: on ``device`` if that is a GPU, otherwise resident."""
+    if device.type == "cuda":  # by name, because each thread has its own current device
         return int(torch.cuda.memory_allocated(device))
     with suppress(OSError):
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -208,7 +207,7 @@ def _memory_bytes(device: torch.device) -> int:
 
 
 def user_frame(thread: int | None) -> str:
-    """Return where the thread with that identity is: its innermost line that is not in a library; "": no thread."""
+    """Return the innermost line outside of libraries of the thread with this identity, or "" without a thread."""
     innermost = sys._current_frames().get(thread) if thread is not None else None
     if innermost is None:
         return ""

@@ -1,4 +1,4 @@
-"""The times after which a job that makes no progress is reported, and ended. No torch."""
+"""The limits after which a job without progress is reported, and ended. No torch."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,12 @@ from adl_dist.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class WatchdogTimeouts:
-    """Limits on a standstill, counted from the last thing that any stage did.
+    """Limits on a standstill, counted from the last progress of any stage.
 
-    After ``stall_seconds`` what all stages do is printed, and the likely cause. After ``abort_seconds`` the process
-    ends with exit code 1, unless it is in a debugger; None: never; ``auto``: 600, or twice ``stall_seconds`` if that is
-    more, or never where all stages share the user's own process.
+    Attributes:
+        stall_seconds: until the state of all stages and the likely cause are printed.
+        abort_seconds: until the process ends with exit code 1, unless it is in a debugger. If None, never. If ``auto``,
+            600, or twice ``stall_seconds`` if that is more; never if all stages share the user's own process.
     """
 
     stall_seconds: float = 60.0
@@ -32,7 +33,7 @@ class WatchdogTimeouts:
             )
 
     def abort_after(self, *, distributed: bool) -> float | None:
-        """Return the seconds until the process ends; None: never."""
+        """Return the seconds until the process ends, or None if it never does."""
         if not isinstance(self.abort_seconds, str):
             return self.abort_seconds
         return max(600.0, 2 * self.stall_seconds) if distributed else None

@@ -1,8 +1,8 @@
-"""The watchdog of a running job: sees that it stalls, prints why, and ends it before it hangs for ever.
+"""The watchdog of a running job: detects a stall, prints the cause, and ends the job before it hangs for ever.
 
-On rank 0 a thread asks all processes about once a second what they do (heartbeat.py), over the control plane. Progress
-is any change in any answer. After ``stall_seconds`` without it there is one picture on standard error, and after
-``abort_seconds`` the job ends. Every other process has a heartbeat monitor, which sees whether rank 0 still asks.
+On rank 0 a thread asks all processes about once a second for their status (heartbeat.py), over the control plane. Any
+change in any answer is progress. After ``stall_seconds`` without progress it prints one picture on standard error, and
+after ``abort_seconds`` it ends the job. Every other process has a heartbeat monitor, which checks that rank 0 asks.
 """
 
 import logging
@@ -15,29 +15,29 @@ from adl_dist.checkpoint.async_save import LAST_SAVE_SECONDS
 from adl_dist.distributed.rpc_errors import PeerError
 from adl_dist.monitor.activity import FAILED, ActivityLog
 from adl_dist.monitor.diagnosis import GONE, cause_of, describe_silence, picture
-from adl_dist.monitor.heartbeat import ANSWER_SECONDS, Lookout, kill, state_of_silent
+from adl_dist.monitor.heartbeat import ANSWER_SECONDS, PollingThread, kill, state_of_silent
 from adl_dist.monitor.shutdown import PRINT_SECONDS, end, exit_deadline, print_bounded, run_bounded
 from adl_dist.monitor.status import CoordinatorStatus, ProcessStatus, RankStatus, process_status
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 
-AGAIN_SECONDS = 0.2  # the limit for an answer of a process that has not answered before
-MARGIN_SECONDS = 5.0  # that an end takes in addition to the wait for a save
+AGAIN_SECONDS = 0.2  # limit for an answer of a process that did not answer the last time
+MARGIN_SECONDS = 5.0  # for the end of a job, in addition to the wait for a save
 
 
 class Peers(Protocol):
-    """The other processes, as the watchdog reaches them."""
+    """The other processes, as the watchdog calls them."""
 
     def statuses(
         self, limits: Mapping[int, float], asker: ProcessStatus, *, closely: bool
     ) -> dict[int, ProcessStatus | PeerError]:
-        """Ask the processes of ``limits``, each of which may take so many seconds, what they do now."""
+        """Return the status of each process in ``limits``, which gives the seconds for its answer."""
 
     def abort(self, why: str) -> Callable[[], None]:
-        """Have all of them end; the function returned waits until they have heard or are late."""
+        """Tell all to exit; return a function that waits until each has acknowledged or timed out."""
 
 
-class Watchdog(Lookout):
-    """The thread on rank 0 that looks after the job."""
+class Watchdog(PollingThread):
+    """The thread on rank 0 that supervises the job."""
 
     def __init__(
         self,
@@ -50,10 +50,16 @@ class Watchdog(Lookout):
         on_gone: Callable[[int, str], None],
         on_end: Callable[[], None],
     ) -> None:
-        """Prepare to look after ``num_processes``, this one included, which does ``activity``.
+        """Create the thread.
 
-        ``coordination`` returns what the coordinator does, with ``closely=True`` also where in its program; ``on_gone``
-        takes the rank of a process that is gone, and a line that names it; ``on_end`` is called right before an end.
+        Args:
+            num_processes: of the job, including this one.
+            peers: the other processes.
+            activity: the record of this process.
+            coordination: returns the coordinator's status, with ``closely=True`` also its line of code.
+            timeouts: the limits on a standstill.
+            on_gone: takes the rank of a process that is gone, and a line that names it.
+            on_end: called right before the end of the job.
         """
         super().__init__("watchdog", timeouts, distributed=num_processes > 1)
         self._peers, self._activity, self._coordination = peers, activity, coordination
@@ -65,7 +71,7 @@ class Watchdog(Lookout):
         self._marks: tuple[Any, ...] = ()
 
     def statuses(self, *, closely: bool) -> list[RankStatus]:
-        """Return all processes as they are now; one that does not answer, as it was last seen."""
+        """Return the status of all processes: the present one, or the last one of a silent process."""
         with self._asking:
             own = process_status(self._activity, closely=closely)
             limits = {
@@ -86,12 +92,12 @@ class Watchdog(Lookout):
             return list(self._ranks.values())
 
     def cause(self) -> str | None:
-        """Name the process that holds up the others; None: no process in particular."""
+        """Return the name of the process that holds up the others, or None if it is no single process."""
         cause = cause_of(self.statuses(closely=True), self._coordination(closely=True))
         return cause.text if cause.rank is not None else None
 
     def look(self) -> None:
-        """Ask all processes what they do, and see whether anything has changed."""
+        """Ask all processes for their status, and check whether anything has changed."""
         statuses = self.statuses(closely=False)
         now = time.monotonic()
         if self._over.is_set():
@@ -111,7 +117,7 @@ class Watchdog(Lookout):
             self._marks, self._changed_at, self._has_reported = marks, now, False
             return
         still = now - self._changed_at
-        # If a stage has failed, let its save end first and its error surface.
+        # If a stage has failed, first let its save end and its error appear.
         has_failed = any(known.seen and known.seen.phase == FAILED for known in statuses)
         grace = LAST_SAVE_SECONDS + MARGIN_SECONDS if has_failed else 0.0
         if self._abort_seconds is not None and still >= self._abort_seconds + grace:
@@ -131,16 +137,16 @@ class Watchdog(Lookout):
     def _end(self, still: float) -> None:
         statuses = self.statuses(closely=True)
         if any(known.seen and known.seen.is_debugged for known in statuses):
-            return  # a user wants to look around there
+            return
         exit_deadline()
         cause = cause_of(statuses, self._coordination(closely=True))
         why = f"no progress in {still:.1f} s (runtime.abort_seconds={self._abort_seconds:g}): {cause.text}"
         print_bounded(f"adl-dist: error: {why}; the same command resumes from the last checkpoint", logging.ERROR)
-        wait_until_heard = self._peers.abort(why)
+        wait_for_peers = self._peers.abort(why)
         for known in statuses[1:]:
-            # Before anything is waited for: the launcher ends this process as soon as another one has ended.
+            # Before any wait: the launcher ends this process as soon as another one has ended.
             if known.seen and known.silent_seconds:
                 kill(known.seen)
-        wait_until_heard()
+        wait_for_peers()
         run_bounded(PRINT_SECONDS, self._on_end)  # it removes a file
         end()

@@ -8,7 +8,7 @@ from typing import Any
 from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.control.callback_queue import CallbackQueue
 from adl_dist.control.coordinator import Coordinator, Saving
-from adl_dist.control.requests import Requests
+from adl_dist.control.requests import RequestQueue
 from adl_dist.control.worker import LocalWorker
 from adl_dist.errors import ConfigError
 from adl_dist.report import Progress, Recorder, warn
@@ -108,7 +108,7 @@ class Outputs:
         *,
         saving: Saving | None,
         recorder: Recorder,
-        requests: Requests,
+        requests: RequestQueue,
     ) -> Coordinator:
         """Return the coordinator of a run, and on rank 0 show what there is to know of the cut."""
         pipeline, is_rank_0 = worker.pipeline, worker.world.rank == 0

@@ -22,7 +22,7 @@ from adl_dist.checkpoint.weight_files import WeightFiles
 from adl_dist.control import job
 from adl_dist.control.coordinator import Coordinator, Saving
 from adl_dist.control.messages import Summary
-from adl_dist.control.requests import Ask, Requests
+from adl_dist.control.requests import RequestKind, RequestQueue
 from adl_dist.control.worker import LocalWorker
 from adl_dist.data import Loading
 from adl_dist.distributed.affinity import bound_to, default_threads, tune_malloc
@@ -194,7 +194,7 @@ class Trainer:
             self._partitioned.notes.append(
                 f"partition.tied=untie: {shown} had the weights of another layer, now its own"
             )
-        self.requests = Requests()  # of the job that runs now, or did last; to ask it to stop or to save
+        self.requests = RequestQueue()  # of the job that runs now, or did last; to ask it to stop or to save
 
     @property
     def rank(self) -> int:
@@ -511,8 +511,8 @@ class Trainer:
         try:
             with self._applied(), self._bound(world), contextlib.ExitStack() as stack:
                 if self._processes.handle_signals:
-                    stack.enter_context(signals.signal_handler(lambda name: running.ask(Ask.STOP, name)))
-                    outputs.callbacks.on_interrupt = lambda why: running.requests.ask(Ask.STOP, why)
+                    stack.enter_context(signals.signal_handler(lambda name: running.ask(RequestKind.STOP, name)))
+                    outputs.callbacks.on_interrupt = lambda why: running.requests.ask(RequestKind.STOP, why)
                 return running.run(worker, coordinator, coordinator.train, stops_early=stops_early)
         finally:
             forget_actions()

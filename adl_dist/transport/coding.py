@@ -1,16 +1,16 @@
 """Codes one message into one buffer of bytes, and back: bfloat16, or whole numbers of 8 or 4 bits with a scale.
 
 A block is up to 256 numbers of one sample, in the order of its memory, and has one scale: its largest magnitude over
-the highest level, rounded up to 16 bits. Samples are coded apart, so that what one becomes does not depend on its
-micro-batch. ``int4`` rotates each block before (a Hadamard matrix behind fixed random signs), so that one large number
-does not take the levels of 255 others. Sizes follow from the tensors' specs: no header tells them.
+the highest level, rounded up to 16 bits. Samples are coded separately, so that the codes of a sample do not depend on
+its micro-batch. ``int4`` first rotates each block (fixed random signs, then a Hadamard matrix), so that one large
+number does not use up the levels of 255 others. Sizes follow from the specs, without a header.
 
-Activations are rounded to the nearest level, gradients to one of the two next to them, at random, so that their mean
-is right: with a stream for each edge and micro-batch from the run's seed, which repeats them after a resume with
-nothing saved. What has been left out is sent by no later message: error feedback is defined for what adds up in the
-same coordinates over time, and neither the activations of different samples do, nor their gradients.
+Activations are rounded to the nearest level, gradients at random to one of the two nearest, so that their mean is
+right. The random stream of each edge and micro-batch follows from the run's seed, so that a resume repeats it without
+saved state. No later message makes up for the error: error feedback is for sums in the same coordinates over time, and
+neither the activations of different samples nor their gradients are such sums.
 
-A number that is not finite makes its whole block NaN, which the next stage sees and judges. All is computed in float32.
+A number that is not finite makes its whole block NaN, which the next stage detects. All computation is in float32.
 """
 
 import math
@@ -27,10 +27,10 @@ from adl_dist.codecs import BLOCK, LEVELS, SCALE_BYTES, coded_bytes, rotated_wid
 from adl_dist.seeds import stream_seed
 from adl_dist.transport.spec import TensorSpec
 
-ALIGNED = 16  # bytes: views of numbers must begin at a multiple of their size
+ALIGNED = 16  # bytes; views of numbers must begin at a multiple of their size
 # Keeps 16 bits of a float32's mantissa: 127 scales are then exact, and coding again changes nothing.
 SCALE_MASK = -(1 << 8)
-# By the levels, the bits of the greatest scale whose multiples are all finite.
+# For each number of levels: the bits of the greatest scale with only finite multiples.
 GREATEST_SCALE = {
     levels: int(torch.tensor(torch.finfo(torch.float32).max / levels, dtype=torch.float32).view(torch.int32))
     & SCALE_MASK
@@ -42,14 +42,14 @@ NOISE_STEPS = 1 << 16
 class Part(NamedTuple):
     """The place of one tensor in the buffer."""
 
-    codec: str  # "none": as it is
+    codec: str  # or "none"
     begin: int
     num_bytes: int
 
 
 @lru_cache(maxsize=4096)
 def layout(codec: str, specs: tuple[TensorSpec, ...], size: int) -> tuple[tuple[Part, ...], int]:
-    """Return where each tensor of a message of ``size`` samples is, and the bytes of the buffer."""
+    """Return the place of each tensor in a message of ``size`` samples, and the bytes of the buffer."""
     parts, end = [], 0
     for spec in specs:
         numbers = math.prod(spec.shape)
@@ -61,8 +61,8 @@ def layout(codec: str, specs: tuple[TensorSpec, ...], size: int) -> tuple[tuple[
 
 
 def encode(codec: str, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], seed: int | None) -> Tensor:
-    """Return the buffer, uint8, of ``tensors`` [B, ...] of the formats ``specs``; ``seed`` None: round to nearest."""
-    if not tensors:  # gradients, where none is wanted
+    """Return the buffer [num_bytes], uint8, of ``tensors`` [B, ...]; without a ``seed``, round to nearest."""
+    if not tensors:  # no gradient is wanted
         return torch.empty(0, dtype=torch.uint8)
     size = _num_samples(specs, tensors)
     parts, num_bytes = layout(codec, tuple(specs), size)
@@ -87,7 +87,7 @@ def _num_samples(specs: Sequence[TensorSpec], tensors: Sequence[Tensor]) -> int:
 
 
 def decode(codec: str, specs: Sequence[TensorSpec], size: int, buffer: Tensor) -> Tensors:
-    """Return the tensors of ``size`` samples that :func:`encode` made ``buffer`` of; they share no memory with it."""
+    """Return the tensors of ``size`` samples in a ``buffer`` of :func:`encode`; they share no memory with it."""
     tensors = []
     for spec, part in zip(specs, layout(codec, tuple(specs), size)[0], strict=True):
         tensor = spec.empty(size, buffer.device)
@@ -99,30 +99,28 @@ def decode(codec: str, specs: Sequence[TensorSpec], size: int, buffer: Tensor) -
                 flat.copy_(place.view(torch.bfloat16).view(flat.shape))
             else:
                 rows = flat.view(size, -1)
-                restored = (
-                    rows
-                    if rows.dtype is torch.float32
-                    else torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
-                )
-                _restore(part.codec, place, restored)
-                if restored is not rows:
+                if rows.dtype is torch.float32:
+                    _restore(part.codec, place, rows)
+                else:
+                    restored = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
+                    _restore(part.codec, place, restored)
                     rows.copy_(restored)
         tensors.append(tensor)
     return tuple(tensors)
 
 
 class _Blocks(NamedTuple):
-    """Blocks of one width, in each sample."""
+    """The blocks of one width in each sample."""
 
     numbers: slice  # of a sample
-    scales: slice  # theirs
-    in_sample: int  # how many
+    scales: slice
+    in_sample: int  # number of blocks
     width: int  # in numbers of the sample
-    coded_width: int  # in numbers that are coded
+    coded_width: int  # in coded numbers
 
 
 def _blocks(codec: str, numbers: int) -> list[_Blocks]:
-    """Return the whole blocks of a sample, and the shorter one at its end."""
+    """Return the whole blocks of a sample, and the shorter block at its end."""
     whole, rest = divmod(numbers, BLOCK)
     found = [_Blocks(slice(0, whole * BLOCK), slice(0, whole), whole, BLOCK, BLOCK)] if whole else []
     if rest:
@@ -132,7 +130,7 @@ def _blocks(codec: str, numbers: int) -> list[_Blocks]:
 
 
 def _views(codec: str, place: Tensor, size: int, numbers: int) -> list[tuple[_Blocks, Tensor, Tensor]]:
-    """Return each kind of blocks with its scales [B, n, 1] and its codes [B, n, width], views of ``place``."""
+    """Return (blocks, their scales [B, n, 1], their codes [B, n, width]), the last two as views of ``place``."""
     blocks, begin = _blocks(codec, numbers), SCALE_BYTES * size * -(-numbers // BLOCK)
     scales = place[:begin].view(torch.float32).view(size, -1, 1)
     found = []
@@ -145,7 +143,7 @@ def _views(codec: str, place: Tensor, size: int, numbers: int) -> list[tuple[_Bl
 
 
 def _quantise(codec: str, flat: Tensor, place: Tensor, generator: torch.Generator | None) -> None:
-    """Write ``flat`` [B, n], float32, coded to ``place``."""
+    """Code ``flat`` [B, n], float32, into ``place``."""
     levels = LEVELS[codec]
     for some, scales, codes in _views(codec, place, *flat.shape):
         blocks = flat[:, some.numbers].reshape(len(flat), some.in_sample, some.width)
@@ -165,16 +163,16 @@ def _quantise(codec: str, flat: Tensor, place: Tensor, generator: torch.Generato
 
 
 def _scales(largest: Tensor, levels: int) -> Tensor:
-    """Return the scales for blocks with these largest magnitudes: rounded up, and NaN where these are not finite."""
-    is_finite = largest.isfinite()  # asked first: of the NaN that a GPU makes, rounding up makes -0.0
-    # By a tensor: divided by a number of Python, a GPU multiplies by its reciprocal, which rounds otherwise than a CPU.
+    """Return the scales of blocks with these largest magnitudes, rounded up; NaN for magnitudes that are not finite."""
+    is_finite = largest.isfinite()  # first: rounding up turns the NaN of a GPU into -0.0
+    # Divide by a tensor: for a Python number a GPU multiplies by the reciprocal, which rounds differently from a CPU.
     bits = largest.div(largest.new_full((), levels)).view(torch.int32).add_(~SCALE_MASK).bitwise_and_(SCALE_MASK)
     scales = bits.clamp_(max=GREATEST_SCALE[levels]).view(torch.float32)
     return scales.masked_fill_(scales == 0, 1.0).masked_fill_(~is_finite, math.nan)
 
 
 def _restore(codec: str, place: Tensor, flat: Tensor) -> None:
-    """Write the numbers that are coded in ``place`` to ``flat`` [B, n], float32."""
+    """Decode ``place`` into ``flat`` [B, n], float32."""
     for some, scales, codes in _views(codec, place, *flat.shape):
         into = flat[:, some.numbers].view(len(flat), some.in_sample, some.width)
         if codec == "int8":
@@ -185,32 +183,32 @@ def _restore(codec: str, place: Tensor, flat: Tensor) -> None:
 
 
 def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Return the odd numbers from -32767 to 32767, int16, in the shape of ``like``, each as likely: of mean 0.
+    """Return uniformly random odd numbers from -32767 to 32767, int16, in the shape of ``like``; their mean is 0.
 
-    As parts of ``NOISE_STEPS`` they are less than a half, so that what is a multiple of the scale stays what it is.
+    Divided by ``NOISE_STEPS`` they are below a half, so that multiples of the scale do not change.
     """
     count = like.numel()
     words = torch.empty(-(-count // 4), dtype=torch.int64, device=like.device)
-    words.random_(-(2**63), None, generator=generator)  # four at once: one by one takes 20 times as long
+    words.random_(-(2**63), None, generator=generator)  # four at once, 20 times as fast
     return words.bitwise_or_(0x0001000100010001).view(torch.int16)[:count].view(like.shape)
 
 
 def _rotated(blocks: Tensor, *, forward: bool) -> Tensor:
-    """Return each block, of a power of two numbers, in other coordinates of the same length, or back in its own."""
+    """Rotate each block, of a power of two numbers, or rotate it back."""
     width = blocks.shape[-1]
     rows = 1 << (width.bit_length() - 1) // 2
     left, right = _hadamard(rows, blocks.device), _hadamard(width // rows, blocks.device)
     signs = _signs(blocks.device)[:width]
     if forward:
         blocks = blocks * signs
-    # The Hadamard matrix of a product is the Kronecker product of two: this takes 32 products a number, not 256.
+    # A large Hadamard matrix is the Kronecker product of two small ones: 32 products per number, not 256.
     mixed = (left @ blocks.view(-1, rows, width // rows) @ right).view(blocks.shape)
     return mixed if forward else mixed.mul_(signs)
 
 
 @cache
 def _hadamard(width: int, device: torch.device) -> Tensor:
-    """Return the orthonormal, symmetric Hadamard matrix of Sylvester."""
+    """Return Sylvester's Hadamard matrix, orthonormal and symmetric."""
     matrix = torch.ones(1, 1, dtype=torch.float32)
     while len(matrix) < width:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
@@ -219,24 +217,24 @@ def _hadamard(width: int, device: torch.device) -> Tensor:
 
 @cache
 def _signs(device: torch.device) -> Tensor:
-    """Return 256 signs, the same in every run: without them what has one sign would add up in the first coordinate."""
+    """Return 256 signs, equal in every run: without them numbers of one sign would add up in the first coordinate."""
     generator = torch.Generator().manual_seed(stream_seed(0, "signs"))
     return torch.randint(0, 2, (BLOCK,), generator=generator).mul(2).sub(1).float().to(device)
 
 
 class Coder:
-    """Codes the messages of one edge, and measures what that leaves out.
+    """Codes the messages of one edge, and measures the error.
 
     Attributes:
         errors: (squared error, squared length), float64[2], of some messages of the segment, on the device of each.
-        num_bytes: what the messages of the segment took.
-        plain_bytes: what they would have taken.
+        num_bytes: of the coded messages of the segment.
+        plain_bytes: of the same messages before coding.
     """
 
-    EVERY = 16  # of how many messages the error of one is measured
+    EVERY = 16  # the error of one message in so many is measured
 
     def __init__(self, codec: str, seed_of: Callable[[int], int] | None = None) -> None:
-        """Take the codec; ``seed_of`` a micro-batch of the segment: of its random rounding; None: round to nearest."""
+        """Create a coder; ``seed_of`` a micro-batch seeds its random rounding. Without it, round to nearest."""
         self.codec, self._seed_of = codec, seed_of if codec in LEVELS else None
         self.begin()
 
@@ -246,7 +244,7 @@ class Coder:
         self.num_bytes = self.plain_bytes = 0
 
     def encode(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], micro_batch: int) -> Tensor:
-        """Return the buffer that is sent."""
+        """Return the buffer to send."""
         seed = None if self._seed_of is None else self._seed_of(micro_batch)
         buffer = encode(self.codec, specs, tensors, seed)
         self.num_bytes += buffer.nbytes
@@ -260,7 +258,7 @@ class Coder:
         return decode(self.codec, specs, size, buffer)
 
     def relative_error(self) -> float | None:
-        """Return the length of what was left out over that of what was sent; None: nothing finite was measured."""
+        """Return the relative L2 error, or None if no finite message was measured."""
         pairs = [pair.tolist() for pair in self.errors]
         error, square = (math.fsum(pair[i] for pair in pairs if math.isfinite(sum(pair))) for i in range(2))
         return math.sqrt(error / square) if square > 0 else None

@@ -1,4 +1,4 @@
-"""What coding and decoding a message costs."""
+"""Measures the cost of coding and decoding a message."""
 
 import time
 
@@ -11,16 +11,15 @@ from adl_dist.transport.spec import TensorSpec
 FEW, MANY = 1 << 8, 1 << 16  # numbers of a sample
 SAMPLES = 4
 ROUNDS = 20
-# Of activations and of gradients, which are rounded at random; None: to the nearest.
+# Of activations, rounded to nearest, and of gradients, rounded at random.
 SEEDS = {codec: (None, 0 if codec in LEVELS else None) for codec in CODECS[1:]}
-CACHES = 16 << 20  # bytes, more than a core has for itself
+CACHES = 16 << 20  # bytes, more than the caches of a core
 
 
 def coding_costs(device: torch.device, *, threads: int | None = None) -> dict[str, CodingCost]:
-    """Return, by codec, what a message costs to code and to decode: the least of several.
+    """Return the cost of coding and decoding a message, by codec: the least of several.
 
-    Something else is done before each, as a stage does, so that nothing of it is in the caches. ``threads``: of a
-    stage; None: as they are.
+    The caches are filled with other data before each, as by a stage. ``threads``: of a stage; by default torch's.
     """
     before = torch.get_num_threads()
     try:

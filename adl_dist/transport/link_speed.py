@@ -1,7 +1,7 @@
-"""Measures at the start, over the edges themselves, what each link between two processes carries and how long it takes.
+"""Measures bandwidth and latency of each link between two processes at the start, over the edges themselves.
 
-A message of 8 bytes there and back gives the time of one way; longer and longer ones, until one takes a quarter of a
-second, the bytes per second. One link is measured after the other, from the first stage on.
+A message of 8 bytes there and back gives the latency; messages of growing length, until one takes a quarter of a
+second, give the bytes per second. Links are measured one after another, from the first stage on.
 """
 
 import time
@@ -23,10 +23,13 @@ def measure_links(
 ) -> dict[int, tuple[float, float]]:
     """Return (bytes per second, seconds of one way) of the link after each stage of this process with one.
 
-    ``edges`` are those that ``rank`` is an end of; its neighbours make the same call. ``device`` is where messages are.
+    Args:
+        edges: the edges with an end on ``rank``; its neighbours make the same call.
+        rank: of this process.
+        device: of the messages.
 
     Raises:
-        ChannelError: a neighbour is gone.
+        ChannelError: If a neighbour is gone.
     """
     found = {}
     for stage in sorted(sender for what, sender in edges if what == "act"):
@@ -56,8 +59,8 @@ class _Ends:
         self._device = device if down.backend == "nccl" else torch.device("cpu")
 
     def ask(self) -> tuple[float, float]:
-        """Send, and take the time until the answer; return (bytes per second, seconds of one way)."""
-        self._round(0)  # of buffers and connections
+        """Measure the times until answers; return (bytes per second, seconds of one way)."""
+        self._round(0)  # warms up buffers and connections
         latency = min(self._round(0) for _ in range(ROUNDS)) / 2
         num_bytes, seconds = FIRST, self._round(FIRST) - 2 * latency
         while seconds < LONG_ENOUGH and num_bytes < MOST:
@@ -67,12 +70,12 @@ class _Ends:
         return num_bytes / max(seconds, 1e-9), latency
 
     def answer(self) -> None:
-        """Answer each message, until there is none to come."""
+        """Answer each message until the last."""
         while (num_bytes := self._receive()) >= 0:
             if num_bytes:
                 wait = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
                 dist.recv(wait, self._peer, group=self._in.group)
-                _ = int(wait[-1])  # a GPU has it now
+                _ = int(wait[-1])  # waits for a GPU
             self._send(0)
 
     def _round(self, num_bytes: int) -> float:

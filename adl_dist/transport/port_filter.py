@@ -3,7 +3,7 @@
 torch's transports accept every connection. One line of HTTP at the port of the control plane (TensorPipe) ends the
 process in ``std::bad_alloc``, and a thousand silent connections to one of gloo's in ``accept: Too many open files``
 (both seen with torch 2.15). Neither library has an option to stop listening, so the kernel does it: a socket filter
-drops what arrives at a listening socket before it becomes a connection. Established connections stay as they are.
+drops packets at a listening socket before they become a connection. Established connections do not change.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ RETURN_CONSTANT = 0x06
 
 OPEN_FILES = Path("/proc/self/fd")  # on Linux, which filters sockets; elsewhere the ports stay open
 
-error: OSError | None = None  # why ports of this process that were to be blocked are open; None: they are not
+error: OSError | None = None  # of the kernel, if ports of this process could not be blocked
 
 
 def block(listener: socket.socket) -> None:
-    """Drop new connections, unless the kernel takes no filter (gVisor's, or one behind seccomp): see ``error``."""
+    """Drop new connections, unless the kernel has no socket filters (gVisor, seccomp); then ``error`` is set."""
     global error
     if sys.platform == "linux":
         # struct sock_filter {code, jt, jf, k}, which keeps 0 bytes; struct sock_fprog {length, pointer to filters}
@@ -38,7 +38,7 @@ def block(listener: socket.socket) -> None:
 
 
 def unblock(listener: socket.socket) -> None:
-    """Undo :func:`block`; pending attempts to connect succeed when the kernel repeats them, within a second."""
+    """Undo :func:`block`; pending attempts to connect succeed at the kernel's next try, within a second."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # it was not blocked
             listener.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
@@ -46,7 +46,7 @@ def unblock(listener: socket.socket) -> None:
 
 @contextlib.contextmanager
 def blocking_new() -> Iterator[None]:
-    """Block the TCP ports on which this process begins to listen inside, once its peers have connected to them."""
+    """Block, at the end, the TCP ports on which this process has begun to listen inside."""
     before = {identity for identity, _ in _listeners()}
     yield
     for identity, listener in _listeners():
@@ -55,7 +55,7 @@ def blocking_new() -> Iterator[None]:
 
 
 def _listeners() -> Iterator[tuple[str, socket.socket]]:
-    """Yield the listening TCP sockets of this process, each after the kernel's name of it."""
+    """Yield (the kernel's name, socket) of each listening TCP socket of this process."""
     for name in os.listdir(OPEN_FILES) if OPEN_FILES.is_dir() else ():
         with contextlib.suppress(OSError):  # closed meanwhile
             identity = os.readlink(OPEN_FILES / name)

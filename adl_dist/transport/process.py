@@ -1,9 +1,9 @@
-"""Directed edges between processes. The only file that calls isend and irecv.
+"""Directed edges between processes. Only this file calls isend and irecv.
 
 One process group per directed edge, never one per neighbour pair: on one communicator operations finish in
 the order of issue, and with both directions on it this schedule deadlocks for every K >= 2
 (tests/schedule/test_schedule.py shows both). With one group per edge an early receive holds up nothing but later
-receives of its own edge, in all of torch 2.11 to 2.15; docs/dev/gpu.md says why no batched exchange is needed. All
+receives of its own edge, in all of torch 2.11 to 2.15; docs/dev/gpu.md explains why no batched exchange is needed. All
 groups are made in the same order on every rank and connected before the first step, so that a first message never
 waits for a handshake in the middle of training.
 """

@@ -1,8 +1,8 @@
 """The form in which the messages of one edge travel: agreed tensors, some with sizes of their own, coded or not.
 
-Sizes that change are sent in a header before the tensors. A gradient has no header: it has the sizes of what it is the
-gradient of, which its receiver has sent. With a codec a message is one buffer of bytes. Evaluation is never coded, so
-that validation measures the model as it is exported and evaluated elsewhere.
+Sizes that change are sent in a header before the tensors. A gradient has no header: it has the sizes of its activation,
+which its receiver has sent. With a codec a message is one buffer of bytes. Evaluation is never coded, so that
+validation measures the model as it is exported and evaluated elsewhere.
 """
 
 from collections.abc import Callable, Sequence

@@ -19,7 +19,7 @@ from torch import nn
 from adl_dist.checkpoint import layout
 from adl_dist.cli.status import table
 from adl_dist.control import run_socket
-from adl_dist.control.requests import Ask, Requests
+from adl_dist.control.requests import RequestKind, RequestQueue
 from adl_dist.control.run_socket import LONGEST_ADDRESS, SOCKET, LiveControl, ask_run, remove_stale, short_address
 from adl_dist.errors import ConfigError
 from adl_dist.monitor.activity import ActivityLog
@@ -38,7 +38,7 @@ STATUS = {"coordinator": "waits for the results of 'train' since 3.0 s", "stages
 
 @contextlib.contextmanager
 def listening(run_dir, requests=None, status=lambda: STATUS):
-    with contextlib.closing(LiveControl(run_dir, status, requests or Requests())) as control:
+    with contextlib.closing(LiveControl(run_dir, status, requests or RequestQueue())) as control:
         control.start()
         yield control
 
@@ -123,9 +123,9 @@ def test_what_clients_do_wrong_holds_up_no_other_nor_the_end(tmp_path):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("ask", [Ask.CHECKPOINT, Ask.STOP])
+@pytest.mark.parametrize("ask", [RequestKind.CHECKPOINT, RequestKind.STOP])
 def test_checkpoint_and_stop_print_what_became_of_the_request(tmp_path, ask, fails):
-    requests = Requests()
+    requests = RequestQueue()
 
     def coordinate():
         (request,) = taken(requests)
@@ -149,7 +149,7 @@ def test_a_run_that_ends_tells_whether_it_has_answered(tmp_path):
         with pytest.raises(ConfigError, match="the run ended before it answered"):
             ask_run(tmp_path / "ends", "stop")
     for _ in range(5):
-        requests = Requests()
+        requests = RequestQueue()
         with listening(tmp_path, requests) as control:
 
             def carry_out(requests=requests, control=control):

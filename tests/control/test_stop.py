@@ -16,7 +16,7 @@ import torch.distributed.rpc as rpc
 from adl_dist.checkpoint import layout, storage
 from adl_dist.control import job
 from adl_dist.control.job import Job
-from adl_dist.control.requests import Ask, NotDoneError, Requests
+from adl_dist.control.requests import NotDoneError, RequestKind, RequestQueue
 from adl_dist.control.rpc import JobEndpoint
 from adl_dist.distributed.world import connect
 from adl_dist.errors import ConfigError, DivergedError
@@ -38,7 +38,7 @@ STOPS = {8: 3, 22: 8}  # while which of the samples ranks are asked to stop, and
 class Asking(FixedImages):
     """Asks for something while a sample is loaded, the ``at``-th of all; never if that is 0."""
 
-    def __init__(self, at=0, what=Ask.STOP, num_samples=NUM_SAMPLES):
+    def __init__(self, at=0, what=RequestKind.STOP, num_samples=NUM_SAMPLES):
         super().__init__(num_samples)
         self.at, self.what, self.num_served, self.answer = at, what, -TRIED, None
         self.trainer = None
@@ -138,7 +138,7 @@ def test_with_planned_checkpoints_a_stop_leaves_no_trace(tmp_path):
 @pytest.mark.parametrize(("K", "drain_changed_result"), [(1, False), (3, True)])
 def test_asked_for_a_checkpoint_a_run_saves_and_continues(K, drain_changed_result, tmp_path):
     """It says if that changes values, which it then does."""
-    data, state, summary = fitted(K, data=Asking(at=70, what=Ask.CHECKPOINT), run_dir=tmp_path, keep=99)
+    data, state, summary = fitted(K, data=Asking(at=70, what=RequestKind.CHECKPOINT), run_dir=tmp_path, keep=99)
     said, path = data.answer.result(0), tmp_path / "checkpoints" / "update-00000012"
     assert layout.read_manifest(path)["update"] == 12
     assert ("stopped" in summary, summary["updates"]) == (False, 2 * PER_EPOCH)
@@ -160,7 +160,7 @@ def test_an_asked_checkpoint_that_fails_is_recorded_once(tmp_path, monkeypatch):
         return write(path, shards)
 
     monkeypatch.setattr(storage, "write", fails_once)
-    data, _, summary = fitted(1, data=Asking(at=70, what=Ask.CHECKPOINT), run_dir=tmp_path)
+    data, _, summary = fitted(1, data=Asking(at=70, what=RequestKind.CHECKPOINT), run_dir=tmp_path)
     with pytest.raises(NotDoneError, match=r"update 12 could not be saved .* no space"):
         data.answer.result(0)
     assert summary["updates"] == 2 * PER_EPOCH
@@ -180,10 +180,10 @@ def test_a_run_without_a_folder_stops_and_says_nothing_is_saved(tmp_path):
     data, _, summary = fitted(2, data=Asking(at=10))
     assert summary["stopped"]["checkpoint"] is None
     assert data.answer.result(0) == "nothing is saved: the run has no run_dir"
-    data, _, summary = fitted(2, data=Asking(at=10, what=Ask.CHECKPOINT), epochs=1)  # which a run notes
+    data, _, summary = fitted(2, data=Asking(at=10, what=RequestKind.CHECKPOINT), epochs=1)  # which a run notes
     assert str(data.answer.exception(0)) == "nothing is saved: the run has no run_dir"
     assert (tmp_path / "logs" / "rank0.log").read_text() == log != ""
-    late = data.trainer.requests.ask(Ask.STOP, "a test")
+    late = data.trainer.requests.ask(RequestKind.STOP, "a test")
     assert str(late.exception(0)) == "the run has ended, at update 10"
     assert ("stopped" in summary, "stopped" in fitted(1, max_updates=2)[2]) == (False, False)
 
@@ -199,8 +199,8 @@ def test_what_is_asked_of_a_run_that_fails_is_answered():
 
 def test_each_request_is_answered_once_however_the_run_ends():
     """Also one that was taken when the run failed, that comes as it ends, or whose asker would cancel it."""
-    requests = Requests()
-    taken, cancelled = requests.ask(Ask.CHECKPOINT, "a test"), requests.ask(Ask.STOP, "a test")
+    requests = RequestQueue()
+    taken, cancelled = requests.ask(RequestKind.CHECKPOINT, "a test"), requests.ask(RequestKind.STOP, "a test")
     assert not cancelled.cancel()
     requests.take()[1].answer("saved")
 
@@ -213,7 +213,7 @@ def test_each_request_is_answered_once_however_the_run_ends():
         requests.close("it has ended")
 
     requests._lock = ending_the_run(requests._lock)
-    late = requests.ask(Ask.STOP, "a test")
+    late = requests.ask(RequestKind.STOP, "a test")
     assert [str(one.exception(0)) for one in (taken, late)] == ["it has ended"] * 2
     assert (type(late.exception(0)), cancelled.result(0)) == (NotDoneError, "saved")
 
@@ -298,7 +298,7 @@ def ask_past_one_that_is_late_and_one_that_is_gone():
     def ask_from(*ranks):
         for rank in ranks:
             if world.rank == rank:
-                answers.append(one.ask(Ask.STOP, f"rank {rank}"))
+                answers.append(one.ask(RequestKind.STOP, f"rank {rank}"))
             dist.barrier()
 
     ask_from(*range(RANKS))

@@ -14,7 +14,7 @@ import torch
 from adl_dist import engine
 from adl_dist.checkpoint import async_save
 from adl_dist.control import run_socket, worker
-from adl_dist.control.requests import Ask
+from adl_dist.control.requests import RequestKind
 from adl_dist.training import edges
 from adl_dist.transport.channel import LocalChannel
 from tools.faults.disk import Died, Disk, DiskFault
@@ -78,7 +78,7 @@ class Process:
                     case Step.RAISES:
                         raise StageBroke(f"stage {context.stage.index} at {action}")
                     case Step.ASKED_TO_STOP:
-                        self._trainer.requests.ask(Ask.STOP, "the simulation")
+                        self._trainer.requests.ask(RequestKind.STOP, "the simulation")
             step(action, context)
 
         return stepped
