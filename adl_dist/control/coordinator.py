@@ -40,7 +40,7 @@ DRAIN_CHANGED_RESULT = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saving:
+class CheckpointContext:
     """The saving and resuming of a run."""
 
     folder: RunFolder
@@ -63,7 +63,7 @@ class Coordinator:
         self,
         plan: Plan,
         *,
-        saving: Saving | None,
+        saving: CheckpointContext | None,
         recorder: Recorder,
         progress: Progress,
         callbacks: Callbacks | None = None,
@@ -237,7 +237,7 @@ class Coordinator:
                     f"nothing left to train: {run_dir} is complete; for a new run, choose another run_dir"
                 )
 
-    def _load_newest(self, candidates: Sequence[Path], saving: Saving) -> Path:
+    def _load_newest(self, candidates: Sequence[Path], saving: CheckpointContext) -> Path:
         path, manifest, rejected = layout.first_usable(candidates, lambda path: state.verify(path, saving.signature))
         mine = identity_of(self._plan, saving.optimizer)
         note = check_identity(path, manifest["identity"], mine, schedule_follows=saving.schedule_follows)

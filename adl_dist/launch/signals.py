@@ -55,9 +55,9 @@ def signal_handler(ask: Callable[[str], bool]) -> Iterator[None]:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     # A shell ignores SIGINT for a background job, and that stays so. The ranks of our own launcher ignore SIGUSR1 until
-    # now. A handler that is not Python's (None) could not be restored.
-    found = {n: signal.getsignal(n) for n in STOPPING}
-    before = {n: h for n, h in found.items() if h is not None and (h is not signal.SIG_IGN or n is signal.SIGUSR1)}
+    # now.
+    found = {number: signal.getsignal(number) for number in STOPPING}
+    before = {n: h for n, h in found.items() if h is not signal.SIG_IGN or n is signal.SIGUSR1}
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     for number in before:
         signal.signal(number, _do_nothing)

@@ -7,7 +7,7 @@ from typing import Any
 
 from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.control.callback_queue import CallbackQueue
-from adl_dist.control.coordinator import Coordinator, Saving
+from adl_dist.control.coordinator import CheckpointContext, Coordinator
 from adl_dist.control.requests import RequestQueue
 from adl_dist.control.worker import LocalWorker
 from adl_dist.errors import ConfigError
@@ -83,7 +83,7 @@ class Outputs:
                 "give one, or omit EarlyStopping"
             )
 
-    def recorder(self, saving: Saving | None) -> Recorder:
+    def recorder(self, saving: CheckpointContext | None) -> Recorder:
         """Return what writes the records of a run; of one that saves nothing, none."""
         if saving is None:
             return Recorder(None)
@@ -106,7 +106,7 @@ class Outputs:
         worker: LocalWorker,
         partitioned: PartitionedModel,
         *,
-        saving: Saving | None,
+        saving: CheckpointContext | None,
         recorder: Recorder,
         requests: RequestQueue,
     ) -> Coordinator:

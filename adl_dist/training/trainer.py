@@ -20,7 +20,7 @@ from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.checkpoint.run_dir import RunFolder, chosen_checkpoint, log_to
 from adl_dist.checkpoint.weight_files import WeightFiles
 from adl_dist.control import job
-from adl_dist.control.coordinator import Coordinator, Saving
+from adl_dist.control.coordinator import CheckpointContext, Coordinator
 from adl_dist.control.messages import Summary
 from adl_dist.control.requests import RequestKind, RequestQueue
 from adl_dist.control.worker import LocalWorker
@@ -465,11 +465,11 @@ class Trainer:
         resume: str,
         outputs: Outputs,
         made: build.Settings,
-    ) -> Saving | None:
+    ) -> CheckpointContext | None:
         if folder is None or world.rank != 0:
             return None
         policy = outputs.checkpoints
-        return Saving(
+        return CheckpointContext(
             folder=folder,
             config=config,
             resume=resume,
@@ -495,7 +495,7 @@ class Trainer:
         running: job.Job,
         worker: LocalWorker,
         plan: Plan,
-        saving: Saving | None,
+        saving: CheckpointContext | None,
         outputs: Outputs,
     ) -> Summary:
         """Run the job, with its outputs open and signals handled."""

@@ -60,20 +60,7 @@ def _listeners() -> Iterator[tuple[str, socket.socket]]:
         with contextlib.suppress(OSError):  # closed meanwhile
             identity = os.readlink(OPEN_FILES / name)
             if identity.startswith("socket:"):
-                with _socket_of(int(name)) as one:
+                with socket.socket(fileno=os.dup(int(name))) as one:
                     is_tcp = one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
                     if is_tcp and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                         yield identity, one
-
-
-def _socket_of(descriptor: int) -> socket.socket:
-    """Return a view of an open socket; with a default timeout Python would make it non-blocking for every user."""
-    default, copy = socket.getdefaulttimeout(), os.dup(descriptor)
-    socket.setdefaulttimeout(None)
-    try:
-        return socket.socket(fileno=copy)
-    except OSError:
-        os.close(copy)
-        raise
-    finally:
-        socket.setdefaulttimeout(default)

@@ -94,15 +94,6 @@ def test_no_room_for_temporary_files_keeps_no_stop_from_rank_0(tmp_path, monkeyp
     assert signal.getsignal(signal.SIGUSR1) is before
 
 
-def test_a_handler_that_is_not_pythons_stays(monkeypatch):
-    known = signal.getsignal
-    monkeypatch.setattr(signal, "getsignal", lambda number: None if number == signal.SIGUSR1 else known(number))
-    before = known(signal.SIGUSR1)
-    with signal_handler(lambda name: True):
-        assert known(signal.SIGUSR1) is before
-        assert known(signal.SIGTERM) is signals._do_nothing
-
-
 def test_outside_of_the_main_thread_nothing_is_done():
     def look():
         with signal_handler(lambda name: True):
