@@ -1,4 +1,4 @@
-"""What a run tells: metrics.jsonl, TensorBoard, the live line and the final table; pictures of schedules. No ranks."""
+"""Reports of runs: metrics.jsonl, loggers, the live line, tables, pictures and the HTML page."""
 
 from adl_dist.report.progress import Progress, final_table
 from adl_dist.report.recorder import Recorder

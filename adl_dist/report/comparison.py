@@ -27,18 +27,18 @@ def compare(
     out: str | os.PathLike[str] | None = None,
     command: str = "adl_dist.compare",
 ) -> str:
-    """Write a table, a CSV file and a figure of the runs in or below ``run_dirs``, as ``adl-dist compare`` does.
+    """Compare the runs in or below ``run_dirs``, as ``adl-dist compare`` does.
 
     Args:
-        run_dirs: folders of runs that ``adl-dist train`` has made, or folders that hold such folders.
-        out: where comparison.md, comparison.csv, curves.svg and curves.png are written; None: nowhere.
-        command: what comparison.md says that it was made by.
+        run_dirs: run folders of ``adl-dist train``, or folders that hold such folders.
+        out: folder for comparison.md, comparison.csv, curves.svg and curves.png; by default nothing is written.
+        command: cited by comparison.md.
 
     Returns:
-        the text of comparison.md: per method and K the result of each run, and the distance to backpropagation.
+        The text of comparison.md: per method and K the results, and the distance to backpropagation.
 
     Raises:
-        ConfigError: there is no run, a folder holds none, or ``out`` cannot be written.
+        ConfigError: If there is no run, a folder holds none, or ``out`` cannot be written.
     """
     paths = [Path(each) for each in run_dirs]
     if not paths:
@@ -54,16 +54,12 @@ def compare(
 
 
 def folders_below(paths: Iterable[Path]) -> list[Path]:
-    """Return the run folders that ``paths`` are or hold, each once.
-
-    Raises:
-        ConfigError: one of them holds none.
-    """
+    """Return the run folders in or below ``paths``, each once; ConfigError if a path holds none."""
     folders: dict[Path, None] = {}
     for path in paths:
         below = list[Path]()
         for folder in sorted(file.parent for file in path.glob("**/config.yaml")):
-            if not below or not folder.is_relative_to(below[-1]):  # other packages keep a config.yaml in a run's folder
+            if not below or not folder.is_relative_to(below[-1]):  # wandb keeps a config.yaml inside of a run's folder
                 below.append(folder)
         if not below:
             raise ConfigError(f"{path} holds no run: expected the folder of a run, or one that holds such folders")
@@ -72,7 +68,7 @@ def folders_below(paths: Iterable[Path]) -> list[Path]:
 
 
 def write_comparison(folder: Path, runs: Sequence[Run], *, command: str) -> str:
-    """Write comparison.md, which cites ``command`` and is returned, comparison.csv, curves.svg and curves.png."""
+    """Write comparison.md, comparison.csv, curves.svg and curves.png; return the text of the first."""
     from adl_dist.report.curves import draw_curves, save_figure  # imported late: matplotlib takes a second
 
     measure, runs = measure_of(runs), _references_first(runs)
@@ -117,7 +113,7 @@ def _table(runs: Sequence[Run], measure: Measure) -> str:
     for label in labels:
         row = [label]
         for K in stages:
-            # The result of the reference does not depend on K, so any K will do if there is none with this one.
+            # The result of the reference does not depend on K, so any K will do.
             near = [cells.get((r, K)) or next(cells[r, k] for k in stages if (r, k) in cells) for r in references]
             row += [_cell(cells.get((label, K), []), measure), _difference(cells.get((label, K), []), near, measure)]
         rows.append(row)
@@ -130,7 +126,7 @@ def _table(runs: Sequence[Run], measure: Measure) -> str:
 
 
 def _memory_table(runs: Sequence[Run]) -> list[str]:
-    """Return a table of what each stage held in the runs with ``runtime.memory=true``; [] if there are none."""
+    """Return the table of memory of the runs with ``runtime.memory=true``, or [] if there are none."""
     measured = [run for run in runs if "peak_tensor_bytes" in (run.summary.get("stages") or [{}])[0]]
     if not measured:
         return []
@@ -175,13 +171,13 @@ def _difference(runs: Sequence[Run], references: Sequence[Sequence[Run]], measur
 
 
 def _unlike(one: Run, other: Run, part: str) -> int:
-    """Return how many settings of a part of the configuration are others."""
+    """Return the number of settings that differ in a part of the configuration."""
     of_one, of_other = (flatten(run.config.get(part) or {}) for run in (one, other))
     return sum(of_one.get(key) != of_other.get(key) for key in of_one.keys() | of_other.keys())
 
 
 def _csv_row(run: Run) -> dict[str, Any]:
-    """Return the row of one run; times and staleness are those since its last start, missing figures stay empty."""
+    """Return the row of one run; times and staleness are since its last start, missing figures stay empty."""
     summary = run.summary
     stages = summary.get("stages", [])
     accuracies, losses = ([value for _, value in run.curves.get(measure.name, [])] for measure in (ACCURACY, LOSS))

@@ -1,4 +1,4 @@
-"""Draw the learning curves of a comparison: a panel per K, a colour per row, a band over its seeds."""
+"""Draw learning curves of a comparison: a panel per K, a colour per row, a band over seeds."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from adl_dist.report.runs import ACCURACY, REFERENCE, Measure, Run
 
-# Okabe and Ito's colours, which the colour-blind tell apart, in as many styles as it takes; black is the reference.
+# Okabe and Ito's colours, safe for the colour-blind; black is the reference.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 STYLES: Sequence[Any] = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
 STYLE: Any = {
@@ -31,7 +31,7 @@ STYLE: Any = {
 PANEL_INCHES = (3.9, 3.3)
 LEGEND_COLUMN_INCHES, LEGEND_ROW_INCHES = 1.65, 0.19
 MOST_COLUMNS = 3
-STEEP = 0.4  # of all epochs, which may be outside the picture
+STEEP = 0.4  # share of the epochs whose values may be outside of the picture
 CROSS: Mapping[str, Any] = {"marker": "X", "markersize": 7, "markeredgecolor": "white", "linestyle": "none"}
 
 
@@ -77,7 +77,7 @@ def draw_curves(runs: Sequence[Run], measure: Measure) -> Figure:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Save ``figure`` in the format that the suffix of ``path`` names; equal figures give equal bytes."""
+    """Save ``figure`` in the format of the suffix of ``path``; equal figures give equal bytes."""
     with matplotlib.rc_context(STYLE):
         figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
 

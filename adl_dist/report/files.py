@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and the names that pictures may have."""
+"""Atomic writes, and the check of a picture's file name."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ PICTURES = (".svg", ".png", ".pdf")
 
 @contextlib.contextmanager
 def write_atomically(path: Path) -> Iterator[Path]:
-    """Yield a file next to ``path``, of its suffix; at the end rename it to ``path``, or remove it after an error."""
+    """Yield a temporary path with the suffix of ``path``; rename it to ``path``, or remove it after an error."""
     unfinished = path.with_name(f".{path.stem}.{os.getpid()}.saving{path.suffix}")
     try:
         yield unfinished
@@ -24,7 +24,7 @@ def write_atomically(path: Path) -> Iterator[Path]:
 
 
 def check_out(path: Path) -> None:
-    """Refuse ``--out path`` by a ConfigError unless it names a picture in a folder that exists."""
+    """Raise ConfigError unless ``--out path`` names a picture in an existing folder."""
     if path.suffix not in PICTURES:
         raise ConfigError(f"--out {path} must end in {', '.join(PICTURES)}; for example --out picture.svg")
     if not path.parent.is_dir():

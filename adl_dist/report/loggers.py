@@ -1,14 +1,13 @@
-"""Where records go besides metrics.jsonl: TensorBoard, MLflow, Weights & Biases, or a logger of the user's own.
+"""Loggers: TensorBoard, MLflow, Weights & Biases, or the user's own; only rank 0 calls them.
 
-A logger has four methods, of which rank 0 alone calls any. What its package needs to know (an address, a key, the name
-of an experiment) it finds where that package always looks for it, in the environment.
+Packages find an address, a key or the name of an experiment in their usual environment variables.
 """
 
 import contextlib
 import importlib.util
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -17,29 +16,29 @@ from adl_dist.errors import ConfigError, in_one_line
 from adl_dist.report.warning import warn
 
 EXPERIMENT = "adl_dist"
-MOST_PENDING = 500  # records that MLflow is sent at once; it takes 1000 at most
-LONGEST_PARAM, MOST_PARAMS = 500, 100  # of MLflow: characters of a value, values sent at once
+MOST_PENDING = 500  # records sent to MLflow at once; it accepts 1000
+LONGEST_PARAM, MOST_PARAMS = 500, 100  # MLflow: characters of a value, values sent at once
 
 
 @runtime_checkable
 class Logger(Protocol):
-    """Takes the records of a run. An exception of ``start`` ends the run, one of another method only the logging."""
+    """Takes the records of a run. An exception in ``start`` ends the run, in another method only the logging."""
 
     def start(self, folder: Path, settings: Mapping[str, Any], from_update: int) -> None:
-        """Begin a run with ``settings``, by dotted names, or continue: records from ``from_update`` on come again."""
+        """Begin a run, or continue it: records from ``from_update`` on come again. ``settings`` have dotted names."""
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Take a record, a line of metrics.jsonl."""
+        """Take one line of metrics.jsonl."""
 
     def flush(self) -> None:
-        """Send on what has been taken."""
+        """Write all records taken so far."""
 
     def close(self) -> None:
-        """End, in order or not."""
+        """End, also after an error."""
 
 
 def tag_of(record: Mapping[str, Any]) -> str:
-    """Return the name of a curve: that of the record, and of the stage or process where it is of one."""
+    """Return the name of a record's curve, with its stage or process if it has one."""
     for kind, number in (("stage/", "stage"), ("process/", "rank")):
         if record["name"].startswith(kind):
             return f"{record['name']}/{record[number]}"
@@ -50,17 +49,17 @@ class TensorBoard:
     """Curves in ``folder/tensorboard``."""
 
     def start(self, folder: Path, settings: Mapping[str, Any], from_update: int) -> None:
-        """Open a file; curves are cut off at ``from_update``."""
+        """Open a file; it hides older values from ``from_update`` on."""
         from torch.utils.tensorboard import SummaryWriter  # imported late: it costs a second
 
         self._board: SummaryWriter = SummaryWriter(str(folder / "tensorboard"), purge_step=from_update)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Hand over one value; an error of the thread that writes is raised at the next call."""
+        """Add one value; an error of the writing thread is raised at the next call."""
         self._board.add_scalar(tag_of(record), record["value"], record["update"])
 
     def flush(self) -> None:
-        """Have the file hold all."""
+        """Write the file."""
         self._board.flush()
 
     def close(self) -> None:
@@ -69,10 +68,10 @@ class TensorBoard:
 
 
 class MLflow:
-    """A run of MLflow, found again by ``folder/mlflow-run``, in the experiment MLFLOW_EXPERIMENT_NAME or adl_dist."""
+    """A run of MLflow in the experiment MLFLOW_EXPERIMENT_NAME or adl_dist; ``folder/mlflow-run`` keeps its id."""
 
     def start(self, folder: Path, settings: Mapping[str, Any], from_update: int) -> None:
-        """Continue the run that the folder names, or create one with the settings as its parameters."""
+        """Create a run with the settings as parameters, or continue the one in the folder."""
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
 
@@ -92,29 +91,29 @@ class MLflow:
             self._client.log_batch(self._run_id, params=params[first : first + MOST_PARAMS])
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Keep one value, to be sent with others."""
+        """Keep one value; many are sent at once."""
         milliseconds = int(time.time() * 1000)
         self._pending.append(self._metric(tag_of(record), float(record["value"]), milliseconds, record["update"]))
         if len(self._pending) >= MOST_PENDING:
             self.flush()
 
     def flush(self) -> None:
-        """Send what is kept."""
+        """Send the kept values."""
         pending, self._pending = self._pending, []
         if pending:
             self._client.log_batch(self._run_id, metrics=pending)
 
     def close(self) -> None:
-        """Send what is kept, and end the run."""
+        """Send the kept values, and end the run."""
         self.flush()
         self._client.set_terminated(self._run_id)
 
 
 class WandB:
-    """A run of Weights & Biases, found again by ``folder/wandb-run``, in the project WANDB_PROJECT or adl_dist."""
+    """A run of Weights & Biases in the project WANDB_PROJECT or adl_dist; ``folder/wandb-run`` keeps its id."""
 
     def start(self, folder: Path, settings: Mapping[str, Any], from_update: int) -> None:
-        """Begin a run, or continue the one that the folder names."""
+        """Create a run, or continue the one in the folder."""
         import wandb
 
         kept = folder / "wandb-run"
@@ -122,16 +121,16 @@ class WandB:
         project = os.environ.get("WANDB_PROJECT", EXPERIMENT)
         more = {"id": run_id, "resume": "allow"} if run_id is not None else {}
         self._run = wandb.init(project=project, name=folder.name, dir=str(folder), config=dict(settings), **more)
-        # Stages report when they get there, so records are in no order: each brings its own place.
+        # Records of stages come in any order, so each has its own update.
         self._run.define_metric("*", step_metric="update")
         kept.write_text(self._run.id)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Hand over one value."""
+        """Log one value."""
         self._run.log({tag_of(record): record["value"], "update": record["update"]})
 
     def flush(self) -> None:
-        """Do nothing: its own process sends all."""
+        """Do nothing: wandb's own process sends the values."""
 
     def close(self) -> None:
         """End the run."""
@@ -147,7 +146,7 @@ LOGGERS: dict[str, tuple[Callable[[], Logger], str]] = {  # by name, with the pa
 
 
 def check_loggers(loggers: Sequence[Any]) -> None:
-    """Raise ConfigError for one that there is not, whose package is not installed, or that lacks a method."""
+    """Raise ConfigError if a logger is unknown, not installed, or lacks a method."""
     for one in loggers:
         if isinstance(one, str):
             if one not in LOGGERS:
@@ -163,13 +162,13 @@ def check_loggers(loggers: Sequence[Any]) -> None:
 
 @dataclass
 class Loggers:
-    """The loggers of a run; one that fails is given up with a warning, and the run continues without it."""
+    """The loggers of a run; one that fails is dropped with a warning, and the run continues without it."""
 
     wanted: Sequence[Any] = ()  # names and loggers
     _running: list[tuple[str, Logger]] = field(default_factory=list)
 
     def start(self, folder: Path, settings: Mapping[str, Any], from_update: int) -> None:
-        """Start all; OSError of TensorBoard's disk is a warning, any other failure a ConfigError."""
+        """Start all; a full disk is a warning for TensorBoard, any other failure a ConfigError."""
         for one in self.wanted:
             made: Logger = LOGGERS[one][0]() if isinstance(one, str) else one
             name = type(made).__name__
@@ -186,35 +185,26 @@ class Loggers:
             self._running.append((name, made))
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Hand a record to all."""
-        for name, one in self._running:
-            with self._given_up(name, one):
-                one.write(record)
+        """Give a record to all."""
+        self._each(lambda one: one.write(record))
 
     def flush(self) -> None:
-        """Have all send on what they have."""
-        for name, one in self._running:
-            with self._given_up(name, one):
-                one.flush()
+        """Flush all."""
+        self._each(lambda one: one.flush())
 
     def close(self) -> None:
-        """End all."""
-        running, self._running = self._running, []
-        for name, one in running:
-            with self._given_up(name, one):
-                one.close()
+        """Close all."""
+        self._each(lambda one: one.close())
+        self._running.clear()
 
-    @contextlib.contextmanager
-    def _given_up(self, name: str, one: Logger) -> Iterator[None]:
-        """Give a logger up, with a warning, if it fails inside."""
-        try:
-            yield
-        except Exception as error:  # another package, or the user's own code: no reason to lose a run
-            said = (
-                error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
-            )
-            warn(f"logger {name} fails ({' '.join(str(said).split())}); the run continues without it")
-            if (name, one) in self._running:
-                self._running = [pair for pair in self._running if pair[1] is not one]
+    def _each(self, call: Callable[[Logger], object]) -> None:
+        """Call each logger; close and drop those that fail."""
+        for name, one in [*self._running]:
+            try:
+                call(one)
+            except Exception as error:  # another package, or the user's own code: no reason to lose a run
+                reason = (error.strerror if isinstance(error, OSError) else None) or in_one_line(error)
+                warn(f"logger {name} fails ({reason}); the run continues without it")
+                self._running.remove((name, one))
                 with contextlib.suppress(Exception):
                     one.close()

@@ -1,4 +1,4 @@
-"""Read back what the processes of a run have logged: one entry is a line with its time, and the lines that follow."""
+"""Read the logs of a run: an entry is a line with a time, and the lines after it."""
 
 import re
 from collections.abc import Iterator
@@ -19,11 +19,7 @@ class Entry(NamedTuple):
 
 
 def read_logs(folder: Path) -> list[Entry]:
-    """Return the entries of all processes of the run in ``folder``, in the order of their times.
-
-    Raises:
-        OSError: a log cannot be read.
-    """
+    """Return the log entries of all processes of the run in ``folder``, ordered by time; OSError if unreadable."""
     entries = [entry for path in sorted((folder / "logs").glob("rank*.log")) for entry in _entries(path)]
     return sorted(entries, key=lambda entry: entry.time)
 

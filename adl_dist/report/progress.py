@@ -11,19 +11,19 @@ from adl_dist.report.tables import counted, text_table
 from adl_dist.report.warning import tell
 
 REDRAW_SECONDS = 0.1
-TOKENS = "tokens"  # the unit of speed where a loss averages over many in a sample
+TOKENS = "tokens"  # unit of speed if a sample has many loss terms
 
 
 class Progress:
-    """Shows loss, metrics, speed and mean staleness of the epoch while it is trained. One line per epoch stays."""
+    """Shows loss, metrics, speed and mean staleness of the present epoch; one line per epoch stays."""
 
     def __init__(
         self, *, num_stages: int, quiet: bool = False, out: IO[str] | None = None, unit: str = "images"
     ) -> None:
-        """Show to ``out`` (standard output), or nothing if ``quiet``; ``unit``: what samples are, or ``tokens``."""
+        """Write to ``out``, by default standard output; ``unit`` names the samples, or is ``tokens``."""
         self._unit = unit
         self._out, self._quiet = out or sys.stdout, quiet
-        # Only a terminal can overwrite a line; a log file gets the line of each epoch.
+        # Only a terminal can overwrite a line; a log file gets one line per epoch.
         self._live = False
         with suppress(ValueError):  # it is closed
             self._live = not quiet and self._out is not None and self._out.isatty()
@@ -33,7 +33,7 @@ class Progress:
         self._reset()
 
     def begin(self, epoch: int, epochs: int, total_updates: int, *, goes_on: bool = False) -> None:
-        """Begin an epoch, counted from 0, or continue it after a checkpoint in its midst."""
+        """Begin an epoch, counted from 0, or continue it after a checkpoint in its middle."""
         self._head = f"epoch {epoch + 1:>{len(str(epochs))}}/{epochs}"
         self._total_updates = total_updates
         if goes_on:
@@ -43,7 +43,7 @@ class Progress:
         self._seconds = 0.0  # since training began or resumed
 
     def update(self, record: Mapping[str, Any]) -> None:
-        """Take in one record of a stage."""
+        """Add one record of a stage."""
         match record["name"]:
             case "stage/staleness":
                 stage, num_backwards = record["stage"], len(record["by_offset"])
@@ -63,7 +63,7 @@ class Progress:
                 total, count = self._metrics.get(name, (0.0, 0.0))
                 self._metrics[name] = total + record["value"] * record["num_targets"], count + record["num_targets"]
             case "train/accuracy":
-                # Of the targets of the loss before it. Counted apart: a line may be drawn between the two.
+                # The targets are those of the loss before it, counted apart: a line may be drawn between the two.
                 num_targets = record.get("num_targets", self._last_size)
                 self._num_correct += record["value"] * num_targets
                 self._num_judged += num_targets
@@ -76,7 +76,7 @@ class Progress:
             tell(self._out, f"\r\033[K{self._line()}")
 
     def end(self, loss: float | None, accuracy: float | None, metrics: Mapping[str, float] | None = None) -> None:
-        """End the epoch with the validation figures, where there are any, ``metrics`` by their names."""
+        """Write the line of the epoch, with the validation's figures if there are any."""
         if self._quiet or not self._head:
             return
         validation = "" if loss is None else f"  |  validation loss {loss:.4f}"
@@ -86,7 +86,7 @@ class Progress:
         self.note(self._line() + validation)
 
     def note(self, text: str) -> None:
-        """Show a line that stays."""
+        """Write a line that stays."""
         if not self._quiet:
             tell(self._out, ("\r\033[K" if self._live else "") + text + "\n")
 
@@ -113,12 +113,12 @@ class Progress:
         )
 
 
-# What a process has held, in summary.json and in a table. On a GPU the first is what the allocator has handed out.
+# Peaks of memory in summary.json, and their heads in a table. On a GPU the first is memory handed out by the allocator.
 PEAKS = {"peak_memory_bytes": "peak memory", "peak_active_bytes": "active", "peak_reserved_bytes": "reserved"}
 
 
 def holders(summary: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return what has the peaks of memory in ``summary.json``: the stages, or processes if one has several stages."""
+    """Return the entries with peaks of memory in ``summary.json``: processes if one has several stages, or stages."""
     found: Sequence[Mapping[str, Any]] = summary.get("processes", summary.get("stages", ()))
     return found
 

@@ -1,13 +1,13 @@
-"""Read finished runs from their folders, name them, and say what they are compared by."""
+"""Read finished runs from their folders, and label them."""
 
 import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import yaml
 
@@ -17,11 +17,10 @@ from adl_dist.schedule import method
 from adl_dist.schedule.methods import REMOVED_OPTIONS
 
 REFERENCE = "bp"  # the method that the others are compared with
-# They name columns, spreads and places; a row's method is spelt out of its settings.
-CONTENDER = "contender"  # key of config.yaml that names a run of none of our methods, like DDP
+CONTENDER = "contender"  # key of config.yaml that names a run of another system, like DDP
+# Not part of a label: columns, seeds and places; the method has a label of its own.
 NOT_IN_LABELS = (CONTENDER, "method.", "partition.num_stages", "seed", "run_dir", "resume")
 LONGEST_RECORD = 4096  # bytes of a line of metrics.jsonl, at most
-T = TypeVar("T")
 Status = Literal["complete", "diverged", "unfinished"]
 
 
@@ -29,9 +28,11 @@ Status = Literal["complete", "diverged", "unfinished"]
 class Run:
     """One run folder. Runs that differ only in K and seed share a label.
 
-    ``config`` is the content of config.yaml, ``summary`` of summary.json, or {} unless the run is complete,
-    ``divergence`` of diverged.json, or {} unless it has diverged; ``curves``: for names like ``validation/loss``, pairs
-    of the number of whole epochs and the value then, if it is finite.
+    Attributes:
+        config: content of config.yaml.
+        summary: content of summary.json, or {} unless the run is complete.
+        divergence: content of diverged.json, or {} unless the run has diverged.
+        curves: for names like ``validation/loss``, pairs of whole epochs and the finite value after them.
     """
 
     folder: Path
@@ -48,9 +49,9 @@ class Run:
 
 
 def status_of(folder: Path, *, epochs: int, max_updates: int | None) -> Status:
-    """Return ``complete`` if the run in ``folder`` has come that far, else ``diverged`` or ``unfinished``.
+    """Return whether the run in ``folder`` is ``complete``, ``diverged`` or ``unfinished``.
 
-    A run that a callback has ended, as EarlyStopping does, is complete, unless it went further after that.
+    A run that a callback has ended, as EarlyStopping does, is complete unless it was continued.
     """
     summary = read_json(folder / "summary.json")
     done = summary.get("updates", 0)
@@ -61,20 +62,20 @@ def status_of(folder: Path, *, epochs: int, max_updates: int | None) -> Status:
 
 
 def _newest_update(folder: Path) -> int:
-    """Return the newest update, counted from 0, that the records or the divergence of a run tell of."""
+    """Return the newest update, counted from 0, in the records or the divergence of a run."""
     newest = [-1, int(read_json(folder / "diverged.json").get("update", -1))]
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError), (folder / METRICS).open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - LONGEST_RECORD))
-        whole = file.read().rpartition(b"\n")[0]  # behind it stands half a line, if the process was killed
+        whole = file.read().rpartition(b"\n")[0]  # a killed process may leave half a line
         newest.append(int(json.loads(whole.rpartition(b"\n")[2])["update"]))
     return max(newest)
 
 
 def read_runs(folders: Iterable[Path]) -> list[Run]:
-    """Read the run folders and label them by what tells the runs apart.
+    """Read the run folders, and label them by the settings in which they differ.
 
     Raises:
-        ConfigError: a folder is not a run folder made by the command line.
+        ConfigError: If a folder is not a run folder made by the command line.
     """
     runs = []
     for folder in folders:
@@ -95,7 +96,7 @@ def read_runs(folders: Iterable[Path]) -> list[Run]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; {} if the file is missing or damaged."""
+    """Return the object in a JSON file, or {} if the file is missing or damaged."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -133,7 +134,7 @@ def _validation_curves(path: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def method_label(chosen: Mapping[str, Any]) -> str:
-    """Return the method with M, if that is above 1, and the settings that are not the method's own defaults."""
+    """Return the method's name with M, if that is above 1, and settings that differ from its defaults."""
     name, M = chosen["name"], chosen["accumulation_steps"]
     usual = REMOVED_OPTIONS | method(name).settings
     others = {key: value for key, value in chosen.items() if key not in ("name", "accumulation_steps")}
@@ -142,7 +143,7 @@ def method_label(chosen: Mapping[str, Any]) -> str:
 
 
 def _tells_apart(key: str, configs: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether ``key`` has several values, of a cut: several with the same number of stages."""
+    """Return whether ``key`` has several values; a key of the cut, for the same number of stages."""
     depends_on = "partition.num_stages" if key.startswith("partition.") else ""
     values = {(config.get(depends_on), str(config.get(key))) for config in configs}
     return len(values) > len({first for first, _ in values})
@@ -158,7 +159,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """The figure that runs are compared by: accuracy where there are classes, else the loss."""
+    """The figure that runs are compared by: accuracy if there are classes, otherwise the loss."""
 
     name: str
     unit: str
@@ -170,12 +171,8 @@ class Measure:
         return self.name.replace("/", "_")
 
     def values(self, runs: Iterable[Run]) -> list[float]:
-        """Return the figure at the end of each run, but for those that are not complete or have no such figure."""
+        """Return the final figure of each complete run that has it."""
         return [run.summary[self.key] * self.scale for run in runs if run.summary.get(self.key) is not None]
-
-    def best(self, among: Sequence[T], key: Callable[[T], float]) -> T:
-        """Return the first of those with the best value of the figure, which ``key`` tells."""
-        return max(among, key=key) if self.scale == 100 else min(among, key=key)
 
     def text(self, value: float) -> str:
         """Return the value without its unit."""
@@ -187,5 +184,5 @@ LOSS = Measure(name="validation/loss", unit="", scale=1)
 
 
 def measure_of(runs: Sequence[Run]) -> Measure:
-    """Return the accuracy if any run has one, else the loss."""
+    """Return the accuracy if any run has one, otherwise the loss."""
     return ACCURACY if any(ACCURACY.name in run.curves for run in runs) else LOSS

@@ -1,15 +1,15 @@
-"""Lay out rows of cells as text, for people or as Markdown."""
+"""Tables as aligned text or as Markdown."""
 
 from collections.abc import Sequence
 
 
 def text_table(rows: Sequence[Sequence[object]]) -> list[str]:
-    """Return one line per row, its columns aligned at the left; the first row is the head."""
+    """Return one line per row, with columns aligned at the left; the first row is the head."""
     return [line.rstrip() for line in _aligned(rows, "  ")]
 
 
 def markdown_table(rows: Sequence[Sequence[object]]) -> list[str]:
-    """Return the lines of a Markdown table whose columns are aligned at the right, except the first one."""
+    """Return the lines of a Markdown table, with all columns but the first aligned at the right."""
     rule = ["---", *["---:"] * (len(rows[0]) - 1)]
     return [f"| {line} |" for line in _aligned([rows[0], rule, *rows[1:]], " | ")]
 
@@ -21,5 +21,5 @@ def _aligned(rows: Sequence[Sequence[object]], between: str) -> list[str]:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with what it counts, like ``1 epoch`` or ``20 epochs``."""
+    """Return a number with its noun, like ``1 epoch`` or ``20 epochs``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

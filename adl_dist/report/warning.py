@@ -1,4 +1,4 @@
-"""Write to the user and the log without ending what runs."""
+"""Messages to the user and the log; an output that fails never ends a run."""
 
 import logging
 import sys
@@ -9,10 +9,7 @@ logger = logging.getLogger("adl_dist")
 
 
 def tell(stream: IO[str] | None, text: str) -> None:
-    """Write ``text`` in one piece, from any thread; an output that is gone or full must not end a run.
-
-    Letters that the stream's encoding does not have are written as escapes.
-    """
+    """Write ``text`` in one piece, from any thread; letters outside of the stream's encoding become escapes."""
     with suppress(OSError, ValueError):
         if stream is not None:
             encoding = getattr(stream, "encoding", None) or "utf-8"
@@ -27,6 +24,6 @@ def say(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Say ``text`` on standard error and in this process's log. Any thread may call it."""
+    """Write a warning to standard error and the log of this process, from any thread."""
     tell(sys.stderr, f"adl-dist: warning: {text}\n")
     logger.warning("%s", text)
