@@ -1,4 +1,4 @@
-"""What every stage does, in which order. Pure integers: no tensors, no ranks, no clock, no torch."""
+"""Schedules: the ordered actions of every stage. Pure integers: no tensors, ranks, clock or torch."""
 
 from adl_dist.schedule.actions import Action, Op
 from adl_dist.schedule.method_table import METHODS

@@ -1,4 +1,4 @@
-"""The words of a schedule: a stage's life is a list of actions, which print as ``L0 F0 SA0 ST0``."""
+"""Actions of a schedule; a stage's list of them prints as ``L0 F0 SA0 ST0``."""
 
 import enum
 from functools import cache
@@ -12,15 +12,15 @@ class Op(enum.Enum):
     RECV_ACT = "RA"
     RECV_TARGET = "RT"
     FORWARD = "F"  # in training: builds the graph that the backward uses later
-    FORWARD_ONLY = "N"  # in training without a graph: keeps what came in, for RECOMPUTE
+    FORWARD_ONLY = "N"  # in training without a graph: keeps the input, for RECOMPUTE
     RECOMPUTE = "R"  # replays the forward with the present weights and builds the graph
-    PREDICT = "P"  # in evaluation: no graph, nothing kept
+    PREDICT = "P"  # in evaluation: no graph, nothing is kept
     SEND_ACT = "SA"
     SEND_TARGET = "ST"
     RECV_GRAD = "RG"
     BACKWARD = "B"
-    BACKWARD_INPUT = "I"  # the backward without the gradients of most weights: what goes upstream, and the rest
-    BACKWARD_WEIGHT = "WG"  # these gradients, of the same micro-batch
+    BACKWARD_INPUT = "I"  # the backward without the gradients of most weights
+    BACKWARD_WEIGHT = "WG"  # the gradients of these weights
     SEND_GRAD = "SG"
     UPDATE = "U"
     WEIGHTS = "W"  # forward from here on with the weights after so many updates of the segment
@@ -28,9 +28,9 @@ class Op(enum.Enum):
     RECV_GO = "RO"
     PASS_TARGET = "PT"  # local losses: the target travels with the act, from stage to stage
     TAKE_TARGET = "TT"
-    PREDICT_GRADIENT = "Q"  # synthetic gradients: a head says what gradient will come back for the output
-    LEARN = "H"  # the head learns from the gradient that has come back
-    UPDATE_HEAD = "HU"  # when it has learned from a whole group
+    PREDICT_GRADIENT = "Q"  # synthetic gradients: a head predicts the gradient of the output
+    LEARN = "H"  # the head learns from the true gradient
+    UPDATE_HEAD = "HU"  # after it has learned from a whole group
     SEND_PART = "SP"  # tied weights: the gradient of one copy, of the group that ends with this micro-batch
     RECV_PART = "RP"
     SEND_SUM = "SS"  # the sum of all copies' gradients of that group
@@ -40,7 +40,7 @@ class Op(enum.Enum):
     __hash__ = object.__hash__  # Enum's own hashes the name, in Python, and every action is looked up by its op
 
 
-# A backward that makes what goes upstream and ends the life of the graph: the whole one, or the first part of it.
+# Backwards that compute the gradient of the input: the whole one, or the first part.
 BACKWARDS = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT})
 
 
@@ -55,33 +55,33 @@ class Action(NamedTuple):
 
 
 class Tie(NamedTuple):
-    """One of the ties: tensors of which several stages hold a copy each."""
+    """A tie: tensors that several stages hold copies of."""
 
     number: int  # among those of the pipeline
-    stages: tuple[int, ...]  # that hold a copy, in order; the first one adds up
+    stages: tuple[int, ...]  # that hold a copy, in order; the first adds up the gradients
 
 
 class TiedAction(Action):
-    """One step of one stage that is about a tie; of a message, with the holder at its end that does not add up."""
+    """An action on a tie; ``holder`` is the stage that exchanges with the first stage of the tie."""
 
     tie: Tie
     holder: int
 
     def __new__(cls, op: Op, number: int, tie: Tie, holder: int) -> "TiedAction":
-        """Make the action of ``op``; it unpacks like any other."""
+        """Build the action; it unpacks like any other."""
         made = super().__new__(cls, op, number)
         made.tie, made.holder = tie, holder
         return made
 
     def __eq__(self, other: object) -> bool:
-        """Return whether it is the same step of the same tie."""
+        """Return whether both are the same action on the same tie."""
         return tuple.__eq__(self, other) is True and (self.tie, self.holder) == (
             getattr(other, "tie", None),
             getattr(other, "holder", None),
         )
 
     def __ne__(self, other: object) -> bool:
-        """Return the opposite: a tuple would compare its elements."""
+        """Negate ``==``, because a tuple would compare its elements."""
         return not self == other
 
     __hash__ = tuple.__hash__
@@ -91,11 +91,11 @@ class TiedAction(Action):
 
 
 class Link(NamedTuple):
-    """One kind of message: who sends it, who receives it."""
+    """A kind of message with its sender and receiver."""
 
     what: str
     recv: Op
-    # Receiver minus sender; None: from stage 0 straight to the last stage, or of tied weights as the action says.
+    # Receiver minus sender. None: from stage 0 straight to the last stage, or given by the tied action.
     hop: int | None
 
 
@@ -110,11 +110,11 @@ LINKS = {
 }
 RECEIVES = {link.recv: link for link in LINKS.values()}
 CARRIES = frozenset((*LINKS, *RECEIVES))
-TIED = (Op.SEND_PART, Op.SEND_SUM)  # whose edges are those of the ties, if there are any
+TIED = (Op.SEND_PART, Op.SEND_SUM)  # their edges are those of the ties
 
 
 class Message(NamedTuple):
-    """What an action sends or receives."""
+    """The message of an action that sends or receives."""
 
     what: str  # names an edge, together with the sender
     sender: int
@@ -122,7 +122,7 @@ class Message(NamedTuple):
 
 
 def tied_message(op: Op, tie: Tie, holder: int) -> Message:
-    """Return what ``op`` of ``TIED``, or its counterpart, carries between the first stage of ``tie`` and ``holder``."""
+    """Return the message of ``op``, about tied weights, between the first stage of ``tie`` and ``holder``."""
     link = LINKS[op] if op in LINKS else RECEIVES[op]
     ends = (holder, tie.stages[0]) if link.recv is Op.RECV_PART else (tie.stages[0], holder)
     number = f" ({tie.number})" if tie.number else ""
@@ -130,19 +130,19 @@ def tied_message(op: Op, tie: Tie, holder: int) -> Message:
 
 
 def what_of(action: Action) -> str:
-    """Return what ``action``, which sends or receives, carries."""
+    """Return the name of the edge of an ``action`` that sends or receives."""
     if isinstance(action, TiedAction):
         return tied_message(action.op, action.tie, action.holder).what
     return (LINKS[action.op] if action.op in LINKS else RECEIVES[action.op]).what
 
 
 def is_tied(what: str) -> bool:
-    """Return whether ``what`` travels is about tied weights, of which there is one message for a group."""
+    """Return whether the edge ``what`` carries tied weights, with one message per group."""
     return what.startswith("tied ")
 
 
 def message_of(action: Action, stage: int, *, num_stages: int) -> Message | None:
-    """Return what ``action`` of ``stage`` sends or receives; None: nothing."""
+    """Return the message of an ``action`` of ``stage``, or None if it neither sends nor receives."""
     if isinstance(action, TiedAction):
         return tied_message(action.op, action.tie, action.holder) if action.op in CARRIES else None
     return _untied_message(action.op, stage, num_stages)
@@ -158,12 +158,12 @@ def _untied_message(op: Op, stage: int, num_stages: int) -> Message | None:
 
 
 def receiver(op: Op, sender: int, *, num_stages: int) -> int:
-    """Return the stage that receives what ``sender`` sends with ``op``, which is not about a tie."""
+    """Return the receiver of a message that ``sender`` sends with ``op``, which is not about a tie."""
     hop = LINKS[op].hop
     return num_stages - 1 if hop is None else sender + hop
 
 
 def sender(op: Op, receiver: int) -> int:
-    """Return the stage that sends what ``receiver`` receives with ``op``, which is not about a tie."""
+    """Return the sender of a message that ``receiver`` receives with ``op``, which is not about a tie."""
     hop = RECEIVES[op].hop
     return 0 if hop is None else receiver - hop

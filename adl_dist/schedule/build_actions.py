@@ -1,4 +1,4 @@
-"""Builds the list of actions of a stage, the same way for every method."""
+"""Build the list of actions of a stage, the same way for every method."""
 
 import heapq
 import itertools
@@ -18,7 +18,7 @@ from adl_dist.schedule.parts import (
 from adl_dist.schedule.pipeline import Pipeline
 from adl_dist.schedule.split import split_actions
 
-Time = tuple[int, int]  # the tick; 0: in its forward, 1: in what follows
+Time = tuple[int, int]  # the tick; 0 for its forward, 1 for the rest
 
 
 def training_actions(pipeline: Pipeline, stage: int, *, group_sizes: Sequence[int]) -> Iterator[Action]:
@@ -34,13 +34,15 @@ def training_actions(pipeline: Pipeline, stage: int, *, group_sizes: Sequence[in
         update                         U0         U1         U2
                   |-- warm-up --| | steady | |----- drain -----|
 
-    A method that flushes does so after each group: each of its groups is a drain of its own. Where its row says that
-    the backward is in two parts, WG follows the forward by as many ticks in every stage as I does in stage 0. With
-    ``method.split_backward`` the order between two updates is another one: see :mod:`adl_dist.schedule.split`. Stages
-    that share tied weights exchange their gradients around the updates: :func:`~adl_dist.schedule.parts.update_part`.
+    A method that flushes drains after each group. If a method's row splits the backward, WG follows the forward in
+    every stage by as many ticks as I does in stage 0. With ``method.split_backward`` the order between two updates
+    comes from :mod:`adl_dist.schedule.split`. Stages that share tied weights exchange gradients around the updates:
+    :func:`~adl_dist.schedule.parts.update_part`.
 
-    ``stage`` is k in [0, K), 0 nearest the data; the paper's module index is k + 1. ``group_sizes``: micro-batches of
-    each group, in order; the same list for every stage, so all accumulate the same ones (Algorithm 1, by batch).
+    Args:
+        pipeline: the method on K stages.
+        stage: k in [0, K), 0 nearest the data; the paper's module index is k + 1.
+        group_sizes: micro-batches of each group, in order; the same for every stage (Algorithm 1, by batch).
     """
     if pipeline.method.split_backward:
         yield from split_actions(pipeline, stage, tuple(group_sizes))
@@ -51,7 +53,7 @@ def training_actions(pipeline: Pipeline, stage: int, *, group_sizes: Sequence[in
 
 
 def training_turns(pipeline: Pipeline, process: int, *, group_sizes: Sequence[int]) -> Iterator[int]:
-    """Yield, for each action of ``process`` on such a segment, which of its stages carries it out.
+    """Yield the stage of each action of ``process`` that trains on such a segment, in their order.
 
     Like a stage, a process has in each tick at most one forward, then one backward.
     """
@@ -63,7 +65,7 @@ def training_turns(pipeline: Pipeline, process: int, *, group_sizes: Sequence[in
 
 
 def evaluation_turns(pipeline: Pipeline, process: int, *, num_micro_batches: int) -> Iterator[int]:
-    """Yield the same for the actions of ``process`` that evaluate."""
+    """Yield the stage of each action of ``process`` that evaluates."""
     stages, K = pipeline.stages_of(process), pipeline.num_stages
     lengths = {k: len(list(forward(Op.PREDICT, 0, k, K))) for k in stages}
     yield from _merged(
@@ -72,13 +74,13 @@ def evaluation_turns(pipeline: Pipeline, process: int, *, num_micro_batches: int
 
 
 def _merged(parts: Iterable[Iterable[tuple[Time, int, int]]]) -> Iterator[int]:
-    """Yield the stages by time, each as often as it acts then: ``parts`` are (time, stage, number of actions)."""
+    """Merge ``parts``, (time, stage, number of actions), by time; yield the stage of each action."""
     for _, k, number in heapq.merge(*parts):
         yield from itertools.repeat(k, number)
 
 
 def _drains(pipeline: Pipeline, group_sizes: Sequence[int]) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-    """Yield, for each time that the pipeline is drained, the first micro-batch and the (number, size) of its groups."""
+    """Yield, for each drain of the pipeline, its first micro-batch and the (number, size) of its groups."""
     groups, first = list(enumerate(group_sizes)), 0
     for drained in [[group] for group in groups] if pipeline.flush else [groups]:
         yield first, drained
@@ -95,7 +97,7 @@ def _until_drained(
     order = sorted(where, reverse=pipeline.spec.last_in_first_out)
     last_of_groups = {where[b].group: b for b in order}
     ends, flush = ends_of(groups, first), pipeline.flush
-    # Each part in its order: a forward, what goes upstream, what is left until then, what a head learns from.
+    # The parts in their order: forward, backward to upstream, the rest of the backward, learning of a head.
     ticks = [pipeline.forward_tick(stage, place) for place in range(len(order))]
     laters = [0, delay, until] if head_delay is None else [0, delay, until, head_delay]
     parts = [[(tick + later, part, place) for place, tick in enumerate(ticks)] for part, later in enumerate(laters)]
@@ -114,13 +116,13 @@ def _until_drained(
             ends_group = place_in_group.offset + 1 == place_in_group.size
             yield (tick, 1), [*learning_part(arrived), *[Action(Op.UPDATE_HEAD, place_in_group.group)] * ends_group]
     if left := list(tied_updates_left(pipeline, stage, ends, tied_apart=flush)):
-        # When all that share have done their last update: another stage of this process may have to do its own first.
+        # After the last updates of all holders, because another stage of this process may have to do its own first.
         holders = {holder for tie in pipeline.ties_of(stage) for holder in tie.stages}
         delays = {k: pipeline.delays[0 if splits else k] for k in holders}
         yield (max(pipeline.forward_tick(k, len(order) - 1) + later for k, later in delays.items()), 1), left
 
 
 def evaluation_actions(stage: int, *, num_stages: int, num_micro_batches: int) -> Iterator[Action]:
-    """Yield the actions of ``stage`` that evaluate: forwards only, with nothing kept; every method does the same."""
+    """Yield the actions of ``stage`` that evaluate: forwards only, the same for every method."""
     for micro_batch in range(num_micro_batches):
         yield from forward(Op.PREDICT, micro_batch, stage, num_stages)

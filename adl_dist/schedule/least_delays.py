@@ -10,19 +10,19 @@ from adl_dist.schedule.pipeline import Pipeline
 from adl_dist.schedule.timing import Costs, time_per_update
 
 AS_FAST = 1.02  # of the time at full speed
-STEPS = 4  # of a micro-batch's work, by which the round trip is lengthened for each hop until there is room for it,
-LONGEST = 3 * STEPS  # and the most that is tried
-PACES = 16  # parts of the pace at which a bound is kept, by which it is varied
-SEARCHED = 6  # stages for which lists are searched step by step; with more it takes minutes
+STEPS = 4  # per micro-batch's work: the round trip is lengthened by such steps for each hop
+LONGEST = 3 * STEPS  # the most steps tried
+PACES = 16  # steps by which the pace of a bounded search is varied
+SEARCHED = 6  # most stages for which lists are searched step by step; more would take minutes
 
 
 def with_least_delays(method: Method, costs: Costs) -> Method:
-    """Return ``method`` with the least delays, as a list, with which it is as fast as with long ones.
+    """Return ``method`` with the least delays that keep its full speed.
 
-    Where these are longer than the staleness of ``method`` allows, those that are fastest within that.
+    If these exceed the staleness that ``method`` allows, it gets the fastest delays within the bound.
     """
     longest = method.longest_delay(len(costs.forward))
-    if method.weights != "2bw":  # which cannot be tried with more
+    if method.weights != "2bw":  # it cannot be tried with longer ones
         delays = _least_delays(method, costs)
         if delays[0] <= longest:
             return method.with_delays(delays)
@@ -30,17 +30,17 @@ def with_least_delays(method: Method, costs: Costs) -> Method:
 
 
 def _least_delays(method: Method, costs: Costs, most: int | None = None) -> tuple[int, ...]:
-    """Return the least delays, of which none is longer than ``most``, that are as fast as long ones.
+    """Return the least delays of at most ``most`` that are as fast as long ones.
 
-    A gradient comes back to stage k after the work of all stages from there on and the time of the links, twice. So
-    many micro-batches as the slowest stage does in that time are the least that keep it at work. A list has its order
-    fixed beforehand, which may take some more: that is tried out in the timing model.
+    A gradient comes back to stage k after the work of all later stages and twice the time of the links. The
+    micro-batches that the slowest stage does in that time are the least that keep it busy. A fixed order of actions may
+    need some more, which is tried in the timing model.
     """
     K, M = len(costs.forward), method.micro_batches_per_update
     stages = (f + b + u / M for f, b, u in zip(costs.forward, costs.backward, costs.update, strict=True))
     slowest = max(*stages, costs.busiest_link)
     trips = _round_trips(method, costs)
-    # What is deferred may have to be done before the update that the next forward waits for.
+    # Deferred parts may have to be done before the update that the next forward waits for.
     last_parts = costs.backward_weight if method.split_backward else [0.0] * K
 
     def pipeline(delays: tuple[int, ...]) -> Pipeline:
@@ -55,15 +55,15 @@ def _least_delays(method: Method, costs: Costs, most: int | None = None) -> tupl
         return time_per_update(pipeline(delays), costs, num_groups=2 * (delays[0] // M + 2))
 
     def lengthened(number: int) -> tuple[int, ...]:
-        """Return the delays with so many steps more for each hop: lists are slow where delays fall unevenly."""
+        """Return delays that are ``number`` steps longer per hop, because unevenly falling delays are slow."""
         longer = [number * slowest / STEPS * (K - 1 - k) for k in range(K)]
         return _delays([sum(parts) for parts in zip(trips, last_parts, longer, strict=True)], slowest, most)
 
     least, ample = _delays(trips, slowest, most), lengthened(LONGEST)
     tried = [least, *map(lengthened, range(LONGEST)), ample]
     fastest = time(ample)
-    if most is not None:  # then they do not fall as they should
-        pace = max(slowest, trips[0] / (most + 1))  # as what is in flight takes a round trip
+    if most is not None:  # bounded delays fall too slowly
+        pace = max(slowest, trips[0] / (most + 1))  # most + 1 micro-batches per round trip
         fallen = [_delays(trips, pace * (1 + n / PACES), most) for n in range(-PACES // 4, PACES // 4)]
         best = min([*tried, *fallen, *_evenly(most, K)], key=roughly)
         if K <= SEARCHED and time(best) > AS_FAST * M * pace:
@@ -72,7 +72,7 @@ def _least_delays(method: Method, costs: Costs, most: int | None = None) -> tupl
         fastest = time(best)
     allowed = AS_FAST * max(fastest, M * slowest)
     delays = next(delays for delays in tried if time(delays) <= allowed)
-    for k in range(K - 1):  # what a stage does not need goes, the one with the largest delay first
+    for k in range(K - 1):  # shorten what is longer than needed, the largest delay first
         while delays[k] > max(least[k], delays[k + 1]):
             fewer = (*delays[:k], delays[k] - 1, *delays[k + 1 :])
             if time(fewer) > allowed:
@@ -82,14 +82,14 @@ def _least_delays(method: Method, costs: Costs, most: int | None = None) -> tupl
 
 
 def _evenly(most: int, K: int) -> list[tuple[int, ...]]:
-    """Return lists that fall from ``most`` to 0 as evenly as can be, or by as much for each stage."""
+    """Return lists that fall from ``most`` to 0 evenly, or by a whole number per stage."""
     slopes = [most / (K - 1) if K > 1 else 0, *range(1, most)]
     lists = [tuple(max(most - math.floor(slope * k + 0.5), 0) for k in range(K - 1)) for slope in slopes]
     return [(*delays, 0) for delays in lists]
 
 
 def _descended(delays: tuple[int, ...], most: int, time: Callable[[tuple[int, ...]], float]) -> tuple[int, ...]:
-    """Return what steps lead to in which some stages in a row get one more or less, the fastest step each time."""
+    """Descend greedily by +-1 changes to runs of adjacent delays, and return the result."""
     rows = [range(first, end) for first, end in combinations(range(len(delays)), 2)]  # the last stage has no delay
     while True:
         changed = [tuple(d + by * (k in row) for k, d in enumerate(delays)) for row in rows for by in (-1, 1)]
@@ -101,7 +101,7 @@ def _descended(delays: tuple[int, ...], most: int, time: Callable[[tuple[int, ..
 
 
 def _round_trips(method: Method, costs: Costs) -> list[float]:
-    """Return the time from the begin of a forward on each stage to the end of its backward that sends a gradient."""
+    """Return the time from the start of a forward on each stage to the end of its backward."""
     back = costs.backward_input if method.split_backward else costs.backward
     ways = [*map(sum, zip(costs.transfer, costs.transfer_back, strict=True)), 0.0]
     stages = zip(costs.forward, back, [*costs.link, 0.0], ways, strict=True)
@@ -110,7 +110,7 @@ def _round_trips(method: Method, costs: Costs) -> list[float]:
 
 
 def _delays(times: Sequence[float], slowest: float, most: int | None) -> tuple[int, ...]:
-    """Return how many micro-batches are done in these times, besides the one that is on its way; at least 0."""
+    """Return the micro-batches done in these times, without the one in flight; at least 0."""
     delays = [max(math.ceil(time / slowest - 1e-9) - 1, 0) for time in times]
     delays = list(accumulate(reversed(delays), max))[::-1]  # never less than that of the next stage
     return tuple(delays if most is None else [min(d, most) for d in delays])

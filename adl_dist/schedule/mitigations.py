@@ -1,8 +1,8 @@
-"""One row per mitigation: what makes an update suit gradients that are stale.
+"""Mitigations of staleness, one row for each.
 
-A row acts at one or two of four places, its hooks, and two rows of one hook exclude each other. What it must know is
-the mean staleness of the stage, which the schedule tells; a stage without any is left alone. What the rows compute is
-in :mod:`adl_dist.stage.mitigation`.
+A row acts at one or two of four hooks, and two rows of one hook exclude each other. It depends on the mean staleness of
+the stage, which follows from the schedule; a stage without staleness is not changed. The computations are in
+:mod:`adl_dist.stage.mitigation`.
 """
 
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from typing import Literal
 
 from adl_dist.schedule.method_table import Weights
 
-# What each hook decides, of update s of a stage.
+# The quantity that each hook decides, for update s of a stage.
 HOOKS = {
     "rate": "the learning rate",
     "forward_weights": "the weights that a forward sees",
     "gradient": "the gradient of an older version",
-    "applied": "what is made of the optimizer's update",
+    "applied": "the update that is applied",
 }
 Hook = Literal["rate", "forward_weights", "gradient", "applied"]
 PredictFrom = Literal["displacement", "momentum"]
@@ -29,8 +29,8 @@ class MitigationSpec:
 
     summary: str  # name and source
     hooks: Sequence[Hook]
-    options: Sequence[str] = ()  # the fields of ``Method`` that mean something to it
-    weights: Sequence[Weights] = ("stash", "latest", "recompute", "2bw")  # those it is defined with
+    options: Sequence[str] = ()  # the fields of ``Method`` that it uses
+    weights: Sequence[Weights] = ("stash", "latest", "recompute", "2bw")  # policies that it is defined with
 
 
 MITIGATIONS = {
@@ -67,13 +67,13 @@ MITIGATIONS = {
 
 
 def mitigation_options(chosen: object) -> list[str]:
-    """Return the options of the rows that are ``chosen``, whatever else may be among them."""
+    """Return the options of the ``chosen`` rows; unknown names are ignored."""
     names = chosen if isinstance(chosen, list | tuple) else ()
     return [option for name, row in MITIGATIONS.items() if name in names for option in row.options]
 
 
 def why_not(chosen: Sequence[str], weights: Weights) -> str | None:
-    """Return why these rows cannot be combined, or not with ``weights``; None: they can."""
+    """Return why the rows exclude each other or ``weights``, or None if they do not."""
     for place, name in enumerate(chosen):
         if name not in MITIGATIONS:
             return f"there is no '{name}'; choose of {', '.join(MITIGATIONS)}"

@@ -1,4 +1,4 @@
-"""The parts that a stage's list of actions is made of: a forward or a backward with the messages around it."""
+"""Parts of a stage's list of actions: a forward, backward or update with its messages."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -16,12 +16,12 @@ class Place(NamedTuple):
 
 
 def places_of(groups: Sequence[tuple[int, int]]) -> list[Place]:
-    """Return the place of each micro-batch of ``groups``, which are (number, size)."""
+    """Return the place of each micro-batch of ``groups``, (number, size)."""
     return [Place(group, offset, size) for group, size in groups for offset in range(size)]
 
 
 def forward_part(pipeline: Pipeline, stage: int, b: int, place: Place) -> Iterator[Action]:
-    """Yield the forward of micro-batch ``b`` in training, with what it receives and sends."""
+    """Yield the forward of micro-batch ``b`` in training, with its messages."""
     method, last = pipeline.method, pipeline.num_stages - 1
     if method.weights == "2bw" and place.offset == 0 and place.group != 1 and not pipeline.flush:
         yield Action(Op.WEIGHTS, max(place.group - 1, 0))
@@ -37,7 +37,7 @@ def forward_part(pipeline: Pipeline, stage: int, b: int, place: Place) -> Iterat
 
 
 def backward_part(op: Op, pipeline: Pipeline, stage: int, b: int, place: Place) -> Iterator[Action]:
-    """Yield the backward of micro-batch ``b``, ``op`` being all of it or its first part, and its messages."""
+    """Yield the backward of micro-batch ``b``, or its first part, with its messages."""
     exchanges, awaits = not pipeline.spec.local_losses, not pipeline.spec.has_heads
     if pipeline.method.recomputes(place.offset, place.size, pipeline.delays[stage]):
         yield Action(Op.RECOMPUTE, b)  # while the gradient is still on its way
@@ -49,7 +49,7 @@ def backward_part(op: Op, pipeline: Pipeline, stage: int, b: int, place: Place) 
 
 
 def ends_of(groups: Sequence[tuple[int, int]], first: int = 0) -> dict[int, int]:
-    """Return the last micro-batch of each of ``groups``, which are (number, size), from micro-batch ``first`` on."""
+    """Return the last micro-batch of each of ``groups``, (number, size), which begin at micro-batch ``first``."""
     ends, stop = {}, first
     for group, size in groups:
         stop += size
@@ -60,10 +60,11 @@ def ends_of(groups: Sequence[tuple[int, int]], first: int = 0) -> dict[int, int]
 def update_part(
     pipeline: Pipeline, stage: int, group: int, ends: Mapping[int, int], *, tied_apart: bool = False
 ) -> Iterator[Action]:
-    """Yield the update with ``group``, and what is to be done about ties around it; ``ends`` is of :func:`ends_of`.
+    """Yield the update with ``group``, and the exchange of tied gradients around it.
 
-    Before it the copies' gradients of the group are added up. After it tied weights are updated with the sum of the
-    group that is due by then, unless that is done ``tied_apart``; see :meth:`Pipeline.tie_delay`.
+    Before the update, the copies' gradients of the group are added up. After it, tied weights are updated with the sum
+    of the group that is due by then, unless ``tied_apart``; see :meth:`Pipeline.tie_delay`. ``ends`` is the result of
+    :func:`ends_of`.
     """
     ties = pipeline.ties_of(stage)
     for tie in ties:
@@ -82,7 +83,7 @@ def update_part(
 def tied_updates_left(
     pipeline: Pipeline, stage: int, ends: Mapping[int, int], *, tied_apart: bool = False
 ) -> Iterator[Action]:
-    """Yield the updates of tied weights that are left after the last update of all groups in ``ends``."""
+    """Yield the updates of tied weights that remain after the last update of all groups in ``ends``."""
     for group, end in ends.items():
         for tie in pipeline.ties_of(stage):
             if tied_apart or group + pipeline.tie_delay(tie) not in ends:
@@ -96,7 +97,7 @@ def _tied_update(stage: int, tie: Tie, group: int, end: int) -> Iterator[Action]
 
 
 def learning_part(b: int) -> Iterator[Action]:
-    """Yield what the head of a stage does once the gradient of micro-batch ``b`` has come back."""
+    """Yield the actions by which the head of a stage learns from the gradient of micro-batch ``b``."""
     yield Action(Op.RECV_GRAD, b)
     yield Action(Op.LEARN, b)
 
@@ -110,7 +111,7 @@ def forward(
     *,
     predicts_gradient: bool = False,
 ) -> Iterator[Action]:
-    """Yield the forward ``op`` of micro-batch ``b``, with what it receives and sends."""
+    """Yield the forward ``op`` of micro-batch ``b`` with its messages."""
     first, last = stage == 0, stage == num_stages - 1
     yield Action(Op.LOAD if first else Op.RECV_ACT, b)
     if not first and (last or every_stage_has_targets):

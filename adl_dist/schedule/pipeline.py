@@ -1,4 +1,4 @@
-"""A method on K stages, and the numbers that follow from the two: delays, staleness, learning rates of each stage."""
+"""A method on K stages, with the delays, staleness and learning rates of each stage."""
 
 import math
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from adl_dist.schedule.actions import Tie
 from adl_dist.schedule.method_table import DELAYS, MethodSpec
 from adl_dist.schedule.methods import Method
 
-RECEIVED_AHEAD = 2  # at least, so that a message is taken in while the one before is worked on
+RECEIVED_AHEAD = 2  # at least, so that a message arrives while the one before is processed
 
 
 @dataclass(frozen=True)
@@ -18,11 +18,13 @@ class Pipeline:
     """A method on ``num_stages`` (K) stages.
 
     Attributes:
-        flushed: whether the pipeline is emptied after each group though the method's row does not say so.
-        tied: the stages that hold a copy of the same weights, in order, one entry for each tie.
+        method: the method.
+        num_stages: K.
+        flushed: whether to empty the pipeline after each group even if the method's row does not say so.
+        tied: for each tie, the stages that hold a copy of its weights, in order.
 
     Raises:
-        ConfigError: no stage, a list of another length than K, delays that cannot be, or ties that the method excludes.
+        ConfigError: If K is below 1, a list does not fit K, delays are impossible, or the method excludes ties.
     """
 
     method: Method
@@ -44,12 +46,12 @@ class Pipeline:
 
     @property
     def stages_per_process(self) -> int:
-        """v, the most stages in one process."""
+        """The most stages in one process, v."""
         return self.method.stages_per_process if "stages_per_process" in self.spec.options else 1
 
     @property
     def num_processes(self) -> int:
-        """P, of which stage s is in process s mod P."""
+        """The number of processes, P; stage s is in process s mod P."""
         return -(-self.num_stages // self.stages_per_process)
 
     def stages_of(self, process: int) -> range:
@@ -57,10 +59,10 @@ class Pipeline:
         return range(process, self.num_stages, self.num_processes)
 
     def forward_tick(self, stage: int, place: int) -> int:
-        """Return the tick in which ``stage`` forwards the micro-batch at ``place`` of those between two drains.
+        """Return the tick in which ``stage`` forwards micro-batch ``place`` after a drain.
 
-        Counted from the first tick in which its process could. With one stage in each process that is ``place``. Else
-        each stage of a process in turn forwards P micro-batches, as many as fill the way to the next of its stages.
+        Ticks count from the first one in which its process could. With one stage per process it is ``place``.
+        Otherwise the stages of a process forward P micro-batches each in turn, which fill the way to its next stage.
         """
         v, P = self.stages_per_process, self.num_processes
         return (place // P * v + stage // P) * P + place % P if v > 1 else place
@@ -102,7 +104,7 @@ class Pipeline:
 
     @property
     def nominal_delays(self) -> tuple[int, ...]:
-        """What ``method.delay`` says for each stage: the same, except for ``order=backward_first``."""
+        """The delays by ``method.delay``: those of ``delays``, except for ``order=backward_first``."""
         K, rule = self.num_stages, self.method.delay
         if rule == "queues":
             hops = [p + q for p, q in zip(self._hops("activation_queue"), self._hops("gradient_queue"), strict=True)]
@@ -110,20 +112,20 @@ class Pipeline:
         if isinstance(rule, str):
             M = self.micro_batches_per_update
             delays = [DELAYS[rule](k, K, M) for k in range(K)]
-            is_bounded = rule == "auto" and self.method.weights == "2bw"  # as those to be measured are
+            is_bounded = rule == "auto" and self.method.weights == "2bw"  # as the measured ones will be
             return tuple(min(delay, M) for delay in delays) if is_bounded else tuple(delays)
         return tuple(self._one_each("delay", K))
 
     @property
     def overlaps(self) -> bool:
-        """Whether a stage goes forward again before the backward of a graph that it keeps."""
+        """Whether a stage keeps a graph while it runs further forwards."""
         return any(self.delays) and self.method.weights != "recompute" and self.method.recompute != "always"
 
     def splits_backward(self, stage: int) -> bool:
-        """Return whether ``stage`` does its backward in two parts, where the method says so.
+        """Return whether ``stage`` splits its backward, if the method does.
 
-        Stage 0 sends no gradient, so all that it gains is that a forward may come between the two. Where its delay
-        leaves room it does both at once, which is faster: what a layer has kept is then read once, not twice.
+        Stage 0 sends no gradient, so it gains only that a forward may come between the two parts. If its delay leaves
+        room it does both at once, which is faster because saved activations are read once, not twice.
         """
         if stage > 0 or self.spec.flush or self.spec.forward_lock or not self.method.splits:
             return self.method.splits
@@ -134,25 +136,25 @@ class Pipeline:
         K = self.num_stages
         if K <= 2:
             return self.room_for_links(0) >= 0
-        # Stages in between may do a WG first. With that part more, spread over 2(K-1) messages, stage 0 must still
-        # leave as much room for links as they do.
+        # Stages in between may do a WG first. With this part, spread over 2(K-1) messages, stage 0 must still leave as
+        # much room for links as they do.
         room = self.room_for_links(0) - 1 / (2 * (K - 1))
         return room >= max(0.0, min(map(self.room_for_links, range(1, K - 1))))
 
     def room_for_links(self, stage: int) -> float:
-        """Return how long a message may take for ``stage`` to work all the time, in parts: a forward, an I or a WG.
+        """Return the longest time of a message with which ``stage`` never waits, in parts: a forward, an I or a WG.
 
-        From it to the loss and back are 2n parts of work, n = K - k, and 2(n - 1) messages, and before an update there
-        may be one more part, a WG. In that time it works on d + 1 micro-batches, of three parts each.
+        A round trip to the loss takes 2n parts of work, n = K - k, and 2(n - 1) messages, and before an update there
+        may be one more part, a WG. In that time the stage works on d + 1 micro-batches of three parts each.
         """
         n = self.num_stages - stage
         return (3 * (self.delays[stage] + 1) - 2 * n - 1) / (2 * (n - 1)) if n > 1 else math.inf
 
     def received_ahead(self, stage: int) -> int:
-        """Return how many receives ``stage`` and the next one post beyond an awaited one, for messages between them.
+        """Return the receives posted beyond an awaited one, for messages between ``stage`` and the next one.
 
-        gloo sends a message only when its receive is posted. So there is one for each message that may be on its way at
-        the same time: as many as the delay falls from one stage to the next.
+        gloo sends a message only when its receive is posted, so there is one for each message that may be on its way:
+        as many as the delay falls from one stage to the next.
         """
         has_next = 0 <= stage < self.num_stages - 1
         return max(RECEIVED_AHEAD, self.delays[stage] - self.delays[stage + 1]) if has_next else RECEIVED_AHEAD
@@ -163,39 +165,39 @@ class Pipeline:
         return max(map(self.received_ahead, range(self.num_stages - 1)), default=RECEIVED_AHEAD)
 
     def head_delay(self, stage: int) -> int | None:
-        """Return how many ticks after a forward the head of ``stage`` learns from its gradient; None: none learns."""
+        """Return the ticks between a forward and the learning of the stage's head, or None without such a head."""
         has_head = self.spec.predicts_gradients and stage < self.num_stages - 1
         return self.method.head_delay if has_head else None
 
     @property
     def round_trip(self) -> int:
-        """Ticks until what depends on a forward of stage 0 has come back to it from all stages."""
+        """Ticks until messages that depend on a forward of stage 0 have come back to it from all stages."""
         if not self.spec.predicts_gradients:
             return self.delays[0]
-        # What one stage knows of the next it learns from a gradient, which it meets so many forwards later.
+        # A stage learns of the next one by a gradient, ``head_delay`` forwards later.
         return (self.num_stages - 1) * (self.method.head_delay + 1)
 
     @property
     def updates_to_fill(self) -> int:
-        """Updates after which all stages are at work."""
+        """Updates after which all stages work."""
         return -(-self.round_trip // self.micro_batches_per_update) + 1
 
     @property
     def max_pending(self) -> int:
-        """Messages under way on any edge beyond which a send waits for the oldest, where nothing comes back.
+        """The most messages under way on an edge if no gradients come back, as in evaluation and with local losses.
 
-        As in evaluation and with local losses: it keeps stage 0 from running away, but not from filling the pipeline.
-        Where gradients come back, :func:`max_pending_of` has a smaller number for each edge.
+        It keeps stage 0 from running away, but not from filling the pipeline. With gradients, :func:`max_pending_of`
+        has a smaller number for each edge.
         """
         return max(self.round_trip, 2 * (self.num_stages - 1)) + 2
 
     def lr_lead(self, stage: int) -> int:
-        """Return by how many updates the learning rate of ``stage`` runs ahead: 0 but for ``lr_index=slot``.
+        """Return the updates by which the learning rate of ``stage`` runs ahead: 0 except for ``lr_index=slot``.
 
-        All stages share a clock of slots, in each of which they may do a forward and a backward, and its rate is that
-        of update floor(slot / M). Micro-batch b reaches stage k in slot b + k (with DSP's queues b + p_0 + .. +
-        p_k-1, with a locked forward b) and comes back d slots later, where the group's last one brings the update.
-        Where the backward comes first, the last stage, which has its own in the same slot, updates in the next.
+        All stages share a clock of slots with a forward and a backward each, and its rate is that of update
+        floor(slot / M). Micro-batch b reaches stage k in slot b + k (with DSP's queues b + p_0 + .. + p_k-1, with a
+        locked forward b) and comes back d slots later; the last one of a group brings the update. If the backward
+        comes first, the last stage, which has its own in the same slot, updates in the next slot.
         """
         if self.method.lr_index == "update":
             return 0
@@ -211,11 +213,11 @@ class Pipeline:
         return float(self._one_each("lr_factors", self.num_stages)[stage])
 
     def forward_version(self, stage: int, micro_batch: int) -> int:
-        """Return how many updates of its segment ``stage`` has made whose result a micro-batch's forward sees.
+        """Return the number of updates of the segment in the weights of a micro-batch's forward.
 
-        Micro-batch b, counted from 0 within the segment, meets the weights after floor(max(0, b - d) / M) updates;
-        ``2bw`` asks for one before its group (and nothing older than the segment), a method that flushes for all
-        before its group.
+        Micro-batch b, counted from 0 within the segment, sees the weights after floor(max(0, b - d) / M) updates. With
+        ``2bw`` it sees those before the group before its own (at least the first of the segment), and with a flush
+        those after all groups before its own.
         """
         M = self.micro_batches_per_update
         if self.flush:
@@ -225,7 +227,7 @@ class Pipeline:
         return max(0, micro_batch - self.delays[stage]) // M
 
     def staleness(self, stage: int, micro_batch: int) -> int:
-        """Return the level of staleness of a gradient, in updates (not micro-batches) between its forward and its own.
+        """Return the staleness of a gradient: updates (not micro-batches) between its forward and its own update.
 
         With delay d and M accumulation steps, micro-batch b of a segment has
 
@@ -257,16 +259,16 @@ class Pipeline:
         return {k: [tie for tie in ties if k in tie.stages] for k in {k for stages in self.tied for k in stages}}
 
     def ties_of(self, stage: int) -> list[Tie]:
-        """Return the ties of which ``stage`` holds a copy."""
+        """Return the ties that ``stage`` holds a copy of."""
         return self._ties.get(stage, []) if self.tied else []
 
     def tie_delay(self, tie: Tie) -> int:
-        """Return D: each stage updates its copy with the sum of group g next to its own update with group g + D.
+        """Return D: a stage updates its copy with the sum of group g next to its own update with group g + D.
 
-        The sum is complete when the first of the stages, whose delay d_f is the longest, has its own part, in the tick
-        of its forward of the last micro-batch of g + d_f. A stage of delay d updates with group s in the tick of its
-        forward of that of s + d, and next awaits the activation that the first stage sends only after its update. So if
-        it comes no earlier than s = g + ceil((d_f - d) / M), the sum lets no stage wait that would not wait anyway.
+        The sum is complete when the first stage, whose delay d_f is the longest, has its own part: in the tick of its
+        forward d_f after the last micro-batch of g. A stage of delay d updates with group s in the tick of its forward
+        d after the last micro-batch of s, and next awaits the activation that the first stage sends only after its
+        update. So with s >= g + ceil((d_f - d) / M) the sum makes no stage wait that would not wait anyway.
         """
         if self.flush:
             return 0
@@ -274,32 +276,31 @@ class Pipeline:
         return -(-longest // self.micro_batches_per_update)
 
     def tied_staleness(self, tie: Tie, stage: int) -> list[int]:
-        """Return the staleness of what ``stage`` adds to the sums, for offsets 0..M-1 of a full group, steady state.
+        """Return the staleness of a stage's tied gradients, for offsets 0..M-1 of a full group in steady state.
 
-        In updates of the tied weights: a version of the stage has those of D updates before, and the sum is applied D
-        updates late. So LoS + D, where a forward sees the newest version of its stage or one of its own.
+        It counts updates of the tied weights. The sum is applied D updates late, so it is LoS + D.
         """
         return [stale + self.tie_delay(tie) for stale in self.steady_staleness(stage)]
 
     def mitigations(self, stage: int | Tie) -> frozenset[str]:
-        """Return the rows of ``method.mitigation`` that act in ``stage``: all, or none where no gradient is stale.
+        """Return the rows of ``method.mitigation`` that act in ``stage``: all, or none if no gradient is stale.
 
-        Here and below a tie may stand for a stage: the weights that stages share have a staleness of their own.
+        Here and below a tie may stand for a stage, because shared weights have their own staleness.
         """
         rows = self.method.mitigation
         return frozenset(rows) if rows and self.mean_staleness(stage) else frozenset()
 
     def forwards_ahead(self, stage: int | Tie) -> bool:
-        """Whether forwards of ``stage`` see other weights than those of their version."""
+        """Return whether forwards of ``stage`` see predicted weights instead of their version."""
         return not self.mitigations(stage).isdisjoint({"predict", "nesterov"})
 
     def remembers_displacement(self, stage: int | Tie) -> bool:
-        """Whether ``stage`` remembers how far its last update moved the weights."""
+        """Return whether ``stage`` remembers how far its last update moved the weights."""
         rows = self.mitigations(stage)
         return "nesterov" in rows or ("predict" in rows and self.method.predict_from == "displacement")
 
     def feedback_lag(self, stage: int | Tie) -> int:
-        """Return how many updates of its own ``stage`` remembers, to compare a new one with the oldest; 0: none."""
+        """Return the number of past updates that ``stage`` remembers for error feedback, or 0."""
         if "error_feedback" not in self.mitigations(stage):
             return 0
         return self.method.error_feedback_lag or math.ceil(self.mean_staleness(stage))
@@ -315,7 +316,7 @@ class Pipeline:
         return self._one_each(name, self.num_stages - 1)
 
     def _one_each(self, name: str, num: int) -> list[Any]:
-        """Return ``num`` values of an option: those of its list, or one value for all (None: 1)."""
+        """Return ``num`` values of an option, from its list or from one value for all (1 if not given)."""
         value = getattr(self.method, name)
         if not isinstance(value, tuple):
             return [1.0 if value is None else value] * num

@@ -1,4 +1,4 @@
-"""Replays all stages on one thread: any interleaving, any deadlock, without a process or a tensor."""
+"""Replay all stages on one thread: any interleaving, without a process or a tensor."""
 
 import random
 from collections import Counter, defaultdict, deque
@@ -8,23 +8,23 @@ from adl_dist.errors import ScheduleError
 from adl_dist.schedule.actions import LINKS, RECEIVES, Action, message_of
 
 ActionLists = Sequence[Sequence[Action]]
-Turns = Sequence[Sequence[int]]  # for each of P processes, the stages of its actions, in order; stage s is in s mod P
-Edge = tuple[str, int]  # what is carried, and the stage that receives it
-Sending = tuple[str, int]  # what is carried, and the stage that sends it
+Turns = Sequence[Sequence[int]]  # the stages of the actions of each of P processes, in order; stage s is in s mod P
+Edge = tuple[str, int]  # name of the message, and its receiver
+Sending = tuple[str, int]  # name of the message, and its sender
 
 
 def downstream_first(runnable: Sequence[int]) -> int:
-    """Prefer the stage furthest downstream, so that messages are consumed as soon as they are there."""
+    """Choose the stage furthest downstream, so that messages are consumed as soon as they arrive."""
     return runnable[-1]
 
 
 def at_random(seed: int) -> Callable[[Sequence[int]], int]:
-    """Return a choice among the stages that can continue, drawn by ``seed``."""
+    """Return a random choice among the stages that can continue."""
     return random.Random(seed).choice
 
 
 def in_turns(lists: Mapping[int, Sequence[Action]], turns: Iterable[int]) -> Iterator[tuple[int, Action]]:
-    """Yield (stage, action) of one process in the order of its ``turns``; lists may become shorter meanwhile."""
+    """Yield (stage, action) of one process in the order of its ``turns``; lists may be shortened meanwhile."""
     cursor = dict.fromkeys(lists, 0)
     for k in turns:
         if cursor[k] < len(lists[k]):
@@ -40,18 +40,18 @@ def replay(
 ) -> Iterator[tuple[int, Action]]:
     """Yield (stage, action) of all stages in one valid order: a receive comes after its send.
 
-    The engine executes the order as it comes, so whatever ``pick_next`` picks among the stages that can continue, in
-    ascending order, is a run of the real thing. With ``turns`` the stages of a process keep to its order.
+    The engine executes this order, so any choice of ``pick_next`` among the stages that can continue, in ascending
+    order, is a real run. With ``turns``, the stages of a process keep its order.
 
     Raises:
-        ScheduleError: every unfinished stage waits for another, or a message is not the one awaited.
+        ScheduleError: If all unfinished stages wait for each other, or a message is not the awaited one.
     """
     num_stages = len(lists)
     cursor = [0] * num_stages
     mail: dict[Edge, deque[int]] = defaultdict(deque)
 
     def ready(stage: int) -> bool:
-        if cursor[stage] >= len(lists[stage]):  # asked each time: a LOAD may shorten all lists
+        if cursor[stage] >= len(lists[stage]):  # a LOAD may have shortened the list
             return False
         if turns is not None:
             process = stage % len(turns)
@@ -67,7 +67,7 @@ def replay(
 
     from_last = range(num_stages - 1, -1, -1)
     while True:
-        if pick_next is downstream_first:  # which needs no more than the first that can
+        if pick_next is downstream_first:  # it needs only the first stage that can continue
             for stage in from_last:
                 if ready(stage):
                     break
@@ -93,7 +93,7 @@ def replay(
 
 
 def refuse_unfinished(lists: ActionLists, cursor: Sequence[int]) -> None:
-    """Raise a ScheduleError that names where each stage waits, unless all have come to the end of their lists."""
+    """Raise a ScheduleError that names where each stage waits, unless all lists are done."""
     waiting = [(k, actions[i]) for k, (actions, i) in enumerate(zip(lists, cursor, strict=True)) if i < len(actions)]
     if waiting:
         places = ", ".join(f"stage {k} at {action} ({action.op.name})" for k, action in waiting)
@@ -101,13 +101,13 @@ def refuse_unfinished(lists: ActionLists, cursor: Sequence[int]) -> None:
 
 
 def max_outstanding(lists: ActionLists, numbers: Container[int]) -> dict[Sending, int]:
-    """Return, per edge, the most messages that may not have been received yet when one is sent, it included.
+    """Return, per edge, the most messages that may be under way when one is sent, including it.
 
-    However slow the receiver is, and however fast all others are: only that counts as received of which the sender has
-    heard, through whatever messages came to it since. ``numbers``: the micro-batches at whose sending it is counted.
+    The receiver may be as slow as it likes: a message counts as received only when later messages to the sender imply
+    it. ``numbers`` are the micro-batches at whose sending the messages are counted.
     """
-    known: list[Counter[Sending]] = [Counter() for _ in lists]  # of each edge, received as far as a stage has heard
-    letters: dict[Sending, deque[Counter[Sending]]] = defaultdict(deque)  # what the sender knew
+    known: list[Counter[Sending]] = [Counter() for _ in lists]  # received messages that each stage knows of, per edge
+    letters: dict[Sending, deque[Counter[Sending]]] = defaultdict(deque)  # the sender's knowledge
     sent: Counter[Sending] = Counter()
     most: dict[Sending, int] = defaultdict(int)
     for k, action in replay(lists):
@@ -120,6 +120,6 @@ def max_outstanding(lists: ActionLists, numbers: Container[int]) -> dict[Sending
                 most[edge] = max(most[edge], sent[edge] - known[k][edge])
             letters[edge].append(known[k].copy())
         else:
-            known[k] |= letters[edge].popleft()  # of each edge the larger number
+            known[k] |= letters[edge].popleft()  # the larger number of each edge
             known[k][edge] += 1
     return dict(most)

@@ -1,4 +1,4 @@
-"""How long a run is, and how it is divided into segments: what happens between two empty pipelines."""
+"""The length of a run, and its segments: the training between two empty pipelines."""
 
 import math
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from adl_dist.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """The micro-batches of one segment of training. Every stage derives the same from it."""
+    """The micro-batches of one segment of training, the same for every stage."""
 
-    epoch: int  # whose data order and augmentation are used
+    epoch: int  # of the data order and augmentation
     first_sample: int = 0  # where in the epoch's order the segment begins
     first_update: int  # s of the first group, counted from 0 over the whole run
     num_samples: int  # samples visited from there on
@@ -20,7 +20,7 @@ class Segment:
 
     @classmethod
     def without_groups(cls, num_samples: int, micro_batch_size: int) -> "Segment":
-        """Return a segment for the sizes of its micro-batches, as in evaluation: its groups are of one each."""
+        """Return a segment with groups of one micro-batch, as for evaluation."""
         return cls(
             epoch=0, first_update=0, num_samples=num_samples, micro_batch_size=micro_batch_size, accumulation_steps=1
         )
@@ -50,17 +50,17 @@ class Segment:
         return replace(self, num_samples=sum(self.sizes[: sum(self.group_sizes[:num_updates])]))
 
     def loss_weights(self, reduction: str, sizes: list[int]) -> list[float]:
-        """Return the factor on the loss of each micro-batch, these holding ``sizes`` samples."""
+        """Return the factor on the loss of each micro-batch of ``sizes`` samples."""
         M = self.accumulation_steps
         groups = [sizes[start : start + M] for start in range(0, len(sizes), M)]
         return [weight for group in groups for weight in weights_in_group(reduction, group)]
 
 
 def weights_in_group(reduction: str, terms: Sequence[float]) -> list[float]:
-    """Return the factor on the loss of each micro-batch of a group, these having ``terms``: samples, if nothing else.
+    """Return the factor on the loss of each micro-batch of a group, by its number of terms (usually samples).
 
-    ``mean``: n_b / n_group, the paper's 1/M if even: an update follows the mean over the group's terms, not over its
-    micro-batches; 0 where there is none. ``sum``: 1.
+    ``mean``: n_b / n_group, the paper's 1/M if even, so that an update follows the mean over the group's terms; 0 if
+    there are none. ``sum``: 1.
     """
     if reduction == "sum":
         return [1.0] * len(terms)
@@ -75,9 +75,9 @@ def _in_parts(total: int, size: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How long a run is and how it is divided. Sizes in samples, lengths in epochs and updates.
+    """The length of a run and its segments. Sizes in samples, lengths in epochs and updates.
 
-    A segment ends with its epoch, and also after every ``checkpoint_every_updates`` of the epoch.
+    A segment ends with its epoch, and after every ``checkpoint_every_updates`` of the epoch.
     """
 
     epochs: int
@@ -107,13 +107,13 @@ class Plan:
         return rest.first_updates(min(ends))
 
     def ends_at(self, sample: int) -> bool:
-        """Whether a segment ends after ``sample`` samples of an epoch, whatever is asked for; at 0 one does."""
+        """Return whether a planned segment ends after ``sample`` samples of an epoch; one does at 0."""
         every = self.checkpoint_every_updates
         return sample == 0 if every is None else sample % (every * self.micro_batch_size * self.accumulation_steps) == 0
 
     @property
     def as_given(self) -> dict[str, int | None]:
-        """What all ranks are given, while only one knows the data."""
+        """The settings that every rank knows before rank 0 sends the size of the dataset."""
         sizes = {"micro_batch_size": self.micro_batch_size, "accumulation_steps": self.accumulation_steps}
         return {"epochs": self.epochs, "max_updates": self.max_updates, **sizes}
 
@@ -140,7 +140,7 @@ class Plan:
 
 
 def check_lengths(*, epochs: int, max_updates: int | None) -> None:
-    """Raise a ConfigError for less than one epoch or one update."""
+    """Raise ConfigError for less than one epoch or one update."""
     if epochs < 1:
         raise ConfigError(f"train.epochs must be at least 1, got {epochs}")
     if max_updates is not None and max_updates < 1:
@@ -148,11 +148,7 @@ def check_lengths(*, epochs: int, max_updates: int | None) -> None:
 
 
 def micro_batch_size_of(batch_size: int, steps: int) -> int:
-    """Return the samples of a micro-batch, of which ``steps`` make a batch.
-
-    Raises:
-        ConfigError: there is not one sample for each.
-    """
+    """Return the samples of a micro-batch, ``steps`` of which make a batch; ConfigError if there are none."""
     if batch_size < steps:
         raise ConfigError(
             f"train.batch_size={batch_size} leaves no sample for each of method.accumulation_steps={steps} "

@@ -1,14 +1,12 @@
-"""The order of a stage's actions where its backward is split: I makes what goes upstream, WG the weights' gradients.
+"""The order of actions with a split backward: I computes the gradient of the input, WG those of the weights.
 
-A stage does WG when it would otherwise wait, so that no stage upstream waits for it. The order in which that works best
-follows from all stages together, so it is taken from a simulation of them: a stage that is free does the I that is
-ready, else the forward, else a WG. Between two updates of a stage any order gives the same values; and what values
-depend on is not free: with delay d, a forward meets the same updates as without the split.
-
-Stage 0 may do both at once: :meth:`Pipeline.splits_backward`.
+A stage does WG when it would otherwise wait, so that no stage upstream waits for it. The best order depends on all
+stages together, so it comes from a simulation: a free stage does the I that is ready, otherwise the forward, otherwise
+a WG. The order between two updates of a stage does not change values, and a forward sees the same updates as without
+the split. Stage 0 may do both parts at once: :meth:`Pipeline.splits_backward`.
 
 In the simulation a forward, an I and a WG take the same time. A message takes as long as the delays leave room for, so
-that delays longer than needed serve what they are for: real links.
+that longer delays serve real links.
 """
 
 from collections import deque
@@ -30,21 +28,20 @@ from adl_dist.schedule.parts import (
 )
 from adl_dist.schedule.pipeline import Pipeline
 
-PART = 12  # the time of a forward, an I or a WG; whole, so that no rounding decides what comes first
-MOST_STATES = 500  # that are remembered, to find a period; a segment without one is simulated to its end
+PART = 12  # the time of a forward, an I or a WG; a whole number, so that rounding decides nothing
+MOST_STATES = 500  # remembered to find a period; a segment without one is simulated to its end
 
-
-# All stages, relative to a time and a number of updates, and these two and how many actions there were.
+# From the state of all stages to the updates, the time and the numbers of actions at that moment.
 States = dict[tuple[Any, ...], tuple[int, int, list[int]]]
 
 
 class Repeat(NamedTuple):
-    """A part of a list of actions that stands there once, and is to be done several times in a row."""
+    """A part of a list of actions to repeat."""
 
     start: int
     end: int
     times: int
-    groups: int  # how many further ones each time is about
+    groups: int  # in each repetition
 
 
 def split_actions(pipeline: Pipeline, stage: int, group_sizes: tuple[int, ...]) -> list[Action]:
@@ -70,11 +67,11 @@ def _listed(pipeline: Pipeline, stage: int, group_sizes: tuple[int, ...]) -> lis
     return listed + actions[repeat.end :]
 
 
-@lru_cache(maxsize=1)  # the stages of one process ask for the same
+@lru_cache(maxsize=1)  # shared by the stages of a process
 def simulated(
     pipeline: Pipeline, group_sizes: tuple[int, ...], most_states: int = MOST_STATES
 ) -> list[tuple[list[Action], Repeat | None]]:
-    """Return the actions of all stages, each with what of them is repeated."""
+    """Return the actions of all stages, each with the part to repeat if there is one."""
     K, link = pipeline.num_stages, room_for_links(pipeline)
     groups = _Groups(pipeline, group_sizes)
     stages = [_Stage(pipeline, k, groups) for k in range(K)]
@@ -101,12 +98,11 @@ def simulated(
 
 
 def _skip_what_repeats(stages: Sequence["_Stage"], now: int, states: States) -> list[Repeat]:
-    """Look whether all stages are at ``now`` where they were some groups earlier, and if so, move them ahead.
+    """Skip ahead if all stages are in the state of some groups earlier; return the repeated parts, or [].
 
-    What follows is then the same as since, over and over, as long as no stage comes so near to the end of the segment
-    that it does something else there. That is left out, and returned for each stage; empty: there is nothing yet.
+    From there on everything repeats until a stage comes near the end of the segment.
     """
-    if min(stage.num_updates for stage in stages) < 2:  # the first groups are of another kind, and the pipeline fills
+    if min(stage.num_updates for stage in stages) < 2:  # the first groups differ, and the pipeline fills
         return []
     updates, lengths = stages[-1].num_updates, [len(stage.actions) for stage in stages]
     state = tuple(stage.state(now, updates) for stage in stages)
@@ -121,14 +117,14 @@ def _skip_what_repeats(stages: Sequence["_Stage"], now: int, states: States) -> 
 
 
 def _later(actions: Sequence[Action], groups: int, micro_batches: int) -> list[Action]:
-    """Return the same ``actions`` for micro-batches and groups that come so much later."""
+    """Return ``actions`` with later numbers of micro-batches and groups."""
     of_groups = Op.UPDATE, Op.WEIGHTS
     return [Action(op, number + (groups if op in of_groups else micro_batches)) for op, number in actions]
 
 
 def room_for_links(pipeline: Pipeline) -> int:
-    """Return the longest time of a message with which the delays let every stage work all the time."""
-    if pipeline.flush:  # where no stage works all the time
+    """Return the longest time of a message with which no stage ever waits."""
+    if pipeline.flush:  # stages wait anyway
         return 0
     rooms = map(pipeline.room_for_links, range(pipeline.num_stages - 1))
     return max(0, int(PART * min(rooms, default=0)))
@@ -149,12 +145,12 @@ class _Groups:
 
 
 class _Stage:
-    """One stage in the simulation: what it has done so far, and what it may do next."""
+    """One stage in the simulation: its actions so far, and its possible next ones."""
 
     def __init__(self, pipeline: Pipeline, index: int, groups: _Groups) -> None:
         self.actions: list[Action] = []
-        self.free = 0  # from when on
-        self.acts: deque[int] = deque()  # when each message arrives that is not taken yet
+        self.free = 0  # the time when it is free
+        self.acts: deque[int] = deque()  # arrival times of the messages that are not taken yet
         self.grads: deque[int] = deque()
         self.words: deque[int] = deque()  # of the forward lock
         self._pipeline, self._index, self._delay = pipeline, index, pipeline.delays[index]
@@ -162,15 +158,15 @@ class _Stage:
         self._groups, self._places, self._ends, self._order = groups, groups.places, groups.ends, groups.order
         self.num_updates = self._num_forward = self._num_backward = 0
         self._deferred: deque[int] = deque()
-        self._locked: list[Action] = []  # what follows the forward that has not passed all stages yet
+        self._locked: list[Action] = []  # after a forward that has not passed all stages yet
 
     def next_time(self) -> float:
-        """Return when the stage does something next, by what is known now; infinite: it waits."""
+        """Return the time of the stage's next action, or infinity if it waits for a message."""
         ready = [self._word()] if self._locked else [self._forward(), self._backward(), 0 if self._deferred else inf]
         return max(self.free, min(ready))
 
     def advance(self, now: float) -> list[Action]:
-        """Do what comes next at ``now``, and return its actions."""
+        """Run the next actions at ``now``, and return them."""
         before = len(self.actions)
         if self._locked:
             self.free = int(now)
@@ -190,10 +186,7 @@ class _Stage:
         return self.actions[before:]
 
     def state(self, now: int, updates: int) -> tuple[Any, ...]:
-        """Return all that decides what the stage does from ``now`` on, relative to that and to so many updates.
-
-        When something came does not matter once it is there.
-        """
+        """Return the state that decides the stage's further actions, relative to ``now`` and ``updates``."""
         first = updates * self._groups.size
         arrivals = ((max(time - now, 0) for time in times) for times in (self.acts, self.grads, self.words))
         return (
@@ -203,12 +196,12 @@ class _Stage:
         )
 
     def room(self, num_groups: int) -> int:
-        """Return how often the last ``num_groups`` can be done again before the end of the segment matters."""
-        # What comes last, or in a group of another size, is met by a forward first.
+        """Return how often the last ``num_groups`` can be repeated before the end of the segment matters."""
+        # The end, or a group of a different size, is met by a forward first.
         return (self._groups.alike - 1 - self._num_forward) // (num_groups * self._groups.size)
 
     def skip(self, num_groups: int, time: int) -> None:
-        """Go on as after ``num_groups`` more, which took so much time."""
+        """Continue as if ``num_groups`` more groups had been done in ``time``."""
         num = num_groups * self._groups.size
         self._num_forward += num
         self._num_backward += num
@@ -222,7 +215,7 @@ class _Stage:
         return self.words[0] if self.words else inf
 
     def _forward(self) -> float:
-        """Return when the next forward may begin."""
+        """Return the time when the next forward may begin."""
         b, d = self._num_forward, self._delay
         if b == len(self._places) or b - self._num_backward > d:
             return inf
@@ -234,7 +227,7 @@ class _Stage:
         return self.acts[0] if self.acts else inf
 
     def _backward(self) -> float:
-        """Return when the next I may begin."""
+        """Return the time when the next I may begin."""
         if self._num_backward == len(self._order):
             return inf
         b = self._order[self._num_backward]
@@ -248,7 +241,7 @@ class _Stage:
         if self.num_updates == len(self._ends) or self._deferred:
             return False
         end, num = self._ends[self.num_updates], len(self._places)
-        unseeing = end if self._pipeline.flush else min(end + self._delay, num)  # forwards that come before it
+        unseeing = end if self._pipeline.flush else min(end + self._delay, num)  # forwards before it
         return self._num_backward >= end and self._num_forward >= unseeing
 
     def _do_forward(self, now: int) -> None:

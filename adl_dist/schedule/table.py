@@ -1,4 +1,4 @@
-"""A schedule as a person reads it: who does what in which tick, and what each stage holds for it."""
+"""The printed table of a schedule: actions by tick, and the figures of each stage."""
 
 from dataclasses import dataclass
 from itertools import accumulate
@@ -10,34 +10,34 @@ from adl_dist.schedule.timing import FORWARDS, actions_of_all, in_processes, tic
 
 @dataclass(frozen=True)
 class StageFigures:
-    """The figures that a schedule implies for one stage."""
+    """The figures of one stage."""
 
     stage: int
     delay: int  # micro-batches forwarded between a micro-batch's forward and its backward
-    staleness_by_offset: list[int]  # updates between forward and update, for each place in a full group, steady state
+    staleness_by_offset: list[int]  # in updates, for each place in a full group, steady state
     staleness_mean: float
     staleness_max: int
     graphs: int  # most micro-batches held with all activations
-    inputs: int  # most micro-batches held with nothing but what came in
+    inputs: int  # most micro-batches held with only their inputs
     weight_copies: int  # most weight versions held besides the newest
-    history_copies: int  # tensors like the weights that a mitigation remembers
-    deferred: int  # most micro-batches whose gradients of weights are deferred, while it holds the most graphs
-    outputs: int  # most micro-batches whose output a head keeps until their gradients come back
+    history_copies: int  # copies of the weights' size that a mitigation remembers
+    deferred: int  # most micro-batches with deferred gradients of weights, while it holds the most graphs
+    outputs: int  # most outputs that a head keeps until their gradients come back
 
     @property
     def copies_per_update(self) -> int:
-        """How many copies of the weights are made at each update: one to keep, and one to remember."""
+        """The copies of the weights made at each update: one to keep, and one to remember."""
         return (self.weight_copies > 0) + (self.history_copies > 0)
 
 
 @dataclass(frozen=True)
 class TiedFigures:
-    """The figures that a schedule implies for one copy of tied weights, in updates of these."""
+    """The figures of one copy of tied weights, in updates of these."""
 
     stages: tuple[int, ...]  # that hold a copy
     stage: int  # this one
-    late: int  # updates of the stage between a group's own and the one that applies the sum of all copies' gradients
-    staleness_by_offset: list[int]  # of what the stage adds to the sum, for each place in a full group, steady state
+    late: int  # updates of the stage between its own with a group and the tied one with that group's sum
+    staleness_by_offset: list[int]  # of the stage's part of the sum, for each place in a full group, steady state
     staleness_mean: float
     staleness_max: int
 
@@ -55,9 +55,9 @@ def tied_figures(pipeline: Pipeline) -> list[TiedFigures]:
 
 
 def figures(pipeline: Pipeline, *, num_micro_batches: int | None = None) -> list[StageFigures]:
-    """Return delay, staleness and what is held, for each stage.
+    """Return delay, staleness and held tensors of each stage.
 
-    Counted in a segment of ``num_micro_batches``; None: enough to reach the steady state.
+    They are counted in a segment of ``num_micro_batches``, by default enough to reach the steady state.
     """
     M = pipeline.micro_batches_per_update
     if num_micro_batches is None:
@@ -85,16 +85,16 @@ def figures(pipeline: Pipeline, *, num_micro_batches: int | None = None) -> list
 
 
 def _most_open(actions: list[Action], begins: Op, ends: Op) -> int:
-    """Return the most micro-batches between two of their actions at a moment."""
+    """Return the most micro-batches that are between two of their actions at one moment."""
     return max(accumulate((op is begins) - (op is ends) for op, _ in actions))
 
 
 def _held(pipeline: Pipeline, stage: int, actions: list[Action]) -> tuple[int, int, int, int]:
-    """Return the most graphs, inputs without a graph, weight copies and split backwards at a moment of ``actions``."""
-    graphs: dict[int, int] = {}  # the weight version of each
+    """Return the most graphs, inputs without a graph, weight copies and deferred parts held at one moment."""
+    graphs: dict[int, int] = {}  # with their weight versions
     inputs: set[int] = set()
-    deferred: dict[int, int] = {}  # likewise
-    version, most, most_deferred = 0, (0, 0, 0), dict[int, int]()  # the last by the number of graphs
+    deferred: dict[int, int] = {}  # with their weight versions
+    version, most, most_deferred = 0, (0, 0, 0), dict[int, int]()  # most_deferred: by the number of graphs
     is_ahead, last_seen = pipeline.forwards_ahead(stage), -1  # the version of the last forward
     for op, number in actions:
         if op in FORWARDS:
@@ -116,7 +116,7 @@ def _held(pipeline: Pipeline, stage: int, actions: list[Action]) -> tuple[int, i
         if pipeline.method.weights == "2bw":
             copies = int(version > 0)
         elif pipeline.method.weights == "stash":
-            # What forwards see ahead of the newest version is a copy, too.
+            # Predicted weights ahead of the newest version are a copy as well.
             older = {*graphs.values(), *deferred.values()} - {version}
             copies = len(older) + (is_ahead and last_seen == version)
         elif is_ahead:
@@ -127,7 +127,7 @@ def _held(pipeline: Pipeline, stage: int, actions: list[Action]) -> tuple[int, i
 
 
 def title(pipeline: Pipeline, *, num_micro_batches: int) -> str:
-    """Return name and settings in one line."""
+    """Return the method's name and settings in one line."""
     weights = pipeline.method.weights if "weights" in pipeline.spec.options else "present"
     K, P = pipeline.num_stages, pipeline.num_processes
     where = f"K = {K} stages" + (f" in {P} processes" if pipeline.stages_per_process > 1 else "")
@@ -146,8 +146,8 @@ def tick_words(pipeline: Pipeline, *, num_micro_batches: int) -> list[dict[int, 
 def describe(pipeline: Pipeline, *, num_micro_batches: int, width: int | None = None) -> str:
     """Return the tick table of all stages and each stage's figures.
 
-    A message takes one tick. Processes keep the order of a row, not its columns: nothing in a run waits for a tick.
-    A table of more than ``width`` columns is cut into blocks of ticks.
+    A message takes one tick. Processes keep the order of a row, but nothing in a run waits for a tick. A table of more
+    than ``width`` columns is cut into blocks of ticks.
     """
     rows, has_heads = tick_words(pipeline, num_micro_batches=num_micro_batches), pipeline.spec.predicts_gradients
     outputs = "outputs  " if has_heads else ""

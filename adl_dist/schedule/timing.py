@@ -1,9 +1,9 @@
-"""The timing model: what a schedule takes if every stage does its actions in order, as soon as it can.
+"""The timing model: every stage does its actions in order, as soon as it can.
 
-It runs the very lists of actions that the engine runs. A stage is busy in forward, recompute, backward or
-its parts, and update; a send costs the sender nothing, occupies the link for a time, after the messages before it,
-and arrives after the link's latency; loading and waiting cost what they make others wait. Where each process has one
-link to all others, a message occupies that of its sender and that of its receiver. Times are in any one unit.
+It runs the same lists of actions as the engine. A stage is busy in forward, recompute, backward or its parts, and
+update. A send costs the sender nothing, occupies the link for a time, after the messages before it, and arrives after
+the link's latency. If each process has one link to all others, a message occupies those of its sender and receiver.
+Times are in any one unit.
 """
 
 from collections import defaultdict, deque
@@ -32,16 +32,16 @@ Slowdown = Callable[[int, Action], float]
 
 
 def at_full_speed(stage: int, action: Action) -> float:
-    """No straggler: every action takes what it costs."""
+    """Return 1: there is no straggler."""
     return 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """The costs of one micro-batch on each stage, all in one unit of time.
+    """The costs of one micro-batch on each stage, in one unit of time.
 
     Raises:
-        ConfigError: lists that do not fit each other, a number below 0, or nothing takes any time.
+        ConfigError: If lists do not fit each other, a number is below 0, or nothing takes any time.
     """
 
     forward: Sequence[float]
@@ -50,9 +50,9 @@ class Costs:
     backward_weight: Sequence[float] = ()  # the part of the backward that a split can defer; empty: half of it
     update: Sequence[float] = ()  # empty: 0
     link: Sequence[float] = ()  # latency between stage k and k + 1, in either direction; empty: 0
-    transfer: Sequence[float] = ()  # for which an activation occupies that link, one after another; empty: 0
-    transfer_back: Sequence[float] = ()  # for which a gradient does, in the other direction; empty: as transfer
-    shares_link: bool = False  # whether a process has one link to all others, which carries all of its messages
+    transfer: Sequence[float] = ()  # time for which an activation occupies that link; empty: 0
+    transfer_back: Sequence[float] = ()  # time for which a gradient does; empty: as transfer
+    shares_link: bool = False  # whether a process has one link for all of its messages
 
     def __post_init__(self) -> None:
         K = len(self.forward)
@@ -76,17 +76,17 @@ class Costs:
 
     @classmethod
     def balanced(cls, num_stages: int, *, link: float = 0.0) -> "Costs":
-        """Stages that all take 1 forward and 2 backward: the usual 1:2 of convolutions."""
+        """Return equal stages that take 1 forward and 2 backward, the usual 1:2 of convolutions."""
         return cls(forward=[1.0] * num_stages, backward=[2.0] * num_stages, link=[link] * (num_stages - 1))
 
     @cached_property
     def backward_input(self) -> list[float]:
-        """The part of the backward that a split does at once."""
+        """The part of a split backward that is done at once."""
         return [whole - deferrable for whole, deferrable in zip(self.backward, self.backward_weight, strict=True)]
 
     @property
     def busiest_link(self) -> float:
-        """For how long one micro-batch occupies the busiest link, in its busier direction."""
+        """The time for which one micro-batch occupies the busiest link in its busier direction."""
         acts, grads = self.transfer, self.transfer_back
         if not self.shares_link:
             return max([*acts, *grads], default=0.0)
@@ -99,7 +99,7 @@ class Costs:
         return float(getattr(self, WORK[op])[stage]) if op in WORK else 0.0
 
     def between(self, sender: int, to: int) -> float:
-        """Latency from one stage to another; over several hops the sum."""
+        """Return the latency between two stages, summed over the hops."""
         return sum(self.link[min(sender, to) : max(sender, to)])
 
 
@@ -115,9 +115,13 @@ class Span(NamedTuple):
 def simulate(
     lists: ActionLists, costs: Costs, *, turns: Turns | None = None, slowdown: Slowdown = at_full_speed
 ) -> list[Span]:
-    """Return when each action of each stage starts and ends; ``slowdown`` makes stragglers.
+    """Return when each action of each stage starts and ends.
 
-    ``turns``: which stages share a process, see :func:`in_processes`; None: none do.
+    Args:
+        lists: the actions of each stage.
+        costs: their times.
+        turns: the order within processes of several stages, see :func:`in_processes`.
+        slowdown: factor on the time of an action, for stragglers.
     """
     K = len(lists)
     P = len(turns) if turns is not None else K
@@ -128,7 +132,7 @@ def simulate(
     def first_in_time(runnable: Sequence[int]) -> int:
         return min(runnable, key=lambda stage: free[stage % P])
 
-    # A link that several processes send over takes their messages in the order of time.
+    # A shared link takes messages in the order of time.
     order = first_in_time if costs.shares_link else downstream_first
     links = _Links(costs)
     for stage, action in replay(lists, turns=turns, pick_next=order):
@@ -150,20 +154,20 @@ def simulate(
 
 
 class _Links:
-    """The links between processes, each direction for itself: when the last message over each has left."""
+    """The links between processes: the time when the last message over each direction has left."""
 
     def __init__(self, costs: Costs) -> None:
         self._shares = costs.shares_link
         self._over: dict[object, float] = defaultdict(float)
 
     def left(self, sender: int, to: int, at: float, transfer: float) -> float:
-        """Return when a message that is handed over ``at`` that time has left; calls come in the order of time."""
+        """Return when a message that is handed over ``at`` a time has left; calls come in the order of time."""
         over = self._over
         if not self._shares:
             over[sender, to] = max(at, over[sender, to]) + transfer
             return over[sender, to]
-        # It passes on while it still comes in, like the packets of a switch. Each queue takes messages as they were
-        # handed over: one that still waits for its sender's link has its place in the receiver's already.
+        # Both links carry a message at the same time, as a switch passes packets on. A queue keeps the order in which
+        # messages were handed over, also if one still waits for its sender's link.
         begins = max(at, over["from", sender])
         over["from", sender] = begins + transfer
         over["to", to] = max(begins, over["to", to]) + transfer
@@ -178,8 +182,8 @@ def makespan(spans: Iterable[Span]) -> float:
 def ticks(lists: ActionLists, *, turns: Turns | None = None) -> list[dict[int, list[Action]]]:
     """Return, for each stage, its actions in each tick: at most one forward, then one backward, and an update.
 
-    A message takes one tick, but the word that frees a locked forward, which is no message of the paper's, none. Stages
-    that share a process share its ticks, see :func:`in_processes`.
+    A message takes one tick, except the one that unlocks a forward, which the papers do not count. Stages of one
+    process share its ticks, see :func:`in_processes`.
     """
     K = len(lists)
     P = len(turns) if turns is not None else K
@@ -203,7 +207,7 @@ def ticks(lists: ActionLists, *, turns: Turns | None = None) -> list[dict[int, l
             now[process], used[process] = tick, rank
             table[stage][tick].append(action)
         elif action.op in (Op.LEARN, Op.UPDATE_TIED):
-            # Not its wait alone: a stage that forwards no more does it when what it needs comes.
+            # A stage without further forwards does it as soon as the message is there.
             now[process] = max(now[process], ready[stage])
             table[stage][now[process]].append(action)
         elif action.op in (Op.BACKWARD_WEIGHT, Op.UPDATE, Op.UPDATE_HEAD):
@@ -222,7 +226,7 @@ class Speed:
 
 
 def speed(method: Method, costs: Costs) -> Speed:
-    """Predict the speed of ``method``: the time that further updates take once the pipeline is full."""
+    """Predict the speed of ``method`` in a full pipeline."""
     K, M = len(costs.forward), method.micro_batches_per_update
     pipeline, serial = Pipeline(method, K), Pipeline(Method(name="bp", accumulation_steps=M), K)
     period, worked = _per_update(pipeline, costs, _enough_groups(pipeline))
@@ -237,22 +241,22 @@ def speed(method: Method, costs: Costs) -> Speed:
 
 
 def time_per_update(pipeline: Pipeline, costs: Costs, *, num_groups: int | None = None) -> float:
-    """Return the time that further updates take once the pipeline is full.
+    """Return the time of an update in a full pipeline.
 
-    Of ``num_groups`` after as many; None: enough of them.
+    It is measured over ``num_groups`` after as many, by default enough of them.
     """
     return _per_update(pipeline, costs, num_groups or _enough_groups(pipeline))[0]
 
 
 def actions_of_all(pipeline: Pipeline, *, num_micro_batches: int) -> list[list[Action]]:
-    """Return the actions of all stages in a segment of so many equal micro-batches."""
+    """Return the actions of all stages in a segment of equal micro-batches."""
     segment = _segment(pipeline, num_micro_batches)
     work = training_work(pipeline, segment, stages=range(pipeline.num_stages))
     return [work[k].actions for k in range(pipeline.num_stages)]
 
 
 def in_processes(pipeline: Pipeline, *, num_micro_batches: int) -> tuple[list[list[Action]], Turns | None]:
-    """Return these actions, and the order of each process's; None: each process has one stage."""
+    """Return these actions, and their order in each process, or None with one stage per process."""
     lists, turns = actions_of_all(pipeline, num_micro_batches=num_micro_batches), None
     if pipeline.stages_per_process > 1:
         segment = _segment(pipeline, num_micro_batches)
@@ -261,22 +265,22 @@ def in_processes(pipeline: Pipeline, *, num_micro_batches: int) -> tuple[list[li
 
 
 def _segment(pipeline: Pipeline, num_micro_batches: int) -> Segment:
-    """Return a segment of so many micro-batches in an epoch that is like all later ones."""
+    """Return a segment of an epoch after those that flush."""
     M, after = pipeline.micro_batches_per_update, pipeline.method.flush_epochs
     return Segment(epoch=after, first_update=0, num_samples=num_micro_batches, micro_batch_size=1, accumulation_steps=M)
 
 
 def _enough_groups(pipeline: Pipeline) -> int:
-    """Return the groups after which a steady state is reached, and that cover its period."""
+    """Return a number of groups that reaches the steady state and covers its period."""
     M = pipeline.micro_batches_per_update
     return max(min(24, -(-96 // M)), 2 * (pipeline.delays[0] // M + 2))
 
 
 def _per_update(pipeline: Pipeline, costs: Costs, num_groups: int) -> tuple[float, list[float]]:
-    """Return the time, and the busy time of each stage, that an update adds."""
+    """Return the time of an update, and the busy time of each stage in it."""
     K, M = pipeline.num_stages, pipeline.micro_batches_per_update
     if pipeline.spec.flush:
-        num_groups = 4  # a stage ends each group before it begins the next, so they are alike from the second one on
+        num_groups = 4  # groups do not overlap, so all are equal from the second one on
 
     def run(groups: int) -> tuple[float, list[float]]:
         lists, turns = in_processes(pipeline, num_micro_batches=groups * M)

@@ -1,4 +1,4 @@
-"""One segment as the stages carry it out: the actions, and how much each works on."""
+"""The work of the stages on one segment: actions, sizes and loss weights."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from adl_dist.schedule.split import simulated
 
 @dataclass(frozen=True)
 class StageWork:
-    """The share of one stage in one segment."""
+    """The work of one stage on one segment."""
 
     actions: list[Action]
     sizes: list[int]  # samples of each of its micro-batches
@@ -33,17 +33,17 @@ class StageWork:
 
 
 def training_work(pipeline: Pipeline, segment: Segment, *, stages: Iterable[int]) -> dict[int, StageWork]:
-    """Return the work of each of ``stages`` to train on ``segment``; every process derives the same."""
+    """Return the work of each of ``stages`` that trains on ``segment``; every process derives the same."""
     pipeline = pipeline.in_epoch(segment.epoch)
     sizes, groups = segment.sizes, tuple(segment.group_sizes)
     weights = segment.loss_weights(pipeline.method.reduction, sizes)
     work = {k: StageWork(list(_actions(pipeline, k, groups)), sizes, weights) for k in stages}
-    simulated.cache_clear()  # made for all stages, which may be many more than these
+    simulated.cache_clear()  # it holds all stages, which may be many more than these
     return work
 
 
 def turns_of(pipeline: Pipeline, segment: Segment, process: int, *, training: bool) -> Sequence[int]:
-    """Return, for each action of ``process``, which of its stages carries it out, to train on ``segment`` or not."""
+    """Return the stage of each action of ``process``, to train on ``segment`` or to evaluate."""
     if not training:
         return list(evaluation_turns(pipeline, process, num_micro_batches=len(segment.sizes)))
     return _turns(pipeline.in_epoch(segment.epoch), process, tuple(segment.group_sizes))
@@ -56,7 +56,7 @@ def _turns(pipeline: Pipeline, process: int, group_sizes: tuple[int, ...]) -> tu
 
 @lru_cache(maxsize=32)
 def _actions(pipeline: Pipeline, stage: int, group_sizes: tuple[int, ...]) -> tuple[Action, ...]:
-    # Kept: the epochs of a run are alike, and so many new objects would make Python's garbage collector look at all.
+    # Cached: epochs of a run are alike, and so many new objects would start Python's garbage collector.
     return tuple(training_actions(pipeline, stage, group_sizes=group_sizes))
 
 
@@ -68,14 +68,14 @@ def forget_actions() -> None:
 
 @lru_cache(maxsize=32)
 def max_pending_of(pipeline: Pipeline) -> Mapping[Sending, int]:
-    """Return how many messages may be under way on each edge, by (what, sending stage), before a send waits.
+    """Return, for each edge (name, sender), the most messages under way before a send waits.
 
-    So few that a buffer is given back as soon as its sender can know that it has left, and enough that in steady state
-    no send waits for what has yet to happen; while the pipeline fills or empties one may, and in epochs that flush. No
-    such wait closes a cycle of stages that wait for each other (tests/schedule/test_schedule.py).
+    So few that a buffer is returned as soon as its sender can know that the message has left, and enough that no send
+    waits in steady state. A send may wait while the pipeline fills or drains, but never in a cycle of waiting stages
+    (tests/schedule/test_schedule.py).
     """
     K, M = pipeline.num_stages, pipeline.micro_batches_per_update
-    if pipeline.spec.local_losses:  # nothing comes back that would tell
+    if pipeline.spec.local_losses:  # no message comes back
         return {(link.what, k): pipeline.max_pending for link in LINKS.values() for k in range(K)}
     fill = pipeline.updates_to_fill
     groups = [M] * (fill + 1 + fill)
@@ -85,17 +85,21 @@ def max_pending_of(pipeline: Pipeline) -> Mapping[Sending, int]:
 
 
 def updates_that_load(group_sizes: Sequence[int], num_micro_batches: int) -> int:
-    """Return the fewest updates that take in at least so many micro-batches, or all there are."""
+    """Return the fewest updates that need at least ``num_micro_batches``, or all updates."""
     return sum(end < num_micro_batches for end in accumulate(group_sizes[:-1])) + 1
 
 
 def shorten(actions: list[Action], pipeline: Pipeline, stage: int, *, group_sizes: Sequence[int]) -> None:
-    """Turn a list of actions, in place, into that of a segment of fewer groups, while a stage carries it out.
+    """Shorten a list of actions in place to a segment of fewer groups, while a stage executes it.
 
-    Up to the first action that the longer list has for a micro-batch beyond these groups (2BW chooses weights right
-    before it) both are the same, so a stage that has not come that far does not notice. What follows is the drain.
+    Both lists are equal up to the first action for a micro-batch beyond these groups (2BW chooses weights right before
+    it), so a stage that is not there yet simply drains earlier.
 
-    ``actions`` are those of the whole segment, from :func:`training_actions`, ``group_sizes`` the first of its groups.
+    Args:
+        actions: those of the whole segment, from :func:`training_actions`.
+        pipeline: the method on K stages.
+        stage: k.
+        group_sizes: the first groups of the segment, which remain.
     """
     shorter = list(training_actions(pipeline, stage, group_sizes=group_sizes))
     same = next((i for i, (a, b) in enumerate(zip(actions, shorter, strict=False)) if a != b), len(shorter))
@@ -103,7 +107,7 @@ def shorten(actions: list[Action], pipeline: Pipeline, stage: int, *, group_size
 
 
 def evaluation_work(segment: Segment, *, num_stages: int, stages: Iterable[int]) -> dict[int, StageWork]:
-    """Return the work of each of ``stages`` to evaluate on ``segment``."""
+    """Return the work of each of ``stages`` that evaluates ``segment``."""
     sizes, num = segment.sizes, len(segment.sizes)
     lists = {k: list(evaluation_actions(k, num_stages=num_stages, num_micro_batches=num)) for k in stages}
     return {k: StageWork(actions, sizes, []) for k, actions in lists.items()}
