@@ -1,6 +1,6 @@
-"""Learning rates as functions of the update index s alone: stages reach it at different times, but share gamma_s.
+"""Learning rates as functions of the update index s: stages reach it at different times, but share gamma_s.
 
-So a schedule may look at s, never at the clock, a metric or another stage; a resumed run finds its place by counting.
+A schedule depends only on s, never on the clock, a metric or another stage; a resumed run counts to its place.
 """
 
 import inspect
@@ -17,25 +17,25 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from adl_dist.errors import AdlError, ConfigError
 
-# Updates for which a schedule is tried out at the start, in about a second.
+# Updates for which a schedule is tried at the start, in about a second.
 MOST_TRIED = 100_000
 
 
 def warmup_factor(update: int, *, num_warmup_updates: int) -> float:
-    """Linear warm-up: update s of W uses (s + 1) / W, so the first is not lost to a zero; 1 from s = W - 1 on."""
+    """Return the factor of a linear warm-up, (s + 1) / W for update s of W, so that the first is not zero."""
     return (update + 1) / num_warmup_updates if update < num_warmup_updates else 1.0
 
 
 def multistep_factor(update: int, *, milestones: Sequence[int], gamma: float, num_warmup_updates: int) -> float:
-    """gamma ** (milestones <= s), times the warm-up; ``milestones`` in updates."""
+    """Return gamma ** (milestones <= s), times the warm-up; ``milestones`` in updates."""
     passed = sum(milestone <= update for milestone in milestones)
     return float(gamma**passed) * warmup_factor(update, num_warmup_updates=num_warmup_updates)
 
 
 def cosine_factor(update: int, *, total_updates: int, final_factor: float, num_warmup_updates: int) -> float:
-    """Half a cosine from 1 at s = W to ``final_factor`` at s = ``total_updates`` and after; before it the warm-up.
+    """Return the factor of half a cosine from 1 at s = W to f at s = T and after; before it the warm-up.
 
-    f + (1 - f) (1 + cos(pi (s - W) / (T - W))) / 2; like torch's, the end belongs to the update after the last one.
+    f + (1 - f) (1 + cos(pi (s - W) / (T - W))) / 2; as in torch, the end belongs to the update after the last one.
     """
     if update < num_warmup_updates:
         return warmup_factor(update, num_warmup_updates=num_warmup_updates)
@@ -60,7 +60,8 @@ def multistep(
 ) -> LRScheduler:
     """Multiply the learning rate by ``gamma`` at each of ``milestones``, counted in epochs; linear warm-up before.
 
-    Raises ConfigError for milestones that do not ascend from above 0, or a ``gamma`` not above 0.
+    Raises:
+        ConfigError: If milestones do not ascend from above 0, or ``gamma`` is not above 0.
     """
     epochs = list(milestones)
     if any(b <= a for a, b in zip([0, *epochs], epochs, strict=False)):
@@ -80,7 +81,7 @@ def cosine(
     final_factor: float = 0.0,
     warmup_epochs: float = 0.0,
 ) -> LRScheduler:
-    """Half a cosine down to ``final_factor`` (else ConfigError: in [0, 1]) times the rate; linear warm-up before."""
+    """Decay the learning rate by half a cosine to ``final_factor`` in [0, 1] of it; linear warm-up before."""
     if not 0 <= final_factor <= 1:
         raise ConfigError(f"lr_schedule.final_factor must be in [0, 1], got {final_factor}")
     factor = partial(cosine_factor, total_updates=total_updates, final_factor=final_factor)
@@ -98,17 +99,20 @@ def _scheduler(
 def build_lr_schedule(
     target: Callable[..., Any], optimizer: Optimizer, *, updates_per_epoch: int, total_updates: int, **options: Any
 ) -> LRScheduler:
-    """Call one of the schedules above, a class of ``torch.optim.lr_scheduler``, or anything like them.
+    """Build a schedule: one of the above, a class of ``torch.optim.lr_scheduler``, or a function like them.
 
-    ``target`` takes one stage's optimizer, ``options`` (the other keys of ``lr_schedule``), and, if it has parameters
-    of these names and they are not given, ``updates_per_epoch`` (the last, shorter group counts as one) and
-    ``total_updates``, also as ``total_steps``.
+    Args:
+        target: the class or function.
+        optimizer: of one stage.
+        updates_per_epoch: passed if ``target`` has such a parameter; the last, shorter group counts as one.
+        total_updates: passed if ``target`` has such a parameter, or as ``total_steps``.
+        options: the other keys of ``lr_schedule``.
 
     Returns:
-        A scheduler to be stepped once per update: what torch calls an epoch is then an update.
+        A scheduler to be stepped once per update.
 
     Raises:
-        ConfigError: options that ``target`` does not take or refuses, or a schedule that needs a metric.
+        ConfigError: If ``target`` does not accept the options, or follows a metric.
     """
     if isinstance(target, partial) and not target.args:  # the command line's
         options = {**target.keywords, **options}
@@ -137,8 +141,8 @@ def build_lr_schedule(
         raise ConfigError(f"lr_schedule: {name} refuses {options}: {said}") from error
     if isinstance(schedule, ReduceLROnPlateau):
         raise ConfigError(
-            "lr_schedule: ReduceLROnPlateau follows a metric, but here a learning rate is a function of the update "
-            "index alone, or the stages and a resumed run would differ; use multistep or cosine"
+            "lr_schedule: ReduceLROnPlateau follows a metric, but a rate must depend only on the update index, "
+            "so that stages and resumed runs agree; use multistep or cosine"
         )
     if not isinstance(schedule, LRScheduler):
         raise ConfigError(
@@ -149,7 +153,7 @@ def build_lr_schedule(
 
 
 def _check_factors(schedule: LRScheduler, rates: Sequence[float], name: str) -> None:
-    """Raise ConfigError if a schedule gives groups one base rate that had several ``rates``, by a factor of a rule."""
+    """Raise ConfigError if a schedule sets one base rate for groups whose ``rates`` a rule has made different."""
     groups = schedule.optimizer.param_groups
     if not any("lr_factor" in group for group in groups):
         return
@@ -160,7 +164,7 @@ def _check_factors(schedule: LRScheduler, rates: Sequence[float], name: str) -> 
 
 
 def _check_rates(groups: Sequence[Mapping[str, Any]], name: str) -> None:
-    """Raise ConfigError if a schedule, at an update, gives groups of several base rates one rate above 0."""
+    """Raise ConfigError if a schedule sets one rate above 0 for groups of different base rates."""
     pairs = {(float(group["initial_lr"]), float(group["lr"])) for group in groups if float(group["lr"])}
     if any("lr_factor" in group for group in groups) and len({rate for _, rate in pairs}) < len(pairs):
         raise _factor_lost(name, len(groups))
@@ -176,7 +180,7 @@ def _factor_lost(name: str, num_groups: int) -> ConfigError:
 def _length_for(
     target: Callable[..., Any], takes: Sequence[str], options: Mapping[str, Any], updates_per_epoch: int, total: int
 ) -> dict[str, int]:
-    """Return the run's length by the names under which ``target`` takes it and the user has not given it."""
+    """Return the run's length by the parameters of ``target`` for it that the user has not given."""
     run = {"updates_per_epoch": updates_per_epoch, "total_updates": total, "total_steps": total}
     given = {*options, *(target.keywords if isinstance(target, partial) else ())}
     if given & {"epochs", "steps_per_epoch"}:  # OneCycleLR's other way to say how long it is
@@ -191,19 +195,19 @@ def _name_of(target: object) -> str:
 
 
 def takes_length(target: Callable[..., Any]) -> bool:
-    """Return whether a schedule that ``target`` makes depends on the length of the run."""
+    """Return whether a schedule of ``target`` depends on the length of the run."""
     return bool(
         {"total_updates", "total_steps"} & _length_for(target, [*inspect.signature(target).parameters], {}, 1, 1).keys()
     )
 
 
 def try_schedule(make: Callable[[], LRScheduler], optimizer: Optimizer, total_updates: int) -> set[str]:
-    """Step a schedule of ``optimizer`` through a whole run; return the keys of ``param_groups`` that it sets.
+    """Step a schedule through a whole run, or ``MOST_TRIED`` updates; return the keys of groups that it sets.
 
-    ``make`` makes it; the groups are then as before. A longer run than ``MOST_TRIED`` is tried for so many updates.
+    ``make`` builds the schedule of ``optimizer``, whose groups are restored at the end.
 
     Raises:
-        ConfigError: the schedule is shorter than the run, or raises otherwise.
+        ConfigError: If the schedule is shorter than the run, or raises otherwise.
     """
     groups, done = optimizer.param_groups, 0
     first = [dict(group) for group in groups]
@@ -249,17 +253,16 @@ def _moved(value: Any, before: Mapping[str, Any], key: str) -> bool:
 @contextmanager
 def _without_order_warning() -> Iterator[None]:
     with warnings.catch_warnings():
-        # True, and meant: these updates were made by an earlier process, or will never be made.
+        # Intended: these updates were made by an earlier process, or will never be made.
         warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler\.step\(\)` before")
         yield
 
 
 def fast_forward(scheduler: LRScheduler, num_updates: int) -> None:
-    """Bring a fresh scheduler to where it stands after ``num_updates`` updates, to the bit.
+    """Step a fresh scheduler ``num_updates`` times.
 
-    By stepping: many multiply the present learning rate, and a closed form differs from that in the last bit. 100,000
-    updates take about a second. The optimizer's state may have been loaded already: its learning rate is that of the
-    checkpoint, so it is set back to the scheduler's first one before counting.
+    Many schedulers multiply the present learning rate, and a closed form would differ in the last bit. 100,000 updates
+    take about a second. The optimizer may have the learning rate of a checkpoint, so it is reset before.
     """
     for group, learning_rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
         if isinstance(group["lr"], Tensor):

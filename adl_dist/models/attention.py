@@ -1,4 +1,4 @@
-"""The parts of transformers: attention, feed-forward networks and the blocks of both, all before-normalised."""
+"""Parts of pre-norm transformers: attention, feed-forward networks and blocks."""
 
 import math
 from functools import partial
@@ -12,10 +12,10 @@ from adl_dist.seeds import weights_seed
 
 
 class Rotary(nn.Module):
-    """Rotary positions (Su et al., arXiv:2104.09864): turns pairs of a head's channels by angles that grow with t.
+    """Rotary positions (Su et al., arXiv:2104.09864): rotates pairs of a head's channels by angles that grow with t.
 
-    Channel i is paired with channel i + D/2, as in the weights that are published of Llama. The tables are no weights:
-    they are not saved, and every stage has its own.
+    Channel i is paired with channel i + D/2, as in Llama's published weights. The tables are not saved, and every stage
+    has its own.
     """
 
     def __init__(self, head_width: int, context: int, theta: float) -> None:
@@ -26,7 +26,7 @@ class Rotary(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Make the tables, again if they were on ``torch.device("meta")``."""
+        """Fill the tables, which may have been on ``torch.device("meta")``."""
         places = torch.arange(0, self.head_width, 2, dtype=torch.float64, device="cpu")
         frequencies = self.theta ** (-places / self.head_width)
         times = torch.arange(self.context, dtype=torch.float64, device="cpu")
@@ -45,10 +45,10 @@ class Rotary(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention of a sequence to itself, by torch's fused kernel.
+    """Multi-head self-attention by torch's fused kernel.
 
     With fewer ``kv_heads`` than ``heads``, each key and value serves heads / kv_heads heads in a row (grouped queries,
-    Ainslie et al., arXiv:2305.13245). ``qkv`` makes queries, keys and values, in this order, head by head.
+    Ainslie et al., arXiv:2305.13245). ``qkv`` computes queries, keys and values, in this order, head by head.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Attention(nn.Module):
 
 
 class GeluNetwork(nn.Module):
-    """Two layers with GELU between them, in the form with tanh, which GPT-2 has."""
+    """Two layers with GELU between them, in its tanh form, as in GPT-2."""
 
     def __init__(self, width: int, hidden: int, *, bias: bool) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class GeluNetwork(nn.Module):
 
 
 class SwigluNetwork(nn.Module):
-    """Three layers, one of which gates another by SiLU (Shazeer, arXiv:2002.05202); no bias."""
+    """A feed-forward network gated by SiLU (Shazeer, arXiv:2002.05202), without bias."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class SwigluNetwork(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward network, each of the normalised input, and each added to it."""
+    """Pre-norm attention and feed-forward network, each added to its input."""
 
     def __init__(
         self, norms: tuple[nn.Module, nn.Module], attention: Attention, network: nn.Module, *, dropout: float = 0.0
@@ -136,7 +136,7 @@ class Block(nn.Module):
 
 
 def check_sizes(heads: int, width: int, dropout: float, *, kv_heads: int | None = None, **counts: int) -> None:
-    """Raise a ConfigError for sizes that make no transformer; ``counts`` are others of at least 1."""
+    """Raise ConfigError for impossible sizes; ``counts`` are further ones of at least 1."""
     for name, count in {"heads": heads, "width": width, **counts}.items():
         if type(count) is not int or count < 1:
             raise ConfigError(f"model.{name} must be a whole number of at least 1, got {count!r}")
@@ -151,15 +151,15 @@ def check_sizes(heads: int, width: int, dropout: float, *, kv_heads: int | None 
 
 
 def new_stream() -> int:
-    """Return the seed of the weights of a model, drawn from torch's stream: the only number that is drawn for them.
+    """Draw the seed of a model's weights from torch's stream, before any layer is built.
 
-    It is drawn before the first layer is made, which draws as well, unless it is made on ``torch.device("meta")``.
+    It must come first, because layers draw as well unless they are built on ``torch.device("meta")``.
     """
     return int(torch.randint(2**31, (), device="cpu"))
 
 
 def draw_weights(model: nn.Module, layers: int, seed: int) -> None:
-    """Draw the weights of ``model`` by :func:`draw_parameter`, or have the trainer draw those that are on meta.
+    """Draw the weights of ``model`` by :func:`draw_parameter`; a Trainer draws those on meta later.
 
     It calls ``model.draw_parameter`` with the name of each and a tensor to fill (docs/huggingface.md).
     """
@@ -172,11 +172,11 @@ def draw_weights(model: nn.Module, layers: int, seed: int) -> None:
 
 @torch.no_grad()
 def draw_parameter(layers: int, seed: int, name: str, parameter: Tensor) -> None:
-    """Fill the parameter called ``name`` as GPT-2 does: matrices N(0, 0.02^2), biases 0, what norms multiply by 1.
+    """Fill the parameter ``name`` as in GPT-2: matrices N(0, 0.02^2), biases 0, weights of norms 1.
 
     The last layer of each of the 2 ``layers`` summands has a standard deviation of 0.02 / sqrt(2 ``layers``), so that
-    their sum does not grow with the depth. Each parameter has a random stream of its own, so its values do not depend
-    on which others a process draws.
+    their sum does not grow with the depth. Each parameter has its own random stream, so its values do not depend on the
+    other parameters of a process.
     """
     if name.endswith("bias"):
         parameter.zero_()

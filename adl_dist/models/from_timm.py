@@ -9,19 +9,19 @@ from adl_dist.errors import ConfigError, in_one_line
 
 
 def timm_model(name: str, num_classes: int = 1000, *, download: bool = False, **options: Any) -> nn.Module:
-    """Build a network of timm with newly drawn weights; nothing is downloaded unless ``download`` asks for it.
+    """Build a network of timm with new weights; nothing is downloaded unless ``download``.
 
     Args:
         name: one of ``timm.list_models()``, with or without a tag of its weights.
         num_classes: outputs.
-        download: whether to load the weights that timm publishes for it, from the local cache or else from the hub.
+        download: whether to load timm's published weights, from the local cache or the hub.
         options: further arguments of the builder, like ``img_size``, ``drop_rate`` or ``checkpoint_path``.
 
     Returns:
         float[B, 3, H, W] -> float[B, num_classes].
 
     Raises:
-        ConfigError: timm is missing, the name is unknown, an option is refused, or weights cannot be had.
+        ConfigError: If timm is missing, the name is unknown, or timm refuses an option or cannot load weights.
     """
     try:
         import timm  # late: it takes a second
@@ -34,11 +34,6 @@ def timm_model(name: str, num_classes: int = 1000, *, download: bool = False, **
         raise ConfigError(f"model.name={name} is not one of timm's {len(known)} networks; {hint}")
     if num_classes < 1:
         raise ConfigError(f"model.num_classes must be at least 1, got {num_classes}")
-    if "pretrained" in options:
-        raise ConfigError(
-            "model.pretrained is not taken: use model.download=true for the weights that timm publishes, or "
-            "model.checkpoint_path=FILE for those in a file"
-        )
     try:
         return timm.create_model(name, pretrained=download, num_classes=num_classes, **options)
     except Exception as error:  # timm's own code can raise anything

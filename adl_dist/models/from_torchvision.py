@@ -8,36 +8,33 @@ from torch import nn
 
 from adl_dist.errors import ConfigError
 
-# Networks with auxiliary heads, in training only: their output then is a tuple, which cross-entropy does not take.
-# Of their initialisation torchvision warns that it will change, unless it is asked for.
+# Networks with auxiliary heads: in training their output is a tuple, which cross-entropy does not accept. torchvision
+# warns that their initialisation will change, unless it is asked for.
 _WITH_HEADS = ("googlenet", "inception_v3")
-# What builders take to download weights.
+# Options of builders that download weights.
 _WEIGHTS = ("weights", "pretrained", "progress")
 
 
 def torchvision_model(name: str, num_classes: int = 1000, **options: Any) -> nn.Module:
-    """Build a classification network of torchvision with newly drawn weights; nothing is downloaded.
+    """Build a classification network of torchvision with new weights; nothing is downloaded.
 
-    GoogLeNet and Inception v3 come without their auxiliary heads unless ``aux_logits=True`` asks for them: with
-    them their output in training is a tuple, which needs a loss of its own.
+    GoogLeNet and Inception v3 have no auxiliary heads unless ``aux_logits=True``, because with them the output in
+    training is a tuple, which needs a loss of its own.
 
-    ``options`` are further arguments of the builder, like ``dropout`` or ``image_size``.
+    Args:
+        name: the name of the builder.
+        num_classes: outputs.
+        options: further arguments of the builder, like ``dropout`` or ``image_size``.
 
     Returns:
         float[B, 3, H, W] -> float[B, num_classes].
 
     Raises:
-        ConfigError: an unknown name, the name of another kind of network, an option that the builder refuses.
+        ConfigError: If the name is no classification builder, or the builder refuses an option.
     """
     from torchvision import models  # late: it takes a second
 
     known = models.list_models(module=models)
-    if name not in known and name in models.list_models():
-        kind = models.get_model_builder(name).__module__.split(".")[2]
-        raise ConfigError(
-            f"model.name={name} is one of torchvision.models.{kind}; only classification builders are taken, those "
-            "of torchvision.models itself, like resnet50"
-        )
     if name not in known:
         close = difflib.get_close_matches(str(name).lower(), known)
         hint = f"did you mean {' or '.join(close)}?" if close else "see torchvision.models.list_models()"
@@ -46,10 +43,10 @@ def torchvision_model(name: str, num_classes: int = 1000, **options: Any) -> nn.
     builder = models.get_model_builder(name)
     if num_classes < 1:
         raise ConfigError(f"model.num_classes must be at least 1, got {num_classes}")
-    # A builder's own signature says nothing: it hands the options to the class that it returns.
+    # The builder passes its options to the class that it returns.
     parameters = inspect.signature(inspect.signature(builder).return_annotation).parameters.values()
     taken = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
-    if name.startswith("mobilenet_v3"):  # their class swallows any option; these the builders do read before
+    if name.startswith("mobilenet_v3"):  # the class accepts any option; the builders read these
         taken += ["width_mult", "reduced_tail", "dilated"]
     for option in options:
         if option in _WEIGHTS:

@@ -15,33 +15,33 @@ from torch import Tensor, nn
 from adl_dist.errors import ConfigError, in_one_line
 
 _TEXT = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
-# For each task the class that finds the network of a configuration, and the inputs that its network may take.
+# For each task the class that finds the network of a configuration, and the possible inputs of the network.
 TASKS = {
     "causal-lm": ("AutoModelForCausalLM", _TEXT),
     "sequence-classification": ("AutoModelForSequenceClassification", _TEXT),
     "image-classification": ("AutoModelForImageClassification", ("pixel_values",)),
 }
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # by one of these a folder is seen to have weights
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # a folder with weights has one of these
 
 
 def hf_model(
     config: str, task: str, *, weights: bool | None = None, download: bool = False, **options: Any
 ) -> nn.Module:
-    """Build a network of the transformers library, whose forward returns the logits; nothing is downloaded unasked.
+    """Build a network of transformers whose forward returns the logits; it downloads only with ``download``.
 
     Args:
         config: a folder with a config.json, or a name of the hub.
         task: one of :data:`TASKS`.
-        weights: whether to load them from ``config``; None: if they are there.
-        download: whether a name of the hub may be looked up in the network; else it must be in the local cache.
-        options: what replaces entries of the configuration, like ``num_hidden_layers``.
+        weights: whether to load weights from ``config``; by default if it has any.
+        download: whether to look up a name on the hub; otherwise it must be in the local cache.
+        options: replacements of entries of the configuration, like ``num_hidden_layers``.
 
     Returns:
-        what the library's own model of this task is, with the names of its parameters: int[B, T] -> float[B, T, V] for
-        ``causal-lm``, or -> float[B, classes], or from images float[B, 3, H, W].
+        The library's model of this task, with its parameter names: int[B, T] -> float[B, T, V] for ``causal-lm``, or ->
+        float[B, classes], or from images float[B, 3, H, W].
 
     Raises:
-        ConfigError: the library is missing, or there is no such folder, task, option or network.
+        ConfigError: If the library is missing, or there is no such folder, task, option or network.
     """
     transformers = _library()
     _check_task(task)
@@ -62,12 +62,12 @@ def hf_model(
 
 
 def build(config: Any, task: str, *, weights: str | None = None, download: bool = False) -> nn.Module:
-    """Build the network of a ``config`` of the transformers library for a ``task``; see :func:`hf_model`.
+    """Build the network of a ``config`` of transformers for a ``task``; see :func:`hf_model`.
 
-    ``weights``: the folder or name of the hub to load them from. Without it they are drawn.
+    ``weights`` is the folder or name of the hub to load them from; without it they are drawn.
 
     Raises:
-        ConfigError: the library has no such network, or refuses the configuration or the weights.
+        ConfigError: If the library has no such network, or refuses the configuration or the weights.
     """
     transformers = _library()
     auto = getattr(transformers, TASKS[task][0])
@@ -94,7 +94,7 @@ def build(config: Any, task: str, *, weights: str | None = None, download: bool 
 
 
 def _names_here(model: Any, names: Iterable[str]) -> dict[str, str]:
-    """Return the names in ``model`` of the tensors that files call ``names``, of those that the library wants."""
+    """Map the names of tensors in files to those in ``model``, without tensors that the library ignores."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
 
@@ -106,23 +106,23 @@ def _names_here(model: Any, names: Iterable[str]) -> dict[str, str]:
         found, made_of = rename_source_key(name, renamed, made, model.base_model_prefix, state)
         unwanted = any(re.search(pattern, found) for pattern in model._keys_to_ignore_on_load_unexpected or ())
         if found in state or not unwanted:
-            # What the library makes of several tensors keeps its name, and is refused by that: here each is read alone.
+            # A tensor that the library merges with others keeps its name, by which it is refused later.
             here[name] = name if made_of is not None else str(found)
     return here
 
 
 def _tell_missing(weights: str, names: list[str]) -> None:
-    """Warn of parameters that the weights do not have, like those of a new head, which are newly drawn."""
+    """Warn of parameters without weights, like those of a new head, which are newly drawn."""
     if names:
         shown = f"{', '.join(names[:3])}{' ..' * (len(names) > 3)}"
         warnings.warn(f"{weights} lacks the weights of {len(names)} tensors, newly drawn: {shown}", stacklevel=3)
 
 
 def read_config(config: str, *, download: bool = False, options: dict[str, Any] | None = None) -> Any:
-    """Return the configuration in a folder or of a name of the hub, with ``options`` in the place of its entries.
+    """Read the configuration in a folder or of a name of the hub, and replace entries by ``options``.
 
     Raises:
-        ConfigError: there is none, it is of no kind that the library knows, or it has no such entries.
+        ConfigError: If there is none, the library does not know its type, or it has no such entries.
     """
     transformers = _library()
     path = Path(config)
@@ -179,7 +179,7 @@ def _check_task(task: str) -> None:
 
 
 def _check_kind(config: Any, task: str) -> None:
-    """Refuse networks that would be trained as something else than what they are."""
+    """Raise ConfigError for networks that would be trained with a missing input or loss."""
     name = f"model.config: a network of type {config.model_type}"
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(
@@ -194,7 +194,7 @@ def _check_kind(config: Any, task: str) -> None:
 
 
 def _weights_of(config: str, weights: bool | None, transformers: Any, *, download: bool) -> str | None:
-    """Return where weights are loaded from; None: nowhere."""
+    """Return ``config`` if weights are to be loaded from it, otherwise None."""
     if weights is False:
         return None
     if Path(config).is_dir():
@@ -213,7 +213,7 @@ _SILENT = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_fo
 
 
 def _logits_only(model: Any, inputs: tuple[str, ...]) -> nn.Module:
-    """Let ``model`` take ``inputs``, as far as it knows them, and return the logits; it stays what it is otherwise."""
+    """Change the forward of ``model`` to accept ``inputs`` and return the logits."""
     kind = type(model)
     taken = inspect.signature(kind.forward).parameters
     names = [name for name in inputs if name in taken]

@@ -1,4 +1,4 @@
-"""What a trained language model writes, token by token."""
+"""Sample text from a trained language model."""
 
 from collections.abc import Sequence
 
@@ -20,23 +20,23 @@ def generate(
     top_k: int | None = None,
     seed: int = 0,
 ) -> list[int]:
-    """Return ``max_tokens`` tokens behind ``prompt``, each drawn by what ``model`` makes of the ``context`` before it.
+    """Sample ``max_tokens`` tokens after ``prompt``.
 
     Args:
         model: int[1, T] -> float[1, T, V], on the CPU; it is left in evaluation mode.
-        prompt: tokens to begin with, at least one; of text, :meth:`adl_dist.data.Vocabulary.encode` makes them.
-        max_tokens: how many to draw.
-        context: T at most.
-        num_kinds: tokens to choose from, 0 to ``num_kinds`` - 1; None: all V of the model's outputs.
-        temperature: what outputs are divided by; 0: the largest is taken.
-        top_k: as many of the largest outputs are drawn from; None: all.
-        seed: of what is drawn.
+        prompt: at least one token; :meth:`adl_dist.data.Vocabulary.encode` converts text.
+        max_tokens: number of new tokens.
+        context: the largest T.
+        num_kinds: sample from tokens 0 to ``num_kinds`` - 1; by default from all V.
+        temperature: divisor of the outputs; 0 for the largest output.
+        top_k: sample from the ``top_k`` largest outputs; by default from all.
+        seed: of the samples.
 
     Returns:
-        the new tokens, without the prompt; :meth:`adl_dist.data.Vocabulary.decode` makes text of them.
+        The new tokens; :meth:`adl_dist.data.Vocabulary.decode` converts them to text.
 
     Raises:
-        ConfigError: an empty ``prompt``, a negative ``temperature``, or a number below 1.
+        ConfigError: If ``prompt`` is empty, ``temperature`` is negative, or a number is below 1.
     """
     tokens = [int(token) for token in prompt]
     if not tokens:

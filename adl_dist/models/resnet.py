@@ -1,4 +1,4 @@
-"""Residual networks for images, put together unit by unit.
+"""Residual networks for images, assembled unit by unit.
 
 CIFAR's (He et al. 2016, section 4.2, and the CIFAR form of ResNet-18 and ResNet-34), wide ones (Zagoruyko and Komodakis
 2016), and ResNet-18 with squeeze and excitation (Hu et al., TPAMI 2020) for images of ImageNet's size.
@@ -19,9 +19,10 @@ REDUCTION = 16  # r of the squeeze-and-excitation paper
 
 
 class OptionA(nn.Module):
-    """Shortcut without parameters: every second pixel of each axis, and zeros for the channels that are new.
+    """Shortcut without parameters: every second pixel of each axis, and zeros for new channels.
 
-    Half of the zeros on each side; ``zeros_after``: all after the channels of the input, like DDG's and FR's code.
+    Half of the zeros are on each side, or, with ``zeros_after``, all after the input's channels, as in the code of DDG
+    and FR.
     """
 
     def __init__(self, in_channels: int, out_channels: int, *, zeros_after: bool = False) -> None:
@@ -51,14 +52,13 @@ SHORTCUTS: dict[str, Callable[[int, int], nn.Module]] = {
 class BasicBlock(nn.Module):
     """Two 3x3 convolutions and a shortcut, activated after the sum.
 
-    The first ReLU works in place because nothing else reads the output of BatchNorm: BatchNorm's backward needs its
-    input, not its output. The last must not: a block may be the end of a stage, and its output another process's.
-    Stride 2 halves the image; there the channels may change, and the shortcut is the one of that key of ``SHORTCUTS``.
+    The first ReLU works in place because nothing else reads the output of BatchNorm. The last must not, because a
+    block may be the end of a stage. With stride 2 the channels may change; ``shortcut`` is a key of ``SHORTCUTS``.
     """
 
     def __init__(self, in_channels: int, out_channels: int, stride: int, *, shortcut: str) -> None:
         super().__init__()
-        # Made first: modules draw their weights in the order they are made, and the meaning of a seed must not change.
+        # Built first: modules draw their weights in this order, and the meaning of a seed must not change.
         around = nn.Identity() if stride == 1 else SHORTCUTS[shortcut](in_channels, out_channels)
         self.conv1 = conv3x3(in_channels, out_channels, stride)
         self.bn1 = nn.BatchNorm2d(out_channels)
@@ -80,7 +80,7 @@ class BasicBlock(nn.Module):
 
 
 def blocks_per_layer(depth: int, beyond: int) -> int:
-    """Return the n of ``depth`` = 6n + ``beyond``: three layers of n blocks of two convolutions, and further layers."""
+    """Return the n of ``depth`` = 6n + ``beyond``: blocks of two convolutions in each of three layers."""
     num_blocks, rest = divmod(depth - beyond, 6)
     if rest or num_blocks < 1:
         below = 6 * num_blocks + beyond
@@ -90,7 +90,7 @@ def blocks_per_layer(depth: int, beyond: int) -> int:
 
 
 def check_counts(num_classes: int, in_channels: int) -> None:
-    """Raise a ConfigError for a count below 1."""
+    """Raise ConfigError for a count below 1."""
     if num_classes < 1 or in_channels < 1:
         raise ConfigError(
             f"model.num_classes and model.in_channels must be at least 1, got {num_classes} and {in_channels}"
@@ -98,7 +98,7 @@ def check_counts(num_classes: int, in_channels: int) -> None:
 
 
 def conv3x3(in_channels: int, out_channels: int, stride: int) -> nn.Conv2d:
-    """Build a padded convolution. Without bias: a BatchNorm that follows subtracts the mean, and with it any bias."""
+    """Build a padded convolution without bias, which the following BatchNorm would subtract."""
     return nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False)
 
 
@@ -112,7 +112,7 @@ def assemble(
     before_head: Mapping[str, nn.Module] | None = None,
     pool_size: int | None = None,
 ) -> nn.Sequential:
-    """Put the units in a row: ``stem``, ``layer1_0``, ``layer1_1``, ..., ``head``; return the network.
+    """Assemble the units ``stem``, ``layer1_0``, ``layer1_1``, ..., ``head`` to a network.
 
     Each layer has ``num_blocks`` blocks of ``channels``, made by ``block`` (channels in, out, stride); each layer but
     the first halves the image. ``stem`` holds one convolution, ``conv``; ``before_head``: the head's layers before
@@ -148,27 +148,26 @@ def cifar_resnet(
     pool_size: int | None = None,
     init: str = "he",
 ) -> nn.Sequential:
-    """ResNet-(6n+2): three layers of n blocks.
+    """Build ResNet-(6n+2): three layers of n blocks.
 
-    The defaults are those of He et al. The code of ADL and FDG has ``pool_size=6``, which sees the upper left 6x6
-    of the 8x8 that a 32x32 image comes to, and ``init=torch``; the code of DDG and FR has ``shortcut=A_after``.
+    The defaults are those of He et al. The code of ADL and FDG has ``pool_size=6``, which averages the upper left 6x6
+    of 8x8 for a 32x32 image, and ``init=torch``; the code of DDG and FR has ``shortcut=A_after``.
 
     Args:
         depth: 6n+2 with n >= 1: 20, 32, 44, 56, 98, 110, 164, ...
         num_classes: outputs.
         in_channels: 3 for colour, 1 for grey. Images may have any size from 4x4.
-        width: channels of the first layer; the others have twice and four times as many. The paper's is 16.
-        shortcut: at the halving of the image: ``A`` every second pixel, and zero channels on both sides of the
-            others; ``A_after`` the same with all zeros after them; ``B`` a 1x1 convolution and BatchNorm.
-        pool_size: side of the window that the head averages; None: all that is there, which is a quarter of the
-            image's side. Exactly one window must fit.
-        init: weights of convolutions: ``he`` normal over the fan out; ``torch`` those that torch's layers begin with.
+        width: channels of the first layer, 16 in the paper; the others have twice and four times as many.
+        shortcut: where the image is halved: ``A`` for every second pixel and zero channels on both sides, ``A_after``
+            for all zeros after the others, ``B`` for a 1x1 convolution and BatchNorm.
+        pool_size: side of the single window that the head averages; by default the whole map.
+        init: weights of convolutions: ``he`` for normal over the fan out, ``torch`` for torch's defaults.
 
     Returns:
         float[B, in_channels, H, W] -> float[B, num_classes]: units ``stem``, ``layer1_0`` .. ``layer3_n-1``, ``head``.
 
     Raises:
-        ConfigError: a depth that is not 6n+2, a count below 1, or an unknown ``shortcut`` or ``init``.
+        ConfigError: If the depth is not 6n+2, a count is below 1, or ``shortcut`` or ``init`` is unknown.
     """
     num_blocks = blocks_per_layer(depth, beyond=2)
     if width < 1:
@@ -182,16 +181,16 @@ def cifar_resnet(
 
 
 def cifar_resnet18(num_classes: int = 10, in_channels: int = 3, *, init: str = "he") -> nn.Sequential:
-    """ResNet-18 with a 3x3 stem of stride 1 and no max-pooling: four layers of two blocks, 64 to 512 channels.
+    """Build ResNet-18 with a 3x3 stem of stride 1 and no max-pooling: four layers of two blocks, 64 to 512 channels.
 
-    float[B, in_channels, H, W] -> float[B, num_classes], from 8x8 on; the code of ADL and FDG has ``init=torch``. See
-    :func:`cifar_resnet`, also for what is refused.
+    float[B, in_channels, H, W] -> float[B, num_classes], from 8x8 on; the code of ADL and FDG has ``init=torch``.
+    Arguments and errors are those of :func:`cifar_resnet`.
     """
     return _cifar([64, 128, 256, 512], [2, 2, 2, 2], num_classes, in_channels, init)
 
 
 def cifar_resnet34(num_classes: int = 10, in_channels: int = 3, *, init: str = "he") -> nn.Sequential:
-    """ResNet-34 as :func:`cifar_resnet18`, with layers of 3, 4, 6 and 3 blocks: up to ``layer4_2``."""
+    """Build ResNet-34 as :func:`cifar_resnet18`, with layers of 3, 4, 6 and 3 blocks: up to ``layer4_2``."""
     return _cifar([64, 128, 256, 512], [3, 4, 6, 3], num_classes, in_channels, init)
 
 
@@ -209,7 +208,7 @@ def _cifar(
     if init not in INITS:
         raise ConfigError(f"there is no model.init={init}; choose one of {', '.join(INITS)}")
     width = channels[0]
-    # The ReLU is not in place: as the end of a stage it would hand out what autograd may still read.
+    # The ReLU is not in place, because autograd may still read its input when it ends a stage.
     stem = OrderedDict(conv=conv3x3(in_channels, width, 1), bn=nn.BatchNorm2d(width), relu=nn.ReLU())
     block = partial(BasicBlock, shortcut=shortcut)
     model = assemble(stem, channels, num_blocks, block, num_classes=num_classes, pool_size=pool_size)
@@ -219,8 +218,8 @@ def _cifar(
 class PreActivationBlock(nn.Module):
     """BatchNorm and ReLU before each of two 3x3 convolutions, dropout between them, and nothing after the sum.
 
-    Where the number of channels changes, the shortcut is a 1x1 convolution of the activated input. No ReLU in place
-    touches what others read: each overwrites what its BatchNorm wrote. Stride 2 halves the image.
+    If the number of channels changes, the shortcut is a 1x1 convolution of the activated input. Each ReLU works in
+    place on the output of its BatchNorm, which nothing else reads.
     """
 
     def __init__(self, in_channels: int, out_channels: int, stride: int, *, dropout: float) -> None:
@@ -245,9 +244,10 @@ class PreActivationBlock(nn.Module):
 def wide_resnet(
     depth: int = 28, widen_factor: int = 10, num_classes: int = 10, in_channels: int = 3, *, dropout: float = 0.0
 ) -> nn.Sequential:
-    """WRN-(6n+4)-k: three layers of n blocks with 16k, 32k and 64k channels, k = ``widen_factor``; 16, 22 ... deep.
+    """Build WRN-(6n+4)-k: three layers of n blocks with 16k, 32k and 64k channels, k = ``widen_factor``.
 
-    ``dropout``: probability, inside each block; 0 or 0.3 in the paper. All else and refusals: see :func:`cifar_resnet`.
+    ``dropout`` is the probability inside each block, 0 or 0.3 in the paper. Other arguments and errors are those of
+    :func:`cifar_resnet`.
     """
     num_blocks = blocks_per_layer(depth, beyond=4)
     check_counts(num_classes, in_channels)
@@ -265,8 +265,7 @@ def wide_resnet(
 class SqueezeExcitation(nn.Module):
     """Scales each channel by a gate in (0, 1), a function of all channels' means.
 
-    Without biases, as the paper advises for ResNets (section 6) and ADL's code has it;
-    ``torchvision.ops.SqueezeExcitation`` has them.
+    It has no biases, as the paper advises for ResNets (section 6) and ADL's code does; torchvision's has them.
     """
 
     def __init__(self, channels: int) -> None:
@@ -281,7 +280,7 @@ class SqueezeExcitation(nn.Module):
 
 
 class SEBasicBlock(BasicBlock):
-    """A basic block whose residual is gated before the sum."""
+    """A basic block with a gate on the residual."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
         super().__init__(in_channels, out_channels, stride, shortcut="B")
@@ -294,10 +293,10 @@ class SEBasicBlock(BasicBlock):
 
 
 def se_resnet18(num_classes: int = 1000, in_channels: int = 3) -> nn.Sequential:
-    """SE-ResNet-18: torchvision's ResNet-18 with a gate after the second BatchNorm of each block, reduction 16.
+    """Build SE-ResNet-18: torchvision's ResNet-18 with a gate after the second BatchNorm of each block, reduction 16.
 
-    float[B, in_channels, H, W] -> float[B, num_classes], from 32x32 on; the paper's is 224x224. ``in_channels``: 3 for
-    colour, 1 for grey; ConfigError for a count below 1. Units ``stem``, ``layer1_0`` .. ``layer4_1``, ``head``.
+    float[B, in_channels, H, W] -> float[B, num_classes], from 32x32 on, 224x224 in the paper; units ``stem``,
+    ``layer1_0`` .. ``layer4_1``, ``head``. ConfigError for a count below 1.
     """
     check_counts(num_classes, in_channels)
     stem = OrderedDict(

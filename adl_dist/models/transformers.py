@@ -1,6 +1,6 @@
 """Transformers for text and for small images, as an nn.Sequential of embedding, layers and head.
 
-Each builder takes the keys of its file in ``conf/model/``, so it has as many parameters as there are settings.
+The parameters of a builder are the keys of its file in ``conf/model/``.
 """
 
 from collections import OrderedDict
@@ -22,7 +22,7 @@ from adl_dist.models.attention import (
 
 
 class TokenEmbedding(nn.Module):
-    """A vector for each token, and one for each position unless ``context`` is None, added up."""
+    """The sum of an embedding for tokens and, unless ``context`` is None, one for positions."""
 
     def __init__(self, vocab_size: int, width: int, *, context: int | None = None, dropout: float = 0.0) -> None:
         super().__init__()
@@ -50,23 +50,23 @@ def gpt(
     bias: bool = True,
     tied: bool = False,
 ) -> nn.Sequential:
-    """GPT-2 (Radford et al. 2019): learned positions, LayerNorm before, GELU in its form with tanh.
+    """Build GPT-2 (Radford et al. 2019): learned positions, pre-norm, GELU in its tanh form.
 
     Args:
         vocab_size: number of tokens, which are 0 to ``vocab_size`` - 1.
         context: the longest sequence, in tokens.
-        layers: blocks of attention and feed-forward network; the latter is 4 times as wide as the former.
-        heads: of each attention; ``width`` is a multiple of it.
+        layers: blocks of attention and a feed-forward network of 4 ``width`` channels.
+        heads: heads of each attention; they divide ``width``.
         width: channels between the layers.
-        dropout: share of what is zeroed in training: of the embedding, the attention's weights, and each summand.
+        dropout: probability for the embedding, the attention's weights, and each summand.
         bias: whether linear layers and norms have one, as GPT-2's have.
-        tied: whether the head has the weights of the embedding, as GPT-2's has.
+        tied: whether the head shares the weights of the embedding, as GPT-2's does.
 
     Returns:
         int[B, T] -> float[B, T, vocab_size], T <= ``context``: units ``embedding``, ``layer0`` .., ``head``.
 
     Raises:
-        ConfigError: a count below 1, or a ``width`` that the ``heads`` do not divide.
+        ConfigError: If a count is below 1, or ``heads`` do not divide ``width``.
     """
     check_sizes(heads, width, dropout, vocab_size=vocab_size, context=context, layers=layers)
     seed = new_stream()
@@ -96,28 +96,28 @@ def llama(
     rope_theta: float = 10000.0,
     tied: bool = False,
 ) -> nn.Sequential:
-    """Llama (Touvron et al., arXiv:2302.13971): rotary positions, RMSNorm before, SwiGLU, no bias.
+    """Build Llama (Touvron et al., arXiv:2302.13971): rotary positions, pre-norm by RMSNorm, SwiGLU, no bias.
 
-    Weights are drawn as those of :func:`gpt`, of which are also the arguments that are not named here.
+    Weights are drawn as those of :func:`gpt`.
 
     Args:
         vocab_size: number of tokens.
         context: the longest sequence, in tokens.
         layers: blocks.
-        heads: of each attention; ``width`` / ``heads`` is even.
+        heads: heads of each attention; ``width`` / ``heads`` is even.
         width: channels between the layers.
-        kv_heads: heads of keys and values, each for heads / kv_heads of those of queries; None: as many.
-        hidden: channels inside of the feed-forward networks; None: 8/3 of ``width``, up to the next multiple of 64.
-        norm_eps: what the norms add to the mean square.
+        kv_heads: heads of keys and values, by default ``heads``.
+        hidden: channels of the feed-forward networks, by default 8/3 of ``width``, up to the next multiple of 64.
+        norm_eps: addend to the mean square in the norms.
         rope_theta: base of the wavelengths of the rotary positions.
-        tied: whether the head has the weights of the embedding.
+        tied: whether the head shares the weights of the embedding.
 
     Returns:
         int[B, T] -> float[B, T, vocab_size], T <= ``context``: units ``embedding``, ``layer0`` .., ``head``.
 
     Raises:
-        ConfigError: a count below 1, a ``width`` that the ``heads`` do not divide into even parts, or ``heads`` that
-            the ``kv_heads`` do not divide.
+        ConfigError: If a count is below 1, ``heads`` do not divide ``width`` into even parts, or ``kv_heads`` do not
+            divide ``heads``.
     """
     hidden = -(-8 * width // 192) * 64 if hidden is None else hidden
     counts = {"vocab_size": vocab_size, "context": context, "layers": layers, "hidden": hidden}
@@ -142,7 +142,7 @@ def llama(
 
 
 class PatchEmbedding(nn.Module):
-    """A vector for each patch of an image, with one for its place added."""
+    """An embedding of each patch of an image, plus one of its position."""
 
     def __init__(self, image_size: int, patch_size: int, in_channels: int, width: int, dropout: float) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class PatchEmbedding(nn.Module):
 
 
 class PooledHead(nn.Module):
-    """The mean over all places, normalised before it, and a linear classifier."""
+    """LayerNorm, the mean over all positions, and a linear classifier."""
 
     def __init__(self, width: int, num_classes: int) -> None:
         super().__init__()
@@ -181,10 +181,9 @@ def vit(
     *,
     dropout: float = 0.0,
 ) -> nn.Sequential:
-    """Vision transformer (Dosovitskiy et al., arXiv:2010.11929) for small images, without a class token.
+    """Build a vision transformer (Dosovitskiy et al., arXiv:2010.11929) for small images, without a class token.
 
-    The head takes the mean over all patches (Beyer et al., arXiv:2205.01580); the layers are those of :func:`gpt`, each
-    patch seeing all others.
+    The head averages over all patches (Beyer et al., arXiv:2205.01580); layers are those of :func:`gpt`, not causal.
 
     Args:
         num_classes: outputs.
@@ -192,7 +191,7 @@ def vit(
         image_size: height and width in pixels, a multiple of ``patch_size``.
         patch_size: side of the squares that an image is divided into.
         layers: blocks.
-        heads: of each attention; ``width`` is a multiple of it.
+        heads: heads of each attention; they divide ``width``.
         width: channels between the layers.
         dropout: as in :func:`gpt`.
 
@@ -201,7 +200,7 @@ def vit(
         ``head``.
 
     Raises:
-        ConfigError: a count below 1, or sizes that do not divide each other.
+        ConfigError: If a count is below 1, or sizes do not divide each other.
     """
     counts = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size}
     check_sizes(heads, width, dropout, **counts, patch_size=patch_size, layers=layers)

@@ -1,4 +1,4 @@
-"""Optimizers that bear stale gradients, and rules for groups of the parameters of any optimizer."""
+"""Optimizers that tolerate stale gradients, and rules for parameter groups of any optimizer."""
 
 from adl_dist.optimizers.muon import Muon
 from adl_dist.optimizers.roles import mark_roles, take_role

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from adl_dist.errors import ConfigError
 from adl_dist.optimizers.roles import split_by_role
 
-# By name: the class, and the options in which it differs from torch's own defaults.
+# By name: the class, and options that differ from torch's defaults.
 REST: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.0}),
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -21,8 +21,8 @@ REST: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
 class ByRole(Optimizer):
     """Base of optimizers with two groups, matrices and the rest, see :func:`split_by_role`.
 
-    Every stage has both groups, also where one is empty, so that a schedule with a rate for each fits every stage. Each
-    group has a learning rate of its own, and a schedule multiplies both. All state is per parameter.
+    Every stage has both groups, even if one is empty, so that a schedule with a rate for each fits every stage. A
+    schedule multiplies the rates of both. All state is per parameter.
     """
 
     def __init__(
@@ -35,11 +35,10 @@ class ByRole(Optimizer):
         rest_options: Mapping[str, Any] | None = None,
         rest_names: Sequence[str] = (),
     ) -> None:
-        """Take ``params``, with ``of_matrices`` as the options of the first group.
+        """Divide ``params`` into groups; ``of_matrices`` are the options of the first one.
 
         Raises:
-            ConfigError: an option that is not known, a value out of range, groups in place of parameters, or parameters
-                of which it is not known what they are for.
+            ConfigError: If an option is unknown or out of range, or ``params`` are groups or have no role.
         """
         name = type(self).__name__
         if rest not in REST:
@@ -59,38 +58,38 @@ class ByRole(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient; the others, and what is remembered of them, stay as they are."""
+        """Update all parameters that have a gradient; the others and their state do not change."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        rest = [group for group in self.param_groups if "rule" in group]  # several where ``optimizer.rules`` divide it
+        rest = [group for group in self.param_groups if "rule" in group]  # ``optimizer.rules`` may have divided it
         for group in self.param_groups:
             if "rule" not in group and (trained := [p for p in group["params"] if p.grad is not None]):
                 self.step_matrices(trained, group)
-        # A new one for each step, made in microseconds: it holds nothing that a copy or a checkpoint could miss.
+        # Made anew in each step, in microseconds, so that a copy or a checkpoint misses nothing.
         inner = REST[rest[0]["rule"]][0]([{"params": []}])
         inner.param_groups, inner.state = rest, self.state
         inner.step()
         return loss
 
     def check_group(self, group: Mapping[str, Any], where: str) -> None:
-        """Raise ConfigError, which begins with ``where``, if a value in ``group`` is out of range."""
+        """Raise ConfigError, beginning with ``where``, if a value in ``group`` is out of range."""
         if "rule" in group:
             check_values(REST[group["rule"]][0], group, where)
         else:
             self.check_matrices(group, where)
 
     def check_matrices(self, group: Mapping[str, Any], where: str) -> None:
-        """Raise ConfigError if a value in a group of matrices is out of range; all are accepted here."""
+        """Raise ConfigError if a value in a group of matrices is out of range; the base class accepts all."""
 
     def step_matrices(self, params: Sequence[nn.Parameter], group: Mapping[str, Any]) -> None:
-        """Update ``params``, which all have a gradient, by the options of ``group``."""
+        """Update ``params``, which have gradients, by the options of ``group``."""
         raise NotImplementedError
 
 
 def checked_options(kind: Callable[..., Optimizer], options: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return all options of ``kind`` with these; ConfigError, which begins with ``where``, for wrong ones."""
+    """Return all options of ``kind`` with these; raise ConfigError, beginning with ``where``, for wrong ones."""
     try:
         (group,) = kind([{"params": []}], **options).param_groups
     except (TypeError, ValueError, RuntimeError) as error:
@@ -103,6 +102,6 @@ def checked_options(kind: Callable[..., Optimizer], options: Mapping[str, Any], 
 
 
 def check_values(kind: Callable[..., Optimizer], group: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError, which begins with ``where``, if ``kind``, a class of torch, refuses what is in ``group``."""
+    """Raise ConfigError, beginning with ``where``, if torch's ``kind`` refuses a value in ``group``."""
     known = inspect.signature(kind).parameters
     checked_options(kind, {key: value for key, value in group.items() if key in known and key != "params"}, where)

@@ -11,7 +11,7 @@ from adl_dist.optimizers.by_role import ByRole, check_values, checked_options
 
 
 class Muon(ByRole):
-    """Muon (Jordan et al. 2024) by torch's own ``torch.optim.Muon``, for the matrices and convolutions of a model.
+    """Muon (Jordan et al. 2024) by ``torch.optim.Muon``, for the matrices and convolutions of a model.
 
     For each matrix W [out, rest] with gradient G, momentum mu, rate eta and weight decay lambda:
 
@@ -19,10 +19,10 @@ class Muon(ByRole):
         O <- NewtonSchulz((1 - mu) G + mu B)       nearly the U V^T of its singular value decomposition U S V^T
         W <- (1 - eta lambda) W - eta sqrt(max(1, out / rest)) O
 
-    The weights of a convolution are seen as [out, rest]. Embeddings, the head, norms, biases and all that is no matrix
-    are trained by ``rest``. The direction of a step does not depend on the gradient's length, which is why it bears
-    stale gradients better than SGD and Adam do (Zmushko et al., ICML 2026, arXiv 2606.30634). Newton-Schulz computes in
-    bfloat16, whatever the dtype of the weights.
+    The weights of a convolution are seen as [out, rest]. ``rest`` trains embeddings, the head, norms, biases and other
+    parameters that are not matrices. The direction of a step does not depend on the gradient's length, so Muon
+    tolerates stale gradients better than SGD and Adam (Zmushko et al., ICML 2026, arXiv 2606.30634). Newton-Schulz
+    computes in bfloat16 for any dtype of the weights.
     """
 
     def __init__(  # 12: those of torch's Muon, and four for the rest
@@ -40,24 +40,25 @@ class Muon(ByRole):
         rest_options: Mapping[str, Any] | None = None,
         rest_names: Sequence[str] = (),
     ) -> None:
-        """Take the parameters of a stage.
+        """Divide the parameters of a stage into matrices and the rest.
 
         Args:
-            params: parameters of a model that :func:`~adl_dist.optimizers.mark_roles` has seen, as a Trainer's has.
-            lr: rate of the matrices, eta.
-            weight_decay: lambda, of the matrices; it is multiplied by the rate.
+            params: parameters of a model with marked roles, see :func:`~adl_dist.optimizers.mark_roles`; a Trainer
+                marks its model.
+            lr: eta, the rate of the matrices.
+            weight_decay: lambda of the matrices; it is multiplied by the rate.
             momentum: mu.
-            nesterov: whether the gradient looks ahead, as above; else O is that of B.
+            nesterov: whether to use Nesterov's momentum, as above; otherwise O is NewtonSchulz(B).
             ns_steps: steps of the Newton-Schulz iteration.
-            adjust_lr_fn: the factor of the rate, by shape, of ``torch.optim.Muon``: None (``original``, as above), or
-                ``match_rms_adamw``, with which rates that are good for AdamW are good here.
+            adjust_lr_fn: the rate's factor by shape: ``original`` (default, as above) or ``match_rms_adamw``, for
+                which good rates are those of AdamW.
             rest: optimizer of the rest: ``adamw`` (betas .9 and .95, no weight decay) or ``sgd`` (momentum .9).
-            rest_lr: its rate; None: 0.003 for ``adamw``, 0.1 for ``sgd``.
+            rest_lr: its rate, by default 0.003 for ``adamw`` and 0.1 for ``sgd``.
             rest_options: its other options, by torch's names.
-            rest_names: parameters that belong to the rest, too: names of the uncut model, with ``*`` and ``?``.
+            rest_names: further parameters of the rest: names of the uncut model, with ``*`` and ``?``.
 
         Raises:
-            ConfigError: an option that is not known, a value out of range, or parameters of another model.
+            ConfigError: If an option is unknown or out of range, or the parameters have no role.
         """
         options = {
             **{"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov},

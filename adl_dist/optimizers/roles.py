@@ -1,8 +1,8 @@
-"""What each parameter of a model is for, written down while the model is whole.
+"""Roles of parameters, recorded on the uncut model.
 
-A stage's optimizer sees the parameters of its own part only, and of a parameter its shape, but not whether it is an
-embedding or makes the model's outputs. That is known of the uncut model, so that every cut of it trains alike. It is
-not written on them: an attribute would be saved with a model, and could not be read where this package is missing.
+A stage's optimizer sees only its own parameters and their shapes, not whether one belongs to an embedding or to the
+head. Roles come from the uncut model, so every cut trains in the same way. They are not attributes of the parameters,
+because those would be saved with a model, and could not be read without this package.
 """
 
 import fnmatch
@@ -17,14 +17,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from adl_dist.errors import ConfigError
 
-# Layers whose weights multiply no matrix, also where they have two dimensions.
+# Layers with weights that are no matrices, even with two dimensions.
 TABLES = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm)
 CONVOLUTIONS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
-# What a model registers as a plain parameter and is a table or a bias, like pos_embed, relative_position_bias_table.
-# Whole words: posterior and embedder_w are none.
+# Plain parameters that are tables or biases, like pos_embed or relative_position_bias_table, by whole words of their
+# names: posterior and embedder_w do not match.
 TABLE_NAME = re.compile(
     r"(?:^|_)(?:pos|positions?|positional|(?:pos)?emb(?:ed(?:ding)?)?s?|bias(?:es)?)\d*(?:_|$)", re.IGNORECASE
 )
@@ -32,15 +32,15 @@ TABLE_NAME = re.compile(
 
 @dataclass(frozen=True)
 class Role:
-    """What a parameter is for.
+    """The role of a parameter.
 
     Attributes:
-        kind: ``table``: of an embedding or a norm, or by its name a table or a bias; ``head``: of the layer that makes
-            the model's outputs; ``convolution``: a convolution's; ``other``: any other.
-        names: the uncut model's names for it, several if layers share it.
-        layers: the classes of the layers that have it, and torch's or the user's own that these derive from, by name.
-        ndim: its number of dimensions; None: the weight of a lazy layer, which has none yet.
-        of_model: the roles of all parameters of that model, in its order.
+        kind: ``table`` (of an embedding or a norm, or a table or bias by its name), ``head`` (of the output layer),
+            ``convolution`` or ``other``.
+        names: its names in the uncut model, several if layers share it.
+        layers: names of the classes of its layers and of their bases.
+        ndim: its number of dimensions, or None for the weight of a lazy layer.
+        of_model: the roles of all parameters of the model, in its order.
     """
 
     kind: str
@@ -55,19 +55,17 @@ class Role:
         return frozenset(name for role in self.of_model for name in role.names)
 
 
-# By the parameter itself, which stays the same object for the whole training; an entry ends with its parameter.
+# A parameter stays the same object for the whole training; an entry lives as long as its parameter.
 _ROLES: MutableMapping[nn.Parameter, Role] = WeakIdKeyDictionary()
 
 
 def mark_roles(model: nn.Module, prefix: str = "") -> None:
-    """Remember of each parameter of the uncut ``model`` what it is for; ``prefix`` begins its names.
+    """Record the role of each parameter of the uncut ``model``; ``prefix`` begins their names.
 
-    The model itself stays as it is. A copy of it, or what ``torch.load`` makes of it, has parameters of its own, of
-    which nothing is known.
+    The model does not change. A copy of it has parameters without roles.
 
-    The head is the last layer in the order of ``model.modules()`` that has a matrix of weights, if that is linear or a
-    convolution. A parameter that several layers share is a table if it is one for any of them, else the head's if it
-    is.
+    The head is the last layer in ``model.modules()`` that has a matrix of weights, if it is linear or a convolution. A
+    parameter that several layers share is a table if it is one for any of them, otherwise of the head if it is for any.
     """
     by_kind: dict[str, set[nn.Parameter]] = {"table": set(), "head": set(), "convolution": set()}
     layers: dict[nn.Parameter, set[str]] = {}
@@ -100,11 +98,7 @@ def mark_roles(model: nn.Module, prefix: str = "") -> None:
 
 
 def role_of(parameter: nn.Parameter, asking: str) -> Role:
-    """Return what ``parameter`` is for; ``asking`` is what has to know it, like ``Muon``.
-
-    Raises:
-        ConfigError: that is not known.
-    """
+    """Return the role of ``parameter``; raise ConfigError, naming ``asking``, if it has none."""
     role = _ROLES.get(parameter)
     if role is None:
         raise ConfigError(
@@ -116,25 +110,25 @@ def role_of(parameter: nn.Parameter, asking: str) -> Role:
 
 
 def _class_names(kind: type) -> list[str]:
-    """Return the names of ``kind`` and of what it derives from, without what all layers derive from."""
+    """Return the names of ``kind`` and its bases, except those of all layers."""
     return [one.__name__ for one in kind.__mro__ if issubclass(one, nn.Module) and one is not nn.Module]
 
 
 def keep_role(parameter: nn.Parameter, old: nn.Parameter) -> None:
-    """Give ``parameter`` the role of ``old``, in whose place it is."""
+    """Give ``parameter`` the role of ``old``, which it replaces."""
     if old in _ROLES:
         _ROLES[parameter] = _ROLES[old]
 
 
 def take_role(parameter: nn.Parameter, other: nn.Parameter) -> None:
-    """Remember of ``parameter``, a copy of ``other``, what is known of that, the user's own attributes among it."""
+    """Give ``parameter``, a copy of ``other``, its role and the user's attributes."""
     parameter.__dict__.update(other.__dict__)  # deepcopy leaves them out, and an optimizer may read them
     if (role := _ROLES.get(other)) is not None:
         _ROLES[parameter] = role
 
 
 def _parameters_of(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of ``layer`` itself, and what its weights are made from by torch's parametrizations."""
+    """Yield the parameters of ``layer`` itself, and the originals of parametrized ones."""
     if isinstance(layer, ParametrizationList):
         return
     yield from layer.named_parameters(recurse=False)
@@ -144,7 +138,7 @@ def _parameters_of(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _class_of(layer: nn.Module) -> type:
-    """Return the class of ``layer``, of a TorchScript one that of the layer it was made from, if that is torch's."""
+    """Return the class of ``layer``; of a TorchScript layer, torch's original class."""
     is_script = isinstance(layer, torch.jit.ScriptModule)
     return getattr(nn, str(layer.original_name), nn.Module) if is_script else type(layer)
 
@@ -154,13 +148,16 @@ def split_by_role(
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Return the matrices among ``parameters``, and the rest.
 
-    Matrices are what has two dimensions and the weights of convolutions, seen as (out, rest), if they have at least two
-    rows and two columns and are neither complex, nor a table, nor of the head, nor called by ``rest_names``, which are
-    names of the uncut model with ``*`` and ``?``.
+    Matrices are real parameters of two dimensions, and weights of convolutions seen as (out, rest), with at least two
+    rows and two columns. Tables, the head, and parameters called by ``rest_names`` are the rest.
+
+    Args:
+        parameters: of one stage.
+        optimizer: its name, for errors.
+        rest_names: names of the uncut model, with ``*`` and ``?``.
 
     Raises:
-        ConfigError: it is not known what a parameter is for, or no name is like one of ``rest_names``; the text names
-            the ``optimizer``.
+        ConfigError: If a parameter has no role, or one of ``rest_names`` matches no name.
     """
     matrices, rest, models = list[nn.Parameter](), list[nn.Parameter](), dict[int, Role]()
     patterns = [rest_names] if isinstance(rest_names, str) else rest_names

@@ -1,8 +1,8 @@
-"""Rules for some of the parameters: other options of the optimizer, another learning rate, no training at all.
+"""Rules that give some parameters other options, another learning rate, or freeze them.
 
-A rule names parameters of the uncut model, so that every cut trains them alike. An optimizer of a stage gets the groups
-that the rules make of the whole model, in the same order on every stage and some of them empty, so that a learning rate
-schedule with a value for each group fits every stage.
+A rule names parameters of the uncut model, so every cut trains them in the same way. Each stage's optimizer has the
+groups of the whole model, in the same order and some of them empty, so that a learning rate schedule with a value for
+each group fits every stage.
 """
 
 import difflib
@@ -21,22 +21,22 @@ from adl_dist.optimizers.by_role import ByRole, check_values
 from adl_dist.optimizers.roles import Role, mark_roles, role_of
 
 CRITERIA, EFFECTS = ("names", "layers", "ndim"), ("lr_factor", "frozen")
-OURS = ("params", "lr", "initial_lr", "rule")  # of a group, and not to be set by a rule
-MOST_SHOWN = 3  # names near to one that is not there
+OURS = ("params", "lr", "initial_lr", "rule")  # keys of a group that no rule may set
+MOST_SHOWN = 3  # suggestions for an unknown name
 
 Group = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule: all criteria that it gives must be met, each by one of its values.
+    """One rule; a parameter must meet all given criteria, each by one of its values.
 
     Attributes:
-        where: the rule, as errors name it.
+        where: the rule's name in errors.
         names: names of parameters, with ``*`` and ``?``.
-        layers: classes of layers, likewise, or what they derive from.
+        layers: classes of layers or their bases, with ``*`` and ``?``.
         ndim: numbers of dimensions.
-        effect: what it sets: options of the optimizer's groups, ``lr_factor`` and ``frozen``.
+        effect: the settings: options of the optimizer's groups, ``lr_factor`` and ``frozen``.
     """
 
     where: str
@@ -47,7 +47,7 @@ class Rule:
 
     @classmethod
     def of(cls, given: object, number: int) -> "Rule":
-        """Read rule ``number`` as the user gives it, a mapping; ConfigError if it is none."""
+        """Read rule ``number`` as the user gives it; ConfigError if it is not a valid mapping."""
         where = f"optimizer.rules[{number}]"
         if not isinstance(given, Mapping):
             raise ConfigError(
@@ -79,7 +79,7 @@ class Rule:
         return cls(where, names, layers, ndim, effect)
 
     def matches(self, role: Role) -> bool:
-        """Return whether it is about the parameter of this ``role``."""
+        """Return whether the rule applies to a parameter of this ``role``."""
         return (
             (not self.names or any(fnmatch.filter(role.names, pattern) for pattern in self.names))
             and (not self.layers or any(fnmatch.filter(role.layers, pattern) for pattern in self.layers))
@@ -87,7 +87,7 @@ class Rule:
         )
 
     def check(self, roles: Sequence[Role]) -> None:
-        """Raise ConfigError if a pattern, or the whole rule, is about none of the parameters of a model."""
+        """Raise ConfigError if a pattern, or the whole rule, matches no parameter of a model."""
         names = [name for role in roles for name in role.names]
         layers = sorted({layer for role in roles for layer in role.layers})
         for key, patterns, known in (("names", self.names, names), ("layers", self.layers, layers)):
@@ -107,10 +107,10 @@ class Rule:
 
 
 class RuledOptimizer:
-    """Makes optimizers as another function does, with groups by rules; see :func:`with_rules`."""
+    """A factory of optimizers with groups by rules; see :func:`with_rules`."""
 
     def __init__(self, make: Callable[[Iterable[nn.Parameter]], Optimizer], rules: Iterable[object]) -> None:
-        """Take what makes an optimizer from parameters, and the rules; ConfigError for a rule that is none."""
+        """Wrap ``make``, a factory of optimizers; ConfigError if a rule is invalid."""
         if isinstance(rules, Mapping | str) or not isinstance(rules, Iterable):
             raise ConfigError(f"optimizer.rules: expected a list of rules, got {rules!r}")
         self.make, self.rules = make, [Rule.of(given, number) for number, given in enumerate(rules)]
@@ -122,11 +122,7 @@ class RuledOptimizer:
         return [{key: value for key, value in one.items() if value != []} for one in of_rules]
 
     def prepare(self, model: nn.Module) -> None:
-        """Freeze what the rules say of the uncut ``model``, which is marked.
-
-        Raises:
-            ConfigError: a rule is about none of its parameters.
-        """
+        """Freeze parameters of the uncut ``model``, whose roles are marked; ConfigError if a rule matches none."""
         parameters = [*model.parameters()]
         roles = [role_of(parameter, "optimizer.rules") for parameter in parameters]
         for rule in self.rules:
@@ -136,10 +132,10 @@ class RuledOptimizer:
                 parameter.requires_grad_(False)
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """Make an optimizer of ``parameters``, and divide its groups.
+        """Build an optimizer of ``parameters``, and divide its groups.
 
         Raises:
-            ConfigError: it has no such option, the option no such value, or it is not known what a parameter is.
+            ConfigError: If the optimizer has no such option or value, or a parameter has no role.
         """
         parameters = list(parameters)
         optimizer = self.make(parameters)
@@ -152,14 +148,14 @@ class RuledOptimizer:
         return optimizer
 
     def _effect(self, role: Role) -> dict[str, Any]:
-        """Return what the rules set for a parameter; of two that set the same, the later one counts."""
+        """Return the settings of a parameter; a later rule overrides an earlier one."""
         return {key: value for rule in self.rules if rule.matches(role) for key, value in rule.effect.items()}
 
     def _options(self, role: Role) -> dict[str, Any]:
         return {key: value for key, value in self._effect(role).items() if key != "frozen"}
 
     def _divided(self, optimizer: Optimizer, group: Group, effects: Mapping[str, Mapping[str, Any]]) -> list[Group]:
-        """Return the groups that ``group`` becomes, one for each of ``effects``, as far as it has these options."""
+        """Divide ``group`` into one group for each of ``effects`` whose options it has."""
         members: dict[str, list[nn.Parameter]] = {}
         for parameter in group["params"]:
             role = role_of(parameter, "optimizer.rules")
@@ -181,7 +177,7 @@ class RuledOptimizer:
         return parts
 
     def _check(self, optimizer: Optimizer, group: Group, part: Group, effect: Mapping[str, Any]) -> None:
-        """Raise ConfigError if a value of ``effect`` is none for the optimizer."""
+        """Raise ConfigError if the optimizer does not accept a value in ``effect``."""
         for key, value in effect.items():
             where = next(rule.where for rule in reversed(self.rules) if rule.effect.get(key) == value)
             if key != "lr_factor" and not _is_like(part[key], group[key]):
@@ -206,28 +202,28 @@ class RuledOptimizer:
 def with_rules(
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer], rules: Iterable[Mapping[str, Any]]
 ) -> RuledOptimizer:
-    """Return what makes optimizers as ``optimizer`` does, in which ``rules`` set options for parameters that they name.
+    """Return a factory of optimizers in which ``rules`` set options of some parameters.
 
     Args:
-        optimizer: makes an optimizer from parameters.
-        rules: each with one or more of ``names``, ``layers`` and ``ndim``, and with what it sets: options of the
+        optimizer: a factory from parameters to an optimizer.
+        rules: each with one or more of ``names``, ``layers`` and ``ndim``, and with settings: options of the
             optimizer's groups by their own names, ``lr_factor``, which multiplies the learning rate, or ``frozen``.
 
     Raises:
-        ConfigError: a rule that is none.
+        ConfigError: If a rule is invalid.
     """
     return RuledOptimizer(optimizer, rules)
 
 
 def prepare(model: nn.Module, optimizer: object) -> None:
-    """Mark the uncut ``model``, see :func:`mark_roles`, and freeze what the rules of ``optimizer`` freeze, if any."""
+    """Mark the roles of the uncut ``model``, and freeze parameters by the rules of ``optimizer``, if it has any."""
     mark_roles(model)
     if isinstance(optimizer, RuledOptimizer):
         optimizer.prepare(model)
 
 
 def _part(group: Group, effect: Mapping[str, Any], members: list[nn.Parameter]) -> Group:
-    """Return a group like ``group`` with ``members`` and what ``effect`` sets; nothing in it is shared."""
+    """Return a copy of ``group`` with ``members`` and the settings of ``effect``."""
     part = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
     for key, value in effect.items():
         is_tuple = isinstance(group.get(key), tuple) and isinstance(value, list)
@@ -249,7 +245,7 @@ def _is_number(value: object) -> bool:
 
 
 def _is_like(value: Any, usual: Any) -> bool:
-    """Return whether ``value`` may stand in the place of ``usual``, as far as their types say."""
+    """Return whether the type of ``value`` allows it in place of ``usual``."""
     if isinstance(usual, tuple | list):
         return isinstance(value, tuple | list) and len(value) == len(usual) and all(map(_is_like, value, usual))
     if _is_number(usual):
@@ -258,7 +254,7 @@ def _is_like(value: Any, usual: Any) -> bool:
 
 
 def _near(pattern: str, known: Sequence[str]) -> list[str]:
-    """Return the names most like ``pattern``: those that hold its longest plain part, else those spelt like it."""
+    """Return the names most like ``pattern``: with its longest plain part, otherwise with a similar spelling."""
     plain = max(pattern.replace("?", "*").split("*"), key=len)
     holding = [name for name in known if plain and plain.lower() in name.lower()]
     return (holding or difflib.get_close_matches(plain, known, n=MOST_SHOWN, cutoff=0.3) or [*known])[:MOST_SHOWN]

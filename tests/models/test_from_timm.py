@@ -21,7 +21,6 @@ def test_a_network_that_cannot_be_taken_is_refused():
     for name, options, why in [
         ("resnet9999", {}, "not one of timm's .* networks; did you mean resnet"),
         ("resnet10t", {"foo": 1}, r"refuses .*model.foo=1: TypeError.*'foo'"),
-        ("resnet10t", {"pretrained": True}, "use model.download=true .* or model.checkpoint_path=FILE"),
         ("resnet10t", {"num_classes": 0}, "num_classes must be at least 1"),
     ]:
         with pytest.raises(ConfigError, match=why) as refused:

@@ -153,8 +153,7 @@ DEPTHS = {21: "20 and 26", 19: "14 and 20", 55: "50 and 56", 2: "8", 7: "8", -3:
 TORCHVISIONS = [
     ("resnet51", {}, "model.name=resnet51 is not one of torchvision's .* did you mean resnet50 or"),
     (5, {}, "model.name=5 is not one of torchvision's .* see torchvision.models.list_models"),
-    ("fcn_resnet50", {}, "model.name=fcn_resnet50 is one of torchvision.models.segmentation; only classification"),
-    ("quantized_resnet18", {}, "is one of torchvision.models.quantization; only classification"),
+    ("fcn_resnet50", {}, "model.name=fcn_resnet50 is not one of torchvision's .* classification builders"),
     ("resnet18", {"num_classes": 0}, "model.num_classes must be at least 1, got 0"),
     ("resnet18", {"width_per_grup": 1}, "no key 'model.width_per_grup'; did you mean 'model.width_per_group'"),
     # ConvNeXt and MobileNetV3 would swallow what they do not know.
