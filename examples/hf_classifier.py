@@ -1,6 +1,6 @@
 """A classifier of the transformers library, from a configuration: nothing is downloaded.
 
-    pip install "adl_dist[hf]"
+    pip install transformers
     python examples/hf_classifier.py
 
 With a folder that has weights, `hf_model(FOLDER, "sequence-classification")` begins with them (docs/huggingface.md).

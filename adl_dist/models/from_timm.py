@@ -26,7 +26,7 @@ def timm_model(name: str, num_classes: int = 1000, *, download: bool = False, **
     try:
         import timm  # late: it takes a second
     except ImportError as error:
-        raise ConfigError(f"model=timm needs the package timm ({error}): pip install adl_dist[hf]") from None
+        raise ConfigError(f"model=timm needs the package timm ({error}): pip install timm") from None
     if not timm.is_model(name):
         known = timm.list_models()
         close = difflib.get_close_matches(str(name).lower().partition(".")[0], known)

@@ -169,7 +169,7 @@ def _library() -> Any:
     try:
         import transformers  # late: it takes seconds
     except ImportError as error:
-        raise ConfigError(f"model=hf needs the package transformers ({error}): pip install adl_dist[hf]") from None
+        raise ConfigError(f"model=hf needs the package transformers ({error}): pip install transformers") from None
     return transformers
 
 

@@ -30,5 +30,5 @@ def test_a_network_that_cannot_be_taken_is_refused():
 
 def test_without_timm_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "timm", None)
-    with pytest.raises(ConfigError, match=r"needs the package timm .*pip install adl_dist\[hf\]"):
+    with pytest.raises(ConfigError, match=r"needs the package timm .*pip install timm"):
         timm_model("resnet10t")

@@ -130,5 +130,5 @@ def test_a_configuration_that_cannot_be_taken_is_refused(tmp_path, folder):
 
 def test_without_transformers_one_line_says_what_to_install(monkeypatch, folder):
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
-    with pytest.raises(ConfigError, match=r"needs the package transformers .*pip install adl_dist\[hf\]"):
+    with pytest.raises(ConfigError, match=r"needs the package transformers .*pip install transformers"):
         hf_model(str(folder), "causal-lm")
