@@ -67,7 +67,7 @@ class ByRole(Optimizer):
         for group in self.param_groups:
             if "rule" not in group and (trained := [p for p in group["params"] if p.grad is not None]):
                 self.step_matrices(trained, group)
-        # Made anew in each step, in microseconds, so that a copy or a checkpoint misses nothing.
+        # Built in each step, in microseconds, so that a copy or a checkpoint misses nothing.
         inner = REST[rest[0]["rule"]][0]([{"params": []}])
         inner.param_groups, inner.state = rest, self.state
         inner.step()
