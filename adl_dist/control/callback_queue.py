@@ -1,4 +1,4 @@
-"""Calls of the user's callbacks and loggers, kept apart from the threads and random streams of training."""
+"""Calls of callbacks and loggers, apart from training's random streams."""
 
 import threading
 from collections import deque
@@ -10,7 +10,7 @@ from adl_dist.streams import streams_kept
 
 
 class CallbackQueue:
-    """Calls of the user's code. While stages train, the training thread makes them, between two actions.
+    """Calls of the user's code; during training between two actions.
 
     A forward seeds torch's global random stream and then draws from it. A call in a different thread could draw in
     between and change a dropout mask.
@@ -28,7 +28,7 @@ class CallbackQueue:
         return bool(self._waiting)
 
     def put(self, call: Callable[[], object]) -> None:
-        """Make ``call`` now or, while stages train, at the next :meth:`run_waiting`."""
+        """Make ``call`` now or, during training, in :meth:`run_waiting`."""
         if self._has_failed:
             return
         self._waiting.append(call)
@@ -36,7 +36,7 @@ class CallbackQueue:
             self.run_waiting()
 
     def run_waiting(self) -> None:
-        """Make the waiting calls in order, and restore the CPU's global random streams.
+        """Make the waiting calls in order, and restore the random streams.
 
         If a different thread is making calls, as when a process fails while rank 0 trains, it makes them all.
 
@@ -58,7 +58,7 @@ class CallbackQueue:
 
     @contextmanager
     def while_training(self) -> Iterator[None]:
-        """Let calls wait inside; make the remaining ones at the end, also after an error of training."""
+        """Let calls wait inside, and make the remaining ones at the end."""
         self._is_training = True
         try:
             yield

@@ -1,4 +1,4 @@
-"""The coordinator: decides the next command of all stages. It sees them as a group and does not know where they are."""
+"""The coordinator: decides the next command of all stages."""
 
 import logging
 import math
@@ -57,7 +57,7 @@ class CheckpointContext:
 
 
 class Coordinator:
-    """Trains epoch by epoch: segment, evaluation, checkpoint. In between it carries out requests from outside."""
+    """Trains epoch by epoch, and carries out requests in between."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Coordinator:
         self._totals.take(record)
 
     def part(self, part: PartReport) -> None:
-        """Pass the report of a process on its part of a save to the save, in any thread."""
+        """Pass a report on a part of a save to the save, in any thread."""
         if self._saving is not None:
             self._saving.saver.take_part(part)
 
@@ -162,7 +162,7 @@ class Coordinator:
         return summary
 
     def _end_epoch(self) -> None:
-        """Evaluate at the end of an epoch or of the run, once, and call the callbacks."""
+        """Evaluate once at the end of an epoch or run, and call callbacks."""
         if self._evaluated_at != self._update and (self._is_over or self._sample == 0):
             self._evaluate()
             self._evaluated_at = self._update
@@ -188,7 +188,7 @@ class Coordinator:
         return self._plan.ends_at(self._sample) and (self._sample > 0 or (every > 0 and self._epoch % every == 0))
 
     def _carry_out_requests(self) -> dict[str, Any] | None:
-        """Save if a request wants it, while the pipeline is empty; return the place of a stop, if one is requested."""
+        """Save if requested; return the place of a stop, if requested."""
         if not (asked := self._requests.take()):
             return None
         why = [request.why for request in asked if request.what is RequestKind.STOP]

@@ -1,4 +1,4 @@
-"""The stages as the coordinator sees them: a group that carries out one command after another, wherever they are."""
+"""All stages as one group that carries out commands."""
 
 import contextlib
 import logging
@@ -23,16 +23,16 @@ CAUSE_SECONDS = 1.0  # how long a failure that follows from another one waits fo
 
 
 class WorkerGroup:
-    """All stages. It remembers the last command, for status queries and the watchdog."""
+    """All stages, with the last command for status and watchdog."""
 
     def __init__(self, carry_out: Callable[[Command], list[Result]]) -> None:
-        """Create a group whose stages carry out a command by ``carry_out``, which returns their results."""
+        """Create a group that carries out a command by ``carry_out``."""
         self._carry_out = carry_out
         self.thread = threading.get_ident()  # the coordinator's
         self._now = ("", False, time.monotonic())
 
     def call(self, command: Command, result: type[R]) -> list[R]:
-        """Carry out ``command`` on every stage; return the results, of type ``result``, in the order of stages.
+        """Carry out ``command`` on all stages; return results in their order.
 
         Raises:
             StageFailed: If another process failed.
@@ -54,7 +54,7 @@ class WorkerGroup:
 
 
 class RpcWorkerGroup(WorkerGroup):
-    """A process for each stage, or for some of them; used by the coordinator's thread on rank 0."""
+    """Stages in several processes, called by the coordinator on rank 0."""
 
     def __init__(self, plane: ControlPlane, record: Callable[[Record], None]) -> None:
         """Create a group that passes the records of all processes to ``record``."""
@@ -63,7 +63,7 @@ class RpcWorkerGroup(WorkerGroup):
         self.held_up_by: Callable[[], str | None] = lambda: None  # names the process that others wait for, if any
 
     def end(self, command: Finish | Abort, *, seconds: float | None = None) -> None:
-        """Tell all processes that the job is over; return when each has acknowledged, is late or is gone."""
+        """Tell all processes that the job is over, and wait for each."""
         for call in self._send(command, seconds=seconds):
             if (error := call.answer_or_error()) is not None:
                 logger.info("a process has not heard the end of the job: %s", error)
@@ -91,7 +91,7 @@ class RpcWorkerGroup(WorkerGroup):
         return report
 
     def _cause(self, failure: Failure) -> Failure:
-        """Return the failure that the others, which arrive together with it, follow from."""
+        """Return the failure that other failures follow from."""
         deadline = time.monotonic() + CAUSE_SECONDS
         failures = [failure]
         while failures[-1].is_victim and (left := deadline - time.monotonic()) > 0:

@@ -1,4 +1,4 @@
-"""One job: the coordinator and the stages in one thread, or the coordinator in a second thread of rank 0, over RPC.
+"""One job: the coordinator and the stages.
 
 Meanwhile the watchdog supervises it on rank 0, where the run's socket answers, and a heartbeat monitor elsewhere.
 """
@@ -34,16 +34,16 @@ ASK_SECONDS = 5.0  # limit for a process that is not busy to take a request
 
 
 class Job:
-    """One job in one of its processes, which have connected; on rank 0 it takes ``requests``."""
+    """One job in one of its processes; on rank 0 it takes ``requests``."""
 
     def __init__(self, world: World, timeouts: WatchdogTimeouts, run_dir: Path | None = None) -> None:
-        """Create a job in each process, after :meth:`World.fresh_store`. The run's socket will be in ``run_dir``."""
+        """Create a job in each process, after :meth:`World.fresh_store`."""
         endpoint = open_endpoint(world.num_jobs) if world.is_distributed else JobEndpoint()
         self._world, self._plane = world, ControlPlane(world, endpoint)
         self._timeouts, self._run_dir, self.requests = timeouts, run_dir, endpoint.requests
 
     def ask(self, what: RequestKind, why: str) -> bool:
-        """Put a request to the job, on any rank and in any thread; return whether all processes are alive.
+        """Put a request to the job; return whether all processes are alive.
 
         A process that times out counts as alive, since it may be busy. Rank 0 checks all ranks; the others can only
         check rank 0, because they have no connection to each other.
@@ -128,7 +128,7 @@ class Job:
         heartbeat = self._plane.endpoint.heartbeat
 
         def report_gone(rank: int, text: str) -> None:
-            """Report that ``rank`` is gone to the coordinator, and to a save that waits for it."""
+            """Report that ``rank`` is gone to the coordinator and a save."""
             failure = Failure(rank=rank, text=text, traceback=text, is_gone=True)
             self._plane.endpoint.take(Report(rank=rank, failure=failure))
             coordinator.part(PartReport(rank=rank, failure=text, is_gone=True))
@@ -162,7 +162,7 @@ class Job:
         heartbeat.deactivate()  # not after an error: others may still ask for the place of the failure
 
     def _run_on_other_rank(self, worker: LocalWorker) -> Summary:
-        """Serve; meanwhile answer rank 0's watchdog, and end this process if it stops asking."""
+        """Serve; end this process if rank 0's watchdog stops asking."""
         heartbeat = self._plane.endpoint.heartbeat
         heartbeat.activate(worker.activity)
         monitor = HeartbeatMonitor(heartbeat, self._world.rank, self._timeouts, self._end_without_rank_0)
@@ -176,7 +176,7 @@ class Job:
         return result
 
     def _end_without_rank_0(self, why: str) -> None:
-        """End the job over NCCL, now that rank 0 is dead: a wait on the GPU would not notice; gloo's waits do."""
+        """End the job over NCCL, whose waits do not notice a dead rank 0."""
         stop = self._plane.endpoint.stop
         if self._world.backend != "nccl" or stop.failure is not None:  # rank 0 has reported the cause before
             return

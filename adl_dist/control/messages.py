@@ -1,4 +1,4 @@
-"""The messages between the coordinator and the stages, which travel over RPC as they are."""
+"""The messages between the coordinator and the stages, over RPC."""
 
 import traceback
 from collections.abc import Mapping
@@ -16,14 +16,14 @@ Summary = dict[str, Any]  # the content of summary.json
 
 @dataclass(frozen=True)
 class Train:
-    """The command to train on ``segment``; each stage returns a :class:`TrainResult`."""
+    """The command to train; each stage returns a :class:`TrainResult`."""
 
     segment: Segment
 
 
 @dataclass(frozen=True)
 class Evaluate:
-    """The command to evaluate the first ``num_samples``; each stage returns an :class:`EvaluateResult`."""
+    """The command to evaluate; each stage returns :class:`EvaluateResult`."""
 
     num_samples: int
     micro_batch_size: int
@@ -31,7 +31,7 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class Load:
-    """The command to read the checkpoint at ``path``, made after ``update`` updates."""
+    """The command to read a checkpoint made after ``update`` updates."""
 
     path: str
     update: int
@@ -39,7 +39,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Save:
-    """The command to write this process's part of a checkpoint; see :class:`~adl_dist.checkpoint.async_save.Saver`."""
+    """The command to write this process's part of a checkpoint."""
 
     path: str
     token: str
@@ -48,7 +48,7 @@ class Save:
 
 @dataclass(frozen=True)
 class Trace:
-    """The command to write this process's part of the trace; ``origin``: its time 0, on the clock of time.time."""
+    """The command to write a part of the trace; ``origin`` is its time 0."""
 
     run_dir: str
     origin: float
@@ -56,7 +56,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Stop:
-    """The decision that the running segment ends after ``after_update`` updates of the run, on all stages."""
+    """The decision that the segment ends after ``after_update`` updates."""
 
     after_update: int
 
@@ -113,7 +113,7 @@ def command_name(command: Command) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateResult:
-    """The figures of one stage over the validation set; all but ``stage`` on the last stage only."""
+    """The figures of the validation set, from the last stage."""
 
     stage: int
     num_samples: int = 0
@@ -151,4 +151,4 @@ class Reporter(Protocol):
         """Take one record."""
 
     def part(self, part: PartReport) -> None:
-        """Take the report on a part of a save; called by any thread, and never raises."""
+        """Take the report on a part of a save, in any thread; never raise."""

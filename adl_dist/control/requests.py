@@ -1,4 +1,4 @@
-"""Requests to a running job from outside, by a signal or over its socket. Held on rank 0. No torch."""
+"""Requests to a running job, by a signal or its socket. No torch."""
 
 import enum
 import threading
@@ -9,7 +9,7 @@ from adl_dist.errors import AdlError
 
 
 class RequestKind(enum.Enum):
-    """All empty the pipeline and save; ``STOP`` then ends the run, ``END`` ends it as complete."""
+    """All save; ``STOP`` then ends the run, ``END`` ends it as complete."""
 
     CHECKPOINT = "checkpoint"
     STOP = "stop"
@@ -29,7 +29,7 @@ class Request:
     done: "Future[str]" = field(default_factory=Future)  # the saved checkpoint's path, or NotDoneError
 
     def answer(self, text: str, *, failed: bool = False) -> None:
-        """Answer it; with ``failed`` it was not carried out, and ``text`` says why."""
+        """Answer with ``text``, which is the reason if it has ``failed``."""
         if failed:
             self.done.set_exception(NotDoneError(text))
         else:
@@ -37,7 +37,7 @@ class Request:
 
 
 class RequestQueue:
-    """The open requests of one job: put by any thread, taken by the coordinator while the pipeline is empty."""
+    """The open requests of one job, taken while the pipeline is empty."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""The control plane: one endpoint per job in each process. The only file that calls torch.distributed.rpc.
+"""The control plane: one endpoint per job in each process, over RPC.
 
 RPC puts commands and reports into queues; the main thread of each process takes its commands from there and is the only
 one that issues data-plane communication. RPC's own threads answer whatever cannot wait for a main thread: the
@@ -27,7 +27,7 @@ Message = Command | Finish | Abort | Stop | Report | PartReport
 
 
 class JobEndpoint:
-    """The methods that the processes of one job may call in one of them. They run in threads of RPC, never blocking."""
+    """The methods that other processes may call; they never block."""
 
     def __init__(self) -> None:
         self.commands: queue.SimpleQueue[Command | Finish | Abort] = queue.SimpleQueue()
@@ -56,7 +56,7 @@ class JobEndpoint:
                 self.commands.put(message)
 
     def status(self, asker: ProcessStatus, *, closely: bool) -> ProcessStatus:
-        """Return the status of this process to the watchdog on rank 0, the ``asker``."""
+        """Return the status of this process to rank 0, the ``asker``."""
         return self.heartbeat.answer(asker, closely=closely)
 
     def abort(self, why: str) -> None:
@@ -79,7 +79,7 @@ _lock = threading.Lock()
 
 
 def open_endpoint(job: int) -> JobEndpoint:
-    """Return the endpoint of job number ``job`` in this process, and drop the endpoints of earlier jobs."""
+    """Return this process's endpoint of a job, and drop earlier ones."""
     with _lock:
         if job not in _endpoints:
             for earlier in [number for number in _endpoints if number < job]:
@@ -94,7 +94,7 @@ def _deliver(job: int, method: Callable[..., T], arguments: tuple[object, ...], 
 
 
 class ControlPlane:
-    """The endpoints of a world's present job, as one of its processes calls them."""
+    """The endpoints of a world's present job, called by one process."""
 
     def __init__(self, world: World, endpoint: JobEndpoint) -> None:
         self.world, self.endpoint = world, endpoint
@@ -104,7 +104,7 @@ class ControlPlane:
     def call(
         self, rank: int, method: Callable[..., T], *arguments: object, seconds: float | None = None, **options: object
     ) -> Call[T]:
-        """Call ``method`` of the endpoint of process ``rank``; the default limit is the limit of one message."""
+        """Call ``method`` of an endpoint; the default limit is a message's."""
 
         def start(limit: float) -> torch.futures.Future[T]:
             future: torch.futures.Future[T] = torch.futures.Future()
@@ -122,14 +122,14 @@ class ControlPlane:
         return self.call(rank, JobEndpoint.take, message, seconds=seconds)
 
     def announce(self, stop: Stop) -> None:
-        """Send the decision to all other processes and wait; raise PeerError if one is late or gone."""
+        """Send the decision to all others; PeerError if one is late or gone."""
         for call in [self.send(rank, stop) for rank in self.others]:
             call.wait()
 
     def statuses(
         self, limits: Mapping[int, float], asker: ProcessStatus, *, closely: bool
     ) -> dict[int, ProcessStatus | PeerError]:
-        """Return the status of each process in ``limits``, which gives the seconds for its answer."""
+        """Return the status of processes; ``limits`` are seconds for answers."""
         calls = {
             rank: self.call(rank, JobEndpoint.status, asker, closely=closely, seconds=seconds)
             for rank, seconds in limits.items()
@@ -137,7 +137,7 @@ class ControlPlane:
         return {rank: call.answer_or_error() for rank, call in calls.items()}
 
     def abort(self, why: str) -> Callable[[], None]:
-        """Tell all other processes to exit; return a function that waits until each has acknowledged or timed out."""
+        """Tell all others to exit; return a function that waits for them."""
         calls = [self.call(rank, JobEndpoint.abort, why, seconds=ANSWER_SECONDS) for rank in self.others]
 
         def wait() -> None:

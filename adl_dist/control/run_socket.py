@@ -1,4 +1,4 @@
-"""Live control of a run from outside of it: a Unix socket in the run folder, for its owner only. No torch.
+"""Live control of a run: a Unix socket in its folder. No torch.
 
 One line of JSON is one request, ``{"ask": "status" | "checkpoint" | "stop"}``; one line is its answer, which holds
 ``error`` if there is none. Each client has a thread of its own and may keep silent; none can hold up training.
@@ -34,7 +34,7 @@ LONGEST_ADDRESS = 107 if sys.platform == "linux" else 103  # bytes of a Unix soc
 
 
 class LiveControl:
-    """The socket of a run, held on rank 0. It answers with ``status``, and puts other requests into ``requests``."""
+    """The socket of a run, held on rank 0."""
 
     def __init__(self, run_dir: Path, status: Callable[[], Mapping[str, Any]], requests: RequestQueue) -> None:
         """Prepare a socket in ``run_dir``."""
@@ -45,7 +45,7 @@ class LiveControl:
         self._server: _Server | None = None
 
     def start(self) -> None:
-        """Listen, unless the folder is not writable or another run listens there; training continues in any case."""
+        """Listen, unless that is impossible; training continues in any case."""
         try:
             self._folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
             # An existing socket may be from a killed run, or from a run that trains here now.
@@ -96,7 +96,7 @@ class LiveControl:
 
 
 class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
-    """A socket that lets only the owner in, from the beginning, with a thread for each client."""
+    """A socket only for the owner, with a thread for each client."""
 
     daemon_threads, block_on_close = True, False
 
@@ -149,7 +149,7 @@ def remove_stale(run_dir: Path) -> None:
 
 @contextlib.contextmanager
 def short_address(path: Path) -> Iterator[str]:
-    """Yield an address of the socket ``path`` that is short enough for the kernel.
+    """Yield an address of the socket that is short enough for the kernel.
 
     Raises:
         OSError: If the folder is missing, or the path is long and this system has no /proc.
@@ -165,7 +165,7 @@ def short_address(path: Path) -> Iterator[str]:
 
 
 def ask_run(run_dir: Path, ask: str) -> dict[str, Any]:
-    """Send a request to the run in ``run_dir`` on this machine and return its answer.
+    """Send a request to a run on this machine and return its answer.
 
     Args:
         run_dir: the run folder.

@@ -1,4 +1,4 @@
-"""The main loop of each of several processes: carry out the coordinator's commands and report to it."""
+"""The main loop of each process: carries out commands and reports."""
 
 import contextlib
 import logging
@@ -21,7 +21,7 @@ HEARD_SECONDS = 4 * CAUSE_SECONDS  # limit for rank 0 to find the cause and repo
 
 
 class RpcReporter:
-    """Sends this process's records, results and errors to the coordinator; training never waits for it."""
+    """Sends records, results and errors; training never waits for it."""
 
     def __init__(self, plane: ControlPlane) -> None:
         self._plane = plane
@@ -37,12 +37,12 @@ class RpcReporter:
             self._under_way.append(self._send())
 
     def part(self, part: PartReport) -> None:
-        """Report the end of this process's part of a save, in the thread that writes it."""
+        """Report the end of this process's part of a save."""
         if (error := self._plane.send(COORDINATOR_RANK, part).answer_or_error()) is not None:
             logger.warning("could not report the end of this process's part of a save: %s", error)
 
     def results(self, results: list[Result]) -> None:
-        """Send ``results`` and the remaining records; return when all have arrived, or the job is over.
+        """Send ``results`` and remaining records, and wait for their arrival.
 
         Raises:
             ChannelError: If neither happens.
@@ -59,7 +59,7 @@ class RpcReporter:
                 raise
 
     def failure(self, error: BaseException) -> bool:
-        """Report ``error`` before the peers fail for lack of this stage; return whether rank 0 has acknowledged."""
+        """Report ``error`` at once; return whether rank 0 has acknowledged."""
         lost = self._send(failure=Failure.of(error, self._plane.world.rank)).answer_or_error()
         if lost is not None:
             logger.warning("could not report the failure to the coordinator: %s", lost)
@@ -72,7 +72,7 @@ class RpcReporter:
 
 
 def serve(worker: LocalWorker, plane: ControlPlane) -> Summary:
-    """Carry out commands in this (main) thread until the job is over; return the coordinator's summary.
+    """Carry out commands until the job is over; return the summary.
 
     Raises:
         StageFailed: If the coordinator ended the job because of another process.
@@ -104,7 +104,7 @@ def serve(worker: LocalWorker, plane: ControlPlane) -> Summary:
 
 
 def _find_cause(error: ChannelError, is_reported: bool, plane: ControlPlane) -> AdlError:
-    """Return the error that ``error`` follows from: the failure that rank 0 reports, or that rank 0 is gone."""
+    """Return the cause of ``error``: rank 0's report, or rank 0's death."""
     heartbeat = plane.endpoint.heartbeat
     deadline = time.monotonic() + HEARD_SECONDS + (LAST_SAVE_SECONDS if is_reported else 0.0)
     is_last = False

@@ -1,4 +1,4 @@
-"""The early end of a running segment: one decision, "after update u", applied by each process between two actions.
+"""The early end of a segment: one decision, applied by each process.
 
 It may also be the end of the job, because a process failed: over NCCL nothing else would end a wait on the GPU.
 
@@ -26,7 +26,7 @@ class EarlyStop:
         self._has_news = False  # whether the main thread has not seen the last message
 
     def take(self, news: Stop | Abort) -> None:
-        """Take a message of rank 0, in any thread. The main thread acts on it between two actions."""
+        """Take a message of rank 0, in any thread."""
         if isinstance(news, Abort):
             self.failure = news.failure
         else:
@@ -42,7 +42,7 @@ class EarlyStop:
         *,
         posted_ahead: int,
     ) -> Iterator[tuple[int, Action]]:
-        """Yield ``order``, and shorten the lists that it is drawn from as soon as there is a decision.
+        """Yield ``order``, and shorten its lists once there is a decision.
 
         Args:
             order: the actions of this process, drawn from ``contexts[k].work.actions``.
@@ -56,7 +56,7 @@ class EarlyStop:
         """
 
         def apply() -> bool:
-            """Shorten the lists if there is a decision for this segment, not for an earlier one."""
+            """Shorten the lists if there is a decision for this segment."""
             if self._stop is None or self._stop.after_update <= segment.first_update:
                 return False
             groups = segment.group_sizes[: self._stop.after_update - segment.first_update]

@@ -1,4 +1,4 @@
-"""The records of each update of this process's stages: loss, gradient norm, staleness."""
+"""The records of each update: loss, gradient norm, staleness."""
 
 import time
 from collections import deque
@@ -16,7 +16,7 @@ from adl_dist.stage.stats import value_of
 
 
 class UpdateReports:
-    """Reports each update of one segment, on a GPU some updates later, so as not to wait for the device."""
+    """Reports each update of one segment, on a GPU some updates later."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class UpdateReports:
         self._unchecked, self._fresh = {*contexts} if fresh else set(), fresh
 
     def add(self, k: int, group: int) -> None:
-        """Take the figures of stage ``k``'s update with ``group``, and start counting for the next one."""
+        """Take the figures of stage ``k``'s update with ``group``."""
         if self._meter is not None:
             self._meter.count_update()
         stage, stats = self._contexts[k].stage, self._contexts[k].stage.tally
@@ -75,7 +75,7 @@ class UpdateReports:
 
 
 def _records(stats: StepStats, seconds: float, begin: torch.cuda.Event | None, stage: Stage) -> Iterator[Record]:
-    """Yield the records of an update made ``seconds`` after the begin, which a GPU recorded as an event."""
+    """Yield the records of an update made ``seconds`` after the begin."""
     offsets, is_last = stats.staleness, stage.is_last
     mean = {"name": "stage/staleness", "value": sum(offsets) / len(offsets), "unit": "updates"}
     yield {**mean, "max": max(offsets), "by_offset": offsets}

@@ -1,4 +1,4 @@
-"""Carries out the coordinator's commands on the stages that live in this process."""
+"""Carries out the coordinator's commands on this process's stages."""
 
 import contextlib
 import time
@@ -199,7 +199,7 @@ class LocalWorker:
     def _batches(
         self, feed: BatchSource, segment: Segment, *, training: bool
     ) -> Generator[tuple[Tensor, ...], None, None]:
-        """Return the source of stage 0's micro-batches, with counts if the loss counts its terms."""
+        """Return stage 0's micro-batches, with counts if the loss has terms."""
         batches = feed.batches(segment.epoch, segment.sizes, first_sample=segment.first_sample)
         if self.terms is not None:
             group_sizes = segment.group_sizes if training else None
@@ -214,7 +214,7 @@ class LocalWorker:
         feed: BatchSource | None,
         reports: UpdateReports | None = None,
     ) -> None:
-        """Carry out ``work`` and report each update; without ``reports`` this is evaluation."""
+        """Carry out ``work``; without ``reports`` this is evaluation."""
         training, batches = reports is not None, None
         if feed is not None:
             batches = self.contexts[0].batches = self._batches(feed, segment, training=training)
@@ -244,7 +244,7 @@ class LocalWorker:
     def _order(
         self, work: Mapping[int, StageWork], segment: Segment, *, training: bool
     ) -> Iterable[tuple[int, Action]]:
-        """Return the actions of this process's stages, which callbacks may interrupt and a stop shorten."""
+        """Return the actions of this process; a stop may shorten them."""
         lists = {k: work[k].actions for k in sorted(work)}
         order: Iterable[tuple[int, Action]]
         if len(work) == self.pipeline.num_stages:
@@ -265,7 +265,7 @@ class LocalWorker:
     def _with_callbacks(
         self, order: Iterable[tuple[int, Action]], queue: CallbackQueue
     ) -> Iterator[tuple[int, Action]]:
-        """Yield ``order``, and make the waiting calls of the user's code before the next action."""
+        """Yield ``order``, and make waiting calls before the next action."""
         for action in order:
             if queue.is_waiting:
                 self.activity.enter(USER_CODE)
@@ -299,7 +299,7 @@ def _flatten(batches: Generator[tuple[Batch, ...], None, None]) -> Generator[tup
 
 @contextlib.contextmanager
 def _restored_streams(stages: Sequence[Stage], device: torch.device) -> Iterator[None]:
-    """Restore the caller's random streams at the end; stages seed in place the streams that they draw from.
+    """Restore the caller's random streams, which stages seed in place.
 
     Raises:
         ConfigError: If a stream has moved that no stage seeds.

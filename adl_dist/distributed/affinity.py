@@ -1,4 +1,4 @@
-"""The settings of a training process for itself: its cores, and its C library's memory."""
+"""The cores and the C library's memory of a training process."""
 
 import ctypes
 import functools
@@ -17,7 +17,7 @@ RESERVED = 0.25  # share of the machine's memory: only addresses, a page is allo
 
 @functools.cache  # once per process
 def tune_malloc() -> None:
-    """Keep freed memory in the process, in huge pages, for the next micro-batch.
+    """Keep freed memory in huge pages for the next micro-batch.
 
     By default glibc returns large blocks at once, and the kernel has to find and zero the pages of every activation
     again, 4 KiB at a time: a sixth of the time of a small ResNet on a CPU. The user's own settings (``MALLOC_*_``,
@@ -50,12 +50,12 @@ def num_cores() -> int:
 
 
 def default_threads(num_processes: int) -> int:
-    """Return the threads for each of ``num_processes`` that share the cores of this process evenly."""
+    """Return the threads for each of ``num_processes`` on these cores."""
     return max(1, num_cores() // num_processes)
 
 
 def cores_here() -> list[int]:
-    """Return the cores that this process may use, or none if the system cannot tell."""
+    """Return the cores that this process may use, if known."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
@@ -77,7 +77,7 @@ def own_cores(of_ranks: Sequence[Sequence[int]], local_rank: int) -> list[int] |
 
 @contextmanager
 def bound_to(cores: Collection[int] | None) -> Iterator[None]:
-    """Bind this thread, and the threads that it starts, to ``cores``, if any are named.
+    """Bind this thread and its new threads to ``cores``, if given.
 
     The threads that serve messages were started before and stay free.
     """

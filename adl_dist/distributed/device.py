@@ -27,7 +27,7 @@ LEAST_CONNECTIONS = 8  # compute, copies, and up to five communicators
 
 
 def set_for_nccl() -> None:
-    """Set the variables of NCCL and the driver, unless the user has; called before torch looks for a GPU.
+    """Set the variables of NCCL and the driver, unless the user has.
 
     Raises:
         ConfigError: If a value in the environment would make processes wait for each other for ever.
@@ -48,13 +48,13 @@ def set_for_nccl() -> None:
 
 
 def check_device(device_type: str) -> None:
-    """Raise ConfigError if CUDA is requested and missing, without touching a GPU, which the ranks' parent must not."""
+    """Raise ConfigError if CUDA is missing, without touching a GPU."""
     if device_type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("runtime.device=cuda, but torch finds no CUDA device here; use runtime.device=cpu")
 
 
 def choose_device(device_type: str) -> torch.device:
-    """Return ``cpu``, or the GPU of the local rank; raise ConfigError if there is no GPU."""
+    """Return ``cpu`` or the GPU of the local rank."""
     check_device(device_type)
     if device_type == "cpu":
         return torch.device("cpu")
@@ -65,7 +65,7 @@ def choose_device(device_type: str) -> torch.device:
 
 
 def message_backend(device: torch.device, rank: int, size: int, store: dist.Store) -> str:
-    """Return ``nccl`` if no two of ``size`` ranks share a GPU, otherwise ``gloo``, which goes through host memory.
+    """Return ``nccl`` if no two ranks share a GPU, otherwise ``gloo``.
 
     All ranks call it and get the same result, because an edge may join a node with enough GPUs and a node without. GPUs
     are compared by their identity, not counted: a launcher may show only one of them to each process.
@@ -76,7 +76,7 @@ def message_backend(device: torch.device, rank: int, size: int, store: dist.Stor
 
 
 def ranks_on_gpu(rank: int, size: int, store: dist.Store) -> int:
-    """Return the number of ranks on the GPU of ``rank``, or 1 on a CPU, after all called :func:`message_backend`.
+    """Return the number of ranks on the GPU of ``rank``, or 1 on a CPU.
 
     Only the GPU's number counts: a different NCCL_HOSTID makes two machines of one, but not two memories.
     """
@@ -85,7 +85,7 @@ def ranks_on_gpu(rank: int, size: int, store: dist.Store) -> int:
 
 
 def _identity(device: torch.device) -> str:
-    """Return the identity of a GPU for NCCL, to which a different NCCL_HOSTID is a different machine; "" on a CPU.
+    """Return the identity of a GPU for NCCL, or "" on a CPU.
 
     The first word says whether torch has NCCL.
     """

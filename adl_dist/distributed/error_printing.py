@@ -1,4 +1,4 @@
-"""Decides which rank prints the error that ends a job: rank 0, to which every rank reports; if it cannot, another."""
+"""Lets rank 0, to which every rank reports, print the error of a job."""
 
 import time
 
@@ -8,6 +8,6 @@ RANK_0_SECONDS = 5.0  # limit for rank 0 to print; torchrun, and our own launche
 
 
 def wait_for_rank_0() -> None:
-    """Return at once on rank 0; on another rank only if it still runs after ``RANK_0_SECONDS``, so that it prints."""
+    """Give rank 0 time to print, and the launcher to end this rank."""
     if launched_world_size() is not None and launched_rank() != 0:
         time.sleep(RANK_0_SECONDS)

@@ -1,4 +1,4 @@
-"""Chooses the network interface: loopback on one node; on several nodes a named one, or the one towards rank 0."""
+"""Chooses the network interface of a run."""
 
 import fcntl
 import os
@@ -15,7 +15,7 @@ SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
 
 def choose_interface(*, size: int) -> None:
-    """Choose one interface for all sockets of this process, one of ``size``, unless the user has named one.
+    """Choose one interface for all sockets, unless the user has named one.
 
     On one node this is loopback: nothing must be reachable from outside. On several it is the interface by which this
     node reaches ``MASTER_ADDR``, not the interface of the node's own name, which is often loopback.
@@ -33,12 +33,12 @@ def choose_interface(*, size: int) -> None:
 
 
 def is_one_node(size: int) -> bool:
-    """Return whether all processes of the run are on this node, according to their launcher's variables."""
+    """Return whether all processes of the run are on this node."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", size)) == size
 
 
 def check_named_interfaces() -> None:
-    """Raise ConfigError for a named interface that does not exist; gloo would complain about an empty name."""
+    """Raise ConfigError for a named interface that does not exist."""
     here = interfaces()
     for variable, name in _named():
         if name not in here:
@@ -64,7 +64,7 @@ def loopback() -> str | None:
 
 
 def address_of(interface: str) -> str | None:
-    """Return the IPv4 address of ``interface``, or None without one or without Linux."""
+    """Return the IPv4 address of ``interface``, or None."""
     if sys.platform != "linux":
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
@@ -76,7 +76,7 @@ def address_of(interface: str) -> str | None:
 
 
 def address_of_host(host: str) -> tuple[socket.AddressFamily, str]:
-    """Return the address of ``host`` on this node, preferably IPv4, by which interfaces are recognised."""
+    """Return the address of ``host`` on this node, preferably IPv4."""
     try:
         addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -94,7 +94,7 @@ def is_loopback(address: str) -> bool:
 
 
 def interface_towards(first: str) -> str:
-    """Return the interface by which this node reaches ``first``, the address of the first node.
+    """Return the interface by which this node reaches the first node.
 
     Raises:
         ConfigError: If ``first`` cannot be reached from other nodes, or the interface has no known name (IPv6).
@@ -125,5 +125,5 @@ def interface_towards(first: str) -> str:
 
 
 def _named() -> list[tuple[str, str]]:
-    """Return (variable, interface) for each interface named in the environment."""
+    """Return (variable, interface) of interfaces in the environment."""
     return [(variable, name) for variable in (GLOO, RPC) for name in os.environ.get(variable, "").split(",") if name]

@@ -1,4 +1,4 @@
-"""The ties of a process to its launcher, ours or torchrun. No torch: they must hold while torch is being imported."""
+"""The ties of a process to its launcher. No torch."""
 
 import contextlib
 import ctypes
@@ -27,7 +27,7 @@ LISTENS, ASKED, STOPPED = "listens", "asked", "stopped"
 
 
 def end_with_launcher() -> None:
-    """Die silently at Ctrl-C, which the launcher reports, and (on Linux) if the launcher is killed."""
+    """Die silently at Ctrl-C, and (on Linux) if the launcher is killed."""
     if LAUNCHER not in os.environ:
         return
     if "RANK" in os.environ:
@@ -60,12 +60,12 @@ def _end_with_parent() -> None:
 
 
 def is_part_of_more() -> bool:
-    """Return whether another adl-dist command, such as a sweep, has started this one and decides how to continue."""
+    """Return whether another adl-dist command has started this one."""
     return os.environ.get(PART_OF_COMMAND) == str(os.getpid())
 
 
 def set_flag(name: str, text: str | None = "") -> None:
-    """Set a flag for our own launcher, if there is one, or remove it if ``text`` is None; only on rank 0."""
+    """Set a flag for our own launcher, or remove it if ``text`` is None."""
     folder = os.environ.get(RENDEZVOUS_FOLDER)
     if not folder or os.environ.get("RANK", "0") != "0":
         return
@@ -76,7 +76,7 @@ def set_flag(name: str, text: str | None = "") -> None:
 
 
 def flag_stopped() -> None:
-    """Tell the launcher of this rank that the run has stopped and is not complete."""
+    """Tell the launcher that the run has stopped and is not complete."""
     set_flag(STOPPED)
     if path := os.environ.get(STOPPED_FILE):
         with contextlib.suppress(OSError):  # the run has stopped and is saved in any case
@@ -84,7 +84,7 @@ def flag_stopped() -> None:
 
 
 def read_flag(name: str, folder: Path | None = None) -> str | None:
-    """Return the text of a flag in ``folder``, by default the environment's, or None if it is not set."""
+    """Return the text of a flag, or None if it is not set."""
     place = folder or os.environ.get(RENDEZVOUS_FOLDER)
     with contextlib.suppress(FileNotFoundError):
         return (Path(place) / name).read_text() if place else None
@@ -92,7 +92,7 @@ def read_flag(name: str, folder: Path | None = None) -> str | None:
 
 
 def write_flag(folder: Path, name: str, text: str) -> None:
-    """Write a flag whole or not at all; ignore errors, which must not end a run."""
+    """Write a flag whole or not at all, ignoring errors."""
     unfinished = folder / f".{name}"
     with contextlib.suppress(OSError):  # the launcher is gone, and its folder with it; the disk is full
         unfinished.write_text(text)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def machine() -> str:
-    """Return an identity, equal for two processes only if each sees the other in /proc; "" if unknown."""
+    """Return an identity of this machine's /proc, or "" if unknown."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -13,19 +13,19 @@ def machine() -> str:
 
 
 def start_time(pid: int) -> int:
-    """Return the start of process ``pid`` in ticks of the kernel, or 0 without such a process or /proc."""
+    """Return the start of process ``pid`` in kernel ticks, or 0."""
     fields = _stat(pid)
     return int(fields[19]) if fields else 0
 
 
 def state_of(pid: int) -> str:
-    """Return the kernel's letter for the state of process ``pid`` (R, S, D, T, t, Z), or "" without such a process."""
+    """Return the kernel's letter for the state of process ``pid``, or ""."""
     fields = _stat(pid)
     return fields[0] if fields else ""
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the name, which may hold blanks and brackets."""
+    """Return the fields of /proc/PID/stat after the name."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""The meeting point of the processes of a run: one store, with separate keys for each attempt.
+"""The store where the processes of a run meet.
 
 It is a file for the ranks of our own launcher. Otherwise it is TCP, hosted by torchrun's agent or by rank 0, which
 listens on one address, not on all as torch does.
@@ -61,7 +61,7 @@ def rendezvous(rank: int, size: int, timeout: datetime.timedelta) -> tuple[dist.
 
 
 def reachable(host: str) -> str:
-    """Return the address of ``host``, the first node's name or address, for all nodes.
+    """Return the address of ``host``, the first node, for all nodes.
 
     Its own name may mean loopback on that node; then this is the address of the named interface, if there is one.
 
@@ -81,7 +81,7 @@ def reachable(host: str) -> str:
 
 
 def listen_at(host: str, port: int) -> socket.socket:
-    """Return a socket that listens only at the address of ``host``, which ``TCPStore`` itself cannot.
+    """Return a socket that listens only at the address of ``host``.
 
     Raises:
         ConfigError: If it cannot listen there; ``__cause__`` is the system's error.
@@ -112,7 +112,7 @@ def store_on(listener: socket.socket, timeout: datetime.timedelta) -> dist.TCPSt
 
 
 def barrier_on_attempt(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> str:
-    """Return a name for this attempt, different from all earlier attempts in the same store.
+    """Return a new name for this attempt, equal on all its processes.
 
     torchrun's agents keep one store over all restarts and each count their own: a replaced node begins at 0. So nothing
     in a process's environment names its attempt, and names of dead processes remain in the store. Each process signs in

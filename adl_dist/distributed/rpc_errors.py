@@ -1,4 +1,4 @@
-"""Calls over the control plane to processes that may be gone. Only this file knows how torch's RPC fails.
+"""Calls over the control plane to processes that may be gone.
 
 RPC raises a bare RuntimeError both if the other process is gone and if it has not answered in time. So an event here
 keeps the time limit, and RPC's own limit is later: an error of RPC then means that a process is gone.
@@ -18,11 +18,11 @@ RPC_SPARE_SECONDS = 60.0  # between our time limit and RPC's own
 
 
 class PeerError(ChannelError):
-    """A call over the control plane failed; without a subclass, because this process has left the others."""
+    """A call over the control plane failed."""
 
 
 class PeerLateError(PeerError):
-    """A process has not answered in time. It may be busy, and gets the message later."""
+    """A process has not answered in time; it may be busy."""
 
 
 class PeerGoneError(PeerError):
@@ -30,7 +30,7 @@ class PeerGoneError(PeerError):
 
 
 class Call(Generic[T]):
-    """A call under way to the process ``name``, which is late after ``seconds``."""
+    """A call under way to a process, which is late after ``seconds``."""
 
     def __init__(self, name: str, start: Callable[[float], "torch.futures.Future[T]"], seconds: float) -> None:
         """Start the call by ``start``, which takes RPC's own limit in seconds."""

@@ -1,4 +1,4 @@
-"""``torchrun --rdzv-backend=adl-dist``: torch's c10d rendezvous of torchrun's agents, without a port open to strangers.
+"""``torchrun --rdzv-backend=adl-dist``: c10d without open ports.
 
 The agents' own store listens on all addresses of its node, whatever its options. Here it is in the agent's memory
 on one node, and listens only at the endpoint's address on several. The ranks do not share the agents' store
@@ -32,7 +32,7 @@ def entry_point() -> "RendezvousHandlerCreator":
 
 
 def make_handler(parameters: "RendezvousParameters") -> "RendezvousHandler":
-    """Join this agent with the others; exit with one line and code 2 if that is impossible.
+    """Join this agent with the others, or exit with one line and code 2.
 
     ``parameters`` are torchrun's flags: ``--nnodes``, ``--rdzv-id``, ``--rdzv-endpoint=HOST:PORT`` (on several nodes
     the address of the first, whose agent hosts the store), ``--local-addr``.

@@ -65,7 +65,7 @@ class World:
 
     @property
     def stages_on_device(self) -> int:
-        """The number of stages that share the device of this process; on CPUs the stages of this process."""
+        """The number of stages on the device of this process."""
         return self.ranks_on_gpu * -(-self.num_stages // self.size)
 
     @property
@@ -74,7 +74,7 @@ class World:
         return self.size > 1
 
     def connect_more(self, links: Iterable[str], more: Iterable[Message] = ()) -> None:
-        """Connect the missing edges of ``links`` and ``more``; every rank calls it with the same arguments."""
+        """Connect the missing edges; every rank calls it with the same."""
         apart = [message for message in more if message.what not in self._links]
         missing = [link for link in links if link not in self._links]
         if not missing and not apart:
@@ -97,7 +97,7 @@ class World:
         self._links |= {*missing, *(message.what for message in apart)}
 
     def abort_edges(self) -> None:
-        """Abort messages that would never arrive and that nothing else would end; only once."""
+        """Abort messages that would never arrive; only once."""
         with self._abort:
             if not self.is_aborted:
                 abort(self.edges.values())
@@ -110,7 +110,7 @@ class World:
 
 
 def launched_world_size() -> int | None:
-    """Return the number of processes that torchrun or our launcher started, or None without a launcher."""
+    """Return the number of processes of the launcher, or None without one."""
     return int(os.environ["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else None
 
 
@@ -120,7 +120,7 @@ def launched_rank() -> int:
 
 
 def check_world_size(pipeline: Pipeline, *, processes: bool) -> None:
-    """Raise ConfigError, with both ways to fix it, if the number of processes does not fit ``pipeline``."""
+    """Raise ConfigError if the number of processes does not fit."""
     started = launched_world_size()
     expected = pipeline.num_processes if processes else 1
     if started is not None and started != expected:
@@ -133,7 +133,7 @@ def check_world_size(pipeline: Pipeline, *, processes: bool) -> None:
 
 
 def single_process(device: torch.device, num_stages: int = 1) -> World:
-    """Return a world of one process, which holds all stages and needs no network."""
+    """Return a world of one process, without a network."""
     return World(0, 1, num_stages, device, dist.HashStore())
 
 
@@ -144,12 +144,12 @@ _world: World | None = None
 
 
 def world_of_process() -> World | None:
-    """Return the world that this process has joined, even if it has left it after an error, or None."""
+    """Return the world that this process has joined, or None."""
     return _world
 
 
 def connect(num_stages: int, *, size: int | None = None, device_type: str, timeout_seconds: float) -> World:
-    """Join the other processes; later calls in one process return the same world.
+    """Join the other processes; later calls return the same world.
 
     Args:
         num_stages: of all processes together.
@@ -201,7 +201,7 @@ def connect(num_stages: int, *, size: int | None = None, device_type: str, timeo
 
 
 def disconnect(*, in_order: bool = True) -> None:
-    """Leave the world; with ``in_order`` all leave now, so wait for the last of them."""
+    """Leave the world; with ``in_order`` all leave now, so wait for them."""
     global _world
     if _world is None or _world.has_left:
         return
@@ -224,7 +224,7 @@ def disconnect(*, in_order: bool = True) -> None:
 
 
 def _quieten_rpc() -> None:
-    """Make RPC expect the others to disconnect, which it would report on standard error; all processes call it."""
+    """Make RPC expect the others to disconnect, without a report."""
     agent = rpc.api._get_current_rpc_agent()
 
     def expect_end() -> None:
@@ -266,7 +266,7 @@ def _join(rank: int, size: int, num_stages: int, device: torch.device, timeout_s
 
 
 def _report_open_ports(rank: int) -> None:
-    """Warn on one process of each node if its kernel cannot block ports; training works without."""
+    """Warn once per node if its kernel cannot block ports."""
     if int(os.environ.get("LOCAL_RANK", rank)) == 0 and (why := port_filter.error) is not None:
         warn(
             f"the ports of {socket.gethostname()} stay open: its kernel takes no socket filter ({why.strerror}); let "
@@ -275,7 +275,7 @@ def _report_open_ports(rank: int) -> None:
 
 
 def _start_rpc(rank: int, size: int, store: dist.Store, timeout_seconds: float) -> None:
-    """Connect rank 0 with every rank, in both directions; RPC between two others would find its port blocked."""
+    """Connect rank 0 with every rank, in both directions."""
     dist.barrier()  # the port of RPC is only open from here to the next barrier
     # A new name, because a process can register a scheme only once.
     scheme = f"adl-dist-{uuid.uuid4().hex}"

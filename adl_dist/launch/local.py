@@ -1,4 +1,4 @@
-"""The launcher of the K local processes of a run: torch's elastic launcher, without an open port.
+"""The launcher of local processes: torch's, without an open port.
 
 The launcher's rendezvous and the processes' own store are files in a private folder, so nothing listens
 except the loopback connections of the data and control planes.
@@ -31,7 +31,7 @@ ENDING = (signal.SIGHUP, signal.SIGQUIT)  # handled by the agent, which then end
 def launch_local(
     arguments: Sequence[str], *, num_processes: int, max_restarts: int, passes_stops_on: bool = True
 ) -> int:
-    """Run ``python -m adl_dist *arguments`` as ``num_processes`` ranks and wait for them.
+    """Run ``python -m adl_dist *arguments`` as several ranks.
 
     After a failure that the user cannot fix, all ranks are started again, at most ``max_restarts`` times. With
     ``passes_stops_on`` the first SIGTERM, SIGINT or SIGUSR1 asks training ranks to stop; the second ends them.
@@ -94,7 +94,7 @@ class StopHandler:
         self.ended_by: signal.Signals | None = None
 
     def handle(self, number: int, frame: object) -> None:
-        """Ask rank 0 to stop, or end the ranks by SignalException; called by Python's signal module."""
+        """Ask rank 0 to stop, or end the ranks by SignalException."""
         name = signal.Signals(number)
         if self._passes_on and not self._escalation.ends_with(number):
             if self._reaches_rank_0(name):
@@ -160,6 +160,6 @@ def _report(failed: ChildFailedError, restart: str | None) -> None:
 
 
 def _signal_in(exit_code: int) -> int | None:
-    """Return the signal in an exit code, -n of the system or 128 + n of a handler, or None."""
+    """Return the signal in an exit code (-n or 128 + n), or None."""
     number = -exit_code if exit_code < 0 else exit_code - 128
     return number if 0 < number < signal.NSIG else None

@@ -18,7 +18,7 @@ LOCK = "lock"  # a file: over NFS, other hosts do not see a lock on a folder
 
 @contextlib.contextmanager
 def launch_folder() -> Iterator[Path]:
-    """Yield a new folder, removed at the end; remove the folders of killed launchers of this user.
+    """Yield a new folder; remove the folders of killed launchers.
 
     Raises:
         OSError: If there is no room for temporary files.

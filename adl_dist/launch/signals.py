@@ -1,4 +1,4 @@
-"""Signals: SIGTERM, SIGINT and SIGUSR1 become a request to stop, and a second one ends this process.
+"""Signals: the first asks a process to stop, the second ends it.
 
 Python runs a handler only in the main thread and only between two of its own instructions, not while it waits for a
 message of a peer. So the handlers here do nothing; a separate thread reads the bytes that Python's C code writes to the
@@ -44,7 +44,7 @@ class SignalEscalation:
 
 @contextlib.contextmanager
 def signal_handler(ask: Callable[[str], bool]) -> Iterator[None]:
-    """Inside, pass the first signal to ``ask``, and end the process at the second.
+    """Pass the first signal to ``ask``, and end the process at the second.
 
     A separate thread calls ``ask`` with the signal's name; if it returns False, a process of the run is gone, and this
     process ends. Outside of the main thread, where Python has no signals, this does nothing.

@@ -1,1 +1,1 @@
-"""What a running job is doing: activity, watchdog, diagnosis, trace, memory."""
+"""The activity of a running job: watchdog, diagnosis, trace, memory."""

@@ -1,4 +1,4 @@
-"""The record of the actions of one process's stages: each action once, with its begin and end.
+"""The record of one process's actions, with their begin and end.
 
 The engine's loop writes it, without a lock; status.py, trace.py and the results of a segment are views of it. Its size
 does not grow with the run: for each stage it has sums per kind of action, and the first events for a trace.
@@ -80,7 +80,7 @@ class StageActivity:
         return sum(seconds for op, seconds in self.seconds.items() if KINDS[op][0] in BUSY)
 
     def spent(self, seconds: float) -> dict[str, float]:
-        """Return the part of the segment's ``seconds`` that each of ``SHARES`` took."""
+        """Return the seconds of the segment by the names of ``SHARES``."""
         spent = dict.fromkeys(SHARES, 0.0)
         for op, of_op in self.seconds.items():
             spent[KINDS[op][0]] += of_op
@@ -111,7 +111,7 @@ class Event(NamedTuple):
 
 
 class Window(NamedTuple):
-    """The part of a segment that its timeline shows: from one update of each stage to a later one."""
+    """The part of a segment that its timeline shows."""
 
     after: int  # the group of the first update, or -1 for the beginning of the segment
     until: int  # the group of the last update
@@ -119,7 +119,7 @@ class Window(NamedTuple):
 
     @classmethod
     def of(cls, pipeline: Pipeline, segment: Segment) -> "Window":
-        """Return a window in the middle of ``segment``, long enough to show all stages working at once."""
+        """Return a window in the middle of ``segment`` with all stages at work."""
         fill, last = pipeline.updates_to_fill, segment.num_updates - 1
         num_updates = max(2, -(-(SHOWN + 2 * pipeline.num_stages) // pipeline.micro_batches_per_update))
         until = min(max(last // 2, fill) + num_updates, last)
@@ -129,13 +129,13 @@ class Window(NamedTuple):
 
 
 class ActivityLog:
-    """The record of one process. The main thread writes; any thread reads plain attributes, each of them once.
+    """The record of one process. Only the main thread writes.
 
     It keeps the first ``most_events`` events of each stage, and the events in the window of a segment.
     """
 
     def __init__(self, num_stages: int, *, device: torch.device = CPU, runs_ahead: bool = False) -> None:
-        """Begin a record of some of ``num_stages`` stages; ``runs_ahead``: see :class:`ProcessStatus`."""
+        """Begin a record; ``runs_ahead``: see :class:`ProcessStatus`."""
         self.num_stages, self.device, self.runs_ahead = num_stages, device, runs_ahead
         self.phase = (STARTING, time.perf_counter())  # the command carried out, or one of the above; since when
         self.doing: tuple[int, Action, float] | None = None  # the action under way, its stage, when it began
@@ -174,7 +174,7 @@ class ActivityLog:
         training: bool,
         window: Window | None = None,
     ) -> None:
-        """Begin the record of ``segment``, which the stages of ``contexts`` carry out."""
+        """Begin the record of ``segment``."""
         if training:  # evaluation has no epoch of its own
             self.epoch = segment.epoch
         self.stages = {k: StageActivity(context) for k, context in contexts.items()}
@@ -212,7 +212,7 @@ class ActivityLog:
             self._keep(k, action, began, ended)
 
     def _pass(self, k: int, number: int, window: Window) -> None:
-        """Let stage ``k`` enter or leave the window with its update of group ``number``."""
+        """Let stage ``k`` enter or leave the window with an update."""
         if number == window.after:
             self._in_window.add(k)
         elif number == window.until:
@@ -240,7 +240,7 @@ class ActivityLog:
         self.events[k].append(Event(self.present, action, began, ended, version, forward_version))
 
     def timeline(self, stage: int) -> Timeline | None:
-        """Return the timeline of ``stage`` in the window of this segment, on the wall clock, or None if it is empty."""
+        """Return the timeline of ``stage`` on the wall clock, or None."""
         timed = self._timed.get(stage)
         if self.window is None or not timed:
             return None
@@ -254,7 +254,7 @@ class ActivityLog:
 
 
 def wall_offset() -> float:
-    """Return time.time() minus time.perf_counter(): the clock of all machines minus that of this process."""
+    """Return time.time() minus time.perf_counter()."""
     readings = []
     for _ in range(5):  # the closest of a few: this process may lose its core between two clocks
         before, wall, after = time.perf_counter(), time.time(), time.perf_counter()

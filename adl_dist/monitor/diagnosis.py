@@ -1,4 +1,4 @@
-"""Derives one picture, and the likely cause of a stall, from the status of all processes. Pure: no clock, no I/O."""
+"""Derives a picture and the likely cause of a stall from all statuses."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -36,7 +36,7 @@ class _Stage(NamedTuple):
 
 
 def picture(statuses: Sequence[RankStatus], coordination: CoordinatorStatus) -> str:
-    """Return one line per stage: its process, its action and duration, its last messages."""
+    """Return one line per stage: process, action, last messages."""
     lines = []
     for known in statuses:
         seen, where = known.seen, known.seen.where if known.seen else "(-)"
@@ -58,13 +58,13 @@ def picture(statuses: Sequence[RankStatus], coordination: CoordinatorStatus) -> 
 
 
 def describe_silence(known: RankStatus) -> str:
-    """Return the name of a process that does not answer, and the likely reason from its state."""
+    """Return the name of a silent process and the likely reason."""
     pid = known.seen.pid if known.seen else "PID"
     return f"{known.name}: {SILENT.get(known.state, ALIVE).format(pid=pid)}"
 
 
 def cause_of(statuses: Sequence[RankStatus], coordination: CoordinatorStatus) -> Cause:
-    """Return the likely cause: the process that cannot answer, otherwise the end of the chain of waiting stages."""
+    """Return the likely cause: a silent process, or the end of the waits."""
     if silent := [known for known in statuses if known.state == GONE or known.silent_seconds > 0]:
         order = [*SILENT]
         worst = min(silent, key=lambda known: order.index(known.state) if known.state in order else len(order))
@@ -114,7 +114,7 @@ def _why_busy(stage: _Stage) -> str:
 
 
 def _savers(statuses: Sequence[RankStatus]) -> dict[int, Cause]:
-    """Return the threads that save alongside training, for which an otherwise idle coordinator waits.
+    """Return the threads that save, for which an idle coordinator waits.
 
     Each is a node in the graph of waits, with its text as a cause.
     """
@@ -132,7 +132,7 @@ def _savers(statuses: Sequence[RankStatus]) -> dict[int, Cause]:
 
 
 def _lost_message(stages: Mapping[int, _Stage]) -> Cause | None:
-    """Return the fault of a link: a message that one stage has sent and the other one still waits for."""
+    """Return a link's fault: a message that was sent and did not arrive."""
     for k, (_, process, status) in stages.items():
         if status.op not in RECEIVES or process.runs_ahead:
             continue

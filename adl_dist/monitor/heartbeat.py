@@ -1,4 +1,4 @@
-"""The watchdog's other end: answers it in every process, and in all but rank 0 checks that rank 0 still asks."""
+"""The watchdog's other end: answers it, and checks that rank 0 asks."""
 
 import logging
 import os
@@ -36,7 +36,7 @@ class Heartbeat:
         return process_status(self._activity, closely=closely)
 
     def activate(self, activity: ActivityLog) -> None:
-        """Answer from ``activity`` from now on. Rank 0 may have asked before, and stays known."""
+        """Answer from ``activity`` from now on."""
         activity.enter(IDLE)
         self._activity, self.asked_at = activity, time.monotonic()
 
@@ -45,7 +45,7 @@ class Heartbeat:
         self.activate(ActivityLog(1))
 
     def rank0_status(self) -> str | None:
-        """Return a description of rank 0 if it is known to be dead on this machine, or None."""
+        """Return a description of rank 0 if it is known to be dead, or None."""
         if self.asker is None or state_of_silent(self.asker) != GONE:
             return None
         return describe_silence(RankStatus(rank=0, seen=self.asker, state=GONE))
@@ -64,7 +64,7 @@ class PollingThread(threading.Thread):
         self._has_reported = False
 
     def stop(self) -> None:
-        """Stop checking; return at once. Later ends of other processes are expected."""
+        """Stop checking; return at once."""
         self._over.set()
 
     def join(self, timeout: float | None = 2 * ANSWER_SECONDS) -> None:
@@ -76,7 +76,7 @@ class PollingThread(threading.Thread):
         raise NotImplementedError
 
     def was_held(self, now: float) -> bool:
-        """Return whether this process itself stood still since the last check, and note this one."""
+        """Return whether this process itself stood still since the last check."""
         seconds, self._looked_at = now - self._looked_at, now
         return seconds > self._interval + 4 * ANSWER_SECONDS
 
@@ -96,7 +96,7 @@ class PollingThread(threading.Thread):
 
 
 class HeartbeatMonitor(PollingThread):
-    """A thread in every process but rank 0: ends the process when rank 0, which would do so, stops asking."""
+    """A thread that ends its process if rank 0 stops asking."""
 
     def __init__(
         self, heartbeat: Heartbeat, rank: int, timeouts: WatchdogTimeouts, on_gone: Callable[[str], None]
@@ -130,7 +130,7 @@ class HeartbeatMonitor(PollingThread):
             print_bounded(f"adl-dist: {self._cause(silent)}")
 
     def _cause(self, seconds: float) -> str:
-        """Return a text that rank 0 has not asked for ``seconds``, and why, if this process can see it."""
+        """Return a text that rank 0 has not asked, with the known reason."""
         asker = self._heartbeat.asker
         if asker is None:
             return (
@@ -153,7 +153,7 @@ def end_because(why: str) -> None:
 
 
 def state_of_silent(seen: ProcessStatus | None, error: PeerError | None = None) -> str:
-    """Return the state of a process that does not answer; see :class:`RankStatus`."""
+    """Return the state of a silent process; see :class:`RankStatus`."""
     if seen is not None and seen.machine == machine() != "":
         state = state_of(seen.pid)
         return GONE if start_time(seen.pid) != seen.start_time or state == "Z" else state
@@ -161,7 +161,7 @@ def state_of_silent(seen: ProcessStatus | None, error: PeerError | None = None) 
 
 
 def kill(seen: ProcessStatus) -> None:
-    """Kill a process that does not answer, if it is on this machine: a stopped or stuck one would remain."""
+    """Kill a silent process of this machine, which would remain."""
     if seen.machine == machine() != "" and start_time(seen.pid) == seen.start_time:
         with suppress(ProcessLookupError):
             os.kill(seen.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The peak memory of a process, and of its stage's tensors in torch's allocator.
+"""The peak memory of a process, and of its stage's tensors.
 
 Only torch's profiler sees every allocation, including those inside an operation and a backward. Its records grow
 without bound, so it only runs for the first updates of a run. On a GPU the allocator itself keeps count.
@@ -23,7 +23,7 @@ from adl_dist.stage import Stage
 
 
 class MemoryMeter:
-    """The peak of the tensors of a process with one stage, on a CPU over the first ``num_updates``."""
+    """Measures the peak of the tensors of a process with one stage."""
 
     def __init__(self, device: torch.device, num_updates: int) -> None:
         self._device, self._num_updates, self._num_seen = device, num_updates, 0
@@ -43,7 +43,7 @@ class MemoryMeter:
 
     @contextlib.contextmanager
     def segment(self, stage: Stage) -> Iterator[None]:
-        """Measure inside, if the first updates of the run are not done; an error leaves no peak."""
+        """Measure inside, during the first updates of the run."""
         try:
             if self._num_seen < self._num_updates and not self._is_on_gpu:
                 self._start(stage)
@@ -96,12 +96,12 @@ class MemoryMeter:
 
 
 def peak_memory_bytes() -> int:
-    """Return the peak of this process since the run began, resident or on its GPU."""
+    """Return this process's peak, resident or on its GPU."""
     return peak_memory()["peak_memory_bytes"]
 
 
 def peak_memory() -> dict[str, int]:
-    """Return the peaks of this process since the run began, in bytes, under the names of ``summary.json``.
+    """Return this process's peaks in bytes, as in ``summary.json``.
 
     ``peak_memory_bytes`` is the resident memory or, if the process computes on a GPU, the memory allocated there. On a
     GPU ``peak_active_bytes`` includes freed memory that another stream may still use, and ``peak_reserved_bytes`` all

@@ -1,4 +1,4 @@
-"""Prints, logs and exits, although a file system, a stream or a thread may hang.
+"""Prints, logs and exits, although a disk or a thread may hang.
 
 Work that may wait for a disk or a reader runs in a second thread, with a time limit.
 """
@@ -20,7 +20,7 @@ END_SECONDS = 5.0  # limit for an exit, whatever hangs
 
 
 def run_bounded(seconds: float, do: Callable[[], None]) -> None:
-    """Call ``do`` in a second thread, and return when it is done or after ``seconds``."""
+    """Call ``do`` in a second thread; wait for it at most ``seconds``."""
     thread = threading.Thread(target=do, daemon=True)
     thread.start()
     thread.join(seconds)
@@ -39,7 +39,7 @@ def log_bounded(text: str, level: int) -> None:
 
 
 def exit_deadline() -> None:
-    """Exit with code 1 after ``END_SECONDS``, if this process has not ended by then."""
+    """Exit with code 1 after ``END_SECONDS``, unless ended before."""
     timer = threading.Timer(END_SECONDS, os._exit, (1,))
     timer.daemon = True
     timer.start()

@@ -1,4 +1,4 @@
-"""The status of one process: a view of its activity log for the watchdog and ``adl-dist status``."""
+"""The status of one process, from its activity log."""
 
 import multiprocessing
 import os
@@ -35,7 +35,7 @@ PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
 @dataclass(frozen=True, kw_only=True)
 class StageStatus:
-    """The status of one stage; micro-batches and groups are numbered within the segment."""
+    """The status of one stage; numbers are within the segment."""
 
     stage: int
     doing: str = IDLE  # its present action in words
@@ -56,7 +56,7 @@ class StageStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessStatus:
-    """The status of one process. Fields marked (c) are only filled if asked closely."""
+    """The status of one process; fields with (c) only if asked closely."""
 
     host: str
     pid: int
@@ -115,7 +115,7 @@ class CoordinatorStatus:
 
 
 def process_status(log: ActivityLog, *, closely: bool = False) -> ProcessStatus:
-    """Return the status of this process, in any thread; with ``closely`` also its lines of code."""
+    """Return the status of this process; ``closely`` adds lines of code."""
     now = time.perf_counter()
     # Each read once, because the main thread changes them meanwhile.
     (phase, since), doing, segment = log.phase, log.doing, log.present
@@ -150,7 +150,7 @@ def process_status(log: ActivityLog, *, closely: bool = False) -> ProcessStatus:
 
 
 def _present(k: int, action: Action, num_stages: int) -> dict[str, Any]:
-    """Return the fields for the present ``action`` of stage ``k``, with the peer of a message."""
+    """Return the fields for the present ``action`` of stage ``k``."""
     op, number = action
     text, peers = f"{KINDS[op][1]} {number}", []
     if (message := message_of(action, k, num_stages=num_stages)) is not None:
@@ -160,7 +160,7 @@ def _present(k: int, action: Action, num_stages: int) -> dict[str, Any]:
 
 
 def _waiting(k: int, phase: str, at_work: int | None, num_stages: int) -> tuple[str, list[int]]:
-    """Return the text for a stage without an action, and the stages that it waits for; ``at_work`` is one here."""
+    """Return the text for a stage without an action, and its peers."""
     if at_work is not None:
         return "wait for its turn", [at_work]
     if phase == IDLE:
@@ -171,7 +171,7 @@ def _waiting(k: int, phase: str, at_work: int | None, num_stages: int) -> tuple[
 
 
 def _figures(segment: SegmentActivity, k: int, *, is_over: bool, now: float) -> dict[str, Any]:
-    """Return the figures of stage ``k`` in ``segment``; rates are 0 if it is over."""
+    """Return the figures of stage ``k``; rates are 0 if it is over."""
     elapsed, activity = max(now - segment.began, 1e-9), segment.stages[k]
     last, counts = dict(activity.last), {op: n for op, n in activity.counts.items() if n}
     # By counts, as numbers may go down (GPipe's gradients); and with islice, as a copy would grow with the epoch.
@@ -190,7 +190,7 @@ def _figures(segment: SegmentActivity, k: int, *, is_over: bool, now: float) -> 
 
 
 def _is_debugged() -> bool:
-    """Return whether a debugger is active in any thread. ``sys.gettrace`` only knows about the calling thread."""
+    """Return whether a debugger is active in any thread."""
     monitoring = getattr(sys, "monitoring", None)  # new in Python 3.12
     if monitoring is not None and monitoring.get_tool(monitoring.DEBUGGER_ID) is not None:
         return True
@@ -198,7 +198,7 @@ def _is_debugged() -> bool:
 
 
 def _memory_bytes(device: torch.device) -> int:
-    """Return the bytes that this process holds now: on ``device`` if that is a GPU, otherwise resident."""
+    """Return the bytes held on ``device`` if it is a GPU, or resident."""
     if device.type == "cuda":  # by name, because each thread has its own current device
         return int(torch.cuda.memory_allocated(device))
     with suppress(OSError):
@@ -207,7 +207,7 @@ def _memory_bytes(device: torch.device) -> int:
 
 
 def user_frame(thread: int | None) -> str:
-    """Return the innermost line outside of libraries of the thread with this identity, or "" without a thread."""
+    """Return a thread's innermost line outside of libraries, or ""."""
     innermost = sys._current_frames().get(thread) if thread is not None else None
     if innermost is None:
         return ""

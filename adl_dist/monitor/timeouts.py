@@ -1,4 +1,4 @@
-"""The limits after which a job without progress is reported, and ended. No torch."""
+"""The limits of a job without progress. No torch."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,8 @@
-"""``run_dir/trace.json``: the events of all stages, for https://ui.perfetto.dev or chrome://tracing.
+"""``run_dir/trace.json``: the events of all stages.
 
 Each rank writes the events of its stages into a file of its own; rank 0 then makes one of them and removes the parts.
-The form is Chrome's "JSON Object Format": complete events, one process for each stage, times in microseconds.
+The form is Chrome's "JSON Object Format" (https://ui.perfetto.dev or chrome://tracing): complete events, one process for
+each stage, times in microseconds.
 """
 
 import fileinput
@@ -58,7 +59,7 @@ def write_part(
 
 
 def merge_parts(run_dir: Path, results: Sequence[dict[str, Any]], about: dict[str, Any]) -> Path:
-    """Join the parts to one file, whole or not at all, and return it; on rank 0, when all parts are written.
+    """Join the parts to one file, whole or not at all; on rank 0.
 
     Args:
         run_dir: the run folder.

@@ -1,4 +1,4 @@
-"""The watchdog of a running job: detects a stall, prints the cause, and ends the job before it hangs for ever.
+"""The watchdog: detects a stall, prints its cause, and ends the job.
 
 On rank 0 a thread asks all processes about once a second for their status (heartbeat.py), over the control plane. Any
 change in any answer is progress. After ``stall_seconds`` without progress it prints one picture on standard error, and
@@ -30,10 +30,10 @@ class Peers(Protocol):
     def statuses(
         self, limits: Mapping[int, float], asker: ProcessStatus, *, closely: bool
     ) -> dict[int, ProcessStatus | PeerError]:
-        """Return the status of each process in ``limits``, which gives the seconds for its answer."""
+        """Return the status of processes; ``limits`` are seconds for answers."""
 
     def abort(self, why: str) -> Callable[[], None]:
-        """Tell all to exit; return a function that waits until each has acknowledged or timed out."""
+        """Tell all to exit; return a function that waits for them."""
 
 
 class Watchdog(PollingThread):
@@ -71,7 +71,7 @@ class Watchdog(PollingThread):
         self._marks: tuple[Any, ...] = ()
 
     def statuses(self, *, closely: bool) -> list[RankStatus]:
-        """Return the status of all processes: the present one, or the last one of a silent process."""
+        """Return the present or last known status of all processes."""
         with self._asking:
             own = process_status(self._activity, closely=closely)
             limits = {
@@ -92,12 +92,12 @@ class Watchdog(PollingThread):
             return list(self._ranks.values())
 
     def cause(self) -> str | None:
-        """Return the name of the process that holds up the others, or None if it is no single process."""
+        """Return the name of the process that holds up the others, or None."""
         cause = cause_of(self.statuses(closely=True), self._coordination(closely=True))
         return cause.text if cause.rank is not None else None
 
     def look(self) -> None:
-        """Ask all processes for their status, and check whether anything has changed."""
+        """Check whether the status of any process has changed."""
         statuses = self.statuses(closely=False)
         now = time.monotonic()
         if self._over.is_set():

@@ -1,1 +1,1 @@
-"""Directed edges between stages: in-process and torch.distributed. Knows no module."""
+"""Directed edges between stages, within and between processes."""

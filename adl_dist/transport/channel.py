@@ -1,4 +1,4 @@
-"""The interface of the ends of an edge, and the edge within one process; process.py has that between processes."""
+"""The interface of an edge's ends, and the edge within one process."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -14,20 +14,20 @@ class Sender(Protocol):
     """The upstream end for acts and targets, the downstream end for grads."""
 
     def open(self, sizes: Sequence[int], *, training: bool) -> None:
-        """Begin a segment whose micro-batches hold ``sizes`` samples, of training or of evaluation."""
+        """Begin a segment with micro-batches of ``sizes`` samples."""
 
     def send(self, micro_batch: int, tensors: Tensors) -> None:
-        """Hand over the tensors of one micro-batch; they must not be written to afterwards."""
+        """Send the tensors of one micro-batch, which must not change afterwards."""
 
     def drain(self) -> None:
         """Return when everything sent has left."""
 
 
 class Receiver(Protocol):
-    """The other end. Micro-batches arrive in the order in which they were sent."""
+    """The other end. Micro-batches arrive in the order of sending."""
 
     def open(self, sizes: Sequence[int], order: Sequence[int], *, training: bool) -> None:
-        """Begin a segment whose micro-batches hold ``sizes`` samples and arrive in ``order``."""
+        """Begin a segment whose micro-batches arrive in ``order``."""
 
     def shorten(self, num_micro_batches: int) -> None:
         """Expect only the first ``num_micro_batches`` of the segment."""
@@ -37,7 +37,7 @@ class Receiver(Protocol):
 
 
 class LocalChannel:
-    """Both ends within one process: a queue. Same interface, same values, same memory format."""
+    """Both ends within one process: a queue with the same values."""
 
     def __init__(self, wire: Wire, *, edge: str) -> None:
         """Create the queue of ``edge``, the name for messages."""

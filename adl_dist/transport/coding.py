@@ -1,4 +1,4 @@
-"""Codes one message into one buffer of bytes, and back: bfloat16, or whole numbers of 8 or 4 bits with a scale.
+"""Codes one message into one buffer of bytes, and back.
 
 A block is up to 256 numbers of one sample, in the order of its memory, and has one scale: its largest magnitude over
 the highest level, rounded up to 16 bits. Samples are coded separately, so that the codes of a sample do not depend on
@@ -49,7 +49,7 @@ class Part(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def layout(codec: str, specs: tuple[TensorSpec, ...], size: int) -> tuple[tuple[Part, ...], int]:
-    """Return the place of each tensor in a message of ``size`` samples, and the bytes of the buffer."""
+    """Return each tensor's place in a message, and the bytes of the buffer."""
     parts, end = [], 0
     for spec in specs:
         numbers = math.prod(spec.shape)
@@ -61,7 +61,7 @@ def layout(codec: str, specs: tuple[TensorSpec, ...], size: int) -> tuple[tuple[
 
 
 def encode(codec: str, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], seed: int | None) -> Tensor:
-    """Return the buffer [num_bytes], uint8, of ``tensors`` [B, ...]; without a ``seed``, round to nearest."""
+    """Code ``tensors`` [B, ...] into a buffer [num_bytes], uint8."""
     if not tensors:  # no gradient is wanted
         return torch.empty(0, dtype=torch.uint8)
     size = _num_samples(specs, tensors)
@@ -87,7 +87,7 @@ def _num_samples(specs: Sequence[TensorSpec], tensors: Sequence[Tensor]) -> int:
 
 
 def decode(codec: str, specs: Sequence[TensorSpec], size: int, buffer: Tensor) -> Tensors:
-    """Return the tensors of ``size`` samples in a ``buffer`` of :func:`encode`; they share no memory with it."""
+    """Decode a ``buffer`` of :func:`encode` into new tensors."""
     tensors = []
     for spec, part in zip(specs, layout(codec, tuple(specs), size)[0], strict=True):
         tensor = spec.empty(size, buffer.device)
@@ -130,7 +130,7 @@ def _blocks(codec: str, numbers: int) -> list[_Blocks]:
 
 
 def _views(codec: str, place: Tensor, size: int, numbers: int) -> list[tuple[_Blocks, Tensor, Tensor]]:
-    """Return (blocks, their scales [B, n, 1], their codes [B, n, width]), the last two as views of ``place``."""
+    """Return blocks with views of their scales and codes [B, n, width]."""
     blocks, begin = _blocks(codec, numbers), SCALE_BYTES * size * -(-numbers // BLOCK)
     scales = place[:begin].view(torch.float32).view(size, -1, 1)
     found = []
@@ -163,7 +163,7 @@ def _quantise(codec: str, flat: Tensor, place: Tensor, generator: torch.Generato
 
 
 def _scales(largest: Tensor, levels: int) -> Tensor:
-    """Return the scales of blocks with these largest magnitudes, rounded up; NaN for magnitudes that are not finite."""
+    """Return the rounded scales, NaN for magnitudes that are not finite."""
     is_finite = largest.isfinite()  # first: rounding up turns the NaN of a GPU into -0.0
     # Divide by a tensor: for a Python number a GPU multiplies by the reciprocal, which rounds differently from a CPU.
     bits = largest.div(largest.new_full((), levels)).view(torch.int32).add_(~SCALE_MASK).bitwise_and_(SCALE_MASK)
@@ -183,7 +183,7 @@ def _restore(codec: str, place: Tensor, flat: Tensor) -> None:
 
 
 def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Return uniformly random odd numbers from -32767 to 32767, int16, in the shape of ``like``; their mean is 0.
+    """Return random odd numbers, int16, from -32767 to 32767.
 
     Divided by ``NOISE_STEPS`` they are below a half, so that multiples of the scale do not change.
     """
@@ -217,7 +217,7 @@ def _hadamard(width: int, device: torch.device) -> Tensor:
 
 @cache
 def _signs(device: torch.device) -> Tensor:
-    """Return 256 signs, equal in every run: without them numbers of one sign would add up in the first coordinate."""
+    """Return 256 signs, equal in every run."""
     generator = torch.Generator().manual_seed(stream_seed(0, "signs"))
     return torch.randint(0, 2, (BLOCK,), generator=generator).mul(2).sub(1).float().to(device)
 
@@ -234,7 +234,7 @@ class Coder:
     EVERY = 16  # the error of one message in so many is measured
 
     def __init__(self, codec: str, seed_of: Callable[[int], int] | None = None) -> None:
-        """Create a coder; ``seed_of`` a micro-batch seeds its random rounding. Without it, round to nearest."""
+        """Create a coder, which rounds to nearest without ``seed_of``."""
         self.codec, self._seed_of = codec, seed_of if codec in LEVELS else None
         self.begin()
 

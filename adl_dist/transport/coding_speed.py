@@ -17,7 +17,7 @@ CACHES = 16 << 20  # bytes, more than the caches of a core
 
 
 def coding_costs(device: torch.device, *, threads: int | None = None) -> dict[str, CodingCost]:
-    """Return the cost of coding and decoding a message, by codec: the least of several.
+    """Return the cost of coding and decoding a message, by codec.
 
     The caches are filled with other data before each, as by a stage. ``threads``: of a stage; by default torch's.
     """

@@ -1,4 +1,4 @@
-"""Measures bandwidth and latency of each link between two processes at the start, over the edges themselves.
+"""Measures bandwidth and latency of each link between two processes.
 
 A message of 8 bytes there and back gives the latency; messages of growing length, until one takes a quarter of a
 second, give the bytes per second. Links are measured one after another, from the first stage on.
@@ -21,7 +21,7 @@ LONG_ENOUGH = 0.25  # seconds
 def measure_links(
     edges: Mapping[tuple[str, int], Edge], rank: int, device: torch.device
 ) -> dict[int, tuple[float, float]]:
-    """Return (bytes per second, seconds of one way) of the link after each stage of this process with one.
+    """Return (bytes per second, seconds of one way) of each stage's link.
 
     Args:
         edges: the edges with an end on ``rank``; its neighbours make the same call.
@@ -59,7 +59,7 @@ class _Ends:
         self._device = device if down.backend == "nccl" else torch.device("cpu")
 
     def ask(self) -> tuple[float, float]:
-        """Measure the times until answers; return (bytes per second, seconds of one way)."""
+        """Return (bytes per second, seconds of one way)."""
         self._round(0)  # warms up buffers and connections
         latency = min(self._round(0) for _ in range(ROUNDS)) / 2
         num_bytes, seconds = FIRST, self._round(FIRST) - 2 * latency

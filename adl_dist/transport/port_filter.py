@@ -1,4 +1,4 @@
-"""Blocks new connections to the ports of a process once all its peers are connected.
+"""Blocks new connections to the ports of a connected process.
 
 torch's transports accept every connection. One line of HTTP at the port of the control plane (TensorPipe) ends the
 process in ``std::bad_alloc``, and a thousand silent connections to one of gloo's in ``accept: Too many open files``
@@ -25,7 +25,7 @@ error: OSError | None = None  # of the kernel, if ports of this process could no
 
 
 def block(listener: socket.socket) -> None:
-    """Drop new connections, unless the kernel has no socket filters (gVisor, seccomp); then ``error`` is set."""
+    """Drop new connections, or set ``error`` if the kernel cannot."""
     global error
     if sys.platform == "linux":
         # struct sock_filter {code, jt, jf, k}, which keeps 0 bytes; struct sock_fprog {length, pointer to filters}
@@ -38,7 +38,7 @@ def block(listener: socket.socket) -> None:
 
 
 def unblock(listener: socket.socket) -> None:
-    """Undo :func:`block`; pending attempts to connect succeed at the kernel's next try, within a second."""
+    """Undo :func:`block`; pending connections succeed within a second."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # it was not blocked
             listener.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
@@ -46,7 +46,7 @@ def unblock(listener: socket.socket) -> None:
 
 @contextlib.contextmanager
 def blocking_new() -> Iterator[None]:
-    """Block, at the end, the TCP ports on which this process has begun to listen inside."""
+    """Block, at the end, the TCP ports opened inside."""
     before = {identity for identity, _ in _listeners()}
     yield
     for identity, listener in _listeners():
@@ -55,7 +55,7 @@ def blocking_new() -> Iterator[None]:
 
 
 def _listeners() -> Iterator[tuple[str, socket.socket]]:
-    """Yield (the kernel's name, socket) of each listening TCP socket of this process."""
+    """Yield (kernel's name, socket) of each listening TCP socket."""
     for name in os.listdir(OPEN_FILES) if OPEN_FILES.is_dir() else ():
         with contextlib.suppress(OSError):  # closed meanwhile
             identity = os.readlink(OPEN_FILES / name)

@@ -41,7 +41,7 @@ Works = list[tuple[dist.Work | SendFromGpu | None, Tensor]]
 
 
 class Edge(NamedTuple):
-    """A communicator from one stage to another in a different process, used by nothing else."""
+    """A communicator from one stage to a stage in another process."""
 
     sender: int
     receiver: int
@@ -59,7 +59,7 @@ def connect_edges(
     device: torch.device,
     timeout: datetime.timedelta,
 ) -> dict[tuple[str, int], Edge]:
-    """Connect all edges between processes for some kinds of ``LINKS``, and ``more``. Every rank calls it.
+    """Connect edges between processes; every rank calls it.
 
     Stage s is in rank s mod the number of ranks.
 
@@ -108,7 +108,7 @@ def connect_edges(
 
 
 def abort(edges: Iterable[Edge]) -> None:
-    """Abort NCCL's messages under way, whose kernels wait on the GPU for a peer that will not send.
+    """Abort NCCL's messages, whose kernels wait for a peer on the GPU.
 
     All edges at once, because the abort of one frees its memory, which waits for the kernels of all others. gloo finds
     out by itself that a peer is gone.
@@ -145,7 +145,7 @@ class End:
         self._pending: deque[Pending] = deque()
 
     def _tag(self, micro_batch: int, place: int) -> int:
-        """Return the tag of the tensor at ``place`` in a message; the header's place is -1."""
+        """Return the tag of a tensor; the header's place is -1."""
         return micro_batch * (1 + len(self.wire.specs)) + 1 + place
 
     def _issue(self, issue: Issue, edge: Edge, micro_batch: int, tag: int, tensor: Tensor) -> dist.Work | None:
@@ -218,7 +218,7 @@ class ProcessSender(End):
             self._answers.clear()
 
     def send(self, micro_batch: int, tensors: Tensors) -> None:
-        """Start to send; return at once unless ``max_pending`` messages are under way."""
+        """Start to send, without waiting until ``max_pending`` are under way."""
         specs, ready = self.wire.fit(micro_batch, tensors, partial(self._where.format, micro_batch))
         header = self._send_header(micro_batch, specs)
         if self._answers is not None and self._is_answered:
@@ -236,7 +236,7 @@ class ProcessSender(End):
         return [(self._issue(SEND, self._headers, micro_batch, self._tag(micro_batch, -1), sizes), sizes)]
 
     def _begin(self, tensor: Tensor, micro_batch: int, place: int) -> tuple[dist.Work | SendFromGpu | None, Tensor]:
-        """Start to send one tensor; return its work and the memory that must live until that is done."""
+        """Start to send one tensor; return its work and the memory to keep."""
         tag = self._tag(micro_batch, place)  # now: the next segment may have other specs
         send = partial(self._issue, SEND, self._edge, micro_batch, tag)
         if self._edge.backend != "gloo" or not tensor.is_cuda:
@@ -251,7 +251,7 @@ class ProcessSender(End):
 
 
 class ProcessReceiver(End):
-    """Receives the tensors of each micro-batch from one peer, posting receives ahead."""
+    """Receives each micro-batch from one peer, posting receives ahead."""
 
     def __init__(
         self,
@@ -323,7 +323,7 @@ class ProcessReceiver(End):
         return num_under_way < self._num_posted and bool(self._to_post) and self._to_post[0] < self._end
 
     def _post_ahead(self) -> None:
-        """Post receives; those of gradients with sizes of their own only once their activations have been sent."""
+        """Post receives; a varying gradient's once its activation is sent."""
         if self._arrived is not None:
             self._arrived.synchronize()
         while self._has_room(len(self._pending)):
@@ -333,7 +333,7 @@ class ProcessReceiver(End):
             self._post(self._to_post.popleft(), specs)
 
     def _post_after_header(self, headers: Edge) -> None:
-        """Post receives of headers, wait for the oldest, and post the receives of its tensors."""
+        """Post headers, wait for the oldest, and post its tensors."""
         while self._has_room(len(self._posted_headers)):
             ahead = self._to_post.popleft()
             sizes = torch.empty(sum(len(spec.shape) for spec in self.wire.specs), dtype=torch.int64)

@@ -20,7 +20,7 @@ VARIES = -1  # stands for a size that changes from one micro-batch to another
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape, dtype and memory format of one tensor, without the number of samples."""
+    """Shape, dtype and memory format of one tensor, without its batch size."""
 
     shape: tuple[int, ...]  # of one sample, without the batch dimension; of the whole tensor unless ``batched``
     dtype: str  # torch's name, for example "float32"
@@ -30,7 +30,7 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: Tensor, *, batched: bool = True) -> "TensorSpec":
-        """Return the spec of ``tensor`` [B, ...]; if both formats describe it, the plain one."""
+        """Return the spec of ``tensor`` [B, ...], preferably in plain format."""
         channels_last = (
             tensor.ndim == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
         )
@@ -41,7 +41,7 @@ class TensorSpec:
         return (num_samples, *self.shape) if self.batched else self.shape
 
     def empty(self, size: int, device: torch.device, *, pinned: bool = False) -> Tensor:
-        """Return an uninitialised tensor of ``size`` samples, in pinned memory if ``pinned``."""
+        """Return an uninitialised tensor of ``size`` samples."""
         return torch.empty(
             self.sizes(size),
             dtype=self._dtype,
@@ -70,7 +70,7 @@ class TensorSpec:
         return self.empty(size, tensor.device).copy_(tensor)
 
     def as_wire(self, tensor: Tensor) -> Tensor:
-        """Return a contiguous view of real numbers, which gloo accepts, of a tensor in this format."""
+        """Return a contiguous view of real numbers, which gloo accepts."""
         plain = tensor.permute(0, 2, 3, 1) if self.channels_last else tensor
         return torch.view_as_real(plain) if self._dtype.is_complex else plain
 
@@ -139,7 +139,7 @@ def fit_all(
 
 
 def merge_specs(seen: Sequence[tuple[TensorSpec, ...]]) -> tuple[TensorSpec, ...]:
-    """Return the specs of tensors ``seen`` several times, with ``VARIES`` for each size that was not the same."""
+    """Merge the specs of several runs; sizes that differ become ``VARIES``."""
     return tuple(map(_merge, zip(*seen, strict=True)))
 
 
@@ -152,7 +152,7 @@ def _merge(specs: Sequence[TensorSpec]) -> TensorSpec:
 def fill_sizes(
     specs: Sequence[TensorSpec], shapes: Sequence[Sequence[int]], where: Callable[[], str]
 ) -> tuple[TensorSpec, ...]:
-    """Return ``specs`` with the sizes in ``shapes``, which have no batch dimension.
+    """Return ``specs`` with the sizes in ``shapes``, without the batch.
 
     Raises:
         PartitionError: If an agreed size differs; the text begins with the result of ``where``.
@@ -177,7 +177,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 class Specs(NamedTuple):
-    """The tensors of one edge, which may differ between training and evaluation."""
+    """The tensors of one edge, in training and in evaluation."""
 
     training: tuple[TensorSpec, ...]
     evaluation: tuple[TensorSpec, ...]
@@ -197,7 +197,7 @@ class Specs(NamedTuple):
         return self.training if training else self.evaluation
 
     def getting_gradients(self, gets: Iterable[bool] | None) -> "Specs":
-        """Return the same specs; in training only those that ``gets`` marks get a gradient, or all if it is None."""
+        """Return the specs with a gradient only where ``gets`` is true."""
         if gets is None:
             return self
         pairs = zip(self.training, gets, strict=True)

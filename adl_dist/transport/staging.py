@@ -1,4 +1,4 @@
-"""Copies between a GPU and pinned host memory, for gloo, which only reads and writes host memory.
+"""Copies between a GPU and pinned host memory, which gloo can send.
 
 Each direction has a copy stream. A copy out does not delay the compute stream, and a copy in does not queue behind
 launched work. The training thread waits for neither: a second thread waits until a tensor has left the GPU, and then
@@ -30,27 +30,27 @@ class Event(Protocol):
 
 @cache
 def copy_stream(device: torch.device, direction: str) -> torch.cuda.Stream:
-    """Return the stream for copies in one direction, the same for all edges of a process."""
+    """Return the one stream of this process for copies in a direction."""
     return torch.cuda.Stream(device)
 
 
 @cache
 def _outbox(device: torch.device) -> ThreadPoolExecutor:
-    """Return the thread that sends the tensors of ``device``, in the order in which their copies end."""
+    """Return the thread that sends the tensors of ``device`` in order."""
     # The default device of a new thread is GPU 0, where it would take memory to wait for another GPU's event.
     prepare = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
     return ThreadPoolExecutor(1, thread_name_prefix="send from GPU", initializer=prepare)
 
 
 class SendFromGpu:
-    """A send that begins when its tensor has left the GPU; it is waited for like a ``Work``."""
+    """A send that begins when its tensor has left the GPU, like a ``Work``."""
 
     def __init__(self, tensor: Tensor, host: Tensor, copied: Event, send: Send) -> None:
-        """Send ``host`` as soon as it is ``copied`` from ``tensor``, which is kept until then."""
+        """Send ``host`` once it is ``copied``, and keep ``tensor`` until then."""
         self._begun = _outbox(tensor.device).submit(_send_later, tensor, host, copied, send)
 
     def wait(self) -> None:
-        """Wait until the peer has it; raise the error of ``send`` or of :attr:`dist.Work.wait`."""
+        """Wait until the peer has it, or raise the error of the send."""
         work = self._begun.result()
         assert work is not None, "this process is an end of the edge"
         work.wait()
@@ -62,7 +62,7 @@ def _send_later(_: Tensor, host: Tensor, copied: Event, send: Send) -> dist.Work
 
 
 def arrival(works: Iterable[dist.Work], device: torch.device) -> torch.cuda.Event:
-    """Return an event for the arrival of NCCL's receives, independent of earlier work of the compute stream."""
+    """Return an event for the arrival of NCCL's receives."""
     stream, complete = copy_stream(device, "arrivals"), torch.cuda.Event(blocking=True)
     with torch.cuda.stream(stream):
         for work in works:
@@ -72,7 +72,7 @@ def arrival(works: Iterable[dist.Work], device: torch.device) -> torch.cuda.Even
 
 
 def to_host(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-    """Return a pinned copy of a GPU's ``tensor``, and its completion, until which ``tensor`` must be kept."""
+    """Return a pinned copy of ``tensor`` and the event of its completion."""
     compute, copies = torch.cuda.current_stream(tensor.device), copy_stream(tensor.device, "out")
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     copies.wait_stream(compute)  # the tensor may not have been computed yet
@@ -83,7 +83,7 @@ def to_host(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event]:
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of ``host``, best pinned, on a GPU, complete for all later work of the compute stream."""
+    """Copy ``host`` to a GPU, before all later work of the compute stream."""
     compute, copies = torch.cuda.current_stream(device), copy_stream(device, "in")
     with torch.cuda.stream(copies):
         tensor = host.to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The form in which the messages of one edge travel: agreed tensors, some with sizes of their own, coded or not.
+"""The form of the messages of one edge: sizes and coding.
 
 Sizes that change are sent in a header before the tensors. A gradient has no header: it has the sizes of its activation,
 which its receiver has sent. With a codec a message is one buffer of bytes. Evaluation is never coded, so that
@@ -31,7 +31,7 @@ class Wire:
     def __init__(
         self, specs: Specs, what: str, codec: str = "none", seed_of: Callable[[int], int] | None = None
     ) -> None:
-        """Create the form of messages of ``specs``; ``seed_of`` a micro-batch seeds the rounding of its message."""
+        """Create the form of messages; ``seed_of`` seeds their rounding."""
         self.what, self.agreed, self.varies = what, specs, specs.varies
         self.coder = None if codec == "none" else Coder(codec, seed_of)
         self.open((), training=True)
@@ -46,7 +46,7 @@ class Wire:
     def fit(
         self, micro_batch: int, tensors: Tensors, where: Callable[[], str]
     ) -> tuple[tuple[TensorSpec, ...], Tensors]:
-        """Return the specs of one message with all sizes filled in, and its tensors converted to them.
+        """Return the complete specs of one message, and its tensors in them.
 
         Raises:
             PartitionError: If the tensors differ from the agreed ones; the text begins with the result of ``where``.
@@ -58,7 +58,7 @@ class Wire:
         return specs, fit_all(specs, tensors, self._sizes[micro_batch], where)
 
     def pack(self, micro_batch: int, specs: tuple[TensorSpec, ...], tensors: Tensors) -> list[Tensor]:
-        """Return the contiguous tensors to send for one message: one per tensor, or one buffer of bytes."""
+        """Return the contiguous tensors to send for one message."""
         if self._is_coded and self.coder is not None:
             return [self.coder.encode(specs, tensors, micro_batch)]
         return [spec.as_wire(tensor) for spec, tensor in zip(specs, tensors, strict=True)]
@@ -66,7 +66,7 @@ class Wire:
     def buffers(
         self, micro_batch: int, specs: tuple[TensorSpec, ...], device: torch.device, *, pinned: bool
     ) -> list[tuple[Tensor, Tensor]]:
-        """Return (buffer, contiguous view of it to receive into) for each tensor that :meth:`pack` sends."""
+        """Return (buffer, contiguous view) for each tensor to receive."""
         size = self._sizes[micro_batch]
         if self._is_coded and self.coder is not None:
             num_bytes = layout(self.coder.codec, specs, size)[1]
@@ -82,7 +82,7 @@ class Wire:
         return tuple(buffers)
 
     def pass_on(self, micro_batch: int, specs: tuple[TensorSpec, ...], tensors: Tensors) -> Tensors:
-        """Return the tensors as they arrive at a receiver in this process: themselves, or coded and decoded."""
+        """Return the tensors as a receiver in this process gets them."""
         if not self._is_coded:
             return tensors
         return self.unpack(micro_batch, specs, self.pack(micro_batch, specs, tensors))
