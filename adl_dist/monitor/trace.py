@@ -1,8 +1,8 @@
 """``run_dir/trace.json``: the events of all stages.
 
 Each rank writes the events of its stages into a file of its own; rank 0 then makes one of them and removes the parts.
-The form is Chrome's "JSON Object Format" (https://ui.perfetto.dev or chrome://tracing): complete events, one process for
-each stage, times in microseconds.
+The form is Chrome's "JSON Object Format", for https://ui.perfetto.dev or chrome://tracing: complete events, one process
+for each stage, times in microseconds.
 """
 
 import fileinput
