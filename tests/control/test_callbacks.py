@@ -117,17 +117,12 @@ def failing(folder):
     return str(failed.value)
 
 
-def test_an_exception_ends_the_run_in_a_line_that_names_it(tmp_path):
-    said = failing(tmp_path)
-    assert re.search(SAID, said), said
-    assert "\n" not in said
-    assert "Traceback" in (tmp_path / "logs" / "rank0.log").read_text()
-
-
 @pytest.mark.ranks
-def test_an_exception_on_rank_0_ends_all_processes(tmp_path):
+def test_an_exception_ends_all_processes_in_a_line(tmp_path):
     for said in run_ranks(2, failing, tmp_path):
         assert re.search(SAID, said), said
+        assert "\n" not in said
+    assert "Traceback" in (tmp_path / "logs" / "rank0.log").read_text()
 
 
 def test_a_callback_ends_the_run_evaluated_and_saved(tmp_path):

@@ -48,50 +48,35 @@ class WaitsInVain:
         raise ChannelError("waited for the act of micro-batch 3")
 
 
-@pytest.fixture
-def victim(monkeypatch):
-    """Serves on rank 1 as a victim; what it raises, and after how many seconds."""
+WAITED, GONE = "waited for the act of micro-batch 3", {"rank0_status": RANK_0_IS_GONE}
+VICTIMS = {  # how rank 0 is reached, and the error of a process whose peer is gone
+    "the cause comes after a save": ({"is_reported": True, "cause_after": 0.5}, "rank 2: boom"),
+    "rank 0 has heard and is gone": ({"is_reported": True, **GONE}, WAITED),
+    "rank 0 has not heard": ({"is_reported": False}, WAITED),
+    "rank 0 was gone before": ({"is_reported": False, **GONE}, f"{RANK_0_IS_GONE}; {WAITED}"),
+    "the cause is under way": ({"is_reported": False, **GONE, "cause_after": 0.0}, "rank 2: boom"),
+    "the cause is a victim": (
+        {"is_reported": False, **GONE, "cause_after": 0.0, "cause": replace(CAUSE, is_victim=True)}, WAITED,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "expected"), VICTIMS.values(), ids=VICTIMS)
+def test_a_victim_raises_the_cause_if_rank_0_can_tell_it(case, expected, monkeypatch):
     monkeypatch.setattr(serving, "CAUSE_SECONDS", 0.02)
     monkeypatch.setattr(serving, "HEARD_SECONDS", 0.1)
     monkeypatch.setattr(serving, "LAST_SAVE_SECONDS", 20.0)
-
-    def fail(*, reported, rank0_status=None, told_after=None, told=CAUSE):
-        plane = Plane(1, others_are_gone=not reported)
-        endpoint = plane.endpoint
-        monkeypatch.setattr(endpoint.heartbeat, "rank0_status", lambda: rank0_status)
-        endpoint.take(COMMAND)
-        if told_after is not None:
-            threading.Timer(told_after, endpoint.take, [Abort(told)]).start()
-        began = time.monotonic()
-        with pytest.raises((ChannelError, StageFailed)) as error:
-            serve(WaitsInVain(), plane)
-        assert endpoint.commands.empty()
-        return error.value, time.monotonic() - began
-
-    return fail
-
-
-def test_a_victim_waits_for_the_cause_while_rank_0_saves(victim):
-    error, _ = victim(reported=True, told_after=0.5)
-    assert (type(error), str(error)) == (StageFailed, "rank 2: boom")
-
-
-def test_a_victim_does_not_wait_for_a_rank_0_that_is_gone(victim):
-    """Nor for one that has not heard of it."""
-    for state in ({"reported": True, "rank0_status": RANK_0_IS_GONE}, {"reported": False}):
-        error, seconds = victim(**state)
-        assert (type(error), str(error)) == (ChannelError, "waited for the act of micro-batch 3")
-        assert seconds < 5
-
-
-def test_rank_0_is_gone_only_for_a_victim_it_never_talked_to(victim):
-    error, _ = victim(reported=False, rank0_status=RANK_0_IS_GONE)
-    assert str(error) == f"{RANK_0_IS_GONE}; waited for the act of micro-batch 3"
-    error, _ = victim(reported=False, rank0_status=RANK_0_IS_GONE, told_after=0)
-    assert str(error) == "rank 2: boom"
-    too = replace(CAUSE, is_victim=True)
-    error, _ = victim(reported=False, rank0_status=RANK_0_IS_GONE, told_after=0, told=too)
-    assert str(error) == "waited for the act of micro-batch 3"
+    plane = Plane(1, others_are_gone=not case["is_reported"])
+    monkeypatch.setattr(plane.endpoint.heartbeat, "rank0_status", lambda: case.get("rank0_status"))
+    plane.endpoint.take(COMMAND)
+    if (seconds := case.get("cause_after")) is not None:
+        threading.Timer(seconds, plane.endpoint.take, [Abort(case.get("cause", CAUSE))]).start()
+    began = time.monotonic()
+    with pytest.raises((ChannelError, StageFailed)) as error:
+        serve(WaitsInVain(), plane)
+    assert str(error.value) == expected
+    assert plane.endpoint.commands.empty()
+    assert time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize(("backend", "said", "reason"), [

@@ -7,7 +7,6 @@ import socket
 import stat
 import threading
 import time
-import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -241,26 +240,6 @@ def test_status_and_results_are_views_of_the_same_actions(monkeypatch):
     spent = {share: seconds for share, seconds in log.stages[0].spent(10.5).items() if seconds}
     assert spent == {"forward": 2.0, "backward": 3.0, "send": 3.0, "other": 2.5}
     assert process_status(log).stages[0].doing == "wait for the next command"
-
-
-def test_to_tell_what_a_stage_is_at_takes_no_growing_memory():
-    def peak_bytes(num_done):
-        stage = SimpleNamespace(version=0, tally=SimpleNamespace(staleness=[1]))
-        context, log = SimpleNamespace(work=SimpleNamespace(sizes=[3] * 100_000), stage=stage), ActivityLog(1)
-        log.open({0: context}, SimpleNamespace(epoch=0), training=True)
-        with log.during("train"):
-            for number in range(num_done):
-                log.begin(0, Action(Op.BACKWARD, number))
-                log.end()
-            tracemalloc.start()
-            try:
-                process_status(log)
-                return tracemalloc.get_traced_memory()[1]
-            finally:
-                tracemalloc.stop()
-
-    peak_bytes(10)  # what is imported and kept by the first
-    assert peak_bytes(90_000) < peak_bytes(10) + 90_000  # a list of them would take eight times that
 
 
 def test_memory_is_that_of_the_processs_gpu_in_any_thread(monkeypatch):

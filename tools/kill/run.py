@@ -18,7 +18,7 @@ GONE_SECONDS = 40.0
 # Of a run with a process that is stopped. A machine with other work to do must not take that long for one action.
 STALL_SECONDS, ABORT_SECONDS = 3.0, 10.0
 WORDS = (
-    *("model=resnet8", "data._target_=tools.kill.slow_saves.digits", "data.in_channels=1"),
+    *("model=resnet8", "data._target_=tools.kill.slow_saves.digits", "data.in_channels=1", "data.num_classes=10"),
     *(f"train.epochs={NUM_EPOCHS}", "train.batch_size=32", "optimizer=adamw"),
     *("lr_schedule=multistep", "lr_schedule.milestones=[4,8]"),
     *("runtime.tensorboard=false", "runtime.threads=1", f"runtime.timeout_seconds={TIMEOUT_SECONDS:g}"),
