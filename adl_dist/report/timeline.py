@@ -1,4 +1,4 @@
-"""``run_dir/timeline.json``: the actions of all stages in a few updates while all of them are at work."""
+"""``run_dir/timeline.json``: the actions of a few updates."""
 
 import json
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ SHARES = (*dict.fromkeys(_SHARE.values()), "other")
 
 
 class Timed(NamedTuple):
-    """One action of a stage: its kind (``Op.value``), its number, begin and end in seconds, and its staleness."""
+    """One action of a stage, with begin and end in seconds."""
 
     op: str
     number: int
@@ -43,7 +43,7 @@ class Timeline:
 
     @classmethod
     def join(cls, parts: Sequence["Timeline"]) -> "Timeline":
-        """Return the stages of ``parts`` in their order, on a clock that begins with the first action."""
+        """Join the stages of ``parts`` on a clock that begins with an action."""
         stages = [stage for part in parts for stage in part.stages]
         zero = min(stage[0].begin for stage in stages)
         return cls(
@@ -57,7 +57,7 @@ class Timeline:
         )
 
     def write(self, folder: Path) -> None:
-        """Write it into the run's ``folder``, unless only the one there is of a steady part.
+        """Write it into ``folder``, unless only an existing one is steady.
 
         Raises:
             OSError: If the file cannot be written.
@@ -91,12 +91,12 @@ class Timeline:
         )
 
     def median_seconds(self, stage: int, *ops: Op) -> float | None:
-        """Return the sum of the median times of these kinds of action, or None if none occurs."""
+        """Return the sum of the median times of some actions, or None."""
         times = [[each.end - each.begin for each in self.stages[stage] if each.op == op.value] for op in ops]
         return sum(median(of_op) for of_op in times if of_op) if any(times) else None
 
     def shares(self, stage: int) -> dict[str, float]:
-        """Return the part of the time of ``stage`` that each of ``SHARES`` took; they add up to 1."""
+        """Return the shares of the time of ``stage``, which add up to 1."""
         events = self.stages[stage]
         length = max(events[-1].end - events[0].begin, 1e-9)
         spent = dict.fromkeys(SHARES, 0.0)

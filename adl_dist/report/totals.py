@@ -1,4 +1,4 @@
-"""The figures of a run: the results of stages over segments, and their sums and peaks for ``summary.json``."""
+"""The figures of a run: results of stages, their sums and peaks."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ class TiedResult:
 
 @dataclass(frozen=True, kw_only=True)
 class CodedResult:
-    """The figures of one stage's coded messages in one direction over one segment."""
+    """The figures of one stage's coded messages in one direction."""
 
     what: str  # "act" or "grad"
     codec: str
@@ -58,7 +58,7 @@ class Totals:
     """
 
     def __init__(self, unit: str = "images", flops: float | None = None) -> None:
-        """Count in ``unit``; ``flops``: of a sample, as a share of all devices' peak per second, if known."""
+        """Count ``unit``; ``flops`` of a sample are a share of the peak rate."""
         self._unit, self._flops = unit, flops
         self._tokens = [0.0]  # of each segment that has begun
         self.trained: list[tuple[int, float, list[TrainResult]]] = []
@@ -69,7 +69,7 @@ class Totals:
             self._tokens[-1] += float(record.get("num_terms", 0))
 
     def add(self, num_samples: int, seconds: float, results: list[TrainResult]) -> Iterator[dict[str, Any]]:
-        """Add a segment; yield its records for metrics.jsonl, without update and epoch."""
+        """Add a segment; yield its records without update and epoch."""
         self.trained.append((num_samples, seconds, results))
         for result in results:
             yield {"name": "stage/busy_share", "value": result.busy_seconds / result.seconds, "stage": result.stage}

@@ -23,7 +23,7 @@ GO = Specs.always([TensorSpec((), "uint8")])  # only its arrival counts
 
 
 def edges_of(pipeline: Pipeline) -> list[tuple[str, int, int]]:
-    """Return all edges: what travels, from which stage, to which."""
+    """Return (kind, sending stage, receiving stage) of all edges."""
     last = pipeline.num_stages - 1
     edges = [("target", 0, last)] if last > 0 else []
     for k in range(last):
@@ -36,7 +36,7 @@ def edges_of(pipeline: Pipeline) -> list[tuple[str, int, int]]:
 
 
 def tied_edges(pipeline: Pipeline) -> list[tuple[Tie, Op, Message]]:
-    """Return the edges between stages that share weights: of which tie, what is sent, and between which stages."""
+    """Return (tie, action, message) of the edges for tied weights."""
     ties = [Tie(number, stages) for number, stages in enumerate(pipeline.tied)]
     return [(tie, op, tied_message(op, tie, holder)) for tie in ties for op in TIED for holder in tie.stages[1:]]
 
@@ -49,7 +49,7 @@ def connect_stages(
     pipeline: Pipeline,
     codecs: Codecs,
 ) -> dict[int, StageContext]:
-    """Join the stages of this process to their neighbours, in this process or in others.
+    """Join the stages of this process to their neighbours anywhere.
 
     Args:
         world: the processes.
@@ -89,7 +89,7 @@ def connect_stages(
 
 
 class _Joiner:
-    """Makes the ends of edges that are in this process."""
+    """Makes the ends of edges in this process."""
 
     def __init__(self, world: World, stages: Mapping[int, Stage], pipeline: Pipeline) -> None:
         self.contexts = {k: StageContext(stage) for k, stage in stages.items()}
@@ -98,7 +98,7 @@ class _Joiner:
         self._answers: dict[int, SpecsByMicroBatch] = {k: {} for k in stages}
 
     def join(self, wire: Wire, source: int, to: int, *, device: torch.device, posted_ahead: int) -> None:
-        """Make the ends of the edge from stage ``source`` to stage ``to``; ``device``: where the tensors arrive."""
+        """Make the ends of an edge whose tensors arrive on ``device``."""
         what, contexts = wire.what, self.contexts
         units = f" ({units_of(contexts[source].stage.module)})" if source in contexts else ""
         if source in contexts and to in contexts:
@@ -133,16 +133,16 @@ class _Joiner:
 
 
 def receives_ahead(pipeline: Pipeline, source: int, to: int) -> int:
-    """Return how many receives stage ``to`` posts beyond the one that it awaits from stage ``source``, over gloo."""
+    """Return the number of receives over gloo beyond the awaited one."""
     is_next = abs(to - source) == 1
     return pipeline.received_ahead(min(source, to)) if is_next else pipeline.most_received_ahead
 
 
 def posted_ahead(pipeline: Pipeline, tie: Tie, op: Op, stage: int) -> int:
-    """Return how many receives ``stage`` may post beyond the one awaited, so that none is of a group that a stop omits.
+    """Return the receives beyond the awaited one, in groups a stop keeps.
 
-    The first stage awaits parts of group g, another one the sum of g - D, after its forward of the last micro-batch of
-    g + d, with the delay d, and none of a micro-batch that it has forwarded is omitted.
+    The first stage awaits parts of group g, the others the sum of g - D, after the forward of the last micro-batch of
+    g + d, with the delay d. A stop keeps all micro-batches that a stage has forwarded.
     """
     if pipeline.flush or pipeline.method.flush_epochs:
         return 0
@@ -151,6 +151,6 @@ def posted_ahead(pipeline: Pipeline, tie: Tie, op: Op, stage: int) -> int:
 
 
 def specs_of(tied: TiedWeights) -> Specs:
-    """Return what is sent of the gradients of tied weights: each as a batch of one, never narrowed."""
+    """Return the specs of tied gradients: each a batch of one, never narrowed."""
     specs = (replace(TensorSpec.of(p.unsqueeze(0)), channels_last=False) for _, p in tied.named_parameters())
     return Specs.always(specs)
