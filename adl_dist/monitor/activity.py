@@ -16,7 +16,7 @@ import torch
 from adl_dist.engine import StageContext
 from adl_dist.report.timeline import Timed, Timeline
 from adl_dist.schedule import Action, Op, Pipeline, Segment
-from adl_dist.schedule.actions import BACKWARDS
+from adl_dist.schedule.actions import BACKWARDS, LINKS, RECEIVES
 
 STARTING = "start"  # the phase of a process whose stages are not built yet
 IDLE = "idle"  # the process waits for the coordinator's next command
@@ -24,14 +24,11 @@ FINISHING = "finishing"  # all actions are done, but the last messages have not 
 FAILED = "failed"  # the command raised
 USER_CODE = "callbacks and loggers"  # the user's, called between two actions
 
+WAITS = {Op.RECV_ACT: "wait_act", Op.RECV_GRAD: "wait_grad"}
 # For each kind of action: the share that its time counts to, and its name.
 KINDS = {
     Op.LOAD: ("load", "load"),
-    Op.RECV_ACT: ("wait_act", "wait for act"),
-    Op.RECV_GRAD: ("wait_grad", "wait for grad"),
-    Op.RECV_TARGET: ("wait_other", "wait for target"),
-    Op.RECV_GO: ("wait_other", "wait for go"),
-    Op.TAKE_TARGET: ("wait_other", "wait for label"),
+    **{op: (WAITS.get(op, "wait_other"), f"wait for {link.what}") for op, link in RECEIVES.items()},
     Op.FORWARD: ("forward", "forward"),
     Op.FORWARD_ONLY: ("forward", "forward without graph"),
     Op.PREDICT: ("forward", "predict"),
@@ -44,15 +41,7 @@ KINDS = {
     Op.UPDATE: ("update", "update"),
     Op.UPDATE_HEAD: ("update", "update head"),
     Op.UPDATE_TIED: ("update", "update tied weights"),
-    Op.RECV_PART: ("wait_other", "wait for part of tied gradient"),
-    Op.RECV_SUM: ("wait_other", "wait for sum of tied gradients"),
-    Op.SEND_PART: ("send", "send part of tied gradient"),
-    Op.SEND_SUM: ("send", "send sum of tied gradients"),
-    Op.SEND_ACT: ("send", "send act"),
-    Op.SEND_GRAD: ("send", "send grad"),
-    Op.SEND_TARGET: ("send", "send target"),
-    Op.SEND_GO: ("send", "send go"),
-    Op.PASS_TARGET: ("send", "send label"),
+    **{op: ("send", f"send {link.what}") for op, link in LINKS.items()},
     Op.WEIGHTS: ("other", "choose weights"),
 }
 OTHER = "other"  # also all time between actions
