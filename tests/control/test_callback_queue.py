@@ -37,7 +37,7 @@ def fail():
     raise CallbackError("callback Raises.on_update fails")
 
 
-def test_an_error_of_training_is_told_and_not_that_of_a_call():
+def test_an_error_of_training_hides_the_error_of_a_call():
     code, made = CallbackQueue(), []
 
     def train(error):

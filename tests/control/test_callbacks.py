@@ -100,7 +100,7 @@ def test_callbacks_hear_all_in_order(tmp_path):
 
 
 @pytest.mark.ranks
-def test_two_processes_tell_rank_0_what_one_tells(tmp_path):
+def test_two_processes_call_callbacks_as_one_does(tmp_path):
     on_0, on_1 = run_ranks(2, diary_of, tmp_path / "ranks")
     here = diary_of(tmp_path / "here")
     assert [line for line in on_0 if line[0] != "checkpoint"] == [line for line in here if line[0] != "checkpoint"]
@@ -361,12 +361,12 @@ def test_what_is_no_callback_is_refused(case):
         (partial(adl_dist.EarlyStopping, min_change=-1), r"min_change must be at least 0, got -1"),
     ],
 )
-def test_early_stopping_refuses_what_it_cannot_follow(make, said):
+def test_early_stopping_refuses_impossible_settings(make, said):
     with pytest.raises(ConfigError, match=said):
         make()
 
 
-def test_early_stopping_needs_what_it_watches():
+def test_early_stopping_needs_its_metric():
     stopping = adl_dist.EarlyStopping(metric="validation_perplexity")
     with pytest.raises(CallbackError, match=r"watches validation_perplexity, but what is measured is validation_"):
         fit([stopping])

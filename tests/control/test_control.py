@@ -62,7 +62,7 @@ VICTIMS = {  # how rank 0 is reached, and the error of a process whose peer is g
 
 
 @pytest.mark.parametrize(("case", "expected"), VICTIMS.values(), ids=VICTIMS)
-def test_a_victim_raises_the_cause_if_rank_0_can_tell_it(case, expected, monkeypatch):
+def test_a_victim_raises_the_cause_if_rank_0_reports_it(case, expected, monkeypatch):
     monkeypatch.setattr(serving, "CAUSE_SECONDS", 0.02)
     monkeypatch.setattr(serving, "HEARD_SECONDS", 0.1)
     monkeypatch.setattr(serving, "LAST_SAVE_SECONDS", 20.0)
@@ -82,7 +82,7 @@ def test_a_victim_raises_the_cause_if_rank_0_can_tell_it(case, expected, monkeyp
 @pytest.mark.parametrize(("backend", "said", "reason"), [
     ("nccl", None, RANK_0_IS_GONE), ("nccl", CAUSE, CAUSE.text), ("gloo", None, None)
 ])  # fmt: skip
-def test_a_dead_rank_0_ends_what_would_wait_on_a_gpu(backend, said, reason):
+def test_a_dead_rank_0_ends_waits_on_a_gpu(backend, said, reason):
     """Over gloo a message that does not come tells it; and what rank 0 has said before stays the cause."""
     world = replace(single_process(torch.device("cpu")), rank=1, backend=backend)
     job = Job(world, WatchdogTimeouts())
@@ -174,7 +174,7 @@ class DivergesOfGarbage:
         raise DivergedError("the loss is nan", stage=1, update=3, epoch=0)
 
 
-def test_what_is_found_after_a_failure_elsewhere_is_not_told():
+def test_an_error_after_a_failure_elsewhere_is_dropped():
     plane = Plane(1)
     plane.endpoint.take(COMMAND)
     with pytest.raises(StageFailed, match="rank 2: boom"):

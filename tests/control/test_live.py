@@ -114,7 +114,7 @@ def test_what_clients_do_wrong_holds_up_no_other_nor_the_end(tmp_path):
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("ask", [RequestKind.CHECKPOINT, RequestKind.STOP])
-def test_checkpoint_and_stop_print_what_became_of_the_request(tmp_path, ask, fails):
+def test_checkpoint_and_stop_print_the_outcome(tmp_path, ask, fails):
     requests = RequestQueue()
 
     def coordinate():
@@ -132,7 +132,7 @@ def test_checkpoint_and_stop_print_what_became_of_the_request(tmp_path, ask, fai
         assert (outcome.code, outcome.out, outcome.err) == (0, "runs/a/checkpoints/u7\n", "")
 
 
-def test_a_run_that_ends_tells_whether_it_has_answered(tmp_path):
+def test_an_ending_run_answers_or_says_that_it_ended(tmp_path):
     (tmp_path / "ends").mkdir()
     with listening(tmp_path / "ends") as control:
         threading.Timer(0.3, control.close).start()
@@ -263,7 +263,7 @@ def test_a_hanging_thread_is_at_its_innermost_line_not_torchs(package, place):
     assert told.startswith(place)
 
 
-def test_all_stages_of_one_process_report_what_they_are_at(tmp_path):
+def test_all_stages_of_one_process_report_their_action(tmp_path):
     answers = {True: [], False: []}  # in training, in evaluation
 
     class Asks(nn.Module):

@@ -78,13 +78,13 @@ def compare(profile, name, K, options, *, tolerance):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("name", "K"), [("adl", 4), slow("gpipe", 2)])
-def test_each_stage_holds_what_was_predicted_within_10_percent(name, K, profile):
+def test_each_stage_holds_the_predicted_bytes_within_10_percent(name, K, profile):
     compare(profile, name, K, {}, tolerance=0.1)
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_a_split_holds_what_was_predicted_within_15_percent(profile):
+def test_a_split_holds_the_predicted_bytes_within_15_percent(profile):
     """The moment with the most graphs need not be that with the most deferred: the prediction adds both."""
     compare(profile, "adl", 2, {"split_backward": True}, tolerance=0.15)
 

@@ -46,7 +46,7 @@ def test_every_action_is_one_event_of_its_stage_and_none_overlap(name, options, 
     traces.assert_is_whole(tmp_path, summary, method, training=[segment(0), segment(1)], validation=validation)
 
 
-def test_events_tell_the_version_and_tracing_changes_no_bit(tmp_path):
+def test_events_have_the_version_and_tracing_changes_no_bit(tmp_path):
     """Events tell the version of the weights; without a trace the weights are the same, and nothing is written."""
     trainer, untraced = toy_trainer(K, M), toy_trainer(K, M)
     run(tmp_path / "traced", trainer)

@@ -90,7 +90,7 @@ def test_random_rounding_repeats_with_its_seed_and_with_no_other():
 
 @pytest.mark.parametrize("codec", ["bf16", "int8"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_coding_what_has_been_coded_changes_no_bit(codec, shape):
+def test_coding_twice_changes_no_bit(codec, shape):
     (once,) = there_and_back(codec, drawn(*shape))
     assert torch.equal(there_and_back(codec, once)[0], once)
 
@@ -214,7 +214,7 @@ def test_a_sample_is_coded_alike_in_any_micro_batch():
     assert torch.equal(whole[2:4], part)
 
 
-def test_the_error_of_an_edge_leaves_out_what_is_not_finite():
+def test_the_error_of_an_edge_skips_infinite_messages():
     coder, specs = Coder("int8"), (TensorSpec.of(drawn(2, 256)),)
     assert coder.relative_error() is None
     coder.encode(specs, (drawn(2, 256),), 0)

@@ -85,7 +85,7 @@ def test_ranks_that_send_from_a_gpu_equal_one_process(method):
         assert_same(state, expected)
 
 
-def test_a_peer_that_is_gone_is_told_by_the_send_that_finds_out():
+def test_a_send_that_fails_raises_its_own_error():
     def lost(host):
         raise ChannelError("gone")
 
