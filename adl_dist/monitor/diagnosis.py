@@ -40,7 +40,7 @@ def picture(statuses: Sequence[RankStatus], coordination: CoordinatorStatus) -> 
     lines = []
     for known in statuses:
         seen, where = known.seen, known.seen.where if known.seen else "(-)"
-        for stage in seen.stages if seen else [StageStatus(stage=known.rank, doing="has told nothing yet")]:
+        for stage in seen.stages if seen else [StageStatus(stage=known.rank, doing="no answer yet")]:
             parts = [f"{stage.doing} since {stage.seconds:.1f} s"]
             if seen and stage.doing != "wait for its turn":
                 parts[0] += _at(seen.at)

@@ -83,12 +83,12 @@ def diary_of(folder):
 
 def test_callbacks_hear_all_in_order(tmp_path):
     lines = diary_of(tmp_path)
-    told = [line[:3] for line in lines if line[0] != "checkpoint"]
+    called = [line[:3] for line in lines if line[0] != "checkpoint"]
     epochs = [
         [*(("update", 4 * epoch + update, epoch) for update in (1, 2, 3, 4)), ("epoch", 4 * epoch + 4, epoch + 1)]
         for epoch in (0, 1)
     ]
-    assert told == [("start", 0, 0), *epochs[0], *epochs[1], ("end", 8, 2)]
+    assert called == [("start", 0, 0), *epochs[0], *epochs[1], ("end", 8, 2)]
     saved = [line for line in lines if line[0] == "checkpoint"]
     assert saved == [("checkpoint", 4, 1, "update-00000004"), ("checkpoint", 8, 2, "update-00000008")]
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""The control plane: what a process raises that fails because another one has, and how late and gone are told apart."""
+"""The control plane: the error of a process that fails because of another one, and how late differs from gone."""
 
 import threading
 import time

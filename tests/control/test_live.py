@@ -257,10 +257,10 @@ def test_a_hanging_thread_is_at_its_innermost_line_not_torchs(package, place):
     thread = threading.Thread(target=lambda: of_package["hang"](begun, over))
     thread.start()
     begun.wait()
-    told = user_frame(thread.ident)
+    line = user_frame(thread.ident)
     over.set()
     thread.join()
-    assert told.startswith(place)
+    assert line.startswith(place)
 
 
 def test_all_stages_of_one_process_report_their_action(tmp_path):

@@ -85,13 +85,13 @@ def test_where_nothing_is_stale_a_stopped_run_resumes_exactly(K, name, tmp_path)
         "drain_changed_result": False,
     }
     assert data.answer.result(0) == summary["stopped"]["checkpoint"]
-    told = (tmp_path / "summary.json").read_text()
-    assert json.loads(told)["stopped"] == summary["stopped"]
+    written = (tmp_path / "summary.json").read_text()
+    assert json.loads(written)["stopped"] == summary["stopped"]
     _, state, summary = fitted(K, name=name, run_dir=tmp_path)
     assert "stopped" not in summary
     assert different(state, undisturbed(K, name)) == []
     # As a kill before the last summary would have left it: the same command brings it.
-    (tmp_path / "summary.json").write_text(told)
+    (tmp_path / "summary.json").write_text(written)
     fitted(K, name=name, run_dir=tmp_path)
     known = json.loads((tmp_path / "summary.json").read_text())
     assert (known["updates"], "stopped" in known) == (2 * PER_EPOCH, False)

@@ -49,14 +49,16 @@ def test_ranks_behind_a_hub_train_to_the_same_bits(nodes, tmp_path):
     """The recipe of docs/network.md. The second rank gets no interface, and finds the one that leads to the first."""
     ranks = []
     for number, name in enumerate(nodes):
-        told = {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        told |= {"MASTER_ADDR": "10.99.0.1", "MASTER_PORT": "29511", "PYTHONPATH": str(ROOT)}
-        told |= {"GLOO_SOCKET_IFNAME": "wg0"} if number == 0 else {}
+        variables = {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        variables |= {"MASTER_ADDR": "10.99.0.1", "MASTER_PORT": "29511", "PYTHONPATH": str(ROOT)}
+        variables |= {"GLOO_SOCKET_IFNAME": "wg0"} if number == 0 else {}
         command = ["ip", "netns", "exec", name, sys.executable, "-m", "adl_dist"]
         train = words(tmp_path / "run", "runtime.timeout_seconds=60", processes=True)
         with (tmp_path / f"rank{number}.txt").open("wb") as said:
             ranks.append(
-                subprocess.Popen([*command, *train], stdout=said, stderr=said, env={**os.environ, **told}, cwd=ROOT)
+                subprocess.Popen(
+                    [*command, *train], stdout=said, stderr=said, env={**os.environ, **variables}, cwd=ROOT
+                )
             )
     try:
         for number, process in enumerate(ranks):

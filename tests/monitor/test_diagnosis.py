@@ -22,8 +22,8 @@ def stage(k, doing, *, what="", waits_for=(), seconds=60.0, segment=1, counts=()
 def rank(*stages, silent=0.0, state="", phase="train", **seen):
     """The process of the ``stages``."""
     k = stages[0].stage
-    told = ProcessStatus(host="node", pid=100 + k, phase=phase, stages=list(stages), **seen)
-    return RankStatus(rank=k, seen=told, silent_seconds=silent, state=state)
+    known = ProcessStatus(host="node", pid=100 + k, phase=phase, stages=list(stages), **seen)
+    return RankStatus(rank=k, seen=known, silent_seconds=silent, state=state)
 
 
 def at_work(k, what, *, seconds=60.0, segment=1, counts=(), last=(), **more):
@@ -136,8 +136,8 @@ def test_a_background_save_that_is_awaited_is_its_writers_fault():
     waiting = CoordinatorStatus("train", False, 60.0, "saving.py:9 in wait")
     writer = idle(2, saving="saving", saving_at="checkpoint.py:9 in write")
     statuses = [idle(0, saving="committing"), idle(1), writer]
-    told = "takes long to write its part of a checkpoint, alongside training, at checkpoint.py:9 in write"
-    assert cause_of(statuses, waiting) == (2, f"stage 2 (node, pid 102): {told}")
+    text = "takes long to write its part of a checkpoint, alongside training, at checkpoint.py:9 in write"
+    assert cause_of(statuses, waiting) == (2, f"stage 2 (node, pid 102): {text}")
     assert "; saving a checkpoint alongside, at checkpoint.py:9 in write" in picture(statuses, waiting).splitlines()[2]
     text = cause_of(statuses[:2], waiting).text
     assert text == "stage 0 (node, pid 100): takes long to complete a checkpoint, alongside training"
@@ -162,9 +162,9 @@ def test_of_stages_in_one_process_the_one_at_work_is_the_cause():
 
 
 def test_the_picture_holds_the_last_message_on_each_edge():
-    told = at_work(1, "forward 7", last={"RA": 7, "SA": 6, "RG": 4, "SG": 3, "B": 3}, silent=9.5, state="T")
-    assert picture([told, RankStatus(rank=2)], TRAINING).splitlines()[:2] == [
+    known = at_work(1, "forward 7", last={"RA": 7, "SA": 6, "RG": 4, "SG": 3, "B": 3}, silent=9.5, state="T")
+    assert picture([known, RankStatus(rank=2)], TRAINING).splitlines()[:2] == [
         "  stage 1  (node, pid 101)  no answer since 9.5 s; before: forward 7 since 60.0 s; last sent act 6, grad 3; "
         "last got act 7, grad 4",
-        "  stage 2  (-)  has told nothing yet since 0.0 s",
+        "  stage 2  (-)  no answer yet since 0.0 s",
     ]

@@ -45,8 +45,14 @@ def spaces():
 
 def rank(number, spaces, folder, *, train=LONG, master_addr="10.78.0.1", **more):
     """Start it, as a cluster without torchrun would."""
-    told = {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "29511"}
-    environment = {**os.environ, **told, **more, "MASTER_ADDR": master_addr, "PYTHONPATH": str(ROOT)}
+    variables = {
+        "RANK": str(number),
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_PORT": "29511",
+    }
+    environment = {**os.environ, **variables, **more, "MASTER_ADDR": master_addr, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "adl_dist", *words(folder / "run", *train, processes=True)]
     command = ["ip", "netns", "exec", spaces[number], *command]
     with (folder / f"rank{number}.txt").open("wb") as said:

@@ -74,8 +74,8 @@ def test_only_the_first_events_are_kept_but_all_count(tmp_path, monkeypatch):
     assert all(len(events) == 20 for events in traces.read_trace(tmp_path).values())
     traces.assert_shares_are_all_of_the_time(summary, K)
     assert summary["stages"][2]["shares"]["update"] > 0
-    told = json.loads((tmp_path / "trace.json").read_text())["otherData"]["stages"]
-    assert all(stage["events"] == 20 and stage["events_left_out"] > 0 for stage in told)
+    stages = json.loads((tmp_path / "trace.json").read_text())["otherData"]["stages"]
+    assert all(stage["events"] == 20 and stage["events_left_out"] > 0 for stage in stages)
     assert "left out by stage" in (tmp_path / "logs" / "rank0.log").read_text()
 
 
@@ -119,8 +119,8 @@ def test_processes_of_several_stages_are_refused_by_name(tmp_path, monkeypatch):
     """Another number of processes than there are to be, and a measurement of one stage by its process."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    told = r"=4 with method.stages_per_process=2 needs 2 processes, but torchrun started 4: .*=2, or .*num_stages=8"
-    with pytest.raises(ConfigError, match=told):
+    expected = r"=4 with method.stages_per_process=2 needs 2 processes, but torchrun started 4: .*=2, or .*num_stages=8"
+    with pytest.raises(ConfigError, match=expected):
         toy_trainer(4, 4, "interleaved")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=r"but 2 stages share one; use method\.stages_per_process=1"):

@@ -188,7 +188,7 @@ def test_a_heartbeat_monitor_ends_rank_0_that_asks_no_more(number, said, monkeyp
         monitor.stop()
         monitor.join()
         assert not number or rank_0.wait(timeout=5) == -signal.SIGKILL
-    assert number != signal.SIGKILL or len(gone) == 1, "told once"
+    assert number != signal.SIGKILL or len(gone) == 1, "reported once"
     why = re.escape(f"rank 0, which looks after the job, {said.format(where=asker.where, pid=asker.pid)}")
     assert re.match(f"adl-dist: {why}".replace(r"\.\ s", r"\d s"), lines[0]), lines
     assert re.match(f"adl-dist: error: rank 1 ends itself: {why}".replace(r"\.\ s", r"\d s"), lines[1]), lines

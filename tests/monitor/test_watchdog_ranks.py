@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ranks
 
 STAGE_1 = r"stage 1 \(\S+, pid \d+\)"
 
-# Name of each planted stall: how its cause is told.
+# Name of each planted stall: the pattern of its cause.
 CAUSES = {
     "forward of stage 1": rf"{STAGE_1}: still at work: forward \d+ .* in sleep",
     "backward of stage 2": r"stage 2 \(\S+, pid \d+\): still at work: backward \d+ .*",
@@ -34,15 +34,15 @@ def planted(run_dir):
     return {name: float(at) for at, _, name in (line.partition(" ") for line in lines)}
 
 
-def causes_told(run_dir):
+def logged_causes(run_dir):
     """When each picture was logged, and the cause in it."""
-    told, at = [], 0.0
+    causes, at = [], 0.0
     for line in (run_dir / "logs" / "rank0.log").read_text().splitlines():
         if stamp := re.match(r"(\d+-\d+-\d+ \d+:\d+:\d+),(\d+) ", line):
             at = datetime.datetime.strptime(stamp[1], "%Y-%m-%d %H:%M:%S").timestamp() + int(stamp[2]) / 1000
         if line.startswith("likely cause: "):
-            told.append((at, line.removeprefix("likely cause: ")))
-    return told
+            causes.append((at, line.removeprefix("likely cause: ")))
+    return causes
 
 
 def test_each_of_six_planted_stalls_is_named_in_time(tmp_path):
@@ -64,11 +64,11 @@ def test_each_of_six_planted_stalls_is_named_in_time(tmp_path):
     finally:
         over.set()
         poller.join()
-    began, told = planted(run_dir), causes_told(run_dir)
+    began, causes = planted(run_dir), logged_causes(run_dir)
     assert began.keys() == CAUSES.keys()
     for name, pattern in CAUSES.items():
-        in_time = [text for at, text in told if STALL_SECONDS - 0.3 <= at - began[name] <= STALL_SECONDS + 2]
-        assert any(re.fullmatch(pattern, text) for text in in_time), f"{name}: {told}"
+        in_time = [text for at, text in causes if STALL_SECONDS - 0.3 <= at - began[name] <= STALL_SECONDS + 2]
+        assert any(re.fullmatch(pattern, text) for text in in_time), f"{name}: {causes}"
     assert len(seconds) > 20, "it was asked too rarely to say anything"
     assert sorted(seconds)[-2] < 1
     assert {row["stage"] for row in rows} == {0, 1, 2}
@@ -78,7 +78,7 @@ def test_each_of_six_planted_stalls_is_named_in_time(tmp_path):
 
 def test_a_slow_save_next_to_training_is_reported_by_its_rank(tmp_path):
     run_ranks(3, save_asleep, tmp_path / "run")
-    causes = [cause for _, cause in causes_told(tmp_path / "run")]
+    causes = [cause for _, cause in logged_causes(tmp_path / "run")]
     slow = rf"{STAGE_1}: takes long to write its part of a checkpoint, alongside training, at .* in slowly"
     assert any(re.fullmatch(slow, cause) for cause in causes), causes
     assert not any(cause.startswith("the link") for cause in causes)
@@ -94,7 +94,7 @@ def test_survivors_of_a_kill_in_a_save_name_the_killed(tmp_path):
 
 def test_a_stopped_peer_is_named_and_the_job_ends_with_it(tmp_path):
     log = log_of_a_signalled_peer(tmp_path, signal.SIGSTOP, "rank 0: exit code 1\nrank 1: exit code -9")
-    at, cause = causes_told(tmp_path)[-1]
+    at, cause = logged_causes(tmp_path)[-1]
     assert re.match(r"stage 1 \(\S+, pid \d+\): the process is stopped \(SIGSTOP\); kill -CONT \d+", cause)
     assert at - planted(tmp_path)["signal"] < STALL_SECONDS + 2
     ended = r"ERROR adl-dist: error: no progress in .* stage 1 \(\S+, pid \d+\): the process is stopped"
