@@ -119,6 +119,11 @@ def test_tests_that_pages_name_are_there():
             assert (ROOT / name).exists(), f"{page}: {name}"
 
 
+def test_files_that_the_walkthroughs_name_are_there():
+    for name in re.findall(r"`((?:\w+/)+\w+\.py)`", (ROOT / "CONTRIBUTING.md").read_text()):
+        assert (ROOT / "adl_dist" / name).exists() or (ROOT / name).exists(), name
+
+
 def test_figures_of_the_results_are_those_of_their_tables(tmp_path):
     docs_figures.draw(tmp_path)
     assert len([*tmp_path.iterdir()]) == 4
