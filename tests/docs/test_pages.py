@@ -113,12 +113,6 @@ def test_each_page_is_in_the_navigation_once():
     assert sorted(named) == sorted([*pages, *generated])
 
 
-def test_tests_that_pages_name_are_there():
-    for page in [*PAGES, *ROOT.glob("[CS]*.md")]:
-        for name in re.findall(r"\btests/[\w/]+\.(?:py|txt)", page.read_text()):
-            assert (ROOT / name).exists(), f"{page}: {name}"
-
-
 def test_files_that_the_walkthroughs_name_are_there():
     for name in re.findall(r"`((?:\w+/)+\w+\.py)`", (ROOT / "CONTRIBUTING.md").read_text()):
         assert (ROOT / "adl_dist" / name).exists() or (ROOT / name).exists(), name
