@@ -132,6 +132,12 @@ def infer(
         np.random.set_state(numpys)
 
 
+def is_masked(args: Any, kwargs: Any, has: Callable[[Tensor], bool]) -> bool:
+    """Return whether the arguments after the first have tensors, a mask say, and the stage ``has`` their elements."""
+    masks = tensors_in((args[1:], kwargs))
+    return bool(masks) and all(map(has, masks))
+
+
 def _on_zeros(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run a function whose sizes follow from elements that this stage has, as those of a mask, on zeros."""
 
@@ -184,6 +190,15 @@ class RecordedResults:
             with torch._C.DisableTorchFunction():
                 shapes = [tensor.shape for tensor in tensors_in(args)]
                 self._runs[key or object()] = shapes, _template(out, unique_tensors(args))
+
+    def follow_arguments(self) -> bool:
+        """Return whether the sizes of the arguments tell those of the result, in all runs."""
+        try:
+            for shapes, _ in self._runs.values():
+                self.by_sizes([torch.empty(shape, device=META) for shape in shapes])
+        except ValueError:
+            return False
+        return True
 
     def known(self, key: Any) -> Any:
         """Return the result of a run with that signature; None if there was none."""
@@ -317,7 +332,7 @@ class Results:
         try:
             out, twins = infer(function, args, kwargs, module)
         except Exception as error:  # the user's own forward may ask for elements
-            if module is None and not any(t.is_meta for t in tensors_in(args[1:])):
+            if module is None and is_masked(args, kwargs, lambda tensor: not tensor.is_meta):
                 return _template(_on_zeros(function, args, kwargs), ()), False
             if self._recorded is None or not self._recorded.by_rule:
                 raise ValueError(f"{type(error).__name__}: {error}") from error

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from adl_dist.batch import Batch, Several
 from adl_dist.errors import PartitionError
-from adl_dist.partition.absent import call_signature, infer, module_signature
+from adl_dist.partition.absent import call_signature, infer, is_masked, module_signature
 from adl_dist.partition.containers import PLAIN, map_tensors, other_leaves, tensors_in, unique_tensors
 from adl_dist.partition.functions import ASK_DEVICE, LIKE_SECOND, Kind, kind_of, writes_to
 from adl_dist.partition.intercept import OF_TORCH, is_openable, place_of_call, users_line
@@ -147,6 +147,7 @@ class Recorder(TorchFunctionMode):
         self.is_paused = False
         self._num_rules = 0
         self._answers: dict[Key, Any] = {}
+        self._sized_by_elements: set[Call] = set()
         self._states: dict[Key, list[Any]] = {}  # what each call of a module has left in Python
 
     def _is_followed(self, name: str, module: nn.Module) -> bool:
@@ -273,6 +274,9 @@ class Recorder(TorchFunctionMode):
                 and self._may_open(call.name)
             ):
                 self.recording.opened.add(call.name)
+        for call in self._sized_by_elements:
+            if call.parent is not None and not call.recorded.follow_arguments():
+                self.recording.closed[call.parent.name] = f"elements decide the size of a result ({call.where})"
 
     def _may_open(self, name: str) -> bool:
         module = self.model.get_submodule(name)
@@ -424,6 +428,8 @@ class Recorder(TorchFunctionMode):
         if not is_alike:
             call.recorded.by_rule = True
             self._num_rules += 1
+            if module is None and not is_masked(args, kwargs, lambda tensor: self._fact(tensor).label is None):
+                self._sized_by_elements.add(call)
         elif known is not None:
             self.recording.predicted.add(known)
 
