@@ -302,6 +302,7 @@ class _Assignment:
             self.labels[state_label(name)] = self.state.get(name, EVERYWHERE)
         self.last_use: dict[Label, int] = {}
         self._torn: dict[Label, tuple[int, str]] = {}
+        self._written_to: set[Label] = set()  # through a view, of which the tensor itself does not know
         used_by: dict[int, int] = {}  # of each memory, the last stage that has used it
         checkpoints: dict[int, int] = {}
         for call in self.mode.calls.values():
@@ -315,7 +316,8 @@ class _Assignment:
                 raise CutImpossibleError(min(stage, checkpoints[call.checkpoint]), reason)
             self.calls[call.key] = stage
             needed = max((self.labels.get(label, EVERYWHERE) for label in call.reads), default=EVERYWHERE)
-            self.follows[call.key] = stage == needed and not call.uses and call.key not in self._assigned
+            is_pinned = bool(call.uses) or call.key in self._assigned or not self._written_to.isdisjoint(call.reads)
+            self.follows[call.key] = stage == needed and not is_pinned
             for label in call.reads:
                 self._use(label, stage, used_by)
             for label in call.makes:
@@ -359,6 +361,7 @@ class _Assignment:
                 continue
             if before == EVERYWHERE:
                 self.labels[label] = stage
+                self._written_to.add(label)
             elif before < stage:
                 reason = f"'{call.name}' writes to memory that it shares with another value of an earlier stage"
                 self._torn[label] = stage - 1, reason
