@@ -409,7 +409,8 @@ class ForwardRun:
                 if type(leaf) is not Value or leaf.mark.absent or leaf.mark.data is not None:
                     break
             else:
-                return self.marked(self._run(function, args, kwargs, values), key, None, stage)
+                out = self._run(function, args, kwargs, values)
+                return out if planned is not None and not planned.is_tainted else self.marked(out, key, None, stage)
         replaced: dict[int, Tensor] = {}
         is_module = planned is not None and planned.is_module
         for leaf in values:
@@ -446,6 +447,8 @@ class ForwardRun:
             for leaf in (*(unique[place] for place in written), *([] if target is None else [target])):
                 place = -1 if target is not None else self._place(unique, leaf)
                 self._written(leaf, replaced.get(id(leaf), leaf), (*key, place), stage)
+        if planned is not None and not planned.is_tainted:
+            return out
         return self.marked(out, key, originals, stage)
 
     def _run(self, function: Callable[..., Any], args: Any, kwargs: Any, values: Sequence[Tensor]) -> Any:

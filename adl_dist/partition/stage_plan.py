@@ -114,6 +114,7 @@ class CallPlan:
         is_module: whether it is a call of a module.
         is_plain: whether it does nothing but compute its result on one stage.
         repeats: whether later stages make this view again, since less crosses the cuts then.
+        is_tainted: whether its result is a value of the batch.
         frame: how the calls inside are run.
         dtypes: of the tensors in its result.
     """
@@ -132,6 +133,7 @@ class CallPlan:
     repeats: bool = False
     is_module: bool = False
     is_plain: bool = False
+    is_tainted: bool = True
     frame: "FramePlan | None" = None
     dtypes: tuple[torch.dtype, ...] = ()
 
@@ -554,6 +556,7 @@ class _Assignment:
             follows=follows,
             repeats=call.key in self.repeated,
             is_module=call.is_module,
+            is_tainted=call.is_tainted,
             is_plain=way is Way.WHOLE and first >= 0 and not (written or call.recorded.by_rule or follows),
         )
 
