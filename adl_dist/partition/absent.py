@@ -144,7 +144,8 @@ def _on_zeros(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     def zeros(tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
             return tensor
-        return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape).requires_grad_(tensor.requires_grad)
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).zero_()
+        return made.requires_grad_(tensor.requires_grad)
 
     return function(*map_tensors(zeros, args), **kwargs)
 
