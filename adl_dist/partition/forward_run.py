@@ -229,9 +229,6 @@ class ForwardRun:
         for name, home, module, tensor in self._state_tensors():
             if home == self.index:
                 as_tensor(tensor)
-                if name in self.stage.held:
-                    path, _, key = name.rpartition(".")
-                    module_named(self.stage, path)._buffers[key] = tensor
             elif name in self._state:
                 put_tensor(module, name, self._state[name])
 

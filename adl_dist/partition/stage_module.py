@@ -135,14 +135,14 @@ class StageModule(_Part):
         own = {id(tensor) for tensor in held.values()}
 
         kept = {id(module) for name, module in extra_states(twin).items() if self.index in self.plan.holders[name]}
+        self._buffers_of_parts: list[tuple[nn.Module, str, nn.Module]] = []
 
         def place(module: nn.Module, into: nn.Module) -> None:
             if id(module) in kept:
                 vars(into)["_keeps_extra_of"] = module
-            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is not None and id(tensor) in own:
-                    kind = "_parameters" if key in module._parameters else "_buffers"
-                    getattr(into, kind)[key] = tensor
+            into._parameters |= {key: t for key, t in module._parameters.items() if id(t) in own}
+            buffers = [key for key, tensor in module._buffers.items() if id(tensor) in own]
+            self._buffers_of_parts += [(module, key, into) for key in buffers]
             into._non_persistent_buffers_set = {*into._non_persistent_buffers_set, *module._non_persistent_buffers_set}
             for key, child in module._modules.items():
                 if child is None:
@@ -156,9 +156,15 @@ class StageModule(_Part):
                     place(child, into._modules[key])  # type: ignore[arg-type]
 
         place(twin, self)
+        self.register_buffers()
         self.held = [*held]
         self._own_ids = {id(tensor) for tensor in held.values()}
         self._names = {id(module): name for name, module in twin.named_modules()}
+
+    def register_buffers(self) -> None:
+        """Register the present buffers of modules that lie on several stages; a forward may assign new tensors."""
+        for module, key, part in self._buffers_of_parts:
+            part._buffers[key] = module._buffers.get(key)
 
     def compile_units(self, compiler: Callable[[Callable[..., Any], Any], Callable[..., Any]]) -> None:
         """Compile the modules with parameters that this stage runs whole, by ``compiler(function, key)``.
@@ -190,12 +196,12 @@ class StageModule(_Part):
                         tensor.grad.data = fn(tensor.grad.data)
             elif isinstance(tensor, Tensor):
                 module._buffers[key] = fn(tensor)
-                module_named(self, path)._buffers[key] = module._buffers[key]
         for name in self.plan.everywhere:
             path, _, key = name.rpartition(".")
             module = self.model.get_submodule(path)
             if name not in self.held and isinstance(tensor := getattr(module, key, None), Tensor):
                 put_tensor(module, name, fn(tensor))
+        self.register_buffers()
         self._device = None
         return self
 
@@ -301,6 +307,7 @@ class StageModule(_Part):
         finally:
             Watch.active = before
             run.restore()
+            self.register_buffers()
             for act in acts:
                 as_tensor(act)
 

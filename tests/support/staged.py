@@ -212,6 +212,9 @@ def _gradients(model: nn.Module, stages: Sequence[StageModule], number: int) -> 
 def _buffers(model: nn.Module, stages: Sequence[StageModule], number: int) -> float:
     worst = 0.0
     found = {name: buffer for stage in reversed(stages) for name, buffer in stage.named_buffers()}
+    holders = stages[0].plan.holders
+    for stage in stages:  # a table that every stage makes is right on the one that saves it
+        found |= {n: buffer for n, buffer in stage.named_buffers() if holders.get(n, (None,))[0] == stage.index}
     for name, buffer in model.named_buffers():
         if name in found:
             worst = max(worst, _distance(buffer, found[name], f"micro-batch {number}: buffer {name}"))
