@@ -105,7 +105,7 @@ class ForwardRun:
         self.failure: PartitionError | None = None
         self.tape: Tape | None = None
         self.watcher: _Watcher | None = None
-        self._stale: set[int] = set()
+        self._stale: dict[int, Tensor] = {}  # memory another stage writes to; kept, so that no other gets its number
         self._state: dict[str, Tensor] = {}
         edge = mode.crossing[self.index] if not stage.is_last else []
         self._leaving: list[Tensor | None] = [None] * len(edge)
@@ -614,7 +614,7 @@ class ForwardRun:
             if requires_grad != target.requires_grad and (target.is_leaf or target.is_meta):
                 target.requires_grad_(requires_grad)
         if not target.is_meta:
-            self._stale.add(_memory(target))
+            self._stale[_memory(target)] = target
             self.is_plain = False
             mark.absent = True
         mark.label, mark.stage, mark.data = label, stage, None

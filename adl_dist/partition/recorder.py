@@ -721,14 +721,17 @@ def _together(args: Any, kwargs: Any) -> Any:
 
 
 def _checkpoint_around(kept: list[Any]) -> int:
-    """Return a number of the call of torch.utils.checkpoint that runs; 0: none."""
+    """Return a number of the outermost call of torch.utils.checkpoint that runs; 0: none."""
     frame: Any = sys._getframe(2)
+    outermost: Any = None
     while frame is not None:
         if frame.f_code.co_name == "checkpoint" and frame.f_code.co_filename.endswith("checkpoint.py"):
-            kept.append(frame)  # or another one could get its number
-            return id(frame)
+            outermost = frame
         frame = frame.f_back
-    return 0
+    if outermost is None:
+        return 0
+    kept.append(outermost)  # or another one could get its number
+    return id(outermost)
 
 
 @contextmanager
