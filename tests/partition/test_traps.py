@@ -548,10 +548,132 @@ def swish(x):
 TRAPS |= {"r5": lambda: through(torch.jit.script(swish))(), "r6": through(twice)}
 TRAPS["r7"] = through(torch.vmap(lambda t: t.tanh() * 2))
 
+
+# Met in models of transformers and timm, and in random networks
+
+
+class Routed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.w = linear(), nn.Parameter(torch.randn(3, 8, 8))
+
+    def forward(self, x):
+        out, gates = torch.zeros_like(x), self.gate(x)
+        for n in (gates[0, 0, :3] > 0).nonzero()[:, 0]:
+            out.index_add_(0, torch.arange(len(x)), x @ self.w[n])
+        return out
+
+
+@trap("w26")
+@two(Routed, Routed)
+class LoopsOverNonzero(nn.Module):
+    """The elements of an absent tensor decide how often a loop runs."""
+
+    def forward(self, x):
+        return x + self.b(x + self.a(x))
+
+
+class Halves(Block):
+    def forward(self, x):
+        h = self.layer(x)
+        out = h.new_empty(*h.shape[:-1], 16)
+        out[..., :8].copy_(h)
+        out[..., 8:].copy_(h * 2)
+        return out[..., :8] + out[..., 8:]
+
+
+@trap("r12")
+@two(Halves, Halves)
+class ViewsOfNewMemory(nn.Module):
+    """A later stage writes to both halves of memory that each stage makes."""
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+@trap("r11")
+class DropoutOfTable(TwoLayers):
+    """A module computes without values of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x):
+        table = self.drop(torch.arange(8.0, dtype=x.dtype).sin()[None])
+        return self.b(self.a(x)) + torch.gather(table.expand(x.shape[1], 8), 0, torch.zeros(1, 8, dtype=torch.int64))
+
+
+@trap("c7")
+class StridedByTensor(TwoLayers):
+    """A size is a tensor, which meta does not accept."""
+
+    def forward(self, x):
+        h = self.a(x).contiguous()
+        count = torch.div(h.shape[1], 2, rounding_mode="trunc")
+        strided = h.as_strided((len(h), count + 1, 8), (h.stride(0), h.stride(1), 1))
+        return self.b(h) + strided.sum(1, keepdim=True)
+
+
+class Table(Weight):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.zeros(1, 1))
+        self.layer = linear()
+
+    def forward(self, x):
+        if self.table.shape[1] != x.shape[1]:
+            self.table = torch.arange(float(x.shape[1]), dtype=x.dtype)[None]
+        return self.layer(x * self.w) + self.table[..., None]
+
+
+@trap("w24")
+@two(Table, Table)
+class TableAssignedAnew(nn.Module):
+    """A forward puts another tensor in the place of a buffer."""
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+class Inserts(TwoLayers):
+    def forward(self, x):
+        h = self.a(x)
+        if len(h) > 2:
+            out = torch.zeros_like(h)
+            view = out[..., :6]
+            out[:, 0] = self.b(h[:, 0])
+            h = h + out + view.sum(-1, keepdim=True)
+        return h
+
+
+@trap("w25")
+@two(Inserts, Inserts)
+class NumberOfMemoryAgain(nn.Module):
+    """Memory that another stage has written to is freed, and gets new contents."""
+
+    def forward(self, x):
+        return self.b(self.a(x) / 2)
+
+
+class Nested(TwoLayers):
+    def forward(self, x):
+        return checkpoint(self.b, self.a(x).tanh(), use_reentrant=False)
+
+
+@trap("c8")
+@two(Nested)
+class CheckpointInCheckpoint(nn.Module):
+    def forward(self, x):
+        return self.b(checkpoint(self.a, x, use_reentrant=False))
+
+
 # Part of the refusal at some cut; all others are equal at every cut.
 REFUSED = {
     **dict.fromkeys(["c3", "r5", "r7"], "was made by a call which cannot be followed, like a scripted function"),
     "c6": "'add' runs inside torch.utils.checkpoint, which has one stage",
+    "c8": "'a.b' runs inside torch.utils.checkpoint, which has one stage",
+    "w25": "computes 'div' with a tensor [2, 5, 8] of 'a', which it lacks",
     "w18b": "writes values of a parameter that another stage holds to a tensor of this one",
 }
 MUST_BE_EQUAL = ["w1", "w2", "w6", "w7", "w8", "w15", "w20", "w21", "c1"]
@@ -588,4 +710,4 @@ def test_a_trap_is_equal_or_refused_by_name(name):
 
 def test_what_must_be_equal_is():
     assert not {*MUST_BE_EQUAL} & {*REFUSED}
-    assert len(TRAPS) == 34
+    assert len(TRAPS) == 41
