@@ -21,7 +21,7 @@ from adl_dist.partition.absent import Results, filled, infer, signature
 from adl_dist.partition.containers import map_tensors, other_leaves, tensors_in, unique_tensors
 from adl_dist.partition.functions import ASK_DEVICE, LIKE_SECOND, Kind, kind_of, writes_to
 from adl_dist.partition.intercept import users_line, users_line_of
-from adl_dist.partition.recording import INPUT, module_named, put_tensor, state_label, tensor_named
+from adl_dist.partition.recording import INPUT, put_tensor, state_label, tensor_named
 from adl_dist.partition.stage_plan import CallPlan, FramePlan, ModePlan, Way
 from adl_dist.partition.tape import Tape
 from adl_dist.partition.value import (

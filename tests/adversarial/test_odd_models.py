@@ -86,9 +86,9 @@ def test_k_processes_train_odd_models_as_one_does(K, names):
 
 @pytest.mark.ranks
 def test_each_of_k_processes_refuses_what_one_refuses():
-    in_one = trained("in_place_mask_input", 2)
+    in_one = trained("hands_on_list_of_samples", 2)
     assert isinstance(in_one, str)
-    by_rank = [found for (found,) in run_ranks(2, train_all, 2, ["in_place_mask_input"])]
+    by_rank = [found for (found,) in run_ranks(2, train_all, 2, ["hands_on_list_of_samples"])]
     assert in_one in by_rank
     assert {*by_rank} <= {in_one, "StageFailed"}  # as one rank tells another
 
