@@ -1,4 +1,6 @@
-"""Learning rates as functions of the update index s: stages reach it at different times, but share gamma_s.
+"""Learning rates as functions of the update index s.
+
+Stages reach an update at different times, but share its rate gamma_s.
 
 A schedule depends only on s, never on the clock, a metric or another stage; a resumed run counts to its place.
 """
@@ -22,18 +24,18 @@ MOST_TRIED = 100_000
 
 
 def warmup_factor(update: int, *, num_warmup_updates: int) -> float:
-    """Return the factor of a linear warm-up, (s + 1) / W for update s of W, so that the first is not zero."""
+    """Return (s + 1) / W for update s of W warm-up updates, then 1."""
     return (update + 1) / num_warmup_updates if update < num_warmup_updates else 1.0
 
 
 def multistep_factor(update: int, *, milestones: Sequence[int], gamma: float, num_warmup_updates: int) -> float:
-    """Return gamma ** (milestones <= s), times the warm-up; ``milestones`` in updates."""
+    """Return gamma ** (milestones <= s), times the warm-up."""
     passed = sum(milestone <= update for milestone in milestones)
     return float(gamma**passed) * warmup_factor(update, num_warmup_updates=num_warmup_updates)
 
 
 def cosine_factor(update: int, *, total_updates: int, final_factor: float, num_warmup_updates: int) -> float:
-    """Return the factor of half a cosine from 1 at s = W to f at s = T and after; before it the warm-up.
+    """Return half a cosine from 1 at s = W to f at s = T, after the warm-up.
 
     f + (1 - f) (1 + cos(pi (s - W) / (T - W))) / 2; as in torch, the end belongs to the update after the last one.
     """
@@ -46,7 +48,7 @@ def cosine_factor(update: int, *, total_updates: int, final_factor: float, num_w
 
 
 def constant(optimizer: Optimizer, *, updates_per_epoch: int, warmup_epochs: float = 0.0) -> LRScheduler:
-    """Keep the optimizer's own learning rate, after a linear warm-up of ``warmup_epochs``."""
+    """Keep the optimizer's learning rate after a linear warm-up."""
     return _scheduler(optimizer, warmup_factor, warmup_epochs, updates_per_epoch)
 
 
@@ -58,7 +60,9 @@ def multistep(
     gamma: float = 0.1,
     warmup_epochs: float = 0.0,
 ) -> LRScheduler:
-    """Multiply the learning rate by ``gamma`` at each of ``milestones``, counted in epochs; linear warm-up before.
+    """Multiply the learning rate by ``gamma`` at each of ``milestones``.
+
+    They are counted in epochs, after a linear warm-up of ``warmup_epochs``.
 
     Raises:
         ConfigError: If milestones do not ascend from above 0, or ``gamma`` is not above 0.
@@ -81,7 +85,10 @@ def cosine(
     final_factor: float = 0.0,
     warmup_epochs: float = 0.0,
 ) -> LRScheduler:
-    """Decay the learning rate by half a cosine to ``final_factor`` in [0, 1] of it; linear warm-up before."""
+    """Decay the learning rate by half a cosine, after a linear warm-up.
+
+    It ends at ``final_factor``, in [0, 1], of the optimizer's rate.
+    """
     if not 0 <= final_factor <= 1:
         raise ConfigError(f"lr_schedule.final_factor must be in [0, 1], got {final_factor}")
     factor = partial(cosine_factor, total_updates=total_updates, final_factor=final_factor)
@@ -99,7 +106,9 @@ def _scheduler(
 def build_lr_schedule(
     target: Callable[..., Any], optimizer: Optimizer, *, updates_per_epoch: int, total_updates: int, **options: Any
 ) -> LRScheduler:
-    """Build a schedule: one of the above, a class of ``torch.optim.lr_scheduler``, or a function like them.
+    """Build a schedule from a class or function.
+
+    It is one of the above, of ``torch.optim.lr_scheduler``, or a function like them.
 
     Args:
         target: the class or function.
@@ -153,7 +162,10 @@ def build_lr_schedule(
 
 
 def _check_factors(schedule: LRScheduler, rates: Sequence[float], name: str) -> None:
-    """Raise ConfigError if a schedule sets one base rate for groups whose ``rates`` a rule has made different."""
+    """Raise ConfigError if a schedule overrides base rates of a rule.
+
+    ``rates`` are those before the schedule was built.
+    """
     groups = schedule.optimizer.param_groups
     if not any("lr_factor" in group for group in groups):
         return
@@ -164,7 +176,7 @@ def _check_factors(schedule: LRScheduler, rates: Sequence[float], name: str) -> 
 
 
 def _check_rates(groups: Sequence[Mapping[str, Any]], name: str) -> None:
-    """Raise ConfigError if a schedule sets one rate above 0 for groups of different base rates."""
+    """Raise ConfigError if groups of different base rates have one rate."""
     pairs = {(float(group["initial_lr"]), float(group["lr"])) for group in groups if float(group["lr"])}
     if any("lr_factor" in group for group in groups) and len({rate for _, rate in pairs}) < len(pairs):
         raise _factor_lost(name, len(groups))
@@ -180,7 +192,10 @@ def _factor_lost(name: str, num_groups: int) -> ConfigError:
 def _length_for(
     target: Callable[..., Any], takes: Sequence[str], options: Mapping[str, Any], updates_per_epoch: int, total: int
 ) -> dict[str, int]:
-    """Return the run's length by the parameters of ``target`` for it that the user has not given."""
+    """Return the run's length by the parameters of ``target`` for it.
+
+    Those that the user has given are left out.
+    """
     run = {"updates_per_epoch": updates_per_epoch, "total_updates": total, "total_steps": total}
     given = {*options, *(target.keywords if isinstance(target, partial) else ())}
     if given & {"epochs", "steps_per_epoch"}:  # OneCycleLR's other way to say how long it is
@@ -195,14 +210,16 @@ def _name_of(target: object) -> str:
 
 
 def takes_length(target: Callable[..., Any]) -> bool:
-    """Return whether a schedule of ``target`` depends on the length of the run."""
+    """Return whether a schedule depends on the length of the run."""
     return bool(
         {"total_updates", "total_steps"} & _length_for(target, [*inspect.signature(target).parameters], {}, 1, 1).keys()
     )
 
 
 def try_schedule(make: Callable[[], LRScheduler], optimizer: Optimizer, total_updates: int) -> set[str]:
-    """Step a schedule through a whole run, or ``MOST_TRIED`` updates; return the keys of groups that it sets.
+    """Step a schedule through a run; return the keys of groups that it sets.
+
+    At most ``MOST_TRIED`` updates are tried.
 
     ``make`` builds the schedule of ``optimizer``, whose groups are restored at the end.
 

@@ -1,4 +1,4 @@
-"""Datasets, and a loader whose samples, order and augmentation depend only on (seed, epoch, index)."""
+"""Datasets, and a loader that repeats samples by (seed, epoch, index)."""
 
 from adl_dist.data.datasets import cifar10, cifar100, digits, imagefolder, imagenet, synthetic
 from adl_dist.data.loader import Loader, epoch_order

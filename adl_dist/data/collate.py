@@ -15,7 +15,9 @@ Pair = tuple[Batch, Batch]  # an input and a target
 
 
 def stacked(samples: Sequence[Pair], indices: Sequence[int]) -> Pair:
-    """Stack ``samples`` to input [B, ...] and target [B, ...]; ``indices`` are for errors.
+    """Stack ``samples`` to input [B, ...] and target [B, ...].
+
+    ``indices`` name the samples in errors.
 
     Raises:
         DataError: If two samples differ in shape, dtype or containers.
@@ -33,7 +35,7 @@ def stacked(samples: Sequence[Pair], indices: Sequence[int]) -> Pair:
 
 
 def collated(collate_fn: Callable[[list[Any]], Any], samples: list[Any], indices: Sequence[int]) -> Pair:
-    """Call ``collate_fn`` on the dataset's own samples; return input [B, ...] and target [B, ...].
+    """Call ``collate_fn``; return input [B, ...] and target [B, ...].
 
     Raises:
         DataError: If it fails, or returns something else.

@@ -1,4 +1,6 @@
-"""Datasets by name: each function returns (train, validation), map-style, of (float32[C, H, W], class index).
+"""Datasets by name.
+
+Each function returns (train, validation), map-style, of (float32[C, H, W], class index).
 
 Only the process of stage 0 builds them; runs side by side download one after the other. torchvision and scikit-learn
 are imported late because each takes a second and most processes never need them.
@@ -34,7 +36,10 @@ LARGEST_SMALL_IMAGE = 64  # pixels; training sees random parts of larger images
 
 
 def transform(statistics: Statistics, geometry: Sequence[Any]) -> Any:
-    """Build PIL image -> normalised float32[C, H, W]; ``geometry`` comes first because PIL is faster at it."""
+    """Build PIL image -> normalised float32[C, H, W].
+
+    ``geometry`` comes first because PIL is faster at it.
+    """
     from torchvision.transforms import v2
 
     to_float = [v2.ToImage(), v2.ToPureTensor(), v2.ToDtype(torch.float32, scale=True)]
@@ -49,7 +54,7 @@ def crop_and_flip(image_size: int) -> list[Any]:
 
 
 def digits(augment: bool = True) -> Datasets:
-    """Load scikit-learn's 8x8 handwritten digits: 1437 to train, 360 to validate; nothing to download.
+    """Load scikit-learn's 8x8 digits: 1437 to train, 360 to validate.
 
     Args:
         augment: whether to shift training images by up to one pixel.
@@ -84,7 +89,7 @@ def cifar10(root: str = "datasets", augment: bool = True, download: bool = False
 
 
 def cifar100(root: str = "datasets", augment: bool = True, download: bool = False) -> Datasets:
-    """Load CIFAR-100: as :func:`cifar10`, with 100 classes, in ``cifar-100-python``."""
+    """Load CIFAR-100 as :func:`cifar10`, from ``cifar-100-python``."""
     from torchvision.datasets import CIFAR100
 
     return _cifar(CIFAR100, "CIFAR-100", CIFAR100_STATISTICS, root=root, augment=augment, download=download)
@@ -115,7 +120,10 @@ def _cifar(kind: Any, name: str, statistics: Statistics, *, root: str, augment: 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Wait until no other process downloads to ``folder``: torchvision writes straight to the file it looks for."""
+    """Wait until no other process downloads to ``folder``.
+
+    torchvision writes straight to the file that it looks for.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".download.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
@@ -130,7 +138,9 @@ def imagefolder(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
 ) -> Datasets:
-    """Open the images in ``root/train/<class>/`` and ``root/val/<class>/`` (or ``root/test/<class>/``).
+    """Open the images in ``root/train/<class>/`` and ``root/val/<class>/``.
+
+    ``root/test`` may take the place of ``root/val``.
 
     Up to 64 pixels, the shorter side of an image is resized to ``image_size``. Training pads by an eighth, crops and
     flips; validation crops the centre. Above, training crops a random part (8 to 100 % of the area, arXiv:1409.4842,
@@ -170,7 +180,7 @@ def imagefolder(
 def imagenet(
     root: str = "datasets/imagenet", augment: bool = True, image_size: int = 224, num_classes: int = 1000
 ) -> Datasets:
-    """Open ImageNet-1k (ILSVRC 2012) in ``root/train/n*/`` and ``root/val/n*/``.
+    """Open ImageNet-1k in ``root/train/n*/`` and ``root/val/n*/``.
 
     torchvision's ImageNet unpacks these folders. That class itself also needs the devkit's archive, only to name the
     classes; class indices are the same. Transforms and statistics are those of :func:`imagefolder` above 64 pixels,
@@ -250,7 +260,9 @@ def _open(
 
 
 def _held(folder: Any, size: int) -> Tensor | None:
-    """Return the images of a folder, uint8[N, 3, size, size], or None if one has another size or is unreadable.
+    """Return the images of a folder, uint8[N, 3, size, size], or None.
+
+    None if one has another size, or is unreadable.
 
     An unreadable image raises its error later, when it is loaded.
     """
@@ -267,7 +279,7 @@ def _held(folder: Any, size: int) -> Tensor | None:
 
 
 class _Reader:
-    """Reads an image, and resizes it if every epoch resizes it in the same way."""
+    """Reads an image, and applies the resizing of all epochs."""
 
     def __init__(self, resize: Callable[[Any], Any] | None, *, cache: bool) -> None:
         self._resize, self._cache = resize, cache
@@ -298,7 +310,9 @@ def synthetic(
     image_size: int = 32,
     seed: int = 0,
 ) -> Datasets:
-    """Make images that can be learnt: a smooth pattern of the class (i mod ``num_classes``) plus as much noise.
+    """Make images that can be learnt.
+
+    Each is a smooth pattern of its class (i mod ``num_classes``) plus as much noise.
 
     Args:
         num_samples: images to train on.

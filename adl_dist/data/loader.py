@@ -1,4 +1,4 @@
-"""Micro-batches whose samples, order and augmentation are functions of (seed, epoch, index) and of nothing else."""
+"""Micro-batches that depend only on (seed, epoch, index)."""
 
 import multiprocessing
 import multiprocessing.forkserver
@@ -38,7 +38,10 @@ _NOT_FOR_WORKERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> NDArray[np.int64]:
-    """Return the order [n] in which ``epoch`` visits the samples: a permutation of its own, or 0 to n-1."""
+    """Return the order [n] in which ``epoch`` visits the samples.
+
+    It is a permutation of its own, or 0 to n-1.
+    """
     # An array, here and for the seeds: a million samples as Python numbers take a tenth of a gigabyte.
     if not shuffle:
         return np.arange(num_samples)
@@ -70,7 +73,9 @@ class Loader:
         pin_memory: bool = False,
         loading: Loading = PLAIN,
     ) -> None:
-        """Open a dataset; an iterable one is not shuffled, and is read by this process.
+        """Open a dataset.
+
+        An iterable one is not shuffled, and is read by this process.
 
         Raises:
             DataError: If :func:`check_dataset` refuses it, or an iterable one is to be read by workers.
@@ -92,7 +97,9 @@ class Loader:
         self._cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 
     def batches(self, epoch: int, sizes: Sequence[int], *, first_sample: int = 0) -> Generator[Pair, None, None]:
-        """Yield one epoch's micro-batches; workers live from the first one until the generator ends or is closed.
+        """Yield one epoch's micro-batches.
+
+        Workers live from the first one until the generator ends or is closed.
 
         Persistent workers live until :meth:`close`, or until an error.
 
@@ -176,7 +183,10 @@ class Loader:
         return np.array(indices[:num], dtype=np.int64)
 
     def _tasks_of(self, epoch: int, first_sample: int, sizes: Sequence[int]) -> list[Task]:
-        """Return the micro-batches of ``sizes``; the indices of an iterable dataset count its samples."""
+        """Return the tasks of micro-batches of ``sizes``.
+
+        The indices of an iterable dataset count its samples.
+        """
         last = first_sample + sum(sizes)
         if self.stream is not None:
             self.stream.begin(epoch, first_sample)
@@ -188,7 +198,10 @@ class Loader:
         return [(epoch, order[place], seeds[place]) for place in places]
 
     def _started(self, num_workers: int, tasks: list[Task], *, keeps: bool) -> Iterator[Any]:
-        """Start workers, or let persistent ones begin ``tasks``; return torch's iterator over micro-batches."""
+        """Start workers on ``tasks``; return torch's iterator over micro-batches.
+
+        Persistent workers that run already begin their next tasks.
+        """
         loader = self._kept if keeps else None
         if loader is None:
             loader = DataLoader(
@@ -217,7 +230,10 @@ class Loader:
         return iterator
 
     def _checked(self, micro_batch: "Pair | DataError") -> Pair:
-        """Return a micro-batch if its containers are those of the first one; raise DataError otherwise."""
+        """Return a micro-batch with the containers of the first one.
+
+        DataError if they differ, or ``micro_batch`` is an error.
+        """
         if isinstance(micro_batch, DataError):
             raise micro_batch
         input_, target = micro_batch  # torch's DataLoader makes it a list
@@ -247,7 +263,10 @@ class _MicroBatches(Dataset["Pair | DataError"]):
         self._rows = rows_of(dataset) if collate_fn is None else None
 
     def __getitem__(self, task: Task) -> "Pair | DataError":
-        """Load a micro-batch, or return the error: raised in a worker it would arrive as text with a traceback."""
+        """Load a micro-batch, or return the error.
+
+        Raised in a worker it would arrive as text with a traceback.
+        """
         epoch, indices, seeds = task
         try:
             if self._rows is not None and (pair := self._rows.take(indices, seeds)) is not None:
@@ -287,7 +306,7 @@ def _worker_context() -> BaseContext:
 
 
 def _until_worker_ends(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Yield from torch's iterator; raise DataError if one of its workers has ended."""
+    """Yield from torch's iterator; DataError if a worker has ended."""
     try:
         yield from iterator
     except RuntimeError as error:
@@ -312,7 +331,7 @@ def _end_workers(iterator: object) -> None:
 
 
 def _begin_worker(cores: set[int] | None, worker: int) -> None:
-    """Let a worker run on ``cores``, and end when the process that it loads for was killed."""
+    """Set up a worker to run on ``cores`` and end with its parent."""
     parent = multiprocessing.parent_process()
     assert parent is not None, f"loader worker {worker} runs outside of a worker process"
     for number in _NOT_FOR_WORKERS:  # again: the user's script may have started the server before

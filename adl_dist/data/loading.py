@@ -12,7 +12,7 @@ from adl_dist.errors import ConfigError, DataError
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """Options of how samples become micro-batches, and which samples an epoch visits.
+    """Options of how an epoch's samples become micro-batches.
 
     Attributes:
         collate_fn: from the list of a micro-batch's samples to (input, target), each a tensor [B, ...], a tuple or a

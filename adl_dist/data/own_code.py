@@ -9,7 +9,10 @@ from adl_dist.errors import DataError, in_one_line, place_of
 
 @contextmanager
 def own_code(what: str) -> Iterator[None]:
-    """Turn errors of the user's code into a DataError that begins with ``what`` and names the line."""
+    """Turn errors of the user's code into a DataError.
+
+    It begins with ``what`` and names the line.
+    """
     try:
         yield
     except DataError:

@@ -1,4 +1,4 @@
-"""Small images in memory, cropped, flipped and normalised a micro-batch at once."""
+"""Small images in memory, transformed a micro-batch at once."""
 
 from collections.abc import Iterable, Sequence
 
@@ -13,7 +13,7 @@ Draw = tuple[int, int, bool]  # row and column where the crop begins, and whethe
 
 
 class SmallImages(Dataset[tuple[Tensor, int]]):
-    """Images and classes as tensors, in memory that workers share: (float32[C, H, W], class index).
+    """Images and classes as tensors, in memory that workers share.
 
     Bits and random draws are those of torchvision's ``RandomCrop(size, padding)``, ``RandomHorizontalFlip()``,
     ``ToDtype(torch.float32, scale=True)`` and ``Normalize``, applied to one image after the other.
@@ -44,14 +44,17 @@ class SmallImages(Dataset[tuple[Tensor, int]]):
         return len(self.targets)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """Return one sample; it draws from torch's global stream, as any transform does."""
+        """Return one sample; it draws from torch's global stream."""
         if not -len(self) <= index < len(self):
             raise IndexError(index)
         image = self._made(self.images[index][None], [self._drawn(torch.default_generator)])
         return image[0], int(self.targets[index])
 
     def batch(self, indices: Tensor, seeds: NDArray[np.uint64]) -> tuple[Tensor, Tensor]:
-        """Return inputs [B, C, H, W] and targets [B] of ``indices`` [B]; each sample draws by its own seed."""
+        """Return inputs [B, C, H, W] and targets [B] of ``indices`` [B].
+
+        Each sample draws by its own seed.
+        """
         generator = torch.Generator()
         draws = (self._drawn(generator.manual_seed(seed)) for seed in seeds.tolist())
         return self._made(self.images.index_select(0, indices), draws), self.targets.index_select(0, indices)

@@ -15,7 +15,10 @@ from adl_dist.streams import seed_streams, streams_kept
 
 @dataclass(frozen=True)
 class Place:
-    """A position in a stream: ``sample`` samples of an epoch have been read; ``state`` is the dataset's own, if any."""
+    """A position in a stream.
+
+    ``sample`` samples of an epoch have been read; ``state`` is the dataset's own, if any.
+    """
 
     epoch: int
     sample: int
@@ -53,7 +56,7 @@ class Stream:
         self._resumed: Place | None = None  # from a checkpoint
 
     def place(self) -> Place | None:
-        """Return the position for a checkpoint, or None at the beginning of the run."""
+        """Return the position for a checkpoint, or None before the first sample."""
         if self._at is None:
             return self._resumed
         with own_code(f"training dataset: {type(self._dataset).__name__}.state_dict()"):

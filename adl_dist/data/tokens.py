@@ -43,7 +43,9 @@ class TokenFile:
 
     @classmethod
     def of(cls, path: Path, *, dtype: str | None = None) -> "TokenFile":
-        """Read the header of ``path``; ``dtype`` is that of a file without one, by default ``uint16``.
+        """Read the header of ``path``.
+
+        ``dtype`` is that of a file without one, by default ``uint16``.
 
         Raises:
             DataError: If the file is missing, or its length does not fit the header or ``dtype``.
@@ -80,7 +82,7 @@ class TokenFile:
         return cls(path, dtype or "uint16", 0, num_tokens)
 
     def mapped(self) -> NDArray[Any]:
-        """Return the tokens [num_tokens], mapped into memory, so that only the used ones are read."""
+        """Return the tokens [num_tokens], mapped into memory."""
         return np.memmap(self.path, DTYPES[self.dtype], "r", self.offset, (self.num_tokens,))
 
 
@@ -90,7 +92,7 @@ def header_of(dtype: str, num_tokens: int) -> bytes:
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of T + 1 tokens of a file, T = ``context``; no two samples share a token.
+    """Windows of T + 1 tokens of a file, T = ``context``, without overlap.
 
     Sample i is tokens i (T+1) to i (T+1) + T: the first T are the input, the last T the target. Tokens after the last
     whole window are not used.
@@ -104,14 +106,16 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return self._file.num_tokens // (self.context + 1)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return input int64[T] and target int64[T]; DataError as in :meth:`batch`."""
+        """Return input int64[T] and target int64[T]."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         inputs, targets = self.batch(torch.tensor([index]), None)
         return inputs[0], targets[0]
 
     def batch(self, rows: Tensor, seeds: object) -> tuple[Tensor, Tensor]:
-        """Return the samples ``rows`` [B] as input int64[B, T] and target int64[B, T]; ``seeds`` are not used.
+        """Return inputs int64[B, T] and targets int64[B, T] of ``rows`` [B].
+
+        ``seeds`` are not used, because a window draws nothing.
 
         Raises:
             DataError: If a token is not below the size of the vocabulary.

@@ -1,4 +1,4 @@
-"""Vocabularies: bytes, characters, or a ``tokenizers`` file; kept next to the tokens as JSON."""
+"""Vocabularies of bytes, characters or a ``tokenizers`` file."""
 
 import functools
 import importlib
@@ -39,13 +39,13 @@ class Vocabulary:
 
     @classmethod
     def of_chars(cls, texts: Iterable[str]) -> "Vocabulary":
-        """Build the vocabulary of the characters of ``texts``, in the order of Unicode."""
+        """Build the vocabulary of the characters of ``texts``, in Unicode order."""
         chars = "".join(sorted(set[str]().union(*texts)))
         return cls("char", len(chars), chars=chars)
 
     @classmethod
     def of_tokenizer(cls, path: Path) -> "Vocabulary":
-        """Build the vocabulary of a file of the package ``tokenizers``, like tokenizer.json.
+        """Build the vocabulary of a ``tokenizers`` file, like tokenizer.json.
 
         Raises:
             ConfigError: If the package is not installed.
@@ -57,7 +57,10 @@ class Vocabulary:
 
     @classmethod
     def next_to(cls, tokens: Path) -> "Vocabulary | None":
-        """Read the vocabulary next to the file ``tokens``, or None if there is none; DataError if it is damaged."""
+        """Read the vocabulary next to the file ``tokens``, or return None.
+
+        DataError if it is damaged.
+        """
         path = tokens.parent / FILE
         if not path.exists():
             return None
@@ -76,7 +79,10 @@ class Vocabulary:
         return json.dumps({key: value for key, value in vars(self).items() if value != ""}, ensure_ascii=True)
 
     def encode(self, text: str) -> NDArray[Any]:
-        """Return the tokens uint32[n] of ``text``; ConfigError if a character is not in the vocabulary."""
+        """Return the tokens uint32[n] of ``text``.
+
+        ConfigError if a character is not in the vocabulary.
+        """
         if self.kind == "byte":
             return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8).astype(np.uint32)
         if self.kind == "tokenizers":
@@ -92,7 +98,10 @@ class Vocabulary:
         return places.astype(np.uint32)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of ``tokens``; bytes that are not UTF-8 become the replacement character."""
+        """Return the text of ``tokens``.
+
+        Bytes that are not UTF-8 become the replacement character.
+        """
         if self.kind == "byte":
             return bytes(tokens).decode("utf-8", "replace")
         if self.kind == "tokenizers":

@@ -1,4 +1,4 @@
-"""Parts of pre-norm transformers: attention, feed-forward networks and blocks."""
+"""Attention, feed-forward networks and blocks of transformers."""
 
 import math
 from functools import partial
@@ -12,7 +12,9 @@ from adl_dist.seeds import weights_seed
 
 
 class Rotary(nn.Module):
-    """Rotary positions (Su et al., arXiv:2104.09864): rotates pairs of a head's channels by angles that grow with t.
+    """Rotary positions (Su et al., arXiv:2104.09864).
+
+    They rotate pairs of a head's channels by angles that grow with t.
 
     Channel i is paired with channel i + D/2, as in Llama's published weights. The tables are not saved, and every stage
     has its own.
@@ -36,7 +38,7 @@ class Rotary(nn.Module):
             table.copy_(values)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` [B, heads, T, D] turned by the angles of positions 0 to T-1."""
+        """Rotate ``x`` [B, heads, T, D] by the angles of positions 0 to T-1."""
         length = x.shape[-2]
         first, second = x.chunk(2, dim=-1)
         cos, sin = self.cos[:length].to(x.dtype), self.sin[:length].to(x.dtype)  # type: ignore[index]
@@ -71,7 +73,10 @@ class Attention(nn.Module):
         self.rotary = rotary
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [B, T, width] of ``x`` [B, T, width]; if causal, position t has seen positions 0 to t."""
+        """Return [B, T, width] of ``x`` [B, T, width].
+
+        If causal, position t sees positions 0 to t.
+        """
         query, key, value = self.qkv(x).split(self.sizes, dim=-1)
         query, key, value = self._by_head(query), self._by_head(key), self._by_head(value)
         if self.rotary is not None:
@@ -103,7 +108,7 @@ class GeluNetwork(nn.Module):
 
 
 class SwigluNetwork(nn.Module):
-    """A feed-forward network gated by SiLU (Shazeer, arXiv:2002.05202), without bias."""
+    """A network gated by SiLU, without bias (Shazeer, arXiv:2002.05202)."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -136,7 +141,10 @@ class Block(nn.Module):
 
 
 def check_sizes(heads: int, width: int, dropout: float, *, kv_heads: int | None = None, **counts: int) -> None:
-    """Raise ConfigError for impossible sizes; ``counts`` are further ones of at least 1."""
+    """Raise ConfigError for impossible sizes.
+
+    ``counts`` are further ones of at least 1.
+    """
     for name, count in {"heads": heads, "width": width, **counts}.items():
         if type(count) is not int or count < 1:
             raise ConfigError(f"model.{name} must be a whole number of at least 1, got {count!r}")
@@ -151,7 +159,7 @@ def check_sizes(heads: int, width: int, dropout: float, *, kv_heads: int | None 
 
 
 def new_stream() -> int:
-    """Draw the seed of a model's weights from torch's stream, before any layer is built.
+    """Draw the seed of a model's weights from torch's stream.
 
     It must come first, because layers draw as well unless they are built on ``torch.device("meta")``.
     """
@@ -159,7 +167,9 @@ def new_stream() -> int:
 
 
 def draw_weights(model: nn.Module, layers: int, seed: int) -> None:
-    """Draw the weights of ``model`` by :func:`draw_parameter`; a Trainer draws those on meta later.
+    """Draw the weights of ``model`` by :func:`draw_parameter`.
+
+    A Trainer draws those on meta later.
 
     It calls ``model.draw_parameter`` with the name of each and a tensor to fill (docs/huggingface.md).
     """
@@ -172,7 +182,9 @@ def draw_weights(model: nn.Module, layers: int, seed: int) -> None:
 
 @torch.no_grad()
 def draw_parameter(layers: int, seed: int, name: str, parameter: Tensor) -> None:
-    """Fill the parameter ``name`` as in GPT-2: matrices N(0, 0.02^2), biases 0, weights of norms 1.
+    """Fill the parameter ``name`` as in GPT-2.
+
+    Matrices are N(0, 0.02^2), biases 0, weights of norms 1.
 
     The last layer of each of the 2 ``layers`` summands has a standard deviation of 0.02 / sqrt(2 ``layers``), so that
     their sum does not grow with the depth. Each parameter has its own random stream, so its values do not depend on the

@@ -9,7 +9,7 @@ from adl_dist.errors import ConfigError, in_one_line
 
 
 def timm_model(name: str, num_classes: int = 1000, *, download: bool = False, **options: Any) -> nn.Module:
-    """Build a network of timm with new weights; nothing is downloaded unless ``download``.
+    """Build a network of timm; download weights only with ``download``.
 
     Args:
         name: one of ``timm.list_models()``, with or without a tag of its weights.

@@ -16,7 +16,7 @@ _WEIGHTS = ("weights", "pretrained", "progress")
 
 
 def torchvision_model(name: str, num_classes: int = 1000, **options: Any) -> nn.Module:
-    """Build a classification network of torchvision with new weights; nothing is downloaded.
+    """Build a classification network of torchvision, without a download.
 
     GoogLeNet and Inception v3 have no auxiliary heads unless ``aux_logits=True``, because with them the output in
     training is a tuple, which needs a loss of its own.

@@ -1,4 +1,4 @@
-"""Networks of the transformers library, from a folder with a config.json or by a name of the hub."""
+"""Networks of transformers, from a folder or a name of the hub."""
 
 import difflib
 import inspect
@@ -27,7 +27,9 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # a folder with
 def hf_model(
     config: str, task: str, *, weights: bool | None = None, download: bool = False, **options: Any
 ) -> nn.Module:
-    """Build a network of transformers whose forward returns the logits; it downloads only with ``download``.
+    """Build a network of transformers whose forward returns the logits.
+
+    Nothing is downloaded without ``download``.
 
     Args:
         config: a folder with a config.json, or a name of the hub.
@@ -62,7 +64,7 @@ def hf_model(
 
 
 def build(config: Any, task: str, *, weights: str | None = None, download: bool = False) -> nn.Module:
-    """Build the network of a ``config`` of transformers for a ``task``; see :func:`hf_model`.
+    """Build the network of a ``config`` for a ``task``; see :func:`hf_model`.
 
     ``weights`` is the folder or name of the hub to load them from; without it they are drawn.
 
@@ -94,7 +96,10 @@ def build(config: Any, task: str, *, weights: str | None = None, download: bool 
 
 
 def _names_here(model: Any, names: Iterable[str]) -> dict[str, str]:
-    """Map the names of tensors in files to those in ``model``, without tensors that the library ignores."""
+    """Map the names of tensors in files to those in ``model``.
+
+    Tensors that the library ignores are left out.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
 
@@ -112,14 +117,16 @@ def _names_here(model: Any, names: Iterable[str]) -> dict[str, str]:
 
 
 def _tell_missing(weights: str, names: list[str]) -> None:
-    """Warn of parameters without weights, like those of a new head, which are newly drawn."""
+    """Warn of parameters without weights, which are newly drawn."""
     if names:
         shown = f"{', '.join(names[:3])}{' ..' * (len(names) > 3)}"
         warnings.warn(f"{weights} lacks the weights of {len(names)} tensors, newly drawn: {shown}", stacklevel=3)
 
 
 def read_config(config: str, *, download: bool = False, options: dict[str, Any] | None = None) -> Any:
-    """Read the configuration in a folder or of a name of the hub, and replace entries by ``options``.
+    """Read a configuration, and replace entries by ``options``.
+
+    It is in a folder, or has a name of the hub.
 
     Raises:
         ConfigError: If there is none, the library does not know its type, or it has no such entries.
@@ -179,7 +186,7 @@ def _check_task(task: str) -> None:
 
 
 def _check_kind(config: Any, task: str) -> None:
-    """Raise ConfigError for networks that would be trained with a missing input or loss."""
+    """Raise ConfigError if an input or a loss of the network would be missing."""
     name = f"model.config: a network of type {config.model_type}"
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(
@@ -213,7 +220,7 @@ _SILENT = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_fo
 
 
 def _logits_only(model: Any, inputs: tuple[str, ...]) -> nn.Module:
-    """Change the forward of ``model`` to accept ``inputs`` and return the logits."""
+    """Let the forward of ``model`` accept ``inputs`` and return the logits."""
     kind = type(model)
     taken = inspect.signature(kind.forward).parameters
     names = [name for name in inputs if name in taken]

@@ -19,7 +19,7 @@ REDUCTION = 16  # r of the squeeze-and-excitation paper
 
 
 class OptionA(nn.Module):
-    """Shortcut without parameters: every second pixel of each axis, and zeros for new channels.
+    """Shortcut without parameters: every second pixel, and new zero channels.
 
     Half of the zeros are on each side, or, with ``zeros_after``, all after the input's channels, as in the code of DDG
     and FR.
@@ -32,12 +32,12 @@ class OptionA(nn.Module):
         self.zeros = (before, new - before)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [B, zeros + C + zeros, ceil(H/2), ceil(W/2)] of ``x`` [B, C, H, W]."""
+        """Return [B, C + zeros, ceil(H/2), ceil(W/2)] of ``x`` [B, C, H, W]."""
         return F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, *self.zeros))
 
 
 def option_b(in_channels: int, out_channels: int) -> nn.Module:
-    """Build a shortcut with parameters: a 1x1 convolution of stride 2, normalised."""
+    """Build a shortcut with a 1x1 convolution of stride 2 and BatchNorm."""
     conv = nn.Conv2d(in_channels, out_channels, 1, stride=2, bias=False)
     return nn.Sequential(OrderedDict(conv=conv, bn=nn.BatchNorm2d(out_channels)))
 
@@ -80,7 +80,7 @@ class BasicBlock(nn.Module):
 
 
 def blocks_per_layer(depth: int, beyond: int) -> int:
-    """Return the n of ``depth`` = 6n + ``beyond``: blocks of two convolutions in each of three layers."""
+    """Return n of ``depth`` = 6n + ``beyond``, the blocks in each of 3 layers."""
     num_blocks, rest = divmod(depth - beyond, 6)
     if rest or num_blocks < 1:
         below = 6 * num_blocks + beyond
@@ -98,7 +98,7 @@ def check_counts(num_classes: int, in_channels: int) -> None:
 
 
 def conv3x3(in_channels: int, out_channels: int, stride: int) -> nn.Conv2d:
-    """Build a padded convolution without bias, which the following BatchNorm would subtract."""
+    """Build a padded convolution without bias; a BatchNorm follows."""
     return nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False)
 
 
@@ -112,7 +112,9 @@ def assemble(
     before_head: Mapping[str, nn.Module] | None = None,
     pool_size: int | None = None,
 ) -> nn.Sequential:
-    """Assemble the units ``stem``, ``layer1_0``, ``layer1_1``, ..., ``head`` to a network.
+    """Assemble the units to a network.
+
+    They are ``stem``, ``layer1_0``, ``layer1_1``, ..., ``head``.
 
     Each layer has ``num_blocks`` blocks of ``channels``, made by ``block`` (channels in, out, stride); each layer but
     the first halves the image. ``stem`` holds one convolution, ``conv``; ``before_head``: the head's layers before
@@ -131,7 +133,12 @@ def assemble(
 
 
 def he_init(model: nn.Sequential) -> nn.Sequential:
-    """Draw the weights of all convolutions from N(0, 2 / fan out) (He et al. 2015); return the model."""
+    """Draw the weights of convolutions from N(0, 2 / fan out).
+
+    The model is returned. See He et al. 2015.
+
+    See He et al. 2015.
+    """
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -181,7 +188,9 @@ def cifar_resnet(
 
 
 def cifar_resnet18(num_classes: int = 10, in_channels: int = 3, *, init: str = "he") -> nn.Sequential:
-    """Build ResNet-18 with a 3x3 stem of stride 1 and no max-pooling: four layers of two blocks, 64 to 512 channels.
+    """Build ResNet-18 with a 3x3 stem of stride 1 and no max-pooling.
+
+    Four layers of two blocks have 64 to 512 channels.
 
     float[B, in_channels, H, W] -> float[B, num_classes], from 8x8 on; the code of ADL and FDG has ``init=torch``.
     Arguments and errors are those of :func:`cifar_resnet`.
@@ -190,7 +199,7 @@ def cifar_resnet18(num_classes: int = 10, in_channels: int = 3, *, init: str = "
 
 
 def cifar_resnet34(num_classes: int = 10, in_channels: int = 3, *, init: str = "he") -> nn.Sequential:
-    """Build ResNet-34 as :func:`cifar_resnet18`, with layers of 3, 4, 6 and 3 blocks: up to ``layer4_2``."""
+    """Build ResNet-34, as :func:`cifar_resnet18` with 3, 4, 6 and 3 blocks."""
     return _cifar([64, 128, 256, 512], [3, 4, 6, 3], num_classes, in_channels, init)
 
 
@@ -216,7 +225,9 @@ def _cifar(
 
 
 class PreActivationBlock(nn.Module):
-    """BatchNorm and ReLU before each of two 3x3 convolutions, dropout between them, and nothing after the sum.
+    """BatchNorm and ReLU before each of two 3x3 convolutions.
+
+    Dropout is between them, and nothing after the sum.
 
     If the number of channels changes, the shortcut is a 1x1 convolution of the activated input. Each ReLU works in
     place on the output of its BatchNorm, which nothing else reads.
@@ -244,7 +255,9 @@ class PreActivationBlock(nn.Module):
 def wide_resnet(
     depth: int = 28, widen_factor: int = 10, num_classes: int = 10, in_channels: int = 3, *, dropout: float = 0.0
 ) -> nn.Sequential:
-    """Build WRN-(6n+4)-k: three layers of n blocks with 16k, 32k and 64k channels, k = ``widen_factor``.
+    """Build WRN-(6n+4)-k, k = ``widen_factor``.
+
+    Three layers of n blocks have 16k, 32k and 64k channels.
 
     ``dropout`` is the probability inside each block, 0 or 0.3 in the paper. Other arguments and errors are those of
     :func:`cifar_resnet`.
@@ -263,7 +276,7 @@ def wide_resnet(
 
 
 class SqueezeExcitation(nn.Module):
-    """Scales each channel by a gate in (0, 1), a function of all channels' means.
+    """Scales each channel by a gate, a function of all channels' means.
 
     It has no biases, as the paper advises for ResNets (section 6) and ADL's code does; torchvision's has them.
     """
@@ -293,7 +306,9 @@ class SEBasicBlock(BasicBlock):
 
 
 def se_resnet18(num_classes: int = 1000, in_channels: int = 3) -> nn.Sequential:
-    """Build SE-ResNet-18: torchvision's ResNet-18 with a gate after the second BatchNorm of each block, reduction 16.
+    """Build SE-ResNet-18.
+
+    It is torchvision's ResNet-18 with a gate after the second BatchNorm of each block, reduction 16.
 
     float[B, in_channels, H, W] -> float[B, num_classes], from 32x32 on, 224x224 in the paper; units ``stem``,
     ``layer1_0`` .. ``layer4_1``, ``head``. ConfigError for a count below 1.

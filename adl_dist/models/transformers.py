@@ -1,4 +1,4 @@
-"""Transformers for text and for small images, as an nn.Sequential of embedding, layers and head.
+"""Transformers for text and small images, as nn.Sequential.
 
 The parameters of a builder are the keys of its file in ``conf/model/``.
 """
@@ -22,7 +22,7 @@ from adl_dist.models.attention import (
 
 
 class TokenEmbedding(nn.Module):
-    """The sum of an embedding for tokens and, unless ``context`` is None, one for positions."""
+    """The sum of a token and, with ``context``, a position embedding."""
 
     def __init__(self, vocab_size: int, width: int, *, context: int | None = None, dropout: float = 0.0) -> None:
         super().__init__()
@@ -50,7 +50,9 @@ def gpt(
     bias: bool = True,
     tied: bool = False,
 ) -> nn.Sequential:
-    """Build GPT-2 (Radford et al. 2019): learned positions, pre-norm, GELU in its tanh form.
+    """Build GPT-2 (Radford et al. 2019).
+
+    It has learned positions, pre-norm, and GELU in its tanh form.
 
     Args:
         vocab_size: number of tokens, which are 0 to ``vocab_size`` - 1.
@@ -96,7 +98,9 @@ def llama(
     rope_theta: float = 10000.0,
     tied: bool = False,
 ) -> nn.Sequential:
-    """Build Llama (Touvron et al., arXiv:2302.13971): rotary positions, pre-norm by RMSNorm, SwiGLU, no bias.
+    """Build Llama (Touvron et al., arXiv:2302.13971).
+
+    It has rotary positions, pre-norm by RMSNorm, SwiGLU, and no bias.
 
     Weights are drawn as those of :func:`gpt`.
 
@@ -181,7 +185,9 @@ def vit(
     *,
     dropout: float = 0.0,
 ) -> nn.Sequential:
-    """Build a vision transformer (Dosovitskiy et al., arXiv:2010.11929) for small images, without a class token.
+    """Build a vision transformer for small images, without a class token.
+
+    See Dosovitskiy et al., arXiv:2010.11929.
 
     The head averages over all patches (Beyer et al., arXiv:2205.01580); layers are those of :func:`gpt`, not causal.
 

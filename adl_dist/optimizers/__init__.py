@@ -1,4 +1,4 @@
-"""Optimizers that tolerate stale gradients, and rules for parameter groups of any optimizer."""
+"""Optimizers that tolerate stale gradients, and rules for groups."""
 
 from adl_dist.optimizers.muon import Muon
 from adl_dist.optimizers.roles import mark_roles, take_role

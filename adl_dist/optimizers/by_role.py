@@ -1,4 +1,4 @@
-"""One optimizer for a whole stage: a rule for its matrices, and torch's AdamW or SGD for the rest."""
+"""Optimizers with a rule for matrices, and torch's AdamW or SGD otherwise."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +19,9 @@ REST: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
 
 
 class ByRole(Optimizer):
-    """Base of optimizers with two groups, matrices and the rest, see :func:`split_by_role`.
+    """Base of optimizers with groups of matrices and of the rest.
+
+    See :func:`split_by_role`.
 
     Every stage has both groups, even if one is empty, so that a schedule with a rate for each fits every stage. A
     schedule multiplies the rates of both. All state is per parameter.
@@ -35,7 +37,9 @@ class ByRole(Optimizer):
         rest_options: Mapping[str, Any] | None = None,
         rest_names: Sequence[str] = (),
     ) -> None:
-        """Divide ``params`` into groups; ``of_matrices`` are the options of the first one.
+        """Divide ``params`` into matrices, with options, and the rest.
+
+        ``of_matrices`` are the options of the first group.
 
         Raises:
             ConfigError: If an option is unknown or out of range, or ``params`` are groups or have no role.
@@ -58,7 +62,7 @@ class ByRole(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient; the others and their state do not change."""
+        """Update all parameters that have a gradient, and only these."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -74,14 +78,20 @@ class ByRole(Optimizer):
         return loss
 
     def check_group(self, group: Mapping[str, Any], where: str) -> None:
-        """Raise ConfigError, beginning with ``where``, if a value in ``group`` is out of range."""
+        """Raise ConfigError if a value in ``group`` is out of range.
+
+        The message begins with ``where``.
+        """
         if "rule" in group:
             check_values(REST[group["rule"]][0], group, where)
         else:
             self.check_matrices(group, where)
 
     def check_matrices(self, group: Mapping[str, Any], where: str) -> None:
-        """Raise ConfigError if a value in a group of matrices is out of range; the base class accepts all."""
+        """Raise ConfigError if a value for matrices is out of range.
+
+        The base class accepts all.
+        """
 
     def step_matrices(self, params: Sequence[nn.Parameter], group: Mapping[str, Any]) -> None:
         """Update ``params``, which have gradients, by the options of ``group``."""
@@ -89,7 +99,10 @@ class ByRole(Optimizer):
 
 
 def checked_options(kind: Callable[..., Optimizer], options: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return all options of ``kind`` with these; raise ConfigError, beginning with ``where``, for wrong ones."""
+    """Return ``options`` of ``kind``, completed by its defaults.
+
+    ConfigError, beginning with ``where``, if one is wrong.
+    """
     try:
         (group,) = kind([{"params": []}], **options).param_groups
     except (TypeError, ValueError, RuntimeError) as error:
@@ -102,6 +115,9 @@ def checked_options(kind: Callable[..., Optimizer], options: Mapping[str, Any], 
 
 
 def check_values(kind: Callable[..., Optimizer], group: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError, beginning with ``where``, if torch's ``kind`` refuses a value in ``group``."""
+    """Raise ConfigError if torch's ``kind`` refuses a value in ``group``.
+
+    The message begins with ``where``.
+    """
     known = inspect.signature(kind).parameters
     checked_options(kind, {key: value for key, value in group.items() if key in known and key != "params"}, where)

@@ -11,7 +11,7 @@ from adl_dist.optimizers.by_role import ByRole, check_values, checked_options
 
 
 class Muon(ByRole):
-    """Muon (Jordan et al. 2024) by ``torch.optim.Muon``, for the matrices and convolutions of a model.
+    """Muon (Jordan et al. 2024) for matrices, by ``torch.optim.Muon``.
 
     For each matrix W [out, rest] with gradient G, momentum mu, rate eta and weight decay lambda:
 

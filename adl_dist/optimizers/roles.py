@@ -60,7 +60,9 @@ _ROLES: MutableMapping[nn.Parameter, Role] = WeakIdKeyDictionary()
 
 
 def mark_roles(model: nn.Module, prefix: str = "") -> None:
-    """Record the role of each parameter of the uncut ``model``; ``prefix`` begins their names.
+    """Record the roles of parameters of the uncut ``model``.
+
+    ``prefix`` begins their names.
 
     The model does not change. A copy of it has parameters without roles.
 
@@ -98,7 +100,10 @@ def mark_roles(model: nn.Module, prefix: str = "") -> None:
 
 
 def role_of(parameter: nn.Parameter, asking: str) -> Role:
-    """Return the role of ``parameter``; raise ConfigError, naming ``asking``, if it has none."""
+    """Return the role of ``parameter``.
+
+    ConfigError, naming ``asking``, if it has none.
+    """
     role = _ROLES.get(parameter)
     if role is None:
         raise ConfigError(
@@ -121,14 +126,14 @@ def keep_role(parameter: nn.Parameter, old: nn.Parameter) -> None:
 
 
 def take_role(parameter: nn.Parameter, other: nn.Parameter) -> None:
-    """Give ``parameter``, a copy of ``other``, its role and the user's attributes."""
+    """Give ``parameter`` the role and attributes of ``other``, its original."""
     parameter.__dict__.update(other.__dict__)  # deepcopy leaves them out, and an optimizer may read them
     if (role := _ROLES.get(other)) is not None:
         _ROLES[parameter] = role
 
 
 def _parameters_of(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of ``layer`` itself, and the originals of parametrized ones."""
+    """Yield the parameters of ``layer`` itself, parametrized or not."""
     if isinstance(layer, ParametrizationList):
         return
     yield from layer.named_parameters(recurse=False)
@@ -138,7 +143,10 @@ def _parameters_of(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _class_of(layer: nn.Module) -> type:
-    """Return the class of ``layer``; of a TorchScript layer, torch's original class."""
+    """Return the class of ``layer``.
+
+    Of a TorchScript layer it is torch's original class.
+    """
     is_script = isinstance(layer, torch.jit.ScriptModule)
     return getattr(nn, str(layer.original_name), nn.Module) if is_script else type(layer)
 

@@ -1,4 +1,4 @@
-"""Rules that give some parameters other options, another learning rate, or freeze them.
+"""Rules that give some parameters other options, or freeze them.
 
 A rule names parameters of the uncut model, so every cut trains them in the same way. Each stage's optimizer has the
 groups of the whole model, in the same order and some of them empty, so that a learning rate schedule with a value for
@@ -29,7 +29,7 @@ Group = dict[str, Any]
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule; a parameter must meet all given criteria, each by one of its values.
+    """One rule; a parameter must meet all of its criteria.
 
     Attributes:
         where: the rule's name in errors.
@@ -47,7 +47,7 @@ class Rule:
 
     @classmethod
     def of(cls, given: object, number: int) -> "Rule":
-        """Read rule ``number`` as the user gives it; ConfigError if it is not a valid mapping."""
+        """Read rule ``number``; ConfigError if it is not a valid mapping."""
         where = f"optimizer.rules[{number}]"
         if not isinstance(given, Mapping):
             raise ConfigError(
@@ -87,7 +87,7 @@ class Rule:
         )
 
     def check(self, roles: Sequence[Role]) -> None:
-        """Raise ConfigError if a pattern, or the whole rule, matches no parameter of a model."""
+        """Raise ConfigError if a pattern or the rule matches no parameter."""
         names = [name for role in roles for name in role.names]
         layers = sorted({layer for role in roles for layer in role.layers})
         for key, patterns, known in (("names", self.names, names), ("layers", self.layers, layers)):
@@ -110,7 +110,10 @@ class RuledOptimizer:
     """A factory of optimizers with groups by rules; see :func:`with_rules`."""
 
     def __init__(self, make: Callable[[Iterable[nn.Parameter]], Optimizer], rules: Iterable[object]) -> None:
-        """Wrap ``make``, a factory of optimizers; ConfigError if a rule is invalid."""
+        """Wrap ``make``, a factory of optimizers.
+
+        ConfigError if a rule is invalid.
+        """
         if isinstance(rules, Mapping | str) or not isinstance(rules, Iterable):
             raise ConfigError(f"optimizer.rules: expected a list of rules, got {rules!r}")
         self.make, self.rules = make, [Rule.of(given, number) for number, given in enumerate(rules)]
@@ -122,7 +125,10 @@ class RuledOptimizer:
         return [{key: value for key, value in one.items() if value != []} for one in of_rules]
 
     def prepare(self, model: nn.Module) -> None:
-        """Freeze parameters of the uncut ``model``, whose roles are marked; ConfigError if a rule matches none."""
+        """Freeze parameters of the uncut ``model``, whose roles are marked.
+
+        ConfigError if a rule matches none.
+        """
         parameters = [*model.parameters()]
         roles = [role_of(parameter, "optimizer.rules") for parameter in parameters]
         for rule in self.rules:
@@ -148,14 +154,14 @@ class RuledOptimizer:
         return optimizer
 
     def _effect(self, role: Role) -> dict[str, Any]:
-        """Return the settings of a parameter; a later rule overrides an earlier one."""
+        """Return a parameter's settings; a later rule overrides an earlier one."""
         return {key: value for rule in self.rules if rule.matches(role) for key, value in rule.effect.items()}
 
     def _options(self, role: Role) -> dict[str, Any]:
         return {key: value for key, value in self._effect(role).items() if key != "frozen"}
 
     def _divided(self, optimizer: Optimizer, group: Group, effects: Mapping[str, Mapping[str, Any]]) -> list[Group]:
-        """Divide ``group`` into one group for each of ``effects`` whose options it has."""
+        """Divide ``group`` by ``effects``, as far as it has their options."""
         members: dict[str, list[nn.Parameter]] = {}
         for parameter in group["params"]:
             role = role_of(parameter, "optimizer.rules")
@@ -177,7 +183,7 @@ class RuledOptimizer:
         return parts
 
     def _check(self, optimizer: Optimizer, group: Group, part: Group, effect: Mapping[str, Any]) -> None:
-        """Raise ConfigError if the optimizer does not accept a value in ``effect``."""
+        """Raise ConfigError if the optimizer refuses a value in ``effect``."""
         for key, value in effect.items():
             where = next(rule.where for rule in reversed(self.rules) if rule.effect.get(key) == value)
             if key != "lr_factor" and not _is_like(part[key], group[key]):
@@ -202,7 +208,7 @@ class RuledOptimizer:
 def with_rules(
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer], rules: Iterable[Mapping[str, Any]]
 ) -> RuledOptimizer:
-    """Return a factory of optimizers in which ``rules`` set options of some parameters.
+    """Return a factory of optimizers with ``rules`` for some parameters.
 
     Args:
         optimizer: a factory from parameters to an optimizer.
@@ -216,14 +222,14 @@ def with_rules(
 
 
 def prepare(model: nn.Module, optimizer: object) -> None:
-    """Mark the roles of the uncut ``model``, and freeze parameters by the rules of ``optimizer``, if it has any."""
+    """Mark the roles of the uncut ``model``, and freeze by the rules."""
     mark_roles(model)
     if isinstance(optimizer, RuledOptimizer):
         optimizer.prepare(model)
 
 
 def _part(group: Group, effect: Mapping[str, Any], members: list[nn.Parameter]) -> Group:
-    """Return a copy of ``group`` with ``members`` and the settings of ``effect``."""
+    """Copy ``group`` with ``members`` and the settings of ``effect``."""
     part = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
     for key, value in effect.items():
         is_tuple = isinstance(group.get(key), tuple) and isinstance(value, list)
@@ -254,7 +260,10 @@ def _is_like(value: Any, usual: Any) -> bool:
 
 
 def _near(pattern: str, known: Sequence[str]) -> list[str]:
-    """Return the names most like ``pattern``: with its longest plain part, otherwise with a similar spelling."""
+    """Return the names most like ``pattern``.
+
+    They have its longest plain part, or a similar spelling.
+    """
     plain = max(pattern.replace("?", "*").split("*"), key=len)
     holding = [name for name in known if plain and plain.lower() in name.lower()]
     return (holding or difflib.get_close_matches(plain, known, n=MOST_SHOWN, cutoff=0.3) or [*known])[:MOST_SHOWN]

@@ -1,4 +1,4 @@
-"""Reports of runs: metrics.jsonl, loggers, the live line, tables, pictures and the HTML page."""
+"""Reports of runs: records, loggers, tables, pictures and the page."""
 
 from adl_dist.report.progress import Progress, final_table
 from adl_dist.report.recorder import Recorder

@@ -1,4 +1,4 @@
-"""Compare finished runs: one table for people, one for programs, one figure."""
+"""Compare finished runs in a table, a CSV file and a figure."""
 
 import csv
 import json
@@ -54,7 +54,10 @@ def compare(
 
 
 def folders_below(paths: Iterable[Path]) -> list[Path]:
-    """Return the run folders in or below ``paths``, each once; ConfigError if a path holds none."""
+    """Return the run folders in or below ``paths``, each once.
+
+    ConfigError if a path holds none.
+    """
     folders: dict[Path, None] = {}
     for path in paths:
         below = list[Path]()
@@ -68,7 +71,7 @@ def folders_below(paths: Iterable[Path]) -> list[Path]:
 
 
 def write_comparison(folder: Path, runs: Sequence[Run], *, command: str) -> str:
-    """Write comparison.md, comparison.csv, curves.svg and curves.png; return the text of the first."""
+    """Write comparison.md, which is returned, comparison.csv and curves."""
     from adl_dist.report.curves import draw_curves, save_figure  # imported late: matplotlib takes a second
 
     measure, runs = measure_of(runs), _references_first(runs)
@@ -126,7 +129,7 @@ def _table(runs: Sequence[Run], measure: Measure) -> str:
 
 
 def _memory_table(runs: Sequence[Run]) -> list[str]:
-    """Return the table of memory of the runs with ``runtime.memory=true``, or [] if there are none."""
+    """Return the table of memory, or [] without ``runtime.memory=true``."""
     measured = [run for run in runs if "peak_tensor_bytes" in (run.summary.get("stages") or [{}])[0]]
     if not measured:
         return []
@@ -171,13 +174,16 @@ def _difference(runs: Sequence[Run], references: Sequence[Sequence[Run]], measur
 
 
 def _unlike(one: Run, other: Run, part: str) -> int:
-    """Return the number of settings that differ in a part of the configuration."""
+    """Return the number of different settings in a part of the configuration."""
     of_one, of_other = (flatten(run.config.get(part) or {}) for run in (one, other))
     return sum(of_one.get(key) != of_other.get(key) for key in of_one.keys() | of_other.keys())
 
 
 def _csv_row(run: Run) -> dict[str, Any]:
-    """Return the row of one run; times and staleness are since its last start, missing figures stay empty."""
+    """Return the row of one run; missing figures stay empty.
+
+    Times and staleness are since its last start.
+    """
     summary = run.summary
     stages = summary.get("stages", [])
     accuracies, losses = ([value for _, value in run.curves.get(measure.name, [])] for measure in (ACCURACY, LOSS))

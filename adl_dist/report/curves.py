@@ -1,4 +1,4 @@
-"""Draw learning curves of a comparison: a panel per K, a colour per row, a band over seeds."""
+"""Draw learning curves: a panel per K, a colour per row of the table."""
 
 import itertools
 import math
@@ -36,7 +36,10 @@ CROSS: Mapping[str, Any] = {"marker": "X", "markersize": 7, "markeredgecolor": "
 
 
 def draw_curves(runs: Sequence[Run], measure: Measure) -> Figure:
-    """Draw the median over seeds as a line and their range as a band; each diverged run on its own, up to a cross."""
+    """Draw the median over seeds as a line, and their range as a band.
+
+    Each diverged run is drawn on its own, up to a cross.
+    """
     labels = list(dict.fromkeys(run.label for run in runs))
     references = [run for run in runs if run.method["name"] == REFERENCE]
     black = [{"color": "black", "linestyle": style, "linewidth": 2.0} for style in STYLES]
@@ -77,7 +80,7 @@ def draw_curves(runs: Sequence[Run], measure: Measure) -> Figure:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Save ``figure`` in the format of the suffix of ``path``; equal figures give equal bytes."""
+    """Save ``figure``; equal figures give equal bytes."""
     with matplotlib.rc_context(STYLE):
         figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
 
@@ -113,7 +116,10 @@ def _scaled(run: Run, measure: Measure) -> dict[int, float]:
 
 
 def _set_range(axes: Axes, runs: Sequence[Run], measure: Measure) -> None:
-    """Limit the panel to where the curves differ: the first steep epochs may be outside."""
+    """Limit the panel to where the curves differ.
+
+    The first steep epochs may be outside.
+    """
     longest = max((epoch for run in runs for epoch in _scaled(run, measure)), default=1)
     ends = [_scaled(run, measure) for run in runs if run.status == "complete"]
     settled = [value for curve in ends for epoch, value in curve.items() if epoch > longest * STEEP]

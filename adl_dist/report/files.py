@@ -12,7 +12,10 @@ PICTURES = (".svg", ".png", ".pdf")
 
 @contextlib.contextmanager
 def write_atomically(path: Path) -> Iterator[Path]:
-    """Yield a temporary path with the suffix of ``path``; rename it to ``path``, or remove it after an error."""
+    """Yield a temporary path, which becomes ``path`` at the end.
+
+    After an error it is removed instead.
+    """
     unfinished = path.with_name(f".{path.stem}.{os.getpid()}.saving{path.suffix}")
     try:
         yield unfinished
@@ -24,7 +27,7 @@ def write_atomically(path: Path) -> Iterator[Path]:
 
 
 def check_out(path: Path) -> None:
-    """Raise ConfigError unless ``--out path`` names a picture in an existing folder."""
+    """Raise ConfigError unless ``--out path`` can hold a picture."""
     if path.suffix not in PICTURES:
         raise ConfigError(f"--out {path} must end in {', '.join(PICTURES)}; for example --out picture.svg")
     if not path.parent.is_dir():

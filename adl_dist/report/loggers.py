@@ -1,4 +1,6 @@
-"""Loggers: TensorBoard, MLflow, Weights & Biases, or the user's own; only rank 0 calls them.
+"""Loggers: TensorBoard, MLflow, Weights & Biases, or the user's own.
+
+Only rank 0 calls them.
 
 Packages find an address, a key or the name of an experiment in their usual environment variables.
 """
@@ -22,10 +24,13 @@ LONGEST_PARAM, MOST_PARAMS = 500, 100  # MLflow: characters of a value, values s
 
 @runtime_checkable
 class Logger(Protocol):
-    """Takes the records of a run. An exception in ``start`` ends the run, in another method only the logging."""
+    """Takes the records of a run.
+
+    An exception in ``start`` ends the run, in another method only the logging.
+    """
 
     def start(self, folder: Path, settings: Mapping[str, Any], from_update: int) -> None:
-        """Begin a run, or continue it: records from ``from_update`` on come again. ``settings`` have dotted names."""
+        """Begin a run, or continue it from ``from_update`` on."""
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Take one line of metrics.jsonl."""
@@ -38,7 +43,7 @@ class Logger(Protocol):
 
 
 def tag_of(record: Mapping[str, Any]) -> str:
-    """Return the name of a record's curve, with its stage or process if it has one."""
+    """Return the name of a record's curve, with its stage or process."""
     for kind, number in (("stage/", "stage"), ("process/", "rank")):
         if record["name"].startswith(kind):
             return f"{record['name']}/{record[number]}"
@@ -55,7 +60,10 @@ class TensorBoard:
         self._board: SummaryWriter = SummaryWriter(str(folder / "tensorboard"), purge_step=from_update)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Add one value; an error of the writing thread is raised at the next call."""
+        """Add one value.
+
+        An error of the writing thread is raised at the next call.
+        """
         self._board.add_scalar(tag_of(record), record["value"], record["update"])
 
     def flush(self) -> None:
@@ -68,10 +76,13 @@ class TensorBoard:
 
 
 class MLflow:
-    """A run of MLflow in the experiment MLFLOW_EXPERIMENT_NAME or adl_dist; ``folder/mlflow-run`` keeps its id."""
+    """A run of MLflow; ``folder/mlflow-run`` keeps its id.
+
+    Its experiment is MLFLOW_EXPERIMENT_NAME or adl_dist.
+    """
 
     def start(self, folder: Path, settings: Mapping[str, Any], from_update: int) -> None:
-        """Create a run with the settings as parameters, or continue the one in the folder."""
+        """Create a run, or continue the one in the folder."""
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
 
@@ -110,7 +121,10 @@ class MLflow:
 
 
 class WandB:
-    """A run of Weights & Biases in the project WANDB_PROJECT or adl_dist; ``folder/wandb-run`` keeps its id."""
+    """A run of Weights & Biases; ``folder/wandb-run`` keeps its id.
+
+    Its project is WANDB_PROJECT or adl_dist.
+    """
 
     def start(self, folder: Path, settings: Mapping[str, Any], from_update: int) -> None:
         """Create a run, or continue the one in the folder."""
@@ -146,7 +160,7 @@ LOGGERS: dict[str, tuple[Callable[[], Logger], str]] = {  # by name, with the pa
 
 
 def check_loggers(loggers: Sequence[Any]) -> None:
-    """Raise ConfigError if a logger is unknown, not installed, or lacks a method."""
+    """Raise ConfigError if a logger is unknown, missing or incomplete."""
     for one in loggers:
         if isinstance(one, str):
             if one not in LOGGERS:
@@ -162,13 +176,19 @@ def check_loggers(loggers: Sequence[Any]) -> None:
 
 @dataclass
 class Loggers:
-    """The loggers of a run; one that fails is dropped with a warning, and the run continues without it."""
+    """The loggers of a run.
+
+    One that fails is dropped with a warning, and the run continues without it.
+    """
 
     wanted: Sequence[Any] = ()  # names and loggers
     _running: list[tuple[str, Logger]] = field(default_factory=list)
 
     def start(self, folder: Path, settings: Mapping[str, Any], from_update: int) -> None:
-        """Start all; a full disk is a warning for TensorBoard, any other failure a ConfigError."""
+        """Start all; ConfigError if one fails.
+
+        A full disk is only a warning for TensorBoard.
+        """
         for one in self.wanted:
             made: Logger = LOGGERS[one][0]() if isinstance(one, str) else one
             name = type(made).__name__

@@ -1,4 +1,7 @@
-"""Read the logs of a run: an entry is a line with a time, and the lines after it."""
+"""Read the logs of a run.
+
+An entry is a line with a time, and the lines after it.
+"""
 
 import re
 from collections.abc import Iterator
@@ -19,7 +22,10 @@ class Entry(NamedTuple):
 
 
 def read_logs(folder: Path) -> list[Entry]:
-    """Return the log entries of all processes of the run in ``folder``, ordered by time; OSError if unreadable."""
+    """Return the log entries of all processes, ordered by time.
+
+    OSError if a log is unreadable.
+    """
     entries = [entry for path in sorted((folder / "logs").glob("rank*.log")) for entry in _entries(path)]
     return sorted(entries, key=lambda entry: entry.time)
 

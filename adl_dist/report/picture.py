@@ -1,4 +1,4 @@
-"""Pictures of schedules: a lane for each stage, boxes for its work, arrows for its messages.
+"""Pictures of schedules: a lane per stage, boxes and arrows.
 
 Import it late: matplotlib takes half a second.
 """
@@ -111,7 +111,7 @@ def picture(
     theme: Theme = LIGHT,
     unit: str = "unit of the costs",
 ) -> Figure:
-    """Return the figure of a schedule; see :func:`draw`. ``unit`` is that of the ``costs``."""
+    """Return the figure of a schedule; see :func:`draw`."""
     lists, turns = in_processes(pipeline, num_micro_batches=num_micro_batches)
     table = ticks(lists, turns=turns)
     num_ticks = max((max(row) + 1 for row in table if row), default=0)
@@ -181,7 +181,7 @@ def measured_picture(
 
 
 def scale(boxes: Sequence[Span]) -> float:
-    """Return the inches per unit of time that give the usual forward room for its number."""
+    """Return the inches per unit of time at which forwards show a number."""
     usual = median([box.end - box.start for box in boxes if box.action.op in FORWARDS])
     usual = usual or max(box.end for box in boxes) / len(boxes)
     largest = max(box.action.number for box in boxes if box.action.op in STYLES)
@@ -252,7 +252,7 @@ class _Drawing:
             self._axes.axvline(tick * self._inches, color=self._theme.grid, linewidth=0.6, zorder=0.5)
 
     def arrows(self, lists: Sequence[Sequence[Action]]) -> None:
-        """Draw an arrow from the work that made a message to the work that needs it."""
+        """Draw an arrow from the work of each message to the work that needs it."""
         made = {
             (box.stage, box.action.op in FORWARDS, box.action.number): box
             for box in self._boxes
@@ -344,7 +344,7 @@ class _Drawing:
 
 
 def _spans_of_ticks(table: Sequence[dict[int, list[Action]]]) -> Iterator[Span]:
-    """Yield the actions of each tick: its forward, or room for it, and then all others."""
+    """Yield the actions of each tick: the forward first, then all others."""
     in_ticks = [actions for row in table for actions in row.values()]
     is_split = any(a.op is Op.BACKWARD_INPUT for actions in in_ticks for a in actions)
     lengths = {**LENGTHS, Op.BACKWARD: 1} if is_split else LENGTHS

@@ -15,12 +15,15 @@ TOKENS = "tokens"  # unit of speed if a sample has many loss terms
 
 
 class Progress:
-    """Shows loss, metrics, speed and mean staleness of the present epoch; one line per epoch stays."""
+    """Shows loss, metrics, speed and staleness; one line per epoch stays."""
 
     def __init__(
         self, *, num_stages: int, quiet: bool = False, out: IO[str] | None = None, unit: str = "images"
     ) -> None:
-        """Write to ``out``, by default standard output; ``unit`` names the samples, or is ``tokens``."""
+        """Write to ``out``, by default standard output.
+
+        ``unit`` names the samples, or is ``tokens``.
+        """
         self._unit = unit
         self._out, self._quiet = out or sys.stdout, quiet
         # Only a terminal can overwrite a line; a log file gets one line per epoch.
@@ -33,7 +36,7 @@ class Progress:
         self._reset()
 
     def begin(self, epoch: int, epochs: int, total_updates: int, *, goes_on: bool = False) -> None:
-        """Begin an epoch, counted from 0, or continue it after a checkpoint in its middle."""
+        """Begin an epoch, counted from 0, or continue it after a checkpoint."""
         self._head = f"epoch {epoch + 1:>{len(str(epochs))}}/{epochs}"
         self._total_updates = total_updates
         if goes_on:
@@ -76,7 +79,7 @@ class Progress:
             tell(self._out, f"\r\033[K{self._line()}")
 
     def end(self, loss: float | None, accuracy: float | None, metrics: Mapping[str, float] | None = None) -> None:
-        """Write the line of the epoch, with the validation's figures if there are any."""
+        """Write the line of the epoch, with figures of the validation if any."""
         if self._quiet or not self._head:
             return
         validation = "" if loss is None else f"  |  validation loss {loss:.4f}"
@@ -118,7 +121,10 @@ PEAKS = {"peak_memory_bytes": "peak memory", "peak_active_bytes": "active", "pea
 
 
 def holders(summary: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the entries with peaks of memory in ``summary.json``: processes if one has several stages, or stages."""
+    """Return the entries with peaks of memory in ``summary.json``.
+
+    These are processes if one has several stages, otherwise stages.
+    """
     found: Sequence[Mapping[str, Any]] = summary.get("processes", summary.get("stages", ()))
     return found
 

@@ -1,4 +1,4 @@
-"""Writes every record once to metrics.jsonl and once to each logger. One writer per run."""
+"""Write every record once to metrics.jsonl and to each logger."""
 
 import contextlib
 import io
@@ -17,9 +17,9 @@ METRICS = "metrics.jsonl"
 
 
 class Recorder:
-    """Takes records ``{"name", "value", "unit"?, "stage"?, "update", "epoch", ...}``.
+    """Writes records ``{"name", "value", "update", "epoch", ...}``.
 
-    What belongs to a whole epoch carries the index of its last update. A disk that fails costs records, never the run.
+    A record of a whole epoch has the index of its last update. A disk that fails costs records, never the run.
     """
 
     def __init__(
@@ -31,25 +31,31 @@ class Recorder:
         call: Callable[[Callable[[], object]], object] | None = None,
         stages_every: int = 1,
     ) -> None:
-        """Write into ``folder``, or nowhere if it is None, and to ``loggers``, which are told the ``settings``.
+        """Write into ``folder``, if it is given, and to ``loggers``.
 
-        ``call``: makes a call of code that is not ours, now or later; None: now. ``stages_every``: each so many updates
-        the figures of stages are written, of the updates between them not.
+        Args:
+            folder: the run folder; without it nothing is written.
+            loggers: names of loggers, or the user's own.
+            settings: the run's settings, for the loggers.
+            call: runs a call of the user's code now or later, by default now.
+            stages_every: updates between two records of stages' figures.
         """
         self._folder, self._settings, self._stages_every = folder, settings or {}, stages_every
         self._call = call if call is not None else lambda make: make()
         wanted = loggers if folder is not None else ()
-        self._board = Loggers([one for one in wanted if one == TENSORBOARD])  # which draws no random number
+        self._board = Loggers([one for one in wanted if one == TENSORBOARD])  # it draws no random number
         self._loggers = Loggers([one for one in wanted if one != TENSORBOARD])
         self._file: io.FileIO | None = None
         self._size = 0  # of the file, in whole lines
         self._is_failing = False
 
     def start(self, *, from_update: int) -> None:
-        """Open the files, dropping records of updates from ``from_update`` on, which are now made again.
+        """Open the files, and drop records from ``from_update`` on.
+
+        These updates are now made again.
 
         Raises:
-            ConfigError: a logger cannot start.
+            ConfigError: If a logger cannot start.
         """
         if self._folder is None:
             return
@@ -70,11 +76,11 @@ class Recorder:
 
     @property
     def has_loggers(self) -> bool:
-        """Whether there are loggers besides metrics.jsonl and TensorBoard."""
+        """Whether there are loggers other than metrics.jsonl and TensorBoard."""
         return bool(self._loggers.wanted)
 
     def write_of_update(self, record: dict[str, Any]) -> None:
-        """Write one record of an update, if it is none of a stage or this is an update of which those are written."""
+        """Write a record of an update; figures of stages only every few updates."""
         if record["update"] % self._stages_every == 0 or not record["name"].startswith("stage/"):
             self.write(record)
 
@@ -87,8 +93,8 @@ class Recorder:
             self._call(partial(self._loggers.write, record))
 
     def flush(self) -> None:
-        """Have everything written so far on disk."""
-        with contextlib.suppress(OSError):  # reported when it was written
+        """Write everything to disk."""
+        with contextlib.suppress(OSError):  # reported before
             if self._file is not None:
                 os.fsync(self._file.fileno())
         self._board.flush()
@@ -119,7 +125,7 @@ class Recorder:
 
 
 def _update_of(line: bytes) -> float:
-    """Return a record's update; infinite if it cannot be read, as after a power failure."""
+    """Return a record's update, or infinity if it is unreadable."""
     try:
         return int(json.loads(line)["update"])
     except (ValueError, TypeError, KeyError):

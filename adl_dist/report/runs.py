@@ -49,7 +49,7 @@ class Run:
 
 
 def status_of(folder: Path, *, epochs: int, max_updates: int | None) -> Status:
-    """Return whether the run in ``folder`` is ``complete``, ``diverged`` or ``unfinished``.
+    """Return ``complete``, ``diverged`` or ``unfinished`` for a run folder.
 
     A run that a callback has ended, as EarlyStopping does, is complete unless it was continued.
     """
@@ -62,7 +62,7 @@ def status_of(folder: Path, *, epochs: int, max_updates: int | None) -> Status:
 
 
 def _newest_update(folder: Path) -> int:
-    """Return the newest update, counted from 0, in the records or the divergence of a run."""
+    """Return the newest update in the records or the divergence of a run."""
     newest = [-1, int(read_json(folder / "diverged.json").get("update", -1))]
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError), (folder / METRICS).open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - LONGEST_RECORD))
@@ -72,7 +72,7 @@ def _newest_update(folder: Path) -> int:
 
 
 def read_runs(folders: Iterable[Path]) -> list[Run]:
-    """Read the run folders, and label them by the settings in which they differ.
+    """Read run folders, and label them by the settings that differ.
 
     Raises:
         ConfigError: If a folder is not a run folder made by the command line.
@@ -96,7 +96,7 @@ def read_runs(folders: Iterable[Path]) -> list[Run]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, or {} if the file is missing or damaged."""
+    """Return the object in a JSON file, or {} if there is none."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -134,7 +134,7 @@ def _validation_curves(path: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def method_label(chosen: Mapping[str, Any]) -> str:
-    """Return the method's name with M, if that is above 1, and settings that differ from its defaults."""
+    """Return the method's name with M and settings that are not its defaults."""
     name, M = chosen["name"], chosen["accumulation_steps"]
     usual = REMOVED_OPTIONS | method(name).settings
     others = {key: value for key, value in chosen.items() if key not in ("name", "accumulation_steps")}
@@ -143,7 +143,10 @@ def method_label(chosen: Mapping[str, Any]) -> str:
 
 
 def _tells_apart(key: str, configs: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether ``key`` has several values; a key of the cut, for the same number of stages."""
+    """Return whether ``key`` has several values.
+
+    A key of the cut must have them for the same number of stages.
+    """
     depends_on = "partition.num_stages" if key.startswith("partition.") else ""
     values = {(config.get(depends_on), str(config.get(key))) for config in configs}
     return len(values) > len({first for first, _ in values})
@@ -159,7 +162,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """The figure that runs are compared by: accuracy if there are classes, otherwise the loss."""
+    """The figure that runs are compared by: accuracy, or the loss."""
 
     name: str
     unit: str

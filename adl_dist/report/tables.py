@@ -4,12 +4,15 @@ from collections.abc import Sequence
 
 
 def text_table(rows: Sequence[Sequence[object]]) -> list[str]:
-    """Return one line per row, with columns aligned at the left; the first row is the head."""
+    """Return the lines of a table aligned at the left, its first row the head."""
     return [line.rstrip() for line in _aligned(rows, "  ")]
 
 
 def markdown_table(rows: Sequence[Sequence[object]]) -> list[str]:
-    """Return the lines of a Markdown table, with all columns but the first aligned at the right."""
+    """Return the lines of a Markdown table.
+
+    All columns but the first are aligned at the right.
+    """
     rule = ["---", *["---:"] * (len(rows[0]) - 1)]
     return [f"| {line} |" for line in _aligned([rows[0], rule, *rows[1:]], " | ")]
 

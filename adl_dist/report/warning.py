@@ -9,7 +9,10 @@ logger = logging.getLogger("adl_dist")
 
 
 def tell(stream: IO[str] | None, text: str) -> None:
-    """Write ``text`` in one piece, from any thread; letters outside of the stream's encoding become escapes."""
+    """Write ``text`` in one piece, from any thread.
+
+    Letters outside of the stream's encoding become escapes.
+    """
     with suppress(OSError, ValueError):
         if stream is not None:
             encoding = getattr(stream, "encoding", None) or "utf-8"
@@ -24,6 +27,6 @@ def say(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Write a warning to standard error and the log of this process, from any thread."""
+    """Write a warning to standard error and the log, from any thread."""
     tell(sys.stderr, f"adl-dist: warning: {text}\n")
     logger.warning("%s", text)

@@ -1,4 +1,4 @@
-"""Schedules: the ordered actions of every stage. Pure integers: no tensors, ranks, clock or torch."""
+"""Schedules: the ordered actions of every stage, in pure integers."""
 
 from adl_dist.schedule.actions import Action, Op
 from adl_dist.schedule.method_table import METHODS

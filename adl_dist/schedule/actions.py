@@ -1,4 +1,4 @@
-"""Actions of a schedule; a stage's list of them prints as ``L0 F0 SA0 ST0``."""
+"""Actions of a schedule; a list of them prints as ``L0 F0 SA0 ST0``."""
 
 import enum
 from functools import cache
@@ -62,7 +62,10 @@ class Tie(NamedTuple):
 
 
 class TiedAction(Action):
-    """An action on a tie; ``holder`` is the stage that exchanges with the first stage of the tie."""
+    """An action on a tie.
+
+    ``holder`` is the stage that exchanges with the first stage of the tie.
+    """
 
     tie: Tie
     holder: int
@@ -122,7 +125,7 @@ class Message(NamedTuple):
 
 
 def tied_message(op: Op, tie: Tie, holder: int) -> Message:
-    """Return the message of ``op``, about tied weights, between the first stage of ``tie`` and ``holder``."""
+    """Return the message of ``op`` between the first stage and ``holder``."""
     link = LINKS[op] if op in LINKS else RECEIVES[op]
     ends = (holder, tie.stages[0]) if link.recv is Op.RECV_PART else (tie.stages[0], holder)
     number = f" ({tie.number})" if tie.number else ""
@@ -137,12 +140,12 @@ def what_of(action: Action) -> str:
 
 
 def is_tied(what: str) -> bool:
-    """Return whether the edge ``what`` carries tied weights, with one message per group."""
+    """Return whether edge ``what`` carries tied weights, once per group."""
     return what.startswith("tied ")
 
 
 def message_of(action: Action, stage: int, *, num_stages: int) -> Message | None:
-    """Return the message of an ``action`` of ``stage``, or None if it neither sends nor receives."""
+    """Return the message that ``action`` sends or receives, or None."""
     if isinstance(action, TiedAction):
         return tied_message(action.op, action.tie, action.holder) if action.op in CARRIES else None
     return _untied_message(action.op, stage, num_stages)
@@ -158,12 +161,12 @@ def _untied_message(op: Op, stage: int, num_stages: int) -> Message | None:
 
 
 def receiver(op: Op, sender: int, *, num_stages: int) -> int:
-    """Return the receiver of a message that ``sender`` sends with ``op``, which is not about a tie."""
+    """Return the receiver of what ``sender`` sends with an untied ``op``."""
     hop = LINKS[op].hop
     return num_stages - 1 if hop is None else sender + hop
 
 
 def sender(op: Op, receiver: int) -> int:
-    """Return the sender of a message that ``receiver`` receives with ``op``, which is not about a tie."""
+    """Return the sender of what ``receiver`` receives with an untied ``op``."""
     hop = RECEIVES[op].hop
     return 0 if hop is None else receiver - hop

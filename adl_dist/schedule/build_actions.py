@@ -53,7 +53,7 @@ def training_actions(pipeline: Pipeline, stage: int, *, group_sizes: Sequence[in
 
 
 def training_turns(pipeline: Pipeline, process: int, *, group_sizes: Sequence[int]) -> Iterator[int]:
-    """Yield the stage of each action of ``process`` that trains on such a segment, in their order.
+    """Yield the stage of each action of ``process`` in training.
 
     Like a stage, a process has in each tick at most one forward, then one backward.
     """
@@ -65,7 +65,7 @@ def training_turns(pipeline: Pipeline, process: int, *, group_sizes: Sequence[in
 
 
 def evaluation_turns(pipeline: Pipeline, process: int, *, num_micro_batches: int) -> Iterator[int]:
-    """Yield the stage of each action of ``process`` that evaluates."""
+    """Yield the stage of each action of ``process`` in evaluation."""
     stages, K = pipeline.stages_of(process), pipeline.num_stages
     lengths = {k: len(list(forward(Op.PREDICT, 0, k, K))) for k in stages}
     yield from _merged(
@@ -74,13 +74,13 @@ def evaluation_turns(pipeline: Pipeline, process: int, *, num_micro_batches: int
 
 
 def _merged(parts: Iterable[Iterable[tuple[Time, int, int]]]) -> Iterator[int]:
-    """Merge ``parts``, (time, stage, number of actions), by time; yield the stage of each action."""
+    """Merge (time, stage, number of actions) by time; yield the stages."""
     for _, k, number in heapq.merge(*parts):
         yield from itertools.repeat(k, number)
 
 
 def _drains(pipeline: Pipeline, group_sizes: Sequence[int]) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-    """Yield, for each drain of the pipeline, its first micro-batch and the (number, size) of its groups."""
+    """Yield (first micro-batch, (number, size) of groups) of each drain."""
     groups, first = list(enumerate(group_sizes)), 0
     for drained in [[group] for group in groups] if pipeline.flush else [groups]:
         yield first, drained
@@ -90,7 +90,7 @@ def _drains(pipeline: Pipeline, group_sizes: Sequence[int]) -> Iterator[tuple[in
 def _until_drained(
     pipeline: Pipeline, stage: int, first: int, groups: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[Time, list[Action]]]:
-    """Yield (time, actions) from an empty pipeline to an empty one; see :func:`_drains`."""
+    """Yield (time, actions) of one drain; see :func:`_drains`."""
     delay, splits, head_delay = pipeline.delays[stage], pipeline.spec.splits, pipeline.head_delay(stage)
     op, until = (Op.BACKWARD_INPUT, pipeline.delays[0]) if splits else (Op.BACKWARD, delay)
     where = dict(enumerate(places_of(groups), start=first))
@@ -123,6 +123,6 @@ def _until_drained(
 
 
 def evaluation_actions(stage: int, *, num_stages: int, num_micro_batches: int) -> Iterator[Action]:
-    """Yield the actions of ``stage`` that evaluate: forwards only, the same for every method."""
+    """Yield the actions of ``stage`` in evaluation: forwards only."""
     for micro_batch in range(num_micro_batches):
         yield from forward(Op.PREDICT, micro_batch, stage, num_stages)

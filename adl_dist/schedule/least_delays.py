@@ -1,4 +1,4 @@
-"""The least delays with which a method keeps its full speed, for the times of given stages and links."""
+"""The least delays that keep full speed, by measured times."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ def with_least_delays(method: Method, costs: Costs) -> Method:
 
 
 def _least_delays(method: Method, costs: Costs, most: int | None = None) -> tuple[int, ...]:
-    """Return the least delays of at most ``most`` that are as fast as long ones.
+    """Return the least delays, up to ``most``, that are as fast as long ones.
 
     A gradient comes back to stage k after the work of all later stages and twice the time of the links. The
     micro-batches that the slowest stage does in that time are the least that keep it busy. A fixed order of actions may
@@ -55,7 +55,10 @@ def _least_delays(method: Method, costs: Costs, most: int | None = None) -> tupl
         return time_per_update(pipeline(delays), costs, num_groups=2 * (delays[0] // M + 2))
 
     def lengthened(number: int) -> tuple[int, ...]:
-        """Return delays that are ``number`` steps longer per hop, because unevenly falling delays are slow."""
+        """Return delays that are ``number`` steps longer per hop.
+
+        Unevenly falling delays are slow.
+        """
         longer = [number * slowest / STEPS * (K - 1 - k) for k in range(K)]
         return _delays([sum(parts) for parts in zip(trips, last_parts, longer, strict=True)], slowest, most)
 
@@ -82,14 +85,14 @@ def _least_delays(method: Method, costs: Costs, most: int | None = None) -> tupl
 
 
 def _evenly(most: int, K: int) -> list[tuple[int, ...]]:
-    """Return lists that fall from ``most`` to 0 evenly, or by a whole number per stage."""
+    """Return delays that fall from ``most`` to 0 evenly, or in whole steps."""
     slopes = [most / (K - 1) if K > 1 else 0, *range(1, most)]
     lists = [tuple(max(most - math.floor(slope * k + 0.5), 0) for k in range(K - 1)) for slope in slopes]
     return [(*delays, 0) for delays in lists]
 
 
 def _descended(delays: tuple[int, ...], most: int, time: Callable[[tuple[int, ...]], float]) -> tuple[int, ...]:
-    """Descend greedily by +-1 changes to runs of adjacent delays, and return the result."""
+    """Descend greedily by +-1 changes to runs of adjacent delays."""
     rows = [range(first, end) for first, end in combinations(range(len(delays)), 2)]  # the last stage has no delay
     while True:
         changed = [tuple(d + by * (k in row) for k, d in enumerate(delays)) for row in rows for by in (-1, 1)]
@@ -101,7 +104,7 @@ def _descended(delays: tuple[int, ...], most: int, time: Callable[[tuple[int, ..
 
 
 def _round_trips(method: Method, costs: Costs) -> list[float]:
-    """Return the time from the start of a forward on each stage to the end of its backward."""
+    """Return the time from a forward's start to its backward's end, per stage."""
     back = costs.backward_input if method.split_backward else costs.backward
     ways = [*map(sum, zip(costs.transfer, costs.transfer_back, strict=True)), 0.0]
     stages = zip(costs.forward, back, [*costs.link, 0.0], ways, strict=True)
@@ -110,7 +113,7 @@ def _round_trips(method: Method, costs: Costs) -> list[float]:
 
 
 def _delays(times: Sequence[float], slowest: float, most: int | None) -> tuple[int, ...]:
-    """Return the micro-batches done in these times, without the one in flight; at least 0."""
+    """Return the micro-batches done in ``times``, without the one in flight."""
     delays = [max(math.ceil(time / slowest - 1e-9) - 1, 0) for time in times]
     delays = list(accumulate(reversed(delays), max))[::-1]  # never less than that of the next stage
     return tuple(delays if most is None else [min(d, most) for d in delays])

@@ -1,4 +1,4 @@
-"""Parts of a stage's list of actions: a forward, backward or update with its messages."""
+"""Parts of a stage's list of actions, with their messages."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -37,7 +37,10 @@ def forward_part(pipeline: Pipeline, stage: int, b: int, place: Place) -> Iterat
 
 
 def backward_part(op: Op, pipeline: Pipeline, stage: int, b: int, place: Place) -> Iterator[Action]:
-    """Yield the backward of micro-batch ``b``, or its first part, with its messages."""
+    """Yield the backward of micro-batch ``b``, or its first part.
+
+    Its messages come with it.
+    """
     exchanges, awaits = not pipeline.spec.local_losses, not pipeline.spec.has_heads
     if pipeline.method.recomputes(place.offset, place.size, pipeline.delays[stage]):
         yield Action(Op.RECOMPUTE, b)  # while the gradient is still on its way
@@ -49,7 +52,10 @@ def backward_part(op: Op, pipeline: Pipeline, stage: int, b: int, place: Place) 
 
 
 def ends_of(groups: Sequence[tuple[int, int]], first: int = 0) -> dict[int, int]:
-    """Return the last micro-batch of each of ``groups``, (number, size), which begin at micro-batch ``first``."""
+    """Return the last micro-batch of each of ``groups``, (number, size).
+
+    They begin at micro-batch ``first``.
+    """
     ends, stop = {}, first
     for group, size in groups:
         stop += size
@@ -60,7 +66,7 @@ def ends_of(groups: Sequence[tuple[int, int]], first: int = 0) -> dict[int, int]
 def update_part(
     pipeline: Pipeline, stage: int, group: int, ends: Mapping[int, int], *, tied_apart: bool = False
 ) -> Iterator[Action]:
-    """Yield the update with ``group``, and the exchange of tied gradients around it.
+    """Yield the update with ``group`` and the exchange of tied gradients.
 
     Before the update, the copies' gradients of the group are added up. After it, tied weights are updated with the sum
     of the group that is due by then, unless ``tied_apart``; see :meth:`Pipeline.tie_delay`. ``ends`` is the result of
@@ -83,7 +89,7 @@ def update_part(
 def tied_updates_left(
     pipeline: Pipeline, stage: int, ends: Mapping[int, int], *, tied_apart: bool = False
 ) -> Iterator[Action]:
-    """Yield the updates of tied weights that remain after the last update of all groups in ``ends``."""
+    """Yield the tied updates that remain after the last update of ``ends``."""
     for group, end in ends.items():
         for tie in pipeline.ties_of(stage):
             if tied_apart or group + pipeline.tie_delay(tie) not in ends:
@@ -97,7 +103,7 @@ def _tied_update(stage: int, tie: Tie, group: int, end: int) -> Iterator[Action]
 
 
 def learning_part(b: int) -> Iterator[Action]:
-    """Yield the actions by which the head of a stage learns from the gradient of micro-batch ``b``."""
+    """Yield the actions by which a head learns from a gradient."""
     yield Action(Op.RECV_GRAD, b)
     yield Action(Op.LEARN, b)
 

@@ -1,4 +1,4 @@
-"""A method on K stages, with the delays, staleness and learning rates of each stage."""
+"""A method on K stages: delays, staleness and learning rates."""
 
 import math
 from dataclasses import dataclass, replace
@@ -59,7 +59,7 @@ class Pipeline:
         return range(process, self.num_stages, self.num_processes)
 
     def forward_tick(self, stage: int, place: int) -> int:
-        """Return the tick in which ``stage`` forwards micro-batch ``place`` after a drain.
+        """Return the tick in which ``stage`` forwards micro-batch ``place``.
 
         Ticks count from the first one in which its process could. With one stage per process it is ``place``.
         Otherwise the stages of a process forward P micro-batches each in turn, which fill the way to its next stage.
@@ -74,11 +74,11 @@ class Pipeline:
 
     @property
     def flush(self) -> bool:
-        """Whether the pipeline is emptied after each group, so that nothing is stale."""
+        """Whether the pipeline is emptied after each group."""
         return self.spec.flush or self.flushed
 
     def in_epoch(self, epoch: int) -> "Pipeline":
-        """Return the pipeline of ``epoch``: the first ``method.flush_epochs`` flush."""
+        """Return the pipeline of ``epoch``; the first ``flush_epochs`` flush."""
         return replace(self, flushed=True) if epoch < self.method.flush_epochs else self
 
     @cached_property
@@ -104,7 +104,7 @@ class Pipeline:
 
     @property
     def nominal_delays(self) -> tuple[int, ...]:
-        """The delays by ``method.delay``: those of ``delays``, except for ``order=backward_first``."""
+        """The delays by ``method.delay``, before ``order=backward_first``."""
         K, rule = self.num_stages, self.method.delay
         if rule == "queues":
             hops = [p + q for p, q in zip(self._hops("activation_queue"), self._hops("gradient_queue"), strict=True)]
@@ -142,7 +142,9 @@ class Pipeline:
         return room >= max(0.0, min(map(self.room_for_links, range(1, K - 1))))
 
     def room_for_links(self, stage: int) -> float:
-        """Return the longest time of a message with which ``stage`` never waits, in parts: a forward, an I or a WG.
+        """Return the longest time of a message with which ``stage`` never waits.
+
+        It is in parts: a forward, an I or a WG.
 
         A round trip to the loss takes 2n parts of work, n = K - k, and 2(n - 1) messages, and before an update there
         may be one more part, a WG. In that time the stage works on d + 1 micro-batches of three parts each.
@@ -151,7 +153,7 @@ class Pipeline:
         return (3 * (self.delays[stage] + 1) - 2 * n - 1) / (2 * (n - 1)) if n > 1 else math.inf
 
     def received_ahead(self, stage: int) -> int:
-        """Return the receives posted beyond an awaited one, for messages between ``stage`` and the next one.
+        """Return the receives posted beyond an awaited one, to the next stage.
 
         gloo sends a message only when its receive is posted, so there is one for each message that may be on its way:
         as many as the delay falls from one stage to the next.
@@ -165,13 +167,16 @@ class Pipeline:
         return max(map(self.received_ahead, range(self.num_stages - 1)), default=RECEIVED_AHEAD)
 
     def head_delay(self, stage: int) -> int | None:
-        """Return the ticks between a forward and the learning of the stage's head, or None without such a head."""
+        """Return the ticks from a forward to its head's learning, or None.
+
+        None if the stage has no such head.
+        """
         has_head = self.spec.predicts_gradients and stage < self.num_stages - 1
         return self.method.head_delay if has_head else None
 
     @property
     def round_trip(self) -> int:
-        """Ticks until messages that depend on a forward of stage 0 have come back to it from all stages."""
+        """Ticks until a forward of stage 0 has effects on stage 0 again."""
         if not self.spec.predicts_gradients:
             return self.delays[0]
         # A stage learns of the next one by a gradient, ``head_delay`` forwards later.
@@ -184,7 +189,9 @@ class Pipeline:
 
     @property
     def max_pending(self) -> int:
-        """The most messages under way on an edge if no gradients come back, as in evaluation and with local losses.
+        """The most messages under way on an edge if no gradients come back.
+
+        That is so in evaluation and with local losses.
 
         It keeps stage 0 from running away, but not from filling the pipeline. With gradients, :func:`max_pending_of`
         has a smaller number for each edge.
@@ -192,7 +199,9 @@ class Pipeline:
         return max(self.round_trip, 2 * (self.num_stages - 1)) + 2
 
     def lr_lead(self, stage: int) -> int:
-        """Return the updates by which the learning rate of ``stage`` runs ahead: 0 except for ``lr_index=slot``.
+        """Return the updates by which the learning rate of ``stage`` runs ahead.
+
+        It is 0 except for ``lr_index=slot``.
 
         All stages share a clock of slots with a forward and a backward each, and its rate is that of update
         floor(slot / M). Micro-batch b reaches stage k in slot b + k (with DSP's queues b + p_0 + .. + p_k-1, with a
@@ -213,7 +222,7 @@ class Pipeline:
         return float(self._one_each("lr_factors", self.num_stages)[stage])
 
     def forward_version(self, stage: int, micro_batch: int) -> int:
-        """Return the number of updates of the segment in the weights of a micro-batch's forward.
+        """Return the number of updates that a micro-batch's forward sees.
 
         Micro-batch b, counted from 0 within the segment, sees the weights after floor(max(0, b - d) / M) updates. With
         ``2bw`` it sees those before the group before its own (at least the first of the segment), and with a flush
@@ -227,7 +236,9 @@ class Pipeline:
         return max(0, micro_batch - self.delays[stage]) // M
 
     def staleness(self, stage: int, micro_batch: int) -> int:
-        """Return the staleness of a gradient: updates (not micro-batches) between its forward and its own update.
+        """Return the staleness of a gradient, in updates.
+
+        It counts updates, not micro-batches, between the gradient's forward and its own update.
 
         With delay d and M accumulation steps, micro-batch b of a segment has
 
@@ -247,7 +258,7 @@ class Pipeline:
         return [self.staleness(stage, group * M + offset) for offset in range(M)]
 
     def mean_staleness(self, stage: int | Tie) -> float:
-        """Return the mean staleness of the gradients of ``stage``, or of all copies of a tie, in steady state."""
+        """Return the mean staleness of ``stage``, or of a tie, in steady state."""
         if isinstance(stage, Tie):
             stale = [one for holder in stage.stages for one in self.tied_staleness(stage, holder)]
             return sum(stale) / len(stale)
@@ -263,7 +274,9 @@ class Pipeline:
         return self._ties.get(stage, []) if self.tied else []
 
     def tie_delay(self, tie: Tie) -> int:
-        """Return D: a stage updates its copy with the sum of group g next to its own update with group g + D.
+        """Return the delay D of tied updates.
+
+        A stage updates its copy with the sum of group g next to its own update with group g + D.
 
         The sum is complete when the first stage, whose delay d_f is the longest, has its own part: in the tick of its
         forward d_f after the last micro-batch of g. A stage of delay d updates with group s in the tick of its forward
@@ -276,14 +289,18 @@ class Pipeline:
         return -(-longest // self.micro_batches_per_update)
 
     def tied_staleness(self, tie: Tie, stage: int) -> list[int]:
-        """Return the staleness of a stage's tied gradients, for offsets 0..M-1 of a full group in steady state.
+        """Return the staleness of a stage's tied gradients in steady state.
+
+        There is a number for each of the offsets 0..M-1 of a full group.
 
         It counts updates of the tied weights. The sum is applied D updates late, so it is LoS + D.
         """
         return [stale + self.tie_delay(tie) for stale in self.steady_staleness(stage)]
 
     def mitigations(self, stage: int | Tie) -> frozenset[str]:
-        """Return the rows of ``method.mitigation`` that act in ``stage``: all, or none if no gradient is stale.
+        """Return the rows of ``method.mitigation`` that act in ``stage``.
+
+        These are all, or none if no gradient is stale.
 
         Here and below a tie may stand for a stage, because shared weights have their own staleness.
         """
@@ -291,23 +308,23 @@ class Pipeline:
         return frozenset(rows) if rows and self.mean_staleness(stage) else frozenset()
 
     def forwards_ahead(self, stage: int | Tie) -> bool:
-        """Return whether forwards of ``stage`` see predicted weights instead of their version."""
+        """Return whether forwards of ``stage`` see predicted weights."""
         return not self.mitigations(stage).isdisjoint({"predict", "nesterov"})
 
     def remembers_displacement(self, stage: int | Tie) -> bool:
-        """Return whether ``stage`` remembers how far its last update moved the weights."""
+        """Return whether ``stage`` remembers the displacement of its last update."""
         rows = self.mitigations(stage)
         return "nesterov" in rows or ("predict" in rows and self.method.predict_from == "displacement")
 
     def feedback_lag(self, stage: int | Tie) -> int:
-        """Return the number of past updates that ``stage`` remembers for error feedback, or 0."""
+        """Return the number of updates remembered for error feedback, or 0."""
         if "error_feedback" not in self.mitigations(stage):
             return 0
         return self.method.error_feedback_lag or math.ceil(self.mean_staleness(stage))
 
     @property
     def drain_is_exact(self) -> bool:
-        """Whether the pipeline can be emptied after any update without changing a value."""
+        """Whether emptying the pipeline after any update changes no value."""
         if any(self.head_delay(stage) for stage in range(self.num_stages)):
             return False  # heads would learn earlier
         return not any(any(self.steady_staleness(stage)) for stage in range(self.num_stages))
@@ -316,7 +333,7 @@ class Pipeline:
         return self._one_each(name, self.num_stages - 1)
 
     def _one_each(self, name: str, num: int) -> list[Any]:
-        """Return ``num`` values of an option, from its list or from one value for all (1 if not given)."""
+        """Return ``num`` values of an option, from its list or one for all."""
         value = getattr(self.method, name)
         if not isinstance(value, tuple):
             return [1.0 if value is None else value] * num

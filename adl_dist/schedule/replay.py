@@ -1,4 +1,4 @@
-"""Replay all stages on one thread: any interleaving, without a process or a tensor."""
+"""Replay all stages on one thread, in any interleaving."""
 
 import random
 from collections import Counter, defaultdict, deque
@@ -14,7 +14,7 @@ Sending = tuple[str, int]  # name of the message, and its sender
 
 
 def downstream_first(runnable: Sequence[int]) -> int:
-    """Choose the stage furthest downstream, so that messages are consumed as soon as they arrive."""
+    """Choose the stage furthest downstream, which consumes messages early."""
     return runnable[-1]
 
 
@@ -24,7 +24,10 @@ def at_random(seed: int) -> Callable[[Sequence[int]], int]:
 
 
 def in_turns(lists: Mapping[int, Sequence[Action]], turns: Iterable[int]) -> Iterator[tuple[int, Action]]:
-    """Yield (stage, action) of one process in the order of its ``turns``; lists may be shortened meanwhile."""
+    """Yield (stage, action) of one process in the order of its ``turns``.
+
+    Lists may be shortened meanwhile.
+    """
     cursor = dict.fromkeys(lists, 0)
     for k in turns:
         if cursor[k] < len(lists[k]):
@@ -38,7 +41,7 @@ def replay(
     pick_next: Callable[[Sequence[int]], int] = downstream_first,
     turns: Turns | None = None,
 ) -> Iterator[tuple[int, Action]]:
-    """Yield (stage, action) of all stages in one valid order: a receive comes after its send.
+    """Yield (stage, action) of all stages; a receive comes after its send.
 
     The engine executes this order, so any choice of ``pick_next`` among the stages that can continue, in ascending
     order, is a real run. With ``turns``, the stages of a process keep its order.
@@ -93,7 +96,7 @@ def replay(
 
 
 def refuse_unfinished(lists: ActionLists, cursor: Sequence[int]) -> None:
-    """Raise a ScheduleError that names where each stage waits, unless all lists are done."""
+    """Raise a ScheduleError that names the waiting stages, if there are any."""
     waiting = [(k, actions[i]) for k, (actions, i) in enumerate(zip(lists, cursor, strict=True)) if i < len(actions)]
     if waiting:
         places = ", ".join(f"stage {k} at {action} ({action.op.name})" for k, action in waiting)
@@ -101,7 +104,7 @@ def refuse_unfinished(lists: ActionLists, cursor: Sequence[int]) -> None:
 
 
 def max_outstanding(lists: ActionLists, numbers: Container[int]) -> dict[Sending, int]:
-    """Return, per edge, the most messages that may be under way when one is sent, including it.
+    """Return the most messages under way on each edge when one is sent.
 
     The receiver may be as slow as it likes: a message counts as received only when later messages to the sender imply
     it. ``numbers`` are the micro-batches at whose sending the messages are counted.

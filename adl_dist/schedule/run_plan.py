@@ -1,4 +1,4 @@
-"""The length of a run, and its segments: the training between two empty pipelines."""
+"""The length of a run, and its segments between empty pipelines."""
 
 import math
 from collections.abc import Sequence
@@ -57,7 +57,9 @@ class Segment:
 
 
 def weights_in_group(reduction: str, terms: Sequence[float]) -> list[float]:
-    """Return the factor on the loss of each micro-batch of a group, by its number of terms (usually samples).
+    """Return the factor on the loss of each micro-batch of a group.
+
+    ``terms`` are their numbers of terms, usually samples.
 
     ``mean``: n_b / n_group, the paper's 1/M if even, so that an update follows the mean over the group's terms; 0 if
     there are none. ``sum``: 1.
@@ -75,7 +77,7 @@ def _in_parts(total: int, size: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The length of a run and its segments. Sizes in samples, lengths in epochs and updates.
+    """The length of a run, in epochs and updates, and its segments.
 
     A segment ends with its epoch, and after every ``checkpoint_every_updates`` of the epoch.
     """
@@ -107,13 +109,16 @@ class Plan:
         return rest.first_updates(min(ends))
 
     def ends_at(self, sample: int) -> bool:
-        """Return whether a planned segment ends after ``sample`` samples of an epoch; one does at 0."""
+        """Return whether a planned segment ends after ``sample`` samples.
+
+        One does at 0.
+        """
         every = self.checkpoint_every_updates
         return sample == 0 if every is None else sample % (every * self.micro_batch_size * self.accumulation_steps) == 0
 
     @property
     def as_given(self) -> dict[str, int | None]:
-        """The settings that every rank knows before rank 0 sends the size of the dataset."""
+        """The settings that ranks know without the size of the dataset."""
         sizes = {"micro_batch_size": self.micro_batch_size, "accumulation_steps": self.accumulation_steps}
         return {"epochs": self.epochs, "max_updates": self.max_updates, **sizes}
 
@@ -148,7 +153,10 @@ def check_lengths(*, epochs: int, max_updates: int | None) -> None:
 
 
 def micro_batch_size_of(batch_size: int, steps: int) -> int:
-    """Return the samples of a micro-batch, ``steps`` of which make a batch; ConfigError if there are none."""
+    """Return the size of a micro-batch, ``steps`` of which make a batch.
+
+    ConfigError if there is no sample for each.
+    """
     if batch_size < steps:
         raise ConfigError(
             f"train.batch_size={batch_size} leaves no sample for each of method.accumulation_steps={steps} "

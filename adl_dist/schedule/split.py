@@ -1,4 +1,6 @@
-"""The order of actions with a split backward: I computes the gradient of the input, WG those of the weights.
+"""The order of actions with a split backward.
+
+I computes the gradient of the input, WG those of the weights.
 
 A stage does WG when it would otherwise wait, so that no stage upstream waits for it. The best order depends on all
 stages together, so it comes from a simulation: a free stage does the I that is ready, otherwise the forward, otherwise
@@ -45,7 +47,7 @@ class Repeat(NamedTuple):
 
 
 def split_actions(pipeline: Pipeline, stage: int, group_sizes: tuple[int, ...]) -> list[Action]:
-    """Return the actions of ``stage`` in a segment of groups of ``group_sizes`` micro-batches."""
+    """Return the actions of ``stage`` for groups of ``group_sizes``."""
     actions = _listed(pipeline, stage, group_sizes)
     if not pipeline.ties_of(stage):
         return actions
@@ -71,7 +73,7 @@ def _listed(pipeline: Pipeline, stage: int, group_sizes: tuple[int, ...]) -> lis
 def simulated(
     pipeline: Pipeline, group_sizes: tuple[int, ...], most_states: int = MOST_STATES
 ) -> list[tuple[list[Action], Repeat | None]]:
-    """Return the actions of all stages, each with the part to repeat if there is one."""
+    """Return the actions of all stages, each with a part to repeat or None."""
     K, link = pipeline.num_stages, room_for_links(pipeline)
     groups = _Groups(pipeline, group_sizes)
     stages = [_Stage(pipeline, k, groups) for k in range(K)]
@@ -98,7 +100,7 @@ def simulated(
 
 
 def _skip_what_repeats(stages: Sequence["_Stage"], now: int, states: States) -> list[Repeat]:
-    """Skip ahead if all stages are in the state of some groups earlier; return the repeated parts, or [].
+    """Skip ahead if the state repeats; return the repeated parts, or [].
 
     From there on everything repeats until a stage comes near the end of the segment.
     """
@@ -145,7 +147,7 @@ class _Groups:
 
 
 class _Stage:
-    """One stage in the simulation: its actions so far, and its possible next ones."""
+    """One stage in the simulation, with its actions so far."""
 
     def __init__(self, pipeline: Pipeline, index: int, groups: _Groups) -> None:
         self.actions: list[Action] = []
@@ -161,7 +163,7 @@ class _Stage:
         self._locked: list[Action] = []  # after a forward that has not passed all stages yet
 
     def next_time(self) -> float:
-        """Return the time of the stage's next action, or infinity if it waits for a message."""
+        """Return the time of the next action, or infinity if it waits."""
         ready = [self._word()] if self._locked else [self._forward(), self._backward(), 0 if self._deferred else inf]
         return max(self.free, min(ready))
 
@@ -186,7 +188,10 @@ class _Stage:
         return self.actions[before:]
 
     def state(self, now: int, updates: int) -> tuple[Any, ...]:
-        """Return the state that decides the stage's further actions, relative to ``now`` and ``updates``."""
+        """Return the state that decides the stage's further actions.
+
+        It is relative to ``now`` and ``updates``.
+        """
         first = updates * self._groups.size
         arrivals = ((max(time - now, 0) for time in times) for times in (self.acts, self.grads, self.words))
         return (
@@ -196,7 +201,7 @@ class _Stage:
         )
 
     def room(self, num_groups: int) -> int:
-        """Return how often the last ``num_groups`` can be repeated before the end of the segment matters."""
+        """Return how often the last ``num_groups`` can be repeated."""
         # The end, or a group of a different size, is met by a forward first.
         return (self._groups.alike - 1 - self._num_forward) // (num_groups * self._groups.size)
 

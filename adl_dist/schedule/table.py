@@ -1,4 +1,4 @@
-"""The printed table of a schedule: actions by tick, and the figures of each stage."""
+"""The printed table of a schedule: actions by tick, and figures."""
 
 from dataclasses import dataclass
 from itertools import accumulate
@@ -26,7 +26,7 @@ class StageFigures:
 
     @property
     def copies_per_update(self) -> int:
-        """The copies of the weights made at each update: one to keep, and one to remember."""
+        """The weight copies made per update: one to keep, one to remember."""
         return (self.weight_copies > 0) + (self.history_copies > 0)
 
 
@@ -85,12 +85,12 @@ def figures(pipeline: Pipeline, *, num_micro_batches: int | None = None) -> list
 
 
 def _most_open(actions: list[Action], begins: Op, ends: Op) -> int:
-    """Return the most micro-batches that are between two of their actions at one moment."""
+    """Return the most micro-batches between two actions at one moment."""
     return max(accumulate((op is begins) - (op is ends) for op, _ in actions))
 
 
 def _held(pipeline: Pipeline, stage: int, actions: list[Action]) -> tuple[int, int, int, int]:
-    """Return the most graphs, inputs without a graph, weight copies and deferred parts held at one moment."""
+    """Return the most graphs, inputs, weight copies and deferred parts held."""
     graphs: dict[int, int] = {}  # with their weight versions
     inputs: set[int] = set()
     deferred: dict[int, int] = {}  # with their weight versions
@@ -138,7 +138,7 @@ def title(pipeline: Pipeline, *, num_micro_batches: int) -> str:
 
 
 def tick_words(pipeline: Pipeline, *, num_micro_batches: int) -> list[dict[int, list[str]]]:
-    """Return, for each stage, the actions of each tick, as printed, like ``{4: ["F4", "B0"]}``."""
+    """Return the printed actions of each tick, like ``{4: ["F4", "B0"]}``."""
     lists, turns = in_processes(pipeline, num_micro_batches=num_micro_batches)
     return [{tick: list(map(str, row[tick])) for tick in sorted(row)} for row in ticks(lists, turns=turns)]
 

@@ -1,4 +1,4 @@
-"""The timing model: every stage does its actions in order, as soon as it can.
+"""The timing model: stages do their actions in order, without delay.
 
 It runs the same lists of actions as the engine. A stage is busy in forward, recompute, backward or its parts, and
 update. A send costs the sender nothing, occupies the link for a time, after the messages before it, and arrives after
@@ -76,7 +76,10 @@ class Costs:
 
     @classmethod
     def balanced(cls, num_stages: int, *, link: float = 0.0) -> "Costs":
-        """Return equal stages that take 1 forward and 2 backward, the usual 1:2 of convolutions."""
+        """Return equal stages that take 1 forward and 2 backward.
+
+        This is the usual 1:2 of convolutions.
+        """
         return cls(forward=[1.0] * num_stages, backward=[2.0] * num_stages, link=[link] * (num_stages - 1))
 
     @cached_property
@@ -86,7 +89,7 @@ class Costs:
 
     @property
     def busiest_link(self) -> float:
-        """The time for which one micro-batch occupies the busiest link in its busier direction."""
+        """The time that one micro-batch occupies the busiest link."""
         acts, grads = self.transfer, self.transfer_back
         if not self.shares_link:
             return max([*acts, *grads], default=0.0)
@@ -154,14 +157,17 @@ def simulate(
 
 
 class _Links:
-    """The links between processes: the time when the last message over each direction has left."""
+    """The links between processes, with their times of release."""
 
     def __init__(self, costs: Costs) -> None:
         self._shares = costs.shares_link
         self._over: dict[object, float] = defaultdict(float)
 
     def left(self, sender: int, to: int, at: float, transfer: float) -> float:
-        """Return when a message that is handed over ``at`` a time has left; calls come in the order of time."""
+        """Return when a message that is handed over ``at`` a time has left.
+
+        Calls come in the order of time.
+        """
         over = self._over
         if not self._shares:
             over[sender, to] = max(at, over[sender, to]) + transfer
@@ -180,7 +186,9 @@ def makespan(spans: Iterable[Span]) -> float:
 
 
 def ticks(lists: ActionLists, *, turns: Turns | None = None) -> list[dict[int, list[Action]]]:
-    """Return, for each stage, its actions in each tick: at most one forward, then one backward, and an update.
+    """Return the actions of each stage in each tick.
+
+    A tick has at most one forward, then one backward, and an update.
 
     A message takes one tick, except the one that unlocks a forward, which the papers do not count. Stages of one
     process share its ticks, see :func:`in_processes`.
@@ -256,7 +264,7 @@ def actions_of_all(pipeline: Pipeline, *, num_micro_batches: int) -> list[list[A
 
 
 def in_processes(pipeline: Pipeline, *, num_micro_batches: int) -> tuple[list[list[Action]], Turns | None]:
-    """Return these actions, and their order in each process, or None with one stage per process."""
+    """Return these actions, and their order in each process or None."""
     lists, turns = actions_of_all(pipeline, num_micro_batches=num_micro_batches), None
     if pipeline.stages_per_process > 1:
         segment = _segment(pipeline, num_micro_batches)
@@ -271,7 +279,7 @@ def _segment(pipeline: Pipeline, num_micro_batches: int) -> Segment:
 
 
 def _enough_groups(pipeline: Pipeline) -> int:
-    """Return a number of groups that reaches the steady state and covers its period."""
+    """Return enough groups for the steady state and its period."""
     M = pipeline.micro_batches_per_update
     return max(min(24, -(-96 // M)), 2 * (pipeline.delays[0] // M + 2))
 

@@ -22,7 +22,7 @@ class StageWork:
     loss_weights: list[float]  # the factor on the loss of each of its micro-batches
 
     def last_of_groups(self) -> frozenset[int]:
-        """Return the micro-batches whose backward completes the gradients of a group."""
+        """Return the micro-batches that complete a group's gradients."""
         last, completing = -1, set()
         for action in self.actions:
             if action.op in BACKWARDS:
@@ -33,7 +33,10 @@ class StageWork:
 
 
 def training_work(pipeline: Pipeline, segment: Segment, *, stages: Iterable[int]) -> dict[int, StageWork]:
-    """Return the work of each of ``stages`` that trains on ``segment``; every process derives the same."""
+    """Return the work of ``stages`` to train on ``segment``.
+
+    Every process derives the same.
+    """
     pipeline = pipeline.in_epoch(segment.epoch)
     sizes, groups = segment.sizes, tuple(segment.group_sizes)
     weights = segment.loss_weights(pipeline.method.reduction, sizes)
@@ -43,7 +46,7 @@ def training_work(pipeline: Pipeline, segment: Segment, *, stages: Iterable[int]
 
 
 def turns_of(pipeline: Pipeline, segment: Segment, process: int, *, training: bool) -> Sequence[int]:
-    """Return the stage of each action of ``process``, to train on ``segment`` or to evaluate."""
+    """Return the stage of each action of ``process`` on ``segment``."""
     if not training:
         return list(evaluation_turns(pipeline, process, num_micro_batches=len(segment.sizes)))
     return _turns(pipeline.in_epoch(segment.epoch), process, tuple(segment.group_sizes))
@@ -61,14 +64,17 @@ def _actions(pipeline: Pipeline, stage: int, group_sizes: tuple[int, ...]) -> tu
 
 
 def forget_actions() -> None:
-    """Free the lists kept for further epochs: 0.7 MB for every stage and 1,000 micro-batches."""
+    """Free the lists kept for further epochs.
+
+    They take 0.7 MB for every stage and 1,000 micro-batches.
+    """
     _actions.cache_clear()
     _turns.cache_clear()
 
 
 @lru_cache(maxsize=32)
 def max_pending_of(pipeline: Pipeline) -> Mapping[Sending, int]:
-    """Return, for each edge (name, sender), the most messages under way before a send waits.
+    """Return the most messages under way on each edge before a send waits.
 
     So few that a buffer is returned as soon as its sender can know that the message has left, and enough that no send
     waits in steady state. A send may wait while the pipeline fills or drains, but never in a cycle of waiting stages
@@ -85,12 +91,14 @@ def max_pending_of(pipeline: Pipeline) -> Mapping[Sending, int]:
 
 
 def updates_that_load(group_sizes: Sequence[int], num_micro_batches: int) -> int:
-    """Return the fewest updates that need at least ``num_micro_batches``, or all updates."""
+    """Return the fewest updates that need ``num_micro_batches``, or all."""
     return sum(end < num_micro_batches for end in accumulate(group_sizes[:-1])) + 1
 
 
 def shorten(actions: list[Action], pipeline: Pipeline, stage: int, *, group_sizes: Sequence[int]) -> None:
-    """Shorten a list of actions in place to a segment of fewer groups, while a stage executes it.
+    """Shorten a list of actions in place, while a stage executes it.
+
+    The segment then has fewer groups.
 
     Both lists are equal up to the first action for a micro-batch beyond these groups (2BW chooses weights right before
     it), so a stage that is not there yet simply drains earlier.
@@ -107,7 +115,7 @@ def shorten(actions: list[Action], pipeline: Pipeline, stage: int, *, group_size
 
 
 def evaluation_work(segment: Segment, *, num_stages: int, stages: Iterable[int]) -> dict[int, StageWork]:
-    """Return the work of each of ``stages`` that evaluates ``segment``."""
+    """Return the work of ``stages`` to evaluate ``segment``."""
     sizes, num = segment.sizes, len(segment.sizes)
     lists = {k: list(evaluation_actions(k, num_stages=num_stages, num_micro_batches=num)) for k in stages}
     return {k: StageWork(actions, sizes, []) for k, actions in lists.items()}
