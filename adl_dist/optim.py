@@ -162,10 +162,7 @@ def build_lr_schedule(
 
 
 def _check_factors(schedule: LRScheduler, rates: Sequence[float], name: str) -> None:
-    """Raise ConfigError if a schedule overrides base rates of a rule.
-
-    ``rates`` are those before the schedule was built.
-    """
+    """Raise ConfigError if a schedule overrides base rates of a rule."""
     groups = schedule.optimizer.param_groups
     if not any("lr_factor" in group for group in groups):
         return
@@ -192,10 +189,7 @@ def _factor_lost(name: str, num_groups: int) -> ConfigError:
 def _length_for(
     target: Callable[..., Any], takes: Sequence[str], options: Mapping[str, Any], updates_per_epoch: int, total: int
 ) -> dict[str, int]:
-    """Return the run's length by the parameters of ``target`` for it.
-
-    Those that the user has given are left out.
-    """
+    """Return the run's length by parameters that the user has not given."""
     run = {"updates_per_epoch": updates_per_epoch, "total_updates": total, "total_steps": total}
     given = {*options, *(target.keywords if isinstance(target, partial) else ())}
     if given & {"epochs", "steps_per_epoch"}:  # OneCycleLR's other way to say how long it is

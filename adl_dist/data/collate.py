@@ -17,8 +17,6 @@ Pair = tuple[Batch, Batch]  # an input and a target
 def stacked(samples: Sequence[Pair], indices: Sequence[int]) -> Pair:
     """Stack ``samples`` to input [B, ...] and target [B, ...].
 
-    ``indices`` name the samples in errors.
-
     Raises:
         DataError: If two samples differ in shape, dtype or containers.
     """

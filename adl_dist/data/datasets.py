@@ -56,8 +56,7 @@ def crop_and_flip(image_size: int) -> list[Any]:
 def digits(augment: bool = True) -> Datasets:
     """Load scikit-learn's 8x8 digits: 1437 to train, 360 to validate.
 
-    Args:
-        augment: whether to shift training images by up to one pixel.
+    ``augment``: shift training images by up to one pixel.
     """
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
@@ -260,12 +259,7 @@ def _open(
 
 
 def _held(folder: Any, size: int) -> Tensor | None:
-    """Return the images of a folder, uint8[N, 3, size, size], or None.
-
-    None if one has another size, or is unreadable.
-
-    An unreadable image raises its error later, when it is loaded.
-    """
+    """Return a folder's images [N, 3, size, size], or None if one differs."""
     images = torch.empty(len(folder.samples), 3, size, size, dtype=torch.uint8)
     for place, (path, _) in enumerate(folder.samples):
         try:
@@ -314,16 +308,7 @@ def synthetic(
 
     Each is a smooth pattern of its class (i mod ``num_classes``) plus as much noise.
 
-    Args:
-        num_samples: images to train on.
-        num_validation: images to validate on.
-        num_classes: patterns.
-        in_channels: channels of an image.
-        image_size: height and width in pixels.
-        seed: of patterns and noise; it is not the run's seed.
-
-    Raises:
-        ConfigError: If a count is below 1.
+    ``seed`` is that of patterns and noise, not of the run. ConfigError if a count is below 1.
     """
     counts = {"num_samples": num_samples, "num_validation": num_validation, "num_classes": num_classes}
     for key, count in (counts | {"in_channels": in_channels, "image_size": image_size}).items():

@@ -183,10 +183,7 @@ class Loader:
         return np.array(indices[:num], dtype=np.int64)
 
     def _tasks_of(self, epoch: int, first_sample: int, sizes: Sequence[int]) -> list[Task]:
-        """Return the tasks of micro-batches of ``sizes``.
-
-        The indices of an iterable dataset count its samples.
-        """
+        """Return the tasks of micro-batches of ``sizes`` from ``first_sample`` on."""
         last = first_sample + sum(sizes)
         if self.stream is not None:
             self.stream.begin(epoch, first_sample)
@@ -198,10 +195,7 @@ class Loader:
         return [(epoch, order[place], seeds[place]) for place in places]
 
     def _started(self, num_workers: int, tasks: list[Task], *, keeps: bool) -> Iterator[Any]:
-        """Start workers on ``tasks``; return torch's iterator over micro-batches.
-
-        Persistent workers that run already begin their next tasks.
-        """
+        """Let workers begin ``tasks``; return torch's iterator over micro-batches."""
         loader = self._kept if keeps else None
         if loader is None:
             loader = DataLoader(
@@ -230,10 +224,7 @@ class Loader:
         return iterator
 
     def _checked(self, micro_batch: "Pair | DataError") -> Pair:
-        """Return a micro-batch with the containers of the first one.
-
-        DataError if they differ, or ``micro_batch`` is an error.
-        """
+        """Return a micro-batch with the containers of the first; raise its error."""
         if isinstance(micro_batch, DataError):
             raise micro_batch
         input_, target = micro_batch  # torch's DataLoader makes it a list

@@ -56,12 +56,6 @@ PLAIN = Loading()
 def check_dataset(dataset: object, *, name: str, min_samples: int, loading: Loading = PLAIN) -> int:
     """Check a dataset and return the number of samples that an epoch visits.
 
-    Args:
-        dataset: the object to check.
-        name: ``training`` or ``validation``, for the message.
-        min_samples: for example the samples of one update.
-        loading: options of loading.
-
     Raises:
         DataError: If it is not a dataset, is empty, or has fewer than ``min_samples``.
     """

@@ -91,11 +91,7 @@ class Stream:
                 self.next()
 
     def next(self) -> Any:
-        """Return the next sample.
-
-        Raises:
-            DataError: If the epoch has no more samples.
-        """
+        """Return the next sample; DataError if the epoch has no more."""
         assert self._at is not None, "begin comes first"
         sample = next(self._iterator, self)
         if sample is self:

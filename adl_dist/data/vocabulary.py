@@ -57,10 +57,7 @@ class Vocabulary:
 
     @classmethod
     def next_to(cls, tokens: Path) -> "Vocabulary | None":
-        """Read the vocabulary next to the file ``tokens``, or return None.
-
-        DataError if it is damaged.
-        """
+        """Read the vocabulary next to ``tokens``, if any; DataError if damaged."""
         path = tokens.parent / FILE
         if not path.exists():
             return None
@@ -79,10 +76,7 @@ class Vocabulary:
         return json.dumps({key: value for key, value in vars(self).items() if value != ""}, ensure_ascii=True)
 
     def encode(self, text: str) -> NDArray[Any]:
-        """Return the tokens uint32[n] of ``text``.
-
-        ConfigError if a character is not in the vocabulary.
-        """
+        """Return the tokens uint32[n] of ``text``; ConfigError if one is unknown."""
         if self.kind == "byte":
             return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8).astype(np.uint32)
         if self.kind == "tokenizers":
@@ -98,10 +92,7 @@ class Vocabulary:
         return places.astype(np.uint32)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of ``tokens``.
-
-        Bytes that are not UTF-8 become the replacement character.
-        """
+        """Return the text of ``tokens``, with replacement characters."""
         if self.kind == "byte":
             return bytes(tokens).decode("utf-8", "replace")
         if self.kind == "tokenizers":

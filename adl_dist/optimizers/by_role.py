@@ -78,20 +78,14 @@ class ByRole(Optimizer):
         return loss
 
     def check_group(self, group: Mapping[str, Any], where: str) -> None:
-        """Raise ConfigError if a value in ``group`` is out of range.
-
-        The message begins with ``where``.
-        """
+        """Raise ConfigError if a value in ``group`` is out of range."""
         if "rule" in group:
             check_values(REST[group["rule"]][0], group, where)
         else:
             self.check_matrices(group, where)
 
     def check_matrices(self, group: Mapping[str, Any], where: str) -> None:
-        """Raise ConfigError if a value for matrices is out of range.
-
-        The base class accepts all.
-        """
+        """Raise ConfigError if a value for matrices is out of range."""
 
     def step_matrices(self, params: Sequence[nn.Parameter], group: Mapping[str, Any]) -> None:
         """Update ``params``, which have gradients, by the options of ``group``."""
@@ -99,10 +93,7 @@ class ByRole(Optimizer):
 
 
 def checked_options(kind: Callable[..., Optimizer], options: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return ``options`` of ``kind``, completed by its defaults.
-
-    ConfigError, beginning with ``where``, if one is wrong.
-    """
+    """Return ``options`` with the defaults of ``kind``; ConfigError if wrong."""
     try:
         (group,) = kind([{"params": []}], **options).param_groups
     except (TypeError, ValueError, RuntimeError) as error:
@@ -115,9 +106,6 @@ def checked_options(kind: Callable[..., Optimizer], options: Mapping[str, Any], 
 
 
 def check_values(kind: Callable[..., Optimizer], group: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError if torch's ``kind`` refuses a value in ``group``.
-
-    The message begins with ``where``.
-    """
+    """Raise ConfigError if torch's ``kind`` refuses a value in ``group``."""
     known = inspect.signature(kind).parameters
     checked_options(kind, {key: value for key, value in group.items() if key in known and key != "params"}, where)

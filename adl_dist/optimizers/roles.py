@@ -100,10 +100,7 @@ def mark_roles(model: nn.Module, prefix: str = "") -> None:
 
 
 def role_of(parameter: nn.Parameter, asking: str) -> Role:
-    """Return the role of ``parameter``.
-
-    ConfigError, naming ``asking``, if it has none.
-    """
+    """Return the role of ``parameter``; ConfigError if it has none."""
     role = _ROLES.get(parameter)
     if role is None:
         raise ConfigError(

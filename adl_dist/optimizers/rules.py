@@ -110,10 +110,7 @@ class RuledOptimizer:
     """A factory of optimizers with groups by rules; see :func:`with_rules`."""
 
     def __init__(self, make: Callable[[Iterable[nn.Parameter]], Optimizer], rules: Iterable[object]) -> None:
-        """Wrap ``make``, a factory of optimizers.
-
-        ConfigError if a rule is invalid.
-        """
+        """Wrap ``make``, a factory; ConfigError if a rule is invalid."""
         if isinstance(rules, Mapping | str) or not isinstance(rules, Iterable):
             raise ConfigError(f"optimizer.rules: expected a list of rules, got {rules!r}")
         self.make, self.rules = make, [Rule.of(given, number) for number, given in enumerate(rules)]
@@ -125,10 +122,7 @@ class RuledOptimizer:
         return [{key: value for key, value in one.items() if value != []} for one in of_rules]
 
     def prepare(self, model: nn.Module) -> None:
-        """Freeze parameters of the uncut ``model``, whose roles are marked.
-
-        ConfigError if a rule matches none.
-        """
+        """Freeze parameters of the uncut model; ConfigError if a rule has none."""
         parameters = [*model.parameters()]
         roles = [role_of(parameter, "optimizer.rules") for parameter in parameters]
         for rule in self.rules:
@@ -260,10 +254,7 @@ def _is_like(value: Any, usual: Any) -> bool:
 
 
 def _near(pattern: str, known: Sequence[str]) -> list[str]:
-    """Return the names most like ``pattern``.
-
-    They have its longest plain part, or a similar spelling.
-    """
+    """Return the names most like ``pattern``."""
     plain = max(pattern.replace("?", "*").split("*"), key=len)
     holding = [name for name in known if plain and plain.lower() in name.lower()]
     return (holding or difflib.get_close_matches(plain, known, n=MOST_SHOWN, cutoff=0.3) or [*known])[:MOST_SHOWN]

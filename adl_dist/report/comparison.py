@@ -54,10 +54,7 @@ def compare(
 
 
 def folders_below(paths: Iterable[Path]) -> list[Path]:
-    """Return the run folders in or below ``paths``, each once.
-
-    ConfigError if a path holds none.
-    """
+    """Return the run folders in or below ``paths``; ConfigError without any."""
     folders: dict[Path, None] = {}
     for path in paths:
         below = list[Path]()

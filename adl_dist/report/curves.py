@@ -116,10 +116,7 @@ def _scaled(run: Run, measure: Measure) -> dict[int, float]:
 
 
 def _set_range(axes: Axes, runs: Sequence[Run], measure: Measure) -> None:
-    """Limit the panel to where the curves differ.
-
-    The first steep epochs may be outside.
-    """
+    """Limit the panel to where the curves differ, after their steep begin."""
     longest = max((epoch for run in runs for epoch in _scaled(run, measure)), default=1)
     ends = [_scaled(run, measure) for run in runs if run.status == "complete"]
     settled = [value for curve in ends for epoch, value in curve.items() if epoch > longest * STEEP]

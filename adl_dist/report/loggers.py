@@ -60,10 +60,7 @@ class TensorBoard:
         self._board: SummaryWriter = SummaryWriter(str(folder / "tensorboard"), purge_step=from_update)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Add one value.
-
-        An error of the writing thread is raised at the next call.
-        """
+        """Add one value."""
         self._board.add_scalar(tag_of(record), record["value"], record["update"])
 
     def flush(self) -> None:

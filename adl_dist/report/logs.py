@@ -22,10 +22,7 @@ class Entry(NamedTuple):
 
 
 def read_logs(folder: Path) -> list[Entry]:
-    """Return the log entries of all processes, ordered by time.
-
-    OSError if a log is unreadable.
-    """
+    """Return the log entries of all processes by time; OSError if unreadable."""
     entries = [entry for path in sorted((folder / "logs").glob("rank*.log")) for entry in _entries(path)]
     return sorted(entries, key=lambda entry: entry.time)
 

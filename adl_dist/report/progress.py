@@ -20,10 +20,7 @@ class Progress:
     def __init__(
         self, *, num_stages: int, quiet: bool = False, out: IO[str] | None = None, unit: str = "images"
     ) -> None:
-        """Write to ``out``, by default standard output.
-
-        ``unit`` names the samples, or is ``tokens``.
-        """
+        """Write to ``out``, by default standard output."""
         self._unit = unit
         self._out, self._quiet = out or sys.stdout, quiet
         # Only a terminal can overwrite a line; a log file gets one line per epoch.
@@ -121,10 +118,7 @@ PEAKS = {"peak_memory_bytes": "peak memory", "peak_active_bytes": "active", "pea
 
 
 def holders(summary: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the entries with peaks of memory in ``summary.json``.
-
-    These are processes if one has several stages, otherwise stages.
-    """
+    """Return the entries with peaks of memory in ``summary.json``."""
     found: Sequence[Mapping[str, Any]] = summary.get("processes", summary.get("stages", ()))
     return found
 

@@ -143,10 +143,7 @@ def method_label(chosen: Mapping[str, Any]) -> str:
 
 
 def _tells_apart(key: str, configs: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether ``key`` has several values.
-
-    A key of the cut must have them for the same number of stages.
-    """
+    """Return whether ``key`` has several values (of the cut: for one K)."""
     depends_on = "partition.num_stages" if key.startswith("partition.") else ""
     values = {(config.get(depends_on), str(config.get(key))) for config in configs}
     return len(values) > len({first for first, _ in values})

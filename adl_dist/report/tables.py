@@ -9,10 +9,7 @@ def text_table(rows: Sequence[Sequence[object]]) -> list[str]:
 
 
 def markdown_table(rows: Sequence[Sequence[object]]) -> list[str]:
-    """Return the lines of a Markdown table.
-
-    All columns but the first are aligned at the right.
-    """
+    """Return the lines of a Markdown table, aligned at the right."""
     rule = ["---", *["---:"] * (len(rows[0]) - 1)]
     return [f"| {line} |" for line in _aligned([rows[0], rule, *rows[1:]], " | ")]
 

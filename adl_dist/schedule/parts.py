@@ -37,10 +37,7 @@ def forward_part(pipeline: Pipeline, stage: int, b: int, place: Place) -> Iterat
 
 
 def backward_part(op: Op, pipeline: Pipeline, stage: int, b: int, place: Place) -> Iterator[Action]:
-    """Yield the backward of micro-batch ``b``, or its first part.
-
-    Its messages come with it.
-    """
+    """Yield the backward of micro-batch ``b``, whole or in part, and messages."""
     exchanges, awaits = not pipeline.spec.local_losses, not pipeline.spec.has_heads
     if pipeline.method.recomputes(place.offset, place.size, pipeline.delays[stage]):
         yield Action(Op.RECOMPUTE, b)  # while the gradient is still on its way
@@ -52,10 +49,7 @@ def backward_part(op: Op, pipeline: Pipeline, stage: int, b: int, place: Place) 
 
 
 def ends_of(groups: Sequence[tuple[int, int]], first: int = 0) -> dict[int, int]:
-    """Return the last micro-batch of each of ``groups``, (number, size).
-
-    They begin at micro-batch ``first``.
-    """
+    """Return the last micro-batch of each of ``groups`` from ``first`` on."""
     ends, stop = {}, first
     for group, size in groups:
         stop += size

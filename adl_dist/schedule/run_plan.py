@@ -109,10 +109,7 @@ class Plan:
         return rest.first_updates(min(ends))
 
     def ends_at(self, sample: int) -> bool:
-        """Return whether a planned segment ends after ``sample`` samples.
-
-        One does at 0.
-        """
+        """Return whether a planned segment ends (or begins) at ``sample``."""
         every = self.checkpoint_every_updates
         return sample == 0 if every is None else sample % (every * self.micro_batch_size * self.accumulation_steps) == 0
 
@@ -153,10 +150,7 @@ def check_lengths(*, epochs: int, max_updates: int | None) -> None:
 
 
 def micro_batch_size_of(batch_size: int, steps: int) -> int:
-    """Return the size of a micro-batch, ``steps`` of which make a batch.
-
-    ConfigError if there is no sample for each.
-    """
+    """Return the micro-batch size, ``steps`` a batch; ConfigError if it is 0."""
     if batch_size < steps:
         raise ConfigError(
             f"train.batch_size={batch_size} leaves no sample for each of method.accumulation_steps={steps} "

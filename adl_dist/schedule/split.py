@@ -188,10 +188,7 @@ class _Stage:
         return self.actions[before:]
 
     def state(self, now: int, updates: int) -> tuple[Any, ...]:
-        """Return the state that decides the stage's further actions.
-
-        It is relative to ``now`` and ``updates``.
-        """
+        """Return the state of the stage relative to ``now`` and ``updates``."""
         first = updates * self._groups.size
         arrivals = ((max(time - now, 0) for time in times) for times in (self.acts, self.grads, self.words))
         return (

@@ -76,10 +76,7 @@ class Costs:
 
     @classmethod
     def balanced(cls, num_stages: int, *, link: float = 0.0) -> "Costs":
-        """Return equal stages that take 1 forward and 2 backward.
-
-        This is the usual 1:2 of convolutions.
-        """
+        """Return equal stages that take 1 forward and 2 backward."""
         return cls(forward=[1.0] * num_stages, backward=[2.0] * num_stages, link=[link] * (num_stages - 1))
 
     @cached_property
@@ -164,10 +161,7 @@ class _Links:
         self._over: dict[object, float] = defaultdict(float)
 
     def left(self, sender: int, to: int, at: float, transfer: float) -> float:
-        """Return when a message that is handed over ``at`` a time has left.
-
-        Calls come in the order of time.
-        """
+        """Return when a message has left that is handed over ``at`` a time."""
         over = self._over
         if not self._shares:
             over[sender, to] = max(at, over[sender, to]) + transfer

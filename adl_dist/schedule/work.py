@@ -33,10 +33,7 @@ class StageWork:
 
 
 def training_work(pipeline: Pipeline, segment: Segment, *, stages: Iterable[int]) -> dict[int, StageWork]:
-    """Return the work of ``stages`` to train on ``segment``.
-
-    Every process derives the same.
-    """
+    """Return the work of ``stages`` to train on ``segment``."""
     pipeline = pipeline.in_epoch(segment.epoch)
     sizes, groups = segment.sizes, tuple(segment.group_sizes)
     weights = segment.loss_weights(pipeline.method.reduction, sizes)

@@ -1,7 +1,5 @@
 """What each parameter is for is known of the uncut model, and so is the same in every cut."""
 
-import io
-
 import pytest
 import torch
 from torch import nn
@@ -120,22 +118,6 @@ def test_torchscript_layers_have_the_roles_of_their_originals():
             return self.head(self.inner(self.tokens(x)))
 
     assert matrices_of(marked(torch.jit.script(Scripted()))) == ["inner.weight"]
-
-
-def test_a_marked_model_is_saved_as_if_it_were_not():
-    model, whole, state = marked(nn.Sequential(nn.Linear(2, 2))), io.BytesIO(), io.BytesIO()
-    torch.save(model, whole)
-    torch.save(model.state_dict(keep_vars=True), state)
-    assert b"adl_dist" not in whole.getvalue()
-    state.seek(0)
-    assert torch.equal(torch.load(state, weights_only=True)["0.weight"], model[0].weight)
-
-
-def test_parameters_made_later_have_no_role_of_lost_ones():
-    for _ in range(20):  # a new parameter often lies where the one before it was
-        marked(nn.Sequential(nn.Linear(2, 2)))
-        with pytest.raises(ConfigError, match="must know whether"):
-            Muon([nn.Parameter(torch.zeros(2, 2))])
 
 
 @pytest.mark.parametrize(

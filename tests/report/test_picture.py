@@ -109,17 +109,6 @@ def test_the_same_schedule_gives_the_same_bytes(tmp_path, suffix):
         assert not re.search(r"<dc:date>|20\d\d-\d\d", first.decode())
 
 
-def test_drawing_leaves_matplotlibs_settings_alone(tmp_path):
-    import matplotlib
-    from matplotlib import pyplot
-
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "mine"}):
-        before = dict(matplotlib.rcParams)
-        draw(Pipeline(method("adl"), 2), tmp_path / "a.svg", num_micro_batches=4)
-        assert dict(matplotlib.rcParams) == before
-    assert pyplot.get_fignums() == []
-
-
 def test_the_pictures_of_the_docs_are_those_of_their_script(tmp_path):
     """The same bytes with the versions of constraints.txt, since letters are drawn as shapes."""
     docs_picture.draw(tmp_path)
