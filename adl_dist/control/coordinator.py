@@ -20,7 +20,7 @@ from adl_dist.control.messages import Done, EvaluateResult, Record, Summary
 from adl_dist.control.requests import RequestKind, RequestQueue
 from adl_dist.errors import DataError, DivergedError, SaveError, StageFailed
 from adl_dist.monitor.trace import TRACE, merge_parts
-from adl_dist.report import Progress, Recorder, warn
+from adl_dist.report import MetricsWriter, Progress, warn
 from adl_dist.report.callbacks import Callbacks, Moment
 from adl_dist.report.goal import Goal
 from adl_dist.report.logs import RESUMED
@@ -64,7 +64,7 @@ class Coordinator:
         plan: Plan,
         *,
         saving: CheckpointContext | None,
-        recorder: Recorder,
+        recorder: MetricsWriter,
         progress: Progress,
         callbacks: Callbacks | None = None,
         requests: RequestQueue | None = None,

@@ -1,7 +1,7 @@
 """Reports of runs: records, loggers, tables, pictures and the page."""
 
 from adl_dist.report.progress import Progress, final_table
-from adl_dist.report.recorder import Recorder
+from adl_dist.report.recorder import MetricsWriter
 from adl_dist.report.warning import say, tell, warn
 
-__all__ = ["Progress", "Recorder", "final_table", "say", "tell", "warn"]
+__all__ = ["MetricsWriter", "Progress", "final_table", "say", "tell", "warn"]

@@ -16,7 +16,7 @@ from adl_dist.report.warning import warn
 METRICS = "metrics.jsonl"
 
 
-class Recorder:
+class MetricsWriter:
     """Writes records ``{"name", "value", "update", "epoch", ...}``.
 
     A record of a whole epoch has the index of its last update. A disk that fails costs records, never the run.

@@ -11,7 +11,7 @@ from adl_dist.control.coordinator import CheckpointContext, Coordinator
 from adl_dist.control.requests import RequestQueue
 from adl_dist.control.worker import LocalWorker
 from adl_dist.errors import ConfigError
-from adl_dist.report import Progress, Recorder, warn
+from adl_dist.report import MetricsWriter, Progress, warn
 from adl_dist.report.callbacks import Callbacks
 from adl_dist.report.loggers import TENSORBOARD
 from adl_dist.report.runs import flatten
@@ -83,16 +83,16 @@ class Outputs:
                 "give one, or omit EarlyStopping"
             )
 
-    def recorder(self, saving: CheckpointContext | None) -> Recorder:
+    def recorder(self, saving: CheckpointContext | None) -> MetricsWriter:
         """Return what writes the records of a run; of one that saves nothing, none."""
         if saving is None:
-            return Recorder(None)
+            return MetricsWriter(None)
         loggers = [*self.monitoring.loggers]
         if self.monitoring.tensorboard and TENSORBOARD not in loggers:
             loggers.insert(0, TENSORBOARD)
         settings = flatten(saving.config)
         shapes = {key for key, value in settings.items() if key.startswith("model.") and isinstance(value, list)}
-        return Recorder(
+        return MetricsWriter(
             saving.folder.path,
             loggers=loggers,
             settings={key: value for key, value in settings.items() if key not in shapes},
@@ -107,7 +107,7 @@ class Outputs:
         partitioned: PartitionedModel,
         *,
         saving: CheckpointContext | None,
-        recorder: Recorder,
+        recorder: MetricsWriter,
         requests: RequestQueue,
     ) -> Coordinator:
         """Return the coordinator of a run, and on rank 0 show what there is to know of the cut."""

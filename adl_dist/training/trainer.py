@@ -42,7 +42,7 @@ from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.monitor.trace import MOST_EVENTS
 from adl_dist.optim import takes_length
 from adl_dist.optimizers import prepare
-from adl_dist.report import Progress, Recorder
+from adl_dist.report import MetricsWriter, Progress
 from adl_dist.report.page import write_after_run
 from adl_dist.schedule import Method, Pipeline
 from adl_dist.schedule.run_plan import Plan, check_lengths, micro_batch_size_of
@@ -339,7 +339,7 @@ class Trainer:
                 loaders = Loaders(validation=load(dataset, "validation", loading=loading.of_validation))
             plan = Plan(epochs=0, max_updates=None, **sizes, **loaders.lengths)
             worker, _ = self._built(world, store, loaders, plan)
-        recorder, progress = Recorder(None), Progress(num_stages=self._spec.pipeline.num_stages, quiet=True)
+        recorder, progress = MetricsWriter(None), Progress(num_stages=self._spec.pipeline.num_stages, quiet=True)
         coordinator = Coordinator(plan, saving=None, recorder=recorder, progress=progress, unit=worker.unit)
         with self._modes_kept(), contextlib.closing(worker), self._applied(), self._bound(world):
             summary = running.run(worker, coordinator, coordinator.evaluate, stops_early=False)

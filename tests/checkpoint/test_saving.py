@@ -16,7 +16,7 @@ import adl_dist
 from adl_dist.checkpoint import async_save, layout
 from adl_dist.checkpoint.async_save import PartReport, PartWriter, Saver
 from adl_dist.checkpoint.run_dir import chosen_checkpoint, log_to, logger
-from adl_dist.report import Recorder
+from adl_dist.report import MetricsWriter
 from tests.support.commands import assert_same, in_process, snapshot, words
 from tests.support.runs import trainer_of
 from tests.support.saved import FIRST, position, saved, shards, writing
@@ -329,7 +329,7 @@ def test_records_that_cannot_be_written_leave_no_half_line(tmp_path, small_files
     for writer in ("recorder", "loggers"):
         monkeypatch.setattr(f"adl_dist.report.{writer}.warn", warnings.append)
     before = threading.enumerate()
-    recorder = Recorder(tmp_path, loggers=["tensorboard"])
+    recorder = MetricsWriter(tmp_path, loggers=["tensorboard"])
     recorder.start(from_update=0)
     threads = set(threading.enumerate()) - set(before)
     for update in range(20):
@@ -359,7 +359,7 @@ def test_a_log_that_cannot_be_written_is_reported_once(tmp_path, small_files, ca
 
 def test_a_garbled_record_is_dropped_at_the_next_start(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"update": 0}\n\0\0\0\n{"update": 1}\n[]\n{"upd')
-    recorder = Recorder(tmp_path)
+    recorder = MetricsWriter(tmp_path)
     recorder.start(from_update=1)
     recorder.close()
     assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"update": 0}\n'

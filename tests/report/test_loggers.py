@@ -11,7 +11,7 @@ import pytest
 
 import adl_dist
 from adl_dist.errors import ConfigError
-from adl_dist.report import Recorder
+from adl_dist.report import MetricsWriter
 from adl_dist.report.loggers import TensorBoard
 from tests.support.commands import shows
 from tests.support.runs import toy_trainer
@@ -47,7 +47,7 @@ class Notes:
 
 
 def recorded(folder, loggers, *, from_update=0):
-    with contextlib.closing(Recorder(folder, loggers=loggers, settings=SETTINGS)) as recorder:
+    with contextlib.closing(MetricsWriter(folder, loggers=loggers, settings=SETTINGS)) as recorder:
         recorder.start(from_update=from_update)
         for record in RECORDS:
             if record["update"] >= from_update:
