@@ -6,6 +6,7 @@ trainer.fit(train_dataset, epochs=10, batch_size=128, val_dataset=val_dataset, r
 
 import importlib
 import logging
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from adl_dist.errors import (
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from adl_dist.checkpoint.policy import CheckpointPolicy
     from adl_dist.data import Loading
     from adl_dist.monitor.timeouts import WatchdogTimeouts
-    from adl_dist.report.callbacks import Callback, EarlyStopping, Moment
+    from adl_dist.report.callbacks import Callback, EarlyStopping, TrainerState
     from adl_dist.report.comparison import compare
     from adl_dist.stage import GradientPolicy, Precision
     from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
@@ -50,7 +51,6 @@ __all__ = [
     "GradientPolicy",
     "Loading",
     "Method",
-    "Moment",
     "Monitoring",
     "PartitionError",
     "PartitionSpec",
@@ -59,6 +59,7 @@ __all__ = [
     "SaveError",
     "StageFailed",
     "Trainer",
+    "TrainerState",
     "WatchdogTimeouts",
     "__version__",
     "compare",
@@ -70,7 +71,7 @@ _LATE = {
     "CheckpointPolicy": "checkpoint.policy",
     "Loading": "data",
     "WatchdogTimeouts": "monitor.timeouts",
-    **dict.fromkeys(("Callback", "EarlyStopping", "Moment"), "report.callbacks"),
+    **dict.fromkeys(("Callback", "EarlyStopping", "TrainerState"), "report.callbacks"),
     "compare": "report.comparison",
     **dict.fromkeys(("GradientPolicy", "Precision"), "stage"),
     **dict.fromkeys(("Monitoring", "PartitionSpec", "ProcessOptions"), "training.options"),
@@ -79,6 +80,9 @@ _LATE = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "Moment":
+        warnings.warn("adl_dist.Moment is adl_dist.TrainerState since 0.4", DeprecationWarning, stacklevel=2)
+        name = "TrainerState"
     if name not in _LATE:
         raise AttributeError(f"module 'adl_dist' has no attribute '{name}'")
     return getattr(importlib.import_module(f"adl_dist.{_LATE[name]}"), name)

@@ -19,6 +19,19 @@ from adl_dist.transport.channel import Receiver, Sender
 
 Batches = Generator[tuple[Batch, Batch], None, None]
 NO_TARGET = (None,)  # where there is no loss
+# The kind of message that an action sends or receives, and its name among the tensors that a stage holds.
+SENT = {
+    Op.SEND_ACT: ("act", "out"),
+    Op.SEND_GRAD: ("grad", "grad"),
+    Op.SEND_TARGET: ("target", "target"),
+    Op.PASS_TARGET: ("label", "target"),
+}
+RECEIVED = {
+    Op.RECV_ACT: ("act", "act"),
+    Op.RECV_GRAD: ("grad", "grad"),
+    Op.RECV_TARGET: ("target", "target"),
+    Op.TAKE_TARGET: ("label", "target"),
+}
 
 
 class BatchSource(Protocol):
@@ -122,22 +135,16 @@ def step(action: Action, context: StageContext) -> None:
             held["grad"] = stage.backward(b, grads)
             if b in context.last_of_groups:
                 held["grad"] = stage.finish_group(grads, held["grad"])
-        case Op.SEND_ACT:
-            context.senders["act"].send(b, held.pop("out"))
-        case Op.RECV_ACT:
-            held["act"] = context.receivers["act"].recv(b)
-        case Op.SEND_GRAD:
-            context.senders["grad"].send(b, held.pop("grad"))
-        case Op.RECV_GRAD:
-            held["grad"] = context.receivers["grad"].recv(b)
+        case Op.SEND_ACT | Op.SEND_GRAD | Op.SEND_TARGET | Op.PASS_TARGET:
+            kind, name = SENT[action.op]
+            context.senders[kind].send(b, held.pop(name))
+        case Op.RECV_ACT | Op.RECV_GRAD | Op.RECV_TARGET | Op.TAKE_TARGET:
+            kind, name = RECEIVED[action.op]
+            held[name] = context.receivers[kind].recv(b)
         case Op.LOAD:
             assert context.batches is not None
             loaded = next(context.batches)
             held["act"], held["target"] = loaded[: context.num_inputs], loaded[context.num_inputs :]
-        case Op.SEND_TARGET:
-            context.senders["target"].send(b, held.pop("target"))
-        case Op.RECV_TARGET:
-            held["target"] = context.receivers["target"].recv(b)
         case Op.UPDATE:
             stage.update()
         case Op.WEIGHTS:
@@ -152,10 +159,6 @@ def step(action: Action, context: StageContext) -> None:
             context.senders["go"].send(b, (torch.zeros(context.work.sizes[b], dtype=torch.uint8),))
         case Op.RECV_GO:
             context.receivers["go"].recv(b)
-        case Op.PASS_TARGET:
-            context.senders["label"].send(b, held.pop("target"))
-        case Op.TAKE_TARGET:
-            held["target"] = context.receivers["label"].recv(b)
         case Op.BACKWARD_INPUT:
             grads = (context.loss_grads[b],) if stage.has_loss else held.pop("grad")
             held["grad"] = stage.backward_input(b, grads, completes=b in context.last_of_groups)

@@ -1,7 +1,7 @@
 """The global random streams of this process: seeded, compared and put back."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,9 +13,16 @@ CPU = torch.device("cpu")
 
 def seed_streams(seed: int, device: torch.device = CPU) -> None:
     """Seed torch's stream, as :func:`seed_torch` does, Python's and numpy's."""
-    seed_torch(seed, device)
-    random.seed(seed)
-    seed_numpy(seed)
+    seed_each(dict.fromkeys(("torch", "python", "numpy"), seed), device)
+
+
+def seed_each(seeds: Mapping[str, int], device: torch.device = CPU) -> None:
+    """Seed the streams ``torch``, ``python`` and ``numpy`` that ``seeds`` names."""
+    for name, seed in seeds.items():
+        if name == "torch":
+            seed_torch(seed, device)
+        else:
+            SEEDERS[name](seed)
 
 
 def seed_torch(seed: int, device: torch.device = CPU) -> None:
@@ -30,25 +37,31 @@ def seed_numpy(seed: int) -> None:
     np.random.seed([seed & 0xFFFFFFFF, seed >> 32])  # takes words of 32 bits
 
 
+SEEDERS: dict[str, Callable[[int], None]] = {"python": random.seed, "numpy": seed_numpy}  # of the streams but torch's
+
+
 class Streams:
     """Torch's stream on the CPU, Python's, numpy's legacy one, and torch's on one GPU, as they are now."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        """Look at them; ``device``: the GPU whose stream is one of them, None or the CPU: there is none."""
+        """Read them, that of ``device`` included if it is a GPU."""
         self._device = device if device is not None and device.type == "cuda" else None
         self._torchs, self._pythons = torch.get_rng_state(), random.getstate()
         self._numpys: Any = np.random.get_state(legacy=False)  # of whatever generator is set
         self._of_device = torch.cuda.get_rng_state(self._device) if self._device is not None else None
 
+    def difference(self, before: "Streams") -> set[str]:
+        """Return which of ``torch``, ``python`` and ``numpy`` are not as they were ``before``."""
+        pairs = {
+            "torch": (_of_torch(self), _of_torch(before)),
+            "python": (self._pythons, before._pythons),
+            "numpy": (_as_bytes(self._numpys), _as_bytes(before._numpys)),
+        }
+        return {name for name, (now, then) in pairs.items() if now != then}
+
     def moved(self) -> set[str]:
         """Return which of ``torch``, ``python`` and ``numpy`` have been drawn from or seeded since then."""
-        now = Streams(self._device)
-        pairs = {
-            "torch": (_of_torch(now), _of_torch(self)),
-            "python": (now._pythons, self._pythons),
-            "numpy": (_as_bytes(now._numpys), _as_bytes(self._numpys)),
-        }
-        return {name for name, (state, before) in pairs.items() if state != before}
+        return Streams(self._device).difference(self)
 
     def restore(self) -> None:
         """Put all of them back."""

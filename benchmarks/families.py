@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from adl_dist import Monitoring, ProcessOptions, Trainer
-from adl_dist.batch import Several
+from adl_dist.batch import rows_of
 from adl_dist.errors import AdlError
 from adl_dist.losses import TokenCrossEntropy
 from adl_dist.models.from_transformers import build
@@ -171,8 +171,7 @@ def train_as_rank(names: list[str], num_stages: int) -> None:
 def row(name: str, by_processes: dict[int, Any]) -> str:
     """Return a row of the table: the network, its units, and the validation losses before and after training."""
     given = next(iter(DataLoader(Data(name, 4, 0), batch_size=4)))[0]
-    whole = Several.of(given) if isinstance(given, dict) else given
-    units = len(Chain(network(name), (whole[:2], whole)).units)
+    units = len(Chain(network(name), (rows_of(given, slice(2)), given)).units)
     before = trainer_of(name, 1).evaluate(Data(name, NUM_VALIDATION, 1), batch_size=BATCH)["validation_loss"]
     cells, equal = [f"{name}", f"{units}", f"{before:.3f}"], True
     for num_stages, found in by_processes.items():

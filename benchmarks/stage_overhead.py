@@ -17,7 +17,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from adl_dist.batch import Batch, Several, tensors_of
+from adl_dist.batch import Batch, arguments_of, tensors_of
 from adl_dist.models import cifar_resnet, gpt
 from adl_dist.partition import Chain, even_sizes
 from adl_dist.partition.containers import map_tensors
@@ -36,7 +36,7 @@ def networks() -> dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch
         return torch.randint(0, 64, (n, 8))
 
     def ids(n: int) -> Batch:
-        return Several.of({"input_ids": torch.randint(0, 64, (n, 8))})
+        return {"input_ids": torch.randint(0, 64, (n, 8))}
 
     def gpt2() -> nn.Module:
         config = transformers.GPT2Config(n_layer=12, n_embd=32, n_head=2, vocab_size=64, use_cache=False)
@@ -108,7 +108,7 @@ def measure(
     stages = chain.stages(model, chain.plan(sizes), sizes, range(STAGES))
     names = chain.block_names if granularity == "block" else chain.units
     model.eval()  # so that no buffer moves
-    args, kwargs = batch.arguments if isinstance(batch, Several) else ((batch,), {})
+    args, kwargs = arguments_of(batch)
     acts: list[tuple[Tensor, ...]] = [tensors_of(batch)]
     for stage in stages:
         stage.eval()

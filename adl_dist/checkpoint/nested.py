@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from adl_dist.checkpoint import storage
 from adl_dist.checkpoint.storage import Shard, Stored
@@ -129,7 +130,7 @@ def tensor_names(packed: Any) -> Iterable[str]:
 
 def is_extra_state(name: str) -> bool:
     """Return whether ``name`` is the entry of a ``state_dict()`` that a module's ``get_extra_state`` has made."""
-    return name.rpartition(".")[2] == "_extra_state"
+    return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
 
 
 def packed_state(state: Mapping[str, Any]) -> Shard:

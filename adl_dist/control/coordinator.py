@@ -21,7 +21,7 @@ from adl_dist.control.requests import RequestKind, RequestQueue
 from adl_dist.errors import DataError, DivergedError, SaveError, StageFailed
 from adl_dist.monitor.trace import TRACE, merge_parts
 from adl_dist.report import MetricsWriter, Progress, warn
-from adl_dist.report.callbacks import Callbacks, Moment
+from adl_dist.report.callbacks import Callbacks, TrainerState
 from adl_dist.report.goal import Goal
 from adl_dist.report.logs import RESUMED
 from adl_dist.report.progress import TOKENS
@@ -93,7 +93,7 @@ class Coordinator:
         self._recorder, self._progress = recorder, progress
         self._requests, self._drain_changes_result = requests or RequestQueue(), drain_changes_result
         self._callbacks = callbacks or Callbacks()
-        self._saved_moment: Moment | None = None  # of a checkpoint that has not been reported to callbacks
+        self._saved_moment: TrainerState | None = None  # of a checkpoint that has not been reported to callbacks
         # The position of the run: whole epochs done, samples of the next one done, updates done.
         self._epoch = self._sample = self._update = 0
         self._last_epoch = 0
@@ -179,8 +179,8 @@ class Coordinator:
         is_asked = self._callbacks.asked is not None
         return is_asked or self._epoch >= self._plan.epochs or self._update >= self._plan.total_updates
 
-    def _moment(self) -> Moment:
-        return Moment(self._update, self._epoch, dict(self._metrics))
+    def _moment(self) -> TrainerState:
+        return TrainerState(self._update, self._epoch, dict(self._metrics))
 
     @property
     def _is_to_be_saved(self) -> bool:

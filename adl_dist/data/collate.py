@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_structure, tree_unflatten
 
-from adl_dist.batch import Batch, Several, layout_of, tensors_of
+from adl_dist.batch import Batch, copy_batch, tensors_of
 from adl_dist.data.own_code import own_code
 from adl_dist.errors import DataError
 
@@ -48,7 +49,7 @@ def collated(collate_fn: Callable[[list[Any]], Any], samples: list[Any], indices
         if tensor.shape[:1] != (len(samples),):
             raise DataError(f"{where} returned a tensor {list(tensor.shape)}; its first dimension must be the samples")
     # Copies, because it may reuse its memory for the next micro-batch while stages still compute with this one.
-    return pair[0].clone(), pair[1].clone()
+    return copy_batch(pair[0]), copy_batch(pair[1])
 
 
 def as_pair(sample: Any, index: int) -> Pair:
@@ -71,8 +72,8 @@ def _as_batch(value: Any, what: str, where: str) -> Batch:
         if isinstance(value, Mapping):
             if not all(isinstance(name, str) and name.isidentifier() for name in value):
                 raise DataError(f"{where} expected {what} whose keys are names of arguments, got {list(value)}")
-            return Several.of({name: _as_tensor(part, what, where) for name, part in value.items()})
-        return Several.of(tuple(_as_tensor(part, what, where) for part in value))
+            return {name: _as_tensor(part, what, where) for name, part in value.items()}
+        return tuple(_as_tensor(part, what, where) for part in value)
     return _as_tensor(value, what, where)
 
 
@@ -92,17 +93,14 @@ def _as_tensor(value: Any, what: str, where: str) -> Tensor:
 
 
 def _stack(parts: Sequence[Batch]) -> Batch:
-    first = parts[0]
-    if not isinstance(first, Several):
-        return torch.stack([part for part in parts if isinstance(part, Tensor)])
     columns = zip(*map(tensors_of, parts), strict=True)
-    return Several(tuple(torch.stack(column) for column in columns), first.layout)
+    return tree_unflatten(map(torch.stack, columns), tree_structure(parts[0]))  # type: ignore[no-any-return]
 
 
 def _is_alike(one: Batch, other: Batch) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and one.dtype == other.dtype
-    if layout_of(one) != layout_of(other):
+    if tree_structure(one) != tree_structure(other):
         return False
     return all(map(_is_alike, tensors_of(one), tensors_of(other)))
 
@@ -115,10 +113,9 @@ def described(batch: Batch) -> str:
     """Return dtype and shape of an input or a target, for messages."""
     if isinstance(batch, Tensor):
         return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"
-    parts = [described(tensor) for tensor in batch.tensors]
-    if batch.layout.names is None:
-        return f"({', '.join(parts)})"
-    return "{" + ", ".join(f"{name}: {part}" for name, part in zip(batch.layout.names, parts, strict=True)) + "}"
+    if isinstance(batch, dict):
+        return "{" + ", ".join(f"{name}: {described(tensor)}" for name, tensor in batch.items()) + "}"
+    return f"({', '.join(map(described, batch))})"
 
 
 def _kind(value: Any) -> str:

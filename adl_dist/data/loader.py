@@ -19,9 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils._pytree import tree_structure
 from torch.utils.data import DataLoader, Dataset
 
-from adl_dist.batch import Layout, layout_of
+from adl_dist.batch import Structure, describe_structure, map_batch
 from adl_dist.data.collate import Pair, as_pair, collated, described, stacked
 from adl_dist.data.loading import PLAIN, Loading, check_dataset
 from adl_dist.data.own_code import own_code
@@ -90,7 +92,7 @@ class Loader:
             )
         self.num_samples = check_dataset(dataset, name="the", min_samples=1, loading=loading)
         self.num_workers = num_workers  # processes that load; 0: the caller's own
-        self._layouts: tuple[Layout | None, Layout | None] | None = None  # of the first input and target
+        self._structures: list[Structure] | None = None  # of the first input and target
         self._kept: DataLoader[Any] | None = None  # with persistent workers, once they have started
         self._tasks = list[Task]()  # of the present epoch; persistent workers read it
         # The cores of the process, because the thread that asks for batches may be bound to fewer.
@@ -147,7 +149,9 @@ class Loader:
         micro_batches = _MicroBatches(self._dataset, self._seed, self._loading.collate_fn, self.stream)
         for task in tasks:
             input_, target = self._checked(micro_batches[task])
-            yield (input_.pin_memory(), target.pin_memory()) if self._pin_memory else (input_, target)
+            if self._pin_memory:
+                input_, target = (map_batch(Tensor.pin_memory, part) for part in (input_, target))
+            yield input_, target
 
     def close(self) -> None:
         """End persistent workers; the next epoch starts others."""
@@ -227,12 +231,13 @@ class Loader:
         """Return a micro-batch with the containers of the first; raise its error."""
         if isinstance(micro_batch, DataError):
             raise micro_batch
-        input_, target = micro_batch  # torch's DataLoader makes it a list
-        layouts = layout_of(input_), layout_of(target)
-        if self._layouts is None:
-            self._layouts = layouts
-        if layouts != self._layouts:
-            expected = " and ".join("a tensor" if layout is None else str(layout) for layout in self._layouts)
+        # torch's DataLoader makes lists of tuples.
+        input_, target = (tuple(part) if isinstance(part, list) else part for part in micro_batch)
+        structures = [tree_structure(input_), tree_structure(target)]
+        if self._structures is None:
+            self._structures = structures
+        if structures != self._structures:
+            expected = " and ".join(map(describe_structure, self._structures))
             raise DataError(
                 f"a micro-batch is (input {described(input_)}, target {described(target)}), but those before were "
                 f"{expected}; let all samples have the same tuples, or dictionaries with the same keys"

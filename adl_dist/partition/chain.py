@@ -6,8 +6,9 @@ from itertools import accumulate, pairwise
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_structure
 
-from adl_dist.batch import Batch, layout_of
+from adl_dist.batch import Batch
 from adl_dist.errors import PartitionError
 from adl_dist.partition.recorder import record_forward
 from adl_dist.partition.recording import Key
@@ -46,7 +47,7 @@ class Chain:
         Raises:
             PartitionError: If the model's forward cannot be run in stages.
         """
-        self._layout, self.granularity = layout_of(batches[0]), granularity
+        self._layout, self.granularity = tree_structure(batches[0]), granularity
         self._names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())] + [*extra_states(model)]
         twin = copied_model(model)
         with streams_kept():

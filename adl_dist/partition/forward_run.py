@@ -4,19 +4,19 @@ A value of another stage that is absent has a shape and a dtype. Whoever asks fo
 line. Where a call of this stage needs one, it has been received.
 """
 
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_unflatten
 
-from adl_dist.batch import Several, Tensors
+from adl_dist.batch import Tensors, arguments_of
 from adl_dist.errors import PartitionError
+from adl_dist.memory import memory_of
 from adl_dist.partition.absent import Results, filled, infer, signature
 from adl_dist.partition.containers import map_tensors, other_leaves, tensors_in, unique_tensors
 from adl_dist.partition.functions import ASK_DEVICE, LIKE_SECOND, Kind, kind_of, writes_to
@@ -36,7 +36,7 @@ from adl_dist.partition.value import (
     native,
     turn_into,
 )
-from adl_dist.streams import seed_numpy, seed_torch
+from adl_dist.streams import Streams, seed_each
 
 
 class ForwardError(PartitionError):
@@ -140,10 +140,7 @@ class ForwardRun:
         inputs = [self._input(place, shape, acts) for place, shape in enumerate(shapes)]
         self._begin_state()
         self._seed()
-        layout = stage.layout
-        if layout is None:
-            return tuple(inputs), {}
-        return Several(tuple(inputs), layout).arguments
+        return arguments_of(tuple(inputs) if stage.layout is None else tree_unflatten(inputs, stage.layout))
 
     def _receive(self, acts: Tensors) -> list[Any]:
         """Bind what came from the stage before to labels, and return the shapes of the inputs."""
@@ -614,7 +611,7 @@ class ForwardRun:
             if requires_grad != target.requires_grad and (target.is_leaf or target.is_meta):
                 target.requires_grad_(requires_grad)
         if not target.is_meta:
-            self._stale[_memory(target)] = target
+            self._stale[memory_of(target)] = target
             self.is_plain = False
             mark.absent = True
         mark.label, mark.stage, mark.data = label, stage, None
@@ -696,7 +693,7 @@ class ForwardRun:
         mark = tensor.mark
         if mark.data is not None:
             return mark.data
-        if not mark.absent and not (self._stale and _memory(tensor) in self._stale and mark.stage != self.index):
+        if not mark.absent and not (self._stale and memory_of(tensor) in self._stale and mark.stage != self.index):
             return tensor
         found = self.received.get(mark.label) if mark.label is not None else None
         if found is None or mark.label is None:
@@ -724,27 +721,27 @@ class ForwardRun:
         if self.stage.seeds is None or not self.mode.draws:
             return
         common, self._own_streams = self.stage.seeds
-        _seed_streams(common, self.stage.device)
+        seed_each(common, self.stage.device)
 
     @contextmanager
     def _own_stream(self) -> Iterator[None]:
         """Draw from the stage's own streams inside."""
-        common = _get_streams(self.stage.device)
+        common = Streams(self.stage.device)
         if isinstance(self._own_streams, dict):
-            _seed_streams(self._own_streams, self.stage.device)
+            seed_each(self._own_streams, self.stage.device)
         elif self._own_streams is not None:
-            _set_streams(self._own_streams, self.stage.device)
+            self._own_streams.restore()
         try:
             yield
         finally:
-            self._own_streams = self.stage.own_streams = _get_streams(self.stage.device)
-            _set_streams(common, self.stage.device)
+            self._own_streams = self.stage.own_streams = Streams(self.stage.device)
+            common.restore()
 
     @contextmanager
     def _stream(self, draws: Any) -> Iterator[None]:
         """Draw inside from the stage's own streams, or from those of all stages as ``draws`` has them."""
         if draws is not True:
-            _set_streams(draws, self.stage.device)
+            draws.restore()
         with self._own_stream() if draws is True and self.mode.draws else nullcontext():
             yield
 
@@ -790,7 +787,7 @@ class _Watcher(TorchFunctionMode):
         if kind is not Kind.LIKE and any(map(_is_batch, taken)):
             return func(*args, **kwargs)
         key = run.key(f"{name}*")
-        draws = _get_streams(run.stage.device) if run.tape is not None and run.mode.draws else None
+        draws = Streams(run.stage.device) if run.tape is not None and run.mode.draws else None
         out = func(*args, **kwargs)
         if run.tape is not None and any(type(t) is nn.Parameter or run.tape.knows(t) for t in leaves):
             run.tape.note(func, args, kwargs, out, draws=draws)
@@ -808,30 +805,3 @@ class _Handle:
 
 def _is_batch(tensor: Tensor) -> bool:
     return type(tensor) is Value and tensor.mark.label is not None
-
-
-def _memory(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _seed_streams(seeds: Mapping[str, int], device: torch.device) -> None:
-    for name, seed in seeds.items():
-        if name == "torch":
-            seed_torch(seed, device)
-        elif name == "python":
-            random.seed(seed)
-        else:
-            seed_numpy(seed)
-
-
-def _get_streams(device: torch.device) -> Any:
-    of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return torch.default_generator.get_state(), of_device, random.getstate(), np.random.get_state()
-
-
-def _set_streams(state: Any, device: torch.device) -> None:
-    torch.default_generator.set_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1], device)
-    random.setstate(state[2])
-    np.random.set_state(state[3])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from adl_dist.batch import Batch, call
+from adl_dist.batch import Batch, call, copy_batch, device_of
 from adl_dist.partition.captured import Capture, Within, first_units, now, times_of, unit_costs
 from adl_dist.partition.chain import Chain, copied_model
 from adl_dist.partition.costs import Profile
@@ -54,12 +54,12 @@ def measure(  # 9: the model and its units, a sample, how it is trained, and the
     # Before anything else: more tensors in memory would make its allocations cheaper than in training.
     forward, backward = pace(model, input_, target, loss_fn, within)
     twin = copied_model(model).train()
-    with streams_kept(input_.device), torch.enable_grad():
+    with streams_kept(device_of(input_)), torch.enable_grad():
         capture = Capture(twin, chain, within)
-        capture.run(input_, lambda output: loss_fn(output, target.clone()))
+        capture.run(input_, lambda output: loss_fn(output, copy_batch(target)))
         units = unit_costs(twin, chain, capture, input_)
-        rounds = _repeated(partial(times_of, capture.calls, len(units), within, input_.device), input_.device)
-        updates, copies = _updates(twin, chain, optimizer, input_.device)
+        rounds = _repeated(partial(times_of, capture.calls, len(units), within, device_of(input_)), device_of(input_))
+        updates, copies = _updates(twin, chain, optimizer, device_of(input_))
     # The least: a unit is short, so what is slower was interrupted. Of the whole the mean: training is interrupted.
     forwards, backwards = (map(min, zip(*times, strict=True)) for times in zip(*rounds, strict=True))
     units = [
@@ -76,16 +76,16 @@ def pace(
     twin = copied_model(model).train()
 
     def once() -> tuple[float, float]:
-        given, wanted = input_.clone(), target.clone()  # model and loss may write to them
-        start = now(input_.device)
+        given, wanted = copy_batch(input_), copy_batch(target)  # model and loss may write to them
+        start = now(device_of(input_))
         with within():
             loss = loss_fn(call(twin, given), wanted)
-        middle = now(input_.device)
+        middle = now(device_of(input_))
         loss.backward()
-        return middle - start, now(input_.device) - middle
+        return middle - start, now(device_of(input_)) - middle
 
-    with streams_kept(input_.device), torch.enable_grad():
-        forwards, backwards = zip(*_repeated(once, input_.device), strict=True)
+    with streams_kept(device_of(input_)), torch.enable_grad():
+        forwards, backwards = zip(*_repeated(once, device_of(input_)), strict=True)
     return statistics.fmean(forwards), statistics.fmean(backwards)
 
 

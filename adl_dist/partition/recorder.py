@@ -6,7 +6,6 @@ torch function between modules, that computes with values of the batch. What doe
 Python nothing is kept, because stages run it again, too.
 """
 
-import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -14,14 +13,14 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from adl_dist.batch import Batch, Several
+from adl_dist.batch import Batch, arguments_of
 from adl_dist.errors import PartitionError
+from adl_dist.memory import memory_of
 from adl_dist.partition.absent import call_signature, infer, is_masked, module_signature
 from adl_dist.partition.containers import PLAIN, map_tensors, other_leaves, tensors_in, unique_tensors
 from adl_dist.partition.functions import ASK_DEVICE, LIKE_SECOND, Kind, kind_of, writes_to
@@ -29,6 +28,7 @@ from adl_dist.partition.intercept import OF_TORCH, is_openable, place_of_call, u
 from adl_dist.partition.recording import INPUT, Call, Key, ModeRecord, Recording, held_tensors, state_label
 from adl_dist.partition.value import Label, Watch
 from adl_dist.partition.work import Work
+from adl_dist.streams import Streams
 
 MOST_RUNS = 40  # while a run has something new: layers that are left out at random
 
@@ -194,7 +194,7 @@ class Recorder(TorchFunctionMode):
         self.state = {id(t): name for name, t in held_tensors(self.model)}
         self.origins: dict[int, tuple[str, Any]] = {}  # by memory: what it belongs to
         for name, tensor in held_tensors(self.model):
-            self.origins.setdefault(_memory(tensor), ("state", name))
+            self.origins.setdefault(memory_of(tensor), ("state", name))
             if name in self.recording.state:
                 self._value(tensor, state_label(name))
         self._at_start = dict(held_tensors(self.model))
@@ -219,7 +219,7 @@ class Recorder(TorchFunctionMode):
         self.facts, self.kept = {}, []
 
     def _inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        args, kwargs = batch.arguments if isinstance(batch, Several) else ((batch,), {})
+        args, kwargs = arguments_of(batch)
         place, shapes = iter(range(len(tensors_in((args, kwargs))))), []
         self.mode.dtypes = [tensor.dtype for tensor in tensors_in((args, kwargs))]
 
@@ -228,7 +228,7 @@ class Recorder(TorchFunctionMode):
             shapes.append(tensor.shape)
             if is_common(tensor):
                 self._set(tensor, _Fact(common=frozenset({number})))
-                self.origins[_memory(tensor)] = ("input", number)
+                self.origins[memory_of(tensor)] = ("input", number)
                 self.mode.shapes.setdefault(("", INPUT, number, 0), []).append(tensor.shape)
                 self.mode.nbytes[("", INPUT, number, 0)] = tensor.nbytes / max(1, len(tensor))
                 return tensor
@@ -367,7 +367,7 @@ class Recorder(TorchFunctionMode):
         if work is not None:
             call.flops, call.nbytes = work.flops, work.nbytes
         after = _streams()
-        if moved := {name for name in after if after[name] != before[name]}:
+        if moved := after.difference(before):
             if call.is_tainted:
                 call.draws = True
                 self.mode.draws_own |= moved
@@ -512,13 +512,13 @@ class Recorder(TorchFunctionMode):
             return out
         target = writes_to(name, args, kwargs)
         if target is not None:
-            kind_of_memory, name_of_memory = self.origins.get(_memory(target), ("", None))
+            kind_of_memory, name_of_memory = self.origins.get(memory_of(target), ("", None))
             if kind_of_memory == "state":
                 around = self.frames[-1].call
                 self.recording.moved.setdefault(name_of_memory, set()).add("" if around is None else around.name)
             self._note_effects(self.facts.get(id(target), NOTHING).begin)
         for leaf in tensors_in(out):
-            origin = self.origins.setdefault(_memory(leaf), ("birth", key))
+            origin = self.origins.setdefault(memory_of(leaf), ("birth", key))
             if origin == ("birth", key) and key in self.recording.births[self.training]:
                 call = self._call(f"{name}*", is_module=False, key=key)
                 call.is_tainted = True
@@ -543,7 +543,7 @@ class Recorder(TorchFunctionMode):
 
     def _memory(self, tensor: Tensor) -> int:
         """Return a number of the memory of ``tensor`` that is not used in another run."""
-        return self._memories.setdefault((len(self.mode.inputs), _memory(tensor)), len(self._memories))
+        return self._memories.setdefault((len(self.mode.inputs), memory_of(tensor)), len(self._memories))
 
     def _set(self, tensor: Tensor, fact: _Fact) -> None:
         self.kept.append(tensor)
@@ -596,7 +596,7 @@ class Recorder(TorchFunctionMode):
 
     def _note_write(self, call: Call, tensor: Tensor, *, place: int) -> None:
         """Note that ``call`` has written values of the batch to ``tensor``."""
-        fact, (kind, origin) = self.facts.get(id(tensor), NOTHING), self.origins.get(_memory(tensor), ("", None))
+        fact, (kind, origin) = self.facts.get(id(tensor), NOTHING), self.origins.get(memory_of(tensor), ("", None))
         if kind == "state" and origin not in self.recording.state:
             if origin in dict(self.model.named_parameters()):
                 raise PartitionError(
@@ -622,7 +622,7 @@ class Recorder(TorchFunctionMode):
     def _note_draws(self) -> None:
         """Note what Python has drawn since the last call."""
         now = _streams()
-        self._note_common_draws({name for name in now if now[name] != self._drawn[name]})
+        self._note_common_draws(now.difference(self._drawn))
         self._drawn = now
 
     def _note_common_draws(self, names: set[str]) -> None:
@@ -681,25 +681,12 @@ def _place(leaves: Sequence[Tensor], tensor: Tensor) -> int:
     return next(n for n, leaf in enumerate(unique_tensors(leaves)) if leaf is tensor)
 
 
-def _memory(tensor: Tensor) -> int:
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # a class of tensors without such memory
-        return id(tensor)
-
-
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _streams() -> dict[str, Any]:
-    numpys: Any = np.random.get_state(legacy=True)
-    return {
-        "torch": torch.default_generator.get_state().numpy().tobytes()
-        + (torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_initialized() else b""),
-        "python": random.getstate(),
-        "numpy": (numpys[1].tobytes(), numpys[2]),
-    }
+def _streams() -> Streams:
+    return Streams(torch.device("cuda") if torch.cuda.is_initialized() else None)
 
 
 def _to_meta(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from adl_dist.batch import Layout
+from adl_dist.batch import Structure
 from adl_dist.errors import PartitionError
 from adl_dist.partition.absent import Results, module_signature
 from adl_dist.partition.containers import map_tensors
@@ -63,9 +63,9 @@ class StageModule(_Part):
     tape: Tape | None
 
     def __init__(
-        self, model: nn.Module, plan: StagePlan, index: int, units: Sequence[str], layout: Layout | None = None
+        self, model: nn.Module, plan: StagePlan, index: int, units: Sequence[str], layout: Structure | None = None
     ) -> None:
-        """Copy ``model``; ``layout`` is that of its inputs, if they are several."""
+        """Copy ``model``; ``layout`` is the structure of its inputs, or None if all are positional."""
         super().__init__()
         self.plan, self.index, self.units, self.layout = plan, index, list(units), layout
         self.is_last = index == plan.num_stages - 1

@@ -7,13 +7,14 @@ from enum import Enum, auto
 from typing import Any
 
 import torch
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from adl_dist.errors import PartitionError
 from adl_dist.partition.absent import RecordedResults
 from adl_dist.partition.recording import INPUT, Call, Key, ModeRecord, Recording, state_label
 from adl_dist.partition.value import EVERYWHERE, Label
 
-EXTRA_STATE = "_extra_state"  # torch's name for it in a state_dict
+EXTRA_STATE = _EXTRA_STATE_KEY_SUFFIX  # in a state_dict
 VIEWS = {
     *(
         "__getitem__",

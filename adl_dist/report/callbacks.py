@@ -17,8 +17,8 @@ logger = logging.getLogger("adl_dist")
 
 
 @dataclass(frozen=True)
-class Moment:
-    """Where a run stands when a callback is called.
+class TrainerState:
+    """State of a run when a callback is called.
 
     Attributes:
         update: updates made; in ``on_update`` that of ``metrics``, counted from 1.
@@ -44,19 +44,19 @@ class Callback:
     With ``state_dict`` and ``load_state_dict``, of what JSON can hold, checkpoints keep what it remembers.
     """
 
-    def on_start(self, now: Moment) -> None:
+    def on_start(self, now: TrainerState) -> None:
         """Training begins, or continues from a checkpoint."""
 
-    def on_update(self, now: Moment) -> None:
+    def on_update(self, now: TrainerState) -> None:
         """The figures of an update have come. Stages do not wait: they may be some updates further."""
 
-    def on_epoch(self, now: Moment) -> None:
+    def on_epoch(self, now: TrainerState) -> None:
         """An epoch, or the run, has come to its end and was evaluated; a checkpoint comes after it."""
 
-    def on_checkpoint(self, now: Moment) -> None:
+    def on_checkpoint(self, now: TrainerState) -> None:
         """A checkpoint is complete on disk; training may be further."""
 
-    def on_end(self, now: Moment) -> None:
+    def on_end(self, now: TrainerState) -> None:
         """The run has ended, in order."""
 
 
@@ -85,11 +85,11 @@ class EarlyStopping(Callback):
         self.best_score: list[float] | None = None
         self.best_value, self.waited = "", 0
 
-    def on_start(self, now: Moment) -> None:
+    def on_start(self, now: TrainerState) -> None:
         """End a run at once that has been ended before, unless there is more patience now."""
         self._stop(now)
 
-    def on_epoch(self, now: Moment) -> None:
+    def on_epoch(self, now: TrainerState) -> None:
         """Compare what was measured with the best so far."""
         if (score := self.goal.score(now.metrics)) is None:
             measured = ", ".join(name for name in now.metrics if name.startswith("validation_")) or "nothing"
@@ -118,7 +118,7 @@ class EarlyStopping(Callback):
             return
         self.best_score, self.best_value, self.waited = (state[k] for k in ("best_score", "best_value", "waited"))
 
-    def _stop(self, now: Moment) -> None:
+    def _stop(self, now: TrainerState) -> None:
         if self.waited >= self.patience:
             now.stop(f"{self.best_value} was not bettered in {self.waited} evaluations")
 
@@ -169,7 +169,7 @@ class Callbacks:
         self.asked, self._ask, self._update = None, ask, None
         self._loss_sum = self._num_terms = 0.0
 
-    def call(self, event: str, now: Moment) -> None:
+    def call(self, event: str, now: TrainerState) -> None:
         """Call ``event`` of all of them; CallbackError if one fails."""
         for one in self._callbacks:
             if not callable(method := getattr(one, event, None)) or _does_nothing(one, event):
@@ -197,14 +197,14 @@ class Callbacks:
     def tell_update(self) -> None:
         """Call ``on_update`` with the figures that have come, if any."""
         if self._figures and self._update is not None:
-            now, self._figures = Moment(self._update + 1, self._epoch, self._figures), {}
+            now, self._figures = TrainerState(self._update + 1, self._epoch, self._figures), {}
             self.call("on_update", now)
 
     def end_epoch(self, update: int, epoch: int, metrics: Mapping[str, float]) -> None:
         """Call ``on_epoch`` with the mean loss of training, and the ``metrics`` of the validation."""
         mean = {"train_loss": self._loss_sum / self._num_terms} if self._num_terms else {}
         self._loss_sum = self._num_terms = 0.0
-        self.call("on_epoch", Moment(update, epoch, {**mean, **metrics}))
+        self.call("on_epoch", TrainerState(update, epoch, {**mean, **metrics}))
 
     def state(self, update: int) -> list[dict[str, Any]]:
         """Return what a checkpoint keeps of them."""

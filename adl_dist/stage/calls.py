@@ -1,6 +1,5 @@
 """Calls of a module: with one tensor or several, seeded, compiled, and with its writes to its arguments known."""
 
-import random
 from collections.abc import Callable, Collection
 from functools import lru_cache, partial
 from types import CodeType, FunctionType
@@ -8,16 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from adl_dist.batch import Layout, Several, Tensors
+from adl_dist.batch import Structure, Tensors, arguments_of
 from adl_dist.errors import DataError
 from adl_dist.seeds import stream_seed, stream_seeds
-from adl_dist.streams import seed_numpy, seed_torch
+from adl_dist.streams import SEEDERS, seed_torch
 
 FORWARD, BACKWARD, BACKWARD_WEIGHT = "", "backward: ", "backward of weights: "  # parts, each with draws of its own
 SEEDS_AT_ONCE = 256
-SEEDERS: dict[str, Callable[[int], None]] = {"python": random.seed, "numpy": seed_numpy}  # of what torch does not draw
 # Not dynamic: a graph for any number of samples is slower, and would be used for the common one as well.
 # Random numbers as without compilation, or dropout would draw others.
 COMPILED: dict[str, Any] = {"dynamic": False, "options": {"fallback_random": True}}
@@ -30,24 +28,24 @@ def is_part(module: nn.Module) -> bool:
     return hasattr(module, "take_changes")
 
 
-def call_of(module: nn.Module, layout: Layout | None, *, compiled: bool) -> Call:
+def call_of(module: nn.Module, structure: Structure | None, compiler: "Compiler | None") -> Call:
     """Return a function that calls ``module``, whose parameters may be replaced by others between two calls.
 
     Args:
         module: the model, or a stage of it.
-        layout: the layout of the model's inputs; None for one tensor, and for a stage.
-        compiled: whether torch.compile compiles the call; the module itself keeps the names of its state.
+        structure: the structure of the model's inputs; None for one tensor, and for a stage.
+        compiler: compiles the call; the module itself keeps the names of its state. None if it runs as it is.
     """
 
     def call(acts: Tensors, buffers: dict[str, Tensor] | None, tape: Any) -> Any:
-        args, kwargs = arguments_of(acts, layout)
+        args, kwargs = arguments_in(structure, acts)
         if tape is not None:
             kwargs = {"replay": tape}
         if buffers is None:
             return module(*args, **kwargs)
         return torch.func.functional_call(module, buffers, args, kwargs)
 
-    return Compiler()(call, module) if compiled else call
+    return call if compiler is None else compiler(call, module)
 
 
 class Compiler:
@@ -71,17 +69,17 @@ class Compiler:
         return torch.compile(FunctionType(code, call.__globals__, closure=call.__closure__), **COMPILED)
 
 
-def arguments_of(acts: Tensors, layout: Layout | None) -> tuple[Tensors, dict[str, Any]]:
-    """Return the arguments of a call with ``acts``, which stand together as ``layout`` says."""
-    return (acts, {}) if layout is None else Several(acts, layout).arguments
+def arguments_in(structure: Structure | None, acts: Tensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call with ``acts``, the leaves of ``structure``; positional if that is None."""
+    return (acts, {}) if structure is None else arguments_of(tree_unflatten(acts, structure))
 
 
-def refuse_unknown_ids(module: nn.Module, acts: Tensors, layout: Layout | None, where: str) -> None:
+def refuse_unknown_ids(module: nn.Module, acts: Tensors, structure: Structure | None, where: str) -> None:
     """Raise DataError if an embedding of ``module`` has no row for an id that it gets when called with ``acts``.
 
     For a module that has failed with an IndexError, which tells neither id nor embedding: it is called once more.
     """
-    args, kwargs = arguments_of(acts, layout)
+    args, kwargs = arguments_in(structure, acts)
 
     def look(name: str, rows: int, ids: Any) -> None:
         if not isinstance(ids, Tensor) or not ids.numel() or 0 <= int(ids.min()) <= int(ids.max()) < rows:
@@ -111,7 +109,7 @@ def refuse_unknown_ids(module: nn.Module, acts: Tensors, layout: Layout | None, 
             hook.remove()
 
 
-def unpacked(out: Any) -> Tensors:
+def flatten_output(out: Any) -> Tensors:
     """Return the tensors of a module's output, which may stand in tuples, lists and dictionaries, next to numbers."""
     if type(out) is tuple and all(isinstance(one, Tensor) for one in out):
         return out

@@ -4,12 +4,12 @@ Autograd computes the gradients of a layer's input and of its weights in one ste
 first alone, and puts away what the second follows from: the layer's input and the gradient of its output. The weights
 themselves are not needed, so the second may be computed at any time before the gradients are used.
 
-    with gradients.deferrable([loss.grad_fn]) as later:
+    with gradients.deferrable([loss.grad_fn]) as pending:
         loss.backward()
-    gradients.compute(later)  # adds to the ``.grad`` of the parameters, as the backward would have done
+    gradients.compute(pending)  # adds to the ``.grad`` of the parameters, as the backward would have done
 
 The bias of such a layer goes with its weight: oneDNN computes both in one kernel. All else (norms, embeddings, other
-layers, parameters with hooks or used by several layers, inputs that are buffers) is left to autograd. As autograd does,
+layers, parameters with hooks or used by several layers) is left to autograd. As autograd does,
 :meth:`DeferredGradients.compute` refuses tensors that were written to in the meantime.
 """
 
@@ -32,7 +32,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 PLAIN = nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d
 
 
-class PutOff(NamedTuple):
+class DeferredGrad(NamedTuple):
     """The gradients of one call of a layer that are still to be computed."""
 
     layer: "_Layer"
@@ -57,8 +57,9 @@ class DeferredGradients:
         self.names = [f"{name}.{own}".lstrip(".") for name, m in found.items() for own, _ in m.named_parameters()]
         kinds = [(name, _Linear if isinstance(layer, nn.Linear) else _Convolution) for name, layer in found.items()]
         self._forwards = [(vars(found[name]), kind(name, found[name], self)) for name, kind in kinds]
-        self._with_buffers = [owner for owner in module.modules() if owner._buffers]
-        self._later: list[PutOff] | None = None  # where a backward puts off what it can; None: it computes all at once
+        self._pending: list[DeferredGrad] | None = (
+            None  # where a backward puts off what it can; None: it computes all at once
+        )
         self._task: int | None = None  # torch's number of that backward
 
     @contextmanager
@@ -83,34 +84,28 @@ class DeferredGradients:
         return ready_call
 
     @contextmanager
-    def deferrable(self, roots: Iterable[Node]) -> Iterator[list[PutOff]]:
+    def deferrable(self, roots: Iterable[Node]) -> Iterator[list[DeferredGrad]]:
         """Defer what can be, of a backward inside that begins at ``roots``.
 
         Not of backwards that user's code calls within it: what they return is used at once.
         """
-        later: list[PutOff] = []
-        self._later, self._task = later, None
+        pending: list[DeferredGrad] = []
+        self._pending, self._task = pending, None
         handles = [root.register_prehook(self._begin) for root in roots]
         try:
             with self.ready():
-                yield later
+                yield pending
         finally:
-            self._later = None
+            self._pending = None
             for handle in handles:
                 handle.remove()
 
     @property
-    def later(self) -> list[PutOff] | None:
+    def pending(self) -> list[DeferredGrad] | None:
         """Where the backward that runs now puts off what it can; None: it computes all at once."""
-        if self._later is None or torch._C._current_graph_task_id() != self._task:
+        if self._pending is None or torch._C._current_graph_task_id() != self._task:
             return None
-        return self._later
-
-    def is_of_buffer(self, x: Tensor) -> bool:
-        """Whether ``x`` lies in the memory of a buffer, which a forward between the two parts may write to."""
-        buffers = (buffer for owner in self._with_buffers for buffer in owner._buffers.values() if buffer is not None)
-        memory = x.untyped_storage().data_ptr()
-        return any(buffer.untyped_storage().data_ptr() == memory for buffer in buffers)
+        return self._pending
 
     def _begin(self, grads: Sequence[Tensor]) -> None:
         if self._task is None:
@@ -118,18 +113,18 @@ class DeferredGradients:
 
     @staticmethod
     @torch.no_grad()
-    def compute(later: list[PutOff]) -> None:
-        """Compute the gradients that were deferred, and add them to those of the parameters; ``later`` is then empty.
+    def compute(pending: list[DeferredGrad]) -> None:
+        """Compute the gradients that were deferred, and add them to those of the parameters; ``pending`` is then empty.
 
         Raises:
             ConfigError: what they follow from has been written to.
         """
-        calls_left = Counter(one.layer for one in later)
+        calls_left = Counter(one.layer for one in pending)
         sums: dict[nn.Parameter, Tensor] = {}
-        if len(calls_left) < len(later):
-            later.reverse()  # calls of one layer are added up in the order in which autograd does it
-        while later:  # the last one first: it may be in the cache; and each is freed as soon as it is used
-            layer, x, grad, with_bias, versions = later.pop()
+        if len(calls_left) < len(pending):
+            pending.reverse()  # calls of one layer are added up in the order in which autograd does it
+        while pending:  # the last one first: it may be in the cache; and each is freed as soon as it is used
+            layer, x, grad, with_bias, versions = pending.pop()
             if versions != (_version(x), _version(grad)):
                 raise layer.overwritten("input" if versions[0] != _version(x) else "gradient of the output")
             calls_left[layer] -= 1
@@ -195,8 +190,6 @@ class _Layer:
             and x.is_floating_point()
             and self.takes(x)
             and not torch._C._are_functorch_transforms_active()
-            # Buffers need no gradient; where an input of the first layer is data, this is asked once for a micro-batch.
-            and (x.requires_grad or not self.owner.is_of_buffer(x))
         )
 
     def of_parameters(self, x: Tensor, grad: Tensor, with_bias: bool) -> Iterator[tuple[nn.Parameter, Tensor]]:
@@ -292,10 +285,10 @@ class _Split(torch.autograd.Function):
             return (None,) * 5
         x, weight = ctx.saved_tensors
         layer, wanted = ctx.layer, ctx.needs_input_grad[:3]
-        later = layer.owner.later
-        if later is None or layer.has_hooks():
+        pending = layer.owner.pending
+        if pending is None or layer.has_hooks():
             of_x, *of_own = layer.gradients(grad, x, weight, wanted)
             return of_x, *(None if g is None else g.to(ctx.dtype) for g in of_own), None, None
-        later.append(PutOff(layer, x, grad, wanted[2], (_version(x), _version(grad))))
+        pending.append(DeferredGrad(layer, x, grad, wanted[2], (_version(x), _version(grad))))
         of_x = layer.gradients(grad, x, weight, (True, False, False))[0] if wanted[0] else None
         return of_x, None, None, None, None

@@ -16,9 +16,8 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim.lr_scheduler import LRScheduler
 
 from adl_dist.batch import Tensors
-from adl_dist.stage.calls import seed_update
 from adl_dist.stage.nonfinite import NonFiniteCheck
-from adl_dist.stage.optimizer import advance, scaled_learning_rates, stage_optimizer, told_whose
+from adl_dist.stage.optimizer import advance, stage_optimizer, stepping
 from adl_dist.stage.spec import TrainSpec
 from adl_dist.stage.stats import StepStats, norm_of
 
@@ -119,9 +118,7 @@ class GradientHead:
         if self._clip_norm is not None:
             clip_grads_with_norm_(parameters, self._clip_norm, norm)
         if self.optimizer is not None:
-            scaled = scaled_learning_rates(self.optimizer, self._lr_factor)
-            seed_update(self._seed, self.key, self.version, self._device)
-            with told_whose(self.optimizer, self.where, self.version), scaled:
+            with stepping(self, self._lr_factor, seed=self._seed, device=self._device):
                 self.optimizer.step()
             self.optimizer.zero_grad()
         self.version += 1

@@ -18,15 +18,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_unflatten
 
-from adl_dist.batch import Batch, Several, as_classes, put_together, tensors_of
+from adl_dist.batch import (
+    Batch,
+    Structure,
+    as_classes,
+    concatenate,
+    copy_batch,
+    is_class_target,
+    map_batch,
+    map_tensors,
+    num_samples,
+    tensors_of,
+)
 from adl_dist.errors import ConfigError
 from adl_dist.losses import TokenCrossEntropy
 from adl_dist.schedule.run_plan import weights_in_group
-from adl_dist.stage.calls import takes_gradient, unpacked
+from adl_dist.stage.calls import flatten_output, takes_gradient
 from adl_dist.stage.spec import LossFn, TrainSpec
-from adl_dist.stage.traits import LossTraits
 from adl_dist.streams import streams_kept
 
 IGNORED = -100  # what torch's losses ignore unless told otherwise
@@ -142,9 +152,9 @@ def loss_terms(loss_fn: LossFn, target: Batch, reduction: str = "mean") -> LossT
     if (own := own_num_terms(loss_fn)) is not None:
         return LossTerms(own)
     found = class_loss(loss_fn)
-    if found is None or not found.is_torchs_own or not isinstance(target, Tensor) or target.is_floating_point():
+    if found is None or not found.is_torchs_own or not is_class_target(target):
         return None  # class probabilities are averaged over samples
-    is_plain = target.ndim == 1 and found.weight is None and found.ignore_index == IGNORED
+    is_plain = tensors_of(target)[0].ndim == 1 and found.weight is None and found.ignore_index == IGNORED
     return None if is_plain else LossTerms(found.num_terms)
 
 
@@ -176,32 +186,18 @@ def counted(
                 return
             numbers = [terms.count(target) for _, target in group]
             if not any(numbers) and group_sizes is not None:
-                numbers = [float(len(target)) for _, target in group]
+                numbers = [float(num_samples(target)) for _, target in group]
             weights = weights_in_group(reduction, numbers)
             for of_loss in zip(weights, numbers, strict=True):
                 input_, target = group.popleft()
-                yield input_, target, torch.tensor(of_loss, dtype=torch.float64).repeat(len(target), 1)
-
-
-class TreeTargetLoss(nn.Module):
-    """A loss whose target is a tuple or a dictionary of tensors, which stages hold as :class:`Several`."""
-
-    def __init__(self, loss_fn: LossFn) -> None:
-        super().__init__()
-        self.loss_fn = loss_fn
-        if (own := own_num_terms(loss_fn)) is not None:
-            self.num_terms = lambda target: own(target.value)
-
-    def forward(self, out: Any, target: Several) -> Any:
-        """Return the loss of ``out``."""
-        return self.loss_fn(out, target.value)
+                yield input_, target, torch.tensor(of_loss, dtype=torch.float64).repeat(num_samples(target), 1)
 
 
 # What a loss of (sum, count) may count, as far as targets alone show it.
 COUNTS: dict[str, Callable[[Any], Any]] = {
-    "targets that are not -100": lambda t: None if t.is_floating_point() else (as_classes(t) != IGNORED).sum(),
+    "targets that are not -100": lambda t: (as_classes(t) != IGNORED).sum() if is_class_target(t) else None,
     "elements of the targets": lambda target: target.numel() if isinstance(target, Tensor) else None,
-    "samples": len,
+    "samples": num_samples,
 }
 
 
@@ -243,7 +239,7 @@ class SumCountLoss(nn.Module):
         if num_terms is None:
             return mean
         is_same = abs(torch.as_tensor(count, dtype=torch.float64) - num_terms) <= RELATIVE * num_terms
-        if target.is_cuda:
+        if tensors_of(target)[0].is_cuda:
             return torch.where(is_same, mean, math.nan)
         if not is_same:
             raise ConfigError(
@@ -257,18 +253,28 @@ class SumCountLoss(nn.Module):
 class StageLoss:
     """The loss that a stage computes of its output and the target, the model's or one of its own."""
 
-    def __init__(self, spec: TrainSpec, traits: LossTraits, head: nn.Module | None, device: torch.device) -> None:
-        """Take a ``head`` of (output, target, loss_fn) to a local loss, or None if the output is the model's."""
-        self._loss_fn, self._head, self._traits = spec.loss_fn, head, traits
+    def __init__(
+        self, spec: TrainSpec, structure: Structure | None, head: nn.Module | None, device: torch.device
+    ) -> None:
+        """Take the settings.
+
+        Args:
+            spec: how the model is trained.
+            structure: the structure of a target; None for one tensor.
+            head: from (output, target, loss_fn) to a local loss; None if the output is the model's.
+            device: where the loss is computed.
+        """
+        self._loss_fn, self._head, self._structure = spec.loss_fn, head, structure
         self._within = spec.precision.autocasting(device)
         self._may_write, self.classes = not is_known_mean(spec.loss_fn), class_loss(spec.loss_fn)
         self.may_ignore = spec.loss_reduction == "batch"  # targets, of which nothing is counted
 
     def wanted(self, given: tuple[Tensor | None, ...]) -> tuple[Batch | None, float | None, float | None]:
         """Return the target and, if the loss counts its terms, weight and number of terms, of a forward's arguments."""
-        target, counts = given[0], given[1] if len(given) > 1 else None
-        if self._traits.target is not None and target is not None:
-            target, counts = self._traits.target.split(given)  # type: ignore[arg-type, assignment]
+        structure = self._structure
+        number = 1 if structure is None else structure.num_leaves
+        target = given[0] if structure is None or given[0] is None else tree_unflatten(given[:number], structure)
+        counts = given[number] if len(given) > number else None
         return (target, None, None) if counts is None else (target, *counts[0].tolist())
 
     def __call__(self, out: Any, target: Batch | None, num_terms: float | None = None) -> Tensor:
@@ -276,16 +282,14 @@ class StageLoss:
         assert target is not None
         if num_terms == 0:
             # The mean over nothing is NaN, but in that of the group it counts for nothing: the gradient is zeros.
-            outs = [tensor for tensor in unpacked(out) if takes_gradient(tensor)]
+            outs = [tensor for tensor in flatten_output(out) if takes_gradient(tensor)]
             if torch.is_grad_enabled() and len(outs) > 1:  # those that the loss does not use get none
                 outs = [tensor for tensor in outs if tensor.requires_grad]
                 with_none = torch.autograd.grad(self(out, target), outs, allow_unused=True)
                 outs = [tensor for tensor, grad in zip(outs, with_none, strict=True) if grad is not None]
             return torch.stack([(tensor.real * 0).sum() for tensor in outs]).sum()
         if self._may_write:  # the target is wanted again, by a replay and for hits
-            target = target.clone()
-        if self._traits.writes_output and self._head is None:
-            out = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, out)
+            target = copy_batch(target)
         with self._within():
             if self._head is not None:
                 return self._head(out, target, self._loss_fn)  # type: ignore[no-any-return]
@@ -325,10 +329,18 @@ def try_loss(stage: int, got: str, out: Any, target: Batch, loss_fn: LossFn) -> 
             f"stage {stage}: the loss gets {got} and fails on it: {type(error).__name__}: {error}; {way_out}"
         ) from error
     if isinstance(loss, Tensor) and not loss.ndim:
+        if _pairs_all(loss_fn, out, target):
+            both = (out, *tensors_of(target))
+            named = [str(["B", *tensor.shape[1:]]).replace("'", "") for tensor in both]
+            raise ConfigError(
+                f"stage {stage}: the model returns {named[0]}, but the targets are {named[1]}, and the loss pairs "
+                "every output with every target (broadcasting); give both one shape: let the model return "
+                "output.squeeze(1), or the dataset targets of the model's shape"
+            )
         return loss
     parts = loss if isinstance(loss, tuple | list) else [loss]
     if len(parts) == 2 and all(getattr(part, "ndim", 0) == 0 and hasattr(part, "__float__") for part in parts):
-        raise ReturnsSumError(float(parts[1]), target.cpu())
+        raise ReturnsSumError(float(parts[1]), map_batch(Tensor.cpu, target))
     names = [f"a {type(part).__name__}{[*getattr(part, 'shape', ())] or ''}" for part in parts]
     found = "None" if loss is None else ", ".join(names)
     raise ConfigError(
@@ -337,31 +349,17 @@ def try_loss(stage: int, got: str, out: Any, target: Batch, loss_fn: LossFn) -> 
     )
 
 
-def check_broadcast(stage: int, loss_fn: LossFn, out: Any, target: Any) -> None:
-    """Refuse a loss that pairs every output with every target, as torch does with shapes [B, 1] and [B].
-
-    Raises:
-        ConfigError: If the loss of the same numbers in the shapes of ``out`` and ``target`` changes with the shape.
-    """
+def _pairs_all(loss_fn: LossFn, out: Any, target: Any) -> bool:
+    """Return whether a loss broadcasts numbers [B, 1] and [B]: it then changes with the shape of the output."""
     are_numbers = all(isinstance(one, Tensor) and one.is_floating_point() for one in (out, target))
-    if not are_numbers or out.shape == target.shape or out.numel() != target.numel():
-        return
-    numbers, is_same = torch.linspace(0.1, 0.9, out.numel(), device=out.device), True
-
-    def loss_of(shape: torch.Size) -> Tensor:
-        torch.default_generator.manual_seed(0)  # a loss may draw, and write to both
-        return loss_fn(numbers.to(out, copy=True).view(shape), numbers.to(target, copy=True).view_as(target))
-
+    if not are_numbers or len(target) < 2 or out.shape == target.shape or out.numel() != target.numel():
+        return False
+    losses = []
     with torch.no_grad(), streams_kept(), warnings.catch_warnings(action="ignore"), suppress(Exception):
-        is_same = torch.allclose(loss_of(out.shape), loss_of(target.shape))  # fails if it takes one shape only
-    if is_same:
-        return
-    shapes = [str(["B", *tensor.shape[1:]]).replace("'", "") for tensor in (out, target)]
-    raise ConfigError(
-        f"stage {stage}: the model returns {shapes[0]}, but the targets are {shapes[1]}, and the loss pairs every "
-        "output with every target (broadcasting); give both one shape: let the model return output.squeeze(1), or the "
-        "dataset targets of the model's shape"
-    )
+        for shape in (out.shape, target.shape):
+            torch.default_generator.manual_seed(0)  # a loss may draw, and write to both
+            losses.append(loss_fn(out.clone().view(shape), target.clone()))
+    return len(losses) == 2 and not torch.allclose(losses[0], losses[1])  # it may take one shape only
 
 
 def check_is_mean(
@@ -377,15 +375,18 @@ def check_is_mean(
     """
 
     def loss_of(out: Any, target: Batch) -> Tensor:
-        out = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, out)  # it may write to both
-        return try_loss(stage, "two micro-batches together", out, target.clone(), loss_fn).detach()
+        out = map_tensors(Tensor.clone, out)  # it may write to both
+        return try_loss(stage, "two micro-batches together", out, copy_batch(target), loss_fn).detach()
 
-    counts = [float(len(target)) if terms is None else terms.count(target.cpu()) for target in targets]
+    counts = [
+        float(num_samples(target)) if terms is None else terms.count(map_batch(Tensor.cpu, target))
+        for target in targets
+    ]
     if not any(counts):
         return
     parts = [float(loss_of(*pair)) if count else 0.0 for *pair, count in zip(outs, targets, counts, strict=True)]
     both = tree_map(lambda a, b: torch.cat([a, b]) if isinstance(a, Tensor) and a.ndim else a, *outs)
-    found, again = (loss_of(both, put_together(*targets)) for _ in range(2))
+    found, again = (loss_of(both, concatenate(*targets)) for _ in range(2))
     values = [part * count / sum(counts) for part, count in zip(parts, counts, strict=True)]
     # A loss in float64 may compute a part of itself in float32.
     tolerance = max(1e-6, math.sqrt(torch.finfo(found.dtype).eps)) * (abs(float(found)) + sum(map(abs, values)))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from adl_dist.batch import Several, as_classes, tensors_of
+from adl_dist.batch import as_classes, device_of, tensors_of
 from adl_dist.errors import ConfigError
 from adl_dist.stage.loss import ClassLoss
 
@@ -102,7 +102,6 @@ def measured(metrics: Sequence[Metric], out: Any, target: Any) -> list[Tensor]:
     Raises:
         ConfigError: one fails, or returns something else.
     """
-    given = target.value if isinstance(target, Several) else target
     found = []
     leaves = (leaf for leaf in (*tree_leaves(out), *tensors_of(target)) if isinstance(leaf, Tensor))
     tensors = [leaf for leaf in leaves if not leaf.is_inference()]
@@ -112,13 +111,15 @@ def measured(metrics: Sequence[Metric], out: Any, target: Any) -> list[Tensor]:
             if metric.measure is None:
                 continue
             try:
-                total, count = metric.measure(out, given)
+                total, count = metric.measure(out, target)
                 if [tensor._version for tensor in tensors] != versions:
                     raise ConfigError(
                         f"metrics: {metric.name} writes to the output or the target that it is given, which are still "
                         "needed; let it write to a clone()"
                     )
-                pair = [torch.as_tensor(number, dtype=torch.float64, device=target.device) for number in (total, count)]
+                pair = [
+                    torch.as_tensor(number, dtype=torch.float64, device=device_of(target)) for number in (total, count)
+                ]
                 found.append(torch.stack(pair).detach())
             except ConfigError:
                 raise

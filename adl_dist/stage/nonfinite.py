@@ -93,43 +93,27 @@ class NonFiniteCheck:
 
 
 @contextmanager
-def buffers_kept_finite(module: nn.Module) -> Iterator[None]:
-    """Put the buffers of ``module`` back if what happens inside makes an element of one non-finite.
+def keep_buffers_finite(module: nn.Module) -> Iterator[None]:
+    """Put the buffers of ``module`` back if a forward inside makes an element of one non-finite.
 
-    One input that is not finite would leave BatchNorm's running statistics so for good. What has been non-finite
-    before, like a mask of -inf, may stay so. Nothing waits for a GPU, unless the shape of a buffer has changed.
+    One input that is not finite would leave BatchNorm's running statistics so for good. Elements that have been
+    non-finite before, like those of a mask of -inf, may stay so. Nothing waits for a GPU.
     """
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    owners = [(f"{path}." if path else "", owner) for path, owner in module.named_modules()]
-    empty = {f"{dot}{key}" for dot, owner in owners for key, buffer in owner._buffers.items() if buffer is None}
     yield
-    after = dict(module.named_buffers())
-    # A forward may put a buffer of another shape in the place of one.
-    pairs = [(now, before[name]) for name, now in after.items() if name in before and now.shape == before[name].shape]
-    others = [name for name, now in after.items() if name not in before or now.shape != before[name].shape]
+    after = {name: buffer for name, buffer in module.named_buffers() if name in before}
+    pairs = [(now, before[name]) for name, now in after.items() if now.shape == before[name].shape]
+    numbers = [pair for pair in pairs if takes_gradient(pair[0])]
+    if not numbers:
+        return
     with torch.no_grad():
-        found = []
-        if numbers := [pair for pair in pairs if takes_gradient(pair[0])]:
-            now, then = (torch.cat([buffer.flatten() for buffer in side]) for side in zip(*numbers, strict=True))
-            found.append((now.isfinite() | ~then.isfinite()).all())
-        for name in others:
-            was_finite = name not in before or before[name].isfinite().all()
-            found.append(after[name].isfinite().all() | (not was_finite))
-        if not found:
+        now, then = (torch.cat([buffer.flatten() for buffer in side]) for side in zip(*numbers, strict=True))
+        fine = (now.isfinite() | ~then.isfinite()).all()
+        if fine.device.type == "cpu" and fine:
             return
-        fine = torch.stack(found).all()
-        if (fine.device.type == "cpu" or others) and fine:
-            return
-        for now, then in pairs:
+        for buffer, kept in pairs:
             # Through .data, as BatchNorm itself writes them: unseen by autograd, which keeps them for the backward.
-            now.data.copy_(torch.where(fine, now, then))
-    for name in others:
-        path, _, key = name.rpartition(".")
-        owner = module.get_submodule(path)
-        if name in before or name in empty:
-            owner._buffers[key] = before.get(name)
-        else:  # which it has registered
-            delattr(owner, key)
+            buffer.data.copy_(torch.where(fine, buffer, kept))
 
 
 def _fault(tally: StepStats) -> str | None:

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from inspect import signature
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from adl_dist.errors import AdlError, ConfigError
+from adl_dist.stage.calls import seed_update
 from adl_dist.stage.spec import OptimizerFactory
 
 
@@ -68,16 +70,47 @@ def _refuses(factory: OptimizerFactory, parameter: nn.Parameter) -> bool:
     return False
 
 
+class Learner(Protocol):
+    """Something with an optimizer of its own: a stage, its tied weights, or its head.
+
+    Attributes:
+        where: its name in errors.
+        key: its name in checkpoints, by which its random stream is seeded.
+        version: updates applied so far.
+        optimizer: its optimizer; None if it has nothing to train.
+    """
+
+    where: str
+    key: str
+    version: int
+    optimizer: Optimizer | None
+
+
 @contextmanager
-def told_whose(optimizer: Optimizer, where: str, update: int) -> Iterator[None]:
-    """Turn what a step of ``optimizer`` raises into a ConfigError that begins with ``where`` it is."""
+def stepping(learner: Learner, factor: float, *, seed: int, device: torch.device) -> Iterator[None]:
+    """Let the optimizer of ``learner`` step inside, with ``factor`` times its learning rates and a seeded stream.
+
+    Raises:
+        ConfigError: If the step fails; the text names the learner.
+    """
+    optimizer, update = learner.optimizer, learner.version
+    assert optimizer is not None
+    # Around the step, not for good: some schedules set the learning rate from its last value.
+    groups = optimizer.param_groups if factor != 1.0 else []
+    before = [group["lr"] for group in groups]
+    for group in groups:
+        group["lr"] = group["lr"] * factor
+    seed_update(seed, learner.key, update, device)
     try:
         yield
     except (TypeError, ValueError, AttributeError) as error:  # the user's own code
         raise ConfigError(
-            f"{where}: optimizer: {type(optimizer).__name__} fails in update {update}: "
+            f"{learner.where}: optimizer: {type(optimizer).__name__} fails in update {update}: "
             f"{type(error).__name__}: {' '.join(str(error).split())}; expected step() to need no argument"
         ) from error
+    finally:
+        for group, rate in zip(groups, before, strict=True):
+            group["lr"] = rate
 
 
 def advance(
@@ -103,18 +136,3 @@ def advance(
             f"{where}: lr_schedule: {type(lr_schedule).__name__} fails after update {update}: "
             f"{type(error).__name__}: {' '.join(str(error).split())}; make it as long as the run"
         ) from error
-
-
-@contextmanager
-def scaled_learning_rates(optimizer: Optimizer, factor: float) -> Iterator[None]:
-    """Have the optimizer step with ``factor`` times its learning rates inside."""
-    # Around the step, not once and for all: some schedules set the learning rate, whatever it was.
-    groups = optimizer.param_groups if factor != 1.0 else []
-    before = [group["lr"] for group in groups]
-    for group in groups:
-        group["lr"] = group["lr"] * factor
-    try:
-        yield
-    finally:
-        for group, rate in zip(groups, before, strict=True):
-            group["lr"] = rate

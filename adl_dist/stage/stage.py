@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim.lr_scheduler import LRScheduler
 
-from adl_dist.batch import Batch, Tensors, detached
+from adl_dist.batch import Batch, Tensors, map_tensors, move_batch
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.stage.average import WeightAverage
 from adl_dist.stage.calls import (
@@ -23,28 +23,27 @@ from adl_dist.stage.calls import (
     Compiler,
     RandomStreams,
     call_of,
+    flatten_output,
     is_part,
     refuse_unknown_ids,
-    seed_update,
     takes_gradient,
-    unpacked,
 )
-from adl_dist.stage.deferred import DeferredGradients, PutOff
+from adl_dist.stage.deferred import DeferredGrad, DeferredGradients
 from adl_dist.stage.gradient_head import GradientHead
+from adl_dist.stage.info import StageInfo
 from adl_dist.stage.loss import StageLoss
 from adl_dist.stage.metrics import measured, metrics_of
 from adl_dist.stage.mitigation import mitigation_of
-from adl_dist.stage.nonfinite import NonFiniteCheck, buffers_kept_finite
-from adl_dist.stage.optimizer import advance, scaled_learning_rates, stage_optimizer, told_whose
+from adl_dist.stage.nonfinite import NonFiniteCheck, keep_buffers_finite
+from adl_dist.stage.optimizer import advance, stage_optimizer, stepping
 from adl_dist.stage.spec import TrainSpec
 from adl_dist.stage.stats import StepStats, norm_of
 from adl_dist.stage.tied import TiedWeights
-from adl_dist.stage.traits import StageTraits
 from adl_dist.stage.versions import check_versions
-from adl_dist.stage.weights import NEWEST, weight_policy
+from adl_dist.stage.weights import NEWEST, Latest, Stash, weight_policy
 
 CPU = torch.device("cpu")
-NOTHING_KNOWN = StageTraits()
+UNKNOWN = StageInfo()
 GradEdges = tuple[GradientEdge | None, ...]  # one for each tensor that takes a gradient; None: nothing here computed it
 
 
@@ -86,7 +85,7 @@ class Stage:
         ties: its copies of weights that other stages hold, too, by the number of the tie.
     """
 
-    def __init__(  # 8: the module, what is known of it, and where and how it is trained
+    def __init__(  # 9: the module, facts about it, and where and how it is trained
         self,
         module: nn.Module,
         index: int,
@@ -94,8 +93,9 @@ class Stage:
         *,
         device: torch.device = CPU,
         head: nn.Module | None = None,
-        traits: StageTraits = NOTHING_KNOWN,
+        info: StageInfo = UNKNOWN,
         tied: Mapping[int, Mapping[str, nn.Parameter]] = MappingProxyType({}),
+        compiler: Compiler | None = None,
     ) -> None:
         """Take over ``module``, which is on ``device``, as stage ``index``.
 
@@ -107,80 +107,89 @@ class Stage:
             device: where the module is.
             head: (tensors for the next stage, target, loss_fn) to a loss of the stage's own, or, where the method
                 predicts gradients, the network of a :class:`GradientHead`.
-            traits: facts about module and loss.
+            info: facts about the stage from the trial.
             tied: the parameters of each of its ties, by their first names in the uncut model.
+            compiler: compiles the module; None if it runs as it is.
 
         Raises:
             ConfigError: If the method's weights cannot be kept for the module, or the optimizer cannot train it.
         """
-        pipeline, method, gradients = spec.pipeline, spec.pipeline.method, spec.gradients
-        assert method.weights is not None
-        self.index, self.is_last = index, index == pipeline.num_stages - 1
-        self.module, self.head = module, head
-        self.version = 0
+        self.index, self.is_last = index, index == spec.pipeline.num_stages - 1
+        self.module, self.head, self.version = module, head, 0
+        self.where, self.key = f"stage {index}", str(index)
         self.in_flight: dict[int, InFlight] = {}
-        self._splits, self._skips = pipeline.splits_backward(index), gradients.skips
         self.tally = StepStats()
+        self.gradient_head: GradientHead | None = None
+        self._device, self._info, self._within = device, info, spec.precision.autocasting(device)
+        self._forward_version: int | None = None  # None: the newest
+        self._first_version = 0  # of the segment
+        self._epoch = 0
+        self._seed, self._random = spec.seed, RandomStreams(spec.seed, index, info.draws)
+        self._init_training(spec, tied)
+        self.loss: StageLoss | None = None
+        if self.is_last or self._trained is not module:
+            self.loss = StageLoss(spec, info.target, None if self.is_last else head, device)
+        self.metrics = metrics_of(spec.metrics, self.loss.classes) if self.is_last and self.loss is not None else []
+        self._init_call(spec, compiler)
+        self._set_mode(training=True)
+
+    def _init_training(self, spec: TrainSpec, tied: Mapping[int, Mapping[str, nn.Parameter]]) -> None:
+        """Make the optimizer, and everything between gradients and weights."""
+        pipeline, method, gradients, index = spec.pipeline, spec.pipeline.method, spec.gradients, self.index
+        assert method.weights is not None
         # All stages alike, or one upstream would name an update that it got from one that looks later.
         self.faults = NonFiniteCheck(gradients, stage=index, is_last=self.is_last, reads_late=method.splits)
-        self._clip_norm = gradients.clip_norm
-        self._watching_buffers = buffers_kept_finite if gradients.skips else nullcontext
+        self._skips, self._clip_norm = gradients.skips, gradients.clip_norm
         self._gradient_norm: Tensor | None = None  # of the group that is complete
-        self.gradient_head: GradientHead | None = None
-        self._trained = module
-        if head is not None and method.spec.predicts_gradients:
-            self.gradient_head = GradientHead(head, index, spec, device, self.faults)
-        elif head is not None:
-            # What is trained together: the part of the model and what serves only to train it.
-            self._trained = nn.ModuleList([module, head])
-        self.where, self.key = f"stage {index}", str(index)
-        ties = pipeline.ties_of(index)
-        self.ties = {tie.number: TiedWeights(tie, tied[tie.number], index, spec, self.faults) for tie in ties}
+        self._gradient_shrink, self._learns_locally = method.gradient_shrink, method.spec.local_losses
+        self._trained = self.module
+        if self.head is not None and method.spec.predicts_gradients:
+            self.gradient_head = GradientHead(self.head, index, spec, self._device, self.faults)
+        elif self.head is not None:
+            # Trained together: the part of the model and the head that serves only to train it.
+            self._trained = nn.ModuleList([self.module, self.head])
+        self.ties = {
+            tie.number: TiedWeights(tie, tied[tie.number], index, spec, self.faults) for tie in pipeline.ties_of(index)
+        }
         self._is_tied = {id(p) for tie in self.ties.values() for _, p in tie.named_parameters()}
         self.optimizer = stage_optimizer(spec.optimizer, dict(self.named_parameters()), where=self.where)
         self.lr_schedule: LRScheduler | None = None
         self.lr_updates: int | None = None  # after so many the schedule is at its end; None: it has none
-        self._traits, self._lr_factor = traits, pipeline.lr_factor(index)
+        self._lr_factor = pipeline.lr_factor(index)
         self.mitigation = mitigation_of(pipeline, index, self.optimizer, self._lr_factor) if self.optimizer else None
-        named = ((n, p) for n, p in module.named_parameters(remove_duplicate=False) if id(p) not in self._is_tied)
-        self.average = WeightAverage(named, spec.ema) if spec.ema is not None and self.optimizer is not None else None
+        named = self.module.named_parameters(remove_duplicate=False)
+        averaged = ((name, p) for name, p in named if id(p) not in self._is_tied)
+        self.average = (
+            WeightAverage(averaged, spec.ema) if spec.ema is not None and self.optimizer is not None else None
+        )
         # A stage that is alone sends no gradient, and may train other parameters later on.
         trained = self._trained.named_parameters() if pipeline.num_stages > 1 else ()
         self._takes_gradient = {name: p.requires_grad for name, p in trained}
-        self._policy = (
-            weight_policy(method.weights, self._trained, self.optimizer, self.mitigation)
-            if self.optimizer or self.ties
-            else None
-        )
-        is_delayed = method.weights == "2bw" or (pipeline.delays[index] and not method.spec.flush)
-        if self._policy is not None and is_delayed and method.weights in ("stash", "2bw"):
-            check_versions(self._trained, self.where)
-        self._forward_version: int | None = None  # None: the newest
-        self._first_version = 0  # of the segment
-        self._device, self._within = device, spec.precision.autocasting(device)
-        self.loss: StageLoss | None = None
-        if self.is_last or self._trained is not module:
-            self.loss = StageLoss(spec, traits.loss, None if self.is_last else head, device)
-        self.metrics = metrics_of(spec.metrics, self.loss.classes) if self.is_last and self.loss is not None else []
+        self._policy: Latest | Stash | None = None
+        if self.optimizer or self.ties:
+            self._policy = weight_policy(method.weights, self._trained, self.optimizer, self.mitigation)
+            is_delayed = method.weights == "2bw" or (pipeline.delays[index] and not method.spec.flush)
+            if is_delayed and method.weights in ("stash", "2bw"):
+                check_versions(self._trained, self.where)
+
+    def _init_call(self, spec: TrainSpec, compiler: Compiler | None) -> None:
+        """Make the call of the module: compiled, split and seeded as asked for."""
+        module = self.module
         self._part = cast(Any, module) if is_part(module) else None
-        if self._part is not None and spec.precision.compile:
-            self._part.compile_units(Compiler())
-        self._call_module = call_of(module, traits.layout, compiled=spec.precision.compile and self._part is None)
-        if self._splits:
-            self._deferred = DeferredGradients(module, f"stage {index}")
-            self._call_module = self._deferred.while_ready(self._call_module)
-        self._put_off: dict[int, tuple[int, list[PutOff]]] = {}  # by micro-batch, with the version of its forward
-        self._gradient_shrink = method.gradient_shrink
-        self._learns_locally = method.spec.local_losses
-        self._epoch = 0
-        self._seed, self._random = spec.seed, RandomStreams(spec.seed, index, traits.draws)
         self._draws_common = self._part is not None and bool(self._part.draws[0])
-        self._set_mode(training=True)
+        if self._part is not None and compiler is not None:
+            self._part.compile_units(compiler)
+        self._call_module = call_of(module, self._info.inputs, None if self._part is not None else compiler)
+        self._deferred_grads: dict[int, tuple[int, list[DeferredGrad]]] = {}  # by micro-batch, with the version
+        if spec.pipeline.splits_backward(self.index):
+            self._deferred = DeferredGradients(module, self.where)
+            self._call_module = self._deferred.while_ready(self._call_module)
+        self._watch_buffers = keep_buffers_finite if self._skips else nullcontext
 
     @property
     def draws(self) -> frozenset[str]:
         """The random streams besides torch's that are seeded for each micro-batch: ``python``, ``numpy``."""
-        return frozenset({"python", "numpy"}) if self._draws_common else self._traits.draws
+        return frozenset({"python", "numpy"}) if self._draws_common else self._info.draws
 
     @property
     def has_loss(self) -> bool:
@@ -231,7 +240,7 @@ class Stage:
         self._set_mode(training=training)
         # Gradients that an interrupted segment, or the user, has left there belong to no group.
         self.in_flight.clear()
-        self._put_off.clear()
+        self._deferred_grads.clear()
         if self._policy is not None:
             self._policy.forget()
         if self.mitigation is not None:
@@ -282,7 +291,7 @@ class Stage:
         target, weight, num_terms = (None, None, None) if self.loss is None else self.loss.wanted(wanted)
         leaves = self._leaves_of(acts) if self.index > 0 else acts
         if target is not None:
-            target = target.to(self._device, non_blocking=True)
+            target = move_batch(target, self._device)
         version = self.version if self._forward_version is None else self._forward_version
         kept = self.in_flight[micro_batch] = InFlight(leaves, target, version, loss_weight=weight, num_terms=num_terms)
         given = leaves
@@ -293,14 +302,14 @@ class Stage:
             self._part.keep_tape = not keep_graph
         self._seed_forward(micro_batch)
         with torch.set_grad_enabled(keep_graph), self._weights_of(kept.version, forward=True):
-            with self._watching_buffers(self.module):
+            with self._watch_buffers(self.module):
                 out = self._call(given)
-            outs = unpacked(out)
+            outs = flatten_output(out)
             out = self._as_given_to_loss(out, outs)
             last = outs if self.loss is None else (self.loss(out, kept.target, kept.num_terms),)
         if self.loss is not None:
             if self.metrics:
-                kept.measured = measured(self.metrics, detached(out), kept.target)
+                kept.measured = measured(self.metrics, map_tensors(Tensor.detach, out), kept.target)
             kept.output_and_loss = self._lasting(outs)[0] if self.is_last else None, last[0]
         if keep_graph:
             kept.grad_edges = self._grad_edges_of(last, micro_batch)
@@ -310,14 +319,14 @@ class Stage:
 
     def _lasting(self, outs: Tensors) -> Tensors:
         """Return ``outs`` of a forward, copied where a later one, or an update, may overwrite them."""
-        if not any(self._lies_in_stage):
+        if not any(self._keeps_memory):
             return outs
-        return tuple(out.clone() if mine else out for out, mine in zip(outs, self._lies_in_stage, strict=True))
+        return tuple(out.clone() if mine else out for out, mine in zip(outs, self._keeps_memory, strict=True))
 
     def _leaves_of(self, acts: Tensors) -> Tensors:
         """Return what came from upstream as leaves of this stage's part of the graph."""
         is_sent = not self._learns_locally
-        needs = self._traits.needs_grad if self._traits.needs_grad is not None else map(takes_gradient, acts)
+        needs = self._info.needs_grad if self._info.needs_grad is not None else map(takes_gradient, acts)
         return tuple([a.detach().requires_grad_(is_sent and need) for a, need in zip(acts, needs, strict=True)])
 
     def recompute(self, micro_batch: int) -> None:
@@ -330,7 +339,7 @@ class Stage:
         kept = self.in_flight[micro_batch]
         self._seed_forward(micro_batch)
         out = self._call(kept.acts, kept.buffers, kept.tape)
-        kept.tape, last = None, unpacked(out)
+        kept.tape, last = None, flatten_output(out)
         if self.loss is not None:
             last = (self.loss(self._as_given_to_loss(out, last), kept.target, kept.num_terms),)
         kept.grad_edges = self._grad_edges_of(last, micro_batch)
@@ -380,7 +389,7 @@ class Stage:
         all is done now: what is sent depends on it.
         """
         if completes and self._skips:
-            for earlier in list(self._put_off):
+            for earlier in list(self._deferred_grads):
                 self.backward_weight(earlier, completes=False)
             with self._deferred.ready():
                 leaving = self.backward(micro_batch, grads)
@@ -388,16 +397,16 @@ class Stage:
         kept = self.in_flight[micro_batch]
         with self._deferred.deferrable([end.node for end in kept.grad_edges or () if end is not None]) as later:
             leaving = self.backward(micro_batch, grads)
-        self._put_off[micro_batch] = kept.version, later
+        self._deferred_grads[micro_batch] = kept.version, later
         if completes:
             self.faults.check()
         return leaving
 
     def backward_weight(self, micro_batch: int, *, completes: bool) -> None:
         """Do the other part, unless it is done already; if it ``completes`` a group, see :meth:`finish_group`."""
-        if micro_batch not in self._put_off:
+        if micro_batch not in self._deferred_grads:
             return
-        version, later = self._put_off.pop(micro_batch)
+        version, later = self._deferred_grads.pop(micro_batch)
         self._random.seed(micro_batch, self._device, BACKWARD_WEIGHT)
         with self._weights_of(version):
             self._deferred.compute(later)
@@ -441,8 +450,7 @@ class Stage:
             if self._clip_norm is not None and self._gradient_norm is not None and not skip:
                 clip_grads_with_norm_(self._policy.gather(), self._clip_norm, self._gradient_norm)
             graphs = self._versions_in_use()
-            seed_update(self._seed, self.key, self.version, self._device)
-            with told_whose(self.optimizer, self.where, self.version), scaled_learning_rates(self.optimizer, factor):
+            with stepping(self, factor, seed=self._seed, device=self._device):
                 self._policy.step(self.version, in_flight=graphs, skip=skip)
             if self.average is not None and not skip:
                 self.average.update()
@@ -474,13 +482,13 @@ class Stage:
         """
         self._seed_forward(micro_batch)
         out = self._call(acts)
-        outs = unpacked(out)
+        outs = flatten_output(out)
         if not self.is_last:
             return self._lasting(outs)
         assert self.loss is not None
         target, _, num_terms = self.loss.wanted(wanted)
         assert target is not None
-        target = target.to(outs[0].device, non_blocking=True)
+        target = move_batch(target, outs[0].device)
         if self.metrics:
             self.tally.measured.append(measured(self.metrics, out, target))
         loss, classes = self.loss(out, target, num_terms), self.loss.classes
@@ -489,7 +497,7 @@ class Stage:
 
     def _set_mode(self, *, training: bool) -> None:
         self._trained.train(training)
-        self._lies_in_stage = self._traits.lies_in_stage[0 if training else 1]
+        self._keeps_memory = self._info.keeps_memory[0 if training else 1]
 
     def _seed_forward(self, micro_batch: int) -> None:
         self._random.seed(micro_batch, self._device)
@@ -508,7 +516,7 @@ class Stage:
             try:
                 return self._call_module(acts, buffers, tape)
             except IndexError:  # torch's own text names nothing
-                refuse_unknown_ids(self.module, acts, self._traits.layout, self.where)
+                refuse_unknown_ids(self.module, acts, self._info.inputs, self.where)
                 raise
 
     def _as_given_to_loss(self, out: Any, outs: Tensors) -> Any:
@@ -519,7 +527,7 @@ class Stage:
         """Return where the backward of ``outs`` starts; the tensors themselves are free once they have been sent."""
         ends: Iterable[Tensor] = outs
         if self.loss is None:
-            needs, gets = self._traits.out_needs_grad, self._traits.out_gets_grad
+            needs, gets = self._info.out_needs_grad, self._info.out_gets_grad
             if needs is not None and not all(needs):
                 for place, (out, need) in enumerate(zip(outs, needs, strict=True)):
                     if out.requires_grad and not need:
@@ -529,7 +537,7 @@ class Stage:
 
     def _gradients_of(self, acts: Tensors, micro_batch: int) -> Tensors:
         """Return the gradients of those that get one."""
-        gets = self._traits.gets_grad
+        gets = self._info.gets_grad
         if gets is None:
             gets = [act.requires_grad for act in acts]
         grads = [act.grad for act in acts]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from adl_dist.batch import Batch
+from adl_dist.batch import Batch, is_class_target, num_samples
 from adl_dist.stage.loss import ClassLoss
 from adl_dist.stage.metrics import PERPLEXITY, Metric, hits_along
 
@@ -68,11 +68,14 @@ class StepStats:
                 [B, ...], of outputs [B, C, ...], or [B, ..., C] if they say so.
             may_ignore: Whether targets that the loss ignores are there although samples are counted.
         """
-        self.sizes.append(len(target))
+        self.sizes.append(num_samples(target))
         self.losses.append(loss.detach())
         if num_terms is not None:
             self.num_terms.append(num_terms)
-        if out is None or not isinstance(target, Tensor) or target.is_floating_point() or out.ndim != target.ndim + 1:
+        if out is None or not is_class_target(target):
+            return
+        assert isinstance(target, Tensor)
+        if out.ndim != target.ndim + 1:
             return
         if num_terms is None and not may_ignore:
             if target.ndim == 1:

@@ -19,10 +19,9 @@ from adl_dist.batch import Tensors
 from adl_dist.errors import DivergedError, PartitionError
 from adl_dist.schedule.actions import Tie
 from adl_dist.stage.average import WeightAverage
-from adl_dist.stage.calls import seed_update
 from adl_dist.stage.mitigation import Mitigation, mitigation_of_tie
 from adl_dist.stage.nonfinite import NonFiniteCheck
-from adl_dist.stage.optimizer import advance, scaled_learning_rates, stage_optimizer, told_whose
+from adl_dist.stage.optimizer import advance, stage_optimizer, stepping
 from adl_dist.stage.spec import TrainSpec
 from adl_dist.stage.stats import StepStats, norm_of
 
@@ -151,9 +150,7 @@ class TiedWeights:
             if self._clip_norm is not None:
                 clip_grads_with_norm_(parameters, self._clip_norm, norm)
             factor = 1.0 if self.mitigation is None else self.mitigation.rate(self.version)
-            scaled = scaled_learning_rates(self.optimizer, factor)
-            seed_update(self._seed, self.key, self.version, parameters[0].device)
-            with told_whose(self.optimizer, self.where, self.version), scaled, in_place:
+            with stepping(self, factor, seed=self._seed, device=parameters[0].device), in_place:
                 self.optimizer.step() if self.mitigation is None else self.mitigation.step()
             self.optimizer.zero_grad()
             if self.average is not None:

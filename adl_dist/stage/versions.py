@@ -5,7 +5,7 @@ are. The Parameter must stay, too: an optimizer, a user's list, a hook or anothe
 the present weights there. So what is exchanged is the inside of the Python object, torch's TensorImpl: memory,
 gradient, and the place where autograd adds to it.
 
-    older = moved_on(parameters)        # the Parameters now hold copies; ``older``: what the graphs in flight refer to
+    older = start_version(parameters)   # the Parameters now hold copies; graphs in flight refer to ``older``
     loss.backward()                     # of a graph built before: adds to the ``.grad`` of ``older``
     with swapped(parameters, older):    # the Parameters are as they were when that graph was built, gradients too
         ...
@@ -42,7 +42,7 @@ def swapped(parameters: Sequence[Tensor], others: Sequence[Tensor]) -> Iterator[
         swap(parameters, others)
 
 
-def moved_on(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+def start_version(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     """Put copies, in the same memory format, into ``parameters``, and return what they held.
 
     Graphs built before refer to what is returned, and their backward adds gradients to it. Its gradients so far have
@@ -79,9 +79,9 @@ class Exchange:
             if id(p) in by_id
         ]
 
-    def moved_on(self) -> list[nn.Parameter]:
-        """Put copies into the parameters, and return what they held; see :func:`moved_on`."""
-        older = moved_on(self.parameters)
+    def start_version(self) -> list[nn.Parameter]:
+        """Put copies into the parameters, and return what they held; see :func:`start_version`."""
+        older = start_version(self.parameters)
         self._tell()
         return older
 

@@ -168,7 +168,7 @@ class Stash(_Policy):
         self.gather()
         self.forget(keep=in_flight)
         if self._is_kept(version, in_flight):
-            self._older[version] = self._exchange.moved_on()
+            self._older[version] = self._exchange.start_version()
         self._finish(skip=skip)
 
     def forget(self, *, keep: Collection[int] = ()) -> None:

@@ -10,8 +10,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from adl_dist.checkpoint.policy import CheckpointPolicy
+from adl_dist.data import Loading
 from adl_dist.errors import ConfigError
+from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.schedule import Method
+from adl_dist.stage import GradientPolicy, Precision
+from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
 
 
 class Busy(Protocol):
@@ -51,7 +56,7 @@ def check_process() -> None:
         raise SystemExit("this script trains when it is imported; put that under `if __name__ == '__main__':`")
 
 
-def chosen_method(method: Method | str | None) -> Method:
+def resolve_method(method: Method | str | None) -> Method:
     """Return the method that the argument ``method`` stands for: itself, the one of that name, or the default."""
     if method is None or isinstance(method, str):
         return Method(name=method) if method is not None else Method()
@@ -87,7 +92,7 @@ def check_layers(model: nn.Module, *, distributed: bool) -> None:
         )
 
 
-def noticed(model: nn.Module, loss_fn: object, dtype: torch.dtype) -> list[str]:
+def conversion_notes(model: nn.Module, loss_fn: object, dtype: torch.dtype) -> list[str]:
     """Return what becomes of model and loss otherwise than their user may expect, a line each.
 
     The modes of ``model`` stay as they are.
@@ -168,24 +173,27 @@ def check_delays(method: Method, balance: object) -> None:
         )
 
 
-def check_workers(num_workers: int) -> None:
-    """Raise ConfigError if there cannot be so many processes that load data."""
-    if num_workers < 0:
-        raise ConfigError(f"num_workers must be at least 0, got {num_workers}; 0: this process loads")
-
-
+# The arguments that are a value of one type.
+VALUES: dict[str, type] = {
+    **dict.fromkeys(("num_stages", "seed", "epochs", "batch_size", "max_updates", "num_workers"), int),
+    **{"partition": PartitionSpec, "precision": Precision, "gradients": GradientPolicy},
+    **{"processes": ProcessOptions, "timeouts": WatchdogTimeouts},
+    **{"checkpoints": CheckpointPolicy, "monitoring": Monitoring, "loading": Loading},
+}
 MAY_BE_NONE = {"max_updates"}  # of the numbers
 
 
-def check_values(values: Mapping[str, object], types: Mapping[str, type]) -> None:
-    """Raise ConfigError for one of ``values`` that is not of its type in ``types``, by name; some may be None."""
+def check_values(values: Mapping[str, object]) -> None:
+    """Raise ConfigError for one of ``values``, by name, that is not of its type in ``VALUES``; some may be None."""
     for name, value in values.items():
-        wanted = types[name]
+        wanted = VALUES[name]
         # A number that is True or False is a slip, too.
         is_left_out = value is None and (wanted is not int or name in MAY_BE_NONE)
         if not is_left_out and (not isinstance(value, wanted) or (wanted is int and isinstance(value, bool))):
             expected = "a whole number" if wanted is int else f"adl_dist.{wanted.__name__}(...)"
             raise ConfigError(f"{name}={value!r}: expected {expected}, got {_kind(value)}")
+        if name == "seed" and isinstance(value, int) and value < 0:
+            raise ConfigError(f"seed must be >= 0, got {value}")
 
 
 def _kind(value: object) -> str:

@@ -1,8 +1,8 @@
-"""Builds one process's worker: settles the cut and what travels, then makes its stages and joins them to channels."""
+"""Build one process's worker: settle the cut with the other ranks, make the stages, and connect them."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from adl_dist.batch import Several, layout_of, tensors_of
+from adl_dist.batch import is_class_target, tensors_of
 from adl_dist.checkpoint.identity import class_name, described, described_optimizer, merged
 from adl_dist.checkpoint.state import FreshStage
 from adl_dist.control.worker import LocalWorker
 from adl_dist.distributed.world import World
-from adl_dist.engine import StageContext
 from adl_dist.errors import ConfigError
 from adl_dist.optim import build_lr_schedule, fast_forward, try_schedule
 from adl_dist.optimizers import mark_roles
@@ -27,71 +26,143 @@ from adl_dist.schedule import Pipeline, downstream_first
 from adl_dist.schedule.run_plan import Plan
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import LossFn, OptimizerFactory, Stage, TrainSpec, in_dtype
+from adl_dist.stage.calls import Compiler
 from adl_dist.stage.heads import build_gradient_network, build_head, normalises_samples
-from adl_dist.stage.loss import LossTerms, ReturnsSumError, SumCountLoss, TreeTargetLoss, class_loss, loss_terms
-from adl_dist.training.agreement import LENGTH, MADE, check_consistent, exchange, read
+from adl_dist.stage.loss import LossTerms, ReturnsSumError, SumCountLoss, class_loss, loss_terms
 from adl_dist.training.edges import COUNTS, connect_stages
 from adl_dist.training.input import DeviceLoader, Loaders
 from adl_dist.training.links import links_between
-from adl_dist.training.partitioned_model import Measuring, PartitionedModel, Settled
-from adl_dist.training.trial import samples as samples_of
-from adl_dist.training.trial.findings import Agreed
-from adl_dist.training.trial.samples import Samples
+from adl_dist.training.partitioned_model import Measuring, PartitionedModel, PartitionResult
+from adl_dist.training.startup_sync import LENGTH, MADE, check_consistent, exchange, read
+from adl_dist.training.trial.samples import Samples, share, take
+from adl_dist.training.trial.stage_run import TrialResult
 from adl_dist.training.warm_up import check_without_warm_up, needs_warm_up, warm_up
-from adl_dist.training.warm_updates import warm_up_updates
 
 Settings = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Startup:
+    """The means by which the ranks of one call of the trainer settle it.
+
+    Attributes:
+        world: this process among the others.
+        store: where ranks publish values.
+        loaders: the data, in the process of stage 0.
+        plan: the length of the run for that data.
+        folder: the run folder, which keeps measurements; None if nothing is saved.
+    """
+
+    world: World
+    store: dist.Store
+    loaders: Loaders
+    plan: Plan
+    folder: Path | None = None
+
+    def exchange(self, key: str, value: Any) -> list[Any]:
+        """Publish ``value`` and return that of each rank; raise as :func:`~adl_dist.training.startup_sync.exchange`."""
+        return exchange(self.store, key, self.world.rank, self.world.size, value)
+
+
+def settle_partition(
+    spec: TrainSpec, partitioned: PartitionedModel, startup: Startup, settings: Settings
+) -> PartitionResult:
+    """Settle with the other ranks what the loss takes, where the model is cut, and what travels between stages.
+
+    Args:
+        spec: how the model is trained.
+        partitioned: the model, which is cut here.
+        startup: the means.
+        settings: plain values that all ranks must have in common.
+
+    Returns:
+        The spec with the settled values, the samples of this call, and the result of the trial, the same on every rank.
+
+    Raises:
+        ConfigError, PartitionError, DataError: If the job cannot be done.
+        StageFailed, ChannelError: If another rank found so, or does not answer.
+    """
+    world, store, loaders, plan = startup.world, startup.store, startup.loaders, startup.plan
+    check_sizes(spec.pipeline, plan.first_epoch.sizes)
+    if spec.precision.compile:
+        check_compiler(world.device)
+    given = {**settings, **plan.as_given}
+    if isinstance(spec.loss_fn, nn.Module):
+        in_dtype(spec.loss_fn, spec.precision.dtype, world.device)
+    if world.size > 1 and plan.epochs:
+        given = {**given, "optimizer": sample_optimizer(spec.optimizer)}
+    check_consistent(store, world.rank, world.size, given, found=False, initial=partitioned.initial)
+    samples = share(store, take(*loaders, plan), rank=world.rank, size=world.size)
+    links, measuring = links_between(partitioned.spec.links, world, store, startup.folder), None
+    if (loader := loaders.first) is not None:
+        measuring = Measuring(loader, plan.micro_batch_size, startup.folder, world.stages_on_device, links)
+        if class_loss(spec.loss_fn) is not None:
+            check_loaded_targets(spec, samples, loader)
+    finalize = partial(partitioned.finalize, store, samples=samples, device=world.device, measuring=measuring)
+    try:
+        found = finalize(spec)
+    except ReturnsSumError as pair:  # whatever it counts, which is only known now
+        found = finalize(replace(spec, loss_fn=SumCountLoss(spec.loss_fn, pair.target, pair.count)))
+    except ConfigError:
+        if loader is not None:
+            check_loaded_targets(spec, samples, loader)  # an ignored target may be why
+        raise
+    if loader is not None:
+        check_loaded_targets(found.spec, samples, loader)
+    values = {**found.result.plain(), "sizes": partitioned.sizes}
+    check_consistent(store, world.rank, world.size, values, found=True)
+    return found._replace(samples=samples)
+
+
+def check_loaded_targets(spec: TrainSpec, samples: Samples, loader: DeviceLoader) -> None:
+    """Raise DataError if the loss of ``spec`` does not take the targets of ``samples`` as they are loaded."""
+    loader.expect(spec, loss_terms(spec.loss_fn, samples.one[1], spec.loss_reduction), num_outputs=None)
+    for target in (batch.target for batch in samples.pair):
+        if isinstance(target, Tensor) and is_class_target(target):
+            loader.check(target, "micro-batch 0 of epoch 1")
+
+
 def build_worker(
-    spec: TrainSpec,
+    settled: PartitionResult,
     partitioned: PartitionedModel,
-    world: World,
-    store: dist.Store,
-    loaders: Loaders,
-    *,
-    plan: Plan,
-    folder: Path | None = None,
-    given: Settings,
+    startup: Startup,
     pick_next: Callable[[Sequence[int]], int] = downstream_first,
 ) -> tuple[LocalWorker, Settings]:
-    """Build the worker of this process; every rank calls it, and they settle through ``store`` what must be agreed on.
-
-    The process of stage 0 has ``loaders`` for training and for evaluation, or one of them, and the ``plan`` for that
-    data. If the cut is measured, ``folder`` keeps the measurement; what the stages of a run without one begin with is
-    not remembered, since nothing will be saved. ``given``: plain values that all ranks must have been given.
+    """Build the worker of this process; every rank calls this after :func:`settle_partition`.
 
     Returns:
         The worker, and the settings in the optimizers and learning rate schedules of all stages; the same on each rank.
 
     Raises:
-        ConfigError, PartitionError, DataError: the job cannot be done.
-        StageFailed, ChannelError: another rank found so, or does not answer.
+        ConfigError: If an optimizer or a learning rate schedule cannot be made, or a head lacks what it needs.
+        StageFailed, ChannelError: If another rank found so, or does not answer.
     """
-    if spec.precision.compile:
-        check_compiler(world.device)
-    if world.size > 1 and plan.epochs:
-        given = {**given, "optimizer": sample_optimizer(spec.optimizer)}
-    loss_fn = spec.loss_fn  # the user's own
-    spec, samples, agreed = settled(spec, partitioned, world, store, loaders, plan, folder, given)
+    spec, result, samples, _ = settled
+    world, loaders = startup.world, startup.loaders
     terms = loss_terms(spec.loss_fn, samples.one[1], spec.loss_reduction)
-    check_targets(spec.pipeline, agreed)
-    stages = placed_stages(spec, partitioned, agreed, world.device)
-    made, scheduled = schedule_learning_rates(stages, spec, plan, store) if plan.epochs else ([], {})
+    check_targets(spec.pipeline, result)
+    modules = {k: spec.precision.place(module, world.device) for k, module in partitioned.modules.items()}
+    make_stages = partial(build_stages, modules, spec, partitioned, result, world.device, Compiler())
+    if samples.varies or any(specs.varies for specs in result.acts.values()):
+        check_without_warm_up(world.backend)
+    elif needs_warm_up(spec, world.device):
+        num_loaded = loaders.training.num_loaded if loaders.training is not None else 0
+        with_updates = world.backend == "nccl"
+        warm_up(make_stages(), spec, world.device, result.acts, samples, terms, num_loaded, with_updates=with_updates)
+    stages = make_stages()
+    made, scheduled = schedule_learning_rates(stages, spec, startup) if startup.plan.epochs else ([], {})
     # The factories are the user's own: if one fails, no rank begins to wait for that stage.
-    all_made = [one for by_rank in exchange(store, MADE, world.rank, world.size, made) for one in by_rank]
+    all_made = [one for by_rank in startup.exchange(MADE, made) for one in by_rank]
     for loader in loaders:
         if loader is not None:
             loader.precision = spec.precision
-            loader.expect(spec, terms, num_outputs=agreed.num_outputs)
-    targets = [*agreed.targets] if terms is None else [*agreed.targets, COUNTS]
-    contexts = connect_stages(world, stages, agreed.acts, targets, spec.pipeline, spec.precision.codecs)
+            loader.expect(spec, terms, num_outputs=result.num_outputs)
+    targets = [*result.targets] if terms is None else [*result.targets, COUNTS]
+    contexts = connect_stages(world, stages, result.acts, targets, spec.pipeline, spec.precision.codecs)
     if 0 in contexts:
         contexts[0].num_inputs = len(tensors_of(samples.one[0]))
-    rehearse(contexts, spec, world, loaders, samples, agreed)
-    fresh = {}
-    if folder is not None:
-        fresh = {k: FreshStage.of(stage, scheduled.get(k, ()), loss_fn) for k, stage in stages.items()}
+    loss_fn = spec.loss_fn.loss_fn if isinstance(spec.loss_fn, SumCountLoss) else spec.loss_fn  # the user's own
+    saved = stages if startup.folder is not None else {}
     worker = LocalWorker(
         world,
         spec.pipeline,
@@ -100,107 +171,11 @@ def build_worker(
         *loaders,
         terms,
         pick_next,
-        is_plain=[layout_of(batch) for batch in samples.one] == [None, None],
+        is_plain=all(isinstance(batch, Tensor) for batch in samples.one),
         unit=unit_of(samples, spec.loss_fn, terms),
-        fresh=fresh,
+        fresh={k: FreshStage.of(stage, scheduled.get(k, ()), loss_fn) for k, stage in saved.items()},
     )
     return worker, settings_made(spec, all_made)
-
-
-def settled(
-    spec: TrainSpec,
-    partitioned: PartitionedModel,
-    world: World,
-    store: dist.Store,
-    loaders: Loaders,
-    plan: Plan,
-    folder: Path | None,
-    given: Settings,
-) -> tuple[TrainSpec, Samples, Agreed]:
-    """Settle with the other ranks what the loss takes, where the model is cut, and what travels between stages.
-
-    Returns:
-        The spec with what was settled of it, the samples by which that was found, and what every rank found alike.
-    """
-    if isinstance(spec.loss_fn, nn.Module):
-        in_dtype(spec.loss_fn, spec.precision.dtype, world.device)
-    check_consistent(store, world.rank, world.size, given, found=False, initial=partitioned.initial)
-    samples = samples_of.share(store, samples_of.take(*loaders, plan), rank=world.rank, size=world.size)
-    if isinstance(samples.one[1], Several):
-        spec = replace(spec, loss_fn=TreeTargetLoss(spec.loss_fn))
-    links, measuring = links_between(partitioned.spec.links, world, store, folder), None
-    if loaders.first is not None:
-        measuring = Measuring(loaders.first, plan.micro_batch_size, folder, world.stages_on_device, links)
-    finalize = partial(partitioned.finalize, store, samples=samples, device=world.device, measuring=measuring)
-    spec, agreed = tried(spec, samples, loaders.first, finalize)
-    found = {**agreed.plain(), "sizes": partitioned.sizes}
-    check_consistent(store, world.rank, world.size, found, found=True)
-    return spec, samples, agreed
-
-
-def placed_stages(
-    spec: TrainSpec, partitioned: PartitionedModel, agreed: Agreed, device: torch.device
-) -> dict[int, Stage]:
-    """Return the stages of this process, with their modules on ``device``; what they share is found there."""
-    modules = {k: spec.precision.place(module, device) for k, module in partitioned.modules.items()}
-    tied = {k: partitioned.ties.of_stage(k, module) for k, module in modules.items()}
-    return {k: build_stage(module, k, spec, agreed, device, tied[k]) for k, module in modules.items()}
-
-
-def rehearse(
-    contexts: Mapping[int, StageContext],
-    spec: TrainSpec,
-    world: World,
-    loaders: Loaders,
-    samples: Samples,
-    agreed: Agreed,
-) -> None:
-    """Do beforehand what would make the first micro-batches wait."""
-    device = world.device
-    if samples.varies or any(specs.varies for specs in agreed.acts.values()):
-        check_without_warm_up(world.backend)
-    elif needs_warm_up(spec, device):
-        warm_up(
-            contexts, spec, device, agreed.acts, samples, loss_terms(spec.loss_fn, samples.one[1], spec.loss_reduction)
-        )
-        if world.backend == "nccl":
-            num_loaded = loaders.training.num_loaded if loaders.training is not None else 0
-            warm_up_updates(contexts, spec, device, agreed.acts, samples, num_loaded=num_loaded)
-
-
-def tried(
-    spec: TrainSpec, samples: Samples, loader: DeviceLoader | None, finalize: Callable[..., Settled]
-) -> tuple[TrainSpec, Agreed]:
-    """Return the spec with what the trial has settled of it, and what that has found.
-
-    ``finalize`` makes the trial with ``samples``, whose targets are those that ``loader`` loads.
-
-    Raises:
-        ConfigError, PartitionError, DataError: the model cannot be trained with this loss on these targets.
-    """
-
-    def check(spec: TrainSpec) -> None:
-        if loader is None:
-            return
-        loader.expect(spec, loss_terms(spec.loss_fn, samples.one[1], spec.loss_reduction), num_outputs=None)
-        for target in (batch.target for batch in samples.pair):
-            if isinstance(target, Tensor) and not target.is_floating_point():
-                loader.check(target, "micro-batch 0 of epoch 1")
-
-    if class_loss(spec.loss_fn) is not None:
-        check(spec)
-    found = None
-    try:
-        found = finalize(spec)
-    except ReturnsSumError as pair:  # whatever it counts, which is only known now
-        spec = replace(spec, loss_fn=SumCountLoss(spec.loss_fn, pair.target, pair.count))
-    except ConfigError:
-        check(spec)  # an ignored target may be why
-        raise
-    if found is None:
-        found = finalize(spec)
-    check(found.spec)
-    return found.spec, found.agreed
 
 
 def unit_of(samples: Samples, loss_fn: LossFn, terms: LossTerms | None) -> str:
@@ -277,14 +252,11 @@ def check_sizes(pipeline: Pipeline, sizes: Iterable[int]) -> None:
         )
 
 
-def check_targets(pipeline: Pipeline, agreed: Agreed) -> None:
-    """Raise ConfigError if a head lacks the classes that it needs, or if local losses would share a state.
-
-    Every rank finds it alike.
-    """
-    target, shown = agreed.targets[0], ", ".join(map(str, agreed.targets))
-    is_class = len(agreed.targets) == 1 and not target.is_floating_point and not target.shape
-    has_classes = agreed.num_classes is not None and is_class
+def check_targets(pipeline: Pipeline, result: TrialResult) -> None:
+    """Raise ConfigError if a head lacks the classes that it needs; all ranks agree on it."""
+    target, shown = result.targets[0], ", ".join(map(str, result.targets))
+    is_class = len(result.targets) == 1 and not target.is_floating_point and not target.shape
+    has_classes = result.num_classes is not None and is_class
     if pipeline.method.head_sees_target and pipeline.num_stages > 1 and not has_classes:
         raise ConfigError(
             "method.head_sees_target=true tells heads the class of each sample, but the targets are "
@@ -293,47 +265,59 @@ def check_targets(pipeline: Pipeline, agreed: Agreed) -> None:
         )
     if not pipeline.spec.local_losses:
         return
-    if (moves := agreed.traits[0].loss.moves) and pipeline.num_stages > 1:
-        raise ConfigError(
-            f"the loss keeps something of its own, which changes with each call ({', '.join(moves[:3])}), but "
-            f"method={pipeline.method.name} has a local loss on each stage, and they would share it; let the loss "
-            "depend on nothing but output and target, or use partition.num_stages=1"
-        )
     if pipeline.method.head == "predsim" and not is_class:
         raise ConfigError(
             f"method.head=predsim compares samples by their class, but the targets are {shown}; expected one whole "
             "number per sample: choose another method.head"
         )
-    if pipeline.num_stages > 1 and agreed.num_classes is None:
+    if pipeline.num_stages > 1 and result.num_classes is None:
         raise ConfigError("method=dgl needs a model that returns [B, classes], or there is nothing to learn locally")
 
 
-def build_stage(
-    module: nn.Module,
-    k: int,
+def build_stages(
+    modules: Mapping[int, nn.Module],
     spec: TrainSpec,
-    agreed: Agreed,
+    partitioned: PartitionedModel,
+    result: TrialResult,
     device: torch.device,
-    tied: Mapping[int, Mapping[str, nn.Parameter]],
-) -> Stage:
-    """Build the stage that trains ``module``, part k of the model on ``device``; ``tied`` is what it shares."""
+    compiler: Compiler,
+) -> dict[int, Stage]:
+    """Build the stages that train ``modules``, the parts of the model in this process, which are on ``device``."""
+    return {
+        k: Stage(
+            module,
+            k,
+            spec,
+            device=device,
+            head=build_stage_head(k, spec, result, device),
+            info=result.infos[k],
+            tied=partitioned.ties.of_stage(k, module),
+            compiler=compiler if spec.precision.compile else None,
+        )
+        for k, module in modules.items()
+    }
+
+
+def build_stage_head(k: int, spec: TrainSpec, result: TrialResult, device: torch.device) -> nn.Module | None:
+    """Build the head of stage ``k``, or return None if the method has none there."""
     method = spec.pipeline.method
-    head: nn.Module | None = None
-    if method.spec.has_heads and k < spec.pipeline.num_stages - 1:
-        shape, seed = agreed.acts[k + 1].training[0].shape, stream_seed(spec.seed, "head", k)
-        if method.spec.predicts_gradients:
-            head = build_gradient_network(method, shape, num_classes=agreed.num_classes, seed=seed)
-        else:
-            assert agreed.num_classes is not None
-            head = build_head(method.head, shape, num_classes=agreed.num_classes, seed=seed)
-        spec.precision.place(head, device)
-        for classifier in head.children():  # each makes outputs of its own
-            mark_roles(classifier, prefix="head:")
-    return Stage(module, k, spec, device=device, head=head, traits=agreed.traits[k], tied=tied)
+    if not method.spec.has_heads or k == spec.pipeline.num_stages - 1:
+        return None
+    shape, seed = result.acts[k + 1].training[0].shape, stream_seed(spec.seed, "head", k)
+    head: nn.Module
+    if method.spec.predicts_gradients:
+        head = build_gradient_network(method, shape, num_classes=result.num_classes, seed=seed)
+    else:
+        assert result.num_classes is not None
+        head = build_head(method.head, shape, num_classes=result.num_classes, seed=seed)
+    spec.precision.place(head, device)
+    for classifier in head.children():  # each makes outputs of its own
+        mark_roles(classifier, prefix="head:")
+    return head
 
 
 def schedule_learning_rates(
-    stages: Mapping[int, Stage], spec: TrainSpec, plan: Plan, store: dist.Store
+    stages: Mapping[int, Stage], spec: TrainSpec, startup: Startup
 ) -> tuple[list[dict[str, Any]], dict[int, set[str]]]:
     """Give each stage with an optimizer the schedule of ``spec``, if it has one, where the method has it start.
 
@@ -343,10 +327,11 @@ def schedule_learning_rates(
     Raises:
         ConfigError: the schedule cannot be made, or is shorter than the run.
     """
+    plan = startup.plan
     if 0 in stages:  # only the process with the data knows how long an epoch is
         lengths = {"updates_per_epoch": plan.updates_per_epoch, "total_updates": plan.total_updates}
-        store.set(LENGTH, json.dumps(lengths))
-    length = read(store, LENGTH, 0)
+        startup.store.set(LENGTH, json.dumps(lengths))
+    length = read(startup.store, LENGTH, 0)
     made: list[dict[str, Any]] = []
     scheduled: dict[int, set[str]] = {}
     for k, learner in ((k, learner) for k, stage in stages.items() for learner in stage.learners):
@@ -354,7 +339,7 @@ def schedule_learning_rates(
             continue
         held = {id(p) for group in learner.optimizer.param_groups for p in group["params"]}
         left = [name for name, p in learner.named_parameters() if p.requires_grad and id(p) not in held]
-        if left and plan.epochs:  # there is a training
+        if left:
             warn(
                 f"{learner.where}: {', '.join(left[:3])}{' ..' * (len(left) > 3)} are in no group of the optimizer and "
                 "are not trained; set requires_grad=False if that is meant. An optimizer gets those of its stage"

@@ -10,7 +10,7 @@ from adl_dist.report.files import write_atomically
 DELAYS = "delays.json"
 
 
-def recorded_delays(folder: Path, num_stages: int) -> list[int] | None:
+def read_delays(folder: Path, num_stages: int) -> list[int] | None:
     """Return the delays that the run in ``folder`` has with ``num_stages``; None: none are written down.
 
     Raises:
@@ -34,7 +34,7 @@ def record_delays(folder: Path, delays: Sequence[int]) -> None:
     Raises:
         ConfigError: it has begun with others, which this trainer did not know when it settled on its own.
     """
-    recorded = recorded_delays(folder, len(delays))
+    recorded = read_delays(folder, len(delays))
     if recorded is None:
         with write_atomically(folder / DELAYS) as unfinished:
             unfinished.write_text(json.dumps(list(delays)) + "\n")

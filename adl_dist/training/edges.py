@@ -11,8 +11,8 @@ from adl_dist.engine import StageContext
 from adl_dist.schedule import Pipeline, max_pending_of
 from adl_dist.schedule.actions import TIED, Message, Op, Tie, tied_message
 from adl_dist.stage import Stage
+from adl_dist.stage.info import describe_units
 from adl_dist.stage.tied import TiedWeights
-from adl_dist.training.trial.findings import units_of
 from adl_dist.transport.channel import LocalChannel
 from adl_dist.transport.process import POSTED_AHEAD, SIZES, ProcessReceiver, ProcessSender
 from adl_dist.transport.spec import Specs, TensorSpec
@@ -83,7 +83,7 @@ def connect_stages(
         joiner.join(wire, source, to, device=device, posted_ahead=ahead)
     for tie, op, (what, source, to) in tied_edges(pipeline):
         if (here := stages.get(source, stages.get(to))) is not None:
-            wire = Wire(specs_of(here.ties[tie.number]), what)
+            wire = Wire(specs_of_tied(here.ties[tie.number]), what)
             joiner.join(wire, source, to, device=world.device, posted_ahead=posted_ahead(pipeline, tie, op, to))
     return joiner.contexts
 
@@ -100,7 +100,7 @@ class _Joiner:
     def join(self, wire: Wire, source: int, to: int, *, device: torch.device, posted_ahead: int) -> None:
         """Make the ends of an edge whose tensors arrive on ``device``."""
         what, contexts = wire.what, self.contexts
-        units = f" ({units_of(contexts[source].stage.module)})" if source in contexts else ""
+        units = f" ({describe_units(contexts[source].stage.module)})" if source in contexts else ""
         if source in contexts and to in contexts:
             channel = LocalChannel(wire, edge=f"stage {source}{units} -> stage {to}")
             contexts[source].senders[what] = contexts[to].receivers[what] = channel
@@ -150,7 +150,7 @@ def posted_ahead(pipeline: Pipeline, tie: Tie, op: Op, stage: int) -> int:
     return min(POSTED_AHEAD, late + pipeline.delays[stage] // pipeline.micro_batches_per_update)
 
 
-def specs_of(tied: TiedWeights) -> Specs:
+def specs_of_tied(tied: TiedWeights) -> Specs:
     """Return the specs of tied gradients: each a batch of one, never narrowed."""
     specs = (replace(TensorSpec.of(p.unsqueeze(0)), channels_last=False) for _, p in tied.named_parameters())
     return Specs.always(specs)

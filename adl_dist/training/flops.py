@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from adl_dist.batch import call
+from adl_dist.batch import call, copy_batch, move_batch, num_samples
 from adl_dist.stage import TrainSpec
 from adl_dist.streams import streams_kept
 from adl_dist.training.trial.samples import Samples
@@ -40,8 +40,8 @@ def flops_per_sample(model: nn.Module, spec: TrainSpec, samples: Samples, device
     batch = samples.pair[1]
     with streams_kept(device), FlopCounterMode(display=False) as counter, torch.enable_grad():
         model.train()
-        target = batch.target.to(device)
+        target = move_batch(batch.target, device)
         with spec.precision.autocasting(device)():
-            out = call(model, batch.input_.clone())  # it may write to it
-            spec.loss_fn(out, target.clone()).backward()
-    return counter.get_total_flops() / len(batch.input_) or None
+            out = call(model, copy_batch(batch.input_))  # it may write to it
+            spec.loss_fn(out, copy_batch(target)).backward()
+    return counter.get_total_flops() / num_samples(batch.input_) or None

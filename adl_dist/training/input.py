@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from adl_dist.batch import as_classes, mapped
+from adl_dist.batch import as_classes, is_class_target, map_batch
 from adl_dist.data import Loader, Loading, check_dataset
 from adl_dist.data.loading import PLAIN
 from adl_dist.engine import Batches
-from adl_dist.errors import DataError
+from adl_dist.errors import ConfigError, DataError
 from adl_dist.report import warn
 from adl_dist.stage import Precision, TrainSpec
 from adl_dist.stage.loss import IGNORED, ClassLoss, LossTerms, class_loss
@@ -86,14 +87,15 @@ class DeviceLoader:
         """
         batches = self._named(self._loader.batches(epoch, sizes, first_sample=first_sample))
         for micro_batch, (input_, target) in enumerate(batches):
-            is_looked_at = (self._num_classes is not None or not self._may_ignore) and not target.is_floating_point()
+            is_looked_at = (self._num_classes is not None or not self._may_ignore) and is_class_target(target)
             if is_looked_at and isinstance(target, Tensor):
                 self.check(target, f"micro-batch {micro_batch} of epoch {epoch + 1}")
             if self._device.type != "cpu":
                 # First, because a conversion on the CPU would leave the pinned memory that the copy needs; on a stream
                 # of its own, to overlap with what is launched already.
-                input_ = mapped(input_, partial(to_device, device=self._device))
-            yield mapped(mapped(input_, self._floating), self._formatted), mapped(target, self._floating)
+                input_ = map_batch(partial(to_device, device=self._device), input_)
+            floating = map_batch(self._floating, input_)
+            yield map_batch(self._formatted, floating), map_batch(self._floating, target)
 
     @property
     def num_loaded(self) -> int:
@@ -170,6 +172,28 @@ class DeviceLoader:
             f"{found}, but the model has {self._num_classes} outputs, so targets must be in [0, {self._num_classes}); "
             "set data.num_classes (model.num_classes) to the number of classes, or correct the targets"
         )
+
+
+@dataclass(frozen=True)
+class Data:
+    """The datasets of one call of the trainer, and how they are loaded.
+
+    Raises:
+        ConfigError: If a value is out of range.
+    """
+
+    training: Dataset[Any] | None
+    validation: Dataset[Any] | None
+    batch_size: int
+    num_workers: int
+    loading: Loading
+    shuffle: bool = False
+    trains: bool = True
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 0:
+            raise ConfigError(f"num_workers must be at least 0, got {self.num_workers}; 0: this process loads")
+        self.loading.check()
 
 
 class Loaders(NamedTuple):

@@ -170,7 +170,7 @@ def is_lazy_model(model: nn.Module) -> bool:
     return any(tensor.is_meta for _, tensor in _registered(model))
 
 
-def given_weights(
+def prepare_weights(
     model: nn.Module, init_from: Path | None, seed: int, untied: Mapping[str, str] | None = None
 ) -> LazyWeights | None:
     """Return what makes the tensors of ``model``; None: it has them, or has now those of ``init_from``.

@@ -10,7 +10,7 @@ from adl_dist.distributed.world import World
 from adl_dist.errors import ConfigError
 from adl_dist.links import LINKS, Links, parse_links
 from adl_dist.report.files import write_atomically
-from adl_dist.training.agreement import MEASURED, exchange
+from adl_dist.training.startup_sync import MEASURED, exchange
 from adl_dist.transport.link_speed import measure_links
 
 KEPT = "links.json"

@@ -8,7 +8,6 @@ import platform
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_structure
 
-from adl_dist.batch import Batch, Several, layout_of, mapped, tensors_of
+from adl_dist.batch import Batch, device_of, map_batch, tensors_of
 from adl_dist.checkpoint.nested import is_extra_state
 from adl_dist.checkpoint.state import signature
 from adl_dist.codecs import PLAIN
@@ -32,16 +32,16 @@ from adl_dist.partition.predict import best_cut, unevenness, with_delays
 from adl_dist.schedule import Method, Pipeline
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.optimizer import stage_optimizer
-from adl_dist.training.agreement import SIZES, read, sampled
-from adl_dist.training.delays import recorded_delays
+from adl_dist.training.delays import read_delays
 from adl_dist.training.flops import flops_per_sample, peak_tflops
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.lazy_weights import LazyWeights
 from adl_dist.training.options import PartitionSpec
+from adl_dist.training.startup_sync import SIZES, read, sampled
 from adl_dist.training.tied_copies import TiedCopies
-from adl_dist.training.trial.findings import Agreed
 from adl_dist.training.trial.samples import NUM_SAMPLES, Samples
-from adl_dist.training.trial.trial import Trial, check_trains, in_a_memory_format
+from adl_dist.training.trial.stage_run import TrialResult
+from adl_dist.training.trial.trial import Trial, check_trains, memory_formats
 from adl_dist.transport.coding_speed import coding_costs
 from adl_dist.transport.spec import TensorSpec
 
@@ -61,18 +61,18 @@ class Measuring(NamedTuple):
     links: Links | None = None  # between stages; None: they take no time
 
 
-class Settled(NamedTuple):
+class PartitionResult(NamedTuple):
     """What was settled at the start."""
 
     spec: TrainSpec  # with the memory format
-    agreed: Agreed
+    result: TrialResult
     samples: Samples
     trained: frozenset[str]  # parameters of this process's stages that took a gradient then
 
     def holds_for(self, samples: Samples) -> bool:
         """Return whether it was found with samples like these."""
         alike = [
-            [(layout_of(of), len(tensors_of(of)), *map(TensorSpec.of, tensors_of(of))) for of in one.pair[0]]
+            [(tree_structure(of), *map(TensorSpec.of, tensors_of(of))) for of in one.pair[0]]
             for one in (self.samples, samples)
         ]
         return alike[0] == alike[1] and self.samples.varies == samples.varies
@@ -139,7 +139,7 @@ class PartitionedModel:
         self.verify_seconds: float | None = None
         self.flops: float | None = None
         self.peak_tflops: float | None = None  # of a device, if that is given
-        self._settled: Settled | None = None
+        self._settled: PartitionResult | None = None
         self._home: dict[str, tuple[int, torch.dtype]] = {}
 
     def full_state_dict(self, *, distributed: bool) -> dict[str, Any]:
@@ -175,7 +175,7 @@ class PartitionedModel:
         *,
         device: torch.device,
         measuring: Measuring | None,
-    ) -> Settled:
+    ) -> PartitionResult:
         """Cut the model, run it on ``samples`` and compare it with the uncut one; the same on every rank.
 
         The process of stage 0, which alone has ``measuring``, measures if that is asked for.
@@ -189,46 +189,41 @@ class PartitionedModel:
         if self._settled is not None and (known := self._known(samples)) is not None:
             return known
         assert self._model is not None
-        settle = partial(self._settle, store, samples, device, measuring)
-        with _collector_off():
-            (spec, agreed, chain, sizes), is_plain = in_a_memory_format(self._model, spec, samples, settle)
-            self._cut(chain, sizes)
+        formats = memory_formats(self._model, spec, samples)
+        for channels_last in formats:
+            tried = replace(spec, precision=replace(spec.precision, channels_last=channels_last))
+            try:
+                with _collector_off():
+                    trial = Trial(self._model, tried, samples, device)
+                    chain = None
+                    if self._num_stages > 1 or not isinstance(self.spec.balance, str):
+                        keeps = keeps_ties(spec.pipeline.method)
+                        chain = trial.chain(granularity=self.spec.granularity, keeps_ties=keeps)
+                    tried, result, sizes = self._choose(trial, chain, store, measuring)
+                    self._cut(chain, sizes)
+                break
+            except (ConfigError, PartitionError):
+                if channels_last is formats[-1]:
+                    raise
         if self.ties.stages:
-            spec = replace(spec, pipeline=replace(spec.pipeline, tied=self.ties.stages))
+            tried = replace(tried, pipeline=replace(tried.pipeline, tied=self.ties.stages))
         if self.weights is not None:
             for module in self.modules.values():
                 self.weights.make(module)
             self.weights = None
         if isinstance(spec.loss_fn, nn.Module):
             spec.loss_fn.to(device)
-        if is_plain:
+        if channels_last is not formats[0]:
             self._note("channels_last is off: the model runs in the plain memory format only")
-        self._settled = Settled(spec, agreed, samples, self._trained())
+        self._note_trial(trial)
+        peak = peak_tflops(self.peak_tflops, spec, device)
+        if peak is not None and measuring is not None and not trial.is_lazy and result.learns:
+            flops = flops_per_sample(copied_model(trial.model), tried, trial.samples, trial.device)
+            self.flops = None if flops is None else flops / (1e12 * peak)
+        self._settled = PartitionResult(tried, result, samples, self._trained())
         return self._settled
 
-    def _settle(
-        self,
-        store: dist.Store,
-        samples: Samples,
-        device: torch.device,
-        measuring: Measuring | None,
-        spec: TrainSpec,
-    ) -> tuple[TrainSpec, Agreed, Chain | None, list[int]]:
-        """Return the spec, findings, units and sizes that are settled in the memory format of ``spec``."""
-        assert self._model is not None
-        trial, chain, delays = Trial(self._model, spec, samples, device), None, spec.pipeline.nominal_delays
-        if self._num_stages > 1 or not isinstance(self.spec.balance, str):
-            chain = trial.chain(granularity=self.spec.granularity, keeps_ties=keeps_ties(spec.pipeline.method))
-        if chain is None or self._num_stages == 1:
-            if chain is not None:
-                checked_sizes(chain, 1, self.spec.balance)
-            chain, sizes, agreed = None, [1], trial.run()
-            if self.spec.verify:
-                self._note("one stage runs the uncut model itself, so nothing was compared")
-        else:
-            sizes, agreed, delays = self._choose(trial, chain, store, measuring)
-        if spec.pipeline.method.awaits_delays:
-            spec = replace(spec, pipeline=Pipeline(spec.pipeline.method.with_delays(delays), self._num_stages))
+    def _note_trial(self, trial: Trial) -> None:
         self.verify_seconds = trial.verify_seconds
         if trial.is_lazy:
             self._note(
@@ -238,43 +233,49 @@ class PartitionedModel:
         elif self.verify_seconds is not None:
             seconds = f"{self.verify_seconds:.2f} s"
             self._note(f"the stages were found equal to the uncut model on {NUM_SAMPLES} samples in {seconds}")
-        peak = peak_tflops(self.peak_tflops, spec, device)
-        if peak is not None and measuring is not None and not trial.is_lazy and agreed.learns:
-            flops = flops_per_sample(copied_model(trial.model), spec, trial.samples, trial.device)
-            self.flops = None if flops is None else flops / (1e12 * peak)
-        return spec, agreed, chain, sizes
 
     def _choose(
-        self, trial: Trial, chain: Chain, store: dist.Store, measuring: Measuring | None
-    ) -> tuple[list[int], Agreed, tuple[int, ...]]:
-        """Return sizes, findings and nominal delays of the cut that was asked for, or can be made."""
-        balance, delays = self.spec.balance, trial.spec.pipeline.nominal_delays
-        run = partial(trial.run, chain, verify=self.spec.verify)
-        if balance == "auto":
-            key = SIZES[bool(trial.spec.precision.channels_last)]
+        self, trial: Trial, chain: Chain | None, store: dist.Store, measuring: Measuring | None
+    ) -> tuple[TrainSpec, TrialResult, list[int]]:
+        """Return the spec, with its delays, and result and sizes of the cut that was asked for, or can be made."""
+        spec, delays = trial.spec, trial.spec.pipeline.nominal_delays
+        if chain is None or self._num_stages == 1:
+            if chain is not None:
+                checked_sizes(chain, 1, self.spec.balance)
+            result, sizes = trial.run(), [1]
+            if self.spec.verify:
+                self._note("one stage runs the uncut model itself, so nothing was compared")
+        elif self.spec.balance == "auto":
+            key = SIZES[bool(spec.precision.channels_last)]
             if measuring is None:
                 found = read(store, key, 0)
                 sizes, delays = found["sizes"], tuple(found["delays"])
             else:
                 sizes, delays = self._measured(trial, chain, measuring)
                 store.set(key, json.dumps({"sizes": sizes, "delays": delays}))
-            return sizes, run(sizes), delays
-        fixed = self._fixed_sizes(chain)
-        choose = flops_sizes if balance == "flops" else even_sizes
-        sizes, agreed = attempt(
+            result = trial.run(chain, sizes, verify=self.spec.verify)
+        else:
+            result, sizes = self._even(trial, chain)
+        if spec.pipeline.method.awaits_delays:
+            spec = replace(spec, pipeline=Pipeline(spec.pipeline.method.with_delays(delays), self._num_stages))
+        return spec, result, sizes
+
+    def _even(self, trial: Trial, chain: Chain) -> tuple[TrialResult, list[int]]:
+        """Return result and sizes of a cut that follows from the model: the one asked for, or the most even one."""
+        is_flops, fixed = self.spec.balance == "flops", self._fixed_sizes(chain)
+        choose = flops_sizes if is_flops else even_sizes
+        result, sizes = attempt(
             chain,
             lambda: fixed or choose(chain, self._num_stages),
-            lambda sizes: (sizes, run(sizes)),
+            lambda sizes: (trial.run(chain, sizes, verify=self.spec.verify), sizes),
             fixed=fixed is not None,
         )
         self._note(cut_note(chain, sizes))
-        if fixed is None:
-            reasons = [chain.forbidden.get(unit, "") for unit in range(len(chain.units))]
-            loads = loads_of(chain, sizes) if balance == "flops" else sizes
-            if any(reasons):
-                of = "the work" if balance == "flops" else "the units"
-                self.warning = why_uneven(chain.units, reasons, sizes, loads, of=of)
-        return sizes, agreed, delays
+        reasons = [chain.forbidden.get(unit, "") for unit in range(len(chain.units))]
+        if fixed is None and any(reasons):
+            loads, of = (loads_of(chain, sizes), "the work") if is_flops else (sizes, "the units")
+            self.warning = why_uneven(chain.units, reasons, sizes, loads, of=of)
+        return result, sizes
 
     def _fixed_sizes(self, chain: Chain) -> list[int] | None:
         """Return the sizes that were asked for, or those of the run that continues; None if they are to be chosen."""
@@ -334,7 +335,7 @@ class PartitionedModel:
         """
         if not pipeline.method.awaits_delays:
             return pipeline
-        delays = recorded_delays(folder, self._num_stages) if folder is not None else None
+        delays = read_delays(folder, self._num_stages) if folder is not None else None
         if delays is not None:
             self._note(f"delays of this run: {delays} micro-batches")
             return Pipeline(pipeline.method.with_delays(delays), self._num_stages)
@@ -347,7 +348,7 @@ class PartitionedModel:
         self._note(f"measured delays: {delays} micro-batches, {why}")
         return measured
 
-    def _known(self, samples: Samples) -> Settled | None:
+    def _known(self, samples: Samples) -> PartitionResult | None:
         """Return what was settled in an earlier call of fit or evaluate, if it holds for these samples, too.
 
         Raises:
@@ -358,19 +359,14 @@ class PartitionedModel:
         assert settled is not None
         if self._num_stages > 1 and (unlike := self._trained() - settled.trained):
             raise ConfigError(
-                f"'{min(unlike)}' takes a gradient now, but did not when the model was cut, and stages agreed then on "
+                f"'{min(unlike)}' takes a gradient now, but did not when the model was cut, and stages result then on "
                 "the gradients that they send; make a new Trainer, of a model with the weights of full_state_dict()"
             )
         is_new = samples.trains and not settled.samples.trains and self._num_stages == 1  # no backward was looked at
         if not is_new and settled.holds_for(samples):
             if samples.trains:
-                check_trains(settled.agreed, samples)
+                check_trains(settled.result, samples)
             return settled
-        if isinstance(samples.one[1], Several) is not isinstance(settled.samples.one[1], Several):
-            raise ConfigError(
-                "the targets of this call are one tensor, and were several in the first call, or the other way round, "
-                "and the loss was wrapped for those; make a new Trainer for these"
-            )
         if self._model is None:
             raise ConfigError(
                 "the samples of this call have another shape or dtype than those that the model was cut with; make a "
@@ -389,7 +385,7 @@ class PartitionedModel:
     def _cut(self, chain: Chain | None, sizes: list[int]) -> None:
         assert self._model is not None
         self.sizes = sizes
-        if chain is None:
+        if chain is None or self._num_stages == 1:
             return
         plan, model = chain.plan(sizes), self._model
         stages = chain.stages(model, plan, sizes, self._own)
@@ -459,7 +455,7 @@ def take_profile(
     from adl_dist.partition.measure import measure
     from adl_dist.training.split_costs import with_split_costs
 
-    device, precision, inputs = sample[0].device, spec.precision, tensors_of(sample[0])
+    device, precision, inputs = device_of(sample[0]), spec.precision, tensors_of(sample[0])
     shapes = {name: list(value.shape) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     digest = json.dumps([chain.units, shapes, repr(model), repr(spec.loss_fn)])
@@ -513,7 +509,7 @@ def micro_batch(sample: tuple[Batch, Batch], size: int, device: torch.device) ->
     def repeated(tensor: Tensor) -> Tensor:
         return TensorSpec.of(tensor).empty(size, device).copy_(tensor)
 
-    return mapped(sample[0], repeated), mapped(sample[1], repeated)
+    return map_batch(repeated, sample[0]), map_batch(repeated, sample[1])
 
 
 def _plain(tensor: Any) -> Any:

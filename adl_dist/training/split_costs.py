@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from adl_dist.batch import Batch, call
+from adl_dist.batch import Batch, call, copy_batch, device_of
 from adl_dist.partition.captured import Within, first_units, now
 from adl_dist.partition.chain import Chain, copied_model
 from adl_dist.partition.costs import Profile
@@ -58,10 +58,10 @@ def with_split_costs(
 
     def loss() -> Tensor:
         with within():
-            return loss_fn(call(twin, input_.clone()), target.clone())  # they may write to them
+            return loss_fn(call(twin, copy_batch(input_)), copy_batch(target))  # they may write to them
 
-    with streams_kept(input_.device), torch.enable_grad():
-        rounds = [_one_round(deferred, loss, unit_of, input_.device) for _ in range(ROUNDS)][1:]
+    with streams_kept(device_of(input_)), torch.enable_grad():
+        rounds = [_one_round(deferred, loss, unit_of, device_of(input_)) for _ in range(ROUNDS)][1:]
     units = [
         replace(
             unit,

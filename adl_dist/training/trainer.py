@@ -51,26 +51,23 @@ from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, 
 from adl_dist.stage.average import WeightAverage
 from adl_dist.stage.metrics import metrics_of
 from adl_dist.training import arguments, build
-from adl_dist.training.agreement import exchange, propagate_errors
 from adl_dist.training.delays import record_delays
-from adl_dist.training.input import DeviceLoader, Loaders
-from adl_dist.training.lazy_weights import given_weights
+from adl_dist.training.input import Data, DeviceLoader, Loaders
+from adl_dist.training.lazy_weights import prepare_weights
 from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
-from adl_dist.training.outputs import Outputs
 from adl_dist.training.partitioned_model import PartitionedModel
+from adl_dist.training.run_outputs import Outputs
+from adl_dist.training.startup_sync import exchange, propagate_errors
 from adl_dist.training.tied_copies import untied
-
-# The arguments that are a value of one type.
-VALUES: dict[str, type] = {
-    **dict.fromkeys(("num_stages", "seed", "epochs", "batch_size", "max_updates", "num_workers"), int),
-    **{"partition": PartitionSpec, "precision": Precision, "gradients": GradientPolicy},
-    **{"processes": ProcessOptions, "timeouts": WatchdogTimeouts},
-    **{"checkpoints": CheckpointPolicy, "monitoring": Monitoring, "loading": Loading},
-}
 
 
 class Trainer:
-    """Trains ``model`` cut into K stages: one process each under torchrun, all in this process otherwise.
+    """Trains a model cut into K stages: one process each under torchrun, all in this process otherwise.
+
+    Initial weights are the model's own: for the same ones in every run, and on every rank, call ``torch.manual_seed``
+    before it is built. :meth:`full_state_dict` returns those that training ends with. Of a model on
+    ``torch.device("meta")`` each process makes the weights of its own stages only, or reads them from ``init_from``;
+    other Parameter objects then take the place of those that it has now (docs/huggingface.md).
 
     Examples:
         >>> torch.manual_seed(0)
@@ -82,9 +79,39 @@ class Trainer:
         >>> state = trainer.full_state_dict()
 
     Under torchrun every rank runs the same script and makes the same calls.
+
+    Args:
+        model: any module. It is called with the data's input: a tensor, the elements of a tuple, or the entries of a
+            dictionary by their names. It is cut when there is data to try it with.
+        loss_fn: (output, target) to the mean loss over the samples, or over terms that it counts (docs/own.md).
+        optimizer: makes a torch optimizer from the parameters of one stage; with groups by rules, see
+            :func:`adl_dist.optimizers.with_rules`, which also freezes parameters of ``model``.
+        loss_reduction: ``mean`` if ``loss_fn`` is such a mean, ``batch`` if it is another loss of a micro-batch, like
+            one with a router's term; each then weighs as many samples as it has.
+        method: from :func:`adl_dist.method`, or a method's name; by default ADL with M = 4.
+        num_stages: K.
+        partition: where the model is cut.
+        lr_schedule: makes a torch LR scheduler from an optimizer; stepped once per update. It is also given
+            ``updates_per_epoch`` and ``total_updates`` (or ``total_steps``) if it takes them. It may be made, and
+            stepped through the run, more than once.
+        precision: number formats and kernels; all parameters and floating-point inputs get its ``dtype``.
+        gradients: clipping, and the treatment of a loss or gradient that is not finite.
+        metrics: figures measured besides the loss, in training and validation: ``accuracy``, ``top5``, ``perplexity``,
+            or a callable of (output, target) that returns (sum, count); recorded by its name.
+        ema: the decay of a moving average of the weights; if None, there is none.
+        processes: device, threads and processes.
+        timeouts: how long the job may stand still.
+        seed: seeds data order, augmentation and dropout, and the weights of a model on meta.
+        init_from: weights to begin with: a safetensors file, a folder of several with their index, a checkpoint, or,
+            unless the model is on meta, a state_dict saved by ``torch.save``.
+
+    Raises:
+        ConfigError: If an argument is of a wrong kind or out of range, the number of processes is not K, the method
+            does not fit K, or tensors of a model on meta cannot be made.
+        CheckpointError: If ``init_from`` is not there, damaged, or of another model.
     """
 
-    def __init__(  # 16: what is trained and from which weights, six values that say how, what is measured, the seed
+    def __init__(  # 16: the model and its weights, six values that say how it is trained, the figures, the seed
         self,
         model: nn.Module,
         *,
@@ -104,54 +131,16 @@ class Trainer:
         seed: int = 0,
         init_from: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Take what is trained and how; the model is cut when there is data to try it with. None: a value's defaults.
-
-        Initial weights are the model's own: for the same ones in every run, and on every rank, call
-        ``torch.manual_seed`` before it is built. :meth:`full_state_dict` returns those that training ends with. Of a
-        model on ``torch.device("meta")`` each process makes the weights of its own stages only, or reads them from
-        ``init_from``; other Parameter objects then take the place of those that it has now (docs/huggingface.md).
-
-        Args:
-            model: any module. It is called with the data's input: a tensor, the elements of a tuple, or the entries of
-                a dictionary by their names.
-            loss_fn: (output, target) to the mean loss over the samples, or over terms that it counts (docs/own.md).
-            optimizer: makes a torch optimizer from the parameters of one stage; with groups by rules, see
-                :func:`adl_dist.optimizers.with_rules`, which also freezes parameters of ``model``.
-            loss_reduction: ``mean`` if ``loss_fn`` is such a mean, ``batch`` if it is another loss of a micro-batch,
-                like one with a router's term; each then weighs as many samples as it has.
-            method: from :func:`adl_dist.method`, or a method's name; None: ADL with M = 4.
-            num_stages: K.
-            partition: where the model is cut.
-            lr_schedule: makes a torch LR scheduler from an optimizer; stepped once per update. It is also given
-                ``updates_per_epoch`` and ``total_updates`` (or ``total_steps``) if it takes them. It may be made, and
-                stepped through the run, more than once.
-            precision: number formats and kernels; all parameters and floating-point inputs get its ``dtype``.
-            gradients: clipping, and what happens if a loss or gradient is not finite.
-            metrics: what is measured besides the loss, in training and validation: ``accuracy``, ``top5``,
-                ``perplexity``, or a callable of (output, target) that returns (sum, count); recorded by its name.
-            ema: the decay of a moving average of the weights; None: there is none.
-            processes: device, threads and processes.
-            timeouts: how long the job may stand still.
-            seed: seeds data order, augmentation and dropout, and the weights of a model on meta.
-            init_from: weights to begin with: a safetensors file, a folder of several with their index, a checkpoint,
-                or, unless the model is on meta, a state_dict saved by ``torch.save``.
-
-        Raises:
-            ConfigError: an argument of a wrong kind, a value out of range, another number of processes than K, a
-                method that does not fit K, or a model on meta with tensors that cannot be made.
-            CheckpointError: ``init_from`` is not there, damaged, or of another model.
-        """
+        """Check the arguments and load the initial weights."""
         arguments.check_process()
         arguments.check_model(model)
         arguments.check_loss(loss_fn)
         arguments.check_factories(optimizer, lr_schedule)
         given = {"partition": partition, "precision": precision, "gradients": gradients, "processes": processes}
-        arguments.check_values({**given, "timeouts": timeouts, "num_stages": num_stages, "seed": seed}, VALUES)
+        arguments.check_values({**given, "timeouts": timeouts, "num_stages": num_stages, "seed": seed})
         arguments.check_uncompiled(model, num_stages)
-        if seed < 0:
-            raise ConfigError(f"seed must be >= 0, got {seed}")
         self._spec = TrainSpec(
-            pipeline=Pipeline(arguments.chosen_method(method), num_stages),
+            pipeline=Pipeline(arguments.resolve_method(method), num_stages),
             loss_fn=loss_fn,
             loss_reduction=loss_reduction,
             optimizer=optimizer,
@@ -162,39 +151,43 @@ class Trainer:
             ema=ema,
             seed=seed,
         )
-        partition = partition or PartitionSpec()
-        arguments.check_delays(self._spec.pipeline.method, partition.balance)
-        self._processes = processes or ProcessOptions()
         metrics_of(self._spec.metrics, None)  # refuses a wrong name before any work
+        self._processes, self._timeouts = processes or ProcessOptions(), timeouts or WatchdogTimeouts()
         self._distributed = _is_distributed(self._processes, self._spec.pipeline)
         arguments.check_layers(model, distributed=self._distributed)
-        self._timeouts = timeouts or WatchdogTimeouts()
         self._loss_settings = described(loss_fn)  # now, because a loss may count its calls
+        self._partitioned = self._prepare(model, partition or PartitionSpec(), init_from)
+        self._modules = [ref(module) for module in model.modules()]  # of the user's; a process keeps those of its stage
+        # Of the stages of this process, which may have nothing to train; None before the first fit.
+        self._averages: list[WeightAverage] | None = None
+        self.running: str | None = None  # its method that runs
+        self.requests = RequestQueue()  # of the job that runs now, or did last; to ask it to stop or to save
+
+    def _prepare(
+        self, model: nn.Module, partition: PartitionSpec, init_from: str | os.PathLike[str] | None
+    ) -> PartitionedModel:
+        """Load the weights of ``model`` or note how to make them, and return the model, not cut yet."""
+        spec, num_stages = self._spec, self._spec.pipeline.num_stages
+        arguments.check_delays(spec.pipeline.method, partition.balance)
         names = untied(model) if partition.tied == "untie" else {}
-        weights = given_weights(model, None if init_from is None else Path(init_from), seed, names)
+        weights = prepare_weights(model, None if init_from is None else Path(init_from), spec.seed, names)
         if weights is not None and not self._distributed:  # this process has all of it in any case
             weights.make(model)
             weights = None
-        prepare(model, optimizer)
-        notes = arguments.noticed(model, loss_fn, self._spec.precision.dtype)
-        self._partitioned = PartitionedModel(
-            in_dtype(model, self._spec.precision.dtype),
+        prepare(model, spec.optimizer)
+        notes = arguments.conversion_notes(model, spec.loss_fn, spec.precision.dtype)
+        partitioned = PartitionedModel(
+            in_dtype(model, spec.precision.dtype),
             num_stages,
             partition,
-            own=self._spec.pipeline.stages_of(launched_rank()) if self._distributed else range(num_stages),
+            own=spec.pipeline.stages_of(launched_rank()) if self._distributed else range(num_stages),
             weights=weights,
         )
-        self._modules = [ref(module) for module in model.modules()]  # of the user's; a process keeps those of its stage
-        # Of the stages of this process, which may have nothing to train; None: no fit has made any.
-        self._averages: list[WeightAverage] | None = None
-        self.running: str | None = None  # its method that runs
-        self._partitioned.notes += notes
         if names:
             shown = f"{', '.join([*names][:3])}{' ..' * (len(names) > 3)}"
-            self._partitioned.notes.append(
-                f"partition.tied=untie: {shown} had the weights of another layer, now its own"
-            )
-        self.requests = RequestQueue()  # of the job that runs now, or did last; to ask it to stop or to save
+            notes.append(f"partition.tied=untie: {shown} had the weights of another layer, now its own")
+        partitioned.notes += notes
+        return partitioned
 
     @property
     def rank(self) -> int:
@@ -228,8 +221,7 @@ class Trainer:
         """Train, evaluating and saving between epochs.
 
         Afterwards, also after an error, the module given to the trainer holds the newest weights, under the same
-        Parameter objects: all of them in one process, those of its own stage in each of K. ``full_state_dict`` gives
-        all of them in either case. Modules are in the modes (train, eval) in which they were.
+        Parameter objects: all of them in one process, those of its own stage in each of K.
 
         Args:
             train_dataset: map-style or iterable, of (input, target), each a tensor, a tuple or a dictionary of tensors
@@ -237,63 +229,63 @@ class Trainer:
             epochs: passes over it.
             batch_size: samples of one update; micro-batches hold floor(batch_size / M).
             val_dataset: evaluated after each epoch, every sample exactly once.
-            run_dir: the run's folder; None: nothing is written.
+            run_dir: the run's folder; if None, nothing is written.
             resume: ``auto`` (the newest checkpoint), ``never``, or a checkpoint's path; not after a launcher's restart.
             max_updates: stop after so many updates, if that comes first.
             shuffle: a new order of samples each epoch, a function of (seed, epoch) alone.
-            num_workers: processes that load data; 0: the first stage loads between its actions.
-            loading: a ``collate_fn``, a sampler, the length of an epoch; None: samples are stacked, each visited once.
+            num_workers: processes that load data; if 0, the first stage loads between its actions.
+            loading: a ``collate_fn``, a sampler, the length of an epoch; by default samples are stacked.
             checkpoints: when to save and what to keep.
             monitoring: what is recorded and shown.
-            callbacks: what is called on rank 0, see :class:`adl_dist.Callback`.
-            config: the settings that ``run_dir`` is recognised by; None: this trainer's own.
+            callbacks: called on rank 0, see :class:`adl_dist.Callback`.
+            config: the settings that ``run_dir`` is recognised by; by default this trainer's own.
 
         Returns:
-            The summary, as in ``summary.json``; the same on every rank. After a stop it has ``stopped``: ``why``,
-            ``update``, ``epoch``, ``checkpoint`` (a path, or None), and whether ``drain_changed_result``; if a callback
-            has ended the run, it has ``ended_by``, which one and why.
+            The summary, as in ``summary.json``; the same on every rank. After a stop it has ``stopped``, and
+            ``ended_by`` if a callback has ended the run (docs/runs.md).
 
         Raises:
-            ConfigError, PartitionError, DataError, CheckpointError: before training starts.
-            DivergedError: a loss or a gradient is not finite.
-            StageFailed, ChannelError: another process failed.
-            CallbackError: a callback has raised.
-            SaveError: the last checkpoint could not be written.
+            AdlError: Before training starts, by the kind of mistake; DivergedError, StageFailed, ChannelError or
+                CallbackError later on; SaveError if the last checkpoint could not be written.
         """
         given = {"epochs": epochs, "batch_size": batch_size, "max_updates": max_updates, "num_workers": num_workers}
-        arguments.check_values(
-            {**given, "checkpoints": checkpoints, "monitoring": monitoring, "loading": loading}, VALUES
-        )
-        arguments.check_workers(num_workers)
-        loading = loading or Loading()
-        loading.check()
-        outputs = Outputs.of(checkpoints, monitoring, callbacks)
-        self._partitioned.peak_tflops = outputs.monitoring.peak_tflops
+        arguments.check_values({**given, "checkpoints": checkpoints, "monitoring": monitoring, "loading": loading})
         check_lengths(epochs=epochs, max_updates=max_updates)
-        steps = self._spec.pipeline.micro_batches_per_update
-        every: dict[str, Any] = {"checkpoint_every_updates": outputs.checkpoints.every_updates}
-        sizes = {"micro_batch_size": micro_batch_size_of(batch_size, steps), "accumulation_steps": steps}
+        data = Data(train_dataset, val_dataset, batch_size, num_workers, loading or Loading(), shuffle)
+        outputs = Outputs.of(checkpoints, monitoring, callbacks)
         outputs.check(run_dir, resume, self._spec, is_distributed=self._distributed)
+        return self._fit(data, outputs, epochs, max_updates, run_dir, resume, config)
+
+    def _fit(
+        self,
+        data: Data,
+        outputs: Outputs,
+        epochs: int,
+        max_updates: int | None,
+        run_dir: str | os.PathLike[str] | None,
+        resume: str,
+        config: Mapping[str, Any] | None,
+    ) -> Summary:
+        self._partitioned.peak_tflops = outputs.monitoring.peak_tflops
+        every: dict[str, Any] = {"checkpoint_every_updates": outputs.checkpoints.every_updates}
+        steps = self._spec.pipeline.micro_batches_per_update
+        sizes = {"micro_batch_size": micro_batch_size_of(data.batch_size, steps), "accumulation_steps": steps}
         folder = RunFolder(Path(run_dir)) if run_dir is not None else None
-        own = {**self._settings, "batch_size": batch_size, "shuffle": shuffle, **every}
+        own = {**self._settings, "batch_size": data.batch_size, "shuffle": data.shuffle, **every}
         known_by = own if config is None else dict(config)
         # A script has no settings for its optimizer and schedule: what they are is known when they are made.
         later = () if config is not None else ("optimizer", "lr_schedule")
         resume = self._checked_folder(folder, known_by, resume, later)
-
         world = self._join()
-        with self._modes_kept(), self._settling(world, folder) as (running, store):
-            loaders = Loaders()
+        with self._keep_modes(), self._start_job(world, folder) as (running, store):
+            loaders = self._load(world, data) if self.needs_data else Loaders()
             if self.needs_data:
-                load = self._loads(world, num_workers)
-                training = load(train_dataset, "training", shuffle=shuffle, min_samples=batch_size, loading=loading)
-                validation = None
-                if val_dataset is not None:
-                    validation = load(val_dataset, "validation", loading=loading.of_validation)
-                loaders = Loaders(training, validation)
                 outputs.check_validation(loaders.lengths["num_validation"], saves=folder is not None)
             plan = Plan(epochs=epochs, max_updates=max_updates, **every, **sizes, **loaders.lengths)
-            worker, made = self._built(world, store, loaders, plan, folder)
+            startup = build.Startup(world, store, loaders, plan, folder.path if folder is not None else None)
+            with self._bound(world):  # with the threads of the first forward, but without the loaders' workers
+                settled = build.settle_partition(self._spec, self._partitioned, startup, self._settings)
+                worker, made = build.build_worker(settled, self._partitioned, startup, self._processes.pick_next)
             known_by.update({name: made[name] for name in later})
             if folder is not None:
                 folder.recognise(known_by)
@@ -302,7 +294,7 @@ class Trainer:
         if self._spec.ema is not None:
             self._averages = [average for stage in worker.stages for average in stage.averages]
         closing_folder = contextlib.nullcontext() if folder is None else contextlib.closing(folder)
-        with self._modes_kept(), contextlib.closing(worker), closing_folder:
+        with self._keep_modes(), contextlib.closing(worker), closing_folder:
             saving = self._saving(world, folder, known_by, resume, outputs, made)
             worker.wants_timeline = folder is not None and outputs.monitoring.report
             summary = self._train(running, worker, plan, saving, outputs)
@@ -321,27 +313,26 @@ class Trainer:
             on every rank.
 
         Raises:
-            ConfigError, PartitionError, DataError: before it starts.
-            StageFailed, ChannelError: another process failed.
+            ConfigError, PartitionError, DataError: Before it starts.
+            StageFailed, ChannelError: If another process failed.
         """
-        given = {"batch_size": batch_size, "num_workers": num_workers, "loading": loading}
-        arguments.check_values(given, VALUES)
+        arguments.check_values({"batch_size": batch_size, "num_workers": num_workers, "loading": loading})
+        data = Data(None, dataset, batch_size, num_workers, loading or Loading(), trains=False)
         if batch_size < 1:
             raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
-        arguments.check_workers(num_workers)
-        loading = loading or Loading()
-        loading.check()
-        world, sizes = self._join(), {"micro_batch_size": batch_size, "accumulation_steps": 1}
-        with self._modes_kept(), self._settling(world, None) as (running, store):
-            loaders = Loaders()
-            if self.needs_data:
-                load = self._loads(world, num_workers)
-                loaders = Loaders(validation=load(dataset, "validation", loading=loading.of_validation))
-            plan = Plan(epochs=0, max_updates=None, **sizes, **loaders.lengths)
-            worker, _ = self._built(world, store, loaders, plan)
+        world = self._join()
+        with self._keep_modes(), self._start_job(world, None) as (running, store):
+            loaders = self._load(world, data) if self.needs_data else Loaders()
+            plan = Plan(
+                epochs=0, max_updates=None, micro_batch_size=batch_size, accumulation_steps=1, **loaders.lengths
+            )
+            startup = build.Startup(world, store, loaders, plan)
+            with self._bound(world):
+                settled = build.settle_partition(self._spec, self._partitioned, startup, self._settings)
+                worker, _ = build.build_worker(settled, self._partitioned, startup, self._processes.pick_next)
         recorder, progress = MetricsWriter(None), Progress(num_stages=self._spec.pipeline.num_stages, quiet=True)
         coordinator = Coordinator(plan, saving=None, recorder=recorder, progress=progress, unit=worker.unit)
-        with self._modes_kept(), contextlib.closing(worker), self._applied(), self._bound(world):
+        with self._keep_modes(), contextlib.closing(worker), self._applied(), self._bound(world):
             summary = running.run(worker, coordinator, coordinator.evaluate, stops_early=False)
             self._partitioned.give_state()
             return summary
@@ -412,7 +403,7 @@ class Trainer:
         return resume
 
     @contextlib.contextmanager
-    def _settling(self, world: World, folder: RunFolder | None) -> Iterator[tuple[job.Job, dist.Store]]:
+    def _start_job(self, world: World, folder: RunFolder | None) -> Iterator[tuple[job.Job, dist.Store]]:
         """Yield a job, and the store in which its ranks settle what it is; what fails on one rank reaches all."""
         tune_malloc()
         store = world.fresh_store()
@@ -422,7 +413,7 @@ class Trainer:
             yield running, store
 
     @contextlib.contextmanager
-    def _modes_kept(self) -> Iterator[None]:
+    def _keep_modes(self) -> Iterator[None]:
         """Leave the user's modules in the modes in which they were found: stages switch those that they hold."""
         parts = [ref(module) for part in self._partitioned.modules.values() for module in part.modules()]
         kept = [(to, module.training) for to in (*self._modules, *parts) if (module := to()) is not None]
@@ -433,29 +424,18 @@ class Trainer:
                 if (module := to()) is not None:
                     module.training = training
 
-    def _loads(self, world: World, num_workers: int) -> Callable[..., DeviceLoader]:
-        """Return what opens a dataset for the first stage."""
+    def _load(self, world: World, data: Data) -> Loaders:
+        """Open the datasets for the first stage."""
         seed, precision = self._spec.seed, self._spec.precision
-        return partial(DeviceLoader, seed=seed, num_workers=num_workers, device=world.device, precision=precision)
-
-    def _built(
-        self, world: World, store: dist.Store, loaders: Loaders, plan: Plan, folder: RunFolder | None = None
-    ) -> tuple[LocalWorker, build.Settings]:
-        """Return this process's worker, and the settings in the optimizers and schedules that all stages have made."""
-        build.check_sizes(self._spec.pipeline, plan.first_epoch.sizes)
-        # With the threads that the first forward starts, but without the loaders: their workers are not bound.
-        with self._bound(world):
-            return build.build_worker(
-                self._spec,
-                self._partitioned,
-                world,
-                store,
-                loaders,
-                plan=plan,
-                folder=folder.path if folder is not None else None,
-                given={**self._settings, **plan.as_given},
-                pick_next=self._processes.pick_next,
-            )
+        how: dict[str, Any] = {"num_workers": data.num_workers, "device": world.device, "precision": precision}
+        load: Callable[..., DeviceLoader] = partial(DeviceLoader, seed=seed, **how)
+        training = validation = None
+        if data.trains:
+            min_samples, loading = data.batch_size, data.loading
+            training = load(data.training, "training", shuffle=data.shuffle, min_samples=min_samples, loading=loading)
+        if data.validation is not None or not data.trains:
+            validation = load(data.validation, "validation", loading=data.loading.of_validation)
+        return Loaders(training, validation)
 
     def _saving(
         self,

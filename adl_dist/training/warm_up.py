@@ -1,4 +1,4 @@
-"""What a device does for the first time is done before training: kernels are loaded and chosen, stages compiled.
+"""Load kernels and compile stages before training, by a few updates that are thrown away.
 
 Over NCCL a receive that was posted ahead is a kernel that waits for its peer. To load another kernel for the first
 time may wait for all that the GPU does, so each process would wait for the other (CUDA's programming guide, "lazy
@@ -7,33 +7,37 @@ loading", potential hazards). And K stages that compile in their first micro-bat
 
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from adl_dist import engine
 from adl_dist.batch import Tensors, tensors_of
 from adl_dist.engine import StageContext
 from adl_dist.errors import ConfigError, in_one_line
-from adl_dist.schedule import Op, Segment, StageWork, evaluation_work, training_work
-from adl_dist.schedule.actions import TiedAction
-from adl_dist.stage import TrainSpec
+from adl_dist.schedule import StageWork, evaluation_work, training_work
+from adl_dist.schedule.actions import TiedAction, what_of
+from adl_dist.schedule.run_plan import Segment
+from adl_dist.stage import Stage, TrainSpec
 from adl_dist.stage.calls import is_part
 from adl_dist.stage.loss import LossTerms
 from adl_dist.streams import streams_kept
-from adl_dist.training.trial.samples import MicroBatch, Samples
+from adl_dist.training.edges import specs_of_tied
+from adl_dist.training.trial.samples import Samples
+from adl_dist.transport.coding import Coder
 from adl_dist.transport.spec import Specs
 
 logger = logging.getLogger("adl_dist")
 
-STEPS = Op.UPDATE, Op.UPDATE_HEAD  # left out: what they change could not be put back; see warm_updates.py
+NUM_UPDATES = 3  # with all versions alive: the first makes the optimizer's state, the third has stale gradients
+NUM_TARGETS = 8  # that a process has under way at once
 
 
 def needs_warm_up(spec: TrainSpec, device: torch.device) -> bool:
-    """Whether the first micro-batch would do more than those after it."""
+    """Return whether the first micro-batch would do more than those after it."""
     return device.type == "cuda" or spec.precision.compile
 
 
@@ -41,7 +45,7 @@ def check_without_warm_up(backend: str) -> None:
     """Refuse lengths that change, for which there is no warm-up, where receives posted ahead wait on the GPU.
 
     Raises:
-        ConfigError: ``backend``, of the edges, is NCCL, and kernels are not loaded at the start.
+        ConfigError: If ``backend``, of the edges, is NCCL, and kernels are not loaded at the start.
     """
     if backend == "nccl" and (found := os.environ.get("CUDA_MODULE_LOADING", "unset")) != "EAGER":
         raise ConfigError(
@@ -52,145 +56,186 @@ def check_without_warm_up(backend: str) -> None:
 
 
 def warm_up(
-    contexts: Mapping[int, StageContext],
+    stages: Mapping[int, Stage],
     spec: TrainSpec,
     device: torch.device,
     acts: Mapping[int, Specs],
     samples: Samples,
     terms: LossTerms | None,
+    num_loaded: int,
+    *,
+    with_updates: bool,
 ) -> None:
-    """Have each stage carry out the actions of one micro-batch of each size, without updates, and forget it.
+    """Train and evaluate ``stages`` on zeros of each size of micro-batches, and put their tensors back.
 
-    Everything that can be seen of a stage, and the random streams, are as before. What comes from other stages are
-    zeros, so a stage that fails is left to its first real micro-batch.
+    Optimizers, versions and counters are not put back: the stages are made for this only. A stage that fails is left
+    to its first real micro-batch.
 
     Args:
-        contexts: the stages of this process.
+        stages: stages of this process's modules, made for the warm-up.
         spec: how they are trained.
         device: where they are.
-        acts: what arrives at each of them and at the next one.
-        samples: what the first stage gets, and the last one's targets.
-        terms: what the loss counts, if it does.
+        acts: the tensors that arrive at each of them and at the next one.
+        samples: the inputs of the first stage, and the targets of the last one.
+        terms: counts the terms of the loss, if it has some.
+        num_loaded: inputs that are loaded at the same time; 0 if none are loaded here.
+        with_updates: whether to train until all versions of the weights have been used.
     """
     samples = samples.to(device, channels_last=bool(spec.precision.channels_last))
-    modes = zip((True, False), samples.sizes, strict=True)
-    for training, size in [(training, size) for training, sizes in modes for size in sizes]:
-        batch = samples.repeated(size)
-        targets = _targets_of(batch, terms, size)
-        for k, context in contexts.items():
-            try:
-                _carry_out(k, context, spec, device, acts, tensors_of(batch.input_), targets, training=training)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # the user's code, on values that are not the user's data
-                logger.info("stage %d: no warm-up with %d samples: %s", k, size, in_one_line(error))
+    modules = [module for stage in stages.values() for module in (stage.module, stage.head) if module is not None]
+    largest = max(samples.sizes[0], default=0)
+    with _restored([*modules, *([spec.loss_fn] if isinstance(spec.loss_fn, nn.Module) else [])], device):
+        for k, stage in stages.items():
+            works = [(_work(spec, k, size, full=with_updates and size == largest), True) for size in samples.sizes[0]]
+            for size in samples.sizes[1]:
+                segment = Segment.without_groups(size, size)
+                work = evaluation_work(segment, num_stages=spec.pipeline.num_stages, stages=[k])[k]
+                works.append((work, False))
+            for work, training in works:
+                try:
+                    _carry_out(stage, spec, device, acts, samples, terms, work, training=training)
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:  # the user's code, on values that are not the user's data
+                    logger.info("stage %d: no warm-up with %d samples: %s", k, work.sizes[0], in_one_line(error))
+            if largest and device.type == "cuda":
+                _code(k, spec, device, acts, largest)
     if device.type == "cuda":
+        if largest:
+            _pin(samples, largest, num_loaded)
         torch.cuda.synchronize(device)
 
 
-def _carry_out(  # 8: a stage, what is known of it, and what it is given
-    k: int,
-    context: StageContext,
+def _work(spec: TrainSpec, k: int, size: int, *, full: bool) -> StageWork:
+    """Return the training of stage ``k`` on one micro-batch, or, if ``full``, until all its versions have been used."""
+    pipeline = spec.pipeline
+    M = pipeline.micro_batches_per_update
+    num_micro_batches = M * (pipeline.updates_to_fill + NUM_UPDATES) if full else 1
+    segment = Segment(
+        epoch=pipeline.method.flush_epochs,
+        first_update=0,
+        num_samples=size * num_micro_batches,
+        micro_batch_size=size,
+        accumulation_steps=M,
+    )
+    return training_work(pipeline, segment, stages=[k])[k]
+
+
+def _carry_out(  # 8: a stage, facts about it, and its actions
+    stage: Stage,
     spec: TrainSpec,
     device: torch.device,
     acts: Mapping[int, Specs],
-    inputs: Tensors,
-    targets: Tensors,
+    samples: Samples,
+    terms: LossTerms | None,
+    work: StageWork,
     *,
     training: bool,
 ) -> None:
-    stage, size = context.stage, len(targets[0])
-    segment = Segment.without_groups(size, size)
-    if training:
-        work = training_work(spec.pipeline, segment, stages=[k])[k]
-    else:
-        work = evaluation_work(segment, num_stages=spec.pipeline.num_stages, stages=[k])[k]
-
+    k, size = stage.index, work.sizes[0]
+    batch = samples.repeated(size)
+    inputs, targets = tensors_of(batch.input_), tensors_of(batch.target)
+    if terms is not None:
+        counts = torch.tensor([1.0, terms.count(batch.target)], dtype=torch.float64)
+        targets = (*targets, counts.repeat(size, 1))
     arriving: dict[str, Tensors] = {"target": targets, "label": targets, "go": ()}
     if k in acts:
         arriving["act"] = zeros_of(acts[k], size, device, training=training)
     if training and k + 1 in acts:
         arriving["grad"] = zeros_of(acts[k + 1].of_gradients(), size, device, training=training)
-    rehearsed = replace(
-        context,
+    for action in work.actions:
+        if isinstance(action, TiedAction):
+            arriving[what_of(action)] = zeros_of(specs_of_tied(stage.ties[action.tie.number]), 1, device, training=True)
+    context = StageContext(
+        stage,
         receivers={kind: _Given(tensors) for kind, tensors in arriving.items()},
-        senders={kind: _Nowhere() for kind in context.senders},
-        batches=iter([(*inputs, *targets)]),
-        loss_grads=[torch.ones((), dtype=spec.precision.dtype, device=device)],
+        senders=defaultdict(_Nowhere),
+        batches=iter([(*inputs, *targets)] * len(work.sizes)),
+        num_inputs=len(inputs),
+        loss_grads=[torch.ones((), dtype=spec.precision.dtype, device=device)] * len(work.sizes),
     )
-    modules = [stage.module] if stage.head is None else [stage.module, stage.head]
-    with _restored([*modules, *([spec.loss_fn] if isinstance(spec.loss_fn, nn.Module) else [])], device):
-        stage.begin(0, training=training)
-        try:
-            rehearsed.open(_without_steps(work), training=training)
-            engine.run(((k, action) for action in rehearsed.work.actions), {k: rehearsed})
-        finally:
-            stage.begin(0, training=training)  # forgets it
+    stage.begin(spec.pipeline.method.flush_epochs, training=training)
+    context.open(work, training=training)
+    engine.run(((k, action) for action in work.actions), {k: context})
 
 
 @contextmanager
 def _restored(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    """Leave buffers, gradients and the random streams as they were found."""
+    """Leave parameters, buffers, gradients and the random streams as they were found."""
     parts = [*modules, *(vars(module)["model"] for module in modules if is_part(module))]
-    owners = [owner for part in parts for owner in part.modules()]
-    kept = [(o, key, b, b.clone()) for o in owners for key, b in o._buffers.items() if b is not None and not b.is_meta]
-    grads = [(p, p.grad) for module in modules for p in module.parameters()]
-    for parameter, _ in grads:
-        parameter.grad = None
+    owners = {id(owner): owner for part in parts for owner in part.modules()}
+    held = [
+        (tensors, key, tensor, tensor.detach().clone(), tensor.grad)
+        for owner in owners.values()
+        for tensors in (owner._parameters, owner._buffers)
+        for key, tensor in tensors.items()
+        if tensor is not None and not tensor.is_meta
+    ]
+    for _, _, tensor, _, _ in held:
+        tensor.grad = None
     try:
         with streams_kept(device):
             yield
     finally:
-        for owner, key, buffer, values in kept:
-            owner._buffers[key] = buffer
-            buffer.data.copy_(values)
-        for parameter, grad in grads:
-            parameter.grad = grad
+        for tensors, key, tensor, values, grad in held:
+            tensors[key] = tensor
+            tensor.data.copy_(values)
+            tensor.grad = grad
 
 
 def zeros_of(specs: Specs, size: int, device: torch.device, *, training: bool) -> Tensors:
-    """Return zeros in the place of what crosses a cut for a micro-batch of ``size`` samples."""
+    """Return zeros in the place of the tensors that cross a cut for a micro-batch of ``size`` samples."""
     return tuple(spec.empty(size, device).zero_() for spec in specs.for_segment(training=training))
 
 
-def _targets_of(batch: MicroBatch, terms: LossTerms | None, size: int) -> Tensors:
-    """Return what the last stage gets besides activations: targets, and their counts if the loss counts its terms."""
-    targets = tensors_of(batch.target)
-    if terms is None:
-        return targets
-    return (*targets, torch.tensor([1.0, terms.count(batch.target)], dtype=torch.float64).repeat(size, 1))
+def _code(stage: int, spec: TrainSpec, device: torch.device, acts: Mapping[int, Specs], size: int) -> None:
+    """Code and restore the messages of ``stage``, where they are coded."""
+    codecs = spec.precision.codecs
+    for specs in (acts[k] for k in (stage, stage + 1) if k in acts):
+        for crossing, codec in ((specs, codecs.activations), (specs.of_gradients(), codecs.gradients)):
+            if codec != "none":
+                coder, tensors = Coder(codec, lambda micro_batch: 0), zeros_of(crossing, size, device, training=True)
+                coder.decode(crossing.training, size, coder.encode(crossing.training, tensors, 0))
 
 
-def _without_steps(work: StageWork) -> StageWork:
-    actions = [a for a in work.actions if a.op not in STEPS and not isinstance(a, TiedAction)]
-    return replace(work, actions=actions)
+def _pin(samples: Samples, size: int, num_loaded: int) -> None:
+    """Allocate pinned memory for inputs and targets of ``size`` samples, which torch keeps when they are freed."""
+    batch = samples.repeated(size)
+    needed = [(tensor, num_loaded) for tensor in tensors_of(batch.input_)]
+    needed += [(tensor, max(num_loaded, NUM_TARGETS)) for tensor in tensors_of(batch.target)]
+    held = [_pinned(tensor) for tensor, number in needed for _ in range(number)]  # at the same time
+    del held
+
+
+def _pinned(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
 
 class _Given:
-    """A receiver that has one message."""
+    """A receiver that gets the same message each time."""
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
 
     def open(self, sizes: Sequence[int], order: Sequence[int], *, training: bool) -> None:
-        """Nothing is to come."""
+        """Do nothing: no message is awaited."""
 
     def shorten(self, num_micro_batches: int) -> None:
-        """Nothing is to come."""
+        """Do nothing: no message is awaited."""
 
     def recv(self, micro_batch: int) -> Tensors:
-        """Return it."""
-        return self._tensors
+        """Return copies, as the receiver of a message owns it."""
+        return tuple([tensor.clone() for tensor in self._tensors])
 
 
 class _Nowhere:
     """A sender without a peer."""
 
     def open(self, sizes: Sequence[int], *, training: bool) -> None:
-        """Nothing is to leave."""
+        """Do nothing: there is no peer."""
 
     def send(self, micro_batch: int, tensors: Tensors) -> None:
-        """Drop it."""
+        """Drop the message."""
 
     def drain(self) -> None:
-        """Nothing is under way."""
+        """Return at once: no message is under way."""

@@ -171,7 +171,7 @@ def test_a_loss_must_fall_by_min_change():
     ended, stopping = [], adl_dist.EarlyStopping(2, min_change=0.5)
     stopping.load_state_dict({"goal": {}, "best_score": [0.0, -9.0], "best_value": "", "waited": 0})
     for epoch, loss in enumerate((3.0, 2.9, 2.6, 1.0), start=1):
-        stopping.on_epoch(adl_dist.Moment(epoch, epoch, {"validation_loss": loss}, stop=ended.append))
+        stopping.on_epoch(adl_dist.TrainerState(epoch, epoch, {"validation_loss": loss}, stop=ended.append))
         assert len(ended) == (epoch == 3)
         ended.clear()
 
@@ -180,7 +180,7 @@ def test_of_equal_accuracies_the_lower_loss_is_better():
     ended, stopping = [], adl_dist.EarlyStopping(1)
     for epoch, loss in enumerate((2.0, 1.0, 1.5), start=1):
         metrics = {"validation_accuracy": 0.5, "validation_loss": loss}
-        stopping.on_epoch(adl_dist.Moment(epoch, epoch, metrics, stop=ended.append))
+        stopping.on_epoch(adl_dist.TrainerState(epoch, epoch, metrics, stop=ended.append))
         assert len(ended) == (epoch == 3)
 
 

@@ -17,7 +17,7 @@ from adl_dist.distributed import world
 from adl_dist.distributed.device import FOR_NCCL, choose_device, message_backend, ranks_on_gpu
 from adl_dist.distributed.world import connect, disconnect
 from adl_dist.errors import ChannelError, ConfigError
-from adl_dist.training import agreement
+from adl_dist.training import startup_sync
 from adl_dist.training.partitioned_model import device_memory
 from tests.support.ranks import run_ranks
 from tests.support.runs import MICRO_BATCH, NUM_SAMPLES, trained
@@ -147,8 +147,8 @@ def test_a_store_that_ended_with_rank_0_is_one_line():
             raise dist.DistNetworkError("Broken pipe")
 
     with pytest.raises(ChannelError, match=r"^no word from rank 0: its own log, .* says why, or"):
-        agreement.check_consistent(Ended(), 1, 2, {"seed": 0}, found=False)
-    with pytest.raises(ConfigError, match="of its own"), agreement.propagate_errors(Ended(), rank=1):
+        startup_sync.check_consistent(Ended(), 1, 2, {"seed": 0}, found=False)
+    with pytest.raises(ConfigError, match="of its own"), startup_sync.propagate_errors(Ended(), rank=1):
         raise ConfigError("of its own")
 
 

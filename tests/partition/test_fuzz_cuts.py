@@ -9,7 +9,7 @@ import pytest
 from adl_dist.errors import PartitionError
 from adl_dist.partition.chain import Chain
 from tests.support.random_networks import SNIPPETS, WRAPS, loss_of, random_network
-from tests.support.staged import batch_of, compare, recorded_of, seed_all
+from tests.support.staged import compare, recorded_of, seed_all
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 NUM_DEFAULT, NUM_SEEDS, AT_A_TIME = 32, 1000, 50
@@ -27,7 +27,7 @@ def recorded(case):
     """Return the recorded network, or None if it cannot be run in stages."""
     seed_all(0)
     try:
-        return Chain(case.build(), recorded_of([batch_of(batch) for batch in case.batches[:3]]))
+        return Chain(case.build(), recorded_of(case.batches[:3]))
     except PartitionError:
         return None
 

@@ -10,7 +10,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from adl_dist.batch import Several
+from adl_dist.batch import rows_of
 from adl_dist.codecs import Codecs
 from adl_dist.partition import Chain
 from adl_dist.partition.costs import update_seconds
@@ -38,7 +38,7 @@ def profile_of(model, input_, *, granularity="layer", optimizer=sgd, **options):
 
 
 def chain_of(model, input_, **options):
-    return Chain(model, [input_[:2], input_], **options)
+    return Chain(model, [rows_of(input_, slice(2)), input_], **options)
 
 
 def perceptron():
@@ -279,7 +279,7 @@ class Odd(nn.Module):
 
 
 def test_any_forward_can_be_measured():
-    input_ = Several.of({"x": torch.randn(4, 6), "scale": torch.rand(4, 1)})
+    input_ = {"x": torch.randn(4, 6), "scale": torch.rand(4, 1)}
     target, model = torch.zeros(4, dtype=torch.long), Odd()
     how = {"loss_fn": lambda out, target: LOSS(out[0], target) + out[1].mean(), "optimizer": sgd, "of": {}}
     told = measure(model, chain_of(model, input_), input_=input_, target=target, **how)

@@ -11,7 +11,7 @@ from adl_dist.partition import Chain
 from adl_dist.partition.cut import checked_sizes
 from tests.support.random_networks import loss_of as loss_of_network
 from tests.support.random_networks import random_network
-from tests.support.staged import batch_of, chain, compare, loss_of, stages_of
+from tests.support.staged import chain, compare, loss_of, stages_of
 
 FIVE = 5  # samples of a micro-batch that is unlike the recorded ones
 
@@ -81,7 +81,7 @@ RECORDING = {
 @pytest.mark.parametrize(("build", "batches", "message"), RECORDING.values(), ids=RECORDING)
 def test_a_model_that_cannot_be_recorded_is_refused(build, batches, message):
     with pytest.raises(PartitionError, match=message):
-        Chain(build(), [batch_of(batch) for batch in batches])
+        Chain(build(), batches)
 
 
 # --- When the model is cut -------------------------------------------------------------------------------------------

@@ -125,12 +125,9 @@ def remembering(m, x):
     return x + m.a(m.memory[:])
 
 
-def with_memory(*, is_buffer):
+def with_memory():
     module = Of(remembering, a=nn.Linear(6, 6))
     module.register_buffer("memory", torch.zeros(1, 6))
-    if not is_buffer:
-        del module.memory
-        module.memory = torch.zeros(1, 6)
     return module
 
 
@@ -191,7 +188,6 @@ LEFT = {
     ),
     "mapped": (Of(lambda m, x: torch.vmap(m.a)(x), a=nn.Linear(6, 5)), (2, 3, 6)),
     "torchscript": (scripted(), LINEAR),
-    "of a buffer": (with_memory(is_buffer=True), LINEAR),
     "replayed in a nested backward": (
         Of(lambda m, x: checkpoint(m.a, x, use_reentrant=True), a=nn.Sequential(nn.Linear(6, 6), nn.Tanh())),
         LINEAR,
@@ -289,7 +285,7 @@ def test_an_input_written_to_before_its_use_is_refused():
     with pytest.raises(
         ConfigError, match=r"^the model: the input of layer 'a' \(Linear\) was written to in place .*=false"
     ):
-        gradients(with_memory(is_buffer=False), LINEAR, split=True)
+        gradients(with_memory(), LINEAR, split=True)
 
 
 def test_a_gradient_written_to_before_its_use_is_refused():

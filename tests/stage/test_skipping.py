@@ -12,7 +12,7 @@ from adl_dist.errors import ConfigError, DivergedError
 from adl_dist.schedule import Pipeline
 from adl_dist.schedule.replay import at_random
 from adl_dist.stage import GradientPolicy
-from adl_dist.stage.nonfinite import NonFiniteCheck, buffers_kept_finite
+from adl_dist.stage.nonfinite import NonFiniteCheck, keep_buffers_finite
 from adl_dist.stage.stats import StepStats, _underway, norm_of
 from tests.support.commands import assert_same
 from tests.support.equations import EQUATIONS, assert_close, by_the_equations, differ
@@ -48,45 +48,6 @@ def test_an_infinite_gradient_of_the_last_stage_skips_its_group():
     state, summary = train(2, 2, torch.float64, plant=infinite_gradient, epochs=1, **SKIP)
     assert_close(state, by_the_equations(2, 2, [2, 0], "stash", epochs=1, skipped=[2]))
     assert summary["skipped_updates"] == 1
-
-
-class Recent(nn.Module):
-    """Keeps the means of the last three inputs in a buffer that grows."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("recent", None)
-        self.register_buffer("seen", torch.zeros(1, dtype=torch.float64))
-
-    def forward(self, x):
-        with torch.no_grad():
-            self.seen.add_(x.detach().mean())
-            new = x.detach().mean(0, keepdim=True)
-            self.recent = new if self.recent is None else torch.cat([self.recent[-2:], new])
-        return x + self.recent.mean(0)
-
-
-def test_a_buffer_that_grows_is_put_back_too():
-    layer, (first, second) = Recent(), torch.ones(2, 4, 3, dtype=torch.float64)
-    for number in range(1, 5):
-        before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
-        with buffers_kept_finite(layer):
-            layer(first * NAN)
-        assert_same(dict(layer.named_buffers()), before)
-        with buffers_kept_finite(layer):
-            layer(second)
-        assert float(layer.seen) == number
-        assert len(layer.recent) == min(number, 3)
-
-
-def test_a_buffer_that_a_faulty_forward_registers_is_gone_again():
-    layer = nn.Linear(2, 2)
-    with buffers_kept_finite(layer):
-        layer.register_buffer("seen", torch.tensor([NAN]))
-    assert dict(layer.named_buffers()) == {}
-    with buffers_kept_finite(layer):
-        layer.register_buffer("seen", torch.tensor([1.0]))
-    assert layer.seen.tolist() == [1.0]
 
 
 def test_the_decision_survives_a_narrow_wire_and_any_order():
@@ -178,10 +139,10 @@ def test_a_mask_of_infinities_is_no_fault_and_does_not_hide_one():
     norm = nn.BatchNorm2d(2)
     norm.register_buffer("mask", torch.tensor([0.0, -INF]))
     before = {name: buffer.clone() for name, buffer in norm.named_buffers()}
-    with buffers_kept_finite(norm):
+    with keep_buffers_finite(norm):
         norm(torch.full((2, 2, 2, 2), NAN))
     assert all(torch.equal(buffer, before[name]) for name, buffer in norm.named_buffers())
-    with buffers_kept_finite(norm):
+    with keep_buffers_finite(norm):
         norm(torch.ones(2, 2, 2, 2))
     assert norm.num_batches_tracked == 1
     assert norm.running_mean.isfinite().all()

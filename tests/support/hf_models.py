@@ -3,7 +3,6 @@
 import torch
 import transformers as hf
 
-from adl_dist.batch import Several
 from adl_dist.models.from_transformers import build
 
 VOCAB, LENGTH, CLASSES = 17, 7, 3
@@ -83,4 +82,4 @@ def hf_input(family, size, *, dtype=torch.float32, masked=True):
     given = {"input_ids": ids * mask, "attention_mask": mask}
     if family == "bert":
         given["token_type_ids"] = torch.randint(2, (size, LENGTH), generator=generator)
-    return Several.of(given)
+    return given

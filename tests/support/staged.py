@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from adl_dist.batch import Several, tensors_of
+from adl_dist.batch import arguments_of, tensors_of
 from adl_dist.errors import PartitionError
 from adl_dist.partition.chain import Chain
 from adl_dist.partition.containers import tensors_in
@@ -25,11 +25,6 @@ class Verdict:
     text: str = ""
     worst: float = 0.0
     units: list[str] = field(default_factory=list)
-
-
-def batch_of(value: Any) -> Any:
-    """Return a Tensor, tuple or dictionary as a batch."""
-    return value if isinstance(value, Tensor | Several) else Several.of(value)
 
 
 def seed_all(seed: int) -> None:
@@ -68,7 +63,6 @@ def compare(
         tolerance: how much ``close`` may differ.
         chain: the recorded model, to record once for several cuts.
     """
-    batches = [batch_of(batch) for batch in batches]
     try:
         seed_all(0)
         stages, names = stages_of(build, recorded_of(batches), cut, chain)
@@ -154,7 +148,7 @@ def _compare(model: nn.Module, stages: Sequence[StageModule], batches: Sequence[
 def _call(model: nn.Module, batch: Any) -> Any:
     if isinstance(model, StageModule):
         return model(*(t.clone() for t in tensors_of(batch)))
-    args, kwargs = batch.arguments if isinstance(batch, Several) else ((batch,), {})
+    args, kwargs = arguments_of(batch)
     return model(*(t.clone() for t in args), **{k: t.clone() for k, t in kwargs.items()})
 
 

@@ -9,10 +9,10 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import adl_dist
-from adl_dist.batch import Several
+from adl_dist.batch import rows_of
 from adl_dist.errors import ConfigError
 from adl_dist.losses import TokenCrossEntropy
-from adl_dist.training.lazy_weights import given_weights
+from adl_dist.training.lazy_weights import prepare_weights
 from tests.support.commands import assert_same
 from tests.support.equations import assert_close, differ
 from tests.support.ranks import run_ranks
@@ -42,9 +42,9 @@ class Texts(Dataset):
         return NUM
 
     def __getitem__(self, index):
-        one = self.given[index]
-        if isinstance(one, Several):
-            return one.value, torch.tensor(index % CLASSES)
+        one = rows_of(self.given, index)
+        if isinstance(one, dict):
+            return one, torch.tensor(index % CLASSES)
         target = one.roll(-1)
         target[torch.arange(len(target)) % 3 == index % 4] = -100
         return one, target
@@ -165,7 +165,7 @@ def test_weights_read_lazily_are_those_of_from_pretrained(family, tmp_path):
     whole = hf_model(str(folder), task)
     with torch.device("meta"):
         lazy = hf_model(str(folder), task)
-    given_weights(lazy, None, 0).make(lazy)
+    prepare_weights(lazy, None, 0).make(lazy)
     assert_same(lazy.state_dict(), whole.state_dict())
     assert_same(dict(lazy.named_buffers()), dict(whole.named_buffers()))
 
@@ -175,7 +175,7 @@ def test_a_network_without_files_is_not_drawn_lazily(tmp_path):
     with torch.device("meta"):
         model = build(config(), task)
     with pytest.raises(ConfigError, match=r"LlamaForCausalLM draws all its weights together.*from files only"):
-        given_weights(model, None, 0)
+        prepare_weights(model, None, 0)
 
 
 def test_a_head_that_a_folder_lacks_is_not_drawn_lazily(tmp_path):
@@ -184,4 +184,4 @@ def test_a_head_that_a_folder_lacks_is_not_drawn_lazily(tmp_path):
     with torch.device("meta"):
         model = hf_model(str(tmp_path), FAMILIES["bert"][1])
     with pytest.raises(ConfigError, match=r"draws none .*classifier.weight is .*missing.*use runtime.lazy=false"):
-        given_weights(model, None, 0)
+        prepare_weights(model, None, 0)

@@ -18,7 +18,7 @@ from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.errors import CheckpointError, ConfigError
 from adl_dist.losses import TokenCrossEntropy
 from adl_dist.models import gpt, llama, vit
-from adl_dist.training.lazy_weights import LazyWeights, given_weights
+from adl_dist.training.lazy_weights import LazyWeights, prepare_weights
 from adl_dist.training.options import PartitionSpec
 from adl_dist.training.partitioned_model import PartitionedModel
 from tests.support.commands import assert_same
@@ -45,7 +45,7 @@ def build(name, *, on_meta, seed=0):
 
 
 def made(model, *, files=None, seed=0):
-    weights = given_weights(model, files, seed)
+    weights = prepare_weights(model, files, seed)
     weights.make(model)
     return model
 

@@ -7,13 +7,13 @@ import pytest
 import torch.distributed as dist
 
 from adl_dist.errors import ChannelError, ConfigError, StageFailed
-from adl_dist.training import agreement, links
+from adl_dist.training import links, startup_sync
 
 
 def look(rank, K, P, store, folder=None):
     """What one of P processes with K stages finds; a rank that fails says so to the others."""
     world = SimpleNamespace(num_stages=K, size=P, rank=rank, is_distributed=True, edges={}, device=None)
-    with agreement.propagate_errors(store, rank=rank):
+    with startup_sync.propagate_errors(store, rank=rank):
         return links.links_between("auto", world, store, folder)
 
 
@@ -53,7 +53,7 @@ def test_a_rank_that_fails_at_its_links_is_named(monkeypatch):
         return {rank: (1e9, 1e-4)}
 
     monkeypatch.setattr(links, "measure_links", fail)
-    monkeypatch.setattr(agreement, "disconnect", lambda **_: None)
+    monkeypatch.setattr(startup_sync, "disconnect", lambda **_: None)
     store = dist.HashStore()
     with pytest.raises(ChannelError, match="the peer is gone"):
         look(1, 3, 3, store)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from adl_dist import Loading
-from adl_dist.batch import Several
+from adl_dist.batch import rows_of
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.partition import Chain, even_sizes
 from tests.support.coded import crossing
@@ -68,8 +68,8 @@ def fitted(name, K, M, method="adl", *, loss_fn=LOSS, codec="none", **options):
 def modules(K):
     if K == 1:
         return [_Whole(encoder().double())]
-    whole = [Several.of(of) for of, _ in batches(Masked(6), None, 2)[:1] + batches(Masked(6), None, 4)[:1]]
-    one = [whole[0], whole[1], whole[0].map(lambda tensor: tensor[:, :5])]
+    whole = [of for of, _ in batches(Masked(6), None, 2)[:1] + batches(Masked(6), None, 4)[:1]]
+    one = [whole[0], whole[1], rows_of(whole[0], (slice(None), slice(5)))]
     model = encoder().double()
     chain = Chain(model, one, granularity="block")
     sizes = even_sizes(chain, K)

@@ -11,7 +11,6 @@ from adl_dist.optimizers import Muon
 from adl_dist.stage import Stage
 from adl_dist.training import build
 from adl_dist.training.warm_up import check_without_warm_up
-from adl_dist.training.warm_updates import warm_up_updates
 from tests.support import runs
 from tests.support.commands import assert_same
 from tests.support.toys import FixedImages, batch_norm_net
@@ -37,15 +36,14 @@ VARIANTS = [
 
 @pytest.fixture
 def over_nccl(monkeypatch):
-    """Updates are warmed up, too, as they are over NCCL; what operations that calls."""
-    actions, seen = build.warm_up, Operations()
+    """All versions of the weights are used in the warm-up, as over NCCL; the operations that it calls."""
+    warm_up, seen = build.warm_up, Operations()
 
-    def both(contexts, spec, device, acts, samples, terms):
-        actions(contexts, spec, device, acts, samples, terms)
+    def watched(*args, with_updates):
         with seen:
-            warm_up_updates(contexts, spec, device, acts, samples, num_loaded=2)
+            warm_up(*args, with_updates=True)
 
-    monkeypatch.setattr(build, "warm_up", both)
+    monkeypatch.setattr(build, "warm_up", watched)
     return seen.names
 
 
@@ -97,19 +95,6 @@ def test_no_update_does_anything_for_the_first_time(case, over_nccl, monkeypatch
     assert seen.names <= over_nccl
 
 
-def test_an_optimizer_that_refuses_copies_is_left_alone(over_nccl, monkeypatch):
-    """A user's function may know the parameters that it was made for."""
-    model = batch_norm_net()
-    known = set(model.parameters())
-
-    def picky(parameters):
-        assert known.issuperset(parameters)
-        return torch.optim.SGD(parameters, lr=0.1)
-
-    trained("adl", {}, monkeypatch, warms_up=True, model=model, of_trainer={"balance": "even", "optimizer": picky})
-    assert not [one for one in over_nccl if "add" in one], "no step was made"
-
-
 @pytest.mark.parametrize("loading", [None, "LAZY", "EAGER"])
 def test_lengths_that_change_over_nccl_need_loaded_kernels(loading, monkeypatch):
     """There is no warm-up for them, and to load a kernel may wait for a receive that waits for a peer."""
@@ -128,9 +113,9 @@ def test_each_size_is_computed_before_training(monkeypatch):
     seen: list[int] = []
     warm_up = build.warm_up
 
-    def watched(contexts, *rest):
+    def watched(*args, **options):
         with torch.nn.modules.module.register_module_forward_hook(lambda module, args, out: seen.append(len(args[0]))):
-            warm_up(contexts, *rest)
+            warm_up(*args, **options)
 
     monkeypatch.setattr(build, "warm_up", watched)
     trained("adl", {}, monkeypatch, warms_up=True)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from adl_dist.baselines.loop import POWERSGD_BEGIN, Compression, exchanged_bytes
-from adl_dist.batch import Several
 from adl_dist.cli.config.compose import method_named
 from adl_dist.cli.config.reading import chosen_sizes
 from adl_dist.cli.config.schema import Device, RunConfig
@@ -248,7 +248,7 @@ def survey(config: RunConfig, able: Sequence[Entry], *, predicts: bool = True) -
     K, balance = config.partition.num_stages, config.partition.balance
     profiler = Profiler(config, granularity=config.partition.chosen().granularity, threads=config.threads)
     for is_so, what in (
-        (any(isinstance(batch, Several) for batch in profiler.samples.one), "inputs or targets of several tensors"),
+        (not all(isinstance(batch, Tensor) for batch in profiler.samples.one), "inputs or targets of several tensors"),
         (profiler.samples.varies, "a collate_fn, by which lengths may change"),
         (profiler.reads_stream, "an iterable dataset"),
         (isinstance(profiler.spec.loss_fn, SumCountLoss), "a loss that returns (sum, count)"),

@@ -31,7 +31,7 @@ from adl_dist.schedule import Method
 from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, TrainSpec
 from adl_dist.training.lazy_weights import is_lazy_model, load_initial
 from adl_dist.training.options import Monitoring, PartitionSpec
-from adl_dist.training.outputs import Outputs
+from adl_dist.training.run_outputs import Outputs
 from adl_dist.training.tied_copies import untied
 from adl_dist.training.trainer import Trainer
 

@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -16,23 +16,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from adl_dist.batch import Several
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.reading import device_loader
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.distributed.affinity import num_cores, tune_malloc
 from adl_dist.distributed.parent_process import LAUNCHER, end_with_launcher
-from adl_dist.errors import ConfigError
+from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.partition import Chain
 from adl_dist.partition.costs import Profile
 from adl_dist.partition.measure import pace
 from adl_dist.partition.predict import Throughput
 from adl_dist.stage import TrainSpec, in_dtype
-from adl_dist.stage.loss import ReturnsSumError, SumCountLoss, TreeTargetLoss
+from adl_dist.stage.loss import ReturnsSumError, SumCountLoss
 from adl_dist.training.partitioned_model import keeps_ties, micro_batch, take_profile
 from adl_dist.training.trial import samples as samples_of
 from adl_dist.training.trial.samples import Samples
-from adl_dist.training.trial.trial import Trial, in_a_memory_format
+from adl_dist.training.trial.trial import Trial, memory_formats
 
 
 class Profiler:
@@ -72,8 +71,7 @@ class Profiler:
             assert shape is not None
             inputs = torch.randn(samples_of.NUM_SAMPLES, *shape, dtype=precision.dtype, device=self.device)
             samples = Samples.of(inputs, torch.zeros(len(inputs), dtype=torch.long))
-        tried = partial(_tried, self.model, samples, self.device)
-        (self.spec, self.samples), _ = in_a_memory_format(self.model, self.spec, samples, tried)
+        self.spec, self.samples = _tried(self.model, samples, self.device, self.spec)
         if self._loader is not None:
             self._loader.precision = self.spec.precision
         self.reads_stream = self._loader is not None and self._loader.stream is not None
@@ -195,13 +193,19 @@ class Profiler:
 
 def _tried(model: nn.Module, samples: Samples, device: torch.device, spec: TrainSpec) -> tuple[TrainSpec, Samples]:
     """Return the spec that ``model`` has been tried with, and the samples in its memory format."""
-    if isinstance(samples.one[1], Several):
-        spec = replace(spec, loss_fn=TreeTargetLoss(spec.loss_fn))
-    try:
-        Trial(model, spec, samples, device).run()
-    except ReturnsSumError as pair:
-        spec = replace(spec, loss_fn=SumCountLoss(spec.loss_fn, pair.target, pair.count))
-        Trial(model, spec, samples, device).run()
+    formats = memory_formats(model, spec, samples)
+    for channels_last in formats:
+        spec = replace(spec, precision=replace(spec.precision, channels_last=channels_last))
+        try:
+            Trial(model, spec, samples, device).run()
+            break
+        except ReturnsSumError as pair:
+            spec = replace(spec, loss_fn=SumCountLoss(spec.loss_fn, pair.target, pair.count))
+            Trial(model, spec, samples, device).run()
+            break
+        except (ConfigError, PartitionError):
+            if channels_last is formats[-1]:
+                raise
     return spec, samples.to(device, channels_last=bool(spec.precision.channels_last))
 
 

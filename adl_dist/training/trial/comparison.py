@@ -1,4 +1,4 @@
-"""Results of two micro-batches and an evaluation, of the uncut model and of its stages, and how they may differ."""
+"""Compare the results of the uncut model with those of its stages: two micro-batches and an evaluation."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,7 +47,7 @@ class Comparison:
     def __init__(self, spec: TrainSpec, found: dict[Key, Tensor | None]) -> None:
         """Compare with ``found``, the results of the stages."""
         self._found = found
-        self._unlike: list[Difference] = []
+        self._differences: list[Difference] = []
         dtypes = [spec.precision.dtype, *([spec.precision.autocast] if spec.precision.autocast else [])]
         self._eps = max(torch.finfo(dtype).eps for dtype in dtypes)
 
@@ -58,14 +58,14 @@ class Comparison:
         for name in {**values, **found}:
             text = self._text(what, values.get(name), found.get(name), largest)
             if text:
-                self._unlike.append(Difference(when, what, name, text))
+                self._differences.append(Difference(when, what, name, text))
 
     def first_difference(self) -> Difference | None:
         """Return the difference that is nearest to its cause."""
-        if not self._unlike:
+        if not self._differences:
             return None
-        first = min(self._unlike, key=lambda one: (TIMES.index(one.when), KINDS.index(one.what)))
-        same = [one for one in self._unlike if (one.when, one.what) == (first.when, first.what)]
+        first = min(self._differences, key=lambda one: (TIMES.index(one.when), KINDS.index(one.what)))
+        same = [one for one in self._differences if (one.when, one.what) == (first.when, first.what)]
         # Parameters are in the order in which they are used, mostly: the last is the nearest to the loss.
         return same[-1] if first.what == "gradient" else first
 
@@ -76,11 +76,13 @@ class Comparison:
             return "is missing, but was expected" if found is None else "is there, but none was expected"
         if expected.shape != found.shape or expected.dtype != found.dtype:
             return f"is {_kind(found)}, expected {_kind(expected)}"
-        expected, found = _dense(expected), _dense(found)
-        difference = largest_difference(expected, found)
-        if not difference:
+        if is_equal(expected, found):
             return ""
-        scale = max(_largest(expected), _largest(found))
+        wide = [_wide(tensor) for tensor in (expected, found)]
+        gaps = (wide[0] - wide[1]).abs()
+        same = (wide[0] == wide[1]) | (wide[0].isnan() & wide[1].isnan())  # infinities of one sign, too
+        gaps = gaps.masked_fill(same, 0.0).nan_to_num(math.inf)
+        difference, scale = float(gaps.max()), max(_largest(expected), _largest(found))
         is_exact = not takes_gradient(expected) or (what != "gradient" and expected.device.type == "cpu")
         eps = 0.0 if is_exact else max(self._eps, torch.finfo(expected.dtype).eps)
         allowed = math.sqrt(eps) * scale
@@ -88,31 +90,32 @@ class Comparison:
             allowed += math.sqrt(eps) / SHARE * largest
         if difference <= allowed:
             return ""
-        place = int((_wide(expected) - _wide(found)).abs().nan_to_num(math.inf).argmax())
-        pair = [f"{x.flatten()[place].item():.6g}" for x in (expected, found)]
+        place = int(gaps.argmax())
+        pair = [f"{tensor.flatten()[place].item():.6g}" for tensor in wide]
         share = f"{difference / scale:.2g} of its largest element" if scale and math.isfinite(difference) else "NaN"
         return f"differs by {share} (expected {pair[0]}, found {pair[1]})"
 
 
-def largest_difference(a: Tensor, b: Tensor) -> float:
-    """Return the largest difference of two tensors of one shape; equal infinities and NaN do not differ."""
-    if not a.numel() or torch.equal(a, b):
-        return 0.0
-    same = (a == b) | ((a != a) & (b != b))
-    return float((_wide(a) - _wide(b)).abs().masked_fill(same, 0.0).nan_to_num(math.inf).max())
+def is_equal(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors of one shape are equal, NaN in the same places included."""
+    if a.layout is not torch.strided or b.layout is not torch.strided:
+        a, b = _wide(a), _wide(b)
+    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-def _dense(tensor: Tensor) -> Tensor:
-    return tensor if tensor.layout is torch.strided else tensor.to_dense()
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in the output of a model or module."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
+    return dense.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def _largest(tensor: Tensor) -> float:
     """Return the magnitude of the largest finite element."""
-    sizes = _wide(_dense(tensor)).abs()
+    sizes = _wide(tensor).abs()
     return float(sizes.masked_fill(~sizes.isfinite(), 0.0).max()) if sizes.numel() else 0.0
 
 
@@ -124,7 +127,7 @@ Calls = dict[tuple[str, int], list[Tensor]]  # by module and how often it was ca
 
 
 @contextmanager
-def calls_noted(models: Sequence[nn.Module]) -> Iterator[Calls]:
+def record_calls(models: Sequence[nn.Module]) -> Iterator[Calls]:
     """Collect the results of all modules of ``models``, which are copies of one model."""
     calls: Calls = {}
 
@@ -134,15 +137,15 @@ def calls_noted(models: Sequence[nn.Module]) -> Iterator[Calls]:
         def hook(module: nn.Module, args: Any, out: Any) -> None:
             count = counts[id(module)] = counts.get(id(module), -1) + 1
             with torch._C.DisableTorchFunctionSubclass():
-                leaves = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+                leaves = tensors_in(out)
                 if leaves and not any(leaf.is_meta for leaf in leaves):
                     calls[name, count] = [leaf.detach().clone().as_subclass(Tensor) for leaf in leaves]
 
         return hook
 
-    names = {name: hook_of(name) for model in models for name, _ in model.named_modules() if name}
+    hooks = {name: hook_of(name) for model in models for name, _ in model.named_modules() if name}
     handles = [
-        module.register_forward_hook(names[name])
+        module.register_forward_hook(hooks[name])
         for model in models
         for name, module in model.named_modules()
         if name and not isinstance(module, torch.jit.ScriptModule)
@@ -154,14 +157,13 @@ def calls_noted(models: Sequence[nn.Module]) -> Iterator[Calls]:
             handle.remove()
 
 
-def first_unlike(expected: Calls, found: Calls) -> str:
+def describe_first_difference(expected: Calls, found: Calls) -> str:
     """Return a clause that names the first module whose result differs."""
     before = ""
     for key, outs in expected.items():
         if key not in found:
             continue
-        pairs = zip(outs, found[key], strict=False)
-        if not all(a.shape == b.shape and largest_difference(a, b) == 0 for a, b in pairs):
+        if not all(a.shape == b.shape and is_equal(a, b) for a, b in zip(outs, found[key], strict=False)):
             return f"; the first module whose result differs is '{key[0]}'" + (
                 f", right after '{before}'" if before else ""
             )

@@ -1,4 +1,4 @@
-"""The run at the start: the stages of a model are tried on copies, and compared with the uncut model."""
+"""The trial at the start: the stages of a model run on copies, and are compared with the uncut model."""
 
 import time
 import warnings
@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import nn
@@ -19,13 +18,20 @@ from adl_dist.partition.stage_plan import StagePlan
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.calls import takes_gradient
-from adl_dist.stage.traits import joined
+from adl_dist.stage.info import describe_units, link_stages
 from adl_dist.stage.versions import check_versions
 from adl_dist.streams import seed_streams, streams_kept
-from adl_dist.training.trial.comparison import FIRST, SECOND, Comparison, Difference, Key, calls_noted, first_unlike
-from adl_dist.training.trial.findings import Agreed, units_of
-from adl_dist.training.trial.samples import OTHER_SIZES, Samples
-from adl_dist.training.trial.stage_run import StageRun, crossing_acts, failed
+from adl_dist.training.trial.comparison import (
+    FIRST,
+    SECOND,
+    Comparison,
+    Difference,
+    Key,
+    describe_first_difference,
+    record_calls,
+)
+from adl_dist.training.trial.samples import Samples
+from adl_dist.training.trial.stage_run import StageRun, TrialResult, crossing_acts, forward_error
 from adl_dist.transport.spec import Specs, TensorSpec
 
 SHARED = (
@@ -40,7 +46,6 @@ NEXT_STEP = (
     "pass such a value from module to module, cut elsewhere (partition.balance), or use num_stages=1; "
     "partition.verify=false would train this other model"
 )
-Result = TypeVar("Result")
 
 
 class Trial:
@@ -75,7 +80,7 @@ class Trial:
     def _use(self, device: torch.device) -> None:
         self.device, channels_last = device, bool(self.spec.precision.channels_last)
         place = torch.device("meta") if self.is_lazy else device
-        self.model = self.spec.precision.place(_copied(self._given), place)
+        self.model = self.spec.precision.place(_copy(self._given), place)
         self.samples = self._all_samples.to(device, channels_last=channels_last)
 
     def chain(self, *, granularity: str, keeps_ties: str | None) -> Chain:
@@ -92,14 +97,14 @@ class Trial:
         except (AdlError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # the user's own forward can raise anything
-            StageRun([_copied(self.model)], self.spec, self.device, "the model").run(self.samples, backward=False)
+            self._uncut().run(self.samples, backward=False)
             given = ", ".join(str(TensorSpec.of(t)) for t in tensors_of(self.samples.one[0]))
-            raise failed(f"the model gets {given}", error, training=True) from error
+            raise forward_error(f"the model gets {given}", error, training=True) from error
 
-    def run(self, chain: Chain | None = None, sizes: Sequence[int] = (), *, verify: bool = False) -> Agreed:
-        """Run the stages of ``sizes`` units, or the model itself, and return what is known of them.
+    def run(self, chain: Chain | None = None, sizes: Sequence[int] = (), *, verify: bool = False) -> TrialResult:
+        """Run the stages of ``sizes`` units, or the model itself, and return facts about them.
 
-        ``verify``: whether they are compared with the uncut model.
+        With ``verify`` they are compared with the uncut model.
 
         Raises:
             ConfigError: If a stage or the loss does not take what it gets, or there is nothing to train.
@@ -115,56 +120,53 @@ class Trial:
             self._use(torch.device("cpu"))
             return self._run(chain, sizes, verify=verify)
 
-    def _run(self, chain: Chain | None, sizes: Sequence[int], *, verify: bool) -> Agreed:
+    def _run(self, chain: Chain | None, sizes: Sequence[int], *, verify: bool) -> TrialResult:
         start = time.perf_counter()
         with streams_kept(self.device):
             seed_streams(stream_seed(self.spec.seed, "trial"), self.device)
-            if chain is None:
-                run = StageRun([_copied(self.model)], self.spec, self.device)
+            plan = None if chain is None else chain.plan(sizes)
+            if chain is None or plan is None:
+                run = StageRun([_copy(self.model)], self.spec, self.device)
                 run.run(self.samples, backward=self.samples.trains)
+                result = run.result(self.samples)
+            elif self.is_lazy:
+                result = self._run_recorded(plan)
             else:
-                plan = chain.plan(sizes)
-                if self.is_lazy:
-                    return self._run_lazy(plan)
                 cut = partial(self._cut, chain, plan, sizes)
                 run = cut()
                 if verify:
-                    self._compare(run, cut, partial(self._uncut, chain, run))
+                    self._compare(run, cut, partial(self._uncut_as, chain, run))
                     self.verify_seconds = time.perf_counter() - start
                 else:
                     run.run(self.samples)
-            agreed = run.agreed(self.samples)
-            # Also those that no micro-batch has: a later call may.
-            model = StageRun([_copied(self.model)], self.spec, self.device, "the model")
-            faults = {size: fault for size in OTHER_SIZES if (fault := self._fault(model, size)) is not None}
-        agreed = agreed._replace(size_faults=faults)
+                result = run.result(self.samples)
+            result = result._replace(single_fault=self._single_fault())
         if self.samples.trains:
-            check_trains(agreed, self.samples)
-        return agreed
+            check_trains(result, self.samples)
+        return result
 
-    def _run_lazy(self, plan: StagePlan) -> Agreed:
-        """Return what the recording tells of the stages of a model on meta; the loss is tried on random outputs."""
-        run = StageRun([_copied(self.model)], self.spec, self.device, "the model")
+    def _run_recorded(self, plan: StagePlan) -> TrialResult:
+        """Return the recorded facts about the stages of a model on meta; the loss is tried on random outputs."""
+        run = self._uncut()
         run.run(self.samples, backward=False)
-        agreed = run.agreed(self.samples)
-        acts, traits = dict(agreed.acts), {0: replace(agreed.traits[0], layout=None)}
+        result = run.result(self.samples)
+        acts, infos = dict(result.acts), {0: replace(result.infos[0], inputs=None)}
         for k in range(1, plan.num_stages):
             seen = [crossing_acts(plan.modes[training], k - 1) for training in (True, False)]
             needs = seen[0].needs_grad[0]
             acts[k] = Specs(*(one.specs() for one in seen)).getting_gradients(needs)
-            traits[k] = replace(traits[0], needs_grad=needs, gets_grad=needs, lies_in_stage=((), ()))
-        agreed = agreed._replace(acts=acts, traits=joined(traits))
-        if self.samples.trains:
-            check_trains(agreed, self.samples)
-        return agreed
+            infos[k] = replace(infos[0], needs_grad=needs, gets_grad=needs, keeps_memory=((), ()))
+        return result._replace(acts=acts, infos=link_stages(infos))
 
     def _cut(self, chain: Chain, plan: StagePlan, sizes: Sequence[int]) -> StageRun:
-        model = _copied(self.model)
-        return StageRun(chain.stages(model, plan, sizes, range(len(sizes))), self.spec, self.device)
+        return StageRun(chain.stages(_copy(self.model), plan, sizes, range(len(sizes))), self.spec, self.device)
 
-    def _uncut(self, chain: Chain, cut: StageRun) -> StageRun:
+    def _uncut(self) -> StageRun:
+        return StageRun([_copy(self.model)], self.spec, self.device, "the model")
+
+    def _uncut_as(self, chain: Chain, cut: StageRun) -> StageRun:
         """Return the uncut model; as one stage where all stages draw from common random streams."""
-        model: nn.Module = _copied(self.model)
+        model: nn.Module = _copy(self.model)
         if any(isinstance(stage, StageModule) and stage.draws[0] for stage in cut.stages):
             whole = [len(chain.units)]
             (model,) = chain.stages(model, chain.plan(whole), whole, [0])
@@ -176,24 +178,20 @@ class Trial:
         Raises:
             PartitionError: If they differ; names the first unit that does.
         """
-        pipeline, flush = self.spec.pipeline, self.spec.pipeline.spec.flush
-        is_2bw = pipeline.method.weights == "2bw"
+        pipeline, weights = self.spec.pipeline, self.spec.pipeline.method.weights
+        is_delayed = pipeline.overlaps or weights == "2bw"
         between: set[str] = set()
         for k, stage in enumerate(run.stages):
-            if is_2bw or (pipeline.delays[k] and not flush and pipeline.method.weights != "recompute"):
-                check_versions(stage, f"stage {k} ({units_of(stage)})")
+            if weights == "2bw" or (pipeline.delays[k] and not pipeline.spec.flush and weights != "recompute"):
+                check_versions(stage, f"stage {k} ({describe_units(stage)})")
                 between |= {name for name, p in stage.named_parameters() if p.requires_grad and takes_gradient(p)}
         names = frozenset(between)
-        difference = self._difference(run, uncut(), names, delayed=pipeline.overlaps or is_2bw)
-        if difference is None:
-            return
-        cause = SHARED
-        if pipeline.overlaps or is_2bw:
+        difference = self._difference(run, uncut(), names, delayed=is_delayed)
+        if difference is not None and is_delayed:
+            # A backward that writes, like that of BatchNorm computed again, writes later if it is delayed.
             in_place = self._difference(cut(), uncut(), names, delayed=False)
-            # What a backward writes, like the statistics of BatchNorm that is computed again, it writes later if it is
-            # delayed. That is as it must be.
             if in_place is None and difference.when in (FIRST, SECOND):
-                if pipeline.method.weights == "latest":
+                if weights == "latest":
                     raise PartitionError(
                         f"{difference}: a backward computes with its weights again, as activation checkpointing does, "
                         "but method.weights=latest has no weights of the forward; use method.weights=stash, or no "
@@ -207,7 +205,8 @@ class Trial:
         if difference is not None:
             where = self._where(cut(), uncut(), names) if difference.what in ("output", "loss") else ""
             raise PartitionError(
-                f"the stages do not compute as the uncut model: {difference}{where}; likely cause: {cause}; {NEXT_STEP}"
+                f"the stages do not compute as the uncut model: {difference}{where}; likely cause: {SHARED}; "
+                f"{NEXT_STEP}"
             )
 
     def _difference(self, cut: StageRun, uncut: StageRun, names: frozenset[str], *, delayed: bool) -> Difference | None:
@@ -225,22 +224,22 @@ class Trial:
     def _where(self, cut: StageRun, uncut: StageRun, names: frozenset[str]) -> str:
         """Return a clause that names the first module whose result differs."""
         with ExitStack() as stack:
-            found, expected = (stack.enter_context(calls_noted(run.modules)) for run in (cut, uncut))
+            found, expected = (stack.enter_context(record_calls(run.modules)) for run in (cut, uncut))
             for run in (cut, uncut):
                 run.run(self.samples, between=names)
-            return first_unlike(expected, found)
+            return describe_first_difference(expected, found)
 
-    def _fault(self, model: StageRun, size: int) -> str | None:
-        """Return why ``model`` cannot be trained on a micro-batch of ``size`` samples; None if it can."""
+    def _single_fault(self) -> str | None:
+        """Return why the model cannot be trained on a micro-batch of one sample; None if it can."""
         try:
-            with warnings.catch_warnings(action="ignore"):  # of sizes that may never come
-                model.forward(self.samples.of_size(size), "other sizes")
+            with warnings.catch_warnings(action="ignore"):  # of a size that may never come
+                self._uncut().forward(self.samples.repeated(1), "one sample")
         except (ConfigError, PartitionError) as error:
             return str(error)
         return None
 
 
-def _copied(model: nn.Module) -> nn.Module:
+def _copy(model: nn.Module) -> nn.Module:
     """Return a copy of ``model`` whose parameters have the same hooks; a copy of a parameter alone has none."""
     twin = copied_model(model)
     for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
@@ -251,57 +250,33 @@ def _copied(model: nn.Module) -> nn.Module:
     return twin
 
 
-def in_a_memory_format(
-    model: nn.Module, spec: TrainSpec, samples: Samples, attempt: Callable[[TrainSpec], Result]
-) -> tuple[Result, bool]:
-    """Return the result of ``attempt`` in the memory format that ``spec`` asks for, or that the model allows.
+def memory_formats(model: nn.Module, spec: TrainSpec, samples: Samples) -> list[bool]:
+    """Return the values of channels_last to try in turn: the choice of ``spec``, or else both if the model has images.
 
-    And whether the model does not allow channels_last, where the choice is left to it.
-
-    Raises:
-        ConfigError: If channels_last is asked for, and only the plain format runs.
-        ConfigError, PartitionError: If neither runs.
+    A model that fails with channels_last may run in the plain format.
     """
-
-    def attempted(channels_last: bool) -> Result:
-        return attempt(replace(spec, precision=replace(spec.precision, channels_last=channels_last)))
-
-    wanted = spec.precision.channels_last
-    try:
-        return attempted(wanted is not False), False
-    except (ConfigError, PartitionError) as error:
-        formats_differ = any(t.ndim == 4 for t in tensors_of(samples.one[0])) or any(
-            p.ndim == 4 for p in model.parameters()
-        )
-        if wanted is False or not formats_differ:
-            raise
-        result = attempted(False)
-        if wanted:
-            raise ConfigError(
-                f"runtime.channels_last=true: {error}; in the plain memory format it runs: use "
-                "runtime.channels_last=false, or null, which takes the one that runs"
-            ) from error
-        return result, True
+    if spec.precision.channels_last is not None:
+        return [spec.precision.channels_last]
+    has_images = any(tensor.ndim == 4 for tensor in (*tensors_of(samples.one[0]), *model.parameters()))
+    return [True, False] if has_images else [True]
 
 
-def check_trains(agreed: Agreed, samples: Samples) -> None:
+def check_trains(result: TrialResult, samples: Samples) -> None:
     """Check that the model can be trained on micro-batches of the sizes of ``samples``.
 
     Raises:
         ConfigError: If no gradient of the loss reaches the model, or not that of a group, or if a size cannot be run.
     """
-    if agreed.loss_fault is not None:
-        raise ConfigError(agreed.loss_fault)
-    if not agreed.learns:
+    if result.loss_fault is not None:
+        raise ConfigError(result.loss_fault)
+    if not result.learns:
         raise ConfigError(
             "there is nothing to train: the loss depends on no parameter that takes a gradient; expected one with "
             "requires_grad=True, and an output that is not detached from it; to evaluate only, use Trainer.evaluate "
             "(adl-dist evaluate)"
         )
-    for size in samples.other_sizes:
-        if size in agreed.size_faults:
-            holds = "1 sample" if size == 1 else "an odd number of samples"
-            raise ConfigError(
-                f"a micro-batch of the training data holds {holds}, and {agreed.size_faults[size]}; choose another "
-                "train.batch_size, so that none does, also not the last of an epoch"
-            )
+    if 1 in samples.sizes[0] and result.single_fault is not None:
+        raise ConfigError(
+            f"a micro-batch of the training data holds 1 sample, and {result.single_fault}; choose another "
+            "train.batch_size, so that none does, also not the last of an epoch"
+        )

@@ -70,7 +70,7 @@ def check_consistent(
         StageFailed, ChannelError: another rank has failed, or does not answer.
     """
     turn = ROUNDS[found]
-    with reaching(0):
+    with store_error_context(0):
         store.set(f"{turn}/{rank}", json.dumps({"values": values, "initial": dict(initial)}))
     mine = json.loads(json.dumps(values))
     for other in (other for other in range(size) if other != rank):  # all of them: any may have failed
@@ -111,7 +111,7 @@ def exchange(store: dist.Store, key: str, rank: int, size: int, value: Any) -> l
     Raises:
         StageFailed, ChannelError: a rank has failed, or does not answer.
     """
-    with reaching(0):
+    with store_error_context(0):
         store.set(f"{key}/{rank}", json.dumps({"value": value}))
     return [read(store, f"{key}/{other}", other)["value"] for other in range(size)]
 
@@ -149,7 +149,7 @@ def read(store: dist.Store, key: str, rank: int) -> dict[str, Any]:
 
 def read_bytes(store: dist.Store, key: str, rank: int) -> bytes:
     """Return the bytes that ``rank`` has set ``key`` to; raises as :func:`read`."""
-    with reaching(rank):
+    with store_error_context(rank):
         message = bytes(store.get(key))
     if message.startswith(b'{"failed"'):
         failure = json.loads(message)
@@ -158,7 +158,7 @@ def read_bytes(store: dist.Store, key: str, rank: int) -> bytes:
 
 
 @contextmanager
-def reaching(rank: int) -> Iterator[None]:
+def store_error_context(rank: int) -> Iterator[None]:
     """Say in a ChannelError, if the store fails inside, that there is no word from ``rank``."""
     # The store ends with the process that holds it, rank 0's unless torchrun's: that may have ended with an error.
     try:
