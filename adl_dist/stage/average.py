@@ -28,7 +28,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the present weights, once after each update."""
+        """Add the present weights, once after each update."""
         if self._averages:
             # torch's function keeps no count: it is for an AveragedModel to copy the first weights.
             self._average(self._averages, [p.detach() for p in self._parameters], 1)
@@ -42,7 +42,7 @@ class WeightAverage:
         return {self._names[parameter][0]: average for parameter, average in pairs}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Continue from averages by name; without any the next update is the first one."""
+        """Continue from averages by name; without any, the next update is the first."""
         by_name = {name: p for p, names in self._names.items() for name in names}
         found = {by_name[name]: tensor for name, tensor in tensors.items() if name in by_name}
         self._averages = []
@@ -53,12 +53,15 @@ class WeightAverage:
 
     @property
     def names(self) -> set[str]:
-        """All names of what is averaged."""
+        """All names of the averaged parameters."""
         return {name for names in self._names.values() for name in names}
 
     @contextmanager
     def in_place_of_weights(self) -> Iterator[None]:
-        """Have the parameters hold the averages inside, where nothing is in flight; the weights if there are none."""
+        """Put the averages into the parameters inside, where nothing is in flight.
+
+        Before the first update the parameters keep their weights.
+        """
         before = [p.detach().clone() for p in self._parameters[: len(self._averages)]]
         self._write(self._averages)
         try:

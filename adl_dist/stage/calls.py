@@ -29,7 +29,7 @@ def is_part(module: nn.Module) -> bool:
 
 
 def call_of(module: nn.Module, structure: Structure | None, compiler: "Compiler | None") -> Call:
-    """Return a function that calls ``module``, whose parameters may be replaced by others between two calls.
+    """Return a function that calls ``module``; its parameters may be replaced.
 
     Args:
         module: the model, or a stage of it.
@@ -75,9 +75,9 @@ def arguments_in(structure: Structure | None, acts: Tensors) -> tuple[tuple[Any,
 
 
 def refuse_unknown_ids(module: nn.Module, acts: Tensors, structure: Structure | None, where: str) -> None:
-    """Raise DataError if an embedding of ``module`` has no row for an id that it gets when called with ``acts``.
+    """Raise DataError if an embedding of ``module`` has no row for an id in ``acts``.
 
-    For a module that has failed with an IndexError, which tells neither id nor embedding: it is called once more.
+    The module has failed with an IndexError, which names neither the id nor the embedding, so it is called once more.
     """
     args, kwargs = arguments_in(structure, acts)
 
@@ -110,19 +110,19 @@ def refuse_unknown_ids(module: nn.Module, acts: Tensors, structure: Structure | 
 
 
 def flatten_output(out: Any) -> Tensors:
-    """Return the tensors of a module's output, which may stand in tuples, lists and dictionaries, next to numbers."""
+    """Return the tensors of a module's output, which may be nested and have other leaves."""
     if type(out) is tuple and all(isinstance(one, Tensor) for one in out):
         return out
     return (out,) if isinstance(out, Tensor) else tuple(x for x in tree_leaves(out) if isinstance(x, Tensor))
 
 
 def takes_gradient(tensor: Tensor) -> bool:
-    """Return whether a gradient comes back for it."""
+    """Return whether ``tensor`` can have a gradient."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def seed_update(seed: int, key: str, update: int, device: torch.device) -> None:
-    """Seed what the optimizer of the learner ``key`` draws from in ``update``; ``seed``: that of the run."""
+    """Seed the stream of an optimizer by the run's ``seed``, its learner's ``key`` and ``update``."""
     seed_torch(_seed_at(update, seed, f"update of {key}"), device)
 
 
@@ -143,7 +143,7 @@ class RandomStreams:
     """Seeds the global random streams for each micro-batch of one stage, by (seed, epoch, stage, micro-batch)."""
 
     def __init__(self, seed: int, stage: int, draws: Collection[str] = ()) -> None:
-        """Seed torch, and what is in ``draws``: ``python``, ``numpy``."""
+        """Seed torch's stream, and those in ``draws``: ``python``, ``numpy``."""
         self._seed, self._stage = seed, stage
         # "dropout" is torch's. One seed for all would give numpy and Python the same numbers: both are MT19937.
         self._purposes = ("dropout", *sorted(draws))
@@ -154,11 +154,11 @@ class RandomStreams:
         self._epoch, self._first_micro_batch = epoch, first_micro_batch
 
     def seed_of(self, purpose: str, micro_batch: int) -> int:
-        """Return the seed of a stream of this stage's own for one micro-batch of the segment."""
+        """Return the seed of a stream of this stage for one micro-batch of the segment."""
         return stream_seed(self._seed, purpose, self._epoch, self._stage, self._first_micro_batch + micro_batch)
 
     def seeds_of(self, micro_batch: int) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the seeds of all streams for a forward: of draws that all stages make alike, and of this stage's."""
+        """Return the seeds of all streams for a forward: common to all stages, and of this stage."""
         of_epoch = self._first_micro_batch + micro_batch
         streams = {"torch": "dropout", "python": "python", "numpy": "numpy"}
         common = {s: _seed_at(of_epoch, self._seed, f"common {purpose}", self._epoch) for s, purpose in streams.items()}
@@ -166,7 +166,7 @@ class RandomStreams:
         return common, own
 
     def seed(self, micro_batch: int, device: torch.device, part: str = FORWARD) -> None:
-        """Seed what a ``part`` of the work on a micro-batch, whose tensors are on ``device``, draws from."""
+        """Seed the streams for a ``part`` of the work on a micro-batch on ``device``."""
         of_epoch = self._first_micro_batch + micro_batch
         for purpose in self._purposes:
             seed = _seed_at(of_epoch, self._seed, f"{part}{purpose}", self._epoch, self._stage)

@@ -64,7 +64,7 @@ class DeferredGradients:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Have the layers build graphs that can put gradients off, in forwards and in what a backward replays."""
+        """Let the layers build graphs with deferrable gradients, also in forwards that a backward replays."""
         # Not once and for all: the module is the user's, who may copy it, save it or call it.
         for attributes, layer in self._forwards:
             attributes["forward"] = layer
@@ -75,7 +75,7 @@ class DeferredGradients:
                 del attributes["forward"]
 
     def while_ready(self, call: Call) -> Call:
-        """Return ``call``, to be done inside :meth:`ready`."""
+        """Return ``call``, made inside :meth:`ready`."""
 
         def ready_call(acts: Tensors, buffers: dict[str, Tensor] | None, tape: Any) -> Any:
             with self.ready():
@@ -85,9 +85,9 @@ class DeferredGradients:
 
     @contextmanager
     def deferrable(self, roots: Iterable[Node]) -> Iterator[list[DeferredGrad]]:
-        """Defer what can be, of a backward inside that begins at ``roots``.
+        """Defer gradients of a backward inside that begins at ``roots``.
 
-        Not of backwards that user's code calls within it: what they return is used at once.
+        Backwards that the user's code calls within it are not split, because their results are used at once.
         """
         pending: list[DeferredGrad] = []
         self._pending, self._task = pending, None
@@ -102,7 +102,7 @@ class DeferredGradients:
 
     @property
     def pending(self) -> list[DeferredGrad] | None:
-        """Where the backward that runs now puts off what it can; None: it computes all at once."""
+        """The gradients that the present backward has deferred, or None if it is not split."""
         if self._pending is None or torch._C._current_graph_task_id() != self._task:
             return None
         return self._pending
@@ -117,7 +117,7 @@ class DeferredGradients:
         """Compute the gradients that were deferred, and add them to those of the parameters; ``pending`` is then empty.
 
         Raises:
-            ConfigError: what they follow from has been written to.
+            ConfigError: If an input or an output gradient has been written to.
         """
         calls_left = Counter(one.layer for one in pending)
         sums: dict[nn.Parameter, Tensor] = {}
@@ -146,7 +146,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def _is_plain(layer: nn.Module, users: Counter[int]) -> bool:
-    """Whether ``layer`` does what its class does, with plain parameters that no other module has."""
+    """Return whether ``layer`` computes as its class does, with plain parameters of its own."""
     kind = next((kind for kind in PLAIN if isinstance(layer, kind)), None)
     if kind is None or "forward" in vars(layer) or type(layer).forward is not cast(Any, kind).forward:
         return False
@@ -163,7 +163,7 @@ def _is_plain(layer: nn.Module, users: Counter[int]) -> bool:
 
 
 class _Layer:
-    """A layer's forward, called in the place of its own."""
+    """Replacement of a layer's forward."""
 
     def __init__(self, name: str, module: Any, owner: DeferredGradients) -> None:
         self.name, self.module, self.owner = name, module, owner
@@ -180,7 +180,7 @@ class _Layer:
         return cast(Tensor, _Split.apply(x, weight, bias, self, narrow))
 
     def _applies(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        """Whether this call is a plain one, of the parameters that are trained."""
+        """Return whether this is a plain call with the trained parameters."""
         return (
             torch.is_grad_enabled()
             and weight.requires_grad
@@ -193,7 +193,7 @@ class _Layer:
         )
 
     def of_parameters(self, x: Tensor, grad: Tensor, with_bias: bool) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield each of the layer's parameters with the gradient that one call adds to it."""
+        """Yield each parameter of the layer with the gradient of one call."""
         weight: Tensor = self._weight
         if weight.dtype != x.dtype:  # under autocast; of the weight only shape and format count
             weight = torch.empty_like(weight, dtype=x.dtype)
@@ -203,12 +203,12 @@ class _Layer:
                 yield parameter, gradient.to(parameter.dtype)
 
     def has_hooks(self) -> bool:
-        """Whether something looks at the gradients of the parameters when autograd makes them."""
+        """Return whether a hook reads the gradients of the parameters."""
         own = [self._weight] if self._bias is None else [self._weight, self._bias]
         return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in own)
 
     def overwritten(self, what: str) -> ConfigError:
-        """Return the error that ``what`` of a call, kept for the second part of its backward, has been written to."""
+        """Return the error that the ``what`` of a call was overwritten before the second part of its backward."""
         kind = type(self.module).__name__
         return ConfigError(
             f"{self.owner.where}: the {what} of layer '{self.name or kind}' ({kind}) was written to in place between "
@@ -217,7 +217,7 @@ class _Layer:
         )
 
     def takes(self, x: Tensor) -> bool:
-        """Whether ``x`` is a batch."""
+        """Return whether ``x`` is a batch."""
         raise NotImplementedError
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -225,7 +225,7 @@ class _Layer:
         raise NotImplementedError
 
     def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, wanted: Wanted) -> Gradients:
-        """Return the gradients that are ``wanted``, by that of the output."""
+        """Return the ``wanted`` gradients, given that of the output."""
         raise NotImplementedError
 
 
@@ -266,7 +266,7 @@ class _Convolution(_Layer):
 
 
 class _Split(torch.autograd.Function):
-    """A layer; its backward puts off the gradients of the parameters if its owner collects them."""
+    """A layer; its backward defers the gradients of the parameters if its owner collects them."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Synthetic gradients: a head predicts what gradient will come back for its stage's output (DNI).
+"""Synthetic gradients: a head predicts the gradient of its stage's output (DNI).
 
 The stage back-propagates the prediction at once (Jaderberg et al., ICML 2017, section 2). When the gradient comes back,
 which the next stage has computed from a prediction of its own, and the last stage from the loss, the head learns from
@@ -51,7 +51,7 @@ class GradientHead:
         """Take over ``network``, which is on ``device``; ``faults`` are those of its stage.
 
         Raises:
-            ConfigError: the optimizer is none for it.
+            ConfigError: If the optimizer cannot train the head.
         """
         self.network, self.where, self.prefix = network.train(), f"the head of stage {stage}", f"head{stage}:"
         self.key = f"head{stage}"
@@ -81,7 +81,9 @@ class GradientHead:
 
     @torch.no_grad()
     def predict(self, micro_batch: int, outs: Tensors, target: Tensor | None, *, weight: float) -> Tensors:
-        """Return the gradient expected for what the stage sends on, one tensor [B, ...], and keep that until it comes.
+        """Return the predicted gradient of the stage's output, one tensor [B, ...].
+
+        The output is kept until its gradient comes.
 
         ``target`` [B] is for a network that sees it; ``weight`` is that of the micro-batch in its group.
         """
@@ -109,7 +111,7 @@ class GradientHead:
         """Apply the gradients of the group.
 
         Raises:
-            DivergedError: the gradient is not finite, as :meth:`adl_dist.stage.stage.Stage.finish_group` finds it.
+            DivergedError: If the gradient is not finite, as :meth:`adl_dist.stage.stage.Stage.finish_group` finds it.
         """
         parameters = [p for p in self.network.parameters() if p.grad is not None]
         norm = norm_of([p.grad for p in parameters if p.grad is not None])

@@ -1,4 +1,4 @@
-"""Heads on what a stage sends on: they make a loss of it (greedy learning), or predict its gradient (DNI).
+"""Heads on the output of a stage, for a local loss (greedy learning) or to predict its gradient (DNI).
 
 A head serves only to train its stage; it does not belong to the model and is not exported. Its functions know the
 output by the shape of one sample: [C, H, W] of an image or [C] of features.
@@ -39,7 +39,7 @@ class Pool(nn.AdaptiveAvgPool2d):
 
 
 def even_windows(size: int, number: int) -> tuple[int, int] | None:
-    """Return width and stride of the windows that an adaptive average divides ``size`` into; None: they are not even.
+    """Return width and stride of the windows of an adaptive average, or None if they are uneven.
 
     Window i of ``number`` is from floor(i size / number) to ceil((i + 1) size / number).
     """
@@ -113,7 +113,7 @@ def mlp_sr(channels: int, size: int, num_classes: int, *, num_convolutions: int 
 
 
 def mlp(channels: int, size: int, num_classes: int) -> nn.Module:
-    """MLP of DGL: as ``mlp_sr`` without the convolutions; on features the layers alone."""
+    """MLP of DGL: as ``mlp_sr`` without the convolutions; on features only the layers."""
     if size == 0:
         return nn.Sequential(*_layers(channels), nn.Linear(channels, num_classes))
     return mlp_sr(channels, size, num_classes, num_convolutions=0)
@@ -151,7 +151,7 @@ OF_IMAGES = ("mlp_sr", "cnn")
 
 
 class GradientNetwork(nn.Module):
-    """Predicts, from what a stage sends on, the gradient of each sample's own loss (DNI, or cDNI with classes).
+    """Predicts the gradient of each sample's own loss from the stage's output (DNI, or cDNI with classes).
 
     It begins by predicting 0. Its BatchNorm has no running statistics: it only ever trains.
     """
@@ -174,7 +174,7 @@ class GradientNetwork(nn.Module):
         self.layers = nn.Sequential(*hidden, last)
 
     def forward(self, out: Tensor, target: Tensor | None) -> Tensor:
-        """Return the gradients [B, C, H, W] or [B, C] of ``out``, of that shape, whose classes are ``target`` [B]."""
+        """Return the gradients of ``out`` [B, C, H, W] or [B, C] with the classes ``target`` [B]."""
         if self.num_classes:
             assert target is not None
             classes = one_hot(target, self.num_classes, out.dtype)  # a target that the loss ignores is of none
@@ -189,16 +189,16 @@ def _conv_of_3(before: int, after: int, *, bias: bool) -> nn.Conv2d:
 
 
 def normalises_samples(method: Method) -> bool:
-    """Return whether a head of ``method`` computes statistics over samples, so that one sample is not enough."""
+    """Return whether a head of ``method`` needs more than one sample, for its statistics."""
     return method.head_layers > 0 if method.spec.predicts_gradients else method.head in NORMALISES_SAMPLES
 
 
 def check_outs(method: Method, stage: int, shapes: Sequence[tuple[int, ...]], *, gets_gradient: bool) -> None:
-    """Check that a head of ``method`` can be put on what ``stage`` sends on.
+    """Check that a head of ``method`` fits the output of ``stage``.
 
     Raises:
-        ConfigError: it is not one tensor of images or features, or no images where convolutions need some; or not one
-            that ``gets_gradient`` of real numbers, which could be predicted.
+        ConfigError: If it is not one tensor of images or features, is not of images where convolutions need some, or
+            does not get a gradient of real numbers that could be predicted.
     """
     if len(shapes) != 1 or len(shapes[0]) not in (1, 3):
         received = ", ".join(str(["B", *shape]) for shape in shapes)
@@ -221,9 +221,9 @@ def check_outs(method: Method, stage: int, shapes: Sequence[tuple[int, ...]], *,
 def build_gradient_network(
     method: Method, shape: tuple[int, ...], *, num_classes: int | None, seed: int
 ) -> GradientNetwork:
-    """Build what predicts gradients of outputs of ``shape``; ``num_classes``: of the model, None: it has none.
+    """Build the network that predicts gradients of outputs of ``shape``.
 
-    Its weights are drawn by ``seed`` and nothing else.
+    Its weights depend on ``seed`` only. ``num_classes`` is that of the model, or None if it has no classes.
     """
     seen = num_classes if method.head_sees_target else 0
     assert seen is not None, "refused earlier"
@@ -235,7 +235,7 @@ def build_gradient_network(
 def build_head(name: str, shape: tuple[int, ...], *, num_classes: int, seed: int) -> LocalLoss:
     """Build the head called ``name``, a key of ``CLASSIFIERS`` or ``predsim``, on outputs of ``shape``.
 
-    Its weights are drawn by ``seed`` and nothing else.
+    Its weights depend on ``seed`` only.
     """
     channels, size = shape[0], max(shape[1:], default=0)
     with streams_kept():

@@ -1,4 +1,4 @@
-"""The loss: what it averages over, the weights of micro-batches, its call on a stage, and its checks at the start.
+"""The loss: its terms, the weights of micro-batches, its call on a stage, and its checks at the start.
 
 The gradient of a group is that of all its samples at once if each micro-batch has the weight n_b / n_group, where n
 counts what the loss averages over. Usually that is samples, which the schedule knows. If the loss counts terms, such as
@@ -50,7 +50,7 @@ class ClassLoss:
 
     Attributes:
         ignore_index: the target that it ignores.
-        weight: of each class, float64[C] on the CPU; None: 1.
+        weight: of each class, float64[C] on the CPU; if None, each weighs 1.
         is_torchs_own: whether it is known to do that; not if a derived class computes something of its own.
         dim: the outputs' dimension of classes.
     """
@@ -71,7 +71,7 @@ class ClassLoss:
 
 
 def class_loss(loss_fn: Any) -> ClassLoss | None:
-    """Return the settings of torch's loss of classes, or None if ``loss_fn`` is another loss.
+    """Return the settings of torch's loss of classes, or None for a different loss.
 
     These are nn.CrossEntropyLoss and nn.NLLLoss, also classes derived from them, and their functions, also with
     keywords by functools.partial; and TokenCrossEntropy.
@@ -93,7 +93,7 @@ def class_loss(loss_fn: Any) -> ClassLoss | None:
 
 
 def is_known_mean(loss_fn: Any) -> bool:
-    """Return whether ``loss_fn`` is a loss of torch's or ours, of which it is known what it averages over."""
+    """Return whether ``loss_fn`` is a loss of torch or adl_dist, which all average over known terms."""
     made_of = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
     known = "torch.nn.modules.loss", "torch.nn.functional", "adl_dist.losses"
     return own_num_terms(loss_fn) is None and getattr(made_of, "__module__", "") in known
@@ -106,7 +106,7 @@ def is_sum(loss_fn: Any) -> bool:
 
 
 def own_num_terms(loss_fn: Any) -> Callable[[Any], Any] | None:
-    """Return the user's ``num_terms`` of a loss, or None if it has none."""
+    """Return the ``num_terms`` of a loss, or None if it does not define one."""
     while isinstance(loss_fn, functools.partial) and not hasattr(loss_fn, "num_terms"):
         loss_fn = loss_fn.func
     return getattr(loss_fn, "num_terms", None)
@@ -170,7 +170,7 @@ def counted(
     Args:
         batches: (input [B, ...], target [B, ...]) of each micro-batch, closed in the end.
         terms: counts in the targets.
-        group_sizes: micro-batches of each group; None: there are no groups, because this is evaluation.
+        group_sizes: micro-batches of each group; None in evaluation, which has no groups.
         reduction: how the gradients of a group are combined, ``mean`` or ``sum``.
 
     Yields:

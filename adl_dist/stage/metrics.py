@@ -1,4 +1,4 @@
-"""What is measured of a model's outputs besides the loss, where they are: on the last stage, as a sum and a count."""
+"""Metrics of the model's outputs on the last stage, each as a sum and a count."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,10 +35,12 @@ class Metric:
 
 
 def metrics_of(wanted: Sequence[str | Callable[[Any, Any], Any]], classes: ClassLoss | None) -> list[Metric]:
-    """Return the metrics that a user names, or gives as callables; ``classes``: how torch's loss of classes is set.
+    """Return the metrics that a user names, or gives as callables.
+
+    ``classes`` are the settings of torch's loss of classes.
 
     Raises:
-        ConfigError: there is no such metric, or two have one name.
+        ConfigError: If there is no such metric, or two have one name.
     """
     made = [_metric(one, classes) for one in wanted]
     for metric in made:
@@ -68,7 +70,7 @@ def hits(out: Any, target: Any, classes: ClassLoss | None, *, top: int) -> tuple
     counted.
 
     Raises:
-        ConfigError: outputs and targets are none of classes.
+        ConfigError: If outputs and targets are not of classes.
     """
     if not (isinstance(out, Tensor) and isinstance(target, Tensor)) or target.is_floating_point():
         raise ConfigError("metrics: accuracy and top5 need targets of whole numbers and one tensor of outputs")
@@ -84,7 +86,7 @@ def hits(out: Any, target: Any, classes: ClassLoss | None, *, top: int) -> tuple
 def hits_along(
     dim: int, out: Tensor, target: Tensor, classes: ClassLoss | None, *, top: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Return the same of ``out`` whose dimension ``dim`` is that of the classes; the others are those of ``target``."""
+    """Return :func:`hits` of outputs with the classes in dimension ``dim``."""
     target, num_classes = as_classes(target), out.shape[dim]
     counts = (target >= 0) & (target < num_classes)  # what is no class can only be ignored
     if classes is not None:
@@ -100,7 +102,7 @@ def measured(metrics: Sequence[Metric], out: Any, target: Any) -> list[Tensor]:
     """Return (sum, count), float64[2], of each metric that is measured, for one micro-batch.
 
     Raises:
-        ConfigError: one fails, or returns something else.
+        ConfigError: If a metric fails, or does not return two numbers.
     """
     found = []
     leaves = (leaf for leaf in (*tree_leaves(out), *tensors_of(target)) if isinstance(leaf, Tensor))

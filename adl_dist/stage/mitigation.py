@@ -1,4 +1,4 @@
-"""What ``method.mitigation`` makes of the updates of one stage, whose gradients are t updates old on average.
+"""Mitigations of staleness in one stage, with gradients that are t updates old on average.
 
 The rows are in :mod:`adl_dist.schedule.mitigations`. A stage whose gradients are fresh has no mitigation, and runs the
 same code as without any. In the equations w_s are the weights after s updates, eta_s the learning rate with all
@@ -23,7 +23,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _on_plain_tensors(function: F) -> F:
-    """Have ``function`` record no graph, and take parameters for the tensors that they are, whatever their type."""
+    """Run ``function`` without a graph, on parameters as plain tensors whatever their type."""
 
     @functools.wraps(function)
     def wrapped(*args: Any) -> Any:
@@ -34,7 +34,7 @@ def _on_plain_tensors(function: F) -> F:
 
 
 class Mitigation:
-    """The chosen rows in one stage, and what they remember.
+    """The chosen rows in one stage, and their state.
 
     Attributes:
         forwards_ahead: whether a forward sees other weights than the newest.
@@ -50,7 +50,7 @@ class Mitigation:
         ``tie``: of its copy of these tied weights, whose staleness is one for all copies.
 
         Raises:
-            ConfigError: the rows need another optimizer.
+            ConfigError: If the rows need a different optimizer.
         """
         self._method, self._optimizer, self._lr_factor = pipeline.method, optimizer, lr_factor
         at = stage if tie is None else tie
@@ -63,7 +63,7 @@ class Mitigation:
         self._check(f"stage {stage}")
 
     def _check(self, where: str) -> None:
-        """Raise ConfigError if what is chosen cannot work with the optimizer."""
+        """Raise ConfigError if a chosen row does not work with the optimizer."""
         kind, method = type(self._optimizer), self._method
         momenta = [_momentum(group) for group in self._optimizer.param_groups]
         is_sgd, is_adam, has_momentum = kind is SGD, kind in (Adam, AdamW), all(mu > 0 for mu in momenta)
@@ -86,7 +86,7 @@ class Mitigation:
                 )
 
     def begin(self, epoch: int) -> None:
-        """Get ready for ``epoch``; in one that flushes no gradient is stale, and rows do no more than remember."""
+        """Prepare for ``epoch``; in one that flushes, no gradient is stale, and rows only keep their state."""
         self._is_stale = epoch >= self._method.flush_epochs
 
     # --- rate -----------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ class Mitigation:
     # --- applied --------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Have the optimizer step, and make of its update what the rows say."""
+        """Step the optimizer, and change its update as the rows say."""
         parameters = [p for group in self._optimizer.param_groups for p in _trained(group)]
         gradients = self._decayed_gradients() if "spike" in self._rows and self._is_stale else {}
         before = self._copies(parameters) if self._lag or self._remembers_displacement else []
@@ -212,7 +212,7 @@ class Mitigation:
 
     @_on_plain_tensors
     def _spread(self, gradients: dict[nn.Parameter, Tensor]) -> None:
-        """Spike compensation: w - eta (a v + b g), a = mu^n, b = 1 + mu + .. + mu^(n-1), in place of what SGD has done.
+        """Spike compensation: w - eta (a v + b g), a = mu^n, b = 1 + mu + .. + mu^(n-1), in place of SGD's update.
 
         n = t, and t + 1 with Nesterov's momentum, which is a = mu, b = 1 already: what a gradient would have moved by
         now if it had come in time it moves at once, and the rest from here on, as SGD would.
@@ -261,19 +261,19 @@ class Mitigation:
 
 
 def mitigation_of(pipeline: Pipeline, stage: int, optimizer: Optimizer, lr_factor: float) -> Mitigation | None:
-    """Return what mitigates the staleness of ``stage``; None: it has none, or nothing is to be done about it.
+    """Return the mitigation of ``stage``, or None if it has none.
 
     Raises:
-        ConfigError: the rows need another optimizer.
+        ConfigError: If the rows need a different optimizer.
     """
     return Mitigation(pipeline, stage, optimizer, lr_factor) if pipeline.mitigations(stage) else None
 
 
 def mitigation_of_tie(pipeline: Pipeline, tie: Tie, stage: int, optimizer: Optimizer) -> Mitigation | None:
-    """Return what mitigates the staleness of the weights that stages share by ``tie``, in ``stage``; None: nothing.
+    """Return the mitigation of the tied weights in ``stage``, or None if there is none.
 
     Raises:
-        ConfigError: the rows need another optimizer.
+        ConfigError: If the rows need a different optimizer.
     """
     return Mitigation(pipeline, stage, optimizer, 1.0, tie) if pipeline.mitigations(tie) else None
 
@@ -283,17 +283,17 @@ def _trained(group: Group) -> list[nn.Parameter]:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """Return what an embedding's sparse gradient, or a velocity made of some, stands for."""
+    """Return an embedding's sparse gradient, or a sum of some, as a dense tensor."""
     return tensor.to_dense() if tensor.is_sparse else tensor
 
 
 def _momentum(group: Group) -> float:
-    """Return mu of SGD and its kind, the first beta of Adam's; 0: there is none."""
+    """Return mu of SGD and its kind, the first beta of Adam, or 0 if there is no momentum."""
     return float(group["momentum"] if "momentum" in group else group.get("betas", (0.0,))[0])
 
 
 def _adam_step(state: Group, group: Group, later: int) -> Tensor:
-    """Return m^ / (sqrt(v^) + eps) as it is ``later`` updates after the last one, whose gradients are all 0."""
+    """Return m^ / (sqrt(v^) + eps) of Adam, ``later`` updates with zero gradients after the last one."""
     b1, b2 = map(float, group["betas"])
     step = float(state["step"]) + later
     square: Tensor = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]

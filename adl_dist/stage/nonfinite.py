@@ -23,7 +23,7 @@ from adl_dist.stage.stats import StepStats, norm_of
 
 
 class NonFiniteCheck:
-    """Looks at the loss and the gradient of each update of one stage once, as early as that costs no waiting.
+    """Checks the loss and the gradient of each update of one stage, as early as that costs no waiting.
 
     On a CPU at once. A GPU has only been given its work by then, and asking for a number would wait for all of it:
     there each is looked at one update later, and the last ones at the end of the segment. Only where updates may be
@@ -33,30 +33,38 @@ class NonFiniteCheck:
     """
 
     def __init__(self, guard: GradientPolicy, *, stage: int, is_last: bool, reads_late: bool = False) -> None:
-        """Look at one stage; ``reads_late``: as on a GPU, because a group is complete only after its last send."""
+        """Check one stage.
+
+        Args:
+            guard: the treatment of values that are not finite.
+            stage: k.
+            is_last: whether it is the last stage.
+            reads_late: read the values one update later, as on a GPU; a split backward needs it, because a group is
+                complete only after its last send.
+        """
         self._guard, self._stage, self._is_last, self._reads_late = guard, stage, is_last, reads_late
         self._unseen: deque[tuple[int, int, StepStats]] = deque()  # update, epoch, and what holds its figures
         self._sent: list[Tensor] = []  # norms of what went upstream for the group, where updates may be skipped
         self._num_in_a_row = 0
 
     def forget(self) -> None:
-        """Drop what an interrupted segment has left."""
+        """Drop the state of an interrupted segment."""
         self._unseen.clear()
         self._sent.clear()
 
     def sent(self, grads: Tensors) -> None:
-        """Take note of what goes upstream for one micro-batch."""
+        """Note the norm of the gradients that go upstream for one micro-batch."""
         if self._guard.skips and grads:
             self._sent.append(norm_of(grads))
 
     def judge(self, tally: StepStats, arrived: Tensors, *, update: int, epoch: int) -> str | None:
-        """Judge a group whose gradients are complete, before the last one goes upstream.
+        """Judge a complete group before its last gradients go upstream.
 
         ``tally`` has its loss and the norm of its gradient; ``arrived`` are the last gradients that came from
-        downstream for it. Return why it is skipped; None: it is applied.
+        downstream for it. Return why it is skipped, or None if it is applied.
 
         Raises:
-            DivergedError: something of this update, or of the one before, is not finite and cannot be skipped.
+            DivergedError: If a value of this update, or of the one before, is not finite and cannot be skipped.
         """
         if not self._guard.skips:
             is_late = tally.fetch(arrived) or self._reads_late

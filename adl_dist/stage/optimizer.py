@@ -1,4 +1,4 @@
-"""The optimizer of one stage, from the user's factory, and its steps, whose faults are named."""
+"""The optimizer of one stage, made by the user's factory, and its steps."""
 
 import warnings
 from collections.abc import Iterator, Mapping
@@ -19,10 +19,10 @@ from adl_dist.stage.spec import OptimizerFactory
 def stage_optimizer(
     factory: OptimizerFactory, parameters: Mapping[str, nn.Parameter], *, where: str
 ) -> Optimizer | None:
-    """Make the optimizer of a stage from all its ``parameters``, by name; None: it has nothing to train, and gets none.
+    """Make the optimizer of a stage from its ``parameters``, by name, or return None if none is trained.
 
     Raises:
-        ConfigError: the factory refuses them, or makes something that cannot train this stage by itself. The text
+        ConfigError: If the factory refuses them, or makes something that cannot train this stage by itself. The text
             begins with ``where``, and names the first parameter that the factory refuses by itself.
     """
     if not any(p.requires_grad for p in parameters.values()):
@@ -116,12 +116,12 @@ def stepping(learner: Learner, factor: float, *, seed: int, device: torch.device
 def advance(
     lr_schedule: LRScheduler | None, where: str, update: int, *, until: int | None, skipped: bool = False
 ) -> None:
-    """Move on to the learning rate after ``update`` updates, of which the last may have been ``skipped``.
+    """Set the learning rate after ``update`` updates, the last of which may have been ``skipped``.
 
-    Without a schedule, and after ``until`` updates, there is none to move on to.
+    Without a schedule, and after ``until`` updates, nothing changes.
 
     Raises:
-        ConfigError: the schedule fails; the text begins with ``where`` it is.
+        ConfigError: If the schedule fails; the text begins with ``where``.
     """
     if lr_schedule is None or (until is not None and update > until):
         return

@@ -28,15 +28,15 @@ class Precision:
     Attributes:
         dtype: dtype of parameters and floating-point inputs: ``torch.float32`` or ``torch.float64``.
         autocast: dtype of the operations that torch.autocast lowers, in forward and loss; only ``torch.bfloat16``;
-            None: all compute in ``dtype``.
+            if None, all compute in ``dtype``.
         codec: how activations travel between stages in training: ``none``, ``bf16``, ``int8`` or ``int4``.
-        gradient_codec: how their gradients travel back; None: by the same codec.
+        gradient_codec: how their gradients travel back; if None, by the same codec.
         compile: whether torch.compile compiles each stage.
         tf32: whether a GPU may round float32 to 10 bits of mantissa in matrix products and convolutions.
         cudnn_benchmark: whether cuDNN times its kernels for each new shape and takes the fastest; no seed repeats it.
         deterministic: whether torch uses only kernels that give the same bits each time, and refuses what has none.
-        channels_last: whether images [B, C, H, W] are computed and sent in memory as [B, H, W, C]; None: where the
-            model allows it.
+        channels_last: whether images [B, C, H, W] are computed and sent in memory as [B, H, W, C]; if None, where
+            the model allows it.
     """
 
     dtype: torch.dtype = torch.float32
@@ -50,7 +50,7 @@ class Precision:
     channels_last: bool | None = False
 
     def check(self, method: Method) -> None:
-        """Raise ConfigError for what cannot be computed, or would not be what it says."""
+        """Raise ConfigError for formats that cannot be computed, or would not have an effect."""
         for name in ("dtype", "autocast"):
             if not isinstance(value := getattr(self, name), torch.dtype) and (value is not None or name == "dtype"):
                 raise ConfigError(f"Precision({name}={value!r}): expected a torch.dtype, like torch.float32")
@@ -96,16 +96,16 @@ class Precision:
         return module
 
     def autocasting(self, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-        """Return what makes the context of a forward or a loss on ``device``."""
+        """Return a function that makes the context of a forward or a loss on ``device``."""
         # Around each call alone: what autocast remembers of lowered weights must not outlive an update.
         return nullcontext if self.autocast is None else partial(torch.autocast, device.type, dtype=self.autocast)
 
     @contextmanager
     def apply(self, *, threads: int) -> Iterator[None]:
-        """Set what torch keeps for a whole process, and ``threads``; restore it afterwards.
+        """Set torch's process-wide settings and ``threads``, and restore them afterwards.
 
         Raises:
-            ConfigError: inside a torch.autocast of the caller's, which remembers lowered weights past their update.
+            ConfigError: If the caller is inside torch.autocast, which keeps lowered weights past their update.
         """
         if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
             raise ConfigError(
@@ -150,7 +150,7 @@ class Precision:
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """Have torch use kernels inside that give the same bits each time."""
+    """Use only kernels of torch that give the same bits each time."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which cuBLAS wants for it, and torch asks for
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
@@ -170,7 +170,7 @@ class GradientPolicy:
     Attributes:
         non_finite: what a loss or gradient that is not finite does: ``stop`` the run, or ``skip`` the update.
         max_skipped: updates skipped in a row; one more stops the run.
-        clip_norm: the norm that the gradient of a stage is scaled down to if it is longer; None: it stays as it is.
+        clip_norm: the norm that longer gradients of a stage are scaled down to; if None, they are not clipped.
     """
 
     non_finite: str = "stop"
@@ -196,7 +196,7 @@ class GradientPolicy:
 
     @property
     def skips(self) -> bool:
-        """Whether an update may be skipped."""
+        """``True`` if an update may be skipped."""
         return self.non_finite == "skip"
 
 
@@ -208,10 +208,10 @@ class TrainSpec:
     ``loss_reduction`` ``batch``, to a loss of the micro-batch that is weighted by its samples; ``optimizer`` makes that
     of one stage from its parameters, and ``lr_schedule`` its learning rate schedule; ``metrics`` are what is
     measured besides the loss, by name or as callables (metrics.py); ``ema`` is the decay of the moving average of the
-    weights, None: there is none; ``seed`` seeds data order, augmentation and dropout.
+    weights, or None if there is none; ``seed`` seeds data order, augmentation and dropout.
 
     Raises:
-        ConfigError: a value is out of range, or does not fit the method.
+        ConfigError: If a value is out of range, or does not fit the method.
     """
 
     pipeline: Pipeline
@@ -254,9 +254,9 @@ def _named(dtype: torch.dtype | None) -> str | None:
 
 
 def in_dtype(module: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> nn.Module:
-    """Convert floating-point tensors of ``module`` to ``dtype``, complex ones to that of two such numbers, in place.
+    """Convert floating-point tensors of ``module`` to ``dtype`` in place, complex ones to two such numbers.
 
-    ``module.to(dtype)`` would drop the imaginary parts. ``device`` None: they stay where they are.
+    ``module.to(dtype)`` would drop the imaginary parts. If ``device`` is None, tensors stay where they are.
     """
     to_complex = torch.complex128 if dtype is torch.float64 else torch.complex64  # none has parts of 16 bits
 

@@ -1,4 +1,4 @@
-"""One piece of the network and everything it must remember between a forward and its backward."""
+"""One part of the network and its state between a forward and its backward."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -70,9 +70,9 @@ class Stage:
     Attributes:
         index: k in [0, K).
         module: the part of the model, on its device.
-        head: turns what goes downstream into a loss of the stage's own, or predicts its gradient; None: there is none.
-        gradient_head: the head that predicts gradients, with what it needs to learn; None: there is none.
-        loss: what this stage computes of its output and the target, the model's or one of its own; None: there is none.
+        head: turns the output into a local loss, or predicts its gradient; None if there is no head.
+        gradient_head: the head that predicts gradients, with its optimizer; None if there is none.
+        loss: the loss of the model or of the stage alone; None if this stage computes none.
         metrics: what is measured of its output besides the loss; only the last stage has any.
         where: the stage, as errors name it.
         key: the stage, as names in checkpoints have it.
@@ -80,8 +80,8 @@ class Stage:
         in_flight: micro-batches forwarded and not yet back-propagated, oldest first.
         tally: what the stage counts about itself; the owner takes it and puts a fresh one.
         faults: looks at loss and gradient of each update; the last ones are checked at the end of a segment.
-        mitigation: what is done about the staleness of its gradients; None: nothing.
-        average: the moving average of its weights but those of ``ties``; None: there is none, or nothing is trained.
+        mitigation: the mitigation of its staleness; None if there is none.
+        average: the moving average of its weights without those of ``ties``; None if there is none.
         ties: its copies of weights that other stages hold, too, by the number of the tie.
     """
 
@@ -193,7 +193,7 @@ class Stage:
 
     @property
     def has_loss(self) -> bool:
-        """Whether this stage computes a loss."""
+        """``True`` if this stage computes a loss."""
         return self.loss is not None
 
     @property
@@ -254,7 +254,7 @@ class Stage:
             self._trained.zero_grad()
 
     def _check_trains_the_same(self) -> None:
-        """Raise ConfigError if another parameter takes a gradient than at the start."""
+        """Raise ConfigError if the trained parameters are not those at the start."""
         named = self._trained.named_parameters()
         if unlike := [name for name, p in named if p.requires_grad != self._takes_gradient.get(name, p.requires_grad)]:
             raise ConfigError(
@@ -267,7 +267,7 @@ class Stage:
         return self._random.seed_of("codec", micro_batch)
 
     def wait_for_device(self) -> None:
-        """Return when what was launched on a GPU is done."""
+        """Wait for the work launched on a GPU."""
         if self._device.type == "cuda":  # also that of a stage without parameters
             torch.cuda.current_stream(self._device).synchronize()
 
@@ -282,7 +282,7 @@ class Stage:
         *wanted: Tensor | None,
         keep_graph: bool = True,
     ) -> Tensors:
-        """Forward one micro-batch; return what goes downstream, cut off from the graph, or () on the last stage.
+        """Forward one micro-batch; return the detached output, or () on the last stage.
 
         ``acts`` [B, ...] come from upstream or the data; ``wanted`` is the target, [B, ...], where there is a loss, or
         its tensors, else None, and behind it the counts of :func:`~adl_dist.stage.loss.counted` if the loss
@@ -318,13 +318,13 @@ class Stage:
         return () if self.is_last else self._lasting(tuple([out.detach() for out in outs]))
 
     def _lasting(self, outs: Tensors) -> Tensors:
-        """Return ``outs`` of a forward, copied where a later one, or an update, may overwrite them."""
+        """Return ``outs``, copied where a later forward or an update may overwrite them."""
         if not any(self._keeps_memory):
             return outs
         return tuple(out.clone() if mine else out for out, mine in zip(outs, self._keeps_memory, strict=True))
 
     def _leaves_of(self, acts: Tensors) -> Tensors:
-        """Return what came from upstream as leaves of this stage's part of the graph."""
+        """Return tensors from upstream as leaves of this stage's part of the graph."""
         is_sent = not self._learns_locally
         needs = self._info.needs_grad if self._info.needs_grad is not None else map(takes_gradient, acts)
         return tuple([a.detach().requires_grad_(is_sent and need) for a, need in zip(acts, needs, strict=True)])
@@ -352,7 +352,7 @@ class Stage:
         Return the gradients of the acts that get one, for upstream; none on stage 0 and where stages learn locally.
 
         Raises:
-            PartitionError: an act that should get a gradient has none, or the other way round.
+            PartitionError: If an act has no gradient but should have one, or has one but should not.
         """
         kept = self.in_flight.pop(micro_batch)
         assert kept.grad_edges is not None, "the schedule recomputes before it goes backward"
@@ -420,8 +420,8 @@ class Stage:
         and returned ``leaving``; return what goes upstream instead.
 
         Raises:
-            DivergedError: the loss or the gradient of the group is not finite, and the weights are left as they are; on
-                a GPU, and with a backward in two parts, those of the group before, which has been applied.
+            DivergedError: If the loss or the gradient of the group is not finite; weights are left as they are. On
+                a GPU, and with a backward in two parts, it is of the group before, which has been applied.
         """
         gradients = [p.grad for p in self._policy.gather() if p.grad is not None] if self._policy else []
         self._gradient_norm = self.tally.gradient_norm = norm_of(gradients) if gradients else None
@@ -460,7 +460,7 @@ class Stage:
         advance(self.lr_schedule, self.where, self.version, until=self.lr_updates, skipped=skip)
 
     def update_tied(self, tie: int) -> None:
-        """Apply the oldest sum of gradients of tied weights, right after an update or another one of these."""
+        """Apply the oldest sum of gradients of tied weights, right after an update."""
         assert self._policy is not None
         self.ties[tie].update(self._policy.in_place())
         self._note_tied()
@@ -505,7 +505,7 @@ class Stage:
             self._part.seeds = self._random.seeds_of(micro_batch)
 
     def _weights_of(self, version: int, *, forward: bool = False) -> AbstractContextManager[None]:
-        """Have the module compute with ``version`` inside, as far as it is kept, or what a ``forward`` sees of it."""
+        """Put ``version`` of the weights into the module, if it is kept, or the weights ahead for a ``forward``."""
         policy = self._policy
         if policy is None or (version == self.version and not policy.forwards_ahead):
             return NEWEST
@@ -520,7 +520,7 @@ class Stage:
                 raise
 
     def _as_given_to_loss(self, out: Any, outs: Tensors) -> Any:
-        """Return the output as the loss takes it; a local loss takes the tensor for the next stage."""
+        """Return the argument of the loss; a local loss takes the tensor for the next stage."""
         return out if self.is_last or len(outs) != 1 else outs[0]
 
     def _grad_edges_of(self, outs: Tensors, micro_batch: int) -> GradEdges:

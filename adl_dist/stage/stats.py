@@ -27,7 +27,7 @@ class StepStats:
         num_terms: what each of these losses is the mean over, if that is not its samples.
         num_classed: targets of each of them that are classes, if not all have to be: those that hits are looked for in.
         gradient_norm: 2-norm of the stage's gradient of the group, before it is clipped; None without parameters.
-        skipped: why the update is not made; None: it is.
+        skipped: why the update is not made; None if it is made.
         gradient_of: what that is the gradient of, in words.
         learning_rate: the learning rate of the update; None without parameters, and before it.
         predictions: those of :class:`~adl_dist.stage.gradient_head.GradientHead` since the update before.
@@ -63,7 +63,7 @@ class StepStats:
             out: The model's output; None if hits are not counted.
             target: The targets; whole numbers are taken for classes.
             loss: The mean loss over ``num_terms``.
-            num_terms: The number of terms in that mean; None: samples.
+            num_terms: The number of terms in that mean; if None, it is over the samples.
             classes: The settings of torch's loss of classes. Only with these may a sample have several targets,
                 [B, ...], of outputs [B, C, ...], or [B, ..., C] if they say so.
             may_ignore: Whether targets that the loss ignores are there although samples are counted.
@@ -102,7 +102,7 @@ class StepStats:
         return True
 
     def seconds_since(self, begin: torch.cuda.Event) -> float | None:
-        """Return when a GPU had computed the :meth:`numbers`, in seconds after ``begin``; None: not on one, or unasked.
+        """Return the seconds from ``begin`` until a GPU had computed the :meth:`numbers`, or None on a CPU.
 
         A host is ahead of its GPU, by an update or so: its clock would tell when they were launched.
         """
@@ -163,7 +163,7 @@ def value_of(name: str, pair: tuple[float, float]) -> float:
 
 
 def _underway(alike: list[Tensor]) -> list[Tensor]:
-    """Return copies on the CPU, in pinned memory; they are filled when the GPU's stream has computed what is there."""
+    """Return copies in pinned memory, which are filled once the GPU's stream has come so far."""
     return list(torch.stack(alike).to("cpu", non_blocking=True)) if alike else []
 
 

@@ -34,7 +34,7 @@ class TiedWeights:
         name: the first name of each parameter in the uncut model.
         version: updates applied so far, over the whole run; the learning rate follows it, and so the group.
         staleness: of each backward of the segment, the updates of these weights between its forward and its own.
-        average: their moving average; None: there is none.
+        average: their moving average; None if there is none.
         is_first: whether this stage adds up, and saves what the optimizer remembers.
     """
 
@@ -44,7 +44,7 @@ class TiedWeights:
         """Take ``parameters``, by the first of the names that the uncut model has for each; ``faults``: of the stage.
 
         Raises:
-            ConfigError: the optimizer is none for them.
+            ConfigError: If the optimizer cannot train them.
         """
         self.tie, self.is_first = tie, stage == tie.stages[0]
         self._parameters, self._stage, self._faults = dict(parameters), stage, faults
@@ -80,7 +80,7 @@ class TiedWeights:
             self.mitigation.begin(epoch)
 
     def note(self, version: int, *, oldest: int) -> None:
-        """Take note of what ``version`` of the stage, the newest, sees; none before ``oldest`` is used any more."""
+        """Note that the newest ``version`` of the stage sees the present weights; forget those before ``oldest``."""
         self._seen[version] = self.version
         for gone in [known for known in self._seen if known < oldest]:
             del self._seen[gone]
@@ -94,7 +94,7 @@ class TiedWeights:
         """Take the gradients of the group with which the stage makes update ``version``, and return them.
 
         Raises:
-            PartitionError: the stage has made none.
+            PartitionError: If the stage has no gradient for one of them.
         """
         self._own = []
         for name, parameter in self._parameters.items():
@@ -118,7 +118,7 @@ class TiedWeights:
         return tuple([grad.unsqueeze(0) for grad in own])
 
     def add(self, part: Tensors) -> None:
-        """Add the part of another stage."""
+        """Add the part of a different stage."""
         torch._foreach_add_(self._own, [grad.squeeze(0) for grad in part])
 
     def total(self) -> Tensors:
@@ -136,7 +136,7 @@ class TiedWeights:
         """Apply the oldest sum, by writing to the weights, ``in_place``, unless the stage has skipped that group.
 
         Raises:
-            DivergedError: it is not finite.
+            DivergedError: If the sum is not finite.
         """
         total, skip = self._sums.popleft(), self.version in self._skipped
         self._skipped.discard(self.version)

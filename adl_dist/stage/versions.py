@@ -34,7 +34,7 @@ def swap(parameters: Iterable[Tensor], others: Iterable[Tensor]) -> None:
 
 @contextmanager
 def swapped(parameters: Sequence[Tensor], others: Sequence[Tensor]) -> Iterator[None]:
-    """Have ``parameters`` hold the weights and gradients of ``others`` inside, also if that ends by an error."""
+    """Put the weights and gradients of ``others`` into ``parameters`` inside."""
     swap(parameters, others)
     try:
         yield
@@ -43,9 +43,9 @@ def swapped(parameters: Sequence[Tensor], others: Sequence[Tensor]) -> Iterator[
 
 
 def start_version(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Put copies, in the same memory format, into ``parameters``, and return what they held.
+    """Put copies, in the same memory format, into ``parameters``, and return the older version.
 
-    Graphs built before refer to what is returned, and their backward adds gradients to it. Its gradients so far have
+    Graphs built before refer to the older version, and their backward adds gradients to it. Its gradients so far have
     moved to ``parameters``; hooks are called for both, and removed from both. To undo it: :func:`swap` the two.
     """
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -80,13 +80,13 @@ class Exchange:
         ]
 
     def start_version(self) -> list[nn.Parameter]:
-        """Put copies into the parameters, and return what they held; see :func:`start_version`."""
+        """Put copies into the parameters, and return the older version; see :func:`start_version`."""
         older = start_version(self.parameters)
         self._tell()
         return older
 
     def versions_of(self, weights: Sequence[Tensor]) -> list[nn.Parameter]:
-        """Return ``weights`` as another version of the parameters, with their types and hooks."""
+        """Return ``weights`` as a version of the parameters, with their types and hooks."""
         return [_like(p, other) for p, other in zip(self.parameters, weights, strict=True)]
 
     def swap(self, others: Sequence[Tensor]) -> None:
@@ -96,7 +96,7 @@ class Exchange:
 
     @contextmanager
     def swapped(self, others: Sequence[Tensor]) -> Iterator[None]:
-        """Have the parameters hold the weights and gradients of ``others`` inside, also if that ends by an error."""
+        """Put the weights and gradients of ``others`` into the parameters inside."""
         self.swap(others)
         try:
             yield
@@ -112,7 +112,7 @@ def check_versions(module: nn.Module, where: str) -> None:
     """Check that versions of the trainable parameters of ``module`` can be kept.
 
     Raises:
-        ConfigError: they cannot; the text begins with ``where`` and names one of them.
+        ConfigError: If they cannot; the text begins with ``where`` and names one of them.
     """
     for name, p in module.named_parameters():
         if p.requires_grad and (reason := _why_unversionable(p)):
@@ -146,7 +146,7 @@ def _why_unversionable(parameter: nn.Parameter) -> str | None:
 
 
 def _like(parameter: nn.Parameter, copy: Tensor) -> nn.Parameter:
-    """Return another tensor of the parameter's type, with the memory of ``copy`` and the same hooks."""
+    """Return a tensor of the parameter's type, with the memory of ``copy`` and the same hooks."""
     other = torch.Tensor._make_subclass(type(parameter), copy, parameter.requires_grad)
     if parameter._backward_hooks is not None:
         other._backward_hooks = parameter._backward_hooks

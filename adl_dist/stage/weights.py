@@ -23,12 +23,12 @@ NEWEST: AbstractContextManager[None] = nullcontext()
 
 
 class _Policy:
-    """What all policies share: the optimizer, and what is done about staleness."""
+    """The common part of all policies: the optimizer and the mitigation."""
 
     forwards_ahead = False  # whether a forward sees other weights than the newest even of the newest version
 
     def __init__(self, optimizer: torch.optim.Optimizer | None, mitigation: Mitigation | None = None) -> None:
-        """Take the ``optimizer``; None: others step all parameters, see :meth:`in_place`."""
+        """Take the ``optimizer``, or None if others step all parameters, see :meth:`in_place`."""
         self._optimizer, self._mitigation = optimizer, mitigation
 
     def gather(self) -> list[nn.Parameter]:
@@ -38,18 +38,18 @@ class _Policy:
         return [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
 
     def forget(self) -> None:
-        """Drop what the policy keeps for micro-batches in flight: there are none now."""
+        """Drop older versions, once no micro-batch is in flight."""
 
     def weights_of(self, version: int) -> AbstractContextManager[None]:
-        """Have the module compute with ``version`` inside; with the newest weights, unless an older copy is kept."""
+        """Put ``version`` into the module inside, if an older copy is kept."""
         return NEWEST
 
     def forward_weights(self, version: int) -> AbstractContextManager[None]:
-        """Have the module compute with what a forward in ``version`` sees inside."""
+        """Put the weights that a forward in ``version`` sees into the module inside."""
         return self.weights_of(version)
 
     def in_place(self) -> AbstractContextManager[None]:
-        """Return what another optimizer steps parameters of the module in, right after :meth:`step`."""
+        """Return the context in which a different optimizer steps parameters, right after :meth:`step`."""
         return NEWEST  # no graph refers to the memory that they have since
 
     def _finish(self, *, skip: bool) -> None:
@@ -61,7 +61,7 @@ class _Policy:
 
 
 class Latest(_Policy):
-    """The present weights over old activations: PACI, and what the authors' code did.
+    """The present weights over old activations: PACI, and the authors' code.
 
     The weights change under the graphs in flight on purpose. The gradient is then exact for the topmost
     weights of a stage only, and a hybrid below.
@@ -81,7 +81,7 @@ class Latest(_Policy):
             self._finish(skip=skip)
 
     def in_place(self) -> AbstractContextManager[None]:
-        """Return what does not tell autograd."""
+        """Return a context in which autograd does not count writes to the parameters."""
         return _unsafe_preserve_version_counter(self._parameters)
 
 
@@ -111,7 +111,7 @@ class LatestAhead(Latest):
 
     @contextmanager
     def forward_weights(self, version: int) -> Iterator[None]:
-        """Have the module compute with the weights ahead of ``version``, the newest, inside."""
+        """Put the weights ahead of ``version``, the newest, into the module inside."""
         if self._copies is None:
             ahead = self._mitigation.forward_weights(self._trained, version)
             self._copies = ahead, [p.detach().clone() for p in self._trained]
@@ -176,12 +176,12 @@ class Stash(_Policy):
         self._older = {version: kept for version, kept in self._older.items() if version in keep}
 
     def weights_of(self, version: int) -> AbstractContextManager[None]:
-        """Have the module compute with ``version`` inside, and its gradients end there."""
+        """Put ``version`` into the module inside; gradients of its graphs go there."""
         older = self._older.get(version)
         return NEWEST if older is None else self._exchange.swapped(older)
 
     def _is_kept(self, version: int, in_flight: Collection[int]) -> bool:
-        """Whether ``version`` is still of use once the next one is made."""
+        """Return whether ``version`` is still used once the next one is made."""
         return version in in_flight
 
 
@@ -209,7 +209,7 @@ class StashAhead(Stash):
         self._mitigation: Mitigation = mitigation
 
     def forward_weights(self, version: int) -> AbstractContextManager[None]:
-        """Have the module compute with the weights ahead of ``version`` inside; not before it is the newest."""
+        """Put the weights ahead of ``version`` into the module inside; not before it is the newest."""
         if version not in self._older:
             ahead = self._mitigation.forward_weights(self._exchange.parameters, version)
             self._older[version] = self._exchange.versions_of(ahead)

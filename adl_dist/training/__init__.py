@@ -1,1 +1,1 @@
-"""The Trainer and what it puts together."""
+"""The Trainer and its parts."""

@@ -1,4 +1,4 @@
-"""The arguments of the Python API, checked before anything is made of them: one line for each mistake."""
+"""Check the arguments of the Python API: one line for each mistake."""
 
 import functools
 import multiprocessing
@@ -31,7 +31,7 @@ R = TypeVar("R")
 
 
 def one_at_a_time(method: Callable[Concatenate[B, P], R]) -> Callable[Concatenate[B, P], R]:
-    """Refuse a call of ``method`` while one of the same trainer runs, as of a callback: stages are in mid-training."""
+    """Refuse a call of ``method`` while a method of the same trainer runs, as in a callback."""
 
     @functools.wraps(method)
     def alone(trainer: B, /, *given: P.args, **named: P.kwargs) -> R:
@@ -51,13 +51,13 @@ def one_at_a_time(method: Callable[Concatenate[B, P], R]) -> Callable[Concatenat
 
 
 def check_process() -> None:
-    """End a process that imports the user's script to load data for it; the process that trains says what is wrong."""
+    """End a process that imports the user's script to load data; the training process reports the mistake."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise SystemExit("this script trains when it is imported; put that under `if __name__ == '__main__':`")
 
 
 def resolve_method(method: Method | str | None) -> Method:
-    """Return the method that the argument ``method`` stands for: itself, the one of that name, or the default."""
+    """Return the method of the argument ``method``: itself, by its name, or the default."""
     if method is None or isinstance(method, str):
         return Method(name=method) if method is not None else Method()
     if not isinstance(method, Method):
@@ -74,7 +74,7 @@ def check_model(model: object) -> None:
 
 
 def check_uncompiled(model: nn.Module, num_stages: int) -> None:
-    """Raise ConfigError for a model that torch.compile has made one function of, if it is to be cut."""
+    """Raise ConfigError for a compiled model that is to be cut."""
     if num_stages > 1 and hasattr(model, "_orig_mod"):
         raise ConfigError(
             "model is one function since torch.compile, and cannot be cut; give the model itself, and have its stages "
@@ -83,7 +83,7 @@ def check_uncompiled(model: nn.Module, num_stages: int) -> None:
 
 
 def check_layers(model: nn.Module, *, distributed: bool) -> None:
-    """Raise ConfigError for a layer that averages over processes, if these hold other stages, and no other samples."""
+    """Raise ConfigError for a layer that averages over processes, if these hold other stages."""
     synced = (name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm))
     if distributed and (name := next(synced, None)) is not None:
         raise ConfigError(
@@ -93,7 +93,7 @@ def check_layers(model: nn.Module, *, distributed: bool) -> None:
 
 
 def conversion_notes(model: nn.Module, loss_fn: object, dtype: torch.dtype) -> list[str]:
-    """Return what becomes of model and loss otherwise than their user may expect, a line each.
+    """Return notes about conversions of model and loss that a user may not expect, a line each.
 
     The modes of ``model`` stay as they are.
     """
@@ -165,7 +165,7 @@ def check_factories(optimizer: object, lr_schedule: object) -> None:
 
 
 def check_delays(method: Method, balance: object) -> None:
-    """Raise ConfigError if the delays of ``method`` follow from a measurement, and ``balance`` makes none."""
+    """Raise ConfigError if the delays of ``method`` need a measurement and ``balance`` makes none."""
     if method.awaits_delays and balance != "auto":
         raise ConfigError(
             "method.delay=auto follows from measured stages; use partition.balance=auto, or give the list that "

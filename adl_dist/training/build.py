@@ -67,7 +67,7 @@ class Startup:
 def settle_partition(
     spec: TrainSpec, partitioned: PartitionedModel, startup: Startup, settings: Settings
 ) -> PartitionResult:
-    """Settle with the other ranks what the loss takes, where the model is cut, and what travels between stages.
+    """Settle with the other ranks the cut, the loss and the tensors between stages.
 
     Args:
         spec: how the model is trained.
@@ -189,7 +189,7 @@ def unit_of(samples: Samples, loss_fn: LossFn, terms: LossTerms | None) -> str:
 
 
 def settings_of(spec: TrainSpec, partitioned: PartitionedModel) -> dict[str, object]:
-    """Return the plain values that two ranks, or a run and its continuation, must have in common."""
+    """Return the plain values that must be equal on all ranks and in a resumed run."""
     balance = partitioned.spec.balance
     rules = {"rules": spec.optimizer.settings} if isinstance(spec.optimizer, RuledOptimizer) else {}
     return {
@@ -213,7 +213,7 @@ def sample_optimizer(factory: OptimizerFactory) -> Settings | str:
 
 
 def settings_made(spec: TrainSpec, made: Sequence[Mapping[str, Any]]) -> Settings:
-    """Return the optimizer and schedule by which the run of a script is recognised, from those of all stages."""
+    """Return the settings of optimizer and schedule that identify a run, from those of all stages."""
     optimizer, schedule = (
         merged(one[kind] for one in made if kind in one) or None for kind in ("optimizer", "lr_schedule")
     )
@@ -223,7 +223,7 @@ def settings_made(spec: TrainSpec, made: Sequence[Mapping[str, Any]]) -> Setting
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raise ConfigError if torch.compile lacks what it makes kernels for ``device`` with."""
+    """Raise ConfigError if torch.compile lacks a compiler for ``device``."""
     # Imported late: it takes a second.
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch.utils._triton import has_triton
@@ -319,13 +319,13 @@ def build_stage_head(k: int, spec: TrainSpec, result: TrialResult, device: torch
 def schedule_learning_rates(
     stages: Mapping[int, Stage], spec: TrainSpec, startup: Startup
 ) -> tuple[list[dict[str, Any]], dict[int, set[str]]]:
-    """Give each stage with an optimizer the schedule of ``spec``, if it has one, where the method has it start.
+    """Give each optimizer the schedule of ``spec``, if it has one, where the method lets it start.
 
     Returns:
         The settings in optimizer and schedule of each stage, and by stage the keys of groups that the schedule sets.
 
     Raises:
-        ConfigError: the schedule cannot be made, or is shorter than the run.
+        ConfigError: If the schedule cannot be made, or is shorter than the run.
     """
     plan = startup.plan
     if 0 in stages:  # only the process with the data knows how long an epoch is

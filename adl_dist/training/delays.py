@@ -1,4 +1,4 @@
-"""The delays that a run with ``method.delay=auto`` has begun with: it keeps them, because values depend on them."""
+"""Record the delays of a run with ``method.delay=auto``, which keeps them because values depend on them."""
 
 import json
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ DELAYS = "delays.json"
 
 
 def read_delays(folder: Path, num_stages: int) -> list[int] | None:
-    """Return the delays that the run in ``folder`` has with ``num_stages``; None: none are written down.
+    """Return the delays recorded in ``folder`` for ``num_stages``, or None if there are none.
 
     Raises:
-        ConfigError: the file is none of ours.
+        ConfigError: If the file has other contents.
     """
     path = folder / DELAYS
     if not path.is_file():
@@ -29,10 +29,10 @@ def read_delays(folder: Path, num_stages: int) -> list[int] | None:
 
 
 def record_delays(folder: Path, delays: Sequence[int]) -> None:
-    """Write down what the run in ``folder`` begins with.
+    """Record the delays of the run in ``folder``.
 
     Raises:
-        ConfigError: it has begun with others, which this trainer did not know when it settled on its own.
+        ConfigError: If the run has begun with other delays, which this trainer did not know.
     """
     recorded = read_delays(folder, len(delays))
     if recorded is None:

@@ -51,7 +51,7 @@ class DeviceLoader:
         """Open ``dataset``, the ``training`` or ``validation`` dataset by its ``name``.
 
         Raises:
-            DataError: it is None, has fewer than ``min_samples``, or is no dataset that can be loaded.
+            DataError: If it is None, has fewer than ``min_samples``, or cannot be loaded.
         """
         if dataset is None:
             raise DataError(f"the {name} dataset is None on the rank that feeds the pipeline, rank 0; pass it there")
@@ -69,7 +69,7 @@ class DeviceLoader:
         self._may_ignore = True
 
     def expect(self, spec: TrainSpec, terms: LossTerms | None, *, num_outputs: int | None) -> None:
-        """Check targets from now on, as far as it is known what the loss wants.
+        """Check targets from now on, as far as the loss is known.
 
         Those of torch's losses of classes against the number of outputs; and if the ``terms`` of a loss are not
         counted, that there is no target that it ignores.
@@ -82,8 +82,8 @@ class DeviceLoader:
         """Yield micro-batches of ``sizes`` samples, from ``first_sample`` in the order of ``epoch`` on.
 
         Raises:
-            DataError: a sample that cannot be loaded; a target that is no class, of which torch would only say so in
-                the loss, two processes away; or one that the loss ignores, though nothing counts its terms.
+            DataError: If a sample cannot be loaded, a target is not a class, which torch would report only in the loss,
+                or the loss ignores a target although its terms are not counted.
         """
         batches = self._named(self._loader.batches(epoch, sizes, first_sample=first_sample))
         for micro_batch, (input_, target) in enumerate(batches):
@@ -99,7 +99,7 @@ class DeviceLoader:
 
     @property
     def num_loaded(self) -> int:
-        """How many micro-batches may be in pinned memory at the same time."""
+        """The most micro-batches in pinned memory at the same time."""
         return PREFETCHED * self._loader.num_workers + UNDER_WAY
 
     def _floating(self, tensor: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ class DeviceLoader:
         self._loader.close()
 
     def seconds_to_load(self, micro_batch_size: int) -> float:
-        """Return how long a micro-batch keeps the caller busy, the least of a few; 0 if workers load it."""
+        """Measure the least seconds to load a micro-batch here; 0 if workers load it."""
         if self._loader.num_workers:
             return 0.0
         times = min(4, self._loader.num_samples)
@@ -144,7 +144,7 @@ class DeviceLoader:
         return min(seconds) * micro_batch_size / sizes[0]
 
     def check(self, target: Tensor, where: str) -> None:
-        """Raise DataError for a ``target`` [B, ...] of whole numbers that is not as expected; ``where`` it was met."""
+        """Raise DataError, with its place ``where``, for an unexpected ``target`` [B, ...] of whole numbers."""
         target = as_classes(target)
         ignored, is_torchs_own = self._classes.ignore_index, self._classes.is_torchs_own
         # Of several targets in a sample a class derived from torch's may want the outputs in another order.
@@ -197,18 +197,18 @@ class Data:
 
 
 class Loaders(NamedTuple):
-    """What feeds stage 0; the other processes have none."""
+    """The loaders that feed stage 0; other processes have none."""
 
     training: DeviceLoader | None = None
     validation: DeviceLoader | None = None
 
     @property
     def first(self) -> DeviceLoader | None:
-        """That by which the model is tried."""
+        """The loader of the trial's samples."""
         return self.training or self.validation
 
     @property
     def lengths(self) -> dict[str, int]:
-        """The samples of each, as a plan counts them; 0 where there is none."""
+        """The numbers of samples, as arguments of a plan; 0 where there is no dataset."""
         names = ("num_samples", "num_validation")
         return {name: loader.num_samples if loader is not None else 0 for name, loader in zip(names, self, strict=True)}

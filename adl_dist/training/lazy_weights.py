@@ -1,4 +1,4 @@
-"""Models whose tensors are on ``torch.device("meta")``: shapes without memory, until a process makes its own part.
+"""Models on ``torch.device("meta")``: shapes without memory, until a process makes its own part.
 
 Weights come from files, or each is made where it is needed, by a random stream of its own. So no process holds more
 than its stages, and values depend neither on K nor on which process makes them.
@@ -38,13 +38,17 @@ class LazyWeights:
     def __init__(
         self, model: nn.Module, *, files: WeightFiles | None, seed: int, untied: Mapping[str, str] | None = None
     ) -> None:
-        """Take ``model``, as it was built: before its parameters get another dtype.
+        """Check that all tensors can be made.
 
-        ``untied``: parameters that are drawn like another one, by the names of both.
+        Args:
+            model: the model as built, before any conversion of its dtype.
+            files: files with its weights, or None.
+            seed: the run's seed.
+            untied: maps the name of each untied parameter to the one whose initial values it copies.
 
         Raises:
-            ConfigError: a tensor cannot be made; names it.
-            CheckpointError: ``files`` are those of another model.
+            ConfigError: If a tensor cannot be made; the text names it.
+            CheckpointError: If ``files`` are those of a different model.
         """
         self.files, self._seed, self._untied = files, seed, untied or {}
         self._draw = getattr(model, DRAW, None)
@@ -72,7 +76,7 @@ class LazyWeights:
 
     @property
     def stream(self) -> list[float]:
-        """What ranks compare in the place of initial weights that they do not have."""
+        """Values that ranks compare in the place of initial weights that they do not have."""
         sample = torch.empty(4)
         if self._draw is None or self.files is not None:
             return []
@@ -131,13 +135,13 @@ class LazyWeights:
         return found
 
     def _reset(self, layer: nn.Module) -> Any:
-        """Return what fills the tensors of a layer that are neither drawn nor read; None: nothing does."""
+        """Return the function that fills the other tensors of a layer, or None if there is none."""
         if self._reset_layer is not None:
             return partial(self._reset_layer, layer)
         return next((method for name in RESETS if callable(method := getattr(layer, name, None))), None)
 
     def _reset_values(self, name: str, layer: nn.Module, todo: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return what the layer's ``reset_parameters`` makes of the tensors ``todo``: those that nothing else makes."""
+        """Return those of ``todo`` that only the layer's ``reset_parameters`` makes."""
         if not {*self._of_reset(name, layer)} & todo.keys():
             return {}
         before = dict(_own(layer))
@@ -173,13 +177,13 @@ def is_lazy_model(model: nn.Module) -> bool:
 def prepare_weights(
     model: nn.Module, init_from: Path | None, seed: int, untied: Mapping[str, str] | None = None
 ) -> LazyWeights | None:
-    """Return what makes the tensors of ``model``; None: it has them, or has now those of ``init_from``.
+    """Return a LazyWeights for a meta model; otherwise load ``init_from`` and return None.
 
-    ``untied``: parameters that were one with another, by the names of both.
+    ``untied`` maps the name of each untied parameter to the one that it was tied to.
 
     Raises:
-        ConfigError: the model is on meta and cannot be made, or the folder of its weights lacks some.
-        CheckpointError: ``init_from`` is not there, damaged, or of another model.
+        ConfigError: If the model is on meta and cannot be made, or the folder of its weights lacks some.
+        CheckpointError: If ``init_from`` is not there, damaged, or of a different model.
     """
     if is_lazy_model(model):
         of_model = init_from is None
@@ -210,7 +214,7 @@ def load_initial(model: nn.Module, path: Path) -> None:
     """Give ``model`` the weights in ``path``: those of :class:`WeightFiles`, or a state_dict saved by ``torch.save``.
 
     Raises:
-        CheckpointError: they are not there, damaged, or of another model.
+        CheckpointError: If they are not there, damaged, or of a different model.
     """
     if path.is_dir() or path.suffix == SUFFIX or not path.exists():
         load_weights(model, WeightFiles.at(path))
@@ -239,7 +243,7 @@ def load_weights(model: nn.Module, files: WeightFiles) -> None:
     """Read the tensors of ``model`` from ``files``, one after the other.
 
     Raises:
-        CheckpointError: they are those of another model.
+        CheckpointError: If they are those of a different model.
     """
     files.check(model)
     state = model.state_dict()
@@ -274,7 +278,7 @@ def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _full(name: str, key: str) -> str:
-    """Return the name, in the model, of what its layer ``name`` has as ``key``."""
+    """Return the name in the model of the tensor ``key`` of its layer ``name``."""
     return f"{name}.{key}".lstrip(".")
 
 
@@ -284,7 +288,7 @@ def _own(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _put(layer: nn.Module, key: str, old: Tensor, new: Tensor) -> Tensor:
-    """Put ``new`` in the place of ``old``, in whose dtype; return it."""
+    """Replace ``old`` by ``new`` in the same dtype, and return it."""
     if isinstance(old, nn.Parameter):
         if not isinstance(new, nn.Parameter):
             new = nn.Parameter(new.to(old.dtype), requires_grad=old.requires_grad)
@@ -297,7 +301,7 @@ def _put(layer: nn.Module, key: str, old: Tensor, new: Tensor) -> Tensor:
 
 
 def _hold(layer: nn.Module, key: str, tensor: Tensor) -> None:
-    """Have ``layer`` hold ``tensor`` as its ``key``, without its own ``__setattr__``."""
+    """Register ``tensor`` as ``key`` of ``layer``, without the layer's ``__setattr__``."""
     if isinstance(tensor, nn.Parameter):
         layer._parameters[key] = tensor
     else:
@@ -305,7 +309,7 @@ def _hold(layer: nn.Module, key: str, tensor: Tensor) -> None:
 
 
 def _unset(tensor: Tensor) -> Tensor:
-    """Fill ``tensor`` with what :func:`_check_set` recognises."""
+    """Fill ``tensor`` with values that :func:`_check_set` recognises."""
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor.fill_(float("nan"))
     if tensor.dtype is torch.bool:

@@ -1,4 +1,4 @@
-"""What is known of the links between stages when the cut and the delays are settled."""
+"""The links between stages by which the cut and the delays are chosen."""
 
 import json
 from collections import ChainMap
@@ -18,14 +18,14 @@ FREE = 1e15, 0.0  # bytes per second and seconds of one way within a process
 
 
 def links_between(links: str | None, world: World, store: dist.Store, folder: Path | None) -> Links | None:
-    """Return the links that the cut and delays are to follow from; None: none, or this rank need not know.
+    """Return the links for the cut and delays, or None if there are none or this rank does not use them.
 
     They are described by ``links``, or measured now if that is ``auto``, or were when the run in ``folder`` began with
     as many stages in as many processes.
 
     Raises:
-        ConfigError: the folder keeps something else under their name.
-        ChannelError, StageFailed: another rank does not answer.
+        ConfigError: If their file in the folder has other contents.
+        ChannelError, StageFailed: If another rank does not answer.
     """
     K = world.num_stages
     if links is None or K == 1:
@@ -49,7 +49,7 @@ def links_between(links: str | None, world: World, store: dist.Store, folder: Pa
 
 
 def _kept(path: Path) -> dict[str, list[tuple[float, float]]]:
-    """Return the links that were measured, by the stages and processes that they join: of each what it carries."""
+    """Return the measured links (bytes per second, seconds) by the number of stages and processes."""
     if not path.is_file():
         return {}
     try:

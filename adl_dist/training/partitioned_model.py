@@ -52,7 +52,7 @@ logger = logging.getLogger("adl_dist")
 
 
 class Measuring(NamedTuple):
-    """What units are measured with."""
+    """The data and devices for a measurement of units."""
 
     feed: DeviceLoader  # what stage 0 loads micro-batches from
     micro_batch_size: int
@@ -62,7 +62,7 @@ class Measuring(NamedTuple):
 
 
 class PartitionResult(NamedTuple):
-    """What was settled at the start."""
+    """The settled spec, cut and trial."""
 
     spec: TrainSpec  # with the memory format
     result: TrialResult
@@ -70,7 +70,7 @@ class PartitionResult(NamedTuple):
     trained: frozenset[str]  # parameters of this process's stages that took a gradient then
 
     def holds_for(self, samples: Samples) -> bool:
-        """Return whether it was found with samples like these."""
+        """Return whether the trial had samples of the same specs."""
         alike = [
             [(tree_structure(of), *map(TensorSpec.of, tensors_of(of))) for of in one.pair[0]]
             for one in (self.samples, samples)
@@ -289,7 +289,7 @@ class PartitionedModel:
         return None
 
     def _measured(self, trial: Trial, chain: Chain, measuring: Measuring) -> tuple[list[int], tuple[int, ...]]:
-        """Return the sizes and nominal delays that are best for what is measured now, or was before."""
+        """Measure the units, or read a measurement, and return the best sizes and nominal delays."""
         profile = take_profile(
             copied_model(trial.model),
             chain,
@@ -349,7 +349,7 @@ class PartitionedModel:
         return measured
 
     def _known(self, samples: Samples) -> PartitionResult | None:
-        """Return what was settled in an earlier call of fit or evaluate, if it holds for these samples, too.
+        """Return the result of an earlier call of fit or evaluate, if it holds for these samples.
 
         Raises:
             ConfigError: If it does not, and this process does not hold the whole model any more; or if a parameter that
@@ -415,7 +415,7 @@ def cut_note(chain: Chain, sizes: Sequence[int]) -> str:
 
 
 def keeps_ties(method: Method) -> str | None:
-    """Return why weights with several names must be on one stage with ``method``, in words; None: they need not."""
+    """Return why tied weights must be on one stage with ``method``, or None if they need not."""
     why = method.why_not_tied
     return None if why is None else f"since {why}: use partition.tied=untie"
 
@@ -447,10 +447,10 @@ def take_profile(
 
     Its units are those of ``chain``; it is on the device of the ``sample``: input [1, ...] and target [1, ...], which
     are repeated to a micro-batch. ``kept_in`` is the file of the measurement. ``feed`` is what stage 0 loads
-    micro-batches from; None: it loads none.
+    micro-batches from, or None.
 
     Raises:
-        PartitionError: that file is not a profile.
+        PartitionError: If that file is not a profile.
     """
     from adl_dist.partition.measure import measure
     from adl_dist.training.split_costs import with_split_costs

@@ -1,4 +1,4 @@
-"""What a run records, saves and tells, and to whom."""
+"""The outputs of a run: checkpoints, records, display and callbacks."""
 
 import os
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from adl_dist.training.partitioned_model import PartitionedModel
 
 @dataclass(frozen=True)
 class Outputs:
-    """When a run saves, what it records, and the user's code that it calls."""
+    """The settings of checkpoints and records, and the user's callbacks."""
 
     checkpoints: CheckpointPolicy = field(default_factory=CheckpointPolicy)
     monitoring: Monitoring = field(default_factory=Monitoring)
@@ -35,7 +35,7 @@ class Outputs:
     def of(
         cls, checkpoints: CheckpointPolicy | None, monitoring: Monitoring | None, callbacks: Sequence[Any]
     ) -> "Outputs":
-        """Return these, None being the defaults; ConfigError for a callback that is none."""
+        """Return the outputs, with defaults for None; raise ConfigError for an object that is not a callback."""
         return cls(checkpoints or CheckpointPolicy(), monitoring or Monitoring(), Callbacks(callbacks))
 
     def check(
@@ -46,7 +46,7 @@ class Outputs:
         *,
         is_distributed: bool,
     ) -> None:
-        """Raise ConfigError for what needs a ``run_dir``, another pipeline, or other metrics."""
+        """Raise ConfigError for an output without its ``run_dir``, pipeline or metric."""
         if run_dir is None and resume != "auto":
             raise ConfigError(
                 f"resume={resume} needs a run_dir to continue in; without one nothing is saved or resumed"
@@ -71,9 +71,9 @@ class Outputs:
             goal.check([metric.name for metric in metrics_of(spec.metrics, None)])
 
     def check_validation(self, num_validation: int, *, saves: bool) -> None:
-        """Raise ConfigError if something follows a validation of which there are no samples.
+        """Raise ConfigError if an output needs a validation but there are no samples.
 
-        ``saves``: whether there are checkpoints, of which one may be the best.
+        With ``saves`` there are checkpoints, of which one may be the best.
         """
         if saves:
             self.checkpoints.check_validation(num_validation)
@@ -84,7 +84,7 @@ class Outputs:
             )
 
     def recorder(self, saving: CheckpointContext | None) -> MetricsWriter:
-        """Return what writes the records of a run; of one that saves nothing, none."""
+        """Return the recorder of a run; it writes nothing if the run saves nothing."""
         if saving is None:
             return MetricsWriter(None)
         loggers = [*self.monitoring.loggers]
@@ -110,7 +110,7 @@ class Outputs:
         recorder: MetricsWriter,
         requests: RequestQueue,
     ) -> Coordinator:
-        """Return the coordinator of a run, and on rank 0 show what there is to know of the cut."""
+        """Return the coordinator of a run, and show the notes about the cut on rank 0."""
         pipeline, is_rank_0 = worker.pipeline, worker.world.rank == 0
         progress = Progress(num_stages=pipeline.num_stages, quiet=self.monitoring.quiet, unit=worker.unit)
         if is_rank_0:

@@ -1,4 +1,4 @@
-"""Start-up agreement: what the ranks settle through the store before the first tensor is sent.
+"""Agree through the store, at start-up, on the job before the first tensor is sent.
 
 All hold the whole model then, and try it out with the same samples, so each finds by itself what travels where. Through
 the store go only those samples, a cut that rank 0 has measured, and what all must have in common. A rank that fails
@@ -60,14 +60,14 @@ def check_consistent(
     found: bool,
     initial: Mapping[str, Sequence[float]] = MappingProxyType({}),
 ) -> None:
-    """Refuse to start if the processes were not given the same job, or, with ``found``, have not found the same.
+    """Refuse to start if ranks have different jobs, or, with ``found``, different results of the trial.
 
     ``initial`` are a few elements of each initial weight: other processors may round a random number differently in its
-    last digits, but another seed gives another number.
+    last digits, but a different seed gives a different number.
 
     Raises:
-        ConfigError: names the two ranks and the first entry that differs.
-        StageFailed, ChannelError: another rank has failed, or does not answer.
+        ConfigError: If two ranks differ; the text names them and the first different entry.
+        StageFailed, ChannelError: If another rank has failed, or does not answer.
     """
     turn = ROUNDS[found]
     with store_error_context(0):
@@ -106,10 +106,10 @@ def first_difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> tupl
 
 
 def exchange(store: dist.Store, key: str, rank: int, size: int, value: Any) -> list[Any]:
-    """Publish ``value`` of this ``rank`` as ``key``, and return that of each rank, as soon as all have one.
+    """Publish ``value`` of this ``rank`` as ``key``, wait for all ranks, and return their values.
 
     Raises:
-        StageFailed, ChannelError: a rank has failed, or does not answer.
+        StageFailed, ChannelError: If a rank has failed, or does not answer.
     """
     with store_error_context(0):
         store.set(f"{key}/{rank}", json.dumps({"value": value}))
@@ -138,17 +138,17 @@ def propagate_errors(store: dist.Store, *, rank: int) -> Iterator[None]:
 
 
 def read(store: dist.Store, key: str, rank: int) -> dict[str, Any]:
-    """Return what ``rank`` has set ``key`` to.
+    """Return the value of ``key`` from ``rank``.
 
     Raises:
-        StageFailed: it has failed instead, and published why.
-        ChannelError: no answer in time.
+        StageFailed: If that rank has failed, and published why.
+        ChannelError: If there is no answer in time.
     """
     return dict(json.loads(read_bytes(store, key, rank)))
 
 
 def read_bytes(store: dist.Store, key: str, rank: int) -> bytes:
-    """Return the bytes that ``rank`` has set ``key`` to; raises as :func:`read`."""
+    """Return the bytes of ``key`` from ``rank``; raise as :func:`read`."""
     with store_error_context(rank):
         message = bytes(store.get(key))
     if message.startswith(b'{"failed"'):
@@ -159,13 +159,13 @@ def read_bytes(store: dist.Store, key: str, rank: int) -> bytes:
 
 @contextmanager
 def store_error_context(rank: int) -> Iterator[None]:
-    """Say in a ChannelError, if the store fails inside, that there is no word from ``rank``."""
+    """Turn an error of the store inside into a ChannelError about ``rank``."""
     # The store ends with the process that holds it, rank 0's unless torchrun's: that may have ended with an error.
     try:
         yield
     except RuntimeError as error:
         text = (
             f"no word from rank {rank}: its own log, logs/rank{rank}.log, says why, or it has not made the same call; "
-            "every rank must make it, also if rank 0 alone saves the result"
+            "every rank must make it, also if only rank 0 saves the result"
         )
         raise ChannelError(text) from error

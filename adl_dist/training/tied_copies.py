@@ -1,4 +1,4 @@
-"""Weights that a model has under several names: each stage gets a copy of its own, or each name does."""
+"""Tied weights: each stage gets a copy, or each name does."""
 
 import copy
 from collections.abc import Iterable, Sequence
@@ -77,7 +77,7 @@ def _check_unwatched(parameter: nn.Parameter, name: str) -> None:
 
 
 def _twin(parameter: nn.Parameter, name: str) -> nn.Parameter:
-    """Return a copy of ``parameter``; raise PartitionError if something looks at the gradients of that alone."""
+    """Return a copy of ``parameter``; raise PartitionError if a hook reads its gradient."""
     _check_unwatched(parameter, name)
     twin = copy.deepcopy(parameter)
     take_role(twin, parameter)

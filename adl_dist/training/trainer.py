@@ -196,7 +196,7 @@ class Trainer:
 
     @property
     def needs_data(self) -> bool:
-        """Whether this process feeds the pipeline; the others need no dataset."""
+        """``True`` if this process feeds the pipeline; other processes need no dataset."""
         return 0 in self._partitioned.modules
 
     @arguments.one_at_a_time
@@ -345,9 +345,9 @@ class Trainer:
         moving averages of the last call of :meth:`fit`.
 
         Raises:
-            ConfigError: there is no such average, device, network interface, address or port.
-            ChannelError: the other processes cannot be reached, or one of them makes no such call.
-            RuntimeError: one of them is gone meanwhile.
+            ConfigError: If there is no such average, device, network interface, address or port.
+            ChannelError: If the other processes cannot be reached, or one of them does not make the call.
+            RuntimeError: If a process ends meanwhile.
         """
         world = self._join()
         if self._distributed:  # a rank that does not come is named
@@ -369,7 +369,7 @@ class Trainer:
             ema: read the moving average of the weights in their place.
 
         Raises:
-            CheckpointError: damaged, no checkpoint, of another model, or without an average.
+            CheckpointError: If it is damaged, not a checkpoint, of a different model, or without an average.
         """
         chosen = chosen_checkpoint(Path(path), which)
         state.verify(chosen, self._partitioned.signature)
@@ -390,7 +390,7 @@ class Trainer:
     def _checked_folder(
         self, folder: RunFolder | None, known_by: Mapping[str, Any], resume: str, later: Collection[str]
     ) -> str:
-        """Refuse a ``folder`` of another run, and begin this rank's log there; return from where to resume."""
+        """Check that ``folder`` is of this run, begin this rank's log there, and return from where to resume."""
         if folder is None:
             log_to(None)
             return resume
@@ -404,7 +404,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _start_job(self, world: World, folder: RunFolder | None) -> Iterator[tuple[job.Job, dist.Store]]:
-        """Yield a job, and the store in which its ranks settle what it is; what fails on one rank reaches all."""
+        """Yield a new job and the store by which its ranks agree on it; an error on one rank is raised on all."""
         tune_malloc()
         store = world.fresh_store()
         with self._applied(), propagate_errors(store, rank=world.rank):
@@ -414,7 +414,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _keep_modes(self) -> Iterator[None]:
-        """Leave the user's modules in the modes in which they were found: stages switch those that they hold."""
+        """Restore the modes of the user's modules, which stages switch."""
         parts = [ref(module) for part in self._partitioned.modules.values() for module in part.modules()]
         kept = [(to, module.training) for to in (*self._modules, *parts) if (module := to()) is not None]
         try:

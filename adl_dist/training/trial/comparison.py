@@ -158,7 +158,7 @@ def record_calls(models: Sequence[nn.Module]) -> Iterator[Calls]:
 
 
 def describe_first_difference(expected: Calls, found: Calls) -> str:
-    """Return a clause that names the first module whose result differs."""
+    """Return a clause with the name of the first module with a different result."""
     before = ""
     for key, outs in expected.items():
         if key not in found:

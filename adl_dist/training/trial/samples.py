@@ -62,7 +62,7 @@ class Samples(NamedTuple):
 
     @property
     def varies(self) -> bool:
-        """Whether lengths change from one micro-batch to another."""
+        """``True`` if lengths change from one micro-batch to the next."""
         return bool(self.lengths)
 
     @property

@@ -400,7 +400,7 @@ class _OnMeta(TorchFunctionMode):
 
 
 class _MadeUp(torch.autograd.Function):
-    """Values in the place of a tensor on meta, whose gradient is on meta again."""
+    """Random values in the place of a tensor on meta; the gradient is on meta again."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, generator: torch.Generator) -> Tensor:

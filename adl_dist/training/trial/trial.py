@@ -222,7 +222,7 @@ class Trial:
         return comparison.first_difference()
 
     def _where(self, cut: StageRun, uncut: StageRun, names: frozenset[str]) -> str:
-        """Return a clause that names the first module whose result differs."""
+        """Return a clause with the name of the first module with a different result."""
         with ExitStack() as stack:
             found, expected = (stack.enter_context(record_calls(run.modules)) for run in (cut, uncut))
             for run in (cut, uncut):
@@ -240,7 +240,7 @@ class Trial:
 
 
 def _copy(model: nn.Module) -> nn.Module:
-    """Return a copy of ``model`` whose parameters have the same hooks; a copy of a parameter alone has none."""
+    """Return a copy of ``model``, with the hooks of its parameters, which copies of parameters lack."""
     twin = copied_model(model)
     for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
         if parameter._backward_hooks is not None:
