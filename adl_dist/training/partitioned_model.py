@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_structure
 
-from adl_dist.batch import Batch, device_of, map_batch, tensors_of
+from adl_dist.batch import Batch, Tensors, device_of, map_batch, tensors_of
 from adl_dist.checkpoint.nested import is_extra_state
 from adl_dist.checkpoint.state import signature
 from adl_dist.codecs import PLAIN
@@ -200,11 +200,12 @@ class PartitionedModel:
                         keeps = keeps_ties(spec.pipeline.method)
                         chain = trial.chain(granularity=self.spec.granularity, keeps_ties=keeps)
                     tried, result, sizes = self._choose(trial, chain, store, measuring)
-                    self._cut(chain, sizes)
                 break
             except (ConfigError, PartitionError):
                 if channels_last is formats[-1]:
                     raise
+        self._note_trial(trial)
+        self._cut(chain, sizes)
         if self.ties.stages:
             tried = replace(tried, pipeline=replace(tried.pipeline, tied=self.ties.stages))
         if self.weights is not None:
@@ -215,7 +216,6 @@ class PartitionedModel:
             spec.loss_fn.to(device)
         if channels_last is not formats[0]:
             self._note("channels_last is off: the model runs in the plain memory format only")
-        self._note_trial(trial)
         peak = peak_tflops(self.peak_tflops, spec, device)
         if peak is not None and measuring is not None and not trial.is_lazy and result.learns:
             flops = flops_per_sample(copied_model(trial.model), tried, trial.samples, trial.device)
@@ -455,17 +455,46 @@ def take_profile(
     from adl_dist.partition.measure import measure
     from adl_dist.training.split_costs import with_split_costs
 
-    device, precision, inputs = device_of(sample[0]), spec.precision, tensors_of(sample[0])
+    of = _profile_key(model, chain, spec, granularity, device_of(sample[0]), tensors_of(sample[0]), micro_batch_size)
+    if kept_in is not None and kept_in.is_file():
+        kept = Profile.load(kept_in, of)
+        if kept is not None:
+            return kept
+    device = device_of(sample[0])
+    input_, target = micro_batch(sample, micro_batch_size, device)
+    how: dict[str, Any] = {"input_": input_, "target": target, "loss_fn": spec.loss_fn}
+    how["within"] = spec.precision.autocasting(device)
+    profile = measure(model, chain, optimizer=spec.optimizer, of=of, **how)
+    profile = with_split_costs(profile, model, chain, **how)
+    if feed is not None:
+        profile = replace(profile, loading=feed.seconds_to_load(micro_batch_size))
+    if kept_in is not None:
+        profile.save(kept_in)
+    return profile
+
+
+def _profile_key(
+    model: nn.Module,
+    chain: Chain,
+    spec: TrainSpec,
+    granularity: str,
+    device: torch.device,
+    inputs: Tensors,
+    micro_batch_size: int,
+) -> dict[str, Any]:
+    """Return the values that must be equal for a measurement to be used again."""
     shapes = {name: list(value.shape) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     digest = json.dumps([chain.units, shapes, repr(model), repr(spec.loss_fn)])
-    of = {  # what a measurement that was kept is recognised by
+    return {
         "units": len(chain.units),
         "granularity": granularity,
         "parameters": sum(p.numel() for p in model.parameters()),
         "model": hashlib.sha256(digest.encode()).hexdigest()[:16],
         "optimizer": type(stage_optimizer(spec.optimizer, trained, where="the model")).__name__,
-        **{key: value for key, value in precision.settings.items() if "codec" not in key},  # what it spares is measured
+        **{
+            key: value for key, value in spec.precision.settings.items() if "codec" not in key
+        },  # what it spares is measured
         "micro_batch_size": micro_batch_size,
         "input": list(inputs[0].shape[1:]) if len(inputs) == 1 else [list(tensor.shape[1:]) for tensor in inputs],
         "channels_last": TensorSpec.of(inputs[0]).channels_last,
@@ -476,26 +505,6 @@ def take_profile(
         "codecs": True,  # and what codecs spare
         "updates": True,  # and the update of each unit
     }
-    if kept_in is not None and kept_in.is_file():
-        kept = Profile.load(kept_in, of)
-        if kept is not None:
-            return kept
-    input_, target = micro_batch(sample, micro_batch_size, device)
-    how: dict[str, Any] = {"input_": input_, "target": target, "loss_fn": spec.loss_fn}
-    how["within"] = precision.autocasting(device)
-    profile = measure(
-        model,
-        chain,
-        optimizer=spec.optimizer,
-        of=of,
-        **how,
-    )
-    profile = with_split_costs(profile, model, chain, **how)
-    if feed is not None:
-        profile = replace(profile, loading=feed.seconds_to_load(micro_batch_size))
-    if kept_in is not None:
-        profile.save(kept_in)
-    return profile
 
 
 def device_memory(device: torch.device, num_stages: int = 1) -> int | None:
