@@ -1,10 +1,9 @@
 """How what crosses a cut may be coded, and what it then takes. No torch: transport/coding.py does it."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
-from adl_dist.errors import ConfigError
-
-CODECS = ("none", "bf16", "int8", "int4")
+Codec = Literal["none", "bf16", "int8", "int4"]
+CODECS: tuple[Codec, ...] = get_args(Codec)
 BLOCK = 256  # numbers that have a scale of their own
 SCALE_BYTES = 4
 LEVELS = {"int8": 127, "int4": 7}  # multiples of the scale, to either side of 0
@@ -13,8 +12,8 @@ LEVELS = {"int8": 127, "int4": 7}  # multiples of the scale, to either side of 0
 class Codecs(NamedTuple):
     """How activations and gradients are coded."""
 
-    activations: str = "none"
-    gradients: str = "none"
+    activations: Codec = "none"
+    gradients: Codec = "none"
 
 
 PLAIN = Codecs()
@@ -43,12 +42,6 @@ class CodingCost(NamedTuple):
 
 
 NO_CODING = CodingCost(PerMessage(), PerMessage())
-
-
-def check_codec(key: str, name: str) -> None:
-    """Raise ConfigError if there is no codec called ``name``, which ``key`` asks for."""
-    if name not in CODECS:
-        raise ConfigError(f"{key}: there is no codec '{name}'; choose one of {', '.join(CODECS)}")
 
 
 def rotated_width(numbers: int) -> int:

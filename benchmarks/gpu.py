@@ -3,21 +3,16 @@
 
     PYTHONPATH=. python benchmarks/gpu.py overhead | ranks [MINUTES] [--rows REGEX]
     PYTHONPATH=. python benchmarks/gpu.py launches | memory
-    PYTHONPATH=. python benchmarks/gpu.py tests [FILE ...] [-k EXPRESSION]
-    PYTHONPATH=. python benchmarks/gpu.py accuracy CIFAR10_FOLDER [MINUTES [EPOCHS RUNS_FOLDER]]
+    PYTHONPATH=. python benchmarks/gpu.py accuracy CIFAR10_FOLDER MINUTES EPOCHS RUNS_FOLDER
 
-    tests     tests/gpu: values on the GPU, and NCCL between several ranks on it; each test is told as it ends. What
-              does not fit into ten minutes is divided by words for pytest: tests/gpu/test_nccl.py -k "every_method".
-              -n 2 runs two at a time with pytest-xdist; with many more, ranks wait long for their turn on the GPU
     overhead  our engine and torch's own loop where the GPU is busy: ResNet-18 at batch 128, ResNet-50 at 224x224
     ranks     ResNet-56 in micro-batches of 32: 2 and 4 ranks on the GPU, and BP in one process, eager and compiled
     launches  the same network by torch's profiler: kernels, and host and GPU milliseconds per micro-batch
     memory    Table 4 of the paper: four ranks on the GPU
-    accuracy  Table 2(a) of the paper, K = 16, M = 1 to 4, side by side for as many epochs as fit into the MINUTES (9);
-              in CIFAR10_FOLDER the images are in train/CLASS and test/CLASS. With EPOCHS the runs are that long: when
-              the MINUTES are over they save and stop, and the same command goes on
+    accuracy  Table 2(a) of the paper, K = 16, M = 1 to 4, side by side; in CIFAR10_FOLDER the images are in train/CLASS
+              and test/CLASS. When the MINUTES are over, the runs save and stop, and the same command continues them
 
-``tests`` needs torch and pytest, ``launches`` torch alone, and all others Hydra, too. PYTHONPATH=. is for a package
+``launches`` needs only torch, all others Hydra as well; ``make test-gpu`` runs the tests. PYTHONPATH=. is for a package
 that is not installed. Where our runs are compared with torch's own loop, both draw the same images from the same
 loader, which has them in memory; what that takes by itself is printed.
 
@@ -47,7 +42,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -68,8 +62,6 @@ ROUNDS, SECONDS, LOADING_SECONDS = 3, 4.0, 1.0
 MOST_SECONDS = 540.0  # of one call; the machine that it is for gives a command ten minutes
 RUN_SECONDS = 150.0  # of one run of ours, with its start
 STOP_SECONDS = 45.0  # for runs that were told to stop, to save and to end
-MOST_SHOWN = 12  # lines of the error of a test
-INTERRUPT_SECONDS = 20.0  # for tests that were interrupted, to end their ranks
 BEGAN = time.monotonic()
 DISTINCT = 512  # images in memory; an epoch has them again and again
 COMMON = ("data._target_=benchmarks.gpu.images", "data.in_channels=3", "data.num_classes=10", "data.image_size=32")
@@ -85,8 +77,6 @@ DEVICE = "cpu" if "runtime.device=cpu" in OTHERS else "cuda"
 IN_OUR_PRECISION = adl_dist.Precision(tf32="runtime.tf32=true" in OTHERS).apply(threads=torch.get_num_threads())
 Update = Callable[[], None]
 Rows = dict[str, Callable[[], float]]
-RESULT = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
-TEST = re.compile(r"tests/gpu/\S+::\w+(\[[^]]*\])?")
 
 
 def main() -> None:
@@ -95,14 +85,8 @@ def main() -> None:
     timed = {"overhead": overhead, "ranks": ranks}
     parts = {"launches": launches, "memory": memory}
     print(machine(), "\n", flush=True)
-    if words and words[0] == "accuracy" and len(words) in (2, 3, 5):
-        minutes = float(words[2]) if len(words) > 2 else 9.0
-        if len(words) == 5:
-            accuracy_in_parts(Path(words[1]), minutes, int(words[3]), Path(words[4]))
-        else:
-            accuracy(Path(words[1]), minutes)
-    elif words and words[0] == "tests":
-        tests(words[1:])
+    if words and words[0] == "accuracy" and len(words) == 5:
+        accuracy(Path(words[1]), float(words[2]), int(words[3]), Path(words[4]))
     elif words and len(words) < 3 and words[0] in timed:
         timed[words[0]](Limits(60 * float(words[1]) if len(words) > 1 else MOST_SECONDS, ROWS))
     elif len(words) == 1 and words[0] in parts:
@@ -122,68 +106,6 @@ def machine() -> str:
     except (OSError, subprocess.CalledProcessError):
         at = os.environ.get("COMMIT", "unknown")
     return f"{gpu}; {versions}, NCCL {nccl}; commit {at}"
-
-
-def tests(words: Sequence[str]) -> None:
-    """Run the tier of tests, or what ``words`` for pytest choose of it, and tell what becomes of each test."""
-    chosen = [] if any(word.startswith("tests/") for word in words) else ["tests/gpu"]
-    command = [*shlex.split("-m pytest --noconftest -o addopts= -v -W default -m gpu"), *chosen, *words]
-    print(f"    {shlex.join(command)}\n", flush=True)
-    began = time.monotonic()
-    code = told_as_they_end([sys.executable, "-u", *command], MOST_SECONDS - (began - BEGAN))
-    ended = "NOT ENDED: what is not named here was not run" if code is None else f"exit code {code}"
-    print(f"\n{ended} after {time.monotonic() - began:.0f} s")
-
-
-def told_as_they_end(command: Sequence[str], seconds: float) -> int | None:
-    """Run pytest, print the result of each test as it comes, and what failed; return the exit code.
-
-    None: it has not ended within ``seconds``, and was interrupted; what it had started then is ended in any case.
-    """
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    assert process.stdout is not None
-    is_late = threading.Event()
-
-    def end(number: signal.Signals) -> None:
-        is_late.set()
-        with contextlib.suppress(ProcessLookupError):
-            if number is signal.SIGINT:
-                process.send_signal(number)  # pytest ends the ranks of the test that runs
-            else:
-                os.killpg(process.pid, number)
-
-    limits = (seconds, signal.SIGINT), (seconds + INTERRUPT_SECONDS, signal.SIGKILL)
-    timers = [threading.Timer(after, end, [number]) for after, number in limits]
-    for timer in timers:
-        timer.start()
-    num_shown, begun = 0, dict[str, None]()  # lines of one error; tests, of which pytest-xdist tells begin and end
-    try:
-        for line in process.stdout:
-            num_shown = num_shown + 1 if line.startswith("E  ") else 0 if line.startswith("___") else num_shown
-            test = re.search(TEST, line) if re.match(r"tests/gpu/|\[gw", line) else None
-            if test is not None and not re.search(RESULT, line):
-                begun[test[0]] = None
-            elif test is not None:
-                begun.pop(test[0], None)
-                print(line.rstrip(), flush=True)
-            elif re.match(r"(FAILED|ERROR) |=+ .*(passed|failed|skipped|error)", line):
-                print(line.rstrip(), flush=True)
-            elif line.startswith("E  ") and num_shown <= MOST_SHOWN:
-                print(f"    {line.rstrip()[:200]}", flush=True)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(INTERRUPT_SECONDS)
-    finally:
-        for timer in timers:
-            timer.cancel()
-        with contextlib.suppress(ProcessLookupError):  # ranks must not stay on the GPU
-            os.killpg(process.pid, signal.SIGKILL)
-        process.stdout.close()
-        for name in begun:
-            print(name, "DID NOT END", flush=True)
-    code = process.wait()
-    return None if is_late.is_set() else code
 
 
 class RunFailed(Exception):
@@ -421,7 +343,7 @@ def memory() -> None:
     What is allocated understates what is held: memory that another stream may still use is active, but not allocated.
     A GPU's allocator counts by itself, without torch's profiler, so that runs may go on side by side.
     """
-    counted = ["runtime.memory=false", "sweep.jobs=3"] if DEVICE == "cuda" else []
+    counted = ["runtime.profile_memory=false", "sweep.jobs=3"] if DEVICE == "cuda" else []
     command = ["train", "experiment=table4", f"runtime.device={DEVICE}", *counted, *OTHERS]
     print(f"    adl-dist {shlex.join(command)}\n", flush=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -437,20 +359,7 @@ def memory() -> None:
                 print(f"| {summary.parent.parent.name} | {what} | {' | '.join(megabytes)} |")
 
 
-def accuracy(folder: Path, minutes: float) -> None:
-    """Train M = 1 to 4 side by side, for the number of epochs that the slowest of them can do in time."""
-    words, runs = of_table2a(folder), Path(tempfile.mkdtemp(prefix="table2a-"))
-    begin = time.monotonic()
-    _side_by_side(
-        [*words, "train.epochs=1", *OTHERS], runs / "timed"
-    )  # with the start, so that the estimate is a safe one
-    epochs = max(1, int((60 * minutes - (time.monotonic() - begin)) / (time.monotonic() - begin)))
-    words += [f"train.epochs={epochs}", *milestones(epochs), *OTHERS]
-    _side_by_side(words, runs)
-    _print_accuracy(words, runs)
-
-
-def accuracy_in_parts(folder: Path, minutes: float, epochs: int, runs: Path) -> None:
+def accuracy(folder: Path, minutes: float, epochs: int, runs: Path) -> None:
     """Train M = 1 to 4 side by side in ``runs``, from where they are; when the minutes are over they save and stop."""
     words = [*of_table2a(folder), f"train.epochs={epochs}", *milestones(epochs), *OTHERS]
     _side_by_side(words, runs, seconds=60 * minutes - STOP_SECONDS)
@@ -469,13 +378,13 @@ def milestones(epochs: int) -> list[str]:
     return [f"lr_schedule.milestones=[{epochs // 2},{3 * epochs // 4},{11 * epochs // 12}]"] if epochs > 11 else []
 
 
-def _side_by_side(words: Sequence[str], runs: Path, seconds: float | None = None) -> None:
-    """Train M = 1 to 4 at once; after so many ``seconds`` have them save and stop."""
+def _side_by_side(words: Sequence[str], runs: Path, seconds: float) -> None:
+    """Train M = 1 to 4 at once; after so many ``seconds`` let them save and stop."""
     started = [_started([*words, f"method.accumulation_steps={m}"], runs / f"M{m}") for m in (1, 2, 3, 4)]
-    end = None if seconds is None else time.monotonic() + seconds
+    end = time.monotonic() + seconds
     for process in started:
         try:
-            process.wait(None if end is None else max(0.0, end - time.monotonic()))
+            process.wait(max(0.0, end - time.monotonic()))
         except subprocess.TimeoutExpired:
             break
     for process in (process for process in started if process.poll() is None):

@@ -5,7 +5,6 @@ import math
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from torch import nn
 from adl_dist.cli.config import reading
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.data.loading import PLAIN
-from adl_dist.distributed.procfs import state_of
 from adl_dist.training.input import DeviceLoader
 
 FILE = Path(__file__).parents[1] / "benchmarks" / "gpu.py"
@@ -101,57 +99,6 @@ def test_a_run_that_lasts_costs_its_row(gpu, monkeypatch, capsys):
     monkeypatch.setattr(gpu.subprocess, "run", lasts)
     assert math.isnan(gpu.images_per_second("model=resnet8"))
     assert "not ended after 150 s" in capsys.readouterr().out
-
-
-def gone_within(seconds, process):
-    """Whether ``process`` is gone by then, or only waits for another one to take note of its end."""
-    end = time.monotonic() + seconds
-    while (state := state_of(process)) not in ("", "Z") and time.monotonic() < end:
-        time.sleep(0.02)
-    return state in ("", "Z")
-
-
-HANGING = """
-import signal, subprocess, sys, time
-rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-open(sys.argv[1], "w").write(str(rank.pid))
-print("tests/gpu/test_gpu.py::test_a[one GPU] PASSED [ 50%]", flush=True)
-print("E   why it fails", flush=True)
-print("tests/gpu/test_gpu.py::test_b ", end="", flush=True)
-signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a call of CUDA that does not return
-time.sleep(60)
-"""
-
-
-def test_tests_are_told_as_they_end_and_leave_no_rank(gpu, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(gpu, "INTERRUPT_SECONDS", 0.2)
-    assert gpu.told_as_they_end([sys.executable, "-c", HANGING, str(tmp_path / "rank")], 3.0) is None
-    told = capsys.readouterr().out
-    assert "::test_a[one GPU] PASSED" in told
-    assert "why it fails" in told
-    assert "::test_b DID NOT END" in told
-    rank = int((tmp_path / "rank").read_text())
-    assert gone_within(10, rank)
-
-
-BESIDE_EACH_OTHER = """
-print("tests/gpu/test_nccl.py::test_a[adl minimal-3] ")
-print("tests/gpu/test_nccl.py::test_b[zbh1-3] ")
-print("[gw1] [  2%] FAILED tests/gpu/test_nccl.py::test_b[zbh1-3] ")
-"""
-
-
-def test_of_tests_side_by_side_those_not_ended_are_told(gpu, capsys):
-    assert gpu.told_as_they_end([sys.executable, "-c", BESIDE_EACH_OTHER], 30.0) == 0
-    ended, not_ended = capsys.readouterr().out.splitlines()
-    assert ended == "[gw1] [  2%] FAILED tests/gpu/test_nccl.py::test_b[zbh1-3]"
-    assert not_ended == "tests/gpu/test_nccl.py::test_a[adl minimal-3] DID NOT END"
-
-
-def test_the_exit_code_of_tests_is_theirs(gpu, capsys):
-    code = "print('=== 1 failed in 0.1s ==='); raise SystemExit(1)"
-    assert gpu.told_as_they_end([sys.executable, "-c", code], 30.0) == 1
-    assert "1 failed" in capsys.readouterr().out
 
 
 def test_what_is_compared_has_the_same_loader(gpu, monkeypatch):

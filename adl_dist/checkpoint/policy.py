@@ -3,50 +3,46 @@
 from dataclasses import dataclass
 
 from adl_dist.errors import ConfigError
-from adl_dist.report.goal import Goal
+from adl_dist.report.goal import Goal, Mode
+from adl_dist.settings import check_settings, documented, setting
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPolicy:
     """When a run saves, and which of its checkpoints it keeps.
 
-    Attributes:
-        every_epochs: save after so many epochs; 0: only at the end.
-        every_updates: also save after so many updates of an epoch, with an empty pipeline, which is part of what the
-            run computes; None: only between epochs.
-        keep: how many of the newest to keep.
-        keep_best: also keep the best one.
-        best_metric: what it is the best of, like ``validation_loss``; None: the validation accuracy or, where there is
-            none, the validation loss.
-        best_is: the ``highest`` or the ``lowest`` of ``best_metric``; None: as known of the metric.
-        background: train on while a checkpoint is being written; costs a copy of the state in host memory.
-
     Raises:
-        ConfigError: a number is out of range.
+        ConfigError: If a value is out of range.
     """
 
-    every_epochs: int = 1
-    every_updates: int | None = None
-    keep: int = 2
-    keep_best: bool = False
-    best_metric: str | None = None
-    best_is: str | None = None
-    background: bool = True
+    every_epochs: int = setting(
+        1, "save after so many epochs; 0: only at the end", key="checkpoint_every_epochs", least=0
+    )
+    every_updates: int | None = setting(
+        None,
+        "also save after so many updates of an epoch, with an empty pipeline; docs/stop.md",
+        key="checkpoint_every_updates",
+        least=1,
+    )
+    keep: int = setting(2, "newest checkpoints to keep in run_dir/checkpoints", key="keep_checkpoints", least=1)
+    keep_best: bool = setting(False, "also keep the best checkpoint")
+    best_metric: str | None = setting(
+        None, "metric of the best checkpoint, like validation_loss; null: accuracy or, without classes, loss"
+    )
+    best_mode: Mode | None = setting(None, "is best_metric best at its max | min; null: known of a few metrics")
+    background: bool = setting(
+        True, "train on while a checkpoint is written; false: no copy of the state in host memory", key="async_save"
+    )
 
     def __post_init__(self) -> None:
+        check_settings(self, "runtime")
         _ = self.goal
-        for key, value, least in (
-            ("checkpoint_every_epochs", self.every_epochs, 0),
-            ("checkpoint_every_updates", self.every_updates, 1),
-            ("keep_checkpoints", self.keep, 1),
-        ):
-            if value is not None and value < least:
-                raise ConfigError(f"runtime.{key} must be at least {least}, got {value}")
 
     @property
     def goal(self) -> Goal:
         """What the best checkpoint is the best of."""
-        return Goal(self.best_metric, self.best_is)
+        return Goal(self.best_metric, self.best_mode)
 
     def check_validation(self, num_validation: int) -> None:
         """Raise ConfigError if the best of no validation is to be kept."""

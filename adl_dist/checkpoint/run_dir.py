@@ -15,7 +15,6 @@ import os
 import sys
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +29,14 @@ from adl_dist.report import tell, warn
 from adl_dist.report.files import write_atomically
 from adl_dist.report.runs import flatten
 from adl_dist.schedule import Method
-from adl_dist.schedule.methods import REMOVED_OPTIONS
+from adl_dist.settings import REMOVED_OPTIONS, renamed, settings_of
 
 logger = logging.getLogger("adl_dist")
 
 CONFIG, SUMMARY, DIVERGED, LOCK, LAUNCH = "config.yaml", "summary.json", "diverged.json", "lock", "launch"
 
 # Settings that say where the model is cut, in the Python API and under partition.* on the command line.
-CUT = "num_stages", "balance", "granularity", "speeds", "links"
+CUT = "num_stages", "balance", "granularity", "speeds", "device_speeds", "links"
 # Settings that may differ when a run continues: its length and place, how it is watched, and how it is cut. (Another
 # device, number of threads or choice of kernels may move the last bits. A schedule that depends on the run's length
 # follows the new length, and another cut has a staleness of its own: these two the run reports.) runtime.cuda_graphs
@@ -51,21 +50,28 @@ FREE_TO_CHANGE = {
         "runtime.threads",
         "runtime.bind_cores",
         "runtime.max_restarts",
-        "runtime.lazy",
+        "runtime.meta_init",
     ),
-    *("runtime.timeout_seconds", "runtime.stall_seconds", "runtime.abort_seconds"),
+    *("runtime.timeout_seconds", "runtime.watchdog_warn_seconds", "runtime.watchdog_abort_seconds"),
     *("method.split_backward", "method.max_deferred", "method.stages_per_process"),
     *("runtime.tf32", "tf32", "runtime.cudnn_benchmark", "runtime.compile", "runtime.deterministic", "deterministic"),
     *("runtime.cuda_graphs", "runtime.peak_tflops", "partition.verify"),
     *("runtime.checkpoint_every_epochs", "runtime.keep_checkpoints", "runtime.keep_best", "runtime.async_save"),
-    *("runtime.best_metric", "runtime.best_is", "runtime.loggers", "callbacks"),
-    *("runtime.tensorboard", "runtime.trace", "runtime.report", "runtime.memory", "runtime.stage_records_every"),
+    *("runtime.best_metric", "runtime.best_mode", "runtime.loggers", "callbacks"),
+    *(
+        "runtime.tensorboard",
+        "runtime.trace",
+        "runtime.report",
+        "runtime.profile_memory",
+        "runtime.stage_records_every",
+    ),
     *(*CUT, *(f"partition.{name}" for name in CUT)),
 }
 # What a run trained with if its folder is older than one of these settings, and so does not name it.
-OF_OLD = {
-    f"method.{setting.name}": setting.default for setting in fields(Method) if setting.name not in ("name", "spec")
-} | {"partition.tied": "share", "tied": "share"}
+OF_OLD = {f"method.{name}": setting.default for name, setting in settings_of(Method).items() if name != "name"} | {
+    "partition.tied": "share",
+    "tied": "share",
+}
 OF_OLD |= {"runtime.codec": "none", "codec": "none", "gradient_codec": "none"}
 
 MADE_BY = "lr_schedule.made_by.name"
@@ -237,7 +243,7 @@ class RunFolder:
         if not self.is_claimed:
             return
         try:
-            theirs = flatten(dict(yaml.safe_load((self.path / CONFIG).read_text())))
+            theirs = renamed(flatten(dict(yaml.safe_load((self.path / CONFIG).read_text()))))
         except (yaml.YAMLError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"{self.path / CONFIG} cannot be read ({' '.join(str(error).split())}), so it is unknown which run "

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import difflib
 import importlib
 import logging
 import os
@@ -28,7 +29,6 @@ plan and measure
   schedule    print what each stage does in each tick:  adl-dist schedule partition.num_stages=4
   plan        measure, cut, predict:       adl-dist plan model=resnet56 data=cifar10 --stages 2,4
   bench       measure methods and torch's own side by side:  adl-dist bench model=resnet18 data=synthetic
-  race        time to a target over slow links:  adl-dist race data=digits --target accuracy=0.95 --out runs/race
 
 afterwards
   evaluate    evaluate a checkpoint:       adl-dist evaluate runs/NAME
@@ -125,10 +125,9 @@ COMMANDS = {
     "generate": "generate",
     "plan": "plan.command",
     "bench": "bench.command",
-    "race": "race.command",
     **dict.fromkeys(("status", "checkpoint", "stop"), "status"),
 }
-HAVE_HELP = ("train", "schedule", "tokenize", "plan", "bench", "race")  # made of their keys or flags
+HAVE_HELP = ("train", "schedule", "tokenize", "plan", "bench")  # made of their keys or flags
 
 logger = logging.getLogger("adl_dist")
 # Until a run has its log file there is no handler, and logging would then print tracebacks on standard error by itself.
@@ -139,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and exit: 0 done, 2 the user can fix it, 1 a peer or we failed, 75 stopped, 130 interrupted."""
     ending: list[int] = []
     if arguments is None:
-        atexit.register(_end_without_clearing_up, ending)  # first, so that it comes after what others register
+        atexit.register(_end_without_clearing_up, ending)  # first, so that it runs after all others
     end_with_launcher()
     end_with_torchrun()
     # Read when torch is loaded: its networking layers narrate, with stack traces, what they also raise.
@@ -156,8 +155,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _end_without_clearing_up(code: Sequence[int]) -> None:
-    """End a process that is done: for Python to take torch's modules apart costs a third of what loading them has."""
-    if code:  # else it ends by an error of our own, which Python prints
+    """End a finished process: Python's teardown of torch's modules takes a third of the time of their import."""
+    if code:  # otherwise it ends by an error of our own, which Python prints
         logging.shutdown()
         _flush()
         os._exit(code[0])
@@ -181,16 +180,21 @@ def _run(command_line: list[str]) -> int:
     if not command_line or (wants_help and name not in HAVE_HELP):
         sys.stdout.write(HELP.get(name, USAGE))
         return 0 if command_line else 2
+    return exit_code_of(lambda: _command(name)(arguments), resumes=name == "train")
+
+
+def exit_code_of(command: Callable[[], None], *, resumes: bool = False) -> int:
+    """Run ``command`` and return its exit code; print an error as one line, and log its traceback."""
     try:
-        _command(name)(arguments)
+        command()
         return 0
     except AdlError as error:
         logger.error("%s\n%s", error, traceback.format_exc())
         _print_error(text_of(error), kind="error: ")
         return error.exit_code
     except KeyboardInterrupt:
-        way_on = "; the same command resumes from the last checkpoint, if there is one" if name == "train" else ""
-        sys.stderr.write(f"\nadl-dist: interrupted{way_on}\n")
+        hint = "; the same command resumes from the last checkpoint, if there is one" if resumes else ""
+        sys.stderr.write(f"\nadl-dist: interrupted{hint}\n")
         return 128 + signal.SIGINT
     except Exit as done:
         return int(done.code or 0)
@@ -209,8 +213,14 @@ def _run(command_line: list[str]) -> int:
 
 
 def _command(name: str) -> Callable[[list[str]], None]:
+    if name == "race":
+        raise ConfigError(
+            "adl-dist race has moved in 0.4.0: python -m benchmarks.race, in a checkout, takes its arguments"
+        )
     if name not in COMMANDS:
-        raise ConfigError(f"there is no command '{name}'; choose one of {', '.join(COMMANDS)}")
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ConfigError(f"there is no command '{name}'{hint}; choose one of {', '.join(COMMANDS)}")
     command: Callable[[list[str]], None] = getattr(importlib.import_module(f"adl_dist.cli.{COMMANDS[name]}"), name)
     return command
 

@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.checkpoint.run_dir import RunFolder, chosen_checkpoint
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import print_keys
-from adl_dist.cli.config.schema import Device, RunConfig
+from adl_dist.cli.config.schema import RunConfig
 from adl_dist.cli.run_folder import named_folder, wants_averages
 from adl_dist.cli.sweep import command as sweep
 from adl_dist.cli.sweep.request import Sweep, requested
@@ -36,9 +37,9 @@ def train(overrides: list[str]) -> None:
     config, plain = asked_for
     assert config.run_dir is not None
     instantiate.check_targets(config)
-    if launched_world_size() is not None and config.runtime.device is Device.cuda:
+    if launched_world_size() is not None and config.runtime.device == "cuda":
         set_for_nccl()
-    check_device(config.runtime.device.value)
+    check_device(config.runtime.device)
     folder = RunFolder(Path(config.run_dir))
     folder.check(plain, resume=config.resume)
     num_processes, stands_alone = config.pipeline.num_processes, not parent_process.is_part_of_more()
@@ -65,7 +66,7 @@ def train(overrides: list[str]) -> None:
             shuffle=config.data.get("shuffle", True),
             num_workers=config.data.get("num_workers", 0),
             loading=instantiate.loading(config, train_data),
-            checkpoints=config.runtime.checkpoints,
+            checkpoints=config.build(CheckpointPolicy),
             monitoring=instantiate.monitoring(config),
             callbacks=instantiate.callbacks(config),
             config=plain,
@@ -86,7 +87,7 @@ def evaluate(arguments: list[str]) -> None:
     of_data = {key.removeprefix("data."): value for key, value in options.items() if key.startswith("data.")}
     config.data = dict(instantiate.other_data(config.data, of_data))
     _, val_data = instantiate.build_data(config.data)
-    micro_batch_size = config.train.batch_size // config.method.chosen().micro_batches_per_update
+    micro_batch_size = config.train.batch_size // config.method.micro_batches_per_update
     how = {"num_workers": config.data.get("num_workers", 0), "loading": instantiate.loading(config, None)}
     metrics = trainer.evaluate(val_data, batch_size=micro_batch_size, **how)
     shown = [f"{n.replace('_', ' ')} {v:{'.2%' if n.endswith('accuracy') else '.4f'}}" for n, v in metrics.items()]

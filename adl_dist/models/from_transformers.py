@@ -54,8 +54,8 @@ def hf_model(
         return build(found, task, weights=weights_in, download=download)
     if weights_in is not None and not Path(weights_in).is_dir():
         raise ConfigError(
-            f"runtime.lazy=true reads the weights from files, but model.config={config} is no folder; give the folder "
-            "that has them"
+            f"runtime.meta_init=true reads the weights from files, but model.config={config} is no folder; give the "
+            "folder that has them"
         )
     model: Any = build(found, task)
     if weights_in is not None:

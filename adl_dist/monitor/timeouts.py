@@ -3,33 +3,40 @@
 from dataclasses import dataclass
 
 from adl_dist.errors import ConfigError
+from adl_dist.settings import check_settings, documented, setting
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
 class WatchdogTimeouts:
-    """Limits on a standstill, counted from the last progress of any stage.
+    """Limits on a standstill, counted from the last action of any stage.
 
-    Attributes:
-        stall_seconds: until the state of all stages and the likely cause are printed.
-        abort_seconds: until the process ends with exit code 1, unless it is in a debugger. If None, never. If ``auto``,
-            600, or twice ``stall_seconds`` if that is more; never if all stages share the user's own process.
+    After ``abort_seconds`` the process ends with exit code 1, unless it is in a debugger; with ``auto`` never where all
+    stages share the user's own process.
     """
 
-    stall_seconds: float = 60.0
-    abort_seconds: float | str | None = "auto"
+    stall_seconds: float = setting(
+        60.0,
+        "without progress of any stage, until a report on each stage and the likely cause",
+        key="watchdog_warn_seconds",
+        above=0,
+    )
+    abort_seconds: float | str | None = setting(
+        "auto",
+        "likewise, until the job ends with exit code 1; auto: 600, or twice watchdog_warn_seconds; null: never",
+        key="watchdog_abort_seconds",
+        expected="a number, null (never) or 'auto'",
+    )
 
     def __post_init__(self) -> None:
-        if not self.stall_seconds > 0:
-            raise ConfigError(f"runtime.stall_seconds must be above 0, got {self.stall_seconds}")
-        if isinstance(self.abort_seconds, str):
-            if self.abort_seconds != "auto":
-                raise ConfigError(
-                    f"runtime.abort_seconds must be a number, null (never) or 'auto', got '{self.abort_seconds}'"
-                )
-        elif self.abort_seconds is not None and not self.abort_seconds > self.stall_seconds:
+        check_settings(self, "runtime")
+        abort, warn = self.abort_seconds, self.stall_seconds
+        if isinstance(abort, str) and abort != "auto":
+            raise ConfigError(f"runtime.watchdog_abort_seconds must be a number, null (never) or 'auto', got '{abort}'")
+        if isinstance(abort, float) and not abort > warn:
             raise ConfigError(
-                f"runtime.abort_seconds must be above runtime.stall_seconds={self.stall_seconds}, or null for never, "
-                f"got {self.abort_seconds}"
+                f"runtime.watchdog_abort_seconds={abort} must be above runtime.watchdog_warn_seconds={warn}, or null "
+                "for never"
             )
 
     def abort_after(self, *, distributed: bool) -> float | None:

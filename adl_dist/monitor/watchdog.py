@@ -130,7 +130,7 @@ class Watchdog(PollingThread):
         statuses, coordination = self.statuses(closely=True), self._coordination(closely=True)
         then = f"; after {self._abort_seconds:g} s the job is ended" if self._abort_seconds is not None else ""
         print_bounded(
-            f"adl-dist: no progress in {still:.1f} s (runtime.stall_seconds={self._stall_seconds:g}){then}\n"
+            f"adl-dist: no progress in {still:.1f} s (runtime.watchdog_warn_seconds={self._stall_seconds:g}){then}\n"
             f"{picture(statuses, coordination)}\nlikely cause: {cause_of(statuses, coordination).text}"
         )
 
@@ -140,7 +140,7 @@ class Watchdog(PollingThread):
             return
         exit_deadline()
         cause = cause_of(statuses, self._coordination(closely=True))
-        why = f"no progress in {still:.1f} s (runtime.abort_seconds={self._abort_seconds:g}): {cause.text}"
+        why = f"no progress in {still:.1f} s (runtime.watchdog_abort_seconds={self._abort_seconds:g}): {cause.text}"
         print_bounded(f"adl-dist: error: {why}; the same command resumes from the last checkpoint", logging.ERROR)
         wait_for_peers = self._peers.abort(why)
         for known in statuses[1:]:

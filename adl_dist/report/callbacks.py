@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from adl_dist.errors import CallbackError, ConfigError, in_one_line, place_of, text_of
-from adl_dist.report.goal import Goal
+from adl_dist.report.goal import Goal, Mode
 
 EVENTS = ("on_start", "on_update", "on_epoch", "on_checkpoint", "on_end")
 logger = logging.getLogger("adl_dist")
@@ -64,24 +64,24 @@ class EarlyStopping(Callback):
     """Ends the run when a metric of the validation has not become better for ``patience`` evaluations in a row."""
 
     def __init__(
-        self, patience: int = 3, metric: str | None = None, best_is: str | None = None, min_change: float = 0.0
+        self, patience: int = 3, metric: str | None = None, best_mode: Mode | None = None, min_change: float = 0.0
     ) -> None:
-        """Watch ``metric``; None: the accuracy, or without classes the loss.
+        """Watch ``metric``; if it is None, the accuracy or, without classes, the loss.
 
         Args:
             patience: evaluations without a better value.
             metric: like ``validation_loss``.
-            best_is: ``highest`` or ``lowest``; None: as known of the metric.
+            best_mode: ``max`` or ``min``; if None, as known of the metric.
             min_change: by how much a value must be better to count.
 
         Raises:
-            ConfigError: a value is out of range, or the metric none of which it is known which way it is better.
+            ConfigError: If a value is out of range, or it is not known whether the metric is best at its maximum.
         """
         if type(patience) is not int or patience < 1:
             raise ConfigError(f"EarlyStopping: patience must be a whole number of at least 1, got {patience!r}")
         if not min_change >= 0:
             raise ConfigError(f"EarlyStopping: min_change must be at least 0, got {min_change!r}")
-        self.patience, self.goal, self.min_change = patience, Goal(metric, best_is), min_change
+        self.patience, self.goal, self.min_change = patience, Goal(metric, best_mode), min_change
         self.best_score: list[float] | None = None
         self.best_value, self.waited = "", 0
 

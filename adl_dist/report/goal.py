@@ -4,10 +4,13 @@ import difflib
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from adl_dist.errors import ConfigError
 
-HIGHEST, LOWEST = "highest", "lowest"
+Mode = Literal["max", "min"]
+HIGHEST: Mode = "max"
+LOWEST: Mode = "min"
 # Which way the figures that have names of their own are better.
 TOP5 = "validation_top5"
 KNOWN = {
@@ -23,29 +26,31 @@ def falls(metric: str) -> bool:
 
 @dataclass(frozen=True)
 class Goal:
-    """The ``metric`` of a summary that is best if it is ``highest`` or ``lowest``.
+    """The ``metric`` of a summary that is best at its ``max`` or ``min``.
 
-    ``metric`` None: the validation accuracy, highest, or where there is none, the validation loss, lowest. ``best``
-    None: what is known of the metric.
+    If ``metric`` is None, it is the validation accuracy or, without classes, the validation loss. If ``best`` is None,
+    it is known of the metric.
 
     Raises:
-        ConfigError: it is not known which way the metric is better, or ``best`` is no way.
+        ConfigError: If it is not known whether the metric is best at its maximum.
     """
 
     metric: str | None = None
-    best: str | None = None
+    best: Mode | None = None
 
     def __post_init__(self) -> None:
         if self.best not in (None, HIGHEST, LOWEST):
-            raise ConfigError(f"best_is={self.best!r}: expected {HIGHEST} or {LOWEST}")
+            raise ConfigError(f"best_mode={self.best!r}: expected {HIGHEST} or {LOWEST}")
         if self.metric is None and self.best is not None:
-            raise ConfigError(f"best_is={self.best} says which way a metric is better, but there is none; name it, too")
+            raise ConfigError(
+                f"best_mode={self.best} says which way a metric is better, but there is none; name it, too"
+            )
         if self.metric is not None and self.best is None and self.metric not in KNOWN:
             near = difflib.get_close_matches(self.metric, KNOWN, n=1)
             hint = f"did you mean {near[0]}? Else say" if near else "say"
             raise ConfigError(
                 f"it is not known which way {self.metric} is better; {hint} {HIGHEST} or {LOWEST}, in the command line "
-                f"by runtime.best_is={HIGHEST}"
+                f"by runtime.best_mode={HIGHEST}"
             )
 
     def check(self, own: Collection[str]) -> None:

@@ -14,7 +14,7 @@ import yaml
 from adl_dist.errors import ConfigError
 from adl_dist.report.recorder import METRICS
 from adl_dist.schedule import method
-from adl_dist.schedule.methods import REMOVED_OPTIONS
+from adl_dist.settings import REMOVED_OPTIONS
 
 REFERENCE = "bp"  # the method that the others are compared with
 CONTENDER = "contender"  # key of config.yaml that names a run of another system, like DDP

@@ -1,179 +1,102 @@
 """A method as a user chooses it: a row and its hyper-parameters, checked."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, get_args
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from adl_dist.errors import ConfigError
-from adl_dist.schedule.method_table import ANYONES_DELAYS, METHODS, DelayRule, MethodSpec, Weights
+from adl_dist.schedule.method_table import ANYONES_DELAYS, METHODS, MethodSpec, Weights
 from adl_dist.schedule.mitigations import MITIGATIONS, Horizon, PredictFrom, mitigation_options, why_not
+from adl_dist.settings import REMOVED_OPTIONS, RENAMED, WAS_REMOVED, check_settings, documented, setting, settings_of
 
 Recompute = Literal["never", "except_last", "always"]
 Order = Literal["forward_first", "backward_first"]
 Reduction = Literal["mean", "sum"]
-LrIndex = Literal["update", "slot"]
+LrClock = Literal["update", "global"]
 Head = Literal["mlp_sr", "mlp", "cnn", "linear", "predsim"]
-CHOICES = {
-    "weights": Weights,
-    "order": Order,
-    "reduction": Reduction,
-    "lr_index": LrIndex,
-    "recompute": Recompute,
-    "head": Head,
-    "predict_horizon": Horizon,
-    "predict_from": PredictFrom,
-}
-
-
-def _whole(value: object) -> bool:
-    return type(value) is int
-
-
-def _number(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
-
-
-def _list(value: object, of: Callable[[object], bool]) -> bool:
-    return isinstance(value, tuple) and all(map(of, value))
-
-
-WHOLE = ("a whole number", _whole)
-WHOLE_OR_NONE = ("a whole number", lambda v: v is None or _whole(v))
-NUMBER = ("a finite number", _number)
-YES_OR_NO = ("true or false", lambda v: type(v) is bool)
-NAMES = ("a list of names, like [predict,spike]", lambda v: v is None or _list(v, lambda one: isinstance(one, str)))
-NUMBERS = ("a list of finite numbers, like [2,0.5]", lambda v: v is None or _list(v, _number))
-QUEUE = ("a whole number or a list of some, like [1,2]", lambda v: _whole(v) or _list(v, _whole))
-# What each option must be, and whether a value is that.
-TYPES: dict[str, tuple[str, Callable[[object], bool]]] = {
-    "accumulation_steps": WHOLE,
-    "split_backward": YES_OR_NO,
-    "max_deferred": WHOLE,
-    "delay": ("a rule or a list of whole numbers, like [2,1,0]", lambda v: isinstance(v, str) or _list(v, _whole)),
-    "stages_per_process": WHOLE,
-    "gradient_shrink": NUMBER,
-    "mitigation": NAMES,
-    "max_staleness": ("a finite number", lambda v: v is None or _number(v)),
-    "flush_epochs": WHOLE,
-    "discount_power": NUMBER,
-    "discount_updates": WHOLE_OR_NONE,
-    "nesterov_gamma": NUMBER,
-    "error_feedback_coefficient": NUMBER,
-    "error_feedback_lag": WHOLE_OR_NONE,
-    "delay_compensation_lambda": NUMBER,
-    "lr_factors": NUMBERS,
-    "activation_queue": QUEUE,
-    "gradient_queue": QUEUE,
-    "head_layers": WHOLE,
-    "head_width": WHOLE_OR_NONE,
-    "head_sees_target": YES_OR_NO,
-    "head_delay": WHOLE,
-    "head_lr_factor": NUMBER,
-}
-SMALLEST = {
-    **{"accumulation_steps": 1, "max_deferred": 1, "stages_per_process": 1},
-    **{"activation_queue": 1, "gradient_queue": 1},
-    **{"flush_epochs": 0, "discount_power": 0, "discount_updates": 1, "error_feedback_lag": 1},
-    **{"head_layers": 0, "head_width": 1, "head_delay": 0},
-}
-ABOVE_0 = (
-    *("lr_factors", "gradient_shrink", "head_lr_factor"),
-    *("nesterov_gamma", "error_feedback_coefficient", "delay_compensation_lambda", "max_staleness"),
-)
-# Options that were removed in 0.4.0, with their defaults; older run folders name them.
-REMOVED_OPTIONS = {"buffer_size": 0, "buffer_reuse": None, "stage_speeds": None}
 BEARABLE = 2  # updates of staleness that delay=auto takes by itself, where ADL's own delays are no longer
 NO_DIFFERENCE = 1e-9
-WAS_REMOVED = "was removed in 0.4.0; remove it, or use version 0.3.8"
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A method and its hyper-parameters; None: the value in the method's row.
-
-    Attributes:
-        name: a row of ``METHODS``.
-        accumulation_steps: M, micro-batches per update.
-        weights: which weights a delayed backward uses. ``stash``: those of its forward (Eq. 15); ``latest``: the
-            present ones over old activations, as the authors' code did; ``recompute``: the forward is replayed
-            with the present ones, so that only inputs are kept; ``2bw``: in every stage those from before the
-            group before, which makes the staleness 1 everywhere.
-        delay: ``decoupled`` (2(K-1-k)), ``minimal`` (K-1-k), ``third`` (floor(2(K-k)/3), for a split backward),
-            ``auto`` (the least that keep full speed, by what is measured), ``none``, or one number for each stage.
-        max_staleness: with ``auto``, how many updates old a stage's gradients may be on average; None: as old as with
-            ``decoupled``, or 2 updates, whatever is more.
-        split_backward: whether the backward is done in two parts: the gradient of what came in, which is sent at once,
-            and the gradients of most weights, while the stage would otherwise wait. The values are the same.
-        max_deferred: with ``split_backward``, micro-batches whose gradients of weights may be outstanding at a time.
-        stages_per_process: v of ``interleaved``: stage s is in process s mod P, of P = ceil(K / v).
-        gradient_shrink: FDG's beta; each stage but the last scales the gradient that comes in by it.
-        order: ``backward_first`` (what the authors' code did) makes each delay above 0 one tick shorter, and the
-            mean staleness 1/M of an update less.
-        reduction: how a group's gradients are combined; ``sum`` (the authors' code) makes a step M times as long.
-        lr_index: which learning rate a stage uses for its s-th update: the s-th of the schedule, or (``slot``, what
-            the authors' code did) the one that a clock common to all stages shows at that moment.
-        lr_factors: factors on each stage's learning rate; the FR authors' code used 2 on stage 0.
-        recompute: GPipe's; which micro-batches of a group keep only their input: none, all but the last, all.
-        activation_queue: DSP's p_k between stage k and k+1: one number for all, or K-1.
-        gradient_queue: DSP's q_k; the delay of stage k is the sum of p + q from there on.
-        head: the kind of head of local losses; see :mod:`adl_dist.stage.heads`.
-        head_layers: hidden layers of a head that predicts gradients; 0: it is linear.
-        head_width: their features or channels; None: as many as the stage sends on.
-        head_sees_target: whether the head is also given the classes of its samples.
-        head_delay: micro-batches that a stage forwards between the forward of a micro-batch and the moment its head
-            learns from the gradient that has come back for it.
-        head_lr_factor: the factor on the learning rate of the head, besides that of its stage.
-        mitigation: rows of ``MITIGATIONS``: what is done about staleness in stages that have some, t updates; None:
-            nothing. Those from ``discount_power`` on are options of one row each.
-        flush_epochs: epochs at the start in which the pipeline is emptied after each group, so that nothing is stale.
-        discount_power: p of ``discount``: the learning rate is divided by max(t, 1) ** p.
-        discount_updates: updates over which p falls to 0; None: it stays.
-        predict_horizon: ``linear``: a forward sees the weights t updates ahead, each like the last one;
-            ``geometric``: each smaller by the optimizer's momentum, as without further gradients.
-        predict_from: what the last update is read from: how far it moved the weights (``displacement``; any optimizer),
-            or the state of SGD, Adam or AdamW (``momentum``).
-        nesterov_gamma: gamma of ``nesterov``, in (0, 1).
-        error_feedback_coefficient: c of ``error_feedback``.
-        error_feedback_lag: with which earlier update it compares an update; None: that of ceil(t) updates ago.
-        delay_compensation_lambda: lambda of ``delay_compensation``.
+    """A method and its hyper-parameters. None stands for the value in the method's row.
 
     Raises:
-        ConfigError: a value that the method cannot run with, or one that means nothing to it.
+        ConfigError: If the method cannot run with a value, or ignores it.
     """
 
-    name: str = "adl"
-    accumulation_steps: int | None = None
-    weights: Weights | None = None
-    delay: DelayRule | Sequence[int] | None = None
-    max_staleness: float | None = None
-    split_backward: bool = False
-    max_deferred: int = 2
-    stages_per_process: int = 2
-    gradient_shrink: float = 1.0
-    order: Order = "forward_first"
-    reduction: Reduction = "mean"
-    lr_index: LrIndex = "update"
-    lr_factors: Sequence[float] | None = None
-    recompute: Recompute = "never"
-    activation_queue: int | Sequence[int] = 1
-    gradient_queue: int | Sequence[int] = 1
-    head: Head = "mlp_sr"
-    head_layers: int = 0
-    head_width: int | None = None
-    head_sees_target: bool = False
-    head_delay: int = 2
-    head_lr_factor: float = 1.0
-    mitigation: Sequence[str] | None = None
-    flush_epochs: int = 0
-    discount_power: float = 0.5
-    discount_updates: int | None = None
-    predict_horizon: Horizon = "linear"
-    predict_from: PredictFrom = "displacement"
-    nesterov_gamma: float = 0.99
-    error_feedback_coefficient: float = 1.0
-    error_feedback_lag: int | None = None
-    delay_compensation_lambda: float = 0.04
+    name: str = setting("adl", "the method, chosen by method=NAME")
+    accumulation_steps: int | None = setting(None, "M, micro-batches per update", least=1)
+    weights: Weights | None = setting(
+        None, "weights of a delayed backward: stash (those of its forward) | latest | recompute | 2bw"
+    )
+    delay: str | Sequence[int] | None = setting(
+        None,
+        "micro-batches between forward and backward: decoupled (2(K-1-k)) | minimal (K-1-k) | third (2(K-k)/3) | auto "
+        "(the least at full speed) | none | one number for each stage",
+        expected="a rule or a list of whole numbers, like [2,1,0]",
+    )
+    max_staleness: float | None = setting(
+        None, "bound of delay=auto, in updates; null: that of delay=decoupled, or 2 if that is more", above=0
+    )
+    split_backward: bool = setting(False, "compute gradients of weights later, while a stage would wait; same values")
+    max_deferred: int = setting(
+        2, "micro-batches whose gradients of weights split_backward may defer at a time", least=1
+    )
+    stages_per_process: int = setting(2, "v of interleaved: stage s is in process s mod K/v", least=1)
+    gradient_shrink: float = setting(1.0, "FDG's beta, a factor on the gradient that comes from downstream", above=0)
+    order: Order = setting("forward_first", "forward_first | backward_first (the authors' code): delays one shorter")
+    reduction: Reduction = setting("mean", "of the gradients of a group: mean | sum (the authors' code)")
+    lr_clock: LrClock = setting(
+        "update", "a stage's learning rate: update, by its own updates | global, by a common clock (the authors' code)"
+    )
+    lr_factors: Sequence[float] | None = setting(
+        None, "factors on the stages' learning rates, like [2,1] in the authors' code of FR", above=0
+    )
+    recompute: Recompute = setting("never", "GPipe: keep only the input of micro-batches: never | except_last | always")
+    activation_queue: int | Sequence[int] = setting(
+        1,
+        "DSP's p, of the queue between two stages: one number for all, or K-1",
+        least=1,
+        expected="a whole number or a list of some, like [1,2]",
+    )
+    gradient_queue: int | Sequence[int] = setting(
+        1,
+        "DSP's q; the delay of stage k is the sum of p + q from there on",
+        least=1,
+        expected="a whole number or a list of some, like [1,2]",
+    )
+    head: Head = setting("mlp_sr", "head of DGL's local losses: mlp_sr | mlp | cnn | linear | predsim")
+    head_layers: int = setting(0, "DNI: hidden layers of a head; 0: it is linear, 2 in the paper", least=0)
+    head_width: int | None = setting(
+        None, "DNI: features or channels of a head; null: as many as the stage sends", least=1
+    )
+    head_sees_target: bool = setting(False, "DNI: the head also gets the class of each sample (cDNI)")
+    head_delay: int = setting(2, "DNI: micro-batches between a forward and the update of its head", least=0)
+    head_lr_factor: float = setting(
+        1.0, "DNI: factor on the learning rate of a head, besides that of its stage", above=0
+    )
+    mitigation: Sequence[str] | None = setting(
+        None,
+        "mitigations of staleness, like [predict,spike]; docs/methods.md lists them and their options",
+        expected="a list of names, like [predict,spike]",
+    )
+    flush_epochs: int = setting(0, "epochs at the start in which each update empties the pipeline", least=0)
+    discount_power: float = setting(0.5, "p of discount: the rate is divided by max(staleness, 1) ** p", least=0)
+    discount_updates: int | None = setting(None, "updates in which p falls to 0; null: it stays", least=1)
+    predict_horizon: Horizon = setting("linear", "predicted steps: linear, all like the last | geometric, by momentum")
+    predict_from: PredictFrom = setting(
+        "displacement", "predict from displacement, the last move of the weights | momentum of SGD, Adam, AdamW"
+    )
+    nesterov_gamma: float = setting(0.99, "gamma of nesterov", above=0, below=1)
+    error_feedback_coefficient: float = setting(1.0, "c of error_feedback", above=0)
+    error_feedback_lag: int | None = setting(
+        None, "updates back to the one that error_feedback compares with; null: the staleness", least=1
+    )
+    delay_compensation_lambda: float = setting(0.04, "lambda of delay_compensation", above=0)
 
     spec: MethodSpec = field(init=False, repr=False, compare=False)
 
@@ -182,18 +105,18 @@ class Method:
             raise ConfigError(f"method.name: there is no '{self.name}'; choose one of {', '.join(METHODS)}")
         spec = METHODS[self.name]
         self._set("spec", spec)
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if option.init and option.name not in ("name", *self.options) and value not in (None, option.default):
-                raise ConfigError(self._means_nothing(option.name, value))
+        for name, option in settings_of(Method).items():
+            value = getattr(self, name)
+            if name not in ("name", *self.options) and value not in (None, option.default):
+                raise ConfigError(self._means_nothing(name, value))
             if isinstance(value, list):
-                self._set(option.name, tuple(value))  # so that a method can be hashed
+                self._set(name, tuple(value))  # so that a method can be hashed
         if self.delay not in (None, "queues") and (self.activation_queue, self.gradient_queue) != (1, 1):
             raise ConfigError("method.delay and the queues of dsp say the same in two ways; give one of them")
         for name in ("accumulation_steps", "weights", "delay"):
             if getattr(self, name) is None:
                 self._set(name, getattr(spec, name))
-        self._check_values()
+        check_settings(self, "method")
         self._check_together()
 
     @property
@@ -241,8 +164,8 @@ class Method:
         """Why stages cannot share tied weights; None: they can."""
         if self.spec.has_heads:
             return f"with method={self.name} each stage learns by itself, and no gradient of one is of use to another"
-        if self.lr_index == "slot" or self.lr_factors is not None:
-            name = "lr_factors" if self.lr_factors is not None else "lr_index"
+        if self.lr_clock == "global" or self.lr_factors is not None:
+            name = "lr_factors" if self.lr_factors is not None else "lr_clock"
             return f"method.{name} gives each stage learning rates of its own"
         places = {"forward_weights", "gradient"}
         if rows := [row for row in self.mitigation or () if not places.isdisjoint(MITIGATIONS[row].hooks)]:
@@ -275,23 +198,6 @@ class Method:
         takes = ", ".join(self.options)
         return f"method.{name}={value} means nothing to method={self.name}, which takes {takes}"
 
-    def _check_values(self) -> None:
-        """Refuse an option whose value no method takes."""
-        for name, (what, fits) in TYPES.items():
-            if not fits(value := getattr(self, name)):
-                raise ConfigError(f"method.{name} must be {what}, got {value!r}")
-        for name, literal in CHOICES.items():
-            if (value := getattr(self, name)) not in (choices := get_args(literal)):
-                raise ConfigError(f"method.{name}: there is no '{value}'; choose one of {', '.join(choices)}")
-        for name, smallest in SMALLEST.items():
-            for number in self._numbers(name):
-                if number < smallest:
-                    raise ConfigError(f"method.{name} must be at least {smallest}, got {number}")
-        for name in ABOVE_0:
-            if not all(number > 0 for number in self._numbers(name)):
-                symbol = " (beta)" if name == "gradient_shrink" else ""
-                raise ConfigError(f"method.{name}{symbol} must be above 0, got {self.settings[name]}")
-
     def _check_together(self) -> None:
         """Refuse options that contradict the method's row or each other."""
         rules = list(dict.fromkeys((*ANYONES_DELAYS, self.spec.delay)))
@@ -302,13 +208,13 @@ class Method:
                 f"method.max_staleness bounds the delays that method.delay=auto finds, and method.delay={self.delay} "
                 "leaves none to find; set method.delay=auto, or omit it"
             )
-        if self.lr_index == "slot" and self.delay != self.spec.delay:
+        if self.lr_clock == "global" and self.delay != self.spec.delay:
             raise ConfigError(
-                f"method.lr_index=slot needs the clock of method.delay={self.spec.delay}; with method.delay="
+                f"method.lr_clock=global needs the clock of method.delay={self.spec.delay}; with method.delay="
                 f"{self.delay} stages share none: omit one of them"
             )
-        if self.lr_index == "slot" and self.flush_epochs:
-            raise ConfigError("method.flush_epochs stops the clock of method.lr_index=slot; omit one of them")
+        if self.lr_clock == "global" and self.flush_epochs:
+            raise ConfigError("method.flush_epochs stops the clock of method.lr_clock=global; omit one of them")
         if not self.split_backward and self.max_deferred != type(self).max_deferred:
             raise ConfigError(
                 "method.max_deferred needs a backward in two parts; set method.split_backward=true, or omit it"
@@ -316,21 +222,19 @@ class Method:
         assert self.weights is not None
         if reason := why_not(self.mitigation or (), self.weights):
             raise ConfigError(f"method.mitigation: {reason}")
-        if not self.nesterov_gamma < 1:
-            raise ConfigError(f"method.nesterov_gamma must be below 1, got {self.nesterov_gamma}")
-
-    def _numbers(self, name: str) -> Sequence[float]:
-        value = getattr(self, name)
-        return value if isinstance(value, tuple) else () if value is None else (value,)
 
 
 def method(name: str, **options: Any) -> Method:
     """Choose a method by name, for example ``method("adl", accumulation_steps=4)``.
 
     Raises:
-        ConfigError: no such method, no such option, or a value out of range.
+        ConfigError: If there is no such method or option, or a value is out of range.
     """
-    known = [f.name for f in fields(Method) if f.init and f.name != "name"]
+    for old in [option for option in options if f"method.{option}" in RENAMED]:  # until 0.5.0
+        new, values = RENAMED[f"method.{old}"]
+        value = options.pop(old)
+        options[new.removeprefix("method.")] = values.get(value, value)
+    known = [option for option in settings_of(Method) if option != "name"]
     if unknown := sorted(options.keys() - known):
         if removed := [option for option in unknown if option in REMOVED_OPTIONS]:
             raise ConfigError(f"method.{removed[0]} {WAS_REMOVED}")

@@ -201,14 +201,14 @@ class Pipeline:
     def lr_lead(self, stage: int) -> int:
         """Return the updates by which the learning rate of ``stage`` runs ahead.
 
-        It is 0 except for ``lr_index=slot``.
+        It is 0 except for ``lr_clock=global``.
 
         All stages share a clock of slots with a forward and a backward each, and its rate is that of update
         floor(slot / M). Micro-batch b reaches stage k in slot b + k (with DSP's queues b + p_0 + .. + p_k-1, with a
         locked forward b) and comes back d slots later; the last one of a group brings the update. If the backward
         comes first, the last stage, which has its own in the same slot, updates in the next slot.
         """
-        if self.method.lr_index == "update":
+        if self.method.lr_clock == "update":
             return 0
         M = self.micro_batches_per_update
         arrives = 0 if self.spec.forward_lock else sum(self._hops("activation_queue")[:stage])

@@ -1,7 +1,6 @@
 """One stage's mathematics: forward, delayed backward, weight versions, update. Knows no rank."""
 
 from adl_dist.stage.spec import (
-    GradientPolicy,
     LossFn,
     OptimizerFactory,
     Precision,
@@ -11,6 +10,7 @@ from adl_dist.stage.spec import (
 )
 from adl_dist.stage.stage import Learner, Stage
 from adl_dist.stage.stats import StepStats
+from adl_dist.stage_options import GradientPolicy
 
 __all__ = [
     "GradientPolicy", "Learner", "LossFn", "OptimizerFactory", "Precision", "Stage", "StepStats", "TrainSpec",

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from adl_dist.batch import Tensors
 from adl_dist.errors import DivergedError
 from adl_dist.stage.calls import takes_gradient
-from adl_dist.stage.spec import GradientPolicy
 from adl_dist.stage.stats import StepStats, norm_of
+from adl_dist.stage_options import GradientPolicy
 
 
 class NonFiniteCheck:

@@ -1,6 +1,5 @@
 """The specification of a training: values made once, checked, and handed on whole."""
 
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,41 +12,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from adl_dist.codecs import Codecs, check_codec
 from adl_dist.errors import ConfigError
 from adl_dist.schedule import Method, Pipeline
+from adl_dist.settings import check_settings, documented
+from adl_dist.stage_options import GradientPolicy, PrecisionSettings
 
 LossFn = Callable[[Any, Any], Tensor]  # (output, target), which may be a tuple or a dictionary
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
-class Precision:
+class Precision(PrecisionSettings):
     """The number formats and kernels of a run.
 
-    Attributes:
-        dtype: dtype of parameters and floating-point inputs: ``torch.float32`` or ``torch.float64``.
-        autocast: dtype of the operations that torch.autocast lowers, in forward and loss; only ``torch.bfloat16``;
-            if None, all compute in ``dtype``.
-        codec: how activations travel between stages in training: ``none``, ``bf16``, ``int8`` or ``int4``.
-        gradient_codec: how their gradients travel back; if None, by the same codec.
-        compile: whether torch.compile compiles each stage.
-        tf32: whether a GPU may round float32 to 10 bits of mantissa in matrix products and convolutions.
-        cudnn_benchmark: whether cuDNN times its kernels for each new shape and takes the fastest; no seed repeats it.
-        deterministic: whether torch uses only kernels that give the same bits each time, and refuses what has none.
-        channels_last: whether images [B, C, H, W] are computed and sent in memory as [B, H, W, C]; if None, where
-            the model allows it.
+    ``dtype`` is that of parameters and floating-point inputs: ``torch.float32`` or ``torch.float64``.
     """
 
     dtype: torch.dtype = torch.float32
-    autocast: torch.dtype | None = None
-    codec: str = "none"
-    gradient_codec: str | None = None
-    compile: bool = False
-    tf32: bool = False
-    cudnn_benchmark: bool = False
-    deterministic: bool = False
-    channels_last: bool | None = False
 
     def check(self, method: Method) -> None:
         """Raise ConfigError for formats that cannot be computed, or would not have an effect."""
@@ -63,8 +45,7 @@ class Precision:
         # float16 needs a loss scale, which would have to travel with every gradient until its update.
         if self.autocast not in (None, torch.bfloat16):
             raise ConfigError(f"runtime.autocast={_named(self.autocast)} is not supported; use bfloat16, or null")
-        check_codec("runtime.codec", self.codec)
-        check_codec("runtime.gradient_codec", self.codecs.gradients)
+        check_settings(self, "runtime")
         if self.autocast is not None and self.dtype is not torch.float32:
             raise ConfigError(
                 f"runtime.autocast={_named(self.autocast)} lowers float32 only, but dtype={_named(self.dtype)}; use "
@@ -130,11 +111,6 @@ class Precision:
             torch.set_num_threads(num_threads)
 
     @property
-    def codecs(self) -> Codecs:
-        """The codec of each direction."""
-        return Codecs(self.codec, self.codec if self.gradient_codec is None else self.gradient_codec)
-
-    @property
     def settings(self) -> dict[str, Any]:
         """The plain values that two ranks, or a run and its continuation, must have in common."""
         return {
@@ -161,43 +137,6 @@ def _deterministic() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         memory.fill_uninitialized_memory = fills
-
-
-@dataclass(frozen=True, kw_only=True)
-class GradientPolicy:
-    """Treatment of the gradients of a group before they reach the weights.
-
-    Attributes:
-        non_finite: what a loss or gradient that is not finite does: ``stop`` the run, or ``skip`` the update.
-        max_skipped: updates skipped in a row; one more stops the run.
-        clip_norm: the norm that longer gradients of a stage are scaled down to; if None, they are not clipped.
-    """
-
-    non_finite: str = "stop"
-    max_skipped: int = 10
-    clip_norm: float | None = None
-
-    def check(self, pipeline: Pipeline) -> None:
-        """Raise ConfigError if a value is out of range or ``pipeline`` cannot skip."""
-        if self.non_finite not in ("stop", "skip"):
-            raise ConfigError(f"train.non_finite: there is no '{self.non_finite}'; choose one of stop, skip")
-        if self.max_skipped < 1:
-            raise ConfigError(
-                f"train.max_skipped must be at least 1, got {self.max_skipped}; to skip none, use train.non_finite=stop"
-            )
-        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
-            raise ConfigError(f"train.clip_norm must be finite and above 0, got {self.clip_norm}; null clips nothing")
-        if self.skips and pipeline.spec.has_heads and pipeline.num_stages > 1:
-            raise ConfigError(
-                f"train.non_finite=skip cannot skip an update in all stages of method={pipeline.method.name}, whose "
-                "stages wait for no gradient that could carry the decision; use train.non_finite=stop, or another "
-                "method"
-            )
-
-    @property
-    def skips(self) -> bool:
-        """``True`` if an update may be skipped."""
-        return self.non_finite == "skip"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,7 +64,7 @@ class LazyWeights:
         if self._reset_layer is not None and files is None:
             raise ConfigError(
                 f"a {type(model).__name__} draws all its weights together, so on torch.device('meta') it takes them "
-                "from files only: give init_from=, or build it with its weights (runtime.lazy=false)"
+                "from files only: give init_from=, or build it with its weights (runtime.meta_init=false)"
             )
         for name, layer in _layers(model):
             if (needs := self._of_reset(name, layer)) and self._reset(layer) is None:
@@ -202,8 +202,8 @@ def prepare_weights(
             if not of_model:
                 raise
             raise ConfigError(
-                "runtime.lazy=true reads all tensors of this model from the folder of its weights, and draws none that "
-                f"is not there ({error}); use runtime.lazy=false, or a folder that has all of them"
+                "runtime.meta_init=true reads all tensors of this model from the folder of its weights, and draws none "
+                f"that is not there ({error}); use runtime.meta_init=false, or a folder that has all of them"
             ) from error
     if init_from is not None:
         load_initial(model, init_from)

@@ -115,7 +115,9 @@ class PartitionedModel:
         self._num_stages, self._own, self.spec = num_stages, list(own), spec
         speeds = spec.speeds
         if speeds is not None and (len(speeds) != num_stages or min(speeds) <= 0):
-            raise ConfigError(f"partition.speeds={list(speeds)} must be {num_stages} numbers above 0, one per stage")
+            raise ConfigError(
+                f"partition.device_speeds={list(speeds)} must be {num_stages} numbers above 0, one per stage"
+            )
         if spec.links is not None and spec.links != "auto":
             parse_links(spec.links, LINKS).for_stages(num_stages, LINKS)
         self.weights = weights
@@ -123,7 +125,7 @@ class PartitionedModel:
             raise ConfigError(
                 "partition.balance=auto measures units with their weights, but the model is on torch.device('meta'); "
                 "use flops, or the list that adl-dist plan prints, or build the model with its weights "
-                "(runtime.lazy=false)"
+                "(runtime.meta_init=false)"
             )
         self.signature = signature(model)
         of_stream = {"stream of the weights": weights.stream} if weights is not None else None

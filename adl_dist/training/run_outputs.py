@@ -59,13 +59,13 @@ class Outputs:
             raise ConfigError("loggers know a run by its run_dir, but there is none; pass one, or no loggers")
         if monitoring.memory and num_stages > 1 and not is_distributed:
             raise ConfigError(
-                f"memory=True (runtime.memory) measures a process, but all {num_stages} stages share one; "
+                f"memory=True (runtime.profile_memory) measures a process, but all {num_stages} stages share one; "
                 "start one for each stage (runtime.processes=true, torchrun), or omit it"
             )
         if monitoring.memory and pipeline.num_processes < num_stages:
             raise ConfigError(
-                f"memory=True (runtime.memory) measures a process, but {pipeline.stages_per_process} stages share one; "
-                "use method.stages_per_process=1, or omit it"
+                f"memory=True (runtime.profile_memory) measures a process, but {pipeline.stages_per_process} stages "
+                "share one; use method.stages_per_process=1, or omit it"
             )
         for goal in (self.checkpoints.goal, *self.callbacks.goals):
             goal.check([metric.name for metric in metrics_of(spec.metrics, None)])

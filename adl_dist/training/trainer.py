@@ -460,7 +460,7 @@ class Trainer:
             schedule_follows=(
                 self._spec.lr_schedule is not None
                 # By a clock that runs ahead of updates, the last rate holds from before the end on.
-                and (takes_length(self._spec.lr_schedule) or self._spec.pipeline.method.lr_index == "slot")
+                and (takes_length(self._spec.lr_schedule) or self._spec.pipeline.method.lr_clock == "global")
             ),
             cut={
                 "num_stages": self._spec.pipeline.num_stages,

@@ -39,20 +39,20 @@ def kept_by(folder, **policy):
     ("metric", "best", "pick"),
     [
         ("validation_loss", None, min),
-        ("validation_loss", "highest", max),
+        ("validation_loss", "max", max),
         ("validation_accuracy", None, max),
-        ("validation_tenth", "lowest", min),
+        ("validation_tenth", "min", min),
     ],
 )
-def test_the_best_is_that_of_the_chosen_metric(metric, best, pick, tmp_path):
-    left, found = kept_by(tmp_path, best_metric=metric, best_is=best)
+def test_the_best_mode_that_of_the_chosen_metric(metric, best, pick, tmp_path):
+    left, found = kept_by(tmp_path, best_metric=metric, best_mode=best)
     value = pick(one[metric] for one in found.values())
     expected = max(update for update, one in found.items() if one[metric] == value)  # the newest of equals
     assert left == sorted({expected, max(found)})
     assert layout.best_of(layout.complete(tmp_path / "checkpoints")).name == f"update-{expected:08d}"
 
 
-def test_what_the_best_is_of_is_what_the_run_is_after_now(tmp_path):
+def test_what_the_best_mode_of_is_what_the_run_is_after_now(tmp_path):
     """A run may continue with another metric."""
     for update, metric in ((1, "validation_accuracy"), (2, "validation_loss")):
         path, values = layout.begin(tmp_path, update), {"validation_loss": update, "validation_accuracy": update}
@@ -65,13 +65,13 @@ def test_what_the_best_is_of_is_what_the_run_is_after_now(tmp_path):
     [
         (
             {"best_metric": "validation_tenth"},
-            r"not known which way validation_tenth is better; .*say highest or lowest",
+            r"not known which way validation_tenth is better; .*say max or min",
         ),
         (
-            {"best_metric": "validation_tent", "best_is": "lowest"},
+            {"best_metric": "validation_tent", "best_mode": "min"},
             r"no metric 'validation_tent'; did you mean validation_te",
         ),
-        ({"best_is": "lowest"}, r"says which way a metric is better, but there is none"),
+        ({"best_mode": "min"}, r"says which way a metric is better, but there is none"),
     ],
 )
 def test_a_best_of_nothing_known_is_refused(policy, said, tmp_path):

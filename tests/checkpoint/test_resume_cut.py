@@ -124,19 +124,19 @@ def test_another_cut_starts_from_what_the_one_before_ended_with(optimizer, dtype
         ended = run.state()
 
 
-@pytest.mark.parametrize("lr_index", ["update", "slot"])
-def test_after_a_change_of_cut_each_update_has_its_learning_rate(lr_index, tmp_path):
+@pytest.mark.parametrize("lr_clock", ["update", "global"])
+def test_after_a_change_of_cut_each_update_has_its_learning_rate(lr_clock, tmp_path):
     """That of the schedule at its own index, or, on the clock of slots, as far ahead as a stage of the new cut is."""
     options = {"optimizer": "two groups", "lr_schedule": SCHEDULE}
     (schedule,) = Run(1, **options).fit(tmp_path / "uncut", epochs=3).rates
     assert len({rates[0] for rates in schedule}) > PER_EPOCH, "they move"
     for done, K in enumerate((4, 2, 3)):
-        run = Run(K, stop_after=None if done == 2 else PER_EPOCH + 1, lr_index=lr_index, **options)
+        run = Run(K, stop_after=None if done == 2 else PER_EPOCH + 1, lr_clock=lr_clock, **options)
         with pytest.raises(Stopped) if done < 2 else nullcontext():  # in the next epoch, which is lost with it
             run.fit(tmp_path / "run", epochs=3)
-        pipeline = Pipeline(adl_dist.method("adl", accumulation_steps=M, lr_index=lr_index), K)
+        pipeline = Pipeline(adl_dist.method("adl", accumulation_steps=M, lr_clock=lr_clock), K)
         leads = [pipeline.lr_lead(k) for k in range(K)]
-        assert leads[0] == (0 if lr_index == "update" else K - 1)
+        assert leads[0] == (0 if lr_clock == "update" else K - 1)
         for rates, lead in zip(run.rates, leads, strict=True):
             assert len(rates) >= PER_EPOCH
             first = done * PER_EPOCH + lead

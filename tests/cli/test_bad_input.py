@@ -115,7 +115,7 @@ NONSENSE = [
     # the cut
     ("partition.balance=[1,a]", ["partition.balance=[1, 'a']", "is not one of 'flops', 'even', 'auto'"]),
     ("partition.granularity=atom", ["partition.granularity", "atom", "layer, block"]),
-    ("partition.speeds=[1,2]", ["partition.speeds weighs a measured cut", "partition.balance=auto"]),
+    ("partition.device_speeds=[1,2]", ["partition.device_speeds weighs a measured cut", "partition.balance=auto"]),
     # where from and where to
     ("resume=alwyas", ["resume=alwyas", "neither 'auto' nor 'never'", "checkpoints/update-"]),
     (f"resume={ROOT}", [f"{ROOT} is not a checkpoint", "it has no manifest.json", "runs/NAME/checkpoints/update-"]),

@@ -113,7 +113,7 @@ def test_an_exchange_counts_for_all_updates_between_two():
             "stages_per_process of at least 2",
         ),
         ("torch-1f1b-plain", ["runtime.channels_last=false"], "it would be torch-1f1b again"),
-        ("adl-minimal", ["method.lr_index=slot"], "needs the clock of method.delay=decoupled"),
+        ("adl-minimal", ["method.lr_clock=global"], "needs the clock of method.delay=decoupled"),
     ],
 )
 def test_who_cannot_run_is_left_out_with_the_reason(name, words, reason, monkeypatch):

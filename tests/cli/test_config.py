@@ -1,7 +1,6 @@
 """The configuration: every file composes, every key is read, and the wheel carries it all."""
 
-import dataclasses
-import inspect
+import re
 import sys
 import zipfile
 
@@ -10,13 +9,16 @@ import torch
 import yaml
 from torch import nn
 
+from adl_dist.checkpoint.run_dir import RunFolder
 from adl_dist.cli.config import instantiate
-from adl_dist.cli.config.compose import compose_run, config_folder, parse
-from adl_dist.cli.config.schema import Granularity, MethodConfig, PartitionConfig, RunConfig
+from adl_dist.cli.config.compose import compose_run, config_folder, known_run, parse
+from adl_dist.cli.config.schema import GROUPS, RunConfig, keys_of
 from adl_dist.errors import ConfigError
 from adl_dist.optimizers import Muon
 from adl_dist.schedule import METHODS, Method, method
-from tests.support.commands import as_command
+from adl_dist.settings import RENAMED, settings_of
+from adl_dist.training.options import PartitionSpec
+from tests.support.commands import as_command, in_process, shows
 
 CONF = config_folder()
 # Experiments are composed in test_experiments.py.
@@ -54,29 +56,19 @@ def test_every_choice_of_every_group_composes(overrides):
     assert plain["run_dir"].startswith("runs/")
 
 
-def test_every_key_of_the_schema_is_read_by_the_commands():
-    """A key that changes nothing is a bug; the open nodes are checked against the signature of what they name."""
-    sources = "\n".join(p.read_text() for p in (CONF.parent / "adl_dist" / "cli").rglob("*.py") if p.stem != "schema")
-    for section in dataclasses.fields(RunConfig):
-        if section.type is MethodConfig:  # handed on as a whole; see the next tests
-            continue
-        keys = dataclasses.fields(section.type) if dataclasses.is_dataclass(section.type) else []
-        together = [  # handed on by a property or a method of the section
-            inspect.getsource(getattr(of, "fget", of))
-            for name, of in (vars(section.type) if keys else {}).items()
-            if (isinstance(of, property) or inspect.isfunction(of)) and f"config.{section.name}.{name}" in sources
-        ]
-        for key in keys:
-            is_read = f"config.{section.name}.{key.name}" in sources
-            assert is_read or any(f"self.{key.name}" in source for source in together), f"{key.name} is read by nothing"
-        assert keys or f"config.{section.name}" in sources, f"{section.name} is read by nothing"
-
-
-def test_the_keys_of_a_method_are_those_of_the_method_itself():
-    def defaults(cls):
-        return {f.name: f.default for f in dataclasses.fields(cls) if f.init}
-
-    assert defaults(MethodConfig) == defaults(Method)
+def test_the_help_of_train_explains_every_key():
+    """Each key of the dataclasses with one line of help; ``made_from`` hands each to the object that reads it."""
+    told = in_process("train", "--help").out
+    for group in GROUPS:
+        for key in keys_of(group):
+            if group != "method" or key in compose_run([])[1]["method"]:
+                assert re.search(rf"^  {key}: .*  # \w", told, re.MULTILINE), f"{group}.{key}"
+    for key in keys_of(""):
+        assert re.search(rf"^{key}: .*  # \w", told, re.MULTILINE), key
+    shows(in_process("train", "--help", "method=fr").out, ["after method=fr", "  weights: recompute  # "])
+    shows(in_process("train", "--help", "data=tokens").out, ["  train: ???  # file", "Groups (GROUP=CHOICE)"])
+    for option in settings_of(Method).values():
+        assert f"{option.name}: {option.metadata['help']}" in Method.__doc__
 
 
 def test_a_run_records_the_options_of_its_mitigation():
@@ -85,17 +77,11 @@ def test_a_run_records_the_options_of_its_mitigation():
     chosen = {"predict_horizon": "linear", "predict_from": "displacement"}
     chosen |= {"error_feedback_coefficient": 1.0, "error_feedback_lag": 2, "mitigation": ["predict", "error_feedback"]}
     assert plain["method"] == {**compose_run([])[1]["method"], **chosen}
-    assert Method(**plain["method"]) == config.method.chosen()
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_the_file_of_a_method_lists_its_keys_and_defaults(name):
-    written = yaml.safe_load((CONF / "method" / f"{name}.yaml").read_text())
-    assert written == method(name).settings
+    assert Method(**plain["method"]) == config.method
 
 
 OTHERS = {
-    "lr_index": "slot", "weights": "latest", "delay": "minimal", "gradient_shrink": 0.5, "order": "backward_first",
+    "lr_clock": "global", "weights": "latest", "delay": "minimal", "gradient_shrink": 0.5, "order": "backward_first",
     "recompute": "always", "activation_queue": 2, "gradient_queue": 2, "head": "cnn",
     "mitigation": ["spike"], "flush_epochs": 2,
 }  # fmt: skip
@@ -107,7 +93,7 @@ def test_a_key_that_means_nothing_to_a_method_is_refused(name):
     assert dead
     for key, value in dead.items():
         with pytest.raises(ConfigError, match=rf"method.{key}=.* means nothing to method={name}"):
-            RunConfig(method=MethodConfig(name=name, **{key: value}))
+            Method(name=name, **{key: value})
 
 
 @pytest.mark.parametrize(
@@ -118,7 +104,7 @@ def test_a_key_that_means_nothing_to_a_method_is_refused(name):
         (["method.delay=[1,a]"], r"method.delay must be a rule or a list of whole numbers, .* got \(1, 'a'\)"),
         (["method.delay=2"], "method.delay must be a rule or a list of whole numbers, .* got 2"),
         (["method.delay=[0,-3]", "method.order=backward_first"], r"method.delay=\[0, -3\] is impossible"),
-        (["method.delay=minimal", "method.lr_index=slot"], "needs the clock of method.delay=decoupled"),
+        (["method.delay=minimal", "method.lr_clock=global"], "needs the clock of method.delay=decoupled"),
         (["method=dsp", "method.gradient_queue=1.5"], "method.gradient_queue must be a whole number or a list"),
         (["method.gradient_shrink=inf"], "method.gradient_shrink must be a finite number, got inf"),
         (["method.lr_factors=[1,nan]"], "method.lr_factors must be a list of finite numbers"),
@@ -136,8 +122,8 @@ def test_a_key_that_means_nothing_to_a_method_is_refused(name):
         (["method=gpipe", "method.recompute=sometimes"], "choose one of never, except_last, always"),
         (["method.flush_epochs=-1"], "method.flush_epochs must be at least 0, got -1"),
         (
-            ["method.flush_epochs=1", "method.lr_index=slot"],
-            "method.flush_epochs stops the clock of method.lr_index=slot",
+            ["method.flush_epochs=1", "method.lr_clock=global"],
+            "method.flush_epochs stops the clock of method.lr_clock=global",
         ),
         (
             ["method.mitigation=predict"],
@@ -160,8 +146,14 @@ def test_a_key_that_means_nothing_to_a_method_is_refused(name):
         (["method=gpipe", "method.nesterov_gamma=0.5"], "method.nesterov_gamma=0.5 means nothing to method=gpipe"),
         (["method.discount_power=1"], r"means nothing without method.mitigation=\[discount\]"),
         (["method.mitigation=[predict]", "method.nesterov_gamma=0.5"], r"without method.mitigation=\[nesterov\]"),
-        (["method.mitigation=[nesterov]", "method.nesterov_gamma=1"], "method.nesterov_gamma must be below 1, got 1"),
-        (["method.mitigation=[nesterov]", "method.nesterov_gamma=0"], "method.nesterov_gamma must be above 0, got 0"),
+        (
+            ["method.mitigation=[nesterov]", "method.nesterov_gamma=1"],
+            "method.nesterov_gamma must be above 0 and below 1, got 1",
+        ),
+        (
+            ["method.mitigation=[nesterov]", "method.nesterov_gamma=0"],
+            "nesterov_gamma must be above 0 and below 1, got 0",
+        ),
         (
             ["method.mitigation=[discount]", "method.discount_power=-1"],
             "method.discount_power must be at least 0, got -1",
@@ -183,8 +175,8 @@ def test_a_value_that_a_method_cannot_run_with_is_refused(words, message):
 
     def configure():
         values = {override.key_or_group.removeprefix("method."): override.value() for override in map(parse, words)}
-        partition = PartitionConfig(num_stages=values.pop("partition.num_stages", 2))
-        RunConfig(method=MethodConfig(name=values.pop("method", "adl"), **values), partition=partition)
+        partition = {"num_stages": values.pop("partition.num_stages", 2)}
+        RunConfig.of({"method": {"name": values.pop("method", "adl"), **values}, "partition": partition})
 
     with pytest.raises(ConfigError, match=message):
         configure()
@@ -260,12 +252,6 @@ def test_an_optimizer_takes_hydras_partial_as_what_it_is_anyway():
     assert isinstance(instantiate.build_optimizer(config)([nn.Parameter(torch.zeros(1))]), torch.optim.SGD)
 
 
-@pytest.mark.parametrize("words", [["train.epochs=1", "train.epochs=many"], ["train.epochs=many", "train.epochs=1"]])
-def test_of_a_key_given_twice_the_wrong_value_is_named(words):
-    with pytest.raises(ConfigError, match=r"^train\.epochs=many: "):
-        compose_run(words)
-
-
 def test_a_schedule_that_refuses_its_keys_is_named():
     target = "torch.optim.lr_scheduler.OneCycleLR"
     config, _ = compose_run([f"lr_schedule._target_={target}", "lr_schedule.max_lr=1", "lr_schedule.pct_start=7"])
@@ -275,10 +261,38 @@ def test_a_schedule_that_refuses_its_keys_is_named():
         instantiate.check_targets(config)
 
 
-def test_partition_grain_is_another_name_of_granularity():
-    config, plain = compose_run(["partition.grain=layer"])
-    assert config.partition.granularity is Granularity.layer
-    assert (plain["partition"]["granularity"], "grain" in plain["partition"]) == ("layer", False)
+def test_an_old_name_is_read_as_the_new_one_with_a_line(tmp_path, capsys):
+    old = ["partition.grain=block", "method.lr_index=slot", "runtime.best_metric=validation_f1"]
+    old += ["runtime.best_is=highest", "runtime.lazy=true", "runtime.memory=true", "runtime.stall_seconds=7"]
+    old += ["runtime.abort_seconds=null", "partition.balance=auto", "partition.speeds=[1,2]"]
+    config, plain = compose_run(old)
+    told = capsys.readouterr().err
+    assert told.count("\n") == len(RENAMED)
+    shows(told, ["runtime.best_is is called runtime.best_mode since 0.4.0; read as runtime.best_mode=max\n"])
+    assert (config.partition.granularity, config.method.lr_clock, config.runtime.best_mode) == (
+        "block",
+        "global",
+        "max",
+    )
+    assert (config.runtime.meta_init, config.runtime.profile_memory) == (True, True)
+    assert (config.timeouts.stall_seconds, config.timeouts.abort_seconds) == (7, None)
+    assert config.build(PartitionSpec).speeds == [1, 2]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(as_before(plain)))
+    assert known_run(tmp_path) == config
+    assert capsys.readouterr().err == "", "an older run folder"
+    RunFolder(tmp_path).recognise(plain)
+    assert method("adl", lr_index="slot") == method("adl", lr_clock="global")
+
+
+def as_before(plain):
+    """The same with the names of keys and values of version 0.3.8, as an older run folder has them."""
+    old = yaml.safe_load(yaml.safe_dump(plain))
+    for former, (key, values) in RENAMED.items():
+        (group, name), (_, present) = former.split("."), key.split(".")
+        value = old[group].pop(present)
+        back = {new: was for was, new in values.items()}
+        old[group][name] = back.get(value, value) if isinstance(value, str) else value
+    return old
 
 
 @pytest.mark.parametrize(
@@ -317,12 +331,12 @@ def test_the_wheel_carries_and_composes_the_configuration(tmp_path):
 @pytest.mark.parametrize(
     ("words", "seconds"),
     [
-        (["runtime.abort_seconds=90"], 90),
-        (["runtime.abort_seconds=90.5"], 90.5),
-        (["runtime.abort_seconds=null"], None),
-        (["runtime.stall_seconds=900"], 1800),
+        (["runtime.watchdog_abort_seconds=90"], 90),
+        (["runtime.watchdog_abort_seconds=90.5"], 90.5),
+        (["runtime.watchdog_abort_seconds=null"], None),
+        (["runtime.watchdog_warn_seconds=900"], 1800),
         ([], 600),
     ],
 )
 def test_a_command_ends_a_standstill_after_so_many_seconds(words, seconds):
-    assert compose_run(words)[0].runtime.timeouts.abort_seconds == seconds
+    assert compose_run(words)[0].timeouts.abort_seconds == seconds

@@ -422,7 +422,7 @@ def test_a_measurement_is_used_again_for_the_same_thing_only(tmp_path):
 
 
 def test_the_line_trains_the_very_method_that_was_predicted():
-    words = [*SMALL[:5], "method=fdg", "method.weights=latest", "partition.speeds=[1,1]", "data.num_samples=7"]
+    words = [*SMALL[:5], "method=fdg", "method.weights=latest", "partition.device_speeds=[1,1]", "data.num_samples=7"]
     words += ["partition.tied=untie"]
     told = predict(known(), Pipeline(method("fdg", weights="latest", accumulation_steps=2), 2))
     assert line_to_paste(told, ["u4"], words) == (
@@ -445,7 +445,7 @@ def test_a_samples_shape_stands_in_for_data_that_is_not_there(tmp_path):
         (("--stages", "1"), ["--stages", "at least 2"]),
         (("--stages", "99,50"), ["partition.num_stages=99 needs 98 cuts, but the model can be cut in "]),
         (
-            ("--stages", "2", "partition.balance=auto", "partition.speeds=[1,2,3]"),
+            ("--stages", "2", "partition.balance=auto", "partition.device_speeds=[1,2,3]"),
             ["speeds=[1.0, 2.0, 3.0]", "there are 2 stages"],
         ),
         (("--links", "fast"), ["--links: 'fast' is not a link", "like 100mbit or 100mbit,50ms"]),

@@ -167,7 +167,7 @@ def test_a_sweep_that_cannot_run_is_refused_before_any_run(words, parts, tmp_pat
 CHECKED = ["model._target_=tests.support.user_code.CheckedInput", "data._target_=tests.support.user_code.images"]
 
 
-@pytest.mark.parametrize("more", [(), ("runtime.lazy=true",)])
+@pytest.mark.parametrize("more", [(), ("runtime.meta_init=true",)])
 def test_a_model_that_is_read_with_samples_may_be_swept(more, tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "_run_here", lambda *_, **__: [])
     outcome = in_process("train", "-m", "seed=0,1", *CHECKED, *more, f"run_dir={tmp_path / 'run'}")

@@ -149,9 +149,7 @@ def test_early_stopping_waits_patiently_also_across_resumes(tmp_path):
     assert more["updates"] > whole["updates"]
 
 
-@pytest.mark.parametrize(
-    ("metric", "best", "pick"), [("validation_loss", "lowest", min), ("validation_loss", "highest", max)]
-)
+@pytest.mark.parametrize(("metric", "best", "pick"), [("validation_loss", "min", min), ("validation_loss", "max", max)])
 def test_early_stopping_follows_its_metric_and_direction(metric, best, pick):
     diary, epochs = Diary(), 12
     fit([diary], epochs=epochs)
@@ -162,7 +160,7 @@ def test_early_stopping_follows_its_metric_and_direction(metric, best, pick):
         if waited == 2:
             expected = epoch + 1
             break
-    _, summary = fit([adl_dist.EarlyStopping(2, metric=metric, best_is=best)], epochs=epochs)
+    _, summary = fit([adl_dist.EarlyStopping(2, metric=metric, best_mode=best)], epochs=epochs)
     assert summary["epochs"] == expected
 
 
@@ -211,7 +209,7 @@ def test_early_stopping_begins_anew_with_another_metric(tmp_path):
 
 
 def test_a_metric_that_is_no_number_is_worse_than_any():
-    goal = Goal("validation_odd", "highest")
+    goal = Goal("validation_odd", "max")
     assert max([float("nan"), 1.0, 2.0], key=lambda value: goal.score({"validation_odd": value})) == 2.0
 
 
@@ -355,8 +353,8 @@ def test_what_is_no_callback_is_refused(case):
         (partial(adl_dist.EarlyStopping, 0), r"patience must be a whole number of at least 1, got 0"),
         (partial(adl_dist.EarlyStopping, metric="validation_f1"), r"not known which way validation_f1 is better"),
         (
-            partial(adl_dist.EarlyStopping, metric="validation_loss", best_is="low"),
-            r"'low': expected highest or lowest",
+            partial(adl_dist.EarlyStopping, metric="validation_loss", best_mode="low"),
+            r"'low': expected max or min",
         ),
         (partial(adl_dist.EarlyStopping, min_change=-1), r"min_change must be at least 0, got -1"),
     ],
@@ -373,7 +371,7 @@ def test_early_stopping_needs_its_metric():
 
 
 NOT_MEASURED = {
-    "of another name": ("validation_acc", "highest", r"no metric 'validation_acc'; did you mean validation_accuracy\?"),
+    "of another name": ("validation_acc", "max", r"no metric 'validation_acc'; did you mean validation_accuracy\?"),
     "that nothing asks for": ("validation_top5", None, r"validation_top5 is measured if train.metrics has top5"),
 }
 
@@ -382,7 +380,7 @@ NOT_MEASURED = {
 def test_early_stopping_by_no_metric_is_refused_at_the_start(case):
     metric, best, said = NOT_MEASURED[case]
     with pytest.raises(ConfigError, match=said):
-        fit([adl_dist.EarlyStopping(metric=metric, best_is=best)])
+        fit([adl_dist.EarlyStopping(metric=metric, best_mode=best)])
 
 
 def test_early_stopping_without_validation_is_refused_first():
@@ -391,7 +389,7 @@ def test_early_stopping_without_validation_is_refused_first():
 
 
 def test_the_command_line_makes_callbacks(tmp_path):
-    stopping = "callbacks=[{_target_:adl_dist.EarlyStopping,patience:1,metric:validation_loss,best_is:highest}]"
+    stopping = "callbacks=[{_target_:adl_dist.EarlyStopping,patience:1,metric:validation_loss,best_mode:max}]"
     few = ["train.epochs=9", "partition.num_stages=1", "method=bp", "optimizer.lr=0.01"]
     done = in_process(*words(tmp_path / "run", stopping, *few))
     assert done.code == 0
@@ -411,7 +409,7 @@ def test_the_command_line_makes_callbacks(tmp_path):
         ("runtime.loggers=[mlfow]", ["there is no 'mlfow'; choose of tensorboard, mlflow, wandb"]),
         ("runtime.loggers=[torch.nn.Identity]", ["expected an object with start, write, flush and close"]),
         ("runtime.best_metric=validation_los", ["which way validation_los is better"]),
-        ("runtime.best_is=high", ["best_is='high': expected highest or lowest"]),
+        ("runtime.best_mode=high", ["best_mode: there is no 'high'; choose one of max, min"]),
     ],
 )
 def test_the_command_line_refuses_at_the_start(word, parts, tmp_path):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from adl_dist.cli.race.namespaces import why_not
+from benchmarks.race.namespaces import why_not
 from tests.support.commands import ROOT, assert_same, in_process, weights_of, words
 
 pytestmark = [

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from adl_dist.cli.race.link import Link
-from adl_dist.cli.race.namespaces import namespaces, why_not
+from benchmarks.race.link import Link
+from benchmarks.race.namespaces import namespaces, why_not
 from tests.support.commands import OF_RANKS, ROOT, TORCHRUN, as_command, left_behind, shows
 
 EXAMPLES = ROOT / "examples"

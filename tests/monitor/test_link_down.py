@@ -10,12 +10,12 @@ import time
 
 import pytest
 
-from adl_dist.cli.race.link import read_link
-from adl_dist.cli.race.namespaces import INTERFACE, namespaces
+from benchmarks.race.link import read_link
+from benchmarks.race.namespaces import INTERFACE, namespaces
 from tests.support.commands import ROOT, assert_same, in_process, left_behind, shows, weights_of, words
 
 STALL_SECONDS = 2
-LONG = ("train.epochs=60", f"runtime.stall_seconds={STALL_SECONDS}", "runtime.timeout_seconds=60")
+LONG = ("train.epochs=60", f"runtime.watchdog_warn_seconds={STALL_SECONDS}", "runtime.timeout_seconds=60")
 
 has_ip = hasattr(os, "geteuid") and os.geteuid() == 0 and shutil.which("ip")
 pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.skipif(not has_ip, reason="needs root and ip")]

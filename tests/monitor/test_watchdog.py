@@ -209,10 +209,14 @@ def test_a_rank_0_that_is_gone_is_known_to_those_it_asked():
 @pytest.mark.parametrize(
     ("stall", "abort", "said"),
     [
-        (0.0, None, "runtime.stall_seconds must be above 0, got 0.0"),
-        (float("nan"), None, "runtime.stall_seconds must be above 0, got nan"),
-        (5.0, 5.0, "runtime.abort_seconds must be above runtime.stall_seconds=5.0, or null for never, got 5.0"),
-        (5.0, "never", "runtime.abort_seconds must be a number, null (never) or 'auto', got 'never'"),
+        (0.0, None, "runtime.watchdog_warn_seconds must be above 0, got 0.0"),
+        (float("nan"), None, "runtime.watchdog_warn_seconds must be a finite number, got nan"),
+        (
+            5.0,
+            5.0,
+            "runtime.watchdog_abort_seconds=5.0 must be above runtime.watchdog_warn_seconds=5.0, or null for never",
+        ),
+        (5.0, "never", "runtime.watchdog_abort_seconds must be a number, null (never) or 'auto', got 'never'"),
     ],
 )
 def test_limits_that_cannot_be_are_refused(stall, abort, said):

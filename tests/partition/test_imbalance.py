@@ -59,7 +59,7 @@ def test_a_cut_that_leaves_all_to_one_stage_is_warned_of_once(balance, capsys):
     trainer = adl_dist.Trainer(
         tied_but_for_the_first(),
         **{"loss_fn": nn.CrossEntropyLoss(), "optimizer": lambda p: torch.optim.SGD(p, lr=0.1), "num_stages": 2},
-        method=adl_dist.method("adl", accumulation_steps=1, lr_index="slot"),  # its stages cannot share a weight
+        method=adl_dist.method("adl", accumulation_steps=1, lr_clock="global"),  # its stages cannot share a weight
         partition=adl_dist.PartitionSpec(balance=balance, granularity="block"),
     )
     trainer.fit(data, epochs=1, batch_size=8, monitoring=QUIET)

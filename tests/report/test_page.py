@@ -62,10 +62,10 @@ def test_what_comes_from_a_run_is_escaped(run, undrawn):
     assert "<b>" not in page
 
 
-@pytest.mark.parametrize(("best_is", "best"), [(None, ""), ("lowest", "2"), ("highest", "5")])
-def test_the_best_of_a_metric_of_ones_own_is_what_the_run_says(run, undrawn, best_is, best):
+@pytest.mark.parametrize(("best_mode", "best"), [(None, ""), ("min", "2"), ("max", "5")])
+def test_the_best_of_a_metric_of_ones_own_is_what_the_run_says(run, undrawn, best_mode, best):
     config, summary = yaml.safe_load((run / "config.yaml").read_text()), json.loads((run / "summary.json").read_text())
-    config["runtime"] = {**config.get("runtime", {}), "best_metric": "validation_mae", "best_is": best_is}
+    config["runtime"] = {**config.get("runtime", {}), "best_metric": "validation_mae", "best_mode": best_mode}
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     (run / "summary.json").write_text(json.dumps({**summary, "validation_mae": 4.0}))
     with (run / "metrics.jsonl").open("a") as file:

@@ -174,7 +174,7 @@ def test_no_edge_of_a_gpu_stands_still(variant):
     [
         ("dgl", {}, "method=dgl each stage learns by itself"),
         ("dni", {}, "method=dni each stage learns by itself"),
-        ("adl", {"lr_index": "slot"}, "method.lr_index gives each stage learning rates of its own"),
+        ("adl", {"lr_clock": "global"}, "method.lr_clock gives each stage learning rates of its own"),
         ("fr", {"lr_factors": [2, 1]}, "method.lr_factors gives each stage"),
         ("adl", {"mitigation": ["discount", "predict"]}, "method.mitigation=predict"),
     ],

@@ -26,7 +26,7 @@ CASES = [
     (2, {"dtype": torch.float64}),
     *((3, {"method": name, "dropout": 0.3}) for name in METHODS if name not in ("adl", "interleaved")),
     (2, {"options": {"weights": "recompute"}, "dropout": 0.3}),
-    (2, {"options": {"order": "backward_first", "reduction": "sum", "lr_index": "slot"}}),
+    (2, {"options": {"order": "backward_first", "reduction": "sum", "lr_clock": "global"}}),
     (3, {"method": "gpipe", "options": {"recompute": "except_last"}, "dropout": 0.3}),
     (1, {"method": "dsp", "options": {"activation_queue": 2}}),
     (1, {"method": "dgl", "options": {"head": "linear"}}),

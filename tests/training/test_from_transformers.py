@@ -183,5 +183,5 @@ def test_a_head_that_a_folder_lacks_is_not_drawn_lazily(tmp_path):
     hf_net("bert").base_model.save_pretrained(tmp_path)
     with torch.device("meta"):
         model = hf_model(str(tmp_path), FAMILIES["bert"][1])
-    with pytest.raises(ConfigError, match=r"draws none .*classifier.weight is .*missing.*use runtime.lazy=false"):
+    with pytest.raises(ConfigError, match=r"draws none .*classifier.weight is .*missing.*use runtime.meta_init=false"):
         prepare_weights(model, None, 0)

@@ -30,7 +30,7 @@ VARIANTS = [
     ("adl", {"weights": "latest"}),
     ("adl", {"delay": "minimal"}),
     ("adl", {"order": "backward_first"}),
-    ("adl", {"lr_index": "slot", "lr_factors": [2.0, 1.0, 1.0, 0.5]}),
+    ("adl", {"lr_clock": "global", "lr_factors": [2.0, 1.0, 1.0, 0.5]}),
     ("gpipe", {"recompute": "except_last"}),
     ("dsp", {"activation_queue": 2}),
     ("dgl", {"head": "linear"}),

@@ -250,7 +250,7 @@ def test_the_slot_clock_gives_each_stage_the_rate_of_its_update(clock, K, M):
         return LR * warm_up(min(SLOTS[clock](k, K, (s + 1) * M - 1) // M, num_updates))
 
     num_updates = EPOCHS * -(-11 // M)  # the schedule ends with the run
-    got = run(K, M, name, lr_index="slot", **options)
+    got = run(K, M, name, lr_clock="global", **options)
     assert_close(got, by_the_equations(K, M, listed, EQUATIONS[name][1], lr_of=rate))
     assert differ(got, run(K, M, name, **options)) > 1e-6
 
@@ -262,7 +262,7 @@ def one_cycle(optimizer, total_updates):
 def test_the_slot_clock_does_not_run_past_a_fixed_schedule(tmp_path):
     """Nor does it where the run is read again at its end."""
     for _ in range(2):
-        trainer = toy_trainer(3, 1, "adl", {"lr_index": "slot"}, lr_schedule=one_cycle)
+        trainer = toy_trainer(3, 1, "adl", {"lr_clock": "global"}, lr_schedule=one_cycle)
         trainer.fit(FixedImages(9), epochs=2, batch_size=3, run_dir=tmp_path, monitoring=QUIET)
 
 
@@ -270,16 +270,16 @@ def halved(optimizer):
     return torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
 
 
-@pytest.mark.parametrize("lr_index", ["update", "slot"])
-def test_a_longer_run_tells_whether_its_rates_follow(lr_index, tmp_path, capsys):
+@pytest.mark.parametrize("lr_clock", ["update", "global"])
+def test_a_longer_run_tells_whether_its_rates_follow(lr_clock, tmp_path, capsys):
     """Those of a clock that is ahead of updates do, though the schedule itself is the same for any length."""
     monitoring = adl_dist.Monitoring(tensorboard=False, report=False)
     for epochs in (1, 2):
-        trainer = toy_trainer(3, 1, "adl", {"lr_index": lr_index}, lr_schedule=halved)
+        trainer = toy_trainer(3, 1, "adl", {"lr_clock": lr_clock}, lr_schedule=halved)
         trainer.fit(FixedImages(9), epochs=epochs, batch_size=3, run_dir=tmp_path, monitoring=monitoring)
     told = capsys.readouterr().out
     assert "the run is now 6 updates long, not 3" in told
-    assert ("follows the new one" in told) == (lr_index == "slot")
+    assert ("follows the new one" in told) == (lr_clock == "global")
 
 
 def test_learning_rate_factors_hold_whatever_the_schedule_sets():

@@ -218,7 +218,7 @@ def test_untied_each_name_has_weights_of_its_own_for_any_cut():
     [
         ("dgl", {}, "method=dgl each stage learns by itself"),
         ("adl", {"mitigation": ["predict"]}, "method.mitigation=predict"),
-        ("adl", {"lr_index": "slot"}, "method.lr_index"),
+        ("adl", {"lr_clock": "global"}, "method.lr_clock"),
     ],
 )
 def test_methods_that_cannot_share_name_the_way_out(method, options, why):

@@ -8,7 +8,7 @@ NAMES = {
     "coordinator": "kill -9 of the coordinator (rank 0)",
     "launcher": "kill -9 of the launcher or of torchrun's agent",
     "while saving": "kill -9 while a checkpoint is written",
-    "stopped": "SIGSTOP for longer than runtime.abort_seconds",
+    "stopped": "SIGSTOP for longer than runtime.watchdog_abort_seconds",
 }
 OURS, TORCHRUN, AGAIN = "runtime.max_restarts", "torchrun --max-restarts", "the same command"
 

@@ -39,7 +39,10 @@ def start(starter, num_stages, restarts=0, *, aborts=False):
     """What stands before ``train``, and what after it; ``aborts``: soon after nothing moves any more."""
     words = [*WORDS, f"partition.num_stages={num_stages}"]
     if aborts:
-        words += [f"runtime.stall_seconds={STALL_SECONDS:g}", f"runtime.abort_seconds={ABORT_SECONDS:g}"]
+        words += [
+            f"runtime.watchdog_warn_seconds={STALL_SECONDS:g}",
+            f"runtime.watchdog_abort_seconds={ABORT_SECONDS:g}",
+        ]
     if starter == "adl-dist":
         return ADL_DIST, [*words, f"runtime.max_restarts={restarts}"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_stages}"]

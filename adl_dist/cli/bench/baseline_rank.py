@@ -53,7 +53,7 @@ def run(
     config, _ = compose_run(argv)
     num_stages, M = config.partition.num_stages, config.pipeline.micro_batches_per_update
     size, own = 1 if kind == "loop" else config.pipeline.num_processes, [0]
-    device, dtype = choose_device(config.runtime.device.value), getattr(torch, config.dtype.value)
+    device, dtype = choose_device(config.runtime.device), getattr(torch, config.dtype)
     channels_last, num_updates = config.runtime.channels_last, config.train.max_updates
     assert num_updates is not None
     tune_malloc()
@@ -128,7 +128,7 @@ def rank_batches(
     train: Any = instantiate.build_data(config.data)[0]
     batch_size = samples
     if kind == "loop":
-        batch_size = samples // config.method.chosen().micro_batches_per_update
+        batch_size = samples // config.method.micro_batches_per_update
     elif kind in REPLICAS:
         batch_size = samples // size
         train, shuffle = share_of_epoch(kind, rank, size, config, train, epoch=0)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +29,7 @@ from adl_dist.cli.bench.report import Row, draw, report, rows
 from adl_dist.cli.bench.runner import BenchConfig, Measured, measure_once
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import Parser, compose_run
-from adl_dist.cli.config.schema import Device, RunConfig
+from adl_dist.cli.config.schema import RunConfig
 from adl_dist.distributed.affinity import default_threads, num_cores
 from adl_dist.distributed.device import check_device
 from adl_dist.distributed.parent_process import LAUNCHER, end_with_launcher
@@ -52,7 +52,7 @@ def bench(argv: list[str]) -> None:
     config.runtime.threads = config.runtime.threads or default_threads(config.partition.num_stages)  # K is of processes
     _check(flags, config)
     instantiate.check_targets(config)
-    check_device(config.runtime.device.value)
+    check_device(config.runtime.device)
     able, left_out = entries(flags.contenders.split(","), config, warmup=flags.warmup, spreads=bool(flags.prefix))
     if not able:
         raise ConfigError(f"no contender is left: {'; '.join(f'{name}: {why}' for name, why in left_out.items())}")
@@ -89,7 +89,7 @@ def bench(argv: list[str]) -> None:
         code = 130
     draw(out / FIGURE, table, title=f"{config.model['_target_'].rpartition('.')[2]}, K = {config.partition.num_stages}")
     written = ", ".join(str(path) for path in (out / FACTS, out / FIGURE) if path.is_file())
-    is_gpu = config.runtime.device is Device.cuda
+    is_gpu = config.runtime.device == "cuda"
     sys.stdout.write(f"{_head(setting)}\n\n{report(table, left_out, is_gpu=is_gpu)}\n\n")
     sys.stdout.write(f"written: {written}; output of each run: {out / LOGS}\n")
     raise Exit(code or (1 if all("error" in row for row in table) else 0))
@@ -190,7 +190,7 @@ def _check(flags: argparse.Namespace, config: RunConfig) -> None:
         shlex.split(flags.prefix)
     except ValueError as error:
         raise ConfigError(f"--prefix {flags.prefix}: {error}") from None
-    check_fair(config, command="bench")
+    check_fair(config, command="adl-dist bench")
 
 
 def circumstances(*, has_gpus: bool) -> dict[str, Any]:
@@ -214,13 +214,13 @@ def circumstances(*, has_gpus: bool) -> dict[str, Any]:
 
 def _made_with(setting: BenchConfig) -> dict[str, Any]:
     return {
-        "config": asdict(setting.config),
+        "config": setting.config.plain,
         "sizes": {num: cut.sizes for num, cut in setting.survey.cuts.items()},
         "granularity": setting.survey.granularity,
         "threads": setting.config.threads,
         "pinned": setting.pinned,
         "prefix": setting.prefix,
-        **circumstances(has_gpus=setting.config.runtime.device is Device.cuda),
+        **circumstances(has_gpus=setting.config.runtime.device == "cuda"),
     }
 
 
@@ -229,7 +229,7 @@ def _head(setting: BenchConfig) -> str:
     units = "; ".join(" ".join(map(str, cut.sizes)) for cut in model.cuts.values())
     return (
         f"{config.model['_target_']}, batch {config.train.batch_size}, "
-        f"M = {config.method.chosen().micro_batches_per_update}, K = {config.partition.num_stages}, "
-        f"units per stage {units} ({model.granularity}), {config.dtype.value}, "
-        f"{config.runtime.device.value}, {num_cores()} cores, torch {torch.__version__}"
+        f"M = {config.method.micro_batches_per_update}, K = {config.partition.num_stages}, "
+        f"units per stage {units} ({model.granularity}), {config.dtype}, "
+        f"{config.runtime.device}, {num_cores()} cores, torch {torch.__version__}"
     )

@@ -12,13 +12,13 @@ from torch import Tensor
 from adl_dist.baselines.loop import POWERSGD_BEGIN, Compression, exchanged_bytes
 from adl_dist.cli.config.compose import method_named
 from adl_dist.cli.config.reading import chosen_sizes
-from adl_dist.cli.config.schema import Device, RunConfig
+from adl_dist.cli.config.schema import RunConfig
 from adl_dist.cli.plan.link import link_figures
 from adl_dist.cli.plan.profiler import Profiler
 from adl_dist.cli.plan.question import described
 from adl_dist.distributed.affinity import num_cores
 from adl_dist.errors import AdlError, ConfigError, PartitionError
-from adl_dist.links import LINKS
+from adl_dist.links import LINKS, text_of_links
 from adl_dist.partition import Machine
 from adl_dist.partition.cut import begins_of
 from adl_dist.partition.predict import best_cut, predict
@@ -119,12 +119,12 @@ def entries(
 
 
 def _torch_entry(name: str, config: RunConfig, warmup: int, *, spreads: bool) -> Entry:
-    K, M = config.partition.num_stages, config.method.chosen().micro_batches_per_update
+    K, M = config.partition.num_stages, config.method.micro_batches_per_update
     base = name.removesuffix(PLAIN)
     kind = {**PROCESSES, **SHARED, **REPLICATED, "torch-zb": "zb"}.get(base, "loop")
     v = 1 if kind not in SHARED_KINDS else 2 if kind == "zbv" else config.method.stages_per_process
     samples = config.train.batch_size // M * M
-    is_gpu, is_plain, on_all_cores = config.runtime.device is Device.cuda, name.endswith(PLAIN), name in ON_ALL_CORES
+    is_gpu, is_plain, on_all_cores = config.runtime.device == "cuda", name.endswith(PLAIN), name in ON_ALL_CORES
     num_gpus, needs_gpus = torch.cuda.device_count(), is_gpu and kind not in ("loop", *REPLICAS)
     for is_wrong, why in (
         (on_all_cores and is_gpu, "the cores of the host do not make a GPU faster"),
@@ -246,7 +246,7 @@ def survey(config: RunConfig, able: Sequence[Entry], *, predicts: bool = True) -
         ConfigError, DataError, PartitionError: the model cannot be trained or cut like that.
     """
     K, balance = config.partition.num_stages, config.partition.balance
-    profiler = Profiler(config, granularity=config.partition.chosen().granularity, threads=config.threads)
+    profiler = Profiler(config, granularity=config.partition.granularity, threads=config.threads)
     for is_so, what in (
         (not all(isinstance(batch, Tensor) for batch in profiler.samples.one), "inputs or targets of several tensors"),
         (profiler.samples.varies, "a collate_fn, by which lengths may change"),
@@ -293,7 +293,7 @@ def survey(config: RunConfig, able: Sequence[Entry], *, predicts: bool = True) -
 
 def _pipeline(config: RunConfig, num_stages: int) -> Pipeline:
     """Return the pipeline that a cut is made for: the configured one, or one of several stages in each process."""
-    method, K = config.method.chosen(), config.partition.num_stages
+    method, K = config.method, config.partition.num_stages
     if num_stages == K:
         return Pipeline(method, K)
     M, v = method.micro_batches_per_update, num_stages // K
@@ -304,10 +304,12 @@ def predict_speeds(
     config: RunConfig, able: Sequence[Entry], profiler: Profiler, sizes: Mapping[int, list[int] | None]
 ) -> tuple[dict[int, list[int]], dict[str, float]]:
     """Measure the model as ``adl-dist plan`` does; ``sizes`` of None: the best cut of the configured method."""
-    method, K, batch = config.method.chosen(), config.partition.num_stages, config.train.batch_size
+    method, K, batch = config.method, config.partition.num_stages, config.train.batch_size
     M, profile = method.micro_batches_per_update, functools.cache(lambda M: profiler.profile(batch // M))
-    machine = Machine(speeds=config.partition.speeds, **(link_figures(config.runtime.device) if K > 1 else {}))
-    links = described(config.partition.chosen().links)  # the cut is for these, as in training; speeds are as measured
+    machine = Machine(speeds=config.partition.device_speeds, **(link_figures(config.runtime.device) if K > 1 else {}))
+    links = described(
+        text_of_links(config.partition.links)
+    )  # the cut is for these, as in training; speeds are as measured
     over = machine if links is None else replace(machine, **links.for_stages(K, LINKS).figures)
     predicted: dict[str, float] = {}
     with profiler.with_load(profiler.num_others(K), batch // M):

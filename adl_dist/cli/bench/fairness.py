@@ -1,6 +1,6 @@
 """What would be done, or give other values, in our runs alone: a comparison with torch's loops refuses it."""
 
-from adl_dist.cli.config.schema import Codec, NonFinite, RunConfig
+from adl_dist.cli.config.schema import RunConfig
 from adl_dist.errors import ConfigError
 
 
@@ -9,13 +9,13 @@ def check_fair(config: RunConfig, *, command: str) -> None:
     train, runtime = config.train, config.runtime
     used = {
         "runtime.autocast": runtime.autocast,
-        "runtime.codec": runtime.codec is not Codec.none,
-        "runtime.gradient_codec": runtime.gradient_codec not in (None, Codec.none),
+        "runtime.codec": runtime.codec != "none",
+        "runtime.gradient_codec": runtime.gradient_codec not in (None, "none"),
         "runtime.compile": runtime.compile,
         "runtime.loggers": runtime.loggers,
         "train.clip_norm": train.clip_norm,  # of ours: of each stage by itself
         "train.ema": train.ema,
-        "train.non_finite": train.non_finite is not NonFinite.stop,
+        "train.non_finite": train.non_finite != "stop",
         "train.metrics": train.metrics,
         "data.samples_per_epoch": config.data.get("samples_per_epoch"),
         "callbacks": config.callbacks,
@@ -23,6 +23,6 @@ def check_fair(config: RunConfig, *, command: str) -> None:
     if found := [key for key, value in used.items() if value]:
         raise ConfigError(
             f"{' and '.join(found)} would apply to our methods alone; omit them, or where an experiment sets "
-            f"them give null, [] or false: adl-dist {command} compares all contenders in plain dtype, uncompiled, with "
+            f"them give null, [] or false: {command} compares all contenders in plain dtype, uncompiled, with "
             "plain messages and nothing besides training"
         )

@@ -29,7 +29,7 @@ from adl_dist.report.recorder import METRICS
 # Decided by the bench, besides the method and the cut; all other overrides of the user reach each run.
 MANAGED_KEYS = (
     *("run_dir", "resume", "train.epochs", "train.max_updates", "train.batch_size"),
-    *("runtime.processes", "runtime.threads", "runtime.bind_cores", "runtime.trace", "runtime.memory"),
+    *("runtime.processes", "runtime.threads", "runtime.bind_cores", "runtime.trace", "runtime.profile_memory"),
     *("runtime.tensorboard", "runtime.checkpoint_every_epochs", "runtime.checkpoint_every_updates", "hydra.mode"),
 )
 
@@ -110,7 +110,11 @@ def train_argv(entry: Entry, bench: BenchConfig, num_updates: int) -> list[str]:
         argv += [balance_word(survey.cuts[entry.num_stages].begins)]
     argv += [f"train.max_updates={num_updates}", "train.epochs=1", f"train.batch_size={entry.samples}"]
     argv += [f"runtime.threads={entry.threads}", f"runtime.bind_cores={str(bench.pinned).lower()}"]
-    argv += ["runtime.trace=false", "runtime.memory=false", "runtime.tensorboard=false"]  # they slow our runs alone
+    argv += [
+        "runtime.trace=false",
+        "runtime.profile_memory=false",
+        "runtime.tensorboard=false",
+    ]  # they slow our runs alone
     argv += ["runtime.checkpoint_every_epochs=0", "hydra.mode=RUN"]
     # As a node, not as data._target_=, which would start from an empty one and lose the user's keys.
     argv += [f"data={{_target_:{__name__}.{stretched.__name__}}}", f"data.bench_target={node['_target_']}"]

@@ -1,12 +1,12 @@
-"""From the arguments of a command line to a checked :class:`RunConfig`. Every mistake is a ConfigError of one line."""
+"""Compose and check a :class:`RunConfig` from the words of a command line. A mistake is a ConfigError of one line."""
 
 import argparse
 import difflib
 import json
+import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,38 +20,27 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from adl_dist.cli.config.schema import RunConfig
+from adl_dist.cli.config.schema import GROUPS, OPEN_NODES, RunConfig, defaults, keys_of
 from adl_dist.errors import ConfigError, Exit
+from adl_dist.report import tell
 from adl_dist.report.runs import flatten
 from adl_dist.schedule import METHODS, Method
-from adl_dist.schedule.methods import REMOVED_OPTIONS, WAS_REMOVED
+from adl_dist.settings import REMOVED_OPTIONS, RENAMED, WAS_REMOVED, renamed
 
 LAUNCHER = "hydra/launcher"
-# Nodes that name a callable and hold its arguments, whatever these are.
-OPEN_NODES = ("model", "data", "optimizer", "lr_schedule", "loss")
 LISTS_KEYS = "adl-dist train --help lists all keys"
 # In 0.4.0; older run folders name some of them.
 REMOVED = ("runtime.cuda_graphs", "sweep.tune", *(f"method.{name}" for name in REMOVED_OPTIONS))
+SWEEP: dict[str, tuple[Any, str]] = {  # which only several runs have; see conf/experiment/compare.yaml
+    "jobs": (None, "runs at the same time; null: one for each core, on a GPU one"),
+    "variants": ({}, "settings of each row, by the name of its folder"),
+}
 
 Plain = dict[str, Any]
 
-
-@dataclass(kw_only=True)
-class SweepConfig:
-    """``sweep.*``, which only several runs have; see conf/experiment/compare.yaml."""
-
-    jobs: int | None = None
-    variants: dict[str, list[str]] = field(default_factory=dict)
-
-
-@dataclass(kw_only=True)
-class Composed(RunConfig):
-    """What Hydra composes: a run, and which runs are asked for instead of it."""
-
-    sweep: SweepConfig = field(default_factory=SweepConfig)
-
-
-ConfigStore.instance().store(name="schema", node=Composed)
+ConfigStore.instance().store(
+    name="schema", node={**defaults(), "sweep": {key: default for key, (default, _) in SWEEP.items()}}
+)
 
 
 def _vocab_size_next_to(path: str) -> int:
@@ -60,7 +49,7 @@ def _vocab_size_next_to(path: str) -> int:
     return vocab_size_next_to(path)
 
 
-# What data.vocab_size is unless it is given; see conf/data/tokens.yaml.
+# The default of data.vocab_size; see conf/data/tokens.yaml.
 OmegaConf.register_new_resolver("vocab_size_next_to", _vocab_size_next_to, replace=True)
 
 
@@ -69,7 +58,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Refuse the command line by a ConfigError."""
-        raise ConfigError(f"{self.prog}: {message}; {self.prog} --help lists what it takes")
+        raise ConfigError(f"{self.prog}: {message}; {self.prog} --help lists its arguments")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """End the command, as after its help."""
@@ -89,24 +78,25 @@ def compose_run(overrides: Sequence[str]) -> tuple[RunConfig, Plain]:
 
 
 def checked(composed: DictConfig, overrides: Sequence[str]) -> tuple[RunConfig, Plain]:
-    """Check what Hydra has made of ``overrides``, changing it; return what :func:`compose_run` does."""
+    """Check the composition of ``overrides``; return the same as :func:`compose_run`."""
     choices = composed.hydra.runtime.choices
-    try:
-        OmegaConf.set_struct(composed, False)
-        del composed["hydra"]
-        config = OmegaConf.to_object(composed)
-        plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True, enum_to_str=True)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(readable(error, overrides)) from error
-    assert isinstance(config, RunConfig)
-    assert isinstance(plain, dict)
-    method, K = config.method.chosen(), config.partition.num_stages
+    config = RunConfig.of({k: v for k, v in resolved(composed, overrides).items() if k != "sweep"})
     if config.run_dir is None:
         data, model = named("data", config, choices), named("model", config, choices)
+        method, K = config.method, config.partition.num_stages
         config.run_dir = f"runs/{data}-{model}-{method.name}-k{K}-m{method.micro_batches_per_update}-seed{config.seed}"
-    # Of the method's keys those that mean something to it, with what they stand for.
-    plain |= {"method": method.settings, "run_dir": config.run_dir}
-    return config, {str(key): value for key, value in plain.items() if key != "sweep"}
+    return config, config.plain
+
+
+def resolved(composed: DictConfig, overrides: Sequence[str]) -> Plain:
+    """Return the plain values of a composition without Hydra's own, all interpolations resolved."""
+    own = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
+    try:
+        plain = OmegaConf.to_container(own, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(readable(error, overrides, composed.hydra.runtime.choices)) from error
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
 
 
 def known_run(run_dir: Path) -> RunConfig:
@@ -117,25 +107,23 @@ def known_run(run_dir: Path) -> RunConfig:
             f"run_dir={run_dir} is not a run folder: it has no config.yaml; train first, or correct the path"
         )
     try:
-        settings = yaml.safe_load(file.read_text())
-        for node, _, name in (key.partition(".") for key in REMOVED):
-            dict(settings).get(node, {}).pop(name, None)
-        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), settings)
-        config = OmegaConf.to_object(merged)
-    except (OmegaConfBaseException, yaml.YAMLError, OSError, AttributeError, TypeError, ValueError) as error:
+        plain = dict(yaml.safe_load(file.read_text()))
+        for group in GROUPS:
+            new = renamed({f"{group}.{key}": value for key, value in plain[group].items()})
+            plain[group] = {key.partition(".")[2]: value for key, value in new.items() if key not in REMOVED}
+        config = RunConfig.of(plain)
+    except (yaml.YAMLError, OSError, AttributeError, KeyError, TypeError, ValueError, ConfigError) as error:
         raise ConfigError(f"{file} is not the configuration of a run made by the command line: {error}") from error
-    assert isinstance(config, RunConfig)
-    config.init_from = None  # its checkpoints hold what became of that
+    config.init_from = None  # which the run's checkpoints have replaced
     return config
 
 
 def without_method_and_cut(words: Sequence[str]) -> list[str]:
-    """Return those of ``words`` that choose neither a method nor where the model is cut, as who chooses these needs."""
+    """Return ``words`` without those that choose a method or a cut."""
     from adl_dist.checkpoint.run_dir import CUT  # imported late: torch takes seconds
 
-    former = "partition.grain="
-    keys = ("method", "partition=", former, *(f"partition.{name}=" for name in CUT))
-    return [word for word in words if not word.lstrip("+~").startswith(keys)]
+    keys = ("method", "partition=", *(f"partition.{name}=" for name in CUT))
+    return [word for word in renamed_words(words) if not word.lstrip("+~").startswith(keys)]
 
 
 def method_words(method: Method) -> list[str]:
@@ -152,18 +140,18 @@ def balance_word(begins: Sequence[str]) -> str:
 
 
 def method_named(name: str, config: RunConfig, *, flag: str) -> Method:
-    """Return the method ``name`` next to the configured one: with the configured M, unless it is one that has none."""
+    """Return the method ``name``, with the configured M if it accumulates."""
     if name not in METHODS:
-        raise ConfigError(f"{flag}: there is no method '{name}'; choose of {', '.join(METHODS)}")
-    chosen = config.method.chosen()
-    if name == chosen.name:
-        return chosen
-    steps = None if METHODS[name].accumulation_steps == 1 else chosen.accumulation_steps
+        raise ConfigError(f"{flag}: there is no method '{name}'; choose one of {', '.join(METHODS)}")
+    if name == config.method.name:
+        return config.method
+    steps = None if METHODS[name].accumulation_steps == 1 else config.method.accumulation_steps
     return Method(name=name, accumulation_steps=steps)
 
 
 def composed_of(overrides: Sequence[str]) -> DictConfig:
-    """Return what Hydra makes of ``overrides``, with its own node ``hydra``; nothing but the keys is checked."""
+    """Compose ``overrides`` with Hydra's own node ``hydra``; only the keys are checked."""
+    overrides = renamed_words(overrides)
     try:
         with initialize_config_dir(str(config_folder()), version_base="1.3"):
             return compose("config", overrides=_opened(overrides), return_hydra_config=True)
@@ -171,16 +159,29 @@ def composed_of(overrides: Sequence[str]) -> DictConfig:
         raise ConfigError(readable(error, overrides)) from error
 
 
+def renamed_words(words: Sequence[str]) -> list[str]:
+    """Return ``words`` with the present names of keys and values, and print a line for each old one."""
+    new = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if key.lstrip("+~") in RENAMED:
+            name, values = RENAMED[key.lstrip("+~")]
+            word = f"{name}{equals}{values.get(value, value)}"
+            if os.environ.get("RANK", "0") == "0":
+                tell(sys.stderr, f"adl-dist: {key} is called {name} since 0.4.0; read as {word}\n")
+        new.append(word)
+    return new
+
+
 def _opened(overrides: Sequence[str]) -> list[str]:
     """Let open nodes take any key, and start from an empty node where a new ``_target_`` is given."""
-    overrides = [each.replace("partition.grain=", "partition.granularity=", 1) for each in overrides]  # its former name
     parsed = [parse(text) for text in overrides]
     chosen = {override.key_or_group for override in parsed if not isinstance(override.value(), dict)}
     opened: list[str] = []
     for text, override in zip(overrides, parsed, strict=True):
         node, _, rest = override.key_or_group.partition(".")
         if node not in OPEN_NODES:
-            text = text.lstrip("+")  # what Hydra would add there, no one would read
+            text = text.lstrip("+")  # Hydra would add an unknown key
         elif rest == "_target_" and node != "loss" and node not in chosen:
             opened.insert(0, f"{node}=custom")
         is_free = (node in OPEN_NODES and rest) or override.key_or_group.startswith("sweep.variants.")
@@ -192,6 +193,9 @@ def _opened(overrides: Sequence[str]) -> list[str]:
 
 def parse(text: str, *, several: bool = False) -> Override:
     """Read one override, with Hydra's grammar."""
+    if text.startswith("--"):
+        name, _, value = text.lstrip("-").partition("=")
+        raise ConfigError(f"unknown option --{name}{_did_you_mean(name, value and f'={value}')}; {LISTS_KEYS}")
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
@@ -215,19 +219,19 @@ def parse(text: str, *, several: bool = False) -> Override:
     if is_of_hydra and not is_of_launcher(key):
         raise ConfigError(f"there is no key '{key}'; {LISTS_KEYS}")
     if (config_folder() / key).is_dir() and not override.is_delete() and not isinstance(override.value(), str | dict):
-        raise ConfigError(f"{text} is no choice of {key}; choose one of {_choices(key)}")
+        raise ConfigError(f"{text} is not a choice of {key}; choose one of {_choices(key)}")
     return override
 
 
 def is_of_launcher(key: str) -> bool:
-    """Whether a key is about the launcher of Hydra that starts the runs of a sweep."""
+    """Whether a key belongs to the launcher of Hydra that starts the runs of a sweep."""
     return key == LAUNCHER or key.startswith("hydra.launcher.")
 
 
 def named(node: str, config: Any, choices: Mapping[str, str]) -> str:
-    """Return what folders call the choice of ``node``: with its ``name`` if a target makes many."""
+    """Return the name of the choice of ``node`` in folders, with its ``name`` if a target makes many."""
     if node not in choices:
-        raise ConfigError(f"~{node} takes the whole of {node} away, which no run can do without; choose another one")
+        raise ConfigError(f"~{node} removes {node}, which every run needs; choose another one")
     choice, chosen = choices[node], getattr(config, node)
     if choice == "custom":
         choice = str(chosen["_target_"]).rpartition(".")[2]
@@ -238,8 +242,8 @@ def _choices(group: str) -> str:
     return ", ".join(sorted(path.stem for path in (config_folder() / group).glob("*.yaml")))
 
 
-def readable(error: Exception, overrides: Sequence[str]) -> str:
-    """Return what Hydra or OmegaConf say about ``overrides``, in one line."""
+def readable(error: Exception, overrides: Sequence[str], choices: Mapping[str, str] | None = None) -> str:
+    """Return the error of Hydra or OmegaConf about ``overrides`` in one line."""
     text = str(error)
     if match := re.search(r"Could not override '([^']*)'", text):
         # Of a whole node, like runtime={a: 1}, only the cause knows the key; of an unknown node it knows less.
@@ -248,38 +252,43 @@ def readable(error: Exception, overrides: Sequence[str]) -> str:
             return f"{key} {WAS_REMOVED}"
         return f"there is no key '{key}'{_did_you_mean(key)}; {LISTS_KEYS}"
     if match := re.search(r"Could not find '([^']*)'", text):
-        if match[1] == "optimizer/rotated":
-            own = "optimizer._target_=rotated_adam.RotatedAdam in the folder of examples/rotated_adam.py"
-            return f"optimizer=rotated was removed in 0.4.0; use {own}, or version 0.3.8"
-        group, _, name = match[1].rpartition("/")
-        if group == LAUNCHER:
-            extra = "pip install -c constraints.txt -e '.[slurm]' in the checkout"
-            return f"there is no {group}={name}; the submitit launchers come by {extra}"
-        known = f"; choose one of {_choices(group)}" if group and _choices(group) else ""
-        known += _of_torchvision(name) if group == "model" else ""
-        return f"there is no {group}={name}{known}" if group else f"there is no configuration '{match[1]}'"
+        return _unknown_choice(match[1])
     if isinstance(error.__cause__, OmegaConfBaseException):
         error = error.__cause__
-    full_key = getattr(error, "full_key", None)
+    key = getattr(error, "full_key", None) or ""
     first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    if not full_key:
-        return first
     if "Missing mandatory value" in text:
         source = re.search(r"resolving interpolation: Missing mandatory value: (\S+)", text)
-        missing = source[1] if source else full_key  # a key that it is taken from, or it itself
+        missing = source[1] if source else key  # a key that it is taken from, or it itself
         return f"{missing} must be given: add {missing}=VALUE"
-    if match := re.search(r"Interpolation key '(data\.[^']*)' not found", text):
-        return (
-            f"{full_key} is taken from {match[1]}, which there is not with these data; choose data and a model that go "
-            f"together, as model=gpt and data=tokens do, or give {full_key}=VALUE"
-        )
-    first = re.sub(r"^\w+ raised while resolving interpolation: ", "", first)  # what a resolver of ours says
+    if match := re.search(r"Interpolation key 'data\.([^']*)' not found", text):
+        node = key.partition(".")[0]
+        data, other = (f"{name}={(choices or {}).get(name, 'custom')}" for name in ("data", node))
+        return f"{data} has no {match[1]}, which {other} needs; use model=gpt with data=tokens, or give {key}=VALUE"
     if "resolving interpolation" in text:
-        return first
-    of_key = [each for each in overrides if each.lstrip("+").startswith(f"{full_key}=")]
-    named = [each for each in of_key if f"'{each.partition('=')[2]}'" in first]  # of several, the one that is wrong
-    culprit = [full_key, *of_key, *named][-1]
-    return f"{culprit}: {first.removeprefix(f'Error merging override {full_key}').strip()}"
+        return re.sub(r"^\w+ raised while resolving interpolation: ", "", first)  # from a resolver of ours
+    return f"{next((each for each in overrides if each.lstrip('+').startswith(f'{key}=')), key)}: {first}".lstrip(": ")
+
+
+def _unknown_choice(path: str) -> str:
+    """Return the message about a choice of a group that does not exist, like ``model/resnet21``."""
+    if path == "optimizer/rotated":
+        own = "optimizer._target_=rotated_adam.RotatedAdam in the folder of examples/rotated_adam.py"
+        return f"optimizer=rotated was removed in 0.4.0; use {own}, or version 0.3.8"
+    group, _, name = path.rpartition("/")
+    if group == LAUNCHER:
+        extra = "pip install -c constraints.txt -e '.[slurm]' in the checkout"
+        return f"there is no {group}={name}; the submitit launchers come by {extra}"
+    if not group:
+        return f"there is no configuration '{path}'"
+    close = difflib.get_close_matches(name, _choices(group).split(", "), n=1)
+    known = f"; did you mean {close[0]}?" if close else ""
+    known += f"; choose one of {_choices(group)}" if _choices(group) else ""
+    if group == "model":
+        known += _of_torchvision(name)
+    if group == "optimizer":
+        known += "; any torch optimizer: optimizer._target_=torch.optim.NAME"
+    return f"there is no {group}={name}{known}"
 
 
 def _of_torchvision(name: str) -> str:
@@ -287,12 +296,10 @@ def _of_torchvision(name: str) -> str:
     from torchvision.models import list_models  # imported late: it takes a second
 
     close = difflib.get_close_matches(name, list_models(), n=1)
-    if not close:
-        return ""
-    return f"; torchvision has {close[0]}: model=torchvision model.name={close[0]}"
+    return f"; torchvision has {close[0]}: model=torchvision model.name={close[0]}" if close else ""
 
 
-def _did_you_mean(key: str) -> str:
+def _did_you_mean(key: str, value: str = "") -> str:
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
         base: Any = OmegaConf.to_container(compose("config"), resolve=False)
     leaves = ["sweep.variants", *flatten(base)]  # which is empty
@@ -303,22 +310,51 @@ def _did_you_mean(key: str) -> str:
     if not close:
         tails = {name.rpartition(".")[2]: name for name in known}
         close = [tails[t] for t in difflib.get_close_matches(key.rpartition(".")[2], tails, n=1)]
-    return f"; did you mean '{close[0]}'?" if close else ""
+    return f"; did you mean '{close[0]}{value}'?" if close else ""
 
 
 def print_keys(overrides: Sequence[str] = ()) -> None:
-    """Print every key with what it is after ``overrides``; without any, its default."""
-    composed = composed_of(words := [*overrides, "hydra.mode=RUN"])
-    unresolved: Any = OmegaConf.to_container(composed, resolve=False, enum_to_str=True)
+    """Print every key with its help and its value after ``overrides``; without any, its default."""
+    words = [*overrides, "hydra.mode=RUN"]
+    composed = composed_of(words)
+    plain: Any = OmegaConf.to_container(composed, resolve=False)
     try:
         _, plain = checked(composed, words)
-    except ConfigError:  # a value is missing, ???, which these keys are asked for to learn of
-        plain = {key: value for key, value in unresolved.items() if key not in ("hydra", "sweep")}
+    except ConfigError:  # a value is missing, ???, of which this help is to tell
+        plain = {key: value for key, value in plain.items() if key not in ("hydra", "sweep")}
     after = f"after {' '.join(overrides)}" if overrides else "by default"
     groups = sorted(path.name for path in config_folder().iterdir() if path.is_dir())
     sys.stdout.write(
-        f"Keys and what they are {after} (KEY=VALUE changes one; nested keys are joined by dots):\n\n"
-        f"{yaml.safe_dump(plain, sort_keys=False)}\nGroups (GROUP=CHOICE):\n"
+        f"Keys and their values {after} (KEY=VALUE changes one; nested keys are joined by dots):\n\n"
+        + "\n".join(_documented(plain, composed.hydra.runtime.choices))
+        + "\n\nGroups (GROUP=CHOICE):\n"
         + "".join(f"  {group:<12}{_choices(group)}\n" for group in groups)
         + "\nadl-dist train --multirun KEY=A,B ... runs all combinations and compares them.\n"
     )
+
+
+def _documented(plain: Plain, choices: Mapping[str, str]) -> Iterator[str]:
+    """Yield the lines of the help: each key with its value, and after it one line of help."""
+    alone = {key: f.metadata["help"] for key, f in keys_of("").items()}
+    for name, node in plain.items():
+        if name not in (*GROUPS, *OPEN_NODES):
+            yield _line(name, node, alone[name])
+            continue
+        helps = {key: f.metadata["help"] for key, f in keys_of(name).items()} if name in GROUPS else {}
+        helps |= _comments(config_folder() / name / f"{choices.get(name)}.yaml")
+        yield _line(name, None, helps.get("", "")).replace(": null", ":", 1)
+        for key, value in node.items():
+            yield "  " + _line(key, value, helps.get(key, ""))
+
+
+def _line(key: str, value: Any, text: str) -> str:
+    shown = value if isinstance(value, str) and value else json.dumps(value)
+    return f"{key}: {shown}  # {text}" if text else f"{key}: {shown}"
+
+
+def _comments(path: Path) -> dict[str, str]:
+    """Return the comments of a file of ``conf/`` by key; under ``""`` the one at its top."""
+    lines = path.read_text().splitlines() if path.is_file() else []
+    found = [(match[1], match[2]) for line in lines if (match := re.match(r"(?:(\w+):[^#]*)?# (.*)", line))]
+    comments = {key: text for key, text in found if key is not None}
+    return comments | {"": " ".join(text for key, text in found if key is None)}

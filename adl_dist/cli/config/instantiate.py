@@ -19,8 +19,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
+from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.cli.config.compose import known_run
-from adl_dist.cli.config.schema import Device, RunConfig
+from adl_dist.cli.config.schema import RunConfig
 from adl_dist.data import Loading
 from adl_dist.errors import AdlError, ConfigError
 from adl_dist.optim import build_lr_schedule
@@ -30,7 +31,7 @@ from adl_dist.report.callbacks import Callbacks
 from adl_dist.schedule import Method
 from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, TrainSpec
 from adl_dist.training.lazy_weights import is_lazy_model, load_initial
-from adl_dist.training.options import Monitoring, PartitionSpec
+from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
 from adl_dist.training.run_outputs import Outputs
 from adl_dist.training.tied_copies import untied
 from adl_dist.training.trainer import Trainer
@@ -44,17 +45,17 @@ logging.getLogger("hydra").addHandler(logging.NullHandler())  # it logs what it 
 
 def trainer(config: RunConfig, *, handle_signals: bool = False) -> Trainer:
     """Build the model and its trainer. Changes no file and starts no process."""
-    is_lazy = config.runtime.lazy
+    is_lazy = config.runtime.meta_init
     return Trainer(
         # What is untied the trainer says, unless weights of this model are read first.
         build_model_on_meta(config) if is_lazy else build_model(config, unties=config.init_from is not None),
         init_from=config.init_from if is_lazy else None,
-        method=config.method.chosen(),
+        method=config.method,
         num_stages=config.partition.num_stages,
-        partition=config.partition.chosen(),
+        partition=config.build(PartitionSpec),
         lr_schedule=lr_schedule(config),
-        processes=replace(config.runtime.process_options, handle_signals=handle_signals),
-        timeouts=config.runtime.timeouts,
+        processes=config.build(ProcessOptions, handle_signals=handle_signals),
+        timeouts=config.timeouts,
         **_settings(config),
     )
 
@@ -62,7 +63,7 @@ def trainer(config: RunConfig, *, handle_signals: bool = False) -> Trainer:
 def evaluator(config: RunConfig) -> Trainer:
     """Build the model and a trainer of one stage in this process, which evaluates as the run did."""
     # As many threads as each process of the run had, or sums would be rounded otherwise.
-    processes = replace(config.runtime.process_options, threads=config.threads, one_per_stage=False)
+    processes = config.build(ProcessOptions, threads=config.threads, one_per_stage=False)
     partition = PartitionSpec(tied=config.partition.tied)
     return Trainer(
         build_model(config), method=Method(name="bp"), partition=partition, processes=processes, **_settings(config)
@@ -81,11 +82,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
         "loss_reduction": "batch" if config.loss.get("reduction") == "batch" else "mean",
         "optimizer": build_optimizer(config),
         "precision": precision(config),
-        "gradients": GradientPolicy(
-            clip_norm=config.train.clip_norm,
-            non_finite=config.train.non_finite.value,
-            max_skipped=config.train.max_skipped,
-        ),
+        "gradients": config.build(GradientPolicy),
         "metrics": [_named("train.metrics", name) if "." in name else name for name in config.train.metrics],
         "ema": config.train.ema,
         "seed": config.seed,
@@ -94,17 +91,9 @@ def _settings(config: RunConfig) -> dict[str, Any]:
 
 def precision(config: RunConfig) -> Precision:
     """Return the number formats and kernels of the run."""
-    return Precision(
-        dtype=getattr(torch, config.dtype.value),
-        autocast=getattr(torch, config.runtime.autocast.value) if config.runtime.autocast else None,
-        codec=config.runtime.codec.value,
-        gradient_codec=config.runtime.gradient_codec.value if config.runtime.gradient_codec else None,
-        compile=config.runtime.compile,
-        tf32=config.runtime.tf32,
-        cudnn_benchmark=config.runtime.cudnn_benchmark,
-        deterministic=config.runtime.deterministic,
-        channels_last=config.runtime.channels_last,
-    )
+    dtype, autocast = getattr(torch, config.dtype), config.runtime.autocast
+    lowered = getattr(torch, autocast, autocast) if isinstance(autocast, str) else autocast
+    return config.build(Precision, dtype=dtype, autocast=lowered)
 
 
 def build_model(config: RunConfig, *, unties: bool = True) -> nn.Module:
@@ -128,8 +117,8 @@ def build_model_on_meta(config: RunConfig) -> nn.Module:
     _expect(isinstance(model, nn.Module), "model", config.model, model, "a torch.nn.Module")
     if not is_lazy_model(model):
         raise ConfigError(
-            f"runtime.lazy=true builds the model on torch.device('meta'), but {config.model['_target_']} makes its "
-            "tensors elsewhere, or has none; use runtime.lazy=false"
+            f"runtime.meta_init=true builds the model on torch.device('meta'), but {config.model['_target_']} has no "
+            "tensors, or some that are not on meta; use runtime.meta_init=false"
         )
     return model  # type: ignore[no-any-return]
 
@@ -137,8 +126,8 @@ def build_model_on_meta(config: RunConfig) -> nn.Module:
 def run_on_this_machine(run_dir: Path) -> RunConfig:
     """Return :func:`known_run`, to compute on the CPU where there is no GPU: weights outlive the machine."""
     config = known_run(run_dir)
-    if config.runtime.device is Device.cuda and not torch.cuda.is_available():
-        config.runtime.device = Device.cpu
+    if config.runtime.device == "cuda" and not torch.cuda.is_available():
+        config.runtime.device = "cpu"
         note = "has runtime.device=cuda, but torch finds no CUDA device here; computing on the CPU"
         tell(sys.stderr, f"adl-dist: {run_dir} {note}\n")
     return config
@@ -215,7 +204,7 @@ def monitoring(config: RunConfig) -> Monitoring:
         one if isinstance(one, str) and "." not in one else _listed(f"runtime.loggers[{number}]", one)
         for number, one in enumerate(config.runtime.loggers)
     ]
-    return replace(config.runtime.monitoring, loggers=loggers)
+    return replace(config.monitoring, loggers=loggers)
 
 
 def _listed(name: str, node: Any) -> Any:
@@ -245,7 +234,7 @@ def check_targets(config: RunConfig) -> None:
     if config.data.get("sampler") is not None:
         _named("data.sampler", config.data["sampler"])
     callbacks(config)
-    outputs = Outputs(config.runtime.checkpoints, monitoring(config))
+    outputs = Outputs(config.build(CheckpointPolicy), monitoring(config))
     spec = train_spec(config)
     outputs.check(config.run_dir, config.resume, spec, is_distributed=config.runtime.processes)
     make = spec.optimizer

@@ -49,7 +49,7 @@ def read_units(config: RunConfig, model: nn.Module, *, keeps: str | None) -> Cha
     assert samples is not None
     batches = [batch for pair in samples.readings for batch in pair]
     model = in_dtype(model, loader.precision.dtype)
-    return Chain(model, batches, granularity=config.partition.chosen().granularity, keeps_ties=keeps)
+    return Chain(model, batches, granularity=config.partition.granularity, keeps_ties=keeps)
 
 
 def chosen_sizes(chain: Chain, num_stages: int, balance: str | Sequence[int] | Sequence[str]) -> list[int]:

@@ -1,232 +1,103 @@
-"""What a run's configuration may hold: names, types, ranges. Checked once, here, before anything starts."""
+"""The configuration of a run: its groups of settings, checked before anything starts."""
 
-import enum
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields, replace
+from types import SimpleNamespace
+from typing import Any, Literal, TypeVar
 
 from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.distributed.affinity import default_threads
 from adl_dist.errors import ConfigError
-from adl_dist.links import text_of_links
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.schedule import Method, Pipeline
-from adl_dist.schedule.run_plan import check_lengths, micro_batch_size_of
+from adl_dist.schedule.run_plan import micro_batch_size_of
+from adl_dist.settings import check_settings, made_from, setting, settings_of
+from adl_dist.stage_options import GradientPolicy, PrecisionSettings
 from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
 
-MOST_THREADS = 1024  # per process; torch ends without a message if there are very many
 LARGEST_SEED = 2**63 - 1  # the largest that torch takes
 
-# Choices, by which OmegaConf refuses all others. What each means is in conf/.
-Device = enum.Enum("Device", {"cpu": "cpu", "cuda": "cuda"})
-Dtype = enum.Enum("Dtype", {"float32": "float32", "float64": "float64"})
-NarrowDtype = enum.Enum("NarrowDtype", {"bfloat16": "bfloat16"})  # keeps float32's range, so no loss scale is needed
-Codec = enum.Enum("Codec", {"none": "none", "bf16": "bf16", "int8": "int8", "int4": "int4"})
-NonFinite = enum.Enum("NonFinite", {"stop": "stop", "skip": "skip"})
-Granularity = enum.Enum("Granularity", {"layer": "layer", "block": "block"})
+T = TypeVar("T")
 
 
-# Not frozen: OmegaConf makes a nested frozen dataclass read-only, and Hydra cannot compose a group over it.
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """The number of stages, which a Trainer takes by itself."""
+
+    num_stages: int = setting(2, "K, the number of stages", least=1)
 
 
-@dataclass(kw_only=True)
-class MethodConfig:
-    """``method.*``; see :class:`adl_dist.schedule.Method`. None: what the method's row says."""
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Length and measures of a training."""
 
-    name: str = "adl"
-    accumulation_steps: int | None = None
-    weights: str | None = None
-    delay: Any = None
-    max_staleness: float | None = None
-    split_backward: bool = False
-    max_deferred: int = 2
-    stages_per_process: int = 2
-    gradient_shrink: float = 1.0
-    order: str = "forward_first"
-    reduction: str = "mean"
-    lr_index: str = "update"
-    lr_factors: list[float] | None = None
-    recompute: str = "never"
-    activation_queue: Any = 1
-    gradient_queue: Any = 1
-    head: str = "mlp_sr"
-    head_layers: int = 0
-    head_width: int | None = None
-    head_sees_target: bool = False
-    head_delay: int = 2
-    head_lr_factor: float = 1.0
-    mitigation: Any = None
-    flush_epochs: int = 0
-    discount_power: float = 0.5
-    discount_updates: int | None = None
-    predict_horizon: str = "linear"
-    predict_from: str = "displacement"
-    nesterov_gamma: float = 0.99
-    error_feedback_coefficient: float = 1.0
-    error_feedback_lag: int | None = None
-    delay_compensation_lambda: float = 0.04
-
-    def chosen(self) -> Method:
-        """Return the method itself, checked."""
-        return Method(**vars(self))
+    batch_size: int = setting(64, "samples of one update; a micro-batch holds floor(batch_size / M)", least=1)
+    epochs: int = setting(20, "passes over the training data", least=1)
+    max_updates: int | None = setting(None, "stop after so many updates, if that comes first", least=1)
+    metrics: Sequence[str] = setting(
+        (), "besides loss and accuracy: top5, perplexity, or a callable my.module.name of (output, target)"
+    )
+    ema: float | None = setting(None, "decay of a moving average of the weights, like 0.999; docs/checkpoints.md")
 
 
-@dataclass(kw_only=True)
-class PartitionConfig:
-    """``partition.*``."""
+@dataclass(frozen=True, kw_only=True)
+class CommandOptions:
+    """Settings of the command line only."""
 
-    num_stages: int = 2
-    balance: Any = "flops"
-    granularity: Granularity = Granularity.layer
-    speeds: list[float] | None = None
-    links: Any = None  # a command line has [100mbit,50ms] or a list of such, because commas there make a sweep
-    verify: bool = True
-    tied: str = "share"
-
-    def chosen(self) -> PartitionSpec:
-        """Return the value that the trainer takes, checked."""
-        return PartitionSpec(
-            balance=self.balance,
-            granularity=self.granularity.value,
-            speeds=self.speeds,
-            links=text_of_links(self.links),
-            verify=self.verify,
-            tied=self.tied,
-        )
+    meta_init: bool = setting(
+        False, "each process makes or reads the weights of its own stages only; docs/large-models.md"
+    )
+    max_restarts: int = setting(0, "how often a run whose process died is started again by itself", least=0)
 
 
-@dataclass(kw_only=True)
-class TrainConfig:
-    """``train.*``."""
-
-    batch_size: int = 128
-    epochs: int = 10
-    max_updates: int | None = None
-    clip_norm: float | None = None
-    non_finite: NonFinite = NonFinite.stop
-    max_skipped: int = 10
-    metrics: list[str] = field(default_factory=list)
-    ema: float | None = None
-
-    def __post_init__(self) -> None:
-        _at_least("train.batch_size", self.batch_size, 1)
-        check_lengths(epochs=self.epochs, max_updates=self.max_updates)
-
-
-@dataclass(kw_only=True)
-class RuntimeConfig:
-    """``runtime.*``. The trainer takes the properties' values, which check these."""
-
-    processes: bool = True
-    device: Device = Device.cpu
-    threads: int | None = None
-    bind_cores: bool = True
-    lazy: bool = False
-    channels_last: bool | None = None
-    autocast: NarrowDtype | None = None
-    codec: Codec = Codec.none
-    gradient_codec: Codec | None = None
-    compile: bool = False
-    tf32: bool = False
-    cudnn_benchmark: bool = False
-    deterministic: bool = False
-    timeout_seconds: float = 300.0
-    stall_seconds: float = 60.0
-    abort_seconds: int | float | str | None = "auto"
-    max_restarts: int = 0
-    checkpoint_every_epochs: int = 1
-    checkpoint_every_updates: int | None = None
-    keep_checkpoints: int = 2
-    keep_best: bool = False
-    best_metric: str | None = None
-    best_is: str | None = None
-    async_save: bool = True
-    tensorboard: bool = True
-    loggers: list[Any] = field(default_factory=list)
-    trace: bool = False
-    report: bool = True
-    memory: bool = False
-    stage_records_every: int = 10
-    peak_tflops: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.threads is not None:
-            _at_least("runtime.threads", self.threads, 1)
-            if self.threads > MOST_THREADS:
-                raise ConfigError(f"runtime.threads must be at most {MOST_THREADS}, got {self.threads}")
-        _at_least("runtime.max_restarts", self.max_restarts, 0)
-        _ = self.timeouts, self.checkpoints, self.process_options, self.monitoring
-
-    @property
-    def monitoring(self) -> Monitoring:
-        """What is recorded; loggers of the user's own are yet to be made."""
-        return Monitoring(
-            tensorboard=self.tensorboard,
-            loggers=[one for one in self.loggers if isinstance(one, str) and "." not in one],
-            trace=self.trace,
-            report=self.report,
-            memory=self.memory,
-            stage_records_every=self.stage_records_every,
-            peak_tflops=self.peak_tflops,
-        )
-
-    @property
-    def timeouts(self) -> WatchdogTimeouts:
-        """How long the job may stand still."""
-        # No process of a command is the user's own.
-        chosen = WatchdogTimeouts(stall_seconds=self.stall_seconds, abort_seconds=self.abort_seconds)
-        return replace(chosen, abort_seconds=chosen.abort_after(distributed=True))
-
-    @property
-    def checkpoints(self) -> CheckpointPolicy:
-        """When to save, what to keep."""
-        return CheckpointPolicy(
-            every_epochs=self.checkpoint_every_epochs,
-            every_updates=self.checkpoint_every_updates,
-            keep=self.keep_checkpoints,
-            keep_best=self.keep_best,
-            best_metric=self.best_metric,
-            best_is=self.best_is,
-            background=self.async_save,
-        )
-
-    @property
-    def process_options(self) -> ProcessOptions:
-        """How the stages are run."""
-        return ProcessOptions(
-            one_per_stage=self.processes,
-            device=self.device.value,
-            threads=self.threads,
-            bind_cores=self.bind_cores,
-            timeout_seconds=self.timeout_seconds,
-        )
+# The dataclasses that declare the keys of each group.
+GROUPS: dict[str, tuple[type, ...]] = {
+    "method": (Method,),
+    "partition": (Stages, PartitionSpec),
+    "train": (Training, GradientPolicy),
+    "runtime": (ProcessOptions, CommandOptions, PrecisionSettings, WatchdogTimeouts, CheckpointPolicy, Monitoring),
+}
+# Nodes that name a callable by _target_ and hold its arguments, checked against its signature.
+OPEN_NODES = ("model", "data", "optimizer", "lr_schedule", "loss")
 
 
 @dataclass(kw_only=True)
 class RunConfig:
-    """One run. The open nodes name a callable (``_target_``) and its arguments, checked against its signature."""
+    """One run: ``partition``, ``train`` and ``runtime`` hold plain values, by the last part of their keys."""
 
-    method: MethodConfig = field(default_factory=MethodConfig)
-    partition: PartitionConfig = field(default_factory=PartitionConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    method: Method
+    partition: SimpleNamespace
+    train: SimpleNamespace
+    runtime: SimpleNamespace
     model: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
     lr_schedule: dict[str, Any] = field(default_factory=dict)
     loss: dict[str, Any] = field(default_factory=dict)
-    callbacks: list[Any] = field(default_factory=list)
-    seed: int = 0
-    dtype: Dtype = Dtype.float32
-    init_from: str | None = None
-    run_dir: str | None = None
-    resume: str = "auto"
+    callbacks: Sequence[Any] = setting(
+        (), "code of yours that a run calls, like [{_target_: adl_dist.EarlyStopping, patience: 3}]; docs/hooks.md"
+    )
+    seed: int = setting(0, "seed of weights, data order, augmentation and dropout", least=0, most=LARGEST_SEED)
+    dtype: Literal["float32", "float64"] = setting("float32", "of parameters and inputs: float32 | float64")
+    init_from: str | None = setting(
+        None, "weights to start from: a state_dict (.pt), a .safetensors file or folder, or a checkpoint"
+    )
+    run_dir: str | None = setting(None, "folder of the run; null: runs/DATA-MODEL-METHOD-kK-mM-seedS")
+    resume: str = setting("auto", "auto: continue run_dir's newest checkpoint | never | path of a checkpoint")
 
     def __post_init__(self) -> None:
-        _at_least("seed", self.seed, 0)
-        if self.seed > LARGEST_SEED:
-            raise ConfigError(f"seed must be at most {LARGEST_SEED} (2**63 - 1), got {self.seed}")
+        check_settings(self, "")
         if self.run_dir == "":
             raise ConfigError("run_dir is empty; name a folder, like run_dir=runs/NAME, or omit it")
+        self._check_loader()
+        self.build(GradientPolicy).check(self.pipeline)
+        for cls in (Stages, Training, PartitionSpec, CommandOptions):
+            check_settings(self.build(cls), next(group for group, classes in GROUPS.items() if cls in classes))
+        _ = self.timeouts, self.build(CheckpointPolicy), self.build(ProcessOptions), self.monitoring
+        micro_batch_size_of(self.train.batch_size, self.method.micro_batches_per_update)
+
+    def _check_loader(self) -> None:
+        """Check the settings of the data loader, which share a node with the arguments of the dataset."""
         shuffle, num_workers = self.data.get("shuffle", True), self.data.get("num_workers", 0)
         if type(shuffle) is not bool:
             raise ConfigError(f"data.shuffle must be true or false, got {shuffle!r}")
@@ -235,20 +106,84 @@ class RunConfig:
         per_epoch = self.data.get("samples_per_epoch")
         if per_epoch is not None and (type(per_epoch) is not int or per_epoch < 1):
             raise ConfigError(f"data.samples_per_epoch must be a whole number of at least 1, got {per_epoch!r}")
-        self.partition.chosen()
-        micro_batch_size_of(self.train.batch_size, self.pipeline.micro_batches_per_update)
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> "RunConfig":
+        """Return the configuration with these plain values; a missing one has its default.
+
+        Raises:
+            ConfigError: If a key is unknown, or a value has another type or is out of range.
+        """
+        known = {f.name for f in fields(cls)}
+        for key in plain:
+            if key not in known:
+                raise ConfigError(f"there is no key '{key}'")
+        values = {**plain, **{name: _group(name, plain.get(name, {})) for name in GROUPS}}
+        for name in OPEN_NODES:
+            if not isinstance(values.get(name, {}), dict):
+                raise ConfigError(f"{name}={values[name]!r}: expected settings, like {name}._target_=my.module.make")
+        return cls(**values | {"method": made_from(Method, vars(values["method"]))})
+
+    def build(self, cls: type[T], **others: Any) -> T:
+        """Return a ``cls`` with its values in this configuration; ``others`` by name."""
+        group = next(name for name, classes in GROUPS.items() if any(issubclass(cls, one) for one in classes))
+        return made_from(cls, vars(getattr(self, group)), **others)
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The plain values, for ``config.yaml``: of the method those keys that mean something to it."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values |= {name: dict(vars(values[name])) for name in GROUPS if name != "method"}
+        plain: dict[str, Any] = _lists(values | {"method": self.method.settings})
+        return plain
 
     @property
     def pipeline(self) -> Pipeline:
         """The method and K."""
-        return Pipeline(self.method.chosen(), self.partition.num_stages)
+        return Pipeline(self.method, self.partition.num_stages)
 
     @property
     def threads(self) -> int:
         """The threads of each process."""
-        return self.runtime.threads or default_threads(self.pipeline.num_processes)
+        return int(self.runtime.threads or default_threads(self.pipeline.num_processes))
+
+    @property
+    def timeouts(self) -> WatchdogTimeouts:
+        """The longest standstill of a job; no process of a command is the user's own."""
+        chosen = self.build(WatchdogTimeouts)
+        return replace(chosen, abort_seconds=chosen.abort_after(distributed=True))
+
+    @property
+    def monitoring(self) -> Monitoring:
+        """The records of the run, without the user's own loggers, which are still to be made."""
+        known = [one for one in self.runtime.loggers if isinstance(one, str) and "." not in one]
+        return self.build(Monitoring, loggers=known)
 
 
-def _at_least(name: str, value: int, smallest: int) -> None:
-    if value < smallest:
-        raise ConfigError(f"{name} must be at least {smallest}, got {value}")
+def keys_of(group: str) -> dict[str, Field[Any]]:
+    """Return the settings of a group by the last part of their keys; of ``""`` those that belong to none."""
+    classes = GROUPS[group] if group else (RunConfig,)
+    return {key: f for cls in classes for key, f in settings_of(cls).items()}
+
+
+def defaults() -> dict[str, Any]:
+    """Return the default of every key, as Hydra composes them."""
+    plain: dict[str, Any] = {group: {key: f.default for key, f in keys_of(group).items()} for group in GROUPS}
+    plain |= {node: {} for node in OPEN_NODES} | {key: f.default for key, f in keys_of("").items()}
+    return {key: _lists(value) for key, value in plain.items()}
+
+
+def _group(name: str, given: Any) -> SimpleNamespace:
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{name}={given!r}: expected settings, like {name}.{next(iter(keys_of(name)))}=VALUE")
+    for key in given:
+        if key not in keys_of(name):
+            raise ConfigError(f"there is no key '{name}.{key}'")
+    return SimpleNamespace(**{key: given.get(key, f.default) for key, f in keys_of(name).items()})
+
+
+def _lists(value: Any) -> Any:
+    """Return nested values with lists in place of tuples."""
+    if isinstance(value, Mapping):
+        return {key: _lists(one) for key, one in value.items()}
+    return [_lists(one) for one in value] if isinstance(value, list | tuple) else value

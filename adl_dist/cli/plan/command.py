@@ -126,7 +126,7 @@ def _cut(question: Question, machine: Machine, chain: Chain, K: int) -> dict[str
     config = question.config.partition
     balance, speeds = config.balance, config.speeds
     if speeds is not None and len(speeds) != K:
-        raise ConfigError(f"partition.speeds={speeds} has {len(speeds)} numbers, but there are {K} stages")
+        raise ConfigError(f"partition.device_speeds={speeds} has {len(speeds)} numbers, but there are {K} stages")
     is_given = isinstance(balance, list) and config.num_stages == K  # else the question is which is best
     sizes = checked_sizes(chain, K, balance) if is_given else None
     return {"machine": replace(machine, speeds=speeds), "sizes": sizes}

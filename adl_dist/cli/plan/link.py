@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from adl_dist.cli.config.schema import Device
 from adl_dist.cli.subprocesses import Child, ChildFailed, run_together
 from adl_dist.distributed.network import GLOO, loopback
 from adl_dist.distributed.parent_process import end_with_launcher
@@ -25,7 +24,7 @@ SECONDS = 60.0  # after which the measurement is given up
 GPU_LINK = {"bandwidth": 12e9, "latency": 1e-5, "shares_link": True}
 
 
-def link_figures(device: Device) -> dict[str, Any]:
+def link_figures(device: str) -> dict[str, Any]:
     """Return the keyword arguments of a :class:`Machine` whose links join such devices.
 
     On CPUs two processes of this machine measure it, which takes a few seconds, mostly to start them.
@@ -33,7 +32,7 @@ def link_figures(device: Device) -> dict[str, Any]:
     Raises:
         ChannelError: they did not finish.
     """
-    if device is Device.cuda:
+    if device == "cuda":
         return GPU_LINK
     with tempfile.TemporaryDirectory(prefix="adl-dist-link-") as name:
         folder = Path(name)

@@ -60,7 +60,7 @@ class Profiler:
         self._config, self._shape, self._kept_in, self._quiet = config, shape, kept_in, quiet
         self._load: list[int] = []  # process ids
         self._is_loaded = False
-        self.device = torch.device(config.runtime.device.value)
+        self.device = torch.device(config.runtime.device)
         tune_malloc()  # as training does
         self.spec = instantiate.train_spec(config)
         precision = self.spec.precision

@@ -11,19 +11,19 @@ import torch
 
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import Parser, compose_run, method_named
-from adl_dist.cli.config.schema import Device, RunConfig
+from adl_dist.cli.config.schema import RunConfig
 from adl_dist.cli.plan.link import link_figures
 from adl_dist.codecs import PLAIN
 from adl_dist.distributed.affinity import default_threads, num_cores
 from adl_dist.distributed.device import check_device
 from adl_dist.errors import ChannelError, ConfigError
-from adl_dist.links import LINKS, Links, parse_links
+from adl_dist.links import LINKS, Links, parse_links, text_of_links
 from adl_dist.partition import Machine
 from adl_dist.report.files import check_out
 from adl_dist.report.warning import warn
 from adl_dist.schedule import Method
-from adl_dist.schedule.methods import WAS_REMOVED
 from adl_dist.schedule.run_plan import micro_batch_size_of
+from adl_dist.settings import WAS_REMOVED
 from adl_dist.training.partitioned_model import device_memory
 from adl_dist.transport.coding_speed import coding_costs
 
@@ -61,9 +61,9 @@ def asked(words: list[str]) -> Question:
     flags = _flags(words)
     config, _ = compose_run(flags.overrides)
     instantiate.check_targets(config)
-    check_device(config.runtime.device.value)
+    check_device(config.runtime.device)
     _check(flags)
-    chosen = config.method.chosen()
+    chosen = config.method
     num_devices = flags.devices or (torch.cuda.device_count() if _on_gpu(config) else num_cores())
     powers = [2**i for i in range(1, 8) if 2**i <= num_devices]
     stages = list(dict.fromkeys(flags.stages or sorted({*powers, config.partition.num_stages} - {1}) or [2]))
@@ -75,8 +75,8 @@ def asked(words: list[str]) -> Question:
         methods=[method_named(name, config, flag="--methods") for name in dict.fromkeys(names)],
         stages=stages,
         num_devices=num_devices,
-        granularity=config.partition.granularity.value if config.partition.granularity else "layer",
-        links=flags.links or described(config.partition.chosen().links),
+        granularity=config.partition.granularity,
+        links=flags.links or described(text_of_links(config.partition.links)),
     )
     if question.links is not None:
         for K in stages:
@@ -86,7 +86,7 @@ def asked(words: list[str]) -> Question:
 
 
 def _on_gpu(config: RunConfig) -> bool:
-    return config.runtime.device is Device.cuda
+    return str(config.runtime.device) == "cuda"
 
 
 def _flags(words: list[str]) -> argparse.Namespace:
@@ -169,10 +169,10 @@ def machine_of(question: Question) -> Machine:
     """Return the devices and links, as described or, between CPUs, measured."""
     flags, device = question.flags, question.config.runtime.device
     link = _link_of(question)
-    memory = device_memory(torch.device(device.value)) if flags.memory is None else flags.memory
+    memory = device_memory(torch.device(device)) if flags.memory is None else flags.memory
     codecs = instantiate.precision(question.config).codecs
     are_coded = question.links is not None or codecs != PLAIN
-    coding = coding_costs(torch.device(device.value), threads=question.threads) if are_coded else {}
+    coding = coding_costs(torch.device(device), threads=question.threads) if are_coded else {}
     return Machine(memory_bytes=memory, codecs=codecs, coding=coding, **link)
 
 

@@ -23,7 +23,7 @@ from adl_dist.checkpoint.run_dir import RunFolder, lock, make_folder
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import config_folder, readable
 from adl_dist.cli.config.reading import chosen_sizes, read_units
-from adl_dist.cli.config.schema import Device, RunConfig
+from adl_dist.cli.config.schema import RunConfig
 from adl_dist.cli.subprocesses import POLL_SECONDS, Child, end_all, how_it_ended, start
 from adl_dist.cli.sweep.request import Job, Sweep, naming
 from adl_dist.distributed.affinity import num_cores
@@ -78,7 +78,7 @@ def _check(sweep: Sweep) -> None:
             cases.add(case)
             instantiate.check_targets(config)
             if not sweep.launcher:  # which GPUs there are elsewhere is not known here
-                check_device(config.runtime.device.value)
+                check_device(config.runtime.device)
             _check_cut(config, has_data=not sweep.launcher)
 
 
@@ -88,8 +88,8 @@ def _check_cut(config: RunConfig, *, has_data: bool) -> None:
     Raises:
         PartitionError, DataError, ConfigError: it cannot be cut there, or cannot be read.
     """
-    num_stages, balance = config.partition.num_stages, config.partition.chosen().balance
-    model = instantiate.described_model(config) if config.runtime.lazy else instantiate.build_model(config)
+    num_stages, balance = config.partition.num_stages, config.partition.balance
+    model = instantiate.described_model(config) if config.runtime.meta_init else instantiate.build_model(config)
     if (num_stages == 1 and isinstance(balance, str)) or not has_data:
         return
     chosen_sizes(read_units(config, model, keeps=keeps_ties(config.pipeline.method)), num_stages, balance)
@@ -177,7 +177,7 @@ def _has_room(running: Sequence[RunConfig], config: RunConfig, at_once: int | No
     if not running:
         return True
     together = [*running, config]
-    if any(one.runtime.device is Device.cuda for one in together):
+    if any(one.runtime.device == "cuda" for one in together):
         return False
     return num_cores() >= sum(c.threads * (c.pipeline.num_processes if c.runtime.processes else 1) for c in together)
 

@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # as other sweepers of Hydra do
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from adl_dist.cli.config import compose
-from adl_dist.cli.config.compose import Plain, SweepConfig, parse
+from adl_dist.cli.config.compose import Plain, parse
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.distributed.world import launched_world_size
 from adl_dist.errors import AdlError, ConfigError
@@ -77,13 +77,9 @@ def requested(arguments: Sequence[str]) -> Sweep | tuple[RunConfig, Plain]:
         return compose.checked(composed, overrides)
     if launched_world_size() is not None:
         raise ConfigError("several runs are processes of their own; start adl-dist train --multirun without torchrun")
-    try:
-        config = OmegaConf.to_object(composed.sweep)
-    except OmegaConfBaseException as error:
-        raise ConfigError(compose.readable(error, overrides)) from error
-    assert isinstance(config, SweepConfig)
-    if config.jobs is not None and config.jobs < 1:
-        raise ConfigError(f"sweep.jobs must be at least 1, got {config.jobs}")
+    sweep: Any = OmegaConf.to_container(composed.sweep)
+    if sweep["jobs"] is not None and (type(sweep["jobs"]) is not int or sweep["jobs"] < 1):
+        raise ConfigError(f"sweep.jobs must be a whole number of at least 1, or null, got {sweep['jobs']!r}")
     typed = set(keys_of.values())
     params = [f"{k}={v}" for k, v in (composed.hydra.sweeper.params or {}).items() if k not in typed]
     swept = [*params, *(override for override in overrides if override not in single)]
@@ -92,7 +88,7 @@ def requested(arguments: Sequence[str]) -> Sweep | tuple[RunConfig, Plain]:
     nodes = [compose.named(node, composed, choices) for node in ("data", "model") if node not in keys]
     run_dir = Path(composed.run_dir or f"runs/{'-'.join([choices.experiment or 'sweep', *nodes])}")
     jobs: dict[Path, Job] = {}
-    for label, variant in (config.variants or {"": []}).items():
+    for label, variant in (sweep["variants"] or {"": []}).items():
         for values in _product(label, variant, swept, fixed=(typed | keys) - {STAGES}):
             job = _job(run_dir, label, [*common, "hydra.mode=RUN", *variant], values, command)
             if job.folder in jobs:
@@ -102,7 +98,7 @@ def requested(arguments: Sequence[str]) -> Sweep | tuple[RunConfig, Plain]:
     return Sweep(
         jobs=sorted(jobs.values(), key=lambda job: seeds.index(job.config.seed)),
         run_dir=run_dir,
-        side_by_side=config.jobs,
+        side_by_side=sweep["jobs"],
         launcher=[] if choices["hydra/launcher"] == OWN_LAUNCHER else launcher,
         command=command,
     )
@@ -128,7 +124,7 @@ def _job(run_dir: Path, label: str, overrides: Sequence[str], values: Sequence[s
     row = [label, *(value for value in values if _key(value) not in (STAGES, SEED))]
     with naming(", ".join(filter(None, row)) or command):
         config, plain = compose.compose_run([*overrides, *values])
-    method = config.method.chosen()
+    method = config.method
     short = [text.removeprefix("method=").replace("method.accumulation_steps=", "M").lstrip("+") for text in row]
     names = [re.sub(r"[^\w.+-]+", "-", text.replace("=", "")).strip("-.") for text in short]
     name = "-".join(filter(None, names)) or f"{method.name}-M{method.micro_batches_per_update}"

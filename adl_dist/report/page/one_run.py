@@ -34,6 +34,7 @@ from adl_dist.report.runs import method_label
 from adl_dist.report.tables import counted
 from adl_dist.schedule import figures
 from adl_dist.schedule.actions import Op
+from adl_dist.settings import renamed
 
 MOST_ENTRIES = 30  # of the logs, the newest
 LONGEST_ENTRY = 4000  # characters
@@ -143,18 +144,20 @@ def value_text(name: str, value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-def _best_is(run: Recorded, name: str) -> str | None:
-    """Return whether the highest or the lowest value of a metric is the best; None: it is not known."""
+def _best_mode(run: Recorded, name: str) -> str | None:
+    """Return whether a metric is best at its max or min, or None if that is unknown."""
     runtime = run.config.get("runtime")
-    if isinstance(runtime, Mapping) and runtime.get("best_metric") == name and runtime.get("best_is") is not None:
-        return str(runtime["best_is"])
+    if isinstance(runtime, Mapping) and runtime.get("best_metric") == name:
+        mode = renamed({f"runtime.{key}": value for key, value in runtime.items()}).get("runtime.best_mode")
+        if mode is not None:
+            return str(mode)
     return KNOWN.get(name) or (LOWEST if falls(name) else None)
 
 
-def _best(values: Sequence[float], best_is: str | None) -> float | None:
-    if best_is is None:
+def _best(values: Sequence[float], best_mode: str | None) -> float | None:
+    if best_mode is None:
         return None
-    return min(values, default=None) if best_is == LOWEST else max(values, default=None)
+    return min(values, default=None) if best_mode == LOWEST else max(values, default=None)
 
 
 def _results(run: Recorded) -> Sequence[Html]:
@@ -173,7 +176,7 @@ def _results(run: Recorded) -> Sequence[Html]:
     for name, value in summary.items():
         if name.startswith("validation_"):
             curve = [p.value for p in run.curves.get(name.replace("_", "/", 1), ()) if p.value == p.value]
-            best = _best(curve, _best_is(run, name))
+            best = _best(curve, _best_mode(run, name))
             rows.append(
                 [name.replace("_", " "), value_text(name, value), "" if best is None else value_text(name, best)]
             )
@@ -296,7 +299,7 @@ def _memory(run: Recorded) -> Sequence[Html]:
         rows.append([one["stage"] if is_alone else f"{one['rank']} (stages {_listed(one['stages'])})", *cells])
     parts = [table(rows, text_columns=range(1, 1 + len(columns)))]
     if "peak_tensor_bytes" not in columns:
-        parts.append(missing("the bytes of tensors alone; set runtime.memory=true."))
+        parts.append(missing("the bytes of tensors alone; set runtime.profile_memory=true."))
     return parts
 
 

@@ -17,7 +17,7 @@ from adl_dist.report.recorder import METRICS
 from adl_dist.report.runs import read_json, status_of
 from adl_dist.report.timeline import Timeline
 from adl_dist.schedule import Pipeline, method
-from adl_dist.schedule.methods import REMOVED_OPTIONS
+from adl_dist.settings import REMOVED_OPTIONS
 
 T = TypeVar("T")
 

@@ -70,7 +70,7 @@ class Trial:
         if self.is_lazy and spec.precision.autocast is not None:
             raise ConfigError(
                 "runtime.autocast changes what travels between stages, and that is not known of a model on meta; build "
-                "the model with its weights (runtime.lazy=false), or use no autocast"
+                "the model with its weights (runtime.meta_init=false), or use no autocast"
             )
         self.verify_seconds: float | None = None
         num_bytes = sum(tensor.nbytes for tensor in model.parameters())

@@ -1,4 +1,4 @@
-"""``adl-dist race``: who shares runs with whom, devices, what is kept, the table, and what is refused."""
+"""``python -m benchmarks.race``: who shares runs with whom, devices, what is kept, the table, and what is refused."""
 
 import contextlib
 import json
@@ -17,21 +17,22 @@ from adl_dist.baselines.loop import of_first
 from adl_dist.cli.bench.entries import Cut, ModelSurvey
 from adl_dist.cli.bench.runner import Measured
 from adl_dist.cli.config.compose import compose_run
-from adl_dist.cli.race import replicas
-from adl_dist.cli.race.contenders import NAMES, REPLICATED, contenders
-from adl_dist.cli.race.devices import CGROUPS, devices, place, quotas
-from adl_dist.cli.race.link import read_link
-from adl_dist.cli.race.report import draw, report, rows
-from adl_dist.cli.race.seconds import Timings, key_of
-from adl_dist.cli.race.settle import settled_cut, settled_delays
-from adl_dist.cli.race.updates import Found, Race, Target, find_updates, read_target
 from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
 from adl_dist.errors import ConfigError
 from adl_dist.partition.costs import Profile, UnitCost
-from adl_dist.partition.predict import predict
 from adl_dist.schedule import Method
+from adl_dist.training.options import PartitionSpec
 from adl_dist.transport.spec import TensorSpec
-from tests.cli.test_links import needs_namespaces
+from benchmarks.race import replicas
+from benchmarks.race.__main__ import race
+from benchmarks.race.contenders import NAMES, REPLICATED, contenders
+from benchmarks.race.devices import devices, quotas
+from benchmarks.race.link import read_link
+from benchmarks.race.report import draw, report, rows
+from benchmarks.race.seconds import Timings, key_of
+from benchmarks.race.settle import settled_cut, settled_delays
+from benchmarks.race.updates import Found, Race, Target, find_updates, read_target
+from tests.race.test_links import needs_namespaces
 from tests.support.commands import in_process, shows, words
 from tests.support.ranks import run_ranks
 
@@ -72,19 +73,23 @@ def test_a_race_cuts_for_its_slowest_link_and_its_devices(monkeypatch, tmp_path)
     cut_for = []
 
     def apart(_, config, able):
-        config.partition.chosen()  # refuses what does not fit together
-        cut_for.append((config.partition.links, config.partition.speeds, config.partition.balance))
+        config.build(PartitionSpec)  # refuses what does not fit together
+        cut_for.append((config.partition.links, config.partition.device_speeds, config.partition.balance))
         found = Cut(sizes=[1, 2], begins=["second"], act_bytes=[8], grad_bytes=[8])
         facts = {"target": TensorSpec((), "int64"), "exchanged_bytes": {}, "predicted": {}}
         return ModelSurvey(cuts={2: found}, granularity="block", channels_last=False, **facts)
 
-    monkeypatch.setattr("adl_dist.cli.race.settle.apart", apart)
+    monkeypatch.setattr("benchmarks.race.settle.apart", apart)
     links, on = [read_link(text) for text in ("100mbit", "50mbit", "50mbit,20ms", "1gbit,80ms")], devices(4, [0, 1])[0]
-    for own, given in (([], links), ([], links[:1]), (["partition.links=1gbit", "partition.speeds=[1,2]"], links)):
+    for own, given in (
+        ([], links),
+        ([], links[:1]),
+        (["partition.links=1gbit", "partition.device_speeds=[1,2]"], links),
+    ):
         folder = tmp_path / str(len(own))
         folder.mkdir(exist_ok=True)
         cut, _ = settled_cut(folder, ["partition.balance=auto", *own], [], given, on)
-        settled = compose_run(["partition.balance=auto", *own, *cut])[0].partition.chosen()
+        settled = compose_run(["partition.balance=auto", *own, *cut])[0].build(PartitionSpec)
         assert (settled.balance, settled.links, settled.speeds) == (["second"], None, None)
     assert cut_for == [
         ("50mbit,20ms", [0.5, 0.5], "auto"),
@@ -104,20 +109,7 @@ def race_of_three(tmp_path, on, rate="10gbit", name="adl"):
     return predicted[link.name][name]
 
 
-@pytest.mark.slow
-@needs_namespaces
-def test_devices_that_share_a_core_are_measured_at_work(tmp_path):
-    """Nothing of it stays: neither quotas nor the processes that were the other devices."""
-    before = {*CGROUPS.glob("**/adl-dist-*")}
-    assert 0 < race_of_three(tmp_path / "race", devices(3, [0, 1])) < 60
-    assert {*CGROUPS.glob("**/adl-dist-*")} <= before
-
-
-def _no_quotas(on):
-    raise ConfigError("cannot be set here")
-
-
-def test_a_race_predicts_with_the_pace_of_its_devices(tmp_path, monkeypatch):
+def test_a_race_predicts_with_the_share_and_the_link_of_its_devices(tmp_path, monkeypatch):
     """Units of 1 and 2 s, each message of 8 bytes; the middle of three stages has one link for two of them."""
     units = [UnitCost(name=f"u{n}", forward=1.0, backward=2.0, act_bytes=8, grad_bytes=8) for n in range(5)]
     known = Profile(of={"micro_batch_size": 32}, units=units, forward=5.0, backward=10.0, optimizer_copies=1.0)
@@ -127,44 +119,17 @@ def test_a_race_predicts_with_the_pace_of_its_devices(tmp_path, monkeypatch):
         with_load=lambda num, samples: contextlib.nullcontext(),
         profile=lambda size: known,
     )
-    monkeypatch.setattr("adl_dist.cli.race.settle.chosen_sizes", lambda chain, num_stages, balance: balance)
-    monkeypatch.setattr("adl_dist.cli.race.settle.Profiler", lambda config, **how: profiler)
+    monkeypatch.setattr("benchmarks.race.settle.chosen_sizes", lambda chain, num_stages, balance: balance)
+    monkeypatch.setattr("benchmarks.race.settle.Profiler", lambda config, **how: profiler)
     host = {"seconds_per_message": 0.0, "seconds_per_byte": 0.0}
-    monkeypatch.setattr("adl_dist.cli.race.settle.link_figures", lambda device: host)
-    monkeypatch.setattr("adl_dist.cli.race.settle.coding_costs", lambda device, threads: {})
-    paces = {}  # of the whole model, 15 s on a whole core
-    calls = {"_paces": lambda *_: paces}
-    monkeypatch.setattr("adl_dist.cli.race.settle.apart", lambda f, *given: calls.get(f.__name__, f)(*given))
-    monkeypatch.setattr("adl_dist.cli.race.settle.quotas", lambda on: contextlib.nullcontext([None] * len(on)))
-    whole = race_of_three(tmp_path / "whole", devices(3, [0, 1, 2]))
-    halves = race_of_three(tmp_path / "halves", devices(3, [0, 1]))
-    paces[32] = 37.5
-    measured = race_of_three(tmp_path / "measured", devices(3, [0, 1]))
-    assert [whole, halves, measured] == [pytest.approx(4 * seconds) for seconds in (6, 12, 15)]
-    alone = race_of_three(tmp_path / "alone", devices(3, [0, 1]), name="bp")
-    assert alone == pytest.approx(4 * 30), "nothing else works then: half of a core is half as fast"
-    slow = race_of_three(tmp_path / "slow", devices(3, [0, 1, 2]), "0.008kbit")
+    monkeypatch.setattr("benchmarks.race.settle.link_figures", lambda device: host)
+    monkeypatch.setattr("benchmarks.race.settle.coding_costs", lambda device, threads: {})
+    monkeypatch.setattr("benchmarks.race.settle.apart", lambda function, *given: function(*given))
+    whole, half = devices(3, [0, 1, 2])[0], devices(3, [0, 1])[0]
+    for name, on, seconds in (("adl", whole, 6), ("adl", half, 12), ("bp", half, 30)):
+        assert race_of_three(tmp_path / f"{name}-{on.share}", on, name=name) == pytest.approx(4 * seconds)
+    slow = race_of_three(tmp_path / "slow", whole, "0.008kbit")
     assert slow == pytest.approx(4 * 2 * 8), "two messages of 8 s"
-    machines = []
-    seen = lambda *given, machine, **how: machines.append(machine) or predict(*given, machine=machine, **how)  # noqa: E731
-    monkeypatch.setattr("adl_dist.cli.race.settle.predict", seen)
-    race_of_three(tmp_path / "far", devices(3, [0, 1, 2]), "100mbit,20ms")
-    assert [(m.bandwidth, m.latency, m.shares_link) for m in machines] == [(12.5e6, 0.01, True)]
-
-
-@pytest.mark.parametrize("share", [1, 0.5])
-def test_updates_are_found_where_no_quota_can_be_set(tmp_path, monkeypatch, share):
-    """Predictions then go by the share of a core; devices of whole cores need no quota."""
-    calls = []
-
-    def apart(function, *arguments):
-        calls.append((function.__name__, arguments[-1]))
-        return {"10gbit,0ms": [{"delays": [4, 2, 0], "seconds_per_update": 1.0}]}
-
-    monkeypatch.setattr("adl_dist.cli.race.settle.apart", apart)
-    monkeypatch.setattr("adl_dist.cli.race.settle.quotas", _no_quotas)
-    assert race_of_three(tmp_path / "race", devices(3, [0, 1] if share < 1 else [0, 1, 2])) == 1.0
-    assert calls == [("_predicted", {})]
 
 
 @pytest.mark.parametrize(
@@ -182,7 +147,7 @@ def test_devices_are_equal_shares_of_the_cores(num, cores, expected):
 
 def test_quotas_are_set_as_cgroups_of_version_2_take_them(tmp_path, monkeypatch):
     (tmp_path / "cgroup.controllers").write_text("cpu")
-    monkeypatch.setattr("adl_dist.cli.race.devices._remove", lambda group: None)  # files of a kernel need no deleting
+    monkeypatch.setattr("benchmarks.race.devices._remove", lambda group: None)  # files of a kernel need no deleting
     with quotas(devices(4, [0, 1]), tmp_path) as groups:
         assert [(group.parent / "cpu.max").read_text() for group in groups] == ["5000 10000"] * 4
     with quotas(devices(2, [0, 1]), tmp_path) as groups:
@@ -191,20 +156,12 @@ def test_quotas_are_set_as_cgroups_of_version_2_take_them(tmp_path, monkeypatch)
 
 @pytest.mark.slow
 @needs_namespaces
-@pytest.mark.parametrize("joins", ["itself", "later"])
-def test_half_a_core_is_half_of_its_time(joins):
-    """Also for a process that is placed on its device when it is at work."""
+def test_half_a_core_is_half_of_its_time():
     burn = "import time\nend = time.monotonic() + 2\nwhile time.monotonic() < end: pass\nprint(time.process_time())"
-    on = devices(2, [0])
-    with quotas(on) as groups:
-        enter = f'echo $$ > {groups[0]}; exec "$@"' if joins == "itself" else 'exec "$@"'
-        command = ["sh", "-c", enter, "sh", sys.executable, "-c", burn]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as burning:
-            if joins == "later":
-                place(burning.pid, on[0], groups[0])
-                assert os.sched_getaffinity(burning.pid) == {0}
-            told, _ = burning.communicate()
-        assert 0 < float(told) < 1.2
+    with quotas(devices(2, [0])) as groups:
+        command = ["sh", "-c", f'echo $$ > {groups[0]}; exec "$@"', "sh", sys.executable, "-c", burn]
+        told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert 0 < float(told) < 1.2
     assert not groups[0].parent.exists()
 
 
@@ -291,15 +248,6 @@ def test_timings_are_kept_and_a_success_replaces_failures(tmp_path):
     assert again.median(key_of(adl, LINKS[1])) is None
 
 
-def test_times_of_two_machines_do_not_stand_in_one_table(tmp_path):
-    adl = named("adl")[0]["adl"]
-    here, there = ({"machine": {"cores": cores}, "versions": {"torch": "1"}} for cores in (2, 4))
-    Timings(tmp_path / "s.json", here).add(key_of(adl, LINKS[0]), measured(adl, 1.0))
-    assert Timings(tmp_path / "s.json", here).seconds(key_of(adl, LINKS[0])) == [1.0]
-    with pytest.raises(ConfigError, match=r"another machine: \{'cores': 2\}, now \{'cores': 4\}; .* another --out"):
-        Timings(tmp_path / "s.json", there)
-
-
 def test_other_delays_and_settings_are_measured_by_themselves():
     adl = named("adl")[0]["adl"]
     longer = adl.with_method(Method(name="adl", delay=(3, 0)))
@@ -358,6 +306,12 @@ def test_the_figure_shows_those_that_got_there(tmp_path):
     assert not draw(tmp_path / "none.svg", [row for row in table if row["contender"] == "2bw"], LINKS, title="")
 
 
+def refused(*arguments, parts):
+    with pytest.raises(ConfigError) as refusal:
+        race(arguments)
+    shows(str(refusal.value), parts)
+
+
 @pytest.mark.parametrize(
     ("extra", "parts"),
     [
@@ -382,26 +336,24 @@ def test_the_figure_shows_those_that_got_there(tmp_path):
 )
 def test_a_mistake_is_one_line_and_writes_nothing(extra, parts, tmp_path):
     out = tmp_path / "out"
-    done = in_process("race", "data=synthetic", "--target", "accuracy=0.9", "--out", str(out), *extra)
-    shows(done.refusal(), parts)
+    refused("data=synthetic", "--target", "accuracy=0.9", "--out", str(out), *extra, parts=parts)
     assert not (out / "settings.json").exists() or extra[0] == "--contenders"
 
 
 def test_a_folder_of_another_race_is_refused(tmp_path):
-    words = "race", "data=synthetic", "--target", "accuracy=0.9", "--out", str(tmp_path), "--contenders", "adl,nope"
+    words = "data=synthetic", "--target", "accuracy=0.9", "--out", str(tmp_path), "--contenders", "adl,nope"
     for _ in range(2):  # the same command continues, as far as that
-        shows(in_process(*words).refusal(), ["there is no 'nope'"])
+        refused(*words, parts=["there is no 'nope'"])
     for other, parts in (
         (("train.epochs=7",), ["other settings", "train.epochs=7"]),
         (("--torch-micro-batches", "4"), ["other large_M: 8, now 4"]),
         (("--values", "dtype=float64"), ["other values: [], now ['dtype=float64']"]),
     ):
-        shows(in_process(*words, *other).refusal(), [f"--out {tmp_path} holds a race with", *parts])
+        refused(*words, *other, parts=[f"--out {tmp_path} holds a race with", *parts])
 
 
-def test_help_lists_the_contenders():
-    shows(in_process("race", "--help").out, ["diloco-500", "zbh1-int8", "--link", "--values"])
-    shows(in_process("--help").out, ["race "])
+def test_the_old_command_names_the_new_one():
+    shows(in_process("race", "data=digits").refusal(), ["python -m benchmarks.race, in a checkout"])
 
 
 def test_each_replica_has_a_gpu_of_its_own_if_there_are_enough(tmp_path, monkeypatch):

@@ -79,22 +79,6 @@ def quotas(wanted: Sequence[Device], root: Path = CGROUPS) -> Iterator[list[Path
         yield [group / "cgroup.procs" for group in groups]
 
 
-def place(pid: int, device: Device, group: Path | None) -> None:
-    """Have a process of this machine compute on ``device``, whose file of :func:`quotas` is ``group``.
-
-    Raises:
-        ConfigError: it has ended, or may not be placed.
-    """
-    try:
-        if group is not None:
-            group.write_text(str(pid))
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
-                os.sched_setaffinity(int(thread.name), device.cores)
-    except OSError as error:
-        raise ConfigError(f"process {pid} could not be placed on cores {device.cores}: {error}") from None
-
-
 def _parent(root: Path) -> Path:
     """Make a group with a name of its own: one that an earlier call could not remove must not block it."""
     folder = root if (root / "cgroup.controllers").is_file() else root / "cpu"

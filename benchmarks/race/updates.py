@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adl_dist.cli.config.compose import compose_run
-from adl_dist.cli.race.contenders import REPLICAS, Values
 from adl_dist.cli.sweep.command import job_status, locked, run_all
 from adl_dist.cli.sweep.request import Job, Sweep, naming
 from adl_dist.errors import ConfigError
 from adl_dist.report.goal import falls
 from adl_dist.report.recorder import METRICS
+from benchmarks.race.contenders import REPLICAS, Values
 
 MEASURED = ("accuracy", "loss")
 

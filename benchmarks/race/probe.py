@@ -1,4 +1,4 @@
-"""What a plain TCP socket gets over a link: ``python -m adl_dist.cli.race.probe answer|ask ADDRESS [BYTES]``."""
+"""What a plain TCP socket gets over a link: ``python -m benchmarks.race.probe answer|ask ADDRESS [BYTES]``."""
 
 import json
 import socket

@@ -1,4 +1,4 @@
-"""A switch that takes its time: ``python -m adl_dist.cli.race.relay SECONDS PORT...`` passes each frame on that late.
+"""A switch that takes its time: ``python -m benchmarks.race.relay SECONDS PORT...`` passes each frame on that late.
 
 For kernels without netem. Frames are read from and written to the interfaces as they are, with the header by which the
 kernel tells that 64 KiB are still one frame and that checksums are not computed yet (``PACKET_VNET_HDR``): a frame

@@ -1,4 +1,4 @@
-"""``adl-dist race``: time to a target over shaped links, our methods next to what users would pick instead."""
+"""``python -m benchmarks.race``: measure the time to a target over shaped links, next to DDP, DiLoCo and torch."""
 
 import argparse
 import json
@@ -18,22 +18,22 @@ from adl_dist.cli.bench.fairness import check_fair
 from adl_dist.cli.bench.runner import BenchConfig
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import Parser, compose_run, parse
-from adl_dist.cli.config.schema import Device as Kind
 from adl_dist.cli.config.schema import RunConfig
-from adl_dist.cli.race.contenders import NAMES, TORCHS_PIPELINES, Racer, contenders
-from adl_dist.cli.race.devices import Device, devices
-from adl_dist.cli.race.link import Link, read_link
-from adl_dist.cli.race.namespaces import CONGESTION_CONTROL, why_not
-from adl_dist.cli.race.report import Row, draw, report, rows
-from adl_dist.cli.race.seconds import SECONDS, Measuring, Timings, key_of, measure
-from adl_dist.cli.race.settle import settled_cut, settled_delays
-from adl_dist.cli.race.updates import Found, Race, Target, find_updates, read_target
+from adl_dist.cli.main import exit_code_of
 from adl_dist.distributed.affinity import cores_here, num_cores
 from adl_dist.distributed.world import launched_world_size
 from adl_dist.errors import ConfigError, Exit
 from adl_dist.report import say
 from adl_dist.report.files import write_atomically
 from adl_dist.report.runs import read_json
+from benchmarks.race.contenders import NAMES, TORCHS_PIPELINES, Racer, contenders
+from benchmarks.race.devices import Device, devices
+from benchmarks.race.link import Link, read_link
+from benchmarks.race.namespaces import CONGESTION_CONTROL, why_not
+from benchmarks.race.report import Row, draw, report, rows
+from benchmarks.race.seconds import SECONDS, Measuring, Timings, key_of, measure
+from benchmarks.race.settle import settled_cut, settled_delays
+from benchmarks.race.updates import Found, Race, Target, find_updates, read_target
 
 FACTS, TABLE, FIGURE, UPDATES, LOGS = "race.json", "race.md", "race.svg", "updates", "logs"
 DEFAULT_LINKS = ("100mbit", "1gbit")
@@ -64,11 +64,11 @@ class Setting:
 
 def race(argv: list[str]) -> None:
     """Read the flags; find updates and seconds, as far as they are not known yet; write and print the table."""
-    setting = _setting(_flags(argv), shlex.join(["adl-dist", "race", *argv]))
+    setting = _setting(_flags(argv), shlex.join(["python", "-m", "benchmarks.race", *argv]))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # no run may outlive this process
     make_folder(setting.out)
     _claim(setting)
-    stages, M = setting.config.partition.num_stages, setting.config.method.chosen().micro_batches_per_update
+    stages, M = setting.config.partition.num_stages, setting.config.method.micro_batches_per_update
     names = setting.flags.contenders.split(",")
     found_of = {"num_stages": stages, "M": M, "large_M": setting.large_M}
     able, left_out = contenders(names, setting.words, **found_of)
@@ -78,9 +78,9 @@ def race(argv: list[str]) -> None:
     words = [*setting.words, *cut]
     config, _ = compose_run(words)
     config.runtime.threads = setting.on[0].threads
-    racing, predicted = settled_delays(setting.out, config, able, setting.links, setting.on)
+    racing, predicted = settled_delays(setting.out, config, able, setting.links, setting.on[0])
     measures = setting.flags.only != "updates"
-    timings, found, code = _timings(setting, measures=measures), dict[str, Found](), 0
+    timings, found, code = Timings(setting.out / SECONDS), dict[str, Found](), 0
     try:
         if setting.flags.only != "seconds":
             found = _updates(setting, words, racing)
@@ -94,15 +94,6 @@ def race(argv: list[str]) -> None:
     table = rows(setting.links, racing, found, timings, survey, predicted)
     _write(setting, table, racing, timings, left_out, words)
     raise Exit(code or (1 if _unfinished(setting, table) else 0))
-
-
-def _timings(setting: Setting, *, measures: bool) -> Timings:
-    """Return what is measured; if this call ``measures``, that has to be of this machine alone."""
-    machine = None
-    if measures:
-        facts = circumstances(has_gpus=False)
-        machine = {"machine": facts["machine"], "versions": facts["versions"]}
-    return Timings(setting.out / SECONDS, machine)
 
 
 def _updates(
@@ -236,7 +227,7 @@ def _claim(setting: Setting) -> None:
 
 def _setting(flags: argparse.Namespace, command: str) -> Setting:
     if launched_world_size() is not None:
-        raise ConfigError("adl-dist race starts its own processes; start it without torchrun")
+        raise ConfigError("a race starts its own processes; start it without torchrun")
     for name in ("seeds", "repetitions", "seconds", "jobs", "torch_micro_batches"):
         number = getattr(flags, name)
         if number is not None and not 0 < number < math.inf:
@@ -250,7 +241,7 @@ def _setting(flags: argparse.Namespace, command: str) -> Setting:
             raise ConfigError(f"{word}: a race sets it itself; see --seeds, --out and --values")
     config, _ = compose_run([*words, "hydra.mode=RUN"])
     instantiate.check_targets(config)
-    check_fair(config, command="race")
+    check_fair(config, command="python -m benchmarks.race")
     if config.train.max_updates is not None:
         raise ConfigError(
             f"train.max_updates={config.train.max_updates}: replicas train whole epochs; give train.max_updates=null "
@@ -258,7 +249,7 @@ def _setting(flags: argparse.Namespace, command: str) -> Setting:
         )
     if config.partition.num_stages < 2:
         raise ConfigError(f"partition.num_stages={config.partition.num_stages}: a race needs at least 2 processes")
-    if config.runtime.device is Kind.cuda:
+    if config.runtime.device == "cuda":
         raise ConfigError("a race measures on CPUs; --values runtime.device=cuda finds the updates on a GPU")
     _check_sizes(config, flags)
     if not isinstance(rate := config.optimizer.get("lr"), int | float):
@@ -301,11 +292,11 @@ def _check_sizes(config: RunConfig, flags: argparse.Namespace) -> None:
 
 def _flags(argv: list[str]) -> argparse.Namespace:
     parser = Parser(
-        prog="adl-dist race",
+        prog="python -m benchmarks.race",
         description="Time to a target over slow links: updates to the target, times the seconds of an update with "
         "every rank in a network namespace of its own behind a shaped link. Needs Linux and root. What is known "
         "already is not done again: the same command continues.",
-        epilog="example: adl-dist race data=digits train.epochs=8 --target accuracy=0.95 --out runs/race "
+        epilog="example: python -m benchmarks.race data=digits train.epochs=8 --target accuracy=0.95 --out runs/race "
         "--link 100mbit --link 100mbit,20ms --contenders ddp,diloco-50,torch-1f1b,adl",
         allow_abbrev=False,
     )
@@ -329,3 +320,7 @@ def _flags(argv: list[str]) -> argparse.Namespace:
     )
     add("--only", choices=("updates", "seconds"), help="only one of the two, for example on another machine")
     return parser.parse_intermixed_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code_of(lambda: race(sys.argv[1:])))

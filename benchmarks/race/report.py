@@ -11,12 +11,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, StrMethodFormatter
 
 from adl_dist.cli.bench.entries import ModelSurvey
-from adl_dist.cli.race.contenders import ONE_DEVICE, REPLICATED, SYNCHRONOUS, Racer
-from adl_dist.cli.race.link import Link
-from adl_dist.cli.race.seconds import Timings, key_of
-from adl_dist.cli.race.updates import Found
 from adl_dist.report.curves import COLOURS, STYLE, STYLES, save_figure
 from adl_dist.report.tables import markdown_table
+from benchmarks.race.contenders import ONE_DEVICE, REPLICATED, SYNCHRONOUS, Racer
+from benchmarks.race.link import Link
+from benchmarks.race.seconds import Timings, key_of
+from benchmarks.race.updates import Found
 
 NOTHING = "."
 RIVALS: Mapping[str, Sequence[str]] = {

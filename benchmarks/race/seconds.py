@@ -12,14 +12,13 @@ from typing import Any
 
 from adl_dist.cli.bench.entries import Entry
 from adl_dist.cli.bench.runner import BenchConfig, Measured, measure_once
-from adl_dist.cli.race.contenders import Racer
-from adl_dist.cli.race.devices import Device, quotas
-from adl_dist.cli.race.link import Link
-from adl_dist.cli.race.namespaces import INTERFACE, Namespaces, namespaces
-from adl_dist.errors import ConfigError
 from adl_dist.report import say
 from adl_dist.report.files import write_atomically
 from adl_dist.report.runs import read_json
+from benchmarks.race.contenders import Racer
+from benchmarks.race.devices import Device, quotas
+from benchmarks.race.link import Link
+from benchmarks.race.namespaces import INTERFACE, Namespaces, namespaces
 
 SECONDS = "seconds.json"
 FEWEST = 5  # measured updates of a run
@@ -37,24 +36,9 @@ class Measuring:
 class Timings:
     """What was measured, kept in a file after each run, so that the same command continues."""
 
-    def __init__(self, path: Path, machine: Mapping[str, Any] | None = None) -> None:
-        """Read what ``path`` holds already, and note the ``machine`` and versions that measure from now on.
-
-        Raises:
-            ConfigError: it was measured on another machine, or with other versions.
-        """
+    def __init__(self, path: Path) -> None:
         self._path = path
         self._known: dict[str, Any] = read_json(path)
-        if machine is not None:
-            measured_on = self._known.setdefault("machine", dict(machine))
-            if self._known.get("runs") and measured_on != machine:
-                differing = next(name for name in machine if measured_on.get(name) != machine[name])
-                raise ConfigError(
-                    f"{path} was measured with another {differing}: {measured_on.get(differing)}, now "
-                    f"{machine[differing]}; times of both cannot stand in one table: choose another --out, or remove "
-                    "the file to measure again"
-                )
-            self._known["machine"] = dict(machine)
 
     def seconds(self, key: str) -> list[float]:
         """Return the seconds per update of each run of ``key`` that did not fail."""

@@ -2,7 +2,7 @@
 
 Each rank has an interface ``wire``, the end of a virtual cable to a switch. The kernel's token bucket (``tbf``) limits
 both ends of the cable to the link's rate: what the rank sends, and what it gets from all others together. Without a
-round trip the switch is a bridge of the kernel's, with one it is :mod:`adl_dist.cli.race.relay`, which passes each
+round trip the switch is a bridge of the kernel's, with one it is :mod:`benchmarks.race.relay`, which passes each
 frame on half a round trip later.
 """
 
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adl_dist.cli.race.link import Link
 from adl_dist.errors import ConfigError
+from benchmarks.race.link import Link
 
 INTERFACE = "wire"
 NAME = re.compile(r"adl(\d+)(r\d+|s)")  # of a namespace, with the process that has made it
@@ -61,7 +61,7 @@ class Namespaces:
         Raises:
             ConfigError: the two do not reach each other.
         """
-        probe = [sys.executable, "-m", "adl_dist.cli.race.probe"]
+        probe = [sys.executable, "-m", "benchmarks.race.probe"]
         size = str(int(self.link.bits_per_second / 8 * 4))
         with subprocess.Popen([*self.command(0), *probe, "answer", address(0)], stdout=subprocess.PIPE) as answering:
             try:
@@ -167,7 +167,7 @@ def _port(rank: int) -> str:
 
 
 def _start_relay(switch: str, ports: Sequence[str], seconds: float) -> "subprocess.Popen[bytes]":
-    words = [sys.executable, "-m", "adl_dist.cli.race.relay", str(seconds), *ports]
+    words = [sys.executable, "-m", "benchmarks.race.relay", str(seconds), *ports]
     relay = subprocess.Popen(["ip", "netns", "exec", switch, *words], stdout=subprocess.PIPE, start_new_session=True)
     assert relay.stdout is not None
     if not relay.stdout.readline():

@@ -6,11 +6,11 @@ from typing import Any
 
 from adl_dist.cli.bench.entries import Entry, entries, our_entry
 from adl_dist.cli.config.compose import compose_run, method_words
-from adl_dist.cli.config.schema import MethodConfig, RunConfig
+from adl_dist.cli.config.schema import RunConfig
 from adl_dist.errors import AdlError, ConfigError
 from adl_dist.schedule import Method
 
-TRAIN, REPLICAS = ("adl_dist", "train"), "adl_dist.cli.race.replicas"
+TRAIN, REPLICAS = ("adl_dist", "train"), "benchmarks.race.replicas"
 EVERYTHING = {"name": "adl", "split_backward": True, "delay": "auto", "mitigation": ("predict",)}
 # What each is besides the user's own settings. Of torch's: the entry of a bench; of ours: a method and other settings.
 REPLICATED = {
@@ -104,7 +104,7 @@ def contenders(
 
 
 def _of_torch(name: str, config: RunConfig, M: int) -> Racer:
-    config = replace(config, method=MethodConfig(name="1f1b", accumulation_steps=M))
+    config = replace(config, method=Method(name="1f1b", accumulation_steps=M))
     known = {ONE_DEVICE: "torch-bp-whole", **REPLICATED, **TORCHS_PIPELINES}
     found, left_out = entries([known[name]], config, warmup=WARMUP, spreads=True)
     if not found:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from adl_dist.cli.race.link import Link, read_link
-from adl_dist.cli.race.namespaces import namespaces, why_not
 from adl_dist.errors import ConfigError
+from benchmarks.race.link import Link, read_link
+from benchmarks.race.namespaces import namespaces, why_not
 from tests.support.commands import shows
 
 needs_namespaces = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))

@@ -1,4 +1,4 @@
-"""K replicas train until the last epoch: ``python -m adl_dist.cli.race.replicas KIND [H] KEY=VALUE ...``.
+"""K replicas train until the last epoch: ``python -m benchmarks.race.replicas KIND [H] KEY=VALUE ...``.
 
 KIND is one of a bench's: ddp, ddp-bf16, ddp-powersgd, diloco, the last one with H, the updates between two exchanges.
 K is ``partition.num_stages``. The first process starts the replicas; the run folder gets what the comparisons of runs
@@ -58,7 +58,7 @@ def start(kind: str, inner_updates: int | None, words: Sequence[str]) -> None:
     named = [kind, *([str(inner_updates)] if inner_updates else [])]
     with tempfile.TemporaryDirectory(prefix="adl-dist-replicas-") as place:
         shared = {FOLDER: place, "OMP_NUM_THREADS": str(config.threads), GLOO: loopback() or ""}
-        command = [sys.executable, "-m", "adl_dist.cli.race.replicas", *named, *words]
+        command = [sys.executable, "-m", "benchmarks.race.replicas", *named, *words]
         ranks = [
             Child(
                 command=command,
@@ -73,7 +73,7 @@ def start(kind: str, inner_updates: int | None, words: Sequence[str]) -> None:
 def train(rank: int, kind: Kind, inner_updates: int | None, config: RunConfig, place: str) -> None:
     """Train as one of the replicas; the first one evaluates and writes."""
     size, batch = config.partition.num_stages, config.train.batch_size
-    device, dtype = choose_device(config.runtime.device.value), getattr(torch, config.dtype.value)
+    device, dtype = choose_device(config.runtime.device), getattr(torch, config.dtype)
     whole, validation = cast(tuple[Any, Any], instantiate.build_data(config.data))
     updates_per_epoch = len(whole) // batch
     tune_malloc()

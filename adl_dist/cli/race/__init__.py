@@ -1,1 +1,0 @@
-"""`adl-dist race`."""

@@ -1,0 +1,169 @@
+"""Declare a setting once, as a field of a dataclass: its type, its range and one line of help. No torch."""
+
+import math
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, field, fields
+from functools import cache
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from adl_dist.errors import ConfigError
+
+T = TypeVar("T")
+
+# Keys that have another name since 0.4.0, and their values that have one. The old names are accepted until 0.5.0.
+RENAMED: dict[str, tuple[str, dict[str, str]]] = {
+    "method.lr_index": ("method.lr_clock", {"slot": "global"}),
+    "partition.grain": ("partition.granularity", {}),
+    "partition.speeds": ("partition.device_speeds", {}),
+    "runtime.best_is": ("runtime.best_mode", {"highest": "max", "lowest": "min"}),
+    "runtime.lazy": ("runtime.meta_init", {}),
+    "runtime.memory": ("runtime.profile_memory", {}),
+    "runtime.stall_seconds": ("runtime.watchdog_warn_seconds", {}),
+    "runtime.abort_seconds": ("runtime.watchdog_abort_seconds", {}),
+}
+# Options of a method that were removed in 0.4.0, with their defaults; older run folders name them.
+REMOVED_OPTIONS = {"buffer_size": 0, "buffer_reuse": None, "stage_speeds": None}
+WAS_REMOVED = "was removed in 0.4.0; remove it, or use version 0.3.8"
+
+NAMES = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text", types.NoneType: "null"}
+PLURALS = {int: "whole numbers", float: "finite numbers", str: "names", Any: "entries"}
+
+
+def setting(
+    default: Any,
+    text: str,
+    *,
+    key: str | None = None,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+    expected: str | None = None,
+) -> Any:
+    """Declare a field of a dataclass as a setting.
+
+    Args:
+        default: The default value.
+        text: One line of help.
+        key: The last part of its key on the command line, if that is not the name of the field.
+        least: The smallest value; the others likewise: ``above`` and ``below`` exclude the bound.
+        above: See ``least``.
+        most: See ``least``.
+        below: See ``least``.
+        expected: What a message about a wrong type expects; by default that follows from the annotation.
+    """
+    bounds = {"at least": least, "above": above, "at most": most, "below": below}
+    metadata = {"help": text, "key": key, "expected": expected, "bounds": bounds}
+    return field(default=default, metadata=metadata)
+
+
+def settings_of(cls: type) -> dict[str, Field[Any]]:
+    """Return the fields of the dataclass ``cls`` that are settings, by the last part of their keys."""
+    return {f.metadata["key"] or f.name: f for f in fields(cls) if "help" in f.metadata}
+
+
+def documented(cls: type[T]) -> type[T]:
+    """Add the help of each setting to the docstring of the dataclass ``cls``."""
+    lines = [f"    {f.name}: {f.metadata['help']}." for f in settings_of(cls).values()]
+    cls.__doc__ = "\n".join([str(cls.__doc__).rstrip(), "", "Attributes:", *lines])
+    return cls
+
+
+def made_from(cls: type[T], values: Mapping[str, Any], **others: Any) -> T:
+    """Return a ``cls`` with the ``values`` of its settings, by the last part of their keys; ``others`` by name."""
+    return cls(**{f.name: values[key] for key, f in settings_of(cls).items()} | others)
+
+
+def check_settings(obj: object, group: str) -> None:
+    """Check type and range of all settings of a dataclass, and make whole numbers floats where these are expected.
+
+    Args:
+        obj: An instance of the dataclass.
+        group: The first part of the keys, like ``runtime``; empty if they have one part only.
+
+    Raises:
+        ConfigError: If a value has another type or is out of range.
+    """
+    cls: Any = type(obj)
+    hints = _type_hints(cls)
+    for name, f in settings_of(cls).items():
+        key, value, hint = f"{group}.{name}".lstrip("."), getattr(obj, f.name), hints[f.name]
+        if not _fits(hint, value):
+            if choices := _choices(hint):
+                raise ConfigError(f"{key}: there is no '{value}'; choose one of {', '.join(choices)}")
+            raise ConfigError(f"{key} must be {f.metadata['expected'] or _described(hint)}, got {value!r}")
+        for number in value if isinstance(value, list | tuple) else [value]:
+            if type(number) in (int, float) and not _in_bounds(number, f.metadata["bounds"]):
+                bounds = " and ".join(f"{words} {bound:g}" for words, bound in _given(f.metadata["bounds"]))
+                raise ConfigError(f"{key} must be {bounds}, got {number}")
+        if type(value) is int and float in (hint, *get_args(hint)) and int not in get_args(hint):
+            object.__setattr__(obj, f.name, float(value))
+
+
+def renamed(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by dotted names, as an older version wrote them, with the names of this one."""
+    new = dict(flat)
+    for key in flat.keys() & RENAMED.keys():
+        name, values = RENAMED[key]
+        value = new.pop(key)
+        new[name] = values.get(value, value) if isinstance(value, str) else value
+    return new
+
+
+@cache
+def _type_hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def _parts(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (types.UnionType, Union) else (hint,)
+
+
+def _fits(hint: Any, value: object) -> bool:
+    for part in _parts(hint):
+        origin = get_origin(part)
+        if part is Any:
+            return True
+        if origin is Literal:
+            fits = isinstance(value, str) and value in get_args(part)
+        elif origin is Sequence:
+            fits = isinstance(value, list | tuple) and all(_fits(get_args(part)[0], one) for one in value)
+        elif part is float:
+            fits = type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+        else:
+            fits = type(value) is part  # True is no whole number
+        if fits:
+            return True
+    return False
+
+
+def _choices(hint: Any) -> tuple[str, ...]:
+    """Return the choices of a setting that is one of some words, or null."""
+    parts = [part for part in _parts(hint) if part is not types.NoneType]
+    return get_args(parts[0]) if len(parts) == 1 and get_origin(parts[0]) is Literal else ()
+
+
+def _described(hint: Any) -> str:
+    words: list[str] = []
+    for part in _parts(hint):
+        origin = get_origin(part)
+        if origin is Literal:
+            words += map(repr, get_args(part))
+        else:
+            words.append(f"a list of {PLURALS[get_args(part)[0]]}" if origin is Sequence else NAMES[part])
+    return " or ".join(words)
+
+
+def _given(bounds: Mapping[str, float | None]) -> list[tuple[str, float]]:
+    return [(words, bound) for words, bound in bounds.items() if bound is not None]
+
+
+def _in_bounds(number: float, bounds: Mapping[str, float | None]) -> bool:
+    tests = {
+        "at least": lambda bound: number >= bound,
+        "above": lambda bound: number > bound,
+        "at most": lambda bound: number <= bound,
+        "below": lambda bound: number < bound,
+    }
+    return all(tests[words](bound) for words, bound in _given(bounds))

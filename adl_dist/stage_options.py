@@ -1,0 +1,59 @@
+"""Options of the computation in a stage. No torch, so that commands list them without loading it."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from adl_dist.codecs import Codec, Codecs
+from adl_dist.errors import ConfigError
+from adl_dist.schedule import Pipeline
+from adl_dist.settings import check_settings, documented, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionSettings:
+    """The settings of :class:`adl_dist.Precision`; ``autocast`` is a torch.dtype there, and a name in a config."""
+
+    autocast: Any = setting(None, "bfloat16: run forward and loss under torch.autocast; parameters stay float32")
+    codec: Codec = setting("none", "of activations and gradients sent in training: none | bf16 | int8 | int4")
+    gradient_codec: Codec | None = setting(None, "of gradients, if it is another one; null: the same")
+    compile: bool = setting(False, "torch.compile the modules of each stage; needs a C++ compiler, on a GPU Triton")
+    tf32: bool = setting(False, "let a GPU round float32 to 10 bits of mantissa in products and convolutions")
+    cudnn_benchmark: bool = setting(False, "let cuDNN choose its kernels by timing them, again in each run")
+    deterministic: bool = setting(False, "use only kernels that repeat a run to the last bit, and refuse others")
+    channels_last: bool | None = setting(
+        False, "store and send images as [B, H, W, C]; null: where the model allows it"
+    )
+
+    @property
+    def codecs(self) -> Codecs:
+        """The codec of each direction."""
+        return Codecs(self.codec, self.codec if self.gradient_codec is None else self.gradient_codec)
+
+
+@documented
+@dataclass(frozen=True, kw_only=True)
+class GradientPolicy:
+    """Treatment of the gradients of a group before they reach the weights."""
+
+    clip_norm: float | None = setting(
+        None, "scale each stage's gradient down to this norm if it is longer; docs/numerics.md", above=0
+    )
+    non_finite: Literal["stop", "skip"] = setting(
+        "stop", "on a loss or gradient that is not finite: stop the run | skip the update in all stages"
+    )
+    max_skipped: int = setting(10, "updates that may be skipped in a row", least=1)
+
+    def check(self, pipeline: Pipeline) -> None:
+        """Raise ConfigError if a value is out of range or ``pipeline`` cannot skip."""
+        check_settings(self, "train")
+        if self.skips and pipeline.spec.has_heads and pipeline.num_stages > 1:
+            raise ConfigError(
+                f"train.non_finite=skip cannot skip an update in all stages of method={pipeline.method.name}, whose "
+                "stages wait for no gradient that could carry the decision; use train.non_finite=stop, or another "
+                "method"
+            )
+
+    @property
+    def skips(self) -> bool:
+        """Whether an update may be skipped."""
+        return self.non_finite == "skip"

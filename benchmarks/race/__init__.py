@@ -1,0 +1,1 @@
+"""Time to a target metric over slow links, next to what users would pick instead."""
