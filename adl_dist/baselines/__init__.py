@@ -1,1 +1,1 @@
-"""Training written with torch alone, which users would pick instead: measured in turn with our own runs."""
+"""Training written with only torch, which users would pick instead of our methods."""

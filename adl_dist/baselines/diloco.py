@@ -1,4 +1,4 @@
-"""DiLoCo (Douillard et al., 2023): replicas train alone, and now and then average how far they have come."""
+"""DiLoCo (Douillard et al., 2023): replicas train independently, and average their progress at times."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,7 +55,7 @@ class OuterStep:
 
     @contextmanager
     def common_weights(self) -> Iterator[None]:
-        """Have the model hold the common weights inside the block, and its own again afterwards."""
+        """Put the common weights into the model inside the block, and its own back afterwards."""
         own = [*self._weights, *self._buffers]
         kept = [tensor.detach().clone() for tensor in own]
         try:

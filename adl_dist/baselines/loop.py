@@ -1,4 +1,4 @@
-"""The training loop that everybody writes, on one device; the same on each of K, with DDP."""
+"""A plain training loop on one device, and on each of K devices with DDP."""
 
 import datetime
 import inspect
@@ -21,8 +21,8 @@ from adl_dist.distributed.device import message_backend
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 LossFn = Callable[[Any, Tensor], Tensor]
-Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]  # what DDP does with a bucket of gradients
-Compression = Literal["none", "bf16", "powersgd"]  # of what DDP sends
+Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]  # of DDP, for a bucket of gradients
+Compression = Literal["none", "bf16", "powersgd"]  # of DDP's messages
 
 # PowerSGD's rank, as its authors chose it for ResNet and CIFAR-10, and the updates before it begins, which send plain
 # gradients: torch's default of 1000 is as long as a whole race.
@@ -36,19 +36,19 @@ if _SYNC not in inspect.signature(DistributedDataParallel.__init__).parameters:
 
 @dataclass(kw_only=True)
 class Training:
-    """How long to train with what; ends each update and notes when."""
+    """Length and objects of a training; records the end of each update."""
 
     device: torch.device
     num_updates: int
     micro_batches: int  # of one update
     loss_fn: LossFn  # (output, target) to the mean over the samples
-    optimizer: Optimizer | None = None  # None: there are no parameters here
+    optimizer: Optimizer | None = None  # None without parameters
     lr_schedule: LRScheduler | None = None  # stepped once per update
-    after_step: Callable[[], None] | None = None  # what belongs to an update besides, like DiLoCo's outer step
+    after_step: Callable[[], None] | None = None  # like DiLoCo's outer step
     _ends: list[Any] = field(default_factory=list)
 
     def update(self) -> None:
-        """Take one step with the gradients that have come together, and forget them."""
+        """Take one step with the accumulated gradients, and clear them."""
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -118,7 +118,7 @@ def one_by_one(hook: Hook) -> Hook:
 
 
 def exchanged_bytes(model: nn.Module, compression: Compression) -> int:
-    """Return the bytes of what ``model``'s replicas average in an update; a ring sends it 2 (K-1)/K times from each."""
+    """Return the bytes that ``model``'s replicas average in an update; in a ring each sends 2 (K-1)/K of them."""
     if compression == "powersgd":
         least = 2  # times fewer elements, or the hook sends the gradient as it is
         total = 0
@@ -133,12 +133,12 @@ def exchanged_bytes(model: nn.Module, compression: Compression) -> int:
     return sum(p.numel() * (width or p.element_size()) for p in model.parameters())
 
 
-def of_first(value: float, device: torch.device) -> float:
-    """Return the ``value`` of the first of several ranks, on all of them; this one is on ``device``."""
-    over_nccl = dist.get_backend() == "nccl"  # which sends what is on a GPU, and nothing else
-    told = torch.tensor([value], dtype=torch.float64, device=device if over_nccl else None)
-    dist.broadcast(told, src=0)
-    return told.item()
+def broadcast_number(value: float, device: torch.device) -> float:
+    """Return the ``value`` of rank 0 on all ranks; this rank is on ``device``."""
+    over_nccl = dist.get_backend() == "nccl"  # which only sends tensors on a GPU
+    number = torch.tensor([value], dtype=torch.float64, device=device if over_nccl else None)
+    dist.broadcast(number, src=0)
+    return number.item()
 
 
 @contextmanager

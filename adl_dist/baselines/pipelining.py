@@ -51,7 +51,7 @@ class _Convert(torch.autograd.Function):
 
 
 class Bordered(nn.Module):
-    """A stage that computes in channels_last and sends and takes plain tensors, the only ones that gloo accepts."""
+    """A stage that computes in channels_last but receives and sends plain tensors, as gloo demands."""
 
     def __init__(self, stage: nn.Module, *, channels_last: bool) -> None:
         """Wrap ``stage``, which takes tensors [B, ...] and returns a tuple of them, or the output of the model."""
@@ -60,7 +60,7 @@ class Bordered(nn.Module):
         self._channels_last = channels_last
 
     def forward(self, *acts: Tensor) -> Any:
-        """Return what crosses the next border, given what crossed the previous one."""
+        """Return the tensors that cross the next border, from those that crossed the previous one."""
         out = self.stage(*(_Convert.apply(act, self._inside(act), torch.contiguous_format) for act in acts))
         leaving = [self._leave(each) for each in ([out] if isinstance(out, Tensor) else out)]
         return leaving[0] if len(leaving) == 1 else tuple(leaving)

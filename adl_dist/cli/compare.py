@@ -22,7 +22,7 @@ def chosen_runs(command: str, arguments: Sequence[str], *, out: str) -> tuple[li
     """Return the folders that ``arguments`` name, the place after ``out=``, and the folder that holds all of them.
 
     Raises:
-        ConfigError: no folder, or several places; ``out`` is what the message calls such a place.
+        ConfigError: If there is no folder, or more than one ``out``.
     """
     outs = [Path(each.removeprefix("out=")) for each in arguments if each.startswith("out=")]
     paths = [Path(each.removeprefix("run_dir=")) for each in arguments if not each.startswith("out=")]

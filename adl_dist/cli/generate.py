@@ -22,7 +22,7 @@ EXAMPLE = 'like prompt="def main"'
 
 
 def generate(arguments: Sequence[str]) -> None:
-    """Print the prompt and what the model makes of it."""
+    """Print the prompt and its continuation by the model."""
     run_dir, options = named_folder("generate", arguments, TAKES)
     config = known_run(run_dir)
     vocabulary = _vocabulary(config, run_dir)

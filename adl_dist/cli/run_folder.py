@@ -15,7 +15,7 @@ def named_folder(
     are keys of the ``group`` of settings that the command takes, like ``data.root``.
 
     Raises:
-        ConfigError: not one folder, or something else.
+        ConfigError: If there is not exactly one folder, or an unknown argument.
     """
     takes = takes or {}
     usage = " ".join([f"adl-dist {command} RUN_DIR", *(f"[{key}={value}]" for key, value in takes.items())])

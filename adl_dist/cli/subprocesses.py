@@ -1,4 +1,4 @@
-"""Runs commands in processes of their own, ends them all when one fails, and says why it did."""
+"""Run commands in separate processes; end all when one fails, and report its error."""
 
 import contextlib
 import os
@@ -15,12 +15,12 @@ from adl_dist.launch.signals import signal_name
 
 POLL_SECONDS = 0.05
 SECONDS_TO_END = 10.0
-SECONDS_TO_TELL = 3.0  # which the others get to say what they know, once one of them has failed
+SECONDS_TO_TELL = 3.0  # for the others to report, once one of them has failed
 ERROR_PREFIX = "adl-dist: error: "
 
 
 class ChildFailed(Exception):
-    """A command ended with an error, or not in time; says so in one line."""
+    """One line on a command that ended with an error, or not in time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ def how_it_ended(code: int) -> str:
 
 
 def end_all(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End what still runs, first politely; each process leads a session of its own, which ends with it."""
+    """End the processes that still run: first SIGTERM, then SIGKILL to the session that each of them leads."""
     for process in processes:
         if process.poll() is None:
             process.terminate()

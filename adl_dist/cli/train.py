@@ -104,7 +104,7 @@ def _restored(run_dir: Path, options: Mapping[str, str]) -> tuple[RunConfig, Pat
 
 
 def _end_stopped(stopped: Mapping[str, Any], epochs: int) -> None:
-    """Say where the run has stopped; exit with a code that says so, unless a launcher would take that for a failure."""
+    """Print where the run has stopped; exit with a code of its own, unless a launcher would count it as a failure."""
     if launched_rank() == 0:
         complete = f"{stopped['epoch']} of {epochs} epochs complete"
         where = f"stopped at update {stopped['update']} ({complete}) by {stopped['why']}"

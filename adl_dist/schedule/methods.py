@@ -161,7 +161,7 @@ class Method:
 
     @property
     def why_not_tied(self) -> str | None:
-        """Why stages cannot share tied weights; None: they can."""
+        """The reason why stages cannot share tied weights, or None if they can."""
         if self.spec.has_heads:
             return f"with method={self.name} each stage learns by itself, and no gradient of one is of use to another"
         if self.lr_clock == "global" or self.lr_factors is not None:

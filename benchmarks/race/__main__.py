@@ -43,7 +43,7 @@ LONGEST_RUN = 7200.0  # seconds that a measured run may take, at most
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a command line asks for."""
+    """The settings of a race."""
 
     flags: argparse.Namespace
     config: RunConfig
@@ -89,7 +89,7 @@ def race(argv: list[str]) -> None:
     except KeyboardInterrupt:
         sys.stderr.write("\nadl-dist: interrupted; the same command continues\n")
         code = 130
-    if setting.flags.only == "seconds":  # what earlier calls have found
+    if setting.flags.only == "seconds":  # found by earlier calls
         found = _updates(setting, words, racing, start=False)
     table = rows(setting.links, racing, found, timings, survey, predicted)
     _write(setting, table, racing, timings, left_out, words)
@@ -211,7 +211,7 @@ def _unfinished(setting: Setting, table: Sequence[Row]) -> bool:
 
 
 def _claim(setting: Setting) -> None:
-    """Refuse a folder that holds a race with other settings, whose results do not belong into one table."""
+    """Refuse a folder that holds a race with different settings."""
     asked = {"settings": sorted(setting.words), "large_M": setting.large_M, "values": setting.flags.values or []}
     path = setting.out / "settings.json"
     known = read_json(path)

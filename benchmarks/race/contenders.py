@@ -1,4 +1,4 @@
-"""Who races: under which name, measured as which entry of a bench, and which run has the same values."""
+"""The contenders of a race: their names, entries of a bench, and the runs that have the same values."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from adl_dist.schedule import Method
 
 TRAIN, REPLICAS = ("adl_dist", "train"), "benchmarks.race.replicas"
 EVERYTHING = {"name": "adl", "split_backward": True, "delay": "auto", "mitigation": ("predict",)}
-# What each is besides the user's own settings. Of torch's: the entry of a bench; of ours: a method and other settings.
+# Besides the user's own settings: of torch's the entry of a bench, of ours a method and other settings.
 REPLICATED = {
     **{"ddp": "torch-ddp", "ddp-bf16": "torch-ddp-bf16", "ddp-powersgd": "torch-ddp-powersgd"},
     **{"diloco-50": "torch-diloco-50", "diloco-500": "torch-diloco-500"},
@@ -32,10 +32,10 @@ WARMUP = 3  # updates that do not count, at least
 
 @dataclass(frozen=True, kw_only=True)
 class Values:
-    """A way to train, as far as its values are concerned: all with equal ones share one set of runs."""
+    """A way to train; contenders with equal values share one set of runs."""
 
-    name: str  # of its folder: equal for equal values, and for these alone
-    program: Sequence[str]  # what takes the settings, behind ``python -m``
+    name: str  # of its folder: equal for equal values only
+    program: Sequence[str]  # takes the settings, after ``python -m``
     settings: Sequence[str]  # besides the user's
 
 
@@ -49,7 +49,7 @@ class Racer:
 
     @property
     def sends(self) -> bool:
-        """Whether there are links to it."""
+        """Whether it sends messages over links."""
         return self.entry.num_processes > 1
 
     @property
@@ -85,7 +85,7 @@ def contenders(
     ``M``: micro-batches per update of our methods; ``large_M``: of torch's pipelines.
 
     Raises:
-        ConfigError: an unknown name.
+        ConfigError: If a name is unknown.
     """
     if unknown := [name for name in names if name not in NAMES]:
         raise ConfigError(f"--contenders: there is no '{unknown[0]}'; choose of {', '.join(NAMES)}")

@@ -22,7 +22,7 @@ PERIOD_US = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What one rank computes on."""
+    """The cores of one rank."""
 
     cores: Sequence[int]
     share: float  # of their time
@@ -46,10 +46,10 @@ def devices(num: int, cores: Sequence[int]) -> list[Device]:
 def quotas(wanted: Sequence[Device], root: Path = CGROUPS) -> Iterator[list[Path | None]]:
     """Inside the block there is a file for each device, to which a process writes its id to become part of it.
 
-    None: a device of whole cores, which needs no quota.
+    It is None for a device of whole cores, which needs no quota.
 
     Raises:
-        ConfigError: quotas are needed, and this machine has none.
+        ConfigError: If quotas are needed and cannot be set.
     """
     if all(device.share == 1 for device in wanted):
         yield [None] * len(wanted)

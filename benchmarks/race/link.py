@@ -40,7 +40,7 @@ def read_link(text: str) -> Link:
     """Return the link that ``text`` names as :func:`~adl_dist.links.parse_links` reads it, like ``1gbit,20ms``.
 
     Raises:
-        ConfigError: it names none, or several.
+        ConfigError: If it names no link, or several.
     """
     (bandwidth, *_), (latency, *_) = parse_links(text, FLAG).for_stages(2, FLAG)
     return Link(bits_per_second=8 * bandwidth, round_trip_seconds=2 * latency)

@@ -48,7 +48,7 @@ class Namespaces:
         return address(0)
 
     def command(self, rank: int) -> list[str]:
-        """Return the words before a command that have it run as ``rank``."""
+        """Return the words before a command that run it as ``rank``."""
         return ["ip", "netns", "exec", self.of_ranks[rank]]
 
     def set_link(self, rank: int, *, is_up: bool) -> None:
@@ -56,10 +56,10 @@ class Namespaces:
         _run("ip", "-n", self.switch, "link", "set", _port(rank), "up" if is_up else "down")
 
     def measured(self) -> Link:
-        """Return what a plain socket from rank 0 to rank 1 gets, in seconds: about four, and a few round trips.
+        """Measure rate and round trip of a plain socket from rank 0 to rank 1, in about four seconds.
 
         Raises:
-            ConfigError: the two do not reach each other.
+            ConfigError: If the two do not reach each other.
         """
         probe = [sys.executable, "-m", "benchmarks.race.probe"]
         size = str(int(self.link.bits_per_second / 8 * 4))
@@ -86,7 +86,7 @@ def address(rank: int) -> str:
 
 
 def why_not() -> str | None:
-    """Return why this machine cannot shape links, in a few words; None: it can."""
+    """Return the reason why this machine cannot shape links, or None if it can."""
     if sys.platform != "linux":
         return "network namespaces need Linux"
     if os.geteuid() != 0:
@@ -98,10 +98,10 @@ def why_not() -> str | None:
 
 @contextlib.contextmanager
 def namespaces(num_ranks: int, link: Link) -> Iterator[Namespaces]:
-    """Inside the block there are namespaces for ``num_ranks``, each behind ``link``.
+    """Create namespaces for ``num_ranks``, each behind ``link``, for the time of the block.
 
     Raises:
-        ConfigError: this machine cannot make them.
+        ConfigError: If this machine cannot create them.
     """
     if (reason := why_not()) is not None:
         raise ConfigError(f"each rank gets a network namespace behind a shaped link, but {reason}")

@@ -1,4 +1,4 @@
-"""What a plain TCP socket gets over a link: ``python -m benchmarks.race.probe answer|ask ADDRESS [BYTES]``."""
+"""Measure a plain TCP socket over a link: ``python -m benchmarks.race.probe answer|ask ADDRESS [BYTES]``."""
 
 import json
 import socket

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from adl_dist.baselines.diloco import OuterStep
-from adl_dist.baselines.loop import Training, joined, of_first, train_alone
+from adl_dist.baselines.loop import Training, broadcast_number, joined, train_alone
 from adl_dist.checkpoint.run_dir import CONFIG, DIVERGED, SUMMARY, make_folder
 from adl_dist.cli.bench.baseline_rank import replica_of, share_of_epoch
 from adl_dist.cli.bench.entries import REPLICAS, Kind
@@ -45,7 +45,7 @@ FOLDER = "ADL_DIST_REPLICAS"  # where the replicas meet; set where this process 
 
 
 def start(kind: str, inner_updates: int | None, words: Sequence[str]) -> None:
-    """Start the replicas and wait for them; write what became of them into the run folder."""
+    """Start the replicas, wait for them, and write the run folder."""
     config, plain = compose_run(words)
     assert config.run_dir is not None
     folder, K = Path(config.run_dir), config.partition.num_stages
@@ -105,7 +105,7 @@ def train(rank: int, kind: Kind, inner_updates: int | None, config: RunConfig, p
                 train_alone(replica, cast(Iterator[tuple[Tensor, Tensor]], loader.batches(epoch, sizes)), training)
                 done = (epoch + 1) * updates_per_epoch
                 metrics = _evaluated(model, outer, validation, config, training) if rank == 0 else {}
-                loss = of_first(metrics.get("loss", 0.0), device)
+                loss = broadcast_number(metrics.get("loss", 0.0), device)
                 if rank == 0:
                     _record(config, metrics, epoch=epoch, updates=outer.last if outer else done, done=done)
                 if not math.isfinite(loss):

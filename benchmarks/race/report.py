@@ -1,4 +1,4 @@
-"""The table and the figure of ``adl-dist race``: the time to the target over each link."""
+"""The table and the figure of a race: the time to the target over each link."""
 
 import math
 import statistics
@@ -85,7 +85,7 @@ def _row(
 
 
 def report(table: Sequence[Row], links: Sequence[Link], target: str, num_seeds: int) -> str:
-    """Return the tables for people, in Markdown, and what they say about who is sooner."""
+    """Return the tables in Markdown, and a sentence on each link."""
     head = ["contender", *(link.name for link in links)]
     best = {link.name: min((_time(row, link) for row in table), default=math.inf) for link in links}
     times = [head, *([row["contender"], *(_time_cell(row, link, best[link.name]) for link in links)] for row in table)]
@@ -165,7 +165,7 @@ def _clock(seconds: float) -> str:
 
 
 def _sentence(table: Sequence[Row], link: Link) -> str | None:
-    """Return how the soonest of our asynchronous methods compares with each kind of rival; None: nothing to compare."""
+    """Compare the fastest of our asynchronous methods with each kind of rival, or return None without rivals."""
     times = {row["contender"]: _time(row, link) for row in table if math.isfinite(_time(row, link))}
 
     def soonest(names: Iterable[str]) -> str | None:

@@ -1,4 +1,4 @@
-"""How long an update takes each contender, with every rank in a network namespace of its own behind the link."""
+"""Measure the seconds of an update, with every rank in a network namespace behind the link."""
 
 import json
 import shlex
@@ -34,7 +34,7 @@ class Measuring:
 
 
 class Timings:
-    """What was measured, kept in a file after each run, so that the same command continues."""
+    """The measurements, written to a file after each run, so that the same command continues."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -45,7 +45,7 @@ class Timings:
         return [run["seconds_per_update"] for run in self._known.get("runs", {}).get(key, []) if "error" not in run]
 
     def median(self, key: str) -> float | None:
-        """Return the median of :meth:`seconds`; None: there is none."""
+        """Return the median of :meth:`seconds`, or None if there are none."""
         return statistics.median(known) if (known := self.seconds(key)) else None
 
     def add(self, key: str, run: Measured) -> None:
@@ -55,13 +55,13 @@ class Timings:
         self._write()
 
     def note(self, link: Link, measured: Link) -> None:
-        """Keep what a plain socket got over ``link``."""
+        """Keep the measured figures of ``link``."""
         self._known.setdefault("links", {})[link.name] = vars(measured)
         self._write()
 
     @property
     def links(self) -> Mapping[str, Mapping[str, float]]:
-        """What a plain socket got over each link, by name."""
+        """The measured figures of each link, by name."""
         return self._known.get("links", {})  # type: ignore[no-any-return]
 
     def failures(self, keys: Sequence[str]) -> dict[str, str]:
@@ -84,7 +84,7 @@ def key_of(contender: Racer, link: Link | None) -> str:
 def measure(
     racing: Sequence[Racer], link: Link, bench: BenchConfig, on: Sequence[Device], how: Measuring, known: Timings
 ) -> None:
-    """Measure what is not known yet: A B C A B C. A failure is a result, and takes no further turn."""
+    """Measure the missing runs in turn, A B C A B C; a contender that failed takes no further turn."""
     missing = [c for c in racing if len(known.seconds(key_of(c, link))) < how.repetitions]
     if not missing:
         return

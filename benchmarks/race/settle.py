@@ -1,4 +1,4 @@
-"""What is settled before a race and then kept: the cut, the delays that a link asks for, and what plan predicts."""
+"""Settle the cut, the delays for each link and the predictions before a race, and keep them."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -58,7 +58,7 @@ def settled_cut(
 def settled_delays(
     folder: Path, config: RunConfig, racing: Sequence[Racer], links: Sequence[Link], on: Device
 ) -> tuple[dict[str, list[Racer]], dict[str, dict[str, float]]]:
-    """Return who races over each link, with the delays that it asks for, and the seconds per update to be expected.
+    """Return the racers over each link with their delays, and the predicted seconds per update.
 
     Both by the link's name; the seconds are of ours, by the contender's name, as ``adl-dist plan`` predicts them.
     Measured once.
@@ -126,7 +126,7 @@ def _predicted(
 
 
 def _key(racer: Racer) -> str:
-    """Return what its delays depend on."""
+    """Return the settings that its delays depend on, as a key."""
     return json.dumps({**racer.entry.method.settings, "codec": racer.codec}, sort_keys=True, default=list)
 
 

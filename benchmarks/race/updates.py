@@ -1,4 +1,4 @@
-"""How many updates a contender needs to the target: runs with several seeds, the rate tuned alike for all."""
+"""Count the updates to the target: runs with several seeds, the rate tuned the same way for all."""
 
 import json
 import math
@@ -42,7 +42,7 @@ def read_target(text: str) -> Target:
     """Return the target that ``text`` names, like ``accuracy=0.9``.
 
     Raises:
-        ConfigError: it names none that all contenders measure.
+        ConfigError: If it names no metric that all contenders measure.
     """
     metric, _, value = text.partition("=")
     try:
@@ -60,10 +60,10 @@ def read_target(text: str) -> Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Race:
-    """A race to a target: what the runs of all contenders have in common."""
+    """The settings that the runs of all contenders share."""
 
     words: Sequence[str]  # the user's settings, with the cut
-    only_values: Sequence[str]  # further settings of these runs alone, like another device
+    only_values: Sequence[str]  # further settings of these runs only, like another device
     folder: Path
     rates: Sequence[float]
     seeds: Sequence[int]
@@ -74,10 +74,10 @@ class Race:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What the runs of one way to train say."""
+    """The updates to the target in the runs of one way to train."""
 
-    rate: float | None  # that came out best with the first seed; None: no run is at its end
-    updates: Sequence[int | None]  # to the target, of each seed that is at its end; None: it did not get there
+    rate: float | None  # the best one with the first seed, once all trials have ended
+    updates: Sequence[int | None]  # to the target, of each ended seed; None if it was not reached
     best: Sequence[float]  # the best value of the metric that each seed saw
     trials: Mapping[str, int | None]  # by rate: updates to the target with the first seed
     at_edge: bool = False  # whether the best rate is the least or the largest that was tried
@@ -89,7 +89,7 @@ class Found:
 
 
 def find_updates(values: Sequence[Values], race: Race, *, start: bool = True) -> dict[str, Found]:
-    """Run what has not been run yet, if ``start``; return what is known of each of ``values``, by name."""
+    """Run the missing runs if ``start``; return the results of ``values`` by name."""
     found = dict[str, Found]()
     with locked(race.folder):
         jobs = {one.name: [_job(one, race, rate, race.seeds[0]) for rate in race.rates] for one in values}
@@ -127,7 +127,7 @@ def curve(folder: Path, target: Target) -> list[tuple[int, float]]:
 
 
 def updates_to(folder: Path, target: Target) -> int | None:
-    """Return the updates after which a validation first met the target; None: none did."""
+    """Return the updates until a validation first met the target, or None if none did."""
     return next((updates for updates, value in curve(folder, target) if target.is_met(value)), None)
 
 

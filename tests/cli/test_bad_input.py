@@ -1,6 +1,6 @@
 """Bad input ends with one readable line and exit code 2; nothing is overwritten, nothing is left running.
 
-Here are the mistakes that are found before any process starts, or with all stages in one process.
+Here are those that show when the stages meet the data, in training, and with a run folder; others: test_mistakes.py.
 """
 
 import fcntl
@@ -15,12 +15,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from adl_dist.cli import train
 from adl_dist.launch import local
-from tests.support.commands import ADL_DIST, ROOT, as_command, in_process, left_behind, shows, snapshot, words
+from tests.support.commands import ADL_DIST, as_command, in_process, left_behind, shows, snapshot, words
 from tests.support.tiers import slow
 
 USER = "tests.support.user_code"
 SMALL = f"model._target_={USER}.good"
-NOWHERE = "/nowhere/at/all"
 OLDER, NEWEST = "update-00000002", "update-00000004"  # checkpoints of epochs of two updates
 
 
@@ -33,159 +32,9 @@ def refused(*command, code=2):
     return line
 
 
-# What is wrong with the command line itself: refused before any process starts and before anything is written.
-NONSENSE = [
-    # unknown and misspelt keys
-    ("train.epoch=2", ["there is no key 'train.epoch'", "did you mean 'train.epochs'?", "adl-dist train --help"]),
-    ("modle=resnet8", ["there is no key 'modle'", "did you mean 'model'?"]),
-    ("batch_size=2", ["there is no key 'batch_size'", "did you mean 'train.batch_size'?"]),
-    ("+train.foo=1", ["there is no key 'train.foo'", "adl-dist train --help"]),
-    ("runtime={foo:1}", ["there is no key 'runtime.foo'", "adl-dist train --help"]),
-    ("hydra.run.dir=x", ["there is no key 'hydra.run.dir'", "adl-dist train --help"]),
-    # unknown choices
-    ("model=resnet21", ["there is no model=resnet21", "choose one of", "resnet18, resnet20", "custom"]),
-    ("method=foo", ["there is no method=foo", "choose one of 1f1b, 2bw, adl"]),
-    (
-        "model=resnet50",
-        ["there is no model=resnet50", "torchvision has resnet50: model=torchvision model.name=resnet50"],
-    ),
-    ("model=null", ["model=null is no choice of model", "choose one of", "resnet8"]),
-    ("method.name=adll", ["method.name=adll", "choose a method by method=NAME"]),
-    # wrong types
-    ("train.batch_size=abc", ["train.batch_size=abc", "'abc'", "Integer"]),
-    ("train.epochs=1.5", ["train.epochs=1.5", "Integer"]),
-    ("train.epochs=null", ["train.epochs=null", "not Optional"]),
-    ("train=5", ["train=5", "TrainConfig"]),
-    ("runtime.processes=maybe", ["runtime.processes=maybe", "bool"]),
-    ("data.shuffle=maybe", ["data.shuffle", "true or false", "'maybe'"]),
-    ("data.num_workers=abc", ["data.num_workers", "whole number of at least 0", "'abc'"]),
-    ("data.num_samples=abc", ["data.num_samples=abc", "adl_dist.data.synthetic expects int"]),
-    ("model.depth=abc", ["model.depth=abc", "adl_dist.models.cifar_resnet expects int"]),
-    ("lr_schedule.warmup_epochs=abc", ["lr_schedule.warmup_epochs=abc", "adl_dist.optim.cosine expects float"]),
-    ("optimizer.lr=abc", ["optimizer", "torch.optim.SGD refuses", "'lr': 'abc'"]),
-    # choices of a value
-    ("dtype=float16", ["dtype=float16", "float32, float64"]),
-    ("method.weights=foo", ["method.weights: there is no 'foo'", "stash, latest"]),
-    # out of range
-    ("method.accumulation_steps=0", ["method.accumulation_steps must be at least 1, got 0"]),
-    ("partition.num_stages=0", ["partition.num_stages (K) must be at least 1, got 0"]),
-    ("train.max_updates=0", ["train.max_updates must be at least 1, got 0"]),
-    ("train.clip_norm=0", ["train.clip_norm must be finite and above 0, got 0"]),
-    ("train.batch_size=0", ["train.batch_size must be at least 1, got 0"]),
-    ("train.batch_size=3", ["train.batch_size=3", "method.accumulation_steps=4", "use train.batch_size>=4"]),
-    ("seed=-1", ["seed must be at least 0, got -1"]),
-    ("seed=99999999999999999999", ["seed must be at most", "got 99999999999999999999"]),
-    ("runtime.threads=0", ["runtime.threads must be at least 1, got 0"]),
-    ("runtime.threads=100000", ["runtime.threads must be at most", "got 100000"]),
-    ("runtime.timeout_seconds=0", ["runtime.timeout_seconds must be above 0", "got 0"]),
-    ("runtime.timeout_seconds=inf", ["runtime.timeout_seconds must be above 0 and at most", "got inf"]),
-    ("runtime.timeout_seconds=nan", ["runtime.timeout_seconds must be above 0", "got nan"]),
-    ("runtime.stage_records_every=0", ["runtime.stage_records_every must be at least 1, got 0"]),
-    ("runtime.max_restarts=-1", ["runtime.max_restarts must be at least 0, got -1"]),
-    ("runtime.checkpoint_every_updates=0", ["runtime.checkpoint_every_updates must be at least 1, got 0"]),
-    ("optimizer.lr=-1", ["optimizer", "torch.optim.SGD refuses", "Invalid learning rate: -1"]),
-    # no KEY=VALUE at all
-    ("train", ["'train' cannot be read", "KEY=VALUE"]),
-    ("train.epochs=[1", ["'train.epochs=[1' cannot be read", "KEY=VALUE", "quote"]),
-    ("=3", ["'=3' names no key", "KEY=VALUE"]),
-    ("train.epochs=1,2", ["train.epochs=1,2 gives several values", "one run", "[1,2]"]),
-    ("train.batch_size=${nosuch}", ["train.batch_size=${nosuch}", "'nosuch' not found"]),
-    # models and data that do not go together
-    ("model=gpt", ["model.vocab_size is taken from data.vocab_size", "as model=gpt and data=tokens do"]),
-    ("data=tokens", ["model.num_classes is taken from data.num_classes", "as model=gpt and data=tokens do"]),
-    # open nodes: what they name, and its arguments
-    ("model.dept=3", ["there is no key 'model.dept'", "did you mean 'model.depth'?", "takes depth, num_classes"]),
-    ("optimizer.momentumm=0.1", ["'optimizer.momentumm'", "did you mean 'optimizer.momentum'?", "torch.optim.SGD"]),
-    ("loss.foo=1", ["there is no key 'loss.foo'", "torch.nn.CrossEntropyLoss takes weight"]),
-    ("data=imagefolder", ["data.root must be given", "data.root=VALUE"]),
-    ("model._target_=", ["model._target_ must name a callable", "for example model._target_=my.module.make"]),
-    ("model._target_=5", ["model._target_ must name a callable", "for example model._target_=my.module.make"]),
-    ("model._target_=nosuch.module.Net", ["model._target_=nosuch.module.Net", "No module named 'nosuch'"]),
-    (f"model._target_={USER}.nosuch", [f"model._target_={USER}.nosuch cannot be imported", "expected a dotted name"]),
-    (f"model._target_={USER}.god", [f"{USER}.god cannot be imported", f"did you mean '{USER}.good'?"]),
-    (f"model._target_={USER}.answer", [f"{USER}.answer is a int", "not something to call"]),
-    ("optimizer._target_=torch.nn.Linear", ["optimizer", "'in_features'", "torch.nn.Linear takes in_features"]),
-    (f"optimizer._target_={USER}.no_optimizer", [f"{USER}.no_optimizer returned list", "torch.optim.Optimizer"]),
-    ("loss._target_=builtins.print", ["builtins.print returned NoneType", "expected a callable that takes (output"]),
-    (
-        "lr_schedule._target_=torch.optim.lr_scheduler.OneCycleLR",
-        ["lr_schedule", "'max_lr'", "OneCycleLR takes max_lr"],
-    ),
-    ("lr_schedule._target_=torch.optim.lr_scheduler.ReduceLROnPlateau", ["follows a metric", "multistep or cosine"]),
-    # the cut
-    ("partition.balance=[1,a]", ["partition.balance=[1, 'a']", "is not one of 'flops', 'even', 'auto'"]),
-    ("partition.granularity=atom", ["partition.granularity", "atom", "layer, block"]),
-    ("partition.device_speeds=[1,2]", ["partition.device_speeds weighs a measured cut", "partition.balance=auto"]),
-    # where from and where to
-    ("resume=alwyas", ["resume=alwyas", "neither 'auto' nor 'never'", "checkpoints/update-"]),
-    (f"resume={ROOT}", [f"{ROOT} is not a checkpoint", "it has no manifest.json", "runs/NAME/checkpoints/update-"]),
-    ("run_dir=''", ["run_dir is empty", "run_dir=runs/NAME"]),
-    *[("runtime.device=cuda", ["no CUDA device", "use runtime.device=cpu"])] * (not torch.cuda.is_available()),
-]
-
-
-# Found when a rank builds and cuts the model and looks for the data, which their parent does not do.
-BEFORE_WRITING = [
-    ("model.depth=9", ["model.depth=9", "6n+2", "8 and 14"]),
-    (f"model._target_={USER}.raises", [f"{USER}.raises failed", "LookupError: no such weights on any server"]),
-    (f"model._target_={USER}.exits", [f"{USER}.exits failed", "SystemExit: 3"]),
-    (f"model._target_={USER}.no_module", [f"{USER}.no_module returned str", "expected a torch.nn.Module"]),
-    ("init_from=nosuch.pt", ["init_from=nosuch.pt is not there", "expected a state_dict"]),
-    ("data=cifar10", ["CIFAR-10", "data.download=true", "data.root=FOLDER", "cifar-10-batches-py", NOWHERE]),
-    ("data=imagefolder", ["train", "one folder for each class", "data.root", NOWHERE]),
-]
-
-
 @pytest.fixture
 def _no_process(monkeypatch):
     monkeypatch.setattr(train, "launch_local", lambda *_, **__: pytest.fail("processes were started"))
-
-
-@pytest.mark.parametrize(
-    ("override", "parts"), NONSENSE, ids=[override.replace(str(ROOT), "ROOT") for override, _ in NONSENSE]
-)
-@pytest.mark.usefixtures("_no_process")
-def test_a_mistake_is_reported_before_any_process_starts(override, parts, tmp_path):
-    shows(refused(*words(tmp_path / "run", override, processes=True)), parts)
-    assert snapshot(tmp_path) == {}
-
-
-@pytest.mark.parametrize(("override", "parts"), BEFORE_WRITING, ids=dict(BEFORE_WRITING))
-def test_a_mistake_is_reported_before_anything_is_written(override, parts, tmp_path):
-    root = [f"data.root={NOWHERE}"] if override.startswith("data=") else []
-    shows(refused(*words(tmp_path / "run", override, *root)), parts)
-    assert snapshot(tmp_path) == {}
-
-
-@pytest.mark.parametrize(
-    ("command", "parts"),
-    [
-        (["trian"], ["there is no command 'trian'", "choose one of train, evaluate, export"]),
-        (["schedule", "partition.num_stage=3"], ["'partition.num_stage'", "did you mean 'partition.num_stages'?"]),
-        (["evaluate"], ["takes one run folder, got none: adl-dist evaluate RUN_DIR [checkpoint=best] [ema=true]"]),
-        (
-            ["evaluate", "rundir=x"],
-            ["does not know 'rundir=x'", "adl-dist evaluate RUN_DIR [checkpoint=best] [ema=true]"],
-        ),
-        (["evaluate", "x", "train.epochs=2"], ["does not know 'train.epochs=2'", "adl-dist evaluate RUN_DIR"]),
-        (["evaluate", "x", "run_dir=y"], ["takes one run folder, got 'x y'"]),
-        (["train", "~model"], ["~model takes the whole of model away"]),
-        (["schedule", "--tied", "[2026-13-45,1]"], ["--tied [2026-13-45,1]: expected two or more stages"]),
-        (["schedule", "--costs", "{forward: 2026-13-45}"], ["--costs is not YAML"]),
-        (["train", "model=gpt", "data=tokens", "data.train=null"], ["data.train=None: expected the file of tokens"]),
-        (["tokenize", ".", "--out", "no such folder"], [". cannot be read (Is a directory)"]),
-        (["export", "run_dir=x"], ["adl-dist export needs out=", "adl-dist export x out=model.safetensors"]),
-    ],
-    ids=" ".join,
-)
-def test_an_unknown_or_incomplete_command_lists_what_there_is(command, parts):
-    shows(refused(*command), parts)
-
-
-def test_the_keys_of_data_that_must_be_named_are_listed():
-    told = in_process("train", "--help", "data=tokens")
-    assert told.code == 0
-    shows(told.out, ["what they are after data=tokens", "  train: ???", "Groups (GROUP=CHOICE)"])
 
 
 @pytest.mark.parametrize("processes", [False, slow(True)])

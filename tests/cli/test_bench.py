@@ -391,41 +391,6 @@ def test_the_peak_memory_of_a_process_is_not_its_parents():
     assert 2**24 < int(told) < held
 
 
-def test_help_lists_the_contenders():
-    shows(in_process("bench", "--help").out, ["torch-1f1b", "adl-minimal", "--prefix"])
-    shows(in_process("--help").out, ["bench "])
-
-
-@pytest.mark.parametrize(
-    ("extra", "parts"),
-    [
-        (("--contenders", "adl,nope"), ["there is no 'nope'", "torch-gpipe"]),
-        (("--contenders", "torch-gpipe", "partition.num_stages=1"), ["no contender is left", "several processes"]),
-        (("--repetitions", "0"), ["--repetitions 0 must be at least 1"]),
-        (("--updates", "0"), ["--updates 0 must be at least 1"]),
-        (("--seconds", "-1"), ["--seconds -1.0 must be above 0"]),
-        (("--seconds", "nan"), ["--seconds nan must be above 0"]),
-        (("--prefix", "ip netns exec node{rank}"), ["--master-addr"]),
-        (("--interface", "eth0"), ["--prefix"]),
-        (("--prefix", "a 'b", "--master-addr", "x"), ["--prefix a 'b", "quotation"]),
-        (("--nonsense",), ["adl-dist bench", "--nonsense"]),
-        (("train.batchsize=3",), ["there is no key 'train.batchsize'"]),
-        (("runtime.gradient_codec=int8",), ["runtime.gradient_codec would apply to our methods alone"]),
-        (("train.ema=0.9", "data.samples_per_epoch=8"), ["train.ema and data.samples_per_epoch would apply"]),
-        (
-            ("runtime.loggers=[tests.support.user_code.Notes]", "train.non_finite=skip", "train.metrics=[top5]"),
-            ["runtime.loggers and train.non_finite and train.metrics would apply"],
-        ),
-        (("partition.num_stages=99",), ["partition.num_stages=99 needs 98 cuts"]),
-        (("runtime.device=cuda",), ["torch finds no CUDA device"]),
-    ],
-)
-def test_a_mistake_is_one_line_and_writes_nothing(extra, parts, tmp_path):
-    out = tmp_path / "out"
-    shows(in_process("bench", *TINY, *extra, "--out", str(out)).refusal(), parts)
-    assert not out.exists()
-
-
 @pytest.mark.parametrize("option", ["--out={}", "run_dir={}"])
 def test_the_results_of_another_bench_are_not_written_over(option, tmp_path):
     (tmp_path / "bench.json").write_text("{}")

@@ -295,26 +295,6 @@ def as_before(plain):
     return old
 
 
-@pytest.mark.parametrize(
-    ("text", "key"),
-    [
-        ("runtime.cuda_graphs=true", "runtime.cuda_graphs"),
-        ("+runtime.cuda_graphs=tick", "runtime.cuda_graphs"),
-        ("runtime={cuda_graphs: false}", "runtime.cuda_graphs"),
-        ("method.buffer_size=3", "method.buffer_size"),
-        ("sweep.tune=['optimizer.lr=0.1,0.2']", "sweep.tune"),
-    ],
-)
-def test_a_removed_key_is_refused_with_the_last_version_of_it(text, key):
-    with pytest.raises(ConfigError, match=rf"^{key} was removed in 0.4.0; remove it, or use version 0.3.8$"):
-        compose_run([text])
-
-
-def test_a_removed_optimizer_is_refused_with_its_example():
-    with pytest.raises(ConfigError, match=r"^optimizer=rotated was removed in 0.4.0; use .*examples/rotated_adam.py"):
-        compose_run(["optimizer=rotated"])
-
-
 def test_the_wheel_carries_and_composes_the_configuration(tmp_path):
     made = as_command(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path))
     assert made.code == 0, made

@@ -436,33 +436,3 @@ def test_a_samples_shape_stands_in_for_data_that_is_not_there(tmp_path):
     missing = (*TINY[:1], "data=imagefolder", f"data.root={tmp_path}", *FAST, "--stages", "2")
     shows(in_process("plan", *missing).refusal(), ["expected a folder train", "--input 3,224,224"])
     assert "input [3, 8, 8]" in done(*missing, "--input", "3,8,8", "--methods", "adl")
-
-
-@pytest.mark.parametrize(
-    ("extra", "parts"),
-    [
-        (("--stages", "a"), ["--stages", "whole numbers", "got a"]),
-        (("--stages", "1"), ["--stages", "at least 2"]),
-        (("--stages", "99,50"), ["partition.num_stages=99 needs 98 cuts, but the model can be cut in "]),
-        (
-            ("--stages", "2", "partition.balance=auto", "partition.device_speeds=[1,2,3]"),
-            ["speeds=[1.0, 2.0, 3.0]", "there are 2 stages"],
-        ),
-        (("--links", "fast"), ["--links: 'fast' is not a link", "like 100mbit or 100mbit,50ms"]),
-        (("--stages", "2", "--links", "1mbit,1ms/1mbit,1ms"), ["--links describes 2 links, but 2 stages have 1"]),
-        (("--methods", "adl,nope"), ["no method 'nope'", "gpipe"]),
-        (("--memory", "12"), ["--memory", "80GiB", "got 12"]),
-        (("--out", "x.txt", "--stages", "2", "--methods", "adl"), ["x.txt", ".svg"]),
-        (("--nonsense",), ["adl-dist plan", "--nonsense"]),
-        (("--devices", "0"), ["--devices 0 must be at least 1"]),
-        (("--memory", "infGiB"), ["--memory", "80GiB", "got infGiB"]),
-        (("--profile", "/nonexistent/p.json"), ["--profile /nonexistent/p.json", "in an existing folder"]),
-        (("--profile", "/tmp"), ["--profile /tmp", "the name of a file"]),
-        (("--max-staleness", "0.5"), ["--max-staleness was removed in 0.4.0", "method.max_staleness=0.5"]),
-        (("--steps=2",), ["--steps was removed in 0.4.0"]),
-        (("--input", "5,8,8"), ["gets float32[B, 5, 8, 8] and fails on it"]),
-        (("loss._target_=torch.nn.MSELoss",), ["the loss gets float32[B, 10]"]),
-    ],
-)
-def test_a_mistake_is_one_line(extra, parts):
-    shows(in_process("plan", *TINY, *extra).refusal(), parts)

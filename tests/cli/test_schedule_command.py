@@ -63,39 +63,6 @@ def test_help_tells_the_flags_without_a_traceback():
     shows(done("--help"), ["--micro-batches", "--costs", "--out", "--json", "KEY=VALUE"])
 
 
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        (["--foo"], ["--foo", "adl-dist schedule --help"]),
-        (["--js"], ["--js", "adl-dist schedule --help"]),
-        (["--micro-batches", "many"], ["--micro-batches", "'many'"]),
-        (["--micro-batches", "0"], ["--micro-batches 0 must be from 1"]),
-        (["--costs", "{forward: 1}"], ["lacks backward"]),
-        (["method.delay=auto"], ["method.delay=auto follows from measured stages", "adl-dist plan prints"]),
-        (["--costs", "{forward: 1, backward: 2, lunch: 3}"], ["there is no 'lunch'", "link"]),
-        (["--costs", "{forward:1}"], ["a space after a colon"]),
-        (["--costs", "{forward: [1, 2, 3], backward: 2}"], ["forward=[1, 2, 3] has 3 numbers", "2 stages"]),
-        (["--costs", "{forward: 1, backward: 2, link: [1, 2]}"], ["link=[1, 2] has 2 numbers", "1 links"]),
-        (["--costs", "{forward: -1, backward: 2}"], ["forward=-1 must be a number of at least 0"]),
-        (["--costs", "{forward: true, backward: 2}"], ["forward=True must be a number"]),
-        (["--costs", "{forward: 1, backward: .inf}"], ["backward=inf must be a number"]),
-        (["--costs", "{forward: 0, backward: 0}"], ["forward and backward time"]),
-        (["--costs", "{forward: ["], ["is not YAML"]),
-        (["--costs", "nowhere.yaml"], ["nowhere.yaml", "No such file"]),
-        (["--out", "a.jpg"], ["a.jpg must end in .svg, .png, .pdf"]),
-        (["--out", "/nowhere/a.svg"], ["folder /nowhere does not exist"]),
-        (["--out=a.svg", "--micro-batches=999"], ["ticks cannot", "at most 400: lower --micro-batches", "is 999"]),
-        (["method=nosuch"], ["method=nosuch"]),
-    ],
-)
-def test_nonsense_is_refused_in_one_line(words, parts, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    outcome = in_process("schedule", *words)
-    shows(outcome.refusal(), parts)
-    assert outcome.out == ""
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_schedule_is_printed_without_torch():
     code = "import sys; sys.modules['torch'] = None; from adl_dist.cli import main; main(['schedule'])"
     outcome = as_command(sys.executable, "-c", code)

@@ -138,32 +138,6 @@ def test_a_run_that_fails_is_named_and_the_others_run(tmp_path, monkeypatch):
     shows(again.out, ["2 of them to do"])  # the cause may have been fixed
 
 
-REFUSED = [
-    (["train.epochs=1,2"], ["train.epochs=1,2 gives several values", "one run", "--multirun"]),
-    (["sweep.jobs=2"], ["sweep.jobs=2 means nothing to a single run", "--multirun"]),
-    (["hydra/launcher=basic"], ["hydra/launcher=basic means nothing to a single run", "--multirun"]),
-    (["-m", "seed=0,1", "hydra/launcher=slurm"], ["pip install -c constraints.txt -e '.[slurm]'"]),
-    (["-m", "seed=0,1", "hydra.launcher.nodes=2"], ["there is no key 'hydra.launcher.nodes'"]),
-    (["-m", "seed=0,0"], ["would both be written to"]),
-    (["-m", "seed=interval(0,1)"], ["cannot be enumerated", "seed=A,B"]),
-    (["-m", "sweep.jobs=0"], ["sweep.jobs must be at least 1, got 0"]),
-    (["-m", "sweep.job=2"], ["there is no key 'sweep.job'", "did you mean 'sweep.jobs'?"]),
-    (["-m", "seed=0,1", "partition.num_stages=2,99"], ["/k99-seed0: ", "partition.num_stages=99 needs 98"]),
-    (["-m", "model.depth=8,9", "model=resnet8", "partition.num_stages=1"], ["depth9", "model.depth=9 is not 6n+2"]),
-    (["-m", '++sweep.variants.x=["method.wieghts=latest"]'], ["x: ", "did you mean 'method.weights'?"]),
-    (["-m", '++sweep.variants.x=["method=bp","method.weights=latest"]'], ["x: ", "means nothing to method=bp"]),
-    (["-m", '++sweep.variants.x=["method=bp"]', "method=adl,fdg"], ["'x'", "method is also given for all variants"]),
-    (["-m", '++sweep.variants.x=["seed=0,1"]'], ["'x'", "seed=0,1 gives several values"]),
-]
-
-
-@pytest.mark.parametrize(("words", "parts"), REFUSED, ids=lambda words: words[-1])
-def test_a_sweep_that_cannot_run_is_refused_before_any_run(words, parts, tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep, "_run_here", lambda *_, **__: pytest.fail("a run was started"))
-    shows(in_process("train", *words, f"run_dir={tmp_path / 'run'}").refusal(), parts)
-    assert list(tmp_path.iterdir()) == []
-
-
 CHECKED = ["model._target_=tests.support.user_code.CheckedInput", "data._target_=tests.support.user_code.images"]
 
 
@@ -172,12 +146,6 @@ def test_a_model_that_is_read_with_samples_may_be_swept(more, tmp_path, monkeypa
     monkeypatch.setattr(sweep, "_run_here", lambda *_, **__: [])
     outcome = in_process("train", "-m", "seed=0,1", *CHECKED, *more, f"run_dir={tmp_path / 'run'}")
     shows(outcome.out, ["2 runs", "2 of them to do"])
-
-
-def test_stages_of_a_model_read_with_samples_are_counted_first(tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep, "_run_here", lambda *_, **__: pytest.fail("a run was started"))
-    words = ["train", "-m", "seed=0,1", *CHECKED, "partition.num_stages=9", f"run_dir={tmp_path / 'run'}"]
-    shows(in_process(*words).refusal(), ["partition.num_stages=9 needs 8 cuts"])
 
 
 def row_of(job):

@@ -402,7 +402,10 @@ def test_the_command_line_makes_callbacks(tmp_path):
 @pytest.mark.parametrize(
     ("word", "parts"),
     [
-        ("callbacks=[adl_dist.EarlyStoping]", ["callbacks[0]._target_=adl_dist.EarlyStoping cannot be imported"]),
+        (
+            "callbacks=[adl_dist.EarlyStoping]",
+            ["adl_dist has no 'EarlyStoping'; did you mean 'adl_dist.EarlyStopping'?"],
+        ),
         ("callbacks=[{_target_:adl_dist.EarlyStopping,patence:3}]", ["no key 'callbacks[0].patence'", "patience"]),
         ("callbacks=[torch.nn.Identity]", ["Identity has none of them"]),
         ("callbacks=[3]", ["callbacks[0]: expected my.module.make"]),

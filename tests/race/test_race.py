@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from adl_dist.baselines.loop import of_first
+from adl_dist.baselines.loop import broadcast_number
 from adl_dist.cli.bench.entries import Cut, ModelSurvey
 from adl_dist.cli.bench.runner import Measured
 from adl_dist.cli.config.compose import compose_run
@@ -370,7 +370,7 @@ def test_what_replicas_tell_each_other_is_where_nccl_can_send_it(backend, place,
     monkeypatch.setattr(dist, "get_backend", lambda: backend)
     monkeypatch.setattr(dist, "broadcast", lambda tensor, src: seen.append(tensor.device.type))
     with contextlib.suppress(RuntimeError):  # the other device that a CPU has cannot tell numbers
-        of_first(0.5, torch.device("meta"))
+        broadcast_number(0.5, torch.device("meta"))
     assert seen == [place]
 
 

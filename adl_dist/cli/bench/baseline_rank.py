@@ -92,7 +92,7 @@ def run(
 
 
 def replica_of(kind: Kind, model: nn.Module, training: Training, inner_updates: int | None) -> nn.Module:
-    """Return ``model`` as ``kind`` trains it, which may add to what ``training`` does after a step."""
+    """Return ``model`` as ``kind`` trains it; DiLoCo adds its outer step to ``training``."""
     if inner_updates is not None:
         training.after_step = OuterStep(model, inner_updates=inner_updates)
     if kind in COMPRESSIONS:
@@ -103,7 +103,7 @@ def replica_of(kind: Kind, model: nn.Module, training: Training, inner_updates: 
 def share_of_epoch(
     kind: Kind, rank: int, size: int, config: RunConfig, train: Any, *, epoch: int
 ) -> tuple[Subset[Any], bool]:
-    """Return what a replica sees of an epoch, and whether it is still to be shuffled.
+    """Return the samples of a replica in an epoch, and whether the loader shuffles them.
 
     DDP's replicas share each batch of the epoch's one order; each of DiLoCo's has a shard of the data for itself.
     """
@@ -120,7 +120,7 @@ def rank_batches(
 ) -> Iterator[tuple[Tensor, Tensor]] | None:
     """Return the batches of ``rank``: micro-batches of a loop, a replica's shares, whole ones of a pipeline's rank 0.
 
-    Each is (input on ``device``, target). None: the rank gets its input from another one.
+    Each is (input on ``device``, target). Return None if the rank gets its input from a different rank.
     """
     if kind in PIPELINES and rank > 0:
         return None

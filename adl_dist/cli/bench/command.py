@@ -1,4 +1,4 @@
-"""``adl-dist bench``: our methods and torch's own ways to train, measured in turn on this machine, in one table."""
+"""``adl-dist bench``: measure our methods and torch's own ways to train in turn, in one table."""
 
 import argparse
 import contextlib
@@ -173,7 +173,7 @@ def _flags(argv: list[str]) -> argparse.Namespace:
 
 
 def _check(flags: argparse.Namespace, config: RunConfig) -> None:
-    """Refuse what would only be found after measuring, and options that would apply to our own runs alone."""
+    """Check flags and settings before anything is measured."""
     if launched_world_size() is not None:
         raise ConfigError("adl-dist bench starts its own processes; start it without torchrun")
     for name in ("repetitions", "updates", "warmup", "seconds", "timeout"):
@@ -194,7 +194,7 @@ def _check(flags: argparse.Namespace, config: RunConfig) -> None:
 
 
 def circumstances(*, has_gpus: bool) -> dict[str, Any]:
-    """Return what a measurement has to name: the machine, and the versions of what runs on it."""
+    """Return the machine and the versions of the software, for the record of a measurement."""
     gpus = range(torch.cuda.device_count() if has_gpus else 0)
     processor = platform.machine()
     with contextlib.suppress(OSError, StopIteration):

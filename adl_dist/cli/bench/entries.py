@@ -1,4 +1,4 @@
-"""The contenders of a bench: torch's own ways to train and our methods; and what all of them have in common."""
+"""The contenders of a bench, torch's own ways to train and our methods, and the survey of their model."""
 
 import contextlib
 import functools
@@ -84,8 +84,8 @@ class Entry:
     method: Method  # ours; for torch's, the one that computes the same
     samples: int  # of one update, all processes together
     warmup: int  # updates before the measured ones; enough to fill the pipeline
-    settings: Sequence[str] = ()  # overrides for this entry alone
-    inner_updates: int | None = None  # H of DiLoCo: updates between two exchanges; None: it is not DiLoCo
+    settings: Sequence[str] = ()  # overrides for this entry only
+    inner_updates: int | None = None  # H of DiLoCo, updates between two exchanges
 
     @property
     def is_cut(self) -> bool:
@@ -102,7 +102,7 @@ def entries(
     machines, whose GPUs are not known here.
 
     Raises:
-        ConfigError: an unknown name.
+        ConfigError: If a name is unknown.
     """
     if unknown := [name for name in names if name not in NAMES]:
         raise ConfigError(f"--contenders: there is no '{unknown[0]}'; choose of {', '.join(NAMES)}")
@@ -148,7 +148,7 @@ def _torch_entry(name: str, config: RunConfig, warmup: int, *, spreads: bool) ->
             raise ConfigError(why)
     M = 1 if kind in REPLICAS or name.endswith("-whole") else M
     inner = DILOCO.get(name)
-    begin = POWERSGD_BEGIN + 2 if kind == "ddp-powersgd" else 0  # before it does what it will
+    begin = POWERSGD_BEGIN + 2 if kind == "ddp-powersgd" else 0  # until it compresses
     if kind in SHARED_KINDS:
         method = Method(name="interleaved", accumulation_steps=M, stages_per_process=v)
     else:
@@ -178,7 +178,7 @@ def our_entry(name: str, method: Method, config: RunConfig, warmup: int, *, sett
     """Return ``method`` with the configured K and batch as an entry; backpropagation is one stage.
 
     Raises:
-        ConfigError: it cannot be cut into so many stages.
+        ConfigError: If it cannot be cut into so many stages.
     """
     K = 1 if method.name == "bp" else config.partition.num_stages
     pipeline = Pipeline(method, K * Pipeline(method, K).stages_per_process)
@@ -208,20 +208,19 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSurvey:
-    """The model, data and cuts that entries share, what crosses the cuts, and what is expected of each entry."""
+    """The model, data and cuts that entries share, and the predicted speed of each."""
 
     cuts: Mapping[int, Cut]  # by the number of stages
     granularity: str
     channels_last: bool  # whether images are computed in that memory format
     target: TensorSpec
-    exchanged_bytes: Mapping[Compression, int]  # of what replicas of the model average at a time
+    exchanged_bytes: Mapping[Compression, int]  # of one average over replicas of the model
     predicted: dict[str, float]  # images per second by the name of an entry, where it can be predicted
 
     def bytes_per_image(self, entry: Entry) -> float:
         """Return the bytes that all processes of ``entry`` together send for one sample, by the shapes of tensors.
 
-        A ring of replicas moves 2 (K-1)/K of what they average from each of K processes: DDP in each update, DiLoCo
-        after so many.
+        A ring of replicas moves 2 (K-1)/K of the averaged bytes from each of K processes, in DiLoCo after H updates.
         """
         K, spec, target_bytes = entry.num_processes, entry.method.spec, sample_bytes(self.target)
         if K == 1:
@@ -240,10 +239,10 @@ class ModelSurvey:
 
 
 def survey(config: RunConfig, able: Sequence[Entry], *, predicts: bool = True) -> ModelSurvey:
-    """Find the cuts, if it ``predicts`` the speed of each entry, and try out each stage once.
+    """Find the cuts, run each stage once, and predict the speeds if ``predicts``.
 
     Raises:
-        ConfigError, DataError, PartitionError: the model cannot be trained or cut like that.
+        ConfigError, DataError, PartitionError: If the model cannot be trained or cut like that.
     """
     K, balance = config.partition.num_stages, config.partition.balance
     profiler = Profiler(config, granularity=config.partition.granularity, threads=config.threads)
@@ -303,7 +302,7 @@ def _pipeline(config: RunConfig, num_stages: int) -> Pipeline:
 def predict_speeds(
     config: RunConfig, able: Sequence[Entry], profiler: Profiler, sizes: Mapping[int, list[int] | None]
 ) -> tuple[dict[int, list[int]], dict[str, float]]:
-    """Measure the model as ``adl-dist plan`` does; ``sizes`` of None: the best cut of the configured method."""
+    """Measure the model as ``adl-dist plan`` does; without ``sizes``, at the best cut of the configured method."""
     method, K, batch = config.method, config.partition.num_stages, config.train.batch_size
     M, profile = method.micro_batches_per_update, functools.cache(lambda M: profiler.profile(batch // M))
     machine = Machine(speeds=config.partition.device_speeds, **(link_figures(config.runtime.device) if K > 1 else {}))

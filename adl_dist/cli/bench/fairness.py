@@ -1,11 +1,11 @@
-"""What would be done, or give other values, in our runs alone: a comparison with torch's loops refuses it."""
+"""Refuse settings that would apply only to our runs in a comparison with torch's loops."""
 
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.errors import ConfigError
 
 
 def check_fair(config: RunConfig, *, command: str) -> None:
-    """Raise ConfigError if a setting, typed or of an experiment, would apply to our runs alone."""
+    """Raise ConfigError if a setting, typed or of an experiment, would apply only to our runs."""
     train, runtime = config.train, config.runtime
     used = {
         "runtime.autocast": runtime.autocast,

@@ -1,4 +1,4 @@
-"""Runs one contender once, in fresh processes, and reads how fast it was."""
+"""Run one contender once, in fresh processes, and read its speed."""
 
 import json
 import math
@@ -36,7 +36,7 @@ MANAGED_KEYS = (
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """A measurement of speed: what the runs of all contenders have in common."""
+    """The settings that the runs of all contenders share."""
 
     config: RunConfig
     overrides: Sequence[str]  # that it was composed from
@@ -46,7 +46,7 @@ class BenchConfig:
     pinned: bool  # whether each of several processes keeps to its share of the cores
     prefix: Sequence[str] = ()  # words before the command of each rank, {rank} in them is its number; none: all local
     master_addr: str = "127.0.0.1"  # where rank 0 is
-    interface: str | None = None  # for gloo; None: the ranks find one
+    interface: str | None = None  # for gloo; if None, the ranks find one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +59,8 @@ class Measured:
     images_per_second: float = math.nan  # nan: it failed
     seconds_per_update: float = math.nan
     peak_memory_bytes: Sequence[int] = ()  # of each process
-    busy_share: Sequence[float] | None = None  # of each stage; None: unknown
-    error: str | None = None  # why it failed; None: it did not
+    busy_share: Sequence[float] | None = None  # of each stage, if known
+    error: str | None = None  # of a run that failed
     command: Sequence[str] = ()  # of rank 0
 
     def as_json(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def train_argv(entry: Entry, bench: BenchConfig, num_updates: int) -> list[str]:
         "runtime.trace=false",
         "runtime.profile_memory=false",
         "runtime.tensorboard=false",
-    ]  # they slow our runs alone
+    ]  # they slow only our runs
     argv += ["runtime.checkpoint_every_epochs=0", "hydra.mode=RUN"]
     # As a node, not as data._target_=, which would start from an empty one and lose the user's keys.
     argv += [f"data={{_target_:{__name__}.{stretched.__name__}}}", f"data.bench_target={node['_target_']}"]
@@ -133,10 +133,9 @@ def stretched(bench_target: str, bench_samples: int, **arguments: Any) -> tuple[
 
 
 def seconds_of(entry: Entry, ends: Sequence[float]) -> float:
-    """Return the mean time of an update of ``entry``, given when each one ended in a run; see seconds_per_update.
+    """Return the mean time of an update of ``entry`` from the end times; see seconds_per_update.
 
-    DiLoCo is measured with shorter cycles than it trains with: what an exchange adds to an update counts for as many
-    as there are between two of them.
+    DiLoCo is measured with shorter cycles than it trains with, so the time of an exchange is divided by H.
     """
     if entry.inner_updates is None:
         return seconds_per_update(ends, warmup=entry.warmup)
@@ -151,10 +150,10 @@ def seconds_of(entry: Entry, ends: Sequence[float]) -> float:
 
 
 def seconds_per_update(ends: Sequence[float], *, warmup: int) -> float:
-    """Return the mean time of an update after ``warmup`` of them, given when each one ended.
+    """Return the mean time of an update after ``warmup`` of them from the end times.
 
     Raises:
-        ChildFailed: the clock has not moved, or there are too few updates.
+        ChildFailed: If the clock has not moved, or there are too few updates.
     """
     if len(ends) <= warmup or not ends[-1] > ends[warmup - 1]:
         raise ChildFailed(f"{len(ends)} updates, of which {warmup} do not count, are too few to be measured")

@@ -1,4 +1,4 @@
-"""Make what the open nodes of a configuration name; what cannot be made is refused by an AdlError of one line."""
+"""Instantiate the ``_target_`` nodes of a configuration; a failure is a ConfigError of one line."""
 
 import contextlib
 import difflib
@@ -47,7 +47,7 @@ def trainer(config: RunConfig, *, handle_signals: bool = False) -> Trainer:
     """Build the model and its trainer. Changes no file and starts no process."""
     is_lazy = config.runtime.meta_init
     return Trainer(
-        # What is untied the trainer says, unless weights of this model are read first.
+        # The trainer reports untied weights, unless weights of this model are read first.
         build_model_on_meta(config) if is_lazy else build_model(config, unties=config.init_from is not None),
         init_from=config.init_from if is_lazy else None,
         method=config.method,
@@ -71,12 +71,12 @@ def evaluator(config: RunConfig) -> Trainer:
 
 
 def train_spec(config: RunConfig) -> TrainSpec:
-    """Return what the run trains by."""
+    """Return the specification of the training."""
     return TrainSpec(pipeline=config.pipeline, **_settings(config))
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
-    """Return what a :class:`Trainer` and a :class:`TrainSpec` take alike."""
+    """Return the arguments that :class:`Trainer` and :class:`TrainSpec` share."""
     return {
         "loss_fn": build_loss(config),
         "loss_reduction": "batch" if config.loss.get("reduction") == "batch" else "mean",
@@ -105,7 +105,7 @@ def build_model(config: RunConfig, *, unties: bool = True) -> nn.Module:
         untied(model)
     if config.init_from is not None:
         load_initial(model, Path(config.init_from))
-    prepare(model, build_optimizer(config))  # with what rules freeze, also where no Trainer is made
+    prepare(model, build_optimizer(config))  # freeze parameters by the rules, also where no Trainer is made
     return model  # type: ignore[no-any-return]
 
 
@@ -124,7 +124,7 @@ def build_model_on_meta(config: RunConfig) -> nn.Module:
 
 
 def run_on_this_machine(run_dir: Path) -> RunConfig:
-    """Return :func:`known_run`, to compute on the CPU where there is no GPU: weights outlive the machine."""
+    """Return :func:`known_run`, on the CPU if this machine has no GPU."""
     config = known_run(run_dir)
     if config.runtime.device == "cuda" and not torch.cuda.is_available():
         config.runtime.device = "cpu"
@@ -134,7 +134,7 @@ def run_on_this_machine(run_dir: Path) -> RunConfig:
 
 
 def described_model(config: RunConfig) -> nn.Module:
-    """Return the model of a run for its names and shapes, built without its weights if that is possible."""
+    """Return the model of a run for its names and shapes, on meta if possible."""
     try:
         return build_model_on_meta(config)
     except ConfigError:  # its own code makes values
@@ -142,10 +142,10 @@ def described_model(config: RunConfig) -> nn.Module:
 
 
 def other_data(node: Mapping[str, Any], settings: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return the data node of a run with ``settings``, by key, in the place of its own values.
+    """Return the data node of a run with ``settings`` in place of its own values.
 
     Raises:
-        ConfigError: its dataset takes no such key.
+        ConfigError: If its dataset does not accept a key.
     """
     taken = _parameters(_locate("data", node))
     for key in settings:
@@ -171,7 +171,7 @@ def build_data(node: Mapping[str, Any]) -> tuple[Dataset[Any], Dataset[Any]]:
 
 
 def loading(config: RunConfig, dataset: Dataset[Any] | None) -> Loading:
-    """Return how the data are loaded; ``dataset``, for training, is what a sampler is made for, None: no sampler."""
+    """Return the settings of the loader, with a sampler for ``dataset`` unless that is None."""
     node = config.data
     made: dict[str, Any] = {}
     if node.get("collate_fn") is not None:
@@ -199,7 +199,7 @@ def callbacks(config: RunConfig) -> list[Any]:
 
 
 def monitoring(config: RunConfig) -> Monitoring:
-    """Return what is recorded, with the loggers that are the user's own made."""
+    """Return the records of the run, with the user's own loggers instantiated."""
     loggers = [
         one if isinstance(one, str) and "." not in one else _listed(f"runtime.loggers[{number}]", one)
         for number, one in enumerate(config.runtime.loggers)
@@ -208,7 +208,7 @@ def monitoring(config: RunConfig) -> Monitoring:
 
 
 def _listed(name: str, node: Any) -> Any:
-    """Return what an entry of a list makes: a dotted name, or a node with ``_target_`` and arguments."""
+    """Instantiate an entry of a list: a dotted name, or a node with ``_target_`` and arguments."""
     node = {"_target_": node} if isinstance(node, str) else node
     if not isinstance(node, Mapping):
         raise ConfigError(f"{name}: expected my.module.make, or {{_target_: my.module.make, KEY: VALUE}}, got {node!r}")
@@ -216,7 +216,7 @@ def _listed(name: str, node: Any) -> Any:
 
 
 def _named(name: str, path: Any) -> Callable[..., Any]:
-    """Return the callable that the key ``name`` names."""
+    """Return the callable at ``path``, the value of the key ``name``."""
     holder, _, key = name.rpartition(".")
     return _locate(holder, {"_target_": path}, key=key)
 
@@ -224,8 +224,7 @@ def _named(name: str, path: Any) -> Callable[..., Any]:
 def check_targets(config: RunConfig) -> None:
     """Check arguments against signatures, and try optimizer and schedule out; no data is read.
 
-    No model is built, unless the optimizer has rules for its parameters, or refuses one that is none of the model's,
-    which may be why.
+    The model is built only if the optimizer has rules for its parameters, or refuses a parameter made up here.
     """
     for name, node in (("data", data_arguments(config.data)), ("model", config.model)):
         _bind(name, node)
@@ -250,7 +249,7 @@ def check_targets(config: RunConfig) -> None:
 
 
 def data_arguments(node: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the data node without what is not meant for its target."""
+    """Return the arguments of the target of a data node."""
     taken = _parameters(_locate("data", node))
     dropped = OF_THE_LOADER if taken is None else {*OF_THE_LOADER, *(set(OF_THE_MODEL) - taken)}
     return {key: value for key, value in node.items() if key not in dropped}
@@ -272,7 +271,7 @@ def build_loss(config: RunConfig) -> LossFn:
 
 
 def build_optimizer(config: RunConfig) -> OptimizerFactory:
-    """Return what makes the optimizer of some parameters, with groups by ``optimizer.rules``, if there are any."""
+    """Return the factory of the optimizer, with groups by ``optimizer.rules`` if there are any."""
     node = {key: value for key, value in config.optimizer.items() if key != "rules"}
     rules = config.optimizer.get("rules")
     target, arguments = _bind("optimizer", node, "params")
@@ -292,7 +291,7 @@ def build_optimizer(config: RunConfig) -> OptimizerFactory:
 
 
 def lr_schedule(config: RunConfig) -> Callable[..., LRScheduler]:
-    """Return what makes the LR scheduler of an optimizer, from it and from how long the run is."""
+    """Return the factory of the LR scheduler, from an optimizer and the length of the run."""
     taken = _parameters(_locate("lr_schedule", config.lr_schedule)) or set()
     supplied = taken & {"optimizer", "updates_per_epoch", "total_updates"}
     if "total_steps" in taken - config.lr_schedule.keys():
@@ -312,7 +311,7 @@ def _call(name: str, node: Mapping[str, Any]) -> Any:
 
 
 def _bind_loss(node: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any], bool]:
-    """Return the target of the loss node, its arguments, and whether it is the loss itself, not what makes it."""
+    """Return the target of the loss node, its arguments, and whether the target is the loss itself."""
     target = _locate("loss", node)
     # Every other reduction is an argument of the loss, as torch's losses have it.
     given = {key: value for key, value in node.items() if key != "_partial_" and (key, value) != ("reduction", "batch")}
@@ -333,7 +332,7 @@ def _called(name: str, node: Mapping[str, Any], target: Callable[..., Any], argu
         return target(**arguments)
     except AdlError:
         raise
-    except (Exception, SystemExit) as error:  # the user's own code: say whose it is and what it said
+    except (Exception, SystemExit) as error:  # the user's own code
         raise ConfigError(f"{name}: {node['_target_']} failed: {type(error).__name__}: {error}") from error
 
 
@@ -357,7 +356,7 @@ def _bind(name: str, node: Mapping[str, Any], *supplied: str) -> tuple[Callable[
         hint = f"; did you mean '{name}.{close[0]}'?" if close else ""
         raise ConfigError(f"there is no key '{name}.{unknown}'{hint}; {accepted}") from None
     for key, value in arguments.items():
-        # Only what a command line gets wrong: a word where a number belongs. The rest is the target's to judge.
+        # Only a word in place of a number, as typed on a command line; the target checks the rest.
         wanted = signature.parameters[key].annotation if key in signature.parameters else None
         if isinstance(value, str) and wanted in (int, float, bool):
             raise ConfigError(f"{name}.{key}={value}: {node['_target_']} expects {wanted.__name__}, got a word")
@@ -371,21 +370,19 @@ def _locate(name: str, node: Mapping[str, Any], *, key: str = "_target_") -> Cal
     try:
         target = get_object(path)
     except Exception as error:  # importing runs the user's module, which can fail in any way
+        module, _, attribute = path.rpartition(".")
+        if module in sys.modules and not hasattr(sys.modules[module], attribute):
+            close = difflib.get_close_matches(attribute, dir(sys.modules[module]), n=1)
+            hint = f"; did you mean '{module}.{close[0]}'?" if close else ""
+            raise ConfigError(f"{name}={path}: {module} has no '{attribute}'{hint}") from error
         cause = error.__cause__ or error
         raise ConfigError(
-            f"{name}={path} cannot be imported: {type(cause).__name__}: {cause}{_near(path)}; expected a "
-            "dotted name like my.module.make, of a module in this folder or an installed one"
+            f"{name}={path} cannot be imported: {type(cause).__name__}: {cause}; expected a dotted name like "
+            "my.module.make, of a module in this folder or an installed one"
         ) from error
     if not callable(target):
         raise ConfigError(f"{name}={path} is a {type(target).__name__}, not something to call")
     return target  # type: ignore[no-any-return]
-
-
-def _near(path: str) -> str:
-    """Return a question for a name like the last part of ``path`` in its module; empty if there is none."""
-    module, _, name = path.rpartition(".")
-    close = difflib.get_close_matches(name, dir(sys.modules.get(module)), n=1)
-    return f"; did you mean '{module}.{close[0]}'?" if close else ""
 
 
 def _parameters(target: Callable[..., Any]) -> set[str] | None:

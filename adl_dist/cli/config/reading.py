@@ -1,4 +1,4 @@
-"""Data and model of a configuration as a run reads them, for commands that read them outside of a run."""
+"""Read the data and the model of a configuration as a run does, for other commands."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,7 @@ from adl_dist.training.trial import samples as samples_of
 def device_loader(
     config: RunConfig, device: torch.device, *, shuffle: bool, dataset: Dataset[Any] | None = None
 ) -> DeviceLoader:
-    """Return micro-batches as our first stage gets them; ``dataset`` None: of the training data."""
+    """Return the loader of the first stage; if ``dataset`` is None, of the training data."""
     whole = instantiate.build_data(config.data)[0] if dataset is None else dataset
     return DeviceLoader(
         whole,

@@ -90,10 +90,16 @@ class RunConfig:
         if self.run_dir == "":
             raise ConfigError("run_dir is empty; name a folder, like run_dir=runs/NAME, or omit it")
         self._check_loader()
-        self.build(GradientPolicy).check(self.pipeline)
-        for cls in (Stages, Training, PartitionSpec, CommandOptions):
+        for cls in (Stages, Training, PrecisionSettings, CommandOptions):  # all others check themselves
             check_settings(self.build(cls), next(group for group, classes in GROUPS.items() if cls in classes))
-        _ = self.timeouts, self.build(CheckpointPolicy), self.build(ProcessOptions), self.monitoring
+        self.build(GradientPolicy).check(self.pipeline)
+        _ = (
+            self.build(PartitionSpec),
+            self.timeouts,
+            self.build(CheckpointPolicy),
+            self.build(ProcessOptions),
+            self.monitoring,
+        )
         micro_batch_size_of(self.train.batch_size, self.method.micro_batches_per_update)
 
     def _check_loader(self) -> None:

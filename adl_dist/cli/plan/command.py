@@ -37,7 +37,7 @@ def plan(words: list[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Found:
-    """What was measured, what follows from it, and the advice."""
+    """The measurements, the predictions, and the advice."""
 
     machine: Machine
     profile: Profile  # with the configured M
@@ -51,7 +51,7 @@ class _Found:
 
     @property
     def sizes_advised(self) -> list[int]:
-        """The units of each stage of what is recommended; empty: no pipeline."""
+        """The units of each stage of the recommended pipeline; empty if none is."""
         return [] if self.choice is None else self.choice.balance.sizes
 
 
@@ -92,11 +92,11 @@ def _measured(question: Question) -> _Found:
 
 
 def _possible(question: Question, machine: Machine, chain: Chain) -> tuple[Question, list[str]]:
-    """Return the question for those K into which the model can be cut, and why not into the others.
+    """Return the question for the possible K, and the reasons against the others.
 
     Raises:
-        PartitionError: the model can be cut into none; a measurement would be in vain.
-        ConfigError: likewise, because of the speeds.
+        PartitionError: If the model can be cut into none of them.
+        ConfigError: If there are not as many speeds as stages.
     """
     refusals = dict[int, PartitionError | ConfigError]()
     for K in question.stages:
@@ -112,10 +112,10 @@ def _possible(question: Question, machine: Machine, chain: Chain) -> tuple[Quest
 
 
 def _coded(question: Question, machine: Machine, chain: Chain, profile: Profile) -> list[Prediction]:
-    """Return what is predicted of the configured method for each K and codec, as far as it is possible."""
+    """Return the predictions of the configured method for each possible K and codec."""
     found = []
     for K, codec in itertools.product(question.stages, CODECS):
-        with contextlib.suppress(PartitionError, ConfigError):  # told of in the table of all methods
+        with contextlib.suppress(PartitionError, ConfigError):  # reported below the table of all methods
             cut = _cut(question, replace(machine, codecs=Codecs(codec, codec)), chain, K)
             found.append(predict(profile, Pipeline(question.chosen, K), **cut))
     return found
@@ -124,7 +124,7 @@ def _coded(question: Question, machine: Machine, chain: Chain, profile: Profile)
 def _cut(question: Question, machine: Machine, chain: Chain, K: int) -> dict[str, Any]:
     """Return the arguments of a prediction that say where the model is cut into K stages, and for which devices."""
     config = question.config.partition
-    balance, speeds = config.balance, config.speeds
+    balance, speeds = config.balance, config.device_speeds
     if speeds is not None and len(speeds) != K:
         raise ConfigError(f"partition.device_speeds={speeds} has {len(speeds)} numbers, but there are {K} stages")
     is_given = isinstance(balance, list) and config.num_stages == K  # else the question is which is best

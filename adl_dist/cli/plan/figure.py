@@ -19,7 +19,7 @@ def draw_costs(path: Path, profile: Profile, *, sizes: Sequence[int], model: str
     ``sizes`` are the units of each stage, or none; a file that is there already is replaced.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: If the file cannot be written.
     """
     units = profile.costs(1)
     places = range(len(units))

@@ -1,4 +1,4 @@
-"""Measure with gloo over loopback what a message between two processes of this machine costs."""
+"""Measure the cost of a message between two processes of this machine (gloo, loopback)."""
 
 import json
 import statistics
@@ -25,12 +25,12 @@ GPU_LINK = {"bandwidth": 12e9, "latency": 1e-5, "shares_link": True}
 
 
 def link_figures(device: str) -> dict[str, Any]:
-    """Return the keyword arguments of a :class:`Machine` whose links join such devices.
+    """Return the keyword arguments of a :class:`Machine` for the links between such devices.
 
     On CPUs two processes of this machine measure it, which takes a few seconds, mostly to start them.
 
     Raises:
-        ChannelError: they did not finish.
+        ChannelError: If they did not finish in time.
     """
     if device == "cuda":
         return GPU_LINK

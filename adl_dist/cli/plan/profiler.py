@@ -47,14 +47,19 @@ class Profiler:
         kept_in: Path | None = None,
         quiet: bool = False,
     ) -> None:
-        """Build the model and look at a sample, to measure it with the ``threads`` of a stage.
+        """Build the model and run it on a sample.
 
-        ``granularity`` says what a unit is. ``shape`` is that of a sample, [C, H, W]; None: it is taken from the
-        training data. ``kept_in`` is the file for the measurements; the micro-batch size is appended to its name.
+        Args:
+            config: The configuration of the run.
+            granularity: ``layer`` or ``block``, the size of a unit.
+            threads: Threads of a stage.
+            shape: Shape of a sample, [C, H, W]; if None, that of the training data.
+            kept_in: File for the measurements; the micro-batch size is appended to its name.
+            quiet: Print no progress.
 
         Raises:
-            ConfigError: the model does not take such a sample, or the loss fails on its output.
-            DataError: the data is missing.
+            ConfigError: If the model fails on such a sample, or the loss on its output.
+            DataError: If the data is missing.
         """
         self.granularity, self.threads = granularity, threads
         self._config, self._shape, self._kept_in, self._quiet = config, shape, kept_in, quiet
@@ -97,12 +102,12 @@ class Profiler:
 
     @contextlib.contextmanager
     def with_load(self, num: int, samples: int) -> Iterator[list[int]]:
-        """Inside the block, have ``num`` processes train the same model whenever it is measured as one of several.
+        """Start ``num`` processes that train the same model with micro-batches of ``samples``; yield their ids.
 
-        Else they rest: they hold memory, but no core. A micro-batch has so many ``samples``. Yield their ids.
+        They are stopped (SIGSTOP) except inside :meth:`under_load`: they hold memory, but no core.
 
         Raises:
-            ConfigError: one of them ended before it was ready, or in the block.
+            ConfigError: If one of them ended before it was ready, or in the block.
         """
         spawn, replies = multiprocessing.get_context("spawn"), []
         processes: list[SpawnProcess] = []
@@ -153,7 +158,7 @@ class Profiler:
             os.kill(pid, number)
 
     def profile(self, micro_batch_size: int) -> Profile:
-        """Measure each unit for one micro-batch, alone and, if there is a load, also under that."""
+        """Measure each unit for one micro-batch, without and, if there is a load, with it."""
         alone = self._profile(micro_batch_size)
         if not self._load:
             return alone

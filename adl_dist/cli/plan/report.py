@@ -1,4 +1,4 @@
-"""What ``adl-dist plan`` prints: the measurement, tables of predictions, and the line that trains as predicted."""
+"""Format the answer of ``adl-dist plan``: measurement, predictions, and the command that trains as predicted."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -81,7 +81,7 @@ def tied_lines(shared: Mapping[str, list[int]], predictions: Sequence[Prediction
 
 
 def codec_lines(coded: Sequence[Prediction]) -> list[str]:
-    """Return the table of what each codec makes of the links for the configured method, and which one is needed."""
+    """Return the table of the codecs for the configured method, and the codec that the links need."""
     rows: list[list[object]] = []
     for p in coded:
         where = p.pipeline.num_stages, p.pipeline.micro_batches_per_update, p.codecs.activations
@@ -90,7 +90,7 @@ def codec_lines(coded: Sequence[Prediction]) -> list[str]:
     lines = [f"{coded[0].pipeline.method.name} by codec, over these links:", *text_table([CODEC_HEAD, *rows])]
     for K in dict.fromkeys(p.pipeline.num_stages for p in coded):
         alike = [p for p in coded if p.pipeline.num_stages == K]
-        # Coding takes time, too: of all as fast as the fastest the first, which leaves out least.
+        # Coding takes time: of all that are as fast as the fastest, take the most exact one.
         most = (1 - AS_GOOD) * max(p.images_per_second for p in alike)
         fast = [p for p in alike if p.images_per_second >= most]
         enough = next((p for p in fast if p.is_compute_bound), fast[0])

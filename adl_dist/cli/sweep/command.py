@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
-from hydra._internal.callbacks import Callbacks  # what a HydraContext needs; there is no public way
+from hydra._internal.callbacks import Callbacks  # for a HydraContext; there is no public way
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
@@ -35,11 +35,11 @@ from adl_dist.report.runs import read_json, read_runs, status_of
 from adl_dist.training.partitioned_model import keeps_ties
 
 LOG = Path("logs") / "output.log"
-LAUNCHER_FOLDER = ".launcher"  # what a launcher of Hydra writes, inside the folder of the sweep
+LAUNCHER_FOLDER = ".launcher"  # output of a launcher of Hydra, inside the folder of the sweep
 
 
 def run(sweep: Sweep) -> int:
-    """Run what is not complete, and compare; return the exit code: 1 if a run failed. One that diverged is a result."""
+    """Run the incomplete jobs and compare all; return the exit code: 1 if a run failed (divergence is a result)."""
     _check(sweep)
     with locked(sweep.run_dir):
         run_all(sweep.jobs, sweep, of="runs")
@@ -49,7 +49,7 @@ def run(sweep: Sweep) -> int:
 
 
 def run_all(jobs: Sequence[Job], sweep: Sweep, *, of: str) -> None:
-    """Bring those of ``jobs`` to their end that are not complete, and say what became of them."""
+    """Run the incomplete ones of ``jobs`` and print the result of each."""
     waiting = [job for job in jobs if job_status(job) == "unfinished"]
     note = "; the same command continues what has not come to its end"
     say(f"{len(jobs)} {of} in {sweep.run_dir}, {len(waiting)} of them to do{note}")
@@ -67,7 +67,7 @@ def run_all(jobs: Sequence[Job], sweep: Sweep, *, of: str) -> None:
 
 
 def _check(sweep: Sweep) -> None:
-    """Refuse now what would stop a run only after others have taken their time."""
+    """Check all jobs first, so that none fails after others have taken their time."""
     cases = set()
     for job in sweep.jobs:
         config = job.config
@@ -83,10 +83,10 @@ def _check(sweep: Sweep) -> None:
 
 
 def _check_cut(config: RunConfig, *, has_data: bool) -> None:
-    """Refuse a cut that the run of ``config`` would refuse, as far as can be known: another machine may hold the data.
+    """Check the cut of a run as far as possible here; the data may be on another machine.
 
     Raises:
-        PartitionError, DataError, ConfigError: it cannot be cut there, or cannot be read.
+        PartitionError, DataError, ConfigError: If the model cannot be cut there, or cannot be read.
     """
     num_stages, balance = config.partition.num_stages, config.partition.balance
     model = instantiate.described_model(config) if config.runtime.meta_init else instantiate.build_model(config)
@@ -96,12 +96,12 @@ def _check_cut(config: RunConfig, *, has_data: bool) -> None:
 
 
 def job_status(job: Job) -> str:
-    """Return what :func:`adl_dist.report.runs.status_of` says of the run of ``job``."""
+    """Return the status of the run of ``job``; see :func:`adl_dist.report.runs.status_of`."""
     return status_of(job.folder, epochs=job.config.train.epochs, max_updates=job.config.train.max_updates)
 
 
 def _outcome(job: Job, code: int | None = None) -> str:
-    """Return what became of ``job`` in a few words."""
+    """Describe the result of ``job`` in a few words."""
     match job_status(job):
         case "complete":
             summary = read_json(job.folder / "summary.json")
@@ -119,7 +119,7 @@ def _outcome(job: Job, code: int | None = None) -> str:
 def _run_here(jobs: Sequence[Job], *, at_once: int | None) -> Iterator[tuple[Job, int]]:
     """Run ``jobs`` as processes, ``at_once`` at a time; yield each job with its exit code; leave no process behind.
 
-    ``at_once`` None: as many as there are cores for; on a GPU one, since only the user knows how many fit.
+    If ``at_once`` is None, as many as there are cores for; on a GPU one, since only the user knows how many fit.
     """
     waiting, running = list(reversed(jobs)), list[tuple[Job, subprocess.Popen[bytes]]]()
     try:
@@ -140,7 +140,7 @@ def _run_here(jobs: Sequence[Job], *, at_once: int | None) -> Iterator[tuple[Job
 
 
 def _submit(jobs: Sequence[Job], sweep: Sweep) -> str:
-    """Hand ``jobs`` to a launcher of Hydra, like submitit's, and wait; return the error of a run or of the launcher."""
+    """Submit ``jobs`` to a launcher of Hydra and wait; return the error of a run or the launcher."""
     folder = str((sweep.run_dir / LAUNCHER_FOLDER).resolve()).replace("'", "\\'")
     silent = "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"
     numbered = f"hydra.sweep.dir='{folder}'", "hydra.sweep.subdir=${hydra.job.num}", "hydra.job.name=adl-dist"
@@ -168,7 +168,7 @@ def _submit(jobs: Sequence[Job], sweep: Sweep) -> str:
 def _run_numbered(jobs: Sequence[Job], folder: str, _: Any) -> None:
     """Run one job in a process of the launcher, which knows its number."""
     os.chdir(folder)  # run folders are relative to it
-    list(_run_here([jobs[HydraConfig.get().job.num]], at_once=1))  # the run folder says what became of it
+    list(_run_here([jobs[HydraConfig.get().job.num]], at_once=1))  # the run folder holds its result
 
 
 def _has_room(running: Sequence[RunConfig], config: RunConfig, at_once: int | None) -> bool:

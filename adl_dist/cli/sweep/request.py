@@ -1,4 +1,4 @@
-"""Find out which runs a command line asks for, if it asks for several, with Hydra's grammar and product."""
+"""Read the runs that a command line asks for, with Hydra's grammar and product."""
 
 import re
 import shlex
@@ -28,7 +28,7 @@ OWN_LAUNCHER = "basic"  # Hydra's default, which runs one job after the other; o
 class Job:
     """One run: ``adl-dist train overrides``, with its run folder and its configuration, checked and as plain values.
 
-    ``program``: what takes the overrides, behind ``python -m``.
+    ``program`` takes the overrides, after ``python -m``.
     """
 
     overrides: Sequence[str]
@@ -49,8 +49,8 @@ class Sweep:
 
     jobs: Sequence[Job]  # those of the first seed first, so that an interrupted sweep has something of everything
     run_dir: Path  # the folder of all of them
-    side_by_side: int | None  # how many to run at the same time; None: as many as there are cores for
-    launcher: Sequence[str]  # overrides about the launcher of Hydra that starts the runs; empty: this command does
+    side_by_side: int | None  # runs at the same time; if None, as many as there are cores for
+    launcher: Sequence[str]  # overrides about the launcher of Hydra; if empty, this command starts the runs
     command: str  # the user's command line
 
 

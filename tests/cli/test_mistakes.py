@@ -1,0 +1,215 @@
+"""One table: a mistaken command line, and parts of the one line that it is refused with, before anything starts.
+
+Most rows take a few hundredths of a second. What only shows when stages meet the data is in test_bad_input.py.
+"""
+
+import pytest
+import torch
+
+from adl_dist.cli import train
+from adl_dist.cli.bench import command as bench
+from adl_dist.cli.sweep import command as sweep
+from tests.support.commands import ROOT, in_process, shows, snapshot, words
+
+USER = "tests.support.user_code"
+NOWHERE = "/nowhere/at/all"
+TINY = (f"model._target_={USER}.good", f"data._target_={USER}.images", "train.batch_size=16", "runtime.threads=1")
+PLAN = ("plan", *TINY, "--links", "8gbit,20us", "--neighbours", "0")
+BENCH = ("bench", *TINY, "--out", "out")
+COSTS = ("schedule", "--costs")
+SWEEP = ("train", "-m", "run_dir=run")
+EVALUATE = "adl-dist evaluate RUN_DIR [checkpoint=best] [ema=true]"
+
+# Settings of ``train``, next to those of a tiny run.
+SETTINGS = {
+    # keys
+    "train.epoch=2": ["there is no key 'train.epoch'; did you mean 'train.epochs'?; adl-dist train --help"],
+    "modle=resnet8": ["there is no key 'modle'; did you mean 'model'?"],
+    "batch_size=2": ["there is no key 'batch_size'; did you mean 'train.batch_size'?"],
+    "+train.foo=1": ["there is no key 'train.foo'", "adl-dist train --help"],
+    "runtime={foo:1}": ["there is no key 'runtime.foo'", "adl-dist train --help"],
+    "hydra.run.dir=x": ["there is no key 'hydra.run.dir'", "adl-dist train --help"],
+    "runtime.cuda_graphs=true": ["runtime.cuda_graphs was removed in 0.4.0; remove it, or use version 0.3.8"],
+    "+runtime.cuda_graphs=tick": ["runtime.cuda_graphs was removed in 0.4.0"],
+    "runtime={cuda_graphs: false}": ["runtime.cuda_graphs was removed in 0.4.0"],
+    "method.buffer_size=3": ["method.buffer_size was removed in 0.4.0"],
+    "sweep.tune=['optimizer.lr=0.1,0.2']": ["sweep.tune was removed in 0.4.0"],
+    # choices of a group
+    "model=resnet21": ["there is no model=resnet21; did you mean resnet", "choose one of", "resnet18, resnet20, "],
+    "method=gpip": ["there is no method=gpip; did you mean gpipe?; choose one of 1f1b, 2bw, adl"],
+    "model=resnet50": ["torchvision has resnet50: model=torchvision model.name=resnet50"],
+    "model=null": ["model=null is not a choice of model", "choose one of", "resnet8"],
+    "optimizer=adam": ["there is no optimizer=adam; did you mean adamw?", "optimizer._target_=torch.optim.NAME"],
+    "optimizer=rotated": ["optimizer=rotated was removed in 0.4.0", "examples/rotated_adam.py"],
+    "method.name=adll": ["method.name=adll: choose a method by method=NAME"],
+    # types and ranges, one of each kind
+    "train.batch_size=abc": ["train.batch_size must be a whole number, got 'abc'"],
+    "train.epochs=1.5": ["train.epochs must be a whole number, got 1.5"],
+    "train.epochs=null": ["train.epochs must be a whole number, got None"],
+    "train=5": ["train=5: expected settings, like train.batch_size=VALUE"],
+    "data=5": ["data=5 is not a choice of data"],
+    "runtime.processes=maybe": ["runtime.processes must be true or false or null, got 'maybe'"],
+    "train.metrics=[1]": ["train.metrics must be a list of names, got [1]"],
+    "train.clip_norm=inf": ["train.clip_norm must be a finite number or null, got inf"],
+    "dtype=float16": ["dtype: there is no 'float16'; choose one of float32, float64"],
+    "method.weights=foo": ["method.weights: there is no 'foo'; choose one of stash, latest"],
+    "train.max_updates=0": ["train.max_updates must be at least 1, got 0"],
+    "train.clip_norm=0": ["train.clip_norm must be above 0, got 0"],
+    "runtime.timeout_seconds=2e6": ["runtime.timeout_seconds must be above 0 and at most 1e+06, got 2000000.0"],
+    "seed=99999999999999999999": ["seed must be at least 0 and at most 9.22337e+18, got 99999999999999999999"],
+    "partition.num_stages=0": ["partition.num_stages must be at least 1, got 0"],
+    "data.shuffle=maybe": ["data.shuffle must be true or false, got 'maybe'"],
+    "data.num_workers=abc": ["data.num_workers must be a whole number of at least 0, got 'abc'"],
+    # values that do not fit together
+    "train.batch_size=3": ["train.batch_size=3", "method.accumulation_steps=4", "use train.batch_size>=4"],
+    "runtime.autocast=float16": ["runtime.autocast=float16 is not supported; use bfloat16, or null"],
+    "runtime.watchdog_abort_seconds=9": ["must be above runtime.watchdog_warn_seconds=60.0, or null for never"],
+    "runtime.best_mode=max": ["says which way a metric is better, but there is none"],
+    "partition.balance=[1,a]": ["partition.balance must be one of 'flops', 'even', 'auto', a list", "got [1, 'a']"],
+    "partition.balance=evn": ["partition.balance: there is no 'evn'; choose one of flops, even, auto, or a list"],
+    "partition.device_speeds=[1,2]": ["device_speeds weighs a measured cut; it needs partition.balance=auto"],
+    "partition.links=fast": ["partition.links weighs a measured cut"],
+    # no KEY=VALUE
+    "train": ["'train' cannot be read; write KEY=VALUE"],
+    "--epochs=5": ["unknown option --epochs; did you mean 'train.epochs=5'?"],
+    "train.epochs=[1": ["'train.epochs=[1' cannot be read; write KEY=VALUE", "quote"],
+    "=3": ["'=3' names no key; write KEY=VALUE"],
+    "train.epochs=1,2": ["train.epochs=1,2 gives several values, but one command is one run", "[1,2]"],
+    "train.batch_size=${nosuch}": ["Interpolation key 'nosuch' not found"],
+    # models and data that do not go together
+    "model=gpt": ["has no vocab_size, which model=gpt needs; use model=gpt with data=tokens, or give model.vocab_size"],
+    "data=imagefolder": ["data.root must be given: add data.root=VALUE"],
+    # open nodes: what they name, and its arguments
+    "model.dept=3": ["there is no key 'model.dept'; did you mean 'model.depth'?; ", "takes depth, num_classes"],
+    "model.depth=abc": ["model.depth=abc: adl_dist.models.cifar_resnet expects int, got a word"],
+    "optimizer.momentumm=0.1": ["did you mean 'optimizer.momentum'?", "torch.optim.SGD"],
+    "optimizer.lr=-1": ["torch.optim.SGD refuses", "Invalid learning rate: -1"],
+    "loss.foo=1": ["there is no key 'loss.foo'", "torch.nn.CrossEntropyLoss takes weight"],
+    "model._target_=": ["model._target_ must name a callable, for example model._target_=my.module.make"],
+    "model._target_=5": ["model._target_ must name a callable"],
+    "model._target_=nosuch.module.Net": ["model._target_=nosuch.module.Net", "No module named 'nosuch'"],
+    f"model._target_={USER}.god": [f"{USER} has no 'god'; did you mean '{USER}.good'?"],
+    f"model._target_={USER}.answer": [f"{USER}.answer is a int, not something to call"],
+    f"optimizer._target_={USER}.no_optimizer": [f"{USER}.no_optimizer returned list", "torch.optim.Optimizer"],
+    "loss._target_=builtins.print": ["builtins.print returned NoneType", "expected a callable that takes (output"],
+    "lr_schedule._target_=torch.optim.lr_scheduler.ReduceLROnPlateau": ["follows a metric", "multistep or cosine"],
+    # where from and where to
+    "resume=alwyas": ["resume=alwyas", "neither 'auto' nor 'never'", "checkpoints/update-"],
+    f"resume={ROOT}": [f"{ROOT} is not a checkpoint", "it has no manifest.json"],
+    "run_dir=''": ["run_dir is empty; name a folder, like run_dir=runs/NAME"],
+}
+if not torch.cuda.is_available():
+    SETTINGS["runtime.device=cuda"] = ["no CUDA device", "use runtime.device=cpu"]
+# Found when a rank builds and cuts the model and looks for the data, which their parent does not do.
+BY_RANKS = {
+    ("model.depth=9",): ["model.depth=9", "6n+2", "8 and 14"],
+    (f"model._target_={USER}.raises",): [f"{USER}.raises failed", "LookupError: no such weights on any server"],
+    (f"model._target_={USER}.exits",): [f"{USER}.exits failed", "SystemExit: 3"],
+    (f"model._target_={USER}.no_module",): [f"{USER}.no_module returned str", "expected a torch.nn.Module"],
+    ("init_from=nosuch.pt",): ["init_from=nosuch.pt is not there", "expected a state_dict"],
+    ("data=cifar10", f"data.root={NOWHERE}"): ["CIFAR-10", "data.download=true", "cifar-10-batches-py", NOWHERE],
+    ("data=imagefolder", f"data.root={NOWHERE}"): ["train", "one folder for each class", NOWHERE],
+}
+COMMANDS = [
+    (["trian"], ["there is no command 'trian'; did you mean train?; choose one of train, evaluate, export"]),
+    (["train", "~model"], ["~model removes model, which every run needs"]),
+    (["evaluate"], [f"takes one run folder, got none: {EVALUATE}"]),
+    (["evaluate", "rundir=x"], ["does not know 'rundir=x'", EVALUATE]),
+    (["evaluate", "x", "train.epochs=2"], ["does not know 'train.epochs=2'", EVALUATE]),
+    (["evaluate", "x", "run_dir=y"], ["takes one run folder, got 'x y'"]),
+    (["export", "run_dir=x"], ["adl-dist export needs out=", "adl-dist export x out=model.safetensors"]),
+    (["report"], ["takes run folders", "adl-dist report RUNS"]),
+    (["train", "model=gpt", "data=tokens", "data.train=null"], ["data.train=None: expected the file of tokens"]),
+    (["train", "data=tokens", "data.train=x"], ["data=tokens has no num_classes, which model=resnet8 needs"]),
+    (["tokenize", ".", "--out", "no such folder"], [". cannot be read (Is a directory)"]),
+    # schedule
+    (["schedule", "partition.num_stage=3"], ["'partition.num_stage'; did you mean 'partition.num_stages'?"]),
+    (["schedule", "--js"], ["--js", "adl-dist schedule --help"]),
+    (["schedule", "--micro-batches", "many"], ["--micro-batches", "'many'"]),
+    (["schedule", "--micro-batches", "0"], ["--micro-batches 0 must be from 1"]),
+    (["schedule", "--tied", "[2026-13-45,1]"], ["--tied [2026-13-45,1]: expected two or more stages"]),
+    (["schedule", "method.delay=auto"], ["method.delay=auto follows from measured stages", "adl-dist plan prints"]),
+    (["schedule", "--out", "a.jpg"], ["a.jpg must end in .svg, .png, .pdf"]),
+    (["schedule", "--out", "/nowhere/a.svg"], ["folder /nowhere does not exist"]),
+    (["schedule", "--out=a.svg", "--micro-batches=999"], ["ticks cannot", "at most 400: lower --micro-batches"]),
+    ([*COSTS, "{forward: 1}"], ["lacks backward"]),
+    ([*COSTS, "{forward: 1, backward: 2, lunch: 3}"], ["there is no 'lunch'", "link"]),
+    ([*COSTS, "{forward:1}"], ["a space after a colon"]),
+    ([*COSTS, "{forward: [1, 2, 3], backward: 2}"], ["forward=[1, 2, 3] has 3 numbers", "2 stages"]),
+    ([*COSTS, "{forward: -1, backward: 2}"], ["forward=-1 must be a number of at least 0"]),
+    ([*COSTS, "{forward: 0, backward: 0}"], ["forward and backward time"]),
+    ([*COSTS, "{forward: ["], ["--costs is not YAML"]),
+    ([*COSTS, "nowhere.yaml"], ["nowhere.yaml", "No such file"]),
+    # plan
+    ([*PLAN, "--stages", "a"], ["--stages", "whole numbers", "got a"]),
+    ([*PLAN, "--stages", "99,50"], ["num_stages=99 needs 98 cuts, but the model can be cut in "]),
+    (
+        [*PLAN, "--stages", "2", "partition.balance=auto", "partition.device_speeds=[1,2,3]"],
+        ["device_speeds=[1, 2, 3]", "there are 2 stages"],
+    ),
+    ([*PLAN, "--links", "fast"], ["--links: 'fast' is not a link", "like 100mbit or 100mbit,50ms"]),
+    ([*PLAN, "--stages", "2", "--links", "1mbit,1ms/1mbit,1ms"], ["--links describes 2 links, but 2 stages have 1"]),
+    ([*PLAN, "--methods", "adl,nope"], ["no method 'nope'", "gpipe"]),
+    ([*PLAN, "--memory", "infGiB"], ["--memory", "80GiB", "got infGiB"]),
+    ([*PLAN, "--out", "x.txt"], ["x.txt", ".svg"]),
+    ([*PLAN, "--devices", "0"], ["--devices 0 must be at least 1"]),
+    ([*PLAN, "--profile", "/nonexistent/p.json"], ["--profile /nonexistent/p.json", "in an existing folder"]),
+    ([*PLAN, "--max-staleness", "0.5"], ["--max-staleness was removed in 0.4.0", "method.max_staleness=0.5"]),
+    ([*PLAN, "--input", "5,8,8"], ["gets float32[B, 5, 8, 8] and fails on it"]),
+    ([*PLAN, "loss._target_=torch.nn.MSELoss"], ["the loss gets float32[B, 10]"]),
+    # bench
+    ([*BENCH, "--contenders", "adl,nope"], ["there is no 'nope'", "torch-gpipe"]),
+    ([*BENCH, "--contenders", "torch-gpipe", "partition.num_stages=1"], ["no contender is left", "several processes"]),
+    ([*BENCH, "--repetitions", "0"], ["--repetitions 0 must be at least 1"]),
+    ([*BENCH, "--seconds", "nan"], ["--seconds nan must be above 0"]),
+    ([*BENCH, "--prefix", "ip netns exec node{rank}"], ["--master-addr"]),
+    ([*BENCH, "--interface", "eth0"], ["--prefix"]),
+    ([*BENCH, "--prefix", "a 'b", "--master-addr", "x"], ["--prefix a 'b", "quotation"]),
+    (
+        [*BENCH, "runtime.loggers=[x.y]", "train.non_finite=skip", "runtime.gradient_codec=int8"],
+        ["runtime.gradient_codec and runtime.loggers and train.non_finite would apply to our methods alone"],
+    ),
+    # several runs
+    (["train", "sweep.jobs=2"], ["sweep.jobs=2 means nothing to a single run", "--multirun"]),
+    (["train", "hydra/launcher=basic"], ["hydra/launcher=basic means nothing to a single run", "--multirun"]),
+    ([*SWEEP, "seed=0,1", "hydra/launcher=slurm"], ["pip install -c constraints.txt -e '.[slurm]'"]),
+    ([*SWEEP, "seed=0,1", "hydra.launcher.nodes=2"], ["there is no key 'hydra.launcher.nodes'"]),
+    ([*SWEEP, "seed=0,0"], ["would both be written to"]),
+    ([*SWEEP, "seed=interval(0,1)"], ["cannot be enumerated", "seed=A,B"]),
+    ([*SWEEP, "sweep.jobs=0"], ["sweep.jobs must be a whole number of at least 1, or null, got 0"]),
+    ([*SWEEP, "sweep.job=2"], ["there is no key 'sweep.job'", "did you mean 'sweep.jobs'?"]),
+    ([*SWEEP, "seed=0,1", "partition.num_stages=2,99"], ["/k99-seed0: ", "partition.num_stages=99 needs 98"]),
+    ([*SWEEP, "model.depth=8,9", "partition.num_stages=1"], ["depth9", "model.depth=9 is not 6n+2"]),
+    ([*SWEEP, '++sweep.variants.x=["method.wieghts=latest"]'], ["x: ", "did you mean 'method.weights'?"]),
+    ([*SWEEP, '++sweep.variants.x=["method=bp"]', "method=adl,fdg"], ["'x'", "method is also given for all variants"]),
+    ([*SWEEP, '++sweep.variants.x=["seed=0,1"]'], ["'x'", "seed=0,1 gives several values"]),
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_process(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for module, name in ((train, "launch_local"), (sweep, "_run_here"), (bench, "measure_once")):
+        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("processes were started"))
+    monkeypatch.setattr(bench, "apart", lambda function, *given: function(*given))
+    monkeypatch.setattr("adl_dist.cli.plan.question.link_figures", lambda device: {"bandwidth": 1e6, "latency": 1e-3})
+
+
+@pytest.mark.parametrize("override", [*SETTINGS], ids=lambda word: word.replace(str(ROOT), "ROOT"))
+def test_a_mistake_is_one_line_before_any_process_starts(override, tmp_path):
+    shows(in_process(*words(tmp_path / "run", override, processes=True)).refusal(), SETTINGS[override])
+    assert snapshot(tmp_path) == {}
+
+
+@pytest.mark.parametrize("overrides", [*BY_RANKS], ids=" ".join)
+def test_a_mistake_is_one_line_before_anything_is_written(overrides, tmp_path):
+    shows(in_process(*words(tmp_path / "run", *overrides)).refusal(), BY_RANKS[overrides])
+    assert snapshot(tmp_path) == {}
+
+
+@pytest.mark.parametrize(("command", "parts"), COMMANDS, ids=[" ".join(command) for command, _ in COMMANDS])
+def test_a_mistaken_command_is_one_line_and_leaves_nothing(command, parts, tmp_path):
+    outcome = in_process(*command)
+    shows(outcome.refusal(), parts)
+    assert outcome.out == ""
+    assert snapshot(tmp_path) == {}
