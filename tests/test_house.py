@@ -60,7 +60,7 @@ OLD_WORDS = re.compile(
     r"[Ss]tretch(?:es)?|heeded|heeding|in_turn|keep_freed_memory|Neighbours|Measurer|Contender|grain|training_stream|"
     r"mend(?:s|ed|ing)?|anew|left away|leave (?:it|them) away|beside|whoever|nobody|go(?:es)? on|going on)\b"
 )
-FORMER_KEY = "partition.grain="  # still understood
+FORMER_KEY = "partition.grain"  # still understood
 
 
 def test_no_old_word_is_left_in_the_product():

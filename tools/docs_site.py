@@ -1,13 +1,20 @@
 """Hooks of mkdocs: write the pages of reference at build time, and make links that leave docs/ work in the site.
 
-Nothing that is written here is committed. The settings come from the comments of ``conf/*.yaml``, the Python pages from
-docstrings.
+Nothing that is written here is committed. The settings come from the dataclasses that declare them and from
+``conf/*.yaml``, the Python pages from docstrings.
 """
 
 import ast
+import json
 import os
 import re
 from pathlib import Path
+
+import yaml
+
+from adl_dist.cli.config import compose, schema
+from adl_dist.report.runs import flatten
+from adl_dist.schedule import method
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
@@ -87,18 +94,16 @@ def links_out(markdown: str, source: str, repo_url: str) -> str:
 
 # Settings
 
-_KEY = re.compile(r"^(?P<indent> *)(?P<key>[\w]+):(?: (?P<value>.*?))?(?: +# (?P<comment>.*))?$")
-
 
 def settings_page() -> str:
-    """Return the page of every key, with its default and the comment next to it in conf/."""
+    """Return the page of every key, with its default and its help."""
     parts = [
         "# Settings",
-        "Every key of the configuration, with its default. `KEY=VALUE` behind `adl-dist train` changes one, "
+        "Every key of the configuration, with its default. `KEY=VALUE` after `adl-dist train` changes one, "
         "`GROUP=CHOICE` chooses a file of `conf/GROUP`. `adl-dist train --help` prints the keys of the run that you "
-        "describe. This page is made from the comments in `conf/`.",
+        "describe.",
         "## The run",
-        _table(CONF / "config.yaml", "", but=("defaults",)),
+        _declared("", "train"),
     ]
     for group, title in GROUPS.items():
         names = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
@@ -106,40 +111,49 @@ def settings_page() -> str:
         parts.append(f"## {title}: `{group}`")
         if len(names) > 1:
             parts.append(f"`{group}=` {' | '.join(f'`{name}`' for name in names)}")
-        for name in names:
-            if len(names) > 1:
-                parts.append(f"### `{group}={name}`")
-            parts += [_opening(CONF / group / f"{name}.yaml"), _table(CONF / group / f"{name}.yaml", f"{group}.")]
+        if group in schema.GROUPS:
+            parts.append(_declared(group))
+        for name in names if len(names) > 1 else []:
+            parts += [f"### `{group}={name}`", _opening(CONF / group / f"{name}.yaml")]
+            parts.append(_takes(name) if group == "method" else _table(keys_of(CONF / group / f"{name}.yaml", group)))
     parts += ["## Experiments: `experiment`", _experiments()]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def keys_of(file: Path) -> list[tuple[str, str, str]]:
+def keys_of(file: Path, group: str) -> list[tuple[str, object, str]]:
     """Return (key, value, comment) of every leaf of a file of conf/; keys of inner nodes are joined by dots."""
-    rows: list[tuple[str, str, str]] = []
-    nodes: list[tuple[int, str]] = []
-    for line in file.read_text().splitlines():
-        if (match := _KEY.match(line)) is None:
-            if rows and re.match(r"^ +# ", line):  # a comment that goes over two lines
-                key, value, comment = rows[-1]
-                rows[-1] = (key, value, f"{comment} {line.strip(' #')}".strip())
-            continue
-        indent = len(match["indent"])
-        nodes = [node for node in nodes if node[0] < indent]
-        path = ".".join([*(name for _, name in nodes), match["key"]])
-        if match["value"] in (None, "") or match["value"].startswith("#"):
-            nodes.append((indent, match["key"]))
-        else:
-            rows.append((path, match["value"], match["comment"] or ""))
-    return rows
+    comments = compose.comments_of(file)
+    node = {key: value for key, value in yaml.safe_load(file.read_text()).items() if key != "defaults"}
+    flat = flatten(node) | {key: value for key, value in node.items() if value == {}}
+    return [(f"{group}.{key}", value, comments.get(key.rpartition(".")[2], "")) for key, value in flat.items()]
 
 
-def _table(file: Path, prefix: str, but: tuple[str, ...] = ()) -> str:
-    rows = [row for row in keys_of(file) if row[0].partition(".")[0] not in (*but, "defaults", "override")]
-    if not rows:
-        return ""
+def _declared(*groups: str) -> str:
+    """Return the table of the keys of groups that dataclasses declare."""
+    rows = []
+    for group in groups:
+        fields = schema.keys_of(group)
+        rows += [(f"{group}.{key}".lstrip("."), f.default, f.metadata["help"]) for key, f in fields.items()]
+    return _table(rows)
+
+
+def _takes(name: str) -> str:
+    """Return the values of a method that are not the defaults, and the names of its other keys."""
+    settings = {key: value for key, value in method(name).settings.items() if key != "name"}
+    usual = {key: f.default for key, f in schema.keys_of("method").items()}
+    own = [f"`{key}: {_plain(value)}`" for key, value in settings.items() if value != usual[key]]
+    others = [f"`{key}`" for key, value in settings.items() if value == usual[key]]
+    return f"By default {', '.join(own)}. Other keys: {', '.join(others)}."
+
+
+def _table(rows: list[tuple[str, object, str]]) -> str:
     cells = ["| key | default | what it is |", "|---|---|---|"]
-    return "\n".join([*cells, *(f"| `{prefix}{k}` | `{_cell(v)}` | {_linked(_text(_cell(c)))} |" for k, v, c in rows)])
+    told = [f"| `{key}` | `{_cell(_plain(value))}` | {_linked(_text(_cell(text)))} |" for key, value, text in rows]
+    return "\n".join([*cells, *told]) if rows else ""
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(list(value) if isinstance(value, tuple) else value)
 
 
 def _opening(file: Path) -> str:

@@ -109,7 +109,7 @@ def race_of_three(tmp_path, on, rate="10gbit", name="adl"):
     return predicted[link.name][name]
 
 
-def test_a_race_predicts_with_the_share_and_the_link_of_its_devices(tmp_path, monkeypatch):
+def test_a_race_predicts_with_the_share_and_link_of_devices(tmp_path, monkeypatch):
     """Units of 1 and 2 s, each message of 8 bytes; the middle of three stages has one link for two of them."""
     units = [UnitCost(name=f"u{n}", forward=1.0, backward=2.0, act_bytes=8, grad_bytes=8) for n in range(5)]
     known = Profile(of={"micro_batch_size": 32}, units=units, forward=5.0, backward=10.0, optimizer_copies=1.0)

@@ -341,7 +341,7 @@ def _documented(plain: Plain, choices: Mapping[str, str]) -> Iterator[str]:
             yield _line(name, node, alone[name])
             continue
         helps = {key: f.metadata["help"] for key, f in keys_of(name).items()} if name in GROUPS else {}
-        helps |= _comments(config_folder() / name / f"{choices.get(name)}.yaml")
+        helps |= comments_of(config_folder() / name / f"{choices.get(name)}.yaml")
         yield _line(name, None, helps.get("", "")).replace(": null", ":", 1)
         for key, value in node.items():
             yield "  " + _line(key, value, helps.get(key, ""))
@@ -352,7 +352,7 @@ def _line(key: str, value: Any, text: str) -> str:
     return f"{key}: {shown}  # {text}" if text else f"{key}: {shown}"
 
 
-def _comments(path: Path) -> dict[str, str]:
+def comments_of(path: Path) -> dict[str, str]:
     """Return the comments of a file of ``conf/`` by key; under ``""`` the one at its top."""
     lines = path.read_text().splitlines() if path.is_file() else []
     found = [(match[1], match[2]) for line in lines if (match := re.match(r"(?:(\w+):[^#]*)?# (.*)", line))]
