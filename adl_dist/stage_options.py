@@ -36,7 +36,7 @@ class GradientPolicy:
     """Treatment of the gradients of a group before they reach the weights."""
 
     clip_norm: float | None = setting(
-        None, "scale each stage's gradient down to this norm if it is longer; docs/numerics.md", above=0
+        None, "scale each stage's gradient down to this norm if it is longer; docs/own.md", above=0
     )
     non_finite: Literal["stop", "skip"] = setting(
         "stop", "on a loss or gradient that is not finite: stop the run | skip the update in all stages"

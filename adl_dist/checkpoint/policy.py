@@ -21,7 +21,7 @@ class CheckpointPolicy:
     )
     every_updates: int | None = setting(
         None,
-        "also save after so many updates of an epoch, with an empty pipeline; docs/stop.md",
+        "also save after so many updates of an epoch, with an empty pipeline; docs/runs.md",
         key="checkpoint_every_updates",
         least=1,
     )

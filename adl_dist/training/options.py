@@ -113,11 +113,9 @@ class Monitoring:
     """
 
     tensorboard: bool = setting(True, "write the curves of metrics.jsonl also to run_dir/tensorboard")
-    loggers: Sequence[Any] = setting(
-        (), "more loggers: mlflow, wandb, or one of your own, my.module.make; docs/hooks.md"
-    )
-    trace: bool = setting(False, "write run_dir/trace.json: what each stage did and when; docs/trace.md")
-    report: bool = setting(True, "write the page run_dir/report.html at the end; docs/report.md")
+    loggers: Sequence[Any] = setting((), "more loggers: mlflow, wandb, or one of your own, my.module.make; docs/own.md")
+    trace: bool = setting(False, "write run_dir/trace.json: what each stage did and when; docs/runs.md")
+    report: bool = setting(True, "write the page run_dir/report.html at the end; docs/runs.md")
     memory: bool = setting(
         False, "measure each stage's peak of tensor bytes; slows the first updates", key="profile_memory"
     )

@@ -37,7 +37,7 @@ class Training:
     metrics: Sequence[str] = setting(
         (), "besides loss and accuracy: top5, perplexity, or a callable my.module.name of (output, target)"
     )
-    ema: float | None = setting(None, "decay of a moving average of the weights, like 0.999; docs/checkpoints.md")
+    ema: float | None = setting(None, "decay of a moving average of the weights, like 0.999; docs/runs.md")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class CommandOptions:
     """Settings of the command line only."""
 
     meta_init: bool = setting(
-        False, "each process makes or reads the weights of its own stages only; docs/large-models.md"
+        False, "each process makes or reads the weights of its own stages only; docs/huggingface.md"
     )
     max_restarts: int = setting(0, "how often a run whose process died is started again by itself", least=0)
 
@@ -75,7 +75,7 @@ class RunConfig:
     lr_schedule: dict[str, Any] = field(default_factory=dict)
     loss: dict[str, Any] = field(default_factory=dict)
     callbacks: Sequence[Any] = setting(
-        (), "code of yours that a run calls, like [{_target_: adl_dist.EarlyStopping, patience: 3}]; docs/hooks.md"
+        (), "code of yours that a run calls, like [{_target_: adl_dist.EarlyStopping, patience: 3}]; docs/own.md"
     )
     seed: int = setting(0, "seed of weights, data order, augmentation and dropout", least=0, most=LARGEST_SEED)
     dtype: Literal["float32", "float64"] = setting("float32", "of parameters and inputs: float32 | float64")
