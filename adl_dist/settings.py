@@ -26,7 +26,7 @@ RENAMED: dict[str, tuple[str, dict[str, str]]] = {
 REMOVED_OPTIONS = {"buffer_size": 0, "buffer_reuse": None, "stage_speeds": None}
 WAS_REMOVED = "was removed in 0.4.0; remove it, or use version 0.3.8"
 
-NAMES = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text", types.NoneType: "null"}
+NAMES = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text"}
 PLURALS = {int: "whole numbers", float: "finite numbers", str: "names", Any: "entries"}
 
 
@@ -148,6 +148,8 @@ def _described(hint: Any) -> str:
     words: list[str] = []
     for part in _parts(hint):
         origin = get_origin(part)
+        if part is types.NoneType:
+            continue
         if origin is Literal:
             words += map(repr, get_args(part))
         else:

@@ -114,7 +114,7 @@ def test_every_table_of_the_paper_has_its_experiments():
 @pytest.mark.parametrize("experiment", cases(PAPER))
 def test_an_experiment_is_the_runs_of_its_table(experiment):
     table, request = TABLES[experiment], planned(experiment)
-    methods = [run.config.method.chosen() for run in request.jobs]
+    methods = [run.config.method for run in request.jobs]
     stages = [run.config.partition.num_stages for run in request.jobs]
     ran = [(m.name, m.micro_batches_per_update, K) for m, K in zip(methods, stages, strict=True)]
     assert sorted(ran) == sorted(table.runs)
@@ -139,7 +139,7 @@ def test_other_methods_memory_is_measured_as_table_4_says():
     for of in ("model", "data", "partition", "train", "optimizer", "runtime"):
         assert all(getattr(run.config, of) == getattr(runs[0].config, of) for run in runs), of
     with_one_stage_per_process = METHODS.keys() - {"interleaved"}
-    assert {run.config.method.chosen().name for run in runs} == with_one_stage_per_process
+    assert {run.config.method.name for run in runs} == with_one_stage_per_process
     assert len({run.folder.parent.name for run in runs}) == len(runs)
 
 
@@ -164,7 +164,7 @@ def test_the_cut_of_an_experiment_is_that_of_the_authors_code(experiment):
             assert isinstance(partition.balance, list)
             with torch.device("meta"):
                 model = instantiate.build_model(run.config)
-            chain = Chain(model, [torch.randn(n, 3, 64, 64) for n in (2, 4)], granularity=partition.granularity.value)
+            chain = Chain(model, [torch.randn(n, 3, 64, 64) for n in (2, 4)], granularity=partition.granularity)
             plan = chain.plan(checked_sizes(chain, partition.num_stages, partition.balance))
             blocks = [set() for _ in range(partition.num_stages)]
             for name, stages in plan.holders.items():

@@ -76,7 +76,7 @@ def test_transformers_loads_the_folder_of_a_run_of_its_model(run, tmp_path, monk
 def test_a_folder_of_untied_weights_does_not_say_they_are_tied(tied, tmp_path):
     transformers = pytest.importorskip("transformers")
     transformers.GPT2Config(n_layer=1, n_head=1, n_embd=4).save_pretrained(tmp_path)
-    config = RunConfig(model={"_target_": OF_TRANSFORMERS, "task": "causal-lm", "config": str(tmp_path)})
+    config = RunConfig.of({"model": {"_target_": OF_TRANSFORMERS, "task": "causal-lm", "config": str(tmp_path)}})
     config.partition.tied = tied
     assert _settings_of_transformers(config).tie_word_embeddings == (tied == "share")
 

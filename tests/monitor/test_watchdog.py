@@ -95,7 +95,7 @@ def test_a_standstill_ends_with_exit_code_1_and_the_cause_last(tmp_path):
     ran = subprocess.run(command, capture_output=True, text=True, timeout=50)
     assert ran.returncode == 1
     assert "likely cause: stage 1 (" in ran.stderr
-    ended = r"adl-dist: error: no progress in .*\(runtime\.abort_seconds=1\.6\): stage 1 \("
+    ended = r"adl-dist: error: no progress in .*\(runtime\.watchdog_abort_seconds=1\.6\): stage 1 \("
     assert re.match(ended, ran.stderr.splitlines()[-1])
 
 

@@ -163,7 +163,7 @@ def test_each_stage_clips_its_own_gradient_as_the_equations_say(name):
     ("wrong", "told"),
     [
         ({"non_finite": "ignore"}, "train.non_finite: there is no 'ignore'; choose one of stop, skip"),
-        ({"clip_norm": NAN}, "train.clip_norm must be finite and above 0, got nan"),
+        ({"clip_norm": NAN}, "train.clip_norm must be a finite number, got nan"),
     ],
 )
 def test_what_cannot_be_is_refused(wrong, told):

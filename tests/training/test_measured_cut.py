@@ -157,10 +157,10 @@ def test_a_measured_cut_is_settled_with_the_whole_state_there():
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"speeds": [1.0]}, r"partition\.speeds=\[1\.0\] must be 2 numbers"),
+        ({"speeds": [1.0]}, r"partition\.device_speeds=\[1\.0\] must be 2 numbers"),
         ({"speeds": [1.0, 0.0]}, "above 0"),
         ({"balance": "even", "speeds": [1.0, 2.0]}, r"needs partition\.balance=auto"),
-        ({"balance": "best"}, "not one of 'flops', 'even', 'auto'"),
+        ({"balance": "best"}, "there is no 'best'; choose one of flops, even, auto"),
     ],
 )
 def test_nonsense_is_refused_before_anything_is_measured(changed, said):

@@ -300,7 +300,7 @@ def test_a_device_may_be_a_name_or_a_device_of_torchs(device):
 
 @pytest.mark.parametrize("threads", [0, -1, 2.5])
 def test_threads_are_a_whole_number_of_at_least_one(threads):
-    with pytest.raises(ConfigError, match=rf"runtime\.threads must be a whole number of at least 1, .* got {threads}"):
+    with pytest.raises(ConfigError, match=rf"runtime\.threads must be .*, got {threads}"):
         adl_dist.ProcessOptions(threads=threads)
 
 
