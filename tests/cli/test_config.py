@@ -132,8 +132,8 @@ def test_a_key_that_means_nothing_to_a_method_is_refused(name):
         (["method.mitigation=[hope]"], "method.mitigation: there is no 'hope'; choose of discount, spike, predict"),
         (["method.mitigation=[spike,spike]"], "method.mitigation: spike is named twice"),
         (["method.mitigation=[predict,nesterov]"], "predict and nesterov both decide the weights that a forward sees"),
-        (["method.mitigation=[spike,error_feedback]"], "both decide what is made of the optimizer's update"),
-        (["method.mitigation=[nesterov,spike]"], "both decide what is made of the optimizer's update"),
+        (["method.mitigation=[spike,error_feedback]"], "both decide the update that is applied"),
+        (["method.mitigation=[nesterov,spike]"], "both decide the update that is applied"),
         (
             ["method=2bw", "method.mitigation=[predict]"],
             "predict is not defined with method.weights=2bw; use one of stash",
