@@ -8,7 +8,7 @@ from typing import Any
 from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.checkpoint.run_dir import RunFolder, chosen_checkpoint
 from adl_dist.cli.config import instantiate
-from adl_dist.cli.config.compose import print_keys
+from adl_dist.cli.config.compose import print_keys, renamed_words
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.cli.run_folder import named_folder, wants_averages
 from adl_dist.cli.sweep import command as sweep
@@ -31,6 +31,7 @@ def train(overrides: list[str]) -> None:
     if {"-h", "--help"} & set(overrides):
         print_keys([each for each in overrides if each not in ("-h", "--help")])
         return
+    overrides = renamed_words(overrides)  # once: the ranks and runs that are started get the present names
     asked_for = requested(overrides)
     if isinstance(asked_for, Sweep):
         raise Exit(sweep.run(asked_for))
