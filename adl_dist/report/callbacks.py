@@ -1,4 +1,4 @@
-"""Callbacks: a user's own code, called on rank 0 at updates, epochs, checkpoints and the end of a run."""
+"""Callbacks: the user's code, called on rank 0 during a run."""
 
 import difflib
 import json
@@ -23,11 +23,11 @@ class TrainerState:
     Attributes:
         update: updates made; in ``on_update`` that of ``metrics``, counted from 1.
         epoch: whole epochs done.
-        metrics: figures by name: ``train_loss`` and what else is measured of the update or epoch, ``validation_loss``
-            and so on in ``on_epoch``, ``on_checkpoint`` and ``on_end``; in ``on_start`` those of the checkpoint.
-        checkpoint: the folder of the one that was completed, in ``on_checkpoint``.
-        summary: that of ``summary.json``, in ``on_end``.
-        stop: ends the run, for the reason that it is given, with the pipeline empty and all saved.
+        metrics: figures by name: ``train_loss`` and others of the update or epoch; ``validation_loss`` and others in
+            ``on_epoch``, ``on_checkpoint`` and ``on_end``; in ``on_start`` those of the checkpoint.
+        checkpoint: the folder of the completed checkpoint, in ``on_checkpoint``.
+        summary: the content of ``summary.json``, in ``on_end``.
+        stop: ends the run for the given reason, with the pipeline empty and everything saved.
     """
 
     update: int
@@ -39,9 +39,9 @@ class TrainerState:
 
 
 class Callback:
-    """Override what you need; anything with one of these methods will do. Exceptions end the run.
+    """Base class of callbacks; any object with one of these methods works.
 
-    With ``state_dict`` and ``load_state_dict``, of what JSON can hold, checkpoints keep what it remembers.
+    Exceptions end the run. Checkpoints keep its ``state_dict()``, if it has one, which must fit into JSON.
     """
 
     def on_start(self, now: TrainerState) -> None:
@@ -61,7 +61,7 @@ class Callback:
 
 
 class EarlyStopping(Callback):
-    """Ends the run when a metric of the validation has not become better for ``patience`` evaluations in a row."""
+    """Ends the run after ``patience`` evaluations without a better metric."""
 
     def __init__(
         self, patience: int = 3, metric: str | None = None, best_mode: Mode | None = None, min_change: float = 0.0
@@ -100,7 +100,7 @@ class EarlyStopping(Callback):
         best = self.best_score
         if best is not None and len(best) != len(score):  # of a version that scored a loss otherwise
             best = None
-        # The first figure decides; that behind it only between equals.
+        # The first figure decides, and the second one between equals.
         if best is None or score[0] > best[0] + self.min_change or (score[0] == best[0] and score > tuple(best)):
             self.best_score, self.best_value, self.waited = [*score], self.goal.value(now.metrics), 0
         else:
@@ -108,12 +108,12 @@ class EarlyStopping(Callback):
         self._stop(now)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of it."""
+        """Return the state for a checkpoint."""
         kept = {"best_score": self.best_score, "best_value": self.best_value, "waited": self.waited}
         return {"goal": asdict(self.goal), **kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what a checkpoint has kept, if that is about the same metric; else begin again."""
+        """Continue from a checkpoint with the same metric; otherwise begin again."""
         if Goal(**state["goal"]) != self.goal:
             return
         self.best_score, self.best_value, self.waited = (state[k] for k in ("best_score", "best_value", "waited"))
@@ -127,12 +127,12 @@ class Callbacks:
     """The callbacks of a run, called one after the other.
 
     Attributes:
-        asked: why one of them wants the run to end; None: none does.
-        on_interrupt: stops the run as Ctrl-C does, if a callback raises KeyboardInterrupt; None: that is raised.
+        asked: the reason for which a callback ends the run, or None.
+        on_interrupt: called instead of raising a callback's KeyboardInterrupt; it stops the run as Ctrl-C does.
     """
 
     def __init__(self, callbacks: Sequence[Any] = ()) -> None:
-        """Take them; ConfigError for what is no callback."""
+        """Check and keep the callbacks; ConfigError if an object is not one."""
         if not isinstance(callbacks, Sequence) or isinstance(callbacks, str):
             raise ConfigError(f"callbacks: expected a list of callbacks, got {callbacks!r}")
         for one in callbacks:
@@ -161,18 +161,18 @@ class Callbacks:
 
     @property
     def goals(self) -> list[Goal]:
-        """What those of early stopping follow."""
+        """The goals of early stopping."""
         return [one.goal for one in self._callbacks if isinstance(one, EarlyStopping)]
 
     def open(self, ask: Callable[[str], object]) -> None:
-        """Begin a run that a callback ends by ``ask``, with the reason."""
+        """Begin a run; ``ask(reason)`` ends it."""
         self.asked, self._ask, self._update = None, ask, None
         self._loss_sum = self._num_terms = 0.0
 
     def call(self, event: str, now: TrainerState) -> None:
         """Call ``event`` of all of them; CallbackError if one fails."""
         for one in self._callbacks:
-            if not callable(method := getattr(one, event, None)) or _does_nothing(one, event):
+            if not callable(method := getattr(one, event, None)):
                 continue
 
             def stop(why: str, one: Any = one) -> None:
@@ -182,7 +182,7 @@ class Callbacks:
             self._safely(one, event, now.update, partial(method, replace(now, stop=stop)))
 
     def take(self, record: Mapping[str, Any]) -> None:
-        """Take a record of a stage; those of training make the figures of an update, which are told when complete."""
+        """Add a record of a stage; call ``on_update`` when those of an update are complete."""
         if not self._callbacks or not record["name"].startswith("train/"):
             return
         if record["update"] != self._update:
@@ -207,7 +207,7 @@ class Callbacks:
         self.call("on_epoch", TrainerState(update, epoch, {**mean, **metrics}))
 
     def state(self, update: int) -> list[dict[str, Any]]:
-        """Return what a checkpoint keeps of them."""
+        """Return the states for a checkpoint."""
         kept = []
         for one in (one for one in self._callbacks if hasattr(one, "state_dict")):
             state = self._safely(one, "state_dict", update, partial(_as_json, one))
@@ -215,7 +215,7 @@ class Callbacks:
         return kept
 
     def restore(self, kept: Sequence[Mapping[str, Any]], update: int) -> None:
-        """Give each what was kept of it, by its class and the order among those of one class."""
+        """Restore the states by class and, within a class, by order."""
         left = [*kept]
         for one in (one for one in self._callbacks if hasattr(one, "load_state_dict")):
             found = next((entry for entry in left if entry["name"] == _name(one)), None)
@@ -240,12 +240,8 @@ class Callbacks:
 
 
 def _as_json(callback: Any) -> Any:
-    """Return the state of a callback as it will be read; raise what JSON raises if it cannot hold it."""
+    """Return the state of a callback as JSON will give it back."""
     return json.loads(json.dumps(callback.state_dict()))
-
-
-def _does_nothing(one: object, event: str) -> bool:
-    return getattr(getattr(one, event), "__func__", None) is getattr(Callback, event)
 
 
 def _name(one: object) -> str:
