@@ -45,19 +45,25 @@ class Callback:
     """
 
     def on_start(self, now: TrainerState) -> None:
-        """Training begins, or continues from a checkpoint."""
+        """Handle the beginning of training, also from a checkpoint."""
 
     def on_update(self, now: TrainerState) -> None:
-        """The figures of an update have come. Stages do not wait: they may be some updates further."""
+        """Handle the figures of an update.
+
+        Stages do not wait, so training may be some updates further.
+        """
 
     def on_epoch(self, now: TrainerState) -> None:
-        """An epoch, or the run, has come to its end and was evaluated; a checkpoint comes after it."""
+        """Handle the end of an epoch or run, after its evaluation.
+
+        A checkpoint comes after it.
+        """
 
     def on_checkpoint(self, now: TrainerState) -> None:
-        """A checkpoint is complete on disk; training may be further."""
+        """Handle a complete checkpoint; training may be further."""
 
     def on_end(self, now: TrainerState) -> None:
-        """The run has ended, in order."""
+        """Handle the orderly end of the run."""
 
 
 class EarlyStopping(Callback):
@@ -66,7 +72,7 @@ class EarlyStopping(Callback):
     def __init__(
         self, patience: int = 3, metric: str | None = None, best_mode: Mode | None = None, min_change: float = 0.0
     ) -> None:
-        """Watch ``metric``; if it is None, the accuracy or, without classes, the loss.
+        """Watch ``metric``, by default the accuracy or, without classes, the loss.
 
         Args:
             patience: evaluations without a better value.
@@ -86,11 +92,14 @@ class EarlyStopping(Callback):
         self.best_value, self.waited = "", 0
 
     def on_start(self, now: TrainerState) -> None:
-        """End a run at once that has been ended before, unless there is more patience now."""
+        """End a run at once that has been ended before.
+
+        With more patience now it continues.
+        """
         self._stop(now)
 
     def on_epoch(self, now: TrainerState) -> None:
-        """Compare what was measured with the best so far."""
+        """Compare the metric with the best so far."""
         if (score := self.goal.score(now.metrics)) is None:
             measured = ", ".join(name for name in now.metrics if name.startswith("validation_")) or "nothing"
             raise ConfigError(
@@ -182,7 +191,7 @@ class Callbacks:
             self._safely(one, event, now.update, partial(method, replace(now, stop=stop)))
 
     def take(self, record: Mapping[str, Any]) -> None:
-        """Add a record of a stage; call ``on_update`` when those of an update are complete."""
+        """Add a record of a stage; call ``on_update`` after those of an update."""
         if not self._callbacks or not record["name"].startswith("train/"):
             return
         if record["update"] != self._update:
@@ -201,7 +210,7 @@ class Callbacks:
             self.call("on_update", now)
 
     def end_epoch(self, update: int, epoch: int, metrics: Mapping[str, float]) -> None:
-        """Call ``on_epoch`` with the mean loss of training, and the ``metrics`` of the validation."""
+        """Call ``on_epoch`` with the training's mean loss and ``metrics``."""
         mean = {"train_loss": self._loss_sum / self._num_terms} if self._num_terms else {}
         self._loss_sum = self._num_terms = 0.0
         self.call("on_epoch", TrainerState(update, epoch, {**mean, **metrics}))

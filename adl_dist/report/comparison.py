@@ -126,7 +126,7 @@ def _table(runs: Sequence[Run], measure: Measure) -> str:
 
 
 def _memory_table(runs: Sequence[Run]) -> list[str]:
-    """Return the table of memory, or [] without ``runtime.profile_memory=true``."""
+    """Return the table of memory, or [] if it was not measured."""
     measured = [run for run in runs if "peak_tensor_bytes" in (run.summary.get("stages") or [{}])[0]]
     if not measured:
         return []

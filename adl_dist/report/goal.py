@@ -1,4 +1,4 @@
-"""What makes one set of weights better than another: a metric of the validation, and which way it is better."""
+"""The metric that decides which weights are best."""
 
 import difflib
 import math
@@ -11,7 +11,7 @@ from adl_dist.errors import ConfigError
 Mode = Literal["max", "min"]
 HIGHEST: Mode = "max"
 LOWEST: Mode = "min"
-# Which way the figures that have names of their own are better.
+# Known metrics, with the end at which they are best.
 TOP5 = "validation_top5"
 KNOWN = {
     **{"validation_accuracy": HIGHEST, TOP5: HIGHEST},
@@ -20,7 +20,7 @@ KNOWN = {
 
 
 def falls(metric: str) -> bool:
-    """Return whether ``metric``, of any data, gets less as a model gets better; it is one that we know or a share."""
+    """Return whether ``metric`` is best at its minimum."""
     return metric.endswith(("loss", "perplexity"))
 
 
@@ -28,8 +28,8 @@ def falls(metric: str) -> bool:
 class Goal:
     """The ``metric`` of a summary that is best at its ``max`` or ``min``.
 
-    If ``metric`` is None, it is the validation accuracy or, without classes, the validation loss. If ``best`` is None,
-    it is known of the metric.
+    The default ``metric`` is the validation accuracy or, without classes, the validation loss. Known metrics have a
+    default for ``best``.
 
     Raises:
         ConfigError: If it is not known whether the metric is best at its maximum.
@@ -54,7 +54,10 @@ class Goal:
             )
 
     def check(self, own: Collection[str]) -> None:
-        """Raise ConfigError if no run measures this metric that measures ``own`` besides loss and accuracy."""
+        """Raise ConfigError if the metric is not measured.
+
+        ``own`` are the metrics measured in addition to loss and accuracy.
+        """
         known = [*KNOWN, *(f"validation_{name}" for name in own)]
         if self.metric == TOP5 and TOP5 not in known[len(KNOWN) :]:
             raise ConfigError(f"{TOP5} is measured if train.metrics has top5 (Trainer(metrics=['top5'])); it has not")
@@ -64,19 +67,22 @@ class Goal:
             raise ConfigError(f"there is no metric '{self.metric}'{hint} there are {', '.join(known)}")
 
     def score(self, metrics: Mapping[str, float]) -> tuple[float, ...] | None:
-        """Return a figure that is higher where ``metrics`` are better; None: they do not have what it takes."""
+        """Return a score that is higher if ``metrics`` are better, or None.
+
+        None if the metric is missing.
+        """
         if (self.metric or "validation_loss") not in metrics:
             return None
         if self.metric is None:
             loss = -metrics["validation_loss"]
             return (metrics["validation_accuracy"], loss) if "validation_accuracy" in metrics else (loss,)
         value = metrics[self.metric]
-        if math.isnan(value):  # which no figure is better or worse than
+        if math.isnan(value):  # NaN compares with nothing
             return (-math.inf,)
         return (value if (self.best or KNOWN[self.metric]) == HIGHEST else -value,)
 
     def value(self, metrics: Mapping[str, float]) -> str:
-        """Return the figure of ``metrics`` that counts, as text."""
+        """Return the deciding metric and its value as text."""
         names = [self.metric] if self.metric else ["validation_accuracy", "validation_loss"]
         name = next(name for name in names if name in metrics)
         return f"{name} {metrics[name]:.4g}"

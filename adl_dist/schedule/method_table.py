@@ -2,9 +2,8 @@
 
 A schedule is a delay for each stage and a few yes-or-no facts: is the pipeline emptied after each group, do
 backwards run last-in first-out, is the forward locked, are losses local, are gradients predicted.
-:mod:`adl_dist.schedule.build_actions` turns a row into actions, the same way for all. What a user may change are the
-fields of :class:`adl_dist.schedule.methods.Method`; a row names those that mean something to it, and all others are
-refused.
+:mod:`adl_dist.schedule.build_actions` turns a row into actions, the same way for all. A user may change the fields of
+:class:`adl_dist.schedule.methods.Method`; a row names those that it uses, and all others are refused.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +46,7 @@ PREDICTING = (*LOCAL, "head_layers", "head_width", "head_sees_target", "head_del
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """The facts that tell one method from another."""
+    """The facts that distinguish a method from others."""
 
     summary: str  # name and source
     delay: DelayRule  # unless the user gives another
@@ -63,7 +62,7 @@ class MethodSpec:
 
     @property
     def has_heads(self) -> bool:
-        """Whether each stage but the last has a head to learn from, and so waits for no gradient."""
+        """Whether stages have heads, and so wait for no gradient."""
         return self.local_losses or self.predicts_gradients
 
 
