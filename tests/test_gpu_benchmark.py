@@ -2,14 +2,12 @@
 
 import importlib.util
 import math
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from adl_dist.cli.config import reading
 from adl_dist.cli.config.compose import compose_run
@@ -41,36 +39,8 @@ def test_no_round_is_begun_that_would_end_too_late(gpu, monkeypatch, capsys):
     assert "| row | 3 | 3 .. 3 | 1.00 |" in told
 
 
-def test_the_loop_by_hand_has_a_speed(gpu, monkeypatch):
-    monkeypatch.setattr(gpu, "SECONDS", 0.05)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 4 * 4, 10))
-    assert gpu.by_hand("eager", model, 2, 2, 4) > 0
-
-
-def test_loading_has_a_time_of_its_own(gpu, monkeypatch, capsys):
-    monkeypatch.setattr(gpu, "LOADING_SECONDS", 0.05)
-    gpu.tell_loading(8, 4)
-    assert re.match(r"Loading alone: \d+\.\d\d ms for 8 images", capsys.readouterr().out)
-
-
-def test_the_loop_by_hand_computes_in_the_precision_of_our_runs(gpu, monkeypatch):
-    seen = set()
-
-    class Looks(nn.Linear):
-        def forward(self, x):
-            seen.add(torch.backends.cudnn.allow_tf32)
-            return super().forward(x)
-
-    monkeypatch.setattr(gpu, "SECONDS", 0.05)
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    gpu.by_hand("eager", nn.Sequential(nn.Flatten(), Looks(3 * 4 * 4, 10)), 2, 2, 4)
-    assert seen == {False}
-    assert torch.backends.cudnn.allow_tf32, "as it was"
-
-
-@pytest.mark.parametrize("where", ["runtime.processes=true", "runtime.processes=false"])
-def test_a_run_that_fails_costs_its_row(where, gpu, capsys):
-    assert math.isnan(gpu.images_per_second("model=none", where))
+def test_a_run_that_fails_costs_its_row(gpu, capsys):
+    assert math.isnan(gpu.images_per_second("model=none", "runtime.processes=false"))
     assert "model=none" in capsys.readouterr().out
 
 

@@ -108,12 +108,6 @@ def test_a_codec_lifts_a_link_from_setting_the_pace():
     assert half.seconds_per_update == pytest.approx(plain.seconds_per_update), "gradients are the busier direction then"
 
 
-def test_a_codec_spares_nothing_of_gradients_that_stay():
-    unit = UnitCost(name="u", forward=1.0, backward=2.0, act_bytes=8, grad_bytes=0, spared={"int8": 6})
-    coded = unit.coded(Codecs("int8", "int8"), {})
-    assert (coded.act_bytes, coded.widened_bytes, coded.grad_bytes) == (2, 6, 0)
-
-
 def test_messages_wait_for_those_before_them_on_their_link():
     """GPipe sends M at once: over a slow link they arrive one after another, over a long one all a while later."""
     profile = profile_of([unit(crossing=24)] * 8)
@@ -180,29 +174,6 @@ def test_to_send_less_a_cut_does_not_part_tied_weights():
     assert predict(profile_of(units), pipeline, machine=link, sizes=[5, 3]).seconds_per_update == 400
 
 
-def test_a_cut_that_avoids_links_does_not_hide_their_cost():
-    """[5, 3] sends nothing and takes 60 s; without links [4, 4] would take 48."""
-    profile = profile_of([unit(crossing=each) for each in (24, 24, 24, 12, 0, 0, 0, 0)])
-    told = predict(profile, adl(2), machine=Machine(bandwidth=1.0))
-    assert told.link_share == pytest.approx(1 - 48 / 60)
-
-
-def test_of_codecs_as_fast_the_one_without_waits_is_named():
-    """bf16 is within 3 % of int8, but still waits for links."""
-    told = {"none": (100, 0.06), "bf16": (104, 0.04), "int8": (105, 0.01)}
-    profile, link = profile_of([unit(crossing=24)] * 8), Machine(bandwidth=1.0)
-    coded = [
-        replace(
-            predict(profile, adl(2), machine=replace(link, codecs=Codecs(name, name))),
-            images_per_second=images,
-            link_share=share,
-        )
-        for name, (images, share) in told.items()
-    ]
-    shows(codec_lines(coded)[-1], ["runtime.codec=int8 is needed, and enough"])
-    shows(codec_lines(coded[:2])[-1], ["the links cost time, least with runtime.codec=bf16"])
-
-
 def test_one_link_for_all_is_shared_and_several_are_not():
     """Three stages of 8 s; a message of 24 bytes takes 24 s, and the middle sends two for each micro-batch."""
     profile = profile_of([unit(crossing=24)] * 8)
@@ -213,40 +184,12 @@ def test_one_link_for_all_is_shared_and_several_are_not():
     assert seconds == [pytest.approx(4 * 24), pytest.approx(4 * 48), pytest.approx(4 * 24)]
 
 
-def test_each_direction_of_a_shared_link_has_its_own_bytes():
-    """The middle sends an activation of 24 s and a gradient, which is of 6 s in int8."""
-    profile, link = profile_of([unit(crossing=24)] * 8), Machine(bandwidth=1.0, shares_link=True)
-    plain, coded = (predict(profile, adl(3), machine=replace(link, codecs=Codecs("none", c))) for c in ("none", "int8"))
-    assert plain.seconds_per_update == pytest.approx(4 * 48)
-    assert coded.seconds_per_update == pytest.approx(4 * (24 + 6))
-    assert (plain.update_bytes, coded.update_bytes) == (4 * 2 * 48, 4 * 2 * 30)
-
-
-def test_over_a_shared_link_a_cut_may_send_much_to_one_neighbour():
-    """[5, 2, 5] sends 0 and 30 bytes, in 30 s; half of the link for each would count 60 s."""
-    profile = profile_of([unit(crossing=each) for each in [0] * 5 + [30] + [12] * 6])
-    told = predict(profile, adl(3), machine=Machine(bandwidth=1.0, shares_link=True))
-    apart = predict(profile, adl(3), machine=Machine(bandwidth=0.5))
-    assert told.seconds_per_update < 0.8 * apart.seconds_per_update
-    same = predict(profile, adl(3), machine=Machine(bandwidth=1.0, shares_link=True), sizes=apart.balance.sizes)
-    assert told.seconds_per_update <= same.seconds_per_update
-
-
 def test_described_links_take_the_place_of_the_usual_one_of_gpus():
     """Several are independent, whatever the usual one is."""
     usual = Machine(**GPU_LINK)
     one, two = (replace(usual, **parse_links(text, LINKS).figures) for text in ("1gbit", "1gbit/8mbit"))
     assert (one.bandwidth, one.shares_link) == (125e6, True)
     assert (two.bandwidth, two.shares_link) == ((125e6, 1e6), False)
-
-
-def test_two_processes_have_their_link_to_themselves():
-    """Each of two stages a process: all three cuts are between the same two."""
-    profile = profile_of([unit(crossing=24)] * 8)
-    interleaved = Pipeline(method("interleaved", accumulation_steps=4, stages_per_process=2), 4)
-    told = predict(profile, interleaved, machine=Machine(bandwidth=1e3, shares_link=True))
-    assert told.balance.link_seconds == [24 / 1e3] * 3
-    assert told.update_bytes == 4 * 3 * 48
 
 
 def test_half_of_a_shared_link_is_for_each_of_two_neighbours():

@@ -104,27 +104,6 @@ class ScheduleFree(Optimizer):
                 p.copy_(z * 0.1 + x * 0.9)
 
 
-class Prodigy(Optimizer):
-    """The step size is estimated from all parameters and kept in the group."""
-
-    def __init__(self, params, lr=1.0):
-        super().__init__(params, {"lr": lr, "d": 1e-2, "numerator": 0.0})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            total = 0.0
-            for p in group["params"]:
-                if p.grad is not None:
-                    start = self.state[p].setdefault("start", p.detach().clone())
-                    group["numerator"] += float((p.grad * (start - p)).sum()) * group["d"]
-                    total += float(p.grad.abs().sum())
-            group["d"] = max(group["d"], abs(group["numerator"]) / (total + 1e-3))
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad, alpha=group["lr"] * group["d"])
-
-
 class Shampoo(Optimizer):
     """Its state has lists and dictionaries."""
 
@@ -145,22 +124,6 @@ class Shampoo(Optimizer):
                     total += p.grad.pow(2).sum([i for i in range(p.ndim) if i != axis])
                     step /= total.view([-1 if i == axis else 1 for i in range(p.ndim)]).pow(0.25)
                 p.sub_(step, alpha=group["lr"])
-
-
-class Counting(optim.SGD):
-    """The step size follows a count that is an attribute of the optimizer."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, lr=lr)
-        self.calls = 0
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        self.calls += 1
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad, alpha=group["lr"] / self.calls**0.5)
 
 
 class ReplacesData(optim.SGD):
@@ -307,9 +270,7 @@ OPTIMIZERS = {
     "muon_partly_frozen": of(Muon, rest="sgd"),
     "lion": Lion,
     "schedule_free": ScheduleFree,
-    "prodigy": Prodigy,
     "shampoo": Shampoo,
-    "counting": Counting,
     "replaces_data": of(ReplacesData, lr=0.1),
     "changes_gradients": of(ChangesGradients, lr=0.1, momentum=0.9),
     "two_in_one": TwoInOne,

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from adl_dist.baselines import loop
 from adl_dist.baselines.diloco import OuterStep
 from adl_dist.baselines.loop import Training, exchanged_bytes, joined, replicated, train_alone
 from adl_dist.baselines.pipelining import stages_of, train_stages
@@ -118,10 +119,11 @@ def losses_of_a_replica(K, compression):
 
 
 def of_several_buckets(K):
-    """Matrices of 27 MB, each of which fills a bucket of DDP's; the weights of a few numbers of each at the end."""
+    """Matrices, each of which fills a bucket; return some weights of each at the end."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(2600, 2600, bias=False) for _ in range(3)))
-    batch = torch.randn(K, 1, 2600)[int(os.environ["RANK"])], torch.ones(1, 2600)
+    loop.DistributedDataParallel = functools.partial(nn.parallel.DistributedDataParallel, bucket_cap_mb=0.03)
+    model = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(3)))
+    batch = torch.randn(K, 1, 100)[int(os.environ["RANK"])], torch.ones(1, 100)
     with joined_by(K, "buckets"):
         how = {"num_updates": 25, "micro_batches": 1, "loss_fn": nn.functional.mse_loss}
         mine = Training(device=CPU, optimizer=torch.optim.SGD(model.parameters(), lr=0.01), **how)

@@ -60,7 +60,7 @@ def test_predsim_asks_the_device_for_no_number(shape):
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-@pytest.mark.parametrize("size", range(1, 13))
+@pytest.mark.parametrize("size", [1, 2, 5, 7, 12])
 def test_an_average_is_the_adaptive_one(size, number):
     results = []
     for pool in (Pool(number), nn.AdaptiveAvgPool2d(number)):
@@ -81,7 +81,7 @@ class Named(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize("size", [5, 6, 8, 16, 32])
+@pytest.mark.parametrize("size", [5, 16])
 @pytest.mark.parametrize("name", ["mlp", "cnn", "linear", "predsim"])
 def test_a_gpu_can_give_the_same_bits_each_time(name, size):
     """It has no such backward of the adaptive average, and torch refuses it with ``runtime.deterministic``."""

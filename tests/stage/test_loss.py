@@ -9,7 +9,16 @@ from torch.nn import functional as F
 
 from adl_dist.errors import ConfigError
 from adl_dist.losses import TokenCrossEntropy
-from adl_dist.stage.loss import SumCountLoss, check_is_mean, class_loss, counted, is_known_mean, is_sum, loss_terms
+from adl_dist.stage.loss import (
+    SumCountLoss,
+    check_is_mean,
+    class_loss,
+    counted,
+    is_known_mean,
+    is_sum,
+    loss_terms,
+    try_loss,
+)
 from adl_dist.stage.metrics import hits
 from adl_dist.stage.stats import StepStats
 
@@ -40,34 +49,22 @@ class Halved(nn.CrossEntropyLoss):
 
 
 def makers(options):
-    made = [Derived, nn.CrossEntropyLoss, lambda **more: functools.partial(F.cross_entropy, **more)]
-    return (
-        made
-        if "label_smoothing" in options
-        else [*made, nn.NLLLoss, lambda **more: functools.partial(F.nll_loss, **more)]
-    )
+    made = [Derived, nn.CrossEntropyLoss, functools.partial(functools.partial, F.cross_entropy)]
+    nll = [nn.NLLLoss, functools.partial(functools.partial, F.nll_loss)]
+    return made if "label_smoothing" in options else made + nll
 
 
 @pytest.mark.parametrize(("options", "target"), COUNTED + SMOOTH)
 def test_the_terms_are_what_torch_divides_by(options, target):
     """The sum of a loss over its mean."""
-    out = torch.randn(
-        len(target), C, *target.shape[1:], dtype=torch.float64, generator=torch.Generator().manual_seed(0)
-    )
+    generator = torch.Generator().manual_seed(0)
+    out = torch.randn(len(target), C, *target.shape[1:], dtype=torch.float64, generator=generator)
     for make in makers(options):
         mean, total = make(**options), make(**options, reduction="sum")
         terms = loss_terms(mean, target).count(target)
         torch.testing.assert_close(mean(out, target) * terms, total(out, target), rtol=1e-13, atol=0)
         assert is_sum(total)
         assert not is_sum(mean)
-
-
-def test_class_probabilities_are_averaged_over_samples():
-    out, target = torch.randn(2, 6, C, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).softmax(2)
-    for options in ({}, {"weight": WEIGHT}, {"weight": WEIGHT, "label_smoothing": 0.3}):
-        mean, total = (nn.CrossEntropyLoss(**options, reduction=how) for how in ("mean", "sum"))
-        torch.testing.assert_close(mean(out, target) * 6, total(out, target), rtol=1e-13, atol=0)
-        assert loss_terms(mean, target) is None
 
 
 @pytest.mark.parametrize(
@@ -231,7 +228,44 @@ def test_a_mean_over_another_number_is_refused_or_nan(own, number):
         mean(out, target, float(terms))
 
 
-# --- The check on two micro-batches ------------------------------------------------------------------------------
+# --- Checks at the start -----------------------------------------------------------------------------------------
+
+
+def squared(output, target):
+    return ((output - target) ** 2).mean()
+
+
+@pytest.mark.parametrize("loss_fn", [nn.MSELoss(), F.huber_loss, squared])
+@pytest.mark.parametrize(("out", "target"), [([2, 1], [2]), ([3], [3, 1]), ([2, 1, 4], [2, 4])])
+def test_a_loss_of_every_output_with_every_target_is_refused(loss_fn, out, target):
+    with pytest.raises(ConfigError, match=r"stage 3: the model returns \[B.*broadcasting\); give both one shape"):
+        try_loss(3, "numbers", torch.rand(out), torch.rand(target), loss_fn)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "out", "target"),
+    [
+        (lambda output, target: F.mse_loss(output.squeeze(1), target), torch.rand(2, 1), torch.zeros(2)),
+        (lambda output, target: ((output[:, 0] - target) ** 2).mean(), torch.rand(2, 1), torch.zeros(2)),
+        (nn.CrossEntropyLoss(), torch.zeros(2, 2), torch.zeros(2, dtype=torch.int64)),
+        (nn.CrossEntropyLoss(), torch.zeros(2, 5), torch.zeros(2, 5)),
+        (lambda output, target: output[0].mean(), (torch.rand(2, 1), torch.rand(2)), torch.zeros(2)),
+    ],
+)
+def test_a_loss_that_does_not_broadcast_is_let_through(loss_fn, out, target):
+    assert try_loss(0, "numbers", out, target, loss_fn).ndim == 0
+
+
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [(None, "returned None"), (0.5, "returned a float"), (torch.zeros(2), r"returned a Tensor\[2\]"),
+     ((torch.tensor(0.5), 1, 2), r"returned a Tensor, a int, a int"),
+     ((torch.tensor(0.5), {}), r"returned a Tensor, a dict"), ((torch.zeros(2), 1), r"returned a Tensor\[2\], a int")],
+)  # fmt: skip
+def test_a_result_that_is_no_number_is_no_loss(loss, found):
+    with pytest.raises(ConfigError, match=f"stage 1: the loss {found} for float"):
+        try_loss(1, "float32[B, 3] and int64[B]", None, None, lambda out, target: loss)
+
 
 T, SIZES = 6, (3, 4)
 torch.manual_seed(0)

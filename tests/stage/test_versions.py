@@ -96,22 +96,6 @@ def test_what_was_swapped_in_is_out_again_after_an_error():
     assert [p.item(), older[0].item()] == [2, 1]
 
 
-def test_a_parameter_without_plain_memory_is_refused_by_name():
-    class Wrapped(torch.Tensor):
-        @staticmethod
-        def __new__(cls, inner):
-            return torch.Tensor._make_wrapper_subclass(cls, inner.shape, requires_grad=True)
-
-        @classmethod
-        def __torch_dispatch__(cls, *args, **kwargs):
-            raise NotImplementedError
-
-    module = nn.Linear(2, 2)
-    module._parameters["weight"] = Wrapped(torch.ones(2, 2))
-    with pytest.raises(ConfigError, match=r"stage 1: no older version can be kept of parameter 'weight', a Wrapped"):
-        check_versions(module, "stage 1")
-
-
 def overlapping():
     """A frozen whole, frozen parts of it, and a trained part that begins behind the end of the first."""
     whole = torch.zeros(100)

@@ -6,7 +6,18 @@ import torch
 from torch import nn
 
 from tests.support.oracle import train_by_the_equations
-from tests.support.runs import BALANCE, EPOCHS, LR, MICRO_BATCH, MOMENTUM, NUM_SAMPLES, WEIGHT_DECAY, train, warm_up
+from tests.support.runs import (
+    BALANCE,
+    EPOCHS,
+    LR,
+    MICRO_BATCH,
+    MOMENTUM,
+    NUM_SAMPLES,
+    WEIGHT_DECAY,
+    train,
+    warm_up,
+    warm_up_schedule,
+)
 from tests.support.slices import cut
 from tests.support.toys import FixedImages, batch_norm_net
 
@@ -79,6 +90,24 @@ def modules_by_the_equations(
     of_method = {"M": M, "delays": delays, "weights": weights, **options}
     batches, loss_fn = [micro_batches(dtype=dtype)] * epochs, loss_fn or nn.CrossEntropyLoss()
     return train_by_the_equations(modules, batches, loss_fn=loss_fn, **of_sgd, **of_method)
+
+
+def plain_loop(model, optimizer, *, M, dtype=torch.float64, clip_norm=None, after_step=lambda: None):
+    """Train ``model`` in the loop of every torch tutorial, with accumulation, as runs do; return its state."""
+    schedule, batches, loss_fn = warm_up_schedule(optimizer), micro_batches(dtype=dtype), nn.CrossEntropyLoss()
+    for _ in range(EPOCHS):
+        for start in range(0, len(batches), M):
+            group = batches[start : start + M]
+            for x, target in group:
+                share = len(target) / sum(len(t) for _, t in group)
+                loss_fn(model(x), target).backward(torch.tensor(share, dtype=dtype))
+            if clip_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            after_step()
+    return model.state_dict()
 
 
 def differ(a, b):

@@ -1,4 +1,4 @@
-"""Ranks whose scripts differ are refused; an optimizer may depend on the stage."""
+"""Ranks whose scripts differ are refused by name; an optimizer may depend on the stage."""
 
 import os
 import re
@@ -13,37 +13,35 @@ from tests.support.runs import toy_trainer
 from tests.support.toys import FixedImages
 from tests.support.values import SILENT
 
-
-def trained(case):
-    """Train as one of two ranks; return the error message of this rank, or "trained"."""
-    rank = int(os.environ["RANK"])
-    torch.manual_seed(rank if case == "seed" else 0)
-    options, epochs = {}, 1
-    if case == "rate":
-        options["optimizer"] = lambda p: torch.optim.SGD(p, lr=0.1 + 0.1 * rank)
-    if case == "class":
-        options["optimizer"] = lambda p: (torch.optim.SGD, torch.optim.Adagrad)[rank](p, lr=0.1)
-    if case == "length":
-        epochs += rank
-    if case == "stage":
-        options["optimizer"] = lambda p: torch.optim.SGD(p, lr=0.1 if len(p[0]) == 6 else 0.2)
-    try:
-        model = nn.Sequential(nn.Flatten(), nn.Linear(72, 6), nn.Tanh(), nn.Linear(6, 5))
-        toy_trainer(2, model=model, balance=[2, 2], **options).fit(
-            FixedImages(8), batch_size=4, monitoring=SILENT, epochs=epochs
-        )
-    except AdlError as error:
-        return str(error)
-    return "trained"
-
-
 CASES = {
     "seed": "do not begin with the same weights: the initial 1.weight differs; call torch.manual_seed",
+    "shape": r"were not given the same job: model 3.weight is \[., 6\] here and \[., 6\] there",
+    "M": r"were not given the same job: method.accumulation_steps is . here and . there",
     "rate": r"were not given the same job: optimizer.lr is 0.\d here and 0.\d there",
     "class": r"were not given the same job: optimizer.name is torch.optim.\S+ here and torch.optim.\S+ there",
     "length": r"were not given the same job: epochs is \d here and \d there; start all ranks with one command",
     "stage": "trained",
 }
+
+
+def trained(case):
+    """Train as one of two ranks; return the error message of this rank, or "trained"."""
+    rank = int(os.environ["RANK"])
+    torch.manual_seed(rank if case == "seed" else 0)
+    optimizer = {
+        "rate": lambda p: torch.optim.SGD(p, lr=0.1 + 0.1 * rank),
+        "class": lambda p: (torch.optim.SGD, torch.optim.Adagrad)[rank](p, lr=0.1),
+        "stage": lambda p: torch.optim.SGD(p, lr=0.1 if len(p[0]) == 6 else 0.2),
+    }.get(case, lambda p: torch.optim.SGD(p, lr=0.1))
+    last = nn.Linear(6, 5 + rank if case == "shape" else 5)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(72, 6), nn.Tanh(), last)
+    M, epochs = (1 + rank * (case == of) for of in ("M", "length"))
+    try:
+        trainer = toy_trainer(2, M, model=model, balance=[2, 2], optimizer=optimizer)
+        trainer.fit(FixedImages(8), batch_size=4, monitoring=SILENT, epochs=epochs)
+    except AdlError as error:
+        return str(error)
+    return "trained"
 
 
 @pytest.mark.ranks

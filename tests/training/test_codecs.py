@@ -8,7 +8,6 @@ import torch
 import adl_dist
 from adl_dist.errors import ConfigError, DivergedError
 from adl_dist.report import final_table
-from adl_dist.schedule.replay import at_random
 from tests.support.coded import crossing
 from tests.support.commands import assert_same
 from tests.support.equations import EQUATIONS, modules_by_the_equations
@@ -16,11 +15,8 @@ from tests.support.kill import records
 from tests.support.oracle import Versions
 from tests.support.runs import BALANCE, MOMENTUM, WEIGHT_DECAY, nan_inputs, toy_trainer, train
 from tests.support.slices import cut
-from tests.support.tiers import covering
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import QUIET
-
-ANY_ORDER = {"pick_next": at_random(3)}
 
 
 class ByVersion(Versions):
@@ -51,24 +47,16 @@ def by_the_equations(K, M, name, codec, gradient_codec):
 
 
 CASES = [
-    *((K, M, "adl", "int8", None, False) for K in (2, 3) for M in (1, 2, 3, 4)),
-    *((3, 2, "adl", codec, None, False) for codec in ("bf16", "int4")),
-    *((3, 2, "adl", *codecs, False) for codecs in (("int8", "bf16"), ("none", "int4"), ("int4", "none"))),
-    *((3, M, "1f1b", "int8", None, False) for M in (1, 3)),
-    *((3, 2, "adl", codec, None, True) for codec in ("int8", "int4")),
-    (3, 1, "adl", "int8", "bf16", False),
-    (3, 3, "adl", "int4", "int8", True),
-    *((3, 2, name, "int8", None, False) for name in ("2bw", "fr")),
-]
-BY_DEFAULT = [
     (2, 4, "adl", "int8", None, False),
     (3, 1, "adl", "int8", "bf16", False),
+    (3, 2, "adl", "none", "int4", False),
     (3, 3, "adl", "int4", "int8", True),
     (3, 3, "1f1b", "int8", None, False),
+    (3, 2, "fr", "int8", None, False),
 ]
 
 
-@pytest.mark.parametrize(("K", "M", "name", "codec", "gradient_codec", "split"), covering(CASES, BY_DEFAULT))
+@pytest.mark.parametrize(("K", "M", "name", "codec", "gradient_codec", "split"), CASES)
 def test_coded_training_equals_the_coded_equations_bit_for_bit(K, M, name, codec, gradient_codec, split):
     """No tolerance would do: what rounds to another level is off by a level."""
     expected = by_the_equations(K, M, name, codec, gradient_codec or codec)
@@ -77,23 +65,15 @@ def test_coded_training_equals_the_coded_equations_bit_for_bit(K, M, name, codec
     assert_same(state, expected)
 
 
-def test_any_order_of_events_gives_the_same_bits():
-    in_order, at_any = (train(3, 2, torch.float32, codec="int4", epochs=1, **how)[0] for how in ({}, ANY_ORDER))
-    assert_same(at_any, in_order)
-
-
-@pytest.mark.parametrize("codec", ["int8", "int4"])
-def test_a_fault_behind_a_codec_stops_or_skips_as_without_one(codec):
+def test_a_fault_behind_a_codec_stops_or_skips_as_without_one():
     with pytest.raises(DivergedError, match="the loss is nan"):
-        train(3, 2, torch.float32, plant=nan_inputs, codec=codec, epochs=1)
-    skipped = [
-        train(3, 2, torch.float32, plant=nan_inputs, non_finite="skip", **{"codec": c})[1] for c in ("none", codec)
-    ]
+        train(3, 2, torch.float32, plant=nan_inputs, codec="int8", epochs=1)
+    options = {"plant": nan_inputs, "non_finite": "skip", "epochs": 1}
+    skipped = [train(3, 2, torch.float32, codec=codec, **options)[1] for codec in ("none", "int8")]
     assert skipped[0]["skipped_updates"] == skipped[1]["skipped_updates"] > 0
 
 
-@pytest.mark.parametrize("codec", ["int8", "bf16"])
-def test_a_codec_bears_stages_to_which_no_gradient_goes(codec):
+def test_a_codec_tolerates_stages_to_which_no_gradient_goes():
     """Two frozen stages: messages upstream hold nothing, on an edge that is there."""
 
     def model():
@@ -101,7 +81,7 @@ def test_a_codec_bears_stages_to_which_no_gradient_goes(codec):
         net[:2].requires_grad_(False)
         return net
 
-    _, summary = train(3, 2, torch.float32, model=model, balance=[1, 1, 5], codec=codec, epochs=1)
+    _, summary = train(3, 2, torch.float32, model=model, balance=[1, 1, 5], codec="int8", epochs=1)
     sent = {(k, edge["what"]): edge["bytes"] > 0 for k, s in enumerate(summary["stages"]) for edge in s["coded"]}
     assert sent == {(0, "act"): True, (1, "act"): True, (1, "grad"): False, (2, "grad"): False}
 
@@ -113,13 +93,6 @@ def run(folder, *, max_updates=None, K=2, **options):
         val_dataset=FixedImages(6, seed=1), checkpoints=adl_dist.CheckpointPolicy(every_updates=2),
     )  # fmt: skip
     return trainer.full_state_dict(), summary
-
-
-def test_a_resumed_run_rounds_as_the_whole_one(tmp_path):
-    """Also from the middle of an epoch: the random streams are found again with nothing saved."""
-    whole, _ = run(tmp_path / "whole")
-    run(tmp_path / "parts", max_updates=6)
-    assert_same(run(tmp_path / "parts")[0], whole)
 
 
 def test_a_run_does_not_continue_with_another_codec(tmp_path):

@@ -1,4 +1,4 @@
-"""Synthetic gradients (DNI): values against a second implementation, and whether heads learn what they predict."""
+"""Synthetic gradients (DNI): values against a second implementation."""
 
 import functools
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from adl_dist.errors import ConfigError, DivergedError
 from adl_dist.schedule import Pipeline, method
@@ -20,7 +21,7 @@ from tests.support.runs import EPOCHS, LR, MOMENTUM, WEIGHT_DECAY, toy_trainer, 
 from tests.support.synthetic import ByHand, train_by_synthetic_gradients
 from tests.support.tiers import grid
 from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net, tuple_net
-from tests.support.values import QUIET, SILENT
+from tests.support.values import QUIET
 
 LINEAR = {"head_layers": 0}  # BatchNorm of a head over 2 or 3 samples of one pixel would turn rounding into chaos
 
@@ -50,7 +51,7 @@ def run(K, M, options, **of_trainer):
     return train(K, M, torch.float64, method="dni", options=options, **of_trainer)[0]
 
 
-SIZES = [(2, 1), (2, 2), (3, 1), (3, 3), (4, 2)]
+SIZES = [(2, 1), (3, 2), (4, 3)]
 
 
 @pytest.mark.parametrize(("K", "M"), grid([2, 3, 4], [1, 2, 3], default=SIZES))
@@ -62,8 +63,7 @@ def test_dni_follows_its_equations_to_1e_12(K, M):
 OPTIONS = {
     "no delay": {**LINEAR, "head_delay": 0},
     "a longer delay than a group": {**LINEAR, "head_delay": 5},
-    "a longer delay than an epoch": {**LINEAR, "head_delay": 40},
-    "classes": {**LINEAR, "head_sees_target": True},
+    "a longer delay than an epoch": {**LINEAR, "head_delay": 40, "head_sees_target": True},
     "classes and hidden layers": {"head_layers": 2, "head_sees_target": True},
     "another rate": {**LINEAR, "head_lr_factor": 0.5},
 }
@@ -83,8 +83,11 @@ def test_an_option_of_dni_follows_its_equations(case):
 
 
 def test_heads_end_as_their_equations_say(tmp_path):
-    """Their last updates, which no stage sees any more, are in the checkpoint."""
+    """Their last updates, which no stage sees any more, are in the checkpoint; the last stage predicts nothing."""
     trained(3, 2, torch.float64, method="dni", options=LINEAR, run_dir=tmp_path)
+    found = [r for r in records(tmp_path) if r["name"] == "stage/prediction_error"]
+    assert {r["stage"] for r in found} == {0, 1}
+    assert not [r for r in records(tmp_path) if r["name"] == "stage/local_loss"]
     expected = by_the_equations(3, 2, LINEAR)[1]
     path = max((tmp_path / "checkpoints").glob("update-*"))
     for k, head in enumerate(expected):
@@ -95,11 +98,9 @@ def test_heads_end_as_their_equations_say(tmp_path):
 
 
 def test_a_sum_of_gradients_and_clipping_follow_the_equations():
-    summed = by_the_equations(3, 2, LINEAR, reduction="sum")[0]
-    assert_close(run(3, 2, {**LINEAR, "reduction": "sum"}), summed)
-    clipped = by_the_equations(3, 2, LINEAR, clip_norm=0.05)[0]
-    assert_close(run(3, 2, LINEAR, clip_norm=0.05), clipped)
-    assert differ(clipped, by_the_equations(3, 2, LINEAR)[0]) > 1e-3
+    clipped = by_the_equations(3, 2, LINEAR, clip_norm=0.05, reduction="sum")[0]
+    assert_close(run(3, 2, {**LINEAR, "reduction": "sum"}, clip_norm=0.05), clipped)
+    assert differ(clipped, by_the_equations(3, 2, LINEAR, reduction="sum")[0]) > 1e-3
 
 
 def test_the_first_predictions_are_zero():
@@ -114,61 +115,7 @@ def test_the_first_predictions_are_zero():
     assert still == [*parts[:2], []]
 
 
-# --- Whether heads learn what they are to predict ----------------------------------------------------------
-
-
-class Rotations(torch.utils.data.Dataset):
-    """x and A x, so that of a squared error every stage's output, an invertible image of x, tells the gradient."""
-
-    def __init__(self, num=240, width=5):
-        generator = torch.Generator().manual_seed(5)
-        self.x = torch.randn(num, width, generator=generator, dtype=torch.float64)
-        self.y = self.x @ torch.linalg.qr(torch.randn(width, width, generator=generator, dtype=torch.float64)).Q
-
-    def __len__(self):
-        return len(self.x)
-
-    def __getitem__(self, index):
-        return self.x[index], self.y[index]
-
-
-def linear_stages(K, width=5):
-    torch.manual_seed(2)
-    layers = [nn.Linear(width, width, bias=False) for _ in range(K)]
-    for layer in layers:  # so that no direction is harder to learn than another
-        nn.init.orthogonal_(layer.weight)
-    return nn.Sequential(*layers)
-
-
-def errors_of(tmp_path, K, **of_trainer):
-    """The relative error of the predictions of each stage, update by update."""
-    trainer = toy_trainer(K, model=linear_stages(K), balance=[1] * K, loss_fn=nn.MSELoss(), method="dni", **of_trainer)
-    fit = {"epochs": 5, "batch_size": 8, "run_dir": tmp_path, "monitoring": SILENT}
-    trainer.fit(Rotations(), **fit)
-    found = [r for r in records(tmp_path) if r["name"] == "stage/prediction_error"]
-    return [[r["value"] for r in found if r["stage"] == k] for k in range(K - 1)]
-
-
-@pytest.mark.parametrize("K", [2, 3])
-def test_linear_heads_learn_gradients_that_are_linear(K, tmp_path):
-    """With stages that hardly move, so that what is to be predicted stays the same."""
-    sgd = functools.partial(torch.optim.SGD, lr=1e-9)
-    options = {"head_layers": 0, "head_lr_factor": 1e9}
-    for errors in errors_of(tmp_path, K, options=options, optimizer=sgd, dtype=torch.float64):
-        assert errors[0] == 1.0, "the first prediction is 0"
-        assert errors[30] < 1e-3 * errors[2]
-        assert errors[-1] < 1e-12
-
-
-# --- What is recorded and what is refused ------------------------------------------------------------------
-
-
-def test_the_last_stage_predicts_nothing(tmp_path):
-    trained(3, 2, torch.float32, method="dni", options=LINEAR, run_dir=tmp_path)
-    found = [r for r in records(tmp_path) if r["name"] == "stage/prediction_error"]
-    # The head of stage 0 first learns from a prediction of 0, in the third micro-batch.
-    assert {r["stage"] for r in found} == {0, 1}
-    assert not [r for r in records(tmp_path) if r["name"] == "stage/local_loss"]
+# --- Refusals ----------------------------------------------------------------------------------------------
 
 
 def test_a_head_that_diverges_stops_the_run_by_name():
@@ -183,16 +130,8 @@ def test_a_head_that_diverges_stops_the_run_by_name():
     assert not any(p.any() for p in network.parameters())
 
 
-def test_what_a_head_learns_in_a_broken_off_segment_is_forgotten():
-    """As in a rehearsal, before a run."""
-    spec = TrainSpec(pipeline=Pipeline(method("dni"), 2), loss_fn=nn.MSELoss(), optimizer=torch.optim.Adam)
-    network = build_gradient_network(method("dni"), (5,), num_classes=None, seed=0)
-    head = GradientHead(network, 0, spec, torch.device("cpu"), NonFiniteCheck(spec.gradients, stage=0, is_last=False))
-    head.predict(0, (torch.ones(2, 5),), None, weight=1.0)
-    head.learn(0, (torch.ones(2, 5),))
-    head.begin(0)
-    assert head.predictions == []
-    assert all(p.grad is None for p in network.parameters())
+def linear_stages():
+    return nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
 
 
 def frozen_net():
@@ -208,7 +147,7 @@ REFUSED = {
     "a single sample": ({}, {"head_layers": 2}, r"BatchNorm in method.head_layers=2 .* or method.head_layers=0"),
     "no gradient": ({"model": frozen_net()}, {}, "stage 0 sends on, but none of real numbers comes back for it"),
     "no classes": (
-        {"model": linear_stages(2), "loss_fn": nn.MSELoss(), "balance": [1, 1], "dtype": torch.float64},
+        {"model": linear_stages(), "loss_fn": nn.MSELoss(), "balance": [1, 1], "dtype": torch.float64},
         {"head_sees_target": True},
         r"method.head_sees_target=true .* the targets are float64\[B, 5\]; expected one whole number per sample",
     ),
@@ -219,7 +158,8 @@ REFUSED = {
 def test_what_a_head_cannot_learn_from_is_refused(case):
     of_trainer, options, message = REFUSED[case]
     trainer = toy_trainer(2, 1, "dni", options, **of_trainer)
-    data = Rotations() if case == "no classes" else FixedImages(13)
+    numbers = torch.randn(16, 5, dtype=torch.float64)
+    data = TensorDataset(numbers, numbers) if case == "no classes" else FixedImages(13)
     with pytest.raises(ConfigError, match=message):
         trainer.fit(data, epochs=1, batch_size=4, monitoring=QUIET)
 

@@ -12,34 +12,22 @@ import adl_dist
 from adl_dist.errors import CheckpointError, ConfigError
 from adl_dist.optimizers import with_rules
 from tests.support.commands import assert_same, in_process, words
-from tests.support.equations import assert_close, micro_batches
+from tests.support.equations import assert_close, plain_loop
 from tests.support.ranks import run_ranks
-from tests.support.runs import EPOCHS, NUM_SAMPLES, nan_inputs, sgd, toy_trainer, trained, warm_up_schedule
+from tests.support.runs import nan_inputs, sgd, toy_trainer, trained
 from tests.support.tied import SHARED, TIED_BALANCE, tied_net
-from tests.support.tiers import slow
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import SILENT
 
 DECAY, M = 0.9, 2
-DATA = FixedImages(NUM_SAMPLES)
 
 
 def by_torch():
     """A plain loop with torch's AveragedModel: its state under the model's own names."""
     model = batch_norm_net()
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
-    optimizer = sgd(model.parameters())
-    schedule, batches = warm_up_schedule(optimizer), micro_batches(dtype=torch.float32)
-    for _ in range(EPOCHS):
-        for start in range(0, len(batches), M):
-            group = batches[start : start + M]
-            for x, target in group:
-                share = len(target) / sum(len(t) for _, t in group)
-                torch.nn.functional.cross_entropy(model(x), target).backward(torch.tensor(share))
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-            average.update_parameters(model)
+    step = partial(average.update_parameters, model)
+    plain_loop(model, sgd(model.parameters()), M=M, dtype=torch.float32, after_step=step)
     return average.module.state_dict()
 
 
@@ -59,27 +47,11 @@ def test_the_average_is_that_of_torchs_averaged_model(K):
     assert torch.equal(average["0.1.running_mean"], weights["0.1.running_mean"])
 
 
-OF_RANKS = {
-    "stash": {},
-    "skipped": {"non_finite": "skip", "plant": nan_inputs},
-    "frozen": {"optimizer": with_rules(sgd, [{"names": "0.*", "frozen": True}])},
-    "ahead": {"options": {"mitigation": ["predict"]}},
-}
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("case", ["skipped", *(slow(case) for case in OF_RANKS if case != "skipped")])
-def test_three_processes_average_the_bits_of_one(case):
-    for pair in run_ranks(3, partial(averaged, **OF_RANKS[case]), 3):
-        for there, here in zip(pair, averaged(3, **OF_RANKS[case]), strict=True):
-            assert_same(there, here)
-
-
 def of_a_rank_without_weights():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(72, 5), nn.Tanh())
     trainer = toy_trainer(2, M, model=model, balance=[2, 1], ema=DECAY)
-    trainer.fit(DATA, epochs=1, batch_size=6, monitoring=SILENT)
+    trainer.fit(FixedImages(12), epochs=1, batch_size=6, monitoring=SILENT)
     return trainer.full_state_dict(ema=True)
 
 
@@ -107,22 +79,9 @@ def test_an_update_that_is_skipped_is_not_averaged():
     assert torch.equal(trainer.full_state_dict(ema=True)["6.2.weight"], expected)
 
 
-def test_an_average_goes_on_with_another_cut_to_the_same_bits(tmp_path):
-    of_fit = {"batch_size": 6, "monitoring": SILENT}
-    whole = toy_trainer(1, M, "bp", ema=DECAY)
-    whole.fit(DATA, epochs=3, **of_fit)
-    for K, epochs in ((3, 1), (2, 2), (4, 3)):
-        trainer = toy_trainer(K, M, "1f1b", ema=DECAY)
-        trainer.fit(DATA, epochs=epochs, run_dir=tmp_path, **of_fit)
-    assert_same(trainer.full_state_dict(ema=True), whole.full_state_dict(ema=True))
-    other = toy_trainer(2, 1)
-    other.load_checkpoint(tmp_path, ema=True)
-    assert_same(other.full_state_dict(), whole.full_state_dict(ema=True))
-
-
 def test_a_run_without_an_average_has_none_to_give(tmp_path):
     trainer = toy_trainer(2, M)
-    trainer.fit(DATA, epochs=1, batch_size=6, run_dir=tmp_path, monitoring=SILENT)
+    trainer.fit(FixedImages(6), epochs=1, batch_size=6, run_dir=tmp_path, monitoring=SILENT)
     assert not [*tmp_path.glob("checkpoints/*/ema-*")]
     with pytest.raises(CheckpointError, match=r"holds no moving average of the weights"):
         trainer.load_checkpoint(tmp_path, ema=True)
@@ -157,28 +116,19 @@ def test_tied_weights_of_several_stages_are_averaged_as_one():
     assert_close(averaged_tied(3, "1f1b"), averaged_tied(1, "bp"))
 
 
-def averages_of_copies(K, folder):
-    """The averages of a run of ADL with tied weights, and of the same run stopped and continued on K stages."""
-    options = {"model": tied_net, "balance": TIED_BALANCE[3], "ema": DECAY, "run_dir": folder}
-    trained(3, M, torch.float64, epochs=1, **options)
-    options["balance"] = TIED_BALANCE[K]
-    trainer, _ = trained(K, M, torch.float64, epochs=2, **options)
-    return trainer.full_state_dict(ema=True)
+def test_a_loaded_average_is_that_of_the_run(tmp_path):
+    trainer, _ = trained(3, M, torch.float32, epochs=1, ema=DECAY, run_dir=tmp_path)
+    other = toy_trainer(2, 1)
+    other.load_checkpoint(tmp_path, ema=True)
+    assert_same(other.full_state_dict(), trainer.full_state_dict(ema=True))
 
 
-@pytest.mark.parametrize("K", [1, 3])
-def test_copies_have_equal_averages_also_in_another_cut(K, tmp_path):
-    states = [averages_of_copies(K, tmp_path / "run")]
-    if K == 3:
-        straight, _ = trained(3, M, torch.float64, epochs=2, model=tied_net, balance=TIED_BALANCE[3], ema=DECAY)
-        assert_same(straight.full_state_dict(ema=True), states[0])
+def test_copies_have_equal_averages_that_are_saved_once(tmp_path):
+    options = {"model": tied_net, "balance": TIED_BALANCE[3], "ema": DECAY, "run_dir": tmp_path}
+    average = trained(3, M, torch.float64, epochs=1, **options)[0].full_state_dict(ema=True)
     for first, *others in SHARED:
         for name in others:
-            assert torch.equal(states[0][first], states[0][name]), name
-
-
-def test_the_average_of_tied_weights_is_saved_once(tmp_path):
-    trained(3, M, torch.float64, epochs=1, model=tied_net, balance=TIED_BALANCE[3], ema=DECAY, run_dir=tmp_path)
+            assert torch.equal(average[first], average[name]), name
     saved = [name for file in tmp_path.glob("checkpoints/*/ema-*") for name in load_file(file)]
     assert sorted(saved) == sorted(name for name, _ in tied_net().named_parameters())
 

@@ -1,17 +1,22 @@
-"""A cut and delays that follow from a measurement, in one process."""
+"""A cut, delays and links that follow from a measurement."""
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import adl_dist
-from adl_dist.errors import ConfigError, PartitionError
+from adl_dist.errors import ChannelError, ConfigError, PartitionError, StageFailed
 from adl_dist.partition.costs import Profile
-from adl_dist.schedule import Pipeline, method
+from adl_dist.schedule import method
+from adl_dist.training import links, startup_sync
 from adl_dist.transport.coding_speed import coding_costs
+from tests.support.commands import assert_same
 from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
 from tests.support.values import SILENT, values
 
@@ -136,22 +141,62 @@ def test_the_delays_of_a_run_are_those_of_its_method(tmp_path):
     assert settled(2)[1] == first
 
 
-def test_2bw_gets_measured_delays_with_m_below_k_minus_1():
-    chosen = method("2bw", accumulation_steps=1, delay="auto")
-    assert Pipeline(chosen, 4).delays == (1, 1, 1, 0), "until they are measured"
-    trainer = trainer_of(slow_in_the_middle(), method=chosen, num_stages=3, granularity="block")
-    fit(trainer)
-    measured = trainer._partitioned._settled.spec.pipeline.delays
-    assert measured[0] == 1, "M, which is the most"
-    assert not measured[-1]
+def test_measuring_leaves_no_mark_on_the_training():
+    """Without staleness the values do not depend on where the measured cut is."""
+    states = []
+    for balance in ("auto", "even"):
+        trainer = trainer_of(batch_norm_net(), balance=balance, method=method("1f1b", accumulation_steps=2))
+        fit(trainer)
+        states.append(trainer.full_state_dict())
+    assert_same(*states)
 
 
-def test_a_measured_cut_is_settled_with_the_whole_state_there():
-    model = batch_norm_net()
-    trainer = trainer_of(model)
-    state = trainer.full_state_dict()
-    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
-    assert trainer.needs_data
+# --- Links -------------------------------------------------------------------------------------------------------
+
+
+def look(rank, K, P, store, folder=None):
+    """Return the links that one of P processes with K stages finds; a rank that fails tells the others."""
+    world = SimpleNamespace(num_stages=K, size=P, rank=rank, is_distributed=True, edges={}, device=None)
+    with startup_sync.propagate_errors(store, rank=rank):
+        return links.links_between("auto", world, store, folder)
+
+
+def between(K, P, folder, rate, monkeypatch):
+    """Return the links that rank 0 of P processes with K stages uses, where each is measured to carry ``rate``."""
+    measured = {k: (rate + k, 0.5) for k in range(K - 1)}
+    monkeypatch.setattr(
+        links, "measure_links", lambda edges, rank, device: {k: measured[k] for k in range(rank, K - 1, P)}
+    )
+    store = dist.HashStore()
+    with ThreadPoolExecutor() as pool:
+        for rank in range(1, P):
+            pool.submit(look, rank, K, P, store)
+        return look(0, K, P, store, folder)
+
+
+def test_a_run_keeps_its_links_and_measures_those_of_another_cut(tmp_path, monkeypatch):
+    first = between(3, 3, tmp_path, 100.0, monkeypatch)
+    assert first == ((100.0, 101.0), (0.5, 0.5))
+    assert between(3, 3, tmp_path, 200.0, monkeypatch) == first
+    assert between(2, 2, tmp_path, 200.0, monkeypatch).bandwidth == (200.0,)
+    assert between(4, 2, tmp_path, 300.0, monkeypatch).bandwidth == (300.0, 301.0, 302.0)
+    (tmp_path / "links.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"links\.json cannot be read: .*; remove it to measure the links again"):
+        between(2, 2, tmp_path, 100.0, monkeypatch)
+
+
+def test_a_rank_that_fails_at_its_links_is_named(monkeypatch):
+    def fail(edges, rank, device):
+        if rank == 1:
+            raise ChannelError("the peer is gone")
+        return {rank: (1e9, 1e-4)}
+
+    monkeypatch.setattr(links, "measure_links", fail)
+    monkeypatch.setattr(startup_sync, "disconnect", lambda **_: None)
+    store = dist.HashStore()
+    for rank, error in ((1, ChannelError), (0, StageFailed)):
+        with pytest.raises(error, match="the peer is gone"):
+            look(rank, 3, 3, store)
 
 
 @pytest.mark.parametrize(

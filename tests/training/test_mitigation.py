@@ -1,9 +1,8 @@
-"""What is done about staleness, against its equations in float64 to 1e-12, and on a loss whose dynamics are known."""
+"""Mitigations of staleness, against their equations in float64 to 1e-12."""
 
 import functools
 import random
 
-import numpy
 import pytest
 import torch
 
@@ -11,7 +10,6 @@ import adl_dist
 from adl_dist.errors import ConfigError
 from adl_dist.optimizers import Muon
 from adl_dist.schedule import Pipeline
-from adl_dist.stage import Stage
 from adl_dist.stage.mitigation import mitigation_of
 from tests.support.commands import assert_same
 from tests.support.equations import assert_close, differ, modules_by_the_equations, modules_of
@@ -19,7 +17,7 @@ from tests.support.mitigated import ADAM_DECAY, BETAS, DECAY, EPS, MU, Mitigated
 from tests.support.runs import SPOILT, SPOILT_PAIRS, nan_inputs, toy_trainer, train, trained, warm_up
 from tests.support.tiers import covering
 from tests.support.toys import FixedImages, batch_norm_net
-from tests.support.values import QUIET, spec_of, values
+from tests.support.values import QUIET
 
 RATES = {"sgd": 0.05, "nesterov": 0.05, "plain": 0.3, "adamw": 0.01}
 OPTIMIZERS = {
@@ -113,7 +111,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("name", "kind", "weights"),
-    covering(CASES, [c for i, c in enumerate(CASES) if c[1:] == (ROWS[c[0]][1][0], "stash") or i % 5 == 0]),
+    covering(CASES, [c for i, c in enumerate(CASES) if c[1:] == (ROWS[c[0]][1][-1], "stash") or i % 9 == 0]),
 )
 def test_a_mitigation_follows_its_equations_to_1e_12(name, kind, weights):
     """Random delays, uneven groups, BatchNorm, decay, another rate at each update."""
@@ -138,13 +136,10 @@ def test_prediction_knows_all_factors_of_the_learning_rate(name):
 CLIPPED = ["predict and spike", "predict and error feedback", "nesterov and delay compensation"]
 
 
-@pytest.mark.parametrize("name", CLIPPED)
-@pytest.mark.parametrize("weights", ["stash", "latest"])
+@pytest.mark.parametrize(("name", "weights"), [*zip(CLIPPED, ["latest", "stash", "stash"], strict=True)])
 def test_clipping_and_skipped_updates_leave_the_histories_right(name, weights):
     """A skipped update is none: the displacement and the updates before it stay the last ones."""
     rows, (kind, *_) = ROWS[name]
-    if weights == "latest" and "delay_compensation" in rows:
-        weights = "2bw" if "nesterov" not in rows else "stash"
     case = 3, 2, [5, 3, 1], weights, kind, rows
     got = run(*case, clip_norm=0.3, non_finite="skip", plant=nan_inputs)
     expected = by_the_equations(*case, clip_norm=0.3, skipped=SPOILT_PAIRS, unseen=SPOILT)
@@ -160,7 +155,7 @@ def test_clipping_and_skipped_updates_leave_the_histories_right(name, weights):
 @pytest.mark.parametrize(
     ("name", "weights"),
     [("predict and spike", "stash"), ("predict and error feedback", "latest"), ("discount and nesterov", "recompute"),
-     ("error feedback", "2bw"), (None, "stash"), (None, "recompute"), (None, "2bw")],
+     ("error feedback", "2bw"), (None, "recompute")],
 )  # fmt: skip
 def test_the_first_epochs_flush_and_then_staleness_begins(name, weights):
     rows, (kind, *_) = ROWS[name] if name else ({}, ["sgd"])
@@ -176,7 +171,7 @@ def test_the_first_epochs_flush_and_then_staleness_begins(name, weights):
 by_bp = functools.cache(functools.partial(train, dtype=torch.float32, method="bp"))
 
 
-@pytest.mark.parametrize("name", ["adl", "fr", "ddg", "dsp", "2bw", "paci"])
+@pytest.mark.parametrize("name", ["adl", "dsp", "2bw", "paci"])
 def test_a_run_of_nothing_but_flushes_is_bp_to_the_bit(name):
     bp = by_bp(3, 3)[0]
     assert_same(train(3, 3, torch.float32, method=name, options={"flush_epochs": 9})[0], bp)
@@ -185,7 +180,7 @@ def test_a_run_of_nothing_but_flushes_is_bp_to_the_bit(name):
 # --- What stays as it is -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["all that fits", "nesterov and delay compensation", "error feedback"])
+@pytest.mark.parametrize("name", ["all that fits", "nesterov and delay compensation"])
 def test_without_delay_nothing_changes_to_the_bit(name):
     rows, (kind, *_) = ROWS[name]
     with_rows, without = (
@@ -195,15 +190,7 @@ def test_without_delay_nothing_changes_to_the_bit(name):
     assert_same(with_rows, without)
 
 
-def test_a_stage_without_delay_has_no_mitigation_at_all():
-    pipeline = Pipeline(adl_dist.method("adl", mitigation=["predict", "spike"]), 3)
-    assert [bool(pipeline.mitigations(k)) for k in range(3)] == [True, True, False]
-    assert not Pipeline(adl_dist.method("adl", mitigation=[]), 3).mitigations(0)
-    two = Pipeline(adl_dist.method("2bw", mitigation=["error_feedback"]), 3)
-    assert all(two.mitigations(k) for k in range(3)), "there each stage is one update late"
-
-
-@pytest.mark.parametrize("weights", ["stash", "latest", "recompute"])
+@pytest.mark.parametrize("weights", ["stash", "latest"])
 def test_evaluation_and_saved_weights_are_the_optimizers_own(weights):
     """Not those ahead, which forwards see."""
     options = {"delay": [6, 4, 0], "weights": weights, **options_of({"predict": {}})}
@@ -215,28 +202,14 @@ def test_evaluation_and_saved_weights_are_the_optimizers_own(weights):
     assert summary["validation_loss"] == pytest.approx(loss, rel=1e-12)
 
 
-@pytest.mark.parametrize("weights", ["stash", "latest"])
-def test_a_segment_begins_with_the_weights_of_now(weights):
-    """Not with copies that a forward before it has made, like one to warm up before a checkpoint is read."""
-    spec = spec_of(2, OPTIMIZERS["sgd"], weights=weights, mitigation=["predict"])
-    stage = Stage(torch.nn.Linear(2, 1, bias=False), 0, spec)
-    for number in (1.0, 3.0):
-        stage.begin(0, training=True)
-        torch.nn.init.constant_(stage.module.weight, number)
-        (out,) = stage.forward(0, (torch.ones(1, 2),), None)
-        assert out.item() == 2 * number
-        assert stage.module.weight.tolist() == [[number, number]]
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpoint_recomputes_with_what_its_forward_saw(reentrant):
+def test_a_checkpoint_recomputes_with_the_weights_of_its_forward():
     """Activation checkpointing inside a layer."""
 
     class Checkpointed(torch.nn.Sequential):
         def forward(self, x):
             if not self.training:
                 return super().forward(x)
-            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=reentrant)
+            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
 
     def net(kind):
         torch.manual_seed(0)
@@ -251,14 +224,13 @@ def test_a_checkpoint_recomputes_with_what_its_forward_saw(reentrant):
     assert_same(trained_with(Checkpointed), trained_with(torch.nn.Sequential))
 
 
-@pytest.mark.parametrize("weights", ["stash", "latest"])
-def test_hooks_of_a_parameter_act_on_all_that_forwards_see(weights):
+def test_hooks_of_a_parameter_act_on_all_versions():
     def plant(net, data):
         for p in net[0].parameters():
             p.register_hook(torch.zeros_like)
 
     optimizer = functools.partial(torch.optim.SGD, lr=0.05, momentum=MU)
-    options = {"delay": [6, 4, 0], "weights": weights, **options_of({"predict": {}, "spike": {}})}
+    options = {"delay": [6, 4, 0], **options_of({"predict": {}, "spike": {}})}
     state, _ = train(3, 1, torch.float64, options=options, optimizer=optimizer, plant=plant)
     before = batch_norm_net().double().state_dict()
     moved = [name for name in before if not torch.equal(state[name], before[name]) and "num" not in name]
@@ -266,9 +238,7 @@ def test_hooks_of_a_parameter_act_on_all_that_forwards_see(weights):
     assert not {"0.0.weight", "0.1.weight", "0.1.bias"} & {*moved}
 
 
-@pytest.mark.parametrize(
-    "rows", [{"spike": {}, **STRONG}, {"predict": MOMENTUM}, {"predict": {}, "error_feedback": {}}]
-)
+@pytest.mark.parametrize("rows", [{"spike": {}, **STRONG}, {"predict": MOMENTUM, "error_feedback": {}}])
 def test_sparse_gradients_are_mitigated_like_dense_ones(rows):
     class Bag(torch.nn.Module):
         def __init__(self, sparse):
@@ -287,89 +257,6 @@ def test_sparse_gradients_are_mitigated_like_dense_ones(rows):
         return train(2, 1, torch.float64, options=options, optimizer=optimizer, **more)[0]
 
     assert_close(trained_with(sparse=True), trained_with(sparse=False))
-
-
-# --- A quadratic loss, one weight ----------------------------------------------------------------------------
-
-CURVATURE = 1.0
-
-
-def trajectory(*, T, mu, eta, M=1, **options):
-    """Return w_0, w_1, ... of a weight with loss CURVATURE w^2 / 2, whose gradients are T updates late."""
-    seen = []
-
-    def sgd(parameters):
-        (p,) = parameters
-        optimizer = torch.optim.SGD([p], lr=eta, momentum=mu)
-        optimizer.register_step_pre_hook(lambda *_: seen.append(p.item()))
-        return optimizer
-
-    layer = torch.nn.Linear(1, 1, bias=False)
-    torch.nn.init.ones_(layer.weight)
-    trainer = adl_dist.Trainer(
-        torch.nn.Sequential(layer, torch.nn.Identity()),
-        loss_fn=lambda out, _: CURVATURE * out.square().mean() / 2,
-        optimizer=sgd,
-        method=adl_dist.method("adl", accumulation_steps=M, delay=[M * T, 0], **options),
-        num_stages=2,
-        **values(threads=1, dtype=torch.float64, balance=[1, 1]),
-    )
-    ones = torch.utils.data.TensorDataset(torch.ones(UPDATES * M, 1, dtype=torch.float64), torch.zeros(UPDATES * M))
-    trainer.fit(ones, epochs=1, batch_size=M, monitoring=QUIET)
-    assert len(seen) == UPDATES
-    return seen
-
-
-UPDATES = 300
-
-
-def ahead(mu, T, horizon):
-    return {"linear": T, "geometric": mu * (1 - mu**T) / (1 - mu)}[horizon]
-
-
-def product(*polynomials):
-    return functools.reduce(numpy.convolve, polynomials, numpy.ones(1))
-
-
-# By name: the options, and from (mu, T) the factors by which a gradient is filtered on its way from w to the update,
-# each as h of 1 + h - h / z.
-DYNAMICS = {
-    "plain": ({}, lambda mu, T: []),
-    "spike": ({"mitigation": ["spike"]}, lambda mu, T: [ahead(mu, T, "geometric")]),
-    "linear": ({"mitigation": ["predict"]}, lambda mu, T: [T]),
-    "geometric": (
-        {"mitigation": ["predict"], "predict_horizon": "geometric"},
-        lambda mu, T: [ahead(mu, T, "geometric")],
-    ),
-    "linear and spike": ({"mitigation": ["predict", "spike"]}, lambda mu, T: [T, ahead(mu, T, "geometric")]),
-}
-
-
-@pytest.mark.parametrize("name", DYNAMICS)
-@pytest.mark.parametrize(("T", "mu", "eta", "M"), [(3, 0.9, 0.01, 1), (7, 0.9, 0.004, 1), (4, 0.5, 0.05, 2)])
-def test_the_contraction_is_the_largest_root(name, T, mu, eta, M):
-    """(z - 1)(z - mu) z^T = -eta L z times the filters, for w_s = z^s."""
-    options, filters = DYNAMICS[name]
-    factors = [numpy.array([1 + h, -h]) for h in filters(mu, T)]
-    left = product([1.0, -1.0], [1.0, -mu], [1.0] + [0.0] * (T + len(factors)))
-    right = eta * CURVATURE * product([1.0, 0.0], *factors)
-    root = max(abs(numpy.roots(numpy.polyadd(left, right))))
-    w = numpy.array(trajectory(T=T, mu=mu, eta=eta, M=M, **options))[150:300]
-    # Late enough the two largest roots are all there is: w_s+2 = a w_s+1 - b w_s.
-    (a, b), *_ = numpy.linalg.lstsq(numpy.stack([w[1:-1], -w[:-2]], axis=1), w[2:], rcond=1e-10)
-    measured = max(abs(numpy.roots([1.0, -a, b])))
-    assert 1 - measured == pytest.approx(1 - root, rel=1e-2), "the contraction within 1 %"
-
-
-@pytest.mark.parametrize("name", ["spike", "geometric"])
-def test_spike_compensation_obeys_the_recurrence_of_prediction(name):
-    """From update T + 2 on: only the first step differs, which spike compensation takes larger."""
-    T, mu, eta = 5, 0.9, 0.01
-    h = ahead(mu, T, "geometric")
-    w = trajectory(T=T, mu=mu, eta=eta, **DYNAMICS[name][0])
-    for s in range(T + 1, UPDATES - 1):
-        seen = w[s - T] + h * (w[s - T] - w[s - T - 1])
-        assert w[s + 1] == pytest.approx(w[s] + mu * (w[s] - w[s - 1]) - eta * CURVATURE * seen, abs=1e-13)
 
 
 def test_the_displacement_of_sgd_is_its_momentum():
@@ -428,36 +315,24 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1)
 RMSPROP = functools.partial(torch.optim.RMSprop, lr=0.01)
 
 
-@pytest.mark.parametrize(
-    ("options", "optimizer", "told"),
-    [
-        ({"mitigation": ["spike"]}, SGD, "spike needs torch.optim.SGD with momentum, got SGD with momentum 0;"),
-        (
-            {"mitigation": ["spike"]},
-            OPTIMIZERS["adamw"],
-            "spike needs torch.optim.SGD with momentum, got AdamW with momentum 0.8",
-        ),
-        (
-            {"mitigation": ["predict"], "predict_from": "momentum"},
-            RMSPROP,
-            "predict_from=momentum needs SGD with momentum, Adam or AdamW",
-        ),
-        ({"mitigation": ["predict"], "predict_from": "momentum"}, SGD, "needs SGD with momentum, Adam or AdamW"),
-        (
-            {"mitigation": ["predict"], "predict_horizon": "geometric"},
-            SGD,
-            "predict_horizon=geometric needs an optimizer with momentum",
-        ),
-        ({"mitigation": ["nesterov"]}, OPTIMIZERS["sgd"], "nesterov needs an optimizer without momentum"),
-        ({"mitigation": ["nesterov"]}, OPTIMIZERS["adamw"], "nesterov needs an optimizer without momentum"),
-        (
-            {"mitigation": ["nesterov"]},
-            functools.partial(Muon, lr=0.1, momentum=0.0, rest="sgd", rest_options={"momentum": 0.9}),
-            "nesterov needs an optimizer without momentum, .* got Muon with momentum 0 and 0.9",
-        ),
-    ],
-)
+NESTEROV = functools.partial(Muon, lr=0.1, momentum=0.0, rest="sgd", rest_options={"momentum": 0.9})
+FROM_MOMENTUM, WITHOUT = "predict_from=momentum needs SGD with momentum, Adam or AdamW", "an optimizer without momentum"
+REFUSED = [
+    ({"mitigation": ["spike"]}, SGD, "spike needs torch.optim.SGD with momentum, got SGD with momentum 0;"),
+    ({"mitigation": ["spike"]}, OPTIMIZERS["adamw"], "with momentum, got AdamW with momentum 0.8"),
+    ({"mitigation": ["predict"], "predict_from": "momentum"}, RMSPROP, FROM_MOMENTUM),
+    ({"mitigation": ["predict"], "predict_from": "momentum"}, SGD, FROM_MOMENTUM),
+    ({"mitigation": ["predict"], "predict_horizon": "geometric"}, SGD, "geometric needs an optimizer with momentum"),
+    ({"mitigation": ["nesterov"]}, OPTIMIZERS["sgd"], f"nesterov needs {WITHOUT}"),
+    ({"mitigation": ["nesterov"]}, NESTEROV, f"nesterov needs {WITHOUT}, .* got Muon with momentum 0 and 0.9"),
+]
+
+
+@pytest.mark.parametrize(("options", "optimizer", "told"), REFUSED)
 def test_an_optimizer_that_a_row_cannot_work_with_is_refused(options, optimizer, told):
     with pytest.raises(ConfigError, match=f"stage 0: method.*{told}"):
         train(2, 1, torch.float32, options=options, optimizer=optimizer)
-    train(1, 1, torch.float32, options=options, optimizer=optimizer, epochs=1)  # there it does nothing
+
+
+def test_with_one_stage_a_mitigation_is_let_through():
+    train(1, 1, torch.float32, options={"mitigation": ["spike"]}, optimizer=SGD, epochs=1)

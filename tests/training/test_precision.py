@@ -9,6 +9,7 @@ from torch._dynamo.utils import counters
 
 from adl_dist import Callback
 from adl_dist.errors import ConfigError
+from adl_dist.training import build
 from tests.support.commands import assert_same
 from tests.support.equations import assert_close, differ, modules_by_the_equations
 from tests.support.runs import BALANCE, toy_trainer, train, warm_up_schedule
@@ -52,7 +53,7 @@ def loss_fn(out, target):
         return nn.functional.cross_entropy(out, target)
 
 
-@pytest.mark.parametrize(("K", "weights"), [(1, "stash"), (2, "stash"), (4, "stash"), (3, "recompute")])
+@pytest.mark.parametrize(("K", "weights"), [(1, "stash"), (4, "stash"), (3, "recompute")])
 def test_stages_under_autocast_equal_the_equations_bit_for_bit(K, weights):
     """No tolerance would do: a last digit decides how autocast rounds a weight to bfloat16, and then all digits differ.
 
@@ -113,14 +114,14 @@ class GraphCounts(Callback):
 
 @compiles
 @pytest.mark.usefixtures("traced_only")
-@pytest.mark.parametrize(("method", "K", "M"), [("adl", 3, 1), ("dsp", 2, 1), ("2bw", 2, 2)])
+@pytest.mark.parametrize(("method", "K", "M"), [("adl", 2, 1), ("2bw", 2, 2)])
 def test_no_weight_version_compiles_again(method, K, M):
     """Also with three stages in one process, whose code is the same."""
 
     def state(**options):
         options |= {"lr_schedule": warm_up_schedule, "dtype": torch.float64}
         trainer = toy_trainer(K, M, method, model=perceptron(0.3), **options)
-        data, validation = (FixedImages(number, dtype=torch.float64) for number in (32, 10))
+        data, validation = (FixedImages(number, dtype=torch.float64) for number in (14, 10))
         counts = GraphCounts()
         trainer.fit(data, epochs=3, batch_size=3 * M, val_dataset=validation, monitoring=QUIET, callbacks=[counts])
         assert counts.after_epochs[1] == counts.after_epochs[2], "two epochs have met all sizes and modes"
@@ -155,7 +156,14 @@ def test_a_compiled_run_equals_the_plain_run_to_1e_5():
 
 def flags():
     precisions = (cuda.matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision)
-    return [p == "tf32" for p in precisions], cuda.matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
+    lowered = [p == "tf32" for p in precisions]
+    return (
+        lowered,
+        cuda.matmul.allow_tf32,
+        cudnn.allow_tf32,
+        cudnn.benchmark,
+        torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 class Witness(nn.Module):
@@ -166,37 +174,16 @@ class Witness(nn.Module):
         return x
 
 
-@pytest.mark.parametrize(
-    ("options", "tf32", "benchmark"),
-    [({}, False, False), ({"tf32": True}, True, False), ({"cudnn_benchmark": True}, False, True)],
-    ids=["default", "tf32", "cudnn_benchmark"],
-)
-def test_tf32_and_kernels_are_as_said_while_stages_compute(options, tf32, benchmark):
+@pytest.mark.parametrize("option", [None, "tf32", "cudnn_benchmark", "deterministic"])
+def test_flags_of_the_process_are_as_asked_while_stages_compute(option, monkeypatch):
     """And as before afterwards."""
-    before, model = flags(), nn.Sequential(*batch_norm_net(), Witness())
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before, model, options = flags(), nn.Sequential(*batch_norm_net(), Witness()), {option: True} if option else {}
     assert cudnn.allow_tf32
     toy_trainer(M=4, model=model, **options).fit(FixedImages(8), epochs=1, batch_size=8, monitoring=QUIET)
-    assert model[-1].seen == ([tf32] * 3, tf32, tf32, benchmark)
+    tf32 = option == "tf32"
+    assert model[-1].seen == ([tf32] * 3, tf32, tf32, option == "cudnn_benchmark", option == "deterministic")
     assert flags() == before
-
-
-class Determined(nn.Module):
-    """Notes whether its forward meets kernels that give the same bits each time."""
-
-    def forward(self, x):
-        type(self).seen = torch.are_deterministic_algorithms_enabled()
-        return x
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_kernels_are_deterministic_while_stages_compute(deterministic, monkeypatch):
-    """And whatever they were before afterwards."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    model = nn.Sequential(*batch_norm_net(), Determined())
-    fit = toy_trainer(M=4, model=model, deterministic=deterministic).fit
-    fit(FixedImages(8), epochs=1, batch_size=8, monitoring=QUIET)
-    assert model[-1].seen == deterministic
-    assert not torch.are_deterministic_algorithms_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory
 
 
@@ -210,3 +197,12 @@ def test_a_three_dimensional_net_trains_with_channels_last():
     model = nn.Sequential(nn.Unflatten(1, (1, 2)), nn.Conv3d(1, 2, (2, 3, 3)), nn.Flatten(), nn.Linear(32, NUM_CLASSES))
     trainer = toy_trainer(M=2, model=model, channels_last=True)
     trainer.fit(FixedImages(8), epochs=1, batch_size=4, monitoring=QUIET)
+
+
+def test_compile_without_a_compiler_is_refused():
+    # torch's own patch: pytest's would not put the compiler back, for all tests that follow.
+    missing = torch._inductor.config.patch({"cpp.cxx": (None, "/nowhere/g++")})
+    told = r"runtime.compile=true needs a C\+\+ compiler .* omit runtime.compile"
+    with missing, pytest.raises(ConfigError, match=told):
+        build.check_compiler(torch.device("cpu"))
+    build.check_compiler(torch.device("cpu"))

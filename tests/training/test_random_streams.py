@@ -10,7 +10,6 @@ from torch import nn
 from adl_dist.errors import ConfigError
 from adl_dist.streams import Streams
 from tests.support.commands import assert_same
-from tests.support.ranks import run_ranks
 from tests.support.runs import sgd, toy_trainer
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import SILENT
@@ -108,23 +107,24 @@ NOISY = {
     "hooks": {"model": noise_by_hooks},
     "optimizer": {"model": lambda: batch_norm_net(dropout=0.2), "optimizer": lambda p: NoisySGD(p, lr=0.1)},
 }
-NOISY_WAYS = [("bp", 2, {}), ("1f1b", 3, {"split_backward": True}), ("adl", 2, {}), ("fr", 3, {})]
+NOISY_WAYS = [
+    ("backward", "1f1b", 3, {"split_backward": True}), ("hooks", "adl", 2, {}), ("optimizer", "fr", 3, {}),
+]  # fmt: skip
 
 
 def with_noise(where, method, K, options, **more):
     made = {name: make() if name == "model" else make for name, make in NOISY[where].items()}
     trainer = toy_trainer(K, 2, method, options, **{"optimizer": sgd, **made, **more})
-    trainer.fit(FixedImages(20), epochs=2, batch_size=4, monitoring=SILENT)
-    return trainer.full_state_dict()
+    summary = trainer.fit(FixedImages(12), epochs=2, batch_size=4, monitoring=SILENT)
+    return trainer.full_state_dict(), summary
 
 
-@pytest.mark.parametrize(("method", "K", "options"), NOISY_WAYS)
-@pytest.mark.parametrize("where", NOISY)
+@pytest.mark.parametrize(("where", "method", "K", "options"), NOISY_WAYS)
 def test_draws_of_a_backward_and_an_update_know_no_order(where, method, K, options):
     """Whichever stage of one process is first."""
     balance = {} if where == "hooks" else {"balance": "even"}
-    first_stage_first = with_noise(where, method, K, options, pick_next=min, **balance)
-    assert_same(first_stage_first, with_noise(where, method, K, options, **balance))
+    first_stage_first, _ = with_noise(where, method, K, options, pick_next=min, **balance)
+    assert_same(first_stage_first, with_noise(where, method, K, options, **balance)[0])
     (moved,) = [t for name, t in first_stage_first.items() if name.endswith("2.bias")]
     assert moved.abs().sum() > 0
 
@@ -132,29 +132,15 @@ def test_draws_of_a_backward_and_an_update_know_no_order(where, method, K, optio
 def test_nor_do_those_of_the_update_of_a_head():
     orders = ({"pick_next": min}, {})
     cut = {"balance": "even", "granularity": "block"}  # a head takes one tensor
-    assert_same(*(with_noise("optimizer", "dni", 3, {}, **cut, **order) for order in orders))
+    assert_same(*(with_noise("optimizer", "dni", 3, {}, **cut, **order)[0] for order in orders))
 
 
-@pytest.mark.parametrize("evaluates_first", [False, True])
-def test_draws_of_a_hook_are_seeded_with_one_stage_too(evaluates_first):
+def test_draws_of_a_hook_are_seeded_with_one_stage_too():
     """Those of Python's stream, which is seeded only where the trial has seen something draw from it."""
     found = []
     for seed in (1, 2):
         trainer = toy_trainer(1, 2, model=noise_by_hooks(), optimizer=sgd)
-        if evaluates_first:
-            trainer.evaluate(FixedImages(8), batch_size=4)
         random.seed(seed)
         trainer.fit(FixedImages(12), epochs=1, batch_size=4, monitoring=SILENT)
         found.append(trainer.full_state_dict())
     assert_same(*found)
-
-
-def all_with_noise():
-    return {where: with_noise(where, "adl", 2, {}, balance="even") for where in NOISY}
-
-
-@pytest.mark.ranks
-def test_nor_do_processes():
-    found, _ = run_ranks(2, all_with_noise)
-    for where, expected in all_with_noise().items():
-        assert_same(found[where], expected)

@@ -9,10 +9,9 @@ from torch import nn
 from adl_dist.errors import ConfigError
 from adl_dist.optimizers import Muon, mark_roles, with_rules
 from tests.support.commands import assert_same
-from tests.support.equations import assert_close, by_the_equations, micro_batches
-from tests.support.ranks import run_ranks
-from tests.support.runs import BALANCE, EPOCHS, NUM_SAMPLES, sgd, toy_trainer, train, warm_up_schedule
-from tests.support.toys import FixedImages, batch_norm_net
+from tests.support.equations import assert_close, by_the_equations, plain_loop
+from tests.support.runs import BALANCE, sgd, toy_trainer, train
+from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
 from tests.support.values import SILENT
 
 RULES = [
@@ -39,18 +38,7 @@ def groups_by_hand(model, lr, **options):
 
 def by_a_plain_loop(make):
     model = batch_norm_net().double()
-    optimizer = make(model)
-    schedule, batches = warm_up_schedule(optimizer), micro_batches()
-    for _ in range(EPOCHS):
-        for start in range(0, len(batches), 2):
-            group = batches[start : start + 2]
-            for x, target in group:
-                share = len(target) / sum(len(t) for _, t in group)
-                nn.functional.cross_entropy(model(x), target).backward(torch.tensor(share, dtype=torch.float64))
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-    return model.state_dict()
+    return plain_loop(model, make(model), M=2)
 
 
 TORCHS = {
@@ -62,8 +50,7 @@ TORCHS = {
 }
 
 
-@pytest.mark.parametrize("K", [1, 4])
-@pytest.mark.parametrize("name", TORCHS)
+@pytest.mark.parametrize(("name", "K"), [("adamw", 4), ("sgd", 1)])
 def test_rules_are_torchs_own_groups_bit_for_bit(name, K):
     make, by_hand = TORCHS[name]
     state, _ = train(K, 2, torch.float64, method="bp" if K == 1 else "1f1b", optimizer=with_rules(make, RULES))
@@ -85,18 +72,15 @@ def muon_by_hand(model):
     return optimizer
 
 
-@pytest.mark.parametrize("K", [1, 3])
-def test_rules_divide_both_groups_of_muon(K):
+def test_rules_divide_both_groups_of_muon():
     rules = [{"names": ["1.conv.weight", "6.2.weight"], "lr_factor": 0.5}, {"names": "6.2.bias", "weight_decay": 0}]
     make = with_rules(partial(Muon, lr=0.02, rest_lr=0.01, rest_options={"weight_decay": 0.2}), rules)
-    state, _ = train(K, 2, torch.float64, method="bp" if K == 1 else "1f1b", optimizer=make)
+    state, _ = train(3, 2, torch.float64, method="1f1b", optimizer=make)
     # Newton-Schulz in bfloat16 turns what differs in the last bit into another step, so bits it must be.
     assert_same(state, by_a_plain_loop(muon_by_hand))
 
 
-@pytest.mark.parametrize(
-    ("frozen", "weights"), [({1}, "stash"), ({1, 2}, "latest"), ({2}, "recompute"), ({3}, "latest"), ({1, 3}, "stash")]
-)
+@pytest.mark.parametrize(("frozen", "weights"), [({1, 2}, "latest"), ({2}, "recompute"), ({1, 3}, "stash")])
 def test_frozen_stages_follow_the_equations_with_a_rate_of_0(frozen, weights):
     """Modules are counted from 1; behind the last frozen one gradients travel on."""
     firsts = [0, *(sum(BALANCE[4][:k]) for k in range(1, 5))]
@@ -108,70 +92,85 @@ def test_frozen_stages_follow_the_equations_with_a_rate_of_0(frozen, weights):
     assert [stage["staleness_max"] for stage in summary["stages"]] == [3, 2, 1, 0]
 
 
-class CountsBackward(torch.autograd.Function):
-    """The identity; counts how often a gradient passes."""
+class Position(nn.Module):
+    """Adds a table, and has a layer that is never used."""
 
-    times = 0
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        CountsBackward.times += 1
-        return grad
-
-
-class Counting(nn.Linear):
-    """A layer through which gradients are counted."""
+    def __init__(self):
+        super().__init__()
+        self.pos_embed = nn.Parameter(torch.randn(4, 36))
+        self.spare = nn.Linear(4, 4)
 
     def forward(self, x):
-        return torch.relu(CountsBackward.apply(super().forward(x)))
+        return (x.flatten(2) + self.pos_embed).view(x.shape)
 
 
-@pytest.mark.parametrize(("names", "passes"), [("0.*", False), ("[01].*", False), ("1.*", True)])
-def test_no_gradient_goes_back_to_where_nothing_trains(names, passes):
+def frozen_net():
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Flatten(), nn.Linear(72, 6)), Counting(6, 6), nn.Linear(6, 5)]
-    if names == "0.*":
-        layers = [nn.Sequential(nn.Flatten(), Counting(72, 6)), nn.Linear(6, 6), nn.Linear(6, 5)]
-    make = with_rules(sgd, [{"names": names, "frozen": True}])
-    trainer = toy_trainer(3, 2, model=nn.Sequential(*layers), optimizer=make, balance=[1, 1, 1], verify=False)
-    CountsBackward.times = 0
-    trainer.fit(FixedImages(12), epochs=1, batch_size=4, monitoring=SILENT)
-    assert (CountsBackward.times > 0) == passes
+    flat = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 16))
+    layers = [nn.Conv2d(2, 4, 3, padding=1), Position(), nn.Conv2d(4, 4, 3, padding=1), flat, nn.LayerNorm(16)]
+    model = nn.Sequential(*layers, nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, NUM_CLASSES))
+    model[2].weight.requires_grad_(False)
+    return model
 
 
-OF_RANKS = {
-    "adl": {"optimizer": with_rules(ADAMW, RULES), "dropout": 0.3},
-    "ahead": {"optimizer": with_rules(sgd, RULES), "options": {"mitigation": ["predict"]}},
-    "frozen front": {"optimizer": with_rules(sgd, [{"names": ["0.*", "1.*", "2.*"], "frozen": True}])},
-    "muon": {"optimizer": with_rules(Muon, [{"names": "2.*", "lr_factor": 0.5, "weight_decay": 0.2}])},
-    "heads": {"optimizer": with_rules(sgd, [{"ndim": 1, "weight_decay": 0.0}]), "method": "dgl"},
+MIXED = {
+    "muon": partial(Muon, rest_options={"weight_decay": 0.3}),
+    "muon and sgd": partial(Muon, weight_decay=0.7, rest="sgd", rest_options={"weight_decay": 0.1}),
 }
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("case", OF_RANKS)
-def test_three_processes_with_rules_end_with_the_bits_of_one(case):
-    here, _ = train(3, 2, torch.float32, **OF_RANKS[case])
-    there = run_ranks(3, partial(train, **OF_RANKS[case]), 3, 2, torch.float32)
-    for state, _ in there:
-        assert_same(state, here)
+@pytest.mark.parametrize(("name", "method", "balance"), [
+    ("muon", "bp", [8]), ("muon", "1f1b", [3, 5]), ("muon and sgd", "bp", [2, 3, 3]),
+])  # fmt: skip
+def test_any_k_is_a_plain_loop_of_the_uncut_model(name, method, balance):
+    """With frozen and unused parameters, weight decay, and a group that is skipped: the same bits."""
+    M, size, num, spoilt = 4, 3, 36, slice(12, 24)
+    data, model = FixedImages(num), frozen_net()
+    data.images[14, 0, 1, 1] = float("nan")
+    options = {"model": frozen_net(), "optimizer": MIXED[name], "non_finite": "skip", "balance": balance}
+    trainer = toy_trainer(len(balance), M, method, **options)
+    summary = trainer.fit(data, epochs=1, batch_size=size * M, shuffle=False, monitoring=SILENT)
+    assert (summary["updates"], summary["skipped_updates"]) == (3, 1)
+    mark_roles(model)
+    optimizer, labels = MIXED[name](model.parameters()), torch.tensor(data.labels)
+    for group in (slice(0, 12), slice(24, 36)):
+        assert group != spoilt
+        for x, target in zip(data.images[group].split(size), labels[group].split(size), strict=True):
+            nn.functional.cross_entropy(model(x), target).backward(torch.tensor(1 / M))
+        optimizer.step()
+        optimizer.zero_grad()
+    found, start = trainer.full_state_dict(), frozen_net().state_dict()
+    assert_same(found, model.state_dict())
+    still = ["1.spare.weight", "1.spare.bias", "2.weight"]
+    assert [key for key in found if torch.equal(found[key], start[key])] == still
 
 
-@pytest.mark.parametrize("make", [ADAMW, partial(Muon, lr=0.02)], ids=["adamw", "muon"])
-def test_a_run_with_rules_goes_on_with_another_cut(make, tmp_path):
-    """Without delay any K has the same bits, if each parameter finds its own state and group."""
-    of = {"dtype": torch.float64, "optimizer": with_rules(make, RULES), "lr_schedule": warm_up_schedule}
-    of_fit = {"batch_size": 6, "monitoring": SILENT}
-    whole, data = toy_trainer(1, 2, "bp", **of), FixedImages(NUM_SAMPLES, dtype=torch.float64)
-    whole.fit(data, epochs=2, **of_fit)
-    for K, epochs in ((3, 1), (2, 2)):
-        trainer = toy_trainer(K, 2, "1f1b", **of)
-        trainer.fit(data, epochs=epochs, run_dir=tmp_path, **of_fit)
-    assert_same(trainer.full_state_dict(), whole.full_state_dict())
+def test_a_rate_that_is_one_tensor_is_each_stage_s_own():
+    """torch's schedules write to it, and each stage has a schedule."""
+    schedule, states = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.7), []
+    for rate in (0.1, torch.tensor(0.1, dtype=torch.float64)):
+        optimizer = partial(torch.optim.Adam, lr=rate, eps=1e-3)
+        trainer = toy_trainer(3, optimizer=optimizer, lr_schedule=schedule, dtype=torch.float64)
+        trainer.fit(FixedImages(12, dtype=torch.float64), epochs=1, batch_size=3, monitoring=SILENT)
+        states.append(trainer.full_state_dict())
+        assert float(rate) == 0.1
+    for name, expected in states[0].items():
+        torch.testing.assert_close(states[1][name], expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(("head", "shapes"), [("linear", [(5, 16)]), ("predsim", [(5, 16), (4, 4, 3, 3)])])
+def test_the_heads_of_local_losses_belong_to_the_rest(head, shapes):
+    made = []
+
+    def muon(parameters):
+        made.append(Muon(parameters))
+        return made[-1]
+
+    trainer = toy_trainer(2, 1, "dgl", {"head": head}, optimizer=muon)
+    trainer.fit(FixedImages(8), epochs=1, batch_size=4, monitoring=SILENT)
+    matrices, rest = ([tuple(p.shape) for p in group["params"]] for group in made[0].param_groups)
+    assert matrices == [(4, 2, 3, 3), (4, 4, 3, 3), (4, 4, 3, 3)]
+    assert [shape for shape in rest if len(shape) > 1] == shapes
 
 
 def test_a_run_is_recognised_by_its_rules(tmp_path):

@@ -11,25 +11,20 @@ import adl_dist
 from adl_dist.errors import ConfigError, DivergedError, PartitionError
 from adl_dist.optimizers import Muon
 from adl_dist.schedule.actions import Tie
-from adl_dist.schedule.replay import at_random
 from adl_dist.stage.nonfinite import NonFiniteCheck
 from adl_dist.stage.tied import TiedWeights
 from tests.support.commands import assert_same
 from tests.support.equations import EQUATIONS, assert_close
 from tests.support.kill import records
-from tests.support.ranks import run_ranks
 from tests.support.runs import SPOILT, SPOILT_PAIRS, nan_inputs, sgd, toy_trainer, train
 from tests.support.tied import SHARED, TIED_BALANCE, tied_by_the_equations, tied_net, train_tied
-from tests.support.tiers import grid, slow
-from tests.support.toys import FixedImages, Unplugged
+from tests.support.tiers import grid
+from tests.support.toys import FixedImages
 from tests.support.values import QUIET, SILENT, spec_of
 
 FLUSHING = ("bp", "gpipe", "1f1b", "zbh1", "zbh2", "interleaved")
-SOME = [
-    *((name, 3, 2) for name in EQUATIONS if name not in ("2bw", "paci")),
-    *(("adl", K, M) for K, M in ((2, 1), (2, 3), (3, 1), (4, 1), (4, 2), (4, 4))),
-    *(("2bw", 4, 3), ("paci", 4, 1), ("paci", 4, 2), ("dsp", 4, 1), ("fr", 4, 2), ("gpipe", 4, 3), ("zbh2", 2, 4)),
-]
+SOME = [("adl", 2, 1), ("adl", 3, 2), ("adl", 4, 4), ("2bw", 4, 3), ("paci", 4, 2), ("dsp", 4, 1), ("fr", 3, 2),
+        ("ddg", 3, 2), ("gpipe", 4, 3), ("1f1b", 3, 2), ("zbh2", 2, 4), ("interleaved", 4, 2)]  # fmt: skip
 LATE = {"split_backward": True}
 
 
@@ -50,18 +45,15 @@ def test_every_method_follows_the_equations_to_1e_12(name, K, M):
     assert_copies_are_equal(got)
 
 
-DELAYS = {"decoupled": [6, 4, 2, 0], "third": [2, 2, 1, 0], "minimal": [3, 2, 1, 0]}
-
-
-@pytest.mark.parametrize("delay", [*DELAYS, (5, 5, 2, 1)])
-@pytest.mark.parametrize(("M", "weights"), [(1, "stash"), (2, "recompute")])
+@pytest.mark.parametrize(("delay", "M", "weights"), [((6, 4, 2, 0), 1, "stash"), ((2, 2, 1, 0), 2, "recompute"),
+                                                     ((5, 5, 2, 1), 1, "stash")])  # fmt: skip
 def test_with_a_split_backward_any_delays_do_too(delay, M, weights):
     options = {**LATE, "delay": delay, "weights": weights}
-    expected = tied_by_the_equations(4, M, DELAYS.get(delay, delay), weights, epochs=2)
+    expected = tied_by_the_equations(4, M, delay, weights, epochs=2)
     assert_close(train_tied(4, M, options=options)[0], expected)
 
 
-@pytest.mark.parametrize(("name", "K"), [("1f1b", 2), ("gpipe", 3), ("interleaved", 4), ("zbh2", 4)])
+@pytest.mark.parametrize(("name", "K"), [("1f1b", 2), ("gpipe", 3), ("zbh2", 4)])
 def test_synchronous_methods_train_as_plain_torch(name, K):
     adamw = partial(torch.optim.AdamW, lr=0.05)
     expected, _ = train_tied(1, 3, method="bp", optimizer=adamw)
@@ -106,57 +98,26 @@ def test_all_copies_skip_the_same_groups():
 
 OTHERS = {
     "AdamW": {"optimizer": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)},
-    "Muon": {"optimizer": partial(Muon, lr=0.02)},
+    "Muon": {"optimizer": partial(Muon, lr=0.02), "codec": "bf16"},
     "clip, bfloat16": {"clip_norm": 0.01, "autocast": torch.bfloat16},
-    "narrow messages": {"codec": "bf16"},
-    "skip": {"non_finite": "skip", "plant": nan_inputs},
-    "discount": {"options": {"mitigation": ["discount"]}},
-    "spike, error feedback": {"options": {"mitigation": ["discount", "error_feedback"]}},
-    "spike": {"options": {"mitigation": ["spike"]}},
-    "latest": {"options": {"weights": "latest"}},
-    "shrink": {"options": {"gradient_shrink": 0.5, "reduction": "sum"}},
-    "flush": {"options": {"flush_epochs": 1}},
-    "2bw": {"method": "2bw", "clip_norm": 0.1},
+    "error feedback": {"options": {"mitigation": ["discount", "error_feedback"]}},
+    "spike": {"options": {"mitigation": ["spike"], "flush_epochs": 1}},
+    "latest": {"options": {"weights": "latest", "gradient_shrink": 0.5, "reduction": "sum"}},
+    "2bw, skip": {"method": "2bw", "clip_norm": 0.1, "non_finite": "skip", "plant": nan_inputs},
     "split": {"options": {**LATE, "delay": "third"}},
-    "interleaved": {"method": "interleaved"},
 }
 
 
 @pytest.mark.parametrize("more", OTHERS.values(), ids=OTHERS)
 def test_copies_stay_equal_whatever_trains_them(more):
-    got, _ = train_tied(4, 3, torch.float32, epochs=3, **more)
+    got, _ = train_tied(4, 3, torch.float32, **more)
     assert_copies_are_equal(got)
     moved = {name: (got[name] - weight).abs().max() for name, weight in tied_net().state_dict().items()}
     assert min(moved.values()) > 0
 
 
-def test_the_order_of_events_does_not_change_a_bit():
-    expected, _ = train_tied(4, 2, torch.float32)
-    for seed in range(2):
-        assert_same(train_tied(4, 2, torch.float32, pick_next=at_random(seed))[0], expected)
-
-
-RANKS = [
-    (1, {"dtype": torch.float64}),
-    *((3, OTHERS[name]) for name in ("AdamW", "clip, bfloat16", "skip", "spike, error feedback", "2bw", "split")),
-]
-
-
-def train_all(K):
-    return [train_tied(K, M, **{"dtype": torch.float32, "epochs": 1, **options})[0] for M, options in RANKS]
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("K", [2, slow(4)])
-def test_processes_end_in_the_bits_of_one(K):
-    in_one_process = train_all(K)
-    for of_rank in run_ranks(K, train_all, K, timeout_seconds=100):
-        for got, expected in zip(of_rank, in_one_process, strict=True):
-            assert_same(got, expected)
-
-
 def test_the_summary_tells_the_staleness_of_each_copy():
-    _, summary = train_tied(4, 2, num_samples=6 * 40, epochs=1)
+    _, summary = train_tied(4, 2, num_samples=6 * 16, epochs=1)
     tied = {(s["stage"], copy["name"]): copy for s in summary["stages"] for copy in s.get("tied", ())}
     assert [*tied] == [
         (k, name[0]) for k, name in ((0, SHARED[0]), (0, SHARED[1]), (1, SHARED[1]), (2, SHARED[1]), (3, SHARED[0]))
@@ -166,45 +127,24 @@ def test_the_summary_tells_the_staleness_of_each_copy():
     assert greatest == [3 + 3, 3 + 2, 2 + 2, 1 + 2, 0 + 3]
 
 
-def fit(K, data, run_dir=None, M=2, name="adl", tied="share", resume="auto", **options):
+def fit(K, run_dir=None, tied="share"):
     of = {"model": tied_net(), "balance": TIED_BALANCE[K], "tied": tied}
-    trainer = toy_trainer(K, M, name, options, optimizer=partial(torch.optim.AdamW, lr=0.01), **of)
-    trainer.fit(data, epochs=2, batch_size=3 * M, run_dir=run_dir, resume=resume, monitoring=SILENT)
+    trainer = toy_trainer(K, 2, "1f1b", optimizer=partial(torch.optim.AdamW, lr=0.01), **of)
+    trainer.fit(FixedImages(20), epochs=1, batch_size=6, run_dir=run_dir, monitoring=SILENT)
     return trainer.full_state_dict()
 
 
-@pytest.mark.parametrize(("K", "name", "options"), [(4, "adl", {}), (3, "pipedream", LATE), (2, "2bw", {})])
-def test_a_run_that_is_resumed_ends_in_the_same_bits(K, name, options, tmp_path):
-    expected = fit(K, FixedImages(29), name=name, **options)
-    with pytest.raises(Exception, match="unplugged"):
-        fit(K, Unplugged(29, after=40), tmp_path, name=name, **options)  # in the second epoch
-    assert_same(fit(K, FixedImages(29), tmp_path, name=name, **options), expected)
-
-
-@pytest.mark.parametrize("K", [1, 2, 4])
-def test_another_cut_continues_where_the_first_stopped(K, tmp_path):
-    """With a method that has no staleness any cut continues alike, also one that no tie spans."""
-    expected = fit(K, FixedImages(29), name="1f1b")
-    with pytest.raises(Exception, match="unplugged"):
-        fit(3, Unplugged(29, after=40), tmp_path, name="1f1b")
-    got = fit(K, FixedImages(29), tmp_path, name="1f1b")
-    for name in expected:
-        torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-5)
-    assert_copies_are_equal(got)
-
-
 def test_a_run_does_not_continue_with_weights_untied(tmp_path):
-    fit(3, FixedImages(29), tmp_path)
+    fit(3, tmp_path)
     with pytest.raises(ConfigError, match="tied is 'share' there and 'untie' here"):
-        fit(3, FixedImages(29), tmp_path, tied="untie")
+        fit(3, tmp_path, tied="untie")
 
 
 def test_untied_each_name_has_weights_of_its_own_for_any_cut():
-    expected = fit(1, FixedImages(29), name="1f1b", tied="untie")
-    for K in (2, 4):
-        got = fit(K, FixedImages(29), name="1f1b", tied="untie")
-        for name in expected:
-            torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-5)
+    expected = fit(1, tied="untie")
+    got = fit(4, tied="untie")
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-5)
     names = [name for group in SHARED for name in group]
     assert all(not torch.equal(expected[SHARED[0][0]], expected[name]) for name in names[1:])
     trainer = toy_trainer(2, model=tied_net(), tied="untie")
@@ -294,7 +234,7 @@ def test_adl_dist_exports_the_choice():
         adl_dist.PartitionSpec(tied="both")
 
 
-@pytest.mark.parametrize("name", ["1f1b", "adl", "paci"])
+@pytest.mark.parametrize("name", ["1f1b", "adl"])
 def test_a_stage_may_have_nothing_but_tied_weights(name):
     """And the trainer may be used again: copies remain copies."""
     trainers = {K: toy_trainer(K, 2, name, model=tied_net(), balance=[5, 1][:K] if K > 1 else [6]) for K in (1, 2)}

@@ -14,13 +14,11 @@ from torch import nn
 import adl_dist
 from adl_dist import engine
 from adl_dist.errors import ConfigError, DataError
-from adl_dist.partition import Chain, checked_sizes
 from adl_dist.schedule import work
 from tests.support.commands import assert_same
-from tests.support.equations import assert_close
 from tests.support.kill import HeldImages, records
 from tests.support.runs import BALANCE, toy_trainer
-from tests.support.toys import NUM_CLASSES, FixedImages, Unplugged, batch_norm_net
+from tests.support.toys import FixedImages, Unplugged, batch_norm_net
 from tests.support.values import QUIET, SILENT, values
 
 
@@ -31,7 +29,7 @@ def fitted(K, *, num_samples=20, epochs=1, batch_size=8, trainer=None, **options
     return trainer
 
 
-@pytest.mark.parametrize(("K", "M"), [(1, 2), (3, 1), (4, 3)])
+@pytest.mark.parametrize(("K", "M"), [(1, 2), (4, 3)])
 def test_recorded_staleness_is_that_of_the_formula(K, M, tmp_path):
     """In each of two epochs; what one epoch records of all methods test_method_runs.py looks at."""
     N = 26
@@ -62,10 +60,9 @@ def test_of_stages_every_nth_update_is_recorded(tmp_path):
     assert updates["train/loss", 1] == [*range(14)]
 
 
-@pytest.mark.parametrize("K", [1, 3])
-def test_pipelined_evaluation_counts_every_sample_once(K):
+def test_pipelined_evaluation_counts_every_sample_once():
     """And equals the uncut model."""
-    trainer, validation = toy_trainer(K, 2), FixedImages(17, seed=3)
+    trainer, validation = toy_trainer(3, 2), FixedImages(17, seed=3)
     summary = trainer.fit(FixedImages(20), epochs=2, batch_size=8, val_dataset=validation, monitoring=QUIET)
     model = batch_norm_net(seed=9)
     model.load_state_dict(trainer.full_state_dict(), strict=True)
@@ -117,20 +114,6 @@ def test_the_run_folder_holds_what_the_design_says(tmp_path):
     assert {"validation_accuracy", "validation_loss", "samples_per_second", "seconds"} <= summary.keys()
 
 
-def test_the_logged_loss_is_the_mean_over_the_groups_samples(tmp_path):
-    """The first group meets the initial weights, so its loss can be had from the uncut model."""
-    data, model = FixedImages(7), batch_norm_net()
-    options = {"batch_size": 6, "run_dir": tmp_path, "monitoring": SILENT, "shuffle": False}
-    fitted(1, trainer=toy_trainer(1, 3), num_samples=7, **options)
-    losses = [
-        nn.functional.cross_entropy(model(data.images[i:j]), torch.tensor(data.labels[i:j])).item() * (j - i)
-        for i, j in ((0, 2), (2, 4), (4, 6))
-    ]
-    first = next(r for r in records(tmp_path) if r["name"] == "train/loss")
-    assert first["value"] == pytest.approx(sum(losses) / 6, rel=1e-6)
-    assert first["num_samples"] == 6
-
-
 def test_the_callers_random_stream_and_threads_are_left_alone(request):
     """Though each sample draws random numbers, as an augmentation would."""
     request.addfinalizer(lambda: torch.set_num_threads(1))
@@ -166,23 +149,6 @@ def test_a_run_keeps_no_stage_alive(data, monkeypatch):
     assert (len(weights), len(set(weights))) == (21, 2), "of whole groups, and of the last"
 
 
-# --- The cut -----------------------------------------------------------------------------------------------
-
-
-class Doubling(nn.Sequential):
-    def forward(self, x):
-        return super().forward(2 * x)
-
-
-def test_a_sequential_with_its_own_forward_is_cut_as_that_says():
-    model, x = Doubling(nn.Linear(3, 3), nn.Linear(3, 2)), torch.randn(4, 3)
-    chain = Chain(model, [x[:2], x])
-    sizes = checked_sizes(chain, 2, ["1"])
-    stages = chain.stages(model, chain.plan(sizes), sizes, [0, 1])
-    assert [[*stage.state_dict()] for stage in stages] == [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
-    assert torch.equal(stages[1](*stages[0](x)), model(x))
-
-
 # --- What must not leak, and what must be refused --------------------------------------------------------------
 
 
@@ -201,26 +167,6 @@ def test_a_second_fit_continues_like_a_fresh_trainer():
     fresh = toy_trainer(3, 2, model=model, balance=BALANCE[3])
     states = [fitted(3, trainer=one, epochs=2).full_state_dict() for one in (trainer, fresh)]
     assert_same(*states)
-
-
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_stages_that_start_in_place_train_like_the_uncut_model(channels_last):
-    """Cut into single units: one is a ReLU that overwrites its input, two have nothing to train. lr = 0 compares."""
-
-    def states(K):
-        torch.manual_seed(0)
-        model = nn.Sequential(
-            nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(64, NUM_CLASSES)
-        )
-        options = {"dtype": torch.float64, "channels_last": channels_last}
-        trainer = toy_trainer(K, 4, model=model, optimizer=lambda p: torch.optim.SGD(p, lr=0.0), **options)
-        data = {"train_dataset": FixedImages(20, dtype=torch.float64), "val_dataset": FixedImages(9)}
-        summary = trainer.fit(**data, epochs=1, batch_size=8, monitoring=QUIET)
-        return trainer.full_state_dict(), summary["validation_loss"]
-
-    (uncut, loss), (cut_up, cut_loss) = states(1), states(5)
-    assert cut_loss == pytest.approx(loss, rel=1e-12)
-    assert_close(cut_up, uncut)
 
 
 @pytest.mark.parametrize(
@@ -287,21 +233,9 @@ def test_a_call_with_a_value_of_a_wrong_kind_is_one_line(call, given, message):
         getattr(toy_trainer(1), call)(FixedImages(8), **{**usual, **given})
 
 
-def test_a_method_may_be_given_by_its_name():
-    model, usual = nn.Sequential(nn.ReLU()), {"loss_fn": nn.MSELoss(), "optimizer": torch.optim.SGD}
-    (by_name, by_value) = (adl_dist.Trainer(model, method=m, **usual) for m in ("gpipe", adl_dist.method("gpipe")))
-    assert by_name._spec.pipeline == by_value._spec.pipeline
-
-
-@pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu"), "cuda", "cuda:0", torch.device("cuda", 0)])
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cuda", 0)])
 def test_a_device_may_be_a_name_or_a_device_of_torchs(device):
     assert adl_dist.ProcessOptions(device=device).device == str(device).partition(":")[0]
-
-
-@pytest.mark.parametrize("threads", [0, -1, 2.5])
-def test_threads_are_a_whole_number_of_at_least_one(threads):
-    with pytest.raises(ConfigError, match=rf"runtime\.threads must be .*, got {threads}"):
-        adl_dist.ProcessOptions(threads=threads)
 
 
 @pytest.mark.parametrize(
@@ -311,15 +245,6 @@ def test_threads_are_a_whole_number_of_at_least_one(threads):
 def test_a_device_that_no_process_takes_is_refused(device, message):
     with pytest.raises(ConfigError, match=message):
         adl_dist.ProcessOptions(device=device)
-
-
-def test_validation_images_are_taken_in_the_runs_dtype():
-    fitted(2, val_dataset=FixedImages(4, dtype=torch.float64))
-
-
-def test_a_loss_that_is_a_sum_is_refused():
-    with pytest.raises(adl_dist.AdlError, match="the loss is a sum; expected the mean"):
-        fitted(1, trainer=toy_trainer(1, 4, loss_fn=nn.CrossEntropyLoss(reduction="sum")))
 
 
 def test_a_checkpoint_continues_only_the_run_that_wrote_it(tmp_path):

@@ -25,6 +25,7 @@ from tests.support.equations import assert_close, differ
 from tests.support.oracle import train_by_the_equations
 from tests.support.ranks import run_ranks
 from tests.support.runs import toy_trainer
+from tests.support.tiers import slow
 from tests.support.values import QUIET
 
 VOCAB, CONTEXT = 11, 6
@@ -110,7 +111,7 @@ def by_the_equations(build, file, K, M):
 
 
 @pytest.mark.parametrize("build", [build_gpt, build_llama])
-@pytest.mark.parametrize(("K", "M"), [(1, 3), (2, 1), (3, 2), (4, 4)])
+@pytest.mark.parametrize(("K", "M"), [(2, 1), (4, 4)])
 def test_transformers_follow_the_equations_to_1e_12(build, file, K, M):
     """With targets that are ignored, and groups that have no equal number of those that count."""
     state, _ = trained(build, file, K, M)
@@ -119,7 +120,7 @@ def test_transformers_follow_the_equations_to_1e_12(build, file, K, M):
     assert differ(state, build().double().state_dict()) > 1e-2
 
 
-FLOAT32 = [(1, "adl"), (3, "adl"), (3, "1f1b"), (1, "dsp")]
+FLOAT32 = [(3, "adl"), (1, "dsp")]
 
 
 def train_all(K, file):
@@ -128,7 +129,7 @@ def train_all(K, file):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("K", [2, 4])
+@pytest.mark.parametrize("K", [2, slow(4)])
 def test_k_processes_train_a_gpt_as_one_process_does(file, K):
     """Bit for bit, with dropout."""
     by_rank, in_one_process = run_ranks(K, train_all, K, file, timeout_seconds=110), train_all(K, file)
@@ -139,14 +140,13 @@ def test_k_processes_train_a_gpt_as_one_process_does(file, K):
                 assert summary[figure] == in_one[figure]
 
 
-@pytest.mark.parametrize("every", [1, 2])
-def test_a_resumed_run_continues_with_the_tokens_that_come_next(file, tmp_path, every):
+def test_a_resumed_run_continues_with_the_tokens_that_come_next(file, tmp_path):
     """Bit for bit, in the midst of an epoch of shuffled windows, with dropout; the cut is in the same place."""
     build = functools.partial(build_gpt, dropout=0.3)
-    policy = CheckpointPolicy(every_updates=every, background=False)
+    policy = CheckpointPolicy(every_updates=2, background=False)
     of_fit = {"dtype": torch.float32, "shuffle": True, "checkpoints": policy}
     expected, _ = trained(build, file, 2, 3, run_dir=tmp_path / "whole", **of_fit)
-    trained(build, file, 2, 3, run_dir=tmp_path / "run", max_updates=2 * every, **of_fit)
+    trained(build, file, 2, 3, run_dir=tmp_path / "run", max_updates=4, **of_fit)
     state, summary = trained(build, file, 2, 3, run_dir=tmp_path / "run", **of_fit)
     assert summary["updates"] == 8
     assert_same(state, expected)
@@ -189,8 +189,7 @@ def test_a_transformer_can_be_cut_between_any_two_units(name):
         chain.plan([first, len(chain.units) - first])
 
 
-@pytest.mark.parametrize("at", [0, 11])
-@pytest.mark.parametrize("K", [1, 2])
+@pytest.mark.parametrize(("K", "at"), [(1, 11), (2, 0)])
 def test_an_id_outside_the_vocabulary_is_named(K, at):
     """In the trial at the start, and while training."""
     trainer = toy_trainer(K, 2, model=build_gpt(), balance=BALANCES[K], loss_fn=TokenCrossEntropy())
@@ -199,9 +198,3 @@ def test_an_id_outside_the_vocabulary_is_named(K, at):
     said = r"stage 0: the embedding 'embedding.tokens' gets the id 13, but has rows for 0 to 10 only"
     with pytest.raises(DataError, match=said):
         trainer.fit(TensorDataset(ids, ids % VOCAB), epochs=1, batch_size=4, shuffle=False, monitoring=QUIET)
-
-
-def test_perplexity_is_told_by_an_evaluation_alone(file):
-    trainer = toy_trainer(1, 1, "bp", model=build_gpt(), loss_fn=TokenCrossEntropy(), optimizer=sgd)
-    told = trainer.evaluate(data_of(file, 2), batch_size=MICRO_BATCH)
-    assert told["validation_perplexity"] == math.exp(told["validation_loss"])

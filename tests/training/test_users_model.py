@@ -14,7 +14,7 @@ from tests.support.toys import FixedImages
 from tests.support.values import SILENT, values
 
 K, M, SIZE = 3, 2, 2
-METHODS = ("adl", "2bw", "pipedream", "paci", "fr", "gpipe")
+METHODS = ("adl", "2bw", "paci", "gpipe")
 
 
 class Positioned(nn.Module):
@@ -69,18 +69,10 @@ def test_after_fit_the_users_module_is_the_trained_one(method):
     model = Positioned()
     objects, before = dict(model.named_parameters()), {n: p.detach().clone() for n, p in model.named_parameters()}
     trainer = trainer_of(model, method)
-    fit(trainer, FixedImages(32), epochs=1, val_dataset=FixedImages(8, seed=1))
+    fit(trainer, FixedImages(32), epochs=2, max_updates=11, val_dataset=FixedImages(8, seed=1))
     assert all(objects[name] is p and not torch.equal(before[name], p) for name, p in model.named_parameters())
     assert_whole(model, trainer)
     trainer.evaluate(FixedImages(8), batch_size=4)
-    assert_whole(model, trainer)
-
-
-@pytest.mark.parametrize("method", ["adl", "2bw"])
-def test_after_a_stop_the_users_module_is_whole(method):
-    model = Positioned()
-    trainer = trainer_of(model, method)
-    fit(trainer, FixedImages(32), epochs=2, max_updates=5)
     assert_whole(model, trainer)
 
 
@@ -91,16 +83,6 @@ def test_after_an_error_the_users_module_is_whole(method):
     trainer = trainer_of(model, method)
     with pytest.raises(DivergedError):
         fit(trainer, data, epochs=1)
-    assert_whole(model, trainer)
-
-
-def test_fit_twice_trains_the_same_objects_on():
-    model = Positioned()
-    trainer = trainer_of(model, "adl")
-    fit(trainer, FixedImages(32), epochs=1)
-    once = {name: p.detach().clone() for name, p in model.named_parameters()}
-    fit(trainer, FixedImages(32), epochs=1)
-    assert not any(torch.equal(once[name], p) for name, p in model.named_parameters())
     assert_whole(model, trainer)
 
 
@@ -134,13 +116,11 @@ def test_one_stage_gives_the_modules_that_were_put_into_it():
     assert_same(trainer.full_state_dict(), model.state_dict())
 
 
-@pytest.mark.parametrize("K", [1, 2])
-def test_parameters_that_an_optimizer_leaves_out_are_told(K, capsys):
+def test_parameters_that_an_optimizer_leaves_out_are_named(capsys):
     model = nn.Sequential(nn.Flatten(), nn.Linear(72, 6), nn.Linear(6, 5))
     optimizer = lambda parameters: torch.optim.SGD(list(parameters)[:1], lr=0.1)  # noqa: E731
-    balance = [2, 1] if K == 2 else "even"
-    trainer = toy_trainer(K, 1, "bp", model=model, balance=balance, optimizer=optimizer)
+    trainer = toy_trainer(2, 1, "bp", model=model, balance=[2, 1], optimizer=optimizer)
     trainer.fit(FixedImages(4), epochs=1, batch_size=4, monitoring=SILENT)
     told = capsys.readouterr().err
-    left = ["1.bias, 2.weight, 2.bias"] if K == 1 else ["1.bias", "2.bias"]
-    assert [line.partition(" are in no group")[0].rpartition(": ")[2] for line in told.splitlines()] == left
+    names = [line.partition(" are in no group")[0].rpartition(": ")[2] for line in told.splitlines()]
+    assert names == ["1.bias", "2.bias"]

@@ -27,7 +27,7 @@ def trained(name, options, monkeypatch, *, warms_up, model=None, of_trainer=None
 
 
 VARIANTS = [
-    *((name, {}) for name in ("adl", "gpipe", "fr", "2bw", "paci", "dni")),
+    *((name, {}) for name in ("gpipe", "fr", "dni")),
     ("dgl", {"head": "linear"}),
     ("gpipe", {"recompute": "always"}),
     ("adl", {"split_backward": True, "delay": "third", "mitigation": ("predict",)}),
@@ -71,10 +71,8 @@ UPDATES = {
     "adamw": ("adl", {}, {"optimizer": adamw, "clip_norm": 0.3, "ema": 0.9, "codec": "int8"}),
     "muon": ("adl", {}, {"optimizer": functools.partial(Muon, lr=0.01), "clip_norm": 0.3}),
     "mitigated": ("adl", {"mitigation": ("discount", "spike", "delay_compensation")}, {"optimizer": momentum}),
-    "predicted": ("adl", {"mitigation": ("predict",)}, {"optimizer": momentum}),
     "2bw": ("2bw", {}, {"optimizer": momentum, "clip_norm": 0.3, "ema": 0.9}),
     "paci": ("paci", {}, {"optimizer": adamw}),
-    "gpipe": ("gpipe", {}, {"optimizer": adamw, "clip_norm": 0.3}),
     "head": ("dni", {}, {"optimizer": adamw, "clip_norm": 0.3}),
 }
 
