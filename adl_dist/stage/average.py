@@ -14,10 +14,13 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 
 class WeightAverage:
-    """The average of trained parameters, in tensors of its own: one copy of them."""
+    """The moving average of trained parameters, in tensors of its own."""
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], decay: float) -> None:
-        """Average those of the ``named`` parameters, each by all its names, that take a gradient; no update yet."""
+        """Average the trained of the ``named`` parameters.
+
+        A parameter may have several names. Nothing is averaged before the first update.
+        """
         self._names: dict[nn.Parameter, list[str]] = {}
         for name, parameter in named:
             if parameter.requires_grad:
@@ -37,12 +40,15 @@ class WeightAverage:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The averages by the names of their parameters; empty before the first update."""
+        """The averages by parameter name; empty before the first update."""
         pairs = zip(self._parameters, self._averages, strict=False)
         return {self._names[parameter][0]: average for parameter, average in pairs}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Continue from averages by name; without any, the next update is the first."""
+        """Restore averages by name.
+
+        Without any, the next update is the first.
+        """
         by_name = {name: p for p, names in self._names.items() for name in names}
         found = {by_name[name]: tensor for name, tensor in tensors.items() if name in by_name}
         self._averages = []

@@ -24,7 +24,7 @@ Call = Callable[[Tensors, dict[str, Tensor] | None, Any], Any]
 
 
 def is_part(module: nn.Module) -> bool:
-    """Return whether ``module`` is a stage of a model that was cut, and not the model itself."""
+    """Return whether ``module`` is a stage of a model that was cut."""
     return hasattr(module, "take_changes")
 
 
@@ -49,7 +49,7 @@ def call_of(module: nn.Module, structure: Structure | None, compiler: "Compiler 
 
 
 class Compiler:
-    """Compiles functions by torch.compile; those with equal keys share their graphs.
+    """Compiles functions; those with equal keys share their graphs.
 
     torch keeps graphs with the code, 8 at most, and then silently stops compiling. So every key gets a copy of the code
     for itself. It may need 8, for training, evaluation, replay and a forward to be replayed, each with the common
@@ -70,12 +70,12 @@ class Compiler:
 
 
 def arguments_in(structure: Structure | None, acts: Tensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call with ``acts``, the leaves of ``structure``; positional if that is None."""
+    """Return the arguments of a call with ``acts``."""
     return (acts, {}) if structure is None else arguments_of(tree_unflatten(acts, structure))
 
 
 def refuse_unknown_ids(module: nn.Module, acts: Tensors, structure: Structure | None, where: str) -> None:
-    """Raise DataError if an embedding of ``module`` has no row for an id in ``acts``.
+    """Raise DataError if an embedding has no row for an id in ``acts``.
 
     The module has failed with an IndexError, which names neither the id nor the embedding, so it is called once more.
     """
@@ -110,7 +110,7 @@ def refuse_unknown_ids(module: nn.Module, acts: Tensors, structure: Structure | 
 
 
 def flatten_output(out: Any) -> Tensors:
-    """Return the tensors of a module's output, which may be nested and have other leaves."""
+    """Return the tensors in the output of a module."""
     if type(out) is tuple and all(isinstance(one, Tensor) for one in out):
         return out
     return (out,) if isinstance(out, Tensor) else tuple(x for x in tree_leaves(out) if isinstance(x, Tensor))
@@ -122,7 +122,7 @@ def takes_gradient(tensor: Tensor) -> bool:
 
 
 def seed_update(seed: int, key: str, update: int, device: torch.device) -> None:
-    """Seed the stream of an optimizer by the run's ``seed``, its learner's ``key`` and ``update``."""
+    """Seed the random stream of one update of an optimizer."""
     seed_torch(_seed_at(update, seed, f"update of {key}"), device)
 
 
@@ -133,14 +133,14 @@ def _seed_at(last: int, seed: int, purpose: str, *indices: int) -> int:
 
 @lru_cache(maxsize=2048)
 def _block_of_seeds(block: int, seed: int, purpose: str, *indices: int) -> list[int]:
-    """Return ``SEEDS_AT_ONCE`` seeds: one by one they would take as long as a small layer."""
+    """Return ``SEEDS_AT_ONCE`` seeds."""
     last = range(block * SEEDS_AT_ONCE, (block + 1) * SEEDS_AT_ONCE)
     seeds: list[int] = stream_seeds(seed, purpose, *indices, last=last).tolist()
     return seeds
 
 
 class RandomStreams:
-    """Seeds the global random streams for each micro-batch of one stage, by (seed, epoch, stage, micro-batch)."""
+    """Seeds the global random streams for each micro-batch of one stage."""
 
     def __init__(self, seed: int, stage: int, draws: Collection[str] = ()) -> None:
         """Seed torch's stream, and those in ``draws``: ``python``, ``numpy``."""
@@ -154,11 +154,11 @@ class RandomStreams:
         self._epoch, self._first_micro_batch = epoch, first_micro_batch
 
     def seed_of(self, purpose: str, micro_batch: int) -> int:
-        """Return the seed of a stream of this stage for one micro-batch of the segment."""
+        """Return the seed of a stream for one micro-batch of the segment."""
         return stream_seed(self._seed, purpose, self._epoch, self._stage, self._first_micro_batch + micro_batch)
 
     def seeds_of(self, micro_batch: int) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the seeds of all streams for a forward: common to all stages, and of this stage."""
+        """Return the seeds of a forward: those common to all stages, and its own."""
         of_epoch = self._first_micro_batch + micro_batch
         streams = {"torch": "dropout", "python": "python", "numpy": "numpy"}
         common = {s: _seed_at(of_epoch, self._seed, f"common {purpose}", self._epoch) for s, purpose in streams.items()}
@@ -166,7 +166,7 @@ class RandomStreams:
         return common, own
 
     def seed(self, micro_batch: int, device: torch.device, part: str = FORWARD) -> None:
-        """Seed the streams for a ``part`` of the work on a micro-batch on ``device``."""
+        """Seed the streams for a ``part`` of the work on a micro-batch."""
         of_epoch = self._first_micro_batch + micro_batch
         for purpose in self._purposes:
             seed = _seed_at(of_epoch, self._seed, f"{part}{purpose}", self._epoch, self._stage)

@@ -50,7 +50,7 @@ class DeferredGradients:
     """
 
     def __init__(self, module: nn.Module, where: str = "the model") -> None:
-        """Find the layers of ``module``; it stays as it is, except inside :meth:`ready`. Errors name ``where``."""
+        """Find the layers of ``module``; errors name ``where``."""
         self.where = where
         users = Counter(id(p) for owner in module.modules() for p in owner._parameters.values() if p is not None)
         found = {name: layer for name, layer in module.named_modules() if _is_plain(layer, users)}
@@ -64,7 +64,7 @@ class DeferredGradients:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Let the layers build graphs with deferrable gradients, also in forwards that a backward replays."""
+        """Let the layers build graphs with deferrable gradients."""
         # Not once and for all: the module is the user's, who may copy it, save it or call it.
         for attributes, layer in self._forwards:
             attributes["forward"] = layer
@@ -102,7 +102,7 @@ class DeferredGradients:
 
     @property
     def pending(self) -> list[DeferredGrad] | None:
-        """The gradients that the present backward has deferred, or None if it is not split."""
+        """Gradients deferred by the present backward; None if it is not split."""
         if self._pending is None or torch._C._current_graph_task_id() != self._task:
             return None
         return self._pending
@@ -114,7 +114,9 @@ class DeferredGradients:
     @staticmethod
     @torch.no_grad()
     def compute(pending: list[DeferredGrad]) -> None:
-        """Compute the gradients that were deferred, and add them to those of the parameters; ``pending`` is then empty.
+        """Compute the ``pending`` gradients and add them to the parameters.
+
+        ``pending`` is empty afterwards.
 
         Raises:
             ConfigError: If an input or an output gradient has been written to.
@@ -141,12 +143,12 @@ class DeferredGradients:
 
 
 def _version(tensor: Tensor) -> int:
-    """Return how often ``tensor`` has been written to; 0 for one of inference mode, where torch does not count."""
+    """Return the version counter of ``tensor``; 0 in inference mode."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def _is_plain(layer: nn.Module, users: Counter[int]) -> bool:
-    """Return whether ``layer`` computes as its class does, with plain parameters of its own."""
+    """Return whether ``layer`` is unchanged torch code with own parameters."""
     kind = next((kind for kind in PLAIN if isinstance(layer, kind)), None)
     if kind is None or "forward" in vars(layer) or type(layer).forward is not cast(Any, kind).forward:
         return False
@@ -208,7 +210,7 @@ class _Layer:
         return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in own)
 
     def overwritten(self, what: str) -> ConfigError:
-        """Return the error that the ``what`` of a call was overwritten before the second part of its backward."""
+        """Return the error that the ``what`` of a call was overwritten."""
         kind = type(self.module).__name__
         return ConfigError(
             f"{self.owner.where}: the {what} of layer '{self.name or kind}' ({kind}) was written to in place between "
@@ -266,7 +268,7 @@ class _Convolution(_Layer):
 
 
 class _Split(torch.autograd.Function):
-    """A layer; its backward defers the gradients of the parameters if its owner collects them."""
+    """A layer with a backward that can defer gradients of parameters."""
 
     @staticmethod
     def forward(

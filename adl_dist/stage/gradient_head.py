@@ -23,7 +23,7 @@ from adl_dist.stage.stats import StepStats, norm_of
 
 
 class _Awaited(NamedTuple):
-    """A micro-batch between the prediction of its gradient and the gradient itself."""
+    """A micro-batch that awaits the gradient of its output."""
 
     out: Tensor  # of the stage, cut off from its graph
     target: Tensor | None
@@ -31,7 +31,7 @@ class _Awaited(NamedTuple):
 
 
 class GradientHead:
-    """A network that predicts gradients, with an optimizer of its own, made like that of its stage.
+    """A network that predicts gradients, with an optimizer of its own.
 
     A group is complete only some micro-batches after the stage's own update with it, hence the second optimizer. It
     follows the same learning rates by the index of the update.
@@ -48,7 +48,9 @@ class GradientHead:
     def __init__(
         self, network: nn.Module, stage: int, spec: TrainSpec, device: torch.device, faults: NonFiniteCheck
     ) -> None:
-        """Take over ``network``, which is on ``device``; ``faults`` are those of its stage.
+        """Take over ``network``, which is on ``device``.
+
+        ``faults`` are those of its stage.
 
         Raises:
             ConfigError: If the optimizer cannot train the head.
@@ -81,7 +83,7 @@ class GradientHead:
 
     @torch.no_grad()
     def predict(self, micro_batch: int, outs: Tensors, target: Tensor | None, *, weight: float) -> Tensors:
-        """Return the predicted gradient of the stage's output, one tensor [B, ...].
+        """Return the predicted gradient of the stage's output, [B, ...].
 
         The output is kept until its gradient comes.
 
@@ -97,7 +99,7 @@ class GradientHead:
         return ((predicted * (weight / len(out))).to(out.dtype),)
 
     def learn(self, micro_batch: int, grads: Tensors) -> None:
-        """Learn from the gradient that has come back for a micro-batch, adding to the gradients of the group."""
+        """Learn from the gradient that has come back for a micro-batch."""
         out, target, weight = self._awaited.pop(micro_batch)
         (grad,) = grads
         with self._within():

@@ -22,7 +22,9 @@ SIMILARITY_SHARE = 0.99
 
 
 class Pool(nn.AdaptiveAvgPool2d):
-    """The adaptive average of torch, of square outputs, by the plain one where that has the same windows.
+    """Torch's adaptive average pooling of square outputs.
+
+    It is computed by the plain pooling where both have the same windows.
 
     On a GPU torch has a backward that gives the same bits each time for the plain one alone. It divides once, where the
     adaptive one divides by height and width, so the last digit may differ unless both are powers of two.
@@ -39,7 +41,7 @@ class Pool(nn.AdaptiveAvgPool2d):
 
 
 def even_windows(size: int, number: int) -> tuple[int, int] | None:
-    """Return width and stride of the windows of an adaptive average, or None if they are uneven.
+    """Return width and stride of even windows, or None if they are uneven.
 
     Window i of ``number`` is from floor(i size / number) to ceil((i + 1) size / number).
     """
@@ -59,7 +61,7 @@ class LocalLoss(nn.Module):
         self.classifier = classifier
 
     def forward(self, out: Tensor, target: Tensor, loss_fn: LossFn) -> Tensor:
-        """Return the scalar loss of ``out`` [B, C, H, W] or [B, C] and ``target`` [B]."""
+        """Return the loss of ``out`` [B, C, H, W] or [B, C] and ``target`` [B]."""
         return loss_fn(self.classifier(out), target)
 
 
@@ -76,7 +78,7 @@ class PredSim(LocalLoss):
         self.project, self.num_classes = project, num_classes
 
     def forward(self, out: Tensor, target: Tensor, loss_fn: LossFn) -> Tensor:
-        """Return the scalar loss of ``out`` [B, C, H, W] or [B, C] and ``target`` [B]."""
+        """Return the loss of ``out`` [B, C, H, W] or [B, C] and ``target`` [B]."""
         predicted = super().forward(out, target, loss_fn)
         features = self.project(out)
         if features.ndim == 4:
@@ -93,12 +95,12 @@ class PredSim(LocalLoss):
 
 
 def one_hot(target: Tensor, num_classes: int, dtype: torch.dtype) -> Tensor:
-    """Return [B, num_classes] with a 1 at the class in ``target`` [B]; zeros where that is no class."""
+    """Return the one-hot classes [B, num_classes] of ``target`` [B]."""
     return (target[:, None] == torch.arange(num_classes, device=target.device)).to(dtype)
 
 
 def similarities(x: Tensor) -> Tensor:
-    """Return the cosine similarities [B, B] of the centred rows of ``x`` [B, n]; zeros for a row of zeros."""
+    """Return the cosine similarities [B, B] of centred rows of ``x`` [B, n]."""
     centred = x - x.mean(dim=1, keepdim=True)
     unit = centred / (1e-8 + centred.norm(dim=1, keepdim=True))
     cosines: Tensor = unit @ unit.T
@@ -106,21 +108,21 @@ def similarities(x: Tensor) -> Tensor:
 
 
 def mlp_sr(channels: int, size: int, num_classes: int, *, num_convolutions: int = 3) -> nn.Module:
-    """MLP-SR of DGL (Belilovsky et al. 2020): reduce the image, three 1x1 convolutions, three layers, a classifier."""
+    """Build the MLP-SR head of DGL (Belilovsky et al. 2020)."""
     convolutions = [_conv(channels, kernel_size=1) for _ in range(num_convolutions)]
     layers = [Pool(2), nn.Flatten(), *_layers(4 * channels), nn.Linear(4 * channels, num_classes)]
     return nn.Sequential(Pool(math.ceil(size / 4)), *convolutions, *layers)
 
 
 def mlp(channels: int, size: int, num_classes: int) -> nn.Module:
-    """MLP of DGL: as ``mlp_sr`` without the convolutions; on features only the layers."""
+    """Build the MLP head of DGL."""
     if size == 0:
         return nn.Sequential(*_layers(channels), nn.Linear(channels, num_classes))
     return mlp_sr(channels, size, num_classes, num_convolutions=0)
 
 
 def cnn(channels: int, size: int, num_classes: int) -> nn.Module:
-    """CNN of DGL: two 3x3 convolutions at full resolution, then a linear classifier."""
+    """Build the CNN head of DGL."""
     convolutions = [_conv(channels, kernel_size=3) for _ in range(2)]
     pool = [Pool(2), nn.BatchNorm2d(channels), nn.Flatten()]
     return nn.Sequential(*convolutions, *pool, nn.Linear(4 * channels, num_classes))
@@ -151,13 +153,16 @@ OF_IMAGES = ("mlp_sr", "cnn")
 
 
 class GradientNetwork(nn.Module):
-    """Predicts the gradient of each sample's own loss from the stage's output (DNI, or cDNI with classes).
+    """Predicts the gradient of each sample's loss (DNI, or cDNI with classes).
 
     It begins by predicting 0. Its BatchNorm has no running statistics: it only ever trains.
     """
 
     def __init__(self, shape: tuple[int, ...], *, num_layers: int, width: int | None, num_classes: int) -> None:
-        """Make it for outputs of ``shape``; ``num_classes``: those it is given; 0: it does not see the target."""
+        """Build the network for outputs of ``shape``.
+
+        It sees ``num_classes`` classes of the targets, or none if that is 0.
+        """
         super().__init__()
         self.num_classes = num_classes
         channels = shape[0]
@@ -174,7 +179,7 @@ class GradientNetwork(nn.Module):
         self.layers = nn.Sequential(*hidden, last)
 
     def forward(self, out: Tensor, target: Tensor | None) -> Tensor:
-        """Return the gradients of ``out`` [B, C, H, W] or [B, C] with the classes ``target`` [B]."""
+        """Return the gradients of ``out`` with the classes ``target`` [B]."""
         if self.num_classes:
             assert target is not None
             classes = one_hot(target, self.num_classes, out.dtype)  # a target that the loss ignores is of none
@@ -189,7 +194,7 @@ def _conv_of_3(before: int, after: int, *, bias: bool) -> nn.Conv2d:
 
 
 def normalises_samples(method: Method) -> bool:
-    """Return whether a head of ``method`` needs more than one sample, for its statistics."""
+    """Return whether a head of ``method`` needs two samples or more."""
     return method.head_layers > 0 if method.spec.predicts_gradients else method.head in NORMALISES_SAMPLES
 
 
@@ -233,7 +238,7 @@ def build_gradient_network(
 
 
 def build_head(name: str, shape: tuple[int, ...], *, num_classes: int, seed: int) -> LocalLoss:
-    """Build the head called ``name``, a key of ``CLASSIFIERS`` or ``predsim``, on outputs of ``shape``.
+    """Build the head ``name`` on outputs of ``shape``.
 
     Its weights depend on ``seed`` only.
     """

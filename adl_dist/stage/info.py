@@ -37,7 +37,7 @@ class StageInfo:
 
 
 def link_stages(infos: Mapping[int, StageInfo]) -> dict[int, StageInfo]:
-    """Return the facts of consecutive stages, each with those of the next stage about the tensors between them."""
+    """Add to the facts of each stage those of the next about its output."""
     unknown = StageInfo()
     after = {k: infos.get(k + 1, unknown) for k in infos}
     return {

@@ -46,7 +46,9 @@ RELATIVE = 1e-6  # by which two counts that are equal may differ: they may have 
 
 @dataclass(frozen=True)
 class ClassLoss:
-    """torch's cross-entropy or negative log-likelihood of classes, which divides by the weights of its targets.
+    """Torch's cross-entropy or negative log-likelihood of classes.
+
+    It divides by the weights of its targets.
 
     Attributes:
         ignore_index: the target that it ignores.
@@ -61,7 +63,7 @@ class ClassLoss:
     dim: int = 1
 
     def num_terms(self, target: Tensor) -> float:
-        """Return the sum of the weights of those classes in ``target`` [B, ...] that count."""
+        """Return the summed weights of the counted classes in ``target``."""
         target = as_classes(target)
         counts = target != self.ignore_index
         if self.weight is None:
@@ -71,7 +73,7 @@ class ClassLoss:
 
 
 def class_loss(loss_fn: Any) -> ClassLoss | None:
-    """Return the settings of torch's loss of classes, or None for a different loss.
+    """Return the settings of torch's loss of classes, or None.
 
     These are nn.CrossEntropyLoss and nn.NLLLoss, also classes derived from them, and their functions, also with
     keywords by functools.partial; and TokenCrossEntropy.
@@ -93,14 +95,14 @@ def class_loss(loss_fn: Any) -> ClassLoss | None:
 
 
 def is_known_mean(loss_fn: Any) -> bool:
-    """Return whether ``loss_fn`` is a loss of torch or adl_dist, which all average over known terms."""
+    """Return whether ``loss_fn`` is a loss of torch or adl_dist."""
     made_of = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
     known = "torch.nn.modules.loss", "torch.nn.functional", "adl_dist.losses"
     return own_num_terms(loss_fn) is None and getattr(made_of, "__module__", "") in known
 
 
 def is_sum(loss_fn: Any) -> bool:
-    """Return whether ``loss_fn`` is one of torch's losses, or a function of them with keywords, set to add up."""
+    """Return whether ``loss_fn`` is a loss of torch with reduction='sum'."""
     settings = loss_fn.keywords if isinstance(loss_fn, functools.partial) else getattr(loss_fn, "__dict__", {})
     return bool(settings.get("reduction") == "sum")
 
@@ -114,12 +116,12 @@ def own_num_terms(loss_fn: Any) -> Callable[[Any], Any] | None:
 
 @dataclass(frozen=True)
 class LossTerms:
-    """Counts the terms that a loss averages over in the targets of a micro-batch."""
+    """Counts the terms of a loss in the targets of a micro-batch."""
 
     num_terms: Callable[[Any], Any]
 
     def count(self, target: Batch) -> float:
-        """Return how many terms ``target`` [B, ...] has, on the CPU; not a whole number if they have weights.
+        """Return the number of terms in ``target`` [B, ...], on the CPU.
 
         Raises:
             ConfigError: If a ``num_terms`` of the user's own fails, or returns no such number.
@@ -141,7 +143,9 @@ class LossTerms:
 
 
 def loss_terms(loss_fn: LossFn, target: Batch, reduction: str = "mean") -> LossTerms | None:
-    """Return the counter of the terms of ``loss_fn`` in targets like ``target`` [B, ...], or None if samples count.
+    """Return the counter of the terms of ``loss_fn``, or None.
+
+    If None, the samples of targets like ``target`` [B, ...] count.
 
     A loss counts its terms if it says so, by ``num_terms``, or if it is torch's loss of classes with weights, with an
     ``ignore_index`` other than torch's, or with several targets in a sample. With one target in each sample nothing is
@@ -165,7 +169,7 @@ def counted(
     *,
     reduction: str = "mean",
 ) -> Generator[tuple[Any, ...], None, None]:
-    """Yield (input, target, counts) of each micro-batch; a whole group is loaded before its first one.
+    """Yield (input, target, counts) of each micro-batch.
 
     Args:
         batches: (input [B, ...], target [B, ...]) of each micro-batch, closed in the end.
@@ -229,7 +233,9 @@ class SumCountLoss(nn.Module):
         )
 
     def forward(self, out: Any, target: Batch, num_terms: float | None = None) -> Tensor:
-        """Return the mean. On a GPU, where a check would wait, one over other than ``num_terms`` terms is NaN.
+        """Return the mean.
+
+        On a GPU, where a check would wait, a mean over other than ``num_terms`` terms is NaN.
 
         Raises:
             ConfigError: If the count is not ``num_terms``.
@@ -251,7 +257,7 @@ class SumCountLoss(nn.Module):
 
 
 class StageLoss:
-    """The loss that a stage computes of its output and the target, the model's or one of its own."""
+    """The loss of a stage: that of the model, or a local one."""
 
     def __init__(
         self, spec: TrainSpec, structure: Structure | None, head: nn.Module | None, device: torch.device
@@ -270,7 +276,7 @@ class StageLoss:
         self.may_ignore = spec.loss_reduction == "batch"  # targets, of which nothing is counted
 
     def wanted(self, given: tuple[Tensor | None, ...]) -> tuple[Batch | None, float | None, float | None]:
-        """Return the target and, if the loss counts its terms, weight and number of terms, of a forward's arguments."""
+        """Return target, weight and number of terms from the arguments."""
         structure = self._structure
         number = 1 if structure is None else structure.num_leaves
         target = given[0] if structure is None or given[0] is None else tree_unflatten(given[:number], structure)
@@ -278,7 +284,7 @@ class StageLoss:
         return (target, None, None) if counts is None else (target, *counts[0].tolist())
 
     def __call__(self, out: Any, target: Batch | None, num_terms: float | None = None) -> Tensor:
-        """Return the loss of the module's output, a scalar; the mean over ``num_terms``, if the loss counts terms."""
+        """Return the scalar loss of an output."""
         assert target is not None
         if num_terms == 0:
             # The mean over nothing is NaN, but in that of the group it counts for nothing: the gradient is zeros.
@@ -350,7 +356,10 @@ def try_loss(stage: int, got: str, out: Any, target: Batch, loss_fn: LossFn) -> 
 
 
 def _pairs_all(loss_fn: LossFn, out: Any, target: Any) -> bool:
-    """Return whether a loss broadcasts numbers [B, 1] and [B]: it then changes with the shape of the output."""
+    """Return whether a loss broadcasts numbers [B, 1] and [B].
+
+    Such a loss changes with the shape of the output.
+    """
     are_numbers = all(isinstance(one, Tensor) and one.is_floating_point() for one in (out, target))
     if not are_numbers or len(target) < 2 or out.shape == target.shape or out.numel() != target.numel():
         return False
@@ -365,7 +374,7 @@ def _pairs_all(loss_fn: LossFn, out: Any, target: Any) -> bool:
 def check_is_mean(
     stage: int, loss_fn: LossFn, outs: Sequence[Any], targets: Sequence[Batch], terms: LossTerms | None
 ) -> None:
-    """Check that the loss of two micro-batches together is the weighted mean of their losses.
+    """Check that the loss of two micro-batches is the mean of their losses.
 
     ``outs`` are their outputs, [B, ...] or containers of such, ``targets`` [B, ...] are on the same device. A loss that
     is random, changes with its calls, or is not finite cannot be compared, and passes.

@@ -63,7 +63,7 @@ def _metric(wanted: Any, classes: ClassLoss | None) -> Metric:
 
 
 def hits(out: Any, target: Any, classes: ClassLoss | None, *, top: int) -> tuple[Tensor, Tensor]:
-    """Return for how many of the targets theirs is among the ``top`` outputs, and how many targets there are.
+    """Return (number of targets in the ``top`` outputs, number of targets).
 
     Classes are the second dimension of outputs for torch's own losses, [B, C, ...]; for another loss they are the last
     one if that fits to targets [B, ...], else the second. Targets that the loss ignores, or that are no class, are not
@@ -99,7 +99,7 @@ def hits_along(
 
 
 def measured(metrics: Sequence[Metric], out: Any, target: Any) -> list[Tensor]:
-    """Return (sum, count), float64[2], of each metric that is measured, for one micro-batch.
+    """Return (sum, count), float64[2], of each measured metric.
 
     Raises:
         ConfigError: If a metric fails, or does not return two numbers.

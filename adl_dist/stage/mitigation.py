@@ -23,7 +23,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _on_plain_tensors(function: F) -> F:
-    """Run ``function`` without a graph, on parameters as plain tensors whatever their type."""
+    """Run ``function`` without a graph, on parameters as plain tensors."""
 
     @functools.wraps(function)
     def wrapped(*args: Any) -> Any:
@@ -45,7 +45,9 @@ class Mitigation:
     def __init__(
         self, pipeline: Pipeline, stage: int, optimizer: Optimizer, lr_factor: float, tie: Tie | None = None
     ) -> None:
-        """Mitigate the staleness of ``stage``, the learning rates of ``optimizer`` counting ``lr_factor`` times.
+        """Mitigate the staleness of ``stage``.
+
+        The learning rates of ``optimizer`` count ``lr_factor`` times.
 
         ``tie``: of its copy of these tied weights, whose staleness is one for all copies.
 
@@ -86,13 +88,18 @@ class Mitigation:
                 )
 
     def begin(self, epoch: int) -> None:
-        """Prepare for ``epoch``; in one that flushes, no gradient is stale, and rows only keep their state."""
+        """Prepare for ``epoch``.
+
+        In one that flushes, no gradient is stale, and rows only keep their state.
+        """
         self._is_stale = epoch >= self._method.flush_epochs
 
     # --- rate -----------------------------------------------------------------------------------------------
 
     def rate(self, update: int) -> float:
-        """Return the factor on the learning rate of ``update``; ``discount`` divides it by max(t, 1) ** p.
+        """Return the factor on the learning rate of ``update``.
+
+        ``discount`` divides it by max(t, 1) ** p.
 
         p = ``discount_power`` (1 - min(s / S, 1)), S = ``discount_updates``.
         """
@@ -106,7 +113,7 @@ class Mitigation:
 
     @_on_plain_tensors
     def forward_weights(self, parameters: Sequence[nn.Parameter], update: int) -> list[Tensor]:
-        """Return the weights that forwards see of ``parameters`` before ``update``, in new memory."""
+        """Return the weights of forwards before ``update``, in new memory."""
         ahead: dict[nn.Parameter, Tensor] = {}
         for group in self._optimizer.param_groups if self._is_stale else ():
             rate = float(group["lr"]) * self.rate(update)
@@ -119,7 +126,10 @@ class Mitigation:
         return [ahead[p] if p in ahead else p.clone() for p in parameters]
 
     def _displaced(self, ahead: dict[nn.Parameter, Tensor], group: Group, rate: float) -> None:
-        """w_s + c (w_s - w_s-1); c = gamma (``nesterov``), or the horizon times eta_s / eta_s-1 (``predict``)."""
+        """Predict by displacement: w_s + c (w_s - w_s-1).
+
+        c = gamma (``nesterov``), or the horizon times eta_s / eta_s-1 (``predict``).
+        """
         known = [p for p in group["params"] if "displacement" in self.history.get(p, ())]
         if not known:
             return
@@ -134,7 +144,7 @@ class Mitigation:
         ahead.update(zip(known, steps, strict=True))
 
     def _horizon(self, momentum: float) -> float:
-        """Return how many times the last update is expected once more: t, or mu + mu^2 + .. + mu^t."""
+        """Return the horizon in updates: t, or mu + mu^2 + .. + mu^t."""
         if self._method.predict_horizon == "linear":
             return self._staleness
         return momentum * _series(momentum, self._staleness)
@@ -149,7 +159,9 @@ class Mitigation:
             ahead.update(zip(known, steps, strict=True))
 
     def _ahead_by_adam(self, ahead: dict[nn.Parameter, Tensor], group: Group, rate: float) -> None:
-        """``linear``: t times the last update; ``geometric``: the next ceil(t) updates if all gradients were 0.
+        """Predict by Adam's moments.
+
+        ``linear``: t times the last update; ``geometric``: the next ceil(t) updates if all gradients were 0.
 
         AdamW's decay belongs to an update. Gradients of 0 are counted in the mean m, and not in the mean square v.
         """
@@ -169,7 +181,7 @@ class Mitigation:
 
     @_on_plain_tensors
     def compensate(self, newest: Sequence[Tensor], older: Sequence[Tensor]) -> None:
-        """Make the gradient g of each of ``older`` g + lambda g g (w_newest - w_older), where there is one."""
+        """Correct each gradient g to g + lambda g g (w_newest - w_older)."""
         factor = self._method.delay_compensation_lambda
         for now, then in zip(newest, older, strict=True):
             if then.grad is not None and then.grad.is_sparse:  # and stays so: the optimizer may have sparse velocities
@@ -201,7 +213,7 @@ class Mitigation:
 
     @_on_plain_tensors
     def _decayed_gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Return copies of the gradients as SGD adds them to its velocity: with the decay, and turned to descend."""
+        """Return copies of the gradients as SGD adds them to its velocity."""
         found: dict[nn.Parameter, Tensor] = {}
         for group in self._optimizer.param_groups:
             if known := [p for p in group["params"] if p.grad is not None]:
@@ -212,7 +224,9 @@ class Mitigation:
 
     @_on_plain_tensors
     def _spread(self, gradients: dict[nn.Parameter, Tensor]) -> None:
-        """Spike compensation: w - eta (a v + b g), a = mu^n, b = 1 + mu + .. + mu^(n-1), in place of SGD's update.
+        """Apply spike compensation in place of SGD's update.
+
+        w - eta (a v + b g), a = mu^n, b = 1 + mu + .. + mu^(n-1).
 
         n = t, and t + 1 with Nesterov's momentum, which is a = mu, b = 1 already: what a gradient would have moved by
         now if it had come in time it moves at once, and the rest from here on, as SGD would.
@@ -230,7 +244,7 @@ class Mitigation:
 
     @_on_plain_tensors
     def _feed_back(self, parameters: Sequence[nn.Parameter], before: list[Tensor]) -> None:
-        """w - u_s - c (u_s - u_s-lag), the first ``lag`` updates without correction."""
+        """Feed back errors: w - u_s - c (u_s - u_s-lag)."""
         updates = torch._foreach_sub(before, list(parameters))
         for p, update in zip(parameters, updates, strict=True):
             past = self.history.setdefault(p, {}).setdefault("updates", [])
@@ -270,7 +284,7 @@ def mitigation_of(pipeline: Pipeline, stage: int, optimizer: Optimizer, lr_facto
 
 
 def mitigation_of_tie(pipeline: Pipeline, tie: Tie, stage: int, optimizer: Optimizer) -> Mitigation | None:
-    """Return the mitigation of the tied weights in ``stage``, or None if there is none.
+    """Return the mitigation of tied weights in ``stage``, or None.
 
     Raises:
         ConfigError: If the rows need a different optimizer.
@@ -283,17 +297,17 @@ def _trained(group: Group) -> list[nn.Parameter]:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """Return an embedding's sparse gradient, or a sum of some, as a dense tensor."""
+    """Return a sparse gradient, or a sum of some, as a dense tensor."""
     return tensor.to_dense() if tensor.is_sparse else tensor
 
 
 def _momentum(group: Group) -> float:
-    """Return mu of SGD and its kind, the first beta of Adam, or 0 if there is no momentum."""
+    """Return mu of SGD or the first beta of Adam; 0 without momentum."""
     return float(group["momentum"] if "momentum" in group else group.get("betas", (0.0,))[0])
 
 
 def _adam_step(state: Group, group: Group, later: int) -> Tensor:
-    """Return m^ / (sqrt(v^) + eps) of Adam, ``later`` updates with zero gradients after the last one."""
+    """Return m^ / (sqrt(v^) + eps) of Adam after ``later`` zero gradients."""
     b1, b2 = map(float, group["betas"])
     step = float(state["step"]) + later
     square: Tensor = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]

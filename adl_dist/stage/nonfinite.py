@@ -23,7 +23,7 @@ from adl_dist.stage_options import GradientPolicy
 
 
 class NonFiniteCheck:
-    """Checks the loss and the gradient of each update of one stage, as early as that costs no waiting.
+    """Checks loss and gradient of each update of one stage.
 
     On a CPU at once. A GPU has only been given its work by then, and asking for a number would wait for all of it:
     there each is looked at one update later, and the last ones at the end of the segment. Only where updates may be
@@ -93,7 +93,7 @@ class NonFiniteCheck:
         raise DivergedError(fault, stage=self._stage, update=update, epoch=epoch)
 
     def check(self, *, except_last: int = 0) -> None:
-        """Raise DivergedError if an update not checked yet is not finite, except the last ``except_last``."""
+        """Raise DivergedError for unchecked updates that are not finite."""
         while len(self._unseen) > except_last:
             update, epoch, tally = self._unseen.popleft()
             if (fault := _fault(tally)) is not None:
@@ -102,7 +102,7 @@ class NonFiniteCheck:
 
 @contextmanager
 def keep_buffers_finite(module: nn.Module) -> Iterator[None]:
-    """Put the buffers of ``module`` back if a forward inside makes an element of one non-finite.
+    """Put buffers back if a forward inside makes an element non-finite.
 
     One input that is not finite would leave BatchNorm's running statistics so for good. Elements that have been
     non-finite before, like those of a mask of -inf, may stay so. Nothing waits for a GPU.

@@ -19,7 +19,9 @@ from adl_dist.stage.spec import OptimizerFactory
 def stage_optimizer(
     factory: OptimizerFactory, parameters: Mapping[str, nn.Parameter], *, where: str
 ) -> Optimizer | None:
-    """Make the optimizer of a stage from its ``parameters``, by name, or return None if none is trained.
+    """Make the optimizer of a stage, or None if nothing is trained.
+
+    ``parameters`` are all of the stage, by name.
 
     Raises:
         ConfigError: If the factory refuses them, or makes something that cannot train this stage by itself. The text
@@ -71,7 +73,7 @@ def _refuses(factory: OptimizerFactory, parameter: nn.Parameter) -> bool:
 
 
 class Learner(Protocol):
-    """Something with an optimizer of its own: a stage, its tied weights, or its head.
+    """A stage, its tied weights, or its head: it has an optimizer.
 
     Attributes:
         where: its name in errors.
@@ -88,7 +90,7 @@ class Learner(Protocol):
 
 @contextmanager
 def stepping(learner: Learner, factor: float, *, seed: int, device: torch.device) -> Iterator[None]:
-    """Let the optimizer of ``learner`` step inside, with ``factor`` times its learning rates and a seeded stream.
+    """Let the optimizer of ``learner`` step inside.
 
     Raises:
         ConfigError: If the step fails; the text names the learner.
@@ -116,7 +118,7 @@ def stepping(learner: Learner, factor: float, *, seed: int, device: torch.device
 def advance(
     lr_schedule: LRScheduler | None, where: str, update: int, *, until: int | None, skipped: bool = False
 ) -> None:
-    """Set the learning rate after ``update`` updates, the last of which may have been ``skipped``.
+    """Set the learning rate after ``update`` updates.
 
     Without a schedule, and after ``until`` updates, nothing changes.
 

@@ -32,7 +32,7 @@ class Precision(PrecisionSettings):
     dtype: torch.dtype = torch.float32
 
     def check(self, method: Method) -> None:
-        """Raise ConfigError for formats that cannot be computed, or would not have an effect."""
+        """Raise ConfigError for formats that cannot be computed."""
         for name in ("dtype", "autocast"):
             if not isinstance(value := getattr(self, name), torch.dtype) and (value is not None or name == "dtype"):
                 raise ConfigError(f"Precision({name}={value!r}): expected a torch.dtype, like torch.float32")
@@ -70,20 +70,20 @@ class Precision(PrecisionSettings):
             )
 
     def place(self, module: nn.Module, device: torch.device) -> nn.Module:
-        """Move ``module`` to ``device``, in the dtype and memory format of the run."""
+        """Move ``module`` to ``device``, in the formats of the run."""
         in_dtype(module, self.dtype, device)
         if self.channels_last:
             in_memory_format(module, channels_last=True)
         return module
 
     def autocasting(self, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-        """Return a function that makes the context of a forward or a loss on ``device``."""
+        """Return a factory of the context of a forward or a loss."""
         # Around each call alone: what autocast remembers of lowered weights must not outlive an update.
         return nullcontext if self.autocast is None else partial(torch.autocast, device.type, dtype=self.autocast)
 
     @contextmanager
     def apply(self, *, threads: int) -> Iterator[None]:
-        """Set torch's process-wide settings and ``threads``, and restore them afterwards.
+        """Set torch's process-wide settings, and restore them afterwards.
 
         Raises:
             ConfigError: If the caller is inside torch.autocast, which keeps lowered weights past their update.
@@ -112,7 +112,7 @@ class Precision(PrecisionSettings):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The plain values that two ranks, or a run and its continuation, must have in common."""
+        """The plain values that must be equal on all ranks and on resume."""
         return {
             "dtype": _named(self.dtype),
             "autocast": _named(self.autocast),
@@ -141,7 +141,7 @@ def _deterministic() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSpec:
-    """Everything about a training that is the same in all stages and on all ranks, except the model and its cut.
+    """The settings of a training that all stages and ranks share.
 
     ``loss_fn`` is (output, target) to the mean loss over the samples, or over terms that it counts, or, with
     ``loss_reduction`` ``batch``, to a loss of the micro-batch that is weighted by its samples; ``optimizer`` makes that
@@ -176,7 +176,7 @@ class TrainSpec:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The plain values that two ranks, or a run and its continuation, must have in common."""
+        """The plain values that must be equal on all ranks and on resume."""
         return {
             "method": self.pipeline.method.settings,
             "num_stages": self.pipeline.num_stages,
@@ -193,7 +193,7 @@ def _named(dtype: torch.dtype | None) -> str | None:
 
 
 def in_dtype(module: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> nn.Module:
-    """Convert floating-point tensors of ``module`` to ``dtype`` in place, complex ones to two such numbers.
+    """Convert floating-point and complex tensors of ``module`` in place.
 
     ``module.to(dtype)`` would drop the imaginary parts. If ``device`` is None, tensors stay where they are.
     """
@@ -208,7 +208,7 @@ def in_dtype(module: nn.Module, dtype: torch.dtype, device: torch.device | None 
 
 
 def in_memory_format(module: nn.Module, *, channels_last: bool) -> None:
-    """Store the weights of convolutions as [out, H, W, in], or, without ``channels_last``, in the plain format."""
+    """Store the weights of convolutions in a memory format."""
     wanted = torch.channels_last if channels_last else torch.contiguous_format
     for parameter in module.parameters():
         if parameter.ndim == 4 and not parameter.is_contiguous(memory_format=wanted):

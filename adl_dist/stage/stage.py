@@ -65,7 +65,9 @@ class InFlight:
 
 
 class Stage:
-    """Forward, delayed backward and update of one part of the model. Knows no rank, peer or schedule.
+    """Forward, delayed backward and update of one part of the model.
+
+    It knows no rank, peer or schedule.
 
     Attributes:
         index: k in [0, K).
@@ -188,7 +190,7 @@ class Stage:
 
     @property
     def draws(self) -> frozenset[str]:
-        """The random streams besides torch's that are seeded for each micro-batch: ``python``, ``numpy``."""
+        """The streams seeded besides torch's: ``python``, ``numpy``."""
         return frozenset({"python", "numpy"}) if self._draws_common else self._info.draws
 
     @property
@@ -198,12 +200,12 @@ class Stage:
 
     @property
     def head_prefix(self) -> str:
-        """The prefix of the names of the head's tensors; no name of a module has a colon."""
+        """The prefix of names of the head's tensors."""
         return f"head{self.index}:"
 
     @property
     def learners(self) -> "tuple[Learner, ...]":
-        """The stage, its tied weights and, if it is one that learns by itself, its head."""
+        """The stage, its tied weights and its head, if that learns by itself."""
         return (self, *self.ties.values()) if self.gradient_head is None else (self, self.gradient_head)
 
     @property
@@ -218,7 +220,7 @@ class Stage:
         return [one for one in own if one is not None]
 
     def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield (name, parameter) by the uncut model's names; parameters of the head get ``head_prefix``.
+        """Yield (name, parameter) by the uncut model's names.
 
         Those of a head that learns by itself are not the stage's, nor are tied weights.
         """
@@ -229,7 +231,7 @@ class Stage:
             yield from ((f"{self.head_prefix}{name}", p) for name, p in named)
 
     def begin(self, epoch: int, *, training: bool, first_micro_batch: int = 0) -> None:
-        """Get ready for a segment that starts at ``first_micro_batch`` of ``epoch``."""
+        """Prepare for a segment from ``first_micro_batch`` of ``epoch`` on."""
         self._epoch = epoch
         self._random.begin(epoch, first_micro_batch=first_micro_batch)
         self._first_version, self._forward_version = self.version, None
@@ -263,7 +265,7 @@ class Stage:
             )
 
     def rounding_seed(self, micro_batch: int) -> int:
-        """Return the seed by which gradients that this stage sends for one micro-batch of the segment are rounded."""
+        """Return the seed that rounds gradients of one micro-batch for sending."""
         return self._random.seed_of("codec", micro_batch)
 
     def wait_for_device(self) -> None:
@@ -272,7 +274,7 @@ class Stage:
             torch.cuda.current_stream(self._device).synchronize()
 
     def use_weights(self, num_updates: int) -> None:
-        """Forward from here on with the weights after ``num_updates`` updates of the segment."""
+        """Use the weights after ``num_updates`` of the segment from here on."""
         self._forward_version = self._first_version + num_updates
 
     def forward(
@@ -282,7 +284,7 @@ class Stage:
         *wanted: Tensor | None,
         keep_graph: bool = True,
     ) -> Tensors:
-        """Forward one micro-batch; return the detached output, or () on the last stage.
+        """Forward one micro-batch; return the detached output, or ().
 
         ``acts`` [B, ...] come from upstream or the data; ``wanted`` is the target, [B, ...], where there is a loss, or
         its tensors, else None, and behind it the counts of :func:`~adl_dist.stage.loss.counted` if the loss
@@ -318,19 +320,19 @@ class Stage:
         return () if self.is_last else self._lasting(tuple([out.detach() for out in outs]))
 
     def _lasting(self, outs: Tensors) -> Tensors:
-        """Return ``outs``, copied where a later forward or an update may overwrite them."""
+        """Return ``outs``, copied where they may be overwritten."""
         if not any(self._keeps_memory):
             return outs
         return tuple(out.clone() if mine else out for out, mine in zip(outs, self._keeps_memory, strict=True))
 
     def _leaves_of(self, acts: Tensors) -> Tensors:
-        """Return tensors from upstream as leaves of this stage's part of the graph."""
+        """Return tensors from upstream as leaves of this stage's graph."""
         is_sent = not self._learns_locally
         needs = self._info.needs_grad if self._info.needs_grad is not None else map(takes_gradient, acts)
         return tuple([a.detach().requires_grad_(is_sent and need) for a, need in zip(acts, needs, strict=True)])
 
     def recompute(self, micro_batch: int) -> None:
-        """Replay a forward from its stored input with the present weights, and keep the graph.
+        """Replay a forward with the present weights, and keep the graph.
 
         Dropout draws the same numbers again, and the module sees the buffers that the forward saw. Its changes of them
         are thrown away: BatchNorm's running statistics moved in the forward. Of a stage of a model only its own calls
@@ -383,7 +385,9 @@ class Stage:
         return leaving
 
     def backward_input(self, micro_batch: int, grads: Tensors, *, completes: bool) -> Tensors:
-        """Do the first part of a backward, which leaves most gradients of weights for later; see :meth:`backward`.
+        """Do the first part of a backward; see :meth:`backward`.
+
+        Most gradients of weights are left for later.
 
         If this ``completes`` a group, what is known of the group before is checked, or, where updates may be skipped,
         all is done now: what is sent depends on it.
@@ -403,7 +407,10 @@ class Stage:
         return leaving
 
     def backward_weight(self, micro_batch: int, *, completes: bool) -> None:
-        """Do the other part, unless it is done already; if it ``completes`` a group, see :meth:`finish_group`."""
+        """Do the second part of a backward, unless it is done already.
+
+        If it ``completes`` a group, see :meth:`finish_group`.
+        """
         if micro_batch not in self._deferred_grads:
             return
         version, later = self._deferred_grads.pop(micro_batch)
@@ -414,7 +421,7 @@ class Stage:
             self.finish_group((), ())
 
     def finish_group(self, arrived: Tensors, leaving: Tensors) -> Tensors:
-        """Look at a group's gradients, which are complete, before the last of those for upstream is sent.
+        """Check a complete group before its last gradients go upstream.
 
         In this order, because no stage upstream can complete the group before that. The last backward took ``arrived``
         and returned ``leaving``; return what goes upstream instead.
@@ -437,7 +444,7 @@ class Stage:
         return tuple(torch.full_like(grad, math.nan) for grad in leaving) if self.tally.skipped else leaving
 
     def update(self) -> None:
-        """Apply the gradients of the group and move on to the next weight version and learning rate.
+        """Apply the gradients of the group; advance version and learning rate.
 
         A group that is skipped leaves weights and optimizer as they are; versions and learning rates advance.
         """
@@ -460,7 +467,7 @@ class Stage:
         advance(self.lr_schedule, self.where, self.version, until=self.lr_updates, skipped=skip)
 
     def update_tied(self, tie: int) -> None:
-        """Apply the oldest sum of gradients of tied weights, right after an update."""
+        """Apply the oldest sum of tied gradients, right after an update."""
         assert self._policy is not None
         self.ties[tie].update(self._policy.in_place())
         self._note_tied()
@@ -476,7 +483,7 @@ class Stage:
 
     @torch.no_grad()
     def predict(self, micro_batch: int, acts: Tensors, *wanted: Tensor | None) -> Tensors:
-        """Forward one micro-batch for evaluation; the last stage scores it and returns nothing.
+        """Forward one micro-batch for evaluation.
 
         ``wanted`` is that of :meth:`forward`.
         """
@@ -505,7 +512,7 @@ class Stage:
             self._part.seeds = self._random.seeds_of(micro_batch)
 
     def _weights_of(self, version: int, *, forward: bool = False) -> AbstractContextManager[None]:
-        """Put ``version`` of the weights into the module, if it is kept, or the weights ahead for a ``forward``."""
+        """Put ``version`` of the weights into the module inside, if it is kept."""
         policy = self._policy
         if policy is None or (version == self.version and not policy.forwards_ahead):
             return NEWEST
@@ -520,11 +527,11 @@ class Stage:
                 raise
 
     def _as_given_to_loss(self, out: Any, outs: Tensors) -> Any:
-        """Return the argument of the loss; a local loss takes the tensor for the next stage."""
+        """Return the argument of the loss."""
         return out if self.is_last or len(outs) != 1 else outs[0]
 
     def _grad_edges_of(self, outs: Tensors, micro_batch: int) -> GradEdges:
-        """Return where the backward of ``outs`` starts; the tensors themselves are free once they have been sent."""
+        """Return the graph edges at which the backward of ``outs`` starts."""
         ends: Iterable[Tensor] = outs
         if self.loss is None:
             needs, gets = self._info.out_needs_grad, self._info.out_gets_grad

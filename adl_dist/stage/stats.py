@@ -16,7 +16,7 @@ MOST_LOSS = 700.0  # of which the exponential is still a number
 
 @dataclass
 class StepStats:
-    """The figures of one group, or of an evaluation. Loss and hits exist on the last stage only.
+    """The figures of one group, or of an evaluation.
 
     Attributes:
         staleness: updates between forward and update, one entry per backward.
@@ -57,7 +57,7 @@ class StepStats:
         *,
         may_ignore: bool = False,
     ) -> None:
-        """Add one micro-batch: the model's ``out`` [B, ...], ``target`` [B, ...], mean ``loss``. No host sync.
+        """Add one micro-batch, without a host synchronisation.
 
         Args:
             out: The model's output; None if hits are not counted.
@@ -87,7 +87,7 @@ class StepStats:
             self.num_classed.append(counted)
 
     def fetch(self, arrived: Sequence[Tensor] = ()) -> bool:
-        """Start to copy losses, hits and norm off a GPU, for :meth:`numbers`; False: they are not on one.
+        """Start to copy the figures off a GPU; return False on a CPU.
 
         A stage without any of these may be on one all the same: then what ``arrived`` for it is.
         """
@@ -102,14 +102,14 @@ class StepStats:
         return True
 
     def seconds_since(self, begin: torch.cuda.Event) -> float | None:
-        """Return the seconds from ``begin`` until a GPU had computed the :meth:`numbers`, or None on a CPU.
+        """Return when a GPU had the :meth:`numbers`, or None on a CPU.
 
         A host is ahead of its GPU, by an update or so: its clock would tell when they were launched.
         """
         return None if self._fetched is None else begin.elapsed_time(self._fetched) / 1000
 
     def numbers(self) -> dict[str, float | int]:
-        """Return samples, loss sum, hits and norm as plain numbers; one that does not exist is absent.
+        """Return the figures as plain numbers; those that do not exist are absent.
 
         The loss sum is over ``num_terms``, and hits are among ``num_classed``, or else both are those of the samples.
         """
@@ -138,7 +138,7 @@ class StepStats:
         return numbers
 
     def sums(self, metrics: Sequence[Metric]) -> dict[str, tuple[float, float]]:
-        """Return sum and count of each of ``metrics``, by its name; perplexity has those of the loss.
+        """Return (sum, count) of each of ``metrics`` by name.
 
         One that has counted nothing is absent.
         """
@@ -163,12 +163,12 @@ def value_of(name: str, pair: tuple[float, float]) -> float:
 
 
 def _underway(alike: list[Tensor]) -> list[Tensor]:
-    """Return copies in pinned memory, which are filled once the GPU's stream has come so far."""
+    """Return copies in pinned memory, filled once the GPU has come so far."""
     return list(torch.stack(alike).to("cpu", non_blocking=True)) if alike else []
 
 
 def norm_of(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norm of all of ``gradients``: at least one, all on one device."""
+    """Return the 2-norm of ``gradients``, which are on one device."""
     # torch's get_total_norm without the sorting by device and dtype, which is most of its time for a small stage;
     # and torch 2.11 has no norm of an embedding's sparse gradient
     dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]

@@ -27,7 +27,7 @@ from adl_dist.stage.stats import StepStats, norm_of
 
 
 class TiedWeights:
-    """The copies that one stage holds of the weights of one tie, with their optimizer.
+    """One stage's copies of tied weights, with their optimizer.
 
     Attributes:
         tie: the stages that share, the first of which adds up.
@@ -41,7 +41,7 @@ class TiedWeights:
     def __init__(
         self, tie: Tie, parameters: Mapping[str, nn.Parameter], stage: int, spec: TrainSpec, faults: NonFiniteCheck
     ) -> None:
-        """Take ``parameters``, by the first of the names that the uncut model has for each; ``faults``: of the stage.
+        """Take ``parameters`` by their first names in the uncut model.
 
         Raises:
             ConfigError: If the optimizer cannot train them.
@@ -71,7 +71,7 @@ class TiedWeights:
         yield from self._parameters.items()
 
     def begin(self, epoch: int, version: int) -> None:
-        """Get ready for a segment of ``epoch``, which the stage begins with its ``version``."""
+        """Prepare for a segment of ``epoch``, begun with ``version``."""
         self._epoch, self._seen = epoch, {version: self.version}
         self._own, self.staleness = [], []
         self._sums.clear()
@@ -80,18 +80,21 @@ class TiedWeights:
             self.mitigation.begin(epoch)
 
     def note(self, version: int, *, oldest: int) -> None:
-        """Note that the newest ``version`` of the stage sees the present weights; forget those before ``oldest``."""
+        """Note that the newest ``version`` sees the present weights."""
         self._seen[version] = self.version
         for gone in [known for known in self._seen if known < oldest]:
             del self._seen[gone]
 
     def count(self, version: int, forward_version: int) -> None:
-        """Count the staleness of a gradient: its forward saw one version of the stage, of which ``version`` is now."""
+        """Count the staleness of a gradient.
+
+        Its forward saw ``forward_version`` of the stage, which has ``version`` now.
+        """
         # The group whose update is the stage's next has the same number among the updates of tied weights.
         self.staleness.append(version - self._seen[forward_version])
 
     def gather(self, version: int) -> list[Tensor]:
-        """Take the gradients of the group with which the stage makes update ``version``, and return them.
+        """Take and return the gradients of the group of update ``version``.
 
         Raises:
             PartitionError: If the stage has no gradient for one of them.
@@ -122,7 +125,7 @@ class TiedWeights:
         torch._foreach_add_(self._own, [grad.squeeze(0) for grad in part])
 
     def total(self) -> Tensors:
-        """Return the sum of all parts, each tensor [1, ...], and keep it for the own update."""
+        """Return the sum of all parts, each [1, ...], and keep it."""
         if self._own:
             self._sums.append(self._own)
             self._own = []
@@ -133,7 +136,7 @@ class TiedWeights:
         self._sums.append([grad.squeeze(0) for grad in total])
 
     def update(self, in_place: AbstractContextManager[None]) -> None:
-        """Apply the oldest sum, by writing to the weights, ``in_place``, unless the stage has skipped that group.
+        """Apply the oldest sum ``in_place``, unless its group was skipped.
 
         Raises:
             DivergedError: If the sum is not finite.

@@ -22,7 +22,7 @@ from adl_dist.memory import has_plain_memory, span
 
 
 def swap(parameters: Iterable[Tensor], others: Iterable[Tensor]) -> None:
-    """Exchange memory, gradient and place in graphs of each of ``parameters`` with those of its partner.
+    """Exchange memory, gradient and graph node of pairs of tensors.
 
     The Python objects keep their identity, type and attributes.
     """
@@ -43,7 +43,7 @@ def swapped(parameters: Sequence[Tensor], others: Sequence[Tensor]) -> Iterator[
 
 
 def start_version(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Put copies, in the same memory format, into ``parameters``, and return the older version.
+    """Put copies into ``parameters``; return the older version.
 
     Graphs built before refer to the older version, and their backward adds gradients to it. Its gradients so far have
     moved to ``parameters``; hooks are called for both, and removed from both. To undo it: :func:`swap` the two.
@@ -60,7 +60,7 @@ def start_version(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
 
 
 class Exchange:
-    """Versions of some parameters, exchanged as above, where TorchScript may compute with them, too.
+    """Versions of parameters, which TorchScript may compute with.
 
     A ScriptModule refers to the inside of its parameters, not to the Python objects, so each exchange assigns them
     to it again.
@@ -80,17 +80,17 @@ class Exchange:
         ]
 
     def start_version(self) -> list[nn.Parameter]:
-        """Put copies into the parameters, and return the older version; see :func:`start_version`."""
+        """Put copies into the parameters; see :func:`start_version`."""
         older = start_version(self.parameters)
         self._tell()
         return older
 
     def versions_of(self, weights: Sequence[Tensor]) -> list[nn.Parameter]:
-        """Return ``weights`` as a version of the parameters, with their types and hooks."""
+        """Return ``weights`` as a version of the parameters."""
         return [_like(p, other) for p, other in zip(self.parameters, weights, strict=True)]
 
     def swap(self, others: Sequence[Tensor]) -> None:
-        """Exchange the weights and gradients of the parameters with those of ``others``."""
+        """Exchange weights and gradients with those of ``others``."""
         swap(self.parameters, others)
         self._tell()
 
@@ -109,7 +109,7 @@ class Exchange:
 
 
 def check_versions(module: nn.Module, where: str) -> None:
-    """Check that versions of the trainable parameters of ``module`` can be kept.
+    """Check that versions of trained parameters can be kept.
 
     Raises:
         ConfigError: If they cannot; the text begins with ``where`` and names one of them.
@@ -146,7 +146,7 @@ def _why_unversionable(parameter: nn.Parameter) -> str | None:
 
 
 def _like(parameter: nn.Parameter, copy: Tensor) -> nn.Parameter:
-    """Return a tensor of the parameter's type, with the memory of ``copy`` and the same hooks."""
+    """Return ``copy`` with the parameter's type and hooks."""
     other = torch.Tensor._make_subclass(type(parameter), copy, parameter.requires_grad)
     if parameter._backward_hooks is not None:
         other._backward_hooks = parameter._backward_hooks

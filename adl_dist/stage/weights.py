@@ -28,11 +28,11 @@ class _Policy:
     forwards_ahead = False  # whether a forward sees other weights than the newest even of the newest version
 
     def __init__(self, optimizer: torch.optim.Optimizer | None, mitigation: Mitigation | None = None) -> None:
-        """Take the ``optimizer``, or None if others step all parameters, see :meth:`in_place`."""
+        """Take the ``optimizer``, or None if others step; see :meth:`in_place`."""
         self._optimizer, self._mitigation = optimizer, mitigation
 
     def gather(self) -> list[nn.Parameter]:
-        """Return the parameters of the next step, each with the whole gradient of the group if it has one."""
+        """Return the parameters of the next step, with complete gradients."""
         if self._optimizer is None:
             return []
         return [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -45,11 +45,11 @@ class _Policy:
         return NEWEST
 
     def forward_weights(self, version: int) -> AbstractContextManager[None]:
-        """Put the weights that a forward in ``version`` sees into the module inside."""
+        """Put the weights of a forward in ``version`` into the module inside."""
         return self.weights_of(version)
 
     def in_place(self) -> AbstractContextManager[None]:
-        """Return the context in which a different optimizer steps parameters, right after :meth:`step`."""
+        """Return the context of a step of a different optimizer."""
         return NEWEST  # no graph refers to the memory that they have since
 
     def _finish(self, *, skip: bool) -> None:
@@ -81,12 +81,12 @@ class Latest(_Policy):
             self._finish(skip=skip)
 
     def in_place(self) -> AbstractContextManager[None]:
-        """Return a context in which autograd does not count writes to the parameters."""
+        """Return a context that hides writes to the parameters from autograd."""
         return _unsafe_preserve_version_counter(self._parameters)
 
 
 class LatestAhead(Latest):
-    """The same, but a forward sees the weights ahead; a backward, and a replayed forward, the present ones.
+    """Present weights, but forwards see the weights ahead.
 
     The weights ahead are written into the memory of the parameters for each forward, and the present ones back, so
     that graphs refer to that memory. Two copies.
@@ -111,7 +111,7 @@ class LatestAhead(Latest):
 
     @contextmanager
     def forward_weights(self, version: int) -> Iterator[None]:
-        """Put the weights ahead of ``version``, the newest, into the module inside."""
+        """Put the weights ahead of the newest ``version`` into the module."""
         if self._copies is None:
             ahead = self._mitigation.forward_weights(self._trained, version)
             self._copies = ahead, [p.detach().clone() for p in self._trained]
@@ -128,7 +128,9 @@ class LatestAhead(Latest):
 
 
 class Stash(_Policy):
-    """The weights of the forward (paper, Eq. 15): a graph in flight keeps the tensors it was built on.
+    """The weights of the forward (paper, Eq. 15).
+
+    A graph in flight keeps the tensors that it was built on.
 
     An update moves the parameters on to fresh memory if the present one is in use, so all micro-batches of one version
     share one copy, and the last stage, where nothing is in flight at an update, never copies. At most ceil(d / M)
@@ -143,7 +145,7 @@ class Stash(_Policy):
         self._older: dict[int, list[nn.Parameter]] = {}  # the versions alive next to the newest
 
     def gather(self) -> list[nn.Parameter]:
-        """Move the gradients of older versions to the newest, and return the parameters that have some."""
+        """Move gradients to the newest version; return the parameters with some."""
         for old in self._older.values():
             if self._mitigation is not None and self._mitigation.compensates:
                 self._mitigation.compensate(self._exchange.parameters, old)
@@ -160,7 +162,7 @@ class Stash(_Policy):
         return super().gather()
 
     def step(self, version: int, *, in_flight: Collection[int], skip: bool = False) -> None:
-        """Gather the gradients of all versions, step the newest, and so turn ``version`` into the next.
+        """Gather all gradients and step the newest version.
 
         ``in_flight`` are the versions that graphs not yet back-propagated were built with. With ``skip`` the gradients
         are dropped, and the next version is a copy of this one.
@@ -176,7 +178,7 @@ class Stash(_Policy):
         self._older = {version: kept for version, kept in self._older.items() if version in keep}
 
     def weights_of(self, version: int) -> AbstractContextManager[None]:
-        """Put ``version`` into the module inside; gradients of its graphs go there."""
+        """Put ``version`` into the module inside; gradients go there."""
         older = self._older.get(version)
         return NEWEST if older is None else self._exchange.swapped(older)
 
@@ -186,7 +188,7 @@ class Stash(_Policy):
 
 
 class TwoVersions(Stash):
-    """Computing with the weights that the schedule names, one update old: PipeDream-2BW.
+    """The weights that the schedule names, one update old: PipeDream-2BW.
 
     Two versions are alive, the newest and the one before it, whatever the number of micro-batches in flight.
     """
@@ -196,7 +198,7 @@ class TwoVersions(Stash):
 
 
 class StashAhead(Stash):
-    """A stash of the weights that the forwards saw: copies ahead of their version.
+    """A stash of the weights that forwards saw, ahead of their version.
 
     No graph holds the parameters themselves, which the optimizer steps, so that no update moves them on. Besides them
     at most ceil(d / M) + 1 copies are alive.
@@ -209,7 +211,7 @@ class StashAhead(Stash):
         self._mitigation: Mitigation = mitigation
 
     def forward_weights(self, version: int) -> AbstractContextManager[None]:
-        """Put the weights ahead of ``version`` into the module inside; not before it is the newest."""
+        """Put the weights ahead of ``version`` into the module inside."""
         if version not in self._older:
             ahead = self._mitigation.forward_weights(self._exchange.parameters, version)
             self._older[version] = self._exchange.versions_of(ahead)
@@ -222,7 +224,7 @@ class StashAhead(Stash):
 def weight_policy(
     name: str, module: nn.Module, optimizer: torch.optim.Optimizer | None, mitigation: Mitigation | None = None
 ) -> Latest | Stash:
-    """Build the policy called ``name``: ``stash``, ``latest``, ``recompute`` or ``2bw``."""
+    """Build the policy ``stash``, ``latest``, ``recompute`` or ``2bw``."""
     if mitigation is not None and mitigation.forwards_ahead:
         # A forward that is replayed is replayed with the present weights.
         return (StashAhead if name == "stash" else LatestAhead)(module, optimizer, mitigation)
