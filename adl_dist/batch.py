@@ -28,7 +28,7 @@ def map_batch(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
 
 
 def copy_batch(batch: Batch) -> Batch:
-    """Return copies of the tensors of an input or a target, for a model or a loss that may write to them."""
+    """Return copies of the tensors, for code that may write to them."""
     return map_batch(Tensor.clone, batch)
 
 
@@ -38,7 +38,7 @@ def rows_of(batch: Batch, rows: Any) -> Batch:
 
 
 def move_batch(batch: Batch, device: torch.device) -> Batch:
-    """Return an input or a target on ``device``, where the copy may still be under way."""
+    """Return an input or a target on ``device``; copy asynchronously."""
     return map_batch(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
@@ -48,22 +48,25 @@ def device_of(batch: Batch) -> torch.device:
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Apply ``function`` to each tensor in ``value``, such as the output of a model; other leaves stay."""
+    """Apply ``function`` to each tensor in ``value``; keep other leaves."""
     return tree_map_only(Tensor, function, value)
 
 
 def is_class_target(target: Batch) -> bool:
-    """Return whether ``target`` is one tensor of whole numbers, which may be classes."""
+    """Return whether ``target`` is one tensor that may hold classes."""
     return isinstance(target, Tensor) and not target.is_floating_point()
 
 
 def as_classes(target: Tensor) -> Tensor:
-    """Return whole numbers as int64: in 8 bits without a sign -100, which losses ignore, is the class 156."""
+    """Return whole numbers as int64.
+
+    In 8 bits without a sign -100, which losses ignore, is the class 156.
+    """
     return target.long()
 
 
 def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a model called with ``batch``: a tuple's by position, a dictionary's by name."""
+    """Return the positional and named arguments of a model."""
     if isinstance(batch, dict):
         return (), batch
     return (batch if type(batch) is tuple else (batch,)), {}
@@ -76,7 +79,7 @@ def call(function: Callable[..., Any], batch: Any) -> Any:
 
 
 def describe_structure(structure: Structure) -> str:
-    """Return the names or the number of the tensors of an input or a target, for messages."""
+    """Return names or number of the tensors in ``structure``."""
     if structure.type is dict:
         return "{" + ", ".join(structure.context) + "}"
     return "a tensor" if structure.is_leaf() else f"a tuple of {structure.num_children}"

@@ -20,18 +20,18 @@ PLAIN = Codecs()
 
 
 class PerMessage(NamedTuple):
-    """Seconds of a message: some for each, whatever its size, and some for each byte."""
+    """Seconds of a message: a fixed part, and one for each byte."""
 
     fixed: float = 0.0
     per_byte: float = 0.0
 
     def of(self, nbytes: int) -> float:
-        """Return the seconds of a message of so many bytes; none at all where there is nothing to send."""
+        """Return the seconds of a message of ``nbytes``; 0 for none."""
         return self.fixed + nbytes * self.per_byte if nbytes else 0.0
 
 
 class CodingCost(NamedTuple):
-    """What a codec takes to code and to decode a message, by its size before it is coded."""
+    """Seconds to code and decode messages, by their plain bytes."""
 
     acts: PerMessage
     grads: PerMessage  # they may be rounded at random
@@ -45,12 +45,12 @@ NO_CODING = CodingCost(PerMessage(), PerMessage())
 
 
 def rotated_width(numbers: int) -> int:
-    """Return the numbers that a block of so many becomes where it is rotated: a power of two, of at least 2."""
+    """Return the size of a rotated block: a power of two, at least 2."""
     return max(2, 1 << (numbers - 1).bit_length())
 
 
 def coded_bytes(codec: str, numbers: int, itemsize: int) -> int | None:
-    """Return the bytes of one sample with so many real ``numbers`` of ``itemsize`` bytes each, coded.
+    """Return the coded bytes of one sample, or None if it is not coded.
 
     None: it is sent as it is, because the codec would not make it smaller.
     """

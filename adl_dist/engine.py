@@ -44,7 +44,7 @@ class BatchSource(Protocol):
     stream: Stream | None
 
     def batches(self, epoch: int, sizes: Sequence[int], *, first_sample: int = 0) -> Batches:
-        """Yield (input, target) of ``sizes`` samples each, from ``first_sample`` in the order of ``epoch`` on."""
+        """Yield (input, target) of ``sizes`` in the order of ``epoch``."""
 
     def close(self) -> None:
         """End what is kept between two epochs."""
@@ -90,7 +90,7 @@ class StageContext:
             receiver.open(whole if is_tied(kind) else work.sizes, order, training=training)
 
     def shorten(self, num_micro_batches: int) -> None:
-        """Expect no more than the first ``num_micro_batches`` of the segment from the other stages."""
+        """Expect only the first ``num_micro_batches`` from other stages."""
         for receiver in self.receivers.values():
             receiver.shorten(num_micro_batches)
 
@@ -106,7 +106,7 @@ def run(
     log: ActionLog | None = None,
     on_update: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Execute (stage, action) in the order given: one stage's actions, or an interleaving of several stages.
+    """Execute the actions of one or several stages in the given order.
 
     If a torch profiler runs when this begins, each action is a range in its timeline, which also shows what a GPU does.
     ``contexts`` are the stages, opened. ``on_update`` is called with (stage, group) after each update, before the next

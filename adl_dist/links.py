@@ -12,7 +12,7 @@ NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)"
 
 
 class Links(NamedTuple):
-    """The links after stage 0, 1, ...; one entry: each process has such a link to all others."""
+    """The links after stage 0, 1, ..., or one link for all."""
 
     bandwidth: tuple[float, ...]  # bytes per second, in each direction for itself
     latency: tuple[float, ...]  # seconds of a message on its way, half a round trip, without those of its bytes
@@ -22,7 +22,7 @@ class Links(NamedTuple):
 
     @property
     def figures(self) -> dict[str, Any]:
-        """The keyword arguments of a :class:`~adl_dist.partition.Machine` with these links."""
+        """The keyword arguments of a Machine with these links."""
         if len(self.bandwidth) == 1:
             return {"bandwidth": self.bandwidth[0], "latency": self.latency[0], "shares_link": True}
         return {"bandwidth": self.bandwidth, "latency": self.latency, "shares_link": False}
@@ -39,7 +39,7 @@ class Links(NamedTuple):
 
 
 def text_of_links(value: Any) -> str | None:
-    """Return the links in a list, ``[rate, time]`` or several of such, as text; None, or a text, as it is."""
+    """Return a list ``[rate, time]``, or several of them, as text."""
     if not isinstance(value, list | tuple):
         return None if value is None else str(value)
     links = value if value and all(isinstance(one, list | tuple) for one in value) else [value]
@@ -47,7 +47,7 @@ def text_of_links(value: Any) -> str | None:
 
 
 def parse_links(text: str, key: str) -> Links:
-    """Return the links in ``text``, like ``100mbit,50ms``, or ``100mbit,50ms/1gbit,0.1ms`` one after another.
+    """Parse links like ``100mbit,50ms/1gbit,0.1ms``.
 
     The rate is in the units of tc (``mbit``, 1e6 bits) or in bytes (``MB/s``); the time is that of a round trip, as
     ping shows it, and 0 if there is none.

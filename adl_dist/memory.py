@@ -6,14 +6,14 @@ from torch.nn.parameter import is_lazy
 
 
 def has_plain_memory(tensor: Tensor) -> bool:
-    """Return whether the elements of ``tensor`` lie at an address of their own, one stride apart."""
+    """Return whether the elements of ``tensor`` have addresses."""
     if is_lazy(tensor) or tensor.is_meta:
         return False
     return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and tensor.layout is torch.strided
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Return a number that tensors of one storage have in common while both exist, also on meta."""
+    """Return a number that tensors of one storage share while they exist."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError, ValueError):  # a class of tensors without such memory, or no shape yet
@@ -21,6 +21,6 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
-    """Return the first address of a tensor with elements and plain memory, and the first after it."""
+    """Return the first address of a tensor, and the first after it."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

@@ -13,7 +13,9 @@ POOL = 4  # words of a SeedSequence's state
 
 
 def stream_seed(seed: int, purpose: str, *indices: int) -> int:
-    """Derive the seed of one random stream, in [0, 2**63), so that adding a stream never moves another.
+    """Derive the seed of one random stream, in [0, 2**63).
+
+    A new stream never moves another one.
 
     Args:
         seed: the run's seed, >= 0.
@@ -27,12 +29,12 @@ def stream_seed(seed: int, purpose: str, *indices: int) -> int:
 
 
 def weights_seed(seed: int, name: str) -> int:
-    """Return the seed of the stream by which the weights called ``name`` are drawn: their own, whatever the cut."""
+    """Return the seed of the weights ``name``, the same for any cut."""
     return stream_seed(seed, "weights", _number_of(name))
 
 
 def stream_seeds(seed: int, purpose: str, *indices: int, last: Sequence[int] | NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return :func:`stream_seed` of many streams that differ in the ``last`` index (< 2**32) alone, much faster."""
+    """Return :func:`stream_seed` for many values of the last index."""
     # SeedSequence's mixing (numpy/random/bit_generator.pyx), each word of entropy a column with a row per stream.
     words = [np.full(1, word, np.uint32) for number in (seed, _number_of(purpose), *indices) for word in _words(number)]
     words.append(np.asarray(last, np.uint32))
@@ -72,7 +74,7 @@ def _number_of(purpose: str) -> int:
 
 
 def _words(number: int) -> list[int]:
-    """Split a number into words of 32 bits, the lowest first, as SeedSequence does."""
+    """Split a number into words of 32 bits, as SeedSequence does."""
     if number < 1 << 32:
         return [number]
     return [number & 0xFFFFFFFF, *_words(number >> 32)]

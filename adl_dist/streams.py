@@ -12,12 +12,12 @@ CPU = torch.device("cpu")
 
 
 def seed_streams(seed: int, device: torch.device = CPU) -> None:
-    """Seed torch's stream, as :func:`seed_torch` does, Python's and numpy's."""
+    """Seed torch's streams, Python's and numpy's."""
     seed_each(dict.fromkeys(("torch", "python", "numpy"), seed), device)
 
 
 def seed_each(seeds: Mapping[str, int], device: torch.device = CPU) -> None:
-    """Seed the streams ``torch``, ``python`` and ``numpy`` that ``seeds`` names."""
+    """Seed the streams among torch, python and numpy in ``seeds``."""
     for name, seed in seeds.items():
         if name == "torch":
             seed_torch(seed, device)
@@ -26,7 +26,8 @@ def seed_each(seeds: Mapping[str, int], device: torch.device = CPU) -> None:
 
 
 def seed_torch(seed: int, device: torch.device = CPU) -> None:
-    """Seed torch's stream on the CPU, from which a model on a GPU may draw, too, and that of ``device``."""
+    """Seed torch's stream on the CPU and that of ``device``."""
+    # A model on a GPU may draw from both.
     torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every GPU
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
@@ -41,7 +42,10 @@ SEEDERS: dict[str, Callable[[int], None]] = {"python": random.seed, "numpy": see
 
 
 class Streams:
-    """Torch's stream on the CPU, Python's, numpy's legacy one, and torch's on one GPU, as they are now."""
+    """The present states of the random streams of torch, Python and numpy.
+
+    They include that of torch on one GPU.
+    """
 
     def __init__(self, device: torch.device | None = None) -> None:
         """Read them, that of ``device`` included if it is a GPU."""
@@ -51,7 +55,7 @@ class Streams:
         self._of_device = torch.cuda.get_rng_state(self._device) if self._device is not None else None
 
     def difference(self, before: "Streams") -> set[str]:
-        """Return which of ``torch``, ``python`` and ``numpy`` are not as they were ``before``."""
+        """Return the streams that are not as they were ``before``."""
         pairs = {
             "torch": (_of_torch(self), _of_torch(before)),
             "python": (self._pythons, before._pythons),
@@ -60,7 +64,7 @@ class Streams:
         return {name for name, (now, then) in pairs.items() if now != then}
 
     def moved(self) -> set[str]:
-        """Return which of ``torch``, ``python`` and ``numpy`` have been drawn from or seeded since then."""
+        """Return the streams that have been drawn from or seeded since."""
         return Streams(self._device).difference(self)
 
     def restore(self) -> None:
@@ -74,7 +78,7 @@ class Streams:
 
 @contextmanager
 def streams_kept(device: torch.device | None = None) -> Iterator[Streams]:
-    """Leave the global random streams, also that of the GPU ``device``, as they were found."""
+    """Restore the global random streams, also that of ``device``."""
     streams = Streams(device)
     try:
         yield streams

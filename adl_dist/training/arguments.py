@@ -31,7 +31,7 @@ R = TypeVar("R")
 
 
 def one_at_a_time(method: Callable[Concatenate[B, P], R]) -> Callable[Concatenate[B, P], R]:
-    """Refuse a call of ``method`` while a method of the same trainer runs, as in a callback."""
+    """Refuse a call of ``method`` while a method of its trainer runs."""
 
     @functools.wraps(method)
     def alone(trainer: B, /, *given: P.args, **named: P.kwargs) -> R:
@@ -51,13 +51,13 @@ def one_at_a_time(method: Callable[Concatenate[B, P], R]) -> Callable[Concatenat
 
 
 def check_process() -> None:
-    """End a process that imports the user's script to load data; the training process reports the mistake."""
+    """End a process that imports the user's script only to load data."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise SystemExit("this script trains when it is imported; put that under `if __name__ == '__main__':`")
 
 
 def resolve_method(method: Method | str | None) -> Method:
-    """Return the method of the argument ``method``: itself, by its name, or the default."""
+    """Return the method itself, by its name, or by default."""
     if method is None or isinstance(method, str):
         return Method(name=method) if method is not None else Method()
     if not isinstance(method, Method):
@@ -83,7 +83,7 @@ def check_uncompiled(model: nn.Module, num_stages: int) -> None:
 
 
 def check_layers(model: nn.Module, *, distributed: bool) -> None:
-    """Raise ConfigError for a layer that averages over processes, if these hold other stages."""
+    """Raise ConfigError for a SyncBatchNorm across stages."""
     synced = (name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm))
     if distributed and (name := next(synced, None)) is not None:
         raise ConfigError(
@@ -93,7 +93,7 @@ def check_layers(model: nn.Module, *, distributed: bool) -> None:
 
 
 def conversion_notes(model: nn.Module, loss_fn: object, dtype: torch.dtype) -> list[str]:
-    """Return notes about conversions of model and loss that a user may not expect, a line each.
+    """Return notes about conversions of model and loss, a line each.
 
     The modes of ``model`` stay as they are.
     """
@@ -134,7 +134,7 @@ def _shown(names: Sequence[str]) -> str:
 
 
 def check_loss(loss_fn: object) -> None:
-    """Raise ConfigError unless ``loss_fn`` can be called with (output, target)."""
+    """Raise ConfigError unless ``loss_fn`` takes (output, target)."""
     if isinstance(loss_fn, type):
         raise ConfigError(f"loss_fn is the class {loss_fn.__name__}; expected a loss made of it: {loss_fn.__name__}()")
     if not callable(loss_fn):
@@ -145,7 +145,7 @@ def check_loss(loss_fn: object) -> None:
 
 
 def check_factories(optimizer: object, lr_schedule: object) -> None:
-    """Raise ConfigError unless ``optimizer`` makes an optimizer, and ``lr_schedule``, if not None, its schedule."""
+    """Raise ConfigError unless both arguments are factories."""
     name = type(optimizer).__name__
     if isinstance(optimizer, Optimizer):
         raise ConfigError(
@@ -165,7 +165,7 @@ def check_factories(optimizer: object, lr_schedule: object) -> None:
 
 
 def check_delays(method: Method, balance: object) -> None:
-    """Raise ConfigError if the delays of ``method`` need a measurement and ``balance`` makes none."""
+    """Raise ConfigError if delays need a measurement and there is none."""
     if method.awaits_delays and balance != "auto":
         raise ConfigError(
             "method.delay=auto follows from measured stages; use partition.balance=auto, or give the list that "
@@ -184,7 +184,7 @@ MAY_BE_NONE = {"max_updates"}  # of the numbers
 
 
 def check_values(values: Mapping[str, object]) -> None:
-    """Raise ConfigError for one of ``values``, by name, that is not of its type in ``VALUES``; some may be None."""
+    """Raise ConfigError for a value that is not of its type in ``VALUES``."""
     for name, value in values.items():
         wanted = VALUES[name]
         # A number that is True or False is a slip, too.

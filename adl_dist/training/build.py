@@ -60,14 +60,14 @@ class Startup:
     folder: Path | None = None
 
     def exchange(self, key: str, value: Any) -> list[Any]:
-        """Publish ``value`` and return that of each rank; raise as :func:`~adl_dist.training.startup_sync.exchange`."""
+        """Publish ``value`` and return that of each rank."""
         return exchange(self.store, key, self.world.rank, self.world.size, value)
 
 
 def settle_partition(
     spec: TrainSpec, partitioned: PartitionedModel, startup: Startup, settings: Settings
 ) -> PartitionResult:
-    """Settle with the other ranks the cut, the loss and the tensors between stages.
+    """Settle the cut, the loss and the tensors between stages.
 
     Args:
         spec: how the model is trained.
@@ -115,7 +115,7 @@ def settle_partition(
 
 
 def check_loaded_targets(spec: TrainSpec, samples: Samples, loader: DeviceLoader) -> None:
-    """Raise DataError if the loss of ``spec`` does not take the targets of ``samples`` as they are loaded."""
+    """Raise DataError if the loss does not take the targets of ``samples``."""
     loader.expect(spec, loss_terms(spec.loss_fn, samples.one[1], spec.loss_reduction), num_outputs=None)
     for target in (batch.target for batch in samples.pair):
         if isinstance(target, Tensor) and is_class_target(target):
@@ -128,7 +128,7 @@ def build_worker(
     startup: Startup,
     pick_next: Callable[[Sequence[int]], int] = downstream_first,
 ) -> tuple[LocalWorker, Settings]:
-    """Build the worker of this process; every rank calls this after :func:`settle_partition`.
+    """Build the worker of this process after :func:`settle_partition`.
 
     Returns:
         The worker, and the settings in the optimizers and learning rate schedules of all stages; the same on each rank.
@@ -179,7 +179,7 @@ def build_worker(
 
 
 def unit_of(samples: Samples, loss_fn: LossFn, terms: LossTerms | None) -> str:
-    """Return the unit of the speed of training: ``images``, ``tokens``, or ``samples`` of anything else."""
+    """Return the unit of speed: ``images``, ``tokens`` or ``samples``."""
     first, target = tensors_of(samples.one[0])[0], tensors_of(samples.one[1])[0]
     classes = class_loss(loss_fn)
     is_text = not first.is_floating_point() and first.ndim == 2 and target.ndim == 2 and not target.is_floating_point()
@@ -189,7 +189,7 @@ def unit_of(samples: Samples, loss_fn: LossFn, terms: LossTerms | None) -> str:
 
 
 def settings_of(spec: TrainSpec, partitioned: PartitionedModel) -> dict[str, object]:
-    """Return the plain values that must be equal on all ranks and in a resumed run."""
+    """Return the plain values that are equal on all ranks and on resume."""
     balance = partitioned.spec.balance
     rules = {"rules": spec.optimizer.settings} if isinstance(spec.optimizer, RuledOptimizer) else {}
     return {
@@ -202,7 +202,7 @@ def settings_of(spec: TrainSpec, partitioned: PartitionedModel) -> dict[str, obj
 
 
 def sample_optimizer(factory: OptimizerFactory) -> Settings | str:
-    """Describe the optimizer that ``factory`` makes for one small matrix, or its error.
+    """Describe the optimizer of one small matrix, or its error.
 
     The optimizers of two stages may well differ, so ranks compare those that they make for the same parameter.
     """
@@ -213,7 +213,7 @@ def sample_optimizer(factory: OptimizerFactory) -> Settings | str:
 
 
 def settings_made(spec: TrainSpec, made: Sequence[Mapping[str, Any]]) -> Settings:
-    """Return the settings of optimizer and schedule that identify a run, from those of all stages."""
+    """Return the settings of optimizer and schedule that identify a run."""
     optimizer, schedule = (
         merged(one[kind] for one in made if kind in one) or None for kind in ("optimizer", "lr_schedule")
     )
@@ -240,7 +240,7 @@ def check_compiler(device: torch.device) -> None:
 
 
 def check_sizes(pipeline: Pipeline, sizes: Iterable[int]) -> None:
-    """Raise ConfigError for a head with BatchNorm over the features of one single sample."""
+    """Raise ConfigError for BatchNorm in a head on a single sample."""
     method = pipeline.method
     if pipeline.spec.has_heads and pipeline.num_stages > 1 and normalises_samples(method) and 1 in sizes:
         option, without = f"method.head={method.head}", "method.head=linear"
@@ -253,7 +253,7 @@ def check_sizes(pipeline: Pipeline, sizes: Iterable[int]) -> None:
 
 
 def check_targets(pipeline: Pipeline, result: TrialResult) -> None:
-    """Raise ConfigError if a head lacks the classes that it needs; all ranks agree on it."""
+    """Raise ConfigError if a head lacks the classes that it needs."""
     target, shown = result.targets[0], ", ".join(map(str, result.targets))
     is_class = len(result.targets) == 1 and not target.is_floating_point and not target.shape
     has_classes = result.num_classes is not None and is_class
@@ -282,7 +282,7 @@ def build_stages(
     device: torch.device,
     compiler: Compiler,
 ) -> dict[int, Stage]:
-    """Build the stages that train ``modules``, the parts of the model in this process, which are on ``device``."""
+    """Build the stages that train ``modules`` on ``device``."""
     return {
         k: Stage(
             module,
@@ -299,7 +299,7 @@ def build_stages(
 
 
 def build_stage_head(k: int, spec: TrainSpec, result: TrialResult, device: torch.device) -> nn.Module | None:
-    """Build the head of stage ``k``, or return None if the method has none there."""
+    """Build the head of stage ``k``, or return None."""
     method = spec.pipeline.method
     if not method.spec.has_heads or k == spec.pipeline.num_stages - 1:
         return None
@@ -319,7 +319,7 @@ def build_stage_head(k: int, spec: TrainSpec, result: TrialResult, device: torch
 def schedule_learning_rates(
     stages: Mapping[int, Stage], spec: TrainSpec, startup: Startup
 ) -> tuple[list[dict[str, Any]], dict[int, set[str]]]:
-    """Give each optimizer the schedule of ``spec``, if it has one, where the method lets it start.
+    """Give each optimizer the schedule of ``spec``, if it has one.
 
     Returns:
         The settings in optimizer and schedule of each stage, and by stage the keys of groups that the schedule sets.

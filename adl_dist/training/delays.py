@@ -11,7 +11,7 @@ DELAYS = "delays.json"
 
 
 def read_delays(folder: Path, num_stages: int) -> list[int] | None:
-    """Return the delays recorded in ``folder`` for ``num_stages``, or None if there are none.
+    """Return the delays recorded for ``num_stages``, or None.
 
     Raises:
         ConfigError: If the file has other contents.

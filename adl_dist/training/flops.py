@@ -19,7 +19,7 @@ PEAK_TFLOPS = {
 
 
 def peak_tflops(given: float | None, spec: TrainSpec, device: torch.device) -> float | None:
-    """Return the peak of one device: the ``given`` one, or that of a known GPU in bfloat16, or None."""
+    """Return the ``given`` or known peak of one device, or None."""
     if given is not None or device.type != "cuda" or spec.precision.autocast is not torch.bfloat16:
         return given
     name = torch.cuda.get_device_name(device)
@@ -30,7 +30,9 @@ def peak_tflops(given: float | None, spec: TrainSpec, device: torch.device) -> f
 
 
 def flops_per_sample(model: nn.Module, spec: TrainSpec, samples: Samples, device: torch.device) -> float | None:
-    """Count the operations of forward and backward of one sample by torch; ``model`` changes.
+    """Count the operations of forward and backward of one sample.
+
+    ``model`` changes.
 
     Counted are matrix products, convolutions and attention. Return None if lengths change, or if the model has none of
     these.

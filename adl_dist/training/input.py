@@ -26,14 +26,14 @@ UNDER_WAY = 4  # from pinned memory to a device
 
 
 def in_format(tensor: Tensor, *, channels_last: bool) -> Tensor:
-    """Return ``tensor``, if it is of images [B, C, H, W], as [B, H, W, C] in memory, if that is wanted."""
+    """Return images [B, C, H, W] as [B, H, W, C] in memory, if wanted."""
     if not channels_last or tensor.ndim != 4:
         return tensor
     return tensor.contiguous(memory_format=torch.channels_last)
 
 
 class DeviceLoader:
-    """Loads a dataset for stage 0; yields (input on the device, target on the CPU)."""
+    """Loads (input on the device, target on the CPU) for stage 0."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class DeviceLoader:
         min_samples: int = 1,
         loading: Loading = PLAIN,
     ) -> None:
-        """Open ``dataset``, the ``training`` or ``validation`` dataset by its ``name``.
+        """Open the ``training`` or ``validation`` dataset.
 
         Raises:
             DataError: If it is None, has fewer than ``min_samples``, or cannot be loaded.
@@ -79,7 +79,7 @@ class DeviceLoader:
             self._num_classes, self._classes = num_outputs, classes
 
     def batches(self, epoch: int, sizes: Sequence[int], *, first_sample: int = 0) -> Batches:
-        """Yield micro-batches of ``sizes`` samples, from ``first_sample`` in the order of ``epoch`` on.
+        """Yield micro-batches of ``sizes`` in the order of ``epoch``.
 
         Raises:
             DataError: If a sample cannot be loaded, a target is not a class, which torch would report only in the loss,
@@ -130,7 +130,7 @@ class DeviceLoader:
         self._loader.close()
 
     def seconds_to_load(self, micro_batch_size: int) -> float:
-        """Measure the least seconds to load a micro-batch here; 0 if workers load it."""
+        """Measure the time to load a micro-batch here; 0 with workers."""
         if self._loader.num_workers:
             return 0.0
         times = min(4, self._loader.num_samples)
@@ -144,7 +144,7 @@ class DeviceLoader:
         return min(seconds) * micro_batch_size / sizes[0]
 
     def check(self, target: Tensor, where: str) -> None:
-        """Raise DataError, with its place ``where``, for an unexpected ``target`` [B, ...] of whole numbers."""
+        """Raise DataError for an unexpected ``target`` [B, ...] at ``where``."""
         target = as_classes(target)
         ignored, is_torchs_own = self._classes.ignore_index, self._classes.is_torchs_own
         # Of several targets in a sample a class derived from torch's may want the outputs in another order.
@@ -209,6 +209,6 @@ class Loaders(NamedTuple):
 
     @property
     def lengths(self) -> dict[str, int]:
-        """The numbers of samples, as arguments of a plan; 0 where there is no dataset."""
+        """The numbers of samples, as arguments of a plan."""
         names = ("num_samples", "num_validation")
         return {name: loader.num_samples if loader is not None else 0 for name, loader in zip(names, self, strict=True)}

@@ -76,7 +76,7 @@ class LazyWeights:
 
     @property
     def stream(self) -> list[float]:
-        """Values that ranks compare in the place of initial weights that they do not have."""
+        """Values that ranks compare in the place of initial weights."""
         sample = torch.empty(4)
         if self._draw is None or self.files is not None:
             return []
@@ -85,7 +85,7 @@ class LazyWeights:
         return [float(value) for value in sample]
 
     def make(self, module: nn.Module) -> None:
-        """Make all tensors of ``module``, the model or a stage of it, in their present dtypes."""
+        """Make all tensors of the model or a stage, in their present dtypes."""
         made: dict[int, Tensor] = {}
         root, wanted = module, {name for name, _ in _registered(module)}
         if isinstance(module, StageModule):
@@ -106,7 +106,7 @@ class LazyWeights:
                         module.replace(full, old, made[id(old)])
 
     def _read_or_drawn(self, name: str, layer: nn.Module, todo: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors ``todo`` of a layer, from the files or by the model's ``draw_parameter``."""
+        """Read the tensors ``todo`` of a layer, or draw them."""
         values: dict[str, Tensor] = {}
         if self.files is not None:
             for full in todo:
@@ -125,7 +125,7 @@ class LazyWeights:
         return [each for each in self._names_of[name] if self.files is not None and each in self.files.tensors]
 
     def _of_reset(self, name: str, layer: nn.Module) -> list[str]:
-        """Return the names of the tensors of a layer that its own ``reset_parameters`` has to make."""
+        """Return the names of tensors that ``reset_parameters`` has to make."""
         found = []
         for key, tensor in _own(layer):
             full = _full(name, key)
@@ -135,13 +135,13 @@ class LazyWeights:
         return found
 
     def _reset(self, layer: nn.Module) -> Any:
-        """Return the function that fills the other tensors of a layer, or None if there is none."""
+        """Return the function that fills the other tensors, or None."""
         if self._reset_layer is not None:
             return partial(self._reset_layer, layer)
         return next((method for name in RESETS if callable(method := getattr(layer, name, None))), None)
 
     def _reset_values(self, name: str, layer: nn.Module, todo: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return those of ``todo`` that only the layer's ``reset_parameters`` makes."""
+        """Make those of ``todo`` that only ``reset_parameters`` makes."""
         if not {*self._of_reset(name, layer)} & todo.keys():
             return {}
         before = dict(_own(layer))
@@ -177,7 +177,9 @@ def is_lazy_model(model: nn.Module) -> bool:
 def prepare_weights(
     model: nn.Module, init_from: Path | None, seed: int, untied: Mapping[str, str] | None = None
 ) -> LazyWeights | None:
-    """Return a LazyWeights for a meta model; otherwise load ``init_from`` and return None.
+    """Return a LazyWeights for a meta model, or load ``init_from``.
+
+    In the second case return None.
 
     ``untied`` maps the name of each untied parameter to the one that it was tied to.
 
@@ -211,7 +213,9 @@ def prepare_weights(
 
 
 def load_initial(model: nn.Module, path: Path) -> None:
-    """Give ``model`` the weights in ``path``: those of :class:`WeightFiles`, or a state_dict saved by ``torch.save``.
+    """Load the weights in ``path`` into ``model``.
+
+    They are those of :class:`WeightFiles`, or a state_dict saved by ``torch.save``.
 
     Raises:
         CheckpointError: If they are not there, damaged, or of a different model.
@@ -252,7 +256,7 @@ def load_weights(model: nn.Module, files: WeightFiles) -> None:
 
 
 def check_on_meta(model: nn.Module) -> None:
-    """Raise ConfigError unless all parameters and buffers of ``model`` are on meta and plain."""
+    """Raise ConfigError unless all tensors are on meta and plain."""
     for name, tensor in _registered(model):
         if not tensor.is_meta:
             raise ConfigError(
@@ -278,7 +282,7 @@ def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _full(name: str, key: str) -> str:
-    """Return the name in the model of the tensor ``key`` of its layer ``name``."""
+    """Return the name of tensor ``key`` of layer ``name``."""
     return f"{name}.{key}".lstrip(".")
 
 
@@ -301,7 +305,7 @@ def _put(layer: nn.Module, key: str, old: Tensor, new: Tensor) -> Tensor:
 
 
 def _hold(layer: nn.Module, key: str, tensor: Tensor) -> None:
-    """Register ``tensor`` as ``key`` of ``layer``, without the layer's ``__setattr__``."""
+    """Register ``tensor`` as ``key``, without ``__setattr__``."""
     if isinstance(tensor, nn.Parameter):
         layer._parameters[key] = tensor
     else:

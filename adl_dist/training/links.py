@@ -18,7 +18,7 @@ FREE = 1e15, 0.0  # bytes per second and seconds of one way within a process
 
 
 def links_between(links: str | None, world: World, store: dist.Store, folder: Path | None) -> Links | None:
-    """Return the links for the cut and delays, or None if there are none or this rank does not use them.
+    """Return the links for the cut and delays, or None.
 
     They are described by ``links``, or measured now if that is ``auto``, or were when the run in ``folder`` began with
     as many stages in as many processes.
@@ -49,7 +49,7 @@ def links_between(links: str | None, world: World, store: dist.Store, folder: Pa
 
 
 def _kept(path: Path) -> dict[str, list[tuple[float, float]]]:
-    """Return the measured links (bytes per second, seconds) by the number of stages and processes."""
+    """Return the measured (bytes per second, seconds) of links."""
     if not path.is_file():
         return {}
     try:

@@ -79,7 +79,7 @@ class PartitionResult(NamedTuple):
 
 
 class PartitionedModel:
-    """A model and its cut, made before the first step, when there are samples to run it on.
+    """A model and its cut, made before the first step.
 
     Attributes:
         spec: where to cut.
@@ -105,7 +105,7 @@ class PartitionedModel:
         own: Iterable[int],
         weights: LazyWeights | None = None,
     ) -> None:
-        """Take ``model``, to be cut into ``num_stages``, of which this process keeps ``own``.
+        """Take ``model``; this process keeps the stages ``own``.
 
         ``weights`` makes its tensors, if it is on meta.
 
@@ -145,7 +145,9 @@ class PartitionedModel:
         self._home: dict[str, tuple[int, torch.dtype]] = {}
 
     def full_state_dict(self, *, distributed: bool) -> dict[str, Any]:
-        """Return parameters and buffers of the whole model, on the CPU; if ``distributed``, every rank must call it.
+        """Return the tensors of the whole model on the CPU.
+
+        If ``distributed``, every rank must call it.
 
         Extra state of modules is that of this process's stages; checkpoints have all of it.
         """
@@ -164,7 +166,7 @@ class PartitionedModel:
         return {name: full[name] for name in self.signature} | extra
 
     def give_state(self) -> None:
-        """Put extra state, and buffers that forwards of stages have replaced, into the user's model, too."""
+        """Copy extra state and replaced buffers into the user's model."""
         for module in self.modules.values():
             if isinstance(module, StageModule):
                 module.give_state()
@@ -178,7 +180,9 @@ class PartitionedModel:
         device: torch.device,
         measuring: Measuring | None,
     ) -> PartitionResult:
-        """Cut the model, run it on ``samples`` and compare it with the uncut one; the same on every rank.
+        """Cut the model, and compare its stages with the uncut model.
+
+        The result is the same on every rank.
 
         The process of stage 0, which alone has ``measuring``, measures if that is asked for.
 
@@ -239,7 +243,7 @@ class PartitionedModel:
     def _choose(
         self, trial: Trial, chain: Chain | None, store: dist.Store, measuring: Measuring | None
     ) -> tuple[TrainSpec, TrialResult, list[int]]:
-        """Return the spec, with its delays, and result and sizes of the cut that was asked for, or can be made."""
+        """Choose the cut; return the spec with its delays, result and sizes."""
         spec, delays = trial.spec, trial.spec.pipeline.nominal_delays
         if chain is None or self._num_stages == 1:
             if chain is not None:
@@ -263,7 +267,7 @@ class PartitionedModel:
         return spec, result, sizes
 
     def _even(self, trial: Trial, chain: Chain) -> tuple[TrialResult, list[int]]:
-        """Return result and sizes of a cut that follows from the model: the one asked for, or the most even one."""
+        """Try the given or the most even cut; return result and sizes."""
         is_flops, fixed = self.spec.balance == "flops", self._fixed_sizes(chain)
         choose = flops_sizes if is_flops else even_sizes
         result, sizes = attempt(
@@ -280,7 +284,7 @@ class PartitionedModel:
         return result, sizes
 
     def _fixed_sizes(self, chain: Chain) -> list[int] | None:
-        """Return the sizes that were asked for, or those of the run that continues; None if they are to be chosen."""
+        """Return the given sizes or those of the resumed run, or None."""
         if not isinstance(self.spec.balance, str):
             return checked_sizes(chain, self._num_stages, self.spec.balance)
         if self.begins:
@@ -291,7 +295,7 @@ class PartitionedModel:
         return None
 
     def _measured(self, trial: Trial, chain: Chain, measuring: Measuring) -> tuple[list[int], tuple[int, ...]]:
-        """Measure the units, or read a measurement, and return the best sizes and nominal delays."""
+        """Measure the units; return the best sizes and nominal delays."""
         profile = take_profile(
             copied_model(trial.model),
             chain,
@@ -331,7 +335,7 @@ class PartitionedModel:
         return balance.sizes, pipeline.nominal_delays
 
     def _with_delays(self, profile: Profile, pipeline: Pipeline, machine: Machine, folder: Path | None) -> Pipeline:
-        """Return ``pipeline`` with the delays that its run began with, or else with those that are best now.
+        """Return ``pipeline`` with the recorded or the best delays.
 
         Values depend on delays, so a run keeps them, whatever is measured when it continues.
         """
@@ -351,7 +355,7 @@ class PartitionedModel:
         return measured
 
     def _known(self, samples: Samples) -> PartitionResult | None:
-        """Return the result of an earlier call of fit or evaluate, if it holds for these samples.
+        """Return the result of an earlier call, if it holds for these samples.
 
         Raises:
             ConfigError: If it does not, and this process does not hold the whole model any more; or if a parameter that
@@ -405,7 +409,7 @@ class PartitionedModel:
 
 
 def cut_note(chain: Chain, sizes: Sequence[int]) -> str:
-    """Return a line about a cut: the units of each stage, the shares of the work, and the blocks that it opens."""
+    """Return a line about a cut: units, shares of the work, opened blocks."""
     stops = [*accumulate(sizes)]
     shown = []
     for k, (stop, size) in enumerate(zip(stops, sizes, strict=True)):
@@ -417,14 +421,17 @@ def cut_note(chain: Chain, sizes: Sequence[int]) -> str:
 
 
 def keeps_ties(method: Method) -> str | None:
-    """Return why tied weights must be on one stage with ``method``, or None if they need not."""
+    """Return why tied weights must be on one stage, or None."""
     why = method.why_not_tied
     return None if why is None else f"since {why}: use partition.tied=untie"
 
 
 @contextmanager
 def _collector_off() -> Iterator[None]:
-    """Hold Python's collector back: it would look at all of torch's 400,000 objects, 0.1 s a time, and free nothing."""
+    """Switch the garbage collector off inside.
+
+    It would look at all of torch's 400,000 objects, 0.1 s a time, and free nothing.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -445,7 +452,7 @@ def take_profile(
     kept_in: Path | None,
     feed: DeviceLoader | None,
 ) -> Profile:
-    """Measure the cost of each unit of ``model``, or read a measurement of the same thing.
+    """Measure the cost of each unit, or read an earlier measurement.
 
     Its units are those of ``chain``; it is on the device of the ``sample``: input [1, ...] and target [1, ...], which
     are repeated to a micro-batch. ``kept_in`` is the file of the measurement. ``feed`` is what stage 0 loads
@@ -510,7 +517,7 @@ def _profile_key(
 
 
 def device_memory(device: torch.device, num_stages: int = 1) -> int | None:
-    """Return the bytes of a GPU that each of ``num_stages`` on it may fill; None for the CPU, which all share."""
+    """Return the GPU memory of a stage in bytes, or None on a CPU."""
     return int(torch.cuda.mem_get_info(device)[1] * SHARE_OF_MEMORY) // num_stages if device.type == "cuda" else None
 
 

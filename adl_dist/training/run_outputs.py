@@ -35,7 +35,10 @@ class Outputs:
     def of(
         cls, checkpoints: CheckpointPolicy | None, monitoring: Monitoring | None, callbacks: Sequence[Any]
     ) -> "Outputs":
-        """Return the outputs, with defaults for None; raise ConfigError for an object that is not a callback."""
+        """Return the outputs, with defaults for None.
+
+        Raise ConfigError for an object that is not a callback.
+        """
         return cls(checkpoints or CheckpointPolicy(), monitoring or Monitoring(), Callbacks(callbacks))
 
     def check(
@@ -46,7 +49,7 @@ class Outputs:
         *,
         is_distributed: bool,
     ) -> None:
-        """Raise ConfigError for an output without its ``run_dir``, pipeline or metric."""
+        """Raise ConfigError for an output without its run_dir or metric."""
         if run_dir is None and resume != "auto":
             raise ConfigError(
                 f"resume={resume} needs a run_dir to continue in; without one nothing is saved or resumed"
@@ -71,7 +74,7 @@ class Outputs:
             goal.check([metric.name for metric in metrics_of(spec.metrics, None)])
 
     def check_validation(self, num_validation: int, *, saves: bool) -> None:
-        """Raise ConfigError if an output needs a validation but there are no samples.
+        """Raise ConfigError for an output that needs a missing validation.
 
         With ``saves`` there are checkpoints, of which one may be the best.
         """
@@ -84,7 +87,7 @@ class Outputs:
             )
 
     def recorder(self, saving: CheckpointContext | None) -> MetricsWriter:
-        """Return the recorder of a run; it writes nothing if the run saves nothing."""
+        """Return the recorder; it writes nothing if the run saves nothing."""
         if saving is None:
             return MetricsWriter(None)
         loggers = [*self.monitoring.loggers]
@@ -110,7 +113,7 @@ class Outputs:
         recorder: MetricsWriter,
         requests: RequestQueue,
     ) -> Coordinator:
-        """Return the coordinator of a run, and show the notes about the cut on rank 0."""
+        """Return the coordinator, and show notes about the cut on rank 0."""
         pipeline, is_rank_0 = worker.pipeline, worker.world.rank == 0
         progress = Progress(num_stages=pipeline.num_stages, quiet=self.monitoring.quiet, unit=worker.unit)
         if is_rank_0:

@@ -20,7 +20,7 @@ ROUNDS = 8  # the first is not counted
 
 
 class _Round(NamedTuple):
-    """The seconds of one forward and backward, with a split backward and with a whole one."""
+    """The seconds of one forward and backward, split and whole."""
 
     deferrable: dict[int, float]  # of each unit, the part that can be deferred
     held: dict[int, int]  # bytes that each unit holds until then
@@ -38,7 +38,7 @@ def with_split_costs(
     loss_fn: LossFn,
     within: Within,
 ) -> Profile:
-    """Return the profile of ``chain`` with the costs of a split backward, measured on a copy of ``model``.
+    """Return ``profile`` with the measured costs of a split backward.
 
     Args:
         profile: that of :func:`measure`.

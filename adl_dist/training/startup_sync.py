@@ -32,7 +32,7 @@ NUM_SAMPLED = 4  # elements of a tensor
 
 
 def sampled(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, list[float]]:
-    """Return a few elements of each tensor: enough to tell different random numbers apart."""
+    """Return a few elements of each tensor, to compare random numbers."""
     samples = {}
     for name, tensor in tensors:
         if tensor.layout is torch.strided and tensor.numel() and not tensor.is_meta and not tensor.is_quantized:
@@ -60,7 +60,7 @@ def check_consistent(
     found: bool,
     initial: Mapping[str, Sequence[float]] = MappingProxyType({}),
 ) -> None:
-    """Refuse to start if ranks have different jobs, or, with ``found``, different results of the trial.
+    """Refuse to start if ranks have different jobs or trial results.
 
     ``initial`` are a few elements of each initial weight: other processors may round a random number differently in its
     last digits, but a different seed gives a different number.
@@ -94,7 +94,7 @@ def check_consistent(
 
 
 def first_difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """Return the dotted name of the first entry that differs, also in mappings inside, with both values."""
+    """Return the dotted name and both values of the first difference."""
     for name in {**mine, **theirs}:
         here, there = mine.get(name, "missing"), theirs.get(name, "missing")
         if here == there:
@@ -106,7 +106,7 @@ def first_difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> tupl
 
 
 def exchange(store: dist.Store, key: str, rank: int, size: int, value: Any) -> list[Any]:
-    """Publish ``value`` of this ``rank`` as ``key``, wait for all ranks, and return their values.
+    """Publish ``value`` as ``key``, and return the values of all ranks.
 
     Raises:
         StageFailed, ChannelError: If a rank has failed, or does not answer.

@@ -44,13 +44,13 @@ class TiedCopies:
         return cls(tuple(by_stages), [*by_stages.values()], aliases)
 
     def mark(self, model: nn.Module, stages: Iterable[StageModule]) -> None:
-        """Give the copies on ``stages`` the roles that optimizers know the parameters of ``model`` by."""
+        """Give the copies on ``stages`` the optimizer roles of the originals."""
         for stage in stages:
             for name in {name for names in self.names for name in names} & {*stage.copies}:
                 take_role(stage.get_parameter(name), model.get_parameter(name))
 
     def of_stage(self, k: int, module: nn.Module) -> dict[int, dict[str, nn.Parameter]]:
-        """Return the parameters of ``module``, stage ``k``, for each of its ties, by their names."""
+        """Return the parameters of stage ``k`` for each tie, by name."""
         return {
             number: {name: module.get_parameter(name) for name in self.names[number]}
             for number, stages in enumerate(self.stages)
@@ -77,7 +77,7 @@ def _check_unwatched(parameter: nn.Parameter, name: str) -> None:
 
 
 def _twin(parameter: nn.Parameter, name: str) -> nn.Parameter:
-    """Return a copy of ``parameter``; raise PartitionError if a hook reads its gradient."""
+    """Return a copy of ``parameter``, whose gradient has no hook."""
     _check_unwatched(parameter, name)
     twin = copy.deepcopy(parameter)
     take_role(twin, parameter)

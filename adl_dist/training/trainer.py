@@ -62,7 +62,9 @@ from adl_dist.training.tied_copies import untied
 
 
 class Trainer:
-    """Trains a model cut into K stages: one process each under torchrun, all in this process otherwise.
+    """Trains a model cut into K stages.
+
+    Each stage has a process under torchrun; otherwise all are in this process.
 
     Initial weights are the model's own: for the same ones in every run, and on every rank, call ``torch.manual_seed``
     before it is built. :meth:`full_state_dict` returns those that training ends with. Of a model on
@@ -166,7 +168,7 @@ class Trainer:
     def _prepare(
         self, model: nn.Module, partition: PartitionSpec, init_from: str | os.PathLike[str] | None
     ) -> PartitionedModel:
-        """Load the weights of ``model`` or note how to make them, and return the model, not cut yet."""
+        """Load or prepare the weights of ``model``, which is not cut yet."""
         spec, num_stages = self._spec, self._spec.pipeline.num_stages
         arguments.check_delays(spec.pipeline.method, partition.balance)
         names = untied(model) if partition.tied == "untie" else {}
@@ -191,12 +193,12 @@ class Trainer:
 
     @property
     def rank(self) -> int:
-        """The rank of this process, 0 to K-1, or 0 if it was started plainly; rank 0 prints and writes."""
+        """The rank of this process, which is 0 if it was started plainly."""
         return launched_rank()
 
     @property
     def needs_data(self) -> bool:
-        """``True`` if this process feeds the pipeline; other processes need no dataset."""
+        """``True`` if this process feeds the pipeline with data."""
         return 0 in self._partitioned.modules
 
     @arguments.one_at_a_time
@@ -339,7 +341,7 @@ class Trainer:
 
     @arguments.one_at_a_time
     def full_state_dict(self, *, ema: bool = False) -> dict[str, Tensor]:
-        """Return parameters and buffers of the whole model by the uncut model's own names, on the CPU.
+        """Return the tensors of the whole model by name, on the CPU.
 
         Under torchrun every rank must call it, and every rank gets all of it. With ``ema`` the parameters are the
         moving averages of the last call of :meth:`fit`.
@@ -361,7 +363,7 @@ class Trainer:
 
     @arguments.one_at_a_time
     def load_checkpoint(self, path: str | os.PathLike[str], which: str = "newest", *, ema: bool = False) -> None:
-        """Read weights and running statistics from a checkpoint, whatever cut wrote it.
+        """Read weights and running statistics from a checkpoint of any cut.
 
         Args:
             path: the checkpoint's own folder, or a run folder.
@@ -384,13 +386,13 @@ class Trainer:
 
     @property
     def _settings(self) -> dict[str, Any]:
-        """The settings of this trainer that a run folder is recognised by, as far as they are known already."""
+        """The known settings of this trainer that identify a run folder."""
         return {**build.settings_of(self._spec, self._partitioned), "loss": self._loss_settings}
 
     def _checked_folder(
         self, folder: RunFolder | None, known_by: Mapping[str, Any], resume: str, later: Collection[str]
     ) -> str:
-        """Check that ``folder`` is of this run, begin this rank's log there, and return from where to resume."""
+        """Check ``folder``, begin the log, and return from where to resume."""
         if folder is None:
             log_to(None)
             return resume
@@ -404,7 +406,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _start_job(self, world: World, folder: RunFolder | None) -> Iterator[tuple[job.Job, dist.Store]]:
-        """Yield a new job and the store by which its ranks agree on it; an error on one rank is raised on all."""
+        """Yield a new job and its store; an error is raised on all ranks."""
         tune_malloc()
         store = world.fresh_store()
         with self._applied(), propagate_errors(store, rank=world.rank):
@@ -516,7 +518,10 @@ class Trainer:
 
 
 def _is_distributed(processes: ProcessOptions, pipeline: Pipeline) -> bool:
-    """Return whether stages are in several processes; raise ConfigError if neither so many nor 1 were started."""
+    """Return whether stages are in several processes.
+
+    Raise ConfigError for a wrong number of processes.
+    """
     wanted, started = processes.one_per_stage, launched_world_size()
     distributed = (started is not None if wanted is None else wanted) and pipeline.num_processes > 1
     if distributed and started is None:

@@ -42,7 +42,7 @@ def needs_warm_up(spec: TrainSpec, device: torch.device) -> bool:
 
 
 def check_without_warm_up(backend: str) -> None:
-    """Refuse lengths that change, for which there is no warm-up, where receives posted ahead wait on the GPU.
+    """Refuse changing lengths over NCCL, for which there is no warm-up.
 
     Raises:
         ConfigError: If ``backend``, of the edges, is NCCL, and kernels are not loaded at the start.
@@ -66,7 +66,7 @@ def warm_up(
     *,
     with_updates: bool,
 ) -> None:
-    """Train and evaluate ``stages`` on zeros of each size of micro-batches, and put their tensors back.
+    """Train and evaluate ``stages`` on zeros; restore their tensors.
 
     Optimizers, versions and counters are not put back: the stages are made for this only. A stage that fails is left
     to its first real micro-batch.
@@ -107,7 +107,10 @@ def warm_up(
 
 
 def _work(spec: TrainSpec, k: int, size: int, *, full: bool) -> StageWork:
-    """Return the training of stage ``k`` on one micro-batch, or, if ``full``, until all its versions have been used."""
+    """Return the work of stage ``k`` on one micro-batch or more.
+
+    If ``full``, all versions of its weights are used.
+    """
     pipeline = spec.pipeline
     M = pipeline.micro_batches_per_update
     num_micro_batches = M * (pipeline.updates_to_fill + NUM_UPDATES) if full else 1
@@ -161,7 +164,7 @@ def _carry_out(  # 8: a stage, facts about it, and its actions
 
 @contextmanager
 def _restored(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    """Leave parameters, buffers, gradients and the random streams as they were found."""
+    """Restore parameters, buffers, gradients and the random streams."""
     parts = [*modules, *(vars(module)["model"] for module in modules if is_part(module))]
     owners = {id(owner): owner for part in parts for owner in part.modules()}
     held = [
@@ -184,7 +187,7 @@ def _restored(modules: Sequence[nn.Module], device: torch.device) -> Iterator[No
 
 
 def zeros_of(specs: Specs, size: int, device: torch.device, *, training: bool) -> Tensors:
-    """Return zeros in the place of the tensors that cross a cut for a micro-batch of ``size`` samples."""
+    """Return zeros in the place of the tensors that cross a cut."""
     return tuple(spec.empty(size, device).zero_() for spec in specs.for_segment(training=training))
 
 
@@ -199,7 +202,7 @@ def _code(stage: int, spec: TrainSpec, device: torch.device, acts: Mapping[int, 
 
 
 def _pin(samples: Samples, size: int, num_loaded: int) -> None:
-    """Allocate pinned memory for inputs and targets of ``size`` samples, which torch keeps when they are freed."""
+    """Allocate pinned memory, which torch keeps when it is freed."""
     batch = samples.repeated(size)
     needed = [(tensor, num_loaded) for tensor in tensors_of(batch.input_)]
     needed += [(tensor, max(num_loaded, NUM_TARGETS)) for tensor in tensors_of(batch.target)]

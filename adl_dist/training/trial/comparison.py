@@ -38,7 +38,7 @@ class Difference(NamedTuple):
 
 
 class Comparison:
-    """Compares the results of the uncut model, as they come, with those of the stages.
+    """Compares results of the uncut model with those of the stages.
 
     Outputs and losses must be equal to the bit on a CPU. Gradients may differ by rounding: they are summed in another
     order where stages use one value or one weight.
@@ -97,7 +97,7 @@ class Comparison:
 
 
 def is_equal(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors of one shape are equal, NaN in the same places included."""
+    """Return whether two tensors of one shape are equal, NaN included."""
     if a.layout is not torch.strided or b.layout is not torch.strided:
         a, b = _wide(a), _wide(b)
     return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
@@ -128,7 +128,7 @@ Calls = dict[tuple[str, int], list[Tensor]]  # by module and how often it was ca
 
 @contextmanager
 def record_calls(models: Sequence[nn.Module]) -> Iterator[Calls]:
-    """Collect the results of all modules of ``models``, which are copies of one model."""
+    """Collect the results of all modules of copies of one model."""
     calls: Calls = {}
 
     def hook_of(name: str) -> Callable[..., None]:
@@ -158,7 +158,7 @@ def record_calls(models: Sequence[nn.Module]) -> Iterator[Calls]:
 
 
 def describe_first_difference(expected: Calls, found: Calls) -> str:
-    """Return a clause with the name of the first module with a different result."""
+    """Return a clause that names the first different module."""
     before = ""
     for key, outs in expected.items():
         if key not in found:

@@ -27,13 +27,13 @@ PART_BYTES = 2**22  # of one message: torch's store takes 8 MiB at most
 
 
 class MicroBatch(NamedTuple):
-    """Input [B, ...] as stage 0 gets it, but in the plain memory format, and target [B, ...] on the CPU."""
+    """Input [B, ...] in the plain memory format, and target on the CPU."""
 
     input_: Batch
     target: Batch
 
     def rows(self, first: int, size: int) -> "MicroBatch":
-        """Return ``size`` samples from the ``first`` on, beginning again after the last."""
+        """Return ``size`` samples from the ``first`` on, repeated if needed."""
         rows = torch.arange(first, first + size) % num_samples(self.input_)
         return MicroBatch(*(map_batch(torch.Tensor.contiguous, rows_of(of, rows.to(device_of(of)))) for of in self))
 
@@ -50,13 +50,13 @@ class Samples(NamedTuple):
 
     @classmethod
     def of(cls, input_: Batch, target: Batch) -> "Samples":
-        """Divide up samples, input [n, ...] and target [n, ...], and repeat them if they are too few."""
+        """Divide samples [n, ...] into two micro-batches, repeated if needed."""
         batch = MicroBatch(input_, target)
         return cls((batch.rows(0, SIZES[0]), batch.rows(SIZES[0], SIZES[1])))
 
     @classmethod
     def of_lengths(cls, batches: Sequence[MicroBatch]) -> "Samples":
-        """Take micro-batches of two samples each and of different lengths, the least and the greatest first."""
+        """Take micro-batches of different lengths, least and greatest first."""
         pair = batches[0].rows(0, SIZES[0]), batches[1].rows(0, SIZES[1])
         return cls(pair, lengths=tuple(batch.rows(0, SIZES[0]) for batch in batches))
 
@@ -67,13 +67,13 @@ class Samples(NamedTuple):
 
     @property
     def readings(self) -> list[tuple[Batch, Batch]]:
-        """Inputs of two micro-batches of SIZES samples and of one length, for each of the lengths."""
+        """Inputs of two micro-batches of SIZES samples, for each length."""
         if not self.varies:
             return [(self.pair[0].input_, self.pair[1].input_)]
         return [(batch.input_, batch.rows(0, SIZES[1]).input_) for batch in self.lengths]
 
     def repeated(self, size: int) -> MicroBatch:
-        """Return a micro-batch of any ``size``, of the same samples again and again."""
+        """Return a micro-batch of any ``size``, of repeated samples."""
         return self.pair[1].rows(0, size)
 
     @property
@@ -83,7 +83,7 @@ class Samples(NamedTuple):
         return input_, target
 
     def to(self, device: torch.device, *, channels_last: bool) -> "Samples":
-        """Return the same samples on ``device``, images in that memory format if ``channels_last``."""
+        """Return the samples on ``device``, in a memory format."""
 
         def place(batch: MicroBatch) -> MicroBatch:
             input_ = map_batch(lambda tensor: in_format(tensor.to(device), channels_last=channels_last), batch.input_)
@@ -95,7 +95,7 @@ class Samples(NamedTuple):
 
 
 def take(training: DeviceLoader | None, validation: DeviceLoader | None, plan: Plan | None) -> Samples | None:
-    """Return the first samples of the training data, else of the validation data, with the sizes of ``plan``.
+    """Return the first samples of the data, and the sizes of ``plan``.
 
     Return None where no data is fed.
 
@@ -127,7 +127,10 @@ def _describe(batch: Batch, *, with_sizes: bool) -> str:
 
 
 def _lengths(loader: DeviceLoader) -> list[MicroBatch]:
-    """Return micro-batches of two samples each: that of the least size, the greatest, and a few between them."""
+    """Return micro-batches of two samples and of several lengths.
+
+    The first is the least, and the second the greatest.
+    """
     num = min(NUM_LOOKED_AT, loader.num_samples)
     sizes = [min(SIZES[0], num)] * max(1, num // SIZES[0])
     with closing(loader.batches(0, sizes)) as batches:
@@ -143,7 +146,7 @@ def _first(loader: DeviceLoader, count: int) -> tuple[Batch, Batch]:
 
 
 def share(store: dist.Store, samples: Samples | None, *, rank: int, size: int) -> Samples:
-    """Return the ``samples`` of rank 0, the only rank that has some; each of ``size`` ranks calls this.
+    """Return the ``samples`` of rank 0; each of ``size`` ranks calls this.
 
     Raises:
         StageFailed, ChannelError: If rank 0 has none, or does not answer.

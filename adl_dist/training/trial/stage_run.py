@@ -81,7 +81,7 @@ class Observation:
     keeps_memory: list[list[bool]] = field(default_factory=list)  # of each tensor that it returns
 
     def specs(self) -> tuple[TensorSpec, ...]:
-        """Return the specs of the acts: sizes that differ are open, unless they are those of the batch."""
+        """Return the specs of the acts; sizes that differ are open."""
         sizes = [size for size, _ in self.acts]
         found = []
         for tensors in zip(*(acts for _, acts in self.acts), strict=True):
@@ -91,7 +91,7 @@ class Observation:
 
 
 def crossing_acts(mode: ModePlan, edge: int) -> Observation:
-    """Return the tensors that were recorded to cross the edge after stage ``edge``."""
+    """Return the tensors recorded to cross the edge after stage ``edge``."""
     recorded, seen = mode.recorded, Observation()
     labels = [slot[0] for slot in mode.crossing[edge]]
     tail = [len(labels)] if mode.decides else []
@@ -117,14 +117,16 @@ class _Passage:
 
 
 class StageRun:
-    """Copies of all stages of a model, or of the model itself, and of the loss; their state is thrown away.
+    """Copies of the stages or the model, and of the loss.
+
+    Their state is thrown away.
 
     Attributes:
         modules: for each stage the modules that compute, under the model's names.
     """
 
     def __init__(self, stages: Sequence[Any], spec: TrainSpec, device: torch.device, name: str = "") -> None:
-        """Take the ``stages``, which are on ``device``, or on meta; errors call them ``name`` if they are one model."""
+        """Take the ``stages``; errors call them ``name`` if they are one model."""
         self.stages, self._spec, self._device, self.last = stages, spec, device, len(stages) - 1
         self.modules: list[nn.Module] = [
             vars(stage).get("model", stage) if is_part(stage) else stage for stage in stages
@@ -156,7 +158,7 @@ class StageRun:
         delayed: bool = False,
         backward: bool = True,
     ) -> None:
-        """Train on both micro-batches and evaluate them; ``take`` gets the results.
+        """Train on both micro-batches and evaluate them.
 
         Args:
             samples: the two micro-batches.
@@ -206,7 +208,7 @@ class StageRun:
         take(STATE, "buffer", {n: b.detach() for stage in reversed(self.stages) for n, b in stage.named_buffers()})
 
     def forward(self, batch: MicroBatch, when: str, *, training: bool = True) -> _Passage:
-        """Forward one micro-batch through all stages; there is a graph in training."""
+        """Forward one micro-batch through all stages."""
         passage, size = _Passage(), num_samples(batch.input_)
         seed = stream_seed(self._spec.seed, when)
         seed_streams(seed, self._device)
@@ -294,7 +296,7 @@ class StageRun:
         holders: Sequence[Mapping[str, nn.Parameter]] = (),
         within: Sequence[Callable[[], AbstractContextManager[None]]] = (),
     ) -> dict[str, Tensor | None]:
-        """Backward stage by stage, from the last to the first; return the gradients, each summed over the stages.
+        """Backward from the last to the first stage; return summed gradients.
 
         Args:
             passage: the forward.
@@ -329,7 +331,7 @@ class StageRun:
         return gradients
 
     def _note_gradients(self, k: int, gets: list[bool]) -> None:
-        """Note which of the stage's acts got a gradient, which must be the same each time."""
+        """Note the acts with a gradient, which must be the same each time."""
         before = self._seen[0][k].gets_grad
         before.append(gets)
         if gets != before[0] and k > 0:
@@ -366,7 +368,7 @@ class StageRun:
         return TrialResult(acts, targets, link_stages(infos), num_classes, self._num_outputs, self._learns, fault)
 
     def _loss_fault(self, samples: Samples) -> str | None:
-        """Return why the loss of two micro-batches is not the mean of both; None if it is, or is declared to be."""
+        """Return why the loss is not a mean, or None."""
         spec = self._spec
         is_mean = spec.loss_reduction == "batch" or is_known_mean(spec.loss_fn)  # as declared, or torch's own
         if is_mean or spec.pipeline.micro_batches_per_update == 1 or len(self._outputs) < 2:
@@ -400,7 +402,7 @@ class _OnMeta(TorchFunctionMode):
 
 
 class _MadeUp(torch.autograd.Function):
-    """Random values in the place of a tensor on meta; the gradient is on meta again."""
+    """Random values in the place of a meta tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, generator: torch.Generator) -> Tensor:
@@ -414,7 +416,7 @@ class _MadeUp(torch.autograd.Function):
 
 
 def change_values(parameters: Sequence[nn.Parameter]) -> None:
-    """Change the weights in place, unevenly and by a quarter at most, so that a use of the old ones shows."""
+    """Change weights in place, so that a use of the old ones shows."""
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         for p in parameters:
             if p.numel() and not p.is_meta:
@@ -427,7 +429,7 @@ def change_values(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def forward_error(gets: str, error: BaseException, *, training: bool) -> ConfigError:
-    """Return the error that a forward has failed; its text begins with ``gets``."""
+    """Return the error of a failed forward; it begins with ``gets``."""
     text = f"{gets} and fails on it: {type(error).__name__}: {error}"
     if not training and "does not require grad" in str(error):
         text += "; in evaluation no gradients are recorded: a forward that takes some needs torch.enable_grad()"
@@ -442,7 +444,7 @@ def _give_results(take: Take, when: str, passage: _Passage) -> None:
 
 
 def _as_sent(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` as it arrives at the next stage: in its memory format, without a graph."""
+    """Return ``tensor`` as it arrives at the next stage."""
     batched = tensor.ndim > 0
     return TensorSpec.of(tensor, batched=batched).fit(tensor.detach(), len(tensor) if batched else 0, str).detach()
 
@@ -452,7 +454,7 @@ def _shown(tensor: Tensor) -> str:
 
 
 def _lies_in(outs: Sequence[Tensor], module: nn.Module) -> list[bool]:
-    """Return for each of ``outs`` whether it lies in the memory of a parameter or buffer of ``module``."""
+    """Return whether each of ``outs`` lies in memory of ``module``."""
     own = {memory_of(tensor) for tensor in (*module.parameters(), *module.buffers())}
     return [memory_of(out) in own for out in outs]
 

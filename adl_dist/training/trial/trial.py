@@ -102,7 +102,7 @@ class Trial:
             raise forward_error(f"the model gets {given}", error, training=True) from error
 
     def run(self, chain: Chain | None = None, sizes: Sequence[int] = (), *, verify: bool = False) -> TrialResult:
-        """Run the stages of ``sizes`` units, or the model itself, and return facts about them.
+        """Run the stages, or the model itself, and return facts about them.
 
         With ``verify`` they are compared with the uncut model.
 
@@ -146,7 +146,7 @@ class Trial:
         return result
 
     def _run_recorded(self, plan: StagePlan) -> TrialResult:
-        """Return the recorded facts about the stages of a model on meta; the loss is tried on random outputs."""
+        """Return recorded facts about a meta model; try the loss on noise."""
         run = self._uncut()
         run.run(self.samples, backward=False)
         result = run.result(self.samples)
@@ -165,7 +165,7 @@ class Trial:
         return StageRun([_copy(self.model)], self.spec, self.device, "the model")
 
     def _uncut_as(self, chain: Chain, cut: StageRun) -> StageRun:
-        """Return the uncut model; as one stage where all stages draw from common random streams."""
+        """Return the uncut model, or one stage if stages share random streams."""
         model: nn.Module = _copy(self.model)
         if any(isinstance(stage, StageModule) and stage.draws[0] for stage in cut.stages):
             whole = [len(chain.units)]
@@ -173,7 +173,7 @@ class Trial:
         return StageRun([model], self.spec, self.device, name="the uncut model")
 
     def _compare(self, run: StageRun, cut: Callable[[], StageRun], uncut: Callable[[], StageRun]) -> None:
-        """Compare the stages of ``run`` with the uncut model, in the order of training.
+        """Compare the stages with the uncut model, as in training.
 
         Raises:
             PartitionError: If they differ; names the first unit that does.
@@ -222,7 +222,7 @@ class Trial:
         return comparison.first_difference()
 
     def _where(self, cut: StageRun, uncut: StageRun, names: frozenset[str]) -> str:
-        """Return a clause with the name of the first module with a different result."""
+        """Return a clause that names the first different module."""
         with ExitStack() as stack:
             found, expected = (stack.enter_context(record_calls(run.modules)) for run in (cut, uncut))
             for run in (cut, uncut):
@@ -230,7 +230,7 @@ class Trial:
             return describe_first_difference(expected, found)
 
     def _single_fault(self) -> str | None:
-        """Return why the model cannot be trained on a micro-batch of one sample; None if it can."""
+        """Return why the model cannot be trained on one sample, or None."""
         try:
             with warnings.catch_warnings(action="ignore"):  # of a size that may never come
                 self._uncut().forward(self.samples.repeated(1), "one sample")
@@ -240,7 +240,7 @@ class Trial:
 
 
 def _copy(model: nn.Module) -> nn.Module:
-    """Return a copy of ``model``, with the hooks of its parameters, which copies of parameters lack."""
+    """Return a copy of ``model`` with the hooks of its parameters."""
     twin = copied_model(model)
     for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
         if parameter._backward_hooks is not None:
@@ -251,7 +251,7 @@ def _copy(model: nn.Module) -> nn.Module:
 
 
 def memory_formats(model: nn.Module, spec: TrainSpec, samples: Samples) -> list[bool]:
-    """Return the values of channels_last to try in turn: the choice of ``spec``, or else both if the model has images.
+    """Return the values of channels_last to try in turn.
 
     A model that fails with channels_last may run in the plain format.
     """
@@ -262,7 +262,7 @@ def memory_formats(model: nn.Module, spec: TrainSpec, samples: Samples) -> list[
 
 
 def check_trains(result: TrialResult, samples: Samples) -> None:
-    """Check that the model can be trained on micro-batches of the sizes of ``samples``.
+    """Check that the model can be trained on ``samples``.
 
     Raises:
         ConfigError: If no gradient of the loss reaches the model, or not that of a group, or if a size cannot be run.
