@@ -65,32 +65,24 @@ def test_stages_on_one_gpu_have_a_share_of_its_memory_each(ranks, size, share, m
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
-    ("mine", "other", "agreed"),
+    ("mine", "other", "has_nccl", "agreed"),
     [
-        ("GPU-1", "nccl  GPU-2", "nccl"),
-        ("GPU-1", "nccl  GPU-1", "gloo"),
-        ("GPU-1", "", "gloo"),
-        ("GPU-1", "nccl b GPU-1", "nccl"),
-        ("GPU-1", "-  GPU-2", "gloo"),
+        ("GPU-1", "nccl  GPU-2", True, "nccl"),
+        ("GPU-1", "nccl  GPU-1", True, "gloo"),
+        ("GPU-1", "", True, "gloo"),
+        ("GPU-1", "nccl b GPU-1", True, "nccl"),
+        ("GPU-1", "-  GPU-2", True, "gloo"),
+        ("GPU-1", "-  GPU-1", False, "gloo"),
     ],
 )
-def test_ranks_use_nccl_if_each_has_a_gpu_of_its_own(rank, mine, other, agreed, monkeypatch):
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+def test_ranks_use_nccl_if_each_has_a_gpu_of_its_own(rank, mine, other, has_nccl, agreed, monkeypatch):
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: has_nccl)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=mine))
     monkeypatch.delenv("NCCL_HOSTID", raising=False)
     store = dist.HashStore()
     store.set(f"gpu/{1 - rank}", other)
     assert message_backend(torch.device("cuda"), rank, 2, store) == agreed
     assert ranks_on_gpu(rank, 2, store) == (2 if mine in other.split() else 1), "the same GPU is one memory"
-
-
-def test_ranks_without_nccl_still_share_a_gpu(monkeypatch):
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-1"))
-    store = dist.HashStore()
-    store.set("gpu/1", "-  GPU-1")
-    assert message_backend(torch.device("cuda"), 0, 2, store) == "gloo"
-    assert ranks_on_gpu(0, 2, store) == 2
 
 
 def test_to_choose_a_device_sets_no_variable_of_ours(monkeypatch):

@@ -1,14 +1,12 @@
 """The watchdog with all stages in one process, where something fails it too, and heartbeat monitors of the others."""
 
 import contextlib
-import logging
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -16,12 +14,10 @@ from adl_dist.checkpoint import layout
 from adl_dist.distributed.procfs import machine, start_time
 from adl_dist.errors import ConfigError
 from adl_dist.monitor import heartbeat
-from adl_dist.monitor.activity import ActivityLog
 from adl_dist.monitor.heartbeat import Heartbeat, HeartbeatMonitor
 from adl_dist.monitor.shutdown import print_bounded
-from adl_dist.monitor.status import CoordinatorStatus, ProcessStatus
+from adl_dist.monitor.status import ProcessStatus
 from adl_dist.monitor.timeouts import WatchdogTimeouts
-from adl_dist.monitor.watchdog import Watchdog
 from adl_dist.report import Progress, tell, warn
 from tests.support.stalls import ASLEEP_SECONDS, NUM_SAMPLES, STALL_SECONDS, At, train
 from tests.support.toys import FixedImages
@@ -129,27 +125,6 @@ def test_a_stream_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch, capl
     progress.end(0.5, None)
 
 
-def test_an_error_of_the_watchdog_is_logged_once_and_no_more(caplog):
-    looks = []
-
-    def coordination(*, closely=False):
-        looks.append(time.monotonic())
-        if len(looks) < 4:
-            raise RuntimeError("planted")
-        return CoordinatorStatus()
-
-    nothing = dict.fromkeys(("on_gone", "on_end"), lambda *_: None)
-    peers = SimpleNamespace(statuses=lambda limits, asker, *, closely: {})
-    timeouts = WatchdogTimeouts(stall_seconds=0.1, abort_seconds=None)
-    watchdog = Watchdog(1, peers, ActivityLog(1), coordination, timeouts, **nothing)
-    watchdog.start()
-    wait_until(lambda: len(looks) >= 6)
-    watchdog.stop()
-    watchdog.join()
-    assert len(looks) >= 6
-    assert [r.levelno for r in caplog.records if "could not look" in r.getMessage()] == [logging.ERROR]
-
-
 @contextlib.contextmanager
 def another_process():
     """A process, and its status as rank 0."""
@@ -193,17 +168,6 @@ def test_a_heartbeat_monitor_ends_rank_0_that_asks_no_more(number, said, monkeyp
     assert re.match(f"adl-dist: {why}".replace(r"\.\ s", r"\d s"), lines[0]), lines
     assert re.match(f"adl-dist: error: rank 1 ends itself: {why}".replace(r"\.\ s", r"\d s"), lines[1]), lines
     assert 0.8 <= ends[0] - began < 0.8 + 2
-
-
-@needs_proc
-def test_a_rank_0_that_is_gone_is_known_to_those_it_asked():
-    answers = Heartbeat()
-    with another_process() as (rank_0, asker):
-        answers.answer(asker, closely=False)
-        answers.activate(ActivityLog(1))  # rank 0 may begin to ask before this process is there to be asked
-        assert answers.rank0_status() is None
-        rank_0.kill()
-    assert answers.rank0_status() == f"stage 0 (node, pid {rank_0.pid}): the process is gone: killed, or it crashed"
 
 
 @pytest.mark.parametrize(
