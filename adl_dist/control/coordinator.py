@@ -70,8 +70,7 @@ class Coordinator:
         requests: RequestQueue | None = None,
         drain_changes_result: Callable[[int], bool] = lambda epoch: False,
         callback_queue: CallbackQueue | None = None,
-        unit: str = "images",
-        flops: float | None = None,
+        totals: Totals | None = None,
     ) -> None:
         """Create the coordinator of one run.
 
@@ -84,10 +83,9 @@ class Coordinator:
             requests: requests from outside.
             drain_changes_result: whether an unplanned drain in an epoch changes values.
             callback_queue: calls the callbacks while stages train.
-            unit: the unit of samples, or ``tokens``, if the loss counts these.
-            flops: of a sample, as a share of all devices' peak per second, if known.
+            totals: the figures of the run.
         """
-        self._unit, self._totals = unit, Totals(unit, flops)
+        self._totals = totals or Totals()
         self._callback_queue = callback_queue or CallbackQueue()
         self._plan, self._saving = plan, saving
         self._recorder, self._progress = recorder, progress
@@ -288,7 +286,7 @@ class Coordinator:
             )
         loss = last.loss_sum / last.num_terms
         self._metrics = {"validation_loss": loss}
-        if self._unit == TOKENS:
+        if self._totals.unit == TOKENS:
             self._metrics["validation_perplexity"] = value_of(PERPLEXITY, (loss, 1.0))
         if last.num_correct is not None and last.num_classed:
             self._metrics["validation_accuracy"] = last.num_correct / last.num_classed

@@ -54,18 +54,19 @@ class Totals:
     """The sums and peaks of all segments that this process has trained.
 
     Attributes:
+        unit: of samples, or ``tokens``, if the loss counts these.
         trained: samples, seconds and the results of all stages, of each segment.
     """
 
     def __init__(self, unit: str = "images", flops: float | None = None) -> None:
-        """Count ``unit``; ``flops`` of a sample are a share of the peak rate."""
-        self._unit, self._flops = unit, flops
+        """Begin; ``flops`` of a sample are a share of all devices' peak rate."""
+        self.unit, self._flops = unit, flops
         self._tokens = [0.0]  # of each segment that has begun
         self.trained: list[tuple[int, float, list[TrainResult]]] = []
 
     def take(self, record: Mapping[str, Any]) -> None:
         """Count the tokens of an update's record."""
-        if self._unit == TOKENS and record["name"] == "train/loss":
+        if self.unit == TOKENS and record["name"] == "train/loss":
             self._tokens[-1] += float(record.get("num_terms", 0))
 
     def add(self, num_samples: int, seconds: float, results: list[TrainResult]) -> Iterator[dict[str, Any]]:
@@ -84,7 +85,7 @@ class Totals:
         yield {"name": "train/samples_per_second", "value": num_samples / seconds, "unit": "samples/s"}
         if self._flops is not None:
             yield {"name": "train/mfu", "value": self._flops * num_samples / seconds}
-        if self._unit == TOKENS:
+        if self.unit == TOKENS:
             yield {"name": "train/tokens_per_second", "value": self._tokens[-1] / seconds, "unit": "tokens/s"}
         self._tokens.append(0.0)
 
@@ -108,8 +109,8 @@ class Totals:
             "stages": stages,
             # The peak of a process with several stages belongs to none of them.
             **({"processes": processes} if len(processes) < len(stages) else {}),
-            **({"unit": self._unit} if self._unit != "images" else {}),
-            **(self._tokens_per_second(seconds) if seconds and self._unit == TOKENS else {}),
+            **({"unit": self.unit} if self.unit != "images" else {}),
+            **(self._tokens_per_second(seconds) if seconds and self.unit == TOKENS else {}),
             **({"mfu": self._flops * num_samples / seconds} if seconds and self._flops is not None else {}),
         }
 

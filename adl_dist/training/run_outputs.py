@@ -15,6 +15,7 @@ from adl_dist.report import MetricsWriter, Progress, warn
 from adl_dist.report.callbacks import Callbacks
 from adl_dist.report.loggers import TENSORBOARD
 from adl_dist.report.runs import flatten
+from adl_dist.report.totals import Totals
 from adl_dist.schedule.run_plan import Plan
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.metrics import metrics_of
@@ -132,6 +133,5 @@ class Outputs:
             requests=requests,
             drain_changes_result=lambda epoch: not pipeline.in_epoch(epoch).drain_is_exact,
             callback_queue=self.callback_queue,
-            unit=worker.unit,
-            flops=None if partitioned.flops is None else partitioned.flops / worker.world.size,
+            totals=Totals(worker.unit, None if partitioned.flops is None else partitioned.flops / worker.world.size),
         )

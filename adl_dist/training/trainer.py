@@ -44,6 +44,7 @@ from adl_dist.optim import takes_length
 from adl_dist.optimizers import prepare
 from adl_dist.report import MetricsWriter, Progress
 from adl_dist.report.page import write_after_run
+from adl_dist.report.totals import Totals
 from adl_dist.schedule import Method, Pipeline
 from adl_dist.schedule.run_plan import Plan, check_lengths, micro_batch_size_of
 from adl_dist.schedule.work import forget_actions
@@ -333,7 +334,8 @@ class Trainer:
                 settled = build.settle_partition(self._spec, self._partitioned, startup, self._settings)
                 worker, _ = build.build_worker(settled, self._partitioned, startup, self._processes.pick_next)
         recorder, progress = MetricsWriter(None), Progress(num_stages=self._spec.pipeline.num_stages, quiet=True)
-        coordinator = Coordinator(plan, saving=None, recorder=recorder, progress=progress, unit=worker.unit)
+        totals = Totals(worker.unit)
+        coordinator = Coordinator(plan, saving=None, recorder=recorder, progress=progress, totals=totals)
         with self._keep_modes(), contextlib.closing(worker), self._applied(), self._bound(world):
             summary = running.run(worker, coordinator, coordinator.evaluate, stops_early=False)
             self._partitioned.give_state()
