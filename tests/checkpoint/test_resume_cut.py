@@ -189,7 +189,9 @@ def test_a_parameter_of_two_names_keeps_its_momentum_in_any_cut(tmp_path):
 
 def test_resuming_with_another_cut_says_so_once(tmp_path, capsys):
     def noted(balance, epochs):
-        Run(len(balance), balance).fit(tmp_path, epochs=epochs, monitoring=adl_dist.Monitoring(quiet=False))
+        Run(len(balance), balance).fit(
+            tmp_path, epochs=epochs, monitoring=adl_dist.Monitoring(quiet=False, report=False)
+        )
         return [line for line in capsys.readouterr().out.splitlines() if "another cut" in line]
 
     def told():
@@ -213,7 +215,9 @@ def test_a_checkpoint_of_another_folder_is_known_by_its_cut(tmp_path, capsys):
         Run(2, stop_after=1).fit(tmp_path / "old", epochs=2)
     (path,) = layout.complete(tmp_path / "old" / "checkpoints")
     for K, told in ((2, 1), (4, 0)):
-        Run(K).fit(tmp_path / f"K{K}", epochs=2, resume=str(path), monitoring=adl_dist.Monitoring(quiet=False))
+        Run(K).fit(
+            tmp_path / f"K{K}", epochs=2, resume=str(path), monitoring=adl_dist.Monitoring(quiet=False, report=False)
+        )
         assert capsys.readouterr().out.count("(num_stages was 4 and is 2") == told
 
 

@@ -145,7 +145,7 @@ def test_descriptions_are_plain_values():
 @pytest.mark.parametrize(("schedule", "follows"), [(None, False), (cosine, True), (multistep, False)])
 def test_a_longer_run_is_told_about_a_schedule_that_follows(schedule, follows, tmp_path, capsys):
     schedule = partial(schedule, milestones=[1]) if schedule is multistep else schedule
-    loud = adl_dist.Monitoring(tensorboard=False)
+    loud = adl_dist.Monitoring(tensorboard=False, report=False)
     fit(tmp_path, 1, lr_schedule=schedule)
     fit(tmp_path, 2, lr_schedule=schedule, monitoring=loud)
     out = capsys.readouterr().out

@@ -235,7 +235,7 @@ def test_a_run_of_version_0_3_8_continues_without_the_rest(tmp_path, capsys):
     whole = fit(trainer_of(**options), None, 3)
     fit(trainer_of(**options), tmp_path, 1)
     as_version_0_3_8(tmp_path)
-    loud = adl_dist.Monitoring(tensorboard=False)
+    loud = adl_dist.Monitoring(tensorboard=False, report=False)
     fit(trainer_of(3, **options), tmp_path, 1, monitoring=loud)  # another cut is no obstacle
     fit(trainer_of(**options), tmp_path, 2, monitoring=loud)
     noted = [line for line in capsys.readouterr().out.splitlines() if "not restored" in line]

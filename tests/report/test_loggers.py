@@ -57,7 +57,7 @@ def recorded(folder, loggers, *, from_update=0):
 
 def test_a_logger_gets_what_metrics_jsonl_gets(tmp_path):
     notes = Notes()
-    monitoring = adl_dist.Monitoring(quiet=True, tensorboard=False, loggers=[notes])
+    monitoring = adl_dist.Monitoring(quiet=True, tensorboard=False, report=False, loggers=[notes])
     trainer = toy_trainer(2, 2)
     trainer.fit(FixedImages(8), epochs=1, batch_size=4, run_dir=tmp_path, monitoring=monitoring)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -112,7 +112,7 @@ def test_a_line_that_a_killed_process_did_not_end_is_dropped(tmp_path, left):
 
 
 def test_loggers_need_a_run_dir():
-    monitoring = adl_dist.Monitoring(quiet=True, loggers=[Notes()])
+    monitoring = adl_dist.Monitoring(quiet=True, report=False, loggers=[Notes()])
     with pytest.raises(ConfigError, match=r"loggers know a run by its run_dir, but there is none"):
         toy_trainer(2, 2).fit(FixedImages(8), epochs=1, batch_size=4, monitoring=monitoring)
 

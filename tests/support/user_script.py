@@ -30,7 +30,7 @@ def main(run_dir):
         method=adl_dist.method("adl", accumulation_steps=4),
         num_stages=2,
     )
-    quiet = adl_dist.Monitoring(quiet=True)
+    quiet = adl_dist.Monitoring(quiet=True, report=False)
     summary = trainer.fit(train, epochs=8, batch_size=32, val_dataset=validation, run_dir=run_dir, monitoring=quiet)
     state = trainer.full_state_dict()
 

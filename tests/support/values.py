@@ -26,13 +26,14 @@ KINDS = {
 def values(**options):
     """Put each option into the value that has a field of its name; return the values, and all other options as given.
 
-    ``values(epochs=2, quiet=True)`` is ``{"epochs": 2, "monitoring": Monitoring(quiet=True)}``.
+    ``values(epochs=2, quiet=True)`` is ``{"epochs": 2, "monitoring": Monitoring(quiet=True, report=False)}``: a report
+    takes most of the time of a small run.
     """
     arguments = {}
     for key, kind in KINDS.items():
         own = {field.name: options.pop(field.name) for field in fields(kind) if field.name in options}
         if own:
-            arguments[key] = kind(**own)
+            arguments[key] = kind(**({"report": False, **own} if kind is adl_dist.Monitoring else own))
     return arguments | options
 
 

@@ -49,7 +49,7 @@ def test_recorded_staleness_is_that_of_the_formula(K, M, tmp_path):
 
 def test_of_stages_every_nth_update_is_recorded(tmp_path):
     """Also behind an epoch of seven updates; those of the run and of epochs stay whole."""
-    monitoring = adl_dist.Monitoring(quiet=True, tensorboard=False, stage_records_every=3)
+    monitoring = adl_dist.Monitoring(quiet=True, tensorboard=False, report=False, stage_records_every=3)
     fitted(2, num_samples=56, epochs=2, run_dir=tmp_path, monitoring=monitoring)
     updates = {}
     for record in records(tmp_path):
