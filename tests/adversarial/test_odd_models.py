@@ -95,7 +95,7 @@ def test_each_of_k_processes_refuses_what_one_refuses():
 
 # Their state is not in state_dict(), so a resume begins without it.
 UNSAVED = {"own_generator", "counter", "counter_in_list", "unsaved_buffer", "remembers_the_last"}
-RESUMED = ["memory_bank", "hands_on_pair", "dropout_path", "spectral_norm"]
+RESUMED = ["memory_bank", "hands_on_pair", "skips_by_torchs_stream", "spectral_norm"]
 
 
 @pytest.mark.parametrize("name", [*RESUMED, *(slow(n) for n in TRAINED if n not in {*UNSAVED, *RESUMED})])
