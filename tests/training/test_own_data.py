@@ -44,7 +44,7 @@ def test_an_iterable_is_resumed_in_mid_epoch_to_the_bit(make, tmp_path):
 
 def test_the_samples_of_an_iterable_do_not_depend_on_m_or_k():
     batches = [[*loader_of(Streamed()).batches(1, sizes)] for sizes in ([4, 4], [8], [1] * 8)]
-    padding = [[(x.tensors[0], 9 - x.tensors[0].shape[1]) for x, _ in of] for of in batches]
+    padding = [[(x[0], 9 - x[0].shape[1]) for x, _ in of] for of in batches]
     ids = [torch.cat([nn.functional.pad(x, (0, missing)) for x, missing in of]) for of in padding]
     assert all(torch.equal(ids[0], of) for of in ids)
 
