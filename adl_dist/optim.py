@@ -1,8 +1,7 @@
 """Learning rates as functions of the update index s.
 
-Stages reach an update at different times, but share its rate gamma_s.
-
-A schedule depends only on s, never on the clock, a metric or another stage; a resumed run counts to its place.
+Stages reach an update at different times, but share its rate gamma_s. A schedule depends only on s, never on the clock,
+a metric or another stage; a resumed run counts to its place.
 """
 
 import inspect
@@ -213,9 +212,8 @@ def takes_length(target: Callable[..., Any]) -> bool:
 def try_schedule(make: Callable[[], LRScheduler], optimizer: Optimizer, total_updates: int) -> set[str]:
     """Step a schedule through a run; return the keys of groups that it sets.
 
-    At most ``MOST_TRIED`` updates are tried.
-
-    ``make`` builds the schedule of ``optimizer``, whose groups are restored at the end.
+    At most ``MOST_TRIED`` updates are tried. ``make`` builds the schedule of ``optimizer``, whose groups are restored
+    at the end.
 
     Raises:
         ConfigError: If the schedule is shorter than the run, or raises otherwise.

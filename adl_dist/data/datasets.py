@@ -1,9 +1,8 @@
 """Datasets by name.
 
-Each function returns (train, validation), map-style, of (float32[C, H, W], class index).
-
-Only the process of stage 0 builds them; runs side by side download one after the other. torchvision and scikit-learn
-are imported late because each takes a second and most processes never need them.
+Each function returns (train, validation), map-style, of (float32[C, H, W], class index). Only the process of stage 0
+builds them; runs side by side download one after the other. torchvision and scikit-learn are imported late because each
+takes a second and most processes never need them.
 """
 
 import fcntl
@@ -139,12 +138,10 @@ def imagefolder(
 ) -> Datasets:
     """Open the images in ``root/train/<class>/`` and ``root/val/<class>/``.
 
-    ``root/test`` may take the place of ``root/val``.
-
-    Up to 64 pixels, the shorter side of an image is resized to ``image_size``. Training pads by an eighth, crops and
-    flips; validation crops the centre. Above, training crops a random part (8 to 100 % of the area, arXiv:1409.4842,
-    section 6), resizes it and flips; validation resizes the shorter side to 256/224 of ``image_size`` and crops the
-    centre.
+    ``root/test`` may take the place of ``root/val``. Up to 64 pixels the shorter side of an image is resized to
+    ``image_size``. Training pads by an eighth, crops and flips; validation crops the centre. Above, training crops a
+    random part (8 to 100 % of the area, arXiv:1409.4842, section 6), resizes it and flips; validation resizes the
+    shorter side to 256/224 of ``image_size`` and crops the centre.
 
     Args:
         root: the folder of the two folders, which hold the same classes.
@@ -306,9 +303,8 @@ def synthetic(
 ) -> Datasets:
     """Make images that can be learnt.
 
-    Each is a smooth pattern of its class (i mod ``num_classes``) plus as much noise.
-
-    ``seed`` is that of patterns and noise, not of the run. ConfigError if a count is below 1.
+    Each is a smooth pattern of its class (i mod ``num_classes``) plus as much noise. ``seed`` is that of patterns and
+    noise, not of the run. ConfigError if a count is below 1.
     """
     counts = {"num_samples": num_samples, "num_validation": num_validation, "num_classes": num_classes}
     for key, count in (counts | {"in_channels": in_channels, "image_size": image_size}).items():

@@ -101,9 +101,8 @@ class Loader:
     def batches(self, epoch: int, sizes: Sequence[int], *, first_sample: int = 0) -> Generator[Pair, None, None]:
         """Yield one epoch's micro-batches.
 
-        Workers live from the first one until the generator ends or is closed.
-
-        Persistent workers live until :meth:`close`, or until an error.
+        Workers live from the first one until the generator ends or is closed. Persistent workers live until
+        :meth:`close`, or until an error.
 
         Args:
             epoch: e, counted from 0 over the run.

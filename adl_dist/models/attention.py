@@ -14,10 +14,8 @@ from adl_dist.seeds import weights_seed
 class Rotary(nn.Module):
     """Rotary positions (Su et al., arXiv:2104.09864).
 
-    They rotate pairs of a head's channels by angles that grow with t.
-
-    Channel i is paired with channel i + D/2, as in Llama's published weights. The tables are not saved, and every stage
-    has its own.
+    They rotate pairs of a head's channels by angles that grow with t. Channel i is paired with channel i + D/2, as in
+    Llama's published weights. The tables are not saved, and every stage has its own.
     """
 
     def __init__(self, head_width: int, context: int, theta: float) -> None:
@@ -169,9 +167,8 @@ def new_stream() -> int:
 def draw_weights(model: nn.Module, layers: int, seed: int) -> None:
     """Draw the weights of ``model`` by :func:`draw_parameter`.
 
-    A Trainer draws those on meta later.
-
-    It calls ``model.draw_parameter`` with the name of each and a tensor to fill (docs/huggingface.md).
+    A Trainer draws those on meta later. It calls ``model.draw_parameter`` with the name of each and a tensor to fill
+    (docs/huggingface.md).
     """
     draw = partial(draw_parameter, layers, seed)
     model.draw_parameter = draw  # type: ignore[assignment]
@@ -184,11 +181,9 @@ def draw_weights(model: nn.Module, layers: int, seed: int) -> None:
 def draw_parameter(layers: int, seed: int, name: str, parameter: Tensor) -> None:
     """Fill the parameter ``name`` as in GPT-2.
 
-    Matrices are N(0, 0.02^2), biases 0, weights of norms 1.
-
-    The last layer of each of the 2 ``layers`` summands has a standard deviation of 0.02 / sqrt(2 ``layers``), so that
-    their sum does not grow with the depth. Each parameter has its own random stream, so its values do not depend on the
-    other parameters of a process.
+    Matrices are N(0, 0.02^2), biases 0, weights of norms 1. The last layer of each of the 2 ``layers`` summands has a
+    standard deviation of 0.02 / sqrt(2 ``layers``), so that their sum does not grow with the depth. Each parameter has
+    its own random stream, so its values do not depend on the other parameters of a process.
     """
     if name.endswith("bias"):
         parameter.zero_()

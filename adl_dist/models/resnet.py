@@ -114,11 +114,9 @@ def assemble(
 ) -> nn.Sequential:
     """Assemble the units to a network.
 
-    They are ``stem``, ``layer1_0``, ``layer1_1``, ..., ``head``.
-
-    Each layer has ``num_blocks`` blocks of ``channels``, made by ``block`` (channels in, out, stride); each layer but
-    the first halves the image. ``stem`` holds one convolution, ``conv``; ``before_head``: the head's layers before
-    pooling.
+    They are ``stem``, ``layer1_0``, ``layer1_1``, ..., ``head``. Each layer has ``num_blocks`` blocks of ``channels``,
+    made by ``block`` (channels in, out, stride); each layer but the first halves the image. ``stem`` holds one
+    convolution, ``conv``; ``before_head``: the head's layers before pooling.
     """
     units: OrderedDict[str, nn.Module] = OrderedDict(stem=nn.Sequential(OrderedDict(stem)))
     width: int = stem["conv"].out_channels  # type: ignore[assignment]
@@ -136,8 +134,6 @@ def he_init(model: nn.Sequential) -> nn.Sequential:
     """Draw the weights of convolutions from N(0, 2 / fan out).
 
     The model is returned. See He et al. 2015.
-
-    See He et al. 2015.
     """
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
@@ -190,10 +186,8 @@ def cifar_resnet(
 def cifar_resnet18(num_classes: int = 10, in_channels: int = 3, *, init: str = "he") -> nn.Sequential:
     """Build ResNet-18 with a 3x3 stem of stride 1 and no max-pooling.
 
-    Four layers of two blocks have 64 to 512 channels.
-
-    float[B, in_channels, H, W] -> float[B, num_classes], from 8x8 on; the code of ADL and FDG has ``init=torch``.
-    Arguments and errors are those of :func:`cifar_resnet`.
+    Four layers of two blocks have 64 to 512 channels. float[B, in_channels, H, W] -> float[B, num_classes], from 8x8
+    on; the code of ADL and FDG has ``init=torch``. Arguments and errors are those of :func:`cifar_resnet`.
     """
     return _cifar([64, 128, 256, 512], [2, 2, 2, 2], num_classes, in_channels, init)
 
@@ -227,10 +221,9 @@ def _cifar(
 class PreActivationBlock(nn.Module):
     """BatchNorm and ReLU before each of two 3x3 convolutions.
 
-    Dropout is between them, and nothing after the sum.
-
-    If the number of channels changes, the shortcut is a 1x1 convolution of the activated input. Each ReLU works in
-    place on the output of its BatchNorm, which nothing else reads.
+    Dropout is between them, and nothing after the sum. If the number of channels changes, the shortcut is a 1x1
+    convolution of the activated input. Each ReLU works in place on the output of its BatchNorm, which nothing else
+    reads.
     """
 
     def __init__(self, in_channels: int, out_channels: int, stride: int, *, dropout: float) -> None:
@@ -257,10 +250,8 @@ def wide_resnet(
 ) -> nn.Sequential:
     """Build WRN-(6n+4)-k, k = ``widen_factor``.
 
-    Three layers of n blocks have 16k, 32k and 64k channels.
-
-    ``dropout`` is the probability inside each block, 0 or 0.3 in the paper. Other arguments and errors are those of
-    :func:`cifar_resnet`.
+    Three layers of n blocks have 16k, 32k and 64k channels. ``dropout`` is the probability inside each block, 0 or 0.3
+    in the paper. Other arguments and errors are those of :func:`cifar_resnet`.
     """
     num_blocks = blocks_per_layer(depth, beyond=4)
     check_counts(num_classes, in_channels)
@@ -308,10 +299,9 @@ class SEBasicBlock(BasicBlock):
 def se_resnet18(num_classes: int = 1000, in_channels: int = 3) -> nn.Sequential:
     """Build SE-ResNet-18.
 
-    It is torchvision's ResNet-18 with a gate after the second BatchNorm of each block, reduction 16.
-
-    float[B, in_channels, H, W] -> float[B, num_classes], from 32x32 on, 224x224 in the paper; units ``stem``,
-    ``layer1_0`` .. ``layer4_1``, ``head``. ConfigError for a count below 1.
+    It is torchvision's ResNet-18 with a gate after the second BatchNorm of each block, reduction 16. float[B,
+    in_channels, H, W] -> float[B, num_classes], from 32x32 on, 224x224 in the paper; units ``stem``, ``layer1_0`` ..
+    ``layer4_1``, ``head``. ConfigError for a count below 1.
     """
     check_counts(num_classes, in_channels)
     stem = OrderedDict(

@@ -100,9 +100,7 @@ def llama(
 ) -> nn.Sequential:
     """Build Llama (Touvron et al., arXiv:2302.13971).
 
-    It has rotary positions, pre-norm by RMSNorm, SwiGLU, and no bias.
-
-    Weights are drawn as those of :func:`gpt`.
+    It has rotary positions, pre-norm by RMSNorm, SwiGLU, and no bias. Weights are drawn as those of :func:`gpt`.
 
     Args:
         vocab_size: number of tokens.
@@ -187,9 +185,8 @@ def vit(
 ) -> nn.Sequential:
     """Build a vision transformer for small images, without a class token.
 
-    See Dosovitskiy et al., arXiv:2010.11929.
-
-    The head averages over all patches (Beyer et al., arXiv:2205.01580); layers are those of :func:`gpt`, not causal.
+    See Dosovitskiy et al., arXiv:2010.11929. The head averages over all patches (Beyer et al., arXiv:2205.01580);
+    layers are those of :func:`gpt`, not causal.
 
     Args:
         num_classes: outputs.

@@ -21,10 +21,8 @@ REST: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
 class ByRole(Optimizer):
     """Base of optimizers with groups of matrices and of the rest.
 
-    See :func:`split_by_role`.
-
-    Every stage has both groups, even if one is empty, so that a schedule with a rate for each fits every stage. A
-    schedule multiplies the rates of both. All state is per parameter.
+    See :func:`split_by_role`. Every stage has both groups, even if one is empty, so that a schedule with a rate for
+    each fits every stage. A schedule multiplies the rates of both. All state is per parameter.
     """
 
     def __init__(

@@ -62,9 +62,7 @@ _ROLES: MutableMapping[nn.Parameter, Role] = WeakIdKeyDictionary()
 def mark_roles(model: nn.Module, prefix: str = "") -> None:
     """Record the roles of parameters of the uncut ``model``.
 
-    ``prefix`` begins their names.
-
-    The model does not change. A copy of it has parameters without roles.
+    ``prefix`` begins their names. The model does not change. A copy of it has parameters without roles.
 
     The head is the last layer in ``model.modules()`` that has a matrix of weights, if it is linear or a convolution. A
     parameter that several layers share is a table if it is one for any of them, otherwise of the head if it is for any.

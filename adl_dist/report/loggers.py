@@ -1,8 +1,7 @@
 """Loggers: TensorBoard, MLflow, Weights & Biases, or the user's own.
 
-Only rank 0 calls them.
-
-Packages find an address, a key or the name of an experiment in their usual environment variables.
+Only rank 0 calls them. Packages find an address, a key or the name of an experiment in their usual environment
+variables.
 """
 
 import contextlib

@@ -144,10 +144,9 @@ class Pipeline:
     def room_for_links(self, stage: int) -> float:
         """Return the longest time of a message with which ``stage`` never waits.
 
-        It is in parts: a forward, an I or a WG.
-
-        A round trip to the loss takes 2n parts of work, n = K - k, and 2(n - 1) messages, and before an update there
-        may be one more part, a WG. In that time the stage works on d + 1 micro-batches of three parts each.
+        It is in parts: a forward, an I or a WG. A round trip to the loss takes 2n parts of work, n = K - k, and
+        2(n-1) messages, and before an update there may be one more part, a WG. In that time the stage works on d + 1
+        micro-batches of three parts each.
         """
         n = self.num_stages - stage
         return (3 * (self.delays[stage] + 1) - 2 * n - 1) / (2 * (n - 1)) if n > 1 else math.inf
@@ -191,22 +190,19 @@ class Pipeline:
     def max_pending(self) -> int:
         """The most messages under way on an edge if no gradients come back.
 
-        That is so in evaluation and with local losses.
-
-        It keeps stage 0 from running away, but not from filling the pipeline. With gradients, :func:`max_pending_of`
-        has a smaller number for each edge.
+        That is so in evaluation and with local losses. It keeps stage 0 from running away, but not from filling the
+        pipeline. With gradients, :func:`max_pending_of` has a smaller number for each edge.
         """
         return max(self.round_trip, 2 * (self.num_stages - 1)) + 2
 
     def lr_lead(self, stage: int) -> int:
         """Return the updates by which the learning rate of ``stage`` runs ahead.
 
-        It is 0 except for ``lr_clock=global``.
-
-        All stages share a clock of slots with a forward and a backward each, and its rate is that of update
-        floor(slot / M). Micro-batch b reaches stage k in slot b + k (with DSP's queues b + p_0 + .. + p_k-1, with a
-        locked forward b) and comes back d slots later; the last one of a group brings the update. If the backward
-        comes first, the last stage, which has its own in the same slot, updates in the next slot.
+        It is 0 except for ``lr_clock=global``. All stages share a clock of slots with a forward and a backward each,
+        and its rate is that of update floor(slot / M). Micro-batch b reaches stage k in slot b + k (with DSP's queues
+        b + p_0 + .. + p_k-1, with a locked forward b) and comes back d slots later; the last one of a group brings the
+        update. If the backward comes first, the last stage, which has its own in the same slot, updates in the next
+        slot.
         """
         if self.method.lr_clock == "update":
             return 0
@@ -238,9 +234,8 @@ class Pipeline:
     def staleness(self, stage: int, micro_batch: int) -> int:
         """Return the staleness of a gradient, in updates.
 
-        It counts updates, not micro-batches, between the gradient's forward and its own update.
-
-        With delay d and M accumulation steps, micro-batch b of a segment has
+        It counts updates, not micro-batches, between the gradient's forward and its own update. With delay d and M
+        accumulation steps, micro-batch b of a segment has
 
             LoS(b) = floor(b / M) - floor(max(0, b - d) / M),
 
@@ -276,12 +271,11 @@ class Pipeline:
     def tie_delay(self, tie: Tie) -> int:
         """Return the delay D of tied updates.
 
-        A stage updates its copy with the sum of group g next to its own update with group g + D.
-
-        The sum is complete when the first stage, whose delay d_f is the longest, has its own part: in the tick of its
-        forward d_f after the last micro-batch of g. A stage of delay d updates with group s in the tick of its forward
-        d after the last micro-batch of s, and next awaits the activation that the first stage sends only after its
-        update. So with s >= g + ceil((d_f - d) / M) the sum makes no stage wait that would not wait anyway.
+        A stage updates its copy with the sum of group g next to its own update with group g + D. The sum is complete
+        when the first stage, whose delay d_f is the longest, has its own part: in the tick of its forward d_f after the
+        last micro-batch of g. A stage of delay d updates with group s in the tick of its forward d after the last
+        micro-batch of s, and next awaits the activation that the first stage sends only after its update. So with
+        s >= g + ceil((d_f - d) / M) the sum makes no stage wait that would not wait anyway.
         """
         if self.flush:
             return 0
@@ -291,18 +285,16 @@ class Pipeline:
     def tied_staleness(self, tie: Tie, stage: int) -> list[int]:
         """Return the staleness of a stage's tied gradients in steady state.
 
-        There is a number for each of the offsets 0..M-1 of a full group.
-
-        It counts updates of the tied weights. The sum is applied D updates late, so it is LoS + D.
+        There is a number for each of the offsets 0..M-1 of a full group. It counts updates of the tied weights. The sum
+        is applied D updates late, so it is LoS + D.
         """
         return [stale + self.tie_delay(tie) for stale in self.steady_staleness(stage)]
 
     def mitigations(self, stage: int | Tie) -> frozenset[str]:
         """Return the rows of ``method.mitigation`` that act in ``stage``.
 
-        These are all, or none if no gradient is stale.
-
-        Here and below a tie may stand for a stage, because shared weights have their own staleness.
+        These are all, or none if no gradient is stale. Here and below a tie may stand for a stage, because shared
+        weights have their own staleness.
         """
         rows = self.method.mitigation
         return frozenset(rows) if rows and self.mean_staleness(stage) else frozenset()

@@ -59,10 +59,8 @@ class Segment:
 def weights_in_group(reduction: str, terms: Sequence[float]) -> list[float]:
     """Return the factor on the loss of each micro-batch of a group.
 
-    ``terms`` are their numbers of terms, usually samples.
-
-    ``mean``: n_b / n_group, the paper's 1/M if even, so that an update follows the mean over the group's terms; 0 if
-    there are none. ``sum``: 1.
+    ``terms`` are their numbers of terms, usually samples. The factor is 1 for ``sum``, and n_b / n_group for ``mean``,
+    the paper's 1/M if even, so that an update follows the mean over the group's terms; 0 if there are none.
     """
     if reduction == "sum":
         return [1.0] * len(terms)

@@ -1,11 +1,10 @@
 """The order of actions with a split backward.
 
-I computes the gradient of the input, WG those of the weights.
-
-A stage does WG when it would otherwise wait, so that no stage upstream waits for it. The best order depends on all
-stages together, so it comes from a simulation: a free stage does the I that is ready, otherwise the forward, otherwise
-a WG. The order between two updates of a stage does not change values, and a forward sees the same updates as without
-the split. Stage 0 may do both parts at once: :meth:`Pipeline.splits_backward`.
+I computes the gradient of the input, WG those of the weights. A stage does WG when it would otherwise wait, so that no
+stage upstream waits for it. The best order depends on all stages together, so it comes from a simulation: a free stage
+does the I that is ready, otherwise the forward, otherwise a WG. The order between two updates of a stage does not
+change values, and a forward sees the same updates as without the split. Stage 0 may do both parts at once:
+:meth:`Pipeline.splits_backward`.
 
 In the simulation a forward, an I and a WG take the same time. A message takes as long as the delays leave room for, so
 that longer delays serve real links.

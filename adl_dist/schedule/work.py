@@ -95,10 +95,8 @@ def updates_that_load(group_sizes: Sequence[int], num_micro_batches: int) -> int
 def shorten(actions: list[Action], pipeline: Pipeline, stage: int, *, group_sizes: Sequence[int]) -> None:
     """Shorten a list of actions in place, while a stage executes it.
 
-    The segment then has fewer groups.
-
-    Both lists are equal up to the first action for a micro-batch beyond these groups (2BW chooses weights right before
-    it), so a stage that is not there yet simply drains earlier.
+    The segment then has fewer groups. Both lists are equal up to the first action for a micro-batch beyond these groups
+    (2BW chooses weights right before it), so a stage that is not there yet simply drains earlier.
 
     Args:
         actions: those of the whole segment, from :func:`training_actions`.
