@@ -26,14 +26,14 @@ from adl_dist.errors import ConfigError, Exit
 from adl_dist.report import say
 from adl_dist.report.files import write_atomically
 from adl_dist.report.runs import read_json
-from benchmarks.race.contenders import NAMES, TORCHS_PIPELINES, Racer, contenders
+from benchmarks.race.contenders import NAMES, TORCHS_PIPELINES, Contender, contenders
+from benchmarks.race.cut_and_delays import settled_cut, settled_delays
 from benchmarks.race.devices import Device, devices
 from benchmarks.race.link import Link, read_link
 from benchmarks.race.namespaces import CONGESTION_CONTROL, why_not
 from benchmarks.race.report import Row, draw, report, rows
 from benchmarks.race.seconds import SECONDS, Measuring, Timings, key_of, measure
-from benchmarks.race.settle import settled_cut, settled_delays
-from benchmarks.race.updates import Found, Race, Target, find_updates, read_target
+from benchmarks.race.updates import RaceConfig, Target, UpdatesToTarget, find_updates, read_target
 
 FACTS, TABLE, FIGURE, UPDATES, LOGS = "race.json", "race.md", "race.svg", "updates", "logs"
 DEFAULT_LINKS = ("100mbit", "1gbit")
@@ -80,7 +80,7 @@ def race(argv: list[str]) -> None:
     config.runtime.threads = setting.on[0].threads
     racing, predicted = settled_delays(setting.out, config, able, setting.links, setting.on[0])
     measures = setting.flags.only != "updates"
-    timings, found, code = Timings(setting.out / SECONDS), dict[str, Found](), 0
+    timings, found, code = Timings(setting.out / SECONDS), dict[str, UpdatesToTarget](), 0
     try:
         if setting.flags.only != "seconds":
             found = _updates(setting, words, racing)
@@ -97,10 +97,10 @@ def race(argv: list[str]) -> None:
 
 
 def _updates(
-    setting: Setting, words: Sequence[str], racing: dict[str, list[Racer]], *, start: bool = True
-) -> dict[str, Found]:
+    setting: Setting, words: Sequence[str], racing: dict[str, list[Contender]], *, start: bool = True
+) -> dict[str, UpdatesToTarget]:
     values = {c.values.name: c.values for over in racing.values() for c in over}
-    how = Race(
+    how = RaceConfig(
         words=words,
         only_values=setting.flags.values or [],
         folder=setting.out / UPDATES,
@@ -118,7 +118,7 @@ def _seconds(
     config: RunConfig,
     survey: ModelSurvey,
     words: Sequence[str],
-    racing: dict[str, list[Racer]],
+    racing: dict[str, list[Contender]],
     timings: Timings,
 ) -> None:
     if (reason := why_not()) is not None:
@@ -139,7 +139,7 @@ def _seconds(
 def _write(
     setting: Setting,
     table: list[Row],
-    racing: dict[str, list[Racer]],
+    racing: dict[str, list[Contender]],
     timings: Timings,
     left_out: dict[str, str],
     words: Sequence[str],

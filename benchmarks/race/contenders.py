@@ -7,6 +7,7 @@ from typing import Any
 from adl_dist.cli.bench.entries import Entry, entries, our_entry
 from adl_dist.cli.config.compose import compose_run, method_words
 from adl_dist.cli.config.schema import RunConfig
+from adl_dist.codecs import Codec
 from adl_dist.errors import AdlError, ConfigError
 from adl_dist.schedule import Method
 
@@ -24,14 +25,14 @@ OURS: Mapping[str, Mapping[str, Any]] = {
     **{"zbh1-int8": {"name": "zbh1"}, "adl-int8": {"name": "adl"}},
     **{"adl-full": EVERYTHING, "adl-full-int8": EVERYTHING},
 }
-CODECS: Mapping[str, str] = {name: "int8" for name in OURS if name.endswith("-int8")}
+CODECS: Mapping[str, Codec] = {name: "int8" for name in OURS if name.endswith("-int8")}
 NAMES = (ONE_DEVICE, *REPLICATED, *TORCHS_PIPELINES, *OURS)
 SYNCHRONOUS = (*TORCHS_PIPELINES, "1f1b", "zbh1", "zbh1-int8")  # pipelines that flush
 WARMUP = 3  # updates that do not count, at least
 
 
 @dataclass(frozen=True, kw_only=True)
-class Values:
+class Recipe:
     """A way to train; contenders with equal values share one set of runs."""
 
     name: str  # of its folder: equal for equal values only
@@ -40,12 +41,12 @@ class Values:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Racer:
+class Contender:
     """One of those who race."""
 
     name: str
     entry: Entry  # as which it is measured; its method may still have delays to be found
-    codec: str = "none"  # of ours
+    codec: Codec = "none"  # of ours
 
     @property
     def sends(self) -> bool:
@@ -57,29 +58,29 @@ class Racer:
         """Whether its delays follow from the link."""
         return self.entry.method.awaits_delays
 
-    def with_method(self, method: Method) -> "Racer":
+    def with_method(self, method: Method) -> "Contender":
         """Return it with the delays that were found."""
         return replace(self, entry=replace(self.entry, method=method))
 
     @property
-    def values(self) -> Values:
+    def values(self) -> Recipe:
         """Return the run that has its values: that of one device with a flush and exact messages, else its own."""
         entry, method = self.entry, self.entry.method
         if self.name in REPLICATED:
             inner = [str(entry.inner_updates)] if entry.inner_updates else []
-            return Values(name=self.name, program=[REPLICAS, entry.kind, *inner], settings=())
+            return Recipe(name=self.name, program=[REPLICAS, entry.kind, *inner], settings=())
         is_like_one_device = entry.kind != "ours" or (method.spec.flush and self.codec == "none")
         words = ["method=bp"] if is_like_one_device else method_words(method)
         M = f"method.accumulation_steps={method.micro_batches_per_update}"
         name = f"{'bp' if is_like_one_device else self.name}-M{method.micro_batches_per_update}"
         if isinstance(method.delay, tuple) and not is_like_one_device:
             name += f"-delay{'-'.join(map(str, method.delay))}"
-        return Values(name=name, program=TRAIN, settings=[*words, M, *self.entry.settings])
+        return Recipe(name=name, program=TRAIN, settings=[*words, M, *self.entry.settings])
 
 
 def contenders(
     names: Sequence[str], words: Sequence[str], *, num_stages: int, M: int, large_M: int
-) -> tuple[list[Racer], dict[str, str]]:
+) -> tuple[list[Contender], dict[str, str]]:
     """Return those of ``names`` that can run as configured by ``words``, and the reason for each that cannot.
 
     ``M``: micro-batches per update of our methods; ``large_M``: of torch's pipelines.
@@ -89,7 +90,7 @@ def contenders(
     """
     if unknown := [name for name in names if name not in NAMES]:
         raise ConfigError(f"--contenders: there is no '{unknown[0]}'; choose of {', '.join(NAMES)}")
-    able, left_out = list[Racer](), dict[str, str]()
+    able, left_out = list[Contender](), dict[str, str]()
     stages = f"partition.num_stages={num_stages}"
     config, _ = compose_run([*words, stages, f"method.accumulation_steps={M}"])
     for name in dict.fromkeys(names):
@@ -103,16 +104,16 @@ def contenders(
     return able, left_out
 
 
-def _of_torch(name: str, config: RunConfig, M: int) -> Racer:
+def _of_torch(name: str, config: RunConfig, M: int) -> Contender:
     config = replace(config, method=Method(name="1f1b", accumulation_steps=M))
     known = {ONE_DEVICE: "torch-bp-whole", **REPLICATED, **TORCHS_PIPELINES}
     found, left_out = entries([known[name]], config, warmup=WARMUP, spreads=True)
     if not found:
         raise ConfigError(*left_out.values())
-    return Racer(name=name, entry=replace(found[0], name=name))
+    return Contender(name=name, entry=replace(found[0], name=name))
 
 
-def _of_ours(name: str, config: RunConfig, M: int) -> Racer:
+def _of_ours(name: str, config: RunConfig, M: int) -> Contender:
     codec, method = CODECS.get(name, "none"), Method(accumulation_steps=M, **OURS[name])
     settings = () if codec == "none" else (f"runtime.codec={codec}",)
-    return Racer(name=name, entry=our_entry(name, method, config, WARMUP, settings=settings), codec=codec)
+    return Contender(name=name, entry=our_entry(name, method, config, WARMUP, settings=settings), codec=codec)

@@ -13,10 +13,10 @@ from matplotlib.ticker import LogLocator, StrMethodFormatter
 from adl_dist.cli.bench.entries import ModelSurvey
 from adl_dist.report.curves import COLOURS, STYLE, STYLES, save_figure
 from adl_dist.report.tables import markdown_table
-from benchmarks.race.contenders import ONE_DEVICE, REPLICATED, SYNCHRONOUS, Racer
+from benchmarks.race.contenders import ONE_DEVICE, REPLICATED, SYNCHRONOUS, Contender
 from benchmarks.race.link import Link
 from benchmarks.race.seconds import Timings, key_of
-from benchmarks.race.updates import Found
+from benchmarks.race.updates import UpdatesToTarget
 
 NOTHING = "."
 RIVALS: Mapping[str, Sequence[str]] = {
@@ -33,8 +33,8 @@ Row = dict[str, Any]  # plain values, as race.json has them
 
 def rows(
     links: Sequence[Link],
-    racing: Mapping[str, Sequence[Racer]],
-    found: Mapping[str, Found],
+    racing: Mapping[str, Sequence[Contender]],
+    found: Mapping[str, UpdatesToTarget],
     timings: Timings,
     survey: ModelSurvey | None,
     predicted: Mapping[str, Mapping[str, float]],
@@ -50,8 +50,8 @@ def rows(
 
 
 def _row(
-    over: Sequence[tuple[Link, Racer]],
-    found: Mapping[str, Found],
+    over: Sequence[tuple[Link, Contender]],
+    found: Mapping[str, UpdatesToTarget],
     timings: Timings,
     survey: ModelSurvey | None,
     predicted: Mapping[str, Mapping[str, float]],

@@ -15,7 +15,7 @@ from adl_dist.cli.bench.runner import BenchConfig, Measured, measure_once
 from adl_dist.report import say
 from adl_dist.report.files import write_atomically
 from adl_dist.report.runs import read_json
-from benchmarks.race.contenders import Racer
+from benchmarks.race.contenders import Contender
 from benchmarks.race.devices import Device, quotas
 from benchmarks.race.link import Link
 from benchmarks.race.namespaces import INTERFACE, Namespaces, namespaces
@@ -74,7 +74,7 @@ class Timings:
             unfinished.write_text(json.dumps(self._known, indent=1) + "\n")
 
 
-def key_of(contender: Racer, link: Link | None) -> str:
+def key_of(contender: Contender, link: Link | None) -> str:
     """Return under which name a contender's times over ``link`` are kept; its settings are part of it."""
     entry = contender.entry
     settings = json.dumps([entry.method.settings, list(entry.settings), entry.kind], sort_keys=True, default=list)
@@ -82,7 +82,7 @@ def key_of(contender: Racer, link: Link | None) -> str:
 
 
 def measure(
-    racing: Sequence[Racer], link: Link, bench: BenchConfig, on: Sequence[Device], how: Measuring, known: Timings
+    racing: Sequence[Contender], link: Link, bench: BenchConfig, on: Sequence[Device], how: Measuring, known: Timings
 ) -> None:
     """Measure the missing runs in turn, A B C A B C; a contender that failed takes no further turn."""
     missing = [c for c in racing if len(known.seconds(key_of(c, link))) < how.repetitions]

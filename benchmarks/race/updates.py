@@ -13,7 +13,7 @@ from adl_dist.cli.sweep.request import Job, Sweep, naming
 from adl_dist.errors import ConfigError
 from adl_dist.report.goal import falls
 from adl_dist.report.recorder import METRICS
-from benchmarks.race.contenders import REPLICAS, Values
+from benchmarks.race.contenders import REPLICAS, Recipe
 
 MEASURED = ("accuracy", "loss")
 
@@ -59,7 +59,7 @@ def read_target(text: str) -> Target:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Race:
+class RaceConfig:
     """The settings that the runs of all contenders share."""
 
     words: Sequence[str]  # the user's settings, with the cut
@@ -73,7 +73,7 @@ class Race:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class UpdatesToTarget:
     """The updates to the target in the runs of one way to train."""
 
     rate: float | None  # the best one with the first seed, once all trials have ended
@@ -88,9 +88,9 @@ class Found:
         return statistics.median(math.inf if u is None else u for u in self.updates) if self.updates else math.inf
 
 
-def find_updates(values: Sequence[Values], race: Race, *, start: bool = True) -> dict[str, Found]:
+def find_updates(values: Sequence[Recipe], race: RaceConfig, *, start: bool = True) -> dict[str, UpdatesToTarget]:
     """Run the missing runs if ``start``; return the results of ``values`` by name."""
-    found = dict[str, Found]()
+    found = dict[str, UpdatesToTarget]()
     with locked(race.folder):
         jobs = {one.name: [_job(one, race, rate, race.seeds[0]) for rate in race.rates] for one in values}
         if start:
@@ -106,7 +106,7 @@ def find_updates(values: Sequence[Values], race: Race, *, start: bool = True) ->
     for one in values:
         rate, trials = chosen[one.name], dict(zip(race.rates, jobs[one.name], strict=True))
         runs = [job for job in ([trials[rate]] if rate is not None else []) + later.get(one.name, []) if _ended(job)]
-        found[one.name] = Found(
+        found[one.name] = UpdatesToTarget(
             rate=rate,
             updates=[updates_to(job.folder, race.target) for job in runs],
             best=[race.target.best([value for _, value in curve(job.folder, race.target)]) for job in runs],
@@ -135,7 +135,7 @@ def _ended(job: Job) -> bool:
     return job_status(job) != "unfinished"
 
 
-def _best(trials: Sequence[Job], race: Race) -> float | None:
+def _best(trials: Sequence[Job], race: RaceConfig) -> float | None:
     """Return the rate that got to the target first, or failing that came nearest; None while one is not at its end."""
     if not all(map(_ended, trials)):
         return None
@@ -148,7 +148,7 @@ def _best(trials: Sequence[Job], race: Race) -> float | None:
     return race.rates[min(range(len(trials)), key=order)]
 
 
-def _job(values: Values, race: Race, rate: float, seed: int) -> Job:
+def _job(values: Recipe, race: RaceConfig, rate: float, seed: int) -> Job:
     folder = race.folder / values.name / f"lr{rate:g}-seed{seed}"
     quoted = str(folder).replace("'", "\\'")
     is_replicas, is_cut = values.program[0] == REPLICAS, "method=bp" not in values.settings
@@ -161,7 +161,7 @@ def _job(values: Values, race: Race, rate: float, seed: int) -> Job:
     return Job(overrides=overrides, folder=folder, config=config, plain=plain, program=values.program)
 
 
-def _sweep(race: Race, jobs: Mapping[str, Sequence[Job]]) -> Sweep:
+def _sweep(race: RaceConfig, jobs: Mapping[str, Sequence[Job]]) -> Sweep:
     return Sweep(
         jobs=[job for runs in jobs.values() for job in runs],
         run_dir=race.folder,

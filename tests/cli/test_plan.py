@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from adl_dist.cli.config.compose import balance_word, compose_run
+from adl_dist.cli.plan.arguments import asked, machine_of
 from adl_dist.cli.plan.link import measure
 from adl_dist.cli.plan.profiler import Profiler
-from adl_dist.cli.plan.question import asked, machine_of
 from adl_dist.cli.plan.report import line_to_paste
 from adl_dist.distributed.procfs import state_of
 from adl_dist.errors import ChannelError, ConfigError, PartitionError
@@ -35,7 +35,7 @@ HOST = {"seconds_per_message": 1e-7, "seconds_per_byte": 1e-13}
 def measured_link(monkeypatch):
     """What two processes would measure, which takes seconds."""
     figures = {"bandwidth": 1e6, "latency": 1e-3, **HOST}
-    monkeypatch.setattr("adl_dist.cli.plan.question.link_figures", lambda device: figures)
+    monkeypatch.setattr("adl_dist.cli.plan.arguments.link_figures", lambda device: figures)
 
 
 def known(num_units=8, *, forward=1.0, backward=2.0, **of_unit):
@@ -189,7 +189,7 @@ def test_a_link_that_cannot_be_measured_need_not_be(monkeypatch, capsys):
     def fails(device):
         raise ChannelError("the peer is silent")
 
-    monkeypatch.setattr("adl_dist.cli.plan.question.link_figures", fails)
+    monkeypatch.setattr("adl_dist.cli.plan.arguments.link_figures", fails)
     assert machine_of(asked([*SMALL, "--stages", "2"])).seconds_per_message == 0
     assert "a message costs its sender and receiver is not counted: the peer is silent" in capsys.readouterr().err
     unknown = [word for word in SMALL if word not in ("--links", "8gbit,20us")]

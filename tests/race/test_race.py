@@ -26,12 +26,12 @@ from adl_dist.transport.spec import TensorSpec
 from benchmarks.race import replicas
 from benchmarks.race.__main__ import race
 from benchmarks.race.contenders import NAMES, REPLICATED, contenders
+from benchmarks.race.cut_and_delays import settled_cut, settled_delays
 from benchmarks.race.devices import devices, quotas
 from benchmarks.race.link import read_link
 from benchmarks.race.report import draw, report, rows
 from benchmarks.race.seconds import Timings, key_of
-from benchmarks.race.settle import settled_cut, settled_delays
-from benchmarks.race.updates import Found, Race, Target, find_updates, read_target
+from benchmarks.race.updates import RaceConfig, Target, UpdatesToTarget, find_updates, read_target
 from tests.race.test_links import needs_namespaces
 from tests.support.commands import in_process, shows, words
 from tests.support.ranks import run_ranks
@@ -79,7 +79,7 @@ def test_a_race_cuts_for_its_slowest_link_and_its_devices(monkeypatch, tmp_path)
         facts = {"target": TensorSpec((), "int64"), "exchanged_bytes": {}, "predicted": {}}
         return ModelSurvey(cuts={2: found}, granularity="block", channels_last=False, **facts)
 
-    monkeypatch.setattr("benchmarks.race.settle.apart", apart)
+    monkeypatch.setattr("benchmarks.race.cut_and_delays.apart", apart)
     links, on = [read_link(text) for text in ("100mbit", "50mbit", "50mbit,20ms", "1gbit,80ms")], devices(4, [0, 1])[0]
     for own, given in (
         ([], links),
@@ -119,12 +119,12 @@ def test_a_race_predicts_with_the_share_and_link_of_devices(tmp_path, monkeypatc
         with_load=lambda num, samples: contextlib.nullcontext(),
         profile=lambda size: known,
     )
-    monkeypatch.setattr("benchmarks.race.settle.chosen_sizes", lambda chain, num_stages, balance: balance)
-    monkeypatch.setattr("benchmarks.race.settle.Profiler", lambda config, **how: profiler)
+    monkeypatch.setattr("benchmarks.race.cut_and_delays.chosen_sizes", lambda chain, num_stages, balance: balance)
+    monkeypatch.setattr("benchmarks.race.cut_and_delays.Profiler", lambda config, **how: profiler)
     host = {"seconds_per_message": 0.0, "seconds_per_byte": 0.0}
-    monkeypatch.setattr("benchmarks.race.settle.link_figures", lambda device: host)
-    monkeypatch.setattr("benchmarks.race.settle.coding_costs", lambda device, threads: {})
-    monkeypatch.setattr("benchmarks.race.settle.apart", lambda function, *given: function(*given))
+    monkeypatch.setattr("benchmarks.race.cut_and_delays.link_figures", lambda device: host)
+    monkeypatch.setattr("benchmarks.race.cut_and_delays.coding_costs", lambda device, threads: {})
+    monkeypatch.setattr("benchmarks.race.cut_and_delays.apart", lambda function, *given: function(*given))
     whole, half = devices(3, [0, 1, 2])[0], devices(3, [0, 1])[0]
     for name, on, seconds in (("adl", whole, 6), ("adl", half, 12), ("bp", half, 30)):
         assert race_of_three(tmp_path / f"{name}-{on.share}", on, name=name) == pytest.approx(4 * seconds)
@@ -173,7 +173,7 @@ def test_a_target_is_met_by_what_is_as_good_or_better():
 
 
 def race_in(folder, *, rates, seeds, target=ACCURACY):
-    return Race(
+    return RaceConfig(
         words=["train.epochs=3"], only_values=(), folder=folder, rates=rates, seeds=seeds, target=target,
         side_by_side=1, command="",
     )  # fmt: skip
@@ -259,10 +259,10 @@ def test_other_delays_and_settings_are_measured_by_themselves():
 
 def the_table(tmp_path):
     racing = list(named("one-device", "ddp", "torch-1f1b", "adl", "2bw")[0].values())
-    found = {c.values.name: Found(rate=0.1, updates=[100, 200, 300], best=[1.0], trials={}) for c in racing}
+    found = {c.values.name: UpdatesToTarget(rate=0.1, updates=[100, 200, 300], best=[1.0], trials={}) for c in racing}
     adl, two = racing[3], racing[4]
-    found[adl.values.name] = Found(rate=0.2, updates=[100, None, 120], best=[1.0], trials={}, at_edge=True)
-    found[two.values.name] = Found(rate=0.2, updates=[None, None, 120], best=[1.0], trials={})
+    found[adl.values.name] = UpdatesToTarget(rate=0.2, updates=[100, None, 120], best=[1.0], trials={}, at_edge=True)
+    found[two.values.name] = UpdatesToTarget(rate=0.2, updates=[None, None, 120], best=[1.0], trials={})
     timings = Timings(tmp_path / "s.json")
     for contender in racing:
         for link, seconds in zip(

@@ -13,9 +13,9 @@ from adl_dist.baselines.loop import POWERSGD_BEGIN, Compression, exchanged_bytes
 from adl_dist.cli.config.compose import method_named
 from adl_dist.cli.config.reading import chosen_sizes
 from adl_dist.cli.config.schema import RunConfig
+from adl_dist.cli.plan.arguments import described
 from adl_dist.cli.plan.link import link_figures
 from adl_dist.cli.plan.profiler import Profiler
-from adl_dist.cli.plan.question import described
 from adl_dist.distributed.affinity import num_cores
 from adl_dist.errors import AdlError, ConfigError, PartitionError
 from adl_dist.links import LINKS, text_of_links

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from adl_dist.cli.plan.arguments import Question, asked, machine_of
 from adl_dist.cli.plan.profiler import Profiler
-from adl_dist.cli.plan.question import Question, asked, machine_of
 from adl_dist.cli.plan.report import codec_lines, facts_of, line_to_paste, report, tied_lines
 from adl_dist.codecs import CODECS, Codecs
 from adl_dist.distributed.affinity import num_cores

@@ -24,7 +24,7 @@ from adl_dist.report.runs import read_json
 from adl_dist.schedule import Pipeline
 from adl_dist.schedule.run_plan import micro_batch_size_of
 from adl_dist.transport.coding_speed import coding_costs
-from benchmarks.race.contenders import Racer
+from benchmarks.race.contenders import Contender
 from benchmarks.race.devices import Device
 from benchmarks.race.link import Link
 
@@ -32,7 +32,7 @@ SETTLED = "settled.json"
 
 
 def settled_cut(
-    folder: Path, words: Sequence[str], able: Sequence[Racer], links: Sequence[Link], on: Device
+    folder: Path, words: Sequence[str], able: Sequence[Contender], links: Sequence[Link], on: Device
 ) -> tuple[list[str], ModelSurvey]:
     """Return the settings of the cut that this race began with, and a survey of the model with that cut.
 
@@ -56,8 +56,8 @@ def settled_cut(
 
 
 def settled_delays(
-    folder: Path, config: RunConfig, racing: Sequence[Racer], links: Sequence[Link], on: Device
-) -> tuple[dict[str, list[Racer]], dict[str, dict[str, float]]]:
+    folder: Path, config: RunConfig, racing: Sequence[Contender], links: Sequence[Link], on: Device
+) -> tuple[dict[str, list[Contender]], dict[str, dict[str, float]]]:
     """Return the racers over each link with their delays, and the predicted seconds per update.
 
     Both by the link's name; the seconds are of ours, by the contender's name, as ``adl-dist plan`` predicts them.
@@ -66,9 +66,9 @@ def settled_delays(
     known = read_json(folder / SETTLED)
     ours: dict[str, dict[str, Any]] = known.get("ours", {})
     asked = {
-        _key(racer): racer
-        for racer in racing
-        if racer.entry.kind == "ours" and any(_key(racer) not in ours.get(link.name, {}) for link in links)
+        _key(contender): contender
+        for contender in racing
+        if contender.entry.kind == "ours" and any(_key(contender) not in ours.get(link.name, {}) for link in links)
     }
     if asked:
         found = apart(_predicted, config, list(asked.values()), list(links), on)
@@ -83,20 +83,20 @@ def settled_delays(
     return over, predicted
 
 
-def _with(contender: Racer, told: Mapping[str, Mapping[str, Any]]) -> Racer:
+def _with(contender: Contender, told: Mapping[str, Mapping[str, Any]]) -> Contender:
     if not contender.awaits_delays:
         return contender
     return contender.with_method(contender.entry.method.with_delays(told[_key(contender)]["delays"]))
 
 
-def _micro_batch(config: RunConfig, racer: Racer) -> int:
-    return micro_batch_size_of(config.train.batch_size, racer.entry.method.micro_batches_per_update)
+def _micro_batch(config: RunConfig, contender: Contender) -> int:
+    return micro_batch_size_of(config.train.batch_size, contender.entry.method.micro_batches_per_update)
 
 
 def _predicted(
-    config: RunConfig, racing: Sequence[Racer], links: Sequence[Link], on: Device
+    config: RunConfig, racing: Sequence[Contender], links: Sequence[Link], on: Device
 ) -> dict[str, list[dict[str, Any]]]:
-    """Measure the model on this machine; return each racer's delays and seconds per update, by the link's name.
+    """Measure the model on this machine; return each contender's delays and seconds per update, by the link's name.
 
     A device that is a part of a core takes longer by its share.
     """
@@ -106,28 +106,28 @@ def _predicted(
     found: dict[str, list[dict[str, Any]]] = {link.name: [] for link in links}
     measured, coded = link_figures(config.runtime.device), coding_costs(torch.device("cpu"), threads=on.threads)
     with profiler.with_load(profiler.num_others(K), _micro_batch(config, racing[0])):
-        profiles = {size: profiler.profile(size) for size in {_micro_batch(config, racer) for racer in racing}}
-    for racer in racing:
-        num = racer.entry.num_stages
+        profiles = {size: profiler.profile(size) for size in {_micro_batch(config, contender) for contender in racing}}
+    for contender in racing:
+        num = contender.entry.num_stages
         devices = Machine(
             speeds=[on.share] * num,
-            codecs=Codecs(racer.codec, racer.codec),
+            codecs=Codecs(contender.codec, contender.codec),
             coding={codec: cost.slowed(1 / on.share) for codec, cost in coded.items()},
             **{name: measured[name] / on.share for name in ("seconds_per_message", "seconds_per_byte")},
             shares_link=True,
         )
         for link in links:
             machine = replace(devices, bandwidth=link.bits_per_second / 8, latency=link.round_trip_seconds / 2)
-            pipeline, profile = Pipeline(racer.entry.method, num), profiles[_micro_batch(config, racer)]
+            pipeline, profile = Pipeline(contender.entry.method, num), profiles[_micro_batch(config, contender)]
             prediction = predict(profile, pipeline, machine=machine, sizes=sizes if num == K else None)
             delays = list(prediction.pipeline.nominal_delays)
             found[link.name].append({"delays": delays, "seconds_per_update": prediction.seconds_per_update})
     return found
 
 
-def _key(racer: Racer) -> str:
+def _key(contender: Contender) -> str:
     """Return the settings that its delays depend on, as a key."""
-    return json.dumps({**racer.entry.method.settings, "codec": racer.codec}, sort_keys=True, default=list)
+    return json.dumps({**contender.entry.method.settings, "codec": contender.codec}, sort_keys=True, default=list)
 
 
 def _keep(folder: Path, facts: Mapping[str, Any]) -> None:
