@@ -15,6 +15,7 @@ from adl_dist.cli.sweep import command as sweep
 from adl_dist.cli.sweep.request import Sweep, requested
 from adl_dist.control.run_socket import remove_stale
 from adl_dist.distributed import parent_process
+from adl_dist.distributed.affinity import num_cores
 from adl_dist.distributed.device import check_device, set_for_nccl
 from adl_dist.distributed.network import check_named_interfaces
 from adl_dist.distributed.world import launched_rank, launched_world_size
@@ -24,6 +25,8 @@ from adl_dist.partition.imbalance import is_uneven
 from adl_dist.report import final_table, say, tell
 from adl_dist.report.page import REPORT
 from adl_dist.training.trainer import Trainer
+
+MANY = 4  # processes for each core, from which on a line says why nothing else happens
 
 
 def train(overrides: list[str]) -> None:
@@ -46,6 +49,8 @@ def train(overrides: list[str]) -> None:
     num_processes, stands_alone = config.pipeline.num_processes, not parent_process.is_part_of_more()
     if config.runtime.processes and num_processes > 1 and launched_world_size() is None:
         check_named_interfaces()
+        if num_processes > MANY * num_cores():
+            say(f"starting {num_processes} processes on {num_cores()} cores, which takes a while ...")
         command, restarts = ["train", *overrides], config.runtime.max_restarts
         try:
             raise Exit(

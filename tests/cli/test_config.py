@@ -67,6 +67,7 @@ def test_the_help_of_train_explains_every_key():
         assert re.search(rf"^{key}: .*  # \w", told, re.MULTILINE), key
     shows(in_process("train", "--help", "method=fr").out, ["after method=fr", "  weights: recompute  # "])
     shows(in_process("train", "--help", "data=tokens").out, ["  train: ???  # file", "Groups (GROUP=CHOICE)"])
+    shows(told, ["  sweep.jobs: null  # runs at the same time"])
     for option in settings_of(Method).values():
         assert f"{option.name}: {option.metadata['help']}" in Method.__doc__
 

@@ -142,7 +142,7 @@ COMMANDS = [
     ([*COSTS, "nowhere.yaml"], ["nowhere.yaml", "No such file"]),
     # plan
     ([*PLAN, "--stages", "a"], ["--stages", "whole numbers", "got a"]),
-    ([*PLAN, "--stages", "99,50"], ["num_stages=99 needs 98 cuts, but the model can be cut in "]),
+    ([*PLAN, "--stages", "99,50"], ["--stages 99 needs 98 cuts, but the model can be cut in "]),
     (
         [*PLAN, "--stages", "2", "partition.balance=auto", "partition.device_speeds=[1,2,3]"],
         ["device_speeds=[1, 2, 3]", "there are 2 stages"],

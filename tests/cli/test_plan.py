@@ -348,7 +348,7 @@ def test_the_plan_of_a_small_model_gives_a_line_that_trains(tmp_path):
         *(*SMALL, "--stages", "2,3,99", "--methods", "bp,gpipe,adl,fr", "--devices", "3"),
         *("--units", "--out", str(picture)),
     )
-    assert told.count("not possible: K = 99: partition.num_stages=99 needs 98 cuts") == 1
+    assert told.count("not possible: K = 99: --stages 99 needs 98 cuts") == 1
     shows(told, ["method ", "adl     2  4  ", "adl     3  4  ", "gpipe   3  4  ", "fr      2  1  "])
     shows(told, ["adl by codec, over these links:", "3  4  int4 ", "K = 3: no codec is needed"])
     shows(told, ["stem.conv", "layer3_0.conv2", "without a pipeline: one device", "DDP on 3", "recommended"])

@@ -329,7 +329,8 @@ def print_keys(overrides: Sequence[str] = ()) -> None:
         + "\n".join(_documented(plain, composed.hydra.runtime.choices))
         + "\n\nGroups (GROUP=CHOICE):\n"
         + "".join(f"  {group:<12}{_choices(group)}\n" for group in groups)
-        + "\nadl-dist train --multirun KEY=A,B ... runs all combinations and compares them.\n"
+        + "\nadl-dist train --multirun KEY=A,B ... runs all combinations and compares them. Its own keys:\n"
+        + "".join(f"  {_line(f'sweep.{key}', default, text)}\n" for key, (default, text) in SWEEP.items())
     )
 
 

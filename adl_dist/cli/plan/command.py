@@ -98,13 +98,13 @@ def _possible(question: Question, machine: Machine, chain: Chain) -> tuple[Quest
         PartitionError: If the model can be cut into none of them.
         ConfigError: If there are not as many speeds as stages.
     """
-    refusals = dict[int, PartitionError | ConfigError]()
+    refusals = dict[int, PartitionError]()
     for K in question.stages:
         try:
             if _cut(question, machine, chain, K)["sizes"] is None:
                 check_places(chain, K)
         except (PartitionError, ConfigError) as error:
-            refusals[K] = error
+            refusals[K] = PartitionError(str(error).replace("partition.num_stages=", "--stages "))
     stages = [K for K in question.stages if K not in refusals]
     if not stages:
         raise next(iter(refusals.values()))
