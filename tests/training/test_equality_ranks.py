@@ -109,9 +109,10 @@ def run_rows(K, names):
     return found
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("K", ROWS)
 def test_k_processes_equal_one_process_bit_for_bit(K):
-    by_rank, in_one_process = run_ranks(K, run_rows, K, [*ROWS[K]], timeout_seconds=115), run_rows(K, ROWS[K])
+    by_rank, in_one_process = run_ranks(K, run_rows, K, [*ROWS[K]], timeout_seconds=200), run_rows(K, ROWS[K])
     for of_rank in by_rank:
         for name, (state, figures), (expected, of_one) in zip(ROWS[K], of_rank, in_one_process, strict=True):
             assert state.keys() == expected.keys(), name
