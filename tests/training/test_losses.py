@@ -311,7 +311,7 @@ def test_the_command_line_declares_it_for_any_loss(target, reduction):
     assert spec.loss_fn(output, classes) == F.cross_entropy(output, classes)
 
 
-# --- Losses that write, keep a state, or train nothing ------------------------------------------------------------
+# --- Losses that write, or train nothing --------------------------------------------------------------------------
 
 
 def rotated(out, target):
@@ -346,25 +346,6 @@ def test_a_loss_may_write_to_its_arguments(loss_fn, method, K, options):
         runs.append((trainer.full_state_dict(), trainer.evaluate(data(), batch_size=8)["validation_accuracy"]))
     assert_close(runs[0][0], runs[1][0])
     assert runs[0][1] == runs[1][1]
-
-
-class Normalised(nn.Module):
-    """Divides by a running mean of itself, in a buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("mean", torch.ones((), dtype=torch.float64))
-
-    def forward(self, out, target):
-        loss = F.cross_entropy(out, target)
-        self.mean.lerp_(loss.detach(), 0.1)
-        return loss / self.mean
-
-
-def test_local_losses_with_a_state_are_refused():
-    trainer = trainer_of(Normalised(), False, 3, 1, "dgl", {"head": "linear"})
-    with pytest.raises(ConfigError, match=r"the loss keeps something of its own, .* \(mean\), but method=dgl has"):
-        trainer.fit(data(), epochs=1, batch_size=6, monitoring=SILENT)
 
 
 class Twice(nn.Module):
