@@ -231,6 +231,12 @@ class ForwardRun:
 
     def end(self, out: Any) -> Any:
         """Return what leaves the stage."""
+        for name, home, _, tensor in self._state_tensors():
+            if home == self.index and tensor.is_meta and not self.stage.is_lazy:
+                raise ForwardError(
+                    f"stage {self.index}: buffer '{name}' was computed by another stage in this micro-batch, unlike in "
+                    "the recorded ones"
+                )
         if self.stage.is_last:
             return map_tensors(self._resolved_output, out)
         if self.mode.decides:
