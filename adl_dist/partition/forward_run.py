@@ -302,7 +302,7 @@ class ForwardRun:
                 stage = max((value.mark.stage for value in values), default=EVERYWHERE)
             if stage in (index, EVERYWHERE):
                 leaves = tensors_in((args, kwargs))
-                return self._compute(own, key, stage, args, kwargs, leaves, draws=planned.draws, planned=planned)
+                return self._compute(own, key, stage, args, kwargs, leaves, planned=planned)
             return self._skip(planned, key, stage, module, own, args, kwargs)
 
     def _follow(self, planned: CallPlan, key: tuple[str, str, Any], own: Any, args: Any, kwargs: Any) -> Any:
@@ -397,12 +397,11 @@ class ForwardRun:
         kwargs: Any,
         leaves: Sequence[Any],
         *,
-        draws: bool,
         planned: CallPlan | None,
         target: Tensor | None = None,
     ) -> Any:
         """Run a call of this stage, with what it lacks replaced by what it has received."""
-        written = planned.written if planned is not None else ()
+        written, draws = (planned.written, planned.draws) if planned is not None else ((), True)
         values: list[Any] = [leaf for leaf in leaves if type(leaf) is Value or type(leaf) is ForeignParameter]
         if self.is_plain and not written and target is None and (planned is None or not planned.recorded.by_rule):
             for leaf in values:
@@ -424,20 +423,7 @@ class ForwardRun:
                     replaced[id(leaf)] = self._cloned(replaced[id(leaf)])  # received: not to be written to
         if any(replaced[id(leaf)] is not leaf for leaf in values):
             args, kwargs = map_tensors(lambda t: replaced.get(id(t), t), (args, kwargs))
-        marks = [(t, t.mark) for t in replaced.values() if type(t) is Value]
-        for tensor, _ in marks:
-            turn_into(tensor, Tensor)
-        frame, self.frame = self.frame, None
-        try:
-            if draws and self.mode.draws:
-                with self._own_stream():
-                    out = function(*args, **kwargs)
-            else:
-                out = function(*args, **kwargs)
-        finally:
-            self.frame = frame
-            for tensor, mark in marks:
-                as_value(tensor, mark)
+        out = self._run(function, args, kwargs, [t for t in replaced.values() if type(t) is Value], draws=draws)
         if self.tape is not None:
             self.tape.note(function, args, kwargs, out, draws=draws)
         originals = {id(new): leaf for leaf in values if (new := replaced[id(leaf)]) is not leaf}
@@ -451,13 +437,18 @@ class ForwardRun:
             return out
         return self.marked(out, key, originals, stage)
 
-    def _run(self, function: Callable[..., Any], args: Any, kwargs: Any, values: Sequence[Tensor]) -> Any:
-        """Run a call whose ``values`` are all there, as plain tensors inside."""
+    def _run(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, values: Sequence[Tensor], *, draws: bool = False
+    ) -> Any:
+        """Run a call whose ``values`` are all there, as plain tensors inside; it ``draws`` from the stage's streams."""
         for leaf in values:
             turn_into(leaf, Tensor)
         frame, self.frame = self.frame, None
         try:
-            return function(*args, **kwargs)
+            if not (draws and self.mode.draws):
+                return function(*args, **kwargs)
+            with self._own_stream():
+                return function(*args, **kwargs)
         finally:
             self.frame = frame
             for leaf in values:
@@ -577,7 +568,7 @@ class ForwardRun:
                 stage = leaf.mark.stage
         if planned is not None:
             if planned.repeats and EVERYWHERE < stage < self.index and all(map(self._has, leaves)):
-                return self._compute(func, key, stage, args, kwargs, leaves, draws=False, planned=planned)
+                return self._compute(func, key, stage, args, kwargs, leaves, planned=planned)
             if not planned.follows and planned.first > stage:
                 stage = planned.first
         if kind is Kind.HOOK:
@@ -588,8 +579,7 @@ class ForwardRun:
             return func(*args, **kwargs)
         target = writes_to(name, args, kwargs)
         if stage in (self.index, EVERYWHERE):
-            draws = planned.draws if planned is not None else True
-            return self._compute(func, key, stage, args, kwargs, leaves, draws=draws, planned=planned, target=target)
+            return self._compute(func, key, stage, args, kwargs, leaves, planned=planned, target=target)
         if planned is None:
             planned = next(reversed(plans.values()))
         if target is None:

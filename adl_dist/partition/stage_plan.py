@@ -1,7 +1,7 @@
 """Decide which stage makes each recorded call, what crosses each cut, and which tensors a stage holds."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -216,65 +216,82 @@ def plan_stages(recording: Recording, units: Sequence[Unit], sizes: Sequence[int
     Raises:
         CutImpossibleError: If a value would have to flow to an earlier stage, or two stages would change one tensor.
     """
-    stage_of: dict[Key, int] = {}
-    begin = 0
-    for stage, size in enumerate(sizes):
-        stage_of |= {unit.call.key: stage for unit in units[begin : begin + size]}
-        begin += size
-    num_stages = len(sizes)
     main = next(mode for mode in recording.modes.values() if mode.calls.get(units[0].call.key) is units[0].call)
-    first = {_block_of(unit.call).key: stage_of[unit.call.key] for unit in reversed(units)}
-    for call in main.calls.values():  # those of a block before its first unit are on the stage of that
-        block = _block_of(call).key
-        if call.key in stage_of:
-            first.pop(block, None)
-        elif not call.is_open and block in first:
-            stage_of[call.key] = first[block]
-    order = [training for training, mode in recording.modes.items() if mode is main]
-    order += [training for training in recording.modes if training not in order]
+    stage_of = _stages_of_units(main, units, sizes)
+    order = sorted(recording.modes, key=lambda training: recording.modes[training] is not main)
     state: dict[str, int] = {}  # tensors that a forward writes to are where the writing is, also when they are read
     while True:
         homes: dict[str, int] = {}
         planned, before = {}, dict(state)
         for training in order:
             planned[training] = assigned = _Assignment(
-                recording.modes[training], stage_of, homes, num_stages, recording, state
+                recording.modes[training], stage_of, homes, len(sizes), recording, state
             )
             for name, stages in assigned.users().items():
                 homes.setdefault(name, min(stages))
         if state == before:
             break
-    holders: dict[str, set[int]] = {}
-    for assigned in planned.values():
-        for name, stages in assigned.users().items():
-            holders.setdefault(name, set()).update(stages)
-    holders |= {name: {stage} for name, stage in state.items()}
-    for assigned in planned.values():
-        for call in assigned.mode.calls.values():
-            for name in call.moves:
-                if len(holders.get(name, ())) > 1:
-                    reason = f"'{name}' is changed by the forward and used on both sides"
-                    raise CutImpossibleError(min(holders[name]), reason)
+    used = _users(planned.values(), state)
     modes = {training: assigned.plan() for training, assigned in planned.items()}
-    callers = {"": {*range(num_stages)}}  # of each module, the stages that run its forward
-    for mode in modes.values():
-        for name, stages in mode.root.callers(callers[""]):
-            callers[name] = callers.get(name, set()) | stages
-    for name in recording.moved.keys() - recording.state:
-        holders.setdefault(name, set()).update(*(callers[forward] for forward in recording.moved[name]))
-    for name in names:
-        if name not in holders:
-            path, _, key = name.rpartition(".")
-            while path not in callers:
-                path = path.rpartition(".")[0]
-            holders[name] = callers[path] if key == EXTRA_STATE else {max(callers[path])}
+    holders = used | _holders_of_others(recording, modes.values(), used, {*range(len(sizes))}, names)
     return StagePlan(
-        num_stages,
+        len(sizes),
         recording,
         modes,
         {name: tuple(sorted(stages)) for name, stages in holders.items()},
         {name for name in recording.glue if name not in recording.state},
     )
+
+
+def _stages_of_units(main: ModeRecord, units: Sequence[Unit], sizes: Sequence[int]) -> dict[Key, int]:
+    """Return the stage of each unit, and of the calls of its block before the first unit of that."""
+    stages = (stage for stage, size in enumerate(sizes) for _ in range(size))
+    stage_of = {unit.call.key: stage for unit, stage in zip(units, stages, strict=True)}
+    first = {_block_of(unit.call).key: stage_of[unit.call.key] for unit in reversed(units)}
+    for call in main.calls.values():
+        block = _block_of(call).key
+        if call.key in stage_of:
+            first.pop(block, None)
+        elif not call.is_open and block in first:
+            stage_of[call.key] = first[block]
+    return stage_of
+
+
+def _users(planned: Iterable["_Assignment"], state: Mapping[str, int]) -> dict[str, set[int]]:
+    """Return the stages that compute with each tensor of the model; of ``state`` the one that writes to it."""
+    users: dict[str, set[int]] = {}
+    for assigned in planned:
+        for name, stages in assigned.users().items():
+            users.setdefault(name, set()).update(stages)
+    users |= {name: {stage} for name, stage in state.items()}
+    for name in (name for assigned in planned for call in assigned.mode.calls.values() for name in call.moves):
+        if len(users.get(name, ())) > 1:
+            raise CutImpossibleError(min(users[name]), f"'{name}' is changed by the forward and used on both sides")
+    return users
+
+
+def _holders_of_others(
+    recording: Recording,
+    modes: Iterable[ModePlan],
+    used: Mapping[str, set[int]],
+    everywhere: set[int],
+    names: Iterable[str],
+) -> dict[str, set[int]]:
+    """Return the stages that hold what no call computes with: counters, extra state, and tensors without a user."""
+    callers = {"": everywhere}  # of each module, the stages that run its forward
+    for mode in modes:
+        for name, stages in mode.root.callers(everywhere):
+            callers[name] = callers.get(name, set()) | stages
+    holders: dict[str, set[int]] = {}
+    for name in recording.moved.keys() - recording.state:
+        holders[name] = used.get(name, set()).union(*(callers[forward] for forward in recording.moved[name]))
+    for name in names:
+        if name not in used and name not in holders:
+            path, _, key = name.rpartition(".")
+            while path not in callers:
+                path = path.rpartition(".")[0]
+            holders[name] = callers[path] if key == EXTRA_STATE else {max(callers[path])}
+    return holders
 
 
 class _Assignment:
