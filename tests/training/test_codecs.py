@@ -135,7 +135,7 @@ def test_evaluation_measures_the_model_without_a_codec(tmp_path):
 
 
 def test_codecs_that_there_are_not_are_refused_by_name():
-    with pytest.raises(ConfigError, match=r"runtime\.codec: there is no codec 'int2'; choose one of none, bf16"):
+    with pytest.raises(ConfigError, match=r"runtime\.codec: there is no 'int2'; choose one of none, bf16"):
         toy_trainer(codec="int2")
-    with pytest.raises(ConfigError, match=r"runtime\.gradient_codec: there is no codec 'fp8'"):
+    with pytest.raises(ConfigError, match=r"runtime\.gradient_codec: there is no 'fp8'"):
         toy_trainer(gradient_codec="fp8")
