@@ -4,31 +4,32 @@ A part is copied at once, where the pipeline is empty, and written by a thread o
 and leaves nothing behind: training and the older checkpoints are worth more than it.
 """
 
+import contextlib
 import logging
 import queue
-import shutil
 import threading
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adl_dist.checkpoint import layout, storage
-from adl_dist.checkpoint.storage import Shard
+from adl_dist.checkpoint import layout, tensor_files
+from adl_dist.checkpoint.tensor_files import Shard
 from adl_dist.errors import StageFailed
 from adl_dist.report import warn
 
 logger = logging.getLogger("adl_dist")
 
 SAVING, COMMITTING = "saving", "committing"  # the threads that write a part and, on rank 0, complete the checkpoint
+NOT_SHARED = "run_dir must lie on a storage that all nodes share"
 LAST_SAVE_SECONDS = 60.0  # how long a run that ends with an error waits for the save that is under way
 
 # Has every process write its part, given path, token and background; returns the ranks that do.
-WriteParts = Callable[[Path, str, bool], Collection[int]]
+WriteParts = Callable[[PurePath, str, bool], Collection[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,7 @@ class PartWriter:
     rank: int
     report: Callable[[PartReport], None]
 
-    def write(self, path: Path, shards: Mapping[str, Shard], *, token: str, background: bool) -> None:
+    def write(self, path: PurePath, shards: Mapping[str, Shard], *, token: str, background: bool) -> None:
         """Write the stages' own tensors, by file, into the unfinished ``path``; in the background: copy and return."""
         if not background:
             self._write(path, shards, token)
@@ -69,15 +70,17 @@ class PartWriter:
         else:
             threading.Thread(target=self._write, args=arguments, name=SAVING, daemon=True).start()
 
-    def _write(self, path: Path, shards: Mapping[str, Shard], token: str) -> None:
+    def _write(self, path: PurePath, shards: Mapping[str, Shard], token: str) -> None:
         try:
-            files = storage.write(path, shards)
+            if not layout.has_begun(path, token):
+                raise FileNotFoundError(f"{path}, which rank 0 has made, is not there; {NOT_SHARED}")
+            files = tensor_files.write(path, shards)
         except Exception as error:
             self._report_failure(path, token, error)
         else:
             self.report(PartReport(rank=self.rank, token=token, files=files))
 
-    def _report_failure(self, path: Path, token: str, error: Exception) -> None:
+    def _report_failure(self, path: PurePath, token: str, error: Exception) -> None:
         logger.error("%s could not be written", path, exc_info=error)
         self.report(PartReport(rank=self.rank, token=token, failure=f"rank {self.rank}: {_reason(error)}"))
 
@@ -90,12 +93,24 @@ class Saver:
         lost: the process that has died without having written its part; None: none has.
     """
 
-    def __init__(self, folder: Path, *, keep: int, keep_best: bool, background: bool) -> None:
-        """Save into ``folder``; for the options see :class:`~adl_dist.checkpoint.policy.CheckpointPolicy`."""
+    def __init__(
+        self,
+        folder: PurePath,
+        *,
+        keep: int,
+        keep_best: bool,
+        background: bool,
+        before_commit: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Save into ``folder``; for the options see :class:`~adl_dist.checkpoint.policy.CheckpointPolicy`.
+
+        ``before_commit`` is called when all parts are written; the save fails if it raises OSError.
+        """
         self._folder, self._keep, self._keep_best, self._background = folder, keep, keep_best, background
+        self._before_commit = before_commit
         self._parts: queue.SimpleQueue[PartReport] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._saved: Path | None = None
+        self._saved: PurePath | None = None
         self.failure: str | None = None
         self.lost: StageFailed | None = None
 
@@ -107,12 +122,14 @@ class Saver:
         """Save what the stages hold now, after the save before."""
         self.wait()
         self._saved = self.failure = None
+        path, token = layout.place(self._folder, manifest["update"]), uuid.uuid4().hex
         try:
-            path = layout.begin(self._folder, manifest["update"])
+            if not layout.begin(path, token):
+                self._saved = path
+                return
         except OSError as error:
-            self._fail(manifest, _reason(error))
+            self._discard(path, manifest, error)
             return
-        token = uuid.uuid4().hex
         arguments = path, manifest, write_parts(path, token, self._background), token
         if self._background:
             self._thread = threading.Thread(target=self._finish, args=arguments, name=COMMITTING, daemon=True)
@@ -120,13 +137,13 @@ class Saver:
         else:
             self._finish(*arguments)
 
-    def wait(self, seconds: float | None = None) -> Path | None:
+    def wait(self, seconds: float | None = None) -> PurePath | None:
         """Wait at most ``seconds`` until no save is under way; return the checkpoint that the last one made, if any."""
         if self._thread is not None:
             self._thread.join(seconds)
         return self._saved
 
-    def _finish(self, path: Path, manifest: Mapping[str, Any], ranks: Collection[int], token: str) -> None:
+    def _finish(self, path: PurePath, manifest: Mapping[str, Any], ranks: Collection[int], token: str) -> None:
         try:
             parts = self._collect(ranks, token)  # all, also if one failed: then no process writes there any more
         except StageFailed as error:
@@ -138,13 +155,13 @@ class Saver:
                 raise OSError("; ".join(failures))
             files = {name: digest for part in parts for name, digest in part.files.items()}
             if wrong := layout.wrong_size(path, files):
-                raise OSError(f"{path}: {wrong}; run_dir must lie on a file system that all nodes share")
-            files |= storage.write_index(path, files)
+                raise OSError(f"{path}: {wrong}; {NOT_SHARED}")
+            files |= tensor_files.write_index(path, files)
+            self._before_commit()
             self._saved = layout.commit(path, manifest, files)
         except Exception as error:
             logger.exception("%s could not be completed", path)
-            shutil.rmtree(path, ignore_errors=True)
-            self._fail(manifest, _reason(error))
+            self._discard(path, manifest, error)
             return
         logger.info("saved %s", self._saved)
         try:
@@ -163,6 +180,11 @@ class Saver:
             elif part.token == token:  # else of a save that an error has cut off
                 parts[part.rank] = part
         return [parts[rank] for rank in sorted(parts)]
+
+    def _discard(self, path: PurePath, manifest: Mapping[str, Any], error: Exception) -> None:
+        with contextlib.suppress(OSError):
+            layout.remove(path)
+        self._fail(manifest, _reason(error))
 
     def _fail(self, manifest: Mapping[str, Any], reason: str) -> None:
         self.failure = f"update {manifest['update']} could not be saved in {self._folder}: {reason}"

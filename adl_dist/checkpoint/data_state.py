@@ -1,19 +1,19 @@
 """Where an iterable dataset is: saved by the process that feeds the pipeline, in a file of its own, ``data-*``."""
 
 import json
-from pathlib import Path
+from pathlib import PurePath
 
 import torch
 
-from adl_dist.checkpoint import layout, nested, storage
+from adl_dist.checkpoint import layout, nested, tensor_files
 from adl_dist.checkpoint.nested import Packer, Unstorable
-from adl_dist.checkpoint.storage import Shard
+from adl_dist.checkpoint.tensor_files import Shard
 from adl_dist.data.stream import Place
 from adl_dist.errors import CheckpointError, ConfigError
 
 DATA = "data"
 PLACE = "place"  # the key of everything but tensors
-FILE = storage.file_name(DATA, 0, 1)
+FILE = tensor_files.file_name(DATA, 0, 1)
 
 
 def shard_of(place: Place) -> Shard:
@@ -33,18 +33,18 @@ def shard_of(place: Place) -> Shard:
     return Shard(packer.tensors, {PLACE: json.dumps([place.epoch, place.sample, packed])})
 
 
-def read(path: Path) -> Place | None:
+def read(path: PurePath) -> Place | None:
     """Return where the dataset was at a checkpoint; None: that holds no such place.
 
     Raises:
         CheckpointError: it cannot be read.
     """
-    tensors, metadata = storage.scan(path, DATA, layout.read_manifest(path)["files"])
+    tensors, metadata = tensor_files.scan(path, DATA, layout.read_manifest(path)["files"])
     if PLACE not in metadata:
         return None
     try:
         epoch, sample, packed = json.loads(metadata[PLACE])
-        values = dict(storage.read({name: tensors[name] for name in nested.tensor_names([packed])}))
+        values = dict(tensor_files.read({name: tensors[name] for name in nested.tensor_names([packed])}))
         state = nested.unpacked(packed, values, device=torch.device("cpu"), steps_on_cpu=True)
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: where the training dataset was cannot be read: {error}") from error

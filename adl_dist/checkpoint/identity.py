@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from functools import partial
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -128,7 +128,7 @@ def identity_of(plan: Plan, optimizer: str) -> dict[str, Any]:
 
 
 def check_identity(
-    path: Path, theirs: Mapping[str, Any], mine: Mapping[str, Any], *, schedule_follows: bool
+    path: PurePath, theirs: Mapping[str, Any], mine: Mapping[str, Any], *, schedule_follows: bool
 ) -> str | None:
     """Raise CheckpointError if the checkpoint is of another run; return a note for the user, if any.
 

@@ -1,97 +1,85 @@
-"""Checkpoints as files: complete or not there, and verified by content before a run continues from them.
+"""The files of a checkpoint: complete or not there, and verified by content before a run continues from them.
 
-checkpoints/update-00000042/     complete: it appears by one rename
+checkpoints/update-00000042/     complete as soon as it has a manifest, see :mod:`.storage`
     manifest.json                position, metrics, size and SHA-256 of every file, and a SHA-256 of itself
-    model-00001-of-00004.safetensors ...  tensors of stage 0, see :mod:`adl_dist.checkpoint.state`
-checkpoints/.saving-...          unfinished (.removing-...: half removed); removed at the next start
+    model-00001-of-00004.safetensors ...  tensors of stage 0, see :mod:`.state`
 checkpoints/rejected-update-...  damaged, and passed over for an older one; kept for the user to look at
 """
 
 import hashlib
 import json
-import os
-import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import IO, Any
+from pathlib import PurePath
+from typing import Any
 
+from adl_dist.checkpoint.storage import Data, iter_pieces, read, storage_of
 from adl_dist.errors import CheckpointError, UnusableError
-from adl_dist.report import warn
 from adl_dist.report.goal import Goal
 
 FORMAT = 5
 MANIFEST = "manifest.json"
+TOKEN = "saving"  # the file with the token of the save that is under way
+UPDATE, UNFINISHED = "update-", (".saving-", ".removing-")  # the latter of version 0.3.8
 # Where the run stood: updates made, whole epochs done, samples of the next epoch done; and its last metrics.
 # "goal" is what the best checkpoint is the best of, "callbacks" what callbacks remember; older ones have neither.
 # "identity" is what the position refers to: sizes of data and batches, length of the run, optimizer; and the cut.
 FIELDS = {"update": int, "epochs": int, "sample": int, "metrics": dict, "identity": dict, "files": dict}
-# Large files are written and read in pieces of this size; a piece is on disk before the next one is written.
-PIECE_BYTES = 2**26
 
 Digest = dict[str, Any]  # {"bytes", "sha256"} of a file
 
 
-class Progress:
-    """The number of pieces that this process has written and read, so that the watchdog sees a slow disk move."""
+def create_hashed(file: PurePath, content: Iterable[Data]) -> Digest:
+    """Write a new file; return its size and checksum."""
+    checksum, size = hashlib.sha256(), 0
 
-    num_pieces = 0
-
-    def count(self) -> None:
-        """Add one, without a lock: what matters is that the number changes."""
-        self.num_pieces += 1
-
-
-progress = Progress()
-
-
-def write_hashed(path: Path, content: Iterable[bytes | memoryview]) -> Digest:
-    """Write a new file of plain bytes; return its size and checksum once it is on disk."""
-    checksum, size, synced_size = hashlib.sha256(), 0, 0
-    with path.open("xb") as file:
+    def hashed() -> Iterator[Data]:
+        nonlocal size
         for data in content:
-            for start in range(0, len(data), PIECE_BYTES):
-                piece = data[start : start + PIECE_BYTES]
-                write_piece(file, piece)
-                checksum.update(piece)
-                size += len(piece)
-                if size - synced_size >= PIECE_BYTES:
-                    _sync(file)
-                    synced_size = size
-        _sync(file)
+            checksum.update(data)
+            size += len(data)
+            yield data
+
+    storage_of(file).create(file, hashed())
     return {"bytes": size, "sha256": checksum.hexdigest()}
 
 
-def write_piece(file: IO[bytes], piece: bytes | memoryview) -> None:
-    """Write a piece of a file and count it."""
-    file.write(piece)
-    progress.count()
+def place(folder: PurePath, update: int) -> PurePath:
+    """Return where the checkpoint of ``update`` is."""
+    return folder / f"{UPDATE}{update:08d}"
 
 
-def _sync(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-    progress.count()
+def is_complete(path: PurePath) -> bool:
+    """Return whether ``path`` is the folder of a complete checkpoint."""
+    return MANIFEST in storage_of(path).names(path)
 
 
-def place(folder: Path, update: int) -> Path:
-    """Return where the complete checkpoint of ``update`` is."""
-    return folder / f"update-{update:08d}"
+def begin(path: PurePath, token: str) -> bool:
+    """Begin a save into ``path``; return False, and change nothing, if a whole checkpoint is there already."""
+    if is_complete(path):
+        with suppress(UnusableError):
+            read_manifest(path)
+            return False
+    remove(path)
+    storage_of(path).create(path / TOKEN, [token.encode()])
+    return True
 
 
-def begin(folder: Path, update: int) -> Path:
-    """Make an empty folder for an unfinished checkpoint."""
-    path = folder / f".saving-{update:08d}"
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(parents=True)
-    return path
+def has_begun(path: PurePath, token: str) -> bool:
+    """Return whether the save under way in ``path`` is the one with ``token``."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return read(path / TOKEN) == token.encode()
+    return False
 
 
-def wrong_size(path: Path, files: Mapping[str, Digest]) -> str | None:
-    """Return what is wrong with the first of ``files`` in ``path`` that has another size; None: nothing."""
+def wrong_size(path: PurePath, files: Mapping[str, Digest]) -> str | None:
+    """Return what is wrong with the first of ``files`` in ``path`` that has another size, or None."""
     for name, digest in files.items():
+        size: object
         try:
-            size = (path / name).stat().st_size if (path / name).is_file() else "no such file"
+            size = storage_of(path).size(path / name)
+        except FileNotFoundError:
+            size = "no such file"
         except OSError as error:
             size = f"none that can be looked at ({error.strerror})"
         if size != digest["bytes"]:
@@ -99,44 +87,42 @@ def wrong_size(path: Path, files: Mapping[str, Digest]) -> str | None:
     return None
 
 
-def commit(path: Path, manifest: Mapping[str, Any], files: Mapping[str, Digest]) -> Path:
-    """Turn an unfinished checkpoint into a complete one by one rename; after an OSError no complete one has changed."""
+def commit(path: PurePath, manifest: Mapping[str, Any], files: Mapping[str, Digest]) -> PurePath:
+    """Complete the checkpoint ``path`` by its manifest, which names the ``files`` that were written before."""
     text = {"format": FORMAT, **manifest, "files": dict(files)}
-    write_hashed(path / MANIFEST, [json.dumps({**text, "sha256": _checksum(text)}, indent=1).encode()])
-    _sync_folder(path)
-    final = place(path.parent, manifest["update"])
-    if final.exists():
-        # Saved before, at the same place of the same run. A good one is never exchanged, since that takes two renames.
-        try:
-            verify(final)
-            shutil.rmtree(path)
-            return final
-        except UnusableError:
-            reject(final)
-    path.rename(final)
-    try:
-        _sync_folder(final.parent)
-    except OSError as error:  # to report that it was not saved would be wrong: it may well be found later
-        warn(f"{final} is saved, but may not survive a power failure: its folder cannot be synced: {error.strerror}")
-    return final
+    content = json.dumps({**text, "sha256": _checksum(text)}, indent=1).encode()
+    storage_of(path).write(path / MANIFEST, content)
+    with suppress(OSError):  # it does no harm
+        storage_of(path).delete(path / TOKEN)
+    return path
 
 
-def complete(folder: Path) -> list[Path]:
+def complete(folder: PurePath) -> list[PurePath]:
     """Return all complete checkpoints in a ``checkpoints`` folder, oldest first."""
-    return sorted(path for path in folder.glob("update-*") if path.is_dir())
+    return [path for path in _update_folders(folder) if is_complete(path)]
 
 
-def prune(folder: Path, *, keep: int, keep_best: bool) -> None:
-    """Remove all complete checkpoints but the newest ``keep`` and, if asked to, the best one."""
+def _update_folders(folder: PurePath) -> list[PurePath]:
+    names = storage_of(folder).names(folder)
+    return [folder / name for name in names if name.startswith(UPDATE) and name.endswith("/")]
+
+
+def remove(path: PurePath) -> None:
+    """Remove a checkpoint, its manifest first, so that no reader takes a part of it for the whole."""
+    storage_of(path).delete(path / MANIFEST)
+    storage_of(path).delete(path)
+
+
+def prune(folder: PurePath, *, keep: int, keep_best: bool) -> None:
+    """Remove all complete checkpoints except the newest ``keep`` and, with ``keep_best``, the best one."""
     saved = complete(folder)
     best = best_of(saved) if keep_best else None
     for path in saved[:-keep]:
         if path != best:
-            # It disappears by one rename, as it appeared, so no reader finds half of it.
-            shutil.rmtree(path.rename(path.with_name(f".removing-{path.name}")))
+            remove(path)
 
 
-def best_of(saved: Sequence[Path]) -> Path | None:
+def best_of(saved: Sequence[PurePath]) -> PurePath | None:
     """Return the best checkpoint, by what the newest one says its run is after; the newest of equals."""
     manifests = {}
     for path in saved:
@@ -148,20 +134,27 @@ def best_of(saved: Sequence[Path]) -> Path | None:
     return max(scores, key=lambda path: (scores[path], path.name), default=None)
 
 
-def reject(path: Path) -> Path:
-    """Keep a checkpoint under a name by which nothing takes it for a good one; return its new place."""
-    aside = path.with_name(f"rejected-{path.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    return path.rename(aside)
+def reject(path: PurePath) -> PurePath:
+    """Move a checkpoint, as far as it can be read, to a name that no run resumes from; return its new place."""
+    aside, storage = path.with_name(f"rejected-{path.name}"), storage_of(path)
+    storage.delete(aside)
+    for name in storage.names(path):
+        with suppress(OSError):
+            storage.create(aside / name, iter_pieces(path / name))
+    remove(path)
+    return aside
 
 
-def clean(folder: Path) -> None:
-    """Remove what an interrupted save left behind."""
-    for path in (*folder.glob(".saving-*"), *folder.glob(".removing-*")):
-        shutil.rmtree(path, ignore_errors=True)
+def clean(folder: PurePath) -> None:
+    """Remove what interrupted saves have left behind."""
+    storage = storage_of(folder)
+    old = [folder / name for name in storage.names(folder) if name.startswith(UNFINISHED)]
+    for path in (*old, *(path for path in _update_folders(folder) if not is_complete(path))):
+        with suppress(OSError):
+            storage.delete(path)
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: PurePath) -> dict[str, Any]:
     """Read a checkpoint's manifest and compare it with itself and with the sizes of the files.
 
     Raises:
@@ -169,12 +162,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
         CheckpointError: ``path`` is not a checkpoint, or has another format.
     """
     try:
-        manifest = dict(json.loads((path / MANIFEST).read_bytes()))
+        manifest = dict(json.loads(read(path / MANIFEST)))
         expected = manifest.pop("sha256", None)
         is_as_written = expected is None or _checksum(manifest) == expected  # another format may have no checksum
     except (FileNotFoundError, NotADirectoryError):
-        if path in complete(path.parent):
-            raise damaged(path, f"it has no {MANIFEST}") from None
         raise CheckpointError(
             f"{path} is not a checkpoint: it has no {MANIFEST}; expected a folder like "
             "runs/NAME/checkpoints/update-00000042"
@@ -194,7 +185,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if expected is None or not is_as_written:
         raise damaged(path, f"its {MANIFEST} does not have the checksum that it gives")
     for name, digest in manifest["files"].items():
-        if Path(name).name != name or name in ("", ".."):
+        if PurePath(name).name != name or name in ("", ".."):
             raise damaged(path, f"its {MANIFEST} names a file elsewhere, {name}")
         if not isinstance(digest, dict) or "bytes" not in digest or not isinstance(digest.get("sha256"), str):
             raise damaged(path, f"its {MANIFEST} should give 'bytes' and 'sha256' of {name}, found {digest!r}")
@@ -203,16 +194,14 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def verify(path: Path) -> dict[str, Any]:
+def verify(path: PurePath) -> dict[str, Any]:
     """Read all of a checkpoint, compare it with its checksums, and return the manifest; see `read_manifest`."""
     manifest = read_manifest(path)
     for name, digest in manifest["files"].items():
         checksum = hashlib.sha256()
         try:
-            with (path / name).open("rb") as file:
-                while piece := file.read(PIECE_BYTES):
-                    checksum.update(piece)
-                    progress.count()
+            for piece in iter_pieces(path / name):
+                checksum.update(piece)
         except OSError as error:
             raise damaged(path, f"{name} cannot be read ({error.strerror})") from error
         if (found := checksum.hexdigest()) != digest["sha256"]:
@@ -221,16 +210,16 @@ def verify(path: Path) -> dict[str, Any]:
 
 
 def first_usable(
-    candidates: Sequence[Path], read: Callable[[Path], dict[str, Any]]
-) -> tuple[Path, dict[str, Any], list[tuple[Path, UnusableError]]]:
-    """Return the first of ``candidates`` (at least one) that ``read`` accepts, its manifest, and those before it.
+    candidates: Sequence[PurePath], check: Callable[[PurePath], dict[str, Any]]
+) -> tuple[PurePath, dict[str, Any], list[tuple[PurePath, UnusableError]]]:
+    """Return the first of ``candidates`` (at least one) that ``check`` accepts, its manifest, and those before it.
 
     Raise CheckpointError where none is usable or one has another format. Nothing is changed.
     """
-    rejected: list[tuple[Path, UnusableError]] = []
+    rejected: list[tuple[PurePath, UnusableError]] = []
     for path in candidates:
         try:
-            return path, read(path), rejected
+            return path, check(path), rejected
         except UnusableError as error:
             rejected.append((path, error))
     if len(rejected) == 1:
@@ -242,7 +231,7 @@ def first_usable(
     )
 
 
-def damaged(path: Path, reason: str) -> UnusableError:
+def damaged(path: PurePath, reason: str) -> UnusableError:
     """Return the error that says why the checkpoint ``path`` cannot be used, and what to do."""
     way_out = "start again with another run_dir"
     if others := [other for other in complete(path.parent) if other != path]:
@@ -255,11 +244,3 @@ def damaged(path: Path, reason: str) -> UnusableError:
 
 def _checksum(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -5,7 +5,7 @@ from typing import Any
 
 from adl_dist.checkpoint import nested
 from adl_dist.checkpoint.nested import Unstorable
-from adl_dist.checkpoint.storage import Shard, Stored
+from adl_dist.checkpoint.tensor_files import Shard, Stored
 from adl_dist.errors import ConfigError
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
-from adl_dist.checkpoint import storage
-from adl_dist.checkpoint.storage import Shard, Stored
+from adl_dist.checkpoint import tensor_files
+from adl_dist.checkpoint.tensor_files import Shard, Stored
 
 PLAIN = (bool, int, float, str, type(None))
 KINDS = "tensors, numbers, text, None, and lists, tuples and dictionaries of these"
@@ -65,7 +65,7 @@ class Packer:
         return self.packed(name, key)
 
     def _tensor(self, name: str, tensor: Tensor) -> dict[str, Any]:
-        if reason := storage.why_unstorable(tensor):
+        if reason := tensor_files.why_unstorable(tensor):
             raise Unstorable(f"{name}: {reason}")
         if name in self.tensors:
             raise Unstorable(f"{name} is the name of two values")
@@ -141,7 +141,7 @@ def packed_state(state: Mapping[str, Any]) -> Shard:
     """
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and not is_extra_state(name)}
     for name, tensor in tensors.items():
-        if reason := storage.why_unstorable(tensor):
+        if reason := tensor_files.why_unstorable(tensor):
             raise Unstorable(f"{name}: {reason}")
     packer = Packer({}, torch.device("cpu"))
     others = {f"{ENTRY}{name}": value for name, value in state.items() if name not in tensors}
@@ -154,7 +154,7 @@ def packed_state(state: Mapping[str, Any]) -> Shard:
 
 def unpacked_state(tensors: Mapping[str, Stored], texts: Mapping[str, str]) -> dict[str, Any]:
     """Read the ``state_dict()`` that :func:`packed_state` has packed; its tensors are on the CPU."""
-    read = dict(storage.read(tensors))
+    read = dict(tensor_files.read(tensors))
     others = {name: json.loads(text) for name, text in texts.items() if name.startswith(ENTRY)}
     values = {
         name.removeprefix(ENTRY): unpacked(packed, read, device=torch.device("cpu"), steps_on_cpu=True)

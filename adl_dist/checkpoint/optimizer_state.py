@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map
 
-from adl_dist.checkpoint import nested, storage
+from adl_dist.checkpoint import nested, tensor_files
 from adl_dist.checkpoint.nested import PLAIN, Packer, Unstorable
-from adl_dist.checkpoint.storage import Shard, Stored
+from adl_dist.checkpoint.tensor_files import Shard, Stored
 from adl_dist.errors import CheckpointError, ConfigError
 from adl_dist.stage import Learner
 
@@ -140,7 +140,7 @@ def restore(
     pasts = {name: json.loads(metadata[key]) for name in used if (key := f"{OF_MITIGATION}{name}") in metadata}
     values = _values_for(where, fresh.groups, metadata)
     names = {*nested.tensor_names([*states.values(), *pasts.values(), values])}
-    read = dict(storage.read({name: tensors[name] for name in names}))
+    read = dict(tensor_files.read({name: tensors[name] for name in names}))
     place = partial(
         nested.unpacked,
         tensors=read,

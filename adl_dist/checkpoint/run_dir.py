@@ -8,19 +8,21 @@ counts attempts that were refused; and a requeued job, or an agent in the place 
 
 import contextlib
 import errno
-import fcntl
 import json
 import logging
 import os
+import shutil
 import sys
 import time
 from collections.abc import Collection, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
 
 from adl_dist.checkpoint import layout
+from adl_dist.checkpoint.ownership import Ownership
+from adl_dist.checkpoint.storage import copy_small_files, place_of, storage_of, working_folder
 from adl_dist.distributed.parent_process import LAUNCH_ID
 from adl_dist.distributed.procfs import machine, start_time
 from adl_dist.distributed.world import launched_rank
@@ -33,7 +35,8 @@ from adl_dist.settings import REMOVED_OPTIONS, renamed, settings_of
 
 logger = logging.getLogger("adl_dist")
 
-CONFIG, SUMMARY, DIVERGED, LOCK, LAUNCH = "config.yaml", "summary.json", "diverged.json", "lock", "launch"
+CONFIG, SUMMARY, DIVERGED, LAUNCH = "config.yaml", "summary.json", "diverged.json", "launch"
+CHECKPOINTS = "checkpoints"
 
 # Settings that say where the model is cut, in the Python API and under partition.* on the command line.
 CUT = "num_stages", "balance", "granularity", "speeds", "device_speeds", "links"
@@ -79,16 +82,30 @@ OF_SCHEDULE = "lr_schedule.made_by.", "lr_schedule.name"
 
 
 class RunFolder:
-    """A run's folder: config.yaml, metrics.jsonl, summary.json, tensorboard/, logs/, checkpoints/, trace.json, locks.
+    """A run's folder: config.yaml, metrics.jsonl, summary.json, tensorboard/, logs/, checkpoints/, trace.json.
 
     Only rank 0 writes here, except ``logs/rank{r}.log``, ``trace/rank{r}.jsonl``, the checkpoint's own files, and
     ``diverged.json``, which the rank that has diverged writes.
+
+    Checkpoints are written into the storage of the run folder. All other files are small, and some are appended to.
+    If the run folder is a URL, each process writes them in a working folder, and copies them at each checkpoint and at
+    the end.
+
+    Attributes:
+        place: where the run folder is.
+        path: where this process writes all files but checkpoints: ``place``, or the working folder.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.checkpoints = path / "checkpoints"
-        self._lock: int | None = None
+    def __init__(self, run_dir: str | os.PathLike[str]) -> None:
+        """Take the folder at a local path or a URL. Nothing is read or written."""
+        self.place = place_of(run_dir)
+        self.checkpoints = self.place / CHECKPOINTS
+        self.path = Path(self.place)
+        self._has_copy = "://" in os.fspath(run_dir)
+        if self._has_copy:
+            self.path = working_folder()
+        self._copied: dict[PurePath, object] = {}  # files that are the same in both, each with size and time
+        self._ownership = Ownership(self.place, _launch_id())
 
     def check(self, config: Mapping[str, Any], *, resume: str, later: Collection[str] = ()) -> str:
         """Refuse a folder that this run must not write to. Changes nothing, so every rank may call it.
@@ -104,26 +121,28 @@ class RunFolder:
         """
         self._check_place()
         self._check_free()
+        self.pull()
         saved = layout.complete(self.checkpoints)
         with contextlib.suppress(OSError):
             if saved and (self.path / LAUNCH).read_text() == _launch_id():
                 resume = "auto"
         if resume == "never" and saved:
             raise CheckpointError(
-                f"run_dir={self.path} already holds a run ({saved[-1].name}) and resume=never would write over it; "
+                f"run_dir={self.place} already holds a run ({saved[-1].name}) and resume=never would write over it; "
                 "use resume=auto to continue it, or another run_dir"
             )
         self.recognise(config, without=later)
         if resume not in ("auto", "never"):
-            if not Path(resume).is_dir():
+            start = place_of(resume)
+            if not storage_of(start).names(start):
                 raise CheckpointError(
                     f"resume={resume} is neither 'auto' nor 'never' nor the folder of a checkpoint, "
                     "like runs/NAME/checkpoints/update-00000042"
                 )
-            layout.read_manifest(Path(resume))
-            if saved and Path(resume).resolve() != saved[-1].resolve():
+            layout.read_manifest(start)
+            if saved and _resolved(start) != _resolved(saved[-1]):
                 raise CheckpointError(
-                    f"run_dir={self.path} holds {saved[-1].name}, and continuing from resume={resume} would write "
+                    f"run_dir={self.place} holds {saved[-1].name}, and continuing from resume={resume} would write "
                     "over it; choose another run_dir to continue from there"
                 )
         elif saved:
@@ -141,7 +160,7 @@ class RunFolder:
         The list is empty if that had another number of stages, or a version that does not name units.
         """
         if resume not in ("auto", "never"):
-            manifest = layout.read_manifest(Path(resume))
+            manifest = layout.read_manifest(place_of(resume))
         else:
             _, manifest, _ = layout.first_usable(layout.complete(self.checkpoints)[::-1], layout.read_manifest)
         cut = manifest["identity"].get("cut", {})
@@ -149,49 +168,42 @@ class RunFolder:
 
     def _check_place(self) -> None:
         try:
-            above = next(p for p in (self.path, *self.path.absolute().parents) if p.exists())
+            if not isinstance(self.place, Path):
+                storage_of(self.place).names(self.place)
+                return
+            above = next(p for p in (self.place, *self.place.absolute().parents) if p.exists())
             if above.is_dir() and os.access(above, os.W_OK):
                 return
             reason = f"{above} is {'not writable' if above.is_dir() else 'a file'}"
         except OSError as error:
-            reason = f"{error.strerror}"
-        raise ConfigError(f"run_dir={self.path} cannot be made: {reason}; choose another run_dir")
+            reason = f"{error.strerror or error}"
+        raise ConfigError(f"run_dir={self.place} cannot be made: {reason}; choose another run_dir")
 
     def _check_free(self) -> None:
         """Raise ConfigError if another process trains here: at once, before this one writes to the logs of that run."""
-        try:
-            descriptor = os.open(self.path / LOCK, os.O_RDWR)
-        except OSError:  # no run has been here; or what is wrong is told when the folder is opened
-            return
         # Another rank may still be at the end of this trainer's last run.
-        moments = 1 if launched_rank() == 0 else 20
-        try:
-            for moment in range(moments):
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                    return
-                except BlockingIOError:
-                    if moment < moments - 1:
-                        time.sleep(0.1)
-                except OSError:
-                    return
-        finally:
-            os.close(descriptor)
+        for moment in range(1 if launched_rank() == 0 else 20):
+            time.sleep(0.1 * (moment > 0))
+            if not self._ownership.is_held(by_own_launch=False):
+                return
         raise self._taken()
 
     def _taken(self) -> ConfigError:
         return ConfigError(
-            f"run_dir={self.path}: another process is training here; wait for it, or choose another run_dir"
+            f"run_dir={self.place}: another process is training here; wait for it, or choose another run_dir"
         )
 
-    def open(self, *, resume: str) -> list[Path]:
+    def open(self, *, resume: str) -> list[PurePath]:
         """Make the folder, keep others out or raise ConfigError; return the checkpoints to resume from, best first."""
-        make_folder(self.checkpoints)
-        self._lock = lock(self.path)
-        if self._lock is None:
-            raise self._taken()
+        make_folder(self.path)
+        try:
+            if not self._ownership.take():
+                raise self._taken()
+        except OSError as error:
+            reason = error.strerror or error
+            raise ConfigError(f"run_dir={self.place} cannot be written: {reason}; choose another run_dir") from None
         layout.clean(self.checkpoints)
-        return layout.complete(self.checkpoints)[::-1] if resume in ("auto", "never") else [Path(resume)]
+        return layout.complete(self.checkpoints)[::-1] if resume in ("auto", "never") else [place_of(resume)]
 
     def claim(self, config: Mapping[str, Any]) -> None:
         """Write down which run the folder belongs to, and which launch continues it; ConfigError if that fails."""
@@ -202,9 +214,11 @@ class RunFolder:
                 (self.path / LAUNCH).write_text(launch)
             with write_atomically(self.path / CONFIG) as unfinished:
                 unfinished.write_text(yaml.safe_dump(dict(config), sort_keys=False))
+            self.push()
         except OSError as error:
             raise ConfigError(
-                f"run_dir={self.path} cannot be written: {error.strerror}; make room, or choose another run_dir"
+                f"run_dir={self.place} cannot be written: {error.strerror or error}; make room, or choose another "
+                "run_dir"
             ) from error
 
     @property
@@ -214,9 +228,30 @@ class RunFolder:
 
     def close(self) -> None:
         """Let others write here."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        with contextlib.suppress(OSError):
+            self.push()
+        self._ownership.release()
+        if self._has_copy:
+            log_to(None)
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def before_commit(self) -> None:
+        """Raise OSError if this process may not complete a checkpoint; copy the records that belong to it."""
+        self._ownership.check()
+        self.push()
+
+    def push(self) -> None:
+        """Copy what has changed in the working folder, if there is one, to the storage."""
+        for file in self.path.rglob("[!.]*") if self._has_copy else ():
+            name, known = file.relative_to(self.path), _version(file)
+            if known is not None and name.parts[0] != CHECKPOINTS and self._copied.get(name) != known:
+                storage_of(self.place).write(self.place / name, file.read_bytes())
+                self._copied[name] = known
+
+    def pull(self) -> None:
+        """Copy files that are in the storage only to the working folder, if there is one, but no tensors."""
+        if self._has_copy:
+            self._copied |= {name: _version(self.path / name) for name in copy_small_files(self.place, self.path)}
 
     @property
     def summarised_updates(self) -> int | None:
@@ -235,8 +270,9 @@ class RunFolder:
 
     def write_divergence(self, error: DivergedError) -> None:
         """Write ``diverged.json``, which ``adl-dist compare`` reads, on the rank that found the divergence."""
-        with contextlib.suppress(OSError), write_atomically(self.path / DIVERGED) as unfinished:
-            unfinished.write_text(json.dumps({"update": error.update, "epoch": error.epoch}) + "\n")
+        with contextlib.suppress(OSError):
+            text = json.dumps({"update": error.update, "epoch": error.epoch}) + "\n"
+            storage_of(self.place).write(self.place / DIVERGED, text.encode())
 
     def recognise(self, config: Mapping[str, Any], *, without: Collection[str] = ()) -> None:
         """Raise ConfigError if the folder is that of a run with other settings, not counting ``without``."""
@@ -261,7 +297,7 @@ class RunFolder:
             shown = ", ".join(f"{n} is {theirs.get(n)!r} there and {mine.get(n)!r} here" for n in differing[:3])
             more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
             raise ConfigError(
-                f"run_dir={self.path} belongs to another run: {shown}{more}; choose another run_dir, "
+                f"run_dir={self.place} belongs to another run: {shown}{more}; choose another run_dir, "
                 "or give the run's own settings to continue it"
             )
 
@@ -329,42 +365,30 @@ def make_folder(path: Path) -> None:
         raise ConfigError(f"run_dir: {path} cannot be made: {error.strerror}; choose another run_dir") from None
 
 
-def lock(folder: Path) -> int | None:
-    """Lock ``folder`` against other processes, on all nodes that share it.
-
-    A file is locked and not the folder itself: NFS would lock a folder on one node only, and locks a file only for
-    those who may write it. The file stays: if it were removed, two processes could lock two files of that name.
-
-    Return the descriptor to close to unlock, which the kernel does when this process ends; None if it is locked.
-    Raise ConfigError where the file system has no locks.
-    """
-    descriptor = None
-    try:
-        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if descriptor is not None:
-            os.close(descriptor)
-        if isinstance(error, BlockingIOError):
-            return None
-        reason = f"{LOCK} in it cannot be locked: {error.strerror}"
-        raise ConfigError(f"run_dir={folder}: {reason}; choose another run_dir") from None
-    return descriptor
+def _resolved(place: PurePath) -> PurePath:
+    return place.resolve() if isinstance(place, Path) else place
 
 
-def chosen_checkpoint(run_dir: Path, wanted: str | None) -> Path:
+def _version(file: Path) -> object:
+    """Return size and time of a file, or None for anything else."""
+    status = file.stat()
+    return (status.st_size, status.st_mtime_ns) if file.is_file() else None
+
+
+def chosen_checkpoint(run_dir: str | os.PathLike[str], wanted: str | None) -> PurePath:
     """Return the ``wanted`` checkpoint: ``best`` by validation; ``newest`` or None; a path, also of another run."""
+    folder = place_of(run_dir)
     if wanted == "best":
-        if best := layout.best_of(layout.complete(run_dir / "checkpoints")):
+        if best := layout.best_of(layout.complete(folder / CHECKPOINTS)):
             return best
-        nothing = f"{run_dir} holds no checkpoint with a validation loss, or with runtime.best_metric"
+        nothing = f"{folder} holds no checkpoint with a validation loss, or with runtime.best_metric"
         raise CheckpointError(f"checkpoint=best: {nothing}; omit it for the newest")
-    path = run_dir if wanted in (None, "newest") else Path(str(wanted))
-    if (path / layout.MANIFEST).is_file():
+    path = folder if wanted in (None, "newest") else place_of(str(wanted))
+    if layout.is_complete(path):
         return path
-    if saved := layout.complete(path / "checkpoints"):
+    if saved := layout.complete(path / CHECKPOINTS):
         return saved[-1]
-    if path is not run_dir:
+    if path is not folder:
         raise CheckpointError(
             f"checkpoint={wanted} is none of best, newest, the folder of a checkpoint, like "
             "runs/NAME/checkpoints/update-00000042, and a run folder that holds one; omit it for the newest"

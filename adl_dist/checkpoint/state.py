@@ -13,16 +13,16 @@ schedule is a function of the update index and of the cut in use.
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from adl_dist.checkpoint import layout, loss_state, nested, optimizer_state, storage
+from adl_dist.checkpoint import layout, loss_state, nested, optimizer_state, tensor_files
 from adl_dist.checkpoint.nested import Unstorable, is_extra_state
 from adl_dist.checkpoint.optimizer_state import FreshOptimizer
-from adl_dist.checkpoint.storage import EMA, HEADS, LOSS, MODEL, OPTIMIZER, Shard, Stored
+from adl_dist.checkpoint.tensor_files import EMA, HEADS, LOSS, MODEL, OPTIMIZER, Shard, Stored
 from adl_dist.errors import CheckpointError, ConfigError, UnusableError
 from adl_dist.memory import has_plain_memory, memory_of
 from adl_dist.stage import Learner, LossFn, Stage
@@ -113,19 +113,19 @@ def state_of(stages: Iterable[Stage], num_stages: int, fresh: Mapping[int, Fresh
             parts[HEADS] = Shard(_head_tensors(stage), {stage.head_prefix: _end_of(stage)})
         for kind, shard in parts.items():
             if shard.tensors or shard.metadata or kind == MODEL:
-                shards[storage.file_name(kind, stage.index, num_stages)] = shard
+                shards[tensor_files.file_name(kind, stage.index, num_stages)] = shard
     return shards
 
 
-def load(path: Path, stages: Sequence[Stage], fresh: Mapping[int, FreshStage]) -> None:
+def load(path: PurePath, stages: Sequence[Stage], fresh: Mapping[int, FreshStage]) -> None:
     """Read the state of this process's stages, whatever cut wrote it; CheckpointError if something does not fit."""
     manifest = layout.read_manifest(path)
     files = manifest["files"]
-    model, extra = storage.scan(path, MODEL, files)
-    of_loss = storage.scan(path, LOSS, files)
-    optimizer, values = storage.scan(path, OPTIMIZER, files)
-    heads, places = storage.scan(path, HEADS, files)
-    averages, _ = storage.scan(path, EMA, files)
+    model, extra = tensor_files.scan(path, MODEL, files)
+    of_loss = tensor_files.scan(path, LOSS, files)
+    optimizer, values = tensor_files.scan(path, OPTIMIZER, files)
+    heads, places = tensor_files.scan(path, HEADS, files)
+    averages, _ = tensor_files.scan(path, EMA, files)
     _check_heads(path, stages, heads, places)
     cut = ", ".join(f"{name} {value}" for name, value in manifest["identity"].get("cut", {}).items())
     where = f"{path} ({cut})" if cut else str(path)
@@ -134,7 +134,7 @@ def load(path: Path, stages: Sequence[Stage], fresh: Mapping[int, FreshStage]) -
             _fill(stage.module, model, extra)
             for average in stage.averages:
                 own = {name: averages[name] for name in averages.keys() & average.names}
-                average.restore(dict(storage.read(own)))
+                average.restore(dict(tensor_files.read(own)))
             _fill_tensors(_head_tensors(stage), heads)
             first = fresh[stage.index]
             if first.loss_fn is not None:
@@ -143,23 +143,23 @@ def load(path: Path, stages: Sequence[Stage], fresh: Mapping[int, FreshStage]) -
                 optimizer_state.restore(where, learner, of_optimizer, optimizer, values)
 
 
-def load_weights(path: Path, module: nn.Module, *, ema: bool = False) -> None:
+def load_weights(path: PurePath, module: nn.Module, *, ema: bool = False) -> None:
     """Read parameters and buffers of a model or a part of it from a checkpoint; CheckpointError if that fails.
 
     With ``ema`` the trained parameters are their moving averages.
     """
     files = layout.read_manifest(path)["files"]
     with _explained(path):
-        tensors, extra = storage.scan(path, MODEL, files)
+        tensors, extra = tensor_files.scan(path, MODEL, files)
         _fill(module, averaged(path, tensors, module) if ema else tensors, extra)
 
 
-def dropped_note(path: Path, manifest: Mapping[str, Any]) -> str | None:
+def dropped_note(path: PurePath, manifest: Mapping[str, Any]) -> str | None:
     """Return a note on the entries of a checkpoint of version 0.3.8 that are not read, or None if there are none."""
-    tensors, texts = storage.scan(path, OLD_BUFFERS, manifest["files"])
+    tensors, texts = tensor_files.scan(path, OLD_BUFFERS, manifest["files"])
     names = [name.removeprefix("attribute:") for name in (*tensors, *texts) if name != "format"]
     held = ["state of the loss" if name.startswith("loss:") else name for name in names]
-    held += optimizer_state.dropped_values(storage.scan(path, OPTIMIZER, manifest["files"])[1])
+    held += optimizer_state.dropped_values(tensor_files.scan(path, OPTIMIZER, manifest["files"])[1])
     held += manifest["identity"].get("constants", ())
     if not (names := sorted({*held})):
         return None
@@ -170,13 +170,13 @@ def dropped_note(path: Path, manifest: Mapping[str, Any]) -> str | None:
     )
 
 
-def averaged(path: Path, tensors: Mapping[str, Stored], module: nn.Module) -> dict[str, Stored]:
+def averaged(path: PurePath, tensors: Mapping[str, Stored], module: nn.Module) -> dict[str, Stored]:
     """Return ``tensors`` of the checkpoint at ``path`` with the moving averages of those of ``module`` in their places.
 
     Raises:
         CheckpointError: it holds none.
     """
-    averages = storage.scan(path, EMA, layout.read_manifest(path)["files"])[0]
+    averages = tensor_files.scan(path, EMA, layout.read_manifest(path)["files"])[0]
     if not averages:
         raise CheckpointError(
             f"{path} holds no moving average of the weights: its run had none, or no update yet; omit ema=true, or "
@@ -193,10 +193,10 @@ def averaged(path: Path, tensors: Mapping[str, Stored], module: nn.Module) -> di
     return found
 
 
-def verify(path: Path, expected: Signature) -> dict[str, Any]:
+def verify(path: PurePath, expected: Signature) -> dict[str, Any]:
     """Compare a checkpoint with its checksums and the model; return its manifest, or raise UnusableError."""
     manifest = layout.verify(path)
-    tensors = storage.scan(path, MODEL, manifest["files"])[0]
+    tensors = tensor_files.scan(path, MODEL, manifest["files"])[0]
     saved = {name: stored.shape for name, stored in tensors.items() if not name.startswith(nested.ENTRY)}
     for name in sorted(expected.keys() | saved.keys()):
         if expected.get(name) != saved.get(name):
@@ -243,12 +243,12 @@ def _fill_tensors(tensors: Mapping[str, Tensor], stored: Mapping[str, Stored]) -
         shape = stored[name].shape if name in stored else "missing"
         if shape != list(tensor.shape):
             raise ValueError(f"{name} should have shape {list(tensor.shape)}, found {shape}")
-    for name, value in storage.read({name: stored[name] for name in tensors}):
+    for name, value in tensor_files.read({name: stored[name] for name in tensors}):
         tensors[name].copy_(value)
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def _explained(path: PurePath) -> Iterator[None]:
     """Turn whatever goes wrong while tensors are restored into one readable error."""
     try:
         yield
@@ -261,7 +261,9 @@ def _explained(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _check_heads(path: Path, stages: Sequence[Stage], heads: Mapping[str, Stored], places: Mapping[str, str]) -> None:
+def _check_heads(
+    path: PurePath, stages: Sequence[Stage], heads: Mapping[str, Stored], places: Mapping[str, str]
+) -> None:
     """Refuse heads of another kind, and those that stood elsewhere, which may well have the same shapes."""
     shapes = {name: list(tensor.shape) for stage in stages for name, tensor in _head_tensors(stage).items()}
     misfits = [f"{n} does not fit" for n, shape in shapes.items() if n not in heads or heads[n].shape != shape]

@@ -1,171 +1,312 @@
-"""The tensors of a checkpoint as safetensors files, and the index by which other programs find them.
+"""Storages of run folders: local folders, and whatever fsspec knows by a URL. No torch.
 
-A file holds the tensors of one stage and of one kind. Files are read by the safetensors library and written here, as
-its format prescribes: 8 bytes with the length of a JSON header, the header, the tensors. The library's own writers do
-not fit: `save_file` writes any number of bytes in one call, during which a slow disk looks like a dead one, and
-`serialize` copies all tensors and holds up the interpreter, and with it training, until it has.
+A place is a pure path, so that only this file can look at it: a ``Path`` is local, a :class:`Url` is not. A new kind of
+storage is one class here with the methods of :class:`Storage`.
+
+Atomicity. A storage must give four things: ``create`` fails if the file is there, and so succeeds for one of several
+processes; ``write`` replaces a file as a whole; what was written is found by all who look afterwards; and what was
+deleted is gone. Nothing needs a rename, a lock, a clock, or an order among files. From these four follow:
+
+*A checkpoint is complete or absent.* It exists once its manifest exists. The manifest names each file with size and
+checksum. All files are created before the manifest is written, and the manifest is deleted before all other files. So
+a process that is killed at any time leaves a manifest with its files, or files without a manifest. These are not read,
+and the next start deletes them. Rank 0 puts a token into the folder when a save begins. Other processes create their
+files only where they find this token, and ``create`` never replaces a file. So a process left over from a killed run
+cannot change a checkpoint; at worst a later save finds the name of a file taken, and fails. See :mod:`.layout` and
+:mod:`.async_save`.
+
+*A run folder has one owner.* Owners are numbered: ``owner-00000007`` is created by the process that found no file but
+that of an owner 6 that is dead, and only one process can create it. See :mod:`.ownership`.
+
+Every method raises OSError, whatever library is below, FileNotFoundError and FileExistsError among them.
 """
 
-import json
-import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+import atexit
+import contextlib
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from pathlib import Path, PurePath, PurePosixPath
+from typing import IO, Any, BinaryIO, Protocol
 
-import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from adl_dist.errors import ConfigError
 
-from adl_dist.checkpoint.layout import Digest, damaged, progress, write_hashed
-
-SUFFIX = ".safetensors"
-INDEX = f"model{SUFFIX}.index.json"
-MODEL, OPTIMIZER, HEADS, LOSS, EMA = "model", "optimizer", "heads", "loss", "ema"
-# As the library orders them in a file, larger elements first: so every tensor begins at a multiple of the size of its
-# elements, and the file has the bytes that the library would write.
-CODES = {
-    torch.uint64: "U64", torch.int64: "I64", torch.float64: "F64", torch.complex64: "C64",
-    torch.float32: "F32", torch.uint32: "U32", torch.int32: "I32",
-    torch.bfloat16: "BF16", torch.float16: "F16", torch.uint16: "U16", torch.int16: "I16",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-    torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
-DTYPES = {code: dtype for dtype, code in CODES.items()}
-Described = tuple[str, list[int], int]  # the code of a tensor's dtype, its shape, its bytes
+Data = bytes | memoryview
+PIECE_BYTES = 2**26  # large files are written and read in pieces of this size; on disk, one is synced before the next
+READ_AHEAD_BYTES = 2**22  # of a file that is not local
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # that bring the packages for a kind of URL
 
 
-@dataclass(frozen=True)
-class Shard:
-    """The content of one file: tensors by name, and text by name."""
+class Progress:
+    """The number of pieces that this process has written and read, so that the watchdog sees a slow disk move."""
 
-    tensors: Mapping[str, Tensor]
-    metadata: Mapping[str, str] = field(default_factory=dict)
+    num_pieces = 0
 
-
-@dataclass(frozen=True)
-class Stored:
-    """Where a tensor of a checkpoint is, how many bytes it has, and of which of ``CODES`` it is."""
-
-    file: Path
-    shape: list[int]
-    num_bytes: int
-    code: str
-    name: str | None = None  # in its file, if that is another one
+    def count(self) -> None:
+        """Add one, without a lock: what matters is that the number changes."""
+        self.num_pieces += 1
 
 
-def file_name(kind: str, stage: int, num_stages: int) -> str:
-    """Return the name of a stage's file of one kind; names count from 1."""
-    return f"{kind}-{stage + 1:05d}-of-{num_stages:05d}{SUFFIX}"
+progress = Progress()
 
 
-def why_unstorable(tensor: object) -> str | None:
-    """Return why no safetensors file can hold ``tensor``; None: one can."""
-    if not isinstance(tensor, Tensor):
-        return f"it is a {type(tensor).__name__}, and safetensors files hold tensors only"
-    if tensor.layout is not torch.strided:
-        return f"its layout is {tensor.layout}, and safetensors files hold dense tensors only"
-    if tensor.dtype not in CODES:
-        return f"its dtype is {tensor.dtype}, which safetensors files cannot hold"
-    return None
+class Url(PurePosixPath):
+    """A place that is not local, like ``s3://bucket/runs/NAME``."""
+
+    def __str__(self) -> str:
+        """Return the URL, with both slashes that a path would merge."""
+        return super().__str__().replace(":/", "://", 1)
 
 
-def write_file(path: Path, shard: Shard) -> Digest:
-    """Write one file; see :func:`write`."""
-    return write_hashed(path, _encoded(shard))
+def place_of(place: str | os.PathLike[str]) -> PurePath:
+    """Return the place that a user names: a local path, or a URL; ``file://`` is local."""
+    scheme, found, rest = os.fspath(place).partition("://")
+    if isinstance(place, PurePath) or not found:
+        return place if isinstance(place, PurePath) else Path(place)
+    return Path(rest) if scheme == "file" else Url(os.fspath(place))
 
 
-def write(path: Path, shards: Mapping[str, Shard]) -> dict[str, Digest]:
-    """Write files of the unfinished checkpoint ``path``, by name; return the digest of each, or raise OSError."""
-    if not path.is_dir():
-        raise FileNotFoundError(
-            f"{path}, which rank 0 has made, is not there; run_dir must lie on a file system that all nodes share"
-        )
-    return {name: write_file(path / name, shard) for name, shard in shards.items()}
+class Storage(Protocol):
+    """The operations that checkpoints and run folders need; the module's docstring says what they must guarantee."""
+
+    def names(self, folder: PurePath) -> list[str]:
+        """Return the sorted names in ``folder``, those of folders with a slash at the end; none if it is missing."""
+
+    def size(self, file: PurePath) -> int:
+        """Return the number of bytes of ``file``."""
+
+    def open(self, file: PurePath) -> BinaryIO:
+        """Open ``file`` for reading from any position."""
+
+    def create(self, file: PurePath, content: Iterable[Data]) -> None:
+        """Write a new ``file``; raise FileExistsError if there is one. A failure leaves none, or a part of it."""
+
+    def write(self, file: PurePath, content: bytes) -> None:
+        """Write or replace ``file``, whole or not at all."""
+
+    def delete(self, place: PurePath) -> None:
+        """Delete a file, or a folder with all that is in it, if it is there."""
 
 
-def write_index(path: Path, files: Iterable[str]) -> dict[str, Digest]:
-    """Write the index that tells other programs which of ``files`` holds which tensor; return its digest."""
-    tensors, _ = scan(path, MODEL, files)
-    index = {
-        "metadata": {"total_size": sum(stored.num_bytes for stored in tensors.values())},
-        "weight_map": {name: stored.file.name for name, stored in sorted(tensors.items())},
-    }
-    return {INDEX: write_hashed(path / INDEX, [json.dumps(index, indent=1).encode()])}
+class LocalFolders:
+    """Folders of this machine, or of a file system that several machines share. What was written is on disk."""
 
-
-def scan(path: Path, kind: str, files: Iterable[str]) -> tuple[dict[str, Stored], dict[str, str]]:
-    """Read the headers of all of ``files`` that are of one kind: where each tensor is, and all metadata.
-
-    Raise UnusableError for a file that cannot be read; nothing is allocated for what its header promises.
-    """
-    tensors: dict[str, Stored] = {}
-    metadata: dict[str, str] = {}
-    for file in (path / name for name in files if name.startswith(f"{kind}-")):
+    def names(self, folder: PurePath) -> list[str]:
+        """See :class:`Storage`."""
         try:
-            of_file = header(file)
-        except (SafetensorError, OSError, KeyError) as error:
-            raise damaged(path, f"{file.name} cannot be read ({type(error).__name__}: {error})") from error
-        tensors |= of_file[0]
-        metadata |= of_file[1]
-    return tensors, metadata
+            return sorted(f"{path.name}/" if path.is_dir() else path.name for path in Path(folder).iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def size(self, file: PurePath) -> int:
+        """See :class:`Storage`."""
+        return Path(file).stat().st_size
+
+    def open(self, file: PurePath) -> BinaryIO:
+        """See :class:`Storage`."""
+        return Path(file).open("rb")
+
+    def create(self, file: PurePath, content: Iterable[Data]) -> None:
+        """See :class:`Storage`."""
+        folder = Path(file).parent
+        if is_new := not folder.is_dir():
+            folder.mkdir(parents=True, exist_ok=True)
+        self._fill(file, content)
+        for made in (folder, folder.parent) if is_new else (folder,):
+            _sync_folder(made)
+
+    def write(self, file: PurePath, content: bytes) -> None:
+        """See :class:`Storage`."""
+        unfinished = Path(file).with_name(f".{file.name}.{os.getpid()}.saving")
+        unfinished.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.unlink(missing_ok=True)
+        try:
+            self._fill(unfinished, [content])
+            unfinished.replace(file)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+            raise
+        _sync_folder(unfinished.parent)
+
+    def delete(self, place: PurePath) -> None:
+        """See :class:`Storage`."""
+        if Path(place).is_dir():
+            shutil.rmtree(place)
+        else:
+            Path(place).unlink(missing_ok=True)
+
+    @staticmethod
+    def _fill(file: PurePath, content: Iterable[Data]) -> None:
+        unsynced = 0
+        with Path(file).open("xb") as out:
+            for piece in _pieces(content):
+                write_piece(out, piece)
+                unsynced += len(piece)
+                if unsynced >= PIECE_BYTES:
+                    _sync(out)
+                    unsynced = 0
+            _sync(out)
 
 
-def header(file: Path) -> tuple[dict[str, Stored], dict[str, str]]:
-    """Read where each tensor of a file is, and its metadata; SafetensorError, OSError or KeyError if that fails."""
-    # Not by mapping it into memory: a disk that fails would kill the process.
-    with safe_open(file, "pt", backend="pread") as content:
-        tensors = {}
-        for name in content.keys():  # noqa: SIM118 (no mapping)
-            part = content.get_slice(name)
-            code, shape = part.get_dtype(), part.get_shape()
-            tensors[name] = Stored(file, shape, math.prod(shape) * DTYPES[code].itemsize, code)
-        return tensors, content.metadata() or {}
+class Fsspec:
+    """A storage of fsspec. ``create`` is a conditional put, which S3 and Google Cloud Storage have."""
+
+    def __init__(self, scheme: str) -> None:
+        """Connect by environment variables and files of configuration, as the packages for ``scheme`` read them.
+
+        Raises:
+            ConfigError: If fsspec does not know ``scheme``, or its packages are missing.
+        """
+        import fsspec  # imported late: a run in a local folder needs none of it
+
+        try:
+            self._files: Any = fsspec.filesystem(scheme, use_listings_cache=False)
+        except (ImportError, ValueError) as error:
+            extra = EXTRAS.get(scheme)
+            way_out = f"pip install 'adl_dist[{extra}]'" if extra else "give a local folder, s3:// or gs://"
+            raise ConfigError(f"{scheme}:// cannot be used: {error}; {way_out}") from None
+
+    def names(self, folder: PurePath) -> list[str]:
+        """See :class:`Storage`."""
+        with _os_errors():
+            try:
+                entries = self._files.ls(str(folder), detail=True)
+            except FileNotFoundError:
+                return []
+            found = {PurePosixPath(each["name"]).name: each["type"] == "directory" for each in entries}
+            return sorted(f"{name}/" if is_folder else name for name, is_folder in found.items())
+
+    def size(self, file: PurePath) -> int:
+        """See :class:`Storage`."""
+        with _os_errors():
+            return int(self._files.size(str(file)))
+
+    def open(self, file: PurePath) -> BinaryIO:
+        """See :class:`Storage`."""
+        with _os_errors():
+            opened: BinaryIO = self._files.open(str(file), "rb", block_size=READ_AHEAD_BYTES)
+            return opened
+
+    def create(self, file: PurePath, content: Iterable[Data]) -> None:
+        """See :class:`Storage`."""
+        with _os_errors():
+            out = self._files.open(str(file), "xb")
+            try:
+                for piece in _pieces(content):
+                    write_piece(out, piece)
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    out.discard()  # or what came so far would be uploaded
+                    out.closed = True
+                raise
+            out.close()
+
+    def write(self, file: PurePath, content: bytes) -> None:
+        """See :class:`Storage`."""
+        with _os_errors():
+            self._files.pipe_file(str(file), content)
+            progress.count()
+
+    def delete(self, place: PurePath) -> None:
+        """See :class:`Storage`."""
+        with _os_errors(), contextlib.suppress(FileNotFoundError):
+            self._files.rm(str(place), recursive=True)
 
 
-def read(tensors: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]:
-    """Read tensors, one after the other, into memory of their own; SafetensorError or OSError if that fails."""
-    for file in sorted({stored.file for stored in tensors.values()}):
-        with safe_open(file, "pt", backend="pread") as content:
-            for name in (name for name, stored in tensors.items() if stored.file == file):
-                yield name, content.get_tensor(tensors[name].name or name)
-                progress.count()
+_local = LocalFolders()
+_by_url = lru_cache(Fsspec)
 
 
-def copy(path: Path, tensors: Mapping[str, Stored]) -> Digest:
-    """Write one file of ``tensors``, reading each when its turn has come, so that one at a time is in memory."""
-    described = {name: (stored.code, stored.shape, stored.num_bytes) for name, stored in tensors.items()}
-    content = (tensor for name in _in_order(described) for _, tensor in read({name: tensors[name]}))
-    return write_hashed(path, _laid_out(described, {}, content))
+def storage_of(place: PurePath) -> Storage:
+    """Return the storage that ``place`` is in; raise ConfigError if there is none for its kind of URL."""
+    return _local if isinstance(place, Path) else _by_url(str(place).partition("://")[0])
 
 
-def _encoded(shard: Shard) -> Iterator[bytes | memoryview]:
-    for name, tensor in shard.tensors.items():
-        if reason := why_unstorable(tensor):
-            raise ValueError(f"{name} cannot be saved: {reason}")
-    described = {name: (CODES[t.dtype], list(t.shape), t.nbytes) for name, t in shard.tensors.items()}
-    yield from _laid_out(described, shard.metadata, (shard.tensors[name] for name in _in_order(described)))
+def read(file: PurePath) -> bytes:
+    """Return the content of a small file."""
+    with _os_errors(), storage_of(file).open(file) as opened:
+        return opened.read()
 
 
-def _in_order(described: Mapping[str, Described]) -> list[str]:
-    """Return the names of tensors as they lie in a file."""
-    codes = list(CODES.values())
-    return sorted(described, key=lambda name: (codes.index(described[name][0]), name))
+def iter_pieces(file: PurePath) -> Iterator[bytes]:
+    """Yield the content of a large file in pieces, which are counted."""
+    with _os_errors(), storage_of(file).open(file) as opened:
+        while piece := opened.read(PIECE_BYTES):
+            progress.count()
+            yield piece
 
 
-def _laid_out(
-    described: Mapping[str, Described], metadata: Mapping[str, str], content: Iterable[Tensor]
-) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a file of tensors, ``described`` by name, whose ``content`` comes in their order."""
-    header: dict[str, object] = {"__metadata__": dict(sorted({"format": "pt", **metadata}.items()))}
-    end = 0
-    for name in _in_order(described):
-        code, shape, num_bytes = described[name]
-        begin, end = end, end + num_bytes
-        header[name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for tensor in content:
-        plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        yield plain.reshape(-1).view(torch.uint8).numpy().data
+def working_folder() -> Path:
+    """Make a folder of this process, which is removed when the process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="adl-dist-run-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def copy_small_files(source: PurePath, target: Path) -> list[PurePath]:
+    """Copy the files below ``source`` that ``target`` lacks, but no tensors and no curves; return their names."""
+    copied = []
+    for name in _small_files(source):
+        if not (target / name).exists():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            (target / name).write_bytes(read(source / name))
+            copied.append(name)
+    return copied
+
+
+def local_run(run_dir: str) -> Path:
+    """Return the run folder at a local path, or a copy of the small files of one at a URL."""
+    place = place_of(run_dir)
+    if isinstance(place, Path):
+        return place
+    copy_small_files(place, folder := working_folder())
+    return folder
+
+
+def _small_files(folder: PurePath) -> Iterator[PurePath]:
+    for name in storage_of(folder).names(folder):
+        if name.endswith("/") and not name.startswith(("tensorboard", "rejected")):
+            yield from (name[:-1] / below for below in _small_files(folder / name))
+        elif not name.endswith(("/", ".safetensors")):
+            yield PurePath(name)
+
+
+def write_piece(file: IO[bytes], piece: Data) -> None:
+    """Write a piece of a file and count it."""
+    file.write(piece)
+    progress.count()
+
+
+def _pieces(content: Iterable[Data]) -> Iterator[Data]:
+    for data in content:
+        for start in range(0, len(data), PIECE_BYTES):
+            yield data[start : start + PIECE_BYTES]
+
+
+def _sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    progress.count()
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _os_errors() -> Iterator[None]:
+    """Turn the errors of the libraries below fsspec into OSError."""
+    try:
+        yield
+    except (OSError, ConfigError):
+        raise
+    except Exception as error:
+        raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error

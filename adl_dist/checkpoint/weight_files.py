@@ -6,15 +6,15 @@ with one ``model.safetensors``, or a checkpoint.
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
-from pathlib import Path
+from pathlib import PurePath
 
 import torch
 from torch import Tensor, nn
 
-from adl_dist.checkpoint import layout, storage
+from adl_dist.checkpoint import layout, tensor_files
 from adl_dist.checkpoint.nested import ENTRY, is_extra_state
-from adl_dist.checkpoint.storage import INDEX, MODEL, SUFFIX, Stored
+from adl_dist.checkpoint.storage import read, storage_of
+from adl_dist.checkpoint.tensor_files import INDEX, MODEL, SUFFIX, Stored
 from adl_dist.errors import CheckpointError
 
 SINGLE = f"{MODEL}{SUFFIX}"
@@ -27,37 +27,33 @@ class WeightFiles:
         tensors: by name, where each is.
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, Stored]) -> None:
+    def __init__(self, path: PurePath, tensors: Mapping[str, Stored]) -> None:
         self.path = path
         self.tensors = {name: stored for name, stored in tensors.items() if not name.startswith(ENTRY)}
 
     @classmethod
-    def at(cls, path: Path) -> "WeightFiles":
+    def at(cls, path: PurePath) -> "WeightFiles":
         """Look at what is at ``path``; of a checkpoint compare the checksums, too.
 
         Raises:
             CheckpointError: it is nothing of what is known, or damaged.
         """
-        if not path.exists():
-            raise CheckpointError(
-                f"init_from={path} is not there; expected a state_dict saved by torch.save, a {SUFFIX} file, a folder "
-                f"with {INDEX} or {SINGLE}, or the folder of a checkpoint"
-            )
-        if not path.is_dir():
-            return cls(path, _header(path))
-        if (path / layout.MANIFEST).is_file() or path in layout.complete(path.parent):
+        names = storage_of(path).names(path)
+        if layout.MANIFEST in names:
             try:
-                return cls(path, storage.scan(path, MODEL, layout.verify(path)["files"])[0])
+                return cls(path, tensor_files.scan(path, MODEL, layout.verify(path)["files"])[0])
             except CheckpointError as error:
                 raise CheckpointError(f"init_from: {error}") from error
-        if (path / INDEX).is_file():
+        if INDEX in names:
             return cls(path, _indexed(path))
-        if (path / SINGLE).is_file():
+        if SINGLE in names:
             return cls(path, _header(path / SINGLE))
-        raise CheckpointError(
-            f"init_from={path} is a folder without {INDEX}, {SINGLE} and {layout.MANIFEST}; name the file itself, or "
-            "the folder of a checkpoint, like runs/NAME/checkpoints/update-00000042"
-        )
+        if names:
+            raise CheckpointError(
+                f"init_from={path} is a folder without {INDEX}, {SINGLE} and {layout.MANIFEST}; name the file itself, "
+                "or the folder of a checkpoint, like runs/NAME/checkpoints/update-00000042"
+            )
+        return cls(path, _header(path))
 
     def check(self, model: nn.Module) -> None:
         """Compare names, shapes and kinds of numbers with those of ``model``.
@@ -73,7 +69,7 @@ class WeightFiles:
         there = {name: stored.shape for name, stored in self.tensors.items()}
         check_same(self.path, here, there)
         for name, stored in self.tensors.items():
-            dtype, wanted = storage.DTYPES[stored.code], state[name].dtype
+            dtype, wanted = tensor_files.DTYPES[stored.code], state[name].dtype
             if (dtype.is_floating_point, dtype.is_complex) != (wanted.is_floating_point, wanted.is_complex):
                 raise CheckpointError(
                     f"init_from={self.path} is of another model: {name} is {wanted} in this model and {dtype} in the "
@@ -83,7 +79,7 @@ class WeightFiles:
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Know the tensors of ``names``, those of the files, by other ones, and the rest not at all."""
-        self.tensors = {new: replace(self.tensors[old], name=old) for old, new in names.items()}
+        self.tensors = {new: self.tensors[old] for old, new in names.items()}
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Read those of ``names`` that are there, one after the other, into memory of their own.
@@ -92,14 +88,14 @@ class WeightFiles:
             CheckpointError: the files cannot be read any more.
         """
         try:
-            yield from storage.read({name: self.tensors[name] for name in names if name in self.tensors})
+            yield from tensor_files.read({name: self.tensors[name] for name in names if name in self.tensors})
         except Exception as error:
             raise CheckpointError(
                 f"init_from={self.path} cannot be read any more ({type(error).__name__}: {error}); was it changed?"
             ) from error
 
 
-def check_same(path: Path, here: Mapping[str, object], there: Mapping[str, object]) -> None:
+def check_same(path: PurePath, here: Mapping[str, object], there: Mapping[str, object]) -> None:
     """Raise a CheckpointError if names or shapes of a model, ``here``, are not those of ``path``, ``there``."""
     for name in {**here, **there}:
         if here.get(name) != there.get(name):
@@ -109,7 +105,7 @@ def check_same(path: Path, here: Mapping[str, object], there: Mapping[str, objec
             )
 
 
-def check_tied(path: Path, model: nn.Module, there: Collection[str], read: Callable[[str], Tensor]) -> None:
+def check_tied(path: PurePath, model: nn.Module, there: Collection[str], read: Callable[[str], Tensor]) -> None:
     """Raise a CheckpointError if ``path`` has two names of one tensor of ``model`` with different values.
 
     One of both would be lost. ``there``: the names of ``path``, which ``read`` reads.
@@ -151,32 +147,36 @@ def _prefix(short: Mapping[str, object], long: Mapping[str, object]) -> str | No
     return None
 
 
-def _header(file: Path) -> dict[str, Stored]:
+def _header(file: PurePath) -> dict[str, Stored]:
     try:
-        return storage.header(file)[0]
-    except Exception as error:  # whatever the library makes of a file that is none of its own
-        reason = (str(error).strip() or "no more is known").splitlines()[0][:100]
+        return tensor_files.header(file)[0]
+    except FileNotFoundError:
         raise CheckpointError(
-            f"init_from={file} cannot be read ({type(error).__name__}: {reason}); expected a {SUFFIX} file, like those "
+            f"init_from={file} is not there; expected a state_dict saved by torch.save, a {SUFFIX} file, a folder "
+            f"with {INDEX} or {SINGLE}, or the folder of a checkpoint"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"init_from={file} cannot be read ({type(error).__name__}: {error}); expected a {SUFFIX} file, like those "
             "of adl-dist export"
         ) from error
 
 
-def _indexed(folder: Path) -> dict[str, Stored]:
+def _indexed(folder: PurePath) -> dict[str, Stored]:
     """Return where the tensors are that the index of ``folder`` names."""
 
     def refuse(reason: str) -> CheckpointError:
         return CheckpointError(f"init_from={folder}: {reason}; expected all files of one model, as they were saved")
 
     try:
-        of_name = dict(json.loads((folder / INDEX).read_bytes())["weight_map"])
+        of_name = dict(json.loads(read(folder / INDEX))["weight_map"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise refuse(f"{INDEX} has no 'weight_map' that can be read ({type(error).__name__})") from error
-    files = dict.fromkeys(of_name.values())
+    files, names = dict.fromkeys(of_name.values()), storage_of(folder).names(folder)
     for file in files:
-        if not isinstance(file, str) or Path(file).name != file:
+        if not isinstance(file, str) or PurePath(file).name != file:
             raise refuse(f"{INDEX} names a file elsewhere, {file}")
-        if not (folder / file).is_file():
+        if file not in names:
             raise refuse(f"{file}, which {INDEX} names, is missing")
     held = {file: _header(folder / file) for file in files}
     if lacking := [name for name, file in of_name.items() if name not in held[file]]:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from adl_dist.checkpoint.storage import local_run
 from adl_dist.errors import ConfigError
 from adl_dist.report import comparison
 
@@ -25,7 +26,10 @@ def chosen_runs(command: str, arguments: Sequence[str], *, out: str) -> tuple[li
         ConfigError: If there is no folder, or more than one ``out``.
     """
     outs = [Path(each.removeprefix("out=")) for each in arguments if each.startswith("out=")]
-    paths = [Path(each.removeprefix("run_dir=")) for each in arguments if not each.startswith("out=")]
+    runs = [each.removeprefix("run_dir=") for each in arguments if not each.startswith("out=")]
+    if not outs and (urls := [run for run in runs if "://" in run]):
+        raise ConfigError(f"adl-dist {command} reads a copy of {urls[0]}; say where to write by out={out}")
+    paths = [local_run(run) for run in runs]
     if not paths or len(outs) > 1:
         raise ConfigError(f"adl-dist {command} takes run folders: adl-dist {command} RUNS... [out={out}]")
     above = paths[0] if len(paths) == 1 else Path(os.path.commonpath([path.absolute() for path in paths]))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from adl_dist.checkpoint import nested, state, storage
+from adl_dist.checkpoint import nested, state, tensor_files
 from adl_dist.checkpoint.run_dir import chosen_checkpoint
 from adl_dist.checkpoint.state import signature
 from adl_dist.checkpoint.weight_files import SINGLE
@@ -40,7 +40,7 @@ def export(arguments: list[str]) -> None:
     path = chosen_checkpoint(run_dir, options.get("checkpoint"))
     model = instantiate.described_model(config)
     names = signature(model)
-    found, texts = storage.scan(path, storage.MODEL, state.verify(path, names)["files"])
+    found, texts = tensor_files.scan(path, tensor_files.MODEL, state.verify(path, names)["files"])
     extra = {name: stored for name, stored in found.items() if name.startswith(nested.ENTRY)}, texts
     if wants_averages(options):
         found = state.averaged(path, found, model)
@@ -59,25 +59,25 @@ def export(arguments: list[str]) -> None:
     if is_folder:
         say(f"{out}: {len(tensors)} tensors of {path}; transformers' from_pretrained('{out}') loads them")
         return
-    loader = "safetensors.torch.load_file" if out.suffix == storage.SUFFIX else "torch.load"
+    loader = "safetensors.torch.load_file" if out.suffix == tensor_files.SUFFIX else "torch.load"
     say(f"{out}: {len(tensors)} tensors of {path}; model.load_state_dict({loader}('{out}')) takes them")
 
 
-def _write_file(path: Path, tensors: dict[str, storage.Stored], extra: tuple[Any, Any]) -> None:
+def _write_file(path: Path, tensors: dict[str, tensor_files.Stored], extra: tuple[Any, Any]) -> None:
     """Write the weights; ``extra`` state of modules only in a file of ``torch.save``."""
-    if path.suffix == storage.SUFFIX:
-        storage.copy(path, tensors)
+    if path.suffix == tensor_files.SUFFIX:
+        tensor_files.copy(path, tensors)
         return
-    read = dict(storage.read(tensors))
+    read = dict(tensor_files.read(tensors))
     with path.open("wb") as file:
         torch.save({name: read[name] for name in tensors} | nested.unpacked_state(*extra), file)
 
 
-def _write_folder(path: Path, tensors: dict[str, storage.Stored], settings: Any) -> None:
+def _write_folder(path: Path, tensors: dict[str, tensor_files.Stored], settings: Any) -> None:
     shutil.rmtree(path, ignore_errors=True)  # from an export that was killed
     path.mkdir()
     try:
-        storage.copy(path / SINGLE, tensors)
+        tensor_files.copy(path / SINGLE, tensors)
         settings.save_pretrained(path)
     except BaseException:
         shutil.rmtree(path, ignore_errors=True)

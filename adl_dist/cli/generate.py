@@ -1,7 +1,7 @@
 """``adl-dist generate RUN_DIR prompt=TEXT``: text from a trained model, token by token, in this process."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from adl_dist.checkpoint.run_dir import chosen_checkpoint
 from adl_dist.checkpoint.state import load_weights, signature, verify
@@ -45,7 +45,7 @@ def generate(arguments: Sequence[str]) -> None:
     say(vocabulary.decode([*prompt, *new]))
 
 
-def _vocabulary(config: RunConfig, run_dir: Path) -> Vocabulary:
+def _vocabulary(config: RunConfig, run_dir: PurePath) -> Vocabulary:
     if not {"train", "context"} <= config.data.keys():
         raise ConfigError(f"{run_dir} was not trained on tokens; adl-dist generate takes a run of data=tokens")
     path = Path(config.data["train"]).expanduser()

@@ -1,14 +1,15 @@
 """The arguments of the commands that take a run folder: ``RUN_DIR`` or ``run_dir=RUN_DIR``, alike. No torch."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 
+from adl_dist.checkpoint.storage import place_of
 from adl_dist.errors import ConfigError
 
 
 def named_folder(
     command: str, arguments: Sequence[str], takes: Mapping[str, str] | None = None, group: str | None = None
-) -> tuple[Path, dict[str, str]]:
+) -> tuple[PurePath, dict[str, str]]:
     """Return the run folder that ``arguments`` name, and their other ``KEY=VALUE``.
 
     ``takes``: the other keys, each with an example of its value. Which of them are given is for the caller to check, as
@@ -34,7 +35,7 @@ def named_folder(
     if len(folders) != 1 or not folders[0]:
         got = f"'{' '.join(folders)}'" if folders else "none"
         raise ConfigError(f"adl-dist {command} takes one run folder, got {got}: {usage}")
-    return Path(folders[0]), options
+    return place_of(folders[0]), options
 
 
 def wants_averages(options: Mapping[str, str]) -> bool:

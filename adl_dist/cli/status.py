@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from adl_dist.checkpoint import layout
 from adl_dist.cli.run_folder import named_folder
 from adl_dist.control.requests import RequestKind
 from adl_dist.control.run_socket import SOCKET, ask_run
+from adl_dist.errors import ConfigError
 from adl_dist.report import final_table
 from adl_dist.report.runs import read_json
 from adl_dist.report.tables import text_table
@@ -20,7 +22,7 @@ HEAD = ("stage", "host:pid", "epoch", "update", "micro-batch", "images/s", "busy
 def status(arguments: list[str]) -> None:
     """Run ``adl-dist status RUN_DIR [--json]``: print what each stage does, or how the run has ended."""
     as_json = "--json" in arguments
-    run_dir, _ = named_folder("status", [each for each in arguments if each != "--json"])
+    run_dir = _local("status", [each for each in arguments if each != "--json"])
     if summary := _summary_of_ended(run_dir):
         head = f"no run is training in {run_dir}; the last one there ended like this:"
         sys.stdout.write((json.dumps({"ended": summary}) if as_json else f"{head}\n{final_table(summary)}") + "\n")
@@ -31,12 +33,12 @@ def status(arguments: list[str]) -> None:
 
 def checkpoint(arguments: list[str]) -> None:
     """Run ``adl-dist checkpoint RUN_DIR``: save now, and continue."""
-    sys.stdout.write(f"{ask_run(named_folder('checkpoint', arguments)[0], RequestKind.CHECKPOINT.value)['done']}\n")
+    sys.stdout.write(f"{ask_run(_local('checkpoint', arguments), RequestKind.CHECKPOINT.value)['done']}\n")
 
 
 def stop(arguments: list[str]) -> None:
     """Run ``adl-dist stop RUN_DIR``: save now, and end."""
-    sys.stdout.write(f"{ask_run(named_folder('stop', arguments)[0], RequestKind.STOP.value)['done']}\n")
+    sys.stdout.write(f"{ask_run(_local('stop', arguments), RequestKind.STOP.value)['done']}\n")
 
 
 def table(answer: Mapping[str, Any]) -> str:
@@ -54,6 +56,16 @@ def table(answer: Mapping[str, Any]) -> str:
         speed, memory = f"{stage['images_per_second']:,.0f}", f"{stage['memory_bytes'] / 2**20:,.0f} MiB"
         rows.append((*where, speed, f"{stage['busy_share']:.0%}", staleness, memory, now))
     return "\n".join([*text_table(rows), f"coordinator  {answer['coordinator']}"])
+
+
+def _local(command: str, arguments: Sequence[str]) -> Path:
+    run_dir, _ = named_folder(command, arguments)
+    if not isinstance(run_dir, Path):
+        raise ConfigError(
+            f"{run_dir}: adl-dist {command} reaches a run through a socket; give the working folder of its rank 0, "
+            f"{tempfile.gettempdir()}/adl-dist-run-..., on the machine of that"
+        )
+    return run_dir
 
 
 def _summary_of_ended(run_dir: Path) -> dict[str, Any]:

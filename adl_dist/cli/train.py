@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from adl_dist.checkpoint.policy import CheckpointPolicy
@@ -44,7 +44,7 @@ def train(overrides: list[str]) -> None:
     if launched_world_size() is not None and config.runtime.device == "cuda":
         set_for_nccl()
     check_device(config.runtime.device)
-    folder = RunFolder(Path(config.run_dir))
+    folder = RunFolder(config.run_dir)
     folder.check(plain, resume=config.resume)
     num_processes, stands_alone = config.pipeline.num_processes, not parent_process.is_part_of_more()
     if config.runtime.processes and num_processes > 1 and launched_world_size() is None:
@@ -100,7 +100,7 @@ def evaluate(arguments: list[str]) -> None:
     say(f"{path}: {', '.join(shown)}, {len(val_data)} samples")  # type: ignore[arg-type]
 
 
-def _restored(run_dir: Path, options: Mapping[str, str]) -> tuple[RunConfig, Path, Trainer]:
+def _restored(run_dir: PurePath, options: Mapping[str, str]) -> tuple[RunConfig, PurePath, Trainer]:
     """Load the chosen checkpoint, with ``ema=true`` its averages, where its run was or on the CPU."""
     config = instantiate.run_on_this_machine(run_dir)
     path = chosen_checkpoint(run_dir, options.get("checkpoint"))

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from adl_dist.checkpoint import layout, state
@@ -230,12 +230,12 @@ class Coordinator:
             self._progress.note(resumed)
             logger.info(resumed)
             if self._is_over and self._saving is not None:
-                run_dir = self._saving.folder.path
+                run_dir = self._saving.folder.place
                 self._progress.note(
                     f"nothing left to train: {run_dir} is complete; for a new run, choose another run_dir"
                 )
 
-    def _load_newest(self, candidates: Sequence[Path], saving: CheckpointContext) -> Path:
+    def _load_newest(self, candidates: Sequence[PurePath], saving: CheckpointContext) -> PurePath:
         path, manifest, rejected = layout.first_usable(candidates, lambda path: state.verify(path, saving.signature))
         mine = identity_of(self._plan, saving.optimizer)
         note = check_identity(path, manifest["identity"], mine, schedule_follows=saving.schedule_follows)
@@ -324,10 +324,10 @@ class Coordinator:
         if self._is_over:
             self._finish_last_save(saver, "training is over, but its last weights are lost")
 
-    def _write_parts(self, path: Path, token: str, background: bool) -> set[int]:
+    def _write_parts(self, path: PurePath, token: str, background: bool) -> set[int]:
         return {result.rank for result in self._workers.call(messages.Save(str(path), token, background), Done)}
 
-    def _finish_saving(self, saver: Saver) -> Path | None:
+    def _finish_saving(self, saver: Saver) -> PurePath | None:
         path = saver.wait()
         if saver.lost is not None:
             raise saver.lost

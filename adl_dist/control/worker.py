@@ -15,6 +15,7 @@ from adl_dist.batch import Batch, tensors_of
 from adl_dist.checkpoint import data_state
 from adl_dist.checkpoint.async_save import PartWriter
 from adl_dist.checkpoint.state import FreshStage, load, state_of
+from adl_dist.checkpoint.storage import place_of
 from adl_dist.control import messages
 from adl_dist.control.callback_queue import CallbackQueue
 from adl_dist.control.messages import (
@@ -112,7 +113,7 @@ class LocalWorker:
                     tensors = state_of(self.stages, self.pipeline.num_stages, self.fresh)
                     if (place := self._stream.place() if self._stream is not None else None) is not None:
                         tensors[data_state.FILE] = data_state.shard_of(place)
-                    part.write(Path(command.path), tensors, token=command.token, background=command.background)
+                    part.write(place_of(command.path), tensors, token=command.token, background=command.background)
                 case messages.Trace():
                     folder, stages = Path(command.run_dir), sorted(self.contexts)
                     return [*write_part(self.activity, self.world, folder, stages, origin=command.origin)]
@@ -187,8 +188,8 @@ class LocalWorker:
         return self.train_loader.stream if self.train_loader is not None else None
 
     def _load(self, path: str, update: int) -> None:
-        load(Path(path), self.stages, self.fresh)
-        if self._stream is not None and (place := data_state.read(Path(path))) is not None:
+        load(place_of(path), self.stages, self.fresh)
+        if self._stream is not None and (place := data_state.read(place_of(path))) is not None:
             self._stream.resume(place)
         for learner in (learner for stage in self.stages for learner in stage.learners):
             learner.version = update

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from adl_dist.checkpoint.async_save import COMMITTING, SAVING
-from adl_dist.checkpoint.layout import progress
+from adl_dist.checkpoint.storage import progress
 from adl_dist.distributed.procfs import machine, start_time, state_of
 from adl_dist.distributed.world import launched_rank
 from adl_dist.monitor.activity import FAILED, FINISHING, IDLE, KINDS, ActivityLog, SegmentActivity

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 from adl_dist.errors import CallbackError, ConfigError, in_one_line, place_of, text_of
@@ -25,7 +25,7 @@ class TrainerState:
         epoch: whole epochs done.
         metrics: figures by name: ``train_loss`` and others of the update or epoch; ``validation_loss`` and others in
             ``on_epoch``, ``on_checkpoint`` and ``on_end``; in ``on_start`` those of the checkpoint.
-        checkpoint: the folder of the completed checkpoint, in ``on_checkpoint``.
+        checkpoint: the folder of the completed checkpoint, in ``on_checkpoint``; a ``Path``, but for a URL.
         summary: the content of ``summary.json``, in ``on_end``.
         stop: ends the run for the given reason, with the pipeline empty and everything saved.
     """
@@ -33,7 +33,7 @@ class TrainerState:
     update: int
     epoch: int
     metrics: Mapping[str, float] = field(default_factory=dict)
-    checkpoint: Path | None = None
+    checkpoint: PurePath | None = None
     summary: Mapping[str, Any] | None = None
     stop: Callable[[str], object] = lambda why: None
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adl_dist.checkpoint.storage import SUFFIX
+from adl_dist.checkpoint.tensor_files import SUFFIX
 from adl_dist.checkpoint.weight_files import WeightFiles, check_same, check_tied
 from adl_dist.errors import CheckpointError, ConfigError
 from adl_dist.optimizers.roles import keep_role

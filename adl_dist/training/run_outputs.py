@@ -59,6 +59,8 @@ class Outputs:
         num_stages = pipeline.num_stages
         if monitoring.trace and run_dir is None:
             raise ConfigError("trace=True writes run_dir/trace.json, but there is no run_dir; pass one, or no trace")
+        if monitoring.trace and "://" in os.fspath(run_dir or ""):
+            raise ConfigError(f"trace=True needs one folder for all ranks, and run_dir={run_dir!s} is a URL")
         if monitoring.loggers and run_dir is None:
             raise ConfigError("loggers know a run by its run_dir, but there is none; pass one, or no loggers")
         if monitoring.memory and num_stages > 1 and not is_distributed:

@@ -273,7 +273,7 @@ class Trainer:
         every: dict[str, Any] = {"checkpoint_every_updates": outputs.checkpoints.every_updates}
         steps = self._spec.pipeline.micro_batches_per_update
         sizes = {"micro_batch_size": micro_batch_size_of(data.batch_size, steps), "accumulation_steps": steps}
-        folder = RunFolder(Path(run_dir)) if run_dir is not None else None
+        folder = RunFolder(run_dir) if run_dir is not None else None
         own = {**self._settings, "batch_size": data.batch_size, "shuffle": data.shuffle, **every}
         known_by = own if config is None else dict(config)
         # A script has no settings for its optimizer and schedule: what they are is known when they are made.
@@ -302,6 +302,7 @@ class Trainer:
             worker.wants_timeline = folder is not None and outputs.monitoring.report
             summary = self._train(running, worker, plan, saving, outputs)
             if saving is not None and outputs.monitoring.report:
+                saving.folder.pull()
                 write_after_run(saving.folder.path)
             return summary
 
@@ -375,7 +376,7 @@ class Trainer:
         Raises:
             CheckpointError: If it is damaged, not a checkpoint, of a different model, or without an average.
         """
-        chosen = chosen_checkpoint(Path(path), which)
+        chosen = chosen_checkpoint(path, which)
         state.verify(chosen, self._partitioned.signature)
         if self._partitioned.weights is not None:  # not made yet
             files = self._partitioned.weights.files = WeightFiles.at(chosen)
@@ -458,7 +459,13 @@ class Trainer:
             config=config,
             resume=resume,
             every_epochs=policy.every_epochs,
-            saver=Saver(folder.checkpoints, keep=policy.keep, keep_best=policy.keep_best, background=policy.background),
+            saver=Saver(
+                folder.checkpoints,
+                keep=policy.keep,
+                keep_best=policy.keep_best,
+                background=policy.background,
+                before_commit=folder.before_commit,
+            ),
             signature=self._partitioned.signature,
             optimizer=optimizer_name(made),
             schedule_follows=(

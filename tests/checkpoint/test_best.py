@@ -55,7 +55,8 @@ def test_the_best_mode_that_of_the_chosen_metric(metric, best, pick, tmp_path):
 def test_what_the_best_mode_of_is_what_the_run_is_after_now(tmp_path):
     """A run may continue with another metric."""
     for update, metric in ((1, "validation_accuracy"), (2, "validation_loss")):
-        path, values = layout.begin(tmp_path, update), {"validation_loss": update, "validation_accuracy": update}
+        path, values = layout.place(tmp_path, update), {"validation_loss": update, "validation_accuracy": update}
+        layout.begin(path, "token")
         layout.commit(path, {**position(update, **values), "goal": {"metric": metric}}, {})
     assert layout.best_of(layout.complete(tmp_path)).name == "update-00000001"
 

@@ -68,7 +68,7 @@ def test_a_killed_run_ends_with_the_same_bits_when_run_again(victim, tmp_path, u
     with held(tmp_path) as run:
         # In the first half of the second epoch, and after the checkpoint of the first one has been written.
         run.wait_for_update(UPDATES_PER_EPOCH + random.Random(victim).randrange(UPDATES_PER_EPOCH // 2))
-        run.wait_for("the checkpoint", (saves / "update-00000008").exists)
+        run.wait_for("the checkpoint", (saves / "update-00000008" / layout.MANIFEST).exists)
         run.send(signal.SIGKILL, rank=victim)
         run.wait_until_gone(seconds=GONE_SECONDS)
     assert "Traceback" not in run.err

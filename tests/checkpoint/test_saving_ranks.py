@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from adl_dist.checkpoint import layout
+from adl_dist.checkpoint import layout, storage
 from adl_dist.distributed.world import disconnect, launched_rank
 from adl_dist.errors import AdlError
 from tests.support.ranks import RanksFailed, run_ranks
@@ -27,14 +27,14 @@ UPDATES = 2  # of an epoch: 8 samples by 4
 
 def piecewise(rank, before_each_piece):
     """Have ``rank`` do something before each piece that it writes, given the update that is being saved."""
-    write = layout.write_piece
+    write = storage.write_piece
 
     def written(file, data):
         before_each_piece(int(Path(file.name).parent.name.rpartition("-")[2]))
         write(file, data)
 
     if launched_rank() == rank:
-        layout.write_piece = written
+        storage.write_piece = written
 
 
 def saves_of_rank_1_are_slow_then_fail_then_succeed(folder):

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import adl_dist
-from adl_dist.checkpoint import layout, state, storage
-from adl_dist.checkpoint.storage import Shard
+from adl_dist.checkpoint import layout, state, tensor_files
+from adl_dist.checkpoint.tensor_files import Shard
 from adl_dist.errors import ConfigError
 from adl_dist.stage import Stage
 from tests.support.commands import assert_same
@@ -203,25 +203,20 @@ def as_version_0_3_8(run_dir):
     (path,) = layout.complete(run_dir / "checkpoints")
     manifest = json.loads((path / layout.MANIFEST).read_bytes())
     manifest["identity"]["constants"] = {"4.table": [6.0, 1.0, 2.0]}
-    del manifest["files"], manifest["sha256"], manifest["format"]
-    moved = path.rename(path.with_name(".saving-again"))
-    (moved / layout.MANIFEST).unlink()
-    first = storage.file_name(storage.OPTIMIZER, 0, 2)
-    groups = [["0.0.weight"]]
+    files = manifest.pop("files")
+    del manifest["sha256"], manifest["format"]
+    first = path / tensor_files.file_name(tensor_files.OPTIMIZER, 0, 2)
     values = {"dict": [["self.count", 3], ["hook.post0.hook.seen", {"tensor": "optimizer:0.seen"}]]}
-    metadata = storage.header(moved / first)[1] | {"optimizer:0": json.dumps({"groups": groups, "values": values})}
-    tensors = load_file(moved / first) | {"optimizer:0.seen": torch.zeros(2)}
+    metadata = tensor_files.header(first)[1] | {
+        "optimizer:0": json.dumps({"groups": [["0.0.weight"]], "values": values})
+    }
+    tensors = load_file(first) | {"optimizer:0.seen": torch.zeros(2)}
     del metadata["format"]
-    (moved / first).unlink()
+    first.unlink()
     texts = {"attribute:0.calls": "7", "loss:": json.dumps({"loss_fn.calls": 2})}
     buffers = Shard({"0.largest": torch.ones(2)}, texts)
-    storage.write(moved, {first: Shard(tensors, metadata), "buffers-00001-of-00002.safetensors": buffers})
-    files = {}
-    for file in sorted(moved.iterdir()):
-        content = file.read_bytes()
-        file.unlink()
-        files[file.name] = layout.write_hashed(file, [content])
-    layout.commit(moved, manifest, files)
+    written = {first.name: Shard(tensors, metadata), "buffers-00001-of-00002.safetensors": buffers}
+    layout.commit(path, manifest, files | tensor_files.write(path, written))
     config = yaml.safe_load((run_dir / "config.yaml").read_text())
     config["lr_schedule"] |= {"step_size": 3, "gamma": 0.5}
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config))

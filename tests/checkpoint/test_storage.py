@@ -11,9 +11,9 @@ import torch
 import yaml
 from torch import nn
 
-from adl_dist.checkpoint import layout, state, storage
+from adl_dist.checkpoint import layout, state, storage, tensor_files
 from adl_dist.checkpoint.nested import Packer, unpacked
-from adl_dist.checkpoint.storage import CODES, Shard
+from adl_dist.checkpoint.tensor_files import CODES, Shard
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.config.instantiate import build_model
 from adl_dist.errors import ConfigError
@@ -28,7 +28,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "runs.md"
 
 
 def written(folder, tensors, **metadata):
-    storage.write(folder, {FIRST: Shard(tensors, metadata)})
+    tensor_files.write(folder, {FIRST: Shard(tensors, metadata)})
     return folder / FIRST
 
 
@@ -50,7 +50,7 @@ def test_a_file_has_the_bytes_that_the_library_writes(tensors, tmp_path):
 
 def test_text_of_a_file_is_read_back_in_a_fixed_order(tmp_path):
     text = {"zebra": "1", "after": '"\u00e9\n', "more": "", "": "nothing"}
-    tensors, read = storage.scan(tmp_path, storage.MODEL, [written(tmp_path, {}, **text).name])
+    tensors, read = tensor_files.scan(tmp_path, tensor_files.MODEL, [written(tmp_path, {}, **text).name])
     assert (tensors, read) == ({}, {"format": "pt", **text})
     first = (tmp_path / FIRST).read_bytes()
     (tmp_path / FIRST).unlink()
@@ -91,22 +91,22 @@ def test_what_no_file_can_hold_is_refused_before_training(tensor, reason, tmp_pa
 
 def test_the_index_names_the_file_of_each_tensor_of_the_model(tmp_path):
     path = saved(tmp_path, 1)
-    index = json.loads((path / storage.INDEX).read_text())
+    index = json.loads((path / tensor_files.INDEX).read_text())
     assert index["weight_map"] == {"bias": SECOND, "num_batches_tracked": FIRST, "weight": FIRST}
     assert index["metadata"] == {"total_size": 12 * 4 + 4 * 4 + 8}
-    assert {file.name for file in path.iterdir()} == {FIRST, SECOND, MOMENTUM, storage.INDEX, layout.MANIFEST}
+    assert {file.name for file in path.iterdir()} == {FIRST, SECOND, MOMENTUM, tensor_files.INDEX, layout.MANIFEST}
     for name, file in index["weight_map"].items():
         assert list(safetensors.torch.load_file(path / file)[name].shape) == SIGNATURE[name]
 
 
 def test_reading_counts_as_progress(tmp_path):
     path = saved(tmp_path, 1)
-    tensors, _ = storage.scan(path, storage.MODEL, layout.read_manifest(path)["files"])
-    before = layout.progress.num_pieces
-    ((name, value),) = storage.read({"weight": tensors["weight"]})
+    tensors, _ = tensor_files.scan(path, tensor_files.MODEL, layout.read_manifest(path)["files"])
+    before = storage.progress.num_pieces
+    ((name, value),) = tensor_files.read({"weight": tensors["weight"]})
     assert (name, value.shape) == ("weight", (3, 4))
     assert value.untyped_storage().nbytes() == 12 * 4
-    assert layout.progress.num_pieces == before + 1
+    assert storage.progress.num_pieces == before + 1
 
 
 # --- optimizers ------------------------------------------------------------------------------------------------------
@@ -187,8 +187,8 @@ def test_a_run_starts_from_an_export_or_a_checkpoint(tmp_path):
         config, *_ = compose_run([*words(tmp_path / "new")[1:], f"init_from={start}", "seed=1"])
         assert_same(build_model(config).state_dict(), expected)
     out.write_bytes(out.read_bytes()[:-1])
-    (path / storage.INDEX).unlink()
-    for start, said in ((out, "cannot be read (SafetensorError: "), (path, "is damaged: model.safetensors.index.json")):
+    (path / tensor_files.INDEX).unlink()
+    for start, said in ((out, "cannot be read (ValueError: "), (path, "is damaged: model.safetensors.index.json")):
         outcome = in_process(*words(tmp_path / "new", f"init_from={start}"))
         assert outcome.code == 2
         assert f"{start} {said}" in outcome.err

@@ -3,7 +3,6 @@
 Here are those that show when the stages meet the data, in training, and with a run folder; others: test_mistakes.py.
 """
 
-import fcntl
 import json
 import os
 import shutil
@@ -13,6 +12,7 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from adl_dist.checkpoint.ownership import Ownership
 from adl_dist.cli import train
 from adl_dist.launch import local
 from tests.support.commands import ADL_DIST, as_command, in_process, left_behind, shows, snapshot, words
@@ -191,9 +191,10 @@ def test_curves_are_named_only_where_tensorboard_writes_them(run_dir):
 
 def test_a_run_folder_where_another_process_trains_is_left_to_it(run_dir):
     before = snapshot(run_dir)
-    with (run_dir / "lock").open("r+") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        line = refused(*words(run_dir, SMALL, "train.epochs=3"))
+    owner = Ownership(run_dir)
+    assert owner.take()
+    line = refused(*words(run_dir, SMALL, "train.epochs=3"))
+    owner.release()
     shows(line, [f"run_dir={run_dir}", "another process is training here", "wait for it, or choose another run_dir"])
     assert snapshot(run_dir) == before, "its logs, too"
 

@@ -9,7 +9,7 @@ import yaml
 from torch import nn
 
 import adl_dist.models
-from adl_dist.checkpoint import layout, storage
+from adl_dist.checkpoint import layout, tensor_files
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.cli.export import OF_TRANSFORMERS, _settings_of_transformers
 from tests.support.commands import in_process
@@ -35,8 +35,8 @@ def run(tmp_path):
 
 
 def test_a_safetensors_export_is_written_one_tensor_at_a_time(run, tmp_path, monkeypatch):
-    out, read, read_at_once = tmp_path / "model.safetensors", storage.read, []
-    monkeypatch.setattr(storage, "read", lambda tensors: (read_at_once.append(len(tensors)), read(tensors))[1])
+    out, read, read_at_once = tmp_path / "model.safetensors", tensor_files.read, []
+    monkeypatch.setattr(tensor_files, "read", lambda tensors: (read_at_once.append(len(tensors)), read(tensors))[1])
     assert in_process("export", f"run_dir={run}", f"out={out}").code == 0
     model = net(8)
     model.load_state_dict(safetensors.torch.load_file(out))
@@ -86,7 +86,7 @@ def _put_in_place(path, model):
     manifest = layout.read_manifest(path)
     (name,) = [name for name in manifest["files"] if name.startswith("model-")]
     (path / name).unlink()
-    manifest["files"][name] = storage.write_file(path / name, storage.Shard(model.state_dict()))
+    manifest["files"][name] = tensor_files.write_file(path / name, tensor_files.Shard(model.state_dict()))
     (path / layout.MANIFEST).unlink()
     text = {key: value for key, value in manifest.items() if key != "sha256"}
     (path / layout.MANIFEST).write_text(json.dumps({**text, "sha256": layout._checksum(text)}))
@@ -96,9 +96,9 @@ def test_timm_loads_an_exported_file_of_its_model(tmp_path):
     timm = pytest.importorskip("timm")
     torch.manual_seed(0)
     model = timm.create_model("mobilenetv3_small_050", num_classes=3)
-    storage.write_file(tmp_path / "model.safetensors", storage.Shard(model.state_dict()))
-    tensors, _ = storage.header(tmp_path / "model.safetensors")
-    storage.copy(tmp_path / "copied.safetensors", tensors)
+    tensor_files.write_file(tmp_path / "model.safetensors", tensor_files.Shard(model.state_dict()))
+    tensors, _ = tensor_files.header(tmp_path / "model.safetensors")
+    tensor_files.copy(tmp_path / "copied.safetensors", tensors)
     path = str(tmp_path / "copied.safetensors")
     loaded = timm.create_model("mobilenetv3_small_050", num_classes=3, checkpoint_path=path)
     assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in model.state_dict().items())

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
 
-from adl_dist.checkpoint import layout, storage
+from adl_dist.checkpoint import layout, tensor_files
 from adl_dist.control import job
 from adl_dist.control.job import Job
 from adl_dist.control.requests import NotDoneError, RequestKind, RequestQueue
@@ -152,14 +152,14 @@ def test_asked_for_a_checkpoint_a_run_saves_and_continues(K, drain_changed_resul
 
 
 def test_an_asked_checkpoint_that_fails_is_recorded_once(tmp_path, monkeypatch):
-    write = storage.write
+    write = tensor_files.write
 
     def fails_once(path, shards):
-        if path.name == ".saving-00000012":
+        if path.name == "update-00000012":
             raise OSError("no space")
         return write(path, shards)
 
-    monkeypatch.setattr(storage, "write", fails_once)
+    monkeypatch.setattr(tensor_files, "write", fails_once)
     data, _, summary = fitted(1, data=Asking(at=70, what=RequestKind.CHECKPOINT), run_dir=tmp_path)
     with pytest.raises(NotDoneError, match=r"update 12 could not be saved .* no space"):
         data.answer.result(0)

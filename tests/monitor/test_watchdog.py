@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from adl_dist.checkpoint import layout
+from adl_dist.checkpoint import layout, storage
 from adl_dist.distributed.procfs import machine, start_time
 from adl_dist.errors import ConfigError
 from adl_dist.monitor import heartbeat
@@ -198,23 +198,23 @@ def test_a_shared_process_is_ended_only_if_asked_for(abort, distributed, settled
 
 
 def test_a_background_save_that_is_slow_is_no_standstill(tmp_path, monkeypatch, capfd):
-    write, left = layout.write_piece, [STALL_SECONDS / 4] * 12
+    write, left = storage.write_piece, [STALL_SECONDS / 4] * 12
 
     def slowly(file, data):
         if left:
             time.sleep(left.pop())
         return write(file, data)
 
-    monkeypatch.setattr(layout, "write_piece", slowly)
+    monkeypatch.setattr(storage, "write_piece", slowly)
     train(tmp_path, K=1)
     assert not left
     assert "no progress" not in capfd.readouterr().err
 
 
 def test_large_data_are_counted_and_synced_piece_by_piece(tmp_path, monkeypatch):
-    monkeypatch.setattr("adl_dist.checkpoint.layout.PIECE_BYTES", 4)
+    monkeypatch.setattr("adl_dist.checkpoint.storage.PIECE_BYTES", 4)
     counted, data, file = [], bytes(range(10)), tmp_path / "file"
-    monkeypatch.setattr("adl_dist.checkpoint.layout.progress.count", lambda: counted.append(1))
+    monkeypatch.setattr("adl_dist.checkpoint.storage.progress.count", lambda: counted.append(1))
 
     def content():
         yield data
@@ -222,7 +222,7 @@ def test_large_data_are_counted_and_synced_piece_by_piece(tmp_path, monkeypatch)
         assert len(counted) == 3 + 2
         yield b""
 
-    assert layout.write_hashed(file, content())["bytes"] == 10
+    assert layout.create_hashed(file, content())["bytes"] == 10
     assert file.read_bytes() == data
 
 

@@ -5,13 +5,13 @@ import os
 
 import torch
 
-from adl_dist.checkpoint import layout, storage
+from adl_dist.checkpoint import layout, tensor_files
 from adl_dist.checkpoint.async_save import PartWriter
-from adl_dist.checkpoint.storage import MODEL, OPTIMIZER, Shard
+from adl_dist.checkpoint.tensor_files import MODEL, OPTIMIZER, Shard
 
 SIGNATURE = {"weight": [3, 4], "bias": [4], "num_batches_tracked": []}
 # The files of two stages, of which the second remembers nothing.
-FIRST, SECOND, MOMENTUM = (storage.file_name(*which, 2) for which in ((MODEL, 0), (MODEL, 1), (OPTIMIZER, 0)))
+FIRST, SECOND, MOMENTUM = (tensor_files.file_name(*which, 2) for which in ((MODEL, 0), (MODEL, 1), (OPTIMIZER, 0)))
 
 
 def shards(seed=0):
@@ -32,9 +32,11 @@ def position(update, **metrics):
 
 def saved(folder, update, content=None, **metrics):
     """Make a complete checkpoint in ``folder``."""
-    path = layout.begin(folder, update)
-    files = storage.write(path, content or shards())
-    return layout.commit(path, position(update, **metrics), files | storage.write_index(path, files))
+    path = layout.place(folder, update)
+    if not layout.begin(path, "token"):
+        return path
+    files = tensor_files.write(path, content or shards())
+    return layout.commit(path, position(update, **metrics), files | tensor_files.write_index(path, files))
 
 
 def resealed(path, files):
@@ -44,10 +46,8 @@ def resealed(path, files):
     for name in manifest["files"]:
         content = files.get(name, (path / name).read_bytes())
         (path / name).unlink()
-        digests[name] = layout.write_hashed(path / name, [content])
-    moved = path.rename(path.with_name(".saving-again"))
-    (moved / layout.MANIFEST).unlink()
-    return layout.commit(moved, position(manifest["update"]), digests)
+        digests[name] = layout.create_hashed(path / name, [content])
+    return layout.commit(path, position(manifest["update"]), digests)
 
 
 class Trap:

@@ -7,7 +7,7 @@ import time
 import torch
 from torch import nn
 
-from adl_dist.checkpoint import layout
+from adl_dist.checkpoint import storage
 from adl_dist.checkpoint.async_save import PartWriter
 from adl_dist.checkpoint.run_dir import RunFolder
 from tests.support.runs import toy_trainer
@@ -109,12 +109,12 @@ def _before(owner, method, act):
 
 
 def _slow_write(rank, seconds):
-    write = layout.write_piece
+    write = storage.write_piece
 
     def slowly(file, data):
-        layout.write_piece = write
+        storage.write_piece = write
         time.sleep(seconds)
         write(file, data)
 
     if os.environ["RANK"] == rank:
-        layout.write_piece = slowly
+        storage.write_piece = slowly

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
-from adl_dist.checkpoint import storage
+from adl_dist.checkpoint import tensor_files
 from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.errors import CheckpointError, ConfigError
 from adl_dist.losses import TokenCrossEntropy
@@ -106,8 +106,8 @@ def test_weights_do_not_depend_on_which_others_are_made():
 
 def train_lazily(K, files):
     """Returns (state, which tensors stayed on meta, notes) of some runs, and the names that the first one read."""
-    read, storage_read = [], storage.read
-    storage.read = lambda tensors: (read.extend(tensors), storage_read(tensors))[1]
+    read, storage_read = [], tensor_files.read
+    tensor_files.read = lambda tensors: (read.extend(tensors), storage_read(tensors))[1]
     runs = [kept_state("llama", K, on_meta=True, init_from=files)]
     names = list(read)
     runs.append(kept_state("llama", K, on_meta=True, dtype=torch.float64))
@@ -145,7 +145,7 @@ def sharded(tmp_path_factory):
     for file, some in parts.items():
         save_file({name: state[name] for name in some}, folder / file)
     index = {"weight_map": {name: file for file, some in parts.items() for name in some}}
-    (folder / storage.INDEX).write_text(json.dumps(index))
+    (folder / tensor_files.INDEX).write_text(json.dumps(index))
     return folder, state
 
 
@@ -319,9 +319,9 @@ def test_two_values_for_one_tied_weight_are_refused(on_meta, tmp_path):
 
 
 def test_files_that_are_in_the_index_only_are_named(sharded, tmp_path):
-    (tmp_path / storage.INDEX).write_text((sharded[0] / storage.INDEX).read_text())
+    (tmp_path / tensor_files.INDEX).write_text((sharded[0] / tensor_files.INDEX).read_text())
     with pytest.raises(CheckpointError, match=r"model-0000\d-of-00002.safetensors, which model.* names, is missing"):
         toy_trainer(1, model=build("llama", on_meta=True), init_from=tmp_path)
-    (tmp_path / storage.INDEX).write_text("{}")
+    (tmp_path / tensor_files.INDEX).write_text("{}")
     with pytest.raises(CheckpointError, match="has no 'weight_map' that can be read"):
         toy_trainer(1, model=build("llama", on_meta=True), init_from=tmp_path)

@@ -74,7 +74,7 @@ def kill(killing, folder, expected, usual_seconds):
             try:
                 _wait_for_the_moment(run, killing)
                 run.send(signal.SIGSTOP if killing.kind == "stopped" else signal.SIGKILL, rank=killing.rank)
-                was_saving = any((run.run_dir / "checkpoints").glob(".saving-*"))
+                was_saving = any((run.run_dir / "checkpoints").glob(f"*/{layout.TOKEN}"))
                 (folder / SLOW).unlink(missing_ok=True)
             except (AssertionError, StopIteration) as error:
                 # A rank that was there and is gone: the run ends, of which its other ranks may still be a part.
@@ -103,12 +103,12 @@ def kill(killing, folder, expected, usual_seconds):
 def _wait_for_the_moment(run, killing):
     if killing.kind == "while saving":
         folder, update = run.run_dir / "checkpoints", killing.update + 1
-        the_one = [layout.place(folder, update), folder / f".saving-{update:08d}"]
+        the_one = layout.place(folder, update)
         if update > UPDATES_PER_EPOCH:
-            earlier = layout.place(folder, update - UPDATES_PER_EPOCH)
-            run.wait_for(earlier.name, lambda: any(path.exists() for path in [earlier, *the_one]), seconds=MOST_SECONDS)
+            earlier = layout.place(folder, update - UPDATES_PER_EPOCH) / layout.MANIFEST
+            run.wait_for(earlier.parent.name, lambda: earlier.exists() or the_one.exists(), seconds=MOST_SECONDS)
         (run.run_dir.parent / SLOW).touch()
-        run.wait_for("a save", lambda: any(path.exists() for path in the_one), seconds=MOST_SECONDS)
+        run.wait_for("a save", the_one.exists, seconds=MOST_SECONDS)
         time.sleep(killing.seconds)
         return
     if killing.update is not None:

@@ -6,12 +6,12 @@ import time
 from torch.utils.data import Subset
 
 import adl_dist.data
-from adl_dist.checkpoint import layout
+from adl_dist.checkpoint import storage
 
 SLOW = "slow-saves"  # a file in the working directory
 SECONDS_PER_WRITE = 0.01  # of some seventy that a rank does to save
 
-_write = layout.write_piece
+_write = storage.write_piece
 
 
 def digits():
@@ -19,7 +19,7 @@ def digits():
 
     While the file SLOW exists, checkpoints are written slowly.
     """
-    layout.write_piece = _write_slowly
+    storage.write_piece = _write_slowly
     train, validation = adl_dist.data.digits(augment=True)
     return Subset(train, range(150)), Subset(validation, range(40))
 

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NoReturn
 
 import yaml
@@ -20,6 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from adl_dist.checkpoint.storage import read
 from adl_dist.cli.config.schema import GROUPS, OPEN_NODES, RunConfig, defaults, keys_of
 from adl_dist.errors import ConfigError, Exit
 from adl_dist.report import tell
@@ -99,19 +100,19 @@ def resolved(composed: DictConfig, overrides: Sequence[str]) -> Plain:
     return {str(key): value for key, value in plain.items()}
 
 
-def known_run(run_dir: Path) -> RunConfig:
+def known_run(run_dir: PurePath) -> RunConfig:
     """Return the configuration that a run folder was made with."""
     file = run_dir / "config.yaml"
-    if not file.is_file():
-        raise ConfigError(
-            f"run_dir={run_dir} is not a run folder: it has no config.yaml; train first, or correct the path"
-        )
     try:
-        plain = dict(yaml.safe_load(file.read_text()))
+        plain = dict(yaml.safe_load(read(file)))
         for group in GROUPS:
             new = renamed({f"{group}.{key}": value for key, value in plain[group].items()})
             plain[group] = {key.partition(".")[2]: value for key, value in new.items() if key not in REMOVED}
         config = RunConfig.of(plain)
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(
+            f"run_dir={run_dir} is not a run folder: it has no config.yaml; train first, or correct the path"
+        ) from None
     except (yaml.YAMLError, OSError, AttributeError, KeyError, TypeError, ValueError, ConfigError) as error:
         raise ConfigError(f"{file} is not the configuration of a run made by the command line: {error}") from error
     config.init_from = None  # which the run's checkpoints have replaced

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -123,7 +123,7 @@ def build_model_on_meta(config: RunConfig) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def run_on_this_machine(run_dir: Path) -> RunConfig:
+def run_on_this_machine(run_dir: PurePath) -> RunConfig:
     """Return :func:`known_run`, on the CPU if this machine has no GPU."""
     config = known_run(run_dir)
     if config.runtime.device == "cuda" and not torch.cuda.is_available():

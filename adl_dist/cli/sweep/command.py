@@ -19,7 +19,8 @@ from hydra.errors import HydraException
 from hydra.types import HydraContext
 from omegaconf.errors import OmegaConfBaseException
 
-from adl_dist.checkpoint.run_dir import RunFolder, lock, make_folder
+from adl_dist.checkpoint.ownership import Ownership
+from adl_dist.checkpoint.run_dir import RunFolder, make_folder
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import config_folder, readable
 from adl_dist.cli.config.reading import chosen_sizes, read_units
@@ -186,9 +187,10 @@ def _has_room(running: Sequence[RunConfig], config: RunConfig, at_once: int | No
 def locked(folder: Path) -> Iterator[None]:
     """Keep other sweeps out of ``folder``: their runs would fail, because ours hold the run folders."""
     make_folder(folder)
-    if (descriptor := lock(folder)) is None:
+    ownership = Ownership(folder)
+    if not ownership.take():
         raise ConfigError(f"run_dir={folder}: another sweep is running here; wait for it, or choose another run_dir")
     try:
         yield
     finally:
-        os.close(descriptor)
+        ownership.release()

@@ -86,6 +86,8 @@ def requested(arguments: Sequence[str]) -> Sweep | tuple[RunConfig, Plain]:
     common = [w for w in single if w not in of_sweep and keys_of[w] not in ("hydra.mode", "run_dir")]
     choices, keys = composed.hydra.runtime.choices, {_key(override) for override in swept}
     nodes = [compose.named(node, composed, choices) for node in ("data", "model") if node not in keys]
+    if "://" in (composed.run_dir or ""):
+        raise ConfigError(f"run_dir={composed.run_dir}: a sweep needs a local folder")
     run_dir = Path(composed.run_dir or f"runs/{'-'.join([choices.experiment or 'sweep', *nodes])}")
     jobs: dict[Path, Job] = {}
     for label, variant in (sweep["variants"] or {"": []}).items():
