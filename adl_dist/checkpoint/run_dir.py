@@ -182,11 +182,11 @@ class RunFolder:
     def _check_free(self) -> None:
         """Raise ConfigError if another process trains here: at once, before this one writes to the logs of that run."""
         # Another rank may still be at the end of this trainer's last run.
-        for moment in range(1 if launched_rank() == 0 else 20):
-            time.sleep(0.1 * (moment > 0))
-            if not self._ownership.is_held(by_own_launch=False):
-                return
-        raise self._taken()
+        until = time.monotonic() + (0 if launched_rank() == 0 else 2)
+        while self._ownership.is_held(by_own_launch=False):
+            if time.monotonic() >= until:
+                raise self._taken()
+            time.sleep(0.1)
 
     def _taken(self) -> ConfigError:
         return ConfigError(
