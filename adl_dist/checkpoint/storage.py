@@ -37,7 +37,7 @@ from adl_dist.errors import ConfigError
 Data = bytes | memoryview
 PIECE_BYTES = 2**26  # large files are written and read in pieces of this size; on disk, one is synced before the next
 READ_AHEAD_BYTES = 2**22  # of a file that is not local
-EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # that bring the packages for a kind of URL
+PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}  # that fsspec needs for a kind of URL
 
 
 class Progress:
@@ -166,8 +166,8 @@ class Fsspec:
         try:
             self._files: Any = fsspec.filesystem(scheme, use_listings_cache=False)
         except (ImportError, ValueError) as error:
-            extra = EXTRAS.get(scheme)
-            way_out = f"pip install 'adl_dist[{extra}]'" if extra else "give a local folder, s3:// or gs://"
+            package = PACKAGES.get(scheme)
+            way_out = f"pip install {package}" if package else "give a local folder, s3:// or gs://"
             raise ConfigError(f"{scheme}:// cannot be used: {error}; {way_out}") from None
 
     def names(self, folder: PurePath) -> list[str]:
