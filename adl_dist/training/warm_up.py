@@ -164,24 +164,27 @@ def _carry_out(  # 8: a stage, facts about it, and its actions
 
 @contextmanager
 def _restored(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    """Restore parameters, buffers, gradients and the random streams."""
+    """Restore parameters, buffers, gradients and the random streams; values are kept on the CPU."""
     parts = [*modules, *(vars(module)["model"] for module in modules if is_part(module))]
     owners = {id(owner): owner for part in parts for owner in part.modules()}
     held = [
-        (tensors, key, tensor, tensor.detach().clone(), tensor.grad)
+        (tensors, key, tensor)
         for owner in owners.values()
         for tensors in (owner._parameters, owner._buffers)
         for key, tensor in tensors.items()
         if tensor is not None and not tensor.is_meta
     ]
-    for _, _, tensor, _, _ in held:
+    unique = {id(tensor): tensor for _, _, tensor in held}
+    kept = [(tensor, tensor.detach().to("cpu", copy=True), tensor.grad) for tensor in unique.values()]
+    for tensor in unique.values():
         tensor.grad = None
     try:
         with streams_kept(device):
             yield
     finally:
-        for tensors, key, tensor, values, grad in held:
+        for tensors, key, tensor in held:
             tensors[key] = tensor
+        for tensor, values, grad in kept:
             tensor.data.copy_(values)
             tensor.grad = grad
 
