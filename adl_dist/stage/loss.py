@@ -321,6 +321,8 @@ def try_loss(stage: int, got: str, out: Any, target: Batch, loss_fn: LossFn) -> 
     """
     if is_sum(loss_fn):
         raise ConfigError(f"stage {stage}: the loss is a sum; expected the mean over the samples: reduction='mean'")
+    outs = flatten_output(out)
+    versions = [tensor._version for tensor in outs]
     try:
         with warnings.catch_warnings(action="ignore"):  # it may warn of what it then raises
             loss: Any = loss_fn(out, target)
@@ -334,6 +336,8 @@ def try_loss(stage: int, got: str, out: Any, target: Batch, loss_fn: LossFn) -> 
         raise ConfigError(
             f"stage {stage}: the loss gets {got} and fails on it: {type(error).__name__}: {error}; {way_out}"
         ) from error
+    if [tensor._version for tensor in outs] != versions:  # then hits would be counted in what it has written
+        raise ConfigError(f"stage {stage}: the loss writes to the model's output; let it compute with a copy")
     if isinstance(loss, Tensor) and not loss.ndim:
         if _pairs_all(loss_fn, out, target):
             both = (out, *tensors_of(target))

@@ -1,5 +1,6 @@
 """Build one process's worker: settle the cut with the other ranks, make the stages, and connect them."""
 
+import copy
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +37,7 @@ from adl_dist.training.partitioned_model import Measuring, PartitionedModel, Par
 from adl_dist.training.startup_sync import LENGTH, MADE, check_consistent, exchange, read
 from adl_dist.training.trial.samples import Samples, share, take
 from adl_dist.training.trial.stage_run import TrialResult
-from adl_dist.training.warm_up import check_without_warm_up, needs_warm_up, warm_up
+from adl_dist.training.warm_up import check_without_warm_up, keep_hooks, needs_warm_up, warm_up
 
 Settings = dict[str, Any]
 
@@ -148,7 +149,9 @@ def build_worker(
     elif needs_warm_up(spec, world.device):
         num_loaded = loaders.training.num_loaded if loaders.training is not None else 0
         with_updates = world.backend == "nccl"
-        warm_up(make_stages(), spec, world.device, result.acts, samples, terms, num_loaded, with_updates=with_updates)
+        with keep_hooks(modules.values()):
+            thrown_away = make_stages()
+            warm_up(thrown_away, spec, world.device, result.acts, samples, terms, num_loaded, with_updates=with_updates)
     stages = make_stages()
     made, scheduled = schedule_learning_rates(stages, spec, startup) if startup.plan.epochs else ([], {})
     # The factories are the user's own: if one fails, no rank begins to wait for that stage.
@@ -283,11 +286,17 @@ def build_stages(
     compiler: Compiler,
 ) -> dict[int, Stage]:
     """Build the stages that train ``modules`` on ``device``."""
+    if spec.pipeline.spec.local_losses and isinstance(spec.loss_fn, nn.Module):
+        own = {
+            k: replace(spec, loss_fn=copy.deepcopy(spec.loss_fn)) for k in modules if k < spec.pipeline.num_stages - 1
+        }
+    else:
+        own = {}
     return {
         k: Stage(
             module,
             k,
-            spec,
+            own.get(k, spec),
             device=device,
             head=build_stage_head(k, spec, result, device),
             info=result.infos[k],

@@ -8,7 +8,7 @@ loading", potential hazards). And K stages that compile in their first micro-bat
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -187,6 +187,21 @@ def _restored(modules: Sequence[nn.Module], device: torch.device) -> Iterator[No
         for tensor, values, grad in kept:
             tensor.data.copy_(values)
             tensor.grad = grad
+
+
+@contextmanager
+def keep_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Remove the hooks of parameters that are registered inside, as by an optimizer's factory."""
+    registries = "_backward_hooks", "_post_accumulate_grad_hooks"
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    kept = [(parameter, name, {*(getattr(parameter, name) or ())}) for parameter in parameters for name in registries]
+    try:
+        yield
+    finally:
+        for parameter, name, before in kept:
+            hooks = getattr(parameter, name) or {}
+            for key in hooks.keys() - before:
+                del hooks[key]
 
 
 def zeros_of(specs: Specs, size: int, device: torch.device, *, training: bool) -> Tensors:

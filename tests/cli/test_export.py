@@ -86,8 +86,8 @@ def _put_in_place(path, model):
     manifest = layout.read_manifest(path)
     (name,) = [name for name in manifest["files"] if name.startswith("model-")]
     (path / name).unlink()
-    manifest["files"][name] = tensor_files.write_file(path / name, tensor_files.Shard(model.state_dict()))
     (path / layout.MANIFEST).unlink()
+    manifest["files"] |= tensor_files.write(path, {name: tensor_files.Shard(model.state_dict())})
     text = {key: value for key, value in manifest.items() if key != "sha256"}
     (path / layout.MANIFEST).write_text(json.dumps({**text, "sha256": layout._checksum(text)}))
 
@@ -96,7 +96,7 @@ def test_timm_loads_an_exported_file_of_its_model(tmp_path):
     timm = pytest.importorskip("timm")
     torch.manual_seed(0)
     model = timm.create_model("mobilenetv3_small_050", num_classes=3)
-    tensor_files.write_file(tmp_path / "model.safetensors", tensor_files.Shard(model.state_dict()))
+    tensor_files.write(tmp_path, {"model.safetensors": tensor_files.Shard(model.state_dict())})
     tensors, _ = tensor_files.header(tmp_path / "model.safetensors")
     tensor_files.copy(tmp_path / "copied.safetensors", tensors)
     path = str(tmp_path / "copied.safetensors")

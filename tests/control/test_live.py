@@ -180,11 +180,14 @@ def test_status_prints_one_line_per_stage_or_json(tmp_path):
 
 def test_status_of_an_ended_run_that_goes_on_is_that_of_the_job(tmp_path):
     (tmp_path / "summary.json").write_text(json.dumps({"updates": 4}))
-    layout.place(tmp_path / "checkpoints", 4).mkdir(parents=True)
+    for update in (4, 8):
+        layout.place(tmp_path / "checkpoints", update).mkdir(parents=True)
+    (layout.place(tmp_path / "checkpoints", 4) / layout.MANIFEST).write_text("{}")
     with listening(tmp_path):
         assert json.loads(in_process("status", str(tmp_path), "--json").out) == STATUS
     assert json.loads(in_process("status", str(tmp_path), "--json").out) == {"ended": {"updates": 4}}
-    layout.place(tmp_path / "checkpoints", 8).mkdir()  # by a job that went on, and was killed
+    # By a job that went on, and was killed.
+    (layout.place(tmp_path / "checkpoints", 8) / layout.MANIFEST).write_text("{}")
     assert "no run is training there" in in_process("status", str(tmp_path)).refusal()
 
 

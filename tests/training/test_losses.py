@@ -22,6 +22,7 @@ from tests.support.oracle import train_by_the_equations, train_greedily
 from tests.support.runs import toy_trainer
 from tests.support.slices import cut
 from tests.support.synthetic import ByHand, train_by_synthetic_gradients
+from tests.support.toys import FixedImages
 from tests.support.values import QUIET, SILENT
 
 C, T = 4, 5
@@ -318,24 +319,13 @@ def rotated(out, target):
     return F.cross_entropy(out, target.add_(1).remainder_(C))
 
 
-def centred(out, target):
-    out -= out.mean(1, keepdim=True)
-    out[:, 0].mul_(0.5)
-    return F.cross_entropy(out, target)
-
-
-def centred_copy(out, target):
-    out = out - out.mean(1, keepdim=True)
-    return F.cross_entropy(torch.cat([out[:, :1] * 0.5, out[:, 1:]], dim=1), target)
-
-
-WRITING = {rotated: lambda out, target: F.cross_entropy(out, (target + 1) % C), centred: centred_copy}
+WRITING = {rotated: lambda out, target: F.cross_entropy(out, (target + 1) % C)}
 
 
 @pytest.mark.parametrize(("method", "K", "options"), [("adl", 2, {}), ("gpipe", 1, {"recompute": "always"}),
                                                       ("dgl", 3, {"head": "linear"})])  # fmt: skip
 @pytest.mark.parametrize("loss_fn", WRITING)
-def test_a_loss_may_write_to_its_arguments(loss_fn, method, K, options):
+def test_a_loss_may_write_to_its_targets(loss_fn, method, K, options):
     """Neither the data nor the recorded hits change, and each local loss has a target of its own."""
     runs = []
     for one in (loss_fn, WRITING[loss_fn]):
@@ -346,6 +336,34 @@ def test_a_loss_may_write_to_its_arguments(loss_fn, method, K, options):
         runs.append((trainer.full_state_dict(), trainer.evaluate(data(), batch_size=8)["validation_accuracy"]))
     assert_close(runs[0][0], runs[1][0])
     assert runs[0][1] == runs[1][1]
+
+
+def test_a_loss_that_writes_to_the_output_is_refused():
+    def centred(out, target):
+        return F.cross_entropy(out.sub_(out.mean(1, keepdim=True)), target)
+
+    with pytest.raises(ConfigError, match="the loss writes to the model's output; let it compute with a copy"):
+        toy_trainer(2, 1, "adl", loss_fn=centred).fit(FixedImages(12), epochs=1, batch_size=6, monitoring=QUIET)
+
+
+class Counts(nn.CrossEntropyLoss):
+    """A loss with state."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, out, target):
+        self.calls += 1
+        return super().forward(out, target)
+
+
+def test_stages_with_losses_of_their_own_have_copies_of_it():
+    """As K processes have; the user's own is the last stage's."""
+    loss_fn = Counts()
+    trainer = toy_trainer(2, 1, "dgl", {"head": "linear"}, loss_fn=loss_fn)
+    trainer.fit(FixedImages(12), epochs=2, batch_size=6, monitoring=QUIET)
+    assert loss_fn.calls == 4
 
 
 class Twice(nn.Module):

@@ -65,6 +65,22 @@ def test_a_warm_up_leaves_no_trace(name, options, monkeypatch, over_nccl):
     assert_same(warm, plain)
 
 
+def halving(parameters):
+    """Make an optimizer, and register a hook with each parameter."""
+    parameters = [*parameters]
+    for parameter in parameters:
+        parameter.register_hook(lambda grad: grad / 2)
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def test_hooks_of_an_optimizers_factory_are_registered_once(monkeypatch, over_nccl):
+    of_trainer = {"optimizer": halving}
+    plain, warm = (
+        trained("adl", {}, monkeypatch, warms_up=warms_up, of_trainer=of_trainer) for warms_up in (False, True)
+    )
+    assert_same(warm, plain)
+
+
 adamw = functools.partial(torch.optim.AdamW, lr=0.01, foreach=True)
 momentum = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True)
 UPDATES = {
