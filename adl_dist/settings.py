@@ -2,6 +2,7 @@
 
 import math
 import types
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, field, fields
 from functools import cache
@@ -105,10 +106,19 @@ def renamed(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by dotted names, as an older version wrote them, with the names of this one."""
     new = dict(flat)
     for key in flat.keys() & RENAMED.keys():
-        name, values = RENAMED[key]
-        value = new.pop(key)
-        new[name] = values.get(value, value) if isinstance(value, str) else value
+        new[RENAMED[key][0]] = _present(key, new.pop(key))
     return new
+
+
+def from_old_name(key: str, value: Any, *, stacklevel: int) -> Any:
+    """Return the ``value`` that the user's Python gives by an old ``key`` as a present one, with a warning."""
+    old, new = (each.rpartition(".")[2] for each in (key, RENAMED[key][0]))
+    warnings.warn(f"{old} is called {new} since 0.4.0", DeprecationWarning, stacklevel=stacklevel + 1)
+    return _present(key, value)
+
+
+def _present(key: str, value: Any) -> Any:
+    return RENAMED[key][1].get(value, value) if isinstance(value, str) else value
 
 
 @cache

@@ -1,10 +1,10 @@
 """When to save, what to keep. No torch."""
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 from adl_dist.errors import ConfigError
 from adl_dist.report.goal import Goal, Mode
-from adl_dist.settings import check_settings, documented, setting
+from adl_dist.settings import check_settings, documented, from_old_name, setting
 
 
 @documented
@@ -35,7 +35,11 @@ class CheckpointPolicy:
         True, "train on while a checkpoint is written; false: no copy of the state in host memory", key="async_save"
     )
 
-    def __post_init__(self) -> None:
+    best_is: InitVar[str | None] = None  # the name of best_mode until 0.5.0
+
+    def __post_init__(self, best_is: str | None) -> None:
+        if best_is is not None:
+            object.__setattr__(self, "best_mode", from_old_name("runtime.best_is", best_is, stacklevel=3))
         check_settings(self, "runtime")
         _ = self.goal
 

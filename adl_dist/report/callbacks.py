@@ -11,6 +11,7 @@ from typing import Any
 
 from adl_dist.errors import CallbackError, ConfigError, in_one_line, place_of, text_of
 from adl_dist.report.goal import Goal, Mode
+from adl_dist.settings import from_old_name, renamed
 
 EVENTS = ("on_start", "on_update", "on_epoch", "on_checkpoint", "on_end")
 logger = logging.getLogger("adl_dist")
@@ -70,7 +71,13 @@ class EarlyStopping(Callback):
     """Ends the run after ``patience`` evaluations without a better metric."""
 
     def __init__(
-        self, patience: int = 3, metric: str | None = None, best_mode: Mode | None = None, min_change: float = 0.0
+        self,
+        patience: int = 3,
+        metric: str | None = None,
+        best_mode: Mode | None = None,
+        min_change: float = 0.0,
+        *,
+        best_is: str | None = None,
     ) -> None:
         """Watch ``metric``, by default the accuracy or, without classes, the loss.
 
@@ -79,6 +86,7 @@ class EarlyStopping(Callback):
             metric: like ``validation_loss``.
             best_mode: ``max`` or ``min``; if None, as known of the metric.
             min_change: by how much a value must be better to count.
+            best_is: the old name of ``best_mode``, until 0.5.0.
 
         Raises:
             ConfigError: If a value is out of range, or it is not known whether the metric is best at its maximum.
@@ -87,6 +95,8 @@ class EarlyStopping(Callback):
             raise ConfigError(f"EarlyStopping: patience must be a whole number of at least 1, got {patience!r}")
         if not min_change >= 0:
             raise ConfigError(f"EarlyStopping: min_change must be at least 0, got {min_change!r}")
+        if best_is is not None:
+            best_mode = from_old_name("runtime.best_is", best_is, stacklevel=2)
         self.patience, self.goal, self.min_change = patience, Goal(metric, best_mode), min_change
         self.best_score: list[float] | None = None
         self.best_value, self.waited = "", 0
@@ -123,7 +133,8 @@ class EarlyStopping(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint with the same metric; otherwise begin again."""
-        if Goal(**state["goal"]) != self.goal:
+        goal = renamed({"runtime.best_is": state["goal"]["best"]})  # of 0.3.8: highest or lowest
+        if Goal(state["goal"]["metric"], goal["runtime.best_mode"]) != self.goal:
             return
         self.best_score, self.best_value, self.waited = (state[k] for k in ("best_score", "best_value", "waited"))
 

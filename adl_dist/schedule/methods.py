@@ -2,13 +2,21 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any, Literal
 
 from adl_dist.errors import ConfigError
 from adl_dist.schedule.method_table import ANYONES_DELAYS, METHODS, MethodSpec, Weights
 from adl_dist.schedule.mitigations import MITIGATIONS, Horizon, PredictFrom, mitigation_options, why_not
-from adl_dist.settings import REMOVED_OPTIONS, RENAMED, WAS_REMOVED, check_settings, documented, setting, settings_of
+from adl_dist.settings import (
+    REMOVED_OPTIONS,
+    WAS_REMOVED,
+    check_settings,
+    documented,
+    from_old_name,
+    setting,
+    settings_of,
+)
 
 Recompute = Literal["never", "except_last", "always"]
 Order = Literal["forward_first", "backward_first"]
@@ -99,8 +107,11 @@ class Method:
     delay_compensation_lambda: float = setting(0.04, "lambda of delay_compensation", above=0)
 
     spec: MethodSpec = field(init=False, repr=False, compare=False)
+    lr_index: InitVar[str | None] = None  # the name of lr_clock until 0.5.0
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, lr_index: str | None) -> None:
+        if lr_index is not None:
+            self._set("lr_clock", from_old_name("method.lr_index", lr_index, stacklevel=3))
         if not isinstance(self.name, str) or self.name not in METHODS:
             raise ConfigError(f"method.name: there is no '{self.name}'; choose one of {', '.join(METHODS)}")
         spec = METHODS[self.name]
@@ -230,10 +241,8 @@ def method(name: str, **options: Any) -> Method:
     Raises:
         ConfigError: If there is no such method or option, or a value is out of range.
     """
-    for old in [option for option in options if f"method.{option}" in RENAMED]:  # until 0.5.0
-        new, values = RENAMED[f"method.{old}"]
-        value = options.pop(old)
-        options[new.removeprefix("method.")] = values.get(value, value)
+    if "lr_index" in options:
+        options["lr_clock"] = from_old_name("method.lr_index", options.pop("lr_index"), stacklevel=2)
     known = [option for option in settings_of(Method) if option != "name"]
     if unknown := sorted(options.keys() - known):
         if removed := [option for option in unknown if option in REMOVED_OPTIONS]:

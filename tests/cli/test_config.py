@@ -3,18 +3,21 @@
 import re
 import sys
 import zipfile
+from dataclasses import replace
 
 import pytest
 import torch
 import yaml
 from torch import nn
 
+from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.checkpoint.run_dir import RunFolder
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import compose_run, config_folder, known_run, parse
 from adl_dist.cli.config.schema import GROUPS, RunConfig, keys_of
 from adl_dist.errors import ConfigError
 from adl_dist.optimizers import Muon
+from adl_dist.report.callbacks import EarlyStopping
 from adl_dist.schedule import METHODS, Method, method
 from adl_dist.settings import RENAMED, settings_of
 from adl_dist.training.options import PartitionSpec
@@ -282,7 +285,36 @@ def test_an_old_name_is_read_as_the_new_one_with_a_line(tmp_path, capsys):
     assert known_run(tmp_path) == config
     assert capsys.readouterr().err == "", "an older run folder"
     RunFolder(tmp_path).recognise(plain)
-    assert method("adl", lr_index="slot") == method("adl", lr_clock="global")
+
+
+OLD_NAMES = {
+    "policy": lambda: CheckpointPolicy(best_metric="validation_f1", best_is="lowest").goal,
+    "replaced": lambda: replace(CheckpointPolicy(best_metric="validation_f1", best_is="lowest"), keep=3).goal,
+    "stopping": lambda: EarlyStopping(metric="validation_f1", best_is="lowest").goal,
+    "method": lambda: method("adl", lr_index="slot").lr_clock,
+    "class": lambda: Method(lr_index="slot").lr_clock,
+}
+
+
+@pytest.mark.parametrize("make", OLD_NAMES.values(), ids=OLD_NAMES)
+def test_an_old_name_in_python_is_read_with_a_warning(make):
+    with pytest.warns(DeprecationWarning, match=r"^(best_is|lr_index) is called \w+ since 0.4.0") as told:
+        made = make()
+    assert made in ("global", CheckpointPolicy(best_metric="validation_f1", best_mode="min").goal)
+    assert [each.filename for each in told] == [__file__], "the line of the user"
+
+
+@pytest.mark.filterwarnings("ignore:best_is")
+def test_a_callback_of_the_command_line_takes_the_old_name():
+    config, _ = compose_run(["callbacks=[{_target_: adl_dist.EarlyStopping, metric: f1, best_is: highest}]"])
+    assert instantiate.callbacks(config)[0].goal.best == "max"
+
+
+def test_early_stopping_continues_from_a_checkpoint_of_0_3_8():
+    kept = {"best_score": [-1.0], "best_value": "validation_f1 1", "waited": 2}
+    stopping = EarlyStopping(metric="validation_f1", best_mode="min")
+    stopping.load_state_dict({"goal": {"metric": "validation_f1", "best": "lowest"}, **kept})
+    assert stopping.waited == 2
 
 
 def as_before(plain):
