@@ -57,13 +57,6 @@ def is_class_target(target: Batch) -> bool:
     return isinstance(target, Tensor) and not target.is_floating_point()
 
 
-def in_key_order(batch: Batch, structure: Structure) -> Batch:
-    """Return a dictionary with its keys in the order of ``structure``, if it has the same ones."""
-    if isinstance(batch, dict) and structure.type is dict and batch.keys() == {*structure.context}:
-        return {key: batch[key] for key in structure.context}
-    return batch
-
-
 def as_classes(target: Tensor) -> Tensor:
     """Return whole numbers as int64.
 

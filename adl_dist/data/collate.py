@@ -72,7 +72,7 @@ def _as_batch(value: Any, what: str, where: str) -> Batch:
         if isinstance(value, Mapping):
             if not all(isinstance(name, str) and name.isidentifier() for name in value):
                 raise DataError(f"{where} expected {what} whose keys are names of arguments, got {list(value)}")
-            return {name: _as_tensor(part, what, where) for name, part in value.items()}
+            return {name: _as_tensor(part, what, where) for name, part in sorted(value.items())}  # in any order
         return tuple(_as_tensor(part, what, where) for part in value)
     return _as_tensor(value, what, where)
 

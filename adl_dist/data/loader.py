@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_structure
 from torch.utils.data import DataLoader, Dataset
 
-from adl_dist.batch import Structure, describe_structure, in_key_order, map_batch
+from adl_dist.batch import Structure, describe_structure, map_batch
 from adl_dist.data.collate import Pair, as_pair, collated, described, stacked
 from adl_dist.data.loading import PLAIN, Loading, check_dataset
 from adl_dist.data.own_code import own_code
@@ -232,8 +232,6 @@ class Loader:
             raise micro_batch
         # torch's DataLoader makes lists of tuples.
         input_, target = (tuple(part) if isinstance(part, list) else part for part in micro_batch)
-        if self._structures is not None:
-            input_, target = map(in_key_order, (input_, target), self._structures)
         structures = [tree_structure(input_), tree_structure(target)]
         if self._structures is None:
             self._structures = structures
