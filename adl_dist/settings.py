@@ -1,5 +1,6 @@
 """Declare a setting once, as a field of a dataclass: its type, its range and one line of help. No torch."""
 
+import contextlib
 import math
 import types
 import warnings
@@ -28,6 +29,7 @@ REMOVED_OPTIONS = {"buffer_size": 0, "buffer_reuse": None, "stage_speeds": None}
 WAS_REMOVED = "was removed in 0.4.0; remove it, or use version 0.3.8"
 
 NAMES = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text"}
+TYPED = {"1": True, "yes": True, "on": True, "0": False, "no": False, "off": False}
 PLURALS = {int: "whole numbers", float: "finite numbers", str: "names", Any: "entries"}
 
 
@@ -91,15 +93,37 @@ def check_settings(obj: object, group: str) -> None:
     for name, f in settings_of(cls).items():
         key, value, hint = f"{group}.{name}".lstrip("."), getattr(obj, f.name), hints[f.name]
         if not _fits(hint, value):
-            if choices := _choices(hint):
-                raise ConfigError(f"{key}: there is no '{value}'; choose one of {', '.join(choices)}")
+            check_choice(key, value, _choices(hint) or [value])
             raise ConfigError(f"{key} must be {f.metadata['expected'] or _described(hint)}, got {value!r}")
         for number in value if isinstance(value, list | tuple) else [value]:
             if type(number) in (int, float) and not _in_bounds(number, f.metadata["bounds"]):
-                bounds = " and ".join(f"{words} {bound:g}" for words, bound in _given(f.metadata["bounds"]))
+                bounds = " and ".join(f"{words} {bound}" for words, bound in _given(f.metadata["bounds"]))
                 raise ConfigError(f"{key} must be {bounds}, got {number}")
         if type(value) is int and float in (hint, *get_args(hint)) and int not in get_args(hint):
             object.__setattr__(obj, f.name, float(value))
+
+
+def check_choice(key: str, value: object, choices: Sequence[Any]) -> None:
+    """Raise ConfigError if ``value`` is none of the ``choices``."""
+    if value not in choices:
+        words = ", ".join(choice or "null" for choice in choices)
+        if isinstance(value, str):
+            raise ConfigError(f"{key}: there is no '{value}'; choose one of {words}")
+        raise ConfigError(f"{key} must be one of {words}, got {'null' if value is None else value}")
+
+
+def as_typed(hint: Any, value: Any) -> Any:
+    """Return a value of the command line as the type of its setting, if that is meant: 1 as true, '64' as 64."""
+    parts = set(_parts(hint)) - {types.NoneType}
+    if parts == {bool}:
+        return TYPED.get(str(value).lower(), value)
+    if parts == {str} and type(value) in (int, float):
+        return str(value)
+    for kind in (int, float):
+        if isinstance(value, str) and kind in parts and str not in parts:
+            with contextlib.suppress(ValueError):
+                return kind(value)
+    return value
 
 
 def renamed(flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -113,7 +113,11 @@ class Monitoring:
     """
 
     tensorboard: bool = setting(True, "write the curves of metrics.jsonl also to run_dir/tensorboard")
-    loggers: Sequence[Any] = setting((), "more loggers: mlflow, wandb, or one of your own, my.module.make; docs/own.md")
+    loggers: Sequence[Any] = setting(
+        (),
+        "more loggers: mlflow, wandb, or one of your own, my.module.make; docs/own.md",
+        expected="a list, like [mlflow]",
+    )
     trace: bool = setting(False, "write run_dir/trace.json: what each stage did and when; docs/runs.md")
     report: bool = setting(True, "write the page run_dir/report.html at the end; docs/runs.md")
     memory: bool = setting(

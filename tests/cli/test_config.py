@@ -13,8 +13,9 @@ from torch import nn
 from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.checkpoint.run_dir import RunFolder
 from adl_dist.cli.config import instantiate
-from adl_dist.cli.config.compose import compose_run, config_folder, known_run, parse
+from adl_dist.cli.config.compose import compose_run, config_folder, known_run, parse, renamed_words
 from adl_dist.cli.config.schema import GROUPS, RunConfig, keys_of
+from adl_dist.cli.sweep.request import requested
 from adl_dist.errors import ConfigError
 from adl_dist.optimizers import Muon
 from adl_dist.report.callbacks import EarlyStopping
@@ -200,6 +201,20 @@ def test_the_run_folder_is_named_after_what_was_chosen(words, run_dir):
     assert compose_run(words)[0].run_dir == run_dir
 
 
+def test_words_and_numbers_are_read_as_what_their_keys_expect():
+    words = ["run_dir=2024", "init_from=5", "resume=1.5", "runtime.trace=1", "runtime.tensorboard=off"]
+    words += ["runtime.processes=no", "method.split_backward=yes", "train.batch_size='64'", "train.ema='0.5'"]
+    config, plain = compose_run(words)
+    assert (config.run_dir, config.init_from, config.resume) == ("2024", "5", "1.5")
+    assert (plain["runtime"]["trace"], plain["runtime"]["tensorboard"], plain["runtime"]["processes"]) == (
+        True,
+        False,
+        False,
+    )
+    assert (config.method.split_backward, config.train.batch_size, config.train.ema) == (True, 64, 0.5)
+    assert [job.folder.parts[0] for job in requested(["-m", "seed=1,2", "run_dir=2024"]).jobs] == ["2024"] * 2
+
+
 def test_a_target_of_ones_own_starts_from_an_empty_node():
     config, _ = compose_run(["model._target_=my.Net", "model.width=64", "optimizer.nesterov=true"])
     assert config.model == {"_target_": "my.Net", "width": 64}
@@ -285,6 +300,26 @@ def test_an_old_name_is_read_as_the_new_one_with_a_line(tmp_path, capsys):
     assert known_run(tmp_path) == config
     assert capsys.readouterr().err == "", "an older run folder"
     RunFolder(tmp_path).recognise(plain)
+
+
+@pytest.mark.parametrize(
+    ("word", "present"),
+    [
+        ("method.lr_index=update,slot", "method.lr_clock=update,global"),
+        ("runtime.best_is=choice('highest',lowest)", "runtime.best_mode=choice('max',min)"),
+        ("runtime={lazy:true,memory: true}", "runtime={meta_init:true,profile_memory: true}"),
+        ("runtime={'best_is': 'highest'}", "runtime={'best_mode': 'max'}"),
+        ("method={lr_index:slot}", "method={lr_clock:global}"),
+        ("partition={speeds:[1,2],balance:auto}", "partition={device_speeds:[1,2],balance:auto}"),
+        ("~runtime.lazy", "~runtime.meta_init"),
+        ("+runtime.lazy=true", "+runtime.meta_init=true"),
+        ("runtime.best_metric=highest", "runtime.best_metric=highest"),
+        ("partition={device_speeds:[1,2]}", "partition={device_speeds:[1,2]}"),
+    ],
+)
+def test_an_old_name_is_read_wherever_a_word_has_it(word, present, capsys):
+    assert renamed_words([word]) == [present]
+    assert capsys.readouterr().err.count(f"read as {present}") == (0 if word == present else word.count("memory") or 1)
 
 
 OLD_NAMES = {

@@ -164,14 +164,27 @@ def renamed_words(words: Sequence[str]) -> list[str]:
     """Return ``words`` with the present names of keys and values, and print a line for each old one."""
     new = []
     for word in words:
-        key, equals, value = word.partition("=")
-        if key.lstrip("+~") in RENAMED:
-            name, values = RENAMED[key.lstrip("+~")]
-            word = f"{name}{equals}{values.get(value, value)}"
-            if os.environ.get("RANK", "0") == "0":
-                tell(sys.stderr, f"adl-dist: {key} is called {name} since 0.4.0; read as {word}\n")
+        for old, (name, values) in RENAMED.items():
+            present = _renamed_word(word, old, name, values)
+            if present != word and os.environ.get("RANK", "0") == "0":
+                tell(sys.stderr, f"adl-dist: {old} is called {name} since 0.4.0; read as {present}\n")
+            word = present
         new.append(word)
     return new
+
+
+def _renamed_word(word: str, old: str, name: str, values: Mapping[str, str]) -> str:
+    """Return ``word``, with ``name`` and its values where it gives a value, several, or a whole node by ``old``."""
+    key, equals, value = word.partition("=")
+    (group, last), new = old.split("."), name.rpartition(".")[2]
+    if key.lstrip("+~") == old:
+        for was, present in values.items():
+            value = re.sub(rf"\b{was}\b", present, value)
+        return key.replace(old, name) + equals + value
+    if key.lstrip("+~") == group:
+        entry = rf"\b{last}(['\"]?\s*:\s*['\"]?)(\w*)"
+        value = re.sub(entry, lambda found: f"{new}{found[1]}{values.get(found[2], found[2])}", value)
+    return key + equals + value
 
 
 def _opened(overrides: Sequence[str]) -> list[str]:

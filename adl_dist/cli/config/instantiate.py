@@ -91,9 +91,8 @@ def _settings(config: RunConfig) -> dict[str, Any]:
 
 def precision(config: RunConfig) -> Precision:
     """Return the number formats and kernels of the run."""
-    dtype, autocast = getattr(torch, config.dtype), config.runtime.autocast
-    lowered = getattr(torch, autocast, autocast) if isinstance(autocast, str) else autocast
-    return config.build(Precision, dtype=dtype, autocast=lowered)
+    autocast = None if config.runtime.autocast is None else torch.bfloat16
+    return config.build(Precision, dtype=getattr(torch, config.dtype), autocast=autocast)
 
 
 def build_model(config: RunConfig, *, unties: bool = True) -> nn.Module:

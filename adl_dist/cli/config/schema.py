@@ -11,7 +11,7 @@ from adl_dist.errors import ConfigError
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.schedule import Method, Pipeline
 from adl_dist.schedule.run_plan import micro_batch_size_of
-from adl_dist.settings import check_settings, made_from, setting, settings_of
+from adl_dist.settings import as_typed, check_choice, check_settings, made_from, setting, settings_of
 from adl_dist.stage_options import GradientPolicy, PrecisionSettings
 from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
 
@@ -90,6 +90,8 @@ class RunConfig:
         if self.run_dir == "":
             raise ConfigError("run_dir is empty; name a folder, like run_dir=runs/NAME, or omit it")
         self._check_loader()
+        check_choice("runtime.device", self.runtime.device, ("cpu", "cuda"))
+        check_choice("runtime.autocast", self.runtime.autocast, (None, "bfloat16"))
         for cls in (Stages, Training, PrecisionSettings, CommandOptions):  # all others check themselves
             check_settings(self.build(cls), next(group for group, classes in GROUPS.items() if cls in classes))
         self.build(GradientPolicy).check(self.pipeline)
@@ -120,11 +122,12 @@ class RunConfig:
         Raises:
             ConfigError: If a key is unknown, or a value has another type or is out of range.
         """
-        known = {f.name for f in fields(cls)}
+        known = {f.name: f for f in fields(cls)}
         for key in plain:
             if key not in known:
                 raise ConfigError(f"there is no key '{key}'")
-        values = {**plain, **{name: _group(name, plain.get(name, {})) for name in GROUPS}}
+        values = {key: as_typed(known[key].type, value) for key, value in plain.items()}
+        values |= {name: _group(name, plain.get(name, {})) for name in GROUPS}
         for name in OPEN_NODES:
             if not isinstance(values.get(name, {}), dict):
                 raise ConfigError(f"{name}={values[name]!r}: expected settings, like {name}._target_=my.module.make")
@@ -162,8 +165,10 @@ class RunConfig:
     @property
     def monitoring(self) -> Monitoring:
         """The records of the run, without the user's own loggers, which are still to be made."""
-        known = [one for one in self.runtime.loggers if isinstance(one, str) and "." not in one]
-        return self.build(Monitoring, loggers=known)
+        loggers = self.runtime.loggers
+        if isinstance(loggers, list | tuple):
+            loggers = [one for one in loggers if isinstance(one, str) and "." not in one]
+        return self.build(Monitoring, loggers=loggers)
 
 
 def keys_of(group: str) -> dict[str, Field[Any]]:
@@ -185,7 +190,7 @@ def _group(name: str, given: Any) -> SimpleNamespace:
     for key in given:
         if key not in keys_of(name):
             raise ConfigError(f"there is no key '{name}.{key}'")
-    return SimpleNamespace(**{key: given.get(key, f.default) for key, f in keys_of(name).items()})
+    return SimpleNamespace(**{key: as_typed(f.type, given.get(key, f.default)) for key, f in keys_of(name).items()})
 
 
 def _lists(value: Any) -> Any:

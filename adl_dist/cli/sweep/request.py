@@ -77,7 +77,7 @@ def requested(arguments: Sequence[str]) -> Sweep | tuple[RunConfig, Plain]:
         return compose.checked(composed, overrides)
     if launched_world_size() is not None:
         raise ConfigError("several runs are processes of their own; start adl-dist train --multirun without torchrun")
-    sweep: Any = OmegaConf.to_container(composed.sweep)
+    sweep = _of_sweep(composed.sweep)
     if sweep["jobs"] is not None and (type(sweep["jobs"]) is not int or sweep["jobs"] < 1):
         raise ConfigError(f"sweep.jobs must be a whole number of at least 1, or null, got {sweep['jobs']!r}")
     typed = set(keys_of.values())
@@ -86,9 +86,11 @@ def requested(arguments: Sequence[str]) -> Sweep | tuple[RunConfig, Plain]:
     common = [w for w in single if w not in of_sweep and keys_of[w] not in ("hydra.mode", "run_dir")]
     choices, keys = composed.hydra.runtime.choices, {_key(override) for override in swept}
     nodes = [compose.named(node, composed, choices) for node in ("data", "model") if node not in keys]
-    if "://" in (composed.run_dir or ""):
+    if OmegaConf.is_config(composed.run_dir):
+        raise ConfigError(f"run_dir must be a text, got {composed.run_dir}")
+    if "://" in str(composed.run_dir):
         raise ConfigError(f"run_dir={composed.run_dir}: a sweep needs a local folder")
-    run_dir = Path(composed.run_dir or f"runs/{'-'.join([choices.experiment or 'sweep', *nodes])}")
+    run_dir = Path(str(composed.run_dir or f"runs/{'-'.join([choices.experiment or 'sweep', *nodes])}"))
     jobs: dict[Path, Job] = {}
     for label, variant in (sweep["variants"] or {"": []}).items():
         for values in _product(label, variant, swept, fixed=(typed | keys) - {STAGES}):
@@ -104,6 +106,19 @@ def requested(arguments: Sequence[str]) -> Sweep | tuple[RunConfig, Plain]:
         launcher=[] if choices["hydra/launcher"] == OWN_LAUNCHER else launcher,
         command=command,
     )
+
+
+def _of_sweep(node: Any) -> Plain:
+    """Return the plain values of ``sweep.*``, checked so far that they can be read."""
+    if not OmegaConf.is_dict(node):
+        raise ConfigError(f"sweep={node}: expected settings, like sweep.jobs=2")
+    sweep: Any = OmegaConf.to_container(node)
+    variants = sweep["variants"] or {}
+    rows = variants.values() if isinstance(variants, dict) else [None]
+    if not all(isinstance(row, list) and all(isinstance(word, str) for word in row) for row in rows):
+        like = "a list of settings by each name, like {stale: [method.weights=latest]}"
+        raise ConfigError(f"sweep.variants={variants}: expected {like}")
+    return dict(sweep)
 
 
 def _product(label: str, variant: Sequence[str], swept: Sequence[str], *, fixed: set[str]) -> list[list[str]]:
