@@ -20,6 +20,7 @@ from adl_dist.errors import (
     PartitionError,
     SaveError,
     StageFailed,
+    TakenOverError,
 )
 from adl_dist.schedule import Method, method
 
@@ -58,6 +59,7 @@ __all__ = [
     "ProcessOptions",
     "SaveError",
     "StageFailed",
+    "TakenOverError",
     "Trainer",
     "TrainerState",
     "WatchdogTimeouts",

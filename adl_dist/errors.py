@@ -53,6 +53,12 @@ class SaveError(AdlError, RuntimeError):
     exit_code = 1
 
 
+class TakenOverError(AdlError, RuntimeError):
+    """Another process has taken the run folder over, because this one did not answer in time."""
+
+    exit_code = 1
+
+
 class DivergedError(AdlError, ArithmeticError):
     """A loss or a gradient is not finite at ``update``; it and ``epoch`` count from 0, as in metrics.jsonl."""
 

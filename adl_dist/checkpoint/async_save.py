@@ -19,7 +19,7 @@ from torch import Tensor
 
 from adl_dist.checkpoint import layout, tensor_files
 from adl_dist.checkpoint.tensor_files import Shard
-from adl_dist.errors import StageFailed
+from adl_dist.errors import AdlError, StageFailed, TakenOverError
 from adl_dist.report import warn
 
 logger = logging.getLogger("adl_dist")
@@ -90,7 +90,8 @@ class Saver:
 
     Attributes:
         failure: why the last save failed; None: it did not fail.
-        lost: the process that has died without having written its part; None: none has.
+        lost: why the run is over: a process has died without having written its part, or another process has taken
+            the run folder over; None: it is not.
     """
 
     def __init__(
@@ -100,19 +101,21 @@ class Saver:
         keep: int,
         keep_best: bool,
         background: bool,
+        check_owner: Callable[[], None] = lambda: None,
         before_commit: Callable[[], None] = lambda: None,
     ) -> None:
         """Save into ``folder``; for the options see :class:`~adl_dist.checkpoint.policy.CheckpointPolicy`.
 
-        ``before_commit`` is called when all parts are written; the save fails if it raises OSError.
+        ``check_owner`` is called before anything is changed, and again when all parts are written, followed by
+        ``before_commit``. The save fails if they raise OSError; the run is over if it is TakenOverError.
         """
         self._folder, self._keep, self._keep_best, self._background = folder, keep, keep_best, background
-        self._before_commit = before_commit
+        self._check_owner, self._before_commit = check_owner, before_commit
         self._parts: queue.SimpleQueue[PartReport] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._saved: PurePath | None = None
         self.failure: str | None = None
-        self.lost: StageFailed | None = None
+        self.lost: AdlError | None = None
 
     def take_part(self, part: PartReport) -> None:
         """Take the report of one process; called by any thread."""
@@ -124,11 +127,12 @@ class Saver:
         self._saved = self.failure = None
         path, token = layout.place(self._folder, manifest["update"]), uuid.uuid4().hex
         try:
+            self._check_owner()
             if not layout.begin(path, token):
                 self._saved = path
                 return
         except OSError as error:
-            self._discard(path, manifest, error)
+            self._fail(manifest, _reason(error))
             return
         arguments = path, manifest, write_parts(path, token, self._background), token
         if self._background:
@@ -157,11 +161,16 @@ class Saver:
             if wrong := layout.wrong_size(path, files):
                 raise OSError(f"{path}: {wrong}; {NOT_SHARED}")
             files |= tensor_files.write_index(path, files)
+            self._check_owner()
             self._before_commit()
             self._saved = layout.commit(path, manifest, files)
         except Exception as error:
             logger.exception("%s could not be completed", path)
-            self._discard(path, manifest, error)
+            with contextlib.suppress(OSError):
+                layout.undo(path, token)
+            if isinstance(error, TakenOverError):
+                self.lost = error
+            self._fail(manifest, _reason(error))
             return
         logger.info("saved %s", self._saved)
         try:
@@ -180,11 +189,6 @@ class Saver:
             elif part.token == token:  # else of a save that an error has cut off
                 parts[part.rank] = part
         return [parts[rank] for rank in sorted(parts)]
-
-    def _discard(self, path: PurePath, manifest: Mapping[str, Any], error: Exception) -> None:
-        with contextlib.suppress(OSError):
-            layout.remove(path)
-        self._fail(manifest, _reason(error))
 
     def _fail(self, manifest: Mapping[str, Any], reason: str) -> None:
         self.failure = f"update {manifest['update']} could not be saved in {self._folder}: {reason}"

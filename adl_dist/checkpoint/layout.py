@@ -55,13 +55,28 @@ def is_complete(path: PurePath) -> bool:
 
 
 def begin(path: PurePath, token: str) -> bool:
-    """Begin a save into ``path``; return False, and change nothing, if a whole checkpoint is there already."""
+    """Begin a save into ``path``; return False, and change nothing, if a whole checkpoint is there already.
+
+    Raises:
+        OSError: What is there cannot be read, and stays; or the save cannot begin.
+    """
     if is_complete(path):
-        with suppress(UnusableError):
+        try:
             read_manifest(path)
+        except UnusableError as error:
+            if isinstance(error.__cause__, OSError):
+                raise error.__cause__ from None
+        else:
             return False
     remove(path)
-    storage_of(path).create(path / TOKEN, [token.encode()])
+    try:
+        storage_of(path).create(path / TOKEN, [token.encode()])
+    except FileExistsError:  # of another process
+        raise
+    except OSError:
+        with suppress(OSError):
+            storage_of(path).delete(path)
+        raise
     return True
 
 
@@ -72,6 +87,12 @@ def has_begun(path: PurePath, token: str) -> bool:
     return False
 
 
+def undo(path: PurePath, token: str) -> None:
+    """Remove what the save with ``token`` has left in ``path``, but no checkpoint, and nothing of another save."""
+    if has_begun(path, token) and not is_complete(path):
+        storage_of(path).delete(path)
+
+
 def wrong_size(path: PurePath, files: Mapping[str, Digest]) -> str | None:
     """Return what is wrong with the first of ``files`` in ``path`` that has another size, or None."""
     for name, digest in files.items():
@@ -80,8 +101,6 @@ def wrong_size(path: PurePath, files: Mapping[str, Digest]) -> str | None:
             size = storage_of(path).size(path / name)
         except FileNotFoundError:
             size = "no such file"
-        except OSError as error:
-            size = f"none that can be looked at ({error.strerror})"
         if size != digest["bytes"]:
             return f"{name} should hold {digest['bytes']} bytes, found {size}"
     return None
@@ -135,13 +154,14 @@ def best_of(saved: Sequence[PurePath]) -> PurePath | None:
 
 
 def reject(path: PurePath) -> PurePath:
-    """Move a checkpoint, as far as it can be read, to a name that no run resumes from; return its new place."""
-    aside, storage = path.with_name(f"rejected-{path.name}"), storage_of(path)
-    storage.delete(aside)
-    for name in storage.names(path):
-        with suppress(OSError):
-            storage.create(aside / name, iter_pieces(path / name))
-    remove(path)
+    """Move a checkpoint to a name that no run resumes from, and return its new place; CheckpointError if that fails."""
+    aside = path.with_name(f"rejected-{path.name}")
+    try:
+        storage_of(path).delete(aside)
+        storage_of(path).move(path, aside)
+    except OSError as error:
+        reason = error.strerror or error
+        raise CheckpointError(f"{path} cannot be moved to {aside.name}: {reason}; move it out of the way") from error
     return aside
 
 
@@ -189,7 +209,11 @@ def read_manifest(path: PurePath) -> dict[str, Any]:
             raise damaged(path, f"its {MANIFEST} names a file elsewhere, {name}")
         if not isinstance(digest, dict) or "bytes" not in digest or not isinstance(digest.get("sha256"), str):
             raise damaged(path, f"its {MANIFEST} should give 'bytes' and 'sha256' of {name}, found {digest!r}")
-    if wrong := wrong_size(path, manifest["files"]):
+    try:
+        wrong = wrong_size(path, manifest["files"])
+    except OSError as error:
+        raise damaged(path, f"its files cannot be looked at ({error.strerror})") from error
+    if wrong:
         raise damaged(path, wrong)
     return manifest
 

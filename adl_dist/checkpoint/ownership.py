@@ -1,77 +1,101 @@
 """The owner of a run folder: one process at a time writes there.
 
 Owners are numbered. Who finds the newest owner dead creates the file of the next number, which only one process can
-(:mod:`.storage`). An owner on this machine is dead if its process is. An owner elsewhere is dead if its file has not
-changed for LEASE_SECONDS, because a living one rewrites it every BEAT_SECONDS; no two clocks are compared.
+(:mod:`.storage`). An owner on this machine is dead if its process is, or if its file was copied here from another
+folder. An owner elsewhere is dead if its file has not changed for LEASE_SECONDS, because a living one rewrites it every
+BEAT_SECONDS; no two clocks are compared. An owner that finds a file of a higher number has lost the folder, unless that
+file is empty: then a process has failed to become the owner.
 """
 
 import contextlib
 import json
 import os
+import socket
 import threading
 import time
-from pathlib import PurePath
+from pathlib import Path, PurePath
+from typing import Any
 
 from adl_dist.checkpoint.storage import read, storage_of
-from adl_dist.distributed.procfs import machine, start_time
+from adl_dist.distributed.procfs import machine, start_time, state_of
+from adl_dist.distributed.world import launched_rank
+from adl_dist.errors import TakenOverError
+from adl_dist.report import say
 
 PREFIX = "owner-"
 BEAT_SECONDS, LEASE_SECONDS = 8.0, 30.0
 EMPTY_SECONDS = 2.0  # how long an owner file may be empty, as it is while it is made
 _held: set[PurePath] = set()  # the owner files of this process
+_dead: dict[PurePath, bytes] = {}  # owner files that this process has seen unchanged for LEASE_SECONDS
 
 
 class Ownership:
     """The right to write into ``folder``, which may be taken once it is free.
 
     Attributes:
-        is_lost: whether another process has taken over, because this one did not beat in time.
+        lost: that another process has taken over, because this one did not beat in time; None: it has not.
     """
 
     def __init__(self, folder: PurePath, launch: str | None = None) -> None:
         """Look at ``folder``; ``launch`` is the id that this process shares with its own restarts, if any."""
         pid = os.getpid()
-        self._folder, self._me = (
-            folder,
-            {"machine": machine(), "pid": pid, "started": start_time(pid), "launch": launch},
-        )
+        self._folder = folder
+        self._me: dict[str, Any] = {
+            "machine": machine(),
+            "pid": pid,
+            "started": start_time(pid),
+            "launch": launch,
+            "folder": str(folder.resolve() if isinstance(folder, Path) else folder),
+            "host": socket.gethostname(),
+        }
         self._file: PurePath | None = None
-        self._dead: dict[PurePath, bytes] = {}  # owner files that did not change for LEASE_SECONDS
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
-        self.is_lost = False
+        self.lost: TakenOverError | None = None
 
-    def is_held(self, *, by_own_launch: bool = True) -> bool:
-        """Return whether a living process owns the folder, or with False whether one of another launch does."""
-        return any(self._is_alive(file, by_own_launch) for file in self._files())
+    def is_held(self, *, by_own_launch: bool = True, waits: bool = True) -> bool:
+        """Return whether a living process owns the folder.
+
+        Args:
+            by_own_launch: whether a process of this launch counts, which may be the attempt before a restart.
+            waits: whether to wait for a sign of life of an owner elsewhere; if not, it does not count.
+        """
+        return any(self._is_alive(file, by_own_launch, waits) for file in self._files())
 
     def take(self) -> bool:
         """Own the folder from now on, and return True; False if it is held. OSError if the storage fails."""
         dead = self._files()
-        if any(self._is_alive(file, True) for file in dead):
+        if any(self._is_alive(file) for file in dead):
             return False
         number = 1 + max((int(file.name.removeprefix(PREFIX)) for file in dead), default=0)
         mine = self._folder / f"{PREFIX}{number:08d}"
+        self._me["since"] = time.strftime("%Y-%m-%d %H:%M:%S")
         try:
             storage_of(mine).create(mine, [self._text(0)])
         except FileExistsError:
             return False
+        except BaseException:  # as on a full disk: an empty file would be left
+            with contextlib.suppress(OSError):
+                storage_of(mine).delete(mine)
+            raise
         if {*self._files()} - {*dead, mine}:  # another process found the folder empty meanwhile
             storage_of(mine).delete(mine)
             return False
         for file in dead:
             storage_of(file).delete(file)
         _held.add(mine)
-        self._file = mine
+        self._file, self.lost = mine, None
         self._thread = threading.Thread(target=self._beat, args=(mine,), name="owner of the run folder", daemon=True)
         self._thread.start()
         return True
 
     def check(self) -> None:
-        """Raise OSError if this process does not own the folder any more."""
-        self.is_lost = self.is_lost or self._files()[-1:] != [self._file]
-        if self.is_lost:
-            raise OSError(f"another process has taken {self._folder} over, because this one did not answer in time")
+        """Raise TakenOverError if another process owns the folder now, OSError if that cannot be found out."""
+        assert self._file is not None
+        if self.lost is None:
+            self._look(self._file)
+        if self.lost is not None:
+            raise self.lost
 
     def release(self) -> None:
         """Let others own the folder."""
@@ -89,23 +113,27 @@ class Ownership:
         names = storage_of(self._folder).names(self._folder)
         return [self._folder / name for name in names if name.startswith(PREFIX) and name[len(PREFIX) :].isdigit()]
 
-    def _is_alive(self, file: PurePath, by_own_launch: bool) -> bool:
+    def _is_alive(self, file: PurePath, by_own_launch: bool = True, waits: bool = True) -> bool:
         try:
             text = read(file)
         except FileNotFoundError:  # released
             return False
-        owner = json.loads(text) if text else {}
-        is_near = owner.get("machine") == self._me["machine"] != ""
-        is_ours = self._me["launch"] is not None and owner.get("launch") == self._me["launch"]
-        if is_ours and not (is_near and by_own_launch):
+        owner, me = _owner_in(text), self._me
+        if not by_own_launch and me["launch"] is not None and owner.get("launch") == me["launch"]:
             return False
-        if is_near:
-            is_here = owner["pid"] == self._me["pid"]
-            return file in _held if is_here else start_time(owner["pid"]) == owner["started"]
-        return self._dead.get(file) != text and self._changes(file, text)
+        if owner.get("machine") == me["machine"] != "":
+            if owner.get("folder", me["folder"]) != me["folder"]:  # a copy
+                return False
+            if owner["pid"] == me["pid"]:
+                return file in _held
+            return start_time(owner["pid"]) == owner["started"] and state_of(owner["pid"]) not in ("Z", "X")
+        return waits and _dead.get(file) != text and self._changes(file, text)
 
     def _changes(self, file: PurePath, text: bytes) -> bool:
         """Return whether an owner file changes within the lease; its end is no sign of life."""
+        if text and launched_rank() == 0:
+            who = f"{_name_of(_owner_in(text))}, which owns {self._folder},"
+            say(f"waiting up to {LEASE_SECONDS:g} s to see whether {who} still runs ...")
         until = time.monotonic() + (LEASE_SECONDS if text else EMPTY_SECONDS)
         while time.monotonic() < until:
             time.sleep(0.2)
@@ -114,7 +142,8 @@ class Ownership:
                     return True
             except FileNotFoundError:
                 return False
-        self._dead[file] = text
+        if text:  # two files of the same name may be empty
+            _dead[file] = text
         return False
 
     def _text(self, beat: int) -> bytes:
@@ -125,7 +154,40 @@ class Ownership:
         while not self._over.wait(BEAT_SECONDS):
             beat += 1
             with contextlib.suppress(OSError):  # the next one may succeed before the lease is over
-                if self._files()[-1:] != [mine]:
-                    self.is_lost = True
+                self._look(mine)
+                if self.lost is not None:
                     return
                 storage_of(mine).write(mine, self._text(beat))
+
+    def _look(self, mine: PurePath) -> None:
+        """Find out whether another process has taken over; OSError if the file of this one is gone without that."""
+        files = self._files()
+        for file in files:
+            if file != mine and (file.name > mine.name or mine not in files):
+                with contextlib.suppress(FileNotFoundError):
+                    if text := read(file):
+                        self.lost = self._taken_by(_owner_in(text))
+                        return
+        if mine not in files:
+            raise OSError(f"{mine}, which this process has made, is gone")
+
+    def _taken_by(self, owner: dict[str, Any]) -> TakenOverError:
+        return TakenOverError(
+            f"run_dir={self._folder}: another process ({_name_of(owner)}) has taken the folder over at "
+            f"{owner.get('since', 'an unknown time')}, because this one, pid {self._me['pid']} on {self._me['host']}, "
+            f"did not answer for {LEASE_SECONDS:g} s; stop that one and give the command again to continue from the "
+            "newest checkpoint, or choose another run_dir"
+        )
+
+
+def _owner_in(text: bytes) -> dict[str, Any]:
+    """Return what an owner file says, or nothing if it cannot be read."""
+    with contextlib.suppress(ValueError):
+        owner = json.loads(text)
+        if isinstance(owner, dict) and {"machine", "pid", "started"} <= owner.keys():
+            return owner
+    return {}
+
+
+def _name_of(owner: dict[str, Any]) -> str:
+    return f"pid {owner['pid']} on {owner.get('host', 'another machine')}" if owner else "a process"

@@ -22,7 +22,7 @@ import yaml
 
 from adl_dist.checkpoint import layout
 from adl_dist.checkpoint.ownership import Ownership
-from adl_dist.checkpoint.storage import copy_small_files, place_of, storage_of, working_folder
+from adl_dist.checkpoint.storage import copy_small_files, place_of, progress, storage_of, working_folder
 from adl_dist.distributed.parent_process import LAUNCH_ID
 from adl_dist.distributed.procfs import machine, start_time
 from adl_dist.distributed.world import launched_rank
@@ -107,10 +107,11 @@ class RunFolder:
         self._copied: dict[PurePath, object] = {}  # files that are the same in both, each with size and time
         self._ownership = Ownership(self.place, _launch_id())
 
-    def check(self, config: Mapping[str, Any], *, resume: str, later: Collection[str] = ()) -> str:
+    def check(self, config: Mapping[str, Any], *, resume: str, later: Collection[str] = (), waits: bool = True) -> str:
         """Refuse a folder that this run must not write to. Changes nothing, so every rank may call it.
 
-        Settings under ``later`` are not known yet, and compared by :meth:`recognise` when they are.
+        Settings under ``later`` are not known yet, and compared by :meth:`recognise` when they are. With
+        ``waits=False`` an owner on another machine is left to the check of the process that trains.
 
         Return ``resume`` (``auto``, ``never`` or the path of a checkpoint), or ``auto`` if this launch has saved here
         before, since then this is a restart.
@@ -120,7 +121,7 @@ class RunFolder:
             CheckpointError: it holds a run and ``resume=never``; ``resume`` names no checkpoint.
         """
         self._check_place()
-        self._check_free()
+        self._check_free(waits=waits)
         self.pull()
         saved = layout.complete(self.checkpoints)
         with contextlib.suppress(OSError):
@@ -179,14 +180,18 @@ class RunFolder:
             reason = f"{error.strerror or error}"
         raise ConfigError(f"run_dir={self.place} cannot be made: {reason}; choose another run_dir")
 
-    def _check_free(self) -> None:
+    def _check_free(self, *, waits: bool) -> None:
         """Raise ConfigError if another process trains here: at once, before this one writes to the logs of that run."""
         # Another rank may still be at the end of this trainer's last run.
         until = time.monotonic() + (0 if launched_rank() == 0 else 2)
-        while self._ownership.is_held(by_own_launch=False):
-            if time.monotonic() >= until:
-                raise self._taken()
-            time.sleep(0.1)
+        try:
+            while self._ownership.is_held(by_own_launch=False, waits=waits):
+                if time.monotonic() >= until:
+                    raise self._taken()
+                time.sleep(0.1)
+        except OSError as error:
+            reason = error.strerror or error
+            raise ConfigError(f"run_dir={self.place} cannot be read: {reason}; choose another run_dir") from error
 
     def _taken(self) -> ConfigError:
         return ConfigError(
@@ -229,16 +234,21 @@ class RunFolder:
     def close(self) -> None:
         """Let others write here."""
         with contextlib.suppress(OSError):
-            self.push()
+            if self._ownership.lost is None:
+                self.push()
         self._ownership.release()
         if self._has_copy:
             log_to(None)
             shutil.rmtree(self.path, ignore_errors=True)
 
-    def before_commit(self) -> None:
-        """Raise OSError if this process may not complete a checkpoint; copy the records that belong to it."""
+    def check_owner(self) -> None:
+        """Raise TakenOverError if another process owns the folder now, OSError if that cannot be found out."""
         self._ownership.check()
-        self.push()
+
+    def check_not_lost(self) -> None:
+        """Raise TakenOverError if this process knows that another one owns the folder now; reads nothing."""
+        if self._ownership.lost is not None:
+            raise self._ownership.lost
 
     def push(self) -> None:
         """Copy what has changed in the working folder, if there is one, to the storage."""
@@ -246,6 +256,7 @@ class RunFolder:
             name, known = file.relative_to(self.path), _version(file)
             if known is not None and name.parts[0] != CHECKPOINTS and self._copied.get(name) != known:
                 storage_of(self.place).write(self.place / name, file.read_bytes())
+                progress.count()
                 self._copied[name] = known
 
     def pull(self) -> None:

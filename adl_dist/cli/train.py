@@ -45,9 +45,10 @@ def train(overrides: list[str]) -> None:
         set_for_nccl()
     check_device(config.runtime.device)
     folder = RunFolder(config.run_dir)
-    folder.check(plain, resume=config.resume)
     num_processes, stands_alone = config.pipeline.num_processes, not parent_process.is_part_of_more()
-    if config.runtime.processes and num_processes > 1 and launched_world_size() is None:
+    starts_ranks = config.runtime.processes and num_processes > 1 and launched_world_size() is None
+    folder.check(plain, resume=config.resume, waits=not starts_ranks)
+    if starts_ranks:
         check_named_interfaces()
         if num_processes > MANY * num_cores():
             say(f"starting {num_processes} processes on {num_cores()} cores, which takes a while ...")

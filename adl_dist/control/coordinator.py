@@ -113,7 +113,9 @@ class Coordinator:
             raise
 
     def record(self, record: Record) -> None:
-        """Write and show a record of a stage."""
+        """Write and show a record of a stage; TakenOverError if the folder of the records is another process's now."""
+        if self._saving is not None:
+            self._saving.folder.check_not_lost()
         self._recorder.write_of_update(record)
         self._progress.update(record)
         if self._callbacks.any:

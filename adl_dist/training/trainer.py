@@ -249,7 +249,8 @@ class Trainer:
 
         Raises:
             AdlError: Before training starts, by the kind of mistake; DivergedError, StageFailed, ChannelError or
-                CallbackError later on; SaveError if the last checkpoint could not be written.
+                CallbackError later on; SaveError if the last checkpoint could not be written; TakenOverError if another
+                process has taken ``run_dir`` over.
         """
         given = {"epochs": epochs, "batch_size": batch_size, "max_updates": max_updates, "num_workers": num_workers}
         arguments.check_values({**given, "checkpoints": checkpoints, "monitoring": monitoring, "loading": loading})
@@ -464,7 +465,8 @@ class Trainer:
                 keep=policy.keep,
                 keep_best=policy.keep_best,
                 background=policy.background,
-                before_commit=folder.before_commit,
+                check_owner=folder.check_owner,
+                before_commit=folder.push,
             ),
             signature=self._partitioned.signature,
             optimizer=optimizer_name(made),

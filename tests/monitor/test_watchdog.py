@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from adl_dist.checkpoint import layout, storage
+from adl_dist.checkpoint import layout, ownership, storage
 from adl_dist.distributed.procfs import machine, start_time
 from adl_dist.errors import ConfigError
 from adl_dist.monitor import heartbeat
@@ -66,7 +66,8 @@ def wait_until(there, seconds=10):
         time.sleep(0.01)
 
 
-def test_a_stage_that_sleeps_is_reported_and_that_it_continues(tmp_path, capfd):
+def test_a_stage_that_sleeps_is_reported_and_that_it_continues(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(ownership, "BEAT_SECONDS", STALL_SECONDS / 4)  # which is no progress
     asleep, slow_after_it = At(5, lambda: time.sleep(ASLEEP_SECONDS)), At(9, lambda: time.sleep(STALL_SECONDS / 2))
     train(tmp_path, [(5, asleep), (2, slow_after_it)], K=2)
     for said in ((tmp_path / "logs" / "rank0.log").read_text(), capfd.readouterr().err):

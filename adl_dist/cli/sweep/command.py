@@ -73,7 +73,7 @@ def _check(sweep: Sweep) -> None:
     for job in sweep.jobs:
         config = job.config
         with naming(job.name):
-            RunFolder(job.folder).check(job.plain, resume=config.resume)
+            RunFolder(job.folder).check(job.plain, resume=config.resume, waits=False)
             if (case := (job.folder.parent, config.partition.num_stages)) in cases:  # any seed gives the same
                 continue
             cases.add(case)
@@ -188,7 +188,12 @@ def locked(folder: Path) -> Iterator[None]:
     """Keep other sweeps out of ``folder``: their runs would fail, because ours hold the run folders."""
     make_folder(folder)
     ownership = Ownership(folder)
-    if not ownership.take():
+    try:
+        is_ours = ownership.take()
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"run_dir={folder} cannot be written: {reason}; choose another run_dir") from None
+    if not is_ours:
         raise ConfigError(f"run_dir={folder}: another sweep is running here; wait for it, or choose another run_dir")
     try:
         yield
