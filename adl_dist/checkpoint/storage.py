@@ -84,6 +84,9 @@ class Storage(Protocol):
     def open(self, file: PurePath) -> BinaryIO:
         """Open ``file`` for reading from any position."""
 
+    def read(self, file: PurePath) -> bytes:
+        """Return the content of a small ``file``, as it was at one moment."""
+
     def create(self, file: PurePath, content: Iterable[Data]) -> None:
         """Write a new ``file``; raise FileExistsError if there is one. A failure leaves none, or a part of it."""
 
@@ -114,6 +117,10 @@ class LocalFolders:
     def open(self, file: PurePath) -> BinaryIO:
         """See :class:`Storage`."""
         return Path(file).open("rb")
+
+    def read(self, file: PurePath) -> bytes:
+        """See :class:`Storage`."""
+        return Path(file).read_bytes()
 
     def create(self, file: PurePath, content: Iterable[Data]) -> None:
         """See :class:`Storage`."""
@@ -205,6 +212,12 @@ class Fsspec:
             opened: BinaryIO = self._files.open(str(file), "rb", block_size=READ_AHEAD_BYTES)
             return opened
 
+    def read(self, file: PurePath) -> bytes:
+        """See :class:`Storage`. One request; ``open`` would fail if the file was replaced before its second one."""
+        with _os_errors():
+            content: bytes = self._files.cat_file(str(file))
+            return content
+
     def create(self, file: PurePath, content: Iterable[Data]) -> None:
         """See :class:`Storage`."""
         with _os_errors():
@@ -249,8 +262,7 @@ def storage_of(place: PurePath) -> Storage:
 
 def read(file: PurePath) -> bytes:
     """Return the content of a small file."""
-    with _os_errors(), storage_of(file).open(file) as opened:
-        return opened.read()
+    return storage_of(file).read(file)
 
 
 def iter_pieces(file: PurePath) -> Iterator[bytes]:

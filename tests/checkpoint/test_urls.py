@@ -135,7 +135,7 @@ class Flaky:
 
     def __init__(self, monkeypatch, room):
         self.left = room
-        for name in ("open", "pipe_file", "rm", "ls"):
+        for name in ("open", "cat_file", "pipe_file", "rm", "ls"):
             monkeypatch.setattr(MemoryFileSystem, name, self._failing(getattr(MemoryFileSystem, name)))
 
     def _failing(self, real):
