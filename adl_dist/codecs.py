@@ -1,4 +1,7 @@
-"""How what crosses a cut may be coded, and what it then takes. No torch: transport/coding.py does it."""
+"""Codecs for messages between stages, and their costs.
+
+No torch: transport/coding.py encodes and decodes.
+"""
 
 from typing import Literal, NamedTuple, get_args
 
@@ -10,7 +13,7 @@ LEVELS = {"int8": 127, "int4": 7}  # multiples of the scale, to either side of 0
 
 
 class Codecs(NamedTuple):
-    """How activations and gradients are coded."""
+    """The codec of activations and that of gradients."""
 
     activations: Codec = "none"
     gradients: Codec = "none"

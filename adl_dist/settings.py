@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import operator
 import types
 import warnings
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,12 @@ WAS_REMOVED = "was removed in 0.4.0; remove it, or use version 0.3.8"
 
 NAMES = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text"}
 TYPED = {"1": True, "yes": True, "on": True, "0": False, "no": False, "off": False}
+BOUNDS = {
+    "least": ("at least", operator.ge),
+    "above": ("above", operator.gt),
+    "most": ("at most", operator.le),
+    "below": ("below", operator.lt),
+}
 PLURALS = {int: "whole numbers", float: "finite numbers", str: "names", Any: "entries"}
 
 
@@ -38,11 +45,9 @@ def setting(
     text: str,
     *,
     key: str | None = None,
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-    below: float | None = None,
     expected: str | None = None,
+    way_out: str = "",
+    **bounds: float,
 ) -> Any:
     """Declare a field of a dataclass as a setting.
 
@@ -50,14 +55,12 @@ def setting(
         default: The default value.
         text: One line of help.
         key: The last part of its key on the command line, if that is not the name of the field.
-        least: The smallest value; the others likewise: ``above`` and ``below`` exclude the bound.
-        above: See ``least``.
-        most: See ``least``.
-        below: See ``least``.
-        expected: What a message about a wrong type expects; by default that follows from the annotation.
+        expected: The type in a message about a wrong one; by default that follows from the annotation.
+        way_out: Advice at the end of a message about a value out of range.
+        bounds: The limits of the range, by the names in ``BOUNDS``.
     """
-    bounds = {"at least": least, "above": above, "at most": most, "below": below}
-    metadata = {"help": text, "key": key, "expected": expected, "bounds": bounds}
+    limits = [(*BOUNDS[name], bound) for name, bound in bounds.items()]
+    metadata = {"help": text, "key": key, "expected": expected, "way_out": way_out, "limits": limits}
     return field(default=default, metadata=metadata)
 
 
@@ -96,9 +99,10 @@ def check_settings(obj: object, group: str) -> None:
             check_choice(key, value, _choices(hint) or [value])
             raise ConfigError(f"{key} must be {f.metadata['expected'] or _described(hint)}, got {value!r}")
         for number in value if isinstance(value, list | tuple) else [value]:
-            if type(number) in (int, float) and not _in_bounds(number, f.metadata["bounds"]):
-                bounds = " and ".join(f"{words} {bound}" for words, bound in _given(f.metadata["bounds"]))
-                raise ConfigError(f"{key} must be {bounds}, got {number}")
+            limits, way_out = f.metadata["limits"], f.metadata["way_out"]
+            if type(number) in (int, float) and not all(holds(number, bound) for _, holds, bound in limits):
+                bounds = " and ".join(f"{words} {bound}" for words, _, bound in limits)
+                raise ConfigError(f"{key} must be {bounds}, got {number}{way_out and f'; {way_out}'}")
         if type(value) is int and float in (hint, *get_args(hint)) and int not in get_args(hint):
             object.__setattr__(obj, f.name, float(value))
 
@@ -189,17 +193,3 @@ def _described(hint: Any) -> str:
         else:
             words.append(f"a list of {PLURALS[get_args(part)[0]]}" if origin is Sequence else NAMES[part])
     return " or ".join(words)
-
-
-def _given(bounds: Mapping[str, float | None]) -> list[tuple[str, float]]:
-    return [(words, bound) for words, bound in bounds.items() if bound is not None]
-
-
-def _in_bounds(number: float, bounds: Mapping[str, float | None]) -> bool:
-    tests = {
-        "at least": lambda bound: number >= bound,
-        "above": lambda bound: number > bound,
-        "at most": lambda bound: number <= bound,
-        "below": lambda bound: number < bound,
-    }
-    return all(tests[words](bound) for words, bound in _given(bounds))

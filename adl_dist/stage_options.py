@@ -36,12 +36,17 @@ class GradientPolicy:
     """Treatment of the gradients of a group before they reach the weights."""
 
     clip_norm: float | None = setting(
-        None, "scale each stage's gradient down to this norm if it is longer; docs/own.md", above=0
+        None,
+        "scale each stage's gradient down to this norm if it is longer; docs/own.md",
+        above=0,
+        way_out="null clips nothing",
     )
     non_finite: Literal["stop", "skip"] = setting(
         "stop", "on a loss or gradient that is not finite: stop the run | skip the update in all stages"
     )
-    max_skipped: int = setting(10, "updates that may be skipped in a row", least=1)
+    max_skipped: int = setting(
+        10, "updates that may be skipped in a row", least=1, way_out="to skip none, use train.non_finite=stop"
+    )
 
     def check(self, pipeline: Pipeline) -> None:
         """Raise ConfigError if a value is out of range or ``pipeline`` cannot skip."""

@@ -1,4 +1,4 @@
-"""What a run is recognised by where it continues: its sizes, its cut, and what a script made it with.
+"""Identify a run that continues: its sizes, its cut and the objects of its script.
 
 A script has no settings that could be compared, only objects. Of these a plain description is kept: classes and
 functions by their names, and their plain attributes.

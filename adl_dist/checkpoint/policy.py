@@ -1,4 +1,4 @@
-"""When to save, what to keep. No torch."""
+"""Choose the times of saving and the checkpoints that stay. No torch."""
 
 from dataclasses import InitVar, dataclass
 
@@ -10,7 +10,7 @@ from adl_dist.settings import check_settings, documented, from_old_name, setting
 @documented
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPolicy:
-    """When a run saves, and which of its checkpoints it keeps.
+    """The schedule of saving and the number of checkpoints kept.
 
     Raises:
         ConfigError: If a value is out of range.
@@ -45,7 +45,7 @@ class CheckpointPolicy:
 
     @property
     def goal(self) -> Goal:
-        """What the best checkpoint is the best of."""
+        """The metric of the best checkpoint, and its best end."""
         return Goal(self.best_metric, self.best_mode)
 
     def check_validation(self, num_validation: int) -> None:

@@ -46,7 +46,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor of a checkpoint begins, how many bytes it has, and its dtype, one of ``CODES``."""
+    """The place, size and dtype (one of ``CODES``) of a stored tensor."""
 
     file: PurePath
     begin: int

@@ -71,7 +71,7 @@ Writes one plain state_dict with the uncut model's own names.
 adl-dist generate RUN_DIR prompt=TEXT [max_tokens=200] [temperature=1.0] [top_k=K] [seed=0] [checkpoint=best|PATH]
                               [ema=true]
 
-Prints the prompt, and what a model that was trained on tokens (data=tokens) writes behind it, in this process.
+Prints the prompt and the text that a model trained on tokens (data=tokens) continues it with, in this process.
 
   prompt=TEXT        what to begin with; at least one token
   max_tokens=200     how many tokens to write

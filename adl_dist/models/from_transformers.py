@@ -182,7 +182,7 @@ def _library() -> Any:
 
 def _check_task(task: str) -> None:
     if task not in TASKS:
-        raise ConfigError(f"model.task={task} is none of {', '.join(TASKS)}")
+        raise ConfigError(f"model.task: there is no '{task}'; choose one of {', '.join(TASKS)}")
 
 
 def _check_kind(config: Any, task: str) -> None:

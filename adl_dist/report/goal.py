@@ -43,14 +43,15 @@ class Goal:
             raise ConfigError(f"best_mode={self.best!r}: expected {HIGHEST} or {LOWEST}")
         if self.metric is None and self.best is not None:
             raise ConfigError(
-                f"best_mode={self.best} says which way a metric is better, but there is none; name it, too"
+                f"best_mode={self.best} says which way a metric is better, but there is none; give best_metric "
+                "(runtime.best_metric) as well"
             )
         if self.metric is not None and self.best is None and self.metric not in KNOWN:
             near = difflib.get_close_matches(self.metric, KNOWN, n=1)
-            hint = f"did you mean {near[0]}? Else say" if near else "say"
+            hint = f"did you mean {near[0]}? Otherwise give" if near else "give"
             raise ConfigError(
-                f"it is not known which way {self.metric} is better; {hint} {HIGHEST} or {LOWEST}, in the command line "
-                f"by runtime.best_mode={HIGHEST}"
+                f"it is not known which way {self.metric} is better; {hint} best_mode={HIGHEST} or {LOWEST} "
+                "(runtime.best_mode)"
             )
 
     def check(self, own: Collection[str]) -> None:

@@ -66,7 +66,7 @@ def test_what_the_best_mode_of_is_what_the_run_is_after_now(tmp_path):
     [
         (
             {"best_metric": "validation_tenth"},
-            r"not known which way validation_tenth is better; .*say max or min",
+            r"not known which way validation_tenth is better; .*give best_mode=max or min",
         ),
         (
             {"best_metric": "validation_tent", "best_mode": "min"},

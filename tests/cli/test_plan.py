@@ -9,7 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+import adl_dist.cli.plan.profiler as planning
 from adl_dist.cli.config.compose import balance_word, compose_run
 from adl_dist.cli.plan.arguments import asked, machine_of
 from adl_dist.cli.plan.link import measure
@@ -21,6 +23,7 @@ from adl_dist.partition import Machine, UnitCost
 from adl_dist.partition.costs import Profile
 from adl_dist.partition.predict import Throughput, advise, alternative, best_of, predict
 from adl_dist.schedule import Pipeline, figures, method
+from adl_dist.stage.loss import ReturnsSumError, SumCountLoss
 from tests.support.commands import in_process, shows, words
 from tests.support.ranks import run_ranks
 from tests.support.tiers import slow
@@ -149,6 +152,26 @@ def test_several_inputs_lengths_and_a_sum_and_count_are_measured():
     profiler = Profiler(compose_run(words)[0], granularity="layer", threads=1)
     assert len(profiler.chain.units) > 3
     assert profiler.profile(2).of["units"] == len(profiler.chain.units)
+
+
+def test_a_loss_of_sum_and_count_that_fails_with_channels_last_is_tried_without(monkeypatch):
+    tried = []
+
+    class Trial:
+        def __init__(self, model, spec, samples, device):
+            self.loss_fn, self.channels_last = spec.loss_fn, spec.precision.channels_last
+
+        def run(self):
+            tried.append((type(self.loss_fn), self.channels_last))
+            if not isinstance(self.loss_fn, SumCountLoss):
+                raise ReturnsSumError(1.0, torch.zeros(1))
+            if self.channels_last:
+                raise ConfigError("channels_last")
+
+    monkeypatch.setattr(planning, "Trial", Trial)
+    monkeypatch.setattr(planning, "memory_formats", lambda *_: [True, False])
+    Profiler(compose_run(TINY[:4])[0], granularity="layer", threads=1)
+    assert tried[1:] == [(SumCountLoss, True), (SumCountLoss, False)]
 
 
 @pytest.mark.slow

@@ -118,7 +118,7 @@ def test_a_configuration_that_cannot_be_taken_is_refused(tmp_path, folder):
             [f"model.config={folder}", "model.task=image-classification"],
             "no such network of type gpt2; use model.task=",
         ),
-        ([f"model.config={folder}", "model.task=foo"], "model.task=foo is none of causal-lm"),
+        ([f"model.config={folder}", "model.task=foo"], "model.task: there is no 'foo'; choose one of causal-lm"),
         ([f"model.config={folder}", "model.n_layr=2"], "no key 'model.n_layr'; did you mean 'model.n_layer'"),
         ([f"model.config={folder}", "model.n_head=5"], "refuses the .*divisible by"),
         ([f"model.config={lama.parent / 'moe'}", "model.output_router_logits=false", "model.weights=true"], "has no"),

@@ -1,4 +1,4 @@
-"""What ``adl-dist plan`` is asked: its command line, checked before anything is measured."""
+"""Read and check the command line of ``adl-dist plan``."""
 
 import argparse
 import contextlib
@@ -33,7 +33,7 @@ DEFAULT_METHODS = "bp,gpipe,1f1b,ddg,fr,fdg,adl"
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is asked for, checked."""
+    """The checked command line of ``adl-dist plan``."""
 
     flags: argparse.Namespace
     config: RunConfig

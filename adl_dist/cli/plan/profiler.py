@@ -202,11 +202,11 @@ def _tried(model: nn.Module, samples: Samples, device: torch.device, spec: Train
     for channels_last in formats:
         spec = replace(spec, precision=replace(spec.precision, channels_last=channels_last))
         try:
-            Trial(model, spec, samples, device).run()
-            break
-        except ReturnsSumError as pair:
-            spec = replace(spec, loss_fn=SumCountLoss(spec.loss_fn, pair.target, pair.count))
-            Trial(model, spec, samples, device).run()
+            try:
+                Trial(model, spec, samples, device).run()
+            except ReturnsSumError as pair:
+                spec = replace(spec, loss_fn=SumCountLoss(spec.loss_fn, pair.target, pair.count))
+                Trial(model, spec, samples, device).run()
             break
         except (ConfigError, PartitionError):
             if channels_last is formats[-1]:
