@@ -154,7 +154,7 @@ def test_several_inputs_lengths_and_a_sum_and_count_are_measured():
     assert profiler.profile(2).of["units"] == len(profiler.chain.units)
 
 
-def test_a_loss_of_sum_and_count_that_fails_with_channels_last_is_tried_without(monkeypatch):
+def test_a_loss_of_a_pair_is_tried_in_both_memory_formats(monkeypatch):
     tried = []
 
     class Trial:
