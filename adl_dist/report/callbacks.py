@@ -95,6 +95,8 @@ class EarlyStopping(Callback):
             raise ConfigError(f"EarlyStopping: patience must be a whole number of at least 1, got {patience!r}")
         if not min_change >= 0:
             raise ConfigError(f"EarlyStopping: min_change must be at least 0, got {min_change!r}")
+        if best_mode in ("highest", "lowest"):  # by its place
+            best_is = best_mode
         if best_is is not None:
             best_mode = from_old_name("runtime.best_is", best_is, stacklevel=2)
         self.patience, self.goal, self.min_change = patience, Goal(metric, best_mode), min_change

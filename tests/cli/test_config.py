@@ -326,6 +326,7 @@ OLD_NAMES = {
     "policy": lambda: CheckpointPolicy(best_metric="validation_f1", best_is="lowest").goal,
     "replaced": lambda: replace(CheckpointPolicy(best_metric="validation_f1", best_is="lowest"), keep=3).goal,
     "stopping": lambda: EarlyStopping(metric="validation_f1", best_is="lowest").goal,
+    "place": lambda: EarlyStopping(3, "validation_f1", "lowest").goal,
     "method": lambda: method("adl", lr_index="slot").lr_clock,
     "class": lambda: Method(lr_index="slot").lr_clock,
 }
