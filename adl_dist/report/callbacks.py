@@ -135,8 +135,9 @@ class EarlyStopping(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint with the same metric; otherwise begin again."""
-        goal = renamed({"runtime.best_is": state["goal"]["best"]})  # of 0.3.8: highest or lowest
-        if Goal(state["goal"]["metric"], goal["runtime.best_mode"]) != self.goal:
+        kept = state["goal"]
+        present = renamed({"runtime.best_is": kept.get("best")})  # 0.3.8 had highest and lowest
+        if Goal(kept.get("metric"), present["runtime.best_mode"]) != self.goal:
             return
         self.best_score, self.best_value, self.waited = (state[k] for k in ("best_score", "best_value", "waited"))
 
