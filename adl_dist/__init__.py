@@ -1,4 +1,4 @@
-"""Accumulated Decoupled Learning: train a network as K stages that never wait for each other.
+"""Accumulated Decoupled Learning: training as K stages that never wait.
 
 trainer = adl_dist.Trainer(model, loss_fn=..., optimizer=..., method=adl_dist.method("adl"), num_stages=4)
 trainer.fit(train_dataset, epochs=10, batch_size=128, val_dataset=val_dataset, run_dir="runs/mine")

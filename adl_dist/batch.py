@@ -1,4 +1,4 @@
-"""Batches: an input or a target of some samples, a tensor or a tuple or dictionary of tensors [B, ...]."""
+"""Batches: one tensor [B, ...], or a tuple or dictionary of tensors."""
 
 from collections.abc import Callable
 from typing import Any

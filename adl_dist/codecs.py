@@ -40,7 +40,7 @@ class CodingCost(NamedTuple):
     grads: PerMessage  # they may be rounded at random
 
     def slowed(self, by: float) -> "CodingCost":
-        """Return what it takes where each second is ``by`` seconds."""
+        """Return the cost with all seconds multiplied by ``by``."""
         return CodingCost(*(PerMessage(one.fixed * by, one.per_byte * by) for one in self))
 
 

@@ -1,4 +1,4 @@
-"""The loop that carries out a schedule, one action after the other. It holds no policy."""
+"""The loop that carries out a schedule, action by action, without policy."""
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,11 +47,11 @@ class BatchSource(Protocol):
         """Yield (input, target) of ``sizes`` in the order of ``epoch``."""
 
     def close(self) -> None:
-        """End what is kept between two epochs."""
+        """Release the resources kept between two epochs."""
 
 
 class ActionLog(Protocol):
-    """The record of which stage did which action when."""
+    """The record of all actions by stage and time."""
 
     def begin(self, stage: int, action: Action) -> None:
         """Note that ``stage`` begins ``action`` now."""

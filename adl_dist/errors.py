@@ -1,4 +1,4 @@
-"""Everything adl_dist raises on purpose. What is the user's to fix ends a command with exit code 2, the rest with 1."""
+"""The exceptions of adl_dist: exit code 2 for the user's, 1 for others."""
 
 import logging
 import traceback
@@ -12,7 +12,10 @@ NEED_LESS_MEMORY = (
 
 
 class Exit(SystemExit):
-    """The end of a command that has said all there is to say, with its exit code; what else exits is a user's code."""
+    """The silent end of a command with its exit code.
+
+    Every other SystemExit comes from the user's code.
+    """
 
 
 class AdlError(Exception):
@@ -30,7 +33,7 @@ class PartitionError(AdlError, ValueError):
 
 
 class DataError(AdlError, ValueError):
-    """A dataset is missing, empty, too small, or holds what the loss cannot take."""
+    """A missing, empty or small dataset, or one unfit for the loss."""
 
 
 class CheckpointError(AdlError, RuntimeError):
@@ -38,29 +41,32 @@ class CheckpointError(AdlError, RuntimeError):
 
 
 class UnusableError(CheckpointError):
-    """A run cannot resume from this checkpoint, damaged or of another model; an older one may be good."""
+    """A damaged or unsuitable checkpoint; an older one may be good."""
 
 
 class CallbackError(AdlError, RuntimeError):
-    """A callback of the user has raised; the text names it, what it was called for, and its error."""
+    """An exception in a user's callback, with its name, occasion and error."""
 
     exit_code = 1
 
 
 class SaveError(AdlError, RuntimeError):
-    """The last checkpoint of a run could not be written, and its weights with it."""
+    """A failure to write the last checkpoint of a run."""
 
     exit_code = 1
 
 
 class TakenOverError(AdlError, RuntimeError):
-    """Another process has taken the run folder over, because this one did not answer in time."""
+    """The loss of the run folder to another process, after a late answer."""
 
     exit_code = 1
 
 
 class DivergedError(AdlError, ArithmeticError):
-    """A loss or a gradient is not finite at ``update``; it and ``epoch`` count from 0, as in metrics.jsonl."""
+    """A loss or gradient that is not finite.
+
+    ``update`` and ``epoch`` count from 0, as in metrics.jsonl.
+    """
 
     def __init__(self, what: str, *, stage: int, update: int, epoch: int) -> None:
         self.stage, self.update, self.epoch = stage, update, epoch
@@ -78,13 +84,13 @@ class ScheduleError(AdlError, RuntimeError):
 
 
 class ChannelError(AdlError, RuntimeError):
-    """A peer sent something else, too late, or nothing at all; the cause is in the peer's own log."""
+    """A wrong, late or missing message; the peer's log has the cause."""
 
     exit_code = 1
 
 
 class StageFailed(AdlError, RuntimeError):
-    """Another process failed; the text is its error.
+    """The failure of another process, with its error as the text.
 
     Attributes:
         is_victim: whether it failed only because yet another one did, of which nothing is known.
@@ -97,14 +103,17 @@ class StageFailed(AdlError, RuntimeError):
 
 
 def place_of(error: BaseException) -> str:
-    """Return the innermost line of ``error`` outside of installed packages, like `` at mine.py:12``; empty if none."""
+    """Return the last line of ``error`` outside of packages, or empty text.
+
+    It is like `` at mine.py:12``.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "site-packages" not in frame.filename]
     return "".join(f" at {frame.filename}:{frame.lineno}" for frame in [*frames, *own][-1:])
 
 
 def describe(error: BaseException) -> str:
-    """Return the text for an error that was not raised on purpose: in one line, if its traceback is in a log."""
+    """Return the text of an unexpected error, with its traceback or its log."""
     handlers = logging.getLogger("adl_dist").handlers
     log = next((handler.baseFilename for handler in handlers if isinstance(handler, logging.FileHandler)), None)
     where = f"the traceback is in {log}" if log else "".join(traceback.format_exception(error))
@@ -121,5 +130,5 @@ def in_one_line(error: BaseException) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of an error without its line breaks; if it has none, its type."""
+    """Return the text of an error without line breaks, or its type."""
     return " ".join(str(error).split()) or type(error).__name__

@@ -1,4 +1,4 @@
-"""The links between stages as a user describes them: what they carry in a second, and how long a message takes."""
+"""The user's description of links between stages: bandwidth and latency."""
 
 import re
 from typing import Any, NamedTuple

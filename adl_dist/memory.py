@@ -1,4 +1,4 @@
-"""Where tensors lie in memory, and which of them share some."""
+"""The places of tensors in memory, and shared memory."""
 
 import torch
 from torch import Tensor

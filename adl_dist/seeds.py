@@ -1,4 +1,4 @@
-"""One seed, many independent random streams; data/loader.py makes one of them the order of samples. No torch."""
+"""Independent random streams of one seed, also for data. No torch."""
 
 import zlib
 from collections.abc import Iterator, Sequence

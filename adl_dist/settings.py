@@ -1,4 +1,4 @@
-"""Declare a setting once, as a field of a dataclass: its type, its range and one line of help. No torch."""
+"""Settings as fields of dataclasses, with type, range and help. No torch."""
 
 import contextlib
 import math
@@ -65,7 +65,7 @@ def setting(
 
 
 def settings_of(cls: type) -> dict[str, Field[Any]]:
-    """Return the fields of the dataclass ``cls`` that are settings, by the last part of their keys."""
+    """Return the fields of ``cls`` that are settings, by last key part."""
     return {f.metadata["key"] or f.name: f for f in fields(cls) if "help" in f.metadata}
 
 
@@ -77,12 +77,12 @@ def documented(cls: type[T]) -> type[T]:
 
 
 def made_from(cls: type[T], values: Mapping[str, Any], **others: Any) -> T:
-    """Return a ``cls`` with the ``values`` of its settings, by the last part of their keys; ``others`` by name."""
+    """Build a ``cls`` from settings by last key part and ``others`` by name."""
     return cls(**{f.name: values[key] for key, f in settings_of(cls).items()} | others)
 
 
 def check_settings(obj: object, group: str) -> None:
-    """Check type and range of all settings of a dataclass, and make whole numbers floats where these are expected.
+    """Check types and ranges of a dataclass, and convert ints for floats.
 
     Args:
         obj: An instance of the dataclass.
@@ -108,7 +108,7 @@ def check_settings(obj: object, group: str) -> None:
 
 
 def check_choice(key: str, value: object, choices: Sequence[Any]) -> None:
-    """Raise ConfigError if ``value`` is none of the ``choices``."""
+    """Raise ConfigError if ``value`` is not one of the ``choices``."""
     if value not in choices:
         words = ", ".join(choice or "null" for choice in choices)
         if isinstance(value, str):
@@ -117,7 +117,7 @@ def check_choice(key: str, value: object, choices: Sequence[Any]) -> None:
 
 
 def as_typed(hint: Any, value: Any) -> Any:
-    """Return a value of the command line as the type of its setting, if that is meant: 1 as true, '64' as 64."""
+    """Convert a command line value to its setting's type: '64' to 64."""
     parts = set(_parts(hint)) - {types.NoneType}
     if parts == {bool}:
         return TYPED.get(str(value).lower(), value)
@@ -131,7 +131,7 @@ def as_typed(hint: Any, value: Any) -> Any:
 
 
 def renamed(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by dotted names, as an older version wrote them, with the names of this one."""
+    """Return settings of an older version, by the dotted names of this one."""
     new = dict(flat)
     for key in flat.keys() & RENAMED.keys():
         new[RENAMED[key][0]] = _present(key, new.pop(key))
@@ -139,7 +139,7 @@ def renamed(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_old_name(key: str, value: Any, *, stacklevel: int) -> Any:
-    """Return the ``value`` that the user's Python gives by an old ``key`` as a present one, with a warning."""
+    """Return the present value for an old ``key`` in Python, with a warning."""
     old, new = (each.rpartition(".")[2] for each in (key, RENAMED[key][0]))
     warnings.warn(f"{old} is called {new} since 0.4.0", DeprecationWarning, stacklevel=stacklevel + 1)
     return _present(key, value)

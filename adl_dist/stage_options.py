@@ -1,4 +1,4 @@
-"""Options of the computation in a stage. No torch, so that commands list them without loading it."""
+"""Options of the computation in a stage, without loading torch."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,7 +11,7 @@ from adl_dist.settings import check_settings, documented, setting
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionSettings:
-    """The settings of :class:`adl_dist.Precision`; ``autocast`` is a torch.dtype there, and a name in a config."""
+    """The settings of :class:`adl_dist.Precision`, with dtypes by name."""
 
     autocast: Any = setting(None, "bfloat16: run forward and loss under torch.autocast; parameters stay float32")
     codec: Codec = setting("none", "of activations and gradients sent in training: none | bf16 | int8 | int4")
@@ -49,7 +49,7 @@ class GradientPolicy:
     )
 
     def check(self, pipeline: Pipeline) -> None:
-        """Raise ConfigError if a value is out of range or ``pipeline`` cannot skip."""
+        """Raise ConfigError if a value is out of range or the run cannot skip."""
         check_settings(self, "train")
         if self.skips and pipeline.spec.has_heads and pipeline.num_stages > 1:
             raise ConfigError(

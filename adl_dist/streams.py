@@ -1,4 +1,4 @@
-"""The global random streams of this process: seeded, compared and put back."""
+"""The global random streams of this process."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping

@@ -296,7 +296,7 @@ def overhead(limits: Limits) -> None:
 
 
 def ranks(limits: Limits) -> None:
-    """A network of small kernels: what do more processes on one GPU gain over one?"""
+    """Compare one and more processes on one GPU for a network of small kernels."""
     print("ResNet-56, M = 4 micro-batches of 32, float32; ranks share the GPU and send through host memory\n")
     tell_loading(32, 32)
     ours = (*RESNET56, "method.accumulation_steps=4", "data.num_samples=25600", "train.epochs=2")

@@ -43,7 +43,7 @@ def bare(there: Edge, back: Edge, num_bytes: int, number: int) -> None:
 
 
 def ours(there: Edge, back: Edge, num_bytes: int, number: int) -> None:
-    """The same through the channels of an edge."""
+    """Exchange the same messages through the channels of an edge."""
     specs = Specs.always([TensorSpec((num_bytes // 4,), "float32")])
     rank = dist.get_rank()
     out, into = (there, back) if rank == 0 else (back, there)

@@ -1,1 +1,1 @@
-"""Training written with only torch, which users would pick instead of our methods."""
+"""Training with only torch, as the alternative to our methods."""

@@ -1,4 +1,4 @@
-"""DiLoCo (Douillard et al., 2023): replicas train independently, and average their progress at times."""
+"""DiLoCo (Douillard et al., 2023): replicas that average rarely."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,12 +11,12 @@ OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9  # the authors' choice, with Nesterov's mome
 
 
 class OuterStep:
-    """DiLoCo's outer optimizer on one of several replicas, which have joined each other and begin with equal weights.
+    """DiLoCo's outer optimizer on one of several replicas.
 
-    Each replica takes ``inner_updates`` steps of its own optimizer, which keeps its state, on its own share of the
-    data. How far the replicas have then come from the last common weights, on average, is a gradient to SGD with
-    Nesterov's momentum; its step gives the next common weights, with which all continue. Buffers of floating point,
-    which are BatchNorm's statistics, are averaged.
+    The replicas have joined each other and begin with equal weights. Each replica takes ``inner_updates`` steps of its
+    own optimizer, which keeps its state, on its own share of the data. How far the replicas have then come from the
+    last common weights, on average, is a gradient to SGD with Nesterov's momentum; its step gives the next common
+    weights, with which all continue. Buffers of floating point, which are BatchNorm's statistics, are averaged.
     """
 
     def __init__(
@@ -33,14 +33,14 @@ class OuterStep:
         self._optimizer = torch.optim.SGD(outer, lr=lr, momentum=momentum, nesterov=momentum > 0)
 
     def __call__(self) -> None:
-        """Count an inner update; after every ``inner_updates`` of them exchange, and take the outer step."""
+        """Count an inner update, and take the outer step after ``inner_updates``."""
         self.num_updates += 1
         if self.num_updates % self._inner_updates == 0:
             self.exchange()
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Average over the replicas, take the outer step, and continue from the common weights."""
+        """Average over the replicas, and take the outer step to common weights."""
         own = [*self._weights, *self._buffers]
         flat = torch.cat([tensor.flatten() for tensor in own]) / dist.get_world_size()
         dist.all_reduce(flat)
@@ -55,7 +55,7 @@ class OuterStep:
 
     @contextmanager
     def common_weights(self) -> Iterator[None]:
-        """Put the common weights into the model inside the block, and its own back afterwards."""
+        """Exchange the model's weights for the common weights inside the block."""
         own = [*self._weights, *self._buffers]
         kept = [tensor.detach().clone() for tensor in own]
         try:

@@ -36,7 +36,7 @@ if _SYNC not in inspect.signature(DistributedDataParallel.__init__).parameters:
 
 @dataclass(kw_only=True)
 class Training:
-    """Length and objects of a training; records the end of each update."""
+    """The length and objects of a training, and the end of each update."""
 
     device: torch.device
     num_updates: int
@@ -64,7 +64,7 @@ class Training:
             self._ends.append(time.perf_counter())
 
     def ends(self) -> list[float]:
-        """Return when each update ended, in seconds since the end of the first; wait for the device."""
+        """Return the end of each update after the first, in seconds."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             return [self._ends[0].elapsed_time(end) / 1000 for end in self._ends]
@@ -72,7 +72,7 @@ class Training:
 
 
 def train_alone(model: nn.Module, batches: Batches, training: Training) -> None:
-    """Train ``model`` on micro-batches (input [B, ...] on its device, target), accumulating their gradients."""
+    """Train ``model`` on micro-batches and accumulate their gradients."""
     model.train()
     for _ in range(training.num_updates):
         for _ in range(training.micro_batches):
@@ -83,7 +83,7 @@ def train_alone(model: nn.Module, batches: Batches, training: Training) -> None:
 
 
 def replicated(model: nn.Module, device: torch.device, *, compression: Compression = "none") -> nn.Module:
-    """Return ``model``, one of K replicas, so that gradients are averaged while the backward still runs.
+    """Wrap one of K replicas in DDP, which averages gradients in the backward.
 
     Whatever equal weights do not need is omitted, so that DDP is as fast as it can be: running statistics of BatchNorm
     are not broadcast, and gradients lie in the buckets that are sent. ``compression`` is one of torch's own hooks; over
@@ -100,10 +100,11 @@ def replicated(model: nn.Module, device: torch.device, *, compression: Compressi
 
 
 def one_by_one(hook: Hook) -> Hook:
-    """Return ``hook`` for a backend that pairs collectives by their order: a bucket begins when the last one is done.
+    """Wrap ``hook`` so that each bucket begins after the previous one is done.
 
-    PowerSGD's hook begins a second and a third all-reduce when the one before is there. With several buckets these come
-    in another order on each rank, and gloo sums what does not belong together, or aborts if the sizes differ.
+    It is for a backend that pairs collectives by their order. PowerSGD's hook begins a second and a third all-reduce
+    when the one before is there. With several buckets these come in another order on each rank, and gloo sums what does
+    not belong together, or aborts if the sizes differ.
     """
     last: torch.futures.Future[Tensor] | None = None
 
@@ -118,7 +119,7 @@ def one_by_one(hook: Hook) -> Hook:
 
 
 def exchanged_bytes(model: nn.Module, compression: Compression) -> int:
-    """Return the bytes that ``model``'s replicas average in an update; in a ring each sends 2 (K-1)/K of them."""
+    """Return the bytes that the replicas of ``model`` average in an update."""
     if compression == "powersgd":
         least = 2  # times fewer elements, or the hook sends the gradient as it is
         total = 0
@@ -145,7 +146,7 @@ def broadcast_number(value: float, device: torch.device) -> float:
 def joined(
     rank: int, size: int, *, device: torch.device, timeout_seconds: float, rendezvous: str = "env://"
 ) -> Iterator[None]:
-    """Join the other ranks, as in torch's own examples, and leave them; after an error without waiting for them.
+    """Join the other ranks for the block, and wait for them unless it fails.
 
     NCCL connects GPUs if each of the ``size`` ranks has one of its own, gloo everything else; one rank joins nothing.
     ``timeout_seconds`` limits one operation. ``rendezvous``: ``env://`` with MASTER_ADDR and MASTER_PORT, or

@@ -1,4 +1,4 @@
-"""Pipeline parallelism with torch.distributed.pipelining, on the same stages as our own runs."""
+"""Pipeline parallelism by torch.distributed.pipelining on our own stages."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,7 @@ from adl_dist.baselines.loop import Batches, Training
 
 
 def _zero_bubble(stage: PipelineStage, **options: Any) -> ScheduleInterleavedZeroBubble:
-    """With one stage in each process, which sends as little as 1F1B: ZB-H1."""
+    """Return the ZB-H1 schedule, of one stage per process and 1F1B's messages."""
     return ScheduleInterleavedZeroBubble([stage], **options)
 
 
@@ -32,12 +32,15 @@ SEVERAL_STAGES: Mapping[str, Any] = {
 
 
 def stages_of(schedule: str, rank: int, num_ranks: int, num_stages: int) -> list[int]:
-    """Return the stages that ``rank`` trains: every ``num_ranks``-th; of ``zbv`` one in each half, as a V."""
+    """Return the stages of ``rank``: every ``num_ranks``-th, or ``zbv``'s V."""
     return [rank, num_stages - 1 - rank] if schedule == "zbv" else list(range(rank, num_stages, num_ranks))
 
 
 class _Convert(torch.autograd.Function):
-    """One memory format on the way there, another one on the way back, so that kernels never meet both at once."""
+    """A memory format conversion with a different format in the backward.
+
+    So kernels never meet both formats at once.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: torch.memory_format, back: torch.memory_format) -> Tensor:
@@ -51,16 +54,16 @@ class _Convert(torch.autograd.Function):
 
 
 class Bordered(nn.Module):
-    """A stage that computes in channels_last but receives and sends plain tensors, as gloo demands."""
+    """A channels_last stage with plain tensors at its ends, as gloo demands."""
 
     def __init__(self, stage: nn.Module, *, channels_last: bool) -> None:
-        """Wrap ``stage``, which takes tensors [B, ...] and returns a tuple of them, or the output of the model."""
+        """Wrap a stage from tensors [B, ...] to a tuple or the model's output."""
         super().__init__()
         self.stage = stage
         self._channels_last = channels_last
 
     def forward(self, *acts: Tensor) -> Any:
-        """Return the tensors that cross the next border, from those that crossed the previous one."""
+        """Return the tensors for the next border from those of the previous one."""
         out = self.stage(*(_Convert.apply(act, self._inside(act), torch.contiguous_format) for act in acts))
         leaving = [self._leave(each) for each in ([out] if isinstance(out, Tensor) else out)]
         return leaving[0] if len(leaving) == 1 else tuple(leaving)
@@ -82,7 +85,9 @@ def train_stages(
     num_stages: int,
     target: Tensor,
 ) -> None:
-    """Train the stages of this process's rank, which has joined the others; see :func:`stages_of`.
+    """Train the stages of this rank, which has joined the others.
+
+    The stages are those of :func:`stages_of`.
 
     ``modules``: each of these stages.
     ``batches``: whole batches (input on the device, target) on rank 0, which torch splits; None elsewhere.

@@ -1,1 +1,1 @@
-"""Checkpoints: their folders and files, the state in them, saving while training continues."""
+"""Checkpoints: their folders, files and state, and background saves."""

@@ -1,4 +1,4 @@
-"""Saves while training continues: each process writes its part, and rank 0 makes a checkpoint of all parts.
+"""Saves during training: one part per process, completed by rank 0.
 
 A part is copied at once, where the pipeline is empty, and written by a thread of its own. A save that fails is reported
 and leaves nothing behind: training and the older checkpoints are worth more than it.
@@ -53,13 +53,13 @@ class PartReport:
 
 @dataclass(frozen=True)
 class PartWriter:
-    """The writer of one process's part; it calls ``report`` once per part, from any thread, which must not raise."""
+    """The writer of one process's part, which reports once, from any thread."""
 
     rank: int
     report: Callable[[PartReport], None]
 
     def write(self, path: PurePath, shards: Mapping[str, Shard], *, token: str, background: bool) -> None:
-        """Write the stages' own tensors, by file, into the unfinished ``path``; in the background: copy and return."""
+        """Write tensors to files in ``path``, from copies if in the background."""
         if not background:
             self._write(path, shards, token)
             return
@@ -86,7 +86,7 @@ class PartWriter:
 
 
 class Saver:
-    """Rank 0's side of saves: at most one is under way, and how the last one ended is known.
+    """The saves of rank 0: at most one under way, and the result of the last.
 
     Attributes:
         failure: why the last save failed; None: it did not fail.
@@ -104,10 +104,11 @@ class Saver:
         check_owner: Callable[[], None] = lambda: None,
         before_commit: Callable[[], None] = lambda: None,
     ) -> None:
-        """Save into ``folder``; for the options see :class:`~adl_dist.checkpoint.policy.CheckpointPolicy`.
+        """Prepare saves into ``folder``.
 
-        ``check_owner`` is called before anything is changed, and again when all parts are written, followed by
-        ``before_commit``. The save fails if they raise OSError; the run is over if it is TakenOverError.
+        The options are those of :class:`~adl_dist.checkpoint.policy.CheckpointPolicy`. ``check_owner`` is called before
+        anything is changed, and again when all parts are written, followed by ``before_commit``. The save fails if they
+        raise OSError; the run is over if it is TakenOverError.
         """
         self._folder, self._keep, self._keep_best, self._background = folder, keep, keep_best, background
         self._check_owner, self._before_commit = check_owner, before_commit
@@ -122,7 +123,7 @@ class Saver:
         self._parts.put(part)
 
     def save(self, write_parts: WriteParts, manifest: Mapping[str, Any]) -> None:
-        """Save what the stages hold now, after the save before."""
+        """Save the present state of the stages, after the previous save has ended."""
         self.wait()
         self._saved = self.failure = None
         path, token = layout.place(self._folder, manifest["update"]), uuid.uuid4().hex
@@ -142,7 +143,7 @@ class Saver:
             self._finish(*arguments)
 
     def wait(self, seconds: float | None = None) -> PurePath | None:
-        """Wait at most ``seconds`` until no save is under way; return the checkpoint that the last one made, if any."""
+        """Wait at most ``seconds`` for the save; return the last checkpoint made."""
         if self._thread is not None:
             self._thread.join(seconds)
         return self._saved
@@ -179,7 +180,7 @@ class Saver:
             warn(f"{self._folder}: an old checkpoint could not be removed: {_reason(error)}")
 
     def _collect(self, ranks: Collection[int], token: str) -> list[PartReport]:
-        """Return the parts of all ``ranks``; raise StageFailed if one is gone before it has reported its own."""
+        """Return the parts of all ``ranks``; raise StageFailed if one is gone."""
         parts: dict[int, PartReport] = {}
         while len(parts) < len(ranks):
             part = self._parts.get()
@@ -211,7 +212,7 @@ def _copied(shards: Mapping[str, Shard]) -> dict[str, Shard]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return what the operating system said, if it is the cause; else the error itself."""
+    """Return the OSError that caused an error, or the error itself, as text."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__

@@ -1,4 +1,4 @@
-"""Where an iterable dataset is: saved by the process that feeds the pipeline, in a file of its own, ``data-*``."""
+"""The position of an iterable dataset, in the checkpoint files ``data-*``."""
 
 import json
 from pathlib import PurePath
@@ -17,7 +17,7 @@ FILE = tensor_files.file_name(DATA, 0, 1)
 
 
 def shard_of(place: Place) -> Shard:
-    """Return what is saved of a dataset that is at ``place``.
+    """Return the position of a dataset as a shard of a checkpoint.
 
     Raises:
         ConfigError: its ``state_dict`` holds what cannot be saved.
@@ -34,7 +34,7 @@ def shard_of(place: Place) -> Shard:
 
 
 def read(path: PurePath) -> Place | None:
-    """Return where the dataset was at a checkpoint; None: that holds no such place.
+    """Return the dataset's position at a checkpoint, or None if it has none.
 
     Raises:
         CheckpointError: it cannot be read.

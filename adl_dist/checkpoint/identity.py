@@ -1,4 +1,4 @@
-"""Identify a run that continues: its sizes, its cut and the objects of its script.
+"""Identity of a run that continues: its sizes, its cut and its objects.
 
 A script has no settings that could be compared, only objects. Of these a plain description is kept: classes and
 functions by their names, and their plain attributes.
@@ -24,7 +24,7 @@ MOST_SHOWN = 16  # modules of a loss whose parts are described, too
 
 
 def described(thing: object) -> Any:
-    """Return plain values by which a loss function, or what makes a schedule, is recognised."""
+    """Return plain values that identify a loss function or schedule factory."""
     if isinstance(thing, partial):
         arguments = {"arguments": described(thing.args)} if thing.args else {}
         return {
@@ -54,7 +54,7 @@ def described(thing: object) -> Any:
 
 
 def described_optimizer(optimizer: Optimizer) -> dict[str, list[Any]]:
-    """Return the class and, by key, the values of all groups of a new optimizer."""
+    """Return the class and group values of a new optimizer, by key."""
     named: dict[str, list[Any]] = {"name": [class_name(type(optimizer))]}
     for group in optimizer.param_groups:
         for key, value in group.items():
@@ -64,7 +64,7 @@ def described_optimizer(optimizer: Optimizer) -> dict[str, list[Any]]:
 
 
 def merged(descriptions: Iterable[Mapping[str, list[Any]]]) -> dict[str, Any]:
-    """Return the values in the optimizers or schedules of all stages, by key: one, or a list; the same for any cut."""
+    """Merge the values of all stages by key: one, or a list if they differ."""
     found: dict[str, dict[str, Any]] = {}
     for description in descriptions:
         for key, values in description.items():
@@ -93,7 +93,7 @@ def _is_plain(value: object) -> bool:
 
 
 def class_name(thing: Any) -> str:
-    """Return the qualified name of a class or function, the same however the script is started."""
+    """Return the qualified name of a class or function."""
     name = getattr(thing, "__qualname__", None) or type(thing).__qualname__
     if name.endswith("<lambda>"):
         return "<lambda>"
@@ -116,13 +116,13 @@ def _shortened(values: Any) -> Any:
 
 
 def optimizer_name(made: Mapping[str, Any]) -> str:
-    """Return the class of the optimizers in the :func:`merged` settings of all stages; empty if there are none."""
+    """Return the optimizer class in :func:`merged` settings, or empty text."""
     names = (made["optimizer"] or {}).get("name", [])
     return ", ".join(name.rpartition(".")[2] for name in ([names] if isinstance(names, str) else names))
 
 
 def identity_of(plan: Plan, optimizer: str) -> dict[str, Any]:
-    """Return what must be the same where a run continues; only ``total_updates`` may change."""
+    """Return the values that must be the same when a run continues."""
     names = "num_samples", "micro_batch_size", "accumulation_steps", "total_updates"
     return {**{name: getattr(plan, name) for name in names}, "optimizer": optimizer}
 
@@ -130,7 +130,7 @@ def identity_of(plan: Plan, optimizer: str) -> dict[str, Any]:
 def check_identity(
     path: PurePath, theirs: Mapping[str, Any], mine: Mapping[str, Any], *, schedule_follows: bool
 ) -> str | None:
-    """Raise CheckpointError if the checkpoint is of another run; return a note for the user, if any.
+    """Raise CheckpointError if the runs differ; return a note, if any.
 
     ``schedule_follows``: whether the learning rate schedule depends on the length of the run.
     """
@@ -147,7 +147,7 @@ def check_identity(
 
 
 def partition_change_note(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str | None:
-    """Return a note for the user of a run that continues with another cut; None: the cut is the same."""
+    """Return a note on a changed cut, or None if the cut is the same."""
     differing = [name for name in mine if name in theirs and theirs[name] != mine[name]]
     if not differing:
         return None

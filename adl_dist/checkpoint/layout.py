@@ -1,4 +1,4 @@
-"""The files of a checkpoint: complete or not there, and verified by content before a run continues from them.
+"""The files of a checkpoint: complete or absent, and verified by content.
 
 checkpoints/update-00000042/     complete as soon as it has a manifest, see :mod:`.storage`
     manifest.json                position, metrics, size and SHA-256 of every file, and a SHA-256 of itself
@@ -55,7 +55,7 @@ def is_complete(path: PurePath) -> bool:
 
 
 def begin(path: PurePath, token: str) -> bool:
-    """Begin a save into ``path``; return False, and change nothing, if a whole checkpoint is there already.
+    """Begin a save; return False if ``path`` is a complete checkpoint already.
 
     Raises:
         OSError: What is there cannot be read, and stays; or the save cannot begin.
@@ -88,13 +88,13 @@ def has_begun(path: PurePath, token: str) -> bool:
 
 
 def undo(path: PurePath, token: str) -> None:
-    """Remove what the save with ``token`` has left in ``path``, but no checkpoint, and nothing of another save."""
+    """Remove an incomplete checkpoint of the save with ``token``."""
     if has_begun(path, token) and not is_complete(path):
         storage_of(path).delete(path)
 
 
 def wrong_size(path: PurePath, files: Mapping[str, Digest]) -> str | None:
-    """Return what is wrong with the first of ``files`` in ``path`` that has another size, or None."""
+    """Describe the first of ``files`` in ``path`` with a wrong size, or None."""
     for name, digest in files.items():
         size: object
         try:
@@ -107,7 +107,7 @@ def wrong_size(path: PurePath, files: Mapping[str, Digest]) -> str | None:
 
 
 def commit(path: PurePath, manifest: Mapping[str, Any], files: Mapping[str, Digest]) -> PurePath:
-    """Complete the checkpoint ``path`` by its manifest, which names the ``files`` that were written before."""
+    """Complete the checkpoint ``path`` by the manifest of its ``files``."""
     text = {"format": FORMAT, **manifest, "files": dict(files)}
     content = json.dumps({**text, "sha256": _checksum(text)}, indent=1).encode()
     storage_of(path).write(path / MANIFEST, content)
@@ -117,7 +117,7 @@ def commit(path: PurePath, manifest: Mapping[str, Any], files: Mapping[str, Dige
 
 
 def complete(folder: PurePath) -> list[PurePath]:
-    """Return all complete checkpoints in a ``checkpoints`` folder, oldest first."""
+    """Return the complete checkpoints of a folder, oldest first."""
     return [path for path in _update_folders(folder) if is_complete(path)]
 
 
@@ -127,13 +127,13 @@ def _update_folders(folder: PurePath) -> list[PurePath]:
 
 
 def remove(path: PurePath) -> None:
-    """Remove a checkpoint, its manifest first, so that no reader takes a part of it for the whole."""
+    """Remove a checkpoint, its manifest first, so that no reader trusts it."""
     storage_of(path).delete(path / MANIFEST)
     storage_of(path).delete(path)
 
 
 def prune(folder: PurePath, *, keep: int, keep_best: bool) -> None:
-    """Remove all complete checkpoints except the newest ``keep`` and, with ``keep_best``, the best one."""
+    """Remove complete checkpoints, but not the newest ``keep`` and the best."""
     saved = complete(folder)
     best = best_of(saved) if keep_best else None
     for path in saved[:-keep]:
@@ -142,7 +142,7 @@ def prune(folder: PurePath, *, keep: int, keep_best: bool) -> None:
 
 
 def best_of(saved: Sequence[PurePath]) -> PurePath | None:
-    """Return the best checkpoint, by what the newest one says its run is after; the newest of equals."""
+    """Return the best checkpoint by the newest one's goal, the newest of ties."""
     manifests = {}
     for path in saved:
         with suppress(CheckpointError, OSError):  # damaged, or removed meanwhile
@@ -154,7 +154,7 @@ def best_of(saved: Sequence[PurePath]) -> PurePath | None:
 
 
 def reject(path: PurePath) -> PurePath:
-    """Move a checkpoint to a name that no run resumes from, and return its new place; CheckpointError if that fails."""
+    """Move a checkpoint to a name that no run resumes from; return its path."""
     aside = path.with_name(f"rejected-{path.name}")
     try:
         storage_of(path).delete(aside)
@@ -166,7 +166,7 @@ def reject(path: PurePath) -> PurePath:
 
 
 def clean(folder: PurePath) -> None:
-    """Remove what interrupted saves have left behind."""
+    """Remove the remains of interrupted saves."""
     storage = storage_of(folder)
     old = [folder / name for name in storage.names(folder) if name.startswith(UNFINISHED)]
     for path in (*old, *(path for path in _update_folders(folder) if not is_complete(path))):
@@ -175,7 +175,7 @@ def clean(folder: PurePath) -> None:
 
 
 def read_manifest(path: PurePath) -> dict[str, Any]:
-    """Read a checkpoint's manifest and compare it with itself and with the sizes of the files.
+    """Read and check the manifest of a checkpoint, and the sizes of its files.
 
     Raises:
         UnusableError: the checkpoint is damaged.
@@ -219,7 +219,7 @@ def read_manifest(path: PurePath) -> dict[str, Any]:
 
 
 def verify(path: PurePath) -> dict[str, Any]:
-    """Read all of a checkpoint, compare it with its checksums, and return the manifest; see `read_manifest`."""
+    """Verify all checksums of a checkpoint, and return its manifest."""
     manifest = read_manifest(path)
     for name, digest in manifest["files"].items():
         checksum = hashlib.sha256()
@@ -236,9 +236,10 @@ def verify(path: PurePath) -> dict[str, Any]:
 def first_usable(
     candidates: Sequence[PurePath], check: Callable[[PurePath], dict[str, Any]]
 ) -> tuple[PurePath, dict[str, Any], list[tuple[PurePath, UnusableError]]]:
-    """Return the first of ``candidates`` (at least one) that ``check`` accepts, its manifest, and those before it.
+    """Return the first usable candidate, its manifest, and those rejected.
 
-    Raise CheckpointError where none is usable or one has another format. Nothing is changed.
+    There must be at least one candidate; ``check`` accepts it or raises UnusableError. Raise CheckpointError where none
+    is usable or one has another format. Nothing is changed.
     """
     rejected: list[tuple[PurePath, UnusableError]] = []
     for path in candidates:
@@ -256,7 +257,7 @@ def first_usable(
 
 
 def damaged(path: PurePath, reason: str) -> UnusableError:
-    """Return the error that says why the checkpoint ``path`` cannot be used, and what to do."""
+    """Return the error of a damaged checkpoint, with a reason and a way out."""
     way_out = "start again with another run_dir"
     if others := [other for other in complete(path.parent) if other != path]:
         way_out = (

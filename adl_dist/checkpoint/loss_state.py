@@ -1,4 +1,4 @@
-"""The state of a loss in a checkpoint: its ``state_dict()``, saved with the last stage and restored in any cut."""
+"""The ``state_dict()`` of a loss, saved with the last stage for any cut."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from adl_dist.errors import ConfigError
 
 
 def shard_of(loss_fn: Any) -> Shard:
-    """Return the state of ``loss_fn``; nothing if it has no ``state_dict`` and ``load_state_dict``.
+    """Return the state of ``loss_fn``, empty if it cannot save and restore it.
 
     Raises:
         ConfigError: If a part of the state cannot be saved.

@@ -1,7 +1,8 @@
-"""Values as an optimizer keeps them - tensors, numbers, text, and any nesting of these - as tensors and JSON, and back.
+"""Nested values of an optimizer as tensors and JSON, and back.
 
-What comes back is equal to the bit and of the same type: a Python int stays one, a tuple stays a tuple, a tensor has
-its dtype, and its strides, because a product of matrices may be rounded otherwise with others.
+The values are tensors, numbers, text, and any nesting of these. What comes back is equal to the bit and of the same
+type: a Python int stays one, a tuple stays a tuple, a tensor has its dtype, and its strides, because a product of
+matrices may be rounded otherwise with others.
 """
 
 import json
@@ -22,21 +23,21 @@ ENTRY = "entry:"  # begins the names of packed entries; no name of a module has 
 
 
 class Unstorable(Exception):
-    """No checkpoint can hold a value; the text says which one, and why."""
+    """A value that no checkpoint can hold, with its name and the reason."""
 
 
 class Packer:
-    """Turns values into JSON, and collects their tensors by name."""
+    """A converter of values to JSON that collects their tensors by name."""
 
     def __init__(self, own: Mapping[str, Tensor], device: torch.device) -> None:
-        """Begin with the tensors that the values may not share memory with, by name; they are on ``device``."""
+        """Begin with the ``own`` tensors, with which values may not share memory."""
         self.tensors: dict[str, Tensor] = {}
         self._device = device
         self._names = {id(tensor): name for name, tensor in own.items()}
         self._at = {tensor.data_ptr(): name for name, tensor in own.items()}
 
     def packed(self, name: str, value: Any) -> Any:
-        """Return the JSON of ``value``, in which a tensor is the name by which it is in ``tensors``.
+        """Return the JSON of ``value``, in which tensors are names in ``tensors``.
 
         Raises:
             Unstorable: it is or holds what cannot be restored.
@@ -91,7 +92,7 @@ def unpacked(
     steps_on_cpu: bool,
     own: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Any:
-    """Return the value that became ``packed``, with its tensors on ``device`` or the CPU, as they were.
+    """Restore a packed value, with its tensors on ``device`` or the CPU.
 
     ``own`` are the tensors that it does not hold but may have for keys, by the names that they were packed with.
     Where it was saved on the CPU, all are on ``device``, except what is called ``step`` if ``steps_on_cpu``.
@@ -129,12 +130,12 @@ def tensor_names(packed: Any) -> Iterable[str]:
 
 
 def is_extra_state(name: str) -> bool:
-    """Return whether ``name`` is the entry of a ``state_dict()`` that a module's ``get_extra_state`` has made."""
+    """Return whether ``name`` is an entry made by ``get_extra_state``."""
     return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
 
 
 def packed_state(state: Mapping[str, Any]) -> Shard:
-    """Return the file content for a ``state_dict()``: its tensors by name, and all other entries as JSON.
+    """Return a ``state_dict()`` as tensors by name, and other entries as JSON.
 
     Raises:
         Unstorable: If an entry cannot be saved.
@@ -153,7 +154,7 @@ def packed_state(state: Mapping[str, Any]) -> Shard:
 
 
 def unpacked_state(tensors: Mapping[str, Stored], texts: Mapping[str, str]) -> dict[str, Any]:
-    """Read the ``state_dict()`` that :func:`packed_state` has packed; its tensors are on the CPU."""
+    """Read the ``state_dict()`` of :func:`packed_state`, on the CPU."""
     read = dict(tensor_files.read(tensors))
     others = {name: json.loads(text) for name, text in texts.items() if name.startswith(ENTRY)}
     values = {

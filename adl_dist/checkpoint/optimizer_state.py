@@ -1,4 +1,4 @@
-"""The memory of the stages' optimizers in a checkpoint: what their ``state_dict()`` returns.
+"""The state of the stages' optimizers in a checkpoint.
 
 Of each parameter, in any cut under its name: all that the optimizer remembers of it, and that ``method.mitigation``
 does. Of each stage: values of ``param_groups`` that have changed since the optimizer was made, ``state`` under a name,
@@ -47,7 +47,7 @@ class FreshOptimizer:
 
     @classmethod
     def of(cls, learner: Learner, scheduled: Collection[str] = ()) -> "FreshOptimizer":
-        """Look at the optimizer of ``learner``, which has made no step and has its schedule."""
+        """Record the optimizer of ``learner`` with its schedule, before any step."""
         assert learner.optimizer is not None
         names: dict[int, list[str]] = {}
         # The cut decides under which of its names the state of a parameter was saved.
@@ -83,7 +83,7 @@ class FreshOptimizer:
 
 
 def shard_of(learner: Learner, fresh: FreshOptimizer | None) -> Shard:
-    """Return all that the optimizer of ``learner`` remembers; ``fresh``: as it was, None: it has none.
+    """Return the optimizer state of ``learner``, empty if ``fresh`` is None.
 
     Raises:
         ConfigError: a part of it cannot be saved.
@@ -121,10 +121,10 @@ def restore(
     tensors: Mapping[str, Stored],
     metadata: Mapping[str, str],
 ) -> None:
-    """Give the optimizer of ``learner`` what was saved ``where`` for its parameters, in any cut, and for the stage.
+    """Restore the saved optimizer state of ``learner``, for any cut.
 
-    ``load_state_dict`` reads only entries of its own: it turns ints into tensors and casts tensors to the dtype of
-    their parameter.
+    ``where`` names the checkpoint in errors. ``load_state_dict`` reads only entries of its own: it turns ints into
+    tensors and casts tensors to the dtype of their parameter.
 
     Raises:
         CheckpointError: values of a stage were saved, and no stage had the parameters that this one has.
@@ -165,7 +165,7 @@ def restore(
 
 
 def dropped_values(metadata: Mapping[str, str]) -> list[str]:
-    """Return the names of values that version 0.3.8 saved and this one ignores: attributes, and what hooks kept."""
+    """Return the names of values of version 0.3.8 that are ignored now."""
     return [name for one in _saved_values(metadata) for name, _ in one["values"]["dict"] if not _is_state(name)]
 
 
@@ -193,7 +193,7 @@ def _copied(value: Any) -> Any:
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Return whether two nested values are equal; objects other than tensors and plain values only if identical."""
+    """Return whether nested values are equal, or identical if they are opaque."""
     (ones, kind), (others, other_kind) = tree_flatten(one), tree_flatten(other)
     return kind == other_kind and all(map(_are_equal_leaves, ones, others))
 
@@ -212,7 +212,7 @@ def _unstorable(learner: Learner, said: str) -> ConfigError:
 
 
 def _values_for(where: str, groups: list[list[str]], metadata: Mapping[str, str]) -> Any:
-    """Return the packed values of the stage that had the parameters named in ``groups``."""
+    """Return the packed values of the stage with the parameters in ``groups``."""
     saved = _saved_values(metadata)
     for one in saved:
         one["values"]["dict"] = [pair for pair in one["values"]["dict"] if _is_state(pair[0])]
@@ -231,7 +231,7 @@ def _values_for(where: str, groups: list[list[str]], metadata: Mapping[str, str]
 
 
 def _steps_on_cpu(optimizer: Optimizer) -> bool:
-    """Whether torch's optimizers keep the counter ``step`` on the CPU."""
+    """Return whether optimizers keep the counter ``step`` on the CPU."""
     return not any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
 
 

@@ -37,7 +37,7 @@ class Ownership:
     """
 
     def __init__(self, folder: PurePath, launch: str | None = None) -> None:
-        """Look at ``folder``; ``launch`` is the id that this process shares with its own restarts, if any."""
+        """Prepare the ownership of ``folder``; restarts share the ``launch`` id."""
         pid = os.getpid()
         self._folder = folder
         self._me: dict[str, Any] = {
@@ -63,7 +63,7 @@ class Ownership:
         return any(self._is_alive(file, by_own_launch, waits) for file in self._files())
 
     def take(self) -> bool:
-        """Own the folder from now on, and return True; False if it is held. OSError if the storage fails."""
+        """Take the folder and return True, or False if another process holds it."""
         dead = self._files()
         if any(self._is_alive(file) for file in dead):
             return False
@@ -90,7 +90,10 @@ class Ownership:
         return True
 
     def check(self) -> None:
-        """Raise TakenOverError if another process owns the folder now, OSError if that cannot be found out."""
+        """Raise TakenOverError if another process owns the folder now.
+
+        Raise OSError if that cannot be found out.
+        """
         assert self._file is not None
         if self.lost is None:
             self._look(self._file)
@@ -130,7 +133,7 @@ class Ownership:
         return waits and _dead.get(file) != text and self._changes(file, text)
 
     def _changes(self, file: PurePath, text: bytes) -> bool:
-        """Return whether an owner file changes within the lease; its end is no sign of life."""
+        """Return whether an owner file changes, not just vanishes, in the lease."""
         if text and launched_rank() == 0:
             who = f"{_name_of(_owner_in(text))}, which owns {self._folder},"
             say(f"waiting up to {LEASE_SECONDS:g} s to see whether {who} still runs ...")
@@ -160,7 +163,7 @@ class Ownership:
                 storage_of(mine).write(mine, self._text(beat))
 
     def _look(self, mine: PurePath) -> None:
-        """Find out whether another process has taken over; OSError if the file of this one is gone without that."""
+        """Find out whether another process has taken the folder over."""
         files = self._files()
         for file in files:
             if file != mine and (file.name > mine.name or mine not in files):
@@ -181,7 +184,7 @@ class Ownership:
 
 
 def _owner_in(text: bytes) -> dict[str, Any]:
-    """Return what an owner file says, or nothing if it cannot be read."""
+    """Return the content of an owner file, empty if it cannot be read."""
     with contextlib.suppress(ValueError):
         owner = json.loads(text)
         if isinstance(owner, dict) and {"machine", "pid", "started"} <= owner.keys():

@@ -1,4 +1,4 @@
-"""Choose the times of saving and the checkpoints that stay. No torch."""
+"""The times of saving and the checkpoints that stay. No torch."""
 
 from dataclasses import InitVar, dataclass
 

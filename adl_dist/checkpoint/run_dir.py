@@ -1,4 +1,4 @@
-"""The one folder that a run leaves behind, which run it belongs to, and what may differ where that continues.
+"""The folder of a run: its files, its identity, and its restarts.
 
 A launch is one user command including every restart of it. A launcher restarts ranks with the arguments of the first
 attempt: with ``resume=never`` or ``resume=PATH`` among them each restart would be refused, or go back. So the launch
@@ -82,9 +82,10 @@ OF_SCHEDULE = "lr_schedule.made_by.", "lr_schedule.name"
 
 
 class RunFolder:
-    """A run's folder: config.yaml, metrics.jsonl, summary.json, tensorboard/, logs/, checkpoints/, trace.json.
+    """The folder of a run, with its records, logs and checkpoints.
 
-    Only rank 0 writes here, except ``logs/rank{r}.log``, ``trace/rank{r}.jsonl``, the checkpoint's own files, and
+    It holds config.yaml, metrics.jsonl, summary.json, tensorboard/, logs/, checkpoints/ and trace.json. Only rank 0
+    writes here, except ``logs/rank{r}.log``, ``trace/rank{r}.jsonl``, the checkpoint's own files, and
     ``diverged.json``, which the rank that has diverged writes.
 
     Checkpoints are written into the storage of the run folder. All other files are small, and some are appended to.
@@ -108,10 +109,11 @@ class RunFolder:
         self._ownership = Ownership(self.place, _launch_id())
 
     def check(self, config: Mapping[str, Any], *, resume: str, later: Collection[str] = (), waits: bool = True) -> str:
-        """Refuse a folder that this run must not write to. Changes nothing, so every rank may call it.
+        """Refuse a folder that this run must not write to.
 
-        Settings under ``later`` are not known yet, and compared by :meth:`recognise` when they are. With
-        ``waits=False`` an owner on another machine is left to the check of the process that trains.
+        Nothing is changed, so every rank may call it. Settings under ``later`` are not known yet, and compared by
+        :meth:`recognise` when they are. With ``waits=False`` an owner on another machine is left to the check of the
+        process that trains.
 
         Return ``resume`` (``auto``, ``never`` or the path of a checkpoint), or ``auto`` if this launch has saved here
         before, since then this is a restart.
@@ -152,13 +154,14 @@ class RunFolder:
         return resume
 
     def is_resumed(self, resume: str) -> bool:
-        """Whether a run that ``resume`` was checked for here takes its weights from a checkpoint."""
+        """Return whether a run with the checked ``resume`` loads a checkpoint."""
         return resume not in ("auto", "never") or bool(layout.complete(self.checkpoints))
 
     def begins(self, resume: str, num_stages: int) -> list[str]:
-        """Return the names of the units where stages 1.. begin in the checkpoint that the run continues from.
+        """Return the names of the first units of stages 1.. in the checkpoint.
 
-        The list is empty if that had another number of stages, or a version that does not name units.
+        The checkpoint is the one that the run continues from. The list is empty if that had another number of stages,
+        or a version that does not name units.
         """
         if resume not in ("auto", "never"):
             manifest = layout.read_manifest(place_of(resume))
@@ -181,7 +184,7 @@ class RunFolder:
         raise ConfigError(f"run_dir={self.place} cannot be made: {reason}; choose another run_dir")
 
     def _check_free(self, *, waits: bool) -> None:
-        """Raise ConfigError if another process trains here: at once, before this one writes to the logs of that run."""
+        """Raise ConfigError at once if another process trains in this folder."""
         # Another rank may still be at the end of this trainer's last run.
         until = time.monotonic() + (0 if launched_rank() == 0 else 2)
         try:
@@ -199,7 +202,7 @@ class RunFolder:
         )
 
     def open(self, *, resume: str) -> list[PurePath]:
-        """Make the folder, keep others out or raise ConfigError; return the checkpoints to resume from, best first."""
+        """Take the folder; return the checkpoints to resume from, best first."""
         make_folder(self.path)
         try:
             if not self._ownership.take():
@@ -211,7 +214,7 @@ class RunFolder:
         return layout.complete(self.checkpoints)[::-1] if resume in ("auto", "never") else [place_of(resume)]
 
     def claim(self, config: Mapping[str, Any]) -> None:
-        """Write down which run the folder belongs to, and which launch continues it; ConfigError if that fails."""
+        """Record the run of the folder, and the launch that continues it."""
         try:
             if (launch := _launch_id()) is None:
                 (self.path / LAUNCH).unlink(missing_ok=True)
@@ -242,16 +245,16 @@ class RunFolder:
             shutil.rmtree(self.path, ignore_errors=True)
 
     def check_owner(self) -> None:
-        """Raise TakenOverError if another process owns the folder now, OSError if that cannot be found out."""
+        """Raise TakenOverError if another process owns the folder now."""
         self._ownership.check()
 
     def check_not_lost(self) -> None:
-        """Raise TakenOverError if this process knows that another one owns the folder now; reads nothing."""
+        """Raise TakenOverError if this process has lost the folder; read nothing."""
         if self._ownership.lost is not None:
             raise self._ownership.lost
 
     def push(self) -> None:
-        """Copy what has changed in the working folder, if there is one, to the storage."""
+        """Copy changed files of the working folder, if any, to the storage."""
         for file in self.path.rglob("[!.]*") if self._has_copy else ():
             name, known = file.relative_to(self.path), _version(file)
             if known is not None and name.parts[0] != CHECKPOINTS and self._copied.get(name) != known:
@@ -260,19 +263,19 @@ class RunFolder:
                 self._copied[name] = known
 
     def pull(self) -> None:
-        """Copy files that are in the storage only to the working folder, if there is one, but no tensors."""
+        """Copy missing small files from the storage to the working folder, if any."""
         if self._has_copy:
             self._copied |= {name: _version(self.path / name) for name in copy_small_files(self.place, self.path)}
 
     @property
     def summarised_updates(self) -> int | None:
-        """The number of updates after which the run of summary.json ended; None: none can be read."""
+        """The number of updates in ``summary.json``, or None if it has none."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             return int(json.loads((self.path / SUMMARY).read_text())["updates"])
         return None
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write ``summary.json``, whole or not at all; a disk that fails now must not make the run a failed one."""
+        """Write ``summary.json`` atomically; only warn if that fails."""
         try:
             with write_atomically(self.path / SUMMARY) as unfinished:
                 unfinished.write_text(json.dumps(summary, indent=1) + "\n")
@@ -280,13 +283,13 @@ class RunFolder:
             warn(f"{self.path / SUMMARY} could not be written: {error.strerror}; the run itself is complete and saved")
 
     def write_divergence(self, error: DivergedError) -> None:
-        """Write ``diverged.json``, which ``adl-dist compare`` reads, on the rank that found the divergence."""
+        """Write ``diverged.json`` for ``adl-dist compare``, on the diverged rank."""
         with contextlib.suppress(OSError):
             text = json.dumps({"update": error.update, "epoch": error.epoch}) + "\n"
             storage_of(self.place).write(self.place / DIVERGED, text.encode())
 
     def recognise(self, config: Mapping[str, Any], *, without: Collection[str] = ()) -> None:
-        """Raise ConfigError if the folder is that of a run with other settings, not counting ``without``."""
+        """Raise ConfigError if settings of the run differ, except in ``without``."""
         if not self.is_claimed:
             return
         try:
@@ -314,7 +317,7 @@ class RunFolder:
 
 
 def _launch_id() -> str | None:
-    """Return an id shared by all attempts of one launch and no other; None: this process is never restarted."""
+    """Return an id of one launch and its restarts, or None if it has none."""
     if LAUNCH_ID in os.environ:
         return os.environ[LAUNCH_ID]
     # "none" is torchrun's --rdzv-id where none is given: the same in all commands
@@ -325,7 +328,7 @@ def _launch_id() -> str | None:
 
 
 class _LogFile(logging.FileHandler):
-    """A log that says once that it cannot be written, where logging itself would print a traceback for each line."""
+    """A log file that reports only its first failed write, in one line."""
 
     _failed = False
 
@@ -336,7 +339,7 @@ class _LogFile(logging.FileHandler):
 
 
 def log_to(path: Path | None) -> None:
-    """Send this process's log to the file ``path``, and no longer to that of an earlier run; None: to no file.
+    """Send this process's log only to ``path``, or to no file if it is None.
 
     Raises:
         ConfigError: its folder cannot be made, or its disk is full.
@@ -369,7 +372,7 @@ def log_to(path: Path | None) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make the folder ``path`` and the folders above it; raise ConfigError if that fails."""
+    """Make the folder ``path`` and its parents, or raise ConfigError."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -387,7 +390,7 @@ def _version(file: Path) -> object:
 
 
 def chosen_checkpoint(run_dir: str | os.PathLike[str], wanted: str | None) -> PurePath:
-    """Return the ``wanted`` checkpoint: ``best`` by validation; ``newest`` or None; a path, also of another run."""
+    """Return the ``wanted`` checkpoint: ``best``, ``newest``, None or a path."""
     folder = place_of(run_dir)
     if wanted == "best":
         if best := layout.best_of(layout.complete(folder / CHECKPOINTS)):

@@ -1,4 +1,4 @@
-"""The state of the stages as tensors of a checkpoint, under names that do not depend on the cut, and back.
+"""The state of the stages as tensors of a checkpoint, for any cut.
 
 model-*        the model's ``state_dict()``, by the uncut model's names
 loss-*         the ``state_dict()`` of the loss, if it has one: :mod:`.loss_state`
@@ -34,20 +34,20 @@ OLD_BUFFERS = "buffers"  # files of version 0.3.8, which are not read
 
 @dataclass(frozen=True)
 class FreshStage:
-    """The optimizers of a stage when the run began, before a checkpoint is read, and the loss on the last stage."""
+    """The optimizers of a stage, and its loss, before a checkpoint is read."""
 
     optimizers: Sequence[FreshOptimizer | None]  # of each of its learners
     loss_fn: LossFn | None = None
 
     @classmethod
     def of(cls, stage: Stage, scheduled: Collection[str] = (), loss_fn: LossFn | None = None) -> "FreshStage":
-        """Look at ``stage``; ``scheduled`` are the keys of ``param_groups`` that its learning rate schedule sets."""
+        """Record ``stage`` and the ``scheduled`` keys of its ``param_groups``."""
         optimizers = [FreshOptimizer.of(one, scheduled) if one.optimizer else None for one in stage.learners]
         return cls(optimizers, loss_fn if stage.is_last else None)
 
 
 def signature(model: nn.Module) -> Signature:
-    """Return names and shapes of the uncut model's tensors; raise ConfigError for what cannot be saved, or put back."""
+    """Return names and shapes of tensors; refuse those that cannot be saved."""
     if lazy := [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]:
         raise ConfigError(f"{lazy[0]} of the model has no shape yet; run the model on one batch before handing it over")
     state = model.state_dict(keep_vars=True)
@@ -58,9 +58,10 @@ def signature(model: nn.Module) -> Signature:
 
 
 def _check_is_its_memory(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Raise ConfigError unless to write to the entries of ``state`` is to write to the tensors of ``model``.
+    """Raise ConfigError if ``state`` does not share the memory of ``model``.
 
-    That is how weights are put back. A hook may return something else, or leave out what is trained.
+    Weights are restored by writing to the entries of ``state``. A hook may return something else, or
+    leave out a trained parameter.
     """
     registered = dict(model.named_parameters()) | dict(model.named_buffers())
     places = {*map(_place_of, registered.values())}
@@ -78,7 +79,7 @@ def _check_is_its_memory(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def _place_of(tensor: Tensor) -> Hashable:
-    """Return what a tensor has in common with one of the same elements in the same memory."""
+    """Return a key shared by tensors of the same elements in the same memory."""
     if not has_plain_memory(tensor):
         return memory_of(tensor)
     if tensor.is_contiguous():  # in whatever shape
@@ -87,14 +88,14 @@ def _place_of(tensor: Tensor) -> Hashable:
 
 
 def check_storable(stage: Stage, fresh: FreshStage) -> None:
-    """Raise ConfigError if the optimizer of ``stage``, its module, or the loss holds by now what cannot be saved."""
+    """Raise ConfigError if the optimizer, module or loss cannot be saved."""
     _of_optimizers(stage, fresh)
     _shard_of_model(stage.module.state_dict())
     loss_state.shard_of(fresh.loss_fn)
 
 
 def state_of(stages: Iterable[Stage], num_stages: int, fresh: Mapping[int, FreshStage]) -> dict[str, Shard]:
-    """Return what is to be saved of the stages, by name of the file; ``fresh`` is what each of them was.
+    """Return the state of the stages to save, by file name.
 
     Raises:
         ConfigError: a part of it cannot be saved.
@@ -118,7 +119,7 @@ def state_of(stages: Iterable[Stage], num_stages: int, fresh: Mapping[int, Fresh
 
 
 def load(path: PurePath, stages: Sequence[Stage], fresh: Mapping[int, FreshStage]) -> None:
-    """Read the state of this process's stages, whatever cut wrote it; CheckpointError if something does not fit."""
+    """Restore the stages of this process from a checkpoint of any cut."""
     manifest = layout.read_manifest(path)
     files = manifest["files"]
     model, extra = tensor_files.scan(path, MODEL, files)
@@ -144,9 +145,9 @@ def load(path: PurePath, stages: Sequence[Stage], fresh: Mapping[int, FreshStage
 
 
 def load_weights(path: PurePath, module: nn.Module, *, ema: bool = False) -> None:
-    """Read parameters and buffers of a model or a part of it from a checkpoint; CheckpointError if that fails.
+    """Load parameters and buffers of a model or a part from a checkpoint.
 
-    With ``ema`` the trained parameters are their moving averages.
+    Raise CheckpointError if that fails. With ``ema`` the trained parameters are their moving averages.
     """
     files = layout.read_manifest(path)["files"]
     with _explained(path):
@@ -155,7 +156,7 @@ def load_weights(path: PurePath, module: nn.Module, *, ema: bool = False) -> Non
 
 
 def dropped_note(path: PurePath, manifest: Mapping[str, Any]) -> str | None:
-    """Return a note on the entries of a checkpoint of version 0.3.8 that are not read, or None if there are none."""
+    """Return a note on ignored entries of version 0.3.8, or None."""
     tensors, texts = tensor_files.scan(path, OLD_BUFFERS, manifest["files"])
     names = [name.removeprefix("attribute:") for name in (*tensors, *texts) if name != "format"]
     held = ["state of the loss" if name.startswith("loss:") else name for name in names]
@@ -171,7 +172,7 @@ def dropped_note(path: PurePath, manifest: Mapping[str, Any]) -> str | None:
 
 
 def averaged(path: PurePath, tensors: Mapping[str, Stored], module: nn.Module) -> dict[str, Stored]:
-    """Return ``tensors`` of the checkpoint at ``path`` with the moving averages of those of ``module`` in their places.
+    """Replace ``tensors`` by the moving averages of those of ``module``.
 
     Raises:
         CheckpointError: it holds none.
@@ -194,7 +195,7 @@ def averaged(path: PurePath, tensors: Mapping[str, Stored], module: nn.Module) -
 
 
 def verify(path: PurePath, expected: Signature) -> dict[str, Any]:
-    """Compare a checkpoint with its checksums and the model; return its manifest, or raise UnusableError."""
+    """Verify checksums and signature of a checkpoint; return its manifest."""
     manifest = layout.verify(path)
     tensors = tensor_files.scan(path, MODEL, manifest["files"])[0]
     saved = {name: stored.shape for name, stored in tensors.items() if not name.startswith(nested.ENTRY)}
@@ -209,7 +210,7 @@ def verify(path: PurePath, expected: Signature) -> dict[str, Any]:
 
 
 def _of_optimizers(stage: Stage, fresh: FreshStage) -> Shard:
-    """Return what the optimizers of a stage remember; their names differ by the prefix of the head's."""
+    """Return the optimizer state of a stage and its head."""
     pairs = zip(stage.learners, fresh.optimizers, strict=True)
     shards = [optimizer_state.shard_of(*pair) for pair in pairs if not _is_kept_elsewhere(pair[0])]
     tensors = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
@@ -217,7 +218,7 @@ def _of_optimizers(stage: Stage, fresh: FreshStage) -> Shard:
 
 
 def _is_kept_elsewhere(learner: Learner) -> bool:
-    """Return whether ``learner`` has a copy of weights that another stage has, too, and which that one saves."""
+    """Return whether ``learner`` has a tied copy that another stage saves."""
     return isinstance(learner, TiedWeights) and not learner.is_first
 
 
@@ -229,7 +230,7 @@ def _shard_of_model(state: Mapping[str, Any]) -> Shard:
 
 
 def _fill(module: nn.Module, stored: Mapping[str, Stored], texts: Mapping[str, str]) -> None:
-    """Read the ``state_dict()`` of ``module``: tensors in place, extra state by its modules' ``set_extra_state``."""
+    """Restore the ``state_dict()`` of ``module``, with its extra state."""
     state = module.state_dict()
     _fill_tensors({name: value for name, value in state.items() if not is_extra_state(name)}, stored)
     if names := [name for name in state if is_extra_state(name)]:
@@ -249,7 +250,7 @@ def _fill_tensors(tensors: Mapping[str, Tensor], stored: Mapping[str, Stored]) -
 
 @contextmanager
 def _explained(path: PurePath) -> Iterator[None]:
-    """Turn whatever goes wrong while tensors are restored into one readable error."""
+    """Turn any error while tensors are restored into one readable error."""
     try:
         yield
     except CheckpointError:
@@ -264,7 +265,7 @@ def _explained(path: PurePath) -> Iterator[None]:
 def _check_heads(
     path: PurePath, stages: Sequence[Stage], heads: Mapping[str, Stored], places: Mapping[str, str]
 ) -> None:
-    """Refuse heads of another kind, and those that stood elsewhere, which may well have the same shapes."""
+    """Refuse heads of another kind or place, even if the shapes are the same."""
     shapes = {name: list(tensor.shape) for stage in stages for name, tensor in _head_tensors(stage).items()}
     misfits = [f"{n} does not fit" for n, shape in shapes.items() if n not in heads or heads[n].shape != shape]
     for stage in (stage for stage in stages if stage.head is not None):
@@ -284,5 +285,5 @@ def _head_tensors(stage: Stage) -> dict[str, Tensor]:
 
 
 def _end_of(stage: Stage) -> str:
-    """Return the unit of the uncut model behind which the head of ``stage`` stands."""
+    """Return the unit of the uncut model that the head of ``stage`` follows."""
     return str(stage.module.units[-1])  # type: ignore[index]

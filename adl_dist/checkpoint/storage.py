@@ -1,4 +1,4 @@
-"""Storages of run folders: local folders, and whatever fsspec knows by a URL. No torch.
+"""Storages of run folders: local folders and URLs of fsspec. No torch.
 
 A place is a pure path, so that only this file can look at it: a ``Path`` is local, a :class:`Url` is not. A new kind of
 storage is one class here with the methods of :class:`Storage`.
@@ -41,15 +41,16 @@ PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}  # that 
 
 
 class Progress:
-    """The number of pieces that this process has written and read, so that the watchdog sees a slow disk move.
+    """The number of pieces that this process has written and read.
 
-    ``create`` and reading count. ``write`` does not: a beat of :mod:`.ownership` is no progress of the run.
+    The watchdog sees by it that a slow disk still moves. ``create`` and reading count. ``write`` does not: a beat of
+    :mod:`.ownership` is no progress of the run.
     """
 
     num_pieces = 0
 
     def count(self) -> None:
-        """Add one, without a lock: what matters is that the number changes."""
+        """Add one without a lock, since only a change of the number matters."""
         self.num_pieces += 1
 
 
@@ -65,7 +66,7 @@ class Url(PurePosixPath):
 
 
 def place_of(place: str | os.PathLike[str]) -> PurePath:
-    """Return the place that a user names: a local path, or a URL; ``file://`` is local."""
+    """Return the user's local path or URL as a place; ``file://`` is local."""
     scheme, found, rest = os.fspath(place).partition("://")
     if isinstance(place, PurePath) or not found:
         return place if isinstance(place, PurePath) else Path(place)
@@ -73,10 +74,13 @@ def place_of(place: str | os.PathLike[str]) -> PurePath:
 
 
 class Storage(Protocol):
-    """The operations that checkpoints and run folders need; the module's docstring says what they must guarantee."""
+    """The operations of a storage; the module docstring has their guarantees."""
 
     def names(self, folder: PurePath) -> list[str]:
-        """Return the sorted names in ``folder``, those of folders with a slash at the end; none if it is missing."""
+        """Return the sorted names in ``folder``, empty if it is missing.
+
+        Names of folders end with a slash.
+        """
 
     def size(self, file: PurePath) -> int:
         """Return the number of bytes of ``file``."""
@@ -88,7 +92,10 @@ class Storage(Protocol):
         """Return the content of a small ``file``, as it was at one moment."""
 
     def create(self, file: PurePath, content: Iterable[Data]) -> None:
-        """Write a new ``file``; raise FileExistsError if there is one. A failure leaves none, or a part of it."""
+        """Write a new ``file``; raise FileExistsError if it exists.
+
+        A failure leaves no file, or a part of it.
+        """
 
     def write(self, file: PurePath, content: bytes) -> None:
         """Write or replace ``file``, whole or not at all."""
@@ -97,11 +104,14 @@ class Storage(Protocol):
         """Delete a file, or a folder with all that is in it, if it is there."""
 
     def move(self, folder: PurePath, target: PurePath) -> None:
-        """Move a folder to a name that is free. A failure deletes nothing. No other process may write there."""
+        """Move a folder to a free name.
+
+        A failure deletes nothing. No other process may write there.
+        """
 
 
 class LocalFolders:
-    """Folders of this machine, or of a file system that several machines share. What was written is on disk."""
+    """Local folders, also of a shared file system, with writes synced to disk."""
 
     def names(self, folder: PurePath) -> list[str]:
         """See :class:`Storage`."""
@@ -174,10 +184,10 @@ class LocalFolders:
 
 
 class Fsspec:
-    """A storage of fsspec. ``create`` is a conditional put, which S3 and Google Cloud Storage have."""
+    """A storage of fsspec; ``create`` is a conditional put, as S3 has it."""
 
     def __init__(self, scheme: str) -> None:
-        """Connect by environment variables and files of configuration, as the packages for ``scheme`` read them.
+        """Connect to ``scheme``, configured by environment variables and files.
 
         Raises:
             ConfigError: If fsspec does not know ``scheme``, or its packages are missing.
@@ -213,7 +223,7 @@ class Fsspec:
             return opened
 
     def read(self, file: PurePath) -> bytes:
-        """See :class:`Storage`. One request; ``open`` would fail if the file was replaced before its second one."""
+        """Read a file in one request, as it may be replaced between two."""
         with _os_errors():
             content: bytes = self._files.cat_file(str(file))
             return content
@@ -256,7 +266,7 @@ _by_url = lru_cache(Fsspec)
 
 
 def storage_of(place: PurePath) -> Storage:
-    """Return the storage that ``place`` is in; raise ConfigError if there is none for its kind of URL."""
+    """Return the storage of ``place``; raise ConfigError if it has none."""
     return _local if isinstance(place, Path) else _by_url(str(place).partition("://")[0])
 
 
@@ -281,7 +291,7 @@ def working_folder() -> Path:
 
 
 def copy_small_files(source: PurePath, target: Path) -> list[PurePath]:
-    """Copy the files below ``source`` that ``target`` lacks, but no tensors and no curves; return their names."""
+    """Copy missing small files, no tensors or curves; return their names."""
     copied = []
     for name in _small_files(source):
         if not (target / name).exists():
@@ -292,7 +302,7 @@ def copy_small_files(source: PurePath, target: Path) -> list[PurePath]:
 
 
 def local_run(run_dir: str) -> Path:
-    """Return the run folder at a local path, or a copy of the small files of one at a URL."""
+    """Return a local path to a run folder; copy small files from a URL."""
     place = place_of(run_dir)
     if isinstance(place, Path):
         return place

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint as safetensors files, and the index by which other programs find them.
+"""The tensors of a checkpoint as safetensors files with an index.
 
 A file holds the tensors of one stage and of one kind, as the format of safetensors prescribes: 8 bytes with the length
 of a JSON header, the header, the tensors. Files are read and written here, not by the library: its readers need a local
@@ -61,7 +61,7 @@ def file_name(kind: str, stage: int, num_stages: int) -> str:
 
 
 def why_unstorable(tensor: object) -> str | None:
-    """Return why no safetensors file can hold ``tensor``; None: one can."""
+    """Return the reason why safetensors cannot hold ``tensor``, or None."""
     if not isinstance(tensor, Tensor):
         return f"it is a {type(tensor).__name__}, and safetensors files hold tensors only"
     if tensor.layout is not torch.strided:
@@ -72,12 +72,12 @@ def why_unstorable(tensor: object) -> str | None:
 
 
 def write(path: PurePath, shards: Mapping[str, Shard]) -> dict[str, Digest]:
-    """Create files of the unfinished checkpoint ``path``; return the digest of each, by name, or raise OSError."""
+    """Create files of the unfinished ``path``; return their digests by name."""
     return {name: create_hashed(path / name, _encoded(shard)) for name, shard in shards.items()}
 
 
 def write_index(path: PurePath, files: Iterable[str]) -> dict[str, Digest]:
-    """Write the index that tells other programs which of ``files`` holds which tensor; return its digest."""
+    """Write the index of ``files`` for other programs; return its digest."""
     tensors, _ = scan(path, MODEL, files)
     index = {
         "metadata": {"total_size": sum(stored.num_bytes for stored in tensors.values())},
@@ -87,9 +87,10 @@ def write_index(path: PurePath, files: Iterable[str]) -> dict[str, Digest]:
 
 
 def scan(path: PurePath, kind: str, files: Iterable[str]) -> tuple[dict[str, Stored], dict[str, str]]:
-    """Read the headers of all of ``files`` that are of one kind: where each tensor is, and all metadata.
+    """Read the headers of the ``files`` of one kind.
 
-    Raise UnusableError for a file that cannot be read; nothing is allocated for what its header promises.
+    Return the place of each tensor, and all metadata. Raise UnusableError for a file that cannot be read; nothing is
+    allocated for what its header promises.
     """
     tensors: dict[str, Stored] = {}
     metadata: dict[str, str] = {}
@@ -104,7 +105,7 @@ def scan(path: PurePath, kind: str, files: Iterable[str]) -> tuple[dict[str, Sto
 
 
 def header(file: PurePath) -> tuple[dict[str, Stored], dict[str, str]]:
-    """Read where each tensor of a file is, and its metadata; raise OSError, or ValueError for an invalid header."""
+    """Read a file's header, or raise OSError, or ValueError if it is invalid."""
     size = storage_of(file).size(file)
     with storage_of(file).open(file) as content:
         length = int.from_bytes(content.read(8), "little")
@@ -134,7 +135,7 @@ def _stored(file: PurePath, data: int, *, dtype: str, shape: list[int], data_off
 
 
 def read(tensors: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]:
-    """Read tensors, one after the other, into memory of their own; raise OSError if that fails."""
+    """Yield tensors, each read into new memory; raise OSError on failure."""
     for file in sorted({stored.file for stored in tensors.values()}):
         of_file = {name: stored for name, stored in tensors.items() if stored.file == file}
         with storage_of(file).open(file) as content:
@@ -152,7 +153,7 @@ def read(tensors: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]:
 
 
 def copy(path: PurePath, tensors: Mapping[str, Stored]) -> Digest:
-    """Write one file of ``tensors``, reading each when its turn has come, so that one at a time is in memory."""
+    """Write one file of ``tensors``, with one tensor at a time in memory."""
     described = {name: (stored.code, stored.shape, stored.num_bytes) for name, stored in tensors.items()}
     content = (tensor for name in _in_order(described) for _, tensor in read({name: tensors[name]}))
     return create_hashed(path, _laid_out(described, {}, content))
@@ -180,7 +181,7 @@ def _in_order(described: Mapping[str, Described]) -> list[str]:
 def _laid_out(
     described: Mapping[str, Described], metadata: Mapping[str, str], content: Iterable[Tensor]
 ) -> Iterator[Data]:
-    """Yield the bytes of a file of tensors, ``described`` by name, whose ``content`` comes in their order."""
+    """Yield the bytes of a file with ``content`` in the order of the file."""
     header: dict[str, object] = {"__metadata__": dict(sorted({"format": "pt", **metadata}.items()))}
     end = 0
     for name in _in_order(described):

@@ -1,7 +1,7 @@
-"""Weights in safetensors files, of any origin: found by their headers, and read one tensor at a time.
+"""Weights in safetensors files of any origin, read one tensor at a time.
 
-A file, a folder with an index of several (``model.safetensors.index.json``, as the Hugging Face hub has them), a folder
-with one ``model.safetensors``, or a checkpoint.
+They are in a file, a folder with an index of several (``model.safetensors.index.json``, as the Hugging Face hub has
+them), a folder with one ``model.safetensors``, or a checkpoint.
 """
 
 import json
@@ -21,7 +21,7 @@ SINGLE = f"{MODEL}{SUFFIX}"
 
 
 class WeightFiles:
-    """Where the tensors of a model are on disk.
+    """The places of the tensors of a model on disk.
 
     Attributes:
         tensors: by name, where each is.
@@ -33,7 +33,7 @@ class WeightFiles:
 
     @classmethod
     def at(cls, path: PurePath) -> "WeightFiles":
-        """Look at what is at ``path``; of a checkpoint compare the checksums, too.
+        """Find the weights at ``path``, and verify them if it is a checkpoint.
 
         Raises:
             CheckpointError: it is nothing of what is known, or damaged.
@@ -78,11 +78,11 @@ class WeightFiles:
         check_tied(self.path, model, self.tensors, lambda name: next(value for _, value in self.read([name])))
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Know the tensors of ``names``, those of the files, by other ones, and the rest not at all."""
+        """Rename tensors of the files by ``names``, and drop all others."""
         self.tensors = {new: self.tensors[old] for old, new in names.items()}
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Read those of ``names`` that are there, one after the other, into memory of their own.
+        """Yield the tensors of ``names`` that exist, each read into new memory.
 
         Raises:
             CheckpointError: the files cannot be read any more.
@@ -96,7 +96,7 @@ class WeightFiles:
 
 
 def check_same(path: PurePath, here: Mapping[str, object], there: Mapping[str, object]) -> None:
-    """Raise a CheckpointError if names or shapes of a model, ``here``, are not those of ``path``, ``there``."""
+    """Raise CheckpointError if names or shapes differ from the model's."""
     for name in {**here, **there}:
         if here.get(name) != there.get(name):
             raise CheckpointError(
@@ -106,9 +106,9 @@ def check_same(path: PurePath, here: Mapping[str, object], there: Mapping[str, o
 
 
 def check_tied(path: PurePath, model: nn.Module, there: Collection[str], read: Callable[[str], Tensor]) -> None:
-    """Raise a CheckpointError if ``path`` has two names of one tensor of ``model`` with different values.
+    """Raise CheckpointError if tied tensors have different values in a file.
 
-    One of both would be lost. ``there``: the names of ``path``, which ``read`` reads.
+    A tensor with two names in ``path`` would lose one of the values. ``there`` are the names that ``read`` reads.
     """
     names_of: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -136,7 +136,7 @@ def _way_out(here: Mapping[str, object], there: Mapping[str, object]) -> str:
 
 
 def _prefix(short: Mapping[str, object], long: Mapping[str, object]) -> str | None:
-    """Return what, put before the names of ``short``, makes most of those of ``long``; None: nothing does."""
+    """Return the prefix from names of ``short`` to those of ``long``, or None."""
     first = next(iter(short), "")
     for name in long:
         prefix = name.removesuffix(first)

@@ -1,4 +1,4 @@
-"""``adl-dist compare RUNS...``: make a table, a CSV file and a figure from run folders. No torch."""
+"""``adl-dist compare RUNS...``: table, CSV and figure of runs. No torch."""
 
 import os
 import shlex
@@ -12,7 +12,7 @@ from adl_dist.report import comparison
 
 
 def compare(arguments: Sequence[str]) -> None:
-    """Compare the runs in or below the named folders; write to ``out=FOLDER``, else to the folder that holds all."""
+    """Compare runs, and write to ``out=FOLDER`` or their common folder."""
     paths, out, above = chosen_runs("compare", arguments, out="FOLDER")
     folder = above if out is None else out
     text = comparison.compare(paths, out=folder, command=shlex.join(["adl-dist", "compare", *arguments]))
@@ -20,7 +20,9 @@ def compare(arguments: Sequence[str]) -> None:
 
 
 def chosen_runs(command: str, arguments: Sequence[str], *, out: str) -> tuple[list[Path], Path | None, Path]:
-    """Return the folders that ``arguments`` name, the place after ``out=``, and the folder that holds all of them.
+    """Return the folders of ``arguments``, their ``out``, and their parent.
+
+    ``out`` is None if it is not given. The parent holds all the folders.
 
     Raises:
         ConfigError: If there is no folder, or more than one ``out``.

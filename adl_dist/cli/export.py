@@ -1,4 +1,4 @@
-"""``adl-dist export``: the weights of a checkpoint in one file that other programs read."""
+"""``adl-dist export``: write a checkpoint's weights for other programs."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ KEYS = {"_target_", "task", "config", "weights", "download"}  # of that node; ot
 
 
 def export(arguments: list[str]) -> None:
-    """Write a state_dict with the uncut model's own names, or a folder that transformers loads.
+    """Write a state_dict of the uncut model, or a folder for transformers.
 
     A safetensors file is written tensor by tensor, from one to the other, so that the model may be of any size.
     """
@@ -64,7 +64,7 @@ def export(arguments: list[str]) -> None:
 
 
 def _write_file(path: Path, tensors: dict[str, tensor_files.Stored], extra: tuple[Any, Any]) -> None:
-    """Write the weights; ``extra`` state of modules only in a file of ``torch.save``."""
+    """Write the weights, with the ``extra`` state only for ``torch.save``."""
     if path.suffix == tensor_files.SUFFIX:
         tensor_files.copy(path, tensors)
         return
@@ -85,7 +85,7 @@ def _write_folder(path: Path, tensors: dict[str, tensor_files.Stored], settings:
 
 
 def _settings_of_transformers(config: RunConfig) -> Any:
-    """Return the library's configuration of the model of a run, as it was trained."""
+    """Return the transformers configuration of a run's model, as trained."""
     node = config.model
     replaced = {key: value for key, value in node.items() if key not in KEYS}
     settings = read_config(node["config"], options=replaced)

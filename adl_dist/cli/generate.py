@@ -1,4 +1,4 @@
-"""``adl-dist generate RUN_DIR prompt=TEXT``: text from a trained model, token by token, in this process."""
+"""``adl-dist generate RUN_DIR prompt=TEXT``: text from a trained model."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath

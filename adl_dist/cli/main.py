@@ -1,4 +1,4 @@
-"""``adl-dist COMMAND``: dispatch, and the one place where errors become exit codes."""
+"""``adl-dist COMMAND``: dispatch commands, and turn errors to exit codes."""
 
 import atexit
 import contextlib
@@ -135,7 +135,10 @@ logger.addHandler(logging.NullHandler())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command and exit: 0 done, 2 the user can fix it, 1 a peer or we failed, 75 stopped, 130 interrupted."""
+    """Run one command and exit with its code.
+
+    The codes are 0 done, 2 the user can fix it, 1 a peer or we failed, 75 stopped, 130 interrupted.
+    """
     ending: list[int] = []
     if arguments is None:
         atexit.register(_end_without_clearing_up, ending)  # first, so that it runs after all others
@@ -155,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _end_without_clearing_up(code: Sequence[int]) -> None:
-    """End a finished process: Python's teardown of torch's modules takes a third of the time of their import."""
+    """End a finished process without Python's slow teardown of modules."""
     if code:  # otherwise it ends by an error of our own, which Python prints
         logging.shutdown()
         _flush()
@@ -184,7 +187,7 @@ def _run(command_line: list[str]) -> int:
 
 
 def exit_code_of(command: Callable[[], None], *, resumes: bool = False) -> int:
-    """Run ``command`` and return its exit code; print an error as one line, and log its traceback."""
+    """Run ``command`` and return its exit code; print and log its error."""
     try:
         command()
         return 0

@@ -1,4 +1,4 @@
-"""``adl-dist report RUN [RUN...]``: make a page about a run, or one that compares several. No torch."""
+"""``adl-dist report RUN [RUN...]``: make a page about runs. No torch."""
 
 import sys
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from adl_dist.report.recorder import METRICS
 
 
 def report(arguments: Sequence[str]) -> None:
-    """Write the page to ``out=FILE``, else into the run folder, or into the one that holds all of several."""
+    """Write the page to ``out=FILE``, or into the runs' common folder."""
     paths, out, above = chosen_runs("report", arguments, out="FILE.html")
     out = above / REPORT if out is None else out
     if not out.name or out.is_dir():
@@ -22,6 +22,6 @@ def report(arguments: Sequence[str]) -> None:
 
 
 def _runs(paths: Sequence[Path]) -> list[Path]:
-    """Return the runs that ``paths`` are or hold; a run made from Python has records, but no config.yaml."""
+    """Return the runs in ``paths``, also those without config.yaml."""
     found = [run for path in paths for run in ([path] if (path / METRICS).is_file() else folders_below([path]))]
     return list(dict.fromkeys(found))

@@ -1,4 +1,4 @@
-"""The arguments of the commands that take a run folder: ``RUN_DIR`` or ``run_dir=RUN_DIR``, alike. No torch."""
+"""The arguments of commands that take a run folder. No torch."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
@@ -10,7 +10,7 @@ from adl_dist.errors import ConfigError
 def named_folder(
     command: str, arguments: Sequence[str], takes: Mapping[str, str] | None = None, group: str | None = None
 ) -> tuple[PurePath, dict[str, str]]:
-    """Return the run folder that ``arguments`` name, and their other ``KEY=VALUE``.
+    """Return the run folder and the other ``KEY=VALUE`` of ``arguments``.
 
     ``takes``: the other keys, each with an example of its value. Which of them are given is for the caller to check, as
     are keys of the ``group`` of settings that the command takes, like ``data.root``.

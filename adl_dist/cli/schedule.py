@@ -1,4 +1,4 @@
-"""``adl-dist schedule``: print or draw what each stage does when, and predict how long it would take."""
+"""``adl-dist schedule``: print or draw a schedule, and predict its time."""
 
 import argparse
 import json
@@ -114,7 +114,10 @@ def read_tied(text: str, *, num_stages: int) -> tuple[tuple[int, ...], ...]:
 
 
 def read_costs(spec: str, *, num_stages: int) -> Costs:
-    """Return the costs in a YAML mapping, or in the file of that name; one number stands for all stages, or links."""
+    """Return the costs in a YAML mapping, or in the file of that name.
+
+    One number stands for all stages, or links.
+    """
     text, source = spec, "--costs"
     if not spec.lstrip().startswith("{"):
         source = f"--costs {spec}"

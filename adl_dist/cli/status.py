@@ -1,4 +1,4 @@
-"""``adl-dist status``, ``checkpoint`` and ``stop``: requests to a running job from outside. No torch."""
+"""``adl-dist status``, ``checkpoint`` and ``stop``: job control. No torch."""
 
 import json
 import sys
@@ -20,7 +20,7 @@ HEAD = ("stage", "host:pid", "epoch", "update", "micro-batch", "images/s", "busy
 
 
 def status(arguments: list[str]) -> None:
-    """Run ``adl-dist status RUN_DIR [--json]``: print what each stage does, or how the run has ended."""
+    """Run ``adl-dist status``: print the state of a run, or its summary."""
     as_json = "--json" in arguments
     run_dir = _local("status", [each for each in arguments if each != "--json"])
     if summary := _summary_of_ended(run_dir):
@@ -69,7 +69,7 @@ def _local(command: str, arguments: Sequence[str]) -> Path:
 
 
 def _summary_of_ended(run_dir: Path) -> dict[str, Any]:
-    """Return the summary of a run that has ended in order; {} if it trains, was killed since, or never was."""
+    """Return the summary of a run that has ended normally, or {}."""
     summary = read_json(run_dir / "summary.json")
     saved = layout.complete(run_dir / "checkpoints")
     is_newest = bool(saved) and saved[-1] == layout.place(run_dir / "checkpoints", summary.get("updates", 0))

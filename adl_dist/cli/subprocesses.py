@@ -1,4 +1,4 @@
-"""Run commands in separate processes; end all when one fails, and report its error."""
+"""Commands in separate processes, all ended when one fails."""
 
 import contextlib
 import os
@@ -34,7 +34,7 @@ class Child:
 
 
 def run_together(children: Sequence[Child], *, timeout_seconds: float | None = None) -> None:
-    """Run ``children`` side by side to their ends, and leave none; raise ChildFailed if one fails or is late."""
+    """Run ``children`` in parallel; raise ChildFailed on error or timeout."""
     running: list[subprocess.Popen[bytes]] = []
     deadline = time.monotonic() + (timeout_seconds or float("inf"))
     try:
@@ -62,7 +62,7 @@ def how_it_ended(code: int) -> str:
 
 
 def end_all(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End the processes that still run: first SIGTERM, then SIGKILL to the session that each of them leads."""
+    """End running processes by SIGTERM, then their sessions by SIGKILL."""
     for process in processes:
         if process.poll() is None:
             process.terminate()
@@ -75,7 +75,7 @@ def end_all(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def start(child: Child) -> subprocess.Popen[bytes]:
-    """Start ``child`` in a session of its own: a Ctrl-C at the terminal reaches only this process, which ends it."""
+    """Start ``child`` in a session of its own, out of reach of a Ctrl-C."""
     child.log.parent.mkdir(parents=True, exist_ok=True)
     ours = {LAUNCHER: str(os.getpid())} if child.ends_with_us else {}
     with child.log.open("ab") as out:

@@ -1,4 +1,4 @@
-"""``adl-dist tokenize FILE... --out DIR``: text to files of tokens, to train and to validate on."""
+"""``adl-dist tokenize FILE... --out DIR``: text to files of tokens."""
 
 import contextlib
 import os

@@ -30,7 +30,7 @@ MANY = 4  # processes for each core, from which on a line says why nothing else 
 
 
 def train(overrides: list[str]) -> None:
-    """``adl-dist train``: as one rank, as the parent of K ranks, all in one process, or as the parent of a sweep."""
+    """Run ``adl-dist train`` as a rank, a parent of ranks, or a sweep."""
     if {"-h", "--help"} & set(overrides):
         print_keys([each for each in overrides if each not in ("-h", "--help")])
         return
@@ -88,7 +88,7 @@ def train(overrides: list[str]) -> None:
 
 
 def evaluate(arguments: list[str]) -> None:
-    """``adl-dist evaluate``: a checkpoint, uncut, in this process."""
+    """Run ``adl-dist evaluate``: evaluate a checkpoint in this process, uncut."""
     run_dir, options = named_folder("evaluate", arguments, {"checkpoint": "best", "ema": "true"}, group="data")
     config, path, trainer = _restored(run_dir, options)
     of_data = {key.removeprefix("data."): value for key, value in options.items() if key.startswith("data.")}
@@ -102,7 +102,10 @@ def evaluate(arguments: list[str]) -> None:
 
 
 def _restored(run_dir: PurePath, options: Mapping[str, str]) -> tuple[RunConfig, PurePath, Trainer]:
-    """Load the chosen checkpoint, with ``ema=true`` its averages, where its run was or on the CPU."""
+    """Load the chosen checkpoint, on the device of its run or on the CPU.
+
+    With ``ema=true`` the weights are their moving averages.
+    """
     config = instantiate.run_on_this_machine(run_dir)
     path = chosen_checkpoint(run_dir, options.get("checkpoint"))
     trainer = instantiate.evaluator(config)
@@ -111,7 +114,10 @@ def _restored(run_dir: PurePath, options: Mapping[str, str]) -> tuple[RunConfig,
 
 
 def _end_stopped(stopped: Mapping[str, Any], epochs: int) -> None:
-    """Print where the run has stopped; exit with a code of its own, unless a launcher would count it as a failure."""
+    """Print the end of a stopped run, and exit with its code.
+
+    Under a launcher set a flag instead, because the code would count as a failure.
+    """
     if launched_rank() == 0:
         complete = f"{stopped['epoch']} of {epochs} epochs complete"
         where = f"stopped at update {stopped['update']} ({complete}) by {stopped['why']}"

@@ -57,7 +57,7 @@ class CheckpointContext:
 
 
 class Coordinator:
-    """Trains epoch by epoch, and carries out requests in between."""
+    """The loop over epochs, with requests carried out in between."""
 
     def __init__(
         self,
@@ -113,7 +113,10 @@ class Coordinator:
             raise
 
     def record(self, record: Record) -> None:
-        """Write and show a record of a stage; TakenOverError if the folder of the records is another process's now."""
+        """Write and show a record of a stage.
+
+        Raise TakenOverError if another process owns the folder of the records now.
+        """
         if self._saving is not None:
             self._saving.folder.check_not_lost()
         self._recorder.write_of_update(record)

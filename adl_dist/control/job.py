@@ -162,7 +162,7 @@ class Job:
         heartbeat.deactivate()  # not after an error: others may still ask for the place of the failure
 
     def _run_on_other_rank(self, worker: LocalWorker) -> Summary:
-        """Serve; end this process if rank 0's watchdog stops asking."""
+        """Serve rank 0, and end this process if its watchdog stops asking."""
         heartbeat = self._plane.endpoint.heartbeat
         heartbeat.activate(worker.activity)
         monitor = HeartbeatMonitor(heartbeat, self._world.rank, self._timeouts, self._end_without_rank_0)
@@ -176,7 +176,7 @@ class Job:
         return result
 
     def _end_without_rank_0(self, why: str) -> None:
-        """End the job over NCCL, whose waits do not notice a dead rank 0."""
+        """End the job over NCCL, since its waits do not notice a dead rank 0."""
         stop = self._plane.endpoint.stop
         if self._world.backend != "nccl" or stop.failure is not None:  # rank 0 has reported the cause before
             return

@@ -145,7 +145,7 @@ class Report:
 
 
 class Reporter(Protocol):
-    """Takes the reports of a worker while it carries out a command."""
+    """The receiver of a worker's reports during a command."""
 
     def record(self, record: Record) -> None:
         """Take one record."""

@@ -9,7 +9,7 @@ from adl_dist.errors import AdlError
 
 
 class RequestKind(enum.Enum):
-    """All save; ``STOP`` then ends the run, ``END`` ends it as complete."""
+    """The kinds of requests: all save, ``STOP`` then stops, ``END`` completes."""
 
     CHECKPOINT = "checkpoint"
     STOP = "stop"
@@ -46,7 +46,7 @@ class RequestQueue:
         self._closed = ""
 
     def ask(self, what: RequestKind, why: str) -> "Future[str]":
-        """Ask for ``what``; return at once."""
+        """Ask for a ``RequestKind`` without waiting for the answer."""
         request = Request(what, why)
         request.done.set_running_or_notify_cancel()  # so that the asker cannot cancel it before it is answered
         with self._lock:

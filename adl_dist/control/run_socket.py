@@ -45,7 +45,7 @@ class LiveControl:
         self._server: _Server | None = None
 
     def start(self) -> None:
-        """Listen, unless that is impossible; training continues in any case."""
+        """Start to listen; training continues if that is impossible."""
         try:
             self._folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
             # An existing socket may be from a killed run, or from a run that trains here now.
@@ -120,7 +120,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 
 
 class _Client(socketserver.StreamRequestHandler):
-    """Answers line by line until the client disconnects or stays silent."""
+    """The answers to one client, until it disconnects or stays silent."""
 
     timeout = SILENT_SECONDS
     server: _Server

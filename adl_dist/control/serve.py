@@ -1,4 +1,4 @@
-"""The main loop of each process: carries out commands and reports."""
+"""The main loop of each process: commands and reports."""
 
 import contextlib
 import logging
@@ -21,7 +21,7 @@ HEARD_SECONDS = 4 * CAUSE_SECONDS  # limit for rank 0 to find the cause and repo
 
 
 class RpcReporter:
-    """Sends records, results and errors; training never waits for it."""
+    """The sender of records, results and errors, never waited for."""
 
     def __init__(self, plane: ControlPlane) -> None:
         self._plane = plane

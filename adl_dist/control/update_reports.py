@@ -16,7 +16,7 @@ from adl_dist.stage.stats import value_of
 
 
 class UpdateReports:
-    """Reports each update of one segment, on a GPU some updates later."""
+    """The reports of the updates of a segment, on a GPU some updates late."""
 
     def __init__(
         self,

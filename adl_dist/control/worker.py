@@ -1,4 +1,4 @@
-"""Carries out the coordinator's commands on this process's stages."""
+"""The coordinator's commands on the stages of this process."""
 
 import contextlib
 import time

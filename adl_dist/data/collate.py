@@ -1,4 +1,4 @@
-"""Put samples together to the input and target of a micro-batch."""
+"""The input and target of a micro-batch, from its samples."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -270,7 +270,7 @@ def _held(folder: Any, size: int) -> Tensor | None:
 
 
 class _Reader:
-    """Reads an image, and applies the resizing of all epochs."""
+    """A reader of images that applies the resizing of all epochs."""
 
     def __init__(self, resize: Callable[[Any], Any] | None, *, cache: bool) -> None:
         self._resize, self._cache = resize, cache

@@ -52,7 +52,7 @@ def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> ND
 
 
 class Loader:
-    """Loads micro-batches of given sizes in the order of an epoch.
+    """A loader of micro-batches of given sizes in the order of an epoch.
 
     Right before ``dataset[index]`` the global random streams that transforms draw from (torch on the CPU, Python's,
     numpy's legacy one) are seeded by (seed, epoch, index). So any user's transform is repeated for any number of

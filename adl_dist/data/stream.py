@@ -41,7 +41,7 @@ def is_iterable(dataset: object) -> bool:
 
 
 class Stream:
-    """Reads the samples of an epoch one after the other.
+    """A reader of the samples of an epoch, one after the other.
 
     An epoch begins with ``set_epoch(epoch)``, if the dataset has that, and ``iter(dataset)``. A dataset with
     ``state_dict`` and ``load_state_dict`` is continued in the middle of an epoch by its state. Any other is read from

@@ -18,7 +18,7 @@ FILE = "vocabulary.json"  # in the folder of the tokens
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Converts text to tokens, and back.
+    """A converter of text to tokens, and back.
 
     Attributes:
         kind: ``byte`` (UTF-8), ``char`` or ``tokenizers``.

@@ -1,4 +1,4 @@
-"""Lets rank 0, to which every rank reports, print the error of a job."""
+"""The print-out of a job's error by rank 0, to which all ranks report."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Chooses the network interface of a run."""
+"""The network interface of a run."""
 
 import fcntl
 import os

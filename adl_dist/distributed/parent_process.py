@@ -65,7 +65,7 @@ def is_part_of_more() -> bool:
 
 
 def set_flag(name: str, text: str | None = "") -> None:
-    """Set a flag for our own launcher, or remove it if ``text`` is None."""
+    """Set a flag for our own launcher; remove it for a ``text`` of None."""
     folder = os.environ.get(RENDEZVOUS_FOLDER)
     if not folder or os.environ.get("RANK", "0") != "0":
         return

@@ -27,7 +27,7 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # a folder with
 def hf_model(
     config: str, task: str, *, weights: bool | None = None, download: bool = False, **options: Any
 ) -> nn.Module:
-    """Build a network of transformers whose forward returns the logits.
+    """Build a transformers network with logits as the forward's result.
 
     Nothing is downloaded without ``download``.
 

@@ -1,4 +1,4 @@
-"""Sample text from a trained language model."""
+"""Text sampled from a trained language model."""
 
 from collections.abc import Sequence
 

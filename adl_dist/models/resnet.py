@@ -267,7 +267,7 @@ def wide_resnet(
 
 
 class SqueezeExcitation(nn.Module):
-    """Scales each channel by a gate, a function of all channels' means.
+    """A gate that scales each channel, computed from all channels' means.
 
     It has no biases, as the paper advises for ResNets (section 6) and ADL's code does; torchvision's has them.
     """

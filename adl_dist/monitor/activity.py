@@ -65,7 +65,7 @@ class StageActivity:
 
     @property
     def busy_seconds(self) -> float:
-        """Return the time in forward, backward, recomputation and update."""
+        """The time in forward, backward, recomputation and update."""
         return sum(seconds for op, seconds in self.seconds.items() if KINDS[op][0] in BUSY)
 
     def spent(self, seconds: float) -> dict[str, float]:
@@ -146,7 +146,7 @@ class ActivityLog:
 
     @contextmanager
     def during(self, command: str) -> Iterator[None]:
-        """Be in the phase ``command`` while inside."""
+        """Set the phase to ``command`` inside the block."""
         self.enter(command)
         try:
             yield

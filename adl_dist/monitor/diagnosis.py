@@ -1,4 +1,4 @@
-"""Derives a picture and the likely cause of a stall from all statuses."""
+"""The picture and likely cause of a stall, derived from all statuses."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

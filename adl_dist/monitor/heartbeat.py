@@ -68,7 +68,7 @@ class PollingThread(threading.Thread):
         self._over.set()
 
     def join(self, timeout: float | None = 2 * ANSWER_SECONDS) -> None:
-        """After :meth:`stop`, wait until the last check is over, or ``timeout``."""
+        """Wait for the end of the last check after :meth:`stop`, or ``timeout``."""
         super().join(timeout)
 
     def look(self) -> None:

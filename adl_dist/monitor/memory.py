@@ -23,7 +23,7 @@ from adl_dist.stage import Stage
 
 
 class MemoryMeter:
-    """Measures the peak of the tensors of a process with one stage."""
+    """A meter of the peak memory of tensors in a process of one stage."""
 
     def __init__(self, device: torch.device, num_updates: int) -> None:
         self._device, self._num_updates, self._num_seen = device, num_updates, 0

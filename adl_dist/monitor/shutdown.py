@@ -1,4 +1,4 @@
-"""Prints, logs and exits, although a disk or a thread may hang.
+"""A shutdown that prints and logs, although a disk or thread may hang.
 
 Work that may wait for a disk or a reader runs in a second thread, with a time limit.
 """

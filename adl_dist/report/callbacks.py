@@ -68,7 +68,7 @@ class Callback:
 
 
 class EarlyStopping(Callback):
-    """Ends the run after ``patience`` evaluations without a better metric."""
+    """The end of a run after ``patience`` evaluations without improvement."""
 
     def __init__(
         self,

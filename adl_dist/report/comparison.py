@@ -1,4 +1,4 @@
-"""Compare finished runs in a table, a CSV file and a figure."""
+"""A comparison of finished runs: a table, a CSV file and a figure."""
 
 import csv
 import json

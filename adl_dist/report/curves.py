@@ -1,4 +1,4 @@
-"""Draw learning curves: a panel per K, a colour per row of the table."""
+"""Learning curves: a panel per K, a colour per row of the table."""
 
 import itertools
 import math

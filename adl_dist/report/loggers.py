@@ -23,7 +23,7 @@ LONGEST_PARAM, MOST_PARAMS = 500, 100  # MLflow: characters of a value, values s
 
 @runtime_checkable
 class Logger(Protocol):
-    """Takes the records of a run.
+    """The interface of a receiver of records.
 
     An exception in ``start`` ends the run, in another method only the logging.
     """
@@ -38,7 +38,7 @@ class Logger(Protocol):
         """Write all records taken so far."""
 
     def close(self) -> None:
-        """End, also after an error."""
+        """Close the logger, also after an error."""
 
 
 def tag_of(record: Mapping[str, Any]) -> str:
@@ -205,7 +205,7 @@ class Loggers:
         self._each(lambda one: one.write(record))
 
     def flush(self) -> None:
-        """Flush all."""
+        """Flush the records of all loggers."""
         self._each(lambda one: one.flush())
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Read the logs of a run.
+"""The logs of a run.
 
 An entry is a line with a time, and the lines after it.
 """

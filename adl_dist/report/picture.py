@@ -243,7 +243,7 @@ class _Drawing:
         self._axes.set_xlabel(f"time ({unit})", fontsize=9, labelpad=3, color=self._theme.text)
 
     def axis_of_ticks(self, num_ticks: int) -> None:
-        """Number the ticks, and draw a line between each two."""
+        """Draw the number of each tick, and lines between them."""
         places = [(tick + 0.5) * self._inches for tick in range(num_ticks)]
         self._axes.set_xticks(places, map(str, range(num_ticks)), fontsize=9)
         self._axes.tick_params(axis="x", length=0)

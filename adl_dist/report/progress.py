@@ -15,7 +15,7 @@ TOKENS = "tokens"  # unit of speed if a sample has many loss terms
 
 
 class Progress:
-    """Shows loss, metrics, speed and staleness; one line per epoch stays."""
+    """The live loss, metrics, speed and staleness; a line per epoch stays."""
 
     def __init__(
         self, *, num_stages: int, quiet: bool = False, out: IO[str] | None = None, unit: str = "images"

@@ -1,4 +1,4 @@
-"""Write every record once to metrics.jsonl and to each logger."""
+"""The records of a run, written to metrics.jsonl and to each logger."""
 
 import contextlib
 import io
@@ -17,7 +17,7 @@ METRICS = "metrics.jsonl"
 
 
 class MetricsWriter:
-    """Writes records ``{"name", "value", "update", "epoch", ...}``.
+    """A writer of records ``{"name", "value", "update", "epoch", ...}``.
 
     A record of a whole epoch has the index of its last update. A disk that fails costs records, never the run.
     """

@@ -1,4 +1,4 @@
-"""Read finished runs from their folders, and label them."""
+"""Finished runs, read from their folders, and their labels."""
 
 import contextlib
 import json
@@ -96,7 +96,7 @@ def read_runs(folders: Iterable[Path]) -> list[Run]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, or {} if there is none."""
+    """Return the object in a JSON file, or {} if it cannot be read."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError):

@@ -140,7 +140,7 @@ def what_of(action: Action) -> str:
 
 
 def is_tied(what: str) -> bool:
-    """Return whether edge ``what`` carries tied weights, once per group."""
+    """Return whether an edge carries tied weights, once per group."""
     return what.startswith("tied ")
 
 
@@ -161,12 +161,12 @@ def _untied_message(op: Op, stage: int, num_stages: int) -> Message | None:
 
 
 def receiver(op: Op, sender: int, *, num_stages: int) -> int:
-    """Return the receiver of what ``sender`` sends with an untied ``op``."""
+    """Return the receiver of ``sender``'s message for an untied ``op``."""
     hop = LINKS[op].hop
     return num_stages - 1 if hop is None else sender + hop
 
 
 def sender(op: Op, receiver: int) -> int:
-    """Return the sender of what ``receiver`` receives with an untied ``op``."""
+    """Return the sender of ``receiver``'s message for an untied ``op``."""
     hop = RECEIVES[op].hop
     return 0 if hop is None else receiver - hop

@@ -1,4 +1,4 @@
-"""Build the list of actions of a stage, the same way for every method."""
+"""The list of actions of a stage, built in the same way for all methods."""
 
 import heapq
 import itertools

@@ -30,7 +30,7 @@ NO_DIFFERENCE = 1e-9
 @documented
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A method and its hyper-parameters. None stands for the value in the method's row.
+    """A method and its hyper-parameters, with None for the method's default.
 
     Raises:
         ConfigError: If the method cannot run with a value, or ignores it.
@@ -132,12 +132,12 @@ class Method:
 
     @property
     def options(self) -> list[str]:
-        """The fields that mean something to this method and to the mitigation chosen."""
+        """The names of the fields in use by this method and its mitigation."""
         return [*self.spec.options, *mitigation_options(self.mitigation)]
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All hyper-parameters that mean something to this method, as plain values."""
+        """The hyper-parameters in use by this method, as plain values."""
         values = {"name": self.name, **{name: getattr(self, name) for name in self.options}}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
@@ -194,7 +194,10 @@ class Method:
         return self.weights == "recompute" or self.recompute != "never"
 
     def recomputes(self, place: int, group_size: int, delay: int) -> bool:
-        """Whether a stage of ``delay`` replays the forward of micro-batch ``place`` of a group of ``group_size``."""
+        """Return whether a stage replays the forward of a micro-batch.
+
+        ``place`` is that of the micro-batch in a group of ``group_size``.
+        """
         if self.weights == "recompute":
             return delay > 0  # without a delay the graph is used at once
         return self.recompute == "always" or (self.recompute == "except_last" and place < group_size - 1)
@@ -236,7 +239,7 @@ class Method:
 
 
 def method(name: str, **options: Any) -> Method:
-    """Choose a method by name, for example ``method("adl", accumulation_steps=4)``.
+    """Choose a method by name, like ``method("adl", accumulation_steps=4)``.
 
     Raises:
         ConfigError: If there is no such method or option, or a value is out of range.

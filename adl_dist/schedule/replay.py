@@ -1,4 +1,4 @@
-"""Replay all stages on one thread, in any interleaving."""
+"""A replay of all stages on one thread, in any interleaving."""
 
 import random
 from collections import Counter, defaultdict, deque

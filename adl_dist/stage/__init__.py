@@ -1,4 +1,4 @@
-"""One stage's mathematics: forward, delayed backward, weight versions, update. Knows no rank."""
+"""The mathematics of one stage, from forward to update, without ranks."""
 
 from adl_dist.stage.spec import (
     LossFn,

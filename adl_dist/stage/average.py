@@ -1,8 +1,8 @@
-"""The exponential moving average of a stage's weights: torch's own, see :mod:`torch.optim.swa_utils`.
+"""The exponential moving average of a stage's weights.
 
-After each update that is not skipped E <- decay E + (1 - decay) W; the first update makes E = W. Only what is trained
-is averaged. Everything else, running statistics among it, is that of the model itself, as torch's ``AveragedModel``
-with ``use_buffers=False`` copies it.
+It is torch's own, see :mod:`torch.optim.swa_utils`. After each update that is not skipped E <- decay E + (1 - decay) W;
+the first update makes E = W. Only what is trained is averaged. Everything else, running statistics among it, is that of
+the model itself, as torch's ``AveragedModel`` with ``use_buffers=False`` copies it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +17,7 @@ class WeightAverage:
     """The moving average of trained parameters, in tensors of its own."""
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], decay: float) -> None:
-        """Average the trained of the ``named`` parameters.
+        """Average the trained parameters among the ``named`` ones.
 
         A parameter may have several names. Nothing is averaged before the first update.
         """

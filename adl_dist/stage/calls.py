@@ -1,4 +1,4 @@
-"""Calls of a module: with one tensor or several, seeded, compiled, and with its writes to its arguments known."""
+"""Calls of a module: seeded, compiled, and with known argument writes."""
 
 from collections.abc import Callable, Collection
 from functools import lru_cache, partial
@@ -49,7 +49,7 @@ def call_of(module: nn.Module, structure: Structure | None, compiler: "Compiler 
 
 
 class Compiler:
-    """Compiles functions; those with equal keys share their graphs.
+    """A compiler of functions; those with equal keys share their graphs.
 
     torch keeps graphs with the code, 8 at most, and then silently stops compiling. So every key gets a copy of the code
     for itself. It may need 8, for training, evaluation, replay and a forward to be replayed, each with the common
@@ -140,7 +140,7 @@ def _block_of_seeds(block: int, seed: int, purpose: str, *indices: int) -> list[
 
 
 class RandomStreams:
-    """Seeds the global random streams for each micro-batch of one stage."""
+    """The seeds of the global random streams in one stage."""
 
     def __init__(self, seed: int, stage: int, draws: Collection[str] = ()) -> None:
         """Seed torch's stream, and those in ``draws``: ``python``, ``numpy``."""

@@ -1,4 +1,4 @@
-"""Gradients of weights that are computed after the rest of a backward: of linear layers and of convolutions.
+"""Deferred weight gradients of linear layers and convolutions.
 
 Autograd computes the gradients of a layer's input and of its weights in one step. Here the layer's backward returns the
 first alone, and puts away what the second follows from: the layer's input and the gradient of its output. The weights
@@ -43,7 +43,7 @@ class DeferredGrad(NamedTuple):
 
 
 class DeferredGradients:
-    """The layers of a module whose weights' gradients can be computed later.
+    """The layers of a module with deferrable gradients of their weights.
 
     Attributes:
         names: the names of the parameters that this is about.
@@ -210,7 +210,7 @@ class _Layer:
         return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in own)
 
     def overwritten(self, what: str) -> ConfigError:
-        """Return the error that the ``what`` of a call was overwritten."""
+        """Return the error for a tensor of a call that was overwritten."""
         kind = type(self.module).__name__
         return ConfigError(
             f"{self.owner.where}: the {what} of layer '{self.name or kind}' ({kind}) was written to in place between "

@@ -1,4 +1,4 @@
-"""Synthetic gradients: a head predicts the gradient of its stage's output (DNI).
+"""Synthetic gradients: a head that predicts its output's gradient (DNI).
 
 The stage back-propagates the prediction at once (Jaderberg et al., ICML 2017, section 2). When the gradient comes back,
 which the next stage has computed from a prediction of its own, and the last stage from the loss, the head learns from

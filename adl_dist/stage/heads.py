@@ -1,4 +1,4 @@
-"""Heads on the output of a stage, for a local loss (greedy learning) or to predict its gradient (DNI).
+"""Heads on a stage's output, for a local loss or for synthetic gradients.
 
 A head serves only to train its stage; it does not belong to the model and is not exported. Its functions know the
 output by the shape of one sample: [C, H, W] of an image or [C] of features.
@@ -153,7 +153,7 @@ OF_IMAGES = ("mlp_sr", "cnn")
 
 
 class GradientNetwork(nn.Module):
-    """Predicts the gradient of each sample's loss (DNI, or cDNI with classes).
+    """A predictor of each sample's gradient (DNI, or cDNI with classes).
 
     It begins by predicting 0. Its BatchNorm has no running statistics: it only ever trains.
     """

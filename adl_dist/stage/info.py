@@ -1,4 +1,4 @@
-"""Facts about each stage that the trial at the start finds, so that training need not look for them."""
+"""Facts about each stage from the trial, for use in training."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

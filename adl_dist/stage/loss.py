@@ -1,4 +1,4 @@
-"""The loss: its terms, the weights of micro-batches, its call on a stage, and its checks at the start.
+"""The loss: terms, micro-batch weights, calls on a stage, start checks.
 
 The gradient of a group is that of all its samples at once if each micro-batch has the weight n_b / n_group, where n
 counts what the loss averages over. Usually that is samples, which the schedule knows. If the loss counts terms, such as
@@ -116,7 +116,7 @@ def own_num_terms(loss_fn: Any) -> Callable[[Any], Any] | None:
 
 @dataclass(frozen=True)
 class LossTerms:
-    """Counts the terms of a loss in the targets of a micro-batch."""
+    """A counter of the terms of a loss in a micro-batch's targets."""
 
     num_terms: Callable[[Any], Any]
 

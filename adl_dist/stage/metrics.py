@@ -1,4 +1,4 @@
-"""Metrics of the model's outputs on the last stage, each as a sum and a count."""
+"""Metrics of the last stage's outputs, each as a sum and a count."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

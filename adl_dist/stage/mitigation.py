@@ -1,4 +1,4 @@
-"""Mitigations of staleness in one stage, with gradients that are t updates old on average.
+"""Mitigations of staleness in one stage, for a mean delay of t updates.
 
 The rows are in :mod:`adl_dist.schedule.mitigations`. A stage whose gradients are fresh has no mitigation, and runs the
 same code as without any. In the equations w_s are the weights after s updates, eta_s the learning rate with all
@@ -150,7 +150,7 @@ class Mitigation:
         return momentum * _series(momentum, self._staleness)
 
     def _ahead_by_sgd(self, ahead: dict[nn.Parameter, Tensor], group: Group, rate: float) -> None:
-        """w - eta (horizon) v."""
+        """Compute w - eta (horizon) v."""
         state = self._optimizer.state
         known = [p for p in group["params"] if state.get(p, {}).get("momentum_buffer") is not None]
         if known:
@@ -255,7 +255,7 @@ class Mitigation:
 
     @_on_plain_tensors
     def _look_ahead(self, parameters: Sequence[nn.Parameter], before: list[Tensor]) -> None:
-        """w_s+1 = w_s + gamma (w_s - w_s-1) - (1 - gamma) u_s."""
+        """Compute w_s+1 = w_s + gamma (w_s - w_s-1) - (1 - gamma) u_s."""
         gamma = self._method.nesterov_gamma
         for p, earlier in zip(parameters, before, strict=True):
             p.add_(earlier - p, alpha=gamma)

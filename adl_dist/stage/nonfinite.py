@@ -1,4 +1,4 @@
-"""Numerical faults: a loss or gradient that is not finite stops the run, or its group is skipped in all stages.
+"""Numerical faults: stop the run, or skip the group in all stages.
 
 Stages update a group one after another, the last one first. So that a group is skipped in all stages or in none, the
 last stage decides, and its decision travels in the place of a gradient: NaN in every element of the last gradient of
@@ -23,7 +23,7 @@ from adl_dist.stage_options import GradientPolicy
 
 
 class NonFiniteCheck:
-    """Checks loss and gradient of each update of one stage.
+    """The check of loss and gradient of each update of one stage.
 
     On a CPU at once. A GPU has only been given its work by then, and asking for a number would wait for all of it:
     there each is looked at one update later, and the last ones at the end of the segment. Only where updates may be

@@ -1,4 +1,4 @@
-"""The specification of a training: values made once, checked, and handed on whole."""
+"""The specification of a training: values made and checked once."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence

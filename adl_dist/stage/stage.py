@@ -1,4 +1,4 @@
-"""One part of the network and its state between a forward and its backward."""
+"""One part of the network, and its state from forward to backward."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -215,7 +215,7 @@ class Stage:
 
     @property
     def averages_to_save(self) -> "list[WeightAverage]":
-        """Those that no other stage saves: of tied weights the first stage does."""
+        """The averages that no other stage saves; the first one saves tied ones."""
         own = self.average, *(tie.average for tie in self.ties.values() if tie.is_first)
         return [one for one in own if one is not None]
 

@@ -1,4 +1,4 @@
-"""Tied weights of several stages: each holds a copy, and all copies make the same updates with the sum of gradients.
+"""Tied weights: copies in several stages, with the same updates.
 
 Every stage of a tie gives its part of a group's gradient, the first one adds up, and each applies the sum when it is
 due (:meth:`adl_dist.schedule.Pipeline.tie_delay`). An optimizer of its own, with the same settings and state on every

@@ -1,4 +1,4 @@
-"""Versions of a stage's weights: one Parameter object each for ever, with now these, now those weights under it.
+"""Versions of a stage's weights under permanent Parameter objects.
 
 A micro-batch in flight holds a graph, and the graph holds the weights of its forward, which therefore must stay as they
 are. The Parameter must stay, too: an optimizer, a user's list, a hook or another module may hold it, and has to meet

@@ -1,4 +1,4 @@
-"""Check the arguments of the Python API: one line for each mistake."""
+"""Checks of the arguments of the Python API, with one-line errors."""
 
 import functools
 import multiprocessing
@@ -20,7 +20,7 @@ from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
 
 
 class Busy(Protocol):
-    """A trainer, of which one method runs at a time."""
+    """A trainer with one running method at a time."""
 
     running: str | None  # the method's name
 
@@ -165,7 +165,7 @@ def check_factories(optimizer: object, lr_schedule: object) -> None:
 
 
 def check_delays(method: Method, balance: object) -> None:
-    """Raise ConfigError if delays need a measurement and there is none."""
+    """Raise ConfigError if delays need a missing measurement."""
     if method.awaits_delays and balance != "auto":
         raise ConfigError(
             "method.delay=auto follows from measured stages; use partition.balance=auto, or give the list that "

@@ -1,4 +1,4 @@
-"""Build one process's worker: settle the cut with the other ranks, make the stages, and connect them."""
+"""Assembly of a process's worker: agreed cut, stages and connections."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Record the delays of a run with ``method.delay=auto``, which keeps them because values depend on them."""
+"""A record of the delays of a run with ``method.delay=auto``."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Joins stages to their neighbours: lists the edges and makes their ends."""
+"""The edges between stages: their list and their ends."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -89,7 +89,7 @@ def connect_stages(
 
 
 class _Joiner:
-    """Makes the ends of edges in this process."""
+    """The maker of the ends of edges in this process."""
 
     def __init__(self, world: World, stages: Mapping[int, Stage], pipeline: Pipeline) -> None:
         self.contexts = {k: StageContext(stage) for k, stage in stages.items()}
@@ -98,7 +98,7 @@ class _Joiner:
         self._answers: dict[int, SpecsByMicroBatch] = {k: {} for k in stages}
 
     def join(self, wire: Wire, source: int, to: int, *, device: torch.device, posted_ahead: int) -> None:
-        """Make the ends of an edge whose tensors arrive on ``device``."""
+        """Make the ends of an edge, with arrival on ``device``."""
         what, contexts = wire.what, self.contexts
         units = f" ({describe_units(contexts[source].stage.module)})" if source in contexts else ""
         if source in contexts and to in contexts:

@@ -1,4 +1,4 @@
-"""Floating-point operations of a model, and the share of a device's peak that a speed amounts to."""
+"""Floating-point operations of a model, and the share of a device's peak."""
 
 import torch
 from torch import nn

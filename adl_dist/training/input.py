@@ -1,4 +1,7 @@
-"""Micro-batches as the first stage takes them: on its device, in the run's dtype and memory format, checked."""
+"""Micro-batches as inputs of the first stage, checked on its device.
+
+They have the run's dtype and memory format.
+"""
 
 import time
 from collections.abc import Sequence
@@ -33,7 +36,7 @@ def in_format(tensor: Tensor, *, channels_last: bool) -> Tensor:
 
 
 class DeviceLoader:
-    """Loads (input on the device, target on the CPU) for stage 0."""
+    """The loader of stage 0: input on the device, target on the CPU."""
 
     def __init__(
         self,

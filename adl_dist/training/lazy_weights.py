@@ -1,4 +1,4 @@
-"""Models on ``torch.device("meta")``: shapes without memory, until a process makes its own part.
+"""Models on ``torch.device("meta")``: shapes with weights made on demand.
 
 Weights come from files, or each is made where it is needed, by a random stream of its own. So no process holds more
 than its stages, and values depend neither on K nor on which process makes them.
@@ -28,7 +28,7 @@ UNSET_BYTE = 2  # of a bool, which has only 0 and 1
 
 
 class LazyWeights:
-    """Makes the tensors of a model that is on meta, or of a part of it.
+    """The tensors of a model on meta, or of a part of it, made on demand.
 
     A tensor that ``files`` hold is read. A parameter that they do not hold is filled by the model's ``draw_parameter``,
     if it has one; any other by ``reset_parameters`` of its layer, as torch's own layers have it, which fills all

@@ -1,4 +1,4 @@
-"""The cut, the processes and the monitoring of a run, as the user asks for them. No torch."""
+"""The user's options: cut, processes and monitoring of a run. No torch."""
 
 import os
 import re
@@ -65,7 +65,7 @@ class PartitionSpec:
 @documented
 @dataclass(frozen=True, kw_only=True)
 class ProcessOptions:
-    """Where and how the stages run.
+    """The processes and devices of the stages.
 
     ``handle_signals``: at SIGTERM, SIGINT or SIGUSR1 empty the pipeline, save and return; at a second one, but for
     SIGUSR1, end the process. Only in the main thread. ``pick_next``, with all stages in one process, picks the stage

@@ -1,4 +1,4 @@
-"""The cut model: which units are on which stage, and which stages are in this process."""
+"""The cut model: units by stage, and the stages in this process."""
 
 import gc
 import hashlib

@@ -1,4 +1,4 @@
-"""Measure a split backward: the part of each unit that can be deferred, and the time that the split adds."""
+"""Measurements of a split backward: deferrable parts and extra time."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Agree through the store, at start-up, on the job before the first tensor is sent.
+"""Agreement through the store before the first tensor is sent.
 
 All hold the whole model then, and try it out with the same samples, so each finds by itself what travels where. Through
 the store go only those samples, a cut that rank 0 has measured, and what all must have in common. A rank that fails

@@ -14,7 +14,7 @@ from adl_dist.partition.stage_plan import StagePlan
 
 @dataclass(frozen=True)
 class TiedCopies:
-    """The trained weights of which several stages hold a copy.
+    """The trained weights with a copy in several stages.
 
     Attributes:
         stages: of each tie its stages, in order.
@@ -77,7 +77,7 @@ def _check_unwatched(parameter: nn.Parameter, name: str) -> None:
 
 
 def _twin(parameter: nn.Parameter, name: str) -> nn.Parameter:
-    """Return a copy of ``parameter``, whose gradient has no hook."""
+    """Return a copy of ``parameter`` without a hook on its gradient."""
     _check_unwatched(parameter, name)
     twin = copy.deepcopy(parameter)
     take_role(twin, parameter)

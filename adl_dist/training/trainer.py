@@ -1,4 +1,4 @@
-"""The Python API: one object that trains a model as K stages, in this process or across torchrun's."""
+"""The Python API: a trainer of K stages, in this process or torchrun's."""
 
 import contextlib
 import os
@@ -63,7 +63,7 @@ from adl_dist.training.tied_copies import untied
 
 
 class Trainer:
-    """Trains a model cut into K stages.
+    """A trainer of a model cut into K stages.
 
     Each stage has a process under torchrun; otherwise all are in this process.
 

@@ -1,4 +1,4 @@
-"""Load kernels and compile stages before training, by a few updates that are thrown away.
+"""A warm-up before training: kernels and compilation by discarded updates.
 
 Over NCCL a receive that was posted ahead is a kernel that waits for its peer. To load another kernel for the first
 time may wait for all that the GPU does, so each process would wait for the other (CUDA's programming guide, "lazy
@@ -164,7 +164,7 @@ def _carry_out(  # 8: a stage, facts about it, and its actions
 
 @contextmanager
 def _restored(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    """Restore parameters, buffers, gradients and the random streams; values are kept on the CPU."""
+    """Restore parameters, buffers, gradients and random streams on exit."""
     parts = [*modules, *(vars(module)["model"] for module in modules if is_part(module))]
     owners = {id(owner): owner for part in parts for owner in part.modules()}
     held = [
@@ -191,7 +191,7 @@ def _restored(modules: Sequence[nn.Module], device: torch.device) -> Iterator[No
 
 @contextmanager
 def keep_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Remove the hooks of parameters that are registered inside, as by an optimizer's factory."""
+    """Remove hooks on parameters that are registered inside the block."""
     registries = "_backward_hooks", "_post_accumulate_grad_hooks"
     parameters = [parameter for module in modules for parameter in module.parameters()]
     kept = [(parameter, name, {*(getattr(parameter, name) or ())}) for parameter in parameters for name in registries]

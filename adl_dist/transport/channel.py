@@ -27,7 +27,7 @@ class Receiver(Protocol):
     """The other end. Micro-batches arrive in the order of sending."""
 
     def open(self, sizes: Sequence[int], order: Sequence[int], *, training: bool) -> None:
-        """Begin a segment whose micro-batches arrive in ``order``."""
+        """Begin a segment with micro-batches in ``order``."""
 
     def shorten(self, num_micro_batches: int) -> None:
         """Expect only the first ``num_micro_batches`` of the segment."""

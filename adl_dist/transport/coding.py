@@ -1,4 +1,4 @@
-"""Codes one message into one buffer of bytes, and back.
+"""The coding of one message into one buffer of bytes, and back.
 
 A block is up to 256 numbers of one sample, in the order of its memory, and has one scale: its largest magnitude over
 the highest level, rounded up to 16 bits. Samples are coded separately, so that the codes of a sample do not depend on
@@ -223,7 +223,7 @@ def _signs(device: torch.device) -> Tensor:
 
 
 class Coder:
-    """Codes the messages of one edge, and measures the error.
+    """The coder of the messages of one edge, with its measured error.
 
     Attributes:
         errors: (squared error, squared length), float64[2], of some messages of the segment, on the device of each.

@@ -1,4 +1,4 @@
-"""Measures the cost of coding and decoding a message."""
+"""The measured cost of coding and decoding a message."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Measures bandwidth and latency of each link between two processes.
+"""The measured bandwidth and latency of links between processes.
 
 A message of 8 bytes there and back gives the latency; messages of growing length, until one takes a quarter of a
 second, give the bytes per second. Links are measured one after another, from the first stage on.

@@ -1,4 +1,4 @@
-"""Blocks new connections to the ports of a connected process.
+"""A filter against new connections to the ports of a process.
 
 torch's transports accept every connection. One line of HTTP at the port of the control plane (TensorPipe) ends the
 process in ``std::bad_alloc``, and a thousand silent connections to one of gloo's in ``accept: Too many open files``

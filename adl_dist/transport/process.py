@@ -108,7 +108,7 @@ def connect_edges(
 
 
 def abort(edges: Iterable[Edge]) -> None:
-    """Abort NCCL's messages, whose kernels wait for a peer on the GPU.
+    """Abort NCCL's messages, which wait for a peer on the GPU.
 
     All edges at once, because the abort of one frees its memory, which waits for the kernels of all others. gloo finds
     out by itself that a peer is gone.
@@ -179,7 +179,7 @@ class End:
 
 
 class ProcessSender(End):
-    """Sends the tensors of each micro-batch to one peer."""
+    """The sender of the tensors of each micro-batch to one peer."""
 
     def __init__(
         self,
@@ -251,7 +251,7 @@ class ProcessSender(End):
 
 
 class ProcessReceiver(End):
-    """Receives each micro-batch from one peer, posting receives ahead."""
+    """The receiver of micro-batches from one peer, with receives ahead."""
 
     def __init__(
         self,

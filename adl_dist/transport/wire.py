@@ -37,7 +37,7 @@ class Wire:
         self.open((), training=True)
 
     def open(self, sizes: Sequence[int], *, training: bool) -> None:
-        """Begin a segment whose micro-batches hold ``sizes`` samples."""
+        """Begin a segment with micro-batches of ``sizes`` samples."""
         self._sizes, self.specs = sizes, self.agreed.for_segment(training=training)
         self._is_coded = training and self.coder is not None
         if self.coder is not None:

@@ -1,4 +1,7 @@
-"""One process of one of torch's own ways to train: ``python -m adl_dist.cli.bench.baseline_rank TASK.json``."""
+"""One process of a torch baseline, with its task in a JSON file.
+
+Its command is ``python -m adl_dist.cli.bench.baseline_rank TASK.json``.
+"""
 
 import json
 import os
@@ -41,7 +44,7 @@ def run(
     target: dict[str, Any],
     inner_updates: int | None = None,
 ) -> dict[str, Any]:
-    """Train as one of the ranks, with the allocator, the threads and the cores of our own ranks.
+    """Train as one rank, with the allocator, threads and cores of our ranks.
 
     ``argv``: overrides that make the configuration: K, M, the cut, the number of updates, threads.
     ``target``: specification of the targets, as plain values.
@@ -92,7 +95,7 @@ def run(
 
 
 def replica_of(kind: Kind, model: nn.Module, training: Training, inner_updates: int | None) -> nn.Module:
-    """Return ``model`` as ``kind`` trains it; DiLoCo adds its outer step to ``training``."""
+    """Return ``model`` as ``kind`` trains it, and add DiLoCo's outer step."""
     if inner_updates is not None:
         training.after_step = OuterStep(model, inner_updates=inner_updates)
     if kind in COMPRESSIONS:
@@ -103,7 +106,7 @@ def replica_of(kind: Kind, model: nn.Module, training: Training, inner_updates: 
 def share_of_epoch(
     kind: Kind, rank: int, size: int, config: RunConfig, train: Any, *, epoch: int
 ) -> tuple[Subset[Any], bool]:
-    """Return the samples of a replica in an epoch, and whether the loader shuffles them.
+    """Return a replica's samples in an epoch, and whether they are shuffled.
 
     DDP's replicas share each batch of the epoch's one order; each of DiLoCo's has a shard of the data for itself.
     """
@@ -118,9 +121,9 @@ def share_of_epoch(
 def rank_batches(
     kind: Kind, rank: int, size: int, config: RunConfig, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]] | None:
-    """Return the batches of ``rank``: micro-batches of a loop, a replica's shares, whole ones of a pipeline's rank 0.
+    """Return the batches of ``rank``, or None if its input is from others.
 
-    Each is (input on ``device``, target). Return None if the rank gets its input from a different rank.
+    Each is (input on ``device``, target): a micro-batch of a loop, a replica's share, or a whole batch of rank 0.
     """
     if kind in PIPELINES and rank > 0:
         return None
@@ -138,7 +141,7 @@ def rank_batches(
 
 
 def main(task_file: Path, rank: int) -> None:
-    """Run a task and write ``rank{r}.json`` next to it; an error is one line for the bench, after a traceback."""
+    """Run a task and write ``rank{r}.json``; report an error in one line."""
     end_with_launcher()
     try:
         result = run(rank, **json.loads(task_file.read_text()))

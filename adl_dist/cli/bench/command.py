@@ -1,4 +1,4 @@
-"""``adl-dist bench``: measure our methods and torch's own ways to train in turn, in one table."""
+"""``adl-dist bench``: measure our methods and torch's baselines in turn."""
 
 import argparse
 import contextlib
@@ -46,7 +46,7 @@ TIMES_TOO_LONG = 10  # a run that takes so many times as long as it should is en
 
 
 def bench(argv: list[str]) -> None:
-    """Read the flags, measure all entries in turn, print the table and write it to a folder."""
+    """Measure all entries in turn, and write their table to a folder."""
     flags = _flags(argv)
     config, _ = compose_run([*flags.overrides, "hydra.mode=RUN"])
     config.runtime.threads = config.runtime.threads or default_threads(config.partition.num_stages)  # K is of processes
@@ -103,7 +103,7 @@ def _write(path: Path, facts: dict[str, Any], runs: Sequence[Measured], table: l
 
 
 def apart(function: Callable[..., T], *arguments: Any) -> T:
-    """Call ``function`` in a fresh process, so that no model, tuned allocator or CUDA context stays in this one."""
+    """Call ``function`` in a fresh process, to keep this one as it is."""
     os.environ[LAUNCHER] = str(os.getpid())  # it ends with this process
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(1, mp_context=spawn, initializer=end_with_launcher)
@@ -121,7 +121,7 @@ def apart(function: Callable[..., T], *arguments: Any) -> T:
 
 
 def measure_all(able: Sequence[Entry], setting: BenchConfig, flags: argparse.Namespace) -> Iterator[Measured]:
-    """Run all entries in turn, ``flags.repetitions`` times; one that has failed does not run again.
+    """Yield runs of all entries in turn; run no entry again that has failed.
 
     The length of a run follows from the speed of the previous one, that of the first from the predictions.
     """
@@ -194,7 +194,7 @@ def _check(flags: argparse.Namespace, config: RunConfig) -> None:
 
 
 def circumstances(*, has_gpus: bool) -> dict[str, Any]:
-    """Return the machine and the versions of the software, for the record of a measurement."""
+    """Return the machine and the software versions of a measurement."""
     gpus = range(torch.cuda.device_count() if has_gpus else 0)
     processor = platform.machine()
     with contextlib.suppress(OSError, StopIteration):

@@ -1,4 +1,4 @@
-"""The contenders of a bench, torch's own ways to train and our methods, and the survey of their model."""
+"""The contenders of a bench, and the survey of their model."""
 
 import contextlib
 import functools
@@ -68,7 +68,7 @@ DEFAULT = (*(name for name in OF_TORCH if name not in NAMED_ONLY), *OURS)
 
 
 def cycle_of(inner_updates: int) -> int:
-    """Return the updates between two exchanges where DiLoCo is measured: few, so that a run has some of both."""
+    """Return the inner updates between two exchanges of a measured DiLoCo."""
     return min(inner_updates, LONGEST_CYCLE)
 
 
@@ -96,7 +96,7 @@ class Entry:
 def entries(
     names: Sequence[str], config: RunConfig, *, warmup: int, spreads: bool = False
 ) -> tuple[list[Entry], dict[str, str]]:
-    """Return the entries of ``names`` that can run as configured, and the reason for each that cannot.
+    """Return the entries that can run, and the reasons against the others.
 
     Each makes at least ``warmup`` updates before the measured ones. ``spreads``: a prefix may place ranks on other
     machines, whose GPUs are not known here.
@@ -175,7 +175,9 @@ def _our_entry(name: str, config: RunConfig, warmup: int) -> Entry:
 
 
 def our_entry(name: str, method: Method, config: RunConfig, warmup: int, *, settings: Sequence[str] = ()) -> Entry:
-    """Return ``method`` with the configured K and batch as an entry; backpropagation is one stage.
+    """Return ``method`` as an entry with the configured K and batch.
+
+    Backpropagation has one stage.
 
     Raises:
         ConfigError: If it cannot be cut into so many stages.
@@ -208,7 +210,7 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSurvey:
-    """The model, data and cuts that entries share, and the predicted speed of each."""
+    """The model, data and cuts of all entries, with their predicted speeds."""
 
     cuts: Mapping[int, Cut]  # by the number of stages
     granularity: str
@@ -218,7 +220,7 @@ class ModelSurvey:
     predicted: dict[str, float]  # images per second by the name of an entry, where it can be predicted
 
     def bytes_per_image(self, entry: Entry) -> float:
-        """Return the bytes that all processes of ``entry`` together send for one sample, by the shapes of tensors.
+        """Return the bytes that all processes send for one sample of ``entry``.
 
         A ring of replicas moves 2 (K-1)/K of the averaged bytes from each of K processes, in DiLoCo after H updates.
         """
@@ -239,7 +241,7 @@ class ModelSurvey:
 
 
 def survey(config: RunConfig, able: Sequence[Entry], *, predicts: bool = True) -> ModelSurvey:
-    """Find the cuts, run each stage once, and predict the speeds if ``predicts``.
+    """Find the cuts, run each stage once, and optionally predict the speeds.
 
     Raises:
         ConfigError, DataError, PartitionError: If the model cannot be trained or cut like that.
@@ -291,7 +293,7 @@ def survey(config: RunConfig, able: Sequence[Entry], *, predicts: bool = True) -
 
 
 def _pipeline(config: RunConfig, num_stages: int) -> Pipeline:
-    """Return the pipeline that a cut is made for: the configured one, or one of several stages in each process."""
+    """Return the pipeline of a cut, configured or with stages per process."""
     method, K = config.method, config.partition.num_stages
     if num_stages == K:
         return Pipeline(method, K)
@@ -302,7 +304,10 @@ def _pipeline(config: RunConfig, num_stages: int) -> Pipeline:
 def predict_speeds(
     config: RunConfig, able: Sequence[Entry], profiler: Profiler, sizes: Mapping[int, list[int] | None]
 ) -> tuple[dict[int, list[int]], dict[str, float]]:
-    """Measure the model as ``adl-dist plan`` does; without ``sizes``, at the best cut of the configured method."""
+    """Measure the model as ``adl-dist plan`` does, and predict the speeds.
+
+    Without ``sizes`` the cut is the best one of the configured method.
+    """
     method, K, batch = config.method, config.partition.num_stages, config.train.batch_size
     M, profile = method.micro_batches_per_update, functools.cache(lambda M: profiler.profile(batch // M))
     machine = Machine(speeds=config.partition.device_speeds, **(link_figures(config.runtime.device) if K > 1 else {}))
@@ -330,7 +335,7 @@ def predict_speeds(
 
 
 def _for_stages(machine: Machine, K: int, num_stages: int) -> Machine:
-    """Return ``machine``, of K devices, for stages of which each device has several; all links are the slowest."""
+    """Return ``machine`` with the slowest link, for several stages per device."""
     if num_stages == K or K == 1:
         return machine
     speeds = None if machine.speeds is None else [*machine.speeds] * (num_stages // K)

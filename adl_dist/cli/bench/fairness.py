@@ -1,11 +1,11 @@
-"""Refuse settings that would apply only to our runs in a comparison with torch's loops."""
+"""Refusal of settings with an effect only on our runs of a comparison."""
 
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.errors import ConfigError
 
 
 def check_fair(config: RunConfig, *, command: str) -> None:
-    """Raise ConfigError if a setting, typed or of an experiment, would apply only to our runs."""
+    """Raise ConfigError if a setting would apply only to our runs."""
     train, runtime = config.train, config.runtime
     used = {
         "runtime.autocast": runtime.autocast,

@@ -60,7 +60,7 @@ def _row(entry: Entry, runs: Sequence[Measured], survey: ModelSurvey) -> Row:
 
 
 def baseline(table: Sequence[Row]) -> Row | None:
-    """Return the faster form of plain backpropagation on one device; None: neither was measured."""
+    """Return the faster row of plain backpropagation, or None without one."""
     known = [row for row in table if row["contender"] in BASELINE and "median" in row]
     return max(known, key=lambda row: row["median"], default=None)
 
@@ -111,7 +111,7 @@ def _cells(row: Row) -> list[object]:
 
 
 def draw(path: Path, table: Sequence[Row], *, title: str) -> None:
-    """Draw a bar for each measured row: its median, with the least and the most as a whisker; none: no figure."""
+    """Draw the median of each measured row, with the range as a whisker."""
     measured = [row for row in table if "median" in row]
     if not measured:
         return

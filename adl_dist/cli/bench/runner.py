@@ -1,4 +1,4 @@
-"""Run one contender once, in fresh processes, and read its speed."""
+"""One run of one contender in fresh processes, and its speed."""
 
 import json
 import math
@@ -99,7 +99,7 @@ def measure_once(entry: Entry, bench: BenchConfig, *, repetition: int, num_updat
 
 
 def train_argv(entry: Entry, bench: BenchConfig, num_updates: int) -> list[str]:
-    """Return the overrides that configure a run of ``entry``: one epoch, so that a pipeline is filled only once."""
+    """Return the overrides for a run of ``entry``, of a single epoch."""
     survey, node = bench.survey, bench.config.data
     words = without_method_and_cut(bench.overrides)
     argv = [word for word in words if not word.lstrip("+~").startswith(MANAGED_KEYS)]
@@ -122,7 +122,7 @@ def train_argv(entry: Entry, bench: BenchConfig, num_updates: int) -> list[str]:
 
 
 def stretched(bench_target: str, bench_samples: int, **arguments: Any) -> tuple[Dataset[Any], Dataset[Any]]:
-    """Return the user's datasets as a run needs them: the target of its data node.
+    """Return the user's datasets with the size that a run needs.
 
     Those are ``bench_samples`` for training, repeated or thinned out, so that one epoch is the whole run, and a single
     one for validation. The other ``arguments`` are for ``bench_target``, the user's own target.
@@ -133,7 +133,7 @@ def stretched(bench_target: str, bench_samples: int, **arguments: Any) -> tuple[
 
 
 def seconds_of(entry: Entry, ends: Sequence[float]) -> float:
-    """Return the mean time of an update of ``entry`` from the end times; see seconds_per_update.
+    """Return the mean time of an update of ``entry`` from the end times.
 
     DiLoCo is measured with shorter cycles than it trains with, so the time of an exchange is divided by H.
     """
@@ -150,7 +150,7 @@ def seconds_of(entry: Entry, ends: Sequence[float]) -> float:
 
 
 def seconds_per_update(ends: Sequence[float], *, warmup: int) -> float:
-    """Return the mean time of an update after ``warmup`` of them from the end times.
+    """Return the mean time of an update after ``warmup`` ones.
 
     Raises:
         ChildFailed: If the clock has not moved, or there are too few updates.
@@ -176,7 +176,7 @@ def _read_ranks(folder: Path, num_ranks: int) -> dict[str, Any]:
 
 
 def _ranks(command: Sequence[str], entry: Entry, bench: BenchConfig, log: Path) -> list[Child]:
-    """Return the processes of a run, each with the environment that torchrun would give it.
+    """Return the processes of a run, with the environment of torchrun.
 
     With a prefix each rank is on a node of its own. Locally nothing has to be reachable from outside.
     """

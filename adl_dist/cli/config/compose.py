@@ -1,4 +1,4 @@
-"""Compose and check a :class:`RunConfig` from the words of a command line. A mistake is a ConfigError of one line."""
+"""Composition and checks of a :class:`RunConfig` from a command line."""
 
 import argparse
 import difflib
@@ -55,7 +55,7 @@ OmegaConf.register_new_resolver("vocab_size_next_to", _vocab_size_next_to, repla
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that refuses as the project does: one line, exit code 2."""
+    """An argparse parser with errors of one line and exit code 2."""
 
     def error(self, message: str) -> NoReturn:
         """Refuse the command line by a ConfigError."""
@@ -68,18 +68,18 @@ class Parser(argparse.ArgumentParser):
 
 
 def config_folder() -> Path:
-    """Return ``conf/``: inside the package in a wheel, next to it in a checkout."""
+    """Return ``conf/``, of the package in a wheel or of the checkout."""
     package = Path(__file__).parents[2]
     return inside if (inside := package / "conf").is_dir() else package.parent / "conf"
 
 
 def compose_run(overrides: Sequence[str]) -> tuple[RunConfig, Plain]:
-    """Compose and check a run from Hydra overrides; return it, and the same as plain values for ``config.yaml``."""
+    """Compose and check a run from Hydra overrides, also as plain values."""
     return checked(composed_of(overrides), overrides)
 
 
 def checked(composed: DictConfig, overrides: Sequence[str]) -> tuple[RunConfig, Plain]:
-    """Check the composition of ``overrides``; return the same as :func:`compose_run`."""
+    """Check a composition, and return the results of :func:`compose_run`."""
     choices = composed.hydra.runtime.choices
     config = RunConfig.of({k: v for k, v in resolved(composed, overrides).items() if k != "sweep"})
     if config.run_dir is None:
@@ -90,7 +90,7 @@ def checked(composed: DictConfig, overrides: Sequence[str]) -> tuple[RunConfig, 
 
 
 def resolved(composed: DictConfig, overrides: Sequence[str]) -> Plain:
-    """Return the plain values of a composition without Hydra's own, all interpolations resolved."""
+    """Resolve all interpolations of a composition, without Hydra's own node."""
     own = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
     try:
         plain = OmegaConf.to_container(own, resolve=True, throw_on_missing=True)
@@ -135,7 +135,7 @@ def method_words(method: Method) -> list[str]:
 
 
 def balance_word(begins: Sequence[str]) -> str:
-    """Return the argument of a command line that lets stages 1..K-1 begin at these units."""
+    """Return the ``partition.balance`` argument for these first units."""
     plain = re.compile(r"[A-Za-z_][\w.]*")  # others could be read as numbers
     return f"partition.balance=[{','.join(n if plain.fullmatch(n) else json.dumps(n) for n in begins)}]"
 
@@ -151,7 +151,7 @@ def method_named(name: str, config: RunConfig, *, flag: str) -> Method:
 
 
 def composed_of(overrides: Sequence[str]) -> DictConfig:
-    """Compose ``overrides`` with Hydra's own node ``hydra``; only the keys are checked."""
+    """Compose ``overrides`` with Hydra's own node, and check only the keys."""
     overrides = renamed_words(overrides)
     try:
         with initialize_config_dir(str(config_folder()), version_base="1.3"):
@@ -161,7 +161,7 @@ def composed_of(overrides: Sequence[str]) -> DictConfig:
 
 
 def renamed_words(words: Sequence[str]) -> list[str]:
-    """Return ``words`` with the present names of keys and values, and print a line for each old one."""
+    """Replace old names of keys and values, with a notice for each."""
     new = []
     for word in words:
         for old, (name, values) in RENAMED.items():
@@ -174,7 +174,10 @@ def renamed_words(words: Sequence[str]) -> list[str]:
 
 
 def _renamed_word(word: str, old: str, name: str, values: Mapping[str, str]) -> str:
-    """Return ``word``, with ``name`` and its values where it gives a value, several, or a whole node by ``old``."""
+    """Replace the key ``old`` and its values in a word of the command line.
+
+    ``word`` may give a value, several values, or a whole node.
+    """
     key, equals, value = word.partition("=")
     (group, last), new = old.split("."), name.rpartition(".")[2]
     if key.lstrip("+~") == old:
@@ -188,7 +191,7 @@ def _renamed_word(word: str, old: str, name: str, values: Mapping[str, str]) -> 
 
 
 def _opened(overrides: Sequence[str]) -> list[str]:
-    """Let open nodes take any key, and start from an empty node where a new ``_target_`` is given."""
+    """Let open nodes take any key, and clear nodes with a new ``_target_``."""
     parsed = [parse(text) for text in overrides]
     chosen = {override.key_or_group for override in parsed if not isinstance(override.value(), dict)}
     opened: list[str] = []
@@ -238,12 +241,15 @@ def parse(text: str, *, several: bool = False) -> Override:
 
 
 def is_of_launcher(key: str) -> bool:
-    """Whether a key belongs to the launcher of Hydra that starts the runs of a sweep."""
+    """Return whether a key belongs to the Hydra launcher of a sweep."""
     return key == LAUNCHER or key.startswith("hydra.launcher.")
 
 
 def named(node: str, config: Any, choices: Mapping[str, str]) -> str:
-    """Return the name of the choice of ``node`` in folders, with its ``name`` if a target makes many."""
+    """Return the folder name for the choice of ``node``.
+
+    It has the ``name`` of the choice, if a target makes many.
+    """
     if node not in choices:
         raise ConfigError(f"~{node} removes {node}, which every run needs; choose another one")
     choice, chosen = choices[node], getattr(config, node)
@@ -285,7 +291,7 @@ def readable(error: Exception, overrides: Sequence[str], choices: Mapping[str, s
 
 
 def _unknown_choice(path: str) -> str:
-    """Return the message about a choice of a group that does not exist, like ``model/resnet21``."""
+    """Return the message for an unknown choice of a group."""
     if path == "optimizer/rotated":
         own = "optimizer._target_=rotated_adam.RotatedAdam in the folder of examples/rotated_adam.py"
         return f"optimizer=rotated was removed in 0.4.0; use {own}, or version 0.3.8"
@@ -306,7 +312,7 @@ def _unknown_choice(path: str) -> str:
 
 
 def _of_torchvision(name: str) -> str:
-    """Return how to get a model of torchvision's that is called ``name``; empty if there is none."""
+    """Return a hint at a similar model of torchvision, or empty text."""
     from torchvision.models import list_models  # imported late: it takes a second
 
     close = difflib.get_close_matches(name, list_models(), n=1)
@@ -328,7 +334,7 @@ def _did_you_mean(key: str, value: str = "") -> str:
 
 
 def print_keys(overrides: Sequence[str] = ()) -> None:
-    """Print every key with its help and its value after ``overrides``; without any, its default."""
+    """Print every key with its help, and its default or overridden value."""
     words = [*overrides, "hydra.mode=RUN"]
     composed = composed_of(words)
     plain: Any = OmegaConf.to_container(composed, resolve=False)
@@ -349,7 +355,7 @@ def print_keys(overrides: Sequence[str] = ()) -> None:
 
 
 def _documented(plain: Plain, choices: Mapping[str, str]) -> Iterator[str]:
-    """Yield the lines of the help: each key with its value, and after it one line of help."""
+    """Yield the lines of the help, one for each key with its value."""
     alone = {key: f.metadata["help"] for key, f in keys_of("").items()}
     for name, node in plain.items():
         if name not in (*GROUPS, *OPEN_NODES):
@@ -368,7 +374,7 @@ def _line(key: str, value: Any, text: str) -> str:
 
 
 def comments_of(path: Path) -> dict[str, str]:
-    """Return the comments of a file of ``conf/`` by key; under ``""`` the one at its top."""
+    """Return the comments of a ``conf/`` file by key; ``""`` is the top one."""
     lines = path.read_text().splitlines() if path.is_file() else []
     found = [(match[1], match[2]) for line in lines if (match := re.match(r"(?:(\w+):[^#]*)?# (.*)", line))]
     comments = {key: text for key, text in found if key is not None}

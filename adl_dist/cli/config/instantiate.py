@@ -1,4 +1,4 @@
-"""Instantiate the ``_target_`` nodes of a configuration; a failure is a ConfigError of one line."""
+"""Objects from the ``_target_`` nodes of a configuration."""
 
 import contextlib
 import difflib
@@ -61,7 +61,7 @@ def trainer(config: RunConfig, *, handle_signals: bool = False) -> Trainer:
 
 
 def evaluator(config: RunConfig) -> Trainer:
-    """Build the model and a trainer of one stage in this process, which evaluates as the run did."""
+    """Build the model and a trainer of one stage that evaluates like the run."""
     # As many threads as each process of the run had, or sums would be rounded otherwise.
     processes = config.build(ProcessOptions, threads=config.threads, one_per_stage=False)
     partition = PartitionSpec(tied=config.partition.tied)
@@ -96,7 +96,10 @@ def precision(config: RunConfig) -> Precision:
 
 
 def build_model(config: RunConfig, *, unties: bool = True) -> nn.Module:
-    """Build the uncut model, the same on every rank and for every K; with ``partition.tied=untie`` if ``unties``."""
+    """Build the uncut model, the same on every rank and for every K.
+
+    Tied weights are untied as configured, unless ``unties`` is false.
+    """
     torch.manual_seed(config.seed)
     model = _call("model", config.model)
     _expect(isinstance(model, nn.Module), "model", config.model, model, "a torch.nn.Module")
@@ -109,7 +112,7 @@ def build_model(config: RunConfig, *, unties: bool = True) -> nn.Module:
 
 
 def build_model_on_meta(config: RunConfig) -> nn.Module:
-    """Build the uncut model without a single weight: ``init_from`` is for the trainer to read."""
+    """Build the uncut model on meta; the trainer reads ``init_from``."""
     torch.manual_seed(config.seed)
     with torch.device("meta"):
         model = _call("model", config.model)
@@ -141,7 +144,7 @@ def described_model(config: RunConfig) -> nn.Module:
 
 
 def other_data(node: Mapping[str, Any], settings: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return the data node of a run with ``settings`` in place of its own values.
+    """Return the data node of a run with ``settings`` as replacements.
 
     Raises:
         ConfigError: If its dataset does not accept a key.
@@ -170,7 +173,7 @@ def build_data(node: Mapping[str, Any]) -> tuple[Dataset[Any], Dataset[Any]]:
 
 
 def loading(config: RunConfig, dataset: Dataset[Any] | None) -> Loading:
-    """Return the settings of the loader, with a sampler for ``dataset`` unless that is None."""
+    """Return the loader settings, with a sampler if ``dataset`` is given."""
     node = config.data
     made: dict[str, Any] = {}
     if node.get("collate_fn") is not None:
@@ -207,7 +210,7 @@ def monitoring(config: RunConfig) -> Monitoring:
 
 
 def _listed(name: str, node: Any) -> Any:
-    """Instantiate an entry of a list: a dotted name, or a node with ``_target_`` and arguments."""
+    """Instantiate a list entry from a dotted name or a ``_target_`` node."""
     node = {"_target_": node} if isinstance(node, str) else node
     if not isinstance(node, Mapping):
         raise ConfigError(f"{name}: expected my.module.make, or {{_target_: my.module.make, KEY: VALUE}}, got {node!r}")
@@ -221,7 +224,7 @@ def _named(name: str, path: Any) -> Callable[..., Any]:
 
 
 def check_targets(config: RunConfig) -> None:
-    """Check arguments against signatures, and try optimizer and schedule out; no data is read.
+    """Check the targets by their signatures and by trial, without data.
 
     The model is built only if the optimizer has rules for its parameters, or refuses a parameter made up here.
     """
@@ -270,7 +273,7 @@ def build_loss(config: RunConfig) -> LossFn:
 
 
 def build_optimizer(config: RunConfig) -> OptimizerFactory:
-    """Return the factory of the optimizer, with groups by ``optimizer.rules`` if there are any."""
+    """Return the optimizer factory, with groups by ``optimizer.rules`` if any."""
     node = {key: value for key, value in config.optimizer.items() if key != "rules"}
     rules = config.optimizer.get("rules")
     target, arguments = _bind("optimizer", node, "params")
@@ -290,7 +293,7 @@ def build_optimizer(config: RunConfig) -> OptimizerFactory:
 
 
 def lr_schedule(config: RunConfig) -> Callable[..., LRScheduler]:
-    """Return the factory of the LR scheduler, from an optimizer and the length of the run."""
+    """Return the factory of the LR scheduler."""
     taken = _parameters(_locate("lr_schedule", config.lr_schedule)) or set()
     supplied = taken & {"optimizer", "updates_per_epoch", "total_updates"}
     if "total_steps" in taken - config.lr_schedule.keys():
@@ -310,7 +313,7 @@ def _call(name: str, node: Mapping[str, Any]) -> Any:
 
 
 def _bind_loss(node: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any], bool]:
-    """Return the target of the loss node, its arguments, and whether the target is the loss itself."""
+    """Return the loss target, its arguments, and whether it is a ready loss."""
     target = _locate("loss", node)
     # Every other reduction is an argument of the loss, as torch's losses have it.
     given = {key: value for key, value in node.items() if key != "_partial_" and (key, value) != ("reduction", "batch")}
@@ -336,7 +339,10 @@ def _called(name: str, node: Mapping[str, Any], target: Callable[..., Any], argu
 
 
 def _bind(name: str, node: Mapping[str, Any], *supplied: str) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Return the target of ``node`` and its arguments, which suffice together with those ``supplied`` later."""
+    """Return the target and arguments of ``node``, after a check.
+
+    Together with the names ``supplied`` later they must suffice.
+    """
     target = _locate(name, node)
     # An optimizer or a schedule is always made later, of what is supplied then: Hydra's _partial_.
     of_hydra = ("_target_", "_partial_") if supplied else ("_target_",)
@@ -385,7 +391,7 @@ def _locate(name: str, node: Mapping[str, Any], *, key: str = "_target_") -> Cal
 
 
 def _parameters(target: Callable[..., Any]) -> set[str] | None:
-    """Return the names that ``target`` takes; None if it takes any, or does not say."""
+    """Return the parameter names of ``target``, or None if they are unknown."""
     signature = _signature(target)
     if signature is None or any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
         return None

@@ -1,4 +1,4 @@
-"""Read the data and the model of a configuration as a run does, for other commands."""
+"""The data and the model of a configuration, read as by a run."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,7 @@ from adl_dist.training.trial import samples as samples_of
 def device_loader(
     config: RunConfig, device: torch.device, *, shuffle: bool, dataset: Dataset[Any] | None = None
 ) -> DeviceLoader:
-    """Return the loader of the first stage; if ``dataset`` is None, of the training data."""
+    """Return the loader of the first stage, by default for training data."""
     whole = instantiate.build_data(config.data)[0] if dataset is None else dataset
     return DeviceLoader(
         whole,
@@ -33,7 +33,7 @@ def device_loader(
 
 
 def read_units(config: RunConfig, model: nn.Module, *, keeps: str | None) -> Chain:
-    """Return the units of ``model``, recorded on the first samples of the training data.
+    """Return the units of ``model``, traced on the first training samples.
 
     Args:
         config: of the run.
@@ -53,7 +53,9 @@ def read_units(config: RunConfig, model: nn.Module, *, keeps: str | None) -> Cha
 
 
 def chosen_sizes(chain: Chain, num_stages: int, balance: str | Sequence[int] | Sequence[str]) -> list[int]:
-    """Return the units of each stage for a ``partition.balance`` that needs no measurement.
+    """Return the units of each stage for a ``partition.balance``.
+
+    The balance must need no measurement.
 
     Raises:
         PartitionError: If the model cannot be cut like that.

@@ -1,4 +1,4 @@
-"""The configuration of a run: its groups of settings, checked before anything starts."""
+"""The configuration of a run: groups of settings, checked at the start."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
@@ -63,7 +63,7 @@ OPEN_NODES = ("model", "data", "optimizer", "lr_schedule", "loss")
 
 @dataclass(kw_only=True)
 class RunConfig:
-    """One run: ``partition``, ``train`` and ``runtime`` hold plain values, by the last part of their keys."""
+    """The settings of one run, with groups of plain values by their keys."""
 
     method: Method
     partition: SimpleNamespace
@@ -105,7 +105,7 @@ class RunConfig:
         micro_batch_size_of(self.train.batch_size, self.method.micro_batches_per_update)
 
     def _check_loader(self) -> None:
-        """Check the settings of the data loader, which share a node with the arguments of the dataset."""
+        """Check the data loader's settings, next to the dataset's arguments."""
         shuffle, num_workers = self.data.get("shuffle", True), self.data.get("num_workers", 0)
         if type(shuffle) is not bool:
             raise ConfigError(f"data.shuffle must be true or false, got {shuffle!r}")
@@ -117,7 +117,7 @@ class RunConfig:
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> "RunConfig":
-        """Return the configuration with these plain values; a missing one has its default.
+        """Return the configuration with these plain values, or the defaults.
 
         Raises:
             ConfigError: If a key is unknown, or a value has another type or is out of range.
@@ -134,13 +134,13 @@ class RunConfig:
         return cls(**values | {"method": made_from(Method, vars(values["method"]))})
 
     def build(self, cls: type[T], **others: Any) -> T:
-        """Return a ``cls`` with its values in this configuration; ``others`` by name."""
+        """Build a ``cls`` from values of this configuration and from ``others``."""
         group = next(name for name, classes in GROUPS.items() if any(issubclass(cls, one) for one in classes))
         return made_from(cls, vars(getattr(self, group)), **others)
 
     @property
     def plain(self) -> dict[str, Any]:
-        """The plain values, for ``config.yaml``: of the method those keys that mean something to it."""
+        """The plain values for ``config.yaml``, without unused keys of the method."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values |= {name: dict(vars(values[name])) for name in GROUPS if name != "method"}
         plain: dict[str, Any] = _lists(values | {"method": self.method.settings})
@@ -158,13 +158,13 @@ class RunConfig:
 
     @property
     def timeouts(self) -> WatchdogTimeouts:
-        """The longest standstill of a job; no process of a command is the user's own."""
+        """The timeouts of a job in which no process is the user's own."""
         chosen = self.build(WatchdogTimeouts)
         return replace(chosen, abort_seconds=chosen.abort_after(distributed=True))
 
     @property
     def monitoring(self) -> Monitoring:
-        """The records of the run, without the user's own loggers, which are still to be made."""
+        """The records of the run, without loggers of the user's own code."""
         loggers = self.runtime.loggers
         if isinstance(loggers, list | tuple):
             loggers = [one for one in loggers if isinstance(one, str) and "." not in one]
@@ -172,7 +172,7 @@ class RunConfig:
 
 
 def keys_of(group: str) -> dict[str, Field[Any]]:
-    """Return the settings of a group by the last part of their keys; of ``""`` those that belong to none."""
+    """Return the settings of a group, or of the top level, by their keys."""
     classes = GROUPS[group] if group else (RunConfig,)
     return {key: f for cls in classes for key, f in settings_of(cls).items()}
 

@@ -1,4 +1,4 @@
-"""Read and check the command line of ``adl-dist plan``."""
+"""The command line of ``adl-dist plan``, read and checked."""
 
 import argparse
 import contextlib
@@ -51,13 +51,13 @@ class Question:
 
     @property
     def sizes(self) -> dict[int, int]:
-        """The samples of a micro-batch for each M that is predicted; a ConfigError: the batch is too small."""
+        """The micro-batch size for each predicted M, or a ConfigError."""
         steps = {method.micro_batches_per_update for method in (*self.methods, self.chosen)}
         return {M: micro_batch_size_of(self.config.train.batch_size, M) for M in sorted(steps)}
 
 
 def asked(words: list[str]) -> Question:
-    """Read and check the words of the command line; a ConfigError: they cannot be answered."""
+    """Read and check the command line, or raise ConfigError."""
     flags = _flags(words)
     config, _ = compose_run(flags.overrides)
     instantiate.check_targets(config)
@@ -149,7 +149,7 @@ def _bytes(text: str) -> int:
 
 
 def _check(flags: argparse.Namespace) -> None:
-    """Refuse now what would otherwise be found only after measuring."""
+    """Refuse bad flags before the time-consuming measurement."""
     if flags.out is not None:
         check_out(flags.out)
     for name, least in (("devices", 1), ("neighbours", 0)):
@@ -161,7 +161,7 @@ def _check(flags: argparse.Namespace) -> None:
 
 
 def described(links: str | None) -> Links | None:
-    """Return the links that the configuration describes, if it does; ``auto`` is for a run to find out."""
+    """Return the configured links, or None if a run must measure them."""
     return None if links is None or links == "auto" else parse_links(links, LINKS)
 
 
@@ -177,7 +177,10 @@ def machine_of(question: Question) -> Machine:
 
 
 def _link_of(question: Question) -> dict[str, Any]:
-    """Return what the links carry, and how long a message keeps the host busy, which only a measurement can tell."""
+    """Return the capacity of the links, and the host time of a message.
+
+    Only a measurement can tell the host time.
+    """
     try:
         measured = link_figures(question.config.runtime.device)
     except ChannelError as error:

@@ -1,4 +1,4 @@
-"""``adl-dist plan``: measure the model, cut it, predict what each method would do with it, and recommend one."""
+"""``adl-dist plan``: measure, cut, predict all methods, recommend one."""
 
 import contextlib
 import itertools
@@ -56,7 +56,7 @@ class _Found:
 
 
 def _measured(question: Question) -> _Found:
-    """Measure, and predict by that."""
+    """Measure the model, and predict each method by the profile."""
     flags, config, sizes, machine = question.flags, question.config, question.sizes, machine_of(question)
     how: dict[str, Any] = {"granularity": question.granularity}
     how["threads"] = question.threads
@@ -92,7 +92,7 @@ def _measured(question: Question) -> _Found:
 
 
 def _possible(question: Question, machine: Machine, chain: Chain) -> tuple[Question, list[str]]:
-    """Return the question for the possible K, and the reasons against the others.
+    """Return the question for the possible K, and reasons against other K.
 
     Raises:
         PartitionError: If the model can be cut into none of them.
@@ -112,7 +112,7 @@ def _possible(question: Question, machine: Machine, chain: Chain) -> tuple[Quest
 
 
 def _coded(question: Question, machine: Machine, chain: Chain, profile: Profile) -> list[Prediction]:
-    """Return the predictions of the configured method for each possible K and codec."""
+    """Return predictions of the configured method for each K and codec."""
     found = []
     for K, codec in itertools.product(question.stages, CODECS):
         with contextlib.suppress(PartitionError, ConfigError):  # reported below the table of all methods
@@ -122,7 +122,7 @@ def _coded(question: Question, machine: Machine, chain: Chain, profile: Profile)
 
 
 def _cut(question: Question, machine: Machine, chain: Chain, K: int) -> dict[str, Any]:
-    """Return the arguments of a prediction that say where the model is cut into K stages, and for which devices."""
+    """Return the arguments of a prediction with the cut into K stages."""
     config = question.config.partition
     balance, speeds = config.balance, config.device_speeds
     if speeds is not None and len(speeds) != K:
@@ -171,7 +171,7 @@ def _line(question: Question, found: _Found, choice: Prediction | None) -> str |
 def _predict_all(
     question: Question, machine: Machine, chain: Chain, profiles: Mapping[int, Profile]
 ) -> tuple[list[Prediction], list[str]]:
-    """Return the predictions for all that is possible, by the profile for each M, and why the others are not."""
+    """Return all possible predictions, and the reasons against the others."""
     predictions, refused = [], []
     for K, method in itertools.product(question.stages, question.methods):
         try:

@@ -14,7 +14,7 @@ MOST_LABELS = 60
 
 
 def draw_costs(path: Path, profile: Profile, *, sizes: Sequence[int], model: str) -> None:
-    """Draw a bar for each unit: its time above, its memory and the bytes that would cross a cut after it below.
+    """Draw the time, memory and cut bytes of each unit as bars.
 
     ``sizes`` are the units of each stage, or none; a file that is there already is replaced.
 

@@ -1,4 +1,4 @@
-"""Measure the cost of a message between two processes of this machine (gloo, loopback)."""
+"""The measured cost of a message between two local processes (gloo)."""
 
 import json
 import statistics
@@ -25,7 +25,7 @@ GPU_LINK = {"bandwidth": 12e9, "latency": 1e-5, "shares_link": True}
 
 
 def link_figures(device: str) -> dict[str, Any]:
-    """Return the keyword arguments of a :class:`Machine` for the links between such devices.
+    """Return the keyword arguments of a :class:`Machine` for these links.
 
     On CPUs two processes of this machine measure it, which takes a few seconds, mostly to start them.
 
@@ -53,15 +53,16 @@ def link_figures(device: str) -> dict[str, Any]:
 
 
 def measure(folder: Path, rank: int) -> None:
-    """Exchange messages with the other of two processes; rank 0 writes ``link.json``."""
+    """Exchange messages with the other process, and write ``link.json``."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 
     elsewhere = torch.zeros(CACHES, dtype=torch.uint8)
 
     def exchange(num_bytes: int, *, works: bool) -> tuple[float, float]:
-        """Return wall-clock and busy seconds of one message: the least and the median of round trips, halved.
+        """Return wall-clock and busy seconds of one message, from round trips.
 
-        With ``works`` each does something else before, as a stage does, so that nothing of it is in the caches.
+        They are half of the least and of the median round trip. With ``works`` each does something else before, as a
+        stage does, so that nothing of it is in the caches.
         """
         message, walls, busy = torch.zeros(num_bytes, dtype=torch.uint8), [], []
         for _ in range(ROUNDS):

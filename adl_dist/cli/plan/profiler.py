@@ -1,4 +1,4 @@
-"""Measure the model of a configuration, alone and while other processes keep the machine busy."""
+"""Measurements of a configured model, on an idle machine and under load."""
 
 import contextlib
 import multiprocessing
@@ -35,7 +35,7 @@ from adl_dist.training.trial.trial import Trial, memory_formats
 
 
 class Profiler:
-    """The uncut model on its device with one sample, ready to be measured, as a whole or unit by unit."""
+    """The uncut model on its device with a sample, ready for measurements."""
 
     def __init__(
         self,
@@ -96,15 +96,16 @@ class Profiler:
             return Chain(self.model, batches, granularity=self.granularity, keeps_ties=keeps)
 
     def num_others(self, num_stages: int) -> int:
-        """Return how many of K stages share this machine's cores with one; none on GPUs."""
+        """Return the number of other stages on this machine's cores; 0 on GPUs."""
         on_cpu = self.device.type == "cpu"
         return max(0, min(num_stages, num_cores() // self.threads) - 1) if on_cpu else 0
 
     @contextlib.contextmanager
     def with_load(self, num: int, samples: int) -> Iterator[list[int]]:
-        """Start ``num`` processes that train the same model with micro-batches of ``samples``; yield their ids.
+        """Start ``num`` training processes as load, and yield their ids.
 
-        They are stopped (SIGSTOP) except inside :meth:`under_load`: they hold memory, but no core.
+        They train the same model with micro-batches of ``samples``. They are stopped (SIGSTOP) except inside
+        :meth:`under_load`: they hold memory, but no core.
 
         Raises:
             ConfigError: If one of them ended before it was ready, or in the block.
@@ -158,7 +159,7 @@ class Profiler:
             os.kill(pid, number)
 
     def profile(self, micro_batch_size: int) -> Profile:
-        """Measure each unit for one micro-batch, without and, if there is a load, with it."""
+        """Measure each unit for one micro-batch, without and with any load."""
         alone = self._profile(micro_batch_size)
         if not self._load:
             return alone
@@ -197,7 +198,7 @@ class Profiler:
 
 
 def _tried(model: nn.Module, samples: Samples, device: torch.device, spec: TrainSpec) -> tuple[TrainSpec, Samples]:
-    """Return the spec that ``model`` has been tried with, and the samples in its memory format."""
+    """Try ``model``; return the spec, and the samples in its memory format."""
     formats = memory_formats(model, spec, samples)
     for channels_last in formats:
         spec = replace(spec, precision=replace(spec.precision, channels_last=channels_last))
@@ -215,7 +216,7 @@ def _tried(model: nn.Module, samples: Samples, device: torch.device, spec: Train
 
 
 def _train_forever(parent: int, reply: Connection, config: RunConfig, how: dict[str, Any], size: int) -> None:
-    """Train in a process of the load; reply with its id once it has, or with None and why it cannot."""
+    """Train in a load process, and reply with its id, or None and the reason."""
     os.environ[LAUNCHER] = str(parent)
     end_with_launcher()
     null = os.open(os.devnull, os.O_WRONLY)

@@ -1,4 +1,4 @@
-"""Format the answer of ``adl-dist plan``: measurement, predictions, and the command that trains as predicted."""
+"""The text of ``adl-dist plan``'s answer, with the command to train."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ def report(
     with_units: bool,
     blocks: Sequence[str],
 ) -> list[str]:
-    """Return the lines about the measurement, each method's prediction, and the devices without a pipeline.
+    """Return the lines about measurement, predictions and idle devices.
 
     ``blocks``: the name of the block of each unit.
     """
@@ -64,7 +64,10 @@ def report(
 
 
 def tied_lines(shared: Mapping[str, list[int]], predictions: Sequence[Prediction]) -> list[str]:
-    """Return the lines about weights that several stages hold; ``shared`` are the units of each, by name."""
+    """Return the lines about tied weights that several stages hold.
+
+    ``shared`` are the units of each weight, by name.
+    """
     rows: list[list[object]] = []
     for p in predictions:
         stage_of = [k for k, size in enumerate(p.balance.sizes) for _ in range(size)]
@@ -81,7 +84,7 @@ def tied_lines(shared: Mapping[str, list[int]], predictions: Sequence[Prediction
 
 
 def codec_lines(coded: Sequence[Prediction]) -> list[str]:
-    """Return the table of the codecs for the configured method, and the codec that the links need."""
+    """Return the codec table of the configured method, with a recommendation."""
     rows: list[list[object]] = []
     for p in coded:
         where = p.pipeline.num_stages, p.pipeline.micro_batches_per_update, p.codecs.activations
@@ -151,7 +154,10 @@ def facts_of(p: Prediction) -> dict[str, Any]:
 
 
 def line_to_paste(choice: Prediction, begins: Sequence[str], overrides: Sequence[str]) -> str:
-    """Return the command that trains as predicted; ``begins``: the units where stages 1..K-1 begin."""
+    """Return the command that trains as predicted.
+
+    ``begins`` are the units where stages 1..K-1 begin.
+    """
     words = without_method_and_cut(overrides) + method_words(choice.pipeline.method)
     words += [f"partition.num_stages={choice.pipeline.num_stages}", *([balance_word(begins)] if begins else [])]
     return f"adl-dist train {shlex.join(words)}"

@@ -1,4 +1,4 @@
-"""Run several runs: check all, start those that are not complete, and compare. Run folders are the only memory."""
+"""A sweep: check all runs, start incomplete ones, and compare."""
 
 import os
 import subprocess
@@ -40,7 +40,10 @@ LAUNCHER_FOLDER = ".launcher"  # output of a launcher of Hydra, inside the folde
 
 
 def run(sweep: Sweep) -> int:
-    """Run the incomplete jobs and compare all; return the exit code: 1 if a run failed (divergence is a result)."""
+    """Run incomplete jobs and compare all; return 1 if a run failed.
+
+    A divergence is a result, not a failure.
+    """
     _check(sweep)
     with locked(sweep.run_dir):
         run_all(sweep.jobs, sweep, of="runs")
@@ -68,7 +71,7 @@ def run_all(jobs: Sequence[Job], sweep: Sweep, *, of: str) -> None:
 
 
 def _check(sweep: Sweep) -> None:
-    """Check all jobs first, so that none fails after others have taken their time."""
+    """Check all jobs before the first one starts."""
     cases = set()
     for job in sweep.jobs:
         config = job.config
@@ -84,7 +87,7 @@ def _check(sweep: Sweep) -> None:
 
 
 def _check_cut(config: RunConfig, *, has_data: bool) -> None:
-    """Check the cut of a run as far as possible here; the data may be on another machine.
+    """Check the cut of a run as far as possible, with or without the data.
 
     Raises:
         PartitionError, DataError, ConfigError: If the model cannot be cut there, or cannot be read.
@@ -97,7 +100,7 @@ def _check_cut(config: RunConfig, *, has_data: bool) -> None:
 
 
 def job_status(job: Job) -> str:
-    """Return the status of the run of ``job``; see :func:`adl_dist.report.runs.status_of`."""
+    """Return the status of a job's run, see :mod:`adl_dist.report.runs`."""
     return status_of(job.folder, epochs=job.config.train.epochs, max_updates=job.config.train.max_updates)
 
 
@@ -118,7 +121,7 @@ def _outcome(job: Job, code: int | None = None) -> str:
 
 
 def _run_here(jobs: Sequence[Job], *, at_once: int | None) -> Iterator[tuple[Job, int]]:
-    """Run ``jobs`` as processes, ``at_once`` at a time; yield each job with its exit code; leave no process behind.
+    """Run ``jobs`` as processes, ``at_once`` at a time; yield exit codes.
 
     If ``at_once`` is None, as many as there are cores for; on a GPU one, since only the user knows how many fit.
     """
@@ -141,7 +144,7 @@ def _run_here(jobs: Sequence[Job], *, at_once: int | None) -> Iterator[tuple[Job
 
 
 def _submit(jobs: Sequence[Job], sweep: Sweep) -> str:
-    """Submit ``jobs`` to a launcher of Hydra and wait; return the error of a run or the launcher."""
+    """Submit ``jobs`` to a Hydra launcher and wait; return the error, if any."""
     folder = str((sweep.run_dir / LAUNCHER_FOLDER).resolve()).replace("'", "\\'")
     silent = "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"
     numbered = f"hydra.sweep.dir='{folder}'", "hydra.sweep.subdir=${hydra.job.num}", "hydra.job.name=adl-dist"
@@ -185,7 +188,7 @@ def _has_room(running: Sequence[RunConfig], config: RunConfig, at_once: int | No
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other sweeps out of ``folder``: their runs would fail, because ours hold the run folders."""
+    """Lock ``folder`` against other sweeps inside the block."""
     make_folder(folder)
     ownership = Ownership(folder)
     try:

@@ -1,4 +1,4 @@
-"""Read the runs that a command line asks for, with Hydra's grammar and product."""
+"""The runs of a command line, by Hydra's grammar and product."""
 
 import re
 import shlex
@@ -26,7 +26,7 @@ OWN_LAUNCHER = "basic"  # Hydra's default, which runs one job after the other; o
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run: ``adl-dist train overrides``, with its run folder and its configuration, checked and as plain values.
+    """One run: overrides, run folder, and checked configuration.
 
     ``program`` takes the overrides, after ``python -m``.
     """
@@ -55,7 +55,7 @@ class Sweep:
 
 
 def requested(arguments: Sequence[str]) -> Sweep | tuple[RunConfig, Plain]:
-    """Return the runs that a command line asks for, or the configuration of a single one, as ``compose_run`` does.
+    """Return the sweep of a command line, or the configuration of one run.
 
     Several are asked for by ``--multirun``, or by an experiment with ``hydra.mode: MULTIRUN``, whose
     ``hydra.sweeper.params`` are then swept as well; ``hydra.mode=RUN`` asks for one run with its settings.
@@ -109,7 +109,7 @@ def requested(arguments: Sequence[str]) -> Sweep | tuple[RunConfig, Plain]:
 
 
 def _of_sweep(node: Any) -> Plain:
-    """Return the plain values of ``sweep.*``, checked so far that they can be read."""
+    """Return the plain values of ``sweep.*``, checked to be readable."""
     if not OmegaConf.is_dict(node):
         raise ConfigError(f"sweep={node}: expected settings, like sweep.jobs=2")
     sweep: Any = OmegaConf.to_container(node)
@@ -122,7 +122,10 @@ def _of_sweep(node: Any) -> Plain:
 
 
 def _product(label: str, variant: Sequence[str], swept: Sequence[str], *, fixed: set[str]) -> list[list[str]]:
-    """Return all combinations of the swept values; a variant that settles on one K meets those of the other keys."""
+    """Return all combinations of the swept values for one variant.
+
+    Keys that the variant sets are not swept.
+    """
     with naming(f"sweep.variants, '{label}'"):
         own = {parse(override).key_or_group: override for override in variant}
         if both := own.keys() & fixed:

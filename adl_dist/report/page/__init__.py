@@ -1,4 +1,4 @@
-"""One page about a run, or about several next to each other: a single HTML file with its figures in it."""
+"""One page about one or several runs, as a single HTML file."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +29,7 @@ def write_page(folders: Sequence[Path], out: Path) -> None:
 
 
 def write_after_run(folder: Path) -> None:
-    """Write ``folder/report.html`` at the end of the run in ``folder``, or warn; the run itself is complete."""
+    """Write ``folder/report.html`` at the end of a run; warn if that fails."""
     try:
         write_page([folder], folder / REPORT)
     except Exception as error:  # whatever is wrong with the page, the run is worth more

@@ -35,7 +35,7 @@ COLOUR_OF_SHARE = {
 
 
 def learning_curves(run: Recorded, names: Sequence[str]) -> Figure:
-    """Return a row of panels for each of ``names``, like ``loss``: by epoch, and by seconds of training."""
+    """Draw a row of panels for each of ``names``, by epoch and by seconds."""
     with rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, HEIGHT * len(names)), layout="constrained")
         rows = figure.subplots(len(names), 2, squeeze=False, sharey="row")
@@ -56,7 +56,7 @@ def learning_curves(run: Recorded, names: Sequence[str]) -> Figure:
 
 
 def throughput(points: Sequence[Point], unit: str) -> Figure:
-    """Return the speed over the seconds of training, averaged over parts of equal numbers of updates."""
+    """Draw the speed over seconds of training, averaged over updates."""
     size = max(1, -(-len(points) // BINS))
     parts = [points[start : start + size] for start in range(0, len(points), size)]
     # Of rates over equal amounts of work the harmonic mean is what that work took altogether.
@@ -110,7 +110,7 @@ def _colour(stage: int) -> str:
 
 
 def shares(timeline: Timeline) -> Figure:
-    """Return what each stage spent its time with in the recorded updates, as bars that add up to 100 %."""
+    """Draw each stage's time by activity, as bars that add up to 100 %."""
     spent = [timeline.shares(k) for k in range(len(timeline.stages))]
     with rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, 1.1 + 0.32 * len(spent)), layout="constrained")
@@ -154,9 +154,9 @@ def _measured_spans(timeline: Timeline) -> list[Span]:
 
 
 def scheduled(pipeline: Pipeline, timeline: Timeline | None) -> Figure:
-    """Return the schedule: of the same updates with the times of the ``timeline`` and messages that take none.
+    """Draw the schedule of the same updates with the timeline's times.
 
-    Without a steady part it is drawn from an empty pipeline on; without a timeline in ticks.
+    Messages take no time. Without a steady part it is drawn from an empty pipeline on; without a timeline in ticks.
 
     Raises:
         ConfigError: it is too long for a picture.
@@ -177,7 +177,7 @@ def scheduled(pipeline: Pipeline, timeline: Timeline | None) -> Figure:
 
 
 def _simulated(pipeline: Pipeline, timeline: Timeline, costs: Costs) -> list[Span]:
-    """Return when each stage does what is in the timeline, if it is simulated, with the numbers of the timeline."""
+    """Simulate the spans of a timeline, with the timeline's numbers."""
     M, begins = pipeline.micro_batches_per_update, pipeline.updates_to_fill
     firsts = [each.number for each in timeline.stages[0] if each.op == Op.UPDATE.value]
     num_updates = len(firsts)
@@ -199,7 +199,7 @@ def _goes_back(span: Span) -> bool:
 
 
 def costs_of(timeline: Timeline) -> Costs | None:
-    """Return the median times of the stages in milliseconds; None: a stage lacks forward or backward."""
+    """Return the median times of stages in ms, or None if one is missing."""
     forward, backward, late, update = list[float](), list[float](), list[float](), list[float]()
     for k in range(len(timeline.stages)):
         ahead = timeline.median_seconds(k, Op.FORWARD)
@@ -216,7 +216,7 @@ def costs_of(timeline: Timeline) -> Costs | None:
 
 
 def units(run: Recorded) -> Figure:
-    """Return the measured time of each unit of the model, with the cuts between stages."""
+    """Draw the measured time of each unit, with the cuts between stages."""
     with rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, 2.6), layout="constrained")
         axes = figure.subplots()
@@ -240,7 +240,7 @@ def units(run: Recorded) -> Figure:
 
 
 def curves_of_runs(curves: Mapping[str, Sequence[Point]], name: str) -> Figure:
-    """Return the curves of several runs by their labels: by epoch and by seconds of training."""
+    """Draw the curves of several runs, by epoch and by seconds of training."""
     with rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, HEIGHT + 0.2 * len(curves)), layout="constrained")
         by_epoch, by_time = figure.subplots(1, 2, sharey=True)
@@ -274,7 +274,7 @@ def _fewer(points: Sequence[Point]) -> Sequence[Point]:
 
 
 def _draw_training(axes: Axes, points: Sequence[Point], x: Callable[[Point], float]) -> None:
-    """Draw what each update gave, pale, and the mean of its neighbours."""
+    """Draw the values of updates in a pale colour, and their moving mean."""
     points = _finite(points)
     shown, width = _fewer(points), max(1, len(points) // 40)
     axes.plot([x(p) for p in shown], [p.value for p in shown], color=TRAIN, alpha=0.25, linewidth=0.8)
@@ -291,7 +291,7 @@ def _draw_training(axes: Axes, points: Sequence[Point], x: Callable[[Point], flo
 
 
 def _limit(axes: Axes, values: Sequence[float]) -> None:
-    """Leave out a few values that are far above all others, like those of the first updates."""
+    """Limit the axis to exclude a few values far above all others."""
     if len(values) > 20:
         low, high = min(values), sorted(values)[int(0.98 * len(values))]
         if max(values) - low > 2 * (high - low) > 0:

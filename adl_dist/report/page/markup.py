@@ -1,4 +1,4 @@
-"""The HTML of a page: a small template, and parts for it. Everything that comes from a run is escaped here."""
+"""The HTML of a page: a template and its parts, with all text escaped."""
 
 import html
 import io
@@ -71,13 +71,13 @@ REFERRED = re.compile(r'(?:url\(#|href="#)([^)"]*)')
 
 
 class Html(str):
-    """Text that is HTML already. Any other text is escaped where it is put into a page."""
+    """HTML text, not to be escaped again in a page."""
 
     __slots__ = ()
 
 
 class Section(NamedTuple):
-    """A part of a page with a heading, which is also its place in the contents."""
+    """A part of a page, with its heading in the table of contents."""
 
     heading: str
     parts: Sequence[Html]
@@ -109,12 +109,12 @@ def page(title: str, head: Sequence[Html], sections: Sequence[Section], foot: st
 
 
 def paragraph(text: object, kind: str = "") -> Html:
-    """Return a paragraph; ``kind``: ``quiet``, ``missing``, ``bad`` or ``good``."""
+    """Return a paragraph: plain, ``quiet``, ``missing``, ``bad`` or ``good``."""
     return Html(f'<p class="{kind}">{escaped(text)}</p>' if kind else f"<p>{escaped(text)}</p>")
 
 
 def missing(text: str) -> Html:
-    """Return the line that says what was not recorded, and how it would be."""
+    """Return the line about a missing record, and how to get it."""
     return paragraph(f"Not recorded: {text}", "missing")
 
 
@@ -129,7 +129,10 @@ def verbatim(text: str) -> Html:
 
 
 def table(rows: Sequence[Sequence[object]], *, text_columns: Sequence[int] = ()) -> Html:
-    """Return a table whose first row is the head; the first column and ``text_columns`` are aligned at the left."""
+    """Return a table with a head row and left-aligned ``text_columns``.
+
+    The first column is aligned at the left as well.
+    """
     lines = []
     for number, row in enumerate(rows):
         kind = "td" if number else "th"
@@ -140,14 +143,14 @@ def table(rows: Sequence[Sequence[object]], *, text_columns: Sequence[int] = ())
 
 
 def bar(text: str, share: float) -> Html:
-    """Return a cell of a text column: ``text``, and a bar of that ``share`` of its width."""
+    """Return a table cell with ``text`` and a bar of relative width."""
     width = 9 * min(max(share, 0.0), 1.0)
     drawn = f'<span class="room"><span class="bar" style="width:{width:.2f}rem"></span></span>'
     return Html(f'<span class="number">{escaped(text)}</span>{drawn}')
 
 
 def figure(drawn: Figure, caption: str, *, name: str, is_wide: bool = False) -> Html:
-    """Return ``drawn`` as SVG with its ``caption``; ``name`` makes its ids those of no other figure of the page.
+    """Return a figure as SVG with a caption, and ids that are unique by name.
 
     ``is_wide``: it keeps its size, for a part that is scrolled; others shrink to the width of the page.
     """
@@ -168,5 +171,5 @@ def figure(drawn: Figure, caption: str, *, name: str, is_wide: bool = False) -> 
 
 
 def scrolled(parts: Sequence[Html]) -> Html:
-    """Return ``parts`` with one scroll bar for all of them, where they are wider than the page."""
+    """Return ``parts`` in a wide block with one common scroll bar."""
     return Html('<div class="scroll">' + "\n".join(parts) + "</div>")

@@ -1,4 +1,4 @@
-"""The page about one run: what was trained and how it ended, and then part by part what was recorded."""
+"""The page about one run: summary, end, and all records part by part."""
 
 import platform
 import re
@@ -75,7 +75,7 @@ def page_of_run(folder: Path) -> str:
 
 
 def shown(part: Callable[[Recorded], Sequence[Html]], run: Recorded) -> Sequence[Html]:
-    """Return a part of the page about ``run``, or the line that says why it cannot be shown."""
+    """Return a part of the page about ``run``, or a line with its error."""
     try:
         return part(run)
     except DAMAGE as error:
@@ -84,7 +84,7 @@ def shown(part: Callable[[Recorded], Sequence[Html]], run: Recorded) -> Sequence
 
 
 def footer() -> str:
-    """Return what made the page."""
+    """Return the footer with the versions of the software."""
     versions = [f"adl_dist {__version__}", f"Python {platform.python_version()}"]
     for package in ("torch", "matplotlib"):
         try:
@@ -95,7 +95,7 @@ def footer() -> str:
 
 
 def title_of(run: Recorded) -> str:
-    """Return what was trained: method, K, M, model and data."""
+    """Return the title of a run: method, K, M, model and data."""
     chosen = run.config.get("method")
     try:
         label = method_label(chosen) if isinstance(chosen, Mapping) else run.folder.name
@@ -107,7 +107,7 @@ def title_of(run: Recorded) -> str:
 
 
 def _named(node: object) -> str:
-    """Return the name of what a node of the configuration makes, with its arguments that are numbers or names."""
+    """Return the target name of a configuration node, with main arguments."""
     if not isinstance(node, Mapping) or not isinstance(target := node.get("_target_"), str):
         return ""
     kept = {key: value for key, value in node.items() if key in ("name", "depth", "num_layers", "width", "num_heads")}
@@ -145,7 +145,7 @@ def value_text(name: str, value: object) -> str:
 
 
 def _best_mode(run: Recorded, name: str) -> str | None:
-    """Return whether a metric is best at its max or min, or None if that is unknown."""
+    """Return whether a metric is best at its max or min, or None."""
     runtime = run.config.get("runtime")
     if isinstance(runtime, Mapping) and runtime.get("best_metric") == name:
         mode = renamed({f"runtime.{key}": value for key, value in runtime.items()}).get("runtime.best_mode")
@@ -346,7 +346,7 @@ def _cut(run: Recorded) -> Sequence[Html]:
 
 
 def _units(run: Recorded, stage: int) -> str:
-    """Return the names of the first and the last unit of a stage, if they are known."""
+    """Return the names of a stage's first and last unit, if known."""
     if sum(run.balance) != len(run.units) or not run.units:
         return ""
     start = sum(run.balance[:stage])
@@ -355,7 +355,7 @@ def _units(run: Recorded, stage: int) -> str:
 
 
 def _modules(tensors: Sequence[str]) -> str:
-    """Return the names of the modules that hold ``tensors``: of a numbered list each, else the outermost ones."""
+    """Return the modules of ``tensors``, in numbered lists or outermost."""
     names = dict[str, None]()
     for tensor in tensors:
         parts = tensor.split(".")[:-1] or [tensor]

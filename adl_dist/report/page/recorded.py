@@ -1,4 +1,4 @@
-"""All that the folder of a run tells about it. What is not there is empty; what is damaged is named."""
+"""The records of a run folder; damaged ones are named, missing ones empty."""
 
 import json
 import math
@@ -32,7 +32,7 @@ class Point(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What a checkpoint says of one stage."""
+    """A stage's part of a checkpoint."""
 
     tensors: Sequence[str]  # their names, in its order
     weight_bytes: int
@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 
 @dataclass(kw_only=True)
 class Recorded:
-    """One run folder as it is; ``problems`` name what of it cannot be read."""
+    """The content of one run folder; ``problems`` name unreadable files."""
 
     folder: Path
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Recorded:
 
     @property
     def unit(self) -> str:
-        """What the speed counts: ``images``, ``samples`` or ``tokens``."""
+        """The unit of the speed: ``images``, ``samples`` or ``tokens``."""
         return str(self.summary.get("unit", "images"))
 
 
@@ -95,7 +95,7 @@ def read(folder: Path) -> Recorded:
 
 
 def _tried(run: Recorded, path: Path, read: Callable[[Path], T]) -> T | None:
-    """Return what ``read`` makes of ``path``; None if it is not there, or damaged, which is noted."""
+    """Read ``path``, or return None and note a problem if it is damaged."""
     if not path.exists():
         return None
     try:

@@ -47,7 +47,7 @@ def _shown(part: Callable[[], Sequence[Html]]) -> Sequence[Html]:
 
 
 def labels_of(runs: Sequence[Recorded]) -> list[str]:
-    """Return a short name for each run: what tells it apart from the others, or where that is long, its folder."""
+    """Return a short label for each run, unique among all, or its folder."""
     try:
         made = read_runs(run.folder for run in runs)
         labels = [f"{run.label} K={run.num_stages}" for run in made]

@@ -1,1 +1,1 @@
-"""The trial at the start: the model is tried out on real samples, and its cut compared with the uncut model."""
+"""The trial at the start: real samples, and a comparison with the model."""

@@ -1,4 +1,4 @@
-"""Compare the results of the uncut model with those of its stages: two micro-batches and an evaluation."""
+"""A comparison of the stages' results with the uncut model's."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +38,7 @@ class Difference(NamedTuple):
 
 
 class Comparison:
-    """Compares results of the uncut model with those of the stages.
+    """A comparison of results of the uncut model with the stages'.
 
     Outputs and losses must be equal to the bit on a CPU. Gradients may differ by rounding: they are summed in another
     order where stages use one value or one weight.

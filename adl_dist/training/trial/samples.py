@@ -1,4 +1,4 @@
-"""Two real micro-batches of different sizes, on which every rank tries the model at the start."""
+"""Two real micro-batches of different sizes for the trial at the start."""
 
 import io
 from collections.abc import Sequence

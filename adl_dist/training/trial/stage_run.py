@@ -1,4 +1,4 @@
-"""Run all stages of a model one after the other, as training does, on two real micro-batches of different sizes.
+"""A run of all stages in turn on two micro-batches, as in training.
 
 Every rank runs the whole model, on copies. So each finds by itself which tensors cross the cuts, and the same mistakes.
 """
@@ -296,7 +296,7 @@ class StageRun:
         holders: Sequence[Mapping[str, nn.Parameter]] = (),
         within: Sequence[Callable[[], AbstractContextManager[None]]] = (),
     ) -> dict[str, Tensor | None]:
-        """Backward from the last to the first stage; return summed gradients.
+        """Run the backward of all stages, last to first; return summed gradients.
 
         Args:
             passage: the forward.
@@ -392,7 +392,7 @@ def _rows(leaf: Any, rows: slice) -> Any:
 
 
 class _OnMeta(TorchFunctionMode):
-    """Puts real tensors on meta where a model on meta computes with them."""
+    """A mode that moves real tensors to meta for a model on meta."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,4 +1,4 @@
-"""The trial at the start: the stages of a model run on copies, and are compared with the uncut model."""
+"""The trial at the start: runs of the stages, compared with the model."""
 
 import time
 import warnings
