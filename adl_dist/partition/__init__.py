@@ -1,4 +1,4 @@
-"""From a model to K stages: record its forward, measure its units, and cut it where that is best."""
+"""The way from a model to K stages: recording, measuring and cutting."""
 
 from adl_dist.partition.chain import Chain
 from adl_dist.partition.costs import Machine, UnitCost

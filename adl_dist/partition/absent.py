@@ -1,4 +1,4 @@
-"""Absent results: what a call of another stage returns, with shape and dtype but without elements.
+"""Absent results: meta tensors in the place of other stages' results.
 
 Shapes are never guessed. The call runs once per signature of its arguments on tensors on meta. Where that is
 impossible, because it asks for elements, the sizes of its results must be sizes of its arguments in all recorded runs;
@@ -25,7 +25,7 @@ _SIMPLE = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.S
 
 
 def signature(value: Any) -> Any:
-    """Return a hashable value that is equal for arguments with results of equal shapes.
+    """Return a hashable value, equal for arguments with equal result shapes.
 
     Raises:
         TypeError: If an argument is an object that has no such value.
@@ -47,7 +47,7 @@ def signature(value: Any) -> Any:
 
 
 def module_signature(module: nn.Module) -> Any:
-    """Return a hashable value that is equal for modules of one class with equal attributes and shapes of tensors."""
+    """Return a hashable value of a module's class, attributes and shapes."""
     tensors = (*module._parameters.items(), *module._buffers.items())
     attributes = [(key, value) for key, value in vars(module).items() if key not in OF_TORCH]
     return (
@@ -59,7 +59,7 @@ def module_signature(module: nn.Module) -> Any:
 
 
 class _Itself:
-    """An object that is equal to itself only; kept, so that no other one gets its id()."""
+    """A key for an object's identity; it keeps the object and so its id()."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -85,12 +85,13 @@ def _is_autocast() -> bool:
 def infer(
     function: Callable[..., Any], args: Any, kwargs: Any, module: nn.Module | None = None
 ) -> tuple[Any, list[Tensor]]:
-    """Run ``function``, a call of ``module`` if that is given, on tensors on meta.
+    """Run ``function`` on meta copies of its tensors.
 
-    Under autocast, which does nothing there, all numbers are float32, and only the shapes of the result hold.
+    If ``module`` is given, ``function`` is a call of it, and its parameters and buffers are put on meta as well. Under
+    autocast, which has no effect on meta, all numbers are float32, and only the shapes of the result hold.
 
     Returns:
-        Its result, and the tensors that took the place of the arguments, in order.
+        The result, and the meta tensors in the place of the arguments, in order.
     """
     watch, Watch.active = Watch.active, None
     pythons, numpys = random.getstate(), np.random.get_state()
@@ -133,13 +134,13 @@ def infer(
 
 
 def is_masked(args: Any, kwargs: Any, has: Callable[[Tensor], bool]) -> bool:
-    """Return whether the arguments after the first have tensors, a mask say, and the stage ``has`` their elements."""
+    """Return whether there are masks and the stage ``has`` all their elements."""
     masks = tensors_in((args[1:], kwargs))
     return bool(masks) and all(map(has, masks))
 
 
 def _on_zeros(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run a function whose sizes follow from elements that this stage has, as those of a mask, on zeros."""
+    """Run a function on zeros for its absent tensors, for its result sizes."""
 
     def zeros(tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
@@ -151,7 +152,7 @@ def _on_zeros(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def call_signature(args: Any, kwargs: Any) -> Any:
-    """Return the signature of a call; None if an argument has none."""
+    """Return the signature of a call, or None if an argument has none."""
     try:
         return torch.is_grad_enabled(), _is_autocast(), signature((args, kwargs))
     except TypeError:
@@ -159,11 +160,11 @@ def call_signature(args: Any, kwargs: Any) -> Any:
 
 
 class Given(int):
-    """In the place of a result that is an argument: the place of that tensor among the arguments."""
+    """An argument's index, in the place of a result that is that argument."""
 
 
 def _template(out: Any, given: Sequence[Tensor]) -> Any:
-    """Return ``out`` without elements, and without what is one of the ``given`` tensors."""
+    """Return ``out`` without elements, and with indices for ``given`` tensors."""
     places = {id(tensor): Given(place) for place, tensor in enumerate(given)}
 
     def without_elements(tensor: Tensor) -> Any:
@@ -174,11 +175,11 @@ def _template(out: Any, given: Sequence[Tensor]) -> Any:
 
 
 class RecordedResults:
-    """The results of one call in the recorded runs: shapes and dtypes, but no elements.
+    """The shapes and dtypes of one call's results in the recorded runs.
 
     Attributes:
-        by_rule: whether it asks for elements, so that meta does not tell its shapes. Then the sizes of its results must
-            be sizes of its arguments in all runs.
+        by_rule: whether the call asks for elements, so that meta tensors do not give its shapes. Then the sizes of its
+            results must be sizes of its arguments in all runs.
     """
 
     def __init__(self) -> None:
@@ -186,14 +187,14 @@ class RecordedResults:
         self._runs: dict[Any, tuple[list[torch.Size], Any]] = {}  # by signature: shapes of the arguments, and result
 
     def note(self, key: Any, args: Any, out: Any) -> None:
-        """Note one run; ``key``: its signature."""
+        """Record the shapes of one run with the signature ``key``."""
         if key is None or key not in self._runs or self.by_rule:
             with torch._C.DisableTorchFunction():
                 shapes = [tensor.shape for tensor in tensors_in(args)]
                 self._runs[key or object()] = shapes, _template(out, unique_tensors(args))
 
     def follow_arguments(self) -> bool:
-        """Return whether the sizes of the arguments tell those of the result, in all runs."""
+        """Return whether argument sizes determine the result sizes in all runs."""
         try:
             for shapes, _ in self._runs.values():
                 self.by_sizes([torch.empty(shape, device=META) for shape in shapes])
@@ -202,11 +203,11 @@ class RecordedResults:
         return True
 
     def known(self, key: Any) -> Any:
-        """Return the result of a run with that signature; None if there was none."""
+        """Return the result recorded for the signature ``key``, or None."""
         return None if self.by_rule or key not in self._runs else self._runs[key][1]
 
     def by_sizes(self, args: Any) -> Any:
-        """Return the result for arguments of other sizes; raise ValueError if the runs do not tell it."""
+        """Return the result for arguments of other sizes, or raise a ValueError."""
         shapes = [tensor.shape for tensor in tensors_in(args)]
         all_runs = [*self._runs.values()]
         runs = [(given, tensors_in(out)) for given, out in all_runs if list(map(len, given)) == list(map(len, shapes))]
@@ -242,7 +243,7 @@ class RecordedResults:
 
 
 class Results:
-    """The absent results of one call on one stage, kept for each signature of its arguments."""
+    """The absent results of one call on one stage, cached by signature."""
 
     def __init__(
         self,
@@ -253,14 +254,14 @@ class Results:
         varies: bool = False,
         is_changed: bool = False,
     ) -> None:
-        """Begin without results.
+        """Create an empty cache.
 
         Args:
-            shared: templates of all calls of the model, of which equal layers have the same.
+            shared: templates of all calls of the model; equal layers share them.
             recorded: results of the recorded runs.
-            dtypes: recorded ones of the results, which hold under autocast.
+            dtypes: recorded dtypes of the results, which hold under autocast.
             varies: whether results may depend on more than the arguments.
-            is_changed: whether the model is not the recorded one any more, so that shapes may be others.
+            is_changed: whether the model has changed since it was recorded, so that shapes may differ.
         """
         self._shared, self._recorded, self._dtypes, self._varies = shared, recorded, dtypes, varies
         self._is_changed = is_changed
@@ -269,12 +270,12 @@ class Results:
         self.fast: tuple[Any, Any, bool] | None = None  # the last argument, its result, whether gradients were wanted
 
     def keep_last(self, arg: Tensor, out: Tensor) -> None:
-        """Keep the last result for its one argument, if both are absent."""
+        """Cache the last result of a one-argument call if both are absent."""
         if arg.is_meta and out.is_meta and out is not arg:
             self.fast = arg, out, torch.is_grad_enabled()
 
     def forget(self) -> None:
-        """Drop the kept results, because one of them is being written to."""
+        """Drop the cached results, because one of them is being written to."""
         self._kept.clear()
         self.fast = None
 
@@ -288,7 +289,9 @@ class Results:
         stages: Sequence[int],
         module: nn.Module | None = None,
     ) -> Any:
-        """Return the absent result of a call; ``stages``: of each tensor in it, the last for those that follow.
+        """Return the absent result of a call.
+
+        ``stages`` has the stage of each tensor in the result; the last entry holds for all further tensors.
 
         Raises:
             ValueError: If its shapes are not known.
@@ -320,7 +323,7 @@ class Results:
         return map_leaves(absent, template)
 
     def _find(self, key: Any, function: Any, args: Any, kwargs: Any, module: nn.Module | None) -> tuple[Any, bool]:
-        """Return the template for such arguments, and whether it may be kept."""
+        """Return the template for these arguments and whether it may be cached."""
         if key is not None:
             known = None if self._recorded is None or self._is_changed else self._recorded.known(key)
             if known is not None:
@@ -346,6 +349,6 @@ class Results:
 
 
 def filled(kept: Any, args: Any, kwargs: Any) -> Any:
-    """Return ``kept`` with containers of its own, since the caller may change them, and with arguments put in."""
+    """Return a copy of ``kept`` for the caller, with arguments filled in."""
     unique = unique_tensors((args, kwargs))
     return map_leaves(lambda leaf: unique[leaf] if type(leaf) is Given else leaf, kept, copies=True)

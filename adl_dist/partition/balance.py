@@ -25,12 +25,12 @@ UNIFORM = Machine()  # equal devices, no limits
 
 @dataclass(frozen=True, kw_only=True)
 class Balance:
-    """A cut and what it costs."""
+    """A cut and its costs."""
 
     sizes: list[int]  # units of each stage
     seconds: float  # of the slowest stage or link, for one micro-batch
     stage_seconds: list[float]
-    fixed_seconds: list[float]  # of these, what ends a group whatever the stage's units: one device has it once
+    fixed_seconds: list[float]  # of these, the fixed part of a group's end: one device has it once
     link_seconds: list[float]  # of the link after each stage but the last, in its busier direction
     stage_bytes: list[int]
 
@@ -43,15 +43,16 @@ def best_balance(
     machine: Machine = UNIFORM,
     optimizer_copies: float = 1.0,
 ) -> Balance:
-    """Return the cut whose slowest stage or link is fastest, among all whose stages fit into memory.
+    """Return the fastest cut among those that fit into memory.
 
-    Of several, which there are where a link takes longest, it is the one whose slowest stage is fastest; of these the
-    one that sends least, and of these the one with the lexicographically smallest sizes.
-    ``optimizer_copies``: tensors of the optimizer's state per parameter, 1 of SGD with momentum, 2 of Adam.
+    The fastest cut has the fastest slowest stage or link. There are several where a link takes longest. Of these, the
+    cut with the fastest slowest stage is chosen, then the one that sends least, then the one with the lexicographically
+    smallest sizes. ``optimizer_copies`` is the number of state tensors per parameter: 1 of SGD with momentum, 2 of
+    Adam.
 
     Raises:
-        PartitionError: fewer possible cuts than K-1, or none whose stages fit into memory.
-        ConfigError: not one speed for each stage.
+        PartitionError: If there are fewer than K-1 possible cuts, or none of them fits into memory.
+        ConfigError: If there is not one speed for each stage.
     """
     places = [unit.name for unit in units[:-1] if unit.may_cut]
     if not units or len(places) < num_stages - 1:
@@ -104,11 +105,13 @@ def evaluate_balance(
     machine: Machine = UNIFORM,
     optimizer_copies: float = 1.0,
 ) -> Balance:
-    """Return the costs of a given cut, whether it fits into memory or not; arguments as for :func:`best_balance`.
+    """Return the costs of a given cut, even if it does not fit into memory.
+
+    The arguments are those of :func:`best_balance`.
 
     Raises:
-        PartitionError: a cut where none is possible.
-        ConfigError: not one speed for each stage.
+        PartitionError: If the model cannot be cut there.
+        ConfigError: If there is not one speed for each stage.
     """
     borders = [0, *accumulate(sizes)]
     last_units = [units[border - 1] for border in borders[1:-1]]
@@ -141,12 +144,12 @@ def _best(
     cut: Callable[[int], Floats],
     join: Callable[[Floats, Floats], Floats],
 ) -> tuple[float, list[int]]:
-    """Return the least that the costs of all stages and cuts can be joined to, and sizes that reach it.
+    """Return the least joined cost of all stages and cuts, and its sizes.
 
-    Of several cuts it follows, from the first stage on, the earliest whose rest is the best rest: with ``np.add`` that
-    is the lexicographically smallest of all the best. ``stage``: the costs [n, n] of stage k, by its first and its last
-    unit, asked for one at a time, as they are large; ``cut``: those [n - 1] of a cut between stage k and the next after
-    each unit but the last.
+    Of several cuts it follows, from the first stage on, the earliest with the best rest. With ``np.add`` that is the
+    lexicographically smallest of all the best. ``stage`` returns the costs [n, n] of stage k, by its first and its last
+    unit. They are large, so it is called for one stage at a time. ``cut`` returns the costs [n - 1] of a cut between
+    stage k and the next, after each unit but the last.
     """
     rest = stage(num_stages - 1)[:, -1]
     last_units: list[NDArray[np.intp]] = []  # of each stage but the last, by its first unit

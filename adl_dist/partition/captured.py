@@ -1,4 +1,4 @@
-"""Capture the calls of a model's forward, and find the costs of its units by repeating them."""
+"""Captured calls of a forward, and the costs of units by repetition."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -24,20 +24,20 @@ Within = Callable[[], AbstractContextManager[Any]]  # the context of forward and
 
 
 def now(device: torch.device) -> float:
-    """Return the time at which the work launched on ``device`` is done."""
+    """Return the time after all work launched on ``device`` has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def first_units(model: nn.Module, chain: Chain) -> dict[str, int]:
-    """Return the first unit that computes with each parameter, by name; the last unit if none does."""
+    """Return each parameter's first unit, by name; the last if it is unused."""
     found = {name: unit for unit, names in reversed([*enumerate(_uses(chain))]) for name in names}
     return {name: found.get(name, len(chain.units) - 1) for name, _ in model.named_parameters()}
 
 
 def _uses(chain: Chain) -> list[set[str]]:
-    """Return the names of the parameters and buffers that each unit computes with."""
+    """Return the names of the parameters and buffers used by each unit."""
     uses: list[set[str]] = [set() for _ in chain.units]
     for one in chain.recording.modes[True].calls.values():
         if not one.is_open:
@@ -47,12 +47,12 @@ def _uses(chain: Chain) -> list[set[str]]:
 
 @dataclass(kw_only=True)
 class CapturedCall:
-    """One call of the forward, which can be repeated alone.
+    """One call of the forward, repeatable on its own.
 
     Attributes:
-        parameters: the trained ones that it computes with.
+        parameters: the trained parameters that it computes with.
         needs_grad: ids of the tensors among its arguments that are part of a graph.
-        writes: ids of those that it writes to.
+        writes: ids of the argument tensors that it writes to.
         replays: whether torch.utils.checkpoint runs it once more in the backward.
     """
 
@@ -67,7 +67,7 @@ class CapturedCall:
     replays: bool = False
 
     def prepare(self) -> tuple[list[Tensor], list[Tensor], Any]:
-        """Return new leaves, copies of those that the call writes to, and its arguments."""
+        """Return new leaves, copies of written leaves, and the call's arguments."""
         leaves: dict[int, Tensor] = {}
         given: dict[int, Tensor] = {}
 
@@ -116,10 +116,10 @@ def times_of(
 
 
 class Capture(Recorder):
-    """Keeps the calls of one forward, what flows between them, and the bytes that autograd saves.
+    """A recorder that also keeps calls, values and bytes saved by autograd.
 
     Attributes:
-        calls: those that are no containers, and the loss.
+        calls: all calls that are not containers, and the loss.
         values: the tensor of each label.
         loss: the loss.
         savers: by storage, the unit that saves it first.
@@ -148,7 +148,7 @@ class Capture(Recorder):
             self.values.setdefault(("", INPUT, number, 0), tensor)
 
     def _run(self, call: Call, function: Callable[..., Any], args: Any, kwargs: Any, module: Any) -> Any:
-        """Keep a call before it runs."""
+        """Keep a call and run it."""
         self._unit = self._chain.places.get(call.key, self._unit)
         state = [*module.parameters()] if module is not None else tensors_in((args, kwargs))
         trained = [t for t in state if isinstance(t, nn.Parameter) and t.requires_grad]
@@ -179,7 +179,7 @@ class Capture(Recorder):
         self.values[label] = tensor
 
     def _note_predictable(self, *_: Any) -> None:
-        """Look for no shapes: they are recorded already."""
+        """Do nothing, because the shapes are recorded already."""
 
     def _pack(self, tensor: Tensor) -> Tensor:
         key = _storage(tensor)
@@ -194,9 +194,10 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _crossing(chain: Chain, values: dict[Label, Tensor]) -> list[tuple[list[Tensor], int]]:
-    """Return the tensors that would cross a cut after each unit but the last, and the number of messages too.
+    """Return the tensors and extra messages across each possible cut.
 
-    Nothing crosses where no cut is possible.
+    There is one entry for each unit but the last. Nothing crosses where no cut is possible. Extra messages hold labels
+    or input sizes.
     """
     count = len(chain.units)
 
@@ -214,7 +215,7 @@ def _crossing(chain: Chain, values: dict[Label, Tensor]) -> list[tuple[list[Tens
 
 
 def unit_costs(model: nn.Module, chain: Chain, capture: Capture, input_: Batch) -> list[UnitCost]:
-    """Return everything but times: bytes that each unit keeps and sends, and where the model can be cut."""
+    """Return the units' costs except times: bytes kept and sent, and cuts."""
     crossing = [*_crossing(chain, capture.values), ([capture.loss], 0)]
     arriving, firsts, uses, costs = [*tensors_of(input_)], first_units(model, chain), _uses(chain), []
     for unit, (name, (tensors, extra)) in enumerate(zip(chain.units, crossing, strict=True)):
@@ -250,7 +251,7 @@ def unit_costs(model: nn.Module, chain: Chain, capture: Capture, input_: Batch) 
 
 
 def _bytes_spared(codec: str, tensor: Tensor) -> int:
-    """Return by how many bytes a codec makes ``tensor`` [B, ...] smaller."""
+    """Return the number of bytes that a codec saves on ``tensor`` [B, ...]."""
     if not tensor.is_floating_point() or not tensor.numel() or not tensor.ndim:  # a number crosses no cut
         return 0
     coded = coded_bytes(codec, tensor.numel() // len(tensor), tensor.element_size())

@@ -1,4 +1,4 @@
-"""A recorded model as a row of units, between which it can be cut."""
+"""A recorded model as a chain of units with possible cuts between them."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from adl_dist.streams import streams_kept
 
 
 class Chain:
-    """The units of a model, and the stages that a cut between them makes.
+    """The units of a model, and the stages made by cuts between them.
 
     Attributes:
         granularity: whether cuts may lie inside blocks, ``layer``, or not, ``block``.
@@ -36,13 +36,13 @@ class Chain:
     def __init__(
         self, model: nn.Module, batches: Sequence[Batch], *, granularity: str = "layer", keeps_ties: str | None = None
     ) -> None:
-        """Record ``model``, which stays as it is.
+        """Record ``model`` without changing it.
 
         Args:
             model: the uncut model, on its device or on meta.
             batches: two or more inputs of different sizes.
             granularity: ``block`` forbids cuts inside blocks.
-            keeps_ties: why all uses of a parameter must be on one stage; None: they need not.
+            keeps_ties: why all uses of a parameter must be on one stage, or None if they need not be.
 
         Raises:
             PartitionError: If the model's forward cannot be run in stages.
@@ -98,26 +98,26 @@ class Chain:
         return {name: places for name, places in sorted(users.items()) if len(places) > 1}
 
     def plan(self, sizes: Sequence[int]) -> StagePlan:
-        """Plan stages of ``sizes`` units; raise a CutImpossibleError if that is impossible, and remember why."""
+        """Plan stages of ``sizes`` units each, or raise a CutImpossibleError."""
         for stage, stop in enumerate(accumulate(sizes[:-1])):
             if stop - 1 in self.forbidden:
                 raise CutImpossibleError(stage, self.forbidden[stop - 1])
         return plan_stages(self.recording, self._units, sizes, self._names)
 
     def stages(self, model: nn.Module, plan: StagePlan, sizes: Sequence[int], own: Sequence[int]) -> list[StageModule]:
-        """Return the stages ``own`` of ``model``, each a copy of its Python objects with tensors of the model."""
+        """Return the stages ``own``, with the tensors of ``model`` itself."""
         bounds = [*pairwise(accumulate(sizes, initial=0))]
         return [StageModule(model, plan, k, self.units[slice(*bounds[k])], self._layout) for k in own]
 
     def sizes_of(self, blocks: Sequence[int]) -> list[int]:
-        """Return the units of stages with so many blocks each."""
+        """Return the number of units of stages with ``blocks`` blocks each."""
         borders = [0, *accumulate(blocks)]
         of_block = [self.blocks.index(number) for number in range(len(self.block_names))] + [len(self.units)]
         return [of_block[stop] - of_block[start] for start, stop in pairwise(borders)]
 
 
 def copied_model(model: nn.Module) -> nn.Module:
-    """Return a copy of ``model`` with tensors of its own; raise a PartitionError if it cannot be copied."""
+    """Return a deep copy of ``model``, or raise a PartitionError."""
     memo = {id(t): t.detach().clone() for t in _unregistered(model) if not t.is_leaf}
     try:
         twin = copy.deepcopy(model, memo)

@@ -1,4 +1,4 @@
-"""Find and replace the leaves of arguments and results: in lists, tuples, dictionaries, dataclasses and slices."""
+"""Search and replacement of leaves in containers and dataclasses."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -28,12 +28,12 @@ def _collect(value: Any, found: list[Tensor]) -> None:
 
 
 def unique_tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in ``value``, in order, each object once."""
+    """Return the distinct tensors in ``value``, in order."""
     return [*{id(tensor): tensor for tensor in tensors_in(value)}.values()]
 
 
 def other_leaves(value: Any) -> Iterator[Any]:
-    """Yield the leaves of ``value`` that are no tensors."""
+    """Yield the leaves of ``value`` that are not tensors."""
     entries = _entries(value)
     if entries is not None:
         for one in entries:
@@ -43,7 +43,7 @@ def other_leaves(value: Any) -> Iterator[Any]:
 
 
 def _entries(value: Any) -> Any:
-    """Return what is in a container; None if ``value`` is a leaf."""
+    """Return the entries of a container, or None for a leaf."""
     if isinstance(value, (list, tuple)):
         return value
     if isinstance(value, dict):
@@ -56,12 +56,15 @@ def _entries(value: Any) -> Any:
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Replace each tensor in ``value`` by ``function(tensor)``; containers in which nothing changes stay themselves."""
+    """Replace the tensors in ``value``; unchanged containers are not copied."""
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any, *, copies: bool = False) -> Any:
-    """Replace each leaf of ``value``; containers in which nothing changes stay themselves, unless they are copied."""
+    """Replace each leaf of ``value`` by ``function(leaf)``.
+
+    Containers in which nothing changes stay the same objects, unless ``copies`` is set.
+    """
     if type(value) in _LEAVES or isinstance(value, Tensor) or (entries := _entries(value)) is None:
         return function(value)
     made = [map_leaves(function, one, copies=copies) for one in entries]

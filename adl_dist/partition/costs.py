@@ -1,4 +1,4 @@
-"""What is measured of a model, what is known of the devices and links, and the costs of any stage that follow."""
+"""Costs of units and stages, and properties of devices and links."""
 
 import json
 import math
@@ -19,20 +19,23 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class UnitCost:
-    """The costs of one unit (a layer, or block) for one micro-batch, in seconds and bytes; ConfigError if below 0."""
+    """The costs of one unit for one micro-batch, in seconds and bytes.
+
+    A unit is a layer or a block. A negative or infinite cost raises a ConfigError.
+    """
 
     name: str
     forward: float
     backward: float
     loading: float = 0.0  # the part of the forward in which the stage loads data; not measured, see Profile.costs
     backward_weight: float = 0.0  # the part of the backward that a split can defer
-    split: float = 0.0  # what a backward in two parts takes in addition
-    update: float = 0.0  # its part of what ends a group (norm, step, cleared gradients), divided by M already
-    update_fixed: float = 0.0  # what that takes besides in any stage that has weights; divided likewise
+    split: float = 0.0  # additional seconds of a backward in two parts
+    update: float = 0.0  # its part of the end of a group (norm, step, cleared gradients), divided by M already
+    update_fixed: float = 0.0  # its fixed part in any stage that has weights; divided likewise
     copy: float = 0.0  # to copy its trained weights, once a group; divided likewise
-    parameter_bytes: int = 0  # its parameters, but those that an earlier unit has, too
-    # Trained parameters that an earlier unit has, too: for each such unit its index and their bytes. Two stages that
-    # hold one of both units each hold a copy each, and sum their gradients.
+    parameter_bytes: int = 0  # its parameters, except those that an earlier unit also has
+    # Trained parameters that an earlier unit also has: for each such unit its index and their bytes. Two stages that
+    # hold one of both units each have a copy each, and sum their gradients.
     tied: Sequence[Sequence[int]] = field(default_factory=list)
     activation_bytes: int = 0  # kept from the forward to the backward
     # Needed during its backward: gradients of its parameters, as a kernel makes them and as they are kept (oneDNN's
@@ -41,10 +44,10 @@ class UnitCost:
     deferred_bytes: int = 0  # kept for the part of its backward that is deferred
     # Of a cut right after the unit:
     held_before: int = 0  # sent over it, and kept by no graph before it
-    held_behind: int = 0  # each graph after it holds so much of what crosses, apart from its activations
+    held_behind: int = 0  # each graph after it holds so many crossing bytes, apart from its activations
     act_bytes: int = 0  # all tensors that cross it, forward, as they are sent
     widened_bytes: int = 0  # their growth when they are decoded
-    grad_bytes: int = 0  # the gradients that come back; 0: none do
+    grad_bytes: int = 0  # the gradients that come back; 0 if there are none
     num_tensors: int = 1  # tensors that cross it; as many gradients come back
     # By codec, the bytes by which it makes these smaller, of activations and of gradients alike.
     spared: Mapping[str, int] = field(default_factory=dict)
@@ -61,7 +64,7 @@ class UnitCost:
                 raise ConfigError(f"unit '{self.name}': {name} must be finite and at least 0, got {cost}")
 
     def coded(self, codecs: Codecs, coding: Mapping[str, CodingCost]) -> "UnitCost":
-        """Return the costs where what crosses is coded; ``coding``: what each codec takes."""
+        """Return the costs for activations and gradients coded by ``codecs``."""
         act, grad = codecs
         if codecs == PLAIN:
             return self
@@ -81,30 +84,31 @@ class UnitCost:
 class Profile:
     """Measured costs of one micro-batch, in seconds."""
 
-    of: dict[str, Any]  # the measured model, batch, device, threads and versions, which the costs hold for alone
-    units: list[UnitCost]  # the chain's units; what is done once a group is a whole group's time, not divided by M
+    of: dict[str, Any]  # the only model, batch, device, threads and versions that the costs hold for
+    units: list[UnitCost]  # the chain's units; work done once a group has the whole group's time, not divided by M
     forward: float  # of the whole model at once, with the loss
     backward: float  # likewise
     optimizer_copies: float  # bytes of the optimizer's state, for each byte of parameters
     split_slowdown: float = 1.0  # of forward and backward together, where the backward is done in two parts
-    coding: Mapping[str, CodingCost] = field(default_factory=dict)  # as Machine has it; empty: nothing is coded
-    loading: float = 0.0  # for which stage 0 loads data; 0: others do
-    loaded: "Profile | None" = None  # measured while the machine's other devices work; None: they do not disturb
+    coding: Mapping[str, CodingCost] = field(default_factory=dict)  # as Machine has it; empty if nothing is coded
+    loading: float = 0.0  # for which stage 0 loads data; 0 if others load it
+    loaded: "Profile | None" = None  # measured while the other devices work; None if they do not disturb
 
     def with_stages(self, num_stages: int) -> "Profile":
-        """Return the profile where K stages work side by side, if there are several."""
+        """Return the profile for K stages that work at the same time."""
         return self if num_stages == 1 or self.loaded is None else self.loaded
 
     @property
     def share_deferrable(self) -> float:
-        """Share of the backward that a split can defer."""
+        """The share of the backward that a split can defer."""
         units = self.costs(1)
         return sum(unit.backward_weight for unit in units) / max(sum(unit.backward for unit in units), 1e-12)
 
     def costs(self, accumulation_steps: int) -> list[UnitCost]:
-        """Return the units' costs with M micro-batches per update, scaled to add up to those of the whole model.
+        """Return the units' costs with M micro-batches per update.
 
-        Measured one by one, units take a little longer than together: each is called and timed by itself.
+        They are scaled to add up to those of the whole model. Measured one by one, units take a little longer than
+        together, because each is called and timed by itself.
         """
         forward = self.forward / sum(unit.forward for unit in self.units)
         in_all = max(sum(unit.backward for unit in self.units), 1e-12)
@@ -125,16 +129,17 @@ class Profile:
         ]
 
     def save(self, path: Path) -> None:
-        """Write it as JSON, whole or not at all."""
+        """Write the profile as JSON, atomically."""
         unfinished = path.with_name(f".{path.name}.saving")
         unfinished.write_text(json.dumps(asdict(self), indent=1) + "\n")
         unfinished.replace(path)
 
     @classmethod
     def load(cls, path: Path, of: Mapping[str, Any] | None = None) -> "Profile | None":
-        """Read back :meth:`save`; raise a PartitionError if it is not such a file.
+        """Read a profile written by :meth:`save`; raise PartitionError otherwise.
 
-        None: it is not ``of`` that, or from a version that measured something else. Without ``of`` it is never None.
+        Return None if the profile is not ``of`` that measurement, or if it is from a version that measured something
+        else. Without ``of``, the result is never None.
         """
         try:
             values = json.loads(path.read_text())
@@ -154,10 +159,10 @@ class Profile:
 
 @dataclass(frozen=True, kw_only=True)
 class StageFootprint:
-    """The most that a method makes one stage hold."""
+    """The peak counts of a stage's activations, messages and copies."""
 
     graphs: int  # micro-batches with all their activations; 2(K-1-k)+1 of ADL
-    inputs: int = 0  # micro-batches with nothing but what came in
+    inputs: int = 0  # micro-batches with only their incoming activations
     acts_received: int = 1 + RECEIVED_AHEAD  # one taken, and those whose receives are posted
     grads_received: int = 1 + RECEIVED_AHEAD  # likewise
     acts_sent: int = 1  # messages downstream that are kept until they are known to have left
@@ -176,16 +181,16 @@ class StageFootprint:
 class Machine:
     """The devices, and the links between them."""
 
-    speeds: Sequence[float] | None = None  # of each stage's device, relative to the measuring one; None: all 1
-    memory_bytes: int | None = None  # of each device; None: no limit
+    speeds: Sequence[float] | None = None  # of each stage's device, relative to the measuring one; all 1 if None
+    memory_bytes: int | None = None  # of each device; no limit if None
     # Of the link after each stage, or one number for all: bytes per second, each direction for itself,
     bandwidth: float | Sequence[float] = math.inf
     latency: float | Sequence[float] = 0.0  # seconds of a message on its way; no cut is chosen by it, see link_times
     shares_link: bool = False  # whether a device has one link of that bandwidth, which is then a number, to all others
     seconds_per_byte: float = 0.0  # for which a stage itself is busy, sent or received (gloo on CPU copies)
     seconds_per_message: float = 0.0  # for which it is busy with each tensor, whatever its size
-    codecs: Codecs = PLAIN  # how what crosses a link is coded
-    coding: Mapping[str, CodingCost] = field(default_factory=dict)  # by codec, what it takes to code and to decode
+    codecs: Codecs = PLAIN  # the codecs of activations and gradients on links
+    coding: Mapping[str, CodingCost] = field(default_factory=dict)  # by codec, the seconds to code and to decode
 
     def __post_init__(self) -> None:
         if any(not 0 < speed < math.inf for speed in self.speeds or ()):
@@ -199,15 +204,15 @@ class Machine:
                 raise ConfigError(f"machine.{name} must be finite and at least 0, got {getattr(self, name)}")
 
     def bandwidth_after(self, stage: int) -> float:
-        """Return the bytes per second of the link after ``stage``."""
+        """Return the bandwidth of the link after ``stage``, in bytes per second."""
         return self.bandwidth[stage] if isinstance(self.bandwidth, Sequence) else self.bandwidth
 
     def latency_after(self, stage: int) -> float:
-        """Return the seconds of a message on the link after ``stage``."""
+        """Return the latency of the link after ``stage``, in seconds."""
         return self.latency[stage] if isinstance(self.latency, Sequence) else self.latency
 
     def with_own_links(self, num_processes: int) -> "Machine":
-        """Return the same with a link for each neighbour, of half the bandwidth where two share one in full use."""
+        """Return the machine with a link, or half of a shared one, per neighbour."""
         if not self.shares_link or num_processes <= 2:
             return replace(self, shares_link=False)
         return replace(self.with_links_slower(2), shares_link=False)
@@ -224,7 +229,7 @@ class Machine:
         return min(_listed(self.bandwidth)), max(_listed(self.latency))
 
     def speeds_of(self, num_stages: int) -> Sequence[float]:
-        """Return the speed of each stage's device; raise a ConfigError if there are not K."""
+        """Return the speed of each stage's device, or raise a ConfigError."""
         if self.speeds is not None and len(self.speeds) != num_stages:
             num = len(self.speeds)
             raise ConfigError(f"machine.speeds={self.speeds} has {num} entries, but there are {num_stages} stages")
@@ -236,22 +241,24 @@ def _listed(value: float | Sequence[float]) -> Sequence[float]:
 
 
 def link_times(unit: UnitCost, machine: Machine, stage: int) -> tuple[float, float]:
-    """Return the seconds for which the link between ``stage``, which ends with ``unit``, and the next is occupied.
+    """Return a link's busy seconds for one activation and for one gradient.
 
-    By the activation and by the gradient of one micro-batch, each in its direction.
+    The link is the one after ``stage``, and ``unit`` is the last unit of that stage. Each message has its own
+    direction.
 
-    Without the latency: receives are posted ahead and no stage waits for a send, so the next message leaves while one
-    is on its way. What it costs where the method's delays leave no room for it, :func:`adl_dist.schedule.speed` says.
+    The latency is left out: receives are posted ahead and no stage waits for a send, so the next message leaves while
+    one is on its way. :func:`adl_dist.schedule.speed` gives its cost where the method's delays leave no room for it.
     """
     return unit.act_bytes / machine.bandwidth_after(stage), unit.grad_bytes / machine.bandwidth_after(stage)
 
 
 def stage_seconds(units: Sequence[UnitCost], *, held: StageFootprint, speed: float, machine: Machine) -> Floats:
-    """Return the seconds [n, n] for which a stage is busy with one micro-batch, by its first and its last unit.
+    """Return the busy seconds [n, n] of a stage for one micro-batch.
 
-    The work on its units, at the ``speed`` of its device, and its own part in the messages over both of its ends.
-    Nothing crosses before the first unit and after the last. The seconds of a stage's units are added from left to
-    right, never as a difference of two sums that start elsewhere, so equal costs tie to the last bit.
+    The indices are the first and the last unit of the stage. The seconds are those of the work on its units, at the
+    ``speed`` of its device, and of its own part in the messages at both of its ends. Nothing crosses before the first
+    unit and after the last. The seconds of a stage's units are added from left to right, never as a difference of two
+    sums that start elsewhere, so equal costs tie to the last bit.
     """
     is_split = held.deferred > 0
     again = [held.recomputes * (unit.forward - unit.loading) for unit in units]
@@ -274,18 +281,19 @@ def stage_seconds(units: Sequence[UnitCost], *, held: StageFootprint, speed: flo
 
 
 def update_seconds(units: Sequence[UnitCost], *, copies: int = 0) -> float:
-    """Return the seconds of what ends a group of a stage of these ``units``, as ``UnitCost.update``.
+    """Return the seconds at the end of a group, for a stage of ``units``.
 
-    ``copies``: of its weights, made at each update.
+    They are divided by M if ``UnitCost.update`` is. ``copies`` is the number of weight copies made at each update.
     """
     fixed = max((unit.update_fixed for unit in units), default=0.0)
     return fixed + sum(unit.update + copies * unit.copy for unit in units)
 
 
 def tied_seconds(units: Sequence[UnitCost], machine: Machine) -> tuple[Floats, Floats]:
-    """Return for stages [n, n] the seconds of the updates of copies, as ``UnitCost.update``, and of sums, once each.
+    """Return the seconds [n, n] for updates and gradient sums of tied copies.
 
-    A stage of a tie sends its part and takes the sum, or the other way round.
+    The updates are divided by M, as ``UnitCost.update``. Sums are counted once per update. A stage of a tie sends its
+    part and takes the sum, or the other way round.
     """
 
     def of_copy(first: UnitCost, nbytes: int) -> float:
@@ -298,13 +306,14 @@ def tied_seconds(units: Sequence[UnitCost], machine: Machine) -> tuple[Floats, F
 
 
 def stage_bytes(units: Sequence[UnitCost], *, held: StageFootprint, optimizer_copies: float) -> Floats:
-    """Return the bytes [n, n] that a stage holds at most, by its first and its last unit; all are whole or rounded up.
+    """Return the peak bytes [n, n] of a stage, rounded up.
 
-    The activations of each graph and what it holds of what came in, what came in of each input; the parameters as
-    weights, as gradients, as each copy of the optimizer, as each older version and its gradients; the buffers of
-    messages, those received, taken or posted, and those sent that are kept, unless a graph keeps them anyway; what is
-    kept for gradients that are deferred; copies of weights of another stage, and their sums of gradients; and the work
-    of one backward at a time. What comes into the model itself is counted where a unit keeps it.
+    The indices are the first and the last unit of the stage. The bytes are those of: the activations of each graph and
+    its share of the inputs; the stored inputs; the parameters as weights, as gradients, as each copy of the optimizer,
+    as each older version and its gradients; the buffers of messages, those received, taken or posted, and those sent
+    that are kept, unless a graph keeps them anyway; the tensors kept for deferred gradients; copies of weights of
+    another stage, and their sums of gradients; and the work of one backward at a time. Inputs of the model itself are
+    counted where a unit keeps them.
     """
     # A graph that is replayed has made outputs of its own. One message at least: the newest, before it is kept.
     in_graphs = 0 if held.recomputes else min(held.acts_sent, held.graphs)
@@ -329,7 +338,10 @@ OfTie = Callable[[UnitCost, int], float]  # of the first unit of a tie, and the 
 
 
 def _of_ties(units: Sequence[UnitCost], *, first: OfTie = lambda unit, nbytes: 0.0, later: OfTie) -> Floats:
-    """Return what ties add [n, n] to a stage that holds the ``first`` unit of one alone, or a ``later`` one alone."""
+    """Return the extra cost [n, n] of tied weights.
+
+    It counts for stages that hold only the first unit of a tie (``first``) or only a later one (``later``).
+    """
     added = np.zeros((len(units), len(units)))
     for place, unit in enumerate(units):
         for other, nbytes in unit.tied:
@@ -339,17 +351,17 @@ def _of_ties(units: Sequence[UnitCost], *, first: OfTie = lambda unit, nbytes: 0
 
 
 def _at_starts(values: Sequence[float]) -> Floats:
-    """Return the value of the unit before each stage's first [n, 1]; 0 at the model's beginning."""
+    """Return the value of the unit before each stage [n, 1], 0 at the start."""
     return np.array([0.0, *values[:-1]])[:, None]
 
 
 def _at_stops(values: Sequence[float]) -> Floats:
-    """Return the value of each stage's last unit [n]; 0 at the end of the model."""
+    """Return the value of each stage's last unit [n], 0 at the model's end."""
     return np.array([*values[:-1], 0.0])
 
 
 def _of_stages(join: np.ufunc, values: Sequence[float]) -> Floats:
-    """Return [n, n], whose entry [i, j] joins values i to j, from left to right."""
+    """Return [n, n] with values i to j, joined in order, as entry [i, j]."""
     rows = np.triu(np.tile(np.array(values, dtype=np.float64), (len(values), 1)))
     joined: Floats = join.accumulate(rows, axis=1)
     return joined

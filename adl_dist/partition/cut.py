@@ -1,4 +1,4 @@
-"""Choose the units of each stage: counted, by name, as many as can be alike, or by the work in them."""
+"""The units of each stage: by number, by name, evenly, or by work."""
 
 import difflib
 from collections.abc import Callable, Sequence
@@ -16,7 +16,10 @@ Found = TypeVar("Found")
 
 
 def flops_sizes(chain: Chain, num_stages: int) -> list[int]:
-    """Return the units of each stage, so that the slowest has least work: between blocks, if that is even enough."""
+    """Return the units of each stage for the least work on the slowest one.
+
+    Cuts lie between blocks, if that is even enough.
+    """
     sizes = _best(chain, num_stages, opened=())
     opened: set[int] = set()
     while slowest_above_mean(chain, sizes) > MOST_ABOVE_MEAN:
@@ -37,19 +40,20 @@ def flops_sizes(chain: Chain, num_stages: int) -> list[int]:
 
 
 def loads_of(chain: Chain, sizes: Sequence[int]) -> list[float]:
-    """Return the share of the work of each stage."""
+    """Return each stage's share of the work."""
     return [sum(chain.work[start:stop]) for start, stop in pairwise([0, *accumulate(sizes)])]
 
 
 def slowest_above_mean(chain: Chain, sizes: Sequence[int]) -> float:
-    """Return by which share of the mean the stage with most work is above it."""
+    """Return the excess of the most work over the mean, as a share of it."""
     return max(loads_of(chain, sizes)) * len(sizes) - 1
 
 
 def even_sizes(chain: Chain, num_stages: int) -> list[int]:
-    """Return the units of each stage, with as many blocks each as can be; of units, if blocks may be opened.
+    """Return the units of each stage for equal numbers of blocks.
 
-    The last stages take one more where the number does not divide.
+    If blocks may be opened, the numbers of units are equal. The last stages take one more where the number does not
+    divide.
     """
     of_blocks = chain.granularity == "block"
     few, extra = divmod(len(chain.block_names) if of_blocks else len(chain.units), num_stages)
@@ -82,7 +86,7 @@ def _balanced(chain: Chain, num_stages: int, costs: Sequence[float], may_cut: Ca
 
 
 def check_places(chain: Chain, num_stages: int) -> None:
-    """Raise a PartitionError if the chain can be cut in fewer places than K stages need."""
+    """Raise a PartitionError if the chain has too few places for K-1 cuts."""
     places = len(chain.units) - 1 - len(chain.forbidden)
     if places < num_stages - 1:
         because = ""
@@ -96,7 +100,9 @@ def check_places(chain: Chain, num_stages: int) -> None:
 
 
 def checked_sizes(chain: Chain, num_stages: int, balance: Sequence[int] | Sequence[str]) -> list[int]:
-    """Return the units of each stage for K numbers of blocks, or the K-1 names where the next stage begins.
+    """Return the units of each stage for a given ``balance``.
+
+    It has K numbers of blocks, or the K-1 names where the next stage begins.
 
     Raises:
         PartitionError: If the numbers or names do not fit the model, or it cannot be cut there.
@@ -128,7 +134,9 @@ def checked_sizes(chain: Chain, num_stages: int, balance: Sequence[int] | Sequen
 
 
 def attempt(chain: Chain, choose: Callable[[], list[int]], make: Callable[[list[int]], Found], *, fixed: bool) -> Found:
-    """Return what ``make`` makes of the sizes that are chosen, with other cuts where one turns out to be impossible.
+    """Return the result of ``make`` for the first possible choice of sizes.
+
+    A cut that turns out to be impossible is forbidden, and ``choose`` is called again.
 
     Raises:
         PartitionError: If no cut is left, or ``fixed`` sizes cannot be cut.
@@ -149,7 +157,7 @@ def begins_of(chain: Chain, sizes: Sequence[int]) -> list[str]:
 
 
 def _unit_named(name: str, chain: Chain) -> int:
-    """Return the unit called ``name``, or the first one of the block or module of that name."""
+    """Return the unit ``name``, or the first one of that block or module."""
     for unit, known in enumerate(chain.units):
         if known == name or known.startswith(f"{name}."):
             return unit

@@ -1,7 +1,8 @@
-"""One forward of one stage: own calls are computed, other results are received, computed again or absent.
+"""One forward of one stage, with results of other stages.
 
-A value of another stage that is absent has a shape and a dtype. Whoever asks for its elements gets an error with the
-line. Where a call of this stage needs one, it has been received.
+Calls of this stage are computed. Other results are received, computed again or absent. An absent value has a shape and
+a dtype. A request for its elements is an error with the user's line. Values that a call of this stage needs have been
+received.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,11 +41,11 @@ from adl_dist.streams import Streams, seed_each
 
 
 class ForwardError(PartitionError):
-    """A stage cannot do what the uncut model would do."""
+    """A forward that cannot run on a stage as in the uncut model."""
 
 
 def call_of(module: nn.Module, name: str, own: Callable[..., Any], stage: Any) -> Callable[..., Any]:
-    """Return what runs in the place of ``own``, the calls of ``module``."""
+    """Return the replacement for ``own``, the call of ``module``."""
     index = stage.index
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -89,7 +90,7 @@ class ForwardRun:
 
     Attributes:
         stage: the StageModule whose forward it is.
-        frame: how the calls of the forward that is followed now are run; None: inside a call that runs as a whole.
+        frame: the plan of the calls in the forward that is followed now; None inside a call that runs as a whole.
         failure: an error that the forward may have caught.
     """
 
@@ -115,13 +116,13 @@ class ForwardRun:
 
     @property
     def follows_functions(self) -> bool:
-        """Whether the calls of a forward are followed now."""
+        """True while the calls of a forward are followed."""
         return self.frame is not None
 
     # Begin and end
 
     def begin(self, acts: Tensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Take what came in, and return the arguments of the model."""
+        """Take the incoming activations and return the model's arguments."""
         stage, mode = self.stage, self.mode
         if stage.keep_tape:
             self.tape = Tape(acts)
@@ -143,7 +144,7 @@ class ForwardRun:
         return arguments_of(tuple(inputs) if stage.layout is None else tree_unflatten(inputs, stage.layout))
 
     def _receive(self, acts: Tensors) -> list[Any]:
-        """Bind what came from the stage before to labels, and return the shapes of the inputs."""
+        """Label the received tensors and return the shapes of the inputs."""
         mode, edge, sizes = self.mode, self.mode.crossing[self.index - 1], self.mode.sizes[self.index - 1]
         tensors = [*acts]
         shapes: list[Any] = []
@@ -201,7 +202,7 @@ class ForwardRun:
         return value
 
     def _state_tensors(self) -> Iterator[tuple[str, int, nn.Module, Tensor]]:
-        """Yield the tensors of the model that forwards change: name, stage, module and the tensor itself."""
+        """Yield (name, stage, module, tensor) of the state changed by forwards."""
         for name, home in self.mode.state.items():
             path, _, key = name.rpartition(".")
             module = self.stage.model.get_submodule(path)
@@ -209,7 +210,7 @@ class ForwardRun:
                 yield name, home, module, tensor
 
     def _begin_state(self) -> None:
-        """Turn tensors of the model that the forward changes with values of the batch into values."""
+        """Turn model state that forwards compute from the batch into values."""
         for name, home, module, tensor in self._state_tensors():
             label = state_label(name)
             if home == self.index:
@@ -222,7 +223,7 @@ class ForwardRun:
                 put_tensor(module, name, made)
 
     def restore(self) -> None:
-        """Turn the changed tensors of the model back into plain ones."""
+        """Turn the changed state of the model back into plain tensors."""
         for name, home, module, tensor in self._state_tensors():
             if home == self.index:
                 as_tensor(tensor)
@@ -230,7 +231,7 @@ class ForwardRun:
                 put_tensor(module, name, self._state[name])
 
     def end(self, out: Any) -> Any:
-        """Return what leaves the stage."""
+        """Return the tensors for the next stage, or the model's result."""
         for name, home, _, tensor in self._state_tensors():
             if home == self.index and tensor.is_meta and not self.stage.is_lazy:
                 raise ForwardError(
@@ -274,7 +275,7 @@ class ForwardRun:
     # Calls of modules
 
     def repeated(self, name: str, count: int) -> CallPlan:
-        """Return how a call of a module is run that comes more often than in any recorded run."""
+        """Return the plan of a module call beyond the recorded number of calls."""
         assert self.frame is not None
         plans = self.frame.modules.get(name)
         if plans is None:
@@ -291,7 +292,7 @@ class ForwardRun:
         args: Any,
         kwargs: Any,
     ) -> Any:
-        """Run a call of a module: follow it, compute it, or return an absent result."""
+        """Follow or compute a call of a module, or return an absent result."""
         way, index = planned.way, self.index
         if way is Way.THROUGH or (way is Way.SPLIT and planned.first <= index <= planned.last):
             return self._follow(planned, key, own, args, kwargs)
@@ -356,7 +357,7 @@ class ForwardRun:
         return out
 
     def _arrived(self, out: Any) -> Any:
-        """Put what was received into the result of a call of an earlier stage."""
+        """Put received tensors into the result of an earlier stage's call."""
 
         def arrived(tensor: Tensor) -> Tensor:
             if type(tensor) is not Value or not tensor.mark.absent or tensor.mark.label not in self.received:
@@ -368,7 +369,7 @@ class ForwardRun:
         return map_tensors(arrived, out)
 
     def _value_of(self, tensor: Tensor, mark: Mark) -> Tensor:
-        """Return a received tensor as a value; a copy, if this stage writes to it."""
+        """Return a received tensor as a value, copied if this stage writes to it."""
         if type(tensor) is not Value and mark.label is not None:
             if mark.label in self.mode.overwritten:
                 tensor = self._cloned(tensor)
@@ -383,7 +384,7 @@ class ForwardRun:
         return clone
 
     def play(self, tape: Tape, acts: Tensors) -> Any:
-        """Make the calls of ``tape`` again for ``acts``."""
+        """Repeat the calls of ``tape`` for ``acts``."""
         if self.mode.draws and self.stage.seeds is not None:
             self._own_streams = self.stage.seeds[1]
         return tape.play(acts, self._stream, lambda name: tensor_named(self.stage, name))
@@ -400,7 +401,7 @@ class ForwardRun:
         planned: CallPlan | None,
         target: Tensor | None = None,
     ) -> Any:
-        """Run a call of this stage, with what it lacks replaced by what it has received."""
+        """Run a call of this stage, with received tensors for absent arguments."""
         written, draws = (planned.written, planned.draws) if planned is not None else ((), True)
         values: list[Any] = [leaf for leaf in leaves if type(leaf) is Value or type(leaf) is ForeignParameter]
         if self.is_plain and not written and target is None and (planned is None or not planned.recorded.by_rule):
@@ -440,7 +441,10 @@ class ForwardRun:
     def _run(
         self, function: Callable[..., Any], args: Any, kwargs: Any, values: Sequence[Tensor], *, draws: bool = False
     ) -> Any:
-        """Run a call whose ``values`` are all there, as plain tensors inside; it ``draws`` from the stage's streams."""
+        """Run a call with its ``values`` as plain tensors.
+
+        All of them must be present. If the call ``draws``, it uses the stage's own random streams.
+        """
         for leaf in values:
             turn_into(leaf, Tensor)
         frame, self.frame = self.frame, None
@@ -455,7 +459,10 @@ class ForwardRun:
                 turn_into(leaf, Value)
 
     def marked(self, out: Any, key: tuple[str, str, Any], originals: Any = None, stage: int | None = None) -> Any:
-        """Note the result of a call of this stage; what it received is in it as the forward knows it."""
+        """Return a result of this stage with its tensors turned into values.
+
+        Received tensors in it are replaced by the forward's own objects (``originals``).
+        """
         if key[1] == "contiguous" and (type(out) is Value or originals):
             out, originals = out.view_as(out), None
         if type(out) is Tensor and not originals:
@@ -471,7 +478,7 @@ class ForwardRun:
         return -1 - next(n for n, one in enumerate(unique) if one is leaf)
 
     def made(self, tensor: Tensor, label: Label, stage: int | None = None) -> None:
-        """Note a tensor that this stage has computed."""
+        """Turn a tensor that this stage has computed into a value."""
         if tensor.is_meta and not self.stage.is_lazy:
             self.fail(f"'{label[1]}' is computed with a parameter or buffer that another stage holds")
         as_value(tensor, Mark(label, self.index if stage is None else stage, False))
@@ -479,7 +486,7 @@ class ForwardRun:
             self._produced(label, tensor)
 
     def _written(self, leaf: Tensor, tensor: Tensor, label: Label, stage: int) -> None:
-        """Note that this stage has written to ``leaf``, or to ``tensor``, which it has received in its place."""
+        """Note a write of this stage to ``leaf`` or to its received ``tensor``."""
         if type(leaf) is not Value:
             as_value(leaf, Mark(label, stage, absent=False))
         mark = leaf.mark  # type: ignore[attr-defined]
@@ -497,7 +504,7 @@ class ForwardRun:
             self._leaving[slot] = tensor
 
     def _note(self, tensor: Tensor) -> None:
-        """Note that a later stage uses ``tensor``, where that differs between micro-batches."""
+        """Note the use of ``tensor`` by a later stage, to send it there."""
         if type(tensor) is not Value or (label := tensor.mark.label) is None:
             return
         mark = tensor.mark
@@ -521,7 +528,7 @@ class ForwardRun:
     # Calls of functions
 
     def key(self, name: str) -> tuple[str, str, Any]:
-        """Count a call of a function, since the last call of a module."""
+        """Return the key of a function call, counted since the last module call."""
         last = self.last
         if last is not self._counted:
             self._counted, self._since = last, {}
@@ -530,7 +537,7 @@ class ForwardRun:
         return self.path, name, (*last.key[1:], count) if last is not None else ("", 0, count)
 
     def function(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run a function that is called with a value or with a parameter of another stage."""
+        """Run a function of a value or of another stage's parameter."""
         name, kind = kind_of(func)
         with native():
             if kind is Kind.ASK:
@@ -593,7 +600,7 @@ class ForwardRun:
     def _write_absent(
         self, target: Tensor, label: Label, stage: int, func: Any = None, args: Any = (), kwargs: Any = None
     ) -> None:
-        """Note that another stage writes to ``target``, and give it the elements that were received for it."""
+        """Note another stage's write to ``target``; fill in received elements."""
         if type(target) is not Value:
             as_value(target, Mark(label, stage, absent=False))
         mark: Mark = vars(target)["mark"]
@@ -623,7 +630,7 @@ class ForwardRun:
             mark.absent = False
 
     def _written_spec(self, target: Tensor, label: Label, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return shape, stride and requires_grad of ``target`` once a function has written to it."""
+        """Return shape, stride and requires_grad of ``target`` after a write."""
         try:
             key = label, torch.is_grad_enabled(), signature((args, kwargs))
             if key not in self.stage.written:
@@ -636,7 +643,7 @@ class ForwardRun:
             self.fail(f"the shape of a tensor that another stage writes to is not known ({error})")
 
     def _foreign(self, func: Any, name: str, kind: Kind, args: Any, kwargs: Any, leaves: Sequence[Tensor]) -> Any:
-        """Run a function of parameters, or inputs, that this stage lacks."""
+        """Run a function of parameters or inputs that this stage does not hold."""
         if kind is Kind.ELEMENTS:
             self.fail("asks for elements of a parameter or input that this stage does not hold")
         if kind is Kind.HOOK:
@@ -658,7 +665,7 @@ class ForwardRun:
         return out
 
     def _answer(self, func: Any, args: Any, kwargs: Any, leaves: Sequence[Tensor], planned: CallPlan | None) -> Any:
-        """Return a number that the forward asks for; one that is the same in all runs is known without the elements."""
+        """Return a number that the forward asks for, known if all runs agreed."""
         known = planned.answer if planned is not None else None
         if all(self._has(leaf) for leaf in leaves):
             args, kwargs = map_tensors(lambda t: self._resolved(t, "a question"), (args, kwargs))
@@ -681,7 +688,7 @@ class ForwardRun:
         return mark.data is not None or not mark.absent or mark.label in self.received
 
     def _resolved(self, tensor: Tensor, where: str) -> Tensor:
-        """Return ``tensor``, or what this stage has received or made in its place."""
+        """Return ``tensor``, or the received or written tensor in its place."""
         if type(tensor) is not Value:
             if type(tensor) is ForeignParameter:
                 self.fail(f"'{where}' is computed with a parameter that another stage holds")
@@ -713,7 +720,7 @@ class ForwardRun:
     # Random streams
 
     def _seed(self) -> None:
-        """Seed the streams from which all stages draw the same."""
+        """Seed the random streams that are common to all stages."""
         if self.stage.seeds is None or not self.mode.draws:
             return
         common, self._own_streams = self.stage.seeds
@@ -721,7 +728,7 @@ class ForwardRun:
 
     @contextmanager
     def _own_stream(self) -> Iterator[None]:
-        """Draw from the stage's own streams inside."""
+        """Draw from the stage's own random streams inside the context."""
         common = Streams(self.stage.device)
         if isinstance(self._own_streams, dict):
             seed_each(self._own_streams, self.stage.device)
@@ -735,7 +742,10 @@ class ForwardRun:
 
     @contextmanager
     def _stream(self, draws: Any) -> Iterator[None]:
-        """Draw inside from the stage's own streams, or from those of all stages as ``draws`` has them."""
+        """Draw from the random streams of a taped call inside the context.
+
+        If ``draws`` is True, these are the stage's own; otherwise ``draws`` has the state of the common ones.
+        """
         if draws is not True:
             draws.restore()
         with self._own_stream() if draws is True and self.mode.draws else nullcontext():
@@ -744,7 +754,7 @@ class ForwardRun:
     # Errors
 
     def fail(self, why: str) -> NoReturn:
-        """Raise a ForwardError; if the forward catches it, it is raised again at the end."""
+        """Raise a ForwardError, and keep it in case the forward catches it."""
         error = ForwardError(
             f"{users_line()}: stage {self.index}: {why}" if not why.startswith("stage ") else f"{users_line()}: {why}"
         )
@@ -752,7 +762,7 @@ class ForwardRun:
         raise error
 
     def explain(self, error: Exception) -> None:
-        """Raise a ForwardError if ``error`` comes from a tensor that has no elements here."""
+        """Raise a ForwardError if ``error`` comes from a tensor without elements."""
         text = str(error)
         if any(word in text for word in ("meta tensor", "device meta", "on meta", "'Meta' backend")):
             raise ForwardError(
@@ -762,9 +772,9 @@ class ForwardRun:
 
 
 class _Watcher(TorchFunctionMode):
-    """Follows functions of what does not depend on the batch, where that is needed.
+    """A mode that follows functions independent of the batch, if necessary.
 
-    Memory that values of the batch will be written to becomes a value, and a tape notes what is made of parameters.
+    Memory that values of the batch will be written to becomes a value, and a tape notes functions of parameters.
     """
 
     def __init__(self, run: ForwardRun) -> None:
@@ -793,7 +803,7 @@ class _Watcher(TorchFunctionMode):
 
 
 class _Handle:
-    """Stands in for the handle of a hook that another stage registers."""
+    """A stand-in for the handle of a hook registered on another stage."""
 
     def remove(self) -> None:
         """Do nothing."""

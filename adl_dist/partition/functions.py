@@ -1,4 +1,4 @@
-"""Facts about torch's functions: whether they compute, ask about a tensor, ask for its elements, or write in place."""
+"""Kinds of torch's functions, and the functions that write in place."""
 
 from enum import Enum, auto
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Kind(Enum):
-    """How a stage treats a function that is called with values of the batch."""
+    """The treatment of a function that is called with values of the batch."""
 
     COMPUTE = auto()  # returns or writes tensors
     ASK = auto()  # about shape, dtype, device or graph: any tensor answers
@@ -53,7 +53,7 @@ LIGHT = {
 
 
 def writes_to(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the tensor that the function ``name`` writes to, or None if it makes a new one."""
+    """Return the tensor that the function ``name`` writes to, or None."""
     if isinstance(kwargs.get("out"), Tensor):
         return kwargs["out"]  # type: ignore[no-any-return]
     in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE or name.endswith(".set")
@@ -66,7 +66,7 @@ _KNOWN: dict[Any, tuple[str, Kind]] = {}
 
 
 def kind_of(func: Any) -> tuple[str, Kind]:
-    """Return the name and kind of a function that came to ``__torch_function__``."""
+    """Return the name and kind of a function from ``__torch_function__``."""
     known = _KNOWN.get(func)
     if known is None:
         name = _name_of(func)

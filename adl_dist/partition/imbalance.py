@@ -1,4 +1,4 @@
-"""Why a cut leaves most of the work to one stage, and why a model cannot be cut in more places."""
+"""Reasons for an uneven cut, and for a lack of possible cuts."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -9,12 +9,12 @@ LEAST_GAIN = 0.25
 
 
 def is_uneven(loads: Sequence[float]) -> bool:
-    """Whether one of K ``loads``, each at least 0, is so large that K stages are hardly faster than one."""
+    """Return whether K stages with these ``loads`` hardly outrun one."""
     return sum(loads) < (1 + LEAST_GAIN * (len(loads) - 1)) * max(loads)
 
 
 def usual(reasons: Iterable[str]) -> str | None:
-    """Return the reason that stands most often; None if there is none."""
+    """Return the most frequent reason, or None without reasons."""
     counts = Counter(reason for reason in reasons if reason)
     return max(counts, key=lambda reason: counts[reason], default=None)
 
@@ -22,14 +22,16 @@ def usual(reasons: Iterable[str]) -> str | None:
 def why_uneven(
     names: Sequence[str], reasons: Sequence[str], sizes: Sequence[int], loads: Sequence[float], *, of: str = "the work"
 ) -> str | None:
-    """Return which stage has most of the work and why, in a sentence; None if the cut is not uneven.
+    """Return the cause of an uneven cut in a sentence, or None if it is even.
+
+    The sentence names the stage with most of the work.
 
     Args:
-        names: those of the model's units.
-        reasons: why there can be no cut after each unit; empty where there can be one.
+        names: names of the model's units.
+        reasons: for each unit, why there can be no cut after it; empty where there can be one.
         sizes: units of each stage.
         loads: the work of each stage, in any unit.
-        of: what ``loads`` are shares of.
+        of: the total that ``loads`` are shares of.
     """
     if len(sizes) < 2 or not is_uneven(loads):
         return None

@@ -1,4 +1,4 @@
-"""Where calls of modules can be followed, and the line of the user's code that runs."""
+"""Interception of module calls, and the running line of the user's code."""
 
 import os
 import sys
@@ -15,14 +15,14 @@ NOT_THE_USERS = (*PLACES, "<frozen", "<string")  # beginnings of the names of fi
 
 
 def is_openable(module: nn.Module) -> bool:
-    """Return whether the calls inside the forward of ``module`` can be followed."""
+    """Return whether calls inside the forward of ``module`` can be followed."""
     if isinstance(module, torch.jit.ScriptModule) or module._backward_hooks or module._backward_pre_hooks:
         return False
     return module._compiled_call_impl is None and not type(module).__module__.startswith("torch._dynamo")
 
 
 def place_of_call(module: nn.Module) -> tuple[str, Callable[..., Any]]:
-    """Return which attribute of ``module`` to replace to follow its calls, and what that does.
+    """Return the attribute of ``module`` to intercept, and its present value.
 
     Forward hooks are the caller's: they run on each stage, before and after the forward.
     """
@@ -32,7 +32,7 @@ def place_of_call(module: nn.Module) -> tuple[str, Callable[..., Any]]:
 
 
 def users_line() -> str:
-    """Return the file and line of the user's code that runs."""
+    """Return the file and line of the user's code that is running."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -43,7 +43,7 @@ def users_line() -> str:
 
 
 def users_line_of(error: Exception) -> str:
-    """Return the user's line in which ``error`` arose."""
+    """Return the file and line of the user's code that raised ``error``."""
     found, trace = "the forward", error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""Time the calls of a model's forward, one by one, where it will be trained."""
+"""Timing of a model's calls, one by one, on the training device."""
 
 import statistics
 import time
@@ -39,7 +39,7 @@ def measure(  # 9: the model and its units, a sample, how it is trained, and the
     of: dict[str, Any],
     within: Within = nullcontext,
 ) -> Profile:
-    """Time the calls of ``model`` alone, and the whole model; both as copies.
+    """Time copies of the model: its calls one by one, and the whole model.
 
     Args:
         model: the uncut model, on its device.
@@ -72,7 +72,7 @@ def measure(  # 9: the model and its units, a sample, how it is trained, and the
 def pace(
     model: nn.Module, input_: Batch, target: Batch, loss_fn: LossFn, within: Within = nullcontext
 ) -> tuple[float, float]:
-    """Return the mean seconds of forward and backward of a copy of the whole model."""
+    """Return the mean forward and backward seconds of a copy of ``model``."""
     twin = copied_model(model).train()
 
     def once() -> tuple[float, float]:
@@ -90,7 +90,7 @@ def pace(
 
 
 def _repeated(measured: Callable[[], Figures], device: torch.device) -> list[Figures]:
-    """Return each measurement, as often as there is time, without the first rounds."""
+    """Repeat a measurement while there is time, and drop the warm-up rounds."""
     warm = time.perf_counter() + (GPU_WARMUP_SECONDS if device.type == "cuda" else 0.0)
     for _ in range(WARMUP):
         measured()
@@ -105,7 +105,7 @@ def _repeated(measured: Callable[[], Figures], device: torch.device) -> list[Fig
 
 @dataclass(frozen=True, kw_only=True)
 class _Update:
-    """The seconds that a unit takes at the end of a group, as in :class:`UnitCost`."""
+    """The seconds of a unit at the end of a group, as in :class:`UnitCost`."""
 
     update: float = 0.0
     update_fixed: float = 0.0
@@ -118,11 +118,12 @@ def _updates(
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
     device: torch.device,
 ) -> tuple[list[_Update], float]:
-    """Return the seconds of each unit at the end of a group, and optimizer bytes per byte of parameters.
+    """Return each unit's seconds at the end of a group, and optimizer bytes.
 
-    That is norm, step and cleared gradients. Each unit is measured, because rules differ: Muon takes long for a matrix,
-    and AdamW a moment for an embedding. The time of the smallest parameter is the fixed part: on a GPU nearly all of it
-    may be launches, which are as many for a small stage as for the whole model.
+    The bytes are per byte of parameters. The end of a group is norm, step and cleared gradients. Each unit is measured,
+    because rules differ: Muon takes long for a matrix, and AdamW a moment for an embedding. The time of the smallest
+    parameter is the fixed part: on a GPU nearly all of it may be launches, which are as many for a small stage as for
+    the whole model.
     """
     owned: list[list[nn.Parameter]] = [[] for _ in chain.units]
     firsts = first_units(model, chain)
@@ -155,7 +156,7 @@ def _updates(
 
 
 def _seconds_of_copy(parameters: Sequence[nn.Parameter], device: torch.device) -> float:
-    """Return the seconds to copy them while the copy before is still held."""
+    """Return the seconds to copy ``parameters`` while an older copy is held."""
     seconds, held = [], list[list[Tensor]]()
     for _ in range(4):
         start = now(device)
@@ -166,7 +167,7 @@ def _seconds_of_copy(parameters: Sequence[nn.Parameter], device: torch.device) -
 
 
 def _seconds_of_update(made: Optimizer, parameters: Sequence[nn.Parameter], device: torch.device) -> list[float]:
-    """Return the seconds of some groups' ends, without the first, which makes the optimizer's state."""
+    """Time the ends of groups after the first, which creates optimizer state."""
     seconds = []
     for _ in range(5):
         for parameter in parameters:

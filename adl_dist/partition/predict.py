@@ -1,4 +1,4 @@
-"""The expected speed, memory and staleness of a method on a cut of a measured model, and which one to recommend."""
+"""Predictions of speed, memory and staleness, and a recommendation."""
 
 import math
 from collections.abc import Sequence
@@ -44,27 +44,29 @@ class Prediction:
     speed_up: float  # over backpropagation of the same micro-batches on one device
     bubble: float  # share of the time in which a stage waits, averaged over stages
     staleness_mean: list[float]  # of each stage, in updates
-    link_share: float = 0.0  # of the time of a micro-batch: what links add to it
-    uneven: str | None = None  # why one stage has most of the work; None: none has
-    codecs: Codecs = PLAIN  # how what crosses a cut is coded
+    link_share: float = 0.0  # share of the time of a micro-batch that links add
+    uneven: str | None = None  # why one stage has most of the work, or None
+    codecs: Codecs = PLAIN  # the codecs of activations and gradients
     update_bytes: float = 0.0  # over the busiest link in one update, both directions together
 
     @property
     def convergence_factor(self) -> float:
-        """(1 + sum of mean staleness / M) / M: what Theorem 1 of the paper bounds the error with; 1/M without any."""
+        """The factor (1 + sum of mean staleness / M) / M in Theorem 1's bound."""
         M = self.pipeline.micro_batches_per_update
         return (1 + sum(self.staleness_mean) / M) / M
 
     @property
     def is_compute_bound(self) -> bool:
-        """Whether the links add next to nothing to the time that the stages take."""
+        """True if links add next to nothing to the time of the stages."""
         return self.link_share <= AS_GOOD
 
 
 def best_cut(
     profile: Profile, pipeline: Pipeline, *, machine: Machine = UNIFORM, sizes: Sequence[int] | None = None
 ) -> Balance:
-    """Return the best cut of the measured model for ``pipeline``, or the one of ``sizes``; see :func:`best_balance`.
+    """Return the best cut of the measured model for ``pipeline``.
+
+    If ``sizes`` are given, return the costs of that cut instead; see :func:`best_balance`.
 
     Where links take time, the pace of the slowest part is not all: a pipeline that flushes also waits for its first and
     its last messages, and short delays leave no room for long ones. So it is also cut as for slower links, over which
@@ -113,9 +115,10 @@ def best_cut(
 
 
 def _waiting_sums(pipeline: Pipeline) -> int:
-    """Return the most sums of gradients of weights, which first and last stage hold, that a stage keeps at a time.
+    """Return the most gradient sums of tied weights that a stage keeps.
 
-    Those that are not due yet, one that is on its way, and one that is being applied.
+    The first and the last stage hold these weights. The sums are those that are not due yet, one that is on its way,
+    and one that is being applied.
     """
     K = pipeline.num_stages
     can_tie = K > 1 and pipeline.method.why_not_tied is None
@@ -129,9 +132,10 @@ def with_delays(
     machine: Machine = UNIFORM,
     sizes: Sequence[int] | None = None,
 ) -> Pipeline:
-    """Return ``pipeline`` with the least delays that keep full speed on its best cut, where it leaves them open.
+    """Return ``pipeline`` with the least delays that keep full speed.
 
-    Where these are staler than the method allows, those that are fastest within that.
+    Only delays that the method leaves open are chosen, for the best cut. If these are staler than the method allows,
+    the fastest delays within that limit are chosen.
     """
     if not pipeline.method.awaits_delays:
         return pipeline
@@ -141,7 +145,7 @@ def with_delays(
 
 
 def _units(profile: Profile, pipeline: Pipeline, machine: Machine) -> list[UnitCost]:
-    """Return the units' costs as stages of ``pipeline`` have them, which send over links of ``machine``."""
+    """Return the units' costs for ``pipeline`` with codecs of ``machine``."""
     of_stages = profile.with_stages(pipeline.num_stages)
     units = of_stages.costs(pipeline.micro_batches_per_update)
     return [unit.coded(machine.codecs, machine.coding) for unit in units]
@@ -154,13 +158,13 @@ def predict(
     machine: Machine = UNIFORM,
     sizes: Sequence[int] | None = None,
 ) -> Prediction:
-    """Predict a run of ``pipeline`` with the micro-batch size of ``profile``; ``sizes`` None: cut where it is best.
+    """Predict a run of ``pipeline`` at the micro-batch size of ``profile``.
 
-    Delays that are still to be found are found; see :func:`with_delays`.
+    If ``sizes`` is None, the model is cut where it is best. Open delays are chosen by :func:`with_delays`.
 
     Raises:
-        PartitionError: no cut is possible, or none fits into memory.
-        ConfigError: a method whose heads are not measured.
+        PartitionError: If no cut is possible, or none fits into memory.
+        ConfigError: If the method has heads that are not measured.
     """
     if pipeline.spec.local_losses and pipeline.num_stages > 1:
         raise ConfigError("its local losses have heads that are not measured, and another goal than the model's")
@@ -197,20 +201,20 @@ def predict(
 
 
 def unevenness(units: Sequence[UnitCost], balance: Balance) -> str | None:
-    """Return why ``balance`` leaves most of the work to one stage; None: it does not."""
+    """Return the cause of an uneven ``balance``, or None if it is even."""
     names, reasons = [unit.name for unit in units], [unit.reason for unit in units]
     work = [seconds - fixed for seconds, fixed in zip(balance.stage_seconds, balance.fixed_seconds, strict=True)]
     return why_uneven(names, reasons, balance.sizes, work)
 
 
 def _seconds_per_update(units: Sequence[UnitCost], balance: Balance, pipeline: Pipeline, machine: Machine) -> float:
-    """Return the time that further updates take once the pipeline is full."""
+    """Return the seconds per update of a full pipeline."""
     of_schedule = time_per_update(pipeline, _costs(units, balance, pipeline, machine))
     return max(of_schedule, _tied_link_seconds(units, balance, machine))
 
 
 def _tied_link_seconds(units: Sequence[UnitCost], balance: Balance, machine: Machine) -> float:
-    """Return for how long the parts, or the sums, of all weights that two stages hold keep a link busy."""
+    """Return a link's busy seconds for the parts or sums of tied gradients."""
     stage_of = [k for k, size in enumerate(balance.sizes) for _ in range(size)]
     pairs = [
         (stage_of[other], k, nbytes) for unit, k in zip(units, stage_of, strict=True) for other, nbytes in unit.tied
@@ -219,7 +223,10 @@ def _tied_link_seconds(units: Sequence[UnitCost], balance: Balance, machine: Mac
 
 
 def _costs(units: Sequence[UnitCost], balance: Balance, pipeline: Pipeline, machine: Machine) -> Costs:
-    """Return the timing model's costs: stages with their part in the messages, links with their transfer time."""
+    """Return the timing model's costs of stages and links.
+
+    Stages include their part in the messages, and links have their transfer time.
+    """
     forward, recompute, backward, backward_weight, update = [], [], [], [], []
     of_copies, of_sums = tied_seconds(units, machine)
     stages = figures(pipeline)
@@ -253,7 +260,7 @@ def _costs(units: Sequence[UnitCost], balance: Balance, pipeline: Pipeline, mach
 
 
 class Throughput(NamedTuple):
-    """Seconds measured on the whole model at once; ``forward`` includes what loading keeps the device waiting."""
+    """Seconds of the whole model; ``forward`` includes the wait for data."""
 
     samples: int
     forward: float
@@ -272,17 +279,17 @@ class Alternative:
 
     @property
     def best(self) -> float:
-        """Images per second of the faster of the two."""
+        """The images per second of the faster of the two."""
         return max(self.single, self.ddp)
 
 
 def alternative(
     profile: Profile, machine: Machine, *, num_devices: int, whole: Throughput, share: Throughput
 ) -> Alternative:
-    """Predict one device alone, and plain data parallelism (DDP) with the same global batch.
+    """Predict one device, and data parallelism (DDP) with the same batch.
 
-    Of DDP, each of n replicas works on its ``share`` of the ``whole`` batch; gradients are summed by a ring (2 (n-1)/n
-    of the parameters' bytes over each link) while the backward runs, and the longer of the two counts.
+    With DDP, each of n replicas works on its ``share`` of the ``whole`` batch. Gradients are summed by a ring (2
+    (n-1)/n of the parameters' bytes over each link) while the backward runs, and the longer of the two counts.
     """
     update = update_seconds(profile.units)
     update_of_share = update_seconds(profile.with_stages(num_devices).units)
@@ -304,7 +311,7 @@ def alternative(
 
 
 def best_of(predictions: Sequence[Prediction]) -> Prediction:
-    """Return, of one or more, the fastest, and of nearly equals the least stale."""
+    """Return the fastest prediction; of nearly equal ones the least stale."""
     fastest = max(predictions, key=lambda p: p.images_per_second)
     near = [p for p in predictions if p.images_per_second >= (1 - AS_GOOD) * fastest.images_per_second]
 
@@ -315,10 +322,12 @@ def best_of(predictions: Sequence[Prediction]) -> Prediction:
 
 
 def advise(predictions: Sequence[Prediction], other: Alternative) -> tuple[Prediction | None, str]:
-    """Choose, of runs that fit into memory, the fastest that is not too stale, and of nearly equals the least stale.
+    """Choose the fastest run that is not too stale, or no pipeline.
+
+    All ``predictions`` fit into memory. Of nearly equal ones, the least stale is chosen.
 
     Returns:
-        The prediction to follow (None: no pipeline), and why in a sentence or two.
+        The prediction to follow, or None for no pipeline, and the reason in a sentence or two.
     """
     n = other.num_devices
     usable = [p for p in predictions if p.pipeline.num_processes <= n and p.convergence_factor <= MOST_FACTOR]

@@ -1,9 +1,9 @@
-"""Record the forward of an uncut model: which calls it makes, what flows between them, and what else they do.
+"""A recorder of an uncut model's forward: calls, data flow and effects.
 
 The model runs for real on a few micro-batches, in training and in evaluation. A *call* is that of a module, or of a
-torch function between modules, that computes with values of the batch. What does not depend on values of the batch
-(masks of whole-number inputs, positions, tables) is no call: every stage runs it again. Of what the forward does in
-Python nothing is kept, because stages run it again, too.
+torch function between modules, that computes with values of the batch. Functions that do not depend on values of the
+batch (masks of whole-number inputs, positions, tables) are no calls: every stage runs them again. The Python of the
+forward is not recorded, because stages also run it again.
 """
 
 import sys
@@ -34,9 +34,9 @@ MOST_RUNS = 40  # while a run has something new: layers that are left out at ran
 
 
 def record_forward(model: nn.Module, batches: Sequence[Batch]) -> Recording:
-    """Run ``model`` on real micro-batches of different sizes and record what it does.
+    """Record the forward of ``model`` on micro-batches of different sizes.
 
-    The model and the random streams are moved by that. Tensors on meta stay without elements.
+    The runs change the model and the random streams. Tensors on meta stay without elements.
 
     Raises:
         PartitionError: If the model's own forward asks for elements of a value that differ between micro-batches.
@@ -82,7 +82,7 @@ def is_of_torch(module: nn.Module) -> bool:
 
 
 def has_blocks(module: nn.Module) -> bool:
-    """Return whether a list of blocks of one class lies somewhere in ``module``."""
+    """Return whether ``module`` contains a list of blocks of one class."""
     for part in module.modules():
         if isinstance(part, nn.ModuleList | nn.Sequential | nn.ModuleDict) and (part is not module or _is_plain(part)):
             kinds = Counter(type(m) for m in part.children() if next(m.parameters(), None) is not None)
@@ -99,7 +99,7 @@ def _is_plain(module: nn.Module) -> bool:
 
 @dataclass
 class _Fact:
-    """What is known of one tensor of a run: a value has a label; others depend on parameters or inputs only."""
+    """The known origin of a tensor: its label, or parameters and inputs."""
 
     label: Label | None = None
     uses: frozenset[str] = frozenset()
@@ -121,7 +121,10 @@ class _Frame:
         self.segment, self.since = ("", 0), Counter[str]()
 
     def key(self, name: str, *, is_module: bool) -> Key:
-        """Count a call of ``name``; a function since the last call of a module, in case modules are left out."""
+        """Count a call of ``name`` and return its key.
+
+        Functions are counted since the last call of a module, in case modules are left out.
+        """
         if not is_module:
             self.since[name] += 1
             return self.path, name, (*self.segment, self.since[name] - 1)
@@ -131,7 +134,7 @@ class _Frame:
 
 
 class Recorder(TorchFunctionMode):
-    """Records the runs of one mode."""
+    """A recorder of the runs of one mode, training or evaluation."""
 
     def __init__(self, model: nn.Module, recording: Recording, *, training: bool) -> None:
         super().__init__()
@@ -168,7 +171,10 @@ class Recorder(TorchFunctionMode):
         return not has_parameters and type(around) is not nn.Sequential
 
     def _blocks(self) -> dict[str, bool]:
-        """Return the modules in which a cut between blocks may lie; the blocks of an nn.Sequential are its children."""
+        """Return for each module whether a cut between blocks may lie inside.
+
+        The blocks of an nn.Sequential are its children.
+        """
         if _is_plain(self.model):
             return {name: not name for name, _ in self.model.named_modules()}
         found: dict[str, bool] = {}
@@ -183,7 +189,7 @@ class Recorder(TorchFunctionMode):
     # One run
 
     def observe(self, batch: Batch) -> None:
-        """Run the model on one micro-batch."""
+        """Record a run of the model on one micro-batch."""
         self.facts: dict[int, _Fact] = {}
         self.kept: list[Any] = []
         self.inside: Call | None = None
@@ -241,7 +247,10 @@ class Recorder(TorchFunctionMode):
         return made  # type: ignore[no-any-return]
 
     def _order_runs(self) -> None:
-        """Sort the calls of all runs: a call that this run lacks stays behind the one before it."""
+        """Merge the order of this run's calls into that of all runs.
+
+        A call that this run lacks stays behind the one before it.
+        """
         if self._first is not None and self._first != self._order:
             self.mode.decides = True
         self._first = self._first or [*self._order]
@@ -256,7 +265,7 @@ class Recorder(TorchFunctionMode):
         self._order = []
 
     def _note_replaced(self) -> None:
-        """Note tensors of the model in whose place there is a value of the batch now."""
+        """Note the tensors of the model that values of the batch have replaced."""
         for name, tensor in held_tensors(self.model):
             fact = self.facts.get(id(tensor))
             if fact is not None and fact.label is not None:
@@ -265,7 +274,7 @@ class Recorder(TorchFunctionMode):
                     self.recording.state.add(name)
 
     def finish(self) -> None:
-        """Decide what is to be recorded again in another way."""
+        """Note the modules to open or to keep whole in the next recording."""
         for call in self.mode.calls.values():
             if (
                 call.is_module
@@ -293,7 +302,7 @@ class Recorder(TorchFunctionMode):
 
     @contextmanager
     def _paused(self, *, paused: bool = True) -> Iterator[None]:
-        """Follow no functions inside, or follow them again."""
+        """Pause or resume the following of functions inside the context."""
         before, self.is_paused = self.is_paused, paused
         try:
             yield
@@ -318,7 +327,7 @@ class Recorder(TorchFunctionMode):
         has_objects = not all(isinstance(leaf, PLAIN + OBJECTS) for leaf in other_leaves((args, kwargs)))
         if after != before or lengths != [*map(len, lists)] or has_objects:
             call.has_effects = True
-        elif call.is_tainted and not call.is_open:  # which would have the effects, too
+        elif call.is_tainted and not call.is_open:  # which would also have the effects
             self._note_predictable(call, key, native_call, args, kwargs, out, module)
         call.recorded.note(key, (args, kwargs), out)
         numbers = [leaf for leaf in other_leaves(out) if leaf is not None]
@@ -407,7 +416,10 @@ class Recorder(TorchFunctionMode):
     def _note_predictable(
         self, call: Call, key: Any, function: Any, args: Any, kwargs: Any, out: Any, module: nn.Module | None
     ) -> None:
-        """Note whether tensors on meta tell the shapes of a result; else sizes are compared with the arguments'."""
+        """Note whether meta tensors predict the shapes of a result.
+
+        If not, its sizes are compared with those of the arguments.
+        """
         if self.is_lazy and module is None:
             return
         if call.recorded.by_rule:
@@ -437,7 +449,7 @@ class Recorder(TorchFunctionMode):
 
     @property
     def follows_functions(self) -> bool:
-        """Whether the calls of a forward are followed now."""
+        """True while the calls of a forward are followed."""
         return self.inside is None and not self.is_paused
 
     def function(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -493,7 +505,7 @@ class Recorder(TorchFunctionMode):
         return out
 
     def _untainted(self, name: str, kind: Kind, func: Any, args: Any, kwargs: Any, facts: list[_Fact]) -> Any:
-        """Run a function that every stage runs."""
+        """Run a function without values of the batch, as every stage does."""
         uses = frozenset[str]().union(*(fact.uses for fact in facts))
         common = frozenset[int]().union(*(fact.common for fact in facts))
         for tensor in tensors_in((args, kwargs)):
@@ -542,7 +554,7 @@ class Recorder(TorchFunctionMode):
         return call
 
     def _memory(self, tensor: Tensor) -> int:
-        """Return a number of the memory of ``tensor`` that is not used in another run."""
+        """Return a number for the memory of ``tensor``, unique among all runs."""
         return self._memories.setdefault((len(self.mode.inputs), memory_of(tensor)), len(self._memories))
 
     def _set(self, tensor: Tensor, fact: _Fact) -> None:
@@ -582,7 +594,7 @@ class Recorder(TorchFunctionMode):
             call.common |= fact.common
 
     def _read(self, label: Label, call: Call | None) -> None:
-        """Note a use of a value, and whether it got into forwards or out of them by other ways than their arguments."""
+        """Note a use of a value, and whether it bypasses arguments or results."""
         if call is not None:
             call.reads[label] = None
         around = {id(frame.call) for frame in self.frames}
@@ -614,13 +626,13 @@ class Recorder(TorchFunctionMode):
         self._value(tensor, (*call.key, place), call)
 
     def _note_effects(self, begin: int) -> None:
-        """Note that something made at position ``begin`` changes, for the forwards that began later."""
+        """Mark forwards begun since position ``begin`` as having side effects."""
         for frame in self.frames[1:]:
             if frame.call is not None and begin <= frame.begin:
                 frame.call.has_effects = True
 
     def _note_draws(self) -> None:
-        """Note what Python has drawn since the last call."""
+        """Note the random numbers drawn by Python since the last call."""
         now = _streams()
         self._note_common_draws(now.difference(self._drawn))
         self._drawn = now
@@ -632,7 +644,7 @@ class Recorder(TorchFunctionMode):
             self._note_effects(-1)
 
     def _keep_whole(self, call: Call | None, why: str) -> None:
-        """Have the module whose forward runs stay whole from now on."""
+        """Keep the module of the running forward whole from now on."""
         module = self.frames[-1].call
         if module is None:
             self.recording.refused = self.recording.refused or why
@@ -644,7 +656,7 @@ OBJECTS = (torch.dtype, torch.device, torch.Size, slice, type(Ellipsis), torch.m
 
 
 def is_common(tensor: Tensor) -> bool:
-    """Return whether an input goes to every stage that needs it: whole numbers and masks."""
+    """Return whether an input goes to all its users: integers and masks."""
     return not (tensor.is_floating_point() or tensor.is_complex())
 
 
@@ -660,9 +672,9 @@ def _lists_in(value: Any) -> list[Any]:
 
 
 def _python_state(module: nn.Module) -> list[Any]:
-    """Return the attributes of ``module``, of the modules inside, and of plain objects among them.
+    """Return the attributes of ``module``, its parts and its plain objects.
 
-    Numbers and texts as they are, of others which object it is, and how long.
+    Numbers and strings are kept as they are. Of other attributes, the id and the length are kept.
     """
     seen: list[Any] = []
     objects: dict[int, Any] = {}
@@ -701,14 +713,14 @@ def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _together(args: Any, kwargs: Any) -> Any:
-    """Put arguments on meta, if one of them is."""
+    """Move all tensors in the arguments to meta if one of them is there."""
     return (
         map_tensors(_to_meta, (args, kwargs)) if any(t.is_meta for t in tensors_in((args, kwargs))) else (args, kwargs)
     )
 
 
 def _checkpoint_around(kept: list[Any]) -> int:
-    """Return a number of the outermost call of torch.utils.checkpoint that runs; 0: none."""
+    """Return an id of the outermost running torch.utils.checkpoint, or 0."""
     frame: Any = sys._getframe(2)
     outermost: Any = None
     while frame is not None:
@@ -723,7 +735,7 @@ def _checkpoint_around(kept: list[Any]) -> int:
 
 @contextmanager
 def _intercepted(model: nn.Module, names: dict[int, str], watch: Recorder) -> Iterator[None]:
-    """Have all modules in ``model`` call ``watch.module``."""
+    """Route the calls of all modules in ``model`` through ``watch.module``."""
     changed = []
     for module in model.modules():
         if module is not model:

@@ -1,4 +1,4 @@
-"""What the recorded runs of a model have shown: its calls, what flows between them, and what else they do."""
+"""The record of a model's runs: calls, data flow and side effects."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,17 +18,17 @@ Key = tuple[str, str, Count]  # path of the calling forward, name, how many call
 
 @dataclass(eq=False)
 class Call:
-    """One call, as the runs of one mode have seen it.
+    """One call, as seen in the runs of one mode.
 
     Attributes:
-        name: of a module its name in the model; of a function its own.
-        parent: the call whose forward makes this one; None: the model itself.
-        where: the user's line, of a function.
-        is_open: whether the calls inside are recorded, too; else it runs as a whole.
+        name: the module's name in the model, or the function's own name.
+        parent: the call that makes this one in its forward, or None for the model itself.
+        where: the user's line that calls a function.
+        is_open: whether the calls inside are also recorded; otherwise it runs as a whole.
         is_block: whether a cut between blocks may lie between the calls inside.
         is_tainted: whether it computes with values of the batch or with parameters.
         reads: labels of the values that it computes with.
-        makes: labels of its results and of what it writes to.
+        makes: labels of its results and of the tensors that it writes to.
         results: label of each tensor in its result; it may come from a call inside.
         uses: names of the parameters and buffers that it computes with.
         moves: names of the buffers that a module as a whole changes.
@@ -38,8 +38,8 @@ class Call:
         varies: whether its caller sets attributes that its results may depend on.
         has_effects: whether it changes more than its results, so that every stage must run it.
         is_hidden: whether it computes with a value that is not among its arguments.
-        answers: numbers that it answered, of all runs.
-        checkpoint: the call of torch.utils.checkpoint that it is in; 0: none.
+        answers: the numbers that it answered in all runs.
+        checkpoint: the call of torch.utils.checkpoint that it is in, or 0.
         recorded: its results, without elements.
         flops, nbytes: floating-point operations, and bytes read and written, of one forward.
     """
@@ -71,19 +71,19 @@ class Call:
 
     @property
     def path(self) -> str:
-        """The path of its own forward."""
+        """The path of the call's own forward."""
         path, name, count = self.key
         return f"{path}/{name}#{count}"
 
     @property
     def answer(self) -> Any:
-        """The number that it answered in every run; None if runs differ."""
+        """The call's answer if it is the same in all runs, otherwise None."""
         first = self.answers[0] if self.answers else None
         return first if all(type(one) is type(first) and one == first for one in self.answers) else None
 
     @property
     def is_unit(self) -> bool:
-        """Whether a cut may lie before it."""
+        """True if a cut may lie before the call."""
         if self.is_open or self.name.endswith("*"):
             return False
         if not self.makes:  # it returns what it was given
@@ -96,7 +96,7 @@ class Call:
 
     @property
     def caller(self) -> str:
-        """The name of the module whose forward makes the call."""
+        """The name of the module that makes the call in its forward."""
         return "" if self.parent is None else self.parent.name
 
 
@@ -112,12 +112,12 @@ class ModeRecord:
         tensors: of each label, its dtype, and whether it is part of a graph.
         memory: of each label, a number of the memory that it lies in.
         outputs: labels of the values in the model's result.
-        uses, common: names of parameters, and places of whole-number inputs, that the result depends on besides.
+        uses, common: names of parameters, and places of whole-number inputs, that the result also depends on.
         asked: places of whole-number inputs whose elements Python asks for.
         state: labels of the values that tensors of the model have after a run.
         decides: whether another micro-batch may take another path.
-        draws: the random streams from which something is drawn that does not depend on the batch.
-        draws_own: those from which calls draw.
+        draws: the random streams of draws that do not depend on the batch.
+        draws_own: the random streams from which calls draw.
     """
 
     calls: dict[Key, Call] = field(default_factory=dict)
@@ -139,22 +139,22 @@ class ModeRecord:
 
 @dataclass(eq=False)
 class Recording:
-    """What a model does in training and in evaluation.
+    """The recorded behaviour of a model in training and in evaluation.
 
     Attributes:
         modes: by ``training``.
         state: names of tensors of the model that values of the batch are written to between uses of them.
         births: by ``training``, keys of functions that make memory which values of the batch are written to later.
         whole: by the name of a module, why its forward cannot be followed.
-        closed: likewise, as the last runs have it; they may do without once other modules are followed.
-        refused: why the model's own forward cannot be; empty: it can.
-        opened: names of modules without children that are followed all the same, for their effects.
+        closed: likewise, for the last runs only; these modules may be followed once others are.
+        refused: why the model's own forward cannot be followed; empty if it can.
+        opened: names of modules without children that are followed because of their effects.
         glue: names of buffers, and of tensors that are plain attributes, that every stage needs.
-        moved: those of them that a forward changes by what does not depend on the batch, each with the modules whose
-            forwards do.
-        predicted: calls whose shapes tensors on meta have told.
+        moved: those of them that a forward changes independently of the batch, each with the modules that change it in
+            their forwards.
+        predicted: calls with shapes that tensors on meta have predicted.
         templates: absent results of equal layers, for all stages and copies of them.
-        device: of the model.
+        device: the model's device.
     """
 
     modes: dict[bool, ModeRecord] = field(default_factory=dict)
@@ -175,7 +175,7 @@ class Recording:
 
 
 def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters, buffers, and tensors that are plain attributes of modules, each once, by name."""
+    """Yield the distinct parameters, buffers and attribute tensors, by name."""
     seen = set[int]()
     for tensors in (model.named_parameters(), model.named_buffers(), _attributes(model)):
         for name, tensor in tensors:
@@ -192,24 +192,24 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def state_label(name: str) -> Label:
-    """Return the label of the tensor ``name`` of the model, as it is before a forward."""
+    """Return the label of the model's tensor ``name`` before a forward."""
     return "", f"{STATE} {name}", 0, 0
 
 
 def put_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put ``tensor`` in the place of the buffer or attribute ``name`` of the model, which ``module`` holds."""
+    """Replace the model's buffer or attribute ``name``, held by ``module``."""
     key = name.rpartition(".")[2]
     (module._buffers if key in module._buffers else vars(module))[key] = tensor
 
 
 def tensor_named(module: nn.Module, name: str) -> Any:
-    """Return the tensor ``name`` in ``module``; None if there is none."""
+    """Return the tensor ``name`` in ``module``, or None if it is missing."""
     path, _, key = name.rpartition(".")
     return getattr(module_named(module, path), key, None)
 
 
 def module_named(module: nn.Module, path: str) -> nn.Module:
-    """Return the module at ``path`` in ``module``; raise a KeyError if there is none."""
+    """Return the module at ``path`` in ``module``, or raise a KeyError."""
     for part in path.split(".") if path else ():
         module = module._modules[part]  # type: ignore[assignment]
     return module

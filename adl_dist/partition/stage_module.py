@@ -1,8 +1,8 @@
-"""One stage of a model: the model's own forward, of which only the calls of this stage are computed.
+"""One stage of a model: its forward with only the calls of this stage.
 
 The stage has a copy of the model's Python objects. In it, parameters and buffers of this stage are the model's own
-tensors; parameters of other stages are on meta. Values of other stages are absent: they have a shape and a dtype, and
-a question about their elements is an error with the line. Where a call of this stage needs one, it is received.
+tensors; parameters of other stages are on meta. Values of other stages are absent: they have a shape and a dtype, and a
+question about their elements is an error with the line. Where a call of this stage needs one, it is received.
 """
 
 import copy
@@ -32,7 +32,10 @@ from adl_dist.partition.value import (
 
 
 class _Part(nn.Module):
-    """One stage's tensors of a module that lies on several stages, and its extra state if this stage keeps that."""
+    """One stage's tensors of a module that lies on several stages.
+
+    The extra state of the module is added if this stage keeps it.
+    """
 
     _keeps_extra_of: nn.Module | None = None
 
@@ -48,12 +51,12 @@ class _Part(nn.Module):
 
 
 class StageModule(_Part):
-    """Stage ``index`` of a model, with its tensors under the names that they have in the model.
+    """Stage ``index`` of a model, with tensors under their names in the model.
 
     Attributes:
-        plan: what each stage does.
+        plan: the plan of all stages.
         units: names of its units.
-        copies: names of the parameters that an earlier stage holds, too, and of which this one has a copy.
+        copies: names of the parameters that an earlier stage also holds, and that this one has a copy of.
         seeds: seeds of the streams ``torch``, ``python`` and ``numpy`` for what does not depend on the batch, and for
             what does; set for each micro-batch by the stage that trains it, as :attr:`draws` asks.
         keep_tape: whether a forward leaves its calls in ``tape``, for ``forward(*acts, replay=tape)``.
@@ -65,7 +68,10 @@ class StageModule(_Part):
     def __init__(
         self, model: nn.Module, plan: StagePlan, index: int, units: Sequence[str], layout: Structure | None = None
     ) -> None:
-        """Copy ``model``; ``layout`` is the structure of its inputs, or None if all are positional."""
+        """Copy ``model`` for this stage.
+
+        ``layout`` is the structure of the model's inputs, or None if all are positional.
+        """
         super().__init__()
         self.plan, self.index, self.units, self.layout = plan, index, list(units), layout
         self.is_last = index == plan.num_stages - 1
@@ -115,7 +121,7 @@ class StageModule(_Part):
                 vars(module)[place] = call_of(module, name, own, self)
 
     def _own_or_other(self, name: str, tensor: Tensor, stages: Sequence[int]) -> Tensor:
-        """Return what this stage has for a tensor of the model."""
+        """Return this stage's version of a tensor of the model."""
         index = self.index
         if isinstance(tensor, nn.Parameter):
             if index not in stages:
@@ -131,7 +137,7 @@ class StageModule(_Part):
         return torch.empty_like(tensor, device="meta")
 
     def _register(self, twin: nn.Module, held: Mapping[str, Tensor]) -> None:
-        """Register modules and tensors of this stage under their names in the model."""
+        """Register this stage's modules and tensors by their names in the model."""
         own = {id(tensor) for tensor in held.values()}
 
         kept = {id(module) for name, module in extra_states(twin).items() if self.index in self.plan.holders[name]}
@@ -162,14 +168,15 @@ class StageModule(_Part):
         self._names = {id(module): name for name, module in twin.named_modules()}
 
     def register_buffers(self) -> None:
-        """Register the present buffers of modules that lie on several stages; a forward may assign new tensors."""
+        """Register the present buffers, because a forward may assign new ones."""
         for module, key, part in self._buffers_of_parts:
             part._buffers[key] = module._buffers.get(key)
 
     def compile_units(self, compiler: Callable[[Callable[..., Any], Any], Callable[..., Any]]) -> None:
-        """Compile the modules with parameters that this stage runs whole, by ``compiler(function, key)``.
+        """Compile the modules with parameters that run whole on this stage.
 
-        The Python between them stays as it is. Equal layers have equal keys.
+        Each call is replaced by ``compiler(call, key)``. Equal layers have equal keys. The Python between calls stays
+        as it is.
         """
         own = {n for mode in self.plan.modes.values() for n in _whole(mode.root, self.index)}
         for module, (place, call) in self._natives.items():
@@ -178,7 +185,7 @@ class StageModule(_Part):
                 vars(module)[place] = call_of(module, name, compiler(call, module_signature(module)), self)
 
     def train(self, mode: bool = True) -> "StageModule":
-        """Set the mode of the copy, with what the model's own ``train`` does."""
+        """Set the mode of the copy through the model's own ``train``."""
         self.training = mode
         self.model.train(mode)
         return self
@@ -207,11 +214,11 @@ class StageModule(_Part):
 
     @property
     def is_lazy(self) -> bool:
-        """Whether its own tensors are still on meta."""
+        """True while the stage's own tensors are on meta."""
         return any(p.is_meta for p in self.parameters())
 
     def replace(self, name: str, old: Tensor, new: Tensor) -> None:
-        """Put ``new`` in the place of ``old``, a tensor of this stage on meta; in the user's model, too."""
+        """Replace ``old``, a meta tensor of this stage and the model, by ``new``."""
         path, _, key = name.rpartition(".")
         twin = self.model.get_submodule(path)
         users = [module for mine, other in self._twins if other is twin and (module := mine()) is not None]
@@ -229,7 +236,7 @@ class StageModule(_Part):
 
     @property
     def device(self) -> torch.device:
-        """The device of its tensors."""
+        """The device of the stage's tensors."""
         if self._device is None:
             tensors = (*self.parameters(), *self.buffers(), *self.model.buffers())
             self._device = next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
@@ -237,7 +244,10 @@ class StageModule(_Part):
 
     @property
     def draws(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Streams of which it draws in any mode: for what does not depend on the batch, and for what does."""
+        """The random streams that this stage draws from in any mode.
+
+        The first set is for draws that do not depend on the batch, the second for those that do.
+        """
         modes = self.plan.modes.values()
         common, own = (
             frozenset[str]().union(*some) for some in zip(*((m.draws, m.draws_own) for m in modes), strict=True)
@@ -245,7 +255,7 @@ class StageModule(_Part):
         return common, own
 
     def take_changes(self) -> None:
-        """Take over plain attributes and hooks that the user has changed on the model since the last call."""
+        """Copy changed attributes, hooks and ``requires_grad`` from the model."""
         for number, (mine, twin) in enumerate(self._twins):
             module = mine()
             if module is None or module is twin:  # a ScriptModule has no copy
@@ -263,20 +273,20 @@ class StageModule(_Part):
                     self._note_change()
 
     def _note_change(self) -> None:
-        """Note that skipped calls may return other results than in the recorded runs."""
+        """Note that results of skipped calls may differ from the recorded ones."""
         self.is_changed = True
         self.results.clear()
 
     def forward(self, *acts: Tensor, replay: Tape | None = None) -> Any:
-        """Return what goes to the next stage, a tuple of tensors, or the result of the model on the last stage.
+        """Return a tuple of tensors for the next stage, or the model's result.
 
         Args:
-            acts: The inputs of the model on stage 0, [B, ...], and what the stage before returns on others.
+            acts: The inputs of the model on stage 0, [B, ...], and the result of the stage before on others.
             replay: The tape of an earlier forward of the same ``acts``; its calls are made again, with the present
                 weights, and the model's forward does not run.
 
         Raises:
-            ForwardError: If the forward does something that was not recorded, or needs what this stage lacks.
+            ForwardError: If the forward does something that was not recorded, or needs a tensor that this stage lacks.
         """
         mode = self.plan.modes[self.training]
         run = ForwardRun(self, mode)
@@ -312,7 +322,7 @@ class StageModule(_Part):
                 as_tensor(act)
 
     def give_state(self) -> None:
-        """Put extra state, and buffers that a forward has replaced by others, into the user's model, too."""
+        """Put extra state and replaced buffers back into the user's model."""
         kept = {id(part._keeps_extra_of) for part in self.modules() if isinstance(part, _Part)}
         kept |= {id(part) for part in self.modules()}
         extra = {id(module) for module in extra_states(self.model).values()} & kept
@@ -333,7 +343,7 @@ class StageModule(_Part):
 
 
 def extra_states(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that add extra state to the ``state_dict`` of ``model``, by its names there."""
+    """Return the modules with extra state, by their keys in the state dict."""
     return {
         f"{name}.{EXTRA_STATE}".lstrip("."): module
         for name, module in model.named_modules()
@@ -345,7 +355,7 @@ _OWN = {*OF_TORCH, "training", "forward"}
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes of ``module`` that a user may change; of hooks a copy of their dictionary."""
+    """Return the attributes that a user may change, with hook dicts copied."""
     return {
         key: dict(value) if key.endswith("_hooks") and isinstance(value, dict) else value
         for key, value in vars(module).items()
@@ -365,7 +375,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _visible(frame: FramePlan, stage: int) -> Iterator[str]:
-    """Yield the names of the modules whose calls a stage follows."""
+    """Yield the names of the modules with calls that a stage follows."""
     for name, plans in frame.modules.items():
         yield name
         for planned in plans:

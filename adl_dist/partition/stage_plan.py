@@ -1,4 +1,4 @@
-"""Decide which stage makes each recorded call, what crosses each cut, and which tensors a stage holds."""
+"""The plan of stages: their calls, their tensors, and cut crossings."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ VIEWS = {
 
 
 class CutImpossibleError(PartitionError):
-    """The model cannot be cut there.
+    """A cut that the model does not allow.
 
     Attributes:
         stage: the cut is after this stage.
@@ -48,7 +48,7 @@ class CutImpossibleError(PartitionError):
 
 @dataclass(frozen=True)
 class Unit:
-    """A call before which the model may be cut.
+    """A call with a possible cut before it.
 
     Attributes:
         name: of the module, or of the module and the function that it calls; unique.
@@ -70,7 +70,7 @@ def units_of(recording: Recording) -> list[Unit]:
     blocks: dict[Key, str] = {}
     with_units = {_block_of(call).key for call in modes[0].calls.values() if call.is_unit}
     for call in modes[0].calls.values():
-        # A block that is followed, for its effects, and computes nothing is a unit, too: counts are of blocks.
+        # A block that is followed, for its effects, and computes nothing is also a unit: counts are of blocks.
         is_empty = call.is_open and not call.is_block and _block_of(call) is call and call.key not in with_units
         if call.is_unit or (is_empty and call.is_module):
             block = _block_of(call)
@@ -96,7 +96,7 @@ def _unique(call: Call, names: Counter[str]) -> str:
 
 
 class Way(Enum):
-    """How a stage runs a call of a module."""
+    """The way in which stages run a call of a module."""
 
     THROUGH = auto()  # every stage runs its forward and follows the calls inside
     SPLIT = auto()  # so do the stages from the first to the last that have calls inside; others skip it
@@ -105,12 +105,12 @@ class Way(Enum):
 
 @dataclass(eq=False)
 class CallPlan:
-    """How the stages run one recorded call.
+    """The stages' plan for one recorded call.
 
     Attributes:
         first, last: the stages that have calls inside, or make the call.
         stages: of each tensor in its result, the stage that has it first.
-        written: places of arguments that a module writes to.
+        written: places of the arguments that a module writes to.
         follows: whether it is made where the last of its arguments is.
         is_module: whether it is a call of a module.
         is_plain: whether it does nothing but compute its result on one stage.
@@ -141,13 +141,13 @@ class CallPlan:
 
 @dataclass(eq=False)
 class FramePlan:
-    """How the calls in one forward are run: of modules, and of functions, by name and how many there were before."""
+    """Plans of the calls in one forward, by name and number of calls before."""
 
     modules: dict[str, list[CallPlan]] = field(default_factory=dict)
     functions: dict[str, dict[Any, CallPlan]] = field(default_factory=dict)
 
     def callers(self, stages: set[int]) -> Iterator[tuple[str, set[int]]]:
-        """Yield the modules inside, each with those of ``stages`` that run its forward."""
+        """Yield the modules inside, each with the ``stages`` that run its forward."""
         for name, plans in self.modules.items():
             for planned in plans:
                 inside = stages
@@ -160,18 +160,18 @@ class FramePlan:
 
 @dataclass(eq=False)
 class ModePlan:
-    """How the stages run the forward in training, or in evaluation.
+    """The stages' plan for the forward in training, or in evaluation.
 
     Attributes:
         root: the calls of the model's own forward.
         crossing: by edge, the labels of each value that crosses it: that of the call, and of the modules around.
-        sizes: by edge, for each dimension of each input, its size or the (slot, dimension) that has it; None: the
+        sizes: by edge, for each dimension of each input, its size or the (slot, dimension) that has it; None if the
             shapes are sent.
         state: by the name of a tensor that the forward changes with values of the batch, the stage that holds it.
         births: keys of functions that make memory which values of the batch are written to.
-        decides: whether micro-batches may take other paths, so that labels are sent.
+        decides: whether micro-batches may take different paths, so that labels are sent.
         draws, draws_own: see :class:`ModeRecord`.
-        numbers, labels, aliases: for :attr:`decides`: the number of each label, which its aliases have, too.
+        numbers, labels, aliases: for :attr:`decides`, the number of each label, which its aliases share.
         common: labels of the whole-number inputs.
         overwritten: labels of values in memory that is written to.
     """
@@ -194,7 +194,7 @@ class ModePlan:
 
 @dataclass(eq=False)
 class StagePlan:
-    """How K stages run a model.
+    """The plan of a model on K stages.
 
     Attributes:
         modes: by ``training``.
@@ -211,7 +211,9 @@ class StagePlan:
 
 
 def plan_stages(recording: Recording, units: Sequence[Unit], sizes: Sequence[int], names: Iterable[str]) -> StagePlan:
-    """Plan the stages of ``sizes`` units each; ``names`` are those of the entries in the model's ``state_dict``.
+    """Plan the stages of ``sizes`` units each.
+
+    ``names`` are those of the entries in the model's ``state_dict``.
 
     Raises:
         CutImpossibleError: If a value would have to flow to an earlier stage, or two stages would change one tensor.
@@ -244,7 +246,7 @@ def plan_stages(recording: Recording, units: Sequence[Unit], sizes: Sequence[int
 
 
 def _stages_of_units(main: ModeRecord, units: Sequence[Unit], sizes: Sequence[int]) -> dict[Key, int]:
-    """Return the stage of each unit, and of the calls of its block before the first unit of that."""
+    """Return the stage of each unit, and of calls before it in its block."""
     stages = (stage for stage, size in enumerate(sizes) for _ in range(size))
     stage_of = {unit.call.key: stage for unit, stage in zip(units, stages, strict=True)}
     first = {_block_of(unit.call).key: stage_of[unit.call.key] for unit in reversed(units)}
@@ -258,7 +260,7 @@ def _stages_of_units(main: ModeRecord, units: Sequence[Unit], sizes: Sequence[in
 
 
 def _users(planned: Iterable["_Assignment"], state: Mapping[str, int]) -> dict[str, set[int]]:
-    """Return the stages that compute with each tensor of the model; of ``state`` the one that writes to it."""
+    """Return the stages that use each tensor, or write to it (``state``)."""
     users: dict[str, set[int]] = {}
     for assigned in planned:
         for name, stages in assigned.users().items():
@@ -277,7 +279,7 @@ def _holders_of_others(
     everywhere: set[int],
     names: Iterable[str],
 ) -> dict[str, set[int]]:
-    """Return the stages that hold what no call computes with: counters, extra state, and tensors without a user."""
+    """Return the stages that hold counters, extra state and unused tensors."""
     callers = {"": everywhere}  # of each module, the stages that run its forward
     for mode in modes:
         for name, stages in mode.root.callers(everywhere):
@@ -295,7 +297,7 @@ def _holders_of_others(
 
 
 class _Assignment:
-    """The stage of each call and value of one mode."""
+    """The stages of the calls and values of one mode."""
 
     def __init__(
         self,
@@ -306,7 +308,10 @@ class _Assignment:
         recording: Recording,
         state: dict[str, int],
     ) -> None:
-        """Assign the calls of ``mode``; ``state`` is where tensors of the model are written to, and is updated."""
+        """Assign the calls of ``mode`` to stages.
+
+        ``state`` has the stage that writes to each tensor of the model; it is updated.
+        """
         self.mode, self.num_stages, self.recording = mode, num_stages, recording
         self._assigned, self._homes, self.state = stage_of, homes, state
         self._assign()
@@ -374,7 +379,7 @@ class _Assignment:
             used_by[memory] = max(stage, used_by.get(memory, EVERYWHERE))
 
     def _write(self, call: Call, memory: int, stage: int) -> None:
-        """Note that the values in ``memory`` are those of ``stage`` from now on."""
+        """Note that the values in ``memory`` belong to ``stage`` from now on."""
         for label, of in self.mode.memory.items():
             before = self.labels.get(label)
             if of != memory or before is None or label in call.makes or before == stage:
@@ -394,7 +399,10 @@ class _Assignment:
             self.state[name] = stage
 
     def _repeat_views(self) -> set[Key]:
-        """Have later stages make views again, where these are as large as what they are views of, or as many."""
+        """Return the views that later stages repeat, so that less is sent.
+
+        These are several views that are together as large as their source, or views of a source that crosses anyway.
+        """
         repeated: set[Key] = set()
         written = {memory for call in self.mode.calls.values() for memory in call.writes}
         views: dict[Label, list[Call]] = {}
@@ -417,7 +425,7 @@ class _Assignment:
         return repeated
 
     def _is_followed_later(self, call: Call) -> bool:
-        """Return whether stages after that of ``call`` follow the forward that makes it."""
+        """Return whether later stages follow the forward that makes ``call``."""
         around = call.parent
         if around is None:
             return True
@@ -436,7 +444,7 @@ class _Assignment:
         return found
 
     def plan(self) -> ModePlan:
-        """Return how the stages run this mode."""
+        """Return the plan of this mode."""
         aliases = self._aliases()
         written = {memory for call in self.mode.calls.values() for memory in call.writes}
         crossing, sizes = [], []

@@ -1,4 +1,4 @@
-"""The calls of one stage in one forward, to be made again without the user's Python: for recomputation."""
+"""The calls of one forward on one stage, repeated without user code."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,14 +12,17 @@ from adl_dist.partition.containers import map_leaves, map_tensors, tensors_in
 
 
 class _Number(int):
-    """In the place of a tensor: that which the call, or the input, of this number has made."""
+    """The number of an input or a result, in the place of its tensor."""
 
 
 class Tape:
-    """What a stage has computed. It holds no tensor but parameters and those that do not depend on the batch."""
+    """The calls of one stage in one forward.
+
+    The only tensors it holds are parameters and those that do not depend on the batch.
+    """
 
     def __init__(self, acts: Tensors) -> None:
-        """Begin with ``acts``, what the stage gets."""
+        """Start a tape for the incoming activations ``acts``."""
         self._numbers: dict[int, _Number] = {}
         self._alive: list[Tensor] = []  # so that no other tensor gets the id of one
         self._steps: list[tuple[Callable[..., Any], Any, Any, list[_Number], Any, bool]] = []
@@ -34,20 +37,23 @@ class Tape:
         return self._numbers[id(tensor)]
 
     def knows(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` is computed by the calls so far."""
+        """Return whether ``tensor`` is an input, buffer or result on the tape."""
         return id(tensor) in self._numbers
 
     def same(self, tensor: Tensor, other: Tensor) -> None:
-        """Note that ``tensor`` is ``other`` under another object."""
+        """Note that ``tensor`` is the same as the object ``other``."""
         self._numbers[id(tensor)] = self._number(other)
         self._alive.append(tensor)
 
     def buffer(self, tensor: Tensor, kept: Tensor | str) -> None:
-        """Note a buffer that forwards change: ``kept`` is a copy, or its name in the stage, which keeps it."""
+        """Note a changing buffer; ``kept`` is a copy, or its name in the stage."""
         self._buffers[self._number(tensor)] = kept
 
     def note(self, function: Callable[..., Any], args: Any, kwargs: Any, out: Any, *, draws: Any = None) -> None:
-        """Note one call, with its arguments and result; ``draws``: what the random streams are then, if it draws."""
+        """Note one call with its arguments and result.
+
+        If the call draws, ``draws`` is True for the stage's own streams, or the state of the common ones.
+        """
         args, kwargs = self._numbered((args, kwargs))
         numbers = [self._number(t) for t in tensors_in(out)]
         self._steps.append((function, args, kwargs, numbers, draws, torch.is_grad_enabled()))
@@ -56,12 +62,12 @@ class Tape:
         return map_tensors(lambda t: self._numbers.get(id(t), t), value)
 
     def end(self, result: Any) -> None:
-        """Note what the stage returns, and let go of all tensors."""
+        """Note the stage's result and release all tensors."""
         self._result = self._numbered(result)
         self._numbers, self._alive = {}, []
 
     def play(self, acts: Tensors, stream: Callable[[Any], Any], buffer: Callable[[str], Tensor]) -> Any:
-        """Make the calls again and return the result.
+        """Repeat the calls and return the result.
 
         Args:
             acts: Those of the forward.

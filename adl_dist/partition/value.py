@@ -1,8 +1,8 @@
-"""Tensors that a stage follows through a forward: values of the batch, present or absent, and foreign parameters.
+"""Tensors followed through a forward: values and foreign parameters.
 
-A value is *absent* on the stages that do not have its elements: it is on meta, with shape and dtype. Each value has a
-label, the same on all stages: the call that made it, and its place in the result. Calls are counted by the module whose
-forward makes them, so that labels follow from the path that a forward takes, whatever it is.
+A value depends on the batch. It is *absent* on the stages that do not have its elements: it is on meta, with shape and
+dtype. Each value has a label, the same on all stages: the call that made it, and its place in the result. Calls are
+counted by the module whose forward makes them, so that labels follow from the path that a forward takes.
 """
 
 from typing import Any
@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 Label = tuple[str, str, Any, int]  # path of the calling forward, name, how many calls before, place in the result
 native = torch._C.DisableTorchFunctionSubclass
-EVERYWHERE = -1  # in the place of a stage: each computes it
+EVERYWHERE = -1  # in the place of a stage: every stage computes it
 
 
 class Mark:
-    """What is known of a value: its label, the stage that has it first, and whether this stage lacks it.
+    """The label of a value, the first stage that has it, and its absence.
 
     Attributes:
         label: None if it does not depend on the batch, but on parameters or inputs that this stage lacks.
-        data: what this stage has made of an absent value by writing to it.
-        cache: the results from which it comes, where it is used in each micro-batch again.
+        data: the tensor that this stage has made from an absent value by writing to it.
+        cache: the results from which it comes, if it is used again in each micro-batch.
     """
 
     __slots__ = ("absent", "cache", "data", "label", "stage")
@@ -33,13 +33,13 @@ class Mark:
 
 
 class Watch:
-    """Who follows the forward that runs in this thread: a recorder, or one stage; None if nothing does."""
+    """The recorder or stage that follows the running forward, if any."""
 
     active: Any = None
 
 
 class Value(Tensor):
-    """A value of the batch, while a forward is followed."""
+    """A value of the batch in a followed forward."""
 
     mark: Mark
 
@@ -60,7 +60,7 @@ class ForeignParameter(nn.Parameter):
 
 
 class _Applied:
-    """The call of a torch.autograd.Function, which runs as a whole: its backward belongs to it."""
+    """A torch.autograd.Function call, kept whole because of its backward."""
 
     def __init__(self, function: Any) -> None:
         self._function, self.__name__ = function, f"{function.__name__}.apply"
@@ -95,32 +95,32 @@ torch.autograd.Function.apply = classmethod(_follow_apply)
 
 
 def turn_into(tensor: Any, kind: type) -> None:
-    """Change the class of a tensor; the object stays the same."""
+    """Change the class of a tensor in place."""
     tensor.__class__ = kind
 
 
 def as_value(tensor: Tensor, mark: Mark) -> Tensor:
-    """Turn ``tensor`` into a value; the object stays the same."""
+    """Turn ``tensor`` into a value in place, and return it."""
     vars(tensor)["mark"] = mark
     turn_into(tensor, Value)
     return tensor
 
 
 def as_tensor(tensor: Tensor) -> Tensor:
-    """Turn a value back into a plain tensor; the object stays the same."""
+    """Turn a value back into a plain tensor in place, and return it."""
     if type(tensor) is Value:
         turn_into(tensor, Tensor)
     return tensor
 
 
 def absent_tensor(shape: Any, stride: Any, dtype: torch.dtype, *, requires_grad: bool) -> Tensor:
-    """Return a tensor without elements."""
+    """Return a tensor on meta, without elements."""
     made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     return made.requires_grad_() if requires_grad else made
 
 
 def foreign_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    """Return what stands for ``parameter`` on the stages that do not compute with it."""
+    """Return the meta stand-in of ``parameter`` for other stages."""
     made = nn.Parameter(
         torch.empty_like(parameter, device="meta", requires_grad=False), requires_grad=parameter.requires_grad
     )

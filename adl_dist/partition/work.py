@@ -1,4 +1,4 @@
-"""Count the floating-point operations, and the bytes read and written, of torch's operators."""
+"""A counter of FLOPs and of bytes read and written by torch's operators."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ FLOPS_PER_BYTE = 8.0  # in the time that a device takes for one byte; it has mor
 
 
 class Work(TorchDispatchMode):
-    """Counts what runs inside.
+    """A mode that counts the work of the operators inside.
 
     Attributes:
         flops: by the table of torch's FlopCounterMode.
-        nbytes: of arguments and results, but those of views.
+        nbytes: of arguments and results, except those of views.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Work(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return whether torch is to import its compiler to skip this mode: it takes a second and 100 MB."""
+        """Return False, to save a second and 100 MB for torch's compiler."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
