@@ -57,7 +57,7 @@ class SaveError(AdlError, RuntimeError):
 
 
 class TakenOverError(AdlError, RuntimeError):
-    """The loss of the run folder to another process, after a late answer."""
+    """The takeover of the run folder by another process, after a silence."""
 
     exit_code = 1
 

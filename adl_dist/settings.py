@@ -139,7 +139,7 @@ def renamed(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_old_name(key: str, value: Any, *, stacklevel: int) -> Any:
-    """Return the present value for an old ``key`` in Python, with a warning."""
+    """Convert a value under an old ``key`` to a present one, with a warning."""
     old, new = (each.rpartition(".")[2] for each in (key, RENAMED[key][0]))
     warnings.warn(f"{old} is called {new} since 0.4.0", DeprecationWarning, stacklevel=stacklevel + 1)
     return _present(key, value)

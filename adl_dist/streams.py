@@ -68,7 +68,7 @@ class Streams:
         return Streams(self._device).difference(self)
 
     def restore(self) -> None:
-        """Put all of them back."""
+        """Restore the states of all streams."""
         torch.set_rng_state(self._torchs)
         random.setstate(self._pythons)
         np.random.set_state(self._numpys)

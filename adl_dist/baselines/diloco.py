@@ -22,7 +22,7 @@ class OuterStep:
     def __init__(
         self, model: nn.Module, *, inner_updates: int, lr: float = OUTER_LR, momentum: float = OUTER_MOMENTUM
     ) -> None:
-        """Take ``model`` as it begins; ``inner_updates`` is H."""
+        """Begin with ``model``, and take an outer step every ``inner_updates``."""
         self.num_updates = 0  # inner ones so far
         self.last = 0  # the inner updates that the common weights know of
         self._inner_updates = inner_updates

@@ -43,7 +43,7 @@ class Job:
         self._timeouts, self._run_dir, self.requests = timeouts, run_dir, endpoint.requests
 
     def ask(self, what: RequestKind, why: str) -> bool:
-        """Put a request to the job; return whether all processes are alive.
+        """Send a request to the job; return whether all processes are alive.
 
         A process that times out counts as alive, since it may be busy. Rank 0 checks all ranks; the others can only
         check rank 0, because they have no connection to each other.

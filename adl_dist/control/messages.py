@@ -148,7 +148,7 @@ class Reporter(Protocol):
     """The receiver of a worker's reports during a command."""
 
     def record(self, record: Record) -> None:
-        """Take one record."""
+        """Receive one record."""
 
     def part(self, part: PartReport) -> None:
-        """Take the report on a part of a save, in any thread; never raise."""
+        """Receive the report on a part of a save, in any thread; never raise."""

@@ -32,7 +32,7 @@ class SignalEscalation:
         self._first: tuple[int, float] | None = None
 
     def ends_with(self, number: int) -> bool:
-        """Take a signal; return whether it is one too many."""
+        """Record a signal, and return whether it ends the process."""
         now = time.monotonic()
         if number == signal.SIGUSR1:
             return False

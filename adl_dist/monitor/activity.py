@@ -124,7 +124,7 @@ class ActivityLog:
     """
 
     def __init__(self, num_stages: int, *, device: torch.device = CPU, runs_ahead: bool = False) -> None:
-        """Begin a record; ``runs_ahead``: see :class:`ProcessStatus`."""
+        """Begin a record, with ``runs_ahead`` as in :class:`ProcessStatus`."""
         self.num_stages, self.device, self.runs_ahead = num_stages, device, runs_ahead
         self.phase = (STARTING, time.perf_counter())  # the command carried out, or one of the above; since when
         self.doing: tuple[int, Action, float] | None = None  # the action under way, its stage, when it began

@@ -68,7 +68,7 @@ class Callback:
 
 
 class EarlyStopping(Callback):
-    """The end of a run after ``patience`` evaluations without improvement."""
+    """A callback that ends a run when a metric stops improving."""
 
     def __init__(
         self,

@@ -59,7 +59,7 @@ class TensorBoard:
         self._board: SummaryWriter = SummaryWriter(str(folder / "tensorboard"), purge_step=from_update)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Add one value."""
+        """Write one value to TensorBoard."""
         self._board.add_scalar(tag_of(record), record["value"], record["update"])
 
     def flush(self) -> None:
@@ -201,7 +201,7 @@ class Loggers:
             self._running.append((name, made))
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Give a record to all."""
+        """Pass a record to all loggers."""
         self._each(lambda one: one.write(record))
 
     def flush(self) -> None:
@@ -209,7 +209,7 @@ class Loggers:
         self._each(lambda one: one.flush())
 
     def close(self) -> None:
-        """Close all."""
+        """Close all loggers."""
         self._each(lambda one: one.close())
         self._running.clear()
 

@@ -59,7 +59,7 @@ class Totals:
     """
 
     def __init__(self, unit: str = "images", flops: float | None = None) -> None:
-        """Begin; ``flops`` of a sample are a share of all devices' peak rate."""
+        """Prepare the totals; ``flops`` are a sample's share of the peak rate."""
         self.unit, self._flops = unit, flops
         self._tokens = [0.0]  # of each segment that has begun
         self.trained: list[tuple[int, float, list[TrainResult]]] = []

@@ -64,7 +64,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place_of_weights(self) -> Iterator[None]:
-        """Put the averages into the parameters inside, where nothing is in flight.
+        """Put the averages into the parameters in the block, with none in flight.
 
         Before the first update the parameters keep their weights.
         """

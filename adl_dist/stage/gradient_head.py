@@ -48,7 +48,7 @@ class GradientHead:
     def __init__(
         self, network: nn.Module, stage: int, spec: TrainSpec, device: torch.device, faults: NonFiniteCheck
     ) -> None:
-        """Take over ``network``, which is on ``device``.
+        """Build a head from ``network``, which is on ``device``.
 
         ``faults`` are those of its stage.
 
@@ -75,7 +75,7 @@ class GradientHead:
         yield from ((f"{self.prefix}{name}", parameter) for name, parameter in named)
 
     def begin(self, epoch: int) -> None:
-        """Get ready for a segment of ``epoch``."""
+        """Begin a segment of ``epoch``."""
         self._epoch = epoch
         self._awaited.clear()
         self.predictions = []

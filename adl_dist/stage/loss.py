@@ -213,7 +213,7 @@ class SumCountLoss(nn.Module):
     """
 
     def __init__(self, loss_fn: LossFn, target: Batch, count: float) -> None:
-        """Take ``loss_fn``, which has returned ``count`` for ``target`` [B, ...].
+        """Wrap ``loss_fn``, which has returned ``count`` for ``target`` [B, ...].
 
         Raises:
             ConfigError: If it has no ``num_terms``, and none of COUNTS is its count.
@@ -262,7 +262,7 @@ class StageLoss:
     def __init__(
         self, spec: TrainSpec, structure: Structure | None, head: nn.Module | None, device: torch.device
     ) -> None:
-        """Take the settings.
+        """Prepare the loss of one stage.
 
         Args:
             spec: how the model is trained.

@@ -102,7 +102,7 @@ class NonFiniteCheck:
 
 @contextmanager
 def keep_buffers_finite(module: nn.Module) -> Iterator[None]:
-    """Put buffers back if a forward inside makes an element non-finite.
+    """Restore buffers if a forward in the block makes one non-finite.
 
     One input that is not finite would leave BatchNorm's running statistics so for good. Elements that have been
     non-finite before, like those of a mask of -inf, may stay so. Nothing waits for a GPU.

@@ -385,7 +385,7 @@ class Stage:
         return leaving
 
     def backward_input(self, micro_batch: int, grads: Tensors, *, completes: bool) -> Tensors:
-        """Do the first part of a backward; see :meth:`backward`.
+        """Run the first part of a backward, see :meth:`backward`.
 
         Most gradients of weights are left for later.
 
@@ -407,7 +407,7 @@ class Stage:
         return leaving
 
     def backward_weight(self, micro_batch: int, *, completes: bool) -> None:
-        """Do the second part of a backward, unless it is done already.
+        """Run the second part of a backward, unless it has run already.
 
         If it ``completes`` a group, see :meth:`finish_group`.
         """
@@ -512,7 +512,7 @@ class Stage:
             self._part.seeds = self._random.seeds_of(micro_batch)
 
     def _weights_of(self, version: int, *, forward: bool = False) -> AbstractContextManager[None]:
-        """Put ``version`` of the weights into the module inside, if it is kept."""
+        """Put weight ``version`` into the module in the block, if it is kept."""
         policy = self._policy
         if policy is None or (version == self.version and not policy.forwards_ahead):
             return NEWEST

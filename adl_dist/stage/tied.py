@@ -41,7 +41,7 @@ class TiedWeights:
     def __init__(
         self, tie: Tie, parameters: Mapping[str, nn.Parameter], stage: int, spec: TrainSpec, faults: NonFiniteCheck
     ) -> None:
-        """Take ``parameters`` by their first names in the uncut model.
+        """Register ``parameters`` by their first names in the uncut model.
 
         Raises:
             ConfigError: If the optimizer cannot train them.
@@ -132,7 +132,7 @@ class TiedWeights:
         return tuple([grad.unsqueeze(0) for grad in self._sums[-1]])
 
     def take(self, total: Tensors) -> None:
-        """Take the sum that the first stage has made."""
+        """Store the sum from the first stage."""
         self._sums.append([grad.squeeze(0) for grad in total])
 
     def update(self, in_place: AbstractContextManager[None]) -> None:

@@ -34,7 +34,7 @@ def swap(parameters: Iterable[Tensor], others: Iterable[Tensor]) -> None:
 
 @contextmanager
 def swapped(parameters: Sequence[Tensor], others: Sequence[Tensor]) -> Iterator[None]:
-    """Put the weights and gradients of ``others`` into ``parameters`` inside."""
+    """Swap ``parameters`` for ``others``, with gradients, in the block."""
     swap(parameters, others)
     try:
         yield
@@ -43,7 +43,7 @@ def swapped(parameters: Sequence[Tensor], others: Sequence[Tensor]) -> Iterator[
 
 
 def start_version(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Put copies into ``parameters``; return the older version.
+    """Put copies into ``parameters``, and return the older version.
 
     Graphs built before refer to the older version, and their backward adds gradients to it. Its gradients so far have
     moved to ``parameters``; hooks are called for both, and removed from both. To undo it: :func:`swap` the two.
@@ -67,7 +67,7 @@ class Exchange:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], modules: Iterable[nn.Module]) -> None:
-        """Take ``parameters`` of the ``modules``."""
+        """Find the TorchScript modules with these ``parameters``."""
         self.parameters = parameters
         by_id = {id(p): p for p in parameters}
         self._scripted = [  # (module, name in it, parameter)
@@ -96,7 +96,7 @@ class Exchange:
 
     @contextmanager
     def swapped(self, others: Sequence[Tensor]) -> Iterator[None]:
-        """Put the weights and gradients of ``others`` into the parameters inside."""
+        """Swap the parameters for ``others``, with gradients, in the block."""
         self.swap(others)
         try:
             yield

@@ -41,11 +41,11 @@ class _Policy:
         """Drop older versions, once no micro-batch is in flight."""
 
     def weights_of(self, version: int) -> AbstractContextManager[None]:
-        """Put ``version`` into the module inside, if an older copy is kept."""
+        """Put ``version`` into the module in the block, if an older copy is kept."""
         return NEWEST
 
     def forward_weights(self, version: int) -> AbstractContextManager[None]:
-        """Put the weights of a forward in ``version`` into the module inside."""
+        """Put a forward's weights in ``version`` into the module in the block."""
         return self.weights_of(version)
 
     def in_place(self) -> AbstractContextManager[None]:
@@ -178,7 +178,7 @@ class Stash(_Policy):
         self._older = {version: kept for version, kept in self._older.items() if version in keep}
 
     def weights_of(self, version: int) -> AbstractContextManager[None]:
-        """Put ``version`` into the module inside; gradients go there."""
+        """Put ``version`` into the module in the block, with its gradients."""
         older = self._older.get(version)
         return NEWEST if older is None else self._exchange.swapped(older)
 
@@ -211,7 +211,7 @@ class StashAhead(Stash):
         self._mitigation: Mitigation = mitigation
 
     def forward_weights(self, version: int) -> AbstractContextManager[None]:
-        """Put the weights ahead of ``version`` into the module inside."""
+        """Put the weights ahead of ``version`` into the module in the block."""
         if version not in self._older:
             ahead = self._mitigation.forward_weights(self._exchange.parameters, version)
             self._older[version] = self._exchange.versions_of(ahead)

@@ -44,7 +44,7 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class Startup:
-    """The means by which the ranks of one call of the trainer settle it.
+    """The means of agreement between the ranks at the start of a run.
 
     Attributes:
         world: this process among the others.
@@ -328,7 +328,7 @@ def build_stage_head(k: int, spec: TrainSpec, result: TrialResult, device: torch
 def schedule_learning_rates(
     stages: Mapping[int, Stage], spec: TrainSpec, startup: Startup
 ) -> tuple[list[dict[str, Any]], dict[int, set[str]]]:
-    """Give each optimizer the schedule of ``spec``, if it has one.
+    """Build the learning rate schedule of each optimizer, if ``spec`` has one.
 
     Returns:
         The settings in optimizer and schedule of each stage, and by stage the keys of groups that the schedule sets.

@@ -85,7 +85,7 @@ def _twin(parameter: nn.Parameter, name: str) -> nn.Parameter:
 
 
 def untied(model: nn.Module) -> dict[str, str]:
-    """Give each name of a parameter of ``model`` one of its own, in place.
+    """Untie the parameters of ``model`` in place.
 
     Returns:
         the names that shared one, each with the name that has kept it.

@@ -51,7 +51,7 @@ class Question:
 
     @property
     def sizes(self) -> dict[int, int]:
-        """The micro-batch size for each predicted M, or a ConfigError."""
+        """The micro-batch size for each predicted M, checked against the batch."""
         steps = {method.micro_batches_per_update for method in (*self.methods, self.chosen)}
         return {M: micro_batch_size_of(self.config.train.batch_size, M) for M in sorted(steps)}
 

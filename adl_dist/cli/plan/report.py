@@ -30,7 +30,7 @@ def report(
     with_units: bool,
     blocks: Sequence[str],
 ) -> list[str]:
-    """Return the lines about measurement, predictions and idle devices.
+    """Return the lines about measurement, predictions and the alternative.
 
     ``blocks``: the name of the block of each unit.
     """

@@ -154,7 +154,7 @@ def _measured_spans(timeline: Timeline) -> list[Span]:
 
 
 def scheduled(pipeline: Pipeline, timeline: Timeline | None) -> Figure:
-    """Draw the schedule of the same updates with the timeline's times.
+    """Draw the schedule of the timeline's updates with its measured times.
 
     Messages take no time. Without a steady part it is drawn from an empty pipeline on; without a timeline in ticks.
 

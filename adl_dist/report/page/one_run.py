@@ -355,7 +355,7 @@ def _units(run: Recorded, stage: int) -> str:
 
 
 def _modules(tensors: Sequence[str]) -> str:
-    """Return the modules of ``tensors``, in numbered lists or outermost."""
+    """Return the modules of ``tensors``: of a list each, otherwise outermost."""
     names = dict[str, None]()
     for tensor in tensors:
         parts = tensor.split(".")[:-1] or [tensor]
