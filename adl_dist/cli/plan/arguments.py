@@ -161,7 +161,7 @@ def _check(flags: argparse.Namespace) -> None:
 
 
 def described(links: str | None) -> Links | None:
-    """Return the configured links, or None if a run must measure them."""
+    """Return the configured links, or None if they are absent or ``auto``."""
     return None if links is None or links == "auto" else parse_links(links, LINKS)
 
 
