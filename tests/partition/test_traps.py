@@ -670,8 +670,8 @@ class BufferOfTwoStages(ThreeLayers):
         h = self.a(x)
         if self.calls % 3:
             h = self.b(h)
-        h = h * self.mean.sigmoid()
-        self.mean = 0.9 * self.mean + 0.1 * h.detach().flatten(0, -2).mean(0)
+        h = h * self.mean
+        self.mean = h.detach().mean((0, 1))
         return self.c(h)
 
 
