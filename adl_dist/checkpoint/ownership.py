@@ -13,6 +13,7 @@ import os
 import socket
 import threading
 import time
+import uuid
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -64,12 +65,12 @@ class Ownership:
 
     def take(self) -> bool:
         """Take the folder and return True, or False if another process holds it."""
-        dead = self._files()
+        dead = {file: _text_of(file) for file in self._files()}
         if any(self._is_alive(file) for file in dead):
             return False
         number = 1 + max((int(file.name.removeprefix(PREFIX)) for file in dead), default=0)
         mine = self._folder / f"{PREFIX}{number:08d}"
-        self._me["since"] = time.strftime("%Y-%m-%d %H:%M:%S")
+        self._me |= {"since": time.strftime("%Y-%m-%d %H:%M:%S"), "id": uuid.uuid4().hex}
         try:
             storage_of(mine).create(mine, [self._text(0)])
         except FileExistsError:
@@ -78,8 +79,9 @@ class Ownership:
             with contextlib.suppress(OSError):
                 storage_of(mine).delete(mine)
             raise
-        if {*self._files()} - {*dead, mine}:  # another process found the folder empty meanwhile
-            storage_of(mine).delete(mine)
+        others = {file: _text_of(file) for file in self._files() if file != mine}
+        if any(text is not None and dead.get(file) != text for file, text in others.items()):
+            storage_of(mine).delete(mine)  # another process found the folder free meanwhile; numbers may come again
             return False
         for file in dead:
             storage_of(file).delete(file)
@@ -168,7 +170,9 @@ class Ownership:
         for file in files:
             if file != mine and (file.name > mine.name or mine not in files):
                 with contextlib.suppress(FileNotFoundError):
-                    if text := read(file):
+                    if read(file):
+                        time.sleep(0.5)  # a process that has found the folder owned deletes its file again
+                        text = read(file)
                         self.lost = self._taken_by(_owner_in(text))
                         return
         if mine not in files:
@@ -181,6 +185,12 @@ class Ownership:
             f"did not answer for {LEASE_SECONDS:g} s; stop that one and give the command again to continue from the "
             "newest checkpoint, or choose another run_dir"
         )
+
+
+def _text_of(file: PurePath) -> bytes | None:
+    with contextlib.suppress(FileNotFoundError):
+        return read(file)
+    return None
 
 
 def _owner_in(text: bytes) -> dict[str, Any]:
