@@ -91,7 +91,7 @@ class Saver:
     Attributes:
         failure: why the last save failed; None: it did not fail.
         lost: why the run is over: a process has died without having written its part, or another process has taken
-            the run folder over; None: it is not.
+            the run folder over; None if it has not.
     """
 
     def __init__(

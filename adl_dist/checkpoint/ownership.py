@@ -34,7 +34,7 @@ class Ownership:
     """The right to write into ``folder``, which may be taken once it is free.
 
     Attributes:
-        lost: that another process has taken over, because this one did not beat in time; None: it has not.
+        lost: that another process has taken over, because this one did not beat in time; None if none has.
     """
 
     def __init__(self, folder: PurePath, launch: str | None = None) -> None:
@@ -61,12 +61,12 @@ class Ownership:
             by_own_launch: whether a process of this launch counts, which may be the attempt before a restart.
             waits: whether to wait for a sign of life of an owner elsewhere; if not, it does not count.
         """
-        return any(self._is_alive(file, by_own_launch, waits) for file in self._files())
+        return any(self._is_alive(file, _text_of(file), by_own_launch, waits) for file in self._files())
 
     def take(self) -> bool:
         """Take the folder and return True, or False if another process holds it."""
         dead = {file: _text_of(file) for file in self._files()}
-        if any(self._is_alive(file) for file in dead):
+        if any(self._is_alive(file, text) for file, text in dead.items()):
             return False
         number = 1 + max((int(file.name.removeprefix(PREFIX)) for file in dead), default=0)
         mine = self._folder / f"{PREFIX}{number:08d}"
@@ -118,10 +118,8 @@ class Ownership:
         names = storage_of(self._folder).names(self._folder)
         return [self._folder / name for name in names if name.startswith(PREFIX) and name[len(PREFIX) :].isdigit()]
 
-    def _is_alive(self, file: PurePath, by_own_launch: bool = True, waits: bool = True) -> bool:
-        try:
-            text = read(file)
-        except FileNotFoundError:  # released
+    def _is_alive(self, file: PurePath, text: bytes | None, by_own_launch: bool = True, waits: bool = True) -> bool:
+        if text is None:  # released
             return False
         owner, me = _owner_in(text), self._me
         if not by_own_launch and me["launch"] is not None and owner.get("launch") == me["launch"]:
