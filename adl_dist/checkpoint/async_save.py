@@ -89,7 +89,7 @@ class Saver:
     """The saves of rank 0: at most one under way, and the result of the last.
 
     Attributes:
-        failure: why the last save failed; None: it did not fail.
+        failure: why the last save failed, or None.
         lost: why the run is over: a process has died without having written its part, or another process has taken
             the run folder over; None if it has not.
     """
