@@ -21,7 +21,6 @@ from adl_dist.distributed.network import check_named_interfaces
 from adl_dist.distributed.world import launched_rank, launched_world_size
 from adl_dist.errors import DivergedError, Exit
 from adl_dist.launch.local import launch_local
-from adl_dist.partition.imbalance import is_uneven
 from adl_dist.report import final_table, say, tell
 from adl_dist.report.page import REPORT
 from adl_dist.training.trainer import Trainer
@@ -138,10 +137,6 @@ def _ending(summary: Mapping[str, Any], config: RunConfig) -> str:
         lines += ["", f"ended by {summary['ended_by']}"]
     if "stopped" in summary:
         return lines[0]
-    loads = [stage["busy_share"] for stage in summary["stages"]]
-    if len(loads) > 1 and is_uneven(loads) and config.partition.balance != "auto":
-        busy = "stages were busy " + ", ".join(f"{load:.0%}" for load in loads) + " of the time"
-        lines += ["", f"note: {busy}: the cut is uneven; partition.balance=auto measures it, and cuts where it is best"]
     lines += ["", f"run folder       {run_dir}"]
     if config.runtime.report:
         lines.append(f"report           {run_dir}/{REPORT}")

@@ -29,7 +29,8 @@ from adl_dist.schedule.timing import time_per_update
 # Of the convergence factor: RN-56 at K = 16 trained with M = 4 (factor 4) and diverged with M = 3 (9.2), Table 2a.
 MOST_FACTOR = 4.0
 MOST_OF_LINKS = 0.1  # share of the time that may go to links before they are called slow
-AS_GOOD = 0.03  # a lead in speed that does not outweigh staleness
+AS_GOOD = 0.03  # a difference in speed that does not count
+WORTH_IT = 0.1  # a lead in speed that outweighs staleness, or a pipeline in place of DDP
 SLOWER_LINKS = (2, 4, 8)  # factors by which links are slowed to find further cuts
 
 
@@ -39,7 +40,7 @@ class Prediction:
 
     pipeline: Pipeline
     balance: Balance
-    images_per_second: float  # in steady state
+    images_per_second: float  # or other samples; in steady state
     seconds_per_update: float  # likewise
     speed_up: float  # over backpropagation of the same micro-batches on one device
     bubble: float  # share of the time in which a stage waits, averaged over stages
@@ -311,26 +312,27 @@ def alternative(
 
 
 def best_of(predictions: Sequence[Prediction]) -> Prediction:
-    """Return the fastest prediction; of nearly equal ones the least stale."""
-    fastest = max(predictions, key=lambda p: p.images_per_second)
-    near = [p for p in predictions if p.images_per_second >= (1 - AS_GOOD) * fastest.images_per_second]
+    """Return the fastest prediction, unless a less stale one is nearly as fast."""
+    fastest = max(p.images_per_second for p in predictions)
+    least_stale = min(p.convergence_factor for p in predictions if p.images_per_second >= (1 - WORTH_IT) * fastest)
+    fresh = [p for p in predictions if p.convergence_factor <= least_stale]
+    fastest = max(p.images_per_second for p in fresh)
+    near = [p for p in fresh if p.images_per_second >= (1 - AS_GOOD) * fastest]
+    return min(near, key=lambda p: (p.pipeline.num_stages, p.pipeline.method.split_backward, -p.images_per_second))
 
-    def order(p: Prediction) -> tuple[float, ...]:
-        return p.convergence_factor, p.pipeline.num_stages, p.pipeline.method.split_backward, -p.images_per_second
 
-    return min(near, key=order)
-
-
-def advise(predictions: Sequence[Prediction], other: Alternative) -> tuple[Prediction | None, str]:
+def advise(
+    predictions: Sequence[Prediction], other: Alternative, *, unit: str = "samples"
+) -> tuple[Prediction | None, str]:
     """Choose the fastest run that is not too stale, or no pipeline.
 
-    All ``predictions`` fit into memory. Of nearly equal ones, the least stale is chosen.
+    All ``predictions`` fit into memory. Of nearly equal ones, the least stale is chosen. Speeds are in ``unit``/s.
 
     Returns:
         The prediction to follow, or None for no pipeline, and the reason in a sentence or two.
     """
     n = other.num_devices
-    usable = [p for p in predictions if p.pipeline.num_processes <= n and p.convergence_factor <= MOST_FACTOR]
+    usable = [p for p in predictions if p.convergence_factor <= MOST_FACTOR]
     alone = "one device" if other.single >= other.ddp else "DDP"
     if n == 1 or not usable:
         reasons = {
@@ -344,15 +346,15 @@ def advise(predictions: Sequence[Prediction], other: Alternative) -> tuple[Predi
         return None, reasons[n == 1, other.fits]
     choice = best_of(usable)
     pipeline, speed = choice.pipeline, choice.images_per_second
-    if other.fits and other.best >= (1 - AS_GOOD) * speed:
+    if other.fits and (1 + WORTH_IT) * other.best >= speed:
         rival = f"{pipeline.method.name} with K = {pipeline.num_stages} makes {speed:,.0f}"
         if other.single >= other.ddp:
             slow_links = "the links are too slow" if choice.link_share > MOST_OF_LINKS else None
             why = choice.uneven or slow_links or "a pipeline gains less here than it costs"
-            single = f"use one device: it makes {other.single:,.0f} images/s"
+            single = f"use one device: it makes {other.single:,.0f} {unit}/s"
             return None, f"{single}, {rival}, and DDP {other.ddp:,.0f}: {why}"
         fresh = f"{rival}, and gradients that are not stale"
-        return None, f"use DDP: {n} replicas make {other.ddp:,.0f} images/s, {fresh}"
+        return None, f"use DDP: {n} replicas make {other.ddp:,.0f} {unit}/s, {fresh}"
     faster = f"{speed / other.best:.2f} times as fast as {alone} would be"
     why = faster if other.fits else "the model does not fit on one device"
     stale = f"gradients of stage 0 are {choice.staleness_mean[0]:.3g} updates old on average"

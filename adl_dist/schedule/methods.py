@@ -178,9 +178,8 @@ class Method:
         if self.lr_clock == "global" or self.lr_factors is not None:
             name = "lr_factors" if self.lr_factors is not None else "lr_clock"
             return f"method.{name} gives each stage learning rates of its own"
-        places = {"forward_weights", "gradient"}
-        if rows := [row for row in self.mitigation or () if not places.isdisjoint(MITIGATIONS[row].hooks)]:
-            return f"method.mitigation={rows[0]} follows each stage's own gradients"
+        if rows := [row for row in self.mitigation or () if "gradient" in MITIGATIONS[row].hooks]:
+            return f"method.mitigation={rows[0]} changes each stage's own gradients"
         return None
 
     @property

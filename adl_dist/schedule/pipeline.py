@@ -299,9 +299,10 @@ class Pipeline:
         rows = self.method.mitigation
         return frozenset(rows) if rows and self.mean_staleness(stage) else frozenset()
 
-    def forwards_ahead(self, stage: int | Tie) -> bool:
-        """Return whether forwards of ``stage`` see predicted weights."""
-        return not self.mitigations(stage).isdisjoint({"predict", "nesterov"})
+    def forwards_ahead(self, stage: int) -> bool:
+        """Return whether forwards of ``stage`` see predicted weights, its own or tied ones."""
+        places: list[int | Tie] = [stage, *self.ties_of(stage)]
+        return any(not self.mitigations(at).isdisjoint({"predict", "nesterov"}) for at in places)
 
     def remembers_displacement(self, stage: int | Tie) -> bool:
         """Return whether ``stage`` remembers the displacement of its last update."""

@@ -37,7 +37,6 @@ class Mitigation:
     """The chosen rows in one stage, and their state.
 
     Attributes:
-        forwards_ahead: whether a forward sees other weights than the newest.
         compensates: whether gradients of older versions are corrected.
         history: of each parameter what the rows remember of its last updates; a checkpoint holds it.
     """
@@ -58,7 +57,10 @@ class Mitigation:
         at = stage if tie is None else tie
         self._rows, self._staleness = pipeline.mitigations(at), pipeline.mean_staleness(at)
         self._lag, self._remembers_displacement = pipeline.feedback_lag(at), pipeline.remembers_displacement(at)
-        self.forwards_ahead = pipeline.forwards_ahead(at)
+        # Copies of tied weights step alike, but each stage looks ahead as far as its own gradients are late.
+        late = pipeline.steady_staleness(stage) if tie is None else pipeline.tied_staleness(tie, stage)
+        self._horizon_updates = sum(late) / len(late)
+        self._looks_ahead = not self._rows.isdisjoint({"predict", "nesterov"})
         self._is_stale = True
         self.compensates = "delay_compensation" in self._rows
         self.history: dict[Tensor, dict[str, Any]] = {}
@@ -112,10 +114,13 @@ class Mitigation:
     # --- forward_weights ------------------------------------------------------------------------------------
 
     @_on_plain_tensors
-    def forward_weights(self, parameters: Sequence[nn.Parameter], update: int) -> list[Tensor]:
-        """Return the weights of forwards before ``update``, in new memory."""
+    def forward_weights(self, update: int) -> dict[nn.Parameter, Tensor]:
+        """Return the weights of forwards before ``update``, in new memory.
+
+        Parameters without a prediction are left out.
+        """
         ahead: dict[nn.Parameter, Tensor] = {}
-        for group in self._optimizer.param_groups if self._is_stale else ():
+        for group in self._optimizer.param_groups if self._is_stale and self._looks_ahead else ():
             rate = float(group["lr"]) * self.rate(update)
             if self._remembers_displacement:
                 self._displaced(ahead, group, rate)
@@ -123,7 +128,7 @@ class Mitigation:
                 self._ahead_by_sgd(ahead, group, rate)
             else:
                 self._ahead_by_adam(ahead, group, rate)
-        return [ahead[p] if p in ahead else p.clone() for p in parameters]
+        return ahead
 
     def _displaced(self, ahead: dict[nn.Parameter, Tensor], group: Group, rate: float) -> None:
         """Predict by displacement: w_s + c (w_s - w_s-1).
@@ -146,8 +151,8 @@ class Mitigation:
     def _horizon(self, momentum: float) -> float:
         """Return the horizon in updates: t, or mu + mu^2 + .. + mu^t."""
         if self._method.predict_horizon == "linear":
-            return self._staleness
-        return momentum * _series(momentum, self._staleness)
+            return self._horizon_updates
+        return momentum * _series(momentum, self._horizon_updates)
 
     def _ahead_by_sgd(self, ahead: dict[nn.Parameter, Tensor], group: Group, rate: float) -> None:
         """Compute w - eta (horizon) v."""
@@ -170,10 +175,10 @@ class Mitigation:
             if not (state := self._optimizer.state.get(p)):
                 continue
             if self._method.predict_horizon == "linear":
-                ahead[p] = p - rate * self._staleness * (_adam_step(state, group, 0) + decay * p)
+                ahead[p] = p - rate * self._horizon_updates * (_adam_step(state, group, 0) + decay * p)
                 continue
             weights = p.clone()
-            for later in range(1, math.ceil(self._staleness) + 1):
+            for later in range(1, math.ceil(self._horizon_updates) + 1):
                 weights = weights * (1 - rate * decay) - rate * _adam_step(state, group, later)
             ahead[p] = weights
 

@@ -169,7 +169,8 @@ class Stage:
         self._takes_gradient = {name: p.requires_grad for name, p in trained}
         self._policy: Latest | Stash | None = None
         if self.optimizer or self.ties:
-            self._policy = weight_policy(method.weights, self._trained, self.optimizer, self.mitigation)
+            ahead = self._weights_ahead if pipeline.forwards_ahead(index) else None
+            self._policy = weight_policy(method.weights, self._trained, self.optimizer, self.mitigation, ahead)
             is_delayed = method.weights == "2bw" or (pipeline.delays[index] and not method.spec.flush)
             if is_delayed and method.weights in ("stash", "2bw"):
                 check_versions(self._trained, self.where)
@@ -471,6 +472,14 @@ class Stage:
         assert self._policy is not None
         self.ties[tie].update(self._policy.in_place())
         self._note_tied()
+
+    def _weights_ahead(self, version: int) -> dict[nn.Parameter, Tensor]:
+        """Return the predicted weights of forwards in ``version``, tied ones included."""
+        ahead = {} if self.mitigation is None else self.mitigation.forward_weights(version)
+        for tie in self.ties.values():
+            if tie.mitigation is not None:
+                ahead |= tie.mitigation.forward_weights(tie.version)
+        return ahead
 
     def _versions_in_use(self) -> set[int]:
         return {kept.version for kept in self.in_flight.values() if kept.grad_edges is not None}

@@ -9,16 +9,17 @@ Whatever it decides, the module, its optimizer and its user hold the same Parame
 two calls of a policy the newest weights are in them; see :mod:`adl_dist.stage.versions`.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from adl_dist.stage.mitigation import Mitigation
 from adl_dist.stage.versions import Exchange
 
+Ahead = Callable[[int], Mapping[nn.Parameter, Tensor]]  # from an update to the predicted weights of its forwards
 NEWEST: AbstractContextManager[None] = nullcontext()
 
 
@@ -94,9 +95,11 @@ class LatestAhead(Latest):
 
     forwards_ahead = True
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None, mitigation: Mitigation) -> None:
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer | None, mitigation: Mitigation | None, ahead: Ahead
+    ) -> None:
         super().__init__(module, optimizer, mitigation)
-        self._mitigation: Mitigation = mitigation
+        self._ahead = ahead
         self._trained = [p for p in self._parameters if p.requires_grad]
         self._copies: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None  # of these: ahead, and present
 
@@ -113,7 +116,7 @@ class LatestAhead(Latest):
     def forward_weights(self, version: int) -> Iterator[None]:
         """Put the weights ahead of the newest ``version`` into the module."""
         if self._copies is None:
-            ahead = self._mitigation.forward_weights(self._trained, version)
+            ahead = weights_ahead(self._trained, self._ahead(version))
             self._copies = ahead, [p.detach().clone() for p in self._trained]
         ahead, present = self._copies
         self._write(ahead)
@@ -206,14 +209,16 @@ class StashAhead(Stash):
 
     forwards_ahead = True
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None, mitigation: Mitigation) -> None:
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer | None, mitigation: Mitigation | None, ahead: Ahead
+    ) -> None:
         super().__init__(module, optimizer, mitigation)
-        self._mitigation: Mitigation = mitigation
+        self._ahead = ahead
 
     def forward_weights(self, version: int) -> AbstractContextManager[None]:
         """Put the weights ahead of ``version`` into the module in the block."""
         if version not in self._older:
-            ahead = self._mitigation.forward_weights(self._exchange.parameters, version)
+            ahead = weights_ahead(self._exchange.parameters, self._ahead(version))
             self._older[version] = self._exchange.versions_of(ahead)
         return self.weights_of(version)
 
@@ -221,13 +226,25 @@ class StashAhead(Stash):
         return False  # what graphs refer to is a copy already
 
 
+def weights_ahead(parameters: Sequence[nn.Parameter], predicted: Mapping[nn.Parameter, Tensor]) -> list[Tensor]:
+    """Return the ``predicted`` weights of all parameters, or copies of the present ones."""
+    return [predicted[p] if p in predicted else p.detach().clone() for p in parameters]
+
+
 def weight_policy(
-    name: str, module: nn.Module, optimizer: torch.optim.Optimizer | None, mitigation: Mitigation | None = None
+    name: str,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    mitigation: Mitigation | None = None,
+    ahead: Ahead | None = None,
 ) -> Latest | Stash:
-    """Build the policy ``stash``, ``latest``, ``recompute`` or ``2bw``."""
-    if mitigation is not None and mitigation.forwards_ahead:
+    """Build the policy ``stash``, ``latest``, ``recompute`` or ``2bw``.
+
+    ``ahead`` predicts the weights of forwards, if these see others than the newest.
+    """
+    if ahead is not None:
         # A forward that is replayed is replayed with the present weights.
-        return (StashAhead if name == "stash" else LatestAhead)(module, optimizer, mitigation)
+        return (StashAhead if name == "stash" else LatestAhead)(module, optimizer, mitigation, ahead)
     # With ``recompute`` no graph outlives an update, so there is nothing to stash.
     kinds: dict[str, type[Latest | Stash]] = {"latest": Latest, "2bw": TwoVersions}
     return kinds.get(name, Stash)(module, optimizer, mitigation)

@@ -33,7 +33,7 @@ from adl_dist.stage.loss import LossTerms, ReturnsSumError, SumCountLoss, class_
 from adl_dist.training.edges import COUNTS, connect_stages
 from adl_dist.training.input import DeviceLoader, Loaders
 from adl_dist.training.links import links_between
-from adl_dist.training.partitioned_model import Measuring, PartitionedModel, PartitionResult
+from adl_dist.training.partitioned_model import Measuring, PartitionedModel, PartitionResult, unit_of_inputs
 from adl_dist.training.startup_sync import LENGTH, MADE, check_consistent, exchange, read
 from adl_dist.training.trial.samples import Samples, share, take
 from adl_dist.training.trial.stage_run import TrialResult
@@ -182,13 +182,13 @@ def build_worker(
 
 
 def unit_of(samples: Samples, loss_fn: LossFn, terms: LossTerms | None) -> str:
-    """Return the unit of speed: ``images``, ``tokens`` or ``samples``."""
+    """Return the unit of speed: ``tokens``, ``images``, ``sequences`` or ``samples``."""
     first, target = tensors_of(samples.one[0])[0], tensors_of(samples.one[1])[0]
     classes = class_loss(loss_fn)
     is_text = not first.is_floating_point() and first.ndim == 2 and target.ndim == 2 and not target.is_floating_point()
     if is_text and terms is not None and (classes is None or classes.weight is None):
         return TOKENS
-    return "images" if first.is_floating_point() and first.ndim == 4 else "samples"
+    return unit_of_inputs(first)
 
 
 def settings_of(spec: TrainSpec, partitioned: PartitionedModel) -> dict[str, object]:

@@ -506,6 +506,7 @@ def _profile_key(
         },  # what it spares is measured
         "micro_batch_size": micro_batch_size,
         "input": list(inputs[0].shape[1:]) if len(inputs) == 1 else [list(tensor.shape[1:]) for tensor in inputs],
+        "unit": unit_of_inputs(inputs[0]),
         "channels_last": TensorSpec.of(inputs[0]).channels_last,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "threads": torch.get_num_threads(),
@@ -514,6 +515,13 @@ def _profile_key(
         "codecs": True,  # and what codecs spare
         "updates": True,  # and the update of each unit
     }
+
+
+def unit_of_inputs(inputs: Tensor) -> str:
+    """Return the name of the samples in ``inputs``: images, sequences or samples."""
+    if inputs.is_floating_point():
+        return "images" if inputs.ndim == 4 else "samples"
+    return "sequences" if inputs.ndim == 2 else "samples"
 
 
 def device_memory(device: torch.device, num_stages: int = 1) -> int | None:

@@ -1,7 +1,7 @@
 """The outputs of a run: checkpoints, records, display and callbacks."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,11 +11,13 @@ from adl_dist.control.coordinator import CheckpointContext, Coordinator
 from adl_dist.control.requests import RequestQueue
 from adl_dist.control.worker import LocalWorker
 from adl_dist.errors import ConfigError
+from adl_dist.partition.imbalance import is_uneven
 from adl_dist.report import MetricsWriter, Progress, warn
 from adl_dist.report.callbacks import Callbacks
 from adl_dist.report.loggers import TENSORBOARD
 from adl_dist.report.runs import flatten
 from adl_dist.report.totals import Totals
+from adl_dist.report.warning import say
 from adl_dist.schedule.run_plan import Plan
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.metrics import metrics_of
@@ -105,6 +107,16 @@ class Outputs:
             stages_every=self.monitoring.stage_records_every,
             call=self.callback_queue.put,
         )
+
+    def note_uneven(self, summary: Mapping[str, Any]) -> None:
+        """Print how busy the stages were, if the cut has left some idle."""
+        loads = [stage["busy_share"] for stage in summary["stages"]]
+        if len(loads) > 1 and is_uneven(loads) and "stopped" not in summary and not self.monitoring.quiet:
+            busy = ", ".join(f"{load:.0%}" for load in loads)
+            say(
+                f"note: stages were busy {busy} of the time: the cut is uneven; balance='auto' "
+                "(partition.balance=auto) measures it, and cuts where it is best"
+            )
 
     def coordinator(
         self,

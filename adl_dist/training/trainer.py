@@ -302,6 +302,8 @@ class Trainer:
             saving = self._saving(world, folder, known_by, resume, outputs, made)
             worker.wants_timeline = folder is not None and outputs.monitoring.report
             summary = self._train(running, worker, plan, saving, outputs)
+            if world.rank == 0 and self._partitioned.spec.balance != "auto":
+                outputs.note_uneven(summary)
             if saving is not None and outputs.monitoring.report:
                 saving.folder.pull()
                 write_after_run(saving.folder.path)

@@ -60,6 +60,15 @@ def test_every_choice_of_every_group_composes(overrides):
     assert plain["run_dir"].startswith("runs/")
 
 
+def test_without_a_vocabulary_model_hf_counts_the_tokens(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    transformers.GPT2Config(vocab_size=37, n_layer=1).save_pretrained(tmp_path)
+    (tmp_path / "a.bin").write_bytes(bytes(8))
+    files = [f"data.train={tmp_path / 'a.bin'}", f"data.validation={tmp_path / 'a.bin'}"]
+    _, plain = compose_run(["data=tokens", *files, "model=hf", f"model.config={tmp_path}"])
+    assert plain["data"]["vocab_size"] == 37
+
+
 def test_the_help_of_train_explains_every_key():
     """Each key of the dataclasses with one line of help; ``made_from`` hands each to the object that reads it."""
     told = in_process("train", "--help").out

@@ -14,11 +14,12 @@ from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import checked, compose_run, composed_of, config_folder
 from adl_dist.cli.sweep.request import requested
 from adl_dist.partition import Chain, checked_sizes
-from adl_dist.schedule import METHODS
+from adl_dist.schedule import METHODS, method
 from tests.support.tiers import slow
 
-# Without the one that is no sweep: test_generate.py carries out its commands.
-FILES = {p.stem: p for p in sorted((config_folder() / "experiment").glob("*.yaml")) if p.stem != "gpt"}
+# Without those that are no sweep: test_generate.py carries out the commands of gpt.
+ONE_RUN = ("gpt", "recommended")
+FILES = {p.stem: p for p in sorted((config_folder() / "experiment").glob("*.yaml")) if p.stem not in ONE_RUN}
 PAGE = Path(__file__).parents[2] / "docs" / "dev" / "experiments.md"
 BLOCK = re.compile(r"layer\d+[._]\d+")  # as names of parameters begin
 PAPER = sorted(name for name in FILES if name.startswith("table"))
@@ -132,6 +133,16 @@ def test_what_an_experiment_says_holds(experiment):
         said |= {(node, key): value for node, keys in nodes.items() for key, value in keys.items()}
     assert said
     assert {(node, key): plain[node][key] for node, key in said} == said
+
+
+def test_recommended_is_a_set_of_settings_that_words_replace():
+    config, _ = compose_run(["experiment=recommended", "model=gpt", "model.vocab_size=9", "model.context=4"])
+    settings = {"delay": "third", "split_backward": True, "mitigation": ["predict"]}
+    assert config.method == method("adl", accumulation_steps=4, **settings)
+    assert config.method.why_not_tied is None
+    assert config.optimizer["_target_"] == "adl_dist.optimizers.Muon"
+    config, _ = compose_run(["experiment=recommended", "optimizer=sgd", "method.delay=minimal"])
+    assert (config.optimizer["_target_"], config.method.delay) == ("torch.optim.SGD", "minimal")
 
 
 def test_other_methods_memory_is_measured_as_table_4_says():

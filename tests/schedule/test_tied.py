@@ -176,7 +176,7 @@ def test_no_edge_of_a_gpu_stands_still(variant):
         ("dni", {}, "method=dni each stage learns by itself"),
         ("adl", {"lr_clock": "global"}, "method.lr_clock gives each stage learning rates of its own"),
         ("fr", {"lr_factors": [2, 1]}, "method.lr_factors gives each stage"),
-        ("adl", {"mitigation": ["discount", "predict"]}, "method.mitigation=predict"),
+        ("adl", {"mitigation": ["discount", "delay_compensation"]}, "method.mitigation=delay_compensation"),
     ],
 )
 def test_what_cannot_share_is_refused(name, options, why):

@@ -47,10 +47,9 @@ def trained(
     data = FixedImages(num_samples, dtype=dtype)
     if plant is not None:
         plant(net, data)
-    of_trainer = {"balance": BALANCE.get(K), "dtype": dtype, "timeout_seconds": 30, "verify": False, **of_trainer}
-    trainer = toy_trainer(
-        K, M, method, options, model=net, optimizer=optimizer, lr_schedule=warm_up_schedule, **of_trainer
-    )
+    always = {"balance": BALANCE.get(K), "dtype": dtype, "timeout_seconds": 30, "verify": False}
+    of_trainer = always | {"lr_schedule": warm_up_schedule} | of_trainer
+    trainer = toy_trainer(K, M, method, options, model=net, optimizer=optimizer, **of_trainer)
     validation, more = FixedImages(10, seed=1, dtype=dtype), {"shuffle": shuffle, "run_dir": run_dir}
     more |= {"epochs": epochs, "batch_size": MICRO_BATCH * M, "monitoring": QUIET}
     return trainer, trainer.fit(data, val_dataset=validation, **more)

@@ -53,9 +53,10 @@ class Shared(Versions):
 class Holder(Versions):
     """The versions of a module, of which some parameters, by their names, are ``shared``."""
 
-    def __init__(self, module, shared, of_last):
+    def __init__(self, module, shared, of_last, horizon=None):
         super().__init__(module, MOMENTUM, WEIGHT_DECAY)
         self.shared, self.of_last = shared, of_last
+        self.horizon = horizon  # of SpecTrain's prediction, in updates: the mean staleness; None: no prediction
         for name in shared:
             for held in (self.theta[0], self.velocity, self.gradient):
                 del held[name]
@@ -69,6 +70,16 @@ class Holder(Versions):
     @property
     def present(self):
         return self.theta[-1] | {name: one.at(self.updates) for name, one in getattr(self, "shared", {}).items()}
+
+    def seen(self, version):
+        if self.horizon is None:
+            return self.leaves(version)
+        own = ahead_of(self.theta, version, self.horizon)
+        for name, one in self.shared.items():
+            number = one.begin + max(0, version - one.begin - one.lateness)
+            theta = [w["weight"] for w in one.theta]
+            own |= {name: ahead_of([{name: w} for w in theta], number, self.horizon + one.lateness)[name]}
+        return {name: leaf(weight) for name, weight in own.items()}
 
     def leaves(self, version):
         own = self.theta[version] | {name: one.at(version) for name, one in self.shared.items()}
@@ -104,8 +115,20 @@ class Holder(Versions):
                 one.update(lr)
 
 
-def tied_by_the_equations(K, M, delays, weights="stash", *, dtype=torch.float64, flushes=False, **options):
-    """Return the weights of the net by the equations; ``flushes``: no copy is late."""
+def ahead_of(theta, version, horizon):
+    """Return w_s + t (w_s - w_s-1), by name."""
+    before = theta[max(0, version - 1)]
+    return {name: w + horizon * (w - before[name]) for name, w in theta[version].items()}
+
+
+def tied_by_the_equations(
+    K, M, delays, weights="stash", *, dtype=torch.float64, flushes=False, predict=False, **options
+):
+    """Return the weights of the net by the equations.
+
+    ``flushes``: no copy is late. ``predict``: forwards see weights that are predicted by displacement, with a constant
+    learning rate.
+    """
     net = tied_net().to(dtype)
     modules = cut(net, num_stages=K, balance=TIED_BALANCE[K]) if K > 1 else [net]
     names = [[name for name, _ in module.named_parameters()] for module in modules]
@@ -119,7 +142,8 @@ def tied_by_the_equations(K, M, delays, weights="stash", *, dtype=torch.float64,
         of_last[holders[-1]].setdefault(tuple(holders), []).append(one)
 
     def versions(k, module):
-        return Holder(module, of_module[k - 1], [*of_last[k - 1].values()])
+        horizon = delays[k - 1] / M if predict else None
+        return Holder(module, of_module[k - 1], [*of_last[k - 1].values()], horizon)
 
     made = modules_by_the_equations(modules, M, list(delays), weights, dtype=dtype, versions=versions, **options)
     finals = [{one_name: one.theta[-1]["weight"] for one_name, one in held.items()} for held in of_module]

@@ -17,7 +17,7 @@ from tests.support.commands import assert_same
 from tests.support.equations import EQUATIONS, assert_close
 from tests.support.kill import records
 from tests.support.runs import SPOILT, SPOILT_PAIRS, nan_inputs, sgd, toy_trainer, train
-from tests.support.tied import SHARED, TIED_BALANCE, tied_by_the_equations, tied_net, train_tied
+from tests.support.tied import LR, SHARED, TIED_BALANCE, tied_by_the_equations, tied_net, train_tied
 from tests.support.tiers import grid
 from tests.support.toys import FixedImages
 from tests.support.values import QUIET, SILENT, spec_of
@@ -51,6 +51,16 @@ def test_with_a_split_backward_any_delays_do_too(delay, M, weights):
     options = {**LATE, "delay": delay, "weights": weights}
     expected = tied_by_the_equations(4, M, delay, weights, epochs=2)
     assert_close(train_tied(4, M, options=options)[0], expected)
+
+
+@pytest.mark.parametrize(("K", "M", "weights"), [(2, 1, "stash"), (3, 2, "stash"), (4, 2, "recompute")])
+def test_copies_predict_as_far_as_their_own_gradients_are_late(K, M, weights):
+    options = {"mitigation": ["predict"], "weights": weights}
+    delays = [2 * (K - k) for k in range(1, K + 1)]
+    expected = tied_by_the_equations(K, M, delays, weights, epochs=2, predict=True, lr=[LR] * 100)
+    got, _ = train_tied(K, M, options=options, lr_schedule=None)
+    assert_close(got, expected)
+    assert_copies_are_equal(got)
 
 
 @pytest.mark.parametrize(("name", "K"), [("1f1b", 2), ("gpipe", 3), ("zbh2", 4)])
@@ -157,7 +167,7 @@ def test_untied_each_name_has_weights_of_its_own_for_any_cut():
     ("method", "options", "why"),
     [
         ("dgl", {}, "method=dgl each stage learns by itself"),
-        ("adl", {"mitigation": ["predict"]}, "method.mitigation=predict"),
+        ("adl", {"mitigation": ["delay_compensation"]}, "method.mitigation=delay_compensation"),
         ("adl", {"lr_clock": "global"}, "method.lr_clock"),
     ],
 )

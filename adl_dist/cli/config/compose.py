@@ -44,10 +44,17 @@ ConfigStore.instance().store(
 )
 
 
-def _vocab_size_next_to(path: str) -> int:
+def _vocab_size_next_to(path: str, model_config: str | None = None) -> int:
     from adl_dist.data.tokens import vocab_size_next_to  # imported late: torch takes seconds
 
-    return vocab_size_next_to(path)
+    try:
+        return vocab_size_next_to(path)
+    except ConfigError:
+        if model_config is None:
+            raise
+    from adl_dist.models.from_transformers import read_config
+
+    return int(read_config(model_config).get_text_config().vocab_size)
 
 
 # The default of data.vocab_size; see conf/data/tokens.yaml.

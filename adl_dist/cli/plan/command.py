@@ -77,7 +77,7 @@ def _measured(question: Question) -> _Found:
     other = alternative(profiles[M], machine, num_devices=question.num_devices, whole=whole, share=share)
     predictions, unfit = _predict_all(question, machine, profiler.chain, profiles)
     refused += unfit
-    choice, reason = advise(predictions, other)
+    choice, reason = advise(predictions, other, unit=profiles[M].of["unit"])
     return _Found(
         machine=machine,
         profile=profiles[M],
@@ -115,6 +115,8 @@ def _coded(question: Question, machine: Machine, chain: Chain, profile: Profile)
     """Return predictions of the configured method for each K and codec."""
     found = []
     for K, codec in itertools.product(question.stages, CODECS):
+        if Pipeline(question.chosen, K).num_processes > question.num_devices:
+            continue
         with contextlib.suppress(PartitionError, ConfigError):  # reported below the table of all methods
             cut = _cut(question, replace(machine, codecs=Codecs(codec, codec)), chain, K)
             found.append(predict(profile, Pipeline(question.chosen, K), **cut))
@@ -152,7 +154,7 @@ def _lines(question: Question, found: _Found) -> list[str]:
     told = found.profile, found.machine, found.predictions, found.refused, found.other
     lines = [*report(*told, with_units=flags.units, blocks=_blocks(found.chain))]
     lines += tied_lines(found.chain.shared, found.predictions)
-    lines += [*(codec_lines(found.coded) if found.coded else []), ""]
+    lines += [*(codec_lines(found.coded, found.profile.of["unit"]) if found.coded else []), ""]
     lines += [f"recommended  {found.reason}", *([] if line is None else [f"             {line}"])]
     return lines + ([] if flags.out is None else [f"picture      {flags.out}"])
 
@@ -172,11 +174,16 @@ def _predict_all(
     question: Question, machine: Machine, chain: Chain, profiles: Mapping[int, Profile]
 ) -> tuple[list[Prediction], list[str]]:
     """Return all possible predictions, and the reasons against the others."""
-    predictions, refused = [], []
+    predictions, refused, n = [], [], question.num_devices
     for K, method in itertools.product(question.stages, question.methods):
         try:
+            pipeline = Pipeline(method, K)
+            if pipeline.num_processes > n:
+                needs = f"it needs {pipeline.num_processes} devices, and there are {n}"
+                refused.append(f"K = {K}: {needs}; --devices {pipeline.num_processes} predicts it")
+                continue
             cut = _cut(question, machine, chain, K)
-            predictions.append(predict(profiles[method.micro_batches_per_update], Pipeline(method, K), **cut))
+            predictions.append(predict(profiles[method.micro_batches_per_update], pipeline, **cut))
         except (PartitionError, ConfigError) as error:
             refused.append(f"{method.name}, K = {K}: {error}")
-    return predictions, refused
+    return predictions, [*dict.fromkeys(refused)]

@@ -13,11 +13,11 @@ from adl_dist.report.tables import text_table
 from adl_dist.schedule.table import tied_figures
 
 METHOD_HEAD = (
-    *("method", "K", "M", "images/s", "speed-up", "bubble", "staleness mean", "factor"),
+    *("method", "K", "M", "{unit}/s", "speed-up", "bubble", "staleness mean", "factor"),
     *("memory per stage (MB)", "units per stage"),
 )
 UNIT_HEAD = ("unit", "block", "forward ms", "backward ms", "parameters kB", "activations kB", "crosses kB")
-CODEC_HEAD = ("K", "M", "codec", "MB/update", "s/update", "images/s", "links add", "units per stage")
+CODEC_HEAD = ("K", "M", "codec", "MB/update", "s/update", "{unit}/s", "links add", "units per stage")
 
 
 def report(
@@ -47,19 +47,16 @@ def report(
     ]
     if with_units:
         lines += ["", *text_table([UNIT_HEAD, *map(_unit_row, profile.units, blocks)])]
-    lines += ["", *text_table([METHOD_HEAD, *(_method_row(p, other) for p in predictions)])]
+    unit = spec["unit"]
+    if predictions:
+        lines += ["", *text_table([_in(unit, METHOD_HEAD), *(_method_row(p, other) for p in predictions)])]
     lines += [
         "",
-        f"without a pipeline: one device {other.single:,.0f} images/s, {other.bytes / 1e6:,.0f} MB"
+        f"without a pipeline: one device {other.single:,.0f} {unit}/s, {other.bytes / 1e6:,.0f} MB"
         + ("" if other.fits else " (does not fit)")
-        + f"; DDP on {other.num_devices}: {other.ddp:,.0f} images/s (estimated)",
+        + f"; DDP on {other.num_devices}: {other.ddp:,.0f} {unit}/s (estimated)",
         "speed-up: over BP of the whole batch on one device. factor: (1 + sum of mean staleness / M) / M, Theorem 1.",
     ]
-    if more := sorted({p.pipeline.num_processes for p in predictions} - {*range(other.num_devices + 1)}):
-        lines += [
-            f"with {other.num_devices} device(s): a process for each of {', '.join(map(str, more))} is predicted as if "
-            "there were as many devices, and not recommended; in training they would share devices and their memory"
-        ]
     return lines + [f"not possible: {reason}" for reason in refused]
 
 
@@ -83,14 +80,24 @@ def tied_lines(shared: Mapping[str, list[int]], predictions: Sequence[Prediction
     return ["", *text_table([head, *rows])] if rows else []
 
 
-def codec_lines(coded: Sequence[Prediction]) -> list[str]:
-    """Return the codec table of the configured method, with a recommendation."""
+def _in(unit: str, head: Sequence[str]) -> list[str]:
+    return [word.format(unit=unit) for word in head]
+
+
+def codec_lines(coded: Sequence[Prediction], unit: str) -> list[str]:
+    """Return the codec table of the configured method, with a recommendation.
+
+    Speeds are in ``unit``/s.
+    """
     rows: list[list[object]] = []
     for p in coded:
         where = p.pipeline.num_stages, p.pipeline.micro_batches_per_update, p.codecs.activations
         seconds = f"{p.seconds_per_update:.3g}", f"{p.images_per_second:,.0f}"
         rows.append([*where, f"{p.update_bytes / 1e6:,.2f}", *seconds, f"{p.link_share:.0%}", _sizes(p)])
-    lines = [f"{coded[0].pipeline.method.name} by codec, over these links:", *text_table([CODEC_HEAD, *rows])]
+    lines = [
+        f"{coded[0].pipeline.method.name} by codec, over these links:",
+        *text_table([_in(unit, CODEC_HEAD), *rows]),
+    ]
     for K in dict.fromkeys(p.pipeline.num_stages for p in coded):
         alike = [p for p in coded if p.pipeline.num_stages == K]
         # Coding takes time: of all that are as fast as the fastest, take the most exact one.
