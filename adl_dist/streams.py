@@ -77,11 +77,11 @@ class Streams:
 
 
 @contextmanager
-def streams_kept(device: torch.device | None = None) -> Iterator[Streams]:
+def streams_kept(device: torch.device | None = None) -> Iterator[None]:
     """Restore the global random streams, also that of ``device``."""
     streams = Streams(device)
     try:
-        yield streams
+        yield
     finally:
         streams.restore()
 

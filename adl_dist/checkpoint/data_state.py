@@ -3,8 +3,6 @@
 import json
 from pathlib import PurePath
 
-import torch
-
 from adl_dist.checkpoint import layout, nested, tensor_files
 from adl_dist.checkpoint.nested import Packer, Unstorable
 from adl_dist.checkpoint.tensor_files import Shard
@@ -22,7 +20,7 @@ def shard_of(place: Place) -> Shard:
     Raises:
         ConfigError: its ``state_dict`` holds what cannot be saved.
     """
-    packer = Packer({}, torch.device("cpu"))
+    packer = Packer()
     try:
         packed = packer.packed("state_dict", place.state)
     except Unstorable as error:
@@ -45,7 +43,7 @@ def read(path: PurePath) -> Place | None:
     try:
         epoch, sample, packed = json.loads(metadata[PLACE])
         values = dict(tensor_files.read({name: tensors[name] for name in nested.tensor_names([packed])}))
-        state = nested.unpacked(packed, values, device=torch.device("cpu"), steps_on_cpu=True)
+        state = nested.unpacked(packed, values)
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: where the training dataset was cannot be read: {error}") from error
     return Place(epoch, sample, state)

@@ -1,56 +1,21 @@
 """Identity of a run that continues: its sizes, its cut and its objects.
 
-A script has no settings that could be compared, only objects. Of these a plain description is kept: classes and
-functions by their names, and their plain attributes.
+A script has no settings that could be compared, only objects. Of these are kept the names of classes and functions, and
+the options of the optimizer's groups.
 """
 
-import hashlib
 import json
-import math
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import PurePath
 from typing import Any
 
-import torch
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from adl_dist.errors import CheckpointError
 from adl_dist.schedule.run_plan import Plan
 
-LONGEST_SHOWN = 200  # characters of a list, and elements of a tensor, that is described by its values, not a checksum
-MOST_SHOWN = 16  # modules of a loss whose parts are described, too
-
-
-def described(thing: object) -> Any:
-    """Return plain values that identify a loss function or schedule factory."""
-    if isinstance(thing, partial):
-        arguments = {"arguments": described(thing.args)} if thing.args else {}
-        return {
-            "name": class_name(thing.func),
-            **arguments,
-            **{key: described(one) for key, one in thing.keywords.items()},
-        }
-    if isinstance(thing, float) and not math.isfinite(thing):
-        return str(thing)
-    for kind in (bool, int, float, str):
-        if isinstance(thing, kind):
-            return kind(thing)  # a subclass, as numpy has them, could not be written to config.yaml
-    if thing is None:
-        return None
-    if isinstance(thing, Tensor):
-        is_small = thing.numel() <= LONGEST_SHOWN
-        return _shortened(thing.tolist()) if is_small else _digest(thing)
-    if isinstance(thing, list | tuple):
-        return _shortened([described(one) for one in thing])
-    if isinstance(thing, dict):
-        return {str(key): described(one) for key, one in thing.items()}
-    if isinstance(thing, torch.dtype | torch.device):
-        return str(thing)
-    if hasattr(thing, "__qualname__"):  # a function or a class
-        return {"name": class_name(thing)}
-    return {"name": class_name(type(thing)), **{key: described(one) for key, one in _settings(thing).items()}}
+PLAIN = (bool, int, float, str, type(None))
 
 
 def described_optimizer(optimizer: Optimizer) -> dict[str, list[Any]]:
@@ -59,7 +24,7 @@ def described_optimizer(optimizer: Optimizer) -> dict[str, list[Any]]:
     for group in optimizer.param_groups:
         for key, value in group.items():
             if key != "params":
-                named.setdefault(key, []).append(described(value))
+                named.setdefault(key, []).append(_plain(value))
     return named
 
 
@@ -73,46 +38,25 @@ def merged(descriptions: Iterable[Mapping[str, list[Any]]]) -> dict[str, Any]:
     return {key: values[0] if len(values) == 1 else values for key, values in lists.items()}
 
 
-def _settings(thing: object) -> dict[str, Any]:
-    """Return the public attributes of an object that are plain values."""
-    values = {key: value for key, value in getattr(thing, "__dict__", {}).items() if key[0] != "_"}
-    if isinstance(thing, nn.Module):
-        values.pop("training", None)
-        values |= dict(thing.named_buffers(recurse=False))
-        if len([*thing.modules()]) <= MOST_SHOWN:  # a loss made of losses, not one that holds a network
-            values |= dict(thing.named_children())
-    return {key: value for key, value in values.items() if _is_plain(value)}
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(key, str | int) for key in value) and all(map(_is_plain, value.values()))
+def _plain(value: Any) -> Any:
+    """Return an option of an optimizer in a form that YAML can hold."""
+    if hasattr(value, "tolist"):  # a tensor, or a number of numpy
+        value = value.tolist()
     if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | int | float | str | Tensor | nn.Module)
+        return [_plain(each) for each in value]
+    return value if type(value) in PLAIN else {"name": class_name(value)}
 
 
 def class_name(thing: Any) -> str:
-    """Return the qualified name of a class or function."""
+    """Return the qualified name of a class or function, or of an object's class."""
+    while isinstance(thing, partial):
+        thing = thing.func
     name = getattr(thing, "__qualname__", None) or type(thing).__qualname__
     if name.endswith("<lambda>"):
         return "<lambda>"
     # The name of a script's module depends on how the script is started.
     is_named = getattr(thing, "__module__", None) not in (None, "__main__", "builtins")
     return f"{thing.__module__}.{name}" if is_named else str(name)
-
-
-def _digest(tensor: Tensor) -> str:
-    """Return a checksum of dtype, shape and values."""
-    content = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
-    values = content.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode() + values.tobytes()).hexdigest()[:16]
-
-
-def _shortened(values: Any) -> Any:
-    text = json.dumps(values)
-    is_short = not isinstance(values, list) or len(text) <= LONGEST_SHOWN
-    return values if is_short else hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def optimizer_name(made: Mapping[str, Any]) -> str:

@@ -7,16 +7,16 @@ matrices may be rounded otherwise with others.
 
 import json
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from adl_dist.checkpoint import tensor_files
 from adl_dist.checkpoint.tensor_files import Shard, Stored
 
+CPU = torch.device("cpu")
 PLAIN = (bool, int, float, str, type(None))
 KINDS = "tensors, numbers, text, None, and lists, tuples and dictionaries of these"
 ENTRY = "entry:"  # begins the names of packed entries; no name of a module has a colon
@@ -29,12 +29,11 @@ class Unstorable(Exception):
 class Packer:
     """A converter of values to JSON that collects their tensors by name."""
 
-    def __init__(self, own: Mapping[str, Tensor], device: torch.device) -> None:
-        """Begin with the ``own`` tensors, with which values may not share memory."""
+    def __init__(self, device: torch.device = CPU) -> None:
+        """Begin without tensors; ``device`` is that of the parameters."""
         self.tensors: dict[str, Tensor] = {}
         self._device = device
-        self._names = {id(tensor): name for name, tensor in own.items()}
-        self._at = {tensor.data_ptr(): name for name, tensor in own.items()}
+        self._names: dict[int, str] = {}  # of these, by address
 
     def packed(self, name: str, value: Any) -> Any:
         """Return the JSON of ``value``, in which tensors are names in ``tensors``.
@@ -50,19 +49,14 @@ class Packer:
         if kind is tuple:
             return {"tuple": [self.packed(f"{name}.{i}", one) for i, one in enumerate(value)]}
         if kind is dict:
-            pairs = [(key, f"{name}.{self._names.get(id(key), key)}", one) for key, one in value.items()]
-            return {"dict": [[self._key(name, key), self.packed(full, one)] for key, full, one in pairs]}
+            return {"dict": [[self._key(name, key), self.packed(f"{name}.{key}", one)] for key, one in value.items()]}
         if kind is Tensor:
             return self._tensor(name, value)
         raise Unstorable(f"{name} is a {kind.__name__}; expected {KINDS}")
 
     def _key(self, name: str, key: Any) -> Any:
-        if isinstance(key, nn.Parameter) and id(key) in self._names:
-            return {"parameter": self._names[id(key)]}
         if not all(type(part) in PLAIN for part in (key if type(key) is tuple else (key,))):
             raise Unstorable(f"{name} has a key that is a {type(key).__name__}; expected text or numbers")
-        if key in self._names:
-            raise Unstorable(f"{name} has the id() of a parameter for a key, which is another one in every process")
         return self.packed(name, key)
 
     def _tensor(self, name: str, tensor: Tensor) -> dict[str, Any]:
@@ -70,7 +64,7 @@ class Packer:
             raise Unstorable(f"{name}: {reason}")
         if name in self.tensors:
             raise Unstorable(f"{name} is the name of two values")
-        if tensor.numel() and (other := self._at.setdefault(tensor.data_ptr(), name)) != name:
+        if tensor.numel() and (other := self._names.setdefault(tensor.data_ptr(), name)) != name:
             raise Unstorable(f"{name} shares its memory with {other}; expected a tensor of its own, as clone() makes")
         self.tensors[name] = tensor
         leaf: dict[str, Any] = {"tensor": name}
@@ -87,14 +81,12 @@ class Packer:
 def unpacked(
     packed: Any,
     tensors: Mapping[str, Tensor],
+    device: torch.device = CPU,
     *,
-    device: torch.device,
-    steps_on_cpu: bool,
-    own: Mapping[str, Tensor] = MappingProxyType({}),
+    steps_on_cpu: bool = True,
 ) -> Any:
     """Restore a packed value, with its tensors on ``device`` or the CPU.
 
-    ``own`` are the tensors that it does not hold but may have for keys, by the names that they were packed with.
     Where it was saved on the CPU, all are on ``device``, except what is called ``step`` if ``steps_on_cpu``.
     """
 
@@ -105,8 +97,6 @@ def unpacked(
             return packed
         if "tuple" in packed:
             return tuple(value_of(one) for one in packed["tuple"])
-        if "parameter" in packed:
-            return own[packed["parameter"]]
         if "dict" in packed:
             return {value_of(key): value_of(one) for key, one in packed["dict"]}
         value, is_step = tensors[packed["tensor"]], packed["tensor"].rpartition(".")[2] == "step"
@@ -144,7 +134,7 @@ def packed_state(state: Mapping[str, Any]) -> Shard:
     for name, tensor in tensors.items():
         if reason := tensor_files.why_unstorable(tensor):
             raise Unstorable(f"{name}: {reason}")
-    packer = Packer({}, torch.device("cpu"))
+    packer = Packer()
     others = {f"{ENTRY}{name}": value for name, value in state.items() if name not in tensors}
     try:
         texts = {name: json.dumps(packer.packed(name, value)) for name, value in others.items()}
@@ -157,8 +147,5 @@ def unpacked_state(tensors: Mapping[str, Stored], texts: Mapping[str, str]) -> d
     """Read the ``state_dict()`` of :func:`packed_state`, on the CPU."""
     read = dict(tensor_files.read(tensors))
     others = {name: json.loads(text) for name, text in texts.items() if name.startswith(ENTRY)}
-    values = {
-        name.removeprefix(ENTRY): unpacked(packed, read, device=torch.device("cpu"), steps_on_cpu=True)
-        for name, packed in others.items()
-    }
+    values = {name.removeprefix(ENTRY): unpacked(packed, read) for name, packed in others.items()}
     return {name: tensor for name, tensor in read.items() if not name.startswith(ENTRY)} | values

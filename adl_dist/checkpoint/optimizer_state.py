@@ -26,7 +26,6 @@ from adl_dist.stage import Learner
 
 # What names of metadata begin with; no name of a module has a colon.
 OF_PARAMETER, OF_STAGE, OF_MITIGATION = "parameter:", "optimizer:", "mitigation:"
-A_PARAMETER = "the parameter "  # begins a name, where parameters stand for themselves
 GROUPS, STATE, ENTRY = "param_groups[", "state.", "state_dict."  # begin the names of values of a stage
 ENTRIES = "state", "param_groups"  # of the state_dict() of every optimizer
 
@@ -92,7 +91,7 @@ def shard_of(learner: Learner, fresh: FreshOptimizer | None) -> Shard:
         return Shard({})
     parameters = fresh.parameters(learner.optimizer)
     names = {parameter: name for name, parameter in reversed(parameters.items())}  # the first of several
-    packer = Packer({f"{A_PARAMETER}{name}": p for p, name in names.items()}, _device_of(parameters))
+    packer = Packer(_device_of(parameters))
     metadata = {}
     try:
         for parameter, state in learner.optimizer.state.items():
@@ -146,7 +145,6 @@ def restore(
         tensors=read,
         device=_device_of(parameters),
         steps_on_cpu=_steps_on_cpu(learner.optimizer),
-        own={f"{A_PARAMETER}{name}": parameter for name, parameter in parameters.items()},
     )
     of_stage = place(values)
     if entries := {name.removeprefix(ENTRY): value for name, value in of_stage.items() if name.startswith(ENTRY)}:

@@ -77,8 +77,8 @@ OF_OLD = {f"method.{name}": setting.default for name, setting in settings_of(Met
 }
 OF_OLD |= {"runtime.codec": "none", "codec": "none", "gradient_codec": "none"}
 
-MADE_BY = "lr_schedule.made_by.name"
-OF_SCHEDULE = "lr_schedule.made_by.", "lr_schedule.name"
+# Names of the objects of a script; version 0.3.8 also wrote attributes of loss and schedule.
+OF_SCRIPT = {"loss.name", "lr_schedule.made_by.name", "lr_schedule.name"}
 
 
 class RunFolder:
@@ -300,8 +300,8 @@ class RunFolder:
                 "this is; choose another run_dir"
             ) from error
         mine = flatten(config)
-        if MADE_BY in theirs:  # A script's. Version 0.3.8 also wrote the schedule's attributes.
-            theirs = {n: v for n, v in theirs.items() if not n.startswith("lr_schedule.") or n.startswith(OF_SCHEDULE)}
+        if "loss.name" in theirs and "loss._target_" not in theirs:
+            theirs = {n: v for n, v in theirs.items() if not n.startswith(("loss.", "lr_schedule.")) or n in OF_SCRIPT}
         mine = {f"method.{name}": value for name, value in REMOVED_OPTIONS.items() if f"method.{name}" in theirs} | mine
         theirs |= {name: OF_OLD[name] for name in mine.keys() & OF_OLD.keys() - theirs.keys()}
         names = {n for n in (mine.keys() | theirs.keys()) - FREE_TO_CHANGE if n.split(".")[0] not in without}

@@ -1,7 +1,7 @@
 """The state of the stages as tensors of a checkpoint, for any cut.
 
 model-*        the model's ``state_dict()``, by the uncut model's names
-loss-*         the ``state_dict()`` of the loss, if it has one: :mod:`.loss_state`
+loss-*         the ``state_dict()`` of the loss, if it has one
 ema-*          the moving average of the weights that are trained, by the same names, if there is one
 optimizer-*    what the optimizers remember: :mod:`.optimizer_state`
 heads-*        heads that stages learn from, by their prefixed names; the metadata says behind which unit each stands
@@ -10,7 +10,7 @@ Only the names of the files depend on the cut, and the manifest says what it was
 schedule is a function of the update index and of the cut in use.
 """
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -19,12 +19,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from adl_dist.checkpoint import layout, loss_state, nested, optimizer_state, tensor_files
+from adl_dist.checkpoint import layout, nested, optimizer_state, tensor_files
 from adl_dist.checkpoint.nested import Unstorable, is_extra_state
 from adl_dist.checkpoint.optimizer_state import FreshOptimizer
 from adl_dist.checkpoint.tensor_files import EMA, HEADS, LOSS, MODEL, OPTIMIZER, Shard, Stored
 from adl_dist.errors import CheckpointError, ConfigError, UnusableError
-from adl_dist.memory import has_plain_memory, memory_of
 from adl_dist.stage import Learner, LossFn, Stage
 from adl_dist.stage.tied import TiedWeights
 
@@ -37,61 +36,22 @@ class FreshStage:
     """The optimizers of a stage, and its loss, before a checkpoint is read."""
 
     optimizers: Sequence[FreshOptimizer | None]  # of each of its learners
-    loss_fn: LossFn | None = None
+    loss_fn: Any = None  # if it is on this stage, and has a state_dict()
 
     @classmethod
     def of(cls, stage: Stage, scheduled: Collection[str] = (), loss_fn: LossFn | None = None) -> "FreshStage":
         """Record ``stage`` and the ``scheduled`` keys of its ``param_groups``."""
         optimizers = [FreshOptimizer.of(one, scheduled) if one.optimizer else None for one in stage.learners]
-        return cls(optimizers, loss_fn if stage.is_last else None)
+        return cls(optimizers, loss_fn if stage.is_last and hasattr(loss_fn, "load_state_dict") else None)
 
 
 def signature(model: nn.Module) -> Signature:
     """Return names and shapes of tensors; refuse those that cannot be saved."""
     if lazy := [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]:
         raise ConfigError(f"{lazy[0]} of the model has no shape yet; run the model on one batch before handing it over")
-    state = model.state_dict(keep_vars=True)
-    _shard_of_model(state)
-    state = {name: value for name, value in state.items() if not is_extra_state(name)}
-    _check_is_its_memory(model, state)
-    return {name: list(tensor.shape) for name, tensor in state.items()}
-
-
-def _check_is_its_memory(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Raise ConfigError if ``state`` does not share the memory of ``model``.
-
-    Weights are restored by writing to the entries of ``state``. A hook may return something else, or
-    leave out a trained parameter.
-    """
-    registered = dict(model.named_parameters()) | dict(model.named_buffers())
-    places = {*map(_place_of, registered.values())}
-    returned = {*map(_place_of, state.values())}
-    copies = [name for name, tensor in state.items() if _place_of(tensor) not in places]
-    left_out = [n for n, p in model.named_parameters() if p.requires_grad and _place_of(p) not in returned]
-    if copies or left_out:
-        name = [*copies, *left_out][0]
-        what = "returns another tensor than the module's own" if copies else "leaves out this trained parameter"
-        raise ConfigError(
-            f"{name} of the model cannot be put back: state_dict() {what}, so that a checkpoint or init_from would not "
-            "reach it; let state_dict() return what is registered (no hook that copies, changes or drops it), and "
-            "convert weights of another form before they are given as init_from"
-        )
-
-
-def _place_of(tensor: Tensor) -> Hashable:
-    """Return a key shared by tensors of the same elements in the same memory."""
-    if not has_plain_memory(tensor):
-        return memory_of(tensor)
-    if tensor.is_contiguous():  # in whatever shape
-        return tensor.data_ptr(), tensor.dtype, tensor.numel()
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
-
-
-def check_storable(stage: Stage, fresh: FreshStage) -> None:
-    """Raise ConfigError if the optimizer, module or loss cannot be saved."""
-    _of_optimizers(stage, fresh)
-    _shard_of_model(stage.module.state_dict())
-    loss_state.shard_of(fresh.loss_fn)
+    state = model.state_dict()
+    _packed("model", state)
+    return {name: list(value.shape) for name, value in state.items() if not is_extra_state(name)}
 
 
 def state_of(stages: Iterable[Stage], num_stages: int, fresh: Mapping[int, FreshStage]) -> dict[str, Shard]:
@@ -104,9 +64,9 @@ def state_of(stages: Iterable[Stage], num_stages: int, fresh: Mapping[int, Fresh
     for stage in stages:
         first = fresh[stage.index]
         parts = {
-            MODEL: _shard_of_model(stage.module.state_dict()),
+            MODEL: _packed("model", stage.module.state_dict()),
             OPTIMIZER: _of_optimizers(stage, first),
-            LOSS: loss_state.shard_of(first.loss_fn),
+            LOSS: _packed("loss", {} if first.loss_fn is None else first.loss_fn.state_dict()),
         }
         if own := stage.averages_to_save:
             parts[EMA] = Shard({name: tensor for one in own for name, tensor in one.tensors.items()})
@@ -136,10 +96,13 @@ def load(path: PurePath, stages: Sequence[Stage], fresh: Mapping[int, FreshStage
             for average in stage.averages:
                 own = {name: averages[name] for name in averages.keys() & average.names}
                 average.restore(dict(tensor_files.read(own)))
-            _fill_tensors(_head_tensors(stage), heads)
+            if stage.head is not None:
+                head = {name: heads[name] for name in _head_tensors(stage)}
+                named = ((name.removeprefix(stage.head_prefix), tensor) for name, tensor in tensor_files.read(head))
+                stage.head.load_state_dict(dict(named))
             first = fresh[stage.index]
-            if first.loss_fn is not None:
-                loss_state.restore(first.loss_fn, *of_loss)
+            if first.loss_fn is not None and (state := nested.unpacked_state(*of_loss)):
+                first.loss_fn.load_state_dict(state)
             for learner, of_optimizer in zip(stage.learners, first.optimizers, strict=True):
                 optimizer_state.restore(where, learner, of_optimizer, optimizer, values)
 
@@ -222,30 +185,25 @@ def _is_kept_elsewhere(learner: Learner) -> bool:
     return isinstance(learner, TiedWeights) and not learner.is_first
 
 
-def _shard_of_model(state: Mapping[str, Any]) -> Shard:
+def _packed(whose: str, state: Mapping[str, Any]) -> Shard:
     try:
         return nested.packed_state(state)
     except Unstorable as error:
-        raise ConfigError(f"state_dict() of the model cannot be saved: {error}") from None
+        raise ConfigError(
+            f"state_dict() of the {whose} cannot be saved: {error}; let it return tensors, numbers and text, or train "
+            "without run_dir"
+        ) from None
 
 
 def _fill(module: nn.Module, stored: Mapping[str, Stored], texts: Mapping[str, str]) -> None:
-    """Restore the ``state_dict()`` of ``module``, with its extra state."""
-    state = module.state_dict()
-    _fill_tensors({name: value for name, value in state.items() if not is_extra_state(name)}, stored)
-    if names := [name for name in state if is_extra_state(name)]:
-        of_module = {f"{nested.ENTRY}{name}": texts[f"{nested.ENTRY}{name}"] for name in names}
-        packed = {name: stored[name] for name in stored if name.startswith(nested.ENTRY)}
-        module.load_state_dict(nested.unpacked_state(packed, of_module), strict=False)
-
-
-def _fill_tensors(tensors: Mapping[str, Tensor], stored: Mapping[str, Stored]) -> None:
-    for name, tensor in tensors.items():
-        shape = stored[name].shape if name in stored else "missing"
-        if shape != list(tensor.shape):
-            raise ValueError(f"{name} should have shape {list(tensor.shape)}, found {shape}")
-    for name, value in tensor_files.read({name: stored[name] for name in tensors}):
-        tensors[name].copy_(value)
+    """Load the ``state_dict()`` of ``module``, with its extra state."""
+    names = module.state_dict().keys()
+    entries = [f"{nested.ENTRY}{name}" for name in names if is_extra_state(name)]
+    tensors = {name: at for name, at in stored.items() if name in names or (entries and name.startswith(nested.ENTRY))}
+    texts = {entry: texts[entry] for entry in entries if entry in texts}
+    # Not strictly: a part of a module has its extra state, but is of another class.
+    if missing := module.load_state_dict(nested.unpacked_state(tensors, texts), strict=False).missing_keys:
+        raise ValueError(f"{missing[0]} is missing")
 
 
 @contextmanager

@@ -169,7 +169,8 @@ class Coordinator:
         if self._evaluated_at != self._update and (self._is_over or self._sample == 0):
             self._evaluate()
             self._evaluated_at = self._update
-            self._callbacks.end_epoch(self._update, self._epoch, self._metrics)
+            mean = {} if (loss := self._progress.train_loss) is None else {"train_loss": loss}
+            self._callbacks.call("on_epoch", TrainerState(self._update, self._epoch, {**mean, **self._metrics}))
 
     def evaluate(self, workers: WorkerGroup) -> Summary:
         """Evaluate the present weights and return accuracy and loss."""

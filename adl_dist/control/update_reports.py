@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from adl_dist.checkpoint.state import FreshStage, check_storable
+from adl_dist.checkpoint.state import FreshStage, state_of
 from adl_dist.control.messages import Record
 from adl_dist.engine import StageContext
 from adl_dist.monitor.memory import MemoryMeter
@@ -59,7 +59,7 @@ class UpdateReports:
         stage, stats = self._contexts[k].stage, self._contexts[k].stage.tally
         if k in self._unchecked:
             self._unchecked.remove(k)
-            check_storable(stage, self._fresh[k])
+            state_of([stage], 1, self._fresh)  # as for a save, but without a copy
         stage.tally = StepStats()
         where = {"stage": k, "update": self._segment.first_update + group, "epoch": self._segment.epoch}
         seconds = time.perf_counter() - self._start

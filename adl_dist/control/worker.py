@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from adl_dist.control.update_reports import UpdateReports
 from adl_dist.data.stream import Stream
 from adl_dist.distributed.world import World
 from adl_dist.engine import BatchSource, StageContext
-from adl_dist.errors import ConfigError
 from adl_dist.monitor.activity import FINISHING, USER_CODE, ActivityLog, Window
 from adl_dist.monitor.memory import MemoryMeter, peak_memory
 from adl_dist.monitor.trace import write_part
@@ -219,7 +218,7 @@ class LocalWorker:
         training, batches = reports is not None, None
         if feed is not None:
             batches = self.contexts[0].batches = self._batches(feed, segment, training=training)
-        with _restored_streams(self.stages, self.world.device):
+        with streams_kept(self.world.device):  # which stages seed in place
             try:
                 for k, context in self.contexts.items():
                     weights = work[k].loss_weights if context.stage.has_loss else []
@@ -296,23 +295,3 @@ def _flatten(batches: Generator[tuple[Batch, ...], None, None]) -> Generator[tup
     with contextlib.closing(batches):
         for batch in batches:
             yield tuple(tensor for part in batch for tensor in tensors_of(part))
-
-
-@contextlib.contextmanager
-def _restored_streams(stages: Sequence[Stage], device: torch.device) -> Iterator[None]:
-    """Restore the caller's random streams, which stages seed in place.
-
-    Raises:
-        ConfigError: If a stream has moved that no stage seeds.
-    """
-    with streams_kept(device) as streams:
-        yield
-        moved = streams.moved() - {"torch"} - frozenset().union(*(stage.draws for stage in stages))
-    if moved:
-        where = f"stage{'s' * (len(stages) > 1)} {', '.join(str(stage.index) for stage in stages)}"
-        which = " and ".join("Python's" if name == "python" else f"{name}'s" for name in sorted(moved))
-        raise ConfigError(
-            f"{where}: something drew from {which} global random stream, but nothing did in the trial at the start, so "
-            "that it was not seeded and cannot be repeated; draw from torch's stream, or, where it is no part of the "
-            "model, from a generator of its own"
-        )

@@ -174,7 +174,6 @@ class Callbacks:
         self._ask: Callable[[str], object] = lambda why: None
         self._update: int | None = None  # of which figures have come
         self._figures: dict[str, float] = {}
-        self._loss_sum = self._num_terms = 0.0  # of the epoch
         self._epoch = 0
 
     @property
@@ -190,7 +189,6 @@ class Callbacks:
     def open(self, ask: Callable[[str], object]) -> None:
         """Begin a run; ``ask(reason)`` ends it."""
         self.asked, self._ask, self._update = None, ask, None
-        self._loss_sum = self._num_terms = 0.0
 
     def call(self, event: str, now: TrainerState) -> None:
         """Call ``event`` of all of them; CallbackError if one fails."""
@@ -212,22 +210,12 @@ class Callbacks:
             self.tell_update()
             self._update, self._epoch = record["update"], record["epoch"]
         self._figures[record["name"].replace("/", "_", 1)] = record["value"]
-        if record["name"] == "train/loss":
-            num_terms = record.get("num_terms", record["num_samples"])
-            self._loss_sum += record["value"] * num_terms
-            self._num_terms += num_terms
 
     def tell_update(self) -> None:
         """Call ``on_update`` with the figures that have come, if any."""
         if self._figures and self._update is not None:
             now, self._figures = TrainerState(self._update + 1, self._epoch, self._figures), {}
             self.call("on_update", now)
-
-    def end_epoch(self, update: int, epoch: int, metrics: Mapping[str, float]) -> None:
-        """Call ``on_epoch`` with the training's mean loss and ``metrics``."""
-        mean = {"train_loss": self._loss_sum / self._num_terms} if self._num_terms else {}
-        self._loss_sum = self._num_terms = 0.0
-        self.call("on_epoch", TrainerState(update, epoch, {**mean, **metrics}))
 
     def state(self, update: int) -> list[dict[str, Any]]:
         """Return the states for a checkpoint."""

@@ -90,6 +90,11 @@ class Progress:
         if not self._quiet:
             tell(self._out, ("\r\033[K" if self._live else "") + text + "\n")
 
+    @property
+    def train_loss(self) -> float | None:
+        """The mean loss of the epoch so far, or None before its first update."""
+        return self._loss_sum / self._num_terms if self._num_terms else None
+
     def _reset(self) -> None:
         """Set all counts of an epoch to zero."""
         self._loss_sum = self._num_terms = self._num_correct = self._seconds_before = 0.0
@@ -101,7 +106,7 @@ class Progress:
         means = zip(self._staleness_sums, self._num_backwards, strict=True)
         stale = "/".join(f"{total / number:.3g}" if number else "-" for total, number in means)
         accuracy = f"  acc {self._num_correct / self._num_judged:7.2%}" if self._num_judged else ""
-        loss = self._loss_sum / self._num_terms if self._num_terms else float("nan")
+        loss = math.nan if self.train_loss is None else self.train_loss
         for name, (total, count) in self._metrics.items():
             value = total / count if name != "train/perplexity" else math.exp(min(loss, 700.0))
             accuracy += f"  {name.removeprefix('train/')} {value:.4g}"

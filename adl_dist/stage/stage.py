@@ -190,11 +190,6 @@ class Stage:
         self._watch_buffers = keep_buffers_finite if self._skips else nullcontext
 
     @property
-    def draws(self) -> frozenset[str]:
-        """The streams seeded besides torch's: ``python``, ``numpy``."""
-        return frozenset({"python", "numpy"}) if self._draws_common else self._info.draws
-
-    @property
     def has_loss(self) -> bool:
         """``True`` if this stage computes a loss."""
         return self.loss is not None

@@ -7,7 +7,7 @@ gradient, and the place where autograd adds to it.
 
     older = start_version(parameters)   # the Parameters now hold copies; graphs in flight refer to ``older``
     loss.backward()                     # of a graph built before: adds to the ``.grad`` of ``older``
-    with swapped(parameters, older):    # the Parameters are as they were when that graph was built, gradients too
+    with Exchange(parameters).swapped(older):  # the Parameters are as when that graph was built, gradients too
         ...
 """
 
@@ -32,16 +32,6 @@ def swap(parameters: Iterable[Tensor], others: Iterable[Tensor]) -> None:
         torch._C._swap_tensor_impl(one, other)
 
 
-@contextmanager
-def swapped(parameters: Sequence[Tensor], others: Sequence[Tensor]) -> Iterator[None]:
-    """Swap ``parameters`` for ``others``, with gradients, in the block."""
-    swap(parameters, others)
-    try:
-        yield
-    finally:
-        swap(parameters, others)
-
-
 def start_version(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     """Put copies into ``parameters``, and return the older version.
 
@@ -52,7 +42,7 @@ def start_version(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         copies = [torch.empty_like(p) for p in parameters]
         if copies:
             torch._foreach_copy_(copies, tuple(parameters))
-        older = [_like(p, copy) for p, copy in zip(parameters, copies, strict=True)]
+        older = [like_parameter(p, copy) for p, copy in zip(parameters, copies, strict=True)]
         for p, other in zip(parameters, older, strict=True):
             other.grad, p.grad = p.grad, None
     swap(parameters, older)
@@ -66,7 +56,7 @@ class Exchange:
     to it again.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], modules: Iterable[nn.Module]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], modules: Iterable[nn.Module] = ()) -> None:
         """Find the TorchScript modules with these ``parameters``."""
         self.parameters = parameters
         by_id = {id(p): p for p in parameters}
@@ -87,7 +77,7 @@ class Exchange:
 
     def versions_of(self, weights: Sequence[Tensor]) -> list[nn.Parameter]:
         """Return ``weights`` as a version of the parameters."""
-        return [_like(p, other) for p, other in zip(self.parameters, weights, strict=True)]
+        return [like_parameter(p, other) for p, other in zip(self.parameters, weights, strict=True)]
 
     def swap(self, others: Sequence[Tensor]) -> None:
         """Exchange weights and gradients with those of ``others``."""
@@ -139,13 +129,15 @@ def _why_unversionable(parameter: nn.Parameter) -> str | None:
     if not has_plain_memory(parameter):
         return "its memory is not at one address"
     try:
-        with torch._C.DisableTorchFunctionSubclass(), swapped([parameter], [_like(parameter, parameter.detach())]):
+        with torch._C.DisableTorchFunctionSubclass():
+            swap([parameter], others := [like_parameter(parameter, parameter.detach())])
+            swap([parameter], others)
             return None
     except (RuntimeError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
 
 
-def _like(parameter: nn.Parameter, copy: Tensor) -> nn.Parameter:
+def like_parameter(parameter: nn.Parameter, copy: Tensor) -> nn.Parameter:
     """Return ``copy`` with the parameter's type and hooks."""
     other = torch.Tensor._make_subclass(type(parameter), copy, parameter.requires_grad)
     if parameter._backward_hooks is not None:

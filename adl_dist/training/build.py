@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from adl_dist.batch import is_class_target, tensors_of
-from adl_dist.checkpoint.identity import class_name, described, described_optimizer, merged
+from adl_dist.checkpoint.identity import class_name, described_optimizer, merged
 from adl_dist.checkpoint.state import FreshStage
 from adl_dist.control.worker import LocalWorker
 from adl_dist.distributed.world import World
@@ -221,7 +221,7 @@ def settings_made(spec: TrainSpec, made: Sequence[Mapping[str, Any]]) -> Setting
         merged(one[kind] for one in made if kind in one) or None for kind in ("optimizer", "lr_schedule")
     )
     if schedule is not None:
-        schedule = {"made_by": described(spec.lr_schedule), **schedule}
+        schedule = {"made_by": {"name": class_name(spec.lr_schedule)}, **schedule}
     return {"optimizer": optimizer, "lr_schedule": schedule}
 
 

@@ -18,13 +18,14 @@ from adl_dist.errors import CheckpointError, ConfigError
 from adl_dist.optimizers.roles import keep_role
 from adl_dist.partition.stage_module import StageModule
 from adl_dist.seeds import weights_seed
+from adl_dist.stage.versions import like_parameter
 from adl_dist.streams import streams_kept
 
 # What a model may define: from the name of a parameter and a tensor, which it fills; from a layer, of which it fills
 # what is in no file; the folder that its weights are in; from names of tensors there to names of its own.
 DRAW, RESET_LAYER, WEIGHTS_IN, NAMES_HERE = "draw_parameter", "reset_layer", "weights_in", "names_here"
 RESETS = "reset_parameters", "_reset_parameters"  # of a layer; the second is what torch's own attention has
-UNSET_BYTE = 2  # of a bool, which has only 0 and 1
+WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 class LazyWeights:
@@ -242,32 +243,23 @@ def load_initial(model: nn.Module, path: Path) -> None:
     model.load_state_dict(dict(state))
 
 
-@torch.no_grad()
 def load_weights(model: nn.Module, files: WeightFiles) -> None:
-    """Read the tensors of ``model`` from ``files``, one after the other.
+    """Read the tensors of ``model`` from ``files``.
 
     Raises:
         CheckpointError: If they are those of a different model.
     """
     files.check(model)
-    state = model.state_dict()
-    for name, value in files.read(state):
-        state[name].copy_(value)
+    model.load_state_dict(dict(files.read(model.state_dict())), strict=False)  # one of several names is enough
 
 
 def check_on_meta(model: nn.Module) -> None:
-    """Raise ConfigError unless all tensors are on meta and plain."""
+    """Raise ConfigError unless all tensors are on meta."""
     for name, tensor in _registered(model):
         if not tensor.is_meta:
             raise ConfigError(
                 f"the model is on torch.device('meta') in part: '{name}' is on {tensor.device}; build all of it "
                 "within one `with torch.device('meta'):`, or nothing"
-            )
-        is_plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
-        if not is_plain or tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
-            raise ConfigError(
-                f"'{name}' is on torch.device('meta') and another tensor will take its place, which would not have "
-                "its class or hooks; build the model with its weights"
             )
 
 
@@ -295,7 +287,7 @@ def _put(layer: nn.Module, key: str, old: Tensor, new: Tensor) -> Tensor:
     """Replace ``old`` by ``new`` in the same dtype, and return it."""
     if isinstance(old, nn.Parameter):
         if not isinstance(new, nn.Parameter):
-            new = nn.Parameter(new.to(old.dtype), requires_grad=old.requires_grad)
+            new = like_parameter(old, new.to(old.dtype))
             new.__dict__.update(old.__dict__)
             keep_role(new, old)
     else:
@@ -314,23 +306,18 @@ def _hold(layer: nn.Module, key: str, tensor: Tensor) -> None:
 
 def _unset(tensor: Tensor) -> Tensor:
     """Fill ``tensor`` with values that :func:`_check_set` recognises."""
-    if tensor.is_floating_point() or tensor.is_complex():
-        return tensor.fill_(float("nan"))
-    if tensor.dtype is torch.bool:
-        tensor.view(torch.uint8).fill_(UNSET_BYTE)
-        return tensor
-    return tensor.fill_(torch.iinfo(tensor.dtype).max)
+    bits = _bits(tensor)
+    bits.fill_(torch.iinfo(bits.dtype).max)
+    return tensor
 
 
 def _check_set(name: str, tensor: Tensor, by: str) -> None:
     """Raise ConfigError if a part of ``tensor`` is as :func:`_unset` left it."""
-    if tensor.is_meta or not tensor.numel():
-        is_set = not tensor.is_meta
-    elif tensor.is_floating_point() or tensor.is_complex():
-        is_set = not bool(tensor.isnan().any())
-    elif tensor.dtype is torch.bool:
-        is_set = bool(tensor.view(torch.uint8).max() < UNSET_BYTE)
-    else:
-        is_set = bool(tensor.max() < torch.iinfo(tensor.dtype).max)
-    if not is_set:
+    if tensor.is_meta or bool((_bits(tensor) == torch.iinfo(_bits(tensor).dtype).max).any()):
         raise ConfigError(f"'{name}' was on torch.device('meta'), and {by} does not fill it, or not all of it")
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return the memory of ``tensor`` as whole numbers; the largest is NaN, or no bool."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.view(WHOLE[real.itemsize])

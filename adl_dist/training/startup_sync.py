@@ -69,13 +69,10 @@ def check_consistent(
         ConfigError: If two ranks differ; the text names them and the first different entry.
         StageFailed, ChannelError: If another rank has failed, or does not answer.
     """
-    turn = ROUNDS[found]
-    with store_error_context(0):
-        store.set(f"{turn}/{rank}", json.dumps({"values": values, "initial": dict(initial)}))
-    mine = json.loads(json.dumps(values))
-    for other in (other for other in range(size) if other != rank):  # all of them: any may have failed
-        message = read(store, f"{turn}/{other}", other)
-        if 0 not in (rank, other):
+    published = exchange(store, ROUNDS[found], rank, size, {"values": values, "initial": dict(initial)})
+    mine = published[rank]["values"]
+    for other, message in enumerate(published):
+        if other == rank or 0 not in (rank, other):
             continue
         if (difference := first_difference(mine, message["values"])) is not None:
             name, *both = difference

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from adl_dist.checkpoint import state
 from adl_dist.checkpoint.async_save import Saver
-from adl_dist.checkpoint.identity import described, optimizer_name
+from adl_dist.checkpoint.identity import class_name, optimizer_name
 from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.checkpoint.run_dir import RunFolder, chosen_checkpoint, log_to
 from adl_dist.checkpoint.weight_files import WeightFiles
@@ -158,7 +158,6 @@ class Trainer:
         self._processes, self._timeouts = processes or ProcessOptions(), timeouts or WatchdogTimeouts()
         self._distributed = _is_distributed(self._processes, self._spec.pipeline)
         arguments.check_layers(model, distributed=self._distributed)
-        self._loss_settings = described(loss_fn)  # now, because a loss may count its calls
         self._partitioned = self._prepare(model, partition or PartitionSpec(), init_from)
         self._modules = [ref(module) for module in model.modules()]  # of the user's; a process keeps those of its stage
         # Of the stages of this process, which may have nothing to train; None before the first fit.
@@ -393,7 +392,7 @@ class Trainer:
     @property
     def _settings(self) -> dict[str, Any]:
         """The known settings of this trainer that identify a run folder."""
-        return {**build.settings_of(self._spec, self._partitioned), "loss": self._loss_settings}
+        return {**build.settings_of(self._spec, self._partitioned), "loss": {"name": class_name(self._spec.loss_fn)}}
 
     def _checked_folder(
         self, folder: RunFolder | None, known_by: Mapping[str, Any], resume: str, later: Collection[str]

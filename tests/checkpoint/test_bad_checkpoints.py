@@ -180,12 +180,12 @@ def test_no_header_takes_memory_or_ends_the_process(tmp_path):
 def test_what_is_no_longer_there_when_it_is_loaded_is_told(two):
     """It was in order when it was compared with its checksums."""
     for content, match in (
-        (shards()[FIRST].tensors | {"weight": torch.zeros(4, 3)}, r"weight should have shape \[3, 4\], found \[4, 3\]"),
-        ({"num_batches_tracked": torch.tensor(1)}, r"weight should have shape \[3, 4\], found missing"),
+        (shards()[FIRST].tensors | {"weight": torch.zeros(4, 3)}, "RuntimeError: .*size mismatch for weight"),
+        ({"num_batches_tracked": torch.tensor(1)}, "ValueError: weight is missing"),
     ):
         other = saved(two[0].parent / str(len(content)), 2, {FIRST: Shard(content)})
         newest = resealed(two[1], {FIRST: (other / FIRST).read_bytes()})
-        with pytest.raises(CheckpointError, match=f"{newest.name} cannot be read: ValueError: {match}"):
+        with pytest.raises(CheckpointError, match=f"{newest.name} cannot be read: {match}"):
             saved_state.load_weights(newest, Holder())
 
 

@@ -307,7 +307,7 @@ def test_what_makes_no_optimizer_is_told_by_its_own_words(make, told):
 def placed(*, saved_on, steps_on_cpu=True):
     """Where a counter on the CPU and an average that is with its parameter come back, now that this is on "meta"."""
     on_gpu = torch.device("meta") if saved_on == "gpu" else torch.device("cpu")
-    packer = Packer({}, on_gpu)
+    packer = Packer(on_gpu)
     packed = packer.packed("w", {"step": torch.zeros(()), "average": torch.zeros(2, device=on_gpu)})
     read = {name: torch.zeros(tensor.shape) for name, tensor in packer.tensors.items()}
     back = unpacked(packed, read, device=torch.device("meta"), steps_on_cpu=steps_on_cpu)

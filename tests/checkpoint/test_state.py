@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import adl_dist
@@ -195,6 +195,24 @@ def test_the_state_of_a_loss_is_restored(kind, tmp_path):
     assert_same(fit(trainer_of(loss_fn=kind()), tmp_path, 3), whole)
 
 
+def copies(module, state, prefix, _):
+    state[f"{prefix}weight"] = state[f"{prefix}weight"].clone()
+
+
+def test_a_state_dict_of_copies_is_restored(tmp_path):
+    def model():
+        net = batch_norm_net()
+        net[6][2].register_state_dict_post_hook(copies)
+        return net
+
+    whole = fit(trainer_of(model=model()), None, 2)
+    fit(trainer_of(model=model()), tmp_path, 1)
+    assert_same(fit(trainer_of(model=model()), tmp_path, 2), whole)
+    (tmp_path / "start").mkdir()
+    save_file(whole, tmp_path / "start" / "model.safetensors")
+    assert_same(trainer_of(model=model(), init_from=tmp_path / "start").full_state_dict(), whole)
+
+
 # --- a run of version 0.3.8 -------------------------------------------------------------------------------------------
 
 
@@ -219,6 +237,7 @@ def as_version_0_3_8(run_dir):
     layout.commit(path, manifest, files | tensor_files.write(path, written))
     config = yaml.safe_load((run_dir / "config.yaml").read_text())
     config["lr_schedule"] |= {"step_size": 3, "gamma": 0.5}
+    config["loss"]["label_smoothing"] = 0.0
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
 
 

@@ -142,10 +142,10 @@ def test_what_an_optimizer_remembers_comes_back_whatever_it_is(tmp_path):
 
 def test_what_is_packed_comes_back_with_its_strides():
     """A file holds tensors in the plain format, with which a product of matrices could be rounded otherwise."""
-    packer = Packer({}, torch.device("cpu"))
+    packer = Packer()
     packed = json.dumps(packer.packed("m", [torch.arange(6.0).view(2, 3).t(), torch.zeros(2, 3)]))
     stored = {name: tensor.contiguous() for name, tensor in packer.tensors.items()}
-    back = unpacked(json.loads(packed), stored, device=torch.device("cpu"), steps_on_cpu=True)
+    back = unpacked(json.loads(packed), stored)
     assert [tensor.stride() for tensor in back] == [(1, 3), (3, 1)]
     assert back[0].tolist() == [[0, 3], [1, 4], [2, 5]]
 

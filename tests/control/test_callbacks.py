@@ -190,18 +190,6 @@ def test_callbacks_of_one_class_get_their_own_states_in_order():
     assert [stopping.waited for stopping in after] == [3, 4]
 
 
-def test_the_loss_of_training_is_the_mean_over_the_epoch():
-    diary = Diary()
-    callbacks = Callbacks([diary])
-    for epoch, losses in enumerate(((1.0, 3.0), (5.0, 6.0))):
-        for update, loss in enumerate(losses, start=2 * epoch):
-            record = {"name": "train/loss", "value": loss, "num_samples": 1 + update % 2}
-            callbacks.take({**record, "update": update, "epoch": epoch})
-        callbacks.tell_update()
-        callbacks.end_epoch(update + 1, epoch + 1, {})
-    assert [line[3]["train_loss"] for line in diary.lines if line[0] == "epoch"] == [7 / 3, 17 / 3]
-
-
 def test_early_stopping_begins_anew_with_another_metric(tmp_path):
     fit([adl_dist.EarlyStopping(1, "validation_accuracy")], run_dir=tmp_path)
     _, summary = fit([adl_dist.EarlyStopping(1, "validation_loss")], run_dir=tmp_path, epochs=8)

@@ -62,6 +62,16 @@ def test_an_epoch_that_goes_on_counts_the_seconds_before(lines):
     assert " 4 images/s" in lines.getvalue().splitlines()[-1]
 
 
+def test_the_loss_of_training_is_the_mean_over_the_epoch(lines):
+    progress = Progress(num_stages=1, out=lines)
+    for epoch, losses, mean in ((0, (1.0, 3.0), 7 / 3), (1, (5.0, 6.0), 17 / 3)):
+        progress.begin(epoch, 2, 4)
+        assert progress.train_loss is None
+        for update, value in enumerate(losses):
+            progress.update({**loss(update, 1 + update), "value": value})
+        assert progress.train_loss == mean
+
+
 def test_perplexity_is_that_of_the_mean_loss(lines):
     progress = Progress(num_stages=1, out=lines)
     progress.begin(0, 1, 3)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from adl_dist.errors import ConfigError
-from adl_dist.stage.versions import check_versions, start_version, swapped
+from adl_dist.stage.versions import Exchange, check_versions, start_version
 
 
 class Marked(nn.Parameter):
@@ -73,7 +73,7 @@ def test_a_checkpoint_recomputes_with_the_weights_of_its_forward(reentrant):
     with torch.no_grad():
         for p in parameters:
             p.mul_(3)
-    with swapped(parameters, older):
+    with Exchange(parameters).swapped(older):
         out.sum().backward()
     plain(x).sum().backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(older, plain.parameters(), strict=True))
@@ -87,7 +87,7 @@ def test_what_was_swapped_in_is_out_again_after_an_error():
         p.fill_(2)
 
     def fail():
-        with swapped([p], older):
+        with Exchange([p]).swapped(older):
             assert p.item() == 1
             raise KeyError
 
