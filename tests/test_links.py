@@ -6,11 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from adl_dist.cli.plan.link import GPU_LINK
 from adl_dist.cli.plan.report import codec_lines
 from adl_dist.codecs import Codecs, CodingCost, PerMessage
 from adl_dist.errors import ConfigError
-from adl_dist.links import LINKS, parse_links, text_of_links
+from adl_dist.links import LINKS, parse_links
 from adl_dist.partition import Machine
 from adl_dist.partition.balance import best_balance
 from adl_dist.partition.costs import Profile, StageFootprint, UnitCost
@@ -43,12 +42,6 @@ def test_links_are_read_in_the_units_of_tc_or_in_bytes(text, bandwidth, latency)
 def test_what_is_no_link_is_refused_with_an_example(text):
     with pytest.raises(ConfigError, match=r"--links: '.*' is not a link; expected .* like 100mbit or 100mbit,50ms"):
         parse_links(text, "--links")
-
-
-def test_a_list_stands_for_the_text_that_a_command_line_splits():
-    assert text_of_links(["100mbit", "5ms"]) == text_of_links("100mbit,5ms") == "100mbit,5ms"
-    assert text_of_links([["1gbit", "1ms"], ["100mbit", "5ms"]]) == "1gbit,1ms/100mbit,5ms"
-    assert (text_of_links(None), text_of_links("auto")) == (None, "auto")
 
 
 def test_a_list_of_links_has_one_for_each_cut():
@@ -118,13 +111,6 @@ def test_messages_wait_for_those_before_them_on_their_link():
     assert slow > long + 2 * 24
 
 
-def test_stages_of_two_processes_share_the_links_between_these():
-    """With two stages each, three messages of 24 s go one way over one link, for each of M = 4 micro-batches."""
-    profile, link = profile_of([unit(crossing=24, seconds=0.3)] * 8), Machine(bandwidth=1.0)
-    interleaved = Pipeline(method("interleaved", accumulation_steps=4, stages_per_process=2), 4)
-    assert predict(profile, interleaved, machine=link).seconds_per_update >= 4 * 3 * 24
-
-
 @pytest.mark.parametrize(("seconds", "told"), [
     (0.0, "runtime.codec=int8 is needed, and enough"),
     (3.0, "the links cost time, least without a codec"),
@@ -162,18 +148,6 @@ def test_who_waits_for_messages_is_cut_where_less_is_sent(name, delay, sizes):
     assert told.seconds_per_update == min(seconds)
 
 
-def test_to_send_less_a_cut_does_not_part_tied_weights():
-    """Their sums of 400 bytes would take 400 s."""
-    units = [unit(crossing=each) for each in (24, 24, 24, 12, 0, 0, 0, 0)]
-    units[4] = replace(units[4], parameter_bytes=400)
-    units[7] = replace(units[7], tied=[[4, 400]])
-    pipeline, link = Pipeline(method("1f1b", accumulation_steps=4), 2), Machine(bandwidth=1.0)
-    told = predict(profile_of(units), pipeline, machine=link)
-    assert told.balance.sizes == [4, 4]
-    assert told.seconds_per_update < 400
-    assert predict(profile_of(units), pipeline, machine=link, sizes=[5, 3]).seconds_per_update == 400
-
-
 def test_one_link_for_all_is_shared_and_several_are_not():
     """Three stages of 8 s; a message of 24 bytes takes 24 s, and the middle sends two for each micro-batch."""
     profile = profile_of([unit(crossing=24)] * 8)
@@ -182,14 +156,6 @@ def test_one_link_for_all_is_shared_and_several_are_not():
         predict(profile, adl(K), machine=machine).seconds_per_update for K, machine in ((2, one), (3, one), (3, two))
     ]
     assert seconds == [pytest.approx(4 * 24), pytest.approx(4 * 48), pytest.approx(4 * 24)]
-
-
-def test_described_links_take_the_place_of_the_usual_one_of_gpus():
-    """Several are independent, whatever the usual one is."""
-    usual = Machine(**GPU_LINK)
-    one, two = (replace(usual, **parse_links(text, LINKS).figures) for text in ("1gbit", "1gbit/8mbit"))
-    assert (one.bandwidth, one.shares_link) == (125e6, True)
-    assert (two.bandwidth, two.shares_link) == ((125e6, 1e6), False)
 
 
 def test_half_of_a_shared_link_is_for_each_of_two_neighbours():
@@ -206,29 +172,6 @@ def test_a_forward_that_is_repeated_loads_nothing_again():
     told = predict(profile, adl(2, weights="recompute"), sizes=[4, 4])
     assert told.balance.stage_seconds[0] == pytest.approx(10 + 16)
     assert told.seconds_per_update == pytest.approx(4 * 26)
-
-
-def test_a_forward_that_is_repeated_sends_nothing_again():
-    """A second for each message: two for the activation, and the gradient, of each micro-batch."""
-    profile = profile_of([unit(crossing=24)] * 8)
-    pipeline = adl(2, weights="recompute")
-    seconds = [
-        predict(profile, pipeline, machine=Machine(seconds_per_message=one), sizes=[4, 4]).seconds_per_update
-        for one in (0.0, 1.0)
-    ]
-    assert seconds == [pytest.approx(4 * 16), pytest.approx(4 * (16 + 3))], "targets, activation, gradient"
-
-
-def test_what_a_codec_takes_for_each_message_counts():
-    """A second for each, half of it on each side, besides what its bytes take."""
-    profile = profile_of([unit(crossing=24)] * 8)
-    int8 = Machine(
-        codecs=Codecs("int8", "int8"), coding={"int8": CodingCost(PerMessage(1.0, 0.0), PerMessage(3.0, 0.5))}
-    )
-    told = predict(profile, adl(2), machine=int8)
-    assert told.seconds_per_update == pytest.approx(4 * (12 + (1 + 3 + 24 * 0.5) / 2))
-    slow = replace(int8, coding={"int8": int8.coding["int8"].slowed(2.0)})
-    assert predict(profile, adl(2), machine=slow).seconds_per_update == pytest.approx(4 * (12 + 1 + 3 + 24 * 0.5))
 
 
 def test_coding_is_measured_with_the_threads_of_a_stage():

@@ -65,8 +65,8 @@ def train_all(K, names):
 
 
 SOME = {
-    2: ["padding_mask", "memory_bank", "hands_on_with_booleans", "dropout_path", "argmax_in_the_middle", "lora"],
-    3: ["detached_branch", "head_for_training", "rope_attention", "flow"],
+    2: ["padding_mask", "memory_bank", "dropout_path", "argmax_in_the_middle"],
+    3: ["detached_branch", "flow"],
 }
 TRAINED = [name for name in CASES if not {(name, 2), (name, 3)} & {*VERDICTS}]
 AT_A_TIME = 24

@@ -11,7 +11,7 @@ import adl_dist
 from adl_dist.checkpoint.nested import Packer, unpacked
 from adl_dist.errors import CheckpointError, ConfigError
 from adl_dist.optimizers import Muon
-from tests.support.commands import assert_same, in_process, shows, words
+from tests.support.commands import assert_same
 from tests.support.kill import records
 from tests.support.runs import toy_trainer
 from tests.support.toys import FixedImages, batch_norm_net
@@ -231,25 +231,6 @@ def test_what_cannot_be_saved_is_told_after_the_first_update(make, told, tmp_pat
     assert [record["update"] for record in losses] in ([], [0])
 
 
-def test_a_hook_that_knows_its_own_optimizer_is_no_obstacle(tmp_path):
-    class Hooked(torch.optim.SGD):
-        def __init__(self, params):
-            super().__init__(params, lr=0.05, momentum=0.9)
-            self.register_step_pre_hook(lambda optimizer, args, kwargs: self.param_groups[0].update(momentum=0.5))
-
-    Run(Hooked).fit(tmp_path, 1)
-    assert_same(Run(Hooked).fit(tmp_path, 2), Run(Hooked).fit(None, 2))
-
-
-def test_an_object_that_never_moves_is_no_obstacle(tmp_path):
-    class Holds(Own):
-        def prepare(self):
-            self.seen, self.hook, self.model = set(), self.change, nn.Linear(2, 2)
-            self.parameters_too = {id(p): p for group in self.param_groups for p in group["params"]}
-
-    Run(Holds).fit(tmp_path, 1)
-
-
 # --- who makes it -----------------------------------------------------------------------------------------------------
 
 
@@ -257,25 +238,6 @@ def matrices():
     torch.manual_seed(0)
     layers = [nn.Flatten(), *(nn.Linear(72, 72, bias=False) for _ in range(3)), nn.Linear(72, 5, bias=False)]
     return nn.Sequential(*layers)
-
-
-def test_muon_trains_matrices_and_resumes(tmp_path):
-    """It refuses every parameter that is no matrix, also one that only shows its name."""
-    muon = partial(torch.optim.Muon, lr=0.01)
-    Run(muon, model=matrices(), balance="auto").fit(None, 1)  # measured with it, too
-    expected = Run(muon, model=matrices()).fit(None, 2)
-    Run(muon, model=matrices()).fit(tmp_path, 1)
-    assert_same(Run(muon, model=matrices()).fit(tmp_path, 2), expected)
-
-
-def test_the_command_takes_muon_where_it_fits(tmp_path):
-    muon = "optimizer._target_=torch.optim.Muon", "optimizer.lr=0.01", "train.epochs=1"
-    done = in_process(*words(tmp_path / "run", "model._target_=tests.support.user_code.matrices", *muon))
-    assert (done.code, done.err) == (0, "")
-    line = in_process(*words(tmp_path / "two", "model._target_=tests.support.user_code.good", *muon)).refusal(2)
-    shows(
-        line, ["stage 0, parameter 0.1.bias: optimizer: torch.optim.Muon refuses {'lr': 0.01}: Muon only supports 2D"]
-    )
 
 
 def test_an_optimizer_that_refuses_a_parameter_is_told(tmp_path):

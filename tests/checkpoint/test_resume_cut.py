@@ -1,28 +1,22 @@
 """A checkpoint continues with another K or balance: nothing is lost, nothing is moved, and the run says so."""
 
-from collections import OrderedDict
 from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 import yaml
-from torch import nn
 
 import adl_dist
-from adl_dist.checkpoint import layout
-from adl_dist.checkpoint import state as saved_state
 from adl_dist.errors import CheckpointError
 from adl_dist.optim import multistep
 from adl_dist.optimizers import Muon
 from adl_dist.schedule import Pipeline
-from adl_dist.stage import Stage
 from tests.support.commands import assert_same, snapshot
 from tests.support.runs import toy_trainer
-from tests.support.saved import saved
 from tests.support.tiers import slow
 from tests.support.toys import FixedImages, batch_norm_net
-from tests.support.values import SILENT, spec_of
+from tests.support.values import SILENT
 
 MICRO_BATCH, M = 3, 2
 NUM_SAMPLES, PER_EPOCH = 17, 3  # six micro-batches, the last one of 2: three updates
@@ -165,25 +159,6 @@ def test_without_staleness_many_cuts_end_with_the_same_bits(method, steps, optim
     assert_same(run.state(), uncut.state())
 
 
-def test_a_parameter_of_two_names_keeps_its_momentum_in_any_cut(tmp_path):
-    """A traced stage finds its parameters in the order they are used, the uncut model as they are defined."""
-
-    def stage(*names, momentum):
-        layer = nn.Linear(2, 2)
-        module = nn.Sequential(OrderedDict((name, layer) for name in names))
-        stage = Stage(module, 0, spec_of(1, OPTIMIZERS["sgd"]))
-        for parameter in module.parameters():
-            stage.optimizer.state[parameter] = {"momentum_buffer": torch.full_like(parameter, momentum)}
-        return stage
-
-    one, other = stage("first", "second", momentum=3.0), stage("second", "first", momentum=4.0)
-    fresh = saved_state.FreshStage.of
-    path = saved(tmp_path, 1, saved_state.state_of([one], 1, {0: fresh(one)}))
-    saved_state.load(path, [other], {0: fresh(other)})
-    buffers = [state["momentum_buffer"] for state in other.optimizer.state.values()]
-    assert [buffer.unique().tolist() for buffer in buffers] == [[3.0], [3.0]]
-
-
 # --- What is told -----------------------------------------------------------------------------------------------------
 
 
@@ -207,18 +182,6 @@ def test_resuming_with_another_cut_says_so_once(tmp_path, capsys):
     assert noted([3, 4], 3) == []
     assert noted([2, 2, 3], 3) == [], "nothing is left that another cut could train"
     assert told() == [3, 4]
-
-
-def test_a_checkpoint_of_another_folder_is_known_by_its_cut(tmp_path, capsys):
-    Run(4).fit(tmp_path / "old", epochs=1)
-    with pytest.raises(Stopped):  # so config.yaml tells K = 2, and the checkpoint is still one of K = 4
-        Run(2, stop_after=1).fit(tmp_path / "old", epochs=2)
-    (path,) = layout.complete(tmp_path / "old" / "checkpoints")
-    for K, told in ((2, 1), (4, 0)):
-        Run(K).fit(
-            tmp_path / f"K{K}", epochs=2, resume=str(path), monitoring=adl_dist.Monitoring(quiet=False, report=False)
-        )
-        assert capsys.readouterr().out.count("(num_stages was 4 and is 2") == told
 
 
 # --- What does not fit ------------------------------------------------------------------------------------------------

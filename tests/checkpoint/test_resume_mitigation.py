@@ -79,16 +79,6 @@ def test_another_cut_carries_the_histories_by_name(tmp_path):
         assert len(past["updates"]) == 4
 
 
-def test_a_stage_that_becomes_fresh_drops_the_histories(tmp_path):
-    one, last = stage_of(3, 0, "ab", "predict"), stage_of(3, 2, "b", "predict")
-    for p in one.module.parameters():
-        one.mitigation.history[p] = {"displacement": torch.ones_like(p.detach()), "rate": 1.0}
-    fresh = saved_state.FreshStage.of
-    path = saved(tmp_path, 1, saved_state.state_of([one], 3, {0: fresh(one)}))
-    saved_state.load(path, [last], {2: fresh(last)})
-    assert last.mitigation is None
-
-
 def test_runs_continue_over_many_cuts(tmp_path):
     """Lags and delays are those of the cut in use; one that has grown waits until enough is remembered."""
     options = {"mitigation": ["predict", "error_feedback"]}
@@ -97,13 +87,6 @@ def test_runs_continue_over_many_cuts(tmp_path):
         trainer, summary = train(K, epochs=epochs)
         assert summary["updates"] == 6 * epochs
     assert all(value.isfinite().all() for value in trainer.full_state_dict().values())
-
-
-def test_a_run_does_not_continue_with_another_mitigation(tmp_path):
-    train = partial(trained, 2, 2, torch.float32, run_dir=tmp_path)
-    train(epochs=1, options={"mitigation": ["spike"]})
-    with pytest.raises(ConfigError, match="mitigation"):
-        train(epochs=2, options={"mitigation": ["predict"]})
 
 
 NEW = ("split_backward", "max_deferred", "mitigation", "flush_epochs")

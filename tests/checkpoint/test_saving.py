@@ -14,7 +14,7 @@ import pytest
 import adl_dist
 from adl_dist.checkpoint import async_save, layout, storage
 from adl_dist.checkpoint.async_save import PartReport, PartWriter, Saver
-from adl_dist.checkpoint.run_dir import chosen_checkpoint, log_to, logger
+from adl_dist.checkpoint.run_dir import chosen_checkpoint
 from adl_dist.report import MetricsWriter
 from tests.support.commands import assert_same, in_process, snapshot, words
 from tests.support.runs import trainer_of
@@ -78,21 +78,6 @@ def test_a_disk_full_at_any_byte_keeps_the_old_checkpoint(background, tmp_path, 
     assert [path.name for path in tmp_path.iterdir()] == ["update-00000002"]
     layout.verify(path)
     assert capfd.readouterr().err.count("adl-dist: warning: update 2 could not be saved in") == failed
-
-
-def test_a_folder_that_has_gone_is_made_again(tmp_path, capfd):
-    folder = tmp_path / "run" / "checkpoints"
-    saver = Saver(folder, keep=1, keep_best=False, background=True)
-    saver.save(writing(saver, shards()), position(1))
-    assert saver.wait() == folder / "update-00000001"
-    (tmp_path / "run").rename(tmp_path / "moved")
-    saver.save(writing(saver, shards()), position(2))
-    assert saver.wait() == folder / "update-00000002"
-    (tmp_path / "run").rename(tmp_path / "moved again")
-    (tmp_path / "run").write_text("a file")
-    saver.save(writing(saver, shards()), position(3))
-    assert (saver.wait(), "Not a directory" in saver.failure) == (None, True)
-    assert capfd.readouterr().err.count("warning") == 1
 
 
 def test_a_save_of_the_same_update_is_replaced_only_if_damaged(tmp_path):
@@ -188,14 +173,6 @@ def test_a_save_that_fails_is_recorded_and_the_run_continues(place, name, error,
     assert re.search(told, recorded)
 
 
-def test_a_report_of_an_earlier_save_counts_for_no_other(tmp_path):
-    """An error may have cut off the wait for it."""
-    saver = Saver(tmp_path, keep=1, keep_best=False, background=False)
-    saver.take_part(PartReport(rank=0, token="of an earlier one", failure="rank 0: no space"))
-    saver.save(writing(saver, shards()), position(1))
-    assert (saver.wait(), saver.failure) == (tmp_path / "update-00000001", None)
-
-
 @pytest.mark.parametrize("reported_before", [False, True])
 def test_a_save_fails_at_once_where_a_process_is_gone(reported_before, tmp_path):
     def dies(path, shards, token, background):
@@ -237,14 +214,6 @@ def test_a_run_whose_last_save_fails_resumes_from_the_one_before(tmp_path, monke
     outcome = in_process(*words(tmp_path / "run", "train.epochs=2"))
     assert (outcome.code, names(tmp_path / "run")) == (0, ["update-00000002", "update-00000004"])
     assert "resumed from" in outcome.out
-
-
-def test_a_second_run_writes_nothing_into_the_first_ones_folder(tmp_path):
-    fit(tmp_path / "first", epochs=1)
-    before = snapshot(tmp_path / "first")
-    fit(tmp_path / "second", epochs=1)
-    assert snapshot(tmp_path / "first") == before
-    assert snapshot(tmp_path / "second").keys() == before.keys()
 
 
 # --- other files -----------------------------------------------------------------------------------------------------
@@ -324,23 +293,3 @@ def test_records_that_cannot_be_written_leave_no_half_line(tmp_path, small_files
     assert written == [0, 1, *range(15, 20)], "two records take 124 bytes"
     told = [("metrics.jsonl" in text, "TensorBoard" in text) for text in warnings]
     assert sorted(told) == [(False, True), (True, False)]
-
-
-def test_a_log_that_cannot_be_written_is_reported_once(tmp_path, small_files, capfd):
-    log_to(tmp_path / "log")
-    try:
-        small_files(1000)  # standard error may be a file too
-        for _ in range(100):
-            logger.info("a line")
-        small_files(resource.RLIM_INFINITY)
-        assert capfd.readouterr().err.count("\n") == 1
-    finally:
-        log_to(tmp_path / "another log")
-
-
-def test_a_garbled_record_is_dropped_at_the_next_start(tmp_path):
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"update": 0}\n\0\0\0\n{"update": 1}\n[]\n{"upd')
-    recorder = MetricsWriter(tmp_path)
-    recorder.start(from_update=1)
-    recorder.close()
-    assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"update": 0}\n'

@@ -110,12 +110,6 @@ class Counting(nn.CrossEntropyLoss):
         return super().forward(out, target)
 
 
-def test_one_trainer_may_fit_twice(tmp_path):
-    trainer = toy_trainer(2, 2, loss_fn=Counting())
-    for epochs in (1, 2):
-        trainer.fit(FixedImages(20), epochs=epochs, batch_size=8, run_dir=tmp_path, monitoring=SILENT)
-
-
 def test_of_an_optimizer_plain_options_are_described():
     made = partial(torch.optim.SGD, lr=torch.tensor(0.5))([{"params": [nn.Parameter(torch.ones(1))], "by": squares}])
     found = described_optimizer(made)

@@ -145,33 +145,6 @@ def test_buffers_that_two_stages_use_are_restored_on_both(tmp_path):
     assert_same(fit(trainer(1), tmp_path, 2), whole)
 
 
-class EverySecond(nn.Module):
-    """Its counter decides on one stage, and is computed with on another."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(72, 8), nn.Linear(8, 5)
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x):
-        if self.training:
-            self.steps += 1
-        h = self.first(x.flatten(1))
-        if self.steps.item() % 2:
-            h = h * 2
-        return self.second(h) * (1 + self.steps / 100)
-
-
-def test_a_counter_is_restored_where_it_decides(tmp_path):
-    def trainer():
-        return trainer_of(2, model=EverySecond(), balance=["second"])
-
-    whole = fit(trainer(), None, 2)
-    fit(trainer(), tmp_path, 1)
-    assert_same(fit(trainer(), tmp_path, 2), whole)
-
-
 def test_extra_state_of_any_kind_is_restored(tmp_path):
     stages = [Stage(counting(as_tensor=False), 0, spec_of(1, partial(torch.optim.SGD, lr=0.1))) for _ in range(2)]
     stages[0].module[2].calls = 5

@@ -2,7 +2,6 @@
 
 import json
 import re
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,18 +10,17 @@ import torch
 import yaml
 from torch import nn
 
-from adl_dist.checkpoint import layout, state, storage, tensor_files
+from adl_dist.checkpoint import layout, state, tensor_files
 from adl_dist.checkpoint.nested import Packer, unpacked
 from adl_dist.checkpoint.tensor_files import CODES, Shard
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.config.instantiate import build_model
 from adl_dist.errors import ConfigError
-from adl_dist.stage import Stage
 from tests.support.commands import assert_same, in_process, shows, weights_of, words
 from tests.support.runs import trainer_of
 from tests.support.saved import FIRST, MOMENTUM, SECOND, SIGNATURE, saved
 from tests.support.toys import FixedImages, batch_norm_net
-from tests.support.values import spec_of, values
+from tests.support.values import values
 
 DOCS = Path(__file__).parents[2] / "docs" / "runs.md"
 
@@ -46,15 +44,6 @@ def test_a_file_has_the_bytes_that_the_library_writes(tensors, tmp_path):
     file = written(tmp_path, tensors)
     assert file.read_bytes() == safetensors.torch.save(tensors, {"format": "pt"})
     assert safetensors.torch.load_file(file).keys() == tensors.keys()
-
-
-def test_text_of_a_file_is_read_back_in_a_fixed_order(tmp_path):
-    text = {"zebra": "1", "after": '"\u00e9\n', "more": "", "": "nothing"}
-    tensors, read = tensor_files.scan(tmp_path, tensor_files.MODEL, [written(tmp_path, {}, **text).name])
-    assert (tensors, read) == ({}, {"format": "pt", **text})
-    first = (tmp_path / FIRST).read_bytes()
-    (tmp_path / FIRST).unlink()
-    assert written(tmp_path, {}, **dict(reversed(text.items()))).read_bytes() == first
 
 
 def test_views_and_shared_memory_are_stored_by_their_values(tmp_path):
@@ -99,45 +88,7 @@ def test_the_index_names_the_file_of_each_tensor_of_the_model(tmp_path):
         assert list(safetensors.torch.load_file(path / file)[name].shape) == SIGNATURE[name]
 
 
-def test_reading_counts_as_progress(tmp_path):
-    path = saved(tmp_path, 1)
-    tensors, _ = tensor_files.scan(path, tensor_files.MODEL, layout.read_manifest(path)["files"])
-    before = storage.progress.num_pieces
-    ((name, value),) = tensor_files.read({"weight": tensors["weight"]})
-    assert (name, value.shape) == ("weight", (3, 4))
-    assert value.untyped_storage().nbytes() == 12 * 4
-    assert storage.progress.num_pieces == before + 1
-
-
 # --- optimizers ------------------------------------------------------------------------------------------------------
-
-
-THINGS = {"count": 3, "rate": 0.1, "flag": True, "nothing": None, "history": [1, 2.5], "far": float("inf")}
-
-
-class Remembers(torch.optim.SGD):
-    """Keeps things of every kind for each parameter."""
-
-    def step(self, closure=None):
-        for parameter in (p for group in self.param_groups for p in group["params"]):
-            self.state[parameter] = {**THINGS, "step": torch.tensor(2.0), "average": parameter.detach().clone()}
-
-
-def stage_of_two():
-    return Stage(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), 0, spec_of(1, partial(Remembers, lr=0.1)))
-
-
-def test_what_an_optimizer_remembers_comes_back_whatever_it_is(tmp_path):
-    stage, other = (stage_of_two() for _ in range(2))
-    stage.optimizer.step()
-    path = saved(tmp_path, 1, state.state_of([stage], 1, {0: state.FreshStage.of(stage)}))
-    state.load(path, [other], {0: state.FreshStage.of(other)})
-    for name, parameter in other.named_parameters():
-        got = other.optimizer.state[parameter]
-        assert torch.equal(got.pop("average"), stage.module.get_parameter(name))
-        assert torch.equal(got.pop("step"), torch.tensor(2.0))
-        assert got == THINGS
-        assert {key: type(value) for key, value in got.items()} == {k: type(v) for k, v in THINGS.items()}
 
 
 def test_what_is_packed_comes_back_with_its_strides():
@@ -148,13 +99,6 @@ def test_what_is_packed_comes_back_with_its_strides():
     back = unpacked(json.loads(packed), stored)
     assert [tensor.stride() for tensor in back] == [(1, 3), (3, 1)]
     assert back[0].tolist() == [[0, 3], [1, 4], [2, 5]]
-
-
-def test_what_of_an_optimizer_cannot_be_saved_is_told_by_name(tmp_path):
-    stage = stage_of_two()
-    stage.optimizer.state[stage.module[0].bias] = {"log": {1, 2}}
-    with pytest.raises(ConfigError, match=r"stage 0: what Remembers .* cannot be saved: 0.bias.log is a set; expected"):
-        state.state_of([stage], 1, {0: state.FreshStage.of(stage)})
 
 
 # --- other programs --------------------------------------------------------------------------------------------------

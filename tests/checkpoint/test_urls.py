@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-import multiprocessing
+import os
 import signal
 import subprocess
 import sys
@@ -21,6 +21,7 @@ from adl_dist.checkpoint.run_dir import chosen_checkpoint
 from adl_dist.checkpoint.storage import place_of, read, storage_of
 from adl_dist.errors import ConfigError
 from tests.support.commands import assert_same, in_process, words
+from tests.support.ranks import run_ranks
 from tests.support.runs import toy_trainer
 from tests.support.saved import position, saved, shards, writing
 from tests.support.toys import FixedImages
@@ -216,34 +217,27 @@ def test_a_restart_elsewhere_waits_for_the_lease(tmp_path, monkeypatch):
     before.release()
 
 
-def contend(folder, all_here, wins):
+def contend(folder, environment):
     """Take and release the folder again and again; fail if another process owns it at the same time."""
-    place = place_of(folder)
-    all_here.wait(60)
-    until = time.monotonic() + 3
+    os.environ.update(environment)
+    place, wins = place_of(folder), 0
+    until = time.monotonic() + 2
     while time.monotonic() < until:
         mine = Ownership(place)
         if mine.take():
             storage_of(place).create(place / "held", [b"by one"])  # fails if it is there
-            wins.value += 1
+            wins += 1
             storage_of(place).delete(place / "held")
             mine.release()
+    return wins
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("where", ["file", "s3"])
 def test_of_several_processes_one_owns_a_folder(where, request, tmp_path):
     folder = f"file://{tmp_path}/run" if where == "file" else request.getfixturevalue("s3")
-    spawn = multiprocessing.get_context("spawn")
-    wins = [spawn.Value("i", 0) for _ in range(3)]
-    all_here = spawn.Barrier(3)
-    contenders = [spawn.Process(target=contend, args=(folder, all_here, each)) for each in wins]
-    for each in contenders:
-        each.start()
-    for each in contenders:
-        each.join(60)
-    assert [each.exitcode for each in contenders] == [0, 0, 0]
-    assert sum(each.value for each in wins) > (10 if where == "file" else 0)
+    reached = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    assert sum(run_ranks(3, contend, folder, reached)) > (10 if where == "file" else 0)
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -301,7 +295,7 @@ def test_the_commands_take_a_url(s3, tmp_path):
 @pytest.mark.ranks
 @pytest.mark.timeout(400)
 def test_a_run_of_processes_that_is_killed_continues_from_s3(s3, tmp_path):
-    """Two ranks, of which one is killed while it trains; the same command ends the run."""
+    """Two ranks, of which one is killed while it trains; one process ends the run."""
     command = [sys.executable, "-m", "adl_dist", *words(s3, "runtime.processes=true", "train.epochs=40")]
     running = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     deadline, checkpoints = time.monotonic() + 240, place_of(s3) / "checkpoints"
@@ -313,10 +307,9 @@ def test_a_run_of_processes_that_is_killed_continues_from_s3(s3, tmp_path):
     assert saved_there, said
     for path in saved_there:
         layout.verify(path)
-    shorter = [*words(s3, "runtime.processes=true", f"train.epochs={2 + int(saved_there[-1].name[-8:]) // 2}")]
-    ended = subprocess.run([sys.executable, "-m", "adl_dist", *shorter], cwd=tmp_path, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    assert f"resumed from {chosen_checkpoint(s3, None).parent}/update-" in ended.stdout
+    ended = in_process(*words(s3, f"train.epochs={2 + int(saved_there[-1].name[-8:]) // 2}"))
+    assert ended.code == 0, ended
+    assert f"resumed from {chosen_checkpoint(s3, None).parent}/update-" in ended.out
 
 
 @pytest.mark.parametrize(

@@ -182,13 +182,6 @@ def test_a_disk_that_is_full_from_the_start_is_one_line(tmp_path):
     shows(refused(*words(tmp_path / "run")), [f"{log} cannot be written: No space left", "make room"])
 
 
-def test_curves_are_named_only_where_tensorboard_writes_them(run_dir):
-    for written in (True, False):
-        out = in_process(*words(run_dir, SMALL, "train.epochs=2", f"runtime.tensorboard={written}")).out
-        shows(out, ["nothing left to train", "run folder ", "plain weights "])
-        assert ("tensorboard --logdir" in out) is written
-
-
 def test_a_run_folder_where_another_process_trains_is_left_to_it(run_dir):
     before = snapshot(run_dir)
     owner = Ownership(run_dir)
@@ -374,14 +367,6 @@ def test_the_status_of_a_run_that_has_ended_is_its_summary(run_dir):
     later = run_dir / "checkpoints/update-00000006"  # of a run that went on, and was killed
     shutil.copytree(run_dir / "checkpoints" / NEWEST, later)
     shows(refused("status", str(run_dir)), ["no run is training there"])
-
-
-@pytest.mark.parametrize("command", ["evaluate", "export", "compare", "status", "checkpoint", "stop"])
-def test_help_of_a_command_lists_what_it_takes(command):
-    outcome = in_process(command, "--help")
-    assert outcome.code == 0
-    assert outcome.out.startswith(f"adl-dist {command} RUN")
-    assert ("checkpoint=best" in outcome.out) == (command in ("evaluate", "export"))
 
 
 def test_export_never_writes_over_what_is_there(run_dir, tmp_path):

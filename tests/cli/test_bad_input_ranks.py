@@ -161,14 +161,6 @@ def test_one_rank_reports_and_all_end_with_its_exit_code(overrides, codes, parts
     assert not list(tmp_path.glob("run/checkpoints/*"))
 
 
-def test_a_rank_that_ends_without_a_word_is_named_by_its_code(tmp_path):
-    command = ADL_DIST, *words(tmp_path / "run", f"model._target_={USER}.gone", "model.at=5", processes=True)
-    outcome = as_command(*command)
-    assert outcome.code == 1
-    (line,) = [line for line in outcome.err.splitlines() if line.startswith("adl-dist: rank")]
-    assert line == "adl-dist: rank 1 ended with exit code 7; the same command resumes the run"
-
-
 TWO = ["rank 0 was killed by SIGKILL", "rank 1 was killed by SIGKILL"]
 OF_RANKS = {  # exit codes, that of the rank that was first at the front, and what the launcher says
     "a library": ({1: 7, 0: -15}, ["rank 1 ended with exit code 7"]),

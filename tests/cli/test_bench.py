@@ -10,7 +10,6 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,9 +22,7 @@ from adl_dist.cli.bench.runner import (
     BenchConfig,
     Measured,
     measure_once,
-    seconds_of,
     seconds_per_update,
-    stretched,
     train_argv,
 )
 from adl_dist.cli.config.compose import balance_word, compose_run
@@ -86,18 +83,6 @@ def test_no_update_counts_before_the_pipeline_is_full():
         seconds_per_update([0.0, 10.0], warmup=2)
 
 
-def test_an_exchange_counts_for_all_updates_between_two():
-    """Measured in cycles of five, four updates take 1 s each and one, with its exchange, 11 s."""
-    (entry, longer), _ = fit("torch-diloco-50,torch-diloco-500")
-    ends, now = [], 0.0
-    for number in range(1, 16):
-        now += 100.0 if number <= 5 else 11.0 if number % 5 == 0 else 1.0  # the first cycle does not count
-        ends.append(now)
-    assert (seconds_of(entry, ends), seconds_of(longer, ends)) == (1.2, 1.02)
-    with pytest.raises(ChildFailed, match="too few"):
-        seconds_of(entry, ends[:8])
-
-
 @pytest.mark.parametrize(
     ("name", "words", "reason"),
     [
@@ -122,13 +107,6 @@ def test_who_cannot_run_is_left_out_with_the_reason(name, words, reason, monkeyp
     assert [contender.name for contender in able] == ["bp"]
     assert list(left_out) == [name]
     shows(left_out[name], [reason])
-
-
-def test_gpus_of_other_machines_are_not_counted_here(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    config, _ = compose_run(["runtime.device=cuda"])
-    assert entries(["torch-1f1b"], config, warmup=1)[1].keys() == {"torch-1f1b"}
-    assert entries(["torch-1f1b"], config, warmup=1, spreads=True)[1] == {}
 
 
 def test_bytes_are_counted_as_each_way_to_train_sends_them():
@@ -183,12 +161,6 @@ def test_the_table_shows_speeds_memory_busy_share_and_failures(tmp_path):
     assert (tmp_path / "bench.svg").stat().st_size > 1000
 
 
-def test_without_plain_backpropagation_there_is_no_ratio():
-    table = rows(fit("bp,adl")[0], ran("bp", 100), SURVEY)
-    assert not any({"ratio_to_baseline", "measured_to_predicted"} & row.keys() for row in table)
-    shows(report(table, {}, is_gpu=False), ["there is none, for neither torch-bp nor torch-bp-whole", "not run"])
-
-
 def test_contenders_take_turns_and_one_that_failed_takes_no_more(monkeypatch):
     speeds = {"adl": {"seconds_per_update": 0.5}, "bp": {"seconds_per_update": 1.0}, "fdg": {"error": "no"}}
 
@@ -209,13 +181,6 @@ def test_contenders_take_turns_and_one_that_failed_takes_no_more(monkeypatch):
     ]  # fmt: skip
     unpredicted = command.measure_all(able, replace(setting, survey=replace(SURVEY, predicted={})), flags)
     assert next(unpredicted).num_updates == 5
-
-
-def test_data_is_repeated_or_thinned_to_the_length_of_the_run():
-    node = {"num_validation": 9, "num_classes": 10, "in_channels": 3, "image_size": 8}
-    for size, wanted, first in ((4, 8, [0, 0, 1, 1]), (8, 4, [0, 2, 4, 6])):
-        train, validation = stretched("adl_dist.data.synthetic", wanted, num_samples=size, shuffle=True, **node)
-        assert (len(train), len(validation), list(train.indices)[:4]) == (wanted, 1, first)
 
 
 def look(words, *names):
@@ -244,30 +209,6 @@ def test_all_pipelines_are_cut_at_the_same_place(balance, begins):
     assert [[word for word in words if word.startswith("partition.balance")] for words in argv] == [[cut]] * 4
     # One of torch's pipelines runs in the only format that gloo takes.
     assert [compose_run(words)[0].runtime.channels_last for words in argv] == [True, True, False, True]
-
-
-def test_a_measured_cut_is_for_the_described_links(monkeypatch):
-    """Over a slow one few bytes cross it: one tensor of 64 features, not of 16 channels of 8 x 8."""
-    monkeypatch.setattr("adl_dist.cli.bench.entries.link_figures", lambda _: {"bandwidth": 1e12, "latency": 0.0})
-    monkeypatch.setattr(Profiler, "num_others", lambda *_: 0)
-    words = [*CONV_NET, "partition.balance=auto", "partition.granularity=layer", "runtime.threads=1"]
-    able, _ = fit("adl", *words)
-    crossing = [
-        survey(compose_run([*words, *links])[0], able, predicts=False).cuts[2].act_bytes[0]
-        for links in ([], ["partition.links=1kbit"])
-    ]
-    assert crossing[0] >= 4096 > crossing[1]
-
-
-def test_several_stages_in_a_process_have_a_finer_cut():
-    words = [*CONV_NET, "partition.balance=[4,1]"]
-    able, found = look(words, "1f1b", "zbh1", "interleaved", "torch-interleaved", "torch-zbv")
-    assert {num: cut.sizes for num, cut in found.cuts.items()} == {2: [14, 1], 4: [4, 4, 3, 4]}
-    setting = bench_config(words, found)
-    for entry in able:
-        config, num_stages = compose_run(train_argv(entry, setting, 9))[0], 2 if entry.name in ("1f1b", "zbh1") else 4
-        assert (config.pipeline.num_stages, config.pipeline.num_processes) == (num_stages, 2)
-        assert len(config.partition.balance) == len(found.cuts[num_stages].begins) == num_stages - 1
 
 
 def sum_and_count(out, target):
@@ -315,15 +256,6 @@ def test_every_contender_gets_the_same_environment(monkeypatch):
         shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         for rank, child in enumerate(children):
             assert child.environment == {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-
-
-def test_torchs_own_ranks_keep_freed_memory_as_ours_do(monkeypatch):
-    tuned = []
-    monkeypatch.setattr("adl_dist.cli.bench.baseline_rank.tune_malloc", lambda: tuned.append(True))
-    words = [*TINY, "data.num_samples=8", "train.batch_size=4", "train.max_updates=2", "runtime.threads=1"]
-    result = run(0, kind="loop", argv=[*words, "partition.num_stages=1"], target={})
-    assert tuned == [True]
-    assert len(result["ends"]) == 2
 
 
 def test_torchs_pipelines_get_models_that_are_read_with_samples(monkeypatch):
@@ -374,21 +306,6 @@ def test_children_are_ended_by_a_failure_a_limit_and_a_ctrl_c(tmp_path):
     finally:
         signal.signal(signal.SIGINT, before)
     assert left_behind(tmp_path) == []
-
-
-def test_an_interrupted_bench_does_not_speak_of_checkpoints(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "apart", Mock(side_effect=KeyboardInterrupt))
-    outcome = in_process("bench", "model=resnet8", "--out", str(tmp_path / "out"))
-    assert (outcome.code, outcome.err.strip()) == (130, "adl-dist: interrupted")
-
-
-def test_the_peak_memory_of_a_process_is_not_its_parents():
-    code = "from adl_dist.monitor.memory import peak_memory_bytes; print(peak_memory_bytes())"
-    held = 1 << 30
-    start = f"subprocess.run([sys.executable, '-c', {code!r}], check=True)"
-    starts = f"held = bytearray({held}); import subprocess, sys; {start}"
-    told = as_command(sys.executable, "-c", starts).out
-    assert 2**24 < int(told) < held
 
 
 @pytest.mark.parametrize("option", ["--out={}", "run_dir={}"])

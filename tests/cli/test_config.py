@@ -275,11 +275,6 @@ def test_a_wrong_option_of_an_optimizer_is_refused(words, told):
         instantiate.check_targets(config)
 
 
-def test_an_optimizer_takes_hydras_partial_as_what_it_is_anyway():
-    config, _ = compose_run(["optimizer=sgd", "optimizer._partial_=true"])
-    assert isinstance(instantiate.build_optimizer(config)([nn.Parameter(torch.zeros(1))]), torch.optim.SGD)
-
-
 def test_a_schedule_that_refuses_its_keys_is_named():
     target = "torch.optim.lr_scheduler.OneCycleLR"
     config, _ = compose_run([f"lr_schedule._target_={target}", "lr_schedule.max_lr=1", "lr_schedule.pct_start=7"])
@@ -347,12 +342,6 @@ def test_an_old_name_in_python_is_read_with_a_warning(make):
         made = make()
     assert made in ("global", CheckpointPolicy(best_metric="validation_f1", best_mode="min").goal)
     assert [each.filename for each in told] == [__file__], "the line of the user"
-
-
-@pytest.mark.filterwarnings("ignore:best_is")
-def test_a_callback_of_the_command_line_takes_the_old_name():
-    config, _ = compose_run(["callbacks=[{_target_: adl_dist.EarlyStopping, metric: f1, best_is: highest}]"])
-    assert instantiate.callbacks(config)[0].goal.best == "max"
 
 
 def test_early_stopping_continues_from_a_checkpoint_of_0_3_8():

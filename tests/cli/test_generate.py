@@ -115,16 +115,3 @@ def test_tokens_are_drawn_by_their_shares():
     squares = torch.tensor([1.0, 4.0, 9.0, 16.0, 0.0]) / 30
     torch.testing.assert_close(counts(model, temperature=0.5), squares, atol=0.04, rtol=0)
     assert counts(model, temperature=0.0).tolist() == [0, 0, 0, 1, 0]
-
-
-@pytest.mark.parametrize(
-    ("prompt", "options", "message"),
-    [
-        ([], {}, "prompt is empty"),
-        ([0], {"max_tokens": 0}, "max_tokens=0 must be at least 1"),
-        ([0], {"temperature": -1}, "temperature=-1 must be at least 0"),
-    ],
-)
-def test_what_no_token_can_follow_from_is_refused(prompt, options, message):
-    with pytest.raises(ConfigError, match=message):
-        models.generate(Fixed(0.5, 0.5), prompt, context=3, **options)

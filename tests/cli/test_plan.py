@@ -18,7 +18,7 @@ from adl_dist.cli.plan.link import measure
 from adl_dist.cli.plan.profiler import Profiler
 from adl_dist.cli.plan.report import line_to_paste
 from adl_dist.distributed.procfs import state_of
-from adl_dist.errors import ChannelError, ConfigError, PartitionError
+from adl_dist.errors import ChannelError, ConfigError
 from adl_dist.partition import Machine, UnitCost
 from adl_dist.partition.costs import Profile
 from adl_dist.partition.predict import Throughput, advise, alternative, best_of, predict
@@ -61,44 +61,12 @@ def test_of_equal_units_the_speed_up_is_the_textbooks():
         assert told.balance.sizes == [8 // K] * K
 
 
-def test_an_update_takes_some_time_whatever_its_size():
-    """On a GPU it is calls, as many for a part of the weights as for all."""
-    even = {"update": 0.5, "parameter_bytes": 8}
-    whole = 8 * 3.0 * 4 + 8 * 0.5  # of four micro-batches and one update, seconds
-    assert planned(known(**even)).seconds_per_update == pytest.approx(whole / 2)
-    assert planned(known(**even, update_fixed=4.0)).seconds_per_update == pytest.approx(whole / 2 + 4.0)
-
-
 def test_a_stage_that_keeps_older_weights_copies_them():
     """Stage 0 of two does with ADL, and the last stage never."""
     copying = known(copy=1.5, parameter_bytes=8)
     half = 4 * 3.0 * 4  # of four micro-batches, seconds
     assert planned(copying).seconds_per_update == pytest.approx(half + 4 * 1.5)
     assert planned(copying, "1f1b") == planned(known(parameter_bytes=8), "1f1b")
-
-
-def test_cut_and_timing_model_count_the_same_copies():
-    """What a mitigation remembers is copied at each update, too, though no older version is kept."""
-    pipeline = Pipeline(method("adl", accumulation_steps=4, weights="latest", mitigation=["error_feedback"]), 2)
-    profile = known(copy=8.0, parameter_bytes=8)
-    assert predict(profile, pipeline).balance.sizes == [3, 5]
-    assert predict(profile, pipeline, sizes=[4, 4]).seconds_per_update == pytest.approx(
-        4 * (4 * 3.0 * 4 / 4 + 4 * 8 / 4)
-    )
-
-
-def test_targets_are_messages_of_the_first_and_last_stage():
-    """A message of a second for each act, gradient and target, at both ends."""
-    told = planned(known(act_bytes=8, grad_bytes=8), seconds_per_message=1.0)
-    assert told.seconds_per_update == pytest.approx(4 * (4 * 3.0 + 3))
-
-
-def test_units_measured_one_by_one_are_scaled_to_the_whole_model():
-    told = known(8)
-    slower = Profile(of=told.of, units=told.units, forward=4.0, backward=32.0, optimizer_copies=1.0)
-    assert [(u.forward, u.backward) for u in slower.costs(1)] == [(0.5, 4.0)] * 8
-    longer = known(8, backward_weight=5.0)  # as measured by itself: longer than the backward that it is a part of
-    assert [u.backward_weight for u in longer.costs(1)] == [2.0] * 8
 
 
 def test_stages_take_what_was_measured_next_to_others_at_work(tmp_path):
@@ -174,15 +142,6 @@ def test_a_loss_of_a_pair_is_tried_in_both_memory_formats(monkeypatch):
     assert tried[1:] == [(SumCountLoss, True), (SumCountLoss, False)]
 
 
-@pytest.mark.slow
-def test_a_neighbour_that_cannot_train_says_why():
-    profiler = Profiler(compose_run(TINY[:4])[0], granularity="layer", threads=1)
-    profiler._shape = [5, 8, 8]
-    with pytest.raises(ConfigError, match=r"a second process could not train .*: ConfigError: .* gets float32"):
-        profiler.with_load(1, 4).__enter__()
-    assert not multiprocessing.active_children()
-
-
 def measured(folder):
     measure(Path(folder), int(os.environ["RANK"]))
 
@@ -194,18 +153,6 @@ def test_a_link_has_a_bandwidth_and_a_latency(tmp_path):
     assert replace(Machine(), **link).bandwidth > 1e6
     assert 0 < link["latency"] < 1
     assert min(link["seconds_per_byte"], link["seconds_per_message"]) >= 0
-
-
-def test_described_links_have_the_measured_cost_of_a_message():
-    machine = machine_of(asked([*SMALL, "--stages", "2"]))
-    assert (machine.bandwidth, machine.latency) == (1e9, pytest.approx(1e-5)), "as --links says"
-    assert (machine.seconds_per_message, machine.seconds_per_byte) == tuple(HOST.values())
-
-
-def test_the_configured_method_is_predicted_too():
-    by_default = [one.name for one in asked([*SMALL, "method=zbh1"]).methods]
-    assert by_default == ["bp", "gpipe", "1f1b", "ddg", "fr", "fdg", "adl", "zbh1"]
-    assert [one.name for one in asked([*SMALL, "method=zbh1", "--methods", "adl"]).methods] == ["adl"]
 
 
 def test_a_link_that_cannot_be_measured_need_not_be(monkeypatch, capsys):
@@ -311,19 +258,6 @@ def test_the_advice_is_what_is_fastest_and_fits(profile, devices, machine, is_ch
     shows(why, [reason])
 
 
-def test_links_are_not_blamed_for_a_model_that_cannot_be_cut():
-    profile, tied = known(parameter_bytes=100), "'wte' and 'head' are one tensor"
-    units = [replace(unit, may_cut=not place, reason=tied * bool(place)) for place, unit in enumerate(profile.units)]
-    profile, machine = replace(profile, units=units), Machine(bandwidth=1e3)
-    told = predict(profile, Pipeline(method("adl", accumulation_steps=4), 2), machine=machine)
-    slow_ddp = replace(without(profile, devices=2, machine=machine), ddp=0.0, single=2.0)
-    choice, why = advise([told], slow_ddp)
-    assert choice is None
-    shows(why, ["use one device", f"stage 1 (u1 .. u7) has 88% of the work, since it can be cut nowhere: {tied}"])
-    evenly = replace(told, uneven=None)  # nothing to blame: links take next to none of the time
-    shows(advise([evenly], slow_ddp)[1], ["a pipeline gains less here than it costs"])
-
-
 def test_what_is_too_stale_is_not_recommended_however_fast():
     """At K = 16 the factor is 4 with M = 4 and 9.2 with M = 3, where the paper's run diverged."""
     # DDP would wait for its ring, and one device alone is slow.
@@ -349,15 +283,6 @@ def test_more_staleness_is_accepted_for_a_tenth_of_speed(speed, is_fresh):
     fresh = replace(planned(known()), images_per_second=100.0)
     stale = replace(fresh, staleness_mean=[1.0, 0.0])
     assert (best_of([replace(stale, images_per_second=speed), fresh]) is fresh) == is_fresh
-
-
-@pytest.mark.parametrize(("name", "K", "options"), [("gpipe", 4, {}), ("adl", 2, {"split_backward": True})], ids=str)
-def test_of_runs_as_fast_and_fresh_the_simpler_is_recommended(name, K, options):
-    plain = replace(planned(known(), name), images_per_second=100.0)
-    other = predict(known(), Pipeline(method(name, accumulation_steps=4, **options), K))
-    for speed, is_plain in ((102.0, True), (104.0, False)):
-        other = replace(other, images_per_second=speed, staleness_mean=plain.staleness_mean)
-        assert (best_of([other, plain]) is plain) == is_plain
 
 
 @pytest.mark.parametrize("name", ["dgl", "dni"])
@@ -413,17 +338,6 @@ def test_a_split_is_predicted_by_what_can_be_put_off():
     deferred = [stage.deferred for stage in figures(third)]
     assert max(deferred) > 0
     assert [b - a for a, b in zip(held, more, strict=True)] == [2 * 1000 * n for n in deferred], "of two units each"
-
-
-def test_stages_that_share_devices_share_their_memory():
-    """Four stages on two devices, each of which has half of its device's memory."""
-    profile, pipeline = known(parameter_bytes=1000), Pipeline(method("interleaved", accumulation_steps=4), 4)
-    most = 2 * max(predict(profile, pipeline).balance.stage_bytes)
-    told = predict(profile, pipeline, machine=Machine(memory_bytes=most))
-    other = replace(without(profile, devices=2, machine=Machine()), single=1e-3, ddp=1e-3)
-    assert advise([told], other)[0] is told
-    with pytest.raises(PartitionError, match="fits"):
-        predict(profile, pipeline, machine=Machine(memory_bytes=most - 2))
 
 
 def test_a_model_that_fits_on_no_device_gets_a_line_to_paste(tmp_path):

@@ -24,10 +24,6 @@ def test_without_flags_the_table_of_ticks_is_printed():
     assert " ".join(next(line for line in lines if line.startswith("stage 2 ")).split()[2:7]) == "F0 B0 F1 B1 U0"
 
 
-def test_flags_and_overrides_may_come_in_any_order():
-    assert done("--micro-batches", "4", *SMALL) == done(SMALL[0], "--micro-batches=4", *SMALL[1:])
-
-
 def test_costs_add_time_bubble_speed_up_and_busy_shares():
     told = done(*SMALL, "--costs", "{forward: 1, backward: [2, 2, 1], link: 0.5}")
     shows(told, ["time per update  6\n", "bubble           11.1%", "speed-up         3.33", "stage 2 66.7%"])
@@ -57,10 +53,6 @@ def test_out_writes_a_picture_and_names_it(tmp_path):
     assert path.read_text().startswith("<?xml")
     json.loads(done(*SMALL, "--json", "--out", str(tmp_path / "a.png")))
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_help_tells_the_flags_without_a_traceback():
-    shows(done("--help"), ["--micro-batches", "--costs", "--out", "--json", "KEY=VALUE"])
 
 
 def test_a_schedule_is_printed_without_torch():

@@ -9,12 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import yaml
 from hydra.core.hydra_config import HydraConfig
 
 from adl_dist.checkpoint import layout
 from adl_dist.cli.config.compose import compose_run
-from adl_dist.cli.config.schema import RunConfig
 from adl_dist.cli.sweep import command as sweep
 from adl_dist.cli.sweep.request import requested
 from adl_dist.errors import ConfigError
@@ -106,14 +104,6 @@ def test_a_run_that_diverges_is_a_result(swept):
     shows(text, ["**2 of 2 diverged**", "adl-dist train --multirun", "seeds 0, 1", "torch"])
 
 
-def test_a_run_of_a_sweep_is_the_run_that_its_words_alone_give(swept):
-    (job,) = [job for job in requested(swept.words[1:]).jobs if job.name == SECOND]
-    theirs = yaml.safe_load((swept.run_dir / SECOND / "config.yaml").read_text())
-    _, plain = compose_run(job.overrides)
-    assert theirs == plain
-    assert (theirs["method"]["name"], theirs["seed"]) == ("bp", 1)
-
-
 def test_run_folders_are_compared_as_the_sweep_has_compared_them(swept, tmp_path):
     done = in_process("compare", str(swept.run_dir / "bp"), str(swept.run_dir / "wild"), f"out={tmp_path / 'new'}")
     assert (done.code, done.err) == (0, "")
@@ -138,31 +128,8 @@ def test_a_run_that_fails_is_named_and_the_others_run(tmp_path, monkeypatch):
     shows(again.out, ["2 of them to do"])  # the cause may have been fixed
 
 
-CHECKED = ["model._target_=tests.support.user_code.CheckedInput", "data._target_=tests.support.user_code.images"]
-
-
-@pytest.mark.parametrize("more", [(), ("runtime.meta_init=true",)])
-def test_a_model_that_is_read_with_samples_may_be_swept(more, tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep, "_run_here", lambda *_, **__: [])
-    outcome = in_process("train", "-m", "seed=0,1", *CHECKED, *more, f"run_dir={tmp_path / 'run'}")
-    shows(outcome.out, ["2 runs", "2 of them to do"])
-
-
 def row_of(job):
     return job.folder.parent.name, job.config.partition.num_stages, job.config.seed
-
-
-def test_words_replace_what_the_experiment_sweeps():
-    words = ["experiment=claim", "seed=range(5,7)", "partition.num_stages=2"]
-    rows = [row_of(job) for job in requested(words).jobs]
-    assert [row for row in rows if row[0] in ("bp-M4", "M4-third-predict")] == [
-        *(("bp-M4", 1, 5), ("M4-third-predict", 2, 5), ("bp-M4", 1, 6), ("M4-third-predict", 2, 6)),
-    ]
-
-
-def test_one_run_of_an_experiment_that_sweeps_can_be_asked_for():
-    for words in (["experiment=compare", "hydra.mode=RUN"], [], ["partition.grain=layer"]):
-        assert isinstance(requested(words)[0], RunConfig)
 
 
 def test_a_refusal_of_the_cluster_keeps_what_has_run(tmp_path, monkeypatch, capsys):

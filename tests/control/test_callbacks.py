@@ -10,8 +10,6 @@ import torch
 
 import adl_dist
 from adl_dist.errors import CallbackError, ConfigError, StageFailed
-from adl_dist.report.callbacks import Callbacks
-from adl_dist.report.goal import Goal
 from tests.support.commands import assert_same, in_process, shows, words
 from tests.support.ranks import run_ranks
 from tests.support.runs import toy_trainer
@@ -60,13 +58,6 @@ class StopsAt(adl_dist.Callback):
     def on_update(self, now):
         if now.update == self.at:
             now.stop("enough")
-
-
-class Unspeakable(adl_dist.Callback):
-    """Remembers what JSON cannot hold."""
-
-    def state_dict(self):
-        return {"of": torch.nn.Linear(1, 1)}
 
 
 def fit(callbacks, *, K=2, epochs=2, **options):
@@ -174,33 +165,6 @@ def test_a_loss_must_fall_by_min_change():
         ended.clear()
 
 
-def test_of_equal_accuracies_the_lower_loss_is_better():
-    ended, stopping = [], adl_dist.EarlyStopping(1)
-    for epoch, loss in enumerate((2.0, 1.0, 1.5), start=1):
-        metrics = {"validation_accuracy": 0.5, "validation_loss": loss}
-        stopping.on_epoch(adl_dist.TrainerState(epoch, epoch, metrics, stop=ended.append))
-        assert len(ended) == (epoch == 3)
-
-
-def test_callbacks_of_one_class_get_their_own_states_in_order():
-    before, after = ([adl_dist.EarlyStopping(9) for _ in range(2)] for _ in range(2))
-    for waited, stopping in enumerate(before, start=3):
-        stopping.waited = waited
-    Callbacks(after).restore(Callbacks(before).state(0), 0)
-    assert [stopping.waited for stopping in after] == [3, 4]
-
-
-def test_early_stopping_begins_anew_with_another_metric(tmp_path):
-    fit([adl_dist.EarlyStopping(1, "validation_accuracy")], run_dir=tmp_path)
-    _, summary = fit([adl_dist.EarlyStopping(1, "validation_loss")], run_dir=tmp_path, epochs=8)
-    assert "validation_accuracy" not in summary.get("ended_by", "")
-
-
-def test_a_metric_that_is_no_number_is_worse_than_any():
-    goal = Goal("validation_odd", "max")
-    assert max([float("nan"), 1.0, 2.0], key=lambda value: goal.score({"validation_odd": value})) == 2.0
-
-
 class OnCheckpoint(adl_dist.Callback):
     """Ends the run at its first checkpoint."""
 
@@ -271,19 +235,6 @@ def test_an_interrupt_in_a_callback_stops_all_processes(tmp_path):
         assert stopped["checkpoint"] == str(next((tmp_path / "checkpoints").glob(f"*{stopped['update']:08}")))
 
 
-def test_an_interrupt_in_a_callback_is_raised_without_signals():
-    """As Ctrl-C is in a script that handles signals itself."""
-    with pytest.raises(KeyboardInterrupt):
-        fit([Interrupts()])
-
-
-def test_the_command_ends_as_stopped_by_such_an_interrupt(tmp_path):
-    interrupts = "callbacks=[tests.control.test_callbacks.Interrupts]"
-    done = in_process(*words(tmp_path / "run", interrupts, "train.epochs=50"))
-    assert done.code == 75
-    shows(done.err, ["by KeyboardInterrupt in Interrupts.on_update; saved"])
-
-
 class Calls(adl_dist.Callback):
     """Calls the trainer in update 2."""
 
@@ -307,11 +258,6 @@ def test_a_trainer_that_trains_refuses_calls(name, tmp_path):
     with pytest.raises(CallbackError, match=rf"Trainer.{name} is called while Trainer.fit of the same trainer runs"):
         trainer.fit(TRAIN, epochs=1, batch_size=4, monitoring=SILENT, callbacks=[Calls(calls[name])])
     assert len(trainer.full_state_dict()) == 32, "afterwards it may be called"
-
-
-def test_what_json_cannot_hold_is_refused_by_name(tmp_path):
-    with pytest.raises(CallbackError, match=r"Unspeakable.state_dict fails at update 4: TypeError: .*not JSON serial"):
-        fit([Unspeakable()], run_dir=tmp_path)
 
 
 class Misnamed:
@@ -352,12 +298,6 @@ def test_early_stopping_refuses_impossible_settings(make, said):
         make()
 
 
-def test_early_stopping_needs_its_metric():
-    stopping = adl_dist.EarlyStopping(metric="validation_perplexity")
-    with pytest.raises(CallbackError, match=r"watches validation_perplexity, but what is measured is validation_"):
-        fit([stopping])
-
-
 NOT_MEASURED = {
     "of another name": ("validation_acc", "max", r"no metric 'validation_acc'; did you mean validation_accuracy\?"),
     "that nothing asks for": ("validation_top5", None, r"validation_top5 is measured if train.metrics has top5"),
@@ -369,11 +309,6 @@ def test_early_stopping_by_no_metric_is_refused_at_the_start(case):
     metric, best, said = NOT_MEASURED[case]
     with pytest.raises(ConfigError, match=said):
         fit([adl_dist.EarlyStopping(metric=metric, best_mode=best)])
-
-
-def test_early_stopping_without_validation_is_refused_first():
-    with pytest.raises(ConfigError, match=r"EarlyStopping watches the validation, but there is no validation dataset"):
-        fit([adl_dist.EarlyStopping()], val_dataset=None)
 
 
 def test_the_command_line_makes_callbacks(tmp_path):

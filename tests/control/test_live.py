@@ -245,11 +245,6 @@ def test_status_and_results_are_views_of_the_same_actions(monkeypatch):
     assert process_status(log).stages[0].doing == "wait for the next command"
 
 
-def test_memory_is_that_of_the_processs_gpu_in_any_thread(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 7 if device == torch.device("cuda", 3) else 0)
-    assert process_status(ActivityLog(1, device=torch.device("cuda", 3))).memory_bytes == 7
-
-
 @pytest.mark.parametrize(
     ("package", "place"), [("torch", "control/test_live.py:"), ("torchvision", "torchvision/ops.py:1 in hang")]
 )

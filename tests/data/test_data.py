@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import traceback
 from functools import partial
 
@@ -43,7 +42,6 @@ from adl_dist.data.datasets import (
     crop_and_flip,
     transform,
 )
-from adl_dist.data.small_images import SmallImages
 from adl_dist.errors import ConfigError, DataError
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import Precision
@@ -181,52 +179,6 @@ def test_workers_that_are_kept_load_what_others_load(dataset):
     assert multiprocessing.active_children() == []
 
 
-def test_workers_that_are_kept_end_with_an_error_and_begin_again():
-    failing = Returns(LookupError("the user's own words"), index=7)
-    kept = Loader(failing, seed=1, shuffle=False, num_workers=1, loading=Loading(persistent_workers=True))
-    for _ in range(2):
-        with pytest.raises(DataError, match="sample 7: Returns raised LookupError"):
-            list(kept.batches(0, [4, 4]))
-        assert multiprocessing.active_children() == []
-
-
-class Jittered(TensorDataset):
-    def __getitem__(self, index):
-        return self.tensors[0][index] + torch.rand(1), index
-
-
-TENSORS = torch.arange(6.0).unsqueeze(1), torch.arange(6)
-
-
-@pytest.mark.parametrize(
-    "dataset",
-    [
-        Subset(Subset(TensorDataset(*TENSORS), range(6)), np.arange(6)),
-        Subset(Jittered(*TENSORS), range(6)),
-        Subset(TensorDataset(*TENSORS), range(-6, 0)),
-        Subset(TensorDataset(*TENSORS), torch.arange(6).unsqueeze(1)),
-    ],
-    ids=["subset", "subset of drawing", "from the end", "a column"],
-)
-def test_any_subset_of_tensors_is_loaded_in_its_order(dataset):
-    batches = joined(Loader(dataset, seed=1, shuffle=True).batches(0, [4, 2]))
-    assert batches[1].flatten().tolist() == epoch_order(6, seed=1, epoch=0, shuffle=True).tolist()
-    again = joined(Loader(dataset, seed=1, shuffle=True).batches(0, [2, 4]))
-    assert torch.equal(batches[0], again[0])
-
-
-@pytest.mark.parametrize("indices", [[0, 6], [0.5, 1.5], [True, False], [[0], [1, 2]]])
-def test_what_is_wrong_with_a_subset_is_what_its_dataset_says(indices):
-    """What is no list of samples, such as a mask, is not taken for one."""
-    dataset, told = Subset(TensorDataset(*TENSORS), indices), "sample 1: expected"
-    try:
-        dataset[0], dataset[1]
-    except (IndexError, TypeError) as error:
-        told = f"sample .: Subset raised {type(error).__name__}: {re.escape(str(error))}"
-    with pytest.raises(DataError, match=told):
-        list(Loader(dataset, seed=1, shuffle=False).batches(0, [2]))
-
-
 INPUTS = {
     "channels_last": torch.rand(8, 2, 3, 3).contiguous(memory_format=torch.channels_last),
     "transposed": torch.rand(3, 8, dtype=torch.float64).T,
@@ -348,13 +300,6 @@ def test_a_disk_that_fails_lets_a_launcher_restart_the_run(error, exit_code):
     assert failure.value.exit_code == exit_code
 
 
-def test_a_dataset_that_cannot_be_sent_to_workers_is_refused():
-    with pytest.raises(
-        DataError, match=r"Computed cannot be sent to the processes that load data: .*lambda.*data.num_workers=0"
-    ):
-        loaded([4], dataset=Computed(lambda index: (index, 0)), num_workers=1)
-
-
 def test_numbers_and_numpy_arrays_of_any_layout_become_tensors():
     rows = np.arange(12, dtype=np.float32).reshape(3, 4)
     frozen = rows[0].copy()
@@ -447,27 +392,6 @@ def write_cifar(folder, kind, monkeypatch):
     md5 = write(kind.meta["filename"], {kind.meta["key"]: ["cat", "dog"]})
     monkeypatch.setattr(kind, "meta", {**kind.meta, "md5": md5})
     return folder
-
-
-def test_runs_side_by_side_download_one_after_the_other(tmp_path, monkeypatch):
-    at_work, most, kind = [0], [0], torchvisions(cifar10)
-
-    class Slow(kind):
-        def __init__(self, *args, **kwargs):
-            at_work[0] += 1
-            most[0] = max(most[0], at_work[0])
-            time.sleep(0.05)
-            super().__init__(*args, **kwargs)
-            at_work[0] -= 1
-
-    write_cifar(tmp_path, kind, monkeypatch)
-    monkeypatch.setattr("torchvision.datasets.CIFAR10", Slow)
-    threads = [threading.Thread(target=cifar10, args=(str(tmp_path),), kwargs={"download": True}) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert (at_work, most) == ([0], [1])
 
 
 @CIFARS
@@ -638,23 +562,6 @@ def test_training_images_are_cropped_by_their_size(image_size, cache, num_worker
             shutil.rmtree(tmp_path, ignore_errors=True)
 
 
-@pytest.mark.parametrize("augment", [False, True])
-def test_square_images_have_the_same_bits_if_they_are_cached(augment, tmp_path):
-    random_bytes = np.random.RandomState(1)
-    for part, label, name in itertools.product(("train", "val"), ("cat", "dog"), range(3)):
-        folder = tmp_path / part / label
-        folder.mkdir(parents=True, exist_ok=True)
-        image = Image.fromarray(random_bytes.randint(0, 256, (40, 40, 3), dtype=np.uint8))
-        image.save(folder / f"{name}.png")
-    plain, cached = (imagefolder(str(tmp_path), augment, 32, cache=cache) for cache in (False, True))
-    for theirs, ours in zip(plain, cached, strict=True):
-        expected = [*Loader(theirs, seed=3, shuffle=True).batches(1, [4, 2])]
-        for (x, y), (got, target) in zip(expected, Loader(ours, seed=3, shuffle=True).batches(1, [4, 2]), strict=True):
-            assert torch.equal(got, x)
-            assert torch.equal(target, y)
-        assert isinstance(ours, SmallImages)
-
-
 def built(*overrides):
     """The datasets that the command line makes."""
     from adl_dist.cli.config.compose import compose_run
@@ -719,26 +626,3 @@ def test_made_up_images_are_the_same_in_any_order():
     images = [tuple(x.flatten().tolist()) for dataset in second for x, _ in dataset]
     assert len(set(images)) == 12 + 256
     assert not torch.equal(synthetic(seed=1)[0][0][0], synthetic(seed=0)[0][0][0])
-
-
-def test_made_up_images_can_be_learnt():
-    """The nearest class mean of the training images, a straight line through pixel space, finds most classes."""
-    train, validation = (list(dataset) for dataset in synthetic(num_samples=100, num_validation=100, image_size=8))
-    means = torch.stack([torch.stack([x for x, y in train if y == c]).mean(0) for c in range(10)])
-    right = sum(int((means - x).square().sum((1, 2, 3)).argmin()) == y for x, y in validation)
-    assert right > 90
-
-
-def test_how_long_loading_keeps_the_first_stage_is_measured():
-    class Slow(Augmented):
-        def __getitem__(self, index):
-            time.sleep(0.005)
-            return super().__getitem__(index)
-
-    def seconds(size=4, **workers):
-        of_cpu = {"device": torch.device("cpu"), "precision": Precision()}
-        return DeviceLoader(Slow(), "training", seed=0, shuffle=False, **workers, **of_cpu).seconds_to_load(size)
-
-    assert 0.02 <= seconds(num_workers=0) < 0.2
-    assert seconds(size=40, num_workers=0) >= 0.2, "of more than a quarter of the samples it is taken for granted"
-    assert seconds(num_workers=2) == 0.0

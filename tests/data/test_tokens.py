@@ -1,7 +1,6 @@
 """Files of tokens: all layouts are read alike, samples share no token, and what is damaged is named."""
 
 import itertools
-import pickle
 import struct
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 from torch.utils.data import Subset
 
 from adl_dist.data import Loader, tokens
-from adl_dist.data.tokens import TokenFile, header_of, vocab_size_next_to
+from adl_dist.data.tokens import header_of, vocab_size_next_to
 from adl_dist.data.vocabulary import FILE, Vocabulary
 from adl_dist.errors import ConfigError, DataError
 
@@ -58,13 +57,6 @@ def test_an_epoch_visits_every_window_once_in_its_own_order(tmp_path, num_worker
     assert firsts[0] != firsts[1]
     resumed = [int(x) for batch, _ in loader.batches(1, [8, 4], first_sample=8) for x in batch[:, 0]]
     assert resumed == firsts[1][8:]
-
-
-def test_a_worker_gets_the_name_of_the_file_and_not_its_tokens(tmp_path):
-    path = written(tmp_path / "a.bin", np.zeros(100_000))
-    train, _ = tokens(path, path, context=4)
-    assert train[0][0].tolist() == [0] * 4
-    assert len(pickle.dumps(train)) < 1000
 
 
 @pytest.mark.parametrize(
@@ -141,16 +133,3 @@ def test_what_is_encoded_is_decoded_again(tmp_path, vocabulary):
     ids = again.encode(text)
     assert int(ids.max()) < vocabulary.size
     assert again.decode(ids.tolist()) == text
-
-
-def test_a_character_without_a_token_is_named():
-    with pytest.raises(ConfigError, match="'z' is none of the 3 characters"):
-        Vocabulary.of_chars(["abc"]).encode("abz")
-
-
-def test_a_file_of_tokens_is_looked_at_without_reading_it(tmp_path):
-    path = tmp_path / "large.bin"
-    with path.open("wb") as file:
-        file.truncate(2**40)  # a terabyte of holes
-    assert TokenFile.of(path).num_tokens == 2**39
-    assert TokenFile.of(path).mapped()[2**39 - 1] == 0

@@ -10,7 +10,7 @@ from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.config.instantiate import build_model
 from adl_dist.errors import ConfigError
 from adl_dist.models import hf_model
-from adl_dist.partition import Chain, even_sizes
+from adl_dist.partition import Chain
 from tests.support.staged import compare
 
 hf = pytest.importorskip("transformers")
@@ -41,14 +41,6 @@ def test_a_network_is_the_librarys_own():
         chain = Chain(model, [given, hf_input(family, 4)])
         assert chain.units[0].startswith(first), family
         assert chain.units[-1].startswith(last), family
-
-
-def test_rotary_tables_are_saved_by_no_stage():
-    model = hf_net("llama")
-    chain = Chain(model, [hf_input("llama", 2), hf_input("llama", 4)])
-    sizes = even_sizes(chain, 4)
-    stages = chain.stages(model, chain.plan(sizes), sizes, range(4))
-    assert not any("rotary" in name for stage in stages for name in stage.state_dict())
 
 
 def test_inputs_that_a_network_does_not_take_are_named():
@@ -90,11 +82,6 @@ def test_weights_that_the_folder_lacks_are_named(folder):
     """Like those of another head: they would be drawn in silence."""
     with pytest.warns(UserWarning, match=r"lacks the weights of 1 tensors, newly drawn: score\.weight"):
         hf_model(str(folder), "sequence-classification", pad_token_id=0)
-
-
-def test_an_entry_of_the_configuration_can_be_replaced(folder):
-    model = from_command_line(f"model.config={folder}", "model.n_layer=1", "model.weights=false")
-    assert len(model.transformer.h) == 1
 
 
 def written(path, **entries):

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import math
 
 import pytest
 import torch
@@ -27,10 +26,6 @@ def _initial_weights_are_the_same_every_time():
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield
-
-
-def difference(a, b):
-    return float((a - b).detach().abs().max())
 
 
 def test_the_default_sizes_are_those_of_gpt_2():
@@ -58,22 +53,6 @@ def test_a_position_sees_those_before_it_and_itself_alone(build):
         differs = (model(changed) - out).abs().amax(dim=(0, 2)) > 1e-9
         assert differs.tolist() == [t >= at for t in range(CONTEXT)]
     torch.testing.assert_close(model(ids[:, :4]), out[:, :4], rtol=1e-12, atol=1e-12)
-
-
-def test_a_vit_sees_all_patches_and_where_they_are():
-    model, images = vit(image_size=8, patch_size=4, **SIZES).double(), torch.randn(2, 3, 8, 8, dtype=torch.float64)
-    assert model(images).shape == (2, 10)
-    swapped = torch.cat([images[..., 4:], images[..., :4]], dim=-1)
-    assert difference(model(swapped), model(images)) > 1e-7
-
-
-@pytest.mark.parametrize("build", [gpt, llama])
-def test_new_weights_know_nothing_and_layers_add_up_little(build):
-    model, ids = build(200, 32, layers=12, heads=4, width=64), torch.randint(200, (4, 32))
-    loss = TokenCrossEntropy()(model(ids), ids)
-    assert abs(loss.item() - math.log(200)) < 0.1
-    assert model.layer3.attention.out.weight.std().item() == pytest.approx(0.02 / 24**0.5, rel=0.1)
-    assert model.embedding.tokens.weight.std().item() == pytest.approx(0.02, rel=0.1)
 
 
 def test_tied_weights_are_one_parameter():

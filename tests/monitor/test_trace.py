@@ -6,9 +6,8 @@ import time
 import pytest
 
 import adl_dist
-from adl_dist.errors import ConfigError, DivergedError
-from adl_dist.monitor.activity import KINDS
-from adl_dist.schedule import Op, Segment
+from adl_dist.errors import ConfigError
+from adl_dist.schedule import Segment
 from tests.support import traces
 from tests.support.commands import assert_same
 from tests.support.ranks import run_ranks
@@ -79,15 +78,6 @@ def test_only_the_first_events_are_kept_but_all_count(tmp_path, monkeypatch):
     assert "left out by stage" in (tmp_path / "logs" / "rank0.log").read_text()
 
 
-def test_a_resumed_run_writes_its_own_trace(tmp_path):
-    run(tmp_path, epochs=1)
-    run(tmp_path, epochs=2)
-    of_the_second = traces.read_trace(tmp_path)
-    assert {e["args"]["epoch"] for e in of_the_second[0] if "epoch" in e["args"]} == {1}
-    run(tmp_path, epochs=2)
-    assert traces.read_trace(tmp_path) == of_the_second
-
-
 @pytest.mark.parametrize("in_the_way", ["trace", "trace.json"])  # of a part, of the whole
 def test_a_trace_that_cannot_be_written_fails_no_complete_run(in_the_way, tmp_path, capfd):
     path = tmp_path / in_the_way
@@ -100,33 +90,11 @@ def test_a_trace_that_cannot_be_written_fails_no_complete_run(in_the_way, tmp_pa
     assert not (tmp_path / "trace").is_dir()
 
 
-def test_a_run_that_diverges_says_so_although_it_is_traced(tmp_path):
-    data = FixedImages(NUM_SAMPLES)
-    data.images[3] = float("nan")
-    with pytest.raises(DivergedError, match="the loss is nan"):
-        run(tmp_path, data=data)
-    assert not list(tmp_path.glob("trace*"))
-
-
 def test_a_trace_without_a_folder_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"trace=True writes run_dir/trace\.json, but there is no run_dir"):
         run(None)
     with pytest.raises(ConfigError, match="all 3 stages share one; start one for each stage"):
         run(tmp_path, trace=False, memory=True)
-
-
-def test_processes_of_several_stages_are_refused_by_name(tmp_path, monkeypatch):
-    """Another number of processes than there are to be, and a measurement of one stage by its process."""
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    expected = r"=4 with method.stages_per_process=2 needs 2 processes, but torchrun started 4: .*=2, or .*num_stages=8"
-    with pytest.raises(ConfigError, match=expected):
-        toy_trainer(4, 4, "interleaved")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"but 2 stages share one; use method\.stages_per_process=1"):
-        toy_trainer(4, 4, "interleaved").fit(
-            None, epochs=1, batch_size=8, run_dir=tmp_path, monitoring=adl_dist.Monitoring(memory=True)
-        )
 
 
 def train_traced(run_dir, seconds_off):
@@ -145,7 +113,3 @@ def test_two_processes_make_one_trace_on_one_clock(seconds_off, tmp_path):
     assert summary == same
     training, method = [segment(0, num_samples=24)], adl_dist.method("adl", accumulation_steps=M)
     traces.assert_is_whole(tmp_path, summary, method, training=training)
-
-
-def test_every_action_has_a_kind():
-    assert set(KINDS) == set(Op)

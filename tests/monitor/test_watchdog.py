@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from adl_dist.checkpoint import layout, ownership, storage
+from adl_dist.checkpoint import ownership, storage
 from adl_dist.distributed.procfs import machine, start_time
 from adl_dist.errors import ConfigError
 from adl_dist.monitor import heartbeat
@@ -190,14 +190,6 @@ def test_limits_that_cannot_be_are_refused(stall, abort, said):
     assert str(refused.value) == said
 
 
-@pytest.mark.parametrize(
-    ("abort", "distributed", "settled"),
-    [("auto", False, None), ("auto", True, 600), (None, True, None), (90.0, False, 90)],
-)
-def test_a_shared_process_is_ended_only_if_asked_for(abort, distributed, settled):
-    assert WatchdogTimeouts(abort_seconds=abort).abort_after(distributed=distributed) == settled
-
-
 def test_a_background_save_that_is_slow_is_no_standstill(tmp_path, monkeypatch, capfd):
     write, left = storage.write_piece, [STALL_SECONDS / 4] * 12
 
@@ -210,21 +202,6 @@ def test_a_background_save_that_is_slow_is_no_standstill(tmp_path, monkeypatch, 
     train(tmp_path, K=1)
     assert not left
     assert "no progress" not in capfd.readouterr().err
-
-
-def test_large_data_are_counted_and_synced_piece_by_piece(tmp_path, monkeypatch):
-    monkeypatch.setattr("adl_dist.checkpoint.storage.PIECE_BYTES", 4)
-    counted, data, file = [], bytes(range(10)), tmp_path / "file"
-    monkeypatch.setattr("adl_dist.checkpoint.storage.progress.count", lambda: counted.append(1))
-
-    def content():
-        yield data
-        assert file.read_bytes() == data[:8]
-        assert len(counted) == 3 + 2
-        yield b""
-
-    assert layout.create_hashed(file, content())["bytes"] == 10
-    assert file.read_bytes() == data
 
 
 COMMAND = """

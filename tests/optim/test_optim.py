@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 
 from adl_dist import optim
 from adl_dist.errors import ConfigError
-from adl_dist.optim import build_lr_schedule, constant, cosine, fast_forward, multistep, takes_length, try_schedule
+from adl_dist.optim import build_lr_schedule, constant, cosine, fast_forward, multistep, try_schedule
 from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.runs import toy_trainer
 from tests.support.toys import FixedImages
@@ -98,17 +98,6 @@ def test_a_resumed_schedule_has_the_uninterrupted_ones_rates(kind, done):
         assert learning_rates(resumed, 40 - done) == uninterrupted
 
 
-def test_a_learning_rate_tensor_is_fast_forwarded_in_place():
-    """As ``fused=True`` and compiled optimizers keep it."""
-    optimizer = sgd(torch.tensor(0.1))
-    rate = optimizer.param_groups[0]["lr"]
-    schedule = lr_scheduler.ExponentialLR(optimizer, 0.5)
-    rate.fill_(7.0)
-    fast_forward(schedule, 2)
-    assert rate.item() == pytest.approx(0.025)
-    assert optimizer.param_groups[0]["lr"] is rate
-
-
 def test_a_schedule_gets_the_runs_length_only_if_it_asks_for_it():
     asked = {}
 
@@ -126,19 +115,6 @@ def test_a_schedule_gets_the_runs_length_only_if_it_asks_for_it():
 
 def built(target, **options):
     return build_lr_schedule(target, sgd(), updates_per_epoch=5, total_updates=30, **options)
-
-
-def test_what_the_user_gives_of_the_length_is_left_as_it_is():
-    cycle = partial(lr_scheduler.OneCycleLR, max_lr=1.0)
-    assert built(cycle).total_steps == 30
-    assert built(cycle, total_steps=7).total_steps == 7
-    assert built(partial(cycle, total_steps=7)).total_steps == 7
-    assert built(partial(cycle, epochs=2, steps_per_epoch=4)).total_steps == 8
-    assert built(cycle, epochs=2, steps_per_epoch=4).total_steps == 8
-    given = learning_rates(built(partial(cosine, total_updates=10)), 11)
-    assert given[-1] == 0.0
-    follows = partial(cosine, total_updates=10), cosine, cycle, partial(cycle, total_steps=7), lr_scheduler.StepLR
-    assert [takes_length(target) for target in follows] == [False, True, True, False, False]
 
 
 def test_a_tried_schedule_leaves_its_optimizer_as_it_was():
@@ -175,17 +151,6 @@ def test_a_schedule_shorter_than_the_run_is_refused(make, at):
     assert "initial_lr" not in optimizer.param_groups[0]
 
 
-def test_a_very_long_run_is_not_tried_to_its_end(monkeypatch):
-    monkeypatch.setattr(optim, "MOST_TRIED", 8)
-    optimizer = sgd()
-    make = partial(lr_scheduler.OneCycleLR, optimizer, 0.5, total_steps=9)
-    with pytest.raises(
-        ConfigError, match="fails after update 10 of the run's 1000000: ValueError: it has total_steps=9"
-    ):
-        try_schedule(make, optimizer, 1_000_000)
-    try_schedule(partial(lr_scheduler.LambdaLR, optimizer, ([1.0] * 12).__getitem__), optimizer, 1_000_000)
-
-
 # --- in a run ---------------------------------------------------------------------------------------------------------
 
 
@@ -202,16 +167,6 @@ def test_a_run_that_outlasts_its_schedule_does_not_start(tmp_path):
         fit(tmp_path / "short", lr_schedule=partial(cycle, total_steps=2))
     assert not (tmp_path / "short" / "checkpoints").exists()
     assert fit(tmp_path / "follows", lr_schedule=cycle)["updates"] == 3
-
-
-def test_a_schedule_that_fails_in_mid_run_says_where(tmp_path):
-    """One that no trial finds: it counts its calls, in all its copies."""
-    calls = iter(range(9))
-
-    with pytest.raises(
-        ConfigError, match=r"stage [01]: lr_schedule: LambdaLR fails after update \d: StopIteration.*; make"
-    ):
-        fit(tmp_path, lr_schedule=lambda o: lr_scheduler.LambdaLR(o, lambda s: 0.1 * next(calls)))
 
 
 def optimizer_of_rank_1(parameters):

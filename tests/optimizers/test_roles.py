@@ -51,11 +51,6 @@ def test_matrices_are_neither_embeddings_nor_head_nor_vectors():
     assert found == [*ATTENTION, "depthwise.weight", "mixing"]
 
 
-def test_a_table_that_is_registered_behind_the_head_is_no_head():
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 11), nn.Embedding(11, 6))
-    assert matrices_of(marked(model)) == ["0.weight"]
-
-
 def test_only_whole_words_of_a_name_make_it_a_table():
     tables = ["pos", "rel_pos_h", "positions", "positional_embedding", "emb1", "token_embeds", "posemb", "Pos_Embed"]
     tables += ["relative_position_bias_table", "biases", "attention_bias"]
@@ -67,12 +62,6 @@ def test_only_whole_words_of_a_name_make_it_a_table():
 def test_rest_names_name_more_of_the_rest():
     found = matrices_of(marked(Sentence()), rest_names=["*.in_proj_*", "mixing"])
     assert found == ["attention.out_proj.weight", "depthwise.weight"]
-
-
-def test_rest_names_name_a_shared_parameter_by_any_of_its_names():
-    model = Sentence()
-    model.twin = model.mixing
-    assert "mixing" not in matrices_of(marked(model), rest_names="twin")
 
 
 def test_parametrized_layers_have_the_roles_of_plain_ones():
@@ -94,30 +83,12 @@ def test_every_convolution_of_a_resnet_is_a_matrix():
     assert matrices_of(model) == sorted(convolutions)
 
 
-def test_a_convolution_that_makes_the_outputs_is_the_head():
-    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.ConvTranspose2d(4, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 1))
-    assert matrices_of(marked(model)) == ["0.weight", "2.weight"]
-
-
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_the_parts_of_a_model_have_the_roles_of_the_whole(num_stages):
     model = marked(nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))))
     parts = cut(model, num_stages=num_stages, balance=[6 // num_stages] * num_stages)
     found = [name for part in parts for name in matrices_of(part)]
     assert found == [f"{unit}.weight" for unit in range(5)]
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_torchscript_layers_have_the_roles_of_their_originals():
-    class Scripted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.tokens, self.inner, self.head = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 3)
-
-        def forward(self, x):
-            return self.head(self.inner(self.tokens(x)))
-
-    assert matrices_of(marked(torch.jit.script(Scripted()))) == ["inner.weight"]
 
 
 @pytest.mark.parametrize(

@@ -97,34 +97,6 @@ def test_every_part_of_a_model_has_the_same_groups_in_order():
     assert len(parts[0]) == 4  # matrices, those with another momentum, the rest, norms
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "SGD",
-        "Adam",
-        "AdamW",
-        "NAdam",
-        "RAdam",
-        "Adamax",
-        "RMSprop",
-        "Adagrad",
-        "Adadelta",
-        "ASGD",
-        "Rprop",
-        "Adafactor",
-    ],
-)
-def test_torchs_optimizers_step_with_a_group_that_is_empty(kind):
-    model = nn.Linear(3, 3)
-    ruled = with_rules(partial(getattr(torch.optim, kind), lr=0.1), [{"names": "*", "lr_factor": 0.5}])
-    prepare(model, ruled)
-    optimizer, before = ruled(model.parameters()), model.weight.detach().clone()
-    assert [len(group["params"]) for group in optimizer.param_groups] == [0, 2]
-    model(torch.ones(3)).sum().backward()
-    optimizer.step()
-    assert not torch.equal(model.weight, before)
-
-
 NOT_THERE = r"optimizer.rules\[0\].names: no parameter of the model is called '1.cnv.weight'; near it are 1.conv.weight"
 REFUSED = {
     "a name": ([{"names": "1.cnv.weight", "frozen": True}], NOT_THERE),
@@ -158,8 +130,3 @@ def test_a_rule_that_is_none_is_refused_in_one_line(case):
     with pytest.raises(ConfigError, match=said) as refused:
         groups_of(rules)
     assert "\n" not in str(refused.value)
-
-
-def test_the_options_of_matrices_and_of_the_rest_are_their_own():
-    with pytest.raises(ConfigError, match=r"Muon has no option 'momentum' for 6.2.bias"):
-        groups_of([{"names": "6.2.bias", "momentum": 0.5}], make=Muon)

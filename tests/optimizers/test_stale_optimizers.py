@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from adl_dist.errors import ConfigError
 from adl_dist.optimizers import Muon, mark_roles
@@ -108,26 +107,6 @@ def test_without_a_gradient_nothing_moves_nor_is_remembered(make):
     moved = [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])]
     assert moved == ["0.weight"]
     assert [*optimizer.state] == [model[0].weight]
-
-
-@BOTH
-def test_a_schedule_moves_the_rates_of_both_groups(make):
-    optimizer = make(net().parameters(), lr=0.04, rest_lr=0.3)
-    schedule = LambdaLR(optimizer, lambda update: 1 / (1 + update))
-    optimizer.step()
-    schedule.step()
-    assert [group["lr"] for group in optimizer.param_groups] == [0.02, 0.15]
-
-
-@BOTH
-def test_a_stage_of_vectors_only_trains(make):
-    model = net()
-    norm = model[3]
-    optimizer = make(norm.parameters())
-    assert [len(group["params"]) for group in optimizer.param_groups] == [0, 2]
-    norm.weight.grad = torch.ones_like(norm.weight)
-    optimizer.step()
-    assert not norm.weight.eq(1).any()
 
 
 @BOTH

@@ -237,12 +237,6 @@ def test_the_best_cut_of_a_few_units_is_the_expected_one(units, K, options, expe
     assert sizes(units, K, **options) == expected
 
 
-def test_what_ends_a_group_once_takes_less_of_a_faster_device():
-    units, machine = [unit(update_fixed=6.0), unit(update_fixed=4.0)], Machine(speeds=[1.0, 2.0])
-    told = evaluate_balance(units, [1, 1], held=adl(2), machine=machine)
-    assert (told.stage_seconds, told.fixed_seconds) == ([9.0, 3.5], [6.0, 2.0])
-
-
 def test_more_stages_than_places_to_cut_are_refused():
     units = [UnitCost(name=name, forward=1, backward=2, may_cut=name in "bd") for name in "abcd"]
     for K in (3, 5):

@@ -3,7 +3,6 @@
 import time
 from contextlib import nullcontext
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch import nn
 from adl_dist.batch import rows_of
 from adl_dist.codecs import Codecs
 from adl_dist.partition import Chain
-from adl_dist.partition.costs import update_seconds
 from adl_dist.partition.measure import measure, pace
 from adl_dist.training.split_costs import with_split_costs
 
@@ -78,53 +76,6 @@ def test_the_model_takes_the_mean_of_all_rounds_but_warm_up(monkeypatch, calls, 
     assert told.forward == pytest.approx(expected, abs=0.05)
 
 
-def test_what_ends_a_group_is_norm_step_and_cleared_gradients(monkeypatch):
-    def optimizer(parameters):
-        made = sgd(parameters)
-        made.step, made.zero_grad = partial(time.sleep, 0.02), partial(time.sleep, 0.04)
-        return made
-
-    normed = []
-    monkeypatch.setattr(
-        "adl_dist.partition.measure.get_total_norm", lambda grads: [normed.append(len(grads)), time.sleep(0.08)]
-    )
-    units, _ = profile_of(perceptron(), torch.randn(4, 6), optimizer=optimizer)
-    assert set(normed) == {4, 2, 1}, "weights and biases of two layers, of each, and the smallest of them alone"
-    assert update_seconds([*units.values()]) == pytest.approx(0.14, abs=0.05)
-    assert [unit.update_fixed > 0.1 for unit in units.values()] == [True, False, True], "as long for a part as for all"
-
-
-def test_a_unit_takes_of_an_update_what_its_weights_do(monkeypatch):
-    """Not in proportion to its bytes: Muon takes long for matrices, and next to nothing for an embedding."""
-
-    def optimizer(parameters):
-        parameters = list(parameters)
-        made = sgd(parameters)
-        made.step = partial(time.sleep, 0.08 * sum(p.shape == (5, 8) for p in parameters))
-        return made
-
-    units, _ = profile_of(perceptron(), torch.randn(4, 6), optimizer=optimizer)
-    first, _, last = units.values()
-    assert first.parameter_bytes > last.parameter_bytes
-    assert (first.update, last.update) == (pytest.approx(0.0, abs=0.01), pytest.approx(0.08, abs=0.02))
-
-
-def test_a_copy_of_weights_is_measured():
-    units, _ = profile_of(nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()), torch.randn(2, 1024))
-    first, relu = units.values()
-    assert 1e-5 < first.copy < 0.1, "4 MB"
-    assert relu.copy == 0.0
-
-
-def test_frozen_weights_take_nothing_at_an_update():
-    model = nn.Sequential(nn.Linear(6, 1024), nn.ReLU(), nn.Linear(1024, 5))
-    model[0].requires_grad_(requires_grad=False)
-    units, _ = profile_of(model, torch.randn(4, 6))
-    frozen, _, trained = units.values()
-    assert (frozen.update, frozen.update_fixed, frozen.copy) == (0, 0, 0)
-    assert min(trained.update_fixed, trained.copy) > 0
-
-
 def test_bytes_of_a_perceptron_are_those_counted_by_hand():
     units, told = profile_of(perceptron(), torch.randn(4, 6))
     first, relu, last = (units[name] for name in "012")
@@ -147,19 +98,6 @@ def test_bytes_of_a_perceptron_are_those_counted_by_hand():
 CROSSING = {"0.first": (2, 192), "0.second": (1, 96), "1": (1, 0)}
 TWO_LAYERS = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5))
 RESIDUAL = TwoLayers(lambda self, x: x + self.second(torch.tanh(self.first(x))))
-
-
-def test_what_crosses_besides_activations_is_not_coded():
-    """Whole numbers travel as they are; of an input that is only asked for its shape nothing but that crosses."""
-
-    def scaled(model, x):
-        signs = x.sign().int()
-        return (model.second(model.first(x)) * signs).view(x.shape[0], -1)
-
-    units, _ = profile_of(TwoLayers(scaled), torch.randn(4, 6))
-    first = units["first"]
-    assert (first.act_bytes, first.grad_bytes, first.num_tensors) == (2 * 4 * 4 * 6, 4 * 4 * 6, 2)
-    assert (first.spared["bf16"], first.spared["int8"] < 4 * 4 * 6) == (2 * 4 * 6, True)
 
 
 def test_weights_of_several_units_are_tied_if_they_are_trained():
@@ -186,17 +124,6 @@ def test_what_a_split_can_put_off_is_measured_for_each_unit():
     assert 0 < told.share_deferrable <= 1
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_a_split_that_was_faster_by_chance_costs_nothing(monkeypatch):
-    one = SimpleNamespace(deferrable={}, held={}, split=1.0, whole=2.0)
-    monkeypatch.setattr("adl_dist.training.split_costs._one_round", lambda *_: one)
-    _, profile = profile_of(perceptron(), input_ := torch.ones(4, 6))
-    of_batch = {"input_": input_, "target": torch.zeros(4, dtype=torch.long), "loss_fn": LOSS, "within": nullcontext}
-    chain = chain_of(model := perceptron(), input_)
-    told = with_split_costs(profile, model, chain, **of_batch)
-    assert told.split_slowdown == 1.0
-    assert [unit.split for unit in told.costs(1)] == [0.0] * 3
 
 
 @pytest.mark.parametrize(

@@ -1,38 +1,23 @@
 """``python -m benchmarks.race``: who shares runs with whom, devices, what is kept, the table, and what is refused."""
 
-import contextlib
 import json
 import math
 import os
-import subprocess
-import sys
-from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from adl_dist.baselines.loop import broadcast_number
-from adl_dist.cli.bench.entries import Cut, ModelSurvey
 from adl_dist.cli.bench.runner import Measured
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
 from adl_dist.errors import ConfigError
-from adl_dist.partition.costs import Profile, UnitCost
-from adl_dist.schedule import Method
-from adl_dist.training.options import PartitionSpec
-from adl_dist.transport.spec import TensorSpec
 from benchmarks.race import replicas
 from benchmarks.race.__main__ import race
 from benchmarks.race.contenders import NAMES, REPLICATED, contenders
-from benchmarks.race.cut_and_delays import settled_cut, settled_delays
-from benchmarks.race.devices import devices, quotas
+from benchmarks.race.devices import devices
 from benchmarks.race.link import read_link
-from benchmarks.race.report import draw, report, rows
+from benchmarks.race.report import report, rows
 from benchmarks.race.seconds import Timings, key_of
 from benchmarks.race.updates import RaceConfig, Target, UpdatesToTarget, find_updates, read_target
-from tests.race.test_links import needs_namespaces
 from tests.support.commands import in_process, shows, words
 from tests.support.ranks import run_ranks
 
@@ -68,70 +53,6 @@ def test_a_contender_that_cannot_run_is_left_out_with_the_reason():
         named("nope")
 
 
-def test_a_race_cuts_for_its_slowest_link_and_its_devices(monkeypatch, tmp_path):
-    """The cut is made once. A later call with other links keeps it, because the results so far belong to it."""
-    cut_for = []
-
-    def apart(_, config, able):
-        config.build(PartitionSpec)  # refuses what does not fit together
-        cut_for.append((config.partition.links, config.partition.device_speeds, config.partition.balance))
-        found = Cut(sizes=[1, 2], begins=["second"], act_bytes=[8], grad_bytes=[8])
-        facts = {"target": TensorSpec((), "int64"), "exchanged_bytes": {}, "predicted": {}}
-        return ModelSurvey(cuts={2: found}, granularity="block", channels_last=False, **facts)
-
-    monkeypatch.setattr("benchmarks.race.cut_and_delays.apart", apart)
-    links, on = [read_link(text) for text in ("100mbit", "50mbit", "50mbit,20ms", "1gbit,80ms")], devices(4, [0, 1])[0]
-    for own, given in (
-        ([], links),
-        ([], links[:1]),
-        (["partition.links=1gbit", "partition.device_speeds=[1,2]"], links),
-    ):
-        folder = tmp_path / str(len(own))
-        folder.mkdir(exist_ok=True)
-        cut, _ = settled_cut(folder, ["partition.balance=auto", *own], [], given, on)
-        settled = compose_run(["partition.balance=auto", *own, *cut])[0].build(PartitionSpec)
-        assert (settled.balance, settled.links, settled.speeds) == (["second"], None, None)
-    assert cut_for == [
-        ("50mbit,20ms", [0.5, 0.5], "auto"),
-        (None, None, ["second"]),
-        ("1gbit", [1.0, 2.0], "auto"),
-    ]
-
-
-def race_of_three(tmp_path, on, rate="10gbit", name="adl"):
-    """What is predicted of ADL, or of another one, over a link, in seconds per update."""
-    words = ["model=resnet8", "data=digits", "train.batch_size=128"]
-    config, _ = compose_run([*words, "partition.num_stages=3", "partition.balance=[2,2,1]"])
-    config.runtime.threads = 1
-    racing, link = list(named(name, num_stages=3)[0].values()), read_link(rate)
-    tmp_path.mkdir()
-    _, predicted = settled_delays(tmp_path, config, racing, [link], on)
-    return predicted[link.name][name]
-
-
-def test_a_race_predicts_with_the_share_and_link_of_devices(tmp_path, monkeypatch):
-    """Units of 1 and 2 s, each message of 8 bytes; the middle of three stages has one link for two of them."""
-    units = [UnitCost(name=f"u{n}", forward=1.0, backward=2.0, act_bytes=8, grad_bytes=8) for n in range(5)]
-    known = Profile(of={"micro_batch_size": 32}, units=units, forward=5.0, backward=10.0, optimizer_copies=1.0)
-    profiler = SimpleNamespace(
-        chain=None,
-        num_others=lambda K: 1,
-        with_load=lambda num, samples: contextlib.nullcontext(),
-        profile=lambda size: known,
-    )
-    monkeypatch.setattr("benchmarks.race.cut_and_delays.chosen_sizes", lambda chain, num_stages, balance: balance)
-    monkeypatch.setattr("benchmarks.race.cut_and_delays.Profiler", lambda config, **how: profiler)
-    host = {"seconds_per_message": 0.0, "seconds_per_byte": 0.0}
-    monkeypatch.setattr("benchmarks.race.cut_and_delays.link_figures", lambda device: host)
-    monkeypatch.setattr("benchmarks.race.cut_and_delays.coding_costs", lambda device, threads: {})
-    monkeypatch.setattr("benchmarks.race.cut_and_delays.apart", lambda function, *given: function(*given))
-    whole, half = devices(3, [0, 1, 2])[0], devices(3, [0, 1])[0]
-    for name, on, seconds in (("adl", whole, 6), ("adl", half, 12), ("bp", half, 30)):
-        assert race_of_three(tmp_path / f"{name}-{on.share}", on, name=name) == pytest.approx(4 * seconds)
-    slow = race_of_three(tmp_path / "slow", whole, "0.008kbit")
-    assert slow == pytest.approx(4 * 2 * 8), "two messages of 8 s"
-
-
 @pytest.mark.parametrize(
     ("num", "cores", "expected"),
     [
@@ -143,26 +64,6 @@ def test_a_race_predicts_with_the_share_and_link_of_devices(tmp_path, monkeypatc
 )
 def test_devices_are_equal_shares_of_the_cores(num, cores, expected):
     assert [(list(device.cores), device.share) for device in devices(num, cores)] == expected
-
-
-def test_quotas_are_set_as_cgroups_of_version_2_take_them(tmp_path, monkeypatch):
-    (tmp_path / "cgroup.controllers").write_text("cpu")
-    monkeypatch.setattr("benchmarks.race.devices._remove", lambda group: None)  # files of a kernel need no deleting
-    with quotas(devices(4, [0, 1]), tmp_path) as groups:
-        assert [(group.parent / "cpu.max").read_text() for group in groups] == ["5000 10000"] * 4
-    with quotas(devices(2, [0, 1]), tmp_path) as groups:
-        assert groups == [None, None]
-
-
-@pytest.mark.slow
-@needs_namespaces
-def test_half_a_core_is_half_of_its_time():
-    burn = "import time\nend = time.monotonic() + 2\nwhile time.monotonic() < end: pass\nprint(time.process_time())"
-    with quotas(devices(2, [0])) as groups:
-        command = ["sh", "-c", f'echo $$ > {groups[0]}; exec "$@"', "sh", sys.executable, "-c", burn]
-        told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    assert 0 < float(told) < 1.2
-    assert not groups[0].parent.exists()
 
 
 def test_a_target_is_met_by_what_is_as_good_or_better():
@@ -214,21 +115,6 @@ def test_where_no_rate_gets_there_the_nearest_is_taken(tmp_path):
     assert (found.rate, found.updates, found.at_edge, found.median) == (0.2, [None], True, math.inf)
 
 
-def test_no_rate_is_chosen_before_all_trials_are_at_their_end(tmp_path):
-    values = named("adl")[0]["adl"].values
-    ran(tmp_path / values.name / "lr0.1-seed0", [0.5, 0.95], epochs=2)
-    ran(tmp_path / values.name / "lr0.2-seed0", [0.5, 0.95, 0.95])
-    found = find_updates([values], race_in(tmp_path, rates=[0.1, 0.2], seeds=[0]), start=False)[values.name]
-    assert (found.rate, found.updates) == (None, [])
-
-
-def test_one_rate_alone_is_at_no_edge(tmp_path):
-    values = named("adl")[0]["adl"].values
-    ran(tmp_path / values.name / "lr0.1-seed0", [0.5, 0.95, 0.95])
-    found = find_updates([values], race_in(tmp_path, rates=[0.1], seeds=[0]), start=False)[values.name]
-    assert (found.rate, found.at_edge) == (0.1, False)
-
-
 LINKS = [read_link("100mbit"), read_link("1gbit,20ms")]
 
 
@@ -246,15 +132,6 @@ def test_timings_are_kept_and_a_success_replaces_failures(tmp_path):
     again = Timings(tmp_path / "s.json")
     assert (again.seconds(key), again.median(key), again.failures([key])) == ([2.0, 1.0, 4.0], 2.0, {})
     assert again.median(key_of(adl, LINKS[1])) is None
-
-
-def test_other_delays_and_settings_are_measured_by_themselves():
-    adl = named("adl")[0]["adl"]
-    longer = adl.with_method(Method(name="adl", delay=(3, 0)))
-    coded = replace(adl, entry=replace(adl.entry, settings=("runtime.codec=int8",)))
-    assert len({key_of(each, LINKS[0]) for each in (adl, longer, coded)}) == 3
-    alone = named("one-device")[0]["one-device"]
-    assert key_of(alone, LINKS[0]) == key_of(alone, LINKS[1])  # it sends nothing
 
 
 def the_table(tmp_path):
@@ -299,13 +176,6 @@ def test_the_report_names_the_best_and_what_did_not_get_there(tmp_path):
     shows(text, ["100mbit,0ms: adl takes 120 s"])  # BP is on one device, and no pipeline of ours
 
 
-def test_the_figure_shows_those_that_got_there(tmp_path):
-    table = the_table(tmp_path)
-    assert draw(tmp_path / "race.svg", table, LINKS, title="a race")
-    assert (tmp_path / "race.svg").stat().st_size > 1000
-    assert not draw(tmp_path / "none.svg", [row for row in table if row["contender"] == "2bw"], LINKS, title="")
-
-
 def refused(*arguments, parts):
     with pytest.raises(ConfigError) as refusal:
         race(arguments)
@@ -340,38 +210,8 @@ def test_a_mistake_is_one_line_and_writes_nothing(extra, parts, tmp_path):
     assert not (out / "settings.json").exists() or extra[0] == "--contenders"
 
 
-def test_a_folder_of_another_race_is_refused(tmp_path):
-    words = "data=synthetic", "--target", "accuracy=0.9", "--out", str(tmp_path), "--contenders", "adl,nope"
-    for _ in range(2):  # the same command continues, as far as that
-        refused(*words, parts=["there is no 'nope'"])
-    for other, parts in (
-        (("train.epochs=7",), ["other settings", "train.epochs=7"]),
-        (("--torch-micro-batches", "4"), ["other large_M: 8, now 4"]),
-        (("--values", "dtype=float64"), ["other values: [], now ['dtype=float64']"]),
-    ):
-        refused(*words, *other, parts=[f"--out {tmp_path} holds a race with", *parts])
-
-
 def test_the_old_command_names_the_new_one():
     shows(in_process("race", "data=digits").refusal(), ["python -m benchmarks.race, in a checkout"])
-
-
-def test_each_replica_has_a_gpu_of_its_own_if_there_are_enough(tmp_path, monkeypatch):
-    started = []
-    monkeypatch.setattr(replicas, "run_together", started.extend)
-    replicas.start("ddp", None, words(tmp_path, "partition.num_stages=2")[1:])
-    told = [[child.environment[name] for name in ("RANK", "LOCAL_RANK")] for child in started]
-    assert told == [["0", "0"], ["1", "1"]]
-
-
-@pytest.mark.parametrize(("backend", "place"), [("nccl", "meta"), ("gloo", "cpu")])
-def test_what_replicas_tell_each_other_is_where_nccl_can_send_it(backend, place, monkeypatch):
-    seen = []
-    monkeypatch.setattr(dist, "get_backend", lambda: backend)
-    monkeypatch.setattr(dist, "broadcast", lambda tensor, src: seen.append(tensor.device.type))
-    with contextlib.suppress(RuntimeError):  # the other device that a CPU has cannot tell numbers
-        broadcast_number(0.5, torch.device("meta"))
-    assert seen == [place]
 
 
 def one_replica(kind, inner_updates, argv):

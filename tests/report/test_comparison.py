@@ -10,7 +10,7 @@ import yaml
 import adl_dist
 from adl_dist.errors import ConfigError
 from adl_dist.report import curves
-from adl_dist.report.comparison import folders_below, write_comparison
+from adl_dist.report.comparison import write_comparison
 from adl_dist.report.runs import read_runs
 from tests.support.commands import in_process, shows, snapshot
 
@@ -106,24 +106,6 @@ def test_the_figure_names_the_methods_and_what_diverged(runs):
     shows(svg, [f"<!-- {text} -->" for text in ("K = 2", "bp", "adl", "fdg", "ddg", "diverged", "epoch")])
 
 
-def test_runs_that_all_diverged_still_give_a_table_and_a_figure(runs):
-    runs.add("fdg", diverged=(0, 0))
-    assert runs.table(draws=True)[1]["fdg"][0] == "**1 of 1 diverged**"
-    assert (runs.folder / "curves.png").stat().st_size > 1000
-
-
-def test_what_each_stage_held_is_a_table_of_its_own(runs):
-    runs.add("bp", 0.5)
-    runs.add("adl", 0.5)
-    summary = {"validation_accuracy": 0.5, "epochs": EPOCHS, "updates": 9}
-    stages = [{"peak_tensor_bytes": n * 2**20, "peak_memory_bytes": 0, "staleness_mean": 0.0} for n in (3, 1.5)]
-    (runs.made[1] / "summary.json").write_text(json.dumps({**summary, "stages": stages}))
-    _, rows = runs.table()
-    assert rows["MiB of tensors"] == ["stage 0", "stage 1", "mean", "largest"]
-    assert rows["adl, K = 2, seed 0"] == ["3.0", "1.5", "2.2", "3.0"]
-    assert "bp, K = 2, seed 0" not in rows
-
-
 def test_the_table_for_programs_has_best_loss_and_most_memory(runs):
     runs.add("adl", 2.0, 1.25, 1.5, name="loss")
     stages = [{"peak_memory_bytes": n, "peak_tensor_bytes": n - 1, "staleness_mean": 0.0} for n in (7, 9)]
@@ -142,14 +124,6 @@ def test_a_row_is_named_by_all_that_tells_the_runs_apart(runs):
     runs.add("adl", 0.5, M=4, model={"width": 16}, settings={"weights": "latest"})
     expected = ["bp M=4 model.width=8", "adl M=4 model.width=8", "adl M=4 weights=latest model.width=16"]
     assert list(runs.table()[1]) == expected
-
-
-def test_two_cuts_are_two_rows_for_one_number_of_stages(runs):
-    for K, balance in ((2, "[3, 2]"), (3, "[2, 2, 1]")):
-        runs.add("adl", 0.5, K=K, partition={"balance": balance})
-    assert list(runs.table()[1]) == ["adl"]
-    runs.add("adl", 0.5, K=2, partition={"balance": "even"})
-    assert len(runs.table()[1]) == 3
 
 
 def test_what_is_not_there_is_said_in_its_cell(runs):
@@ -173,13 +147,6 @@ def test_a_run_is_compared_with_bp_of_its_own_model(runs):
     assert shown == ["\u22121.00", "\u22120.20", "."]
 
 
-def test_a_run_is_compared_with_bp_on_its_own_data(runs):
-    for noise, bp in ((1, 0.9), (2, 0.7)):
-        runs.add("bp", bp, data={"noise": noise})
-    runs.add("adl", 0.6, data={"noise": 2})
-    assert runs.table()[1]["adl data.noise=2"][1] == "\u221210.00"
-
-
 def test_a_run_that_a_callback_ended_is_complete(runs):
     runs.add("adl", 0.9)
     summary = {"epochs": EPOCHS - 1, "updates": 9, "validation_accuracy": 0.9, "ended_by": "EarlyStopping"}
@@ -196,30 +163,6 @@ def test_a_run_that_a_callback_ended_is_complete(runs):
     with (runs.made[0] / "metrics.jsonl").open("a") as file:  # in the middle of a line
         file.write('{"name": "train/lo')
     assert runs.table()[1]["adl"][0] == "**1 of 1 unfinished**"
-
-
-def test_half_a_line_that_a_killed_process_has_left_is_no_record(runs):
-    runs.add("adl", 0.9, ended=False)
-    with (runs.made[0] / "metrics.jsonl").open("a") as file:
-        file.write('{"name": "validation/accuracy", "value": 0.')
-    assert runs.table()[1]["adl"][0] == "**1 of 1 unfinished**"
-    with (runs.folder / "comparison.csv").open() as file:
-        assert [row["best_validation_accuracy"] for row in csv.DictReader(file)] == ["0.9"]
-
-
-def test_replicas_have_a_row_of_their_own(runs):
-    runs.add("adl", 0.8, M=4)
-    for seed in (0, 1):
-        runs.add("adl", 0.9, M=4, seed=seed, contender="ddp")
-    assert list(runs.table()[1]) == ["adl M=4", "ddp"]
-
-
-def test_what_other_packages_keep_in_a_run_is_no_run(runs):
-    runs.add("adl", 0.8)
-    inner = runs.made[0] / "wandb" / "run-1" / "files"
-    inner.mkdir(parents=True)
-    (inner / "config.yaml").write_text("_wandb: {}\n")
-    assert folders_below([runs.folder]) == runs.made
 
 
 def test_compare_takes_the_runs_below_a_folder_and_writes_there(runs):

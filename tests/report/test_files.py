@@ -23,13 +23,6 @@ def test_a_file_is_replaced_only_when_all_of_it_is_written(tmp_path):
     assert path.read_text() == "second"
 
 
-def test_what_cannot_be_renamed_leaves_nothing_behind(tmp_path):
-    (tmp_path / "taken" / "inside").mkdir(parents=True)
-    with pytest.raises(OSError, match="directory"), write_atomically(tmp_path / "taken") as unfinished:
-        unfinished.write_text("whole")
-    assert [file.name for file in tmp_path.iterdir()] == ["taken"]
-
-
 def test_letters_that_a_stream_does_not_have_are_escapes():
     """As where LC_ALL=C is set; nothing would be shown otherwise."""
     content = io.BytesIO()

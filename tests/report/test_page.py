@@ -1,15 +1,12 @@
 """The page about a run: what it shows of whole, partial, damaged and hostile folders."""
 
 import json
-import shutil
-import subprocess
 
 import pytest
 import yaml
 
 from adl_dist.errors import ConfigError
-from adl_dist.report.page import markup, one_run, recorded, write_page
-from adl_dist.report.timeline import Timed, Timeline
+from adl_dist.report.page import markup, one_run, write_page
 from tests.support.commands import shows
 from tests.support.recorded import recorded_run
 
@@ -74,20 +71,6 @@ def test_the_best_of_a_metric_of_ones_own_is_what_the_run_says(run, undrawn, bes
     assert f"<td>validation mae</td><td>4</td><td>{best}</td>" in page_of(run).replace(' class="number"', "")
 
 
-def test_the_clock_begins_again_with_each_epoch(tmp_path):
-    """Also where an epoch of one update takes a little longer than the one before."""
-    run = recorded_run(tmp_path / "run")
-    seconds = [1.0, 1.02, 0.99, 1.01]
-    lines = [
-        {"name": "train/loss", "value": 1.0, "update": n, "epoch": n, "num_samples": 100, "elapsed_seconds": took}
-        for n, took in enumerate(seconds)
-    ]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    read = recorded.read(run)
-    assert [point.value for point in read.speeds] == pytest.approx([100 / took for took in seconds])
-    assert read.curves["train/loss"][-1].seconds == pytest.approx(sum(seconds))
-
-
 DAMAGES = {
     "config.yaml": [None, "", "[1", "method: 3\npartition: []\ntrain: x\n", "method: {name: nothing}\n"],
     "summary.json": [None, "{", "[]", '{"stages": 3, "epochs": []}', '{"stages": [{}], "validation_loss": "low"}'],
@@ -110,13 +93,6 @@ def test_damaged_or_missing_file_costs_its_parts_only(run, undrawn, name):
         assert "Traceback" not in page
 
 
-def test_files_of_other_types_are_told_by_name(run, undrawn):
-    for name in ("links.json", "profile.json", "delays.json", "diverged.json"):
-        (run / name).write_text('{"units": [3], "update": "x", "2 stages": 7}')
-    page = page_of(run)
-    shows(page, ["profile.json cannot be used (TypeError", "<h2>Links</h2>", "Cannot be shown: a file of the run"])
-
-
 def test_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"holds no run: expected config.yaml, metrics.jsonl or summary.json"):
         write_page([tmp_path], tmp_path / "page.html")
@@ -133,23 +109,6 @@ def test_events_name_warnings_restarts_and_skipped_updates(run, undrawn):
     assert "saved" not in page
 
 
-def test_events_of_several_processes_are_in_order_of_time(run, undrawn):
-    line = "2026-11-24 09:{}:17,810 {}\n"
-    (run / "logs" / "rank0.log").write_text(line.format(44, "WARNING rank 0 warns last"))
-    entries = line.format(42, "WARNING rank 1 warns") + line.format(43, "INFO resumed from update 8")
-    (run / "logs" / "rank1.log").write_text(entries)
-    page = page_of(run)
-    places = [page.index(text) for text in ("rank 1 warns", "resumed from update 8", "rank 0 warns last")]
-    assert places == sorted(places)
-
-
-def test_the_timeline_of_a_steady_part_stays(tmp_path):
-    made = {"epoch": 0, "device": "cpu", "stages": [[Timed("F", 0, 0.0, 1.0, None)]]}
-    for is_steady, epoch, kept in ((False, 0, 0), (False, 1, 0), (True, 2, 2), (False, 3, 2), (True, 4, 4)):
-        Timeline(**{**made, "epoch": epoch}, is_steady=is_steady).write(tmp_path)
-        assert Timeline.read(tmp_path).epoch == kept
-
-
 def test_several_runs_are_compared(run, tmp_path):
     other = recorded_run(tmp_path / "other")
     config = yaml.safe_load((other / "config.yaml").read_text())
@@ -158,24 +117,3 @@ def test_several_runs_are_compared(run, tmp_path):
     page = page_of(run, other)
     shows(page, ["2 runs compared", "adl M=4 K=2", "adl K=2", "method.accumulation_steps", "Medians over seeds"])
     assert "Cannot be shown" not in page
-
-
-def test_runs_of_which_one_has_no_settings_are_compared(run, tmp_path):
-    other = recorded_run(tmp_path / "other")
-    (other / "config.yaml").unlink()
-    (other / "summary.json").unlink()
-    shows(page_of(run, other), ["2 runs compared", "other"])
-
-
-BROWSER = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), "")
-
-
-@pytest.mark.skipif(not BROWSER, reason="there is no chromium")
-def test_browser_opens_the_page_and_draws_it(run, tmp_path):
-    write_page([run], tmp_path / "page.html")
-    words = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
-    url = (tmp_path / "page.html").as_uri()
-    done = subprocess.run([BROWSER, *words, url], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("</svg>") == 7
-    shows(done.stdout, ["<h2>Configuration</h2>", "</footer>"])

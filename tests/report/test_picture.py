@@ -5,11 +5,10 @@ from itertools import pairwise
 
 import pytest
 from matplotlib.colors import to_rgb
-from matplotlib.image import imread
 
-from adl_dist.report.picture import DARK, LIGHT, STYLES, draw, picture
+from adl_dist.report.picture import STYLES, draw, picture
 from adl_dist.schedule import METHODS, Costs, Op, Pipeline, method
-from tests.support.commands import ROOT, in_process
+from tests.support.commands import ROOT
 from tools import docs_picture
 
 
@@ -50,27 +49,6 @@ def test_both_parts_of_a_split_backward_are_drawn(costs):
     assert all(a[2] <= b[1] + 1e-9 for a, b in pairwise(spans) if a[0] == b[0]), "one after the other"
 
 
-def test_acts_and_gradients_point_in_opposite_directions():
-    figure = picture(Pipeline(method("adl"), 2), num_micro_batches=4)
-    looks = {}
-    for arrow in arrows(figure):
-        (_, head), (_, tail) = arrow.xy, arrow.get_position()
-        looks.setdefault(head > tail, set()).add((arrow.arrow_patch.get_edgecolor(), arrow.arrow_patch.get_linestyle()))
-    (down,), (up,) = looks[True], looks[False]
-    assert down[0] != up[0]
-    assert down[1] != up[1]
-
-
-def test_with_costs_a_box_is_as_wide_as_its_work_is_long():
-    costs = Costs(forward=[1, 1], backward=[3, 3])
-    figure = picture(Pipeline(method("pipedream"), 2), num_micro_batches=3, costs=costs)
-    widths = {}
-    for patch in figure.axes[0].patches:
-        widths.setdefault(patch.get_facecolor(), set()).add(round(patch.get_width(), 6))
-    shortest, longest = sorted(w for found in widths.values() for w in found if len(found) == 1)[1:3]
-    assert longest / shortest == pytest.approx(3)
-
-
 @pytest.mark.parametrize("chosen", [*map(method, METHODS), method("adl", split_backward=True)], ids=lambda m: m.name)
 def test_every_method_can_be_drawn_without_words_over_each_other(chosen):
     figure = picture(Pipeline(chosen, 3), num_micro_batches=6)
@@ -84,18 +62,6 @@ def test_every_method_can_be_drawn_without_words_over_each_other(chosen):
         assert box.x1 <= figure.bbox.x1, text
         for other, there in extents[:i]:
             assert not box.overlaps(there), (text, other)
-
-
-@pytest.mark.parametrize("costs", [None, Costs.balanced(3, link=0.3)])
-def test_gradients_that_were_predicted_arrive_where_heads_learn(costs):
-    chosen = method("dni", accumulation_steps=2)
-    figure = picture(Pipeline(chosen, 3), num_micro_batches=6, costs=costs)
-    boxes = [p for p in figure.axes[0].patches if p.get_facecolor()[:3] == to_rgb(STYLES[Op.LEARN][0])]
-    assert len(boxes) == 6 * 2
-    left = {round(box.get_x() + 0.04, 6) for box in boxes}
-    upwards = [arrow for arrow in arrows(figure) if arrow.xy[1] < arrow.get_position()[1]]
-    assert {round(arrow.xy[0], 6) for arrow in upwards} == left
-    assert len(upwards) == len(arrows(figure)) - len(upwards) == 6 * 2
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".png", ".pdf"])
@@ -115,12 +81,3 @@ def test_the_pictures_of_the_docs_are_those_of_their_script(tmp_path):
     for name in ("light", "dark"):
         made = (tmp_path / f"schedule-{name}.svg").read_bytes()
         assert made == (ROOT / f"docs/images/schedule-{name}.svg").read_bytes()
-
-
-def test_a_dark_picture_is_dark_and_needs_a_file(tmp_path):
-    pages = {}
-    for name, theme in (("dark", DARK), ("light", LIGHT)):
-        draw(Pipeline(method("adl"), 2), tmp_path / f"{name}.png", num_micro_batches=4, theme=theme)
-        pages[name] = imread(tmp_path / f"{name}.png")[0, 0, :3].max()
-    assert pages["dark"] < 0.2 < 0.9 < pages["light"]
-    assert "add --out FILE.svg" in in_process("schedule", "--dark").refusal()

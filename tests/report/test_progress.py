@@ -53,15 +53,6 @@ def test_staleness_is_the_mean_of_the_epoch_not_of_a_group(lines):
     assert "staleness 3/-" in lines.getvalue()
 
 
-def test_an_epoch_that_goes_on_counts_the_seconds_before(lines):
-    progress = Progress(num_stages=1, out=lines)
-    progress.begin(0, 1, 2)
-    progress.update(loss(0, 4))
-    progress.begin(0, 1, 2, goes_on=True)  # after a checkpoint; its clock begins again
-    progress.update(loss(1, 4))
-    assert " 4 images/s" in lines.getvalue().splitlines()[-1]
-
-
 def test_the_loss_of_training_is_the_mean_over_the_epoch(lines):
     progress = Progress(num_stages=1, out=lines)
     for epoch, losses, mean in ((0, (1.0, 3.0), 7 / 3), (1, (5.0, 6.0), 17 / 3)):

@@ -469,19 +469,6 @@ def test_the_printed_table_shows_the_actions_of_each_tick():
     assert "0      4      5       0       2              2               2    2 2" in lines
 
 
-def test_a_table_wider_than_the_screen_continues_in_blocks():
-    heads = ("tick", "stage 0", "stage 1", "stage 2")
-    whole, cut = (describe(Pipeline(adl(4), 3), num_micro_batches=20, width=w).splitlines() for w in (None, 60))
-
-    def cells(lines, head):
-        return [word for line in lines if line.startswith(head + " ") for word in line.removeprefix(head).split()]
-
-    assert [cells(cut, head) for head in heads] == [cells(whole, head) for head in heads]
-    assert sum(line.startswith("tick") for line in whole) == 1
-    assert all(len(line) <= 60 for line in cut if line.startswith(heads))
-    assert "wider than the screen (60 columns)" in "\n".join(cut)
-
-
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [

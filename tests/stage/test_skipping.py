@@ -13,7 +13,7 @@ from adl_dist.schedule import Pipeline
 from adl_dist.schedule.replay import at_random
 from adl_dist.stage import GradientPolicy
 from adl_dist.stage.nonfinite import NonFiniteCheck, keep_buffers_finite
-from adl_dist.stage.stats import StepStats, _underway, norm_of
+from adl_dist.stage.stats import StepStats, norm_of
 from tests.support.commands import assert_same
 from tests.support.equations import EQUATIONS, assert_close, by_the_equations, differ
 from tests.support.gpu_stand_in import Event, Stream, on_gpu
@@ -91,11 +91,6 @@ def test_more_skipped_updates_in_a_row_than_allowed_stop_the_run():
     told = r"stage 2: the loss is inf, and train\.max_skipped=3 updates in a row have been skipped at update 3 "
     with pytest.raises(DivergedError, match=told):
         trainer.fit(FixedImages(24), epochs=9, batch_size=12, monitoring=QUIET)  # two updates in an epoch
-
-
-def test_skips_that_are_not_in_a_row_do_not_add_up():
-    _, summary = train(2, 2, torch.float32, plant=nan_inputs, max_skipped=2, **SKIP)
-    assert summary["skipped_updates"] == len(SPOILT_PAIRS) * EPOCHS
 
 
 # --- What cannot be skipped --------------------------------------------------------------------------------
@@ -227,18 +222,6 @@ def test_the_time_of_a_loss_on_a_gpu_is_when_it_was_computed(stream):
 def test_the_norm_is_that_of_torch(dtype):
     gradients = [torch.randn(shape, dtype=dtype) for shape in [(3, 4), (), (7,), (2, 0)]]
     assert torch.equal(norm_of(gradients), get_total_norm(gradients))
-
-
-def test_a_group_adds_up_what_its_micro_batches_were_scored():
-    tally = StepStats()
-    tally.score(torch.eye(3), torch.tensor([0, 1, 1]), torch.tensor(0.5))
-    tally.score(torch.eye(3)[:1], torch.tensor([0]), torch.tensor(2.0))
-    assert tally.numbers() == {"num_samples": 4, "loss_sum": 0.5 * 3 + 2.0, "num_correct": 3}
-
-
-def test_what_is_copied_off_a_gpu_keeps_its_order():
-    assert [float(number) for number in _underway([torch.tensor(3.0), torch.tensor(1.0)])] == [3.0, 1.0]
-    assert _underway([]) == []
 
 
 @pytest.mark.usefixtures("underway")

@@ -7,7 +7,7 @@ from torch import nn
 
 import adl_dist
 from tests.support.toys import FixedImages, batch_norm_net
-from tests.support.values import QUIET, values
+from tests.support.values import SILENT, values
 
 MICRO_BATCH, NUM_SAMPLES, EPOCHS = 3, 32, 2  # 11 micro-batches: no multiple of 2, 3, 4; the last one holds 2
 BALANCE = {1: [7], 2: [3, 4], 3: [2, 4, 1], 4: [1, 3, 2, 1]}
@@ -51,7 +51,7 @@ def trained(
     of_trainer = always | {"lr_schedule": warm_up_schedule} | of_trainer
     trainer = toy_trainer(K, M, method, options, model=net, optimizer=optimizer, **of_trainer)
     validation, more = FixedImages(10, seed=1, dtype=dtype), {"shuffle": shuffle, "run_dir": run_dir}
-    more |= {"epochs": epochs, "batch_size": MICRO_BATCH * M, "monitoring": QUIET}
+    more |= {"epochs": epochs, "batch_size": MICRO_BATCH * M, "monitoring": SILENT}
     return trainer, trainer.fit(data, val_dataset=validation, **more)
 
 

@@ -6,14 +6,13 @@ import pytest
 import torch
 
 import adl_dist
-from adl_dist.errors import ConfigError, DivergedError
 from adl_dist.report import final_table
 from tests.support.coded import crossing
 from tests.support.commands import assert_same
 from tests.support.equations import EQUATIONS, modules_by_the_equations
 from tests.support.kill import records
 from tests.support.oracle import Versions
-from tests.support.runs import BALANCE, MOMENTUM, WEIGHT_DECAY, nan_inputs, toy_trainer, train
+from tests.support.runs import BALANCE, MOMENTUM, WEIGHT_DECAY, toy_trainer, train
 from tests.support.slices import cut
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import QUIET
@@ -65,14 +64,6 @@ def test_coded_training_equals_the_coded_equations_bit_for_bit(K, M, name, codec
     assert_same(state, expected)
 
 
-def test_a_fault_behind_a_codec_stops_or_skips_as_without_one():
-    with pytest.raises(DivergedError, match="the loss is nan"):
-        train(3, 2, torch.float32, plant=nan_inputs, codec="int8", epochs=1)
-    options = {"plant": nan_inputs, "non_finite": "skip", "epochs": 1}
-    skipped = [train(3, 2, torch.float32, codec=codec, **options)[1] for codec in ("none", "int8")]
-    assert skipped[0]["skipped_updates"] == skipped[1]["skipped_updates"] > 0
-
-
 def test_a_codec_tolerates_stages_to_which_no_gradient_goes():
     """Two frozen stages: messages upstream hold nothing, on an edge that is there."""
 
@@ -93,13 +84,6 @@ def run(folder, *, max_updates=None, K=2, **options):
         val_dataset=FixedImages(6, seed=1), checkpoints=adl_dist.CheckpointPolicy(every_updates=2),
     )  # fmt: skip
     return trainer.full_state_dict(), summary
-
-
-def test_a_run_does_not_continue_with_another_codec(tmp_path):
-    run(tmp_path, max_updates=2)
-    trainer = toy_trainer(2, 2, codec="int4", dtype=torch.float32)
-    with pytest.raises(ConfigError, match="codec"):
-        trainer.fit(FixedImages(16), epochs=2, batch_size=4, run_dir=tmp_path, monitoring=QUIET)
 
 
 def test_error_and_bytes_of_each_edge_are_recorded_and_shown(tmp_path):
@@ -132,10 +116,3 @@ def test_evaluation_measures_the_model_without_a_codec(tmp_path):
     uncut.load_checkpoint(tmp_path)
     told = uncut.evaluate(FixedImages(6, seed=1), batch_size=2)
     assert told["validation_loss"] == summary["validation_loss"]
-
-
-def test_codecs_that_there_are_not_are_refused_by_name():
-    with pytest.raises(ConfigError, match=r"runtime\.codec: there is no 'int2'; choose one of none, bf16"):
-        toy_trainer(codec="int2")
-    with pytest.raises(ConfigError, match=r"runtime\.gradient_codec: there is no 'fp8'"):
-        toy_trainer(gradient_codec="fp8")

@@ -8,13 +8,10 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from adl_dist.errors import ConfigError, DivergedError
-from adl_dist.schedule import Pipeline, method
+from adl_dist.errors import ConfigError
+from adl_dist.schedule import method
 from adl_dist.seeds import stream_seed
-from adl_dist.stage import TrainSpec
-from adl_dist.stage.gradient_head import GradientHead
 from adl_dist.stage.heads import build_gradient_network
-from adl_dist.stage.nonfinite import NonFiniteCheck
 from tests.support.equations import assert_close, differ, micro_batches, modules_of
 from tests.support.kill import records
 from tests.support.runs import EPOCHS, LR, MOMENTUM, WEIGHT_DECAY, toy_trainer, train, trained, warm_up
@@ -103,31 +100,7 @@ def test_a_sum_of_gradients_and_clipping_follow_the_equations():
     assert differ(clipped, by_the_equations(3, 2, LINEAR, reduction="sum")[0]) > 1e-3
 
 
-def test_the_first_predictions_are_zero():
-    """Until the first update of a head, its stage stands still but for weight decay, which is off here."""
-    sgd = functools.partial(torch.optim.SGD, lr=0.1)
-    trainer = toy_trainer(3, 1, "dni", {"head_delay": 4}, optimizer=sgd)
-    before = trainer.full_state_dict()
-    trainer.fit(FixedImages(15), epochs=1, batch_size=3, shuffle=False, monitoring=QUIET)
-    after = trainer.full_state_dict()
-    parts = [[name for name, _ in module.named_parameters()] for module in modules_of(3)]
-    still = [[name for name in names if torch.equal(before[name], after[name])] for names in parts]
-    assert still == [*parts[:2], []]
-
-
 # --- Refusals ----------------------------------------------------------------------------------------------
-
-
-def test_a_head_that_diverges_stops_the_run_by_name():
-    """Before its update, so that the weights of the head are still finite."""
-    spec = TrainSpec(pipeline=Pipeline(method("dni"), 2), loss_fn=nn.MSELoss(), optimizer=torch.optim.Adam)
-    network = build_gradient_network(method("dni"), (5,), num_classes=None, seed=0)
-    head = GradientHead(network, 0, spec, torch.device("cpu"), NonFiniteCheck(spec.gradients, stage=0, is_last=False))
-    head.predict(0, (torch.ones(2, 5),), None, weight=1.0)
-    head.learn(0, (torch.full((2, 5), torch.inf),))
-    with pytest.raises(DivergedError, match=r"stage 0: the norm of the gradient of its head is (inf|nan)"):
-        head.update()
-    assert not any(p.any() for p in network.parameters())
 
 
 def linear_stages():
@@ -162,14 +135,3 @@ def test_what_a_head_cannot_learn_from_is_refused(case):
     data = TensorDataset(numbers, numbers) if case == "no classes" else FixedImages(13)
     with pytest.raises(ConfigError, match=message):
         trainer.fit(data, epochs=1, batch_size=4, monitoring=QUIET)
-
-
-def test_stages_may_have_nothing_to_train():
-    """Their gradient goes upstream all the same."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Flatten(), nn.Linear(72, 6), nn.Tanh(), nn.Linear(6, NUM_CLASSES))
-    sgd = functools.partial(torch.optim.SGD, lr=0.5)
-    trainer = toy_trainer(3, 1, "dni", LINEAR, model=net, balance=[2, 1, 1], optimizer=sgd)
-    before = net[1].weight.detach().clone()
-    trainer.fit(FixedImages(24), epochs=2, batch_size=4, monitoring=QUIET)
-    assert not torch.equal(trainer.full_state_dict()["1.weight"], before)

@@ -10,7 +10,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import adl_dist
 from adl_dist.errors import CheckpointError, ConfigError
-from adl_dist.optimizers import with_rules
 from tests.support.commands import assert_same, in_process, words
 from tests.support.equations import assert_close, plain_loop
 from tests.support.ranks import run_ranks
@@ -116,13 +115,6 @@ def test_tied_weights_of_several_stages_are_averaged_as_one():
     assert_close(averaged_tied(3, "1f1b"), averaged_tied(1, "bp"))
 
 
-def test_a_loaded_average_is_that_of_the_run(tmp_path):
-    trainer, _ = trained(3, M, torch.float32, epochs=1, ema=DECAY, run_dir=tmp_path)
-    other = toy_trainer(2, 1)
-    other.load_checkpoint(tmp_path, ema=True)
-    assert_same(other.full_state_dict(), trainer.full_state_dict(ema=True))
-
-
 def test_copies_have_equal_averages_that_are_saved_once(tmp_path):
     options = {"model": tied_net, "balance": TIED_BALANCE[3], "ema": DECAY, "run_dir": tmp_path}
     average = trained(3, M, torch.float64, epochs=1, **options)[0].full_state_dict(ema=True)
@@ -131,18 +123,3 @@ def test_copies_have_equal_averages_that_are_saved_once(tmp_path):
             assert torch.equal(average[first], average[name]), name
     saved = [name for file in tmp_path.glob("checkpoints/*/ema-*") for name in load_file(file)]
     assert sorted(saved) == sorted(name for name, _ in tied_net().named_parameters())
-
-
-def test_what_was_frozen_joins_the_average(tmp_path):
-    """A run that continues in another folder may train what was frozen."""
-
-    def fit(folder, epochs, resume="auto", rules=()):
-        trainer = toy_trainer(2, 2, optimizer=with_rules(sgd, rules), ema=DECAY)
-        of_fit = {"run_dir": tmp_path / folder, "resume": str(resume), "monitoring": SILENT}
-        trainer.fit(FixedImages(8), epochs=epochs, batch_size=4, **of_fit)
-        return trainer.full_state_dict(ema=True)["0.0.weight"], trainer.full_state_dict()["0.0.weight"]
-
-    before, _ = fit("first", 1, rules=[{"names": "0.*", "frozen": True}])
-    average, weights = fit("second", 2, resume=next((tmp_path / "first" / "checkpoints").iterdir()))
-    assert not torch.equal(average, before)
-    assert not torch.equal(average, weights)

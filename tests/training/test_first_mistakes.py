@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 import adl_dist
 from adl_dist.errors import ConfigError, DataError
-from tests.support.commands import as_command, assert_same
+from tests.support.commands import as_command
 from tests.support.runs import toy_trainer
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import SILENT
@@ -32,26 +32,10 @@ def test_a_data_loader_is_no_dataset():
         fit(toy_trainer(1), DataLoader(DATA, batch_size=2))
 
 
-@pytest.mark.parametrize(("given", "told"), [
-    ({"autocast": "bfloat16"}, r"Precision\(autocast='bfloat16'\): expected a torch.dtype"),
-    ({"dtype": None}, r"Precision\(dtype=None\): expected a torch.dtype"),
-    ({"dtype": torch.int32}, r"dtype=int32 is not supported: weights so narrow, or of whole numbers"),
-])  # fmt: skip
-def test_precision_takes_dtypes(given, told):
-    with pytest.raises(ConfigError, match=told):
-        toy_trainer(1, precision=adl_dist.Precision(**given))
-
-
 def test_a_compiled_model_is_not_cut():
     model = torch.compile(batch_norm_net())
     with pytest.raises(ConfigError, match=r"one function since torch.compile.* Precision\(compile=True\)"):
         adl_dist.Trainer(model, loss_fn=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD, num_stages=2)
-
-
-def test_weights_of_torch_save_are_taken(tmp_path):
-    torch.save(batch_norm_net(1).state_dict(), tmp_path / "model.pt")
-    trainer = toy_trainer(2, init_from=tmp_path / "model.pt")
-    assert_same(trainer.full_state_dict(), batch_norm_net(1).state_dict())
 
 
 def test_numbers_that_lose_digits_are_told(capfd):

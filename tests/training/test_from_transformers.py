@@ -10,7 +10,6 @@ from torch.utils.data import Dataset, TensorDataset
 
 import adl_dist
 from adl_dist.batch import rows_of
-from adl_dist.errors import ConfigError
 from adl_dist.losses import TokenCrossEntropy
 from adl_dist.training.lazy_weights import prepare_weights
 from tests.support.commands import assert_same
@@ -158,20 +157,3 @@ def test_weights_read_lazily_are_those_of_from_pretrained(family, tmp_path):
     prepare_weights(lazy, None, 0).make(lazy)
     assert_same(lazy.state_dict(), whole.state_dict())
     assert_same(dict(lazy.named_buffers()), dict(whole.named_buffers()))
-
-
-def test_a_network_without_files_is_not_drawn_lazily(tmp_path):
-    config, task, *_ = FAMILIES["llama"]
-    with torch.device("meta"):
-        model = build(config(), task)
-    with pytest.raises(ConfigError, match=r"LlamaForCausalLM draws all its weights together.*from files only"):
-        prepare_weights(model, None, 0)
-
-
-def test_a_head_that_a_folder_lacks_is_not_drawn_lazily(tmp_path):
-    """Without lazy it is, with a warning."""
-    hf_net("bert").base_model.save_pretrained(tmp_path)
-    with torch.device("meta"):
-        model = hf_model(str(tmp_path), FAMILIES["bert"][1])
-    with pytest.raises(ConfigError, match=r"draws none .*classifier.weight is .*missing.*use runtime.meta_init=false"):
-        prepare_weights(model, None, 0)

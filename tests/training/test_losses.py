@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import adl_dist
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import compose_run
-from adl_dist.errors import ConfigError, DataError, DivergedError
+from adl_dist.errors import ConfigError, DataError
 from adl_dist.seeds import stream_seed
 from adl_dist.stage.heads import build_gradient_network, build_head
 from tests.support.commands import assert_same
@@ -200,19 +200,6 @@ def test_recorded_figures_are_those_of_the_whole_group(tmp_path, capsys):
     assert f"loss {epoch:.4f}" in capsys.readouterr().out.strip().splitlines()[-1]
 
 
-def test_a_group_without_any_term_stops_as_in_torch():
-    with pytest.raises(DivergedError, match="stage 1: the loss is nan at update 1 "):
-        fitted("ignored classes", K=2, M=1)
-
-
-def test_a_validation_set_without_any_term_is_refused():
-    nothing = data(num=5)
-    nothing.tensors[1].fill_(-1)
-    told = "the validation data has 5 samples, but nothing that the loss averages over: it ignores all their targets"
-    with pytest.raises(DataError, match=told):
-        trainer_of(nn.CrossEntropyLoss(ignore_index=-1), False, 2, 1).evaluate(nothing, batch_size=2)
-
-
 # --- A loss of the micro-batch, by loss.reduction=batch -----------------------------------------------------------
 
 
@@ -291,14 +278,6 @@ def test_a_loss_that_is_no_mean_names_the_declaration():
         fitted_by_batch("contrastive", 1, loss_reduction="batches")
 
 
-def test_a_loss_that_is_no_mean_may_be_evaluated():
-    weighted = functools.partial(lambda out, target, weight: F.nll_loss(out, target, weight), weight=WEIGHT)
-    trainer = trainer_of(weighted, False, 2, M)
-    trainer.evaluate(data(), batch_size=MICRO_BATCH)
-    with pytest.raises(ConfigError, match="the loss is no mean over the samples"):
-        trainer.fit(data(num=24), epochs=1, batch_size=12, monitoring=SILENT)
-
-
 @pytest.mark.parametrize(
     ("target", "reduction"),
     [("tests.support.user_code.cross_entropy", "batch"), ("torch.nn.CrossEntropyLoss", "mean")],
@@ -315,55 +294,12 @@ def test_the_command_line_declares_it_for_any_loss(target, reduction):
 # --- Losses that write, or train nothing --------------------------------------------------------------------------
 
 
-def rotated(out, target):
-    return F.cross_entropy(out, target.add_(1).remainder_(C))
-
-
-WRITING = {rotated: lambda out, target: F.cross_entropy(out, (target + 1) % C)}
-
-
-@pytest.mark.parametrize(("method", "K", "options"), [("adl", 2, {}), ("gpipe", 1, {"recompute": "always"}),
-                                                      ("dgl", 3, {"head": "linear"})])  # fmt: skip
-@pytest.mark.parametrize("loss_fn", WRITING)
-def test_a_loss_may_write_to_its_targets(loss_fn, method, K, options):
-    """Neither the data nor the recorded hits change, and each local loss has a target of its own."""
-    runs = []
-    for one in (loss_fn, WRITING[loss_fn]):
-        more = {"dtype": torch.float64, "optimizer": sgd, "balance": "even", "model": net()[:5], "loss_fn": one}
-        trainer, of_run = toy_trainer(K, 2, method, options, **more), data()
-        trainer.fit(of_run, epochs=1, batch_size=12, shuffle=False, monitoring=SILENT)
-        assert torch.equal(of_run.tensors[1], data().tensors[1])
-        runs.append((trainer.full_state_dict(), trainer.evaluate(data(), batch_size=8)["validation_accuracy"]))
-    assert_close(runs[0][0], runs[1][0])
-    assert runs[0][1] == runs[1][1]
-
-
 def test_a_loss_that_writes_to_the_output_is_refused():
     def centred(out, target):
         return F.cross_entropy(out.sub_(out.mean(1, keepdim=True)), target)
 
     with pytest.raises(ConfigError, match="the loss writes to the model's output; let it compute with a copy"):
         toy_trainer(2, 1, "adl", loss_fn=centred).fit(FixedImages(12), epochs=1, batch_size=6, monitoring=QUIET)
-
-
-class Counts(nn.CrossEntropyLoss):
-    """A loss with state."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, out, target):
-        self.calls += 1
-        return super().forward(out, target)
-
-
-def test_stages_with_losses_of_their_own_have_copies_of_it():
-    """As K processes have; the user's own is the last stage's."""
-    loss_fn = Counts()
-    trainer = toy_trainer(2, 1, "dgl", {"head": "linear"}, loss_fn=loss_fn)
-    trainer.fit(FixedImages(12), epochs=2, batch_size=6, monitoring=QUIET)
-    assert loss_fn.calls == 4
 
 
 class Twice(nn.Module):

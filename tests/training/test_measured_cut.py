@@ -12,11 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 import adl_dist
-from adl_dist.errors import ChannelError, ConfigError, PartitionError, StageFailed
+from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.partition.costs import Profile
 from adl_dist.schedule import method
 from adl_dist.training import links, startup_sync
-from adl_dist.transport.coding_speed import coding_costs
 from tests.support.commands import assert_same
 from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
 from tests.support.values import SILENT, values
@@ -122,32 +121,6 @@ def test_a_run_says_that_its_delays_are_bounded(tmp_path):
     assert any(note.startswith(told) for note in trainer._partitioned.notes)
 
 
-def test_what_a_codec_takes_is_measured_once_for_a_run(tmp_path, monkeypatch):
-    measured, place = [], "adl_dist.training.partitioned_model.coding_costs"
-    monkeypatch.setattr(place, lambda device: measured.append(device) or coding_costs(device))
-    for epochs in (1, 2):  # which the cut follows from, so that the same command makes the same
-        fit(trainer_of(slow_in_the_middle(), granularity="block", codec="int8"), tmp_path, epochs=epochs)
-    assert len(measured) == 1
-
-
-def test_the_delays_of_a_run_are_those_of_its_method(tmp_path):
-    """With ``backward_first``, too, which makes them a tick shorter: nominal ones are told, kept and continued with."""
-    chosen = method("adl", accumulation_steps=1, delay="auto", order="backward_first")
-
-    def settled(epochs):
-        trainer = trainer_of(slow_in_the_middle(), method=chosen, num_stages=3, granularity="block")
-        fit(trainer, tmp_path, epochs=epochs)
-        return trainer._partitioned.notes, trainer._partitioned._settled.spec.pipeline
-
-    notes, first = settled(1)
-    delays = json.loads((tmp_path / "delays.json").read_text())
-    assert f"measured delays: {delays} micro-batches, the least that keep all stages at work" in notes
-    assert first.nominal_delays == tuple(delays)
-    assert first.delays == tuple(max(d - 1, 0) for d in delays)
-    assert any(delays)
-    assert settled(2)[1] == first
-
-
 def test_measuring_leaves_no_mark_on_the_training():
     """Without staleness the values do not depend on where the measured cut is."""
     states = []
@@ -190,20 +163,6 @@ def test_a_run_keeps_its_links_and_measures_those_of_another_cut(tmp_path, monke
     (tmp_path / "links.json").write_text("{")
     with pytest.raises(ConfigError, match=r"links\.json cannot be read: .*; remove it to measure the links again"):
         between(2, 2, tmp_path, 100.0, monkeypatch)
-
-
-def test_a_rank_that_fails_at_its_links_is_named(monkeypatch):
-    def fail(edges, rank, device):
-        if rank == 1:
-            raise ChannelError("the peer is gone")
-        return {rank: (1e9, 1e-4)}
-
-    monkeypatch.setattr(links, "measure_links", fail)
-    monkeypatch.setattr(startup_sync, "disconnect", lambda **_: None)
-    store = dist.HashStore()
-    for rank, error in ((1, ChannelError), (0, StageFailed)):
-        with pytest.raises(error, match="the peer is gone"):
-            look(rank, 3, 3, store)
 
 
 @pytest.mark.parametrize(

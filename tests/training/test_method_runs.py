@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from adl_dist.errors import CheckpointError, ConfigError
+from adl_dist.errors import ConfigError
 from adl_dist.schedule import METHODS, Pipeline, figures, method
 from adl_dist.schedule.replay import downstream_first
 from adl_dist.training import build
 from tests.support.kill import records
-from tests.support.runs import BALANCE, sgd, toy_trainer, warm_up_schedule
+from tests.support.runs import BALANCE, toy_trainer, warm_up_schedule
 from tests.support.tiers import grid
-from tests.support.toys import FixedImages, Unplugged, batch_norm_net, tuple_net
+from tests.support.toys import FixedImages, batch_norm_net, tuple_net
 from tests.support.values import QUIET, SILENT
 
 K = 4
@@ -110,29 +110,6 @@ def test_heads_are_saved_and_recorded_but_not_of_the_model(tmp_path):
     assert {r["stage"] for r in records_of(tmp_path, "train/loss")} == {3}
 
 
-def test_a_loss_belongs_to_the_update_of_its_micro_batch(tmp_path):
-    """Also with a delay on the last stage."""
-    trainer = trainer_of("adl", {"delay": [4, 3]}, 2, K=2)
-    trainer.fit(FixedImages(24), epochs=1, batch_size=4, run_dir=tmp_path, monitoring=SILENT)
-    losses = [(r["update"], r["num_samples"]) for r in records_of(tmp_path, "train/loss")]
-    assert losses == [(update, 4) for update in range(6)]
-
-
-@pytest.mark.parametrize("weights", ["stash", "2bw"])
-def test_after_an_error_the_module_holds_the_optimizers_weights(weights):
-    made = []
-
-    def optimizer(parameters):
-        made.append(sgd(parameters))
-        return made[-1]
-
-    trainer = trainer_of("adl", {"weights": weights, "delay": "minimal"}, 3, K=3, optimizer=optimizer)
-    with pytest.raises(Exception, match="unplugged"):
-        trainer.fit(Unplugged(48, after=47), epochs=1, batch_size=6, shuffle=False, monitoring=QUIET)
-    stepped = {id(p) for optimizer in made for group in optimizer.param_groups for p in group["params"]}
-    assert {id(p) for module in trainer._partitioned.modules.values() for p in module.parameters()} <= stepped
-
-
 def of_features():
     return nn.Sequential(nn.Flatten(), nn.Linear(72, 5))
 
@@ -162,13 +139,3 @@ def test_a_head_is_refused_where_it_cannot_be(model, head, data, message):
     trainer = toy_trainer(2, 1, "dgl", {"head": head}, model=model(), **options)
     with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
         trainer.fit(data, epochs=1, batch_size=4, monitoring=QUIET)
-
-
-def test_local_losses_of_another_cut_are_refused_by_name(tmp_path):
-    def fit(K, epochs):
-        trainer, options = trainer_of("dgl", {"head": "linear"}, 2, K=K), {"run_dir": tmp_path, "monitoring": SILENT}
-        trainer.fit(FixedImages(16), epochs=epochs, batch_size=8, config={"the": "same"}, **options)
-
-    fit(2, 1)
-    with pytest.raises(CheckpointError, match=r"holds heads of another cut or kind \(head1:"):
-        fit(3, 2)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-import adl_dist
 from adl_dist.schedule import METHODS, Pipeline, method
 from adl_dist.seeds import stream_seed
 from adl_dist.stage.heads import Pool, build_head
@@ -179,22 +178,6 @@ def test_the_slot_clock_does_not_run_past_a_fixed_schedule(tmp_path):
     for _ in range(2):
         trainer = toy_trainer(3, 1, "adl", {"lr_clock": "global"}, lr_schedule=one_cycle)
         trainer.fit(FixedImages(9), epochs=2, batch_size=3, run_dir=tmp_path, monitoring=QUIET)
-
-
-def halved(optimizer):
-    return torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
-
-
-@pytest.mark.parametrize("lr_clock", ["update", "global"])
-def test_a_longer_run_says_whether_its_rates_follow(lr_clock, tmp_path, capsys):
-    """Those of a clock that is ahead of updates do, though the schedule itself is the same for any length."""
-    monitoring = adl_dist.Monitoring(tensorboard=False, report=False)
-    for epochs in (1, 2):
-        trainer = toy_trainer(3, 1, "adl", {"lr_clock": lr_clock}, lr_schedule=halved)
-        trainer.fit(FixedImages(9), epochs=epochs, batch_size=3, run_dir=tmp_path, monitoring=monitoring)
-    told = capsys.readouterr().out
-    assert "the run is now 6 updates long, not 3" in told
-    assert ("follows the new one" in told) == (lr_clock == "global")
 
 
 # --- Local losses ------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import json
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +10,6 @@ from torch.utils.data import TensorDataset
 
 from adl_dist import Loading, Monitoring
 from adl_dist.errors import ConfigError
-from adl_dist.stage.loss import class_loss
-from adl_dist.stage.metrics import metrics_of
-from adl_dist.stage.stats import StepStats, value_of
-from adl_dist.training.flops import peak_tflops
 from tests.support.runs import toy_trainer
 from tests.support.sentences import IGNORED, Sentences, encoder, padded
 from tests.support.values import QUIET, SILENT
@@ -87,22 +82,6 @@ def test_the_share_of_the_peak_counts_products_of_matrices():
     assert summary["mfu"] == pytest.approx(flops * summary["samples_per_second"] / 1e6)
 
 
-PEAKS = {
-    "NVIDIA A100-SXM4-80GB": 312.0,
-    "NVIDIA A100-SXM4-40GB MIG 1g.5gb": None,
-    "NVIDIA H200": 989.4,
-    "NVIDIA H200 NVL": None,
-    "NVIDIA H100 80GB HBM3": 989.4,
-}
-
-
-@pytest.mark.parametrize(("name", "peak"), PEAKS.items())
-def test_the_peak_of_another_device_or_a_part_is_not_taken(name, peak, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    spec = SimpleNamespace(precision=SimpleNamespace(autocast=torch.bfloat16))
-    assert peak_tflops(None, spec, torch.device("cuda")) == peak
-
-
 class Last(nn.Module):
     """Scores [B, T, words], as most users have them."""
 
@@ -140,40 +119,6 @@ def blanking(out, target):
 
 def loss(out, target):
     return 0, 1
-
-
-class Flattened(nn.CrossEntropyLoss):
-    """torch's loss with a forward of its own, which takes classes in the last dimension."""
-
-    def forward(self, out, target):
-        return super().forward(out.flatten(0, 1), target.flatten())
-
-    def num_terms(self, target):
-        return (target != IGNORED).sum()
-
-
-def test_classes_of_a_derived_loss_are_the_last_dimension():
-    out = torch.eye(3)[None]  # [1, 3, 3]: each class right, whichever dimension; rolled, only in the last one
-    target = torch.tensor([[1, 2, 0]])
-    out = out.roll(1, dims=2)
-    (metric,) = metrics_of(["accuracy"], class_loss(Flattened()))
-    assert [number.item() for number in metric.measure(out, target)] == [3, 3]
-
-
-def test_targets_that_are_no_class_are_not_counted():
-    """There are three classes only, so all of them are among the best five."""
-    out, target = torch.eye(3).repeat(2, 1), torch.tensor([0, 0, 2, 3, -1, IGNORED])
-    found = [metric.measure(out, target) for metric in metrics_of(["accuracy", "top5"], None)]
-    assert [[int(number) for number in pair] for pair in found] == [[2, 3], [3, 3]]
-
-
-def test_a_metric_that_has_counted_nothing_is_absent():
-    tally = StepStats(measured=[[torch.zeros(2, dtype=torch.float64)]])
-    assert tally.sums(metrics_of(["accuracy"], None)) == {}
-
-
-def test_the_perplexity_of_a_hopeless_loss_is_a_number():
-    assert value_of("perplexity", (2e6, 2.0)) == math.exp(700)
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,8 @@ import random
 import pytest
 import torch
 
-import adl_dist
 from adl_dist.errors import ConfigError
 from adl_dist.optimizers import Muon
-from adl_dist.schedule import Pipeline
-from adl_dist.stage.mitigation import mitigation_of
 from tests.support.commands import assert_same
 from tests.support.equations import assert_close, differ, modules_by_the_equations, modules_of
 from tests.support.mitigated import ADAM_DECAY, BETAS, DECAY, EPS, MU, Mitigated
@@ -111,7 +108,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("name", "kind", "weights"),
-    covering(CASES, [c for i, c in enumerate(CASES) if c[1:] == (ROWS[c[0]][1][-1], "stash") or i % 9 == 0]),
+    covering(CASES, [c for i, c in enumerate(CASES) if c[1:] == (ROWS[c[0]][1][-1], "stash") or i % 29 == 0]),
 )
 def test_a_mitigation_follows_its_equations_to_1e_12(name, kind, weights):
     """Random delays, uneven groups, BatchNorm, decay, another rate at each update."""
@@ -202,42 +199,6 @@ def test_evaluation_and_saved_weights_are_the_optimizers_own(weights):
     assert summary["validation_loss"] == pytest.approx(loss, rel=1e-12)
 
 
-def test_a_checkpoint_recomputes_with_the_weights_of_its_forward():
-    """Activation checkpointing inside a layer."""
-
-    class Checkpointed(torch.nn.Sequential):
-        def forward(self, x):
-            if not self.training:
-                return super().forward(x)
-            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
-
-    def net(kind):
-        torch.manual_seed(0)
-        inner = kind(torch.nn.Tanh(), torch.nn.Linear(9, 9), torch.nn.Tanh())
-        return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(72, 9), inner, torch.nn.Linear(9, 5))
-
-    def trained_with(kind):
-        options = {"delay": [5, 0], **options_of({"predict": {}, "spike": {}})}
-        more = {"options": options, "optimizer": OPTIMIZERS["sgd"], "balance": [3, 1], "granularity": "block"}
-        return train(2, 2, torch.float64, model=functools.partial(net, kind), **more)[0]
-
-    assert_same(trained_with(Checkpointed), trained_with(torch.nn.Sequential))
-
-
-def test_hooks_of_a_parameter_act_on_all_versions():
-    def plant(net, data):
-        for p in net[0].parameters():
-            p.register_hook(torch.zeros_like)
-
-    optimizer = functools.partial(torch.optim.SGD, lr=0.05, momentum=MU)
-    options = {"delay": [6, 4, 0], **options_of({"predict": {}, "spike": {}})}
-    state, _ = train(3, 1, torch.float64, options=options, optimizer=optimizer, plant=plant)
-    before = batch_norm_net().double().state_dict()
-    moved = [name for name in before if not torch.equal(state[name], before[name]) and "num" not in name]
-    assert "1.conv.weight" in moved
-    assert not {"0.0.weight", "0.1.weight", "0.1.bias"} & {*moved}
-
-
 @pytest.mark.parametrize("rows", [{"spike": {}, **STRONG}, {"predict": MOMENTUM, "error_feedback": {}}])
 def test_sparse_gradients_are_mitigated_like_dense_ones(rows):
     class Bag(torch.nn.Module):
@@ -257,42 +218,6 @@ def test_sparse_gradients_are_mitigated_like_dense_ones(rows):
         return train(2, 1, torch.float64, options=options, optimizer=optimizer, **more)[0]
 
     assert_close(trained_with(sparse=True), trained_with(sparse=False))
-
-
-def test_the_displacement_of_sgd_is_its_momentum():
-    case = 3, 1, [6, 4, 0], "stash", "sgd"
-    assert_close(run(*case, {"predict": {}}), run(*case, {"predict": MOMENTUM}))
-
-
-def test_the_displacement_of_adam_is_in_its_state():
-    """Where its decay is part of the gradient; AdamW's follows the weights of now."""
-    for more in ({"weight_decay": 0.1}, {"amsgrad": True, "betas": (0.8, 0.5)}):
-        options = {"optimizer": functools.partial(torch.optim.Adam, lr=0.01, **more), "epochs": 2}
-        both = [options_of({"predict": row}) | {"delay": [6, 4, 0]} for row in ({}, MOMENTUM)]
-        assert_close(*(train(3, 1, torch.float64, options=method, **options)[0] for method in both))
-
-
-@pytest.mark.parametrize("more", [{}, {"nesterov": True}, {"dampening": 0.5}, {"maximize": True}])
-def test_a_spike_moves_at_once_what_sgd_moves_in_time(more):
-    """By a gradient t = 2 updates late, in one update, as far as SGD itself in t + 1."""
-    pipeline, none = Pipeline(adl_dist.method("fdg", mitigation=["spike"]), 2), torch.zeros(3)
-
-    def moved(gradients, *, spike):
-        weight = torch.nn.Parameter(torch.zeros(3))
-        optimizer = torch.optim.SGD([weight], lr=0.1, momentum=MU, **more)
-        step = mitigation_of(pipeline, 0, optimizer, 1.0).step if spike else optimizer.step
-        for gradient in (none, *gradients):  # SGD does not dampen its first
-            weight.grad = gradient.clone()
-            step()
-        return weight.detach()
-
-    late = torch.tensor([1.0, -2.0, 3.0])
-    torch.testing.assert_close(moved([late], spike=True), moved([late, none, none], spike=False))
-
-
-def test_a_gradient_that_is_put_off_is_compensated_too():
-    options = {"delay": [6, 4, 0], **options_of(STRONG)}
-    assert_close(*(train(3, 2, torch.float64, options={**options, "split_backward": s})[0] for s in (True, False)))
 
 
 def test_a_warm_up_may_begin_with_a_rate_of_zero():
@@ -332,7 +257,3 @@ REFUSED = [
 def test_an_optimizer_that_a_row_cannot_work_with_is_refused(options, optimizer, told):
     with pytest.raises(ConfigError, match=f"stage 0: method.*{told}"):
         train(2, 1, torch.float32, options=options, optimizer=optimizer)
-
-
-def test_with_one_stage_a_mitigation_is_let_through():
-    train(1, 1, torch.float32, options={"mitigation": ["spike"]}, optimizer=SGD, epochs=1)

@@ -1,7 +1,5 @@
 """The oracle against autograd, torch.optim and sums done by hand: it is the reference of the equality tests."""
 
-import itertools
-
 import pytest
 import torch
 from torch import nn
@@ -15,9 +13,6 @@ from tests.support.toys import NUM_CLASSES, batch_norm_net
 LOSS = nn.CrossEntropyLoss()
 BALANCE = [2, 4, 1]
 K = len(BALANCE)
-POLICIES = ["stash", "recompute", "latest", "2bw"]
-
-
 BATCHES = micro_batches(3, 20)  # seven, of which the last holds two; with M = 3 the last group is a single one
 
 
@@ -52,15 +47,6 @@ def test_without_delays_every_policy_is_plain_sgd(weights, M):
     lr = [0.1, 0.3, 0.2, 0.05, 0.1, 0.2]
     options = {"momentum": 0.9, "weight_decay": 0.01, "lr": lr, "M": M}
     assert_close(train(weights, delays=[0] * K, **options), plain_sgd(**options))
-
-
-@pytest.mark.parametrize("weights", POLICIES)
-def test_while_weights_stand_still_every_policy_is_bp(weights):
-    """Learning rate 0, and 1 in the end: with momentum 1 the last step takes off the sum of all gradients."""
-    lr = [0.0] * 5 + [1.0]
-    got = train(weights, lr=lr, momentum=1.0)
-    assert differ(got, batch_norm_net().double().state_dict()) > 0.1
-    assert_close(got, plain_sgd(lr=lr, momentum=1.0))
 
 
 @pytest.mark.parametrize("change", [0.0, 0.5], ids=["at rest", "changed after the forward"])
@@ -159,43 +145,6 @@ def test_2bw_is_serial_sgd_one_step_late():
         gradient = torch.autograd.grad(sum(losses) / sum(len(t) for _, t in group), list(w.values()))
         before, now = now, {n: t - 0.1 * g for (n, t), g in zip(now.items(), gradient, strict=True)}
     assert_close(train("2bw", epochs=1, M=2), dict(model.named_buffers()) | now)
-
-
-@pytest.mark.parametrize("weights", POLICIES)
-def test_beta_shrinks_the_gradient_of_module_k_but_no_decay(weights):
-    """By beta ** (K - k)."""
-    one_update = {"weights": weights, "epochs": 1, "M": len(BATCHES), "lr": [0.1]}
-    plain, shrunk = train(**one_update), train(**one_update, shrink=0.5, weight_decay=0.2)
-    for k, module in enumerate(modules(), start=1):
-        for name, w in module.named_parameters():
-            step = 0.5 ** (K - k) * (w - plain[name]) + 0.1 * 0.2 * w
-            torch.testing.assert_close(w - shrunk[name], step, rtol=1e-12, atol=1e-12, msg=name)
-
-
-@pytest.mark.parametrize("M", [1, 2])
-def test_staleness_tells_all_policies_apart(M):
-    runs = [train(weights, M=M) for weights in POLICIES]
-    runs += [train("stash", M=M, delays=delays) for delays in ([0] * K, [2, 1, 0])]
-    for one, other in itertools.combinations(runs, 2):
-        assert differ(one, other) > 1e-6
-
-
-@pytest.mark.parametrize("weights", POLICIES)
-def test_running_statistics_move_once_per_batch(weights):
-    """Also where the forward is replayed. With no update in sight they are those of one pass through the net."""
-    model = batch_norm_net().double()
-    for x, _ in BATCHES:
-        model(x)
-    assert_close(train(weights, epochs=1, lr=[0.0] * 3), model.state_dict())
-
-
-def test_the_sum_of_micro_batches_is_a_mean_at_a_higher_rate():
-    equal = BATCHES[:6]
-    options = {"M": 3, "loss_fn": LOSS}
-    mean = train_by_the_equations(modules(), [equal], lr=[0.3, 0.06], **options)
-    assert_close(train_by_the_equations(modules(), [equal], lr=[0.1, 0.02], reduction="sum", **options), mean)
-    uneven = [train(reduction=reduction, epochs=1, M=7) for reduction in ("mean", "sum")]
-    assert differ(*uneven) > 1e-3
 
 
 def heads():

@@ -10,7 +10,6 @@ from torch.utils.data import RandomSampler, SubsetRandomSampler, TensorDataset, 
 import adl_dist
 from adl_dist import Loading
 from adl_dist.data import Loader
-from adl_dist.data.stream import Place, Stream
 from adl_dist.errors import AdlError
 from tests.support.runs import toy_trainer
 from tests.support.sentences import Resumable, Sentences, Streamed, encoder, padded
@@ -166,26 +165,6 @@ def test_what_an_iterable_raises_anywhere_is_one_line(where, tmp_path):
     assert "\n" not in str(refused.value)
 
 
-class NoOrder(list):
-    """A sampler that fails."""
-
-    def __iter__(self):
-        raise ValueError("no order")
-
-
-@pytest.mark.parametrize(
-    ("loading", "message"),
-    [
-        ({"sampler": NoOrder([1] * 8)}, "sampler: NoOrder raised ValueError: no order at"),
-        ({"samples_per_epoch": "10"}, "samples_per_epoch must be a whole number of at least 1, got '10'"),
-    ],
-)
-def test_a_sampler_that_fails_and_no_length_are_one_line(loading, message):
-    with pytest.raises(AdlError, match=message) as refused:
-        trained(Sentences(), loading=Loading(collate_fn=padded, **loading))
-    assert "\n" not in str(refused.value)
-
-
 def drawn(samples):
     return torch.rand(len(samples)), torch.tensor([target for _, target in samples])
 
@@ -195,9 +174,3 @@ def test_what_a_collate_fn_draws_depends_on_its_first_sample():
     whole, rest = [x for x, _ in loader.batches(0, [5, 5])], [x for x, _ in loader.batches(0, [5], first_sample=5)]
     assert not torch.equal(*whole)
     assert torch.equal(whole[1], rest[0])
-
-
-def test_a_stream_that_was_resumed_and_not_read_is_where_it_was():
-    stream = Stream(Resumable(), seed=0)
-    stream.resume(Place(1, 8, {"at": 8}))
-    assert stream.place() == Place(1, 8, {"at": 8})

@@ -193,12 +193,6 @@ def test_training_inside_autocast_is_refused():
         trainer.fit(FixedImages(8), epochs=1, batch_size=8, monitoring=QUIET)
 
 
-def test_a_three_dimensional_net_trains_with_channels_last():
-    model = nn.Sequential(nn.Unflatten(1, (1, 2)), nn.Conv3d(1, 2, (2, 3, 3)), nn.Flatten(), nn.Linear(32, NUM_CLASSES))
-    trainer = toy_trainer(M=2, model=model, channels_last=True)
-    trainer.fit(FixedImages(8), epochs=1, batch_size=4, monitoring=QUIET)
-
-
 def test_compile_without_a_compiler_is_refused():
     # torch's own patch: pytest's would not put the compiler back, for all tests that follow.
     missing = torch._inductor.config.patch({"cpp.cxx": (None, "/nowhere/g++")})

@@ -35,31 +35,6 @@ def test_a_thread_may_draw_from_python_s_stream():
     assert_same(*found)
 
 
-def test_a_dataset_may_draw_from_all_streams_unseen():
-    class Draws(FixedImages):
-        def __getitem__(self, index):
-            image, label = super().__getitem__(index)
-            return image * random.random() * np.random.normal(), label
-
-    trainer, streams = toy_trainer(2, 2), Streams()
-    trainer.fit(Draws(20), epochs=1, batch_size=4, val_dataset=Draws(6), monitoring=SILENT)
-    assert not streams.moved()
-
-
-def test_another_numpy_generator_is_compared_and_put_back():
-    own = np.random.get_bit_generator()
-    np.random.set_bit_generator(np.random.PCG64(3))
-    try:
-        streams = Streams()
-        first = np.random.rand()
-        assert streams.moved() == {"numpy"}
-        streams.restore()
-        assert not streams.moved()
-        assert np.random.rand() == first
-    finally:
-        np.random.set_bit_generator(own)
-
-
 class NoisyGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

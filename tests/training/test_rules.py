@@ -145,34 +145,6 @@ def test_any_k_is_a_plain_loop_of_the_uncut_model(name, method, balance):
     assert [key for key in found if torch.equal(found[key], start[key])] == still
 
 
-def test_a_rate_that_is_one_tensor_is_each_stage_s_own():
-    """torch's schedules write to it, and each stage has a schedule."""
-    schedule, states = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.7), []
-    for rate in (0.1, torch.tensor(0.1, dtype=torch.float64)):
-        optimizer = partial(torch.optim.Adam, lr=rate, eps=1e-3)
-        trainer = toy_trainer(3, optimizer=optimizer, lr_schedule=schedule, dtype=torch.float64)
-        trainer.fit(FixedImages(12, dtype=torch.float64), epochs=1, batch_size=3, monitoring=SILENT)
-        states.append(trainer.full_state_dict())
-        assert float(rate) == 0.1
-    for name, expected in states[0].items():
-        torch.testing.assert_close(states[1][name], expected, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize(("head", "shapes"), [("linear", [(5, 16)]), ("predsim", [(5, 16), (4, 4, 3, 3)])])
-def test_the_heads_of_local_losses_belong_to_the_rest(head, shapes):
-    made = []
-
-    def muon(parameters):
-        made.append(Muon(parameters))
-        return made[-1]
-
-    trainer = toy_trainer(2, 1, "dgl", {"head": head}, optimizer=muon)
-    trainer.fit(FixedImages(8), epochs=1, batch_size=4, monitoring=SILENT)
-    matrices, rest = ([tuple(p.shape) for p in group["params"]] for group in made[0].param_groups)
-    assert matrices == [(4, 2, 3, 3), (4, 4, 3, 3), (4, 4, 3, 3)]
-    assert [shape for shape in rest if len(shape) > 1] == shapes
-
-
 def test_a_run_is_recognised_by_its_rules(tmp_path):
     def fit(rules):
         trainer = toy_trainer(2, 2, optimizer=with_rules(ADAMW, rules))
@@ -203,10 +175,3 @@ def test_a_schedule_that_would_lose_a_factor_is_refused():
     for schedule in (one_cycle, SetsOneRate):
         with pytest.raises(ConfigError, match=r"lr_factor of optimizer.rules would be lost; give it a list of 2 rates"):
             fit(schedule)
-
-
-def test_rules_that_a_function_hides_do_not_go_unnoticed():
-    make = with_rules(sgd, [{"names": "0.*", "frozen": True}])
-    trainer = toy_trainer(2, 2, optimizer=lambda parameters: make(parameters))
-    with pytest.raises(ConfigError, match=r"freeze 0.0.weight, but it takes a gradient: give with_rules\(...\) itself"):
-        trainer.fit(FixedImages(8), epochs=1, batch_size=4, monitoring=SILENT)

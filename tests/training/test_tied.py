@@ -7,20 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-import adl_dist
-from adl_dist.errors import ConfigError, DivergedError, PartitionError
+from adl_dist.errors import DivergedError, PartitionError
 from adl_dist.optimizers import Muon
-from adl_dist.schedule.actions import Tie
-from adl_dist.stage.nonfinite import NonFiniteCheck
 from adl_dist.stage.tied import TiedWeights
-from tests.support.commands import assert_same
 from tests.support.equations import EQUATIONS, assert_close
-from tests.support.kill import records
-from tests.support.runs import SPOILT, SPOILT_PAIRS, nan_inputs, sgd, toy_trainer, train
+from tests.support.runs import SPOILT, SPOILT_PAIRS, nan_inputs, toy_trainer
 from tests.support.tied import LR, SHARED, TIED_BALANCE, tied_by_the_equations, tied_net, train_tied
 from tests.support.tiers import grid
 from tests.support.toys import FixedImages
-from tests.support.values import QUIET, SILENT, spec_of
+from tests.support.values import QUIET, SILENT
 
 FLUSHING = ("bp", "gpipe", "1f1b", "zbh1", "zbh2", "interleaved")
 SOME = [("adl", 2, 1), ("adl", 3, 2), ("adl", 4, 4), ("2bw", 4, 3), ("paci", 4, 2), ("dsp", 4, 1), ("fr", 3, 2),
@@ -80,23 +75,6 @@ def test_each_stage_clips_the_sum_alike(name):
     assert_copies_are_equal(got)
 
 
-def test_the_norm_of_a_stage_counts_its_part(tmp_path):
-    """The second one has nothing else, and the same gradient as without a tie."""
-    norms = []
-    for tied in ("share", "untie"):
-        trainer, folder = toy_trainer(2, 1, "bp", model=tied_net(), balance=[5, 1], tied=tied), tmp_path / tied
-        trainer.fit(FixedImages(3), epochs=1, batch_size=3, run_dir=folder, monitoring=SILENT)
-        norms.append({r["stage"]: r["value"] for r in records(folder) if r["name"] == "stage/gradient_norm"})
-    assert norms[0][1] == norms[1][1] > 0
-
-
-def test_while_nothing_is_stale_tied_weights_are_not_mitigated():
-    got, expected = (
-        train_tied(3, 2, epochs=2, options={"flush_epochs": 2, "mitigation": rows})[0] for rows in (["discount"], None)
-    )
-    assert_same(got, expected)
-
-
 def test_all_copies_skip_the_same_groups():
     """Micro-batches that are not finite show in the loss; the group is skipped in all stages, and by all copies."""
     got, summary = train_tied(3, 2, non_finite="skip", plant=nan_inputs, clip_norm=0.05)
@@ -142,12 +120,6 @@ def fit(K, run_dir=None, tied="share"):
     trainer = toy_trainer(K, 2, "1f1b", optimizer=partial(torch.optim.AdamW, lr=0.01), **of)
     trainer.fit(FixedImages(20), epochs=1, batch_size=6, run_dir=run_dir, monitoring=SILENT)
     return trainer.full_state_dict()
-
-
-def test_a_run_does_not_continue_with_weights_untied(tmp_path):
-    fit(3, tmp_path)
-    with pytest.raises(ConfigError, match="tied is 'share' there and 'untie' here"):
-        fit(3, tmp_path, tied="untie")
 
 
 def test_untied_each_name_has_weights_of_its_own_for_any_cut():
@@ -209,41 +181,6 @@ def test_a_copy_without_a_gradient_is_refused_by_name():
         train_tied(4, 1, model=model)
 
 
-def test_a_sparse_part_is_added_like_a_dense_one():
-    class Bag(nn.Module):
-        def __init__(self, sparse):
-            super().__init__()
-            self.embed = nn.Embedding(9, 6, sparse=sparse)
-
-        def forward(self, x):
-            return self.embed(x.flatten(1).mul(2).long().abs() % 9).mean(1)
-
-    def net(sparse):
-        torch.manual_seed(0)
-        bag, head = Bag(sparse), nn.Linear(6, 9, bias=False)
-        head.weight = bag.embed.weight
-        return nn.Sequential(bag, nn.Tanh(), head)
-
-    how = {"balance": [2, 1], "granularity": "block", "clip_norm": 0.1}
-    assert_close(*(train(2, 2, torch.float64, model=partial(net, sparse), **how)[0] for sparse in (True, False)))
-
-
-def test_sums_are_in_one_layout_on_all_stages():
-    """What comes by a message is: over another layout the norm could be rounded otherwise."""
-    weight, spec = nn.Parameter(torch.ones(4, 3, 2, 2)), spec_of(2, sgd)
-    faults = NonFiniteCheck(spec.gradients, stage=0, is_last=False)
-    tied = TiedWeights(Tie(0, (0, 1)), {"weight": weight}, 0, spec, faults)
-    weight.grad = torch.rand(4, 3, 2, 2).contiguous(memory_format=torch.channels_last)
-    (part,) = tied.gather(0)
-    assert part.is_contiguous()
-
-
-def test_adl_dist_exports_the_choice():
-    assert adl_dist.PartitionSpec().tied == "share"
-    with pytest.raises(ConfigError, match=r"partition.tied: there is no 'both'; choose one of share, untie"):
-        adl_dist.PartitionSpec(tied="both")
-
-
 @pytest.mark.parametrize("name", ["1f1b", "adl"])
 def test_a_stage_may_have_nothing_but_tied_weights(name):
     """And the trainer may be used again: copies remain copies."""
@@ -256,27 +193,6 @@ def test_a_stage_may_have_nothing_but_tied_weights(name):
     if name == "1f1b":
         for tensor, expected in zip(got.values(), trainers[1].full_state_dict().values(), strict=True):
             torch.testing.assert_close(tensor, expected, rtol=1e-4, atol=1e-5)
-
-
-def by_attribute(parameters):
-    """A user's groups: half of the rate where a parameter says so."""
-    groups = {1.0: [], 0.5: []}
-    for parameter in parameters:
-        groups[getattr(parameter, "lr_scale", 1.0)].append(parameter)
-    return torch.optim.SGD([{"params": some, "lr": 0.1 * scale} for scale, some in groups.items() if some])
-
-
-def marked_net():
-    model = tied_net()
-    model.first[2].weight.lr_scale = 0.5
-    return model
-
-
-def test_copies_have_the_attributes_of_their_weight():
-    """By which an optimizer may make its groups: without them copies drifted apart."""
-    (state, _), (whole, _) = (train_tied(K, 2, model=marked_net, optimizer=by_attribute, method="bp") for K in (2, 1))
-    assert_copies_are_equal(state)
-    assert_close(state, whole)
 
 
 def test_a_hook_on_the_gradient_of_a_tied_weight_is_refused():

@@ -13,13 +13,10 @@ from torch.utils.data import TensorDataset
 
 from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.data.tokens import TokenFile, Windows, header_of
-from adl_dist.errors import ConfigError, DataError
+from adl_dist.errors import DataError
 from adl_dist.losses import TokenCrossEntropy
 from adl_dist.models import gpt, llama, vit
 from adl_dist.partition import Chain
-from adl_dist.stage.loss import loss_terms
-from adl_dist.training.build import unit_of
-from adl_dist.training.trial.samples import Samples
 from tests.support.commands import assert_same
 from tests.support.equations import assert_close, differ
 from tests.support.oracle import train_by_the_equations
@@ -159,20 +156,6 @@ def test_perplexity_and_tokens_per_second_are_told_of_tokens(file):
     counted = EPOCHS * sum(int((target != -100).sum()) for _, target in (data[n] for n in range(len(data))))
     assert summary["num_tokens"] == counted < EPOCHS * NUM_SAMPLES * CONTEXT
     assert summary["tokens_per_second"] == counted / summary["train_seconds"]
-
-
-def test_tokens_are_told_of_losses_that_count_them_alike():
-    """With weights of classes its terms are no tokens."""
-    samples = Samples.of(*torch.zeros(2, 4, 8, dtype=torch.long))
-    for weight, unit in ((None, "tokens"), (torch.ones(5), "samples")):
-        loss = TokenCrossEntropy(weight=weight)
-        assert unit_of(samples, loss, loss_terms(loss, samples.one[1])) == unit
-
-
-def test_torchs_own_loss_is_refused_with_the_one_that_fits(file):
-    trainer = toy_trainer(1, 1, model=build_gpt(), loss_fn=nn.CrossEntropyLoss())
-    with pytest.raises(ConfigError, match=r"fails on it.*with the classes last, use loss=tokens"):
-        trainer.fit(data_of(file, 1), epochs=1, batch_size=2, monitoring=QUIET)
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama", "vit"])

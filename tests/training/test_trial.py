@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,9 +12,8 @@ from torch.utils.data import TensorDataset
 
 import adl_dist
 from adl_dist.errors import ConfigError, PartitionError
-from adl_dist.training.trial.trial import Trial
-from tests.support.runs import sgd, toy_trainer
-from tests.support.values import SILENT, spec_of
+from tests.support.runs import toy_trainer
+from tests.support.values import SILENT
 
 UNLIKE = "the stages do not compute as the uncut model: "
 SHARED = "two stages share something in Python"
@@ -119,10 +117,6 @@ def test_a_buffer_that_differs_is_named():
         fit(layers(SharedMean(), SharedMean()), balance=["2"])
 
 
-def test_without_the_comparison_the_other_model_is_trained():
-    assert fit(layers(CountsInClass(), CountsInClass()), balance=["2"], verify=False)
-
-
 # --- What is refused with its reason --------------------------------------------------------------------------------
 
 
@@ -168,14 +162,6 @@ REFUSED = {
 def test_what_cannot_be_trained_is_refused_with_its_reason(build, options, message):
     with pytest.raises((ConfigError, PartitionError), match=message):
         fit(build(), **options)
-
-
-def test_autocast_of_a_model_that_no_process_holds_is_refused():
-    with torch.device("meta"):
-        model = layers()
-    spec = replace(spec_of(2, sgd), precision=adl_dist.Precision(autocast=torch.bfloat16))
-    with pytest.raises(ConfigError, match=r"runtime.autocast changes what travels between stages"):
-        Trial(model, spec, None, torch.device("cpu"))
 
 
 def test_a_parameter_that_was_frozen_at_the_cut_stays_so():

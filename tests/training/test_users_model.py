@@ -107,15 +107,6 @@ def test_modules_are_in_the_modes_in_which_they_were(K):
     assert {name: module.training for name, module in model.named_modules()} == before
 
 
-def test_one_stage_gives_the_modules_that_were_put_into_it():
-    model = nn.Sequential(nn.Flatten(), nn.Linear(72, 6), nn.Linear(6, 5))
-    trainer = toy_trainer(1, 1, "bp", model=model)
-    trainer.fit(FixedImages(4), epochs=1, batch_size=4, monitoring=SILENT)
-    model[2] = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5))
-    trainer.fit(FixedImages(4), epochs=1, batch_size=4, monitoring=SILENT)
-    assert_same(trainer.full_state_dict(), model.state_dict())
-
-
 def test_parameters_that_an_optimizer_leaves_out_are_named(capsys):
     model = nn.Sequential(nn.Flatten(), nn.Linear(72, 6), nn.Linear(6, 5))
     optimizer = lambda parameters: torch.optim.SGD(list(parameters)[:1], lr=0.1)  # noqa: E731
