@@ -3,12 +3,10 @@
 import random
 import threading
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from adl_dist.streams import Streams
 from tests.support.commands import assert_same
 from tests.support.runs import sgd, toy_trainer
 from tests.support.toys import FixedImages, batch_norm_net
