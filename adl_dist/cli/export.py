@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from adl_dist.checkpoint import nested, state, tensor_files
+from adl_dist.checkpoint import layout, nested, state, tensor_files
 from adl_dist.checkpoint.run_dir import chosen_checkpoint
 from adl_dist.checkpoint.state import signature
 from adl_dist.checkpoint.weight_files import SINGLE
 from adl_dist.cli.config import instantiate
+from adl_dist.cli.config.compose import content_of, is_of_script
 from adl_dist.cli.config.schema import RunConfig
-from adl_dist.cli.run_folder import named_folder, wants_averages
+from adl_dist.cli.run_folder import OF_MODEL, named_folder, wants_averages
 from adl_dist.errors import CheckpointError, ConfigError
 from adl_dist.models.from_transformers import read_config
 from adl_dist.report import say
@@ -28,7 +29,8 @@ def export(arguments: list[str]) -> None:
 
     A safetensors file is written tensor by tensor, from one to the other, so that the model may be of any size.
     """
-    run_dir, options = named_folder("export", arguments, {"out": SINGLE, "checkpoint": "best", "ema": "true"})
+    takes = {"out": SINGLE, "checkpoint": "best", "ema": "true"}
+    run_dir, options, words = named_folder("export", arguments, takes, groups=OF_MODEL)
     if not options.get("out"):
         raise ConfigError(f"adl-dist export needs out=, for example: adl-dist export {run_dir} out={SINGLE}")
     out = Path(options["out"])
@@ -36,27 +38,31 @@ def export(arguments: list[str]) -> None:
         raise CheckpointError(f"out={out} is there already and would be written over; choose another name")
     if not out.parent.is_dir():
         raise CheckpointError(f"out={out} cannot be written: there is no folder {out.parent}")
-    config = instantiate.run_on_this_machine(run_dir)
-    path = chosen_checkpoint(run_dir, options.get("checkpoint"))
-    model = instantiate.described_model(config)
-    names = signature(model)
-    found, texts = tensor_files.scan(path, tensor_files.MODEL, state.verify(path, names)["files"])
+    needs_model = not is_of_script(content_of(run_dir))
+    path, wants_average = chosen_checkpoint(run_dir, options.get("checkpoint")), wants_averages(options)
+    model, settings = None, None
+    if needs_model or words or wants_average:  # otherwise the checkpoint says it all
+        config = instantiate.run_with(run_dir, words)
+        model = instantiate.described_model(config)
+        if not out.suffix and config.model.get("_target_") == OF_TRANSFORMERS:
+            settings = _settings_of_transformers(config)
+    manifest = layout.verify(path) if model is None else state.verify(path, signature(model))
+    found, texts = tensor_files.scan(path, tensor_files.MODEL, manifest["files"])
     extra = {name: stored for name, stored in found.items() if name.startswith(nested.ENTRY)}, texts
-    if wants_averages(options):
+    if model is not None and wants_average:
         found = state.averaged(path, found, model)
+    names = sorted(found.keys() - extra[0].keys()) if model is None else signature(model)
     tensors = {name: found[name] for name in names}
-    is_folder = not out.suffix and config.model.get("_target_") == OF_TRANSFORMERS
-    settings = _settings_of_transformers(config) if is_folder else None
     try:
         with write_atomically(out) as unfinished:
-            if is_folder:
+            if settings is not None:
                 _write_folder(unfinished, tensors, settings)
             else:
                 unfinished.unlink(missing_ok=True)  # from an export that was killed
                 _write_file(unfinished, tensors, extra)
     except OSError as error:
         raise CheckpointError(f"out={out} cannot be written: {error.strerror}; choose another place") from error
-    if is_folder:
+    if settings is not None:
         say(f"{out}: {len(tensors)} tensors of {path}; transformers' from_pretrained('{out}') loads them")
         return
     loader = "safetensors.torch.load_file" if out.suffix == tensor_files.SUFFIX else "torch.load"

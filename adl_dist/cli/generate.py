@@ -6,9 +6,8 @@ from pathlib import Path, PurePath
 from adl_dist.checkpoint.run_dir import chosen_checkpoint
 from adl_dist.checkpoint.state import load_weights, signature, verify
 from adl_dist.cli.config import instantiate
-from adl_dist.cli.config.compose import known_run
 from adl_dist.cli.config.schema import LARGEST_SEED, RunConfig
-from adl_dist.cli.run_folder import named_folder, wants_averages
+from adl_dist.cli.run_folder import OF_MODEL, named_folder, wants_averages
 from adl_dist.data.vocabulary import Vocabulary
 from adl_dist.errors import ConfigError
 from adl_dist.models import generation
@@ -23,8 +22,8 @@ EXAMPLE = 'like prompt="def main"'
 
 def generate(arguments: Sequence[str]) -> None:
     """Print the prompt and its continuation by the model."""
-    run_dir, options = named_folder("generate", arguments, TAKES)
-    config = known_run(run_dir)
+    run_dir, options, words = named_folder("generate", arguments, TAKES, groups=OF_MODEL)
+    config = instantiate.run_with(run_dir, words)
     vocabulary = _vocabulary(config, run_dir)
     prompt = vocabulary.encode(options.get("prompt", "")).tolist()
     if not prompt:

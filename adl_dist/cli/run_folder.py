@@ -6,26 +6,30 @@ from pathlib import Path, PurePath
 from adl_dist.checkpoint.storage import place_of
 from adl_dist.errors import ConfigError
 
+OF_MODEL = ("model", "data", "loss")  # the groups that describe a model and its data
+
 
 def named_folder(
-    command: str, arguments: Sequence[str], takes: Mapping[str, str] | None = None, group: str | None = None
-) -> tuple[PurePath, dict[str, str]]:
-    """Return the run folder and the other ``KEY=VALUE`` of ``arguments``.
+    command: str, arguments: Sequence[str], takes: Mapping[str, str] | None = None, *, groups: Sequence[str] = ()
+) -> tuple[PurePath, dict[str, str], list[str]]:
+    """Return the run folder, the other ``KEY=VALUE`` of ``arguments``, and settings.
 
-    ``takes``: the other keys, each with an example of its value. Which of them are given is for the caller to check, as
-    are keys of the ``group`` of settings that the command takes, like ``data.root``.
+    ``takes``: the other keys, each with an example of its value. Which of them are given is for the caller to check.
+    Settings are words like ``data.root=images`` of the ``groups`` that the command takes.
 
     Raises:
         ConfigError: If there is not exactly one folder, or an unknown argument.
     """
     takes = takes or {}
     usage = " ".join([f"adl-dist {command} RUN_DIR", *(f"[{key}={value}]" for key, value in takes.items())])
-    usage += f" [{group}.KEY=VALUE ...]" if group is not None else ""
-    folders, options = list[str](), dict[str, str]()
+    usage += "".join(f" [{group}.KEY=VALUE ...]" for group in groups)
+    folders, options, settings = list[str](), dict[str, str](), list[str]()
     for argument in arguments:
         key, equals, value = argument.partition("=")
-        if equals and (key in takes or (group is not None and key.startswith(f"{group}."))):
+        if equals and key in takes:
             options[key] = value
+        elif equals and key.lstrip("+~").partition(".")[0] in groups:
+            settings.append(argument)
         elif equals and key == "run_dir":
             folders.append(value)
         elif argument.startswith("-") or (equals and not Path(argument).is_dir()):
@@ -35,7 +39,7 @@ def named_folder(
     if len(folders) != 1 or not folders[0]:
         got = f"'{' '.join(folders)}'" if folders else "none"
         raise ConfigError(f"adl-dist {command} takes one run folder, got {got}: {usage}")
-    return place_of(folders[0]), options
+    return place_of(folders[0]), options, settings
 
 
 def wants_averages(options: Mapping[str, str]) -> bool:

@@ -59,7 +59,7 @@ def table(answer: Mapping[str, Any]) -> str:
 
 
 def _local(command: str, arguments: Sequence[str]) -> Path:
-    run_dir, _ = named_folder(command, arguments)
+    run_dir, _, _ = named_folder(command, arguments)
     if not isinstance(run_dir, Path):
         raise ConfigError(
             f"{run_dir}: adl-dist {command} reaches a run through a socket; give the working folder of its rank 0, "

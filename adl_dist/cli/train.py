@@ -1,7 +1,7 @@
 """``adl-dist train`` and ``evaluate``."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -10,7 +10,7 @@ from adl_dist.checkpoint.run_dir import RunFolder, chosen_checkpoint
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import print_keys, renamed_words
 from adl_dist.cli.config.schema import RunConfig
-from adl_dist.cli.run_folder import named_folder, wants_averages
+from adl_dist.cli.run_folder import OF_MODEL, named_folder, wants_averages
 from adl_dist.cli.sweep import command as sweep
 from adl_dist.cli.sweep.request import Sweep, requested
 from adl_dist.control.run_socket import remove_stale
@@ -88,10 +88,9 @@ def train(overrides: list[str]) -> None:
 
 def evaluate(arguments: list[str]) -> None:
     """Run ``adl-dist evaluate``: evaluate a checkpoint in this process, uncut."""
-    run_dir, options = named_folder("evaluate", arguments, {"checkpoint": "best", "ema": "true"}, group="data")
-    config, path, trainer = _restored(run_dir, options)
-    of_data = {key.removeprefix("data."): value for key, value in options.items() if key.startswith("data.")}
-    config.data = dict(instantiate.other_data(config.data, of_data))
+    takes = {"checkpoint": "best", "ema": "true"}
+    run_dir, options, words = named_folder("evaluate", arguments, takes, groups=OF_MODEL)
+    config, path, trainer = _restored(run_dir, options, words)
     _, val_data = instantiate.build_data(config.data)
     micro_batch_size = config.train.batch_size // config.method.micro_batches_per_update
     how = {"num_workers": config.data.get("num_workers", 0), "loading": instantiate.loading(config, None)}
@@ -100,12 +99,14 @@ def evaluate(arguments: list[str]) -> None:
     say(f"{path}: {', '.join(shown)}, {len(val_data)} samples")  # type: ignore[arg-type]
 
 
-def _restored(run_dir: PurePath, options: Mapping[str, str]) -> tuple[RunConfig, PurePath, Trainer]:
+def _restored(
+    run_dir: PurePath, options: Mapping[str, str], words: Sequence[str]
+) -> tuple[RunConfig, PurePath, Trainer]:
     """Load the chosen checkpoint, on the device of its run or on the CPU.
 
     With ``ema=true`` the weights are their moving averages.
     """
-    config = instantiate.run_on_this_machine(run_dir)
+    config = instantiate.run_on_this_machine(run_dir, words)
     path = chosen_checkpoint(run_dir, options.get("checkpoint"))
     trainer = instantiate.evaluator(config)
     trainer.load_checkpoint(path, ema=wants_averages(options))

@@ -12,7 +12,10 @@ import adl_dist.models
 from adl_dist.checkpoint import layout, tensor_files
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.cli.export import OF_TRANSFORMERS, _settings_of_transformers
-from tests.support.commands import in_process
+from tests.support.commands import assert_same, in_process, shows
+from tests.support.runs import toy_trainer
+from tests.support.toys import FixedImages
+from tests.support.values import QUIET
 
 SMALL = ["data=digits", "model._target_=tests.cli.test_export.net", "model.width=8", "train.max_updates=1"]
 ONE = ["runtime.processes=false", "partition.num_stages=1", "runtime.tensorboard=false"]
@@ -107,3 +110,23 @@ def test_timm_loads_an_exported_file_of_its_model(tmp_path):
 def test_export_to_a_folder_that_is_there_is_refused(run, tmp_path):
     line = in_process("export", f"run_dir={run}", f"out={run}").refusal()
     assert "is there already and would be written over" in line
+
+
+def test_a_script_needs_no_model_to_export_and_names_it_to_evaluate(tmp_path):
+    """The loss is that which the script's own run ended with."""
+    trainer = toy_trainer(2, 2)
+    data, run_dir = FixedImages(16), tmp_path / "run"
+    summary = trainer.fit(data, val_dataset=data, epochs=1, batch_size=8, run_dir=run_dir, monitoring=QUIET)
+    for out in ("model.pt", "model.safetensors"):
+        assert in_process("export", str(run_dir), f"out={tmp_path / out}").code == 0
+    assert_same(trainer.full_state_dict(), torch.load(tmp_path / "model.pt"))
+    assert_same(trainer.full_state_dict(), safetensors.torch.load_file(tmp_path / "model.safetensors"))
+    outcome = in_process("evaluate", str(run_dir))
+    assert outcome.code == 2
+    shows(outcome.err, ["is the run of a script", "add model._target_=MODULE.FUNCTION"])
+    words = ("model._target_=tests.support.toys.batch_norm_net", f"data._target_={__name__}.images")
+    shows(in_process("evaluate", str(run_dir), *words).out, [f"validation loss {summary['validation_loss']:.4f}"])
+
+
+def images():
+    return FixedImages(16), FixedImages(16)

@@ -108,22 +108,48 @@ def resolved(composed: DictConfig, overrides: Sequence[str]) -> Plain:
 
 
 def known_run(run_dir: PurePath) -> RunConfig:
-    """Return the configuration that a run folder was made with."""
-    file = run_dir / "config.yaml"
+    """Return the configuration that a run folder of the command line was made with."""
+    plain, file = content_of(run_dir), run_dir / "config.yaml"
+    if is_of_script(plain):
+        raise ConfigError(
+            f"{run_dir} is the run of a script, so its model is not known here; add model._target_=MODULE.FUNCTION, "
+            "which makes it, or model=NAME"
+        )
     try:
-        plain = dict(yaml.safe_load(read(file)))
         for group in GROUPS:
             new = renamed({f"{group}.{key}": value for key, value in plain[group].items()})
             plain[group] = {key.partition(".")[2]: value for key, value in new.items() if key not in REMOVED}
         config = RunConfig.of(plain)
+    except (AttributeError, KeyError, TypeError, ValueError, ConfigError) as error:
+        raise ConfigError(f"{file} is not the configuration of a run: {error}") from error
+    config.init_from = None  # which the run's checkpoints have replaced
+    return config
+
+
+def content_of(run_dir: PurePath) -> Plain:
+    """Return the content of a run folder's config.yaml."""
+    file = run_dir / "config.yaml"
+    try:
+        return dict(yaml.safe_load(read(file)))
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(
             f"run_dir={run_dir} is not a run folder: it has no config.yaml; train first, or correct the path"
         ) from None
-    except (yaml.YAMLError, OSError, AttributeError, KeyError, TypeError, ValueError, ConfigError) as error:
-        raise ConfigError(f"{file} is not the configuration of a run made by the command line: {error}") from error
-    config.init_from = None  # which the run's checkpoints have replaced
-    return config
+    except (yaml.YAMLError, OSError, TypeError, ValueError) as error:
+        raise ConfigError(f"{file} is not the configuration of a run: {error}") from error
+
+
+def is_of_script(plain: Plain) -> bool:
+    """Return whether a config.yaml is that of a script, without model and data."""
+    return "partition" not in plain and "num_stages" in plain
+
+
+def run_of_script(plain: Plain, words: Sequence[str]) -> RunConfig:
+    """Compose the settings of a script's run with ``words`` of its model and data."""
+    kept = {key: plain[key] for key in ("seed", "dtype")}
+    kept |= {"train.batch_size": plain["batch_size"], "partition.tied": plain["tied"]}
+    kept["method.accumulation_steps"] = plain["method"]["accumulation_steps"]
+    return compose_run([*(f"{key}={value}" for key, value in kept.items()), *words])[0]
 
 
 def without_method_and_cut(words: Sequence[str]) -> list[str]:

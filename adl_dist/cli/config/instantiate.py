@@ -5,7 +5,7 @@ import difflib
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePath
@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from adl_dist.checkpoint.policy import CheckpointPolicy
-from adl_dist.cli.config.compose import known_run
+from adl_dist.cli.config.compose import content_of, is_of_script, known_run, run_of_script
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.data import Loading
 from adl_dist.errors import AdlError, ConfigError
@@ -125,9 +125,27 @@ def build_model_on_meta(config: RunConfig) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def run_on_this_machine(run_dir: PurePath) -> RunConfig:
-    """Return :func:`known_run`, on the CPU if this machine has no GPU."""
+def run_with(run_dir: PurePath, words: Sequence[str]) -> RunConfig:
+    """Return a run's configuration with settings of its data in ``words``.
+
+    For the run of a script ``words`` are to describe its model and data, and its loss.
+
+    Raises:
+        ConfigError: If words are unknown, or the model of a script's run is not described.
+    """
+    plain = content_of(run_dir)
+    if is_of_script(plain) and any(word.startswith("model") for word in words):
+        return run_of_script(plain, words)
     config = known_run(run_dir)
+    if others := [word for word in words if not word.startswith("data.")]:
+        raise ConfigError(f"{others[0]}: {run_dir} has a model, data and a loss of its own; give data.KEY=VALUE only")
+    config.data = dict(_other_data(config.data, words))
+    return config
+
+
+def run_on_this_machine(run_dir: PurePath, words: Sequence[str]) -> RunConfig:
+    """Return :func:`run_with`, on the CPU if this machine has no GPU."""
+    config = run_with(run_dir, words)
     if config.runtime.device == "cuda" and not torch.cuda.is_available():
         config.runtime.device = "cpu"
         note = "has runtime.device=cuda, but torch finds no CUDA device here; computing on the CPU"
@@ -143,13 +161,12 @@ def described_model(config: RunConfig) -> nn.Module:
         return build_model(config)
 
 
-def other_data(node: Mapping[str, Any], settings: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return the data node of a run with ``settings`` as replacements.
-
-    Raises:
-        ConfigError: If its dataset does not accept a key.
-    """
+def _other_data(node: Mapping[str, Any], words: Sequence[str]) -> Mapping[str, Any]:
+    """Return the data node of a run, replaced by ``words`` like data.root=images."""
+    if not words:
+        return node
     taken = _parameters(_locate("data", node))
+    settings = {key.removeprefix("data."): text for key, _, text in (word.partition("=") for word in words)}
     for key in settings:
         if key not in node and (taken is None or key not in taken):
             takes = ", ".join(sorted(taken or node.keys()))
