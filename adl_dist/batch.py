@@ -52,6 +52,11 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     return tree_map_only(Tensor, function, value)
 
 
+def logits_of(out: Any) -> Tensor | None:
+    """Return the first tensor of an output that is not a number, or None."""
+    return next((leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.ndim), None)
+
+
 def is_class_target(target: Batch) -> bool:
     """Return whether ``target`` is one tensor that may hold classes."""
     return isinstance(target, Tensor) and not target.is_floating_point()

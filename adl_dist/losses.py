@@ -1,6 +1,10 @@
 """Losses of outputs that torch's own do not take as they are."""
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 
 class TokenCrossEntropy(nn.CrossEntropyLoss):
@@ -12,3 +16,35 @@ class TokenCrossEntropy(nn.CrossEntropyLoss):
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """Return the mean over the targets [B, T] that are not ignored."""
         return super().forward(input.flatten(0, -2), target.flatten())
+
+
+class ModelLoss:
+    """The loss that the model itself returns, next to its outputs.
+
+    The targets are among the model's inputs, as in ``forward(idx, targets) -> (logits, loss)``, or ``labels=`` of
+    transformers. A dataset's item is then ((idx, targets), targets).
+
+    Args:
+        num_terms: counts in the targets of a micro-batch the terms that the loss averages over; if None, it averages
+            over the samples.
+    """
+
+    def __init__(self, num_terms: Callable[[Any], Any] | None = None) -> None:
+        if num_terms is not None:
+            self.num_terms = num_terms
+
+    def __call__(self, output: Any, target: Any) -> Tensor:
+        """Return ``output["loss"]``, or the only number in the output.
+
+        Raises:
+            ValueError: If there is no such number, or more than one.
+        """
+        named = output.get("loss") if isinstance(output, Mapping) else None
+        numbers = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and not leaf.ndim]
+        found = [named] if isinstance(named, Tensor) else numbers
+        if len(found) != 1:
+            raise ValueError(
+                f"loss_fn='model' expects a model that returns its loss, a tensor without dimensions, but there are "
+                f"{len(found)} in its output; does the data's input have the targets (labels)?"
+            )
+        return found[0]

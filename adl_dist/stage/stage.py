@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim.lr_scheduler import LRScheduler
 
-from adl_dist.batch import Batch, Tensors, map_tensors, move_batch
+from adl_dist.batch import Batch, Tensors, logits_of, map_tensors, move_batch
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.stage.average import WeightAverage
 from adl_dist.stage.calls import (
@@ -308,7 +308,7 @@ class Stage:
         if self.loss is not None:
             if self.metrics:
                 kept.measured = measured(self.metrics, map_tensors(Tensor.detach, out), kept.target)
-            kept.output_and_loss = self._lasting(outs)[0] if self.is_last else None, last[0]
+            kept.output_and_loss = logits_of(self._lasting(outs)) if self.is_last else None, last[0]
         if keep_graph:
             kept.grad_edges = self._grad_edges_of(last, micro_batch)
         elif self._part is not None:
@@ -503,7 +503,7 @@ class Stage:
         if self.metrics:
             self.tally.measured.append(measured(self.metrics, out, target))
         loss, classes = self.loss(out, target, num_terms), self.loss.classes
-        self.tally.score(outs[0], target, loss, num_terms, classes, may_ignore=self.loss.may_ignore)
+        self.tally.score(logits_of(outs), target, loss, num_terms, classes, may_ignore=self.loss.may_ignore)
         return ()
 
     def _set_mode(self, *, training: bool) -> None:

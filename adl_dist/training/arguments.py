@@ -3,7 +3,7 @@
 import functools
 import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -13,9 +13,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.data import Loading
 from adl_dist.errors import ConfigError
+from adl_dist.losses import ModelLoss
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.schedule import Method
-from adl_dist.stage import GradientPolicy, Precision
+from adl_dist.stage import GradientPolicy, LossFn, Precision
 from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
 
 
@@ -133,15 +134,18 @@ def _shown(names: Sequence[str]) -> str:
     return f"'{names[0]}'" + f" and {len(names) - 1} more" * (len(names) > 1)
 
 
-def check_loss(loss_fn: object) -> None:
-    """Raise ConfigError unless ``loss_fn`` takes (output, target)."""
+def resolve_loss(loss_fn: Any) -> LossFn:
+    """Return the loss; ConfigError unless it takes (output, target)."""
+    if loss_fn == "model":
+        return ModelLoss()
     if isinstance(loss_fn, type):
         raise ConfigError(f"loss_fn is the class {loss_fn.__name__}; expected a loss made of it: {loss_fn.__name__}()")
     if not callable(loss_fn):
         raise ConfigError(
-            f"loss_fn: expected a callable that takes (output, target), like torch.nn.CrossEntropyLoss(), got "
-            f"{_kind(loss_fn)}"
+            f"loss_fn: expected a callable that takes (output, target), like torch.nn.CrossEntropyLoss(), or 'model', "
+            f"got {_kind(loss_fn)}"
         )
+    return loss_fn  # type: ignore[no-any-return]
 
 
 def check_factories(optimizer: object, lr_schedule: object) -> None:

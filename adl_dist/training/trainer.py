@@ -86,7 +86,8 @@ class Trainer:
     Args:
         model: any module. It is called with the data's input: a tensor, the elements of a tuple, or the entries of a
             dictionary by their names. It is cut when there is data to try it with.
-        loss_fn: (output, target) to the mean loss over the samples, or over terms that it counts (docs/own.md).
+        loss_fn: (output, target) to the mean loss over the samples, or over terms that it counts (docs/own.md), or
+            ``model``: the loss that the model returns, see :class:`adl_dist.losses.ModelLoss`.
         optimizer: makes a torch optimizer from the parameters of one stage; with groups by rules, see
             :func:`adl_dist.optimizers.with_rules`, which also freezes parameters of ``model``.
         loss_reduction: ``mean`` if ``loss_fn`` is such a mean, ``batch`` if it is another loss of a micro-batch, like
@@ -118,7 +119,7 @@ class Trainer:
         self,
         model: nn.Module,
         *,
-        loss_fn: LossFn,
+        loss_fn: LossFn | str,
         optimizer: OptimizerFactory,
         loss_reduction: str = "mean",
         method: Method | str | None = None,
@@ -137,7 +138,7 @@ class Trainer:
         """Check the arguments and load the initial weights."""
         arguments.check_process()
         arguments.check_model(model)
-        arguments.check_loss(loss_fn)
+        loss_fn = arguments.resolve_loss(loss_fn)
         arguments.check_factories(optimizer, lr_schedule)
         given = {"partition": partition, "precision": precision, "gradients": gradients, "processes": processes}
         arguments.check_values({**given, "timeouts": timeouts, "num_stages": num_stages, "seed": seed})

@@ -1,0 +1,118 @@
+"""Recipes of users, each against a plain loop of torch or a library's own figure."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from adl_dist import Callback
+from adl_dist.errors import ConfigError
+from adl_dist.losses import ModelLoss
+from tests.support.runs import toy_trainer
+from tests.support.values import SILENT
+
+DTYPE, NUM, BATCH, STEPS, CLASSES = torch.float64, 24, 8, 2, 3
+sgd = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
+
+
+class Net(nn.Module):
+    """Three layers, and the loss of the targets that are not -1, if there are targets."""
+
+    def __init__(self, reduction="mean"):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.head = nn.Linear(5, 8), nn.Linear(8, 8), nn.Linear(8, CLASSES)
+        self.reduction = reduction
+
+    def forward(self, x, targets=None):
+        logits = self.head(self.second(self.first(x).tanh()).tanh())
+        if targets is None:
+            return logits
+        return logits, F.cross_entropy(logits, targets, ignore_index=-1, reduction=self.reduction)
+
+
+def samples(num=NUM, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num, 5, generator=generator, dtype=DTYPE)
+    return x, x[:, :CLASSES].argmax(1)
+
+
+class WithTargets(TensorDataset):
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return (x, y), y
+
+
+class Losses(Callback):
+    def __init__(self):
+        self.train, self.validation = [], []
+
+    def on_update(self, now):
+        self.train.append(now.metrics["train_loss"])
+
+    def on_epoch(self, now):
+        self.validation.append((now.update, now.metrics.get("validation_loss")))
+
+
+def fitted(K, train, validation, method="1f1b", *, model=None, loss_fn="model", **of_fit):
+    """Train two epochs in order; return the trainer, the losses and the summary."""
+    trainer = toy_trainer(K, STEPS, method, model=model or Net(), loss_fn=loss_fn, optimizer=sgd, dtype=DTYPE)
+    seen = Losses()
+    how = {"epochs": 2, "batch_size": BATCH, "shuffle": False, "monitoring": SILENT, "callbacks": [seen], **of_fit}
+    return trainer, seen, trainer.fit(train, val_dataset=validation, **how)
+
+
+def plain_losses(batches, loss_of, validation_of, model=None, every=NUM // BATCH):
+    """The losses of updates, and of ``validation_of`` the model after ``every`` updates."""
+    model = (model or Net()).double()
+    optimizer, train, validation = sgd(model.parameters()), [], []
+    for update, batch in enumerate(batches, start=1):
+        optimizer.zero_grad()
+        loss = loss_of(model, *batch)
+        loss.backward()
+        optimizer.step()
+        train.append(loss.item())
+        if update % every == 0:
+            with torch.no_grad():
+                validation.append((update, validation_of(model)))
+    return train, validation
+
+
+def in_batches(x, y, epochs=2):
+    return [*zip(x.split(BATCH), y.split(BATCH), strict=True)] * epochs
+
+
+def own_loss(model, x, y):
+    return model(x, y)[1]
+
+
+def assert_close(seen, expected):
+    assert seen.train == pytest.approx(expected[0], rel=1e-12)
+    assert [update for update, _ in seen.validation] == [update for update, _ in expected[1]]
+    assert [loss for _, loss in seen.validation] == pytest.approx([loss for _, loss in expected[1]], rel=1e-12)
+
+
+@pytest.mark.parametrize("K", [1, 2, 3])
+def test_the_loss_of_the_model_trains_as_in_a_plain_loop(K):
+    (x, y), other = samples(), samples(10, seed=2)
+    _, seen, summary = fitted(K, WithTargets(x, y), WithTargets(*other))
+    assert_close(seen, plain_losses(in_batches(x, y), own_loss, lambda model: own_loss(model, *other).item()))
+    assert 0 < summary["validation_accuracy"] <= 1
+
+
+def test_terms_of_the_loss_of_the_model_are_counted():
+    x, y = samples()
+    y[::3], y[1] = -1, -1  # micro-batches of 2 and 3 terms
+    loss_fn = ModelLoss(num_terms=lambda targets: (targets >= 0).sum())
+    _, seen, _ = fitted(2, WithTargets(x, y), None, loss_fn=loss_fn)
+    assert seen.train == pytest.approx(plain_losses(in_batches(x, y), own_loss, None, every=99)[0], rel=1e-12)
+
+
+def test_a_loss_of_the_model_that_is_no_mean_is_refused():
+    with pytest.raises(ConfigError, match=r"the loss is no mean over the samples.*loss_reduction='batch'"):
+        fitted(2, WithTargets(*samples()), None, model=Net("sum"))
+    with pytest.raises(ConfigError, match=r"expects a model that returns its loss.* 0 in its output"):
+        fitted(2, TensorDataset(*samples()), None)
