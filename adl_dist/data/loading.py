@@ -17,6 +17,7 @@ class Loading:
     Attributes:
         collate_fn: from the list of a micro-batch's samples to (input, target), each a tensor [B, ...], a tuple or a
             dictionary of such; lengths may differ between micro-batches. By default samples are stacked.
+        val_collate_fn: the same for validation, where mixup and cutmix have no place; by default ``collate_fn``.
         sampler: a torch ``Sampler`` of the indices that an epoch of training visits, in its order; by default each
             sample once, shuffled if ``data.shuffle``.
         samples_per_epoch: samples that an epoch of training visits; by default the length of the sampler or dataset.
@@ -25,6 +26,7 @@ class Loading:
     """
 
     collate_fn: Callable[[list[Any]], Any] | None = None
+    val_collate_fn: Callable[[list[Any]], Any] | None = None
     sampler: Sampler[int] | None = None
     samples_per_epoch: int | None = None
     persistent_workers: bool = False
@@ -32,12 +34,14 @@ class Loading:
     @property
     def of_validation(self) -> "Loading":
         """The options for a validation dataset, which is visited once, in order."""
-        return Loading(collate_fn=self.collate_fn, persistent_workers=self.persistent_workers)
+        collate_fn = self.val_collate_fn or self.collate_fn
+        return Loading(collate_fn=collate_fn, persistent_workers=self.persistent_workers)
 
     def check(self) -> None:
         """Raise ConfigError if an option has a wrong type."""
-        if self.collate_fn is not None and not callable(self.collate_fn):
-            raise ConfigError(f"collate_fn: expected a callable that takes a list of samples, got {self.collate_fn!r}")
+        for name in ("collate_fn", "val_collate_fn"):
+            if (given := getattr(self, name)) is not None and not callable(given):
+                raise ConfigError(f"{name}: expected a callable that takes a list of samples, got {given!r}")
         if self.sampler is not None and not (hasattr(self.sampler, "__iter__") and hasattr(self.sampler, "__len__")):
             raise ConfigError(
                 f"sampler: expected a torch Sampler, with __iter__ and __len__, got {type(self.sampler).__name__}"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from adl_dist.batch import as_classes, device_of, tensors_of
+from adl_dist.batch import as_classes, device_of, logits_of, tensors_of
 from adl_dist.errors import ConfigError
 from adl_dist.stage.loss import ClassLoss
 
@@ -72,8 +72,13 @@ def hits(out: Any, target: Any, classes: ClassLoss | None, *, top: int) -> tuple
     Raises:
         ConfigError: If outputs and targets are not of classes.
     """
-    if not (isinstance(out, Tensor) and isinstance(target, Tensor)) or target.is_floating_point():
-        raise ConfigError("metrics: accuracy and top5 need targets of whole numbers and one tensor of outputs")
+    out = logits_of(out)
+    target = hard(target, out)
+    if out is None or not isinstance(target, Tensor) or target.is_floating_point():
+        raise ConfigError(
+            "metrics: accuracy and top5 need a tensor of outputs, and targets of whole numbers, or soft ones of the "
+            "shape of the outputs"
+        )
     is_last = (classes is None or not classes.is_torchs_own or classes.dim == -1) and out.shape[:-1] == target.shape
     if out.ndim != target.ndim + 1 or not (is_last or out.shape[2:] == target.shape[1:]):
         raise ConfigError(
@@ -81,6 +86,13 @@ def hits(out: Any, target: Any, classes: ClassLoss | None, *, top: int) -> tuple
             f"{list(out.shape)} and {list(target.shape)}"
         )
     return hits_along(-1 if is_last else 1, out, target, classes, top=top)
+
+
+def hard(target: Any, out: Tensor | None) -> Any:
+    """Return the likeliest classes of soft targets, which have the shape of ``out``."""
+    if out is None or not isinstance(target, Tensor) or not target.is_floating_point() or target.ndim < 2:
+        return target
+    return target.argmax(dim=1) if target.shape == out.shape else target
 
 
 def hits_along(

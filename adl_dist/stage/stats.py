@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adl_dist.batch import Batch, is_class_target, num_samples
 from adl_dist.stage.loss import ClassLoss
-from adl_dist.stage.metrics import PERPLEXITY, Metric, hits_along
+from adl_dist.stage.metrics import PERPLEXITY, Metric, hard, hits_along
 
 MOST_LOSS = 700.0  # of which the exponential is still a number
 
@@ -72,6 +72,8 @@ class StepStats:
         self.losses.append(loss.detach())
         if num_terms is not None:
             self.num_terms.append(num_terms)
+        if classes is not None:
+            target = hard(target, out)
         if out is None or not is_class_target(target):
             return
         assert isinstance(target, Tensor)

@@ -37,7 +37,9 @@ from adl_dist.training.tied_copies import untied
 from adl_dist.training.trainer import Trainer
 
 # Keys of data.* that are ours; the two that describe the data reach its target only if that takes them.
-OF_THE_LOADER = ("shuffle", "num_workers", "persistent_workers", "collate_fn", "sampler", "samples_per_epoch")
+OF_THE_LOADER = (
+    *("shuffle", "num_workers", "persistent_workers", "collate_fn", "val_collate_fn", "sampler", "samples_per_epoch"),
+)
 OF_THE_MODEL = ("num_classes", "in_channels")
 
 logging.getLogger("hydra").addHandler(logging.NullHandler())  # it logs what it also raises
@@ -193,8 +195,9 @@ def loading(config: RunConfig, dataset: Dataset[Any] | None) -> Loading:
     """Return the loader settings, with a sampler if ``dataset`` is given."""
     node = config.data
     made: dict[str, Any] = {}
-    if node.get("collate_fn") is not None:
-        made["collate_fn"] = _named("data.collate_fn", node["collate_fn"])
+    for name in ("collate_fn", "val_collate_fn"):
+        if node.get(name) is not None:
+            made[name] = _named(f"data.{name}", node[name])
     if node.get("sampler") is not None and dataset is not None:
         make = _named("data.sampler", node["sampler"])
         try:
