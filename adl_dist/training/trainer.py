@@ -163,6 +163,7 @@ class Trainer:
         self._modules = [ref(module) for module in model.modules()]  # of the user's; a process keeps those of its stage
         # Of the stages of this process, which may have nothing to train; None before the first fit.
         self._averages: list[WeightAverage] | None = None
+        self._data: Data | None = None  # of the last fit
         self.running: str | None = None  # its method that runs
         self.requests = RequestQueue()  # of the job that runs now, or did last; to ask it to stop or to save
 
@@ -270,6 +271,7 @@ class Trainer:
         resume: str,
         config: Mapping[str, Any] | None,
     ) -> Summary:
+        self._data = data  # as :meth:`evaluate` loads, too
         self._partitioned.peak_tflops = outputs.monitoring.peak_tflops
         every: dict[str, Any] = {"checkpoint_every_updates": outputs.checkpoints.every_updates}
         steps = self._spec.pipeline.micro_batches_per_update
@@ -311,9 +313,16 @@ class Trainer:
 
     @arguments.one_at_a_time
     def evaluate(
-        self, dataset: Dataset[Any] | None, *, batch_size: int, num_workers: int = 0, loading: Loading | None = None
+        self,
+        dataset: Dataset[Any] | None,
+        *,
+        batch_size: int | None = None,
+        num_workers: int | None = None,
+        loading: Loading | None = None,
     ) -> Summary:
         """Evaluate the present weights on ``dataset``, every sample exactly once.
+
+        Options that are not given are those of the last :meth:`fit`; ``batch_size`` is then its micro-batch.
 
         Returns:
             ``validation_loss`` and, for classes, ``validation_accuracy``, for text ``validation_perplexity``; the same
@@ -323,8 +332,15 @@ class Trainer:
             ConfigError, PartitionError, DataError: Before it starts.
             StageFailed, ChannelError: If another process failed.
         """
+        fitted = self._data
+        if batch_size is None and fitted is not None:
+            batch_size = fitted.batch_size // self._spec.pipeline.micro_batches_per_update
+        if num_workers is None:
+            num_workers = 0 if fitted is None else fitted.num_workers
+        loading = loading or (Loading() if fitted is None else fitted.loading)
         arguments.check_values({"batch_size": batch_size, "num_workers": num_workers, "loading": loading})
-        data = Data(None, dataset, batch_size, num_workers, loading or Loading(), trains=False)
+        assert batch_size is not None
+        data = Data(None, dataset, batch_size, num_workers, loading, trains=False)
         if batch_size < 1:
             raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
         world = self._join()

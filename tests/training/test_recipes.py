@@ -143,3 +143,8 @@ def test_mixup_trains_on_soft_targets_and_measures_classes(K):
     right = (plain(other[0]).argmax(1) == other[1]).double().mean().item()
     assert summary["validation_accuracy"] == pytest.approx(right)
     assert trainer.evaluate(TensorDataset(*other)) == {k: v for k, v in summary.items() if k.startswith("validation")}
+
+
+def test_evaluate_without_batch_size_needs_a_fit_before():
+    with pytest.raises(ConfigError, match="batch_size=None: expected a whole number"):
+        toy_trainer(1).evaluate(TensorDataset(*samples()))
