@@ -45,7 +45,8 @@ CUT = "num_stages", "balance", "granularity", "speeds", "device_speeds", "links"
 # follows the new length, and another cut has a staleness of its own: these two the run reports.) runtime.cuda_graphs
 # was removed in 0.4.0, but older folders name it.
 FREE_TO_CHANGE = {
-    *("run_dir", "resume", "init_from", "data.root", "data.download", "data.num_workers", "data.persistent_workers"),
+    *("run_dir", "resume", "init_from", "init_skip"),
+    *("data.root", "data.download", "data.num_workers", "data.persistent_workers"),
     *("train.epochs", "train.max_updates", "train.non_finite", "train.max_skipped", "non_finite", "max_skipped"),
     *(
         "runtime.processes",

@@ -5,7 +5,8 @@ them), a folder with one ``model.safetensors``, or a checkpoint.
 """
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import PurePath
 
 import torch
@@ -55,15 +56,21 @@ class WeightFiles:
             )
         return cls(path, _header(path))
 
-    def check(self, model: nn.Module) -> None:
+    def check(self, model: nn.Module, skip: Sequence[str] = ()) -> None:
         """Compare names, shapes and kinds of numbers with those of ``model``.
+
+        Tensors of ``model`` with names that match ``skip`` are left out.
 
         A tensor of several names may be there by one of them, or by more with the same values.
 
         Raises:
             CheckpointError: they differ; names the first that does.
         """
-        state = {n: value for n, value in model.state_dict(keep_vars=True).items() if not is_extra_state(n)}
+        state = {
+            n: value
+            for n, value in model.state_dict(keep_vars=True).items()
+            if not is_extra_state(n) and not matches(n, skip)
+        }
         found = {id(tensor) for name, tensor in state.items() if name in self.tensors}
         here = {name: list(t.shape) for name, t in state.items() if name in self.tensors or id(t) not in found}
         there = {name: stored.shape for name, stored in self.tensors.items()}
@@ -76,6 +83,10 @@ class WeightFiles:
                     "file; expected numbers of one kind"
                 )
         check_tied(self.path, model, self.tensors, lambda name: next(value for _, value in self.read([name])))
+
+    def skip(self, patterns: Sequence[str]) -> None:
+        """Drop the tensors with names that match one of ``patterns``."""
+        self.tensors = {name: stored for name, stored in self.tensors.items() if not matches(name, patterns)}
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Rename tensors of the files by ``names``, and drop all others."""
@@ -93,6 +104,11 @@ class WeightFiles:
             raise CheckpointError(
                 f"init_from={self.path} cannot be read any more ({type(error).__name__}: {error}); was it changed?"
             ) from error
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether ``name`` matches one of ``patterns``, as file names do."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def check_same(path: PurePath, here: Mapping[str, object], there: Mapping[str, object]) -> None:

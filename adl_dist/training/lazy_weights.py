@@ -4,7 +4,7 @@ Weights come from files, or each is made where it is needed, by a random stream 
 than its stages, and values depend neither on K nor on which process makes them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from adl_dist.checkpoint.tensor_files import SUFFIX
-from adl_dist.checkpoint.weight_files import WeightFiles, check_same, check_tied
+from adl_dist.checkpoint.weight_files import WeightFiles, check_same, check_tied, matches
 from adl_dist.errors import CheckpointError, ConfigError
 from adl_dist.optimizers.roles import keep_role
 from adl_dist.partition.stage_module import StageModule
@@ -176,18 +176,25 @@ def is_lazy_model(model: nn.Module) -> bool:
 
 
 def prepare_weights(
-    model: nn.Module, init_from: Path | None, seed: int, untied: Mapping[str, str] | None = None
+    model: nn.Module,
+    init_from: Path | None,
+    seed: int,
+    untied: Mapping[str, str] | None = None,
+    skip: Sequence[str] = (),
 ) -> LazyWeights | None:
     """Return a LazyWeights for a meta model, or load ``init_from``.
 
     In the second case return None.
 
-    ``untied`` maps the name of each untied parameter to the one that it was tied to.
+    ``untied`` maps the name of each untied parameter to the one that it was tied to; ``skip`` is that of
+    :func:`load_initial`.
 
     Raises:
         ConfigError: If the model is on meta and cannot be made, or the folder of its weights lacks some.
         CheckpointError: If ``init_from`` is not there, damaged, or of a different model.
     """
+    if skip and (init_from is None or is_lazy_model(model)):
+        raise ConfigError("init_skip leaves out tensors of init_from; it needs that, and a model that is not on meta")
     if is_lazy_model(model):
         of_model = init_from is None
         init_from = init_from or getattr(model, WEIGHTS_IN, None)
@@ -209,20 +216,27 @@ def prepare_weights(
                 f"that is not there ({error}); use runtime.meta_init=false, or a folder that has all of them"
             ) from error
     if init_from is not None:
-        load_initial(model, init_from)
+        load_initial(model, init_from, skip)
     return None
 
 
-def load_initial(model: nn.Module, path: Path) -> None:
+def load_initial(model: nn.Module, path: Path, skip: Sequence[str] = ()) -> None:
     """Load the weights in ``path`` into ``model``.
 
-    They are those of :class:`WeightFiles`, or a state_dict saved by ``torch.save``.
+    They are those of :class:`WeightFiles`, or a state_dict saved by ``torch.save``. Tensors with names that match a
+    pattern in ``skip`` keep their values.
 
     Raises:
         CheckpointError: If they are not there, damaged, or of a different model.
+        ConfigError: If a pattern matches no tensor of ``model``.
     """
+    own = model.state_dict()
+    if unknown := [pattern for pattern in skip if not any(matches(name, [pattern]) for name in own)]:
+        raise ConfigError(
+            f"init_skip: no tensor of the model matches '{unknown[0]}'; the last ones are {', '.join([*own][-3:])}"
+        )
     if path.is_dir() or path.suffix == SUFFIX or not path.exists():
-        load_weights(model, WeightFiles.at(path))
+        load_weights(model, WeightFiles.at(path), skip)
         return
     try:
         state: Any = torch.load(path, map_location="cpu", weights_only=True)
@@ -234,22 +248,30 @@ def load_initial(model: nn.Module, path: Path) -> None:
         ) from error
     if not isinstance(state, Mapping):
         raise CheckpointError(f"init_from={path} holds a {type(state).__name__}; expected a state_dict")
+    state = {name: value for name, value in state.items() if not matches(name, skip)}
     here, there = (
-        {name: list(value.shape) if isinstance(value, Tensor) else type(value).__name__ for name, value in each.items()}
-        for each in (model.state_dict(), state)
+        {
+            name: list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            for name, value in each.items()
+            if not matches(name, skip)
+        }
+        for each in (own, state)
     )
     check_same(path, here, there)
     check_tied(path, model, state, state.__getitem__)
-    model.load_state_dict(dict(state))
+    model.load_state_dict({**own, **state})
 
 
-def load_weights(model: nn.Module, files: WeightFiles) -> None:
+def load_weights(model: nn.Module, files: WeightFiles, skip: Sequence[str] = ()) -> None:
     """Read the tensors of ``model`` from ``files``.
+
+    Those with names that match ``skip`` are left out.
 
     Raises:
         CheckpointError: If they are those of a different model.
     """
-    files.check(model)
+    files.skip(skip)
+    files.check(model, skip)
     model.load_state_dict(dict(files.read(model.state_dict())), strict=False)  # one of several names is enough
 
 

@@ -108,6 +108,7 @@ class Trainer:
         seed: seeds data order, augmentation and dropout, and the weights of a model on meta.
         init_from: weights to begin with: a safetensors file, a folder of several with their index, a checkpoint, or,
             unless the model is on meta, a state_dict saved by ``torch.save``.
+        init_skip: patterns of names like ``fc.*``: these tensors are not taken from ``init_from``.
 
     Raises:
         ConfigError: If an argument is of a wrong kind or out of range, the number of processes is not K, the method
@@ -134,6 +135,7 @@ class Trainer:
         timeouts: WatchdogTimeouts | None = None,
         seed: int = 0,
         init_from: str | os.PathLike[str] | None = None,
+        init_skip: Sequence[str] = (),
     ) -> None:
         """Check the arguments and load the initial weights."""
         arguments.check_process()
@@ -159,7 +161,7 @@ class Trainer:
         self._processes, self._timeouts = processes or ProcessOptions(), timeouts or WatchdogTimeouts()
         self._distributed = _is_distributed(self._processes, self._spec.pipeline)
         arguments.check_layers(model, distributed=self._distributed)
-        self._partitioned = self._prepare(model, partition or PartitionSpec(), init_from)
+        self._partitioned = self._prepare(model, partition or PartitionSpec(), init_from, init_skip)
         self._modules = [ref(module) for module in model.modules()]  # of the user's; a process keeps those of its stage
         # Of the stages of this process, which may have nothing to train; None before the first fit.
         self._averages: list[WeightAverage] | None = None
@@ -168,13 +170,18 @@ class Trainer:
         self.requests = RequestQueue()  # of the job that runs now, or did last; to ask it to stop or to save
 
     def _prepare(
-        self, model: nn.Module, partition: PartitionSpec, init_from: str | os.PathLike[str] | None
+        self,
+        model: nn.Module,
+        partition: PartitionSpec,
+        init_from: str | os.PathLike[str] | None,
+        init_skip: Sequence[str],
     ) -> PartitionedModel:
         """Load or prepare the weights of ``model``, which is not cut yet."""
         spec, num_stages = self._spec, self._spec.pipeline.num_stages
         arguments.check_delays(spec.pipeline.method, partition.balance)
         names = untied(model) if partition.tied == "untie" else {}
-        weights = prepare_weights(model, None if init_from is None else Path(init_from), spec.seed, names)
+        path = None if init_from is None else Path(init_from)
+        weights = prepare_weights(model, path, spec.seed, names, init_skip)
         if weights is not None and not self._distributed:  # this process has all of it in any case
             weights.make(model)
             weights = None

@@ -1,5 +1,6 @@
 """Recipes of users, each against a plain loop of torch or a library's own figure."""
 
+import fnmatch
 from functools import partial
 
 import pytest
@@ -8,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset, default_collate
 
+import adl_dist
 from adl_dist import Callback, Loading
 from adl_dist.errors import ConfigError
 from adl_dist.losses import ModelLoss
@@ -148,3 +150,24 @@ def test_mixup_trains_on_soft_targets_and_measures_classes(K):
 def test_evaluate_without_batch_size_needs_a_fit_before():
     with pytest.raises(ConfigError, match="batch_size=None: expected a whole number"):
         toy_trainer(1).evaluate(TensorDataset(*samples()))
+
+
+@pytest.mark.parametrize("saved", ["pt", "safetensors"])
+def test_a_new_head_keeps_its_own_values_on_old_weights(saved, tmp_path):
+    from safetensors.torch import save_file
+
+    old, new, path = Net(), Net(), tmp_path / f"old.{saved}"
+    with torch.no_grad():
+        for p in old.parameters():
+            p.add_(1.0)
+    old.head = nn.Linear(8, 7)
+    (torch.save if saved == "pt" else save_file)(old.state_dict(), path)
+    own = {name: value.clone() for name, value in new.state_dict().items()}
+    make = partial(adl_dist.Trainer, new, loss_fn=nn.CrossEntropyLoss(), optimizer=sgd, init_from=path)
+    state = make(init_skip=["head.*"]).full_state_dict()
+    for name, value in state.items():
+        assert torch.equal(value, own[name] if fnmatch.fnmatch(name, "head.*") else old.state_dict()[name])
+    with pytest.raises(ConfigError, match=r"init_skip: no tensor of the model matches 'haed\.\*'; .* head.bias"):
+        make(init_skip=["haed.*"])
+    with pytest.raises(adl_dist.CheckpointError, match=r"head\.weight is \[3, 8\] in this model"):
+        make(init_skip=["second.*"])

@@ -52,6 +52,7 @@ def trainer(config: RunConfig, *, handle_signals: bool = False) -> Trainer:
         # The trainer reports untied weights, unless weights of this model are read first.
         build_model_on_meta(config) if is_lazy else build_model(config, unties=config.init_from is not None),
         init_from=config.init_from if is_lazy else None,
+        init_skip=config.init_skip if is_lazy else (),
         method=config.method,
         num_stages=config.partition.num_stages,
         partition=config.build(PartitionSpec),
@@ -108,7 +109,7 @@ def build_model(config: RunConfig, *, unties: bool = True) -> nn.Module:
     if unties and config.partition.tied == "untie":
         untied(model)
     if config.init_from is not None:
-        load_initial(model, Path(config.init_from))
+        load_initial(model, Path(config.init_from), config.init_skip)
     prepare(model, build_optimizer(config))  # freeze parameters by the rules, also where no Trainer is made
     return model  # type: ignore[no-any-return]
 

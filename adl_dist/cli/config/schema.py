@@ -83,6 +83,9 @@ class RunConfig:
         None, "weights to start from: a state_dict (.pt), a .safetensors file or folder, or a checkpoint"
     )
     run_dir: str | None = setting(None, "folder of the run; null: runs/DATA-MODEL-METHOD-kK-mM-seedS")
+    init_skip: Sequence[str] = setting(
+        (), "patterns of tensors that keep their own values, like [fc.*]: a new head on old weights; docs/recipes.md"
+    )
     resume: str = setting("auto", "auto: continue run_dir's newest checkpoint | never | path of a checkpoint")
 
     def __post_init__(self) -> None:
