@@ -69,6 +69,7 @@ def train(overrides: list[str]) -> None:
             run_dir=config.run_dir,
             resume=config.resume,
             max_updates=config.train.max_updates,
+            eval_every_updates=config.train.eval_every_updates,
             shuffle=config.data.get("shuffle", True),
             num_workers=config.data.get("num_workers", 0),
             loading=instantiate.loading(config, train_data),

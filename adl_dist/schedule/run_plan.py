@@ -77,12 +77,13 @@ def _in_parts(total: int, size: int) -> list[int]:
 class Plan:
     """The length of a run, in epochs and updates, and its segments.
 
-    A segment ends with its epoch, and after every ``checkpoint_every_updates`` of the epoch.
+    A segment ends with its epoch, and after every ``checkpoint_every_updates`` and ``eval_every_updates`` of the epoch.
     """
 
     epochs: int
     max_updates: int | None
     checkpoint_every_updates: int | None = None
+    eval_every_updates: int | None = None
     num_samples: int
     num_validation: int
     micro_batch_size: int
@@ -101,15 +102,27 @@ class Plan:
         ends = [rest.num_updates]
         if self.max_updates is not None:
             ends.append(self.max_updates - update)
-        if (every := self.checkpoint_every_updates) is not None:
-            done_of_epoch = first_sample // (self.micro_batch_size * self.accumulation_steps)
-            ends.append(every - done_of_epoch % every)
+        done_of_epoch = first_sample // (self.micro_batch_size * self.accumulation_steps)
+        for every in (self.checkpoint_every_updates, self.eval_every_updates):
+            if every is not None:
+                ends.append(every - done_of_epoch % every)
         return rest.first_updates(min(ends))
 
     def ends_at(self, sample: int) -> bool:
         """Return whether a planned segment ends (or begins) at ``sample``."""
-        every = self.checkpoint_every_updates
-        return sample == 0 if every is None else sample % (every * self.micro_batch_size * self.accumulation_steps) == 0
+        return self.saves_at(sample) or self.evaluates_at(sample)
+
+    def saves_at(self, sample: int) -> bool:
+        """Return whether ``sample`` is that of a planned checkpoint."""
+        return self._is_after(self.checkpoint_every_updates, sample)
+
+    def evaluates_at(self, sample: int) -> bool:
+        """Return whether ``sample`` is that of an evaluation."""
+        return self._is_after(self.eval_every_updates, sample)
+
+    def _is_after(self, every: int | None, sample: int) -> bool:
+        size = self.micro_batch_size * self.accumulation_steps
+        return sample == 0 or (every is not None and sample % (every * size) == 0)
 
     @property
     def as_given(self) -> dict[str, int | None]:
@@ -120,7 +133,7 @@ class Plan:
     @property
     def first_epoch(self) -> Segment:
         """The first epoch in one piece."""
-        return replace(self, checkpoint_every_updates=None).segment(0, 0, 0)
+        return replace(self, checkpoint_every_updates=None, eval_every_updates=None).segment(0, 0, 0)
 
     @property
     def evaluation(self) -> Segment:
@@ -139,12 +152,11 @@ class Plan:
         return total if self.max_updates is None else min(total, self.max_updates)
 
 
-def check_lengths(*, epochs: int, max_updates: int | None) -> None:
+def check_lengths(**lengths: int | None) -> None:
     """Raise ConfigError for less than one epoch or one update."""
-    if epochs < 1:
-        raise ConfigError(f"train.epochs must be at least 1, got {epochs}")
-    if max_updates is not None and max_updates < 1:
-        raise ConfigError(f"train.max_updates must be at least 1, got {max_updates}")
+    for name, length in lengths.items():
+        if length is not None and length < 1:
+            raise ConfigError(f"train.{name} must be at least 1, got {length}")
 
 
 def micro_batch_size_of(batch_size: int, steps: int) -> int:

@@ -179,12 +179,13 @@ def check_delays(method: Method, balance: object) -> None:
 
 # The arguments that are a value of one type.
 VALUES: dict[str, type] = {
-    **dict.fromkeys(("num_stages", "seed", "epochs", "batch_size", "max_updates", "num_workers"), int),
+    **dict.fromkeys(("num_stages", "seed", "epochs", "batch_size", "num_workers"), int),
+    **dict.fromkeys(("max_updates", "eval_every_updates"), int),
     **{"partition": PartitionSpec, "precision": Precision, "gradients": GradientPolicy},
     **{"processes": ProcessOptions, "timeouts": WatchdogTimeouts},
     **{"checkpoints": CheckpointPolicy, "monitoring": Monitoring, "loading": Loading},
 }
-MAY_BE_NONE = {"max_updates"}  # of the numbers
+MAY_BE_NONE = {"max_updates", "eval_every_updates"}  # of the numbers
 
 
 def check_values(values: Mapping[str, object]) -> None:

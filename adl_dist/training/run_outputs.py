@@ -134,6 +134,11 @@ class Outputs:
         if is_rank_0:
             for note in partitioned.notes:
                 progress.note(note)
+            if plan.eval_every_updates is not None and not pipeline.drain_is_exact:
+                progress.note(
+                    f"note: eval_every_updates={plan.eval_every_updates} empties the pipeline in mid-epoch, so "
+                    "gradients are less stale afterwards, and values differ from those of a run without"
+                )
             if partitioned.warning is not None:
                 warn(f"{partitioned.warning}; so {pipeline.num_stages} stages are hardly faster than one")
         if is_rank_0 and (self.callbacks.any or recorder.has_loggers):

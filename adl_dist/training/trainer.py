@@ -116,7 +116,7 @@ class Trainer:
         CheckpointError: If ``init_from`` is not there, damaged, or of another model.
     """
 
-    def __init__(  # 16: the model and its weights, six values that say how it is trained, the figures, the seed
+    def __init__(  # 17: the model and its weights, six values that say how it is trained, the figures, the seed
         self,
         model: nn.Module,
         *,
@@ -211,7 +211,7 @@ class Trainer:
         return 0 in self._partitioned.modules
 
     @arguments.one_at_a_time
-    def fit(  # 14: data, length, folder, and four that say how it is loaded, saved and watched
+    def fit(  # 15: data, length, folder, and four that say how it is loaded, saved and watched
         self,
         train_dataset: Dataset[Any] | None,
         *,
@@ -221,6 +221,7 @@ class Trainer:
         run_dir: str | os.PathLike[str] | None = None,
         resume: str = "auto",
         max_updates: int | None = None,
+        eval_every_updates: int | None = None,
         shuffle: bool = True,
         num_workers: int = 0,
         loading: Loading | None = None,
@@ -243,6 +244,7 @@ class Trainer:
             run_dir: the run's folder; if None, nothing is written.
             resume: ``auto`` (the newest checkpoint), ``never``, or a checkpoint's path; not after a launcher's restart.
             max_updates: stop after so many updates, if that comes first.
+            eval_every_updates: evaluate also after so many updates of an epoch, with an empty pipeline.
             shuffle: a new order of samples each epoch, a function of (seed, epoch) alone.
             num_workers: processes that load data; if 0, the first stage loads between its actions.
             loading: a ``collate_fn``, a sampler, the length of an epoch; by default samples are stacked.
@@ -260,27 +262,28 @@ class Trainer:
                 CallbackError later on; SaveError if the last checkpoint could not be written; TakenOverError if another
                 process has taken ``run_dir`` over.
         """
-        given = {"epochs": epochs, "batch_size": batch_size, "max_updates": max_updates, "num_workers": num_workers}
+        length = {"epochs": epochs, "max_updates": max_updates, "eval_every_updates": eval_every_updates}
+        given = {**length, "batch_size": batch_size, "num_workers": num_workers}
         arguments.check_values({**given, "checkpoints": checkpoints, "monitoring": monitoring, "loading": loading})
-        check_lengths(epochs=epochs, max_updates=max_updates)
+        check_lengths(**length)
         data = Data(train_dataset, val_dataset, batch_size, num_workers, loading or Loading(), shuffle)
         outputs = Outputs.of(checkpoints, monitoring, callbacks)
         outputs.check(run_dir, resume, self._spec, is_distributed=self._distributed)
-        return self._fit(data, outputs, epochs, max_updates, run_dir, resume, config)
+        return self._fit(data, outputs, length, run_dir, resume, config)
 
     def _fit(
         self,
         data: Data,
         outputs: Outputs,
-        epochs: int,
-        max_updates: int | None,
+        length: dict[str, Any],
         run_dir: str | os.PathLike[str] | None,
         resume: str,
         config: Mapping[str, Any] | None,
     ) -> Summary:
         self._data = data  # as :meth:`evaluate` loads, too
         self._partitioned.peak_tflops = outputs.monitoring.peak_tflops
-        every: dict[str, Any] = {"checkpoint_every_updates": outputs.checkpoints.every_updates}
+        every = {"checkpoint_every_updates": outputs.checkpoints.every_updates}
+        every["eval_every_updates"] = length["eval_every_updates"]
         steps = self._spec.pipeline.micro_batches_per_update
         sizes = {"micro_batch_size": micro_batch_size_of(data.batch_size, steps), "accumulation_steps": steps}
         folder = RunFolder(run_dir) if run_dir is not None else None
@@ -294,7 +297,7 @@ class Trainer:
             loaders = self._load(world, data) if self.needs_data else Loaders()
             if self.needs_data:
                 outputs.check_validation(loaders.lengths["num_validation"], saves=folder is not None)
-            plan = Plan(epochs=epochs, max_updates=max_updates, **every, **sizes, **loaders.lengths)
+            plan = Plan(**{**length, **every, **sizes, **loaders.lengths})
             startup = build.Startup(world, store, loaders, plan, folder.path if folder is not None else None)
             with self._bound(world):  # with the threads of the first forward, but without the loaders' workers
                 settled = build.settle_partition(self._spec, self._partitioned, startup, self._settings)

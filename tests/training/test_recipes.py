@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset, default_collate
 
 import adl_dist
-from adl_dist import Callback, Loading
+from adl_dist import Callback, CheckpointPolicy, Loading
 from adl_dist.errors import ConfigError
 from adl_dist.losses import ModelLoss
 from tests.support.runs import toy_trainer
@@ -171,3 +171,26 @@ def test_a_new_head_keeps_its_own_values_on_old_weights(saved, tmp_path):
         make(init_skip=["haed.*"])
     with pytest.raises(adl_dist.CheckpointError, match=r"head\.weight is \[3, 8\] in this model"):
         make(init_skip=["second.*"])
+
+
+@pytest.mark.parametrize("K", [1, 2])
+def test_evaluation_every_two_updates_is_that_of_a_plain_loop(K):
+    (x, y), other = samples(5 * BATCH), samples(10, seed=2)
+    _, seen, summary = fitted(K, WithTargets(x, y), WithTargets(*other), eval_every_updates=2)
+    train, _ = plain_losses(in_batches(x, y), own_loss, None, every=99)
+    _, validation = plain_losses(in_batches(x, y), own_loss, lambda m: own_loss(m, *other).item(), every=1)
+    assert_close(seen, (train, [validation[update - 1] for update in (2, 4, 5, 7, 9, 10)]))
+    assert summary["validation_loss"] == seen.validation[-1][1]
+
+
+def test_evaluation_in_mid_epoch_empties_the_pipeline(tmp_path, capsys):
+    data = WithTargets(*samples(5 * BATCH))
+    more = {"monitoring": adl_dist.Monitoring(tensorboard=False, report=False), "run_dir": tmp_path / "a"}
+    evaluated, *_ = fitted(2, data, data, "adl", eval_every_updates=2, **more)
+    assert "note: eval_every_updates=2 empties the pipeline in mid-epoch" in capsys.readouterr().out
+    policy = CheckpointPolicy(every_updates=2)
+    saved, *_ = fitted(2, data, data, "adl", checkpoints=policy, run_dir=tmp_path / "b")
+    plain, *_ = fitted(2, data, data, "adl")
+    states = [one.full_state_dict() for one in (evaluated, saved, plain)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert not all(torch.equal(states[0][name], states[2][name]) for name in states[0])

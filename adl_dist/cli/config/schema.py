@@ -34,6 +34,9 @@ class Training:
     batch_size: int = setting(64, "samples of one update; a micro-batch holds floor(batch_size / M)", least=1)
     epochs: int = setting(20, "passes over the training data", least=1)
     max_updates: int | None = setting(None, "stop after so many updates, if that comes first", least=1)
+    eval_every_updates: int | None = setting(
+        None, "also evaluate after so many updates of an epoch, with an empty pipeline; docs/recipes.md", least=1
+    )
     metrics: Sequence[str] = setting(
         (), "besides loss and accuracy: top5, perplexity, or a callable my.module.name of (output, target)"
     )
