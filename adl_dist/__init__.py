@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from adl_dist.report.callbacks import Callback, EarlyStopping, TrainerState
     from adl_dist.report.comparison import compare
     from adl_dist.stage import GradientPolicy, Precision
+    from adl_dist.stage.metrics import EpochMetric
     from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
     from adl_dist.training.trainer import Trainer
 
@@ -49,6 +50,7 @@ __all__ = [
     "DataError",
     "DivergedError",
     "EarlyStopping",
+    "EpochMetric",
     "GradientPolicy",
     "Loading",
     "Method",
@@ -76,6 +78,7 @@ _LATE = {
     **dict.fromkeys(("Callback", "EarlyStopping", "TrainerState"), "report.callbacks"),
     "compare": "report.comparison",
     **dict.fromkeys(("GradientPolicy", "Precision"), "stage"),
+    "EpochMetric": "stage.metrics",
     **dict.fromkeys(("Monitoring", "PartitionSpec", "ProcessOptions"), "training.options"),
     "Trainer": "training.trainer",
 }

@@ -52,6 +52,7 @@ from adl_dist.schedule.replay import in_turns
 from adl_dist.schedule.work import turns_of
 from adl_dist.stage import Stage
 from adl_dist.stage.loss import LossTerms, counted
+from adl_dist.stage.metrics import computed
 from adl_dist.stage.stats import value_of
 from adl_dist.stage.tied import TiedWeights
 from adl_dist.streams import streams_kept
@@ -175,7 +176,8 @@ class LocalWorker:
                 loss_sum=numbers.get("loss_sum", 0.0),
                 num_correct=int(numbers["num_correct"]) if "num_correct" in numbers else None,
                 num_classed=int(numbers.get("num_classed", numbers["num_samples"])),
-                metrics={name: value_of(name, pair) for name, pair in stage.tally.sums(stage.metrics).items()},
+                metrics={name: value_of(name, pair) for name, pair in stage.tally.sums(stage.metrics).items()}
+                | computed(stage.epoch_metrics, stage.tally.outputs),
             )
             for stage in self.stages
             for numbers in [stage.tally.numbers()]

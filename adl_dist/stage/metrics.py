@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from adl_dist.batch import as_classes, device_of, logits_of, tensors_of
 from adl_dist.errors import ConfigError
@@ -27,11 +27,26 @@ class Metric:
     """A figure of outputs and targets, by its ``name``.
 
     ``measure`` is (output, target) to (sum, count), of which the figure is sum / count over all micro-batches; None: it
-    follows from the loss.
+    follows from the loss. ``compute`` is that of an :class:`EpochMetric`, which has no ``measure``.
     """
 
     name: str
     measure: Callable[[Any, Any], tuple[Any, Any]] | None
+    compute: Callable[[Any, Any], Any] | None = None
+
+
+class EpochMetric:
+    """A metric of all outputs of a validation, like a macro F1.
+
+    ``compute`` is (outputs [N, ...], targets [N, ...]), on the CPU in the order of the dataset, to a number.
+    """
+
+    def __init__(self, compute: Callable[[Any, Any], Any]) -> None:
+        self.compute, self.__name__ = compute, getattr(compute, "__name__", type(compute).__name__)
+
+    def __call__(self, outputs: Any, targets: Any) -> Any:
+        """Return the figure."""
+        return self.compute(outputs, targets)
 
 
 def metrics_of(wanted: Sequence[str | Callable[[Any, Any], Any]], classes: ClassLoss | None) -> list[Metric]:
@@ -59,7 +74,8 @@ def _metric(wanted: Any, classes: ClassLoss | None) -> Metric:
         return Metric(wanted, lambda out, target: hits(out, target, classes, top=top[wanted]))
     if not callable(wanted):
         raise ConfigError(f"metrics: expected a name or a callable of (output, target), got {type(wanted).__name__}")
-    return Metric(getattr(wanted, "__name__", type(wanted).__name__), wanted)
+    name = getattr(wanted, "__name__", type(wanted).__name__)
+    return Metric(name, None, wanted) if isinstance(wanted, EpochMetric) else Metric(name, wanted)
 
 
 def hits(out: Any, target: Any, classes: ClassLoss | None, *, top: int) -> tuple[Tensor, Tensor]:
@@ -142,4 +158,30 @@ def measured(metrics: Sequence[Metric], out: Any, target: Any) -> list[Tensor]:
                     f"metrics: {metric.name} fails: {type(error).__name__}: {' '.join(str(error).split())}; it is "
                     "given (output, target) of a micro-batch and returns two numbers, (sum, count)"
                 ) from error
+    return found
+
+
+def computed(metrics: Sequence[Metric], parts: Sequence[tuple[Any, Any]]) -> dict[str, float]:
+    """Return the figures of epoch metrics by name.
+
+    ``parts`` are output and target of each micro-batch of a validation, on the CPU.
+
+    Raises:
+        ConfigError: If a metric fails, or does not return a number.
+    """
+
+    def joined(*leaves: Any) -> Any:
+        return torch.cat(leaves) if isinstance(leaves[0], Tensor) and leaves[0].ndim else leaves[0]
+
+    found = {}
+    for metric in metrics:
+        assert metric.compute is not None
+        try:
+            outputs, targets = (tree_map(joined, *column) for column in zip(*parts, strict=True))
+            found[metric.name] = float(metric.compute(outputs, targets))
+        except Exception as error:  # the user's own callable
+            raise ConfigError(
+                f"metrics: {metric.name} fails: {type(error).__name__}: {' '.join(str(error).split())}; it is given "
+                "(outputs, targets) of the whole validation, which must have one length, and returns a number"
+            ) from error
     return found

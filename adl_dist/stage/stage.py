@@ -76,6 +76,7 @@ class Stage:
         gradient_head: the head that predicts gradients, with its optimizer; None if there is none.
         loss: the loss of the model or of the stage alone; None if this stage computes none.
         metrics: what is measured of its output besides the loss; only the last stage has any.
+        epoch_metrics: those of all outputs of an evaluation.
         where: the stage, as errors name it.
         key: the stage, as names in checkpoints have it.
         version: updates applied so far, over the whole run.
@@ -131,7 +132,9 @@ class Stage:
         self.loss: StageLoss | None = None
         if self.is_last or self._trained is not module:
             self.loss = StageLoss(spec, info.target, None if self.is_last else head, device)
-        self.metrics = metrics_of(spec.metrics, self.loss.classes) if self.is_last and self.loss is not None else []
+        wanted = metrics_of(spec.metrics, self.loss.classes) if self.is_last and self.loss is not None else []
+        self.metrics = [metric for metric in wanted if metric.compute is None]
+        self.epoch_metrics = [metric for metric in wanted if metric.compute is not None]
         self._init_call(spec, compiler)
         self._set_mode(training=True)
 
@@ -502,6 +505,9 @@ class Stage:
         target = move_batch(target, outs[0].device)
         if self.metrics:
             self.tally.measured.append(measured(self.metrics, out, target))
+        if self.epoch_metrics:
+            both = map_tensors(lambda tensor: tensor.detach().to(CPU, copy=True), (out, target))
+            self.tally.outputs.append(both)
         loss, classes = self.loss(out, target, num_terms), self.loss.classes
         self.tally.score(logits_of(outs), target, loss, num_terms, classes, may_ignore=self.loss.may_ignore)
         return ()

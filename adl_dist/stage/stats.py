@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ class StepStats:
         losses: the mean loss of each of these micro-batches; none where there is no loss.
         hits: targets of each of them that the largest output is for; none if the task has no classes.
         measured: (sum, count), float64[2], of each metric, for each of them; empty: there is no metric.
+        outputs: output and target of each of them, on the CPU, in an evaluation with epoch metrics.
         num_terms: what each of these losses is the mean over, if that is not its samples.
         num_classed: targets of each of them that are classes, if not all have to be: those that hits are looked for in.
         gradient_norm: 2-norm of the stage's gradient of the group, before it is clipped; None without parameters.
@@ -38,6 +40,7 @@ class StepStats:
     losses: list[Tensor] = field(default_factory=list)
     hits: list[Tensor] = field(default_factory=list)
     measured: list[Sequence[Tensor]] = field(default_factory=list)
+    outputs: list[tuple[Any, Batch]] = field(default_factory=list)
     num_terms: list[float] = field(default_factory=list)
     num_classed: list[Tensor] = field(default_factory=list)
     predictions: list[Tensor] = field(default_factory=list)

@@ -5,16 +5,17 @@ from functools import partial
 
 import pytest
 import torch
+from sklearn.metrics import f1_score
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset, default_collate
 
 import adl_dist
-from adl_dist import Callback, CheckpointPolicy, Loading
+from adl_dist import Callback, CheckpointPolicy, EpochMetric, Loading
 from adl_dist.errors import ConfigError
 from adl_dist.losses import ModelLoss
 from tests.support.runs import toy_trainer
-from tests.support.values import SILENT
+from tests.support.values import QUIET, SILENT
 
 DTYPE, NUM, BATCH, STEPS, CLASSES = torch.float64, 24, 8, 2, 3
 sgd = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
@@ -194,3 +195,23 @@ def test_evaluation_in_mid_epoch_empties_the_pipeline(tmp_path, capsys):
     states = [one.full_state_dict() for one in (evaluated, saved, plain)]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     assert not all(torch.equal(states[0][name], states[2][name]) for name in states[0])
+
+
+def test_a_macro_f1_is_that_of_all_outputs_of_the_validation():
+    @EpochMetric
+    def macro_f1(outputs, targets):
+        return f1_score(targets, outputs.argmax(1), average="macro")
+
+    data, other = TensorDataset(*samples()), samples(10, seed=2)
+    more = {"loss_fn": nn.CrossEntropyLoss(), "optimizer": sgd, "metrics": ["accuracy", macro_f1], "dtype": DTYPE}
+    trainer = toy_trainer(2, STEPS, "gpipe", model=Net(), **more)
+    how = {"epochs": 2, "batch_size": BATCH, "val_dataset": TensorDataset(*other), "monitoring": QUIET}
+    summary = trainer.fit(data, **how)
+    model = Net().double()
+    model.load_state_dict(trainer.full_state_dict())
+    assert summary["validation_macro_f1"] == f1_score(other[1], model(other[0]).argmax(1), average="macro")
+    broken = toy_trainer(1, model=Net(), **more | {"metrics": [EpochMetric({}.__getitem__)]})
+    with pytest.raises(
+        ConfigError, match=r"metrics: __getitem__ fails: TypeError: .* \(outputs, targets\) of the whole"
+    ):
+        broken.fit(data, **how)
