@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from adl_dist.stage import GradientPolicy, Precision
     from adl_dist.stage.metrics import EpochMetric
     from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
+    from adl_dist.training.text_samples import TextSamples
     from adl_dist.training.trainer import Trainer
 
 logging.getLogger("adl_dist").addHandler(logging.NullHandler())  # what the user must see is printed besides
@@ -62,6 +63,7 @@ __all__ = [
     "SaveError",
     "StageFailed",
     "TakenOverError",
+    "TextSamples",
     "Trainer",
     "TrainerState",
     "WatchdogTimeouts",
@@ -80,6 +82,7 @@ _LATE = {
     **dict.fromkeys(("GradientPolicy", "Precision"), "stage"),
     "EpochMetric": "stage.metrics",
     **dict.fromkeys(("Monitoring", "PartitionSpec", "ProcessOptions"), "training.options"),
+    "TextSamples": "training.text_samples",
     "Trainer": "training.trainer",
 }
 

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from adl_dist.batch import logits_of
 from adl_dist.errors import ConfigError
 
 
@@ -23,7 +24,8 @@ def generate(
     """Sample ``max_tokens`` tokens after ``prompt``.
 
     Args:
-        model: int[1, T] -> float[1, T, V], on the CPU; it is left in evaluation mode.
+        model: int[1, T] -> float[1, T, V], or an output that begins with it, on the CPU; it is left in evaluation
+            mode.
         prompt: at least one token; :meth:`adl_dist.data.Vocabulary.encode` converts text.
         max_tokens: number of new tokens.
         context: the largest T.
@@ -49,7 +51,9 @@ def generate(
     model.eval()
     generator = torch.Generator().manual_seed(seed)
     for _ in range(max_tokens):
-        outputs: Tensor = model(torch.tensor([tokens[-context:]]))[0, -1, :num_kinds].double()
+        logits = logits_of(model(torch.tensor([tokens[-context:]])))
+        assert logits is not None, "the model returns no tensor"
+        outputs = logits[0, -1, :num_kinds].double()
         if temperature == 0:
             tokens.append(int(outputs.argmax()))
         else:

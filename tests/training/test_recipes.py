@@ -215,3 +215,15 @@ def test_a_macro_f1_is_that_of_all_outputs_of_the_validation():
         ConfigError, match=r"metrics: __getitem__ fails: TypeError: .* \(outputs, targets\) of the whole"
     ):
         broken.fit(data, **how)
+
+
+def test_text_is_written_by_the_weights_of_each_checkpoint(tmp_path, capsys):
+    model, probe = Net(), samples(3, seed=3)[0]
+    write = lambda copy: f"wrote {copy(probe.float()).sum().item():.6f}"  # noqa: E731
+    data, callback = WithTargets(*samples()), adl_dist.TextSamples(model, write)
+    trainer, *_ = fitted(2, data, data, model=model, run_dir=tmp_path, callbacks=[callback])
+    plain = Net()
+    plain.load_state_dict(trainer.full_state_dict())
+    lines = [line for line in capsys.readouterr().out.splitlines() if "wrote" in line]
+    assert [line.split(":")[0] for line in lines] == ["update 3", "update 6"]
+    assert lines[1].split()[-1] == f"{plain(probe.float()).sum().item():.6f}" != lines[0].split()[-1]

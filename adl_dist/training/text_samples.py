@@ -1,0 +1,29 @@
+"""Text by the weights of each checkpoint, while training continues."""
+
+import copy
+from collections.abc import Callable
+
+from torch import nn
+
+from adl_dist.checkpoint.weight_files import WeightFiles
+from adl_dist.report import say
+from adl_dist.report.callbacks import Callback, TrainerState
+from adl_dist.training.lazy_weights import load_weights
+
+
+class TextSamples(Callback):
+    """A callback that prints a text after each checkpoint.
+
+    Args:
+        model: the uncut model, of which a copy takes the weights of the checkpoints.
+        write: from that copy, in evaluation mode on the CPU, to a text; see :func:`adl_dist.models.generate`.
+    """
+
+    def __init__(self, model: nn.Module, write: Callable[[nn.Module], str]) -> None:
+        self._model, self._write = copy.deepcopy(model).cpu().eval(), write
+
+    def on_checkpoint(self, now: TrainerState) -> None:
+        """Print the text of the checkpoint's weights."""
+        assert now.checkpoint is not None
+        load_weights(self._model, WeightFiles.at(now.checkpoint))
+        say(f"update {now.update}: {self._write(self._model)}")
