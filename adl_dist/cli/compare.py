@@ -13,9 +13,14 @@ from adl_dist.report import comparison
 
 def compare(arguments: Sequence[str]) -> None:
     """Compare runs, and write to ``out=FOLDER`` or their common folder."""
-    paths, out, above = chosen_runs("compare", arguments, out="FOLDER")
-    folder = above if out is None else out
-    text = comparison.compare(paths, out=folder, command=shlex.join(["adl-dist", "compare", *arguments]))
+    chosen = [word.removeprefix("reference=") for word in arguments if word.startswith("reference=")]
+    if len(chosen) > 1:
+        raise ConfigError(f"adl-dist compare takes one reference=RUN, got {len(chosen)}")
+    rest = [word for word in arguments if not word.startswith("reference=")]
+    paths, out, above = chosen_runs("compare", rest, out="FOLDER")
+    folder, command = above if out is None else out, shlex.join(["adl-dist", "compare", *arguments])
+    reference = local_run(chosen[0]) if chosen else None
+    text = comparison.compare(paths, out=folder, reference=reference, command=command)
     sys.stdout.write(f"{text}\nwritten to {folder}: comparison.md, comparison.csv, curves.svg, curves.png\n")
 
 

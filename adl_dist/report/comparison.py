@@ -12,9 +12,10 @@ from typing import Any
 
 from adl_dist import __version__
 from adl_dist.errors import ConfigError
+from adl_dist.report import overhead
 from adl_dist.report.files import write_atomically
 from adl_dist.report.progress import holders
-from adl_dist.report.runs import ACCURACY, LOSS, REFERENCE, Measure, Run, flatten, measure_of, read_runs
+from adl_dist.report.runs import ACCURACY, LOSS, REFERENCE, Measure, Run, measure_of, read_runs
 from adl_dist.report.tables import markdown_table
 
 NOTHING = "."
@@ -25,17 +26,21 @@ def compare(
     run_dirs: Iterable[str | os.PathLike[str]],
     *,
     out: str | os.PathLike[str] | None = None,
+    reference: str | os.PathLike[str] | None = None,
     command: str = "adl_dist.compare",
 ) -> str:
     """Compare the runs in or below ``run_dirs``, as ``adl-dist compare`` does.
 
     Args:
-        run_dirs: run folders of ``adl-dist train``, or folders that hold such folders.
+        run_dirs: run folders, or folders that hold such folders.
         out: folder for comparison.md, comparison.csv, curves.svg and curves.png; by default nothing is written.
+        reference: folder of the run whose losses all others are to reach; by default for each run that of
+            backpropagation that is most like it, or the first run if there is none.
         command: cited by comparison.md.
 
     Returns:
-        The text of comparison.md: per method and K the results, and the distance to backpropagation.
+        The text of comparison.md: per method and K the results, and the distance to backpropagation; for each run the
+        updates, samples and seconds until it reached the losses of the reference.
 
     Raises:
         ConfigError: If there is no run, a folder holds none, or ``out`` cannot be written.
@@ -43,12 +48,14 @@ def compare(
     paths = [Path(each) for each in run_dirs]
     if not paths:
         raise ConfigError("there is no run to compare; give folders of runs")
-    runs = read_runs(folders_below(paths))
+    chosen = [] if reference is None else [Path(reference)]
+    runs = read_runs(dict.fromkeys([*chosen, *folders_below(paths)]))
+    goal = runs[0] if chosen else None
     if out is None:
-        return _text(runs, command=command)
+        return _text(_references_first(runs), command=command, reference=goal)
     try:
         Path(out).mkdir(parents=True, exist_ok=True)
-        return write_comparison(Path(out), runs, command=command)
+        return write_comparison(Path(out), runs, command=command, reference=goal)
     except OSError as error:
         raise ConfigError(f"out={out} cannot be written: {error.strerror}; give another out=") from error
 
@@ -67,12 +74,12 @@ def folders_below(paths: Iterable[Path]) -> list[Path]:
     return list(folders)
 
 
-def write_comparison(folder: Path, runs: Sequence[Run], *, command: str) -> str:
+def write_comparison(folder: Path, runs: Sequence[Run], *, command: str, reference: Run | None = None) -> str:
     """Write comparison.md, which is returned, comparison.csv and curves."""
     from adl_dist.report.curves import draw_curves, save_figure  # imported late: matplotlib takes a second
 
     measure, runs = measure_of(runs), _references_first(runs)
-    text = _text(runs, command=command)
+    text = _text(runs, command=command, reference=reference)
     with write_atomically(folder / "comparison.md") as unfinished:
         unfinished.write_text(text)
     rows = [_csv_row(run) for run in runs]
@@ -91,14 +98,14 @@ def _references_first(runs: Sequence[Run]) -> list[Run]:
     return sorted(runs, key=lambda run: run.method["name"] != REFERENCE)  # stable: otherwise as given
 
 
-def _text(runs: Sequence[Run], *, command: str) -> str:
-    measure, runs = measure_of(runs), _references_first(runs)
+def _text(runs: Sequence[Run], *, command: str, reference: Run | None) -> str:
+    measure = measure_of(runs)
     origin = (
         f"Command: `{command}`\n\n{len(runs)} runs, seeds {', '.join(map(str, sorted({run.seed for run in runs})))}; "
         f"compared with Python {platform.python_version()}, torch {version('torch')}, adl_dist {__version__}. "
         "Each run: `comparison.csv`; learning curves: `curves.svg`."
     )
-    tables = [_table(runs, measure), *_memory_table(runs)]
+    tables = [_table(runs, measure), *_overhead_table(runs, reference), *_memory_table(runs)]
     return "\n\n".join([*tables, origin]) + "\n"
 
 
@@ -125,18 +132,38 @@ def _table(runs: Sequence[Run], measure: Measure) -> str:
     return "\n".join([*markdown_table(rows), "", f"{spread} {note if references else ''}".strip()])
 
 
+def _overhead_table(runs: Sequence[Run], reference: Run | None) -> list[str]:
+    """Return the table of the training to the losses of a reference, or []."""
+    rows = overhead.rows(runs, {str(run.folder): _name(run) for run in runs}, reference)
+    if not rows:
+        return []
+    first = reference or overhead.nearest_reference(runs[0], runs)
+    if reference is not None:
+        of = f"Reference: {_name(reference)}."
+    elif first.method["name"] == REFERENCE:
+        of = f"Reference: the run of {REFERENCE} that is most like the row's (model, data, M, K, seed)."
+    else:
+        of = f"Reference: the first run, {_name(first)}; choose one by `reference=RUN`."
+    return [
+        "\n".join([*markdown_table(rows), "", f"{overhead.NOTE.format(loss=overhead.loss_name(first, first))} {of}"])
+    ]
+
+
+def _name(run: Run) -> str:
+    return f"{run.label}, K = {run.num_stages}, seed {run.seed}"
+
+
 def _memory_table(runs: Sequence[Run]) -> list[str]:
     """Return the table of memory, or [] if it was not measured."""
-    measured = [run for run in runs if "peak_tensor_bytes" in (run.summary.get("stages") or [{}])[0]]
+    measured = [run for run in runs if "peak_tensor_bytes" in (run.result.get("stages") or [{}])[0]]
     if not measured:
         return []
     most = max(run.num_stages for run in measured)
     rows = [["MiB of tensors", *(f"stage {k}" for k in range(most)), "mean", "largest"]]
     for run in measured:
-        mebibytes = [stage["peak_tensor_bytes"] / 2**20 for stage in run.summary["stages"]]
+        mebibytes = [stage["peak_tensor_bytes"] / 2**20 for stage in run.result["stages"]]
         cells = [*mebibytes, *[None] * (most - len(mebibytes)), statistics.mean(mebibytes), max(mebibytes)]
-        label = f"{run.label}, K = {run.num_stages}, seed {run.seed}"
-        rows.append([label, *(NOTHING if cell is None else f"{cell:,.1f}" for cell in cells)])
+        rows.append([_name(run), *(NOTHING if cell is None else f"{cell:,.1f}" for cell in cells)])
     note = (
         "The most that torch's allocator had handed out to each stage's process; on a GPU that is less than it holds "
         "(peak_active_bytes and peak_reserved_bytes in summary.json)."
@@ -160,9 +187,11 @@ def _cell(runs: Sequence[Run], measure: Measure) -> str:
 def _difference(runs: Sequence[Run], references: Sequence[Sequence[Run]], measure: Measure) -> str:
     if not runs or runs[0].method["name"] == REFERENCE:
         return NOTHING
-    some = [reference for reference in references if reference and not _unlike(runs[0], reference[0], "model")]
+    some = [reference for reference in references if reference and not overhead.unlike(runs[0], reference[0], "model")]
     # A micro-batch's size changes what BatchNorm computes, so M should be the same.
-    some.sort(key=lambda r: (_unlike(runs[0], r[0], "data"), r[0].accumulation_steps != runs[0].accumulation_steps))
+    some.sort(
+        key=lambda r: (overhead.unlike(runs[0], r[0], "data"), r[0].accumulation_steps != runs[0].accumulation_steps)
+    )
     values, reference_values = measure.values(runs), measure.values((some or [[]])[0])
     if not values or not reference_values:
         return NOTHING
@@ -170,20 +199,14 @@ def _difference(runs: Sequence[Run], references: Sequence[Sequence[Run]], measur
     return f"{MINUS if difference < 0 else '+'}{measure.text(abs(difference))}"
 
 
-def _unlike(one: Run, other: Run, part: str) -> int:
-    """Return the number of different settings in a part of the configuration."""
-    of_one, of_other = (flatten(run.config.get(part) or {}) for run in (one, other))
-    return sum(of_one.get(key) != of_other.get(key) for key in of_one.keys() | of_other.keys())
-
-
 def _csv_row(run: Run) -> dict[str, Any]:
     """Return the row of one run; missing figures stay empty.
 
     Times and staleness are since its last start.
     """
-    summary = run.summary
+    summary, divergence = run.result, run.divergence if run.status == "diverged" else {}
     stages = summary.get("stages", [])
-    accuracies, losses = ([value for _, value in run.curves.get(measure.name, [])] for measure in (ACCURACY, LOSS))
+    accuracies, losses = ([point.value for point in run.finite(measure.name)] for measure in (ACCURACY, LOSS))
     tensor_bytes = [stage["peak_tensor_bytes"] for stage in stages if "peak_tensor_bytes" in stage]
     return {
         "label": run.label,
@@ -193,8 +216,8 @@ def _csv_row(run: Run) -> dict[str, Any]:
         "settings": json.dumps({k: v for k, v in run.method.items() if k != "name"}),
         "seed": run.seed,
         "status": run.status,
-        "ended_at_update": run.divergence.get("update"),
-        "ended_in_epoch": run.divergence.get("epoch"),
+        "ended_at_update": divergence.get("update"),
+        "ended_in_epoch": divergence.get("epoch"),
         "validation_accuracy": summary.get(ACCURACY.key),
         "best_validation_accuracy": max(accuracies, default=None),
         "validation_loss": summary.get(LOSS.key),

@@ -111,8 +111,8 @@ def _draw_diverged(axes: Axes, run: Run, look: Mapping[str, Any], measure: Measu
     axes.plot([end], [value], color=look["color"], zorder=5, clip_on=False, **CROSS)
 
 
-def _scaled(run: Run, measure: Measure) -> dict[int, float]:
-    return {epoch: value * measure.scale for epoch, value in run.curves.get(measure.name, [])}
+def _scaled(run: Run, measure: Measure) -> dict[float, float]:
+    return {point.epoch: point.value * measure.scale for point in run.finite(measure.name)}
 
 
 def _set_range(axes: Axes, runs: Sequence[Run], measure: Measure) -> None:

@@ -3,7 +3,7 @@
 Import it late: matplotlib takes half a second.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -18,23 +18,14 @@ from matplotlib.ticker import MaxNLocator
 
 from adl_dist.errors import ConfigError
 from adl_dist.report.files import check_out, write_atomically
-from adl_dist.schedule.actions import BACKWARDS, LINKS, Action, Op
+from adl_dist.report.spans import BOXES, FORWARDS, STYLES, arrows, spans_of_ticks
+from adl_dist.schedule.actions import BACKWARDS, Action, Op
 from adl_dist.schedule.pipeline import Pipeline
 from adl_dist.schedule.table import figures, tied_figures, title
 from adl_dist.schedule.timing import Costs, Span, in_processes, simulate, ticks
 
 MOST_TICKS = 400  # more cannot be read
 
-# Okabe and Ito's colours, which colour-blind people tell apart: face, text.
-STYLES = {
-    Op.FORWARD: ("#56B4E9", "black", "forward"),
-    Op.FORWARD_ONLY: ("#C9E6F7", "black", "forward, input kept only"),
-    Op.RECOMPUTE: ("#F0E442", "black", "forward again"),
-    Op.BACKWARD: ("#E69F00", "black", "backward"),
-    Op.BACKWARD_INPUT: ("#E69F00", "black", "I: backward, without gradients of weights"),
-    Op.BACKWARD_WEIGHT: ("#009E73", "white", "WG: gradients of weights"),
-    Op.LEARN: ("#CC79A7", "black", "the head learns"),
-}
 DASHES = (0, (4, 1.6))
 
 
@@ -58,12 +49,6 @@ DARK = Theme(
     "#0D1117", "#E6EDF3", "#A8B1BB", "#1F262E", "#3A434D", ("#D7DDE3", "black"), "#56B4E9", "#F28E45", "#8C8C8C"
 )
 
-# Lengths in a tick, in forwards: a backward costs about two, each of its parts one.
-LENGTHS = {Op.RECOMPUTE: 1, Op.BACKWARD: 2, Op.BACKWARD_INPUT: 1, Op.BACKWARD_WEIGHT: 1, Op.LEARN: 1}
-FORWARDS = (Op.FORWARD, Op.FORWARD_ONLY)
-BOXES = (*STYLES, Op.UPDATE)
-SMALL = (Op.LOAD, *LINKS)  # drawn in measured pictures
-
 # In inches.
 LANE, BOX = 0.95, 0.5
 UPDATE = 0.15
@@ -71,8 +56,6 @@ LEFT, RIGHT, TOP, BOTTOM = 1.05, 0.2, 0.65, 0.9
 NARROWEST = 6.5  # room for the words
 LETTER = 0.0092  # width of a digit per point of its size
 WIDEST = 300.0
-MEASURED_INCHES = 16.0  # of a measured picture; the rest is left out
-STRIP = 0.1  # height of what a stage does for messages
 
 
 def draw(
@@ -109,7 +92,6 @@ def picture(
     num_micro_batches: int,
     costs: Costs | None = None,
     theme: Theme = LIGHT,
-    unit: str = "unit of the costs",
 ) -> Figure:
     """Return the figure of a schedule; see :func:`draw`."""
     lists, turns = in_processes(pipeline, num_micro_batches=num_micro_batches)
@@ -118,7 +100,7 @@ def picture(
     if num_ticks > MOST_TICKS:
         fewer = f"lower --micro-batches, which is {num_micro_batches}"
         raise ConfigError(f"a picture of {num_ticks} ticks cannot be read; expected at most {MOST_TICKS}: {fewer}")
-    spans = list(_spans_of_ticks(table)) if costs is None else simulate(lists, costs, turns=turns)
+    spans = list(spans_of_ticks(table)) if costs is None else simulate(lists, costs, turns=turns)
     shows_staleness = any(f.staleness_max for f in figures(pipeline))
 
     def staleness(box: Span) -> int | None:
@@ -131,52 +113,11 @@ def picture(
     if costs is None:
         drawing.axis_of_ticks(num_ticks)
     else:
-        drawing.axis_of_time(unit)
+        drawing.axis_of_time("unit of the costs")
     drawing.arrows(lists)
     drawing.boxes()
     name, facts = title(pipeline, num_micro_batches=num_micro_batches).rsplit(": ", 1)
     drawing.legend(name, facts)
-    return drawing.figure
-
-
-def measured_picture(
-    pipeline: Pipeline,
-    spans: Sequence[Span],
-    *,
-    staleness: Callable[[Span], int | None],
-    unit: str,
-    facts: str,
-    inches: float | None = None,
-    theme: Theme = LIGHT,
-) -> Figure:
-    """Return the figure of a part of a run in which all stages have ``spans``.
-
-    Args:
-        pipeline: the schedule of the run.
-        spans: measured actions.
-        staleness: the staleness of a backward.
-        unit: of the times.
-        facts: subtitle.
-        inches: length of a unit of time; by default a usual forward has room for its number.
-        theme: colours.
-    """
-    lists = [[span.action for span in spans if span.stage == k] for k in range(pipeline.num_stages)]
-    begin = max(min(span.start for span in spans if span.stage == k) for k in range(pipeline.num_stages))
-    end = min(max(span.end for span in spans if span.stage == k) for k in range(pipeline.num_stages))
-    inches = inches or scale(spans)
-    end = min(end, begin + MEASURED_INCHES / inches)
-    shown = [
-        span._replace(start=max(span.start, begin) - begin, end=min(span.end, end) - begin)
-        for span in spans
-        if begin <= span.end and span.start <= end
-    ]
-    boxes = [span for span in shown if span.action.op in BOXES]
-    drawing = _Drawing(pipeline, boxes, end - begin, inches, staleness, theme)
-    drawing.axis_of_time(unit)
-    drawing.arrows(lists)
-    drawing.strips([span for span in shown if span.action.op in SMALL])
-    drawing.boxes()
-    drawing.legend(title(pipeline, num_micro_batches=len(lists[0])).rsplit(": ", 1)[0], facts)
     return drawing.figure
 
 
@@ -204,7 +145,6 @@ class _Drawing:
         self._pipeline, self._boxes, self._length, self._inches = pipeline, boxes, length, inches
         self._labels = {box: label for box in boxes if (label := staleness(box)) is not None}
         self._shows_staleness, self._theme = any(self._labels.values()), theme
-        self._extra = list[Artist]()  # of the legend
         width, height = length * inches, pipeline.num_stages * LANE
         size = (LEFT + max(width, NARROWEST) + RIGHT, TOP + height + BOTTOM)
         self.figure = Figure(figsize=size, facecolor=theme.background)
@@ -253,39 +193,17 @@ class _Drawing:
 
     def arrows(self, lists: Sequence[Sequence[Action]]) -> None:
         """Draw an arrow from the work of each message to the work that needs it."""
-        made = {
-            (box.stage, box.action.op in FORWARDS, box.action.number): box
-            for box in self._boxes
-            if box.action.op in (*FORWARDS, *BACKWARDS)
-        }
-        learning = {(box.stage, box.action.number): box for box in self._boxes if box.action.op is Op.LEARN}
-        for stage, actions in enumerate(lists):
-            for op, number in actions:
-                if op is Op.RECV_ACT:
-                    ends = made.get((stage - 1, True, number)), made.get((stage, True, number))
-                    self._arrow(*ends, self._theme.act, "-")
-                elif op is Op.RECV_GRAD:
-                    to = learning.get((stage, number)) or made.get((stage, False, number))
-                    self._arrow(made.get((stage + 1, False, number)), to, self._theme.grad, DASHES)
+        messages = [(stage, action) for stage, actions in enumerate(lists) for action in actions]
+        for tail, head, is_act in arrows(self._boxes, messages):
+            self._arrow(tail, head, *((self._theme.act, "-") if is_act else (self._theme.grad, DASHES)))
 
-    def _arrow(self, tail: Span | None, head: Span | None, color: str, style: Any) -> None:
-        if tail is None or head is None:  # outside of the picture
-            return
+    def _arrow(self, tail: Span, head: Span, color: str, style: Any) -> None:
         half, inset = BOX / 2 if head.stage > tail.stage else -BOX / 2, 0.04
         begins = tail.end * self._inches - inset, _middle(tail.stage) + half
         ends = head.start * self._inches + inset, _middle(head.stage) - half
         line = {"color": color, "linewidth": 0.9, "linestyle": style, "shrinkA": 0, "shrinkB": 0}
         arrow = {"arrowstyle": "-|>,head_length=0.35,head_width=0.14", **line}
         self._axes.annotate("", xytext=begins, xy=ends, arrowprops=arrow, zorder=3)
-
-    def strips(self, spans: Sequence[Span]) -> None:
-        """Draw loading and sending as strips at the bottom of the lanes."""
-        for span in spans:
-            corner = span.start * self._inches, _middle(span.stage) + BOX / 2 - STRIP
-            width = (span.end - span.start) * self._inches
-            self._axes.add_patch(Rectangle(corner, width, STRIP, color=self._theme.small, linewidth=0))
-        if any(span.end > span.start for span in spans):
-            self._extra.append(Patch(color=self._theme.small, label="load, send"))
 
     def boxes(self) -> None:
         """Draw the work."""
@@ -333,7 +251,6 @@ class _Drawing:
             handles.append(Line2D([], [], color=theme.act, linewidth=1.2, label="activation"))
             if not self._pipeline.spec.local_losses:
                 handles.append(Line2D([], [], color=theme.grad, linewidth=1.2, linestyle=DASHES, label="gradient"))
-        handles += self._extra
         place: Any = {"loc": "lower left", "bbox_to_anchor": (left, 0.24 / height), "ncols": len(handles)}
         spaces: Any = {"borderaxespad": 0, "borderpad": 0, "handlelength": 1.4, "columnspacing": 1.3}
         figure.legend(handles=handles, frameon=False, fontsize=8, labelcolor=theme.text, **place, **spaces)
@@ -341,23 +258,6 @@ class _Drawing:
         if self._shows_staleness:
             note += " LoS: updates of the stage between a micro-batch's forward and its own update."
         figure.text(left, 0.12 / height, note, fontsize=7, va="center", color=theme.small_text)
-
-
-def _spans_of_ticks(table: Sequence[dict[int, list[Action]]]) -> Iterator[Span]:
-    """Yield the actions of each tick: the forward first, then all others."""
-    in_ticks = [actions for row in table for actions in row.values()]
-    is_split = any(a.op is Op.BACKWARD_INPUT for actions in in_ticks for a in actions)
-    lengths = {**LENGTHS, Op.BACKWARD: 1} if is_split else LENGTHS
-    parts = 1 + max(sum(lengths.get(a.op, 0) for a in actions if a.op not in FORWARDS) for actions in in_ticks)
-    for stage, row in enumerate(table):
-        for tick, actions in row.items():
-            end = tick + 1 / parts
-            for action in actions:
-                if action.op in FORWARDS:
-                    yield Span(stage, action, tick, tick + 1 / parts)
-                else:
-                    start, end = end, end + lengths.get(action.op, 0) / parts
-                    yield Span(stage, action, start, end)
 
 
 def _middle(stage: int) -> float:

@@ -1,51 +1,204 @@
-"""Finished runs, read from their folders, and their labels."""
+"""Runs, read from their folders, and their labels."""
 
 import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import yaml
 
-from adl_dist.errors import ConfigError
+from adl_dist.errors import AdlError, ConfigError, in_one_line
+from adl_dist.report.loggers import tag_of
 from adl_dist.report.recorder import METRICS
-from adl_dist.schedule import method
+from adl_dist.schedule import Pipeline, method
 from adl_dist.settings import REMOVED_OPTIONS
 
+T = TypeVar("T")
 REFERENCE = "bp"  # the method that the others are compared with
+START = "start.json"  # command, host, device, parameters, software, and each stage's number of units, first and last
 CONTENDER = "contender"  # key of config.yaml that names a run of another system, like DDP
 # Not part of a label: columns, seeds and places; the method has a label of its own.
-NOT_IN_LABELS = (CONTENDER, "method.", "partition.num_stages", "seed", "run_dir", "resume")
+NOT_IN_LABELS = (CONTENDER, "method.", "partition.num_stages", "num_stages", "seed", "run_dir", "resume")
 LONGEST_RECORD = 4096  # bytes of a line of metrics.jsonl, at most
 Status = Literal["complete", "diverged", "unfinished"]
+# Exceptions that files of another version, damaged or edited ones raise.
+DAMAGE = (AdlError, ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError, yaml.YAMLError)
 
 
-@dataclass(frozen=True, kw_only=True)
+class Point(NamedTuple):
+    """One value of a curve, with the training done by then."""
+
+    update: int  # index
+    epoch: float  # epochs, also parts of one
+    samples: int
+    seconds: float  # without validation and saving
+    value: float
+
+
+@dataclass(kw_only=True)
 class Run:
     """One run folder. Runs that differ only in K and seed share a label.
 
     Attributes:
         config: content of config.yaml.
-        summary: content of summary.json, or {} unless the run is complete.
-        divergence: content of diverged.json, or {} unless the run has diverged.
-        curves: for names like ``validation/loss``, pairs of whole epochs and the finite value after them.
+        summary: content of summary.json.
+        divergence: content of diverged.json.
+        method: name and options; of another system only its name. Empty if unknown.
+        pipeline: the schedule; None if unknown, and of another system.
+        curves: points by name, like ``validation/loss``; names of stages end with their number.
+        speeds: samples (or tokens) per second between two updates.
+        problems: a line for each file that cannot be used.
     """
 
     folder: Path
-    config: Mapping[str, Any]
-    num_stages: int
-    accumulation_steps: int
-    method: Mapping[str, Any]
-    seed: int
-    status: Status
-    label: str
-    summary: Mapping[str, Any]
-    divergence: Mapping[str, Any]
-    curves: Mapping[str, Sequence[tuple[int, float]]]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    divergence: Mapping[str, Any] = field(default_factory=dict)
+    num_stages: int = 0  # 0: unknown
+    method: Mapping[str, Any] = field(default_factory=dict)
+    pipeline: Pipeline | None = None
+    status: Status = "unfinished"
+    label: str = ""
+    curves: Mapping[str, Sequence[Point]] = field(default_factory=dict)
+    speeds: Sequence[Point] = ()
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def seed(self) -> int:
+        """The seed of the run."""
+        return int(self.config.get("seed", 0))
+
+    @property
+    def accumulation_steps(self) -> int:
+        """M, which is 1 for another system."""
+        return int(self.method.get("accumulation_steps", 1))
+
+    @property
+    def result(self) -> Mapping[str, Any]:
+        """The summary of a complete run, otherwise {}."""
+        return self.summary if self.status == "complete" else {}
+
+    @property
+    def unit(self) -> str:
+        """The unit of the speed: ``images``, ``samples`` or ``tokens``."""
+        return str(self.summary.get("unit", "images"))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings with dotted names; shapes of a model as its parameters."""
+        flat = flatten(self.config)
+        shapes = {key for key, value in flat.items() if key.startswith("model.") and isinstance(value, list)}
+        settings = {key: value for key, value in flat.items() if key not in shapes}
+        return settings | ({"model.parameters": sum(math.prod(flat[key]) for key in shapes)} if shapes else {})
+
+    def finite(self, name: str) -> list[Point]:
+        """Return the points of a curve that are numbers."""
+        return [point for point in self.curves.get(name, ()) if math.isfinite(point.value)]
+
+    def load(self, name: str, read: Callable[[Path], T]) -> T | None:
+        """Return the content of a file, or None; note a problem if it is damaged."""
+        path = self.folder / name
+        if not path.exists():
+            return None
+        try:
+            return read(path)
+        except DAMAGE as error:
+            self.problems.append(f"{name} cannot be used ({in_one_line(error)[:200]})")
+            return None
+
+
+def read_run(folder: Path) -> Run:
+    """Read the run in ``folder``; damaged files become its problems.
+
+    Raises:
+        ConfigError: If there is no run.
+    """
+    if not any((folder / name).is_file() for name in ("config.yaml", METRICS, "summary.json")):
+        raise ConfigError(
+            f"{folder} holds no run: expected config.yaml, {METRICS} or summary.json, as adl-dist train writes them; "
+            "give run folders"
+        )
+    run = Run(folder=folder)
+    run.config = run.load("config.yaml", lambda path: an_object(yaml.safe_load(path.read_text()))) or {}
+    run.summary = run.load("summary.json", lambda path: an_object(json.loads(path.read_text()))) or {}
+    run.divergence = run.load("diverged.json", lambda path: an_object(json.loads(path.read_text()))) or {}
+    run.load(METRICS, lambda path: _read_curves(run, path))
+    run.num_stages = run.load("summary.json", lambda _: len(run.summary.get("stages", ()))) or 0
+    if run.config:
+        run.load("config.yaml", lambda _: _read_method(run))
+    run.load("config.yaml", lambda _: _read_status(run))
+    return run
+
+
+def an_object(content: object) -> dict[str, Any]:
+    """Return ``content``; ValueError if it is not an object."""
+    if not isinstance(content, dict):
+        raise ValueError("expected an object")
+    return content
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, or {} if it cannot be read."""
+    try:
+        return an_object(json.loads(path.read_text()))
+    except (OSError, ValueError):
+        return {}
+
+
+def read_runs(folders: Iterable[Path]) -> list[Run]:
+    """Read run folders, and label them by the settings that differ.
+
+    Raises:
+        ConfigError: If a folder is not that of a run.
+    """
+    runs = [read_run(folder) for folder in folders]
+    add_labels(runs)
+    return runs
+
+
+def add_labels(runs: Sequence[Run]) -> None:
+    """Add the settings that differ to the labels.
+
+    Raises:
+        ConfigError: If the settings of a run are not known.
+    """
+    for run in runs:
+        if not run.method or not run.num_stages:
+            problems = "; ".join(run.problems) or "no method in config.yaml"
+            raise ConfigError(
+                f"{run.folder}: expected the folder of a run made by adl-dist train or Trainer.fit, got files that do "
+                f"not describe one ({problems}); give run folders"
+            )
+    flat = [run.settings for run in runs]
+    keys = dict.fromkeys(key for one in flat for key in one)
+    telling = [key for key in keys if not key.startswith(NOT_IN_LABELS) and _tells_apart(key, flat)]
+    for run, one in zip(runs, flat, strict=True):
+        run.label = " ".join([run.label, *(f"{key}={one[key]}" for key in telling if key in one)])
+
+
+def _read_method(run: Run) -> None:
+    """Read K and the method."""
+    run.num_stages = int(run.config.get("partition", run.config)["num_stages"])
+    if CONTENDER in run.config:
+        run.method, run.label = {"name": run.config[CONTENDER]}, run.config[CONTENDER]
+        return
+    chosen = run.config["method"]
+    run.method, run.label = chosen, method_label(chosen)
+    settings = {name: value for name, value in chosen.items() if name not in REMOVED_OPTIONS}
+    delays = run.folder / "delays.json"
+    if settings.get("delay") == "auto" and delays.is_file():
+        settings["delay"] = json.loads(delays.read_text())
+    run.pipeline = Pipeline(method(settings.pop("name"), **settings), run.num_stages)
+
+
+def _read_status(run: Run) -> None:
+    run.status = "complete" if run.summary else "diverged" if run.divergence else "unfinished"
+    if (train := run.config.get("train")) is not None:
+        run.status = status_of(run.folder, epochs=train["epochs"], max_updates=train.get("max_updates"))
 
 
 def status_of(folder: Path, *, epochs: int, max_updates: int | None) -> Status:
@@ -71,66 +224,52 @@ def _newest_update(folder: Path) -> int:
     return max(newest)
 
 
-def read_runs(folders: Iterable[Path]) -> list[Run]:
-    """Read run folders, and label them by the settings that differ.
-
-    Raises:
-        ConfigError: If a folder is not a run folder made by the command line.
-    """
-    runs = []
-    for folder in folders:
-        try:
-            runs.append(_read(folder))
-        except (OSError, yaml.YAMLError, TypeError, ValueError, KeyError) as error:
-            raise ConfigError(
-                f"{folder}: expected the folder of a run made by adl-dist train, got files that do not "
-                f"describe one ({type(error).__name__}: {error}); give run folders"
-            ) from error
-    flat = [flatten(run.config) for run in runs]
-    keys = dict.fromkeys(key for one in flat for key in one)
-    telling = [key for key in keys if not key.startswith(NOT_IN_LABELS) and _tells_apart(key, flat)]
-    return [
-        replace(run, label=" ".join([run.label, *(f"{key}={one[key]}" for key in telling if key in one)]))
-        for run, one in zip(runs, flat, strict=True)
-    ]
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, or {} if it cannot be read."""
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+def _read_curves(run: Run, path: Path) -> None:
+    """Read all records; the clock of training begins again with each segment."""
+    records = list(_records(run, path))
+    bounds: dict[int, tuple[int, int]] = {}  # first and last update of each epoch
+    for record in records:
+        first, last = bounds.get(record["epoch"], (record["update"], record["update"]))
+        bounds[record["epoch"]] = min(first, record["update"]), max(last, record["update"])
+    longest = max((last - first + 1 for first, last in bounds.values()), default=1)
+    curves, speeds = dict[str, list[Point]](), list[Point]()
+    before = of_segments = seconds = 0.0
+    samples = of_epoch = 0
+    counted = "num_terms" if run.unit == "tokens" else "num_samples"
+    for record in records:
+        update, number, elapsed = record["update"], record["epoch"], record.get("elapsed_seconds")
+        first, last = bounds[number]
+        epoch = number + (update - first + 1) / (longest if number == max(bounds) else last - first + 1)
+        if record["name"] == "train/loss":
+            samples += int(record.get("num_samples", 0))
+        if isinstance(elapsed, (int, float)) and math.isfinite(elapsed):
+            if elapsed < before or number != of_epoch:  # of the next segment
+                of_segments, before = of_segments + before, 0.0
+            of_epoch = number
+            seconds = of_segments + elapsed
+            if elapsed > before and isinstance(record.get(counted), (int, float)):
+                speeds.append(Point(update, epoch, samples, seconds, record[counted] / (elapsed - before)))
+            before = elapsed
+        point = Point(update, epoch, samples, seconds, float(record["value"]))
+        curves.setdefault(tag_of(record), []).append(point)
+    run.curves, run.speeds = curves, speeds
 
 
-def _read(folder: Path) -> Run:
-    config = yaml.safe_load((folder / "config.yaml").read_text())
-    train, chosen = config["train"], config["method"]
-    status = status_of(folder, epochs=train["epochs"], max_updates=train["max_updates"])
-    return Run(
-        folder=folder,
-        config=config,
-        num_stages=int(config["partition"]["num_stages"]),
-        accumulation_steps=1 if CONTENDER in config else int(chosen["accumulation_steps"]),
-        method={"name": config[CONTENDER]} if CONTENDER in config else chosen,
-        seed=int(config["seed"]),
-        status=status,
-        label=config.get(CONTENDER) or method_label(chosen),
-        summary=read_json(folder / "summary.json") if status == "complete" else {},
-        divergence=read_json(folder / "diverged.json") if status == "diverged" else {},
-        curves=_validation_curves(folder / METRICS),
-    )
-
-
-def _validation_curves(path: Path) -> dict[str, list[tuple[int, float]]]:
-    curves: dict[str, list[tuple[int, float]]] = {}
-    for line in path.read_text().splitlines(keepends=True) if path.is_file() else ():
-        if '"validation/' in line and line.endswith("\n"):
-            record = json.loads(line)
-            if math.isfinite(record["value"]):
-                curves.setdefault(record["name"], []).append((record["epoch"] + 1, record["value"]))
-    return curves
+def _records(run: Run, path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the whole records of metrics.jsonl; note the number of damaged ones."""
+    num_damaged = 0
+    with path.open(errors="replace") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+                tag_of(record), float(record["value"])
+                if type(record["update"]) is not int or type(record["epoch"]) is not int:
+                    raise TypeError
+                yield record
+            except (ValueError, TypeError, KeyError, AttributeError):
+                num_damaged += 1
+    if num_damaged:
+        run.problems.append(f"{num_damaged} lines of {METRICS} cannot be read and are left out")
 
 
 def method_label(chosen: Mapping[str, Any]) -> str:
@@ -172,7 +311,7 @@ class Measure:
 
     def values(self, runs: Iterable[Run]) -> list[float]:
         """Return the final figure of each complete run that has it."""
-        return [run.summary[self.key] * self.scale for run in runs if run.summary.get(self.key) is not None]
+        return [run.result[self.key] * self.scale for run in runs if run.result.get(self.key) is not None]
 
     def text(self, value: float) -> str:
         """Return the value without its unit."""
@@ -185,4 +324,4 @@ LOSS = Measure(name="validation/loss", unit="", scale=1)
 
 def measure_of(runs: Sequence[Run]) -> Measure:
     """Return the accuracy if any run has one, otherwise the loss."""
-    return ACCURACY if any(ACCURACY.name in run.curves for run in runs) else LOSS
+    return ACCURACY if any(run.finite(ACCURACY.name) for run in runs) else LOSS

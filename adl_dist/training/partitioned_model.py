@@ -135,6 +135,8 @@ class PartitionedModel:
         self.begins: list[str] = []
         self.modules: dict[int, nn.Module] = dict.fromkeys(self._own, model)
         self.sizes: list[int] | None = None
+        self.stage_units: list[tuple[int, str, str]] = []  # of each stage: number of units, first, last
+        self.num_parameters = sum(p.numel() for p in model.parameters())
         self.ties = TiedCopies()
         self.notes: list[str] = []
         self.warning: str | None = None
@@ -396,6 +398,10 @@ class PartitionedModel:
         plan, model = chain.plan(sizes), self._model
         stages = chain.stages(model, plan, sizes, self._own)
         self.begins, self.modules = begins_of(chain, sizes), dict(zip(self._own, stages, strict=True))
+        stops = list(accumulate(sizes))
+        self.stage_units = [
+            (size, chain.units[stop - size], chain.units[stop - 1]) for size, stop in zip(sizes, stops, strict=True)
+        ]
         first = {id(t): name for name, t in (*model.named_buffers(), *model.named_parameters())}
         state = model.state_dict(keep_vars=True)
         owner = {n: plan.holders[n if n in plan.holders else first[id(state[n])]][0] for n in self.signature}

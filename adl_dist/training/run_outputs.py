@@ -1,10 +1,19 @@
 """The outputs of a run: checkpoints, records, display and callbacks."""
 
+import json
 import os
+import platform
+import shlex
+import socket
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from adl_dist import __version__
 from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.control.callback_queue import CallbackQueue
 from adl_dist.control.coordinator import CheckpointContext, Coordinator
@@ -14,8 +23,9 @@ from adl_dist.errors import ConfigError
 from adl_dist.partition.imbalance import is_uneven
 from adl_dist.report import MetricsWriter, Progress, warn
 from adl_dist.report.callbacks import Callbacks
+from adl_dist.report.files import write_atomically
 from adl_dist.report.loggers import TENSORBOARD
-from adl_dist.report.runs import flatten
+from adl_dist.report.runs import START, flatten
 from adl_dist.report.totals import Totals
 from adl_dist.report.warning import say
 from adl_dist.schedule.run_plan import Plan
@@ -141,6 +151,8 @@ class Outputs:
                 )
             if partitioned.warning is not None:
                 warn(f"{partitioned.warning}; so {pipeline.num_stages} stages are hardly faster than one")
+            if saving is not None:
+                _write_start(saving.folder.path, worker, partitioned)
         if is_rank_0 and (self.callbacks.any or recorder.has_loggers):
             worker.callback_queue = self.callback_queue
         return Coordinator(
@@ -154,3 +166,24 @@ class Outputs:
             callback_queue=self.callback_queue,
             totals=Totals(worker.unit, None if partitioned.flops is None else partitioned.flops / worker.world.size),
         )
+
+
+def _write_start(folder: Path, worker: LocalWorker, partitioned: PartitionedModel) -> None:
+    """Write the facts about a start that the report shows."""
+    device, size = worker.world.device, worker.world.size
+    program = "adl-dist" if Path(sys.argv[0]).name in ("__main__.py", "adl-dist") else sys.argv[0]
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    threads = "" if device.type == "cuda" else f", {torch.get_num_threads()} threads each"
+    facts = {
+        "command": shlex.join([program, *sys.argv[1:]]),
+        "host": socket.gethostname(),
+        "device": f"{device.type} ({name}), {size} {'process' if size == 1 else 'processes'}{threads}",
+        "parameters": partitioned.num_parameters,
+        "stages": partitioned.stage_units,
+        "software": f"adl_dist {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+    }
+    try:
+        with write_atomically(folder / START) as unfinished:
+            unfinished.write_text(json.dumps(facts) + "\n")
+    except OSError as error:
+        warn(f"{folder / START} cannot be written ({error.strerror}); the report will lack these facts")

@@ -48,12 +48,17 @@ def recorded_run(folder):
         where = {"update": update, "epoch": update // 4}
         lines.append({"name": "train/loss", "value": 2 / (update + 1), "num_samples": 64, "stage": 1,
                       "elapsed_seconds": 0.5 * (update % 4 + 1), **where})  # fmt: skip
+        lines.append({"name": "train/learning_rate", "value": 0.1, **where})
+        lines += [{"name": "stage/gradient_norm", "value": 1.0 + k, "stage": k, **where} for k in range(2)]
         if update % 4 == 3:
             lines.append({"name": "validation/loss", "value": 1 / (update + 1), **where})
             lines.append({"name": "validation/accuracy", "value": 0.5 + update / 24, **where})
             lines += [{"name": "stage/busy_share", "value": 0.6, "stage": k, **where} for k in range(2)]
             lines += [{"name": "stage/staleness", "value": 0.5, "stage": k, **where} for k in range(2)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    start = {"command": "adl-dist train data=digits", "host": "box", "device": "cpu", "parameters": 75290}
+    start["stages"] = [[2, "stem", "layer2_0"], [3, "layer10_0", "head"]]
+    (folder / "start.json").write_text(json.dumps(start))
     timeline = {"epoch": 1, "device": "cpu", "is_steady": True, "stages": [events_of(0), events_of(1, begin=0.01)]}
     (folder / "timeline.json").write_text(json.dumps(timeline))
     (folder / "logs" / "rank0.log").write_text("2026-11-24 09:42:17,810 INFO cut: [2, 3] units per stage\n")

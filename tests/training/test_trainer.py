@@ -82,7 +82,7 @@ def test_evaluation_leaves_the_training_as_it_was():
 def test_the_run_folder_holds_what_the_design_says(tmp_path):
     data = {"train_dataset": FixedImages(20), "val_dataset": FixedImages(7)}
     summary = toy_trainer(2, 2).fit(**data, epochs=2, batch_size=8, run_dir=tmp_path, monitoring=QUIET)
-    names = {"config.yaml", "metrics.jsonl", "summary.json", "tensorboard", "logs", "checkpoints"}
+    names = {"config.yaml", "start.json", "metrics.jsonl", "summary.json", "tensorboard", "logs", "checkpoints"}
     assert {p.name for p in tmp_path.iterdir()} == names
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["num_stages"] == 2

@@ -1,26 +1,33 @@
 """One page about one or several runs, as a single HTML file."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from adl_dist.errors import ConfigError
+from adl_dist import __version__
+from adl_dist.errors import ConfigError, in_one_line
 from adl_dist.report.files import write_atomically
+from adl_dist.report.runs import DAMAGE, read_run
 from adl_dist.report.warning import warn
 
 REPORT = "report.html"
+TEMPLATE = "page.html.j2"
 
 
 def write_page(folders: Sequence[Path], out: Path) -> None:
     """Write the page about the runs in ``folders`` to the file ``out``.
 
     Raises:
-        ConfigError: a folder holds no run, or ``out`` cannot be written.
+        ConfigError: If a folder holds no run, or ``out`` cannot be written.
     """
-    # Imported late: matplotlib takes half a second.
-    from adl_dist.report.page.one_run import page_of_run
-    from adl_dist.report.page.several import page_of_runs
+    import jinja2  # imported late: few commands write a page
 
-    text = page_of_run(folders[0]) if len(folders) == 1 else page_of_runs(folders)
+    loader = jinja2.PackageLoader("adl_dist.report", "page")
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    text = environment.get_template(TEMPLATE).render(_content(folders), version=__version__)
     try:
         with write_atomically(out) as unfinished:
             unfinished.write_text(text, encoding="utf-8", errors="replace")
@@ -34,3 +41,41 @@ def write_after_run(folder: Path) -> None:
         write_page([folder], folder / REPORT)
     except Exception as error:  # whatever is wrong with the page, the run is worth more
         warn(f"{folder / REPORT} could not be written ({type(error).__name__}: {error}); the run itself is complete")
+
+
+def _content(folders: Sequence[Path]) -> dict[str, Any]:
+    """Return the variables of the template."""
+    from adl_dist.report.page import one_run, several
+    from adl_dist.report.page.parts import Missing, Text
+    from adl_dist.report.page.recorded import read_files
+
+    runs = [read_run(folder) for folder in folders]
+    files = [read_files(run) for run in runs]
+    if len(runs) == 1:
+        title, sections = one_run.title_of(runs[0]), one_run.sections(runs[0], files[0])
+        head, facts = _shown(lambda: one_run.head(runs[0], files[0])), one_run.facts(runs[0], files[0])
+    else:
+        title, sections = f"{len(runs)} runs compared", several.sections(runs, files)
+        head, facts = [], [("one of them", f"adl-dist report {folders[0]}")]
+    parts = {name: _shown(build) for name, build in sections.items()}
+    missing = [(name, part.text) for name, found in parts.items() for part in found if isinstance(part, Missing)]
+    shown = {name: [part for part in found if not isinstance(part, Missing)] for name, found in parts.items()}
+    problems = [Text(f"{run.folder.name}: {text}", "bad") for run in runs for text in run.problems]
+    return {
+        "title": title,
+        "head": [*head, *problems],
+        "facts": facts,
+        "sections": [(re.sub(r"\W+", "-", name.lower()), name, found) for name, found in shown.items() if found],
+        "missing": missing,
+    }
+
+
+def _shown(build: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+    """Return a part of the page, or a line with its error."""
+    from adl_dist.report.page.parts import Text
+
+    try:
+        return build()
+    except DAMAGE as error:
+        reason = in_one_line(error)[:300]
+        return [Text(f"Cannot be shown: a file of the run is damaged or of another version ({reason}).", "bad")]

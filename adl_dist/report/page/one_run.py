@@ -1,106 +1,65 @@
-"""The page about one run: summary, end, and all records part by part."""
+"""The content of the page about one run, section by section."""
 
-import platform
-import re
+import statistics
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-from adl_dist import __version__
-from adl_dist.errors import AdlError
 from adl_dist.report.goal import KNOWN, LOWEST, falls
 from adl_dist.report.logs import RESUMED
-from adl_dist.report.page import drawings
-from adl_dist.report.page.markup import (
-    Html,
-    Section,
-    bar,
-    escaped,
-    figure,
-    heading,
-    missing,
-    page,
-    paragraph,
-    scrolled,
-    table,
-    verbatim,
-)
-from adl_dist.report.page.recorded import Recorded, read
+from adl_dist.report.overhead import moving_average
+from adl_dist.report.page import parts
+from adl_dist.report.page.parts import Cell, Chart, Curve, Missing, Part, Text, Verbatim, chart, colour, table
+from adl_dist.report.page.recorded import Files
+from adl_dist.report.page.verdict import verdict
 from adl_dist.report.progress import PEAKS, holders
-from adl_dist.report.runs import method_label
+from adl_dist.report.runs import DAMAGE, Point, Run, method_label
+from adl_dist.report.spans import spans_of_schedule, spans_of_timeline, spans_with_free_links, window
 from adl_dist.report.tables import counted
 from adl_dist.schedule import figures
-from adl_dist.schedule.actions import Op
+from adl_dist.schedule.actions import BACKWARDS, Op
 from adl_dist.settings import renamed
 
 MOST_ENTRIES = 30  # of the logs, the newest
 LONGEST_ENTRY = 4000  # characters
-SHOWN_MODULES = 4  # first and last ones of a stage
-MOST_UNITS = 200  # in the figure of the model's units
-NO_TIMELINE = "set runtime.report=true (Monitoring(report=True)) to record a few updates of each stage."
+MOST_UNITS = 200  # in the chart of the model's units
+BINS = 60  # over which a speed is averaged
+MOST_MICRO_BATCHES = 48  # of a schedule from its beginning on
+NO_TIMELINE = "the timeline; set runtime.report=true (Monitoring(report=True))."
+NO_SUMMARY = "totals, which summary.json has at the end of a run."
 ENDINGS = {
-    "complete": ("good", "It came to its end"),
-    "diverged": ("bad", "It diverged"),
-    "stopped": ("", "It was stopped"),
-    "unfinished": ("bad", "It has not come to its end: it still trains, was killed, or failed"),
+    "complete": ("good", "Finished"),
+    "diverged": ("bad", "Diverged"),
+    "stopped": ("", "Stopped"),
+    "unfinished": ("bad", "Not finished: it still trains, was killed, or failed"),
 }
-# What may be wrong with files of another version, or that someone has edited.
-DAMAGE = (AdlError, ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError)
+# Curves with charts of their own, or without.
+APART = {"loss", "learning_rate", "gradient_norm", "samples_per_second", "tokens_per_second", "mfu", "skipped_updates"}
 
 
-def page_of_run(folder: Path) -> str:
-    """Return the page about the run in ``folder``.
-
-    Raises:
-        ConfigError: there is no run.
-    """
-    run = read(folder)
-    parts: dict[str, Callable[[Recorded], Sequence[Html]]] = {
-        "Results": _results,
-        "Learning curves": _curves,
-        "Throughput": _throughput,
-        "Stages": _stages,
-        "Timeline": _timeline,
-        "Memory": _memory,
-        "Cut": _cut,
-        "Links": _links,
-        "Events": _events,
-        "Configuration": _configuration,
+def sections(run: Run, files: Files) -> dict[str, Callable[[], Sequence[Part]]]:
+    """Return the sections of the page by heading."""
+    return {
+        "Results": lambda: _results(run),
+        "Learning curves": lambda: _curves(run),
+        "Throughput": lambda: _throughput(run),
+        "Stages": lambda: _stages(run, files),
+        "Timeline": lambda: _timeline(run, files),
+        "Memory": lambda: _memory(run),
+        "Cut": lambda: _cut(run, files),
+        "Links": lambda: _links(run, files),
+        "Events": lambda: _events(run, files),
+        "Configuration": lambda: _configuration(run),
     }
-    sections = [Section(name, shown(part, run)) for name, part in parts.items()]
-    return page(title_of(run), [*shown(_head, run)], sections, footer())
 
 
-def shown(part: Callable[[Recorded], Sequence[Html]], run: Recorded) -> Sequence[Html]:
-    """Return a part of the page about ``run``, or a line with its error."""
-    try:
-        return part(run)
-    except DAMAGE as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        return [paragraph(f"Cannot be shown: a file of the run is damaged or of another version ({reason}).", "bad")]
-
-
-def footer() -> str:
-    """Return the footer with the versions of the software."""
-    versions = [f"adl_dist {__version__}", f"Python {platform.python_version()}"]
-    for package in ("torch", "matplotlib"):
-        try:
-            versions.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            continue
-    return f"Written by adl-dist report with {', '.join(versions)}. The page needs no other file and no network."
-
-
-def title_of(run: Recorded) -> str:
+def title_of(run: Run) -> str:
     """Return the title of a run: method, K, M, model and data."""
-    chosen = run.config.get("method")
     try:
-        label = method_label(chosen) if isinstance(chosen, Mapping) else run.folder.name
+        label = method_label(run.config["method"])
     except DAMAGE:
-        label = str(chosen.get("name", run.folder.name)) if isinstance(chosen, Mapping) else run.folder.name
+        label = run.folder.name
     K = f", K={run.num_stages}" if run.num_stages else ""
     model, data = (_named(run.config.get(key)) for key in ("model", "data"))
     return f"{label}{K}" + (f": {model}" if model else "") + (f" on {data}" if data else "")
@@ -115,24 +74,43 @@ def _named(node: object) -> str:
     return target.rpartition(".")[2] + (f"({arguments})" if arguments else "")
 
 
-def _head(run: Recorded) -> Sequence[Html]:
-    kind, text = ENDINGS[run.status]
+def ending(run: Run) -> str:
+    """Return how the run ended, a key of ENDINGS."""
+    return "stopped" if "stopped" in run.summary else run.status
+
+
+def head(run: Run, files: Files) -> list[Part]:
+    """Return the end of the run, and the verdict on its stages."""
+    css, text = ENDINGS[ending(run)]
     summary = run.summary
-    if run.status == "stopped":
-        where = summary["stopped"]
-        text += f" at update {where['update']}, by {where['why']}"
-    if run.status == "diverged" and run.divergence:
+    if "stopped" in summary:
+        text += f" at update {summary['stopped']['update']}, by {summary['stopped']['why']}"
+    elif run.status == "diverged":
         text += f" at update {run.divergence.get('update')}, in epoch {int(run.divergence.get('epoch', 0)) + 1}"
-    if run.status == "unfinished" and (updates := [p[-1].update for p in run.curves.values() if p]):
+    elif run.status == "unfinished" and (updates := [p[-1].update for p in run.curves.values() if p]):
         text += f"; the last record is of update {max(updates) + 1}"
-    if "ended_by" in summary:
-        text += f", ended by {summary['ended_by']}"
-    if summary:
-        text += f": {counted(summary['epochs'], 'epoch')}, {counted(summary['updates'], 'update')}"
-    lines = [paragraph(text + ".", kind), paragraph(Html(f"Run folder <code>{escaped(run.folder)}</code>"), "quiet")]
-    if run.pipeline is not None:
-        lines.insert(1, paragraph(f"{run.pipeline.spec.summary}", "quiet"))
-    return [*lines, *(paragraph(problem, "bad") for problem in run.problems)]
+    text += f", ended by {summary['ended_by']}" if "ended_by" in summary else ""
+    text += f": {counted(summary['epochs'], 'epoch')}, {counted(summary['updates'], 'update')}" if summary else ""
+    found: list[Part] = [Text(f"{text}.", css)]
+    if (said := verdict(run, files.timeline)) is not None:
+        found.append(Text(said, "verdict"))
+    return found
+
+
+def facts(run: Run, files: Files) -> list[tuple[str, str]]:
+    """Return command, date, host and parameters, as far as they are known."""
+    start, times = files.start, [entry.time for entry in files.logs]
+    found = {
+        "method": "" if run.pipeline is None else run.pipeline.spec.summary,
+        "command": start.get("command", ""),
+        "date": f"{times[0]} to {times[-1]}" if times else "",
+        "host": start.get("host", ""),
+        "device": start.get("device", ""),
+        "parameters": f"{start['parameters']:,}" if "parameters" in start else "",
+        "software": start.get("software", ""),
+        "run folder": str(run.folder),
+    }
+    return [(name, str(value)) for name, value in found.items() if value]
 
 
 def value_text(name: str, value: object) -> str:
@@ -144,49 +122,41 @@ def value_text(name: str, value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-def _best_mode(run: Recorded, name: str) -> str | None:
-    """Return whether a metric is best at its max or min, or None."""
+def _best(run: Run, name: str) -> Point | None:
+    """Return the best point of a validation metric, if its direction is known."""
+    mode = KNOWN.get(name) or (LOWEST if falls(name) else None)
     runtime = run.config.get("runtime")
     if isinstance(runtime, Mapping) and runtime.get("best_metric") == name:
-        mode = renamed({f"runtime.{key}": value for key, value in runtime.items()}).get("runtime.best_mode")
-        if mode is not None:
-            return str(mode)
-    return KNOWN.get(name) or (LOWEST if falls(name) else None)
-
-
-def _best(values: Sequence[float], best_mode: str | None) -> float | None:
-    if best_mode is None:
+        own = renamed({f"runtime.{key}": value for key, value in runtime.items()}).get("runtime.best_mode")
+        mode = mode if own is None else own
+    curve = run.finite(name.replace("_", "/", 1))
+    if mode is None or not curve:
         return None
-    return min(values, default=None) if best_mode == LOWEST else max(values, default=None)
+    return (min if mode == LOWEST else max)(curve, key=lambda point: point.value)
 
 
-def _results(run: Recorded) -> Sequence[Html]:
+def _results(run: Run) -> Sequence[Part]:
     summary = run.summary
     if not summary:
-        if not run.curves:
-            return [missing("nothing was trained yet.")]
         rows: list[Sequence[object]] = [["newest record", "value", "update"]]
         rows += [
             [name, value_text(name, points[-1].value), points[-1].update + 1]
             for name, points in run.curves.items()
             if name.startswith(("train/", "validation/"))
         ]
-        return [missing("the run has no summary.json, which is written at its end."), table(rows)]
-    rows = [["figure", "value", "best"]]
+        return [Missing(NO_SUMMARY), *([table(rows)] if len(rows) > 1 else [])]
+    rows = [["", "at the end", "best", "in epoch"]]
     for name, value in summary.items():
         if name.startswith("validation_"):
-            curve = [p.value for p in run.curves.get(name.replace("_", "/", 1), ()) if p.value == p.value]
-            best = _best(curve, _best_mode(run, name))
-            rows.append(
-                [name.replace("_", " "), value_text(name, value), "" if best is None else value_text(name, best)]
-            )
-    unit = run.unit
+            best = _best(run, name)
+            behind = ["", ""] if best is None else [value_text(name, best.value), f"{best.epoch:.4g}"]
+            rows.append([name.replace("_", " "), value_text(name, value), *behind])
     speed = summary.get("tokens_per_second", summary.get("samples_per_second"))
-    rows += [[f"{unit} per second", value_text("", speed), ""]] if speed is not None else []
+    rows += [[f"{run.unit} per second", value_text("", speed), "", ""]] if speed is not None else []
     for name, label in (
         ("mfu", "share of the devices' peak (MFU)"),
         ("train_seconds", "seconds of training"),
-        ("seconds", "seconds in all"),
+        ("seconds", "seconds from start to end"),
         ("epochs", "epochs"),
         ("updates", "updates"),
         ("skipped_updates", "skipped updates"),
@@ -194,251 +164,292 @@ def _results(run: Recorded) -> Sequence[Html]:
         ("num_tokens", "tokens"),
     ):
         if name in summary:
-            rows.append([label, value_text(name, summary[name]), ""])
-    parts = [table(rows)]
+            rows.append([label, value_text(name, summary[name]), "", ""])
+    found: list[Part] = [table(rows)]
     if not any(name.startswith("validation_") for name in summary):
-        parts.append(missing("validation figures; give the run validation data."))
+        found.append(Missing("validation; give the run validation data."))
     if run.status == "unfinished":
-        parts.append(paragraph("These figures are of an earlier end of this run.", "quiet"))
-    return [*parts, paragraph("Times and speeds are those since the run was started last.", "quiet")]
+        found.append(Text("These figures are of an earlier end of this run.", "quiet"))
+    return [*found, Text("Times and speeds are those since the run was last started.", "quiet")]
 
 
-def _curves(run: Recorded) -> Sequence[Html]:
+def _curves(run: Run) -> Sequence[Part]:
     found = {name.partition("/")[2] for name in run.curves if name.startswith(("train/", "validation/"))}
-    left_out = {"learning_rate", "samples_per_second", "tokens_per_second", "mfu", "skipped_updates"}
-    names = ["loss", *sorted(found - left_out - {"loss"})] if "loss" in found else sorted(found - left_out)
-    if not names:
-        return [missing("metrics.jsonl has no records; they are written while a run trains.")]
-    drawn = drawings.learning_curves(run, names)
-    text = "Training: each update pale, the mean of its neighbours full. Left by epoch, right by seconds of training"
-    return [figure(drawn, f"{text}, without validation and saving.", name="curves")]
+    names = [*(["loss"] if "loss" in found else []), *sorted(found - APART)]
+    charts = [
+        chart(name.replace("_", " "), label, _learning(run, name, x))
+        for name in names
+        for x, label in ((_epoch, "epoch"), (_seconds, "seconds of training"))
+    ]
+    if rate := run.finite("train/learning_rate"):
+        charts.append(chart("learning rate", "epoch", [Curve("learning rate", "c0", _xy(rate))], from_zero=True))
+    norms = [Curve("model", "c0", _xy(points))] if (points := run.finite("train/gradient_norm")) else []
+    norms += _of_stages(run, "stage/gradient_norm", run.finite)
+    if norms:
+        charts.append(chart("gradient norm", "epoch", norms, from_zero=True))
+    text = "Thin line: each update; thick line: moving average. Seconds are without validation and saving."
+    return [parts.Charts(charts, text)] if charts else [Missing("curves; metrics.jsonl gets them while a run trains.")]
 
 
-def _throughput(run: Recorded) -> Sequence[Html]:
+def _learning(run: Run, name: str, x: Callable[[Point], float]) -> list[Curve]:
+    """Return the curves of a metric in training and validation."""
+    training, validation = run.finite(f"train/{name}"), run.finite(f"validation/{name}")
+    means = moving_average(training, max(1, len(training) // 40))
+    curves = [Curve("training, each update", "c0 thin", _xy(training, x)), Curve("training", "c0", _xy(means, x))]
+    return [curve for curve in (*curves, Curve("validation", "c1", _xy(validation, x))) if curve.points]
+
+
+def _epoch(point: Point) -> float:
+    return point.epoch
+
+
+def _seconds(point: Point) -> float:
+    return point.seconds
+
+
+def _xy(points: Sequence[Point], x: Callable[[Point], float] = _epoch) -> list[tuple[float, float]]:
+    """Return the places of a curve's points, of a long one only some."""
+    return [(x(point), point.value) for point in points[:: max(1, len(points) // parts.MOST_POINTS)]]
+
+
+def _of_stages(run: Run, name: str, read: Callable[[str], Sequence[Point]], scale: float = 1.0) -> list[Curve]:
+    """Return a curve for each stage that has one."""
+    curves = [
+        Curve(f"stage {k}", colour(k), [(x, scale * y) for x, y in _xy(read(f"{name}/{k}"))])
+        for k in range(run.num_stages)
+    ]
+    return [curve for curve in curves if curve.points]
+
+
+def _throughput(run: Run) -> Sequence[Part]:
     if not run.speeds:
-        return [missing("metrics.jsonl has no records of updates.")]
-    note = f"{run.unit} per second over the time of training, from the end of one update to the end of the next."
-    return [figure(drawings.throughput(run.speeds, run.unit), note.capitalize(), name="speed")]
+        return [Missing("the speed; metrics.jsonl has no records of updates.")]
+    size = max(1, -(-len(run.speeds) // BINS))
+    pieces = [run.speeds[start : start + size] for start in range(0, len(run.speeds), size)]
+    # Of rates over equal amounts of work the harmonic mean is the rate of all that work.
+    means = [
+        (piece[-1].seconds, statistics.harmonic_mean([max(point.value, 1e-9) for point in piece])) for piece in pieces
+    ]
+    drawn = chart(f"{run.unit} per second", "seconds of training", [Curve(run.unit, "c0", means)], from_zero=True)
+    return [parts.Charts([drawn], f"Each point: mean over {counted(size, 'update')}.")]
 
 
-def _stages(run: Recorded) -> Sequence[Html]:
+def _stages(run: Run, files: Files) -> Sequence[Part]:
     stages: Sequence[Mapping[str, Any]] = run.summary.get("stages", ())
-    parts = list[Html]()
+    found = list[Part]()
     if stages:
         planned = {f.stage: f for f in figures(run.pipeline)} if run.pipeline is not None else {}
-        rows: list[Sequence[object]] = [["stage", "busy", "mean staleness", "by the schedule", "most", "delay"]]
+        head = ["stage", "busy", "delay", "mean staleness", "expected", "largest"]
+        rows: list[Sequence[Cell | object]] = [head]
         for stage in stages:
-            plan = planned.get(stage["stage"])
-            by_schedule = ["", ""] if plan is None else [f"{plan.staleness_mean:.3f}", plan.delay]
-            busy = bar(f"{stage['busy_share']:.0%}", stage["busy_share"])
-            rows.append([stage["stage"], busy, f"{stage['staleness_mean']:.3f}", by_schedule[0],
-                         stage["staleness_max"], by_schedule[1]])  # fmt: skip
-        parts.append(table(rows, text_columns=(1,)))
+            plan, busy = planned.get(stage["stage"]), stage["busy_share"]
+            expected = ["", ""] if plan is None else [plan.delay, f"{plan.staleness_mean:.3f}"]
+            stale = [expected[0], f"{stage['staleness_mean']:.3f}", expected[1], stage["staleness_max"]]
+            rows.append([stage["stage"], Cell(f"{busy:.0%}", 100 * busy), *stale])
         note = (
-            "Busy: the share of training time in forward, backward and update. Staleness: updates of the stage between "
-            "the forward of a micro-batch and its own update; by the schedule: once the pipeline is full. Delay: in "
-            "micro-batches."
+            "Busy: the share of training time in forward, backward and update. Delay: in micro-batches. Staleness: "
+            "updates of the stage between the forward of a micro-batch and its own update; expected: that of the "
+            "schedule, once the pipeline is full."
         )
-        parts.append(paragraph(note, "quiet"))
+        found += [table(rows, texts=(1,)), Text(note, "quiet")]
     else:
-        parts.append(missing("the run has no summary.json, which is written at its end."))
-    if len(run.curves.get("stage/busy_share/0", ())) > 1:
-        parts.append(figure(drawings.busy_by_epoch(run), "Busy share of each stage by epoch.", name="busy"))
-    if run.curves.get("stage/staleness/0"):
-        text = "Mean staleness of each stage, of the updates of which it is recorded (runtime.stage_records_every)."
-        parts.append(figure(drawings.staleness_by_update(run), text, name="staleness"))
-    if run.timeline is not None:
-        drawn = drawings.shares(run.timeline)
-        parts.append(figure(drawn, "What each stage did in the updates of the timeline.", name="shares"))
-    return parts
+        found.append(Missing(NO_SUMMARY))
+    charts = list[Chart]()
+    if busy_shares := _of_stages(run, "stage/busy_share", run.finite, scale=100):
+        charts.append(chart("busy (%)", "epoch", busy_shares, from_zero=True, top=100))
+    if staleness := _of_stages(run, "stage/staleness", lambda name: _by_epoch(run.finite(name))):
+        charts.append(chart("mean staleness (updates)", "epoch", staleness, from_zero=True))
+    if charts:
+        found.append(
+            parts.Charts(charts, "Staleness: mean of the records of each epoch (runtime.stage_records_every).")
+        )
+    if files.timeline is not None:
+        found.append(parts.shares(files.timeline, "The time of each stage during the timeline below."))
+    return found
 
 
-def _timeline(run: Recorded) -> Sequence[Html]:
-    parts = list[Html]()
-    if run.timeline is None:
-        parts.append(missing(NO_TIMELINE))
-    if run.pipeline is None:
-        return [*parts, missing("the method, without which no schedule can be drawn (config.yaml).")]
-    measured = [heading("Measured"), *shown(_measured, run)] if run.timeline is not None else []
-    return [*parts, scrolled([*measured, heading("The schedule"), *shown(_scheduled, run)])]
+def _by_epoch(points: Sequence[Point]) -> list[Point]:
+    """Return the mean of each epoch: single updates at its ends are less stale."""
+    of_epochs: dict[int, list[Point]] = {}
+    for point in points:
+        of_epochs.setdefault(-int(-point.epoch // 1), []).append(point)
+    return [
+        of_epoch[-1]._replace(epoch=float(epoch), value=statistics.mean(point.value for point in of_epoch))
+        for epoch, of_epoch in of_epochs.items()
+    ]
 
 
-def _measured(run: Recorded) -> Sequence[Html]:
-    assert run.timeline is not None
-    assert run.pipeline is not None
-    notes = ["Grey: the stage waits."]
-    if not run.timeline.is_steady:
+def _timeline(run: Run, files: Files) -> Sequence[Part]:
+    pipeline, timeline = run.pipeline, files.timeline
+    if pipeline is None:
+        return [Missing("the method, without which no schedule can be drawn (config.yaml).")]
+    K, M = pipeline.num_stages, pipeline.micro_batches_per_update
+    if timeline is None:
+        num = min(2 * (K + M), max(MOST_MICRO_BATCHES, 2 * K + 8))
+        spans = spans_of_schedule(pipeline, num)
+        length = max(span.end for span in spans)
+        planned = parts.lanes("The schedule", spans, length, lambda span: None)
+        caption = "From an empty pipeline on. A message takes a tick."
+        return [Missing(NO_TIMELINE), parts.timelines([planned], K, length, "ticks", caption)]
+    stale = {(k, each.op, each.number): each.staleness for k, events in enumerate(timeline.stages) for each in events}
+    spans = window(spans_of_timeline(timeline), K)
+    free = window(spans_with_free_links(pipeline, timeline), K)
+    length = max(span.end for span in (*spans, *free))
+    where = f"{'in the middle of' if timeline.is_steady else 'in'} epoch {timeline.epoch + 1}"
+    drawn = [
+        parts.lanes(
+            f"Measured {where}", spans, length, lambda span: stale[span.stage, span.action.op.value, span.action.number]
+        )
+    ]
+    if free:
+        drawn.append(
+            parts.lanes(
+                "The same updates by the schedule, if messages took no time",
+                free,
+                length,
+                lambda s: pipeline.staleness(s.stage, s.action.number) if s.action.op in BACKWARDS else None,
+            )
+        )
+    notes = ["Numbers: micro-batch, and U for an update. For all events of a run set runtime.trace=true."]
+    if not timeline.is_steady:
         notes.append("The run was too short for a part in which all stages are at work all the time.")
-    if run.timeline.device == "cuda":
+    if timeline.device == "cuda":
         notes.append("On a GPU these are the times in which the host launched the work, not those of the device.")
-    notes.append("For all events of a run set runtime.trace=true.")
-    drawn = drawings.measured(run.pipeline, run.timeline)
-    return [figure(drawn, " ".join(notes), name="measured", is_wide=True)]
+    return [parts.timelines(drawn, K, length, "milliseconds", " ".join(notes))]
 
 
-def _scheduled(run: Recorded) -> Sequence[Html]:
-    assert run.pipeline is not None
-    drawn = drawings.scheduled(run.pipeline, run.timeline)
-    text = "From an empty pipeline on. A message takes a tick."
-    if run.timeline is not None:
-        text = "Each stage takes the median of its measured times, and messages take no time."
-    return [figure(drawn, text, name="schedule", is_wide=True)]
-
-
-def _memory(run: Recorded) -> Sequence[Html]:
+def _memory(run: Run) -> Sequence[Part]:
     held = holders(run.summary)
     if not held:
-        return [missing("the run has no summary.json, which is written at its end.")]
+        return [Missing(NO_SUMMARY)]
     names = {**PEAKS, "peak_tensor_bytes": "of it tensors"}
     columns = [name for name in names if any(name in one for one in held)]
     largest = max((one.get(name, 0) for one in held for name in columns), default=1)
     is_alone = "processes" not in run.summary
-    rows: list[Sequence[object]] = [["stage" if is_alone else "process", *(names[name] for name in columns)]]
+    rows: list[Sequence[Cell | object]] = [["stage" if is_alone else "process", *(names[name] for name in columns)]]
     for one in held:
-        cells = [bar(f"{one[name] / 2**20:,.1f} MiB", one[name] / largest) if name in one else "" for name in columns]
-        rows.append([one["stage"] if is_alone else f"{one['rank']} (stages {_listed(one['stages'])})", *cells])
-    parts = [table(rows, text_columns=range(1, 1 + len(columns)))]
+        name = one["stage"] if is_alone else f"{one['rank']} (stages {', '.join(map(str, one['stages']))})"
+        sizes = [(column, one.get(column)) for column in columns]
+        rows.append([name, *("" if n is None else Cell(f"{n / 2**20:,.1f} MiB", 100 * n / largest) for _, n in sizes)])
+    found: list[Part] = [table(rows, texts=range(1, 1 + len(columns)))]
     if "peak_tensor_bytes" not in columns:
-        parts.append(missing("the bytes of tensors alone; set runtime.profile_memory=true."))
-    return parts
+        found.append(Missing("the bytes of tensors alone; set runtime.profile_memory=true."))
+    return found
 
 
-def _listed(numbers: Sequence[object]) -> str:
-    return ", ".join(map(str, numbers))
-
-
-def _cut(run: Recorded) -> Sequence[Html]:
-    parts = list[Html]()
-    K = run.num_stages
-    if run.balance or run.pieces or run.timeline is not None:
-        head = ["stage", "units", "which", "weights", "optimizer"]
-        rows: list[Sequence[object]] = [[*head, "forward", "backward", "update"]]
-        for k in range(K):
-            units = run.balance[k] if k < len(run.balance) else ""
-            piece = run.pieces[k] if len(run.pieces) == K else None
-            held = [_units(run, k), "", ""]
-            if piece is not None:
-                held = [
-                    _units(run, k) or _modules(piece.tensors),
-                    _mebibytes(piece.weight_bytes),
-                    _mebibytes(piece.optimizer_bytes),
-                ]
-            rows.append([k, units, *held, *_times(run, k)])
-        parts.append(table(rows, text_columns=(2,)))
+def _cut(run: Run, files: Files) -> Sequence[Part]:
+    found, timeline = list[Part](), files.timeline
+    if files.pieces or files.start or timeline is not None:
+        rows: list[Sequence[object]] = [
+            ["stage", "units", "from", "to", "weights", "optimizer", "forward", "backward", "update"]
+        ]
+        for k in range(run.num_stages):
+            piece = files.pieces[k] if len(files.pieces) == run.num_stages else None
+            held = ["", ""] if piece is None else [f"{size / 2**20:,.2f} MiB" for size in piece]
+            rows.append([k, *_units(files, k), *held, *_times(files, k)])
         note = "Weights and optimizer: bytes in the newest checkpoint. Times: medians of the timeline, per micro-batch"
-        parts.append(paragraph(f"{note}; update: per update.", "quiet"))
-    else:
-        parts.append(missing("the run has no checkpoint yet, which says where the model is cut."))
-    if not run.units:
-        return [*parts, missing("the cost of each unit; set partition.balance=auto to measure it and cut by it.")]
-    if len(run.units) <= MOST_UNITS:
-        text = "Measured costs of the model's units, by which it was cut; dashed: the cuts."
-        parts.append(figure(drawings.units(run), text, name="units"))
+        found += [table(rows, texts=(2, 3)), Text(f"{note}; update: per update.", "quiet")]
+    if not files.units:
+        return [*found, Missing("the cost of each unit; set partition.balance=auto to measure it and cut by it.")]
+    if len(files.units) <= MOST_UNITS:
+        found.append(_unit_bars(files))
     rows, stop = [["cut after", "stages", "activation", "gradient"]], 0
-    for k, size in enumerate(run.balance[:-1]):
+    for k, size in enumerate(files.sizes[:-1]):
         stop += size
-        unit = run.units[stop - 1]
+        unit = files.units[stop - 1]
         crossing = [f"{int(unit.get(name, 0)) / 1024:,.1f} KiB" for name in ("act_bytes", "grad_bytes")]
         rows.append([unit["name"], f"{k} to {k + 1}", *crossing])
     if len(rows) > 1:
-        parts += [table(rows), paragraph("Bytes of one micro-batch that cross each cut.", "quiet")]
-    return parts
+        found += [table(rows), Text("Bytes of one micro-batch that cross each cut.", "quiet")]
+    return found
 
 
-def _units(run: Recorded, stage: int) -> str:
-    """Return the names of a stage's first and last unit, if known."""
-    if sum(run.balance) != len(run.units) or not run.units:
-        return ""
-    start = sum(run.balance[:stage])
-    first, last = run.units[start]["name"], run.units[start + run.balance[stage] - 1]["name"]
-    return str(first) if first == last else f"{first} to {last}"
+def _units(files: Files, stage: int) -> list[object]:
+    """Return the number of a stage's units, the first and the last."""
+    of_stages = files.start.get("stages", ())
+    if stage < len(of_stages):
+        return list(of_stages[stage])
+    if sum(files.sizes) != len(files.units) or not files.units:
+        return ["", "", ""]
+    start, size = sum(files.sizes[:stage]), files.sizes[stage]
+    return [size, files.units[start]["name"], files.units[start + size - 1]["name"]]
 
 
-def _modules(tensors: Sequence[str]) -> str:
-    """Return the modules of ``tensors``: of a list each, otherwise outermost."""
-    names = dict[str, None]()
-    for tensor in tensors:
-        parts = tensor.split(".")[:-1] or [tensor]
-        number = next((place for place, part in enumerate(parts) if part.isdigit()), 0)
-        names[".".join(parts[: number + 1])] = None
-    found = sorted(names, key=_in_order)
-    return ", ".join(
-        found if len(found) <= 2 * SHOWN_MODULES else [*found[:SHOWN_MODULES], "...", *found[-SHOWN_MODULES:]]
-    )
-
-
-def _in_order(name: str) -> list[tuple[int, str]]:
-    """Return a key that sorts layer10 behind layer9."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
-
-
-def _times(run: Recorded, stage: int) -> list[str]:
-    if run.timeline is None or stage >= len(run.timeline.stages):
+def _times(files: Files, stage: int) -> list[str]:
+    if files.timeline is None or stage >= len(files.timeline.stages):
         return ["", "", ""]
     kinds = (Op.FORWARD,), (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT), (Op.UPDATE,)
-    found = (run.timeline.median_seconds(stage, *ops) for ops in kinds)
-    return ["" if seconds is None else f"{1000 * seconds:.2f} ms" for seconds in found]
+    times = (files.timeline.median_seconds(stage, *ops) for ops in kinds)
+    return ["" if seconds is None else f"{1000 * seconds:.2f} ms" for seconds in times]
 
 
-def _mebibytes(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.2f} MiB"
+def _unit_bars(files: Files) -> Part:
+    """Return the measured time of each unit, stage by stage in the model's order."""
+    most = max((unit["forward"] + unit["backward"] for unit in files.units), default=0.0) or 1.0
+    stage_of = [k for k, size in enumerate(files.sizes) for _ in range(size)]
+    bars = []
+    for number, unit in enumerate(files.units):
+        segments = [
+            parts.Segment(name, 100 * unit[name] / most, f"{name} {1000 * unit[name]:.3g} ms")
+            for name in ("forward", "backward")
+        ]
+        where = f"stage {stage_of[number]}: " if number < len(stage_of) else ""
+        bars.append((f"{where}{unit['name']}", segments))
+    legend = [("forward", "forward"), ("backward", "backward")]
+    return parts.Bars(bars, legend, f"Measured time of each unit of the model; full width: {1000 * most:.3g} ms.")
 
 
-def _links(run: Recorded) -> Sequence[Html]:
+def _links(run: Run, files: Files) -> Sequence[Part]:
     rows: list[Sequence[object]] = [["measured of", "link", "bandwidth", "latency"]]
-    for what, links in run.links.items():
+    for what, links in files.links.items():
         for k, (rate, seconds) in enumerate(links):
             is_free = rate >= 1e15
             speed = "within a process" if is_free else f"{8 * rate / 1e6:,.0f} Mbit/s"
             rows.append([what, f"{k} to {k + 1}", speed, "" if is_free else f"{1000 * seconds:.3f} ms"])
-    parts = [table(rows, text_columns=(1,))] if len(rows) > 1 else []
+    found: list[Part] = [table(rows, texts=(1,))] if len(rows) > 1 else []
     given = run.config.get("partition", {}).get("links")
     if given not in (None, "auto"):
-        parts.append(paragraph(f"Described by partition.links: {given}."))
-    if not parts:
-        parts.append(missing("link speeds; set partition.balance=auto partition.links=auto to measure them."))
-    coded = [(stage["stage"], edge) for stage in run.summary.get("stages", ()) for edge in stage.get("coded", ())]
-    if coded:
-        rows = [["link", "what", "codec", "sent", "of its bytes", "relative error"]]
-        for stage, edge in coded:
-            to, error = stage + (1 if edge["what"] == "act" else -1), edge.get("error")
-            share = edge["bytes"] / max(1, edge["plain_bytes"])
-            what = "activations" if edge["what"] == "act" else "gradients"
-            rows.append([f"{stage} to {to}", what, edge["codec"], f"{edge['bytes'] / 1e6:,.1f} MB", f"{share:.1%}",
-                         "" if error is None else f"{error:.3%}"])  # fmt: skip
-        parts.append(table(rows, text_columns=(1, 2)))
-    return parts
+        found.append(Text(f"Described by partition.links: {given}."))
+    if not found:
+        found.append(Missing("link speeds; set partition.balance=auto partition.links=auto to measure them."))
+    rows = [["link", "message", "codec", "sent", "of its bytes", "relative error"]]
+    for stage, edge in ((s["stage"], edge) for s in run.summary.get("stages", ()) for edge in s.get("coded", ())):
+        to, error = stage + (1 if edge["what"] == "act" else -1), edge.get("error")
+        share = edge["bytes"] / max(1, edge["plain_bytes"])
+        message = "activations" if edge["what"] == "act" else "gradients"
+        cells = [f"{stage} to {to}", message, edge["codec"], f"{edge['bytes'] / 1e6:,.1f} MB", f"{share:.1%}"]
+        rows.append([*cells, "" if error is None else f"{error:.3%}"])
+    return [*found, *([table(rows, texts=(1, 2))] if len(rows) > 1 else [])]
 
 
-def _events(run: Recorded) -> Sequence[Html]:
-    parts = list[Html]()
+def _events(run: Run, files: Files) -> Sequence[Part]:
+    found = list[Part]()
     if skipped := run.summary.get("skipped_updates") or len(run.curves.get("train/skipped_updates", ())):
-        parts.append(paragraph(f"{skipped} updates were skipped: their loss or gradient was not finite.", "bad"))
+        found.append(Text(f"{skipped} updates were skipped: their loss or gradient was not finite.", "bad"))
     if run.divergence:
-        parts.append(paragraph(f"A loss or gradient was not finite at update {run.divergence.get('update')}.", "bad"))
+        found.append(Text(f"A loss or gradient was not finite at update {run.divergence.get('update')}.", "bad"))
     if failed := run.curves.get("checkpoint/failed"):
-        parts.append(paragraph(f"{len(failed)} checkpoints could not be written.", "bad"))
+        found.append(Text(f"{len(failed)} checkpoints could not be written.", "bad"))
     if drained := run.curves.get("checkpoint/drain_changed_result"):
-        text = "checkpoints were asked for in mid-epoch, for which the pipeline was emptied; this changed values"
-        parts.append(paragraph(f"{len(drained)} {text}."))
-    if not run.logs:
-        return [*parts, missing("the run has no logs/; the processes of a run with a run_dir write them.")]
-    resumed = [entry for entry in run.logs if entry.text.startswith(RESUMED)]
-    serious = [entry for entry in run.logs if entry.level in ("WARNING", "ERROR", "CRITICAL")]
+        text = "checkpoints were requested in mid-epoch; emptying the pipeline for them changed values"
+        found.append(Text(f"{len(drained)} {text}."))
+    if not files.logs:
+        return [*found, Missing("logs; the processes of a run with a run_dir write them.")]
+    resumed = [entry for entry in files.logs if entry.text.startswith(RESUMED)]
+    serious = [entry for entry in files.logs if entry.level in ("WARNING", "ERROR", "CRITICAL")]
     if resumed:
         times = "once" if len(resumed) == 1 else f"{len(resumed)} times"
-        parts.append(paragraph(f"The run was started again from a checkpoint {times}."))
+        found.append(Text(f"The run was started again from a checkpoint {times}."))
     if not serious:
-        parts.append(paragraph("No warnings and no errors in the logs: no stall, no process that was lost.", "good"))
+        found.append(Text("No warnings and no errors in the logs: no stall, no process that was lost.", "good"))
     entries = sorted([*serious, *resumed], key=lambda entry: entry.time)
     if len(entries) > MOST_ENTRIES:
-        parts.append(paragraph(f"The newest {MOST_ENTRIES} of {len(entries)} entries of the logs:", "quiet"))
-    for entry in entries[-MOST_ENTRIES:]:
-        parts.append(verbatim(f"{entry.time} {entry.rank} {entry.level.lower()}: {entry.text[:LONGEST_ENTRY]}"))
-    return parts
+        found.append(Text(f"The newest {MOST_ENTRIES} of {len(entries)} entries of the logs:", "quiet"))
+    shown = entries[-MOST_ENTRIES:]
+    return [*found, *(Verbatim(f"{e.time} {e.rank} {e.level.lower()}: {e.text[:LONGEST_ENTRY]}") for e in shown)]
 
 
-def _configuration(run: Recorded) -> Sequence[Html]:
+def _configuration(run: Run) -> Sequence[Part]:
     if not run.config:
-        return [missing("the run has no config.yaml.")]
-    return [verbatim(yaml.safe_dump(dict(run.config), sort_keys=False))]
+        return [Missing("the settings, which config.yaml has.")]
+    return [Verbatim(yaml.safe_dump(dict(run.config), sort_keys=False))]
