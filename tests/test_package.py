@@ -32,6 +32,7 @@ def built(tmp_path_factory):
 def test_the_wheel_holds_the_package_its_keys_and_types(built):
     names = set(built["wheel"])
     assert {"adl_dist/py.typed", "adl_dist/__main__.py", "adl_dist/conf/config.yaml"} <= names
+    assert "adl_dist/report/page/page.html.j2" in names
     keys = {f"adl_dist/{path.relative_to(ROOT)}" for path in (ROOT / "conf").rglob("*.yaml")}
     assert keys == {name for name in names if name.endswith(".yaml")}
     shipped = {name.split("/")[0] for name in names}

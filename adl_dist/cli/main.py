@@ -88,10 +88,12 @@ logs warn of, configuration. Of several runs: a comparison. The page needs no ot
   out=FILE.html      where to; default: report.html in the run folder, of several runs in the folder that holds all
 """,
     "compare": """\
-adl-dist compare RUNS... [out=FOLDER]
+adl-dist compare RUNS... [reference=RUN] [out=FOLDER]
 
-Writes a table, a CSV file and a figure of the runs in or below the folders RUNS.
+Writes a table, a CSV file and a figure of the runs in or below the folders RUNS, and for each the updates, samples and
+seconds until it had the losses that the reference had after 25, 50, 75 and 100 % of its updates.
 
+  reference=RUN      default: for each run that of bp that is most like it; without one the first run
   out=FOLDER         where to; default: the folder that holds all of them
 """,
     "status": """\

@@ -1,4 +1,4 @@
-"""One sentence about a run's stages: which was idle, why, and what to try."""
+"""One sentence about a run's stages: the idlest, its cause, and the next step."""
 
 from collections.abc import Sequence
 
