@@ -75,7 +75,7 @@ def test_a_run_without_losses_has_no_row(tmp_path):
     assert [row[0] for row in rows(read_runs(runs), {str(run): run.name for run in runs})] == ["run", "a"]
 
 
-def test_the_reference_is_bp_of_the_same_seed_or_the_chosen_run(tmp_path):
+def test_the_reference_is_bp_of_the_seed_or_the_chosen_run(tmp_path):
     """``compare`` prints the table, also for runs of scripts; the reference comes first."""
     for seed in (0, 1):
         made(tmp_path / "runs" / f"bp{seed}", [4.0, 3.0, 2.0, 1.0 + seed], updates=40, method="bp", seed=seed)
