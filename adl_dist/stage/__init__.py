@@ -1,5 +1,6 @@
 """The mathematics of one stage, from forward to update, without ranks."""
 
+from adl_dist.stage.optimizer import Learner
 from adl_dist.stage.spec import (
     LossFn,
     OptimizerFactory,
@@ -8,7 +9,7 @@ from adl_dist.stage.spec import (
     in_dtype,
     in_memory_format,
 )
-from adl_dist.stage.stage import Learner, Stage
+from adl_dist.stage.stage import Stage
 from adl_dist.stage.stats import StepStats
 from adl_dist.stage_options import GradientPolicy
 

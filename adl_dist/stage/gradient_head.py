@@ -12,12 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import clip_grads_with_norm_
-from torch.optim.lr_scheduler import LRScheduler
 
 from adl_dist.batch import Tensors
 from adl_dist.stage.nonfinite import NonFiniteCheck
-from adl_dist.stage.optimizer import advance, stage_optimizer, stepping
+from adl_dist.stage.optimizer import Learner, stage_optimizer
 from adl_dist.stage.spec import TrainSpec
 from adl_dist.stage.stats import StepStats, norm_of
 
@@ -30,7 +28,7 @@ class _Awaited(NamedTuple):
     weight: float  # in its group
 
 
-class GradientHead:
+class GradientHead(Learner):
     """A network that predicts gradients, with an optimizer of its own.
 
     A group is complete only some micro-batches after the stage's own update with it, hence the second optimizer. It
@@ -38,12 +36,9 @@ class GradientHead:
 
     Attributes:
         network: from an output [B, ...] and targets [B], or None, to the gradient of each sample's own loss, [B, ...].
-        version: updates applied so far, over the whole run.
         predictions: of each gradient that has come since this was emptied, two sums over samples, [2]: mean squared
             error of the prediction, and mean square of the gradient.
     """
-
-    mitigation = None  # there is no staleness
 
     def __init__(
         self, network: nn.Module, stage: int, spec: TrainSpec, device: torch.device, faults: NonFiniteCheck
@@ -55,16 +50,12 @@ class GradientHead:
         Raises:
             ConfigError: If the optimizer cannot train the head.
         """
-        self.network, self.where, self.prefix = network.train(), f"the head of stage {stage}", f"head{stage}:"
-        self.key = f"head{stage}"
-        self.version = 0
+        factor = spec.pipeline.lr_factor(stage) * spec.pipeline.method.head_lr_factor
+        super().__init__(spec, device, where=f"the head of stage {stage}", key=f"head{stage}", lr_factor=factor)
+        self.network, self.prefix = network.train(), f"head{stage}:"
         self.optimizer = stage_optimizer(spec.optimizer, dict(self.named_parameters()), where=self.where)
-        self.lr_schedule: LRScheduler | None = None
-        self.lr_updates: int | None = None
         self.predictions: list[Tensor] = []
-        self._lr_factor = spec.pipeline.lr_factor(stage) * spec.pipeline.method.head_lr_factor
-        self._clip_norm, self._faults = spec.gradients.clip_norm, faults
-        self._seed, self._device = spec.seed, device
+        self._faults = faults
         self._within, self._dtype = spec.precision.autocasting(device), spec.precision.dtype
         self._awaited: dict[int, _Awaited] = {}
         self._epoch = 0
@@ -119,11 +110,9 @@ class GradientHead:
         norm = norm_of([p.grad for p in parameters if p.grad is not None])
         figures = StepStats(gradient_norm=norm, gradient_of="the gradient of its head")
         self._faults.judge(figures, (), update=self.version, epoch=self._epoch)
-        if self._clip_norm is not None:
-            clip_grads_with_norm_(parameters, self._clip_norm, norm)
+        self.clip(parameters, norm)
         if self.optimizer is not None:
-            with stepping(self, self._lr_factor, seed=self._seed, device=self._device):
+            with self.stepping():
                 self.optimizer.step()
             self.optimizer.zero_grad()
-        self.version += 1
-        advance(self.lr_schedule, self.where, self.version, until=self.lr_updates)
+        self.advance()

@@ -279,22 +279,16 @@ class Mitigation:
                 self.history.setdefault(p, {}).update(displacement=next(steps), rate=rate)
 
 
-def mitigation_of(pipeline: Pipeline, stage: int, optimizer: Optimizer, lr_factor: float) -> Mitigation | None:
-    """Return the mitigation of ``stage``, or None if it has none.
+def mitigation_of(
+    pipeline: Pipeline, stage: int, optimizer: Optimizer, lr_factor: float = 1.0, tie: Tie | None = None
+) -> Mitigation | None:
+    """Return the mitigation of ``stage``, or of its tied weights, or None.
 
     Raises:
         ConfigError: If the rows need a different optimizer.
     """
-    return Mitigation(pipeline, stage, optimizer, lr_factor) if pipeline.mitigations(stage) else None
-
-
-def mitigation_of_tie(pipeline: Pipeline, tie: Tie, stage: int, optimizer: Optimizer) -> Mitigation | None:
-    """Return the mitigation of tied weights in ``stage``, or None.
-
-    Raises:
-        ConfigError: If the rows need a different optimizer.
-    """
-    return Mitigation(pipeline, stage, optimizer, 1.0, tie) if pipeline.mitigations(tie) else None
+    is_stale = pipeline.mitigations(stage if tie is None else tie)
+    return Mitigation(pipeline, stage, optimizer, lr_factor, tie) if is_stale else None
 
 
 def _trained(group: Group) -> list[nn.Parameter]:

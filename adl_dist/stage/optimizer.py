@@ -4,16 +4,17 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from inspect import signature
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from adl_dist.errors import AdlError, ConfigError
 from adl_dist.stage.calls import seed_update
-from adl_dist.stage.spec import OptimizerFactory
+from adl_dist.stage.mitigation import Mitigation
+from adl_dist.stage.spec import OptimizerFactory, TrainSpec
 
 
 def stage_optimizer(
@@ -72,69 +73,88 @@ def _refuses(factory: OptimizerFactory, parameter: nn.Parameter) -> bool:
     return False
 
 
-class Learner(Protocol):
+class Learner:
     """A stage, its tied weights, or its head: it has an optimizer.
 
     Attributes:
         where: its name in errors.
         key: its name in checkpoints, by which its random stream is seeded.
-        version: updates applied so far.
+        version: updates applied so far, over the whole run.
         optimizer: its optimizer; None if it has nothing to train.
+        mitigation: the mitigation of its staleness; None if there is none.
+        lr_schedule: the schedule of its learning rates; None if they are constant.
+        lr_updates: the length of the schedule in updates; None if it has no end.
     """
 
-    where: str
-    key: str
-    version: int
-    optimizer: Optimizer | None
+    def __init__(self, spec: TrainSpec, device: torch.device, *, where: str, key: str, lr_factor: float = 1.0) -> None:
+        """Begin without an optimizer; its learning rates count ``lr_factor`` times."""
+        self.where, self.key, self.version = where, key, 0
+        self.optimizer: Optimizer | None = None
+        self.mitigation: Mitigation | None = None
+        self.lr_schedule: LRScheduler | None = None
+        self.lr_updates: int | None = None
+        self._device, self._seed, self._clip_norm = device, spec.seed, spec.gradients.clip_norm
+        self._lr_factor = lr_factor
 
+    def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield (name, parameter) of all that it may train."""
+        raise NotImplementedError
 
-@contextmanager
-def stepping(learner: Learner, factor: float, *, seed: int, device: torch.device) -> Iterator[None]:
-    """Let the optimizer of ``learner`` step inside.
+    @property
+    def rate_factor(self) -> float:
+        """The factor on the learning rates of the next update."""
+        return self._lr_factor if self.mitigation is None else self.mitigation.rate(self.version)
 
-    Raises:
-        ConfigError: If the step fails; the text names the learner.
-    """
-    optimizer, update = learner.optimizer, learner.version
-    assert optimizer is not None
-    # Around the step, not for good: some schedules set the learning rate from its last value.
-    groups = optimizer.param_groups if factor != 1.0 else []
-    before = [group["lr"] for group in groups]
-    for group in groups:
-        group["lr"] = group["lr"] * factor
-    seed_update(seed, learner.key, update, device)
-    try:
-        yield
-    except (TypeError, ValueError, AttributeError) as error:  # the user's own code
-        raise ConfigError(
-            f"{learner.where}: optimizer: {type(optimizer).__name__} fails in update {update}: "
-            f"{type(error).__name__}: {' '.join(str(error).split())}; expected step() to need no argument"
-        ) from error
-    finally:
-        for group, rate in zip(groups, before, strict=True):
-            group["lr"] = rate
+    def clip(self, parameters: list[nn.Parameter], norm: Tensor | None) -> None:
+        """Scale the gradients of ``parameters``, whose norm is ``norm``, down to the limit."""
+        if self._clip_norm is not None and norm is not None:
+            clip_grads_with_norm_(parameters, self._clip_norm, norm)
 
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Let the optimizer step in the block.
 
-def advance(
-    lr_schedule: LRScheduler | None, where: str, update: int, *, until: int | None, skipped: bool = False
-) -> None:
-    """Set the learning rate after ``update`` updates.
+        Raises:
+            ConfigError: If the step fails; the text names the learner.
+        """
+        assert self.optimizer is not None
+        factor = self.rate_factor
+        # Around the step, not for good: some schedules set the learning rate from its last value.
+        groups = self.optimizer.param_groups if factor != 1.0 else []
+        before = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = group["lr"] * factor
+        seed_update(self._seed, self.key, self.version, self._device)
+        try:
+            yield
+        except (TypeError, ValueError, AttributeError) as error:  # the user's own code
+            raise ConfigError(
+                f"{self.where}: optimizer: {type(self.optimizer).__name__} fails in update {self.version}: "
+                f"{type(error).__name__}: {' '.join(str(error).split())}; expected step() to need no argument"
+            ) from error
+        finally:
+            for group, rate in zip(groups, before, strict=True):
+                group["lr"] = rate
 
-    Without a schedule, and after ``until`` updates, nothing changes.
+    def advance(self, *, skipped: bool = False) -> None:
+        """Count an update, and set the learning rate after it.
 
-    Raises:
-        ConfigError: If the schedule fails; the text begins with ``where``.
-    """
-    if lr_schedule is None or (until is not None and update > until):
-        return
-    try:
-        # True, and meant, where the very first update is skipped: that torch's optimizer has not stepped yet.
-        with warnings.catch_warnings() if skipped else nullcontext():
-            if skipped:
-                warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-            lr_schedule.step()
-    except Exception as error:  # the user's own code
-        raise ConfigError(
-            f"{where}: lr_schedule: {type(lr_schedule).__name__} fails after update {update}: "
-            f"{type(error).__name__}: {' '.join(str(error).split())}; make it as long as the run"
-        ) from error
+        Without a schedule, and after its end, the rate stays.
+
+        Raises:
+            ConfigError: If the schedule fails; the text names the learner.
+        """
+        self.version += 1
+        if self.lr_schedule is None or (self.lr_updates is not None and self.version > self.lr_updates):
+            return
+        try:
+            # True, and meant, where the very first update is skipped: that torch's optimizer has not stepped yet.
+            with warnings.catch_warnings() if skipped else nullcontext():
+                if skipped:
+                    warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+                self.lr_schedule.step()
+        except Exception as error:  # the user's own code
+            raise ConfigError(
+                f"{self.where}: lr_schedule: {type(self.lr_schedule).__name__} fails after update {self.version}: "
+                f"{type(error).__name__}: {' '.join(str(error).split())}; make it as long as the run"
+            ) from error

@@ -11,8 +11,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.nn.utils import clip_grads_with_norm_
-from torch.optim.lr_scheduler import LRScheduler
 
 from adl_dist.batch import Batch, Tensors, logits_of, map_tensors, move_batch
 from adl_dist.errors import ConfigError, PartitionError
@@ -35,7 +33,7 @@ from adl_dist.stage.loss import StageLoss
 from adl_dist.stage.metrics import measured, metrics_of
 from adl_dist.stage.mitigation import mitigation_of
 from adl_dist.stage.nonfinite import NonFiniteCheck, keep_buffers_finite
-from adl_dist.stage.optimizer import advance, stage_optimizer, stepping
+from adl_dist.stage.optimizer import Learner, stage_optimizer
 from adl_dist.stage.spec import TrainSpec
 from adl_dist.stage.stats import StepStats, norm_of
 from adl_dist.stage.tied import TiedWeights
@@ -64,7 +62,7 @@ class InFlight:
     num_terms: float | None = None
 
 
-class Stage:
+class Stage(Learner):
     """Forward, delayed backward and update of one part of the model.
 
     It knows no rank, peer or schedule.
@@ -77,13 +75,9 @@ class Stage:
         loss: the loss of the model or of the stage alone; None if this stage computes none.
         metrics: what is measured of its output besides the loss; only the last stage has any.
         epoch_metrics: those of all outputs of an evaluation.
-        where: the stage, as errors name it.
-        key: the stage, as names in checkpoints have it.
-        version: updates applied so far, over the whole run.
         in_flight: micro-batches forwarded and not yet back-propagated, oldest first.
         tally: what the stage counts about itself; the owner takes it and puts a fresh one.
         faults: looks at loss and gradient of each update; the last ones are checked at the end of a segment.
-        mitigation: the mitigation of its staleness; None if there is none.
         average: the moving average of its weights without those of ``ties``; None if there is none.
         ties: its copies of weights that other stages hold, too, by the number of the tie.
     """
@@ -117,17 +111,18 @@ class Stage:
         Raises:
             ConfigError: If the method's weights cannot be kept for the module, or the optimizer cannot train it.
         """
+        factor = spec.pipeline.lr_factor(index)
+        super().__init__(spec, device, where=f"stage {index}", key=str(index), lr_factor=factor)
         self.index, self.is_last = index, index == spec.pipeline.num_stages - 1
-        self.module, self.head, self.version = module, head, 0
-        self.where, self.key = f"stage {index}", str(index)
+        self.module, self.head = module, head
         self.in_flight: dict[int, InFlight] = {}
         self.tally = StepStats()
         self.gradient_head: GradientHead | None = None
-        self._device, self._info, self._within = device, info, spec.precision.autocasting(device)
+        self._info, self._within = info, spec.precision.autocasting(device)
         self._forward_version: int | None = None  # None: the newest
         self._first_version = 0  # of the segment
         self._epoch = 0
-        self._seed, self._random = spec.seed, RandomStreams(spec.seed, index, info.draws)
+        self._random = RandomStreams(spec.seed, index, info.draws)
         self._init_training(spec, tied)
         self.loss: StageLoss | None = None
         if self.is_last or self._trained is not module:
@@ -144,7 +139,7 @@ class Stage:
         assert method.weights is not None
         # All stages alike, or one upstream would name an update that it got from one that looks later.
         self.faults = NonFiniteCheck(gradients, stage=index, is_last=self.is_last, reads_late=method.splits)
-        self._skips, self._clip_norm = gradients.skips, gradients.clip_norm
+        self._skips = gradients.skips
         self._gradient_norm: Tensor | None = None  # of the group that is complete
         self._gradient_shrink, self._learns_locally = method.gradient_shrink, method.spec.local_losses
         self._trained = self.module
@@ -158,9 +153,6 @@ class Stage:
         }
         self._is_tied = {id(p) for tie in self.ties.values() for _, p in tie.named_parameters()}
         self.optimizer = stage_optimizer(spec.optimizer, dict(self.named_parameters()), where=self.where)
-        self.lr_schedule: LRScheduler | None = None
-        self.lr_updates: int | None = None  # after so many the schedule is at its end; None: it has none
-        self._lr_factor = pipeline.lr_factor(index)
         self.mitigation = mitigation_of(pipeline, index, self.optimizer, self._lr_factor) if self.optimizer else None
         named = self.module.named_parameters(remove_duplicate=False)
         averaged = ((name, p) for name, p in named if id(p) not in self._is_tied)
@@ -203,7 +195,7 @@ class Stage:
         return f"head{self.index}:"
 
     @property
-    def learners(self) -> "tuple[Learner, ...]":
+    def learners(self) -> tuple[Learner, ...]:
         """The stage, its tied weights and its head, if that learns by itself."""
         return (self, *self.ties.values()) if self.gradient_head is None else (self, self.gradient_head)
 
@@ -451,19 +443,17 @@ class Stage:
         if self._policy is not None and self.optimizer is None:  # all that it trains is tied
             self._policy.step(self.version, in_flight=self._versions_in_use(), skip=skip)
         elif self._policy is not None and self.optimizer is not None:
-            factor = self._lr_factor if self.mitigation is None else self.mitigation.rate(self.version)
-            self.tally.learning_rate = float(self.optimizer.param_groups[0]["lr"]) * factor
-            if self._clip_norm is not None and self._gradient_norm is not None and not skip:
-                clip_grads_with_norm_(self._policy.gather(), self._clip_norm, self._gradient_norm)
+            self.tally.learning_rate = float(self.optimizer.param_groups[0]["lr"]) * self.rate_factor
+            if self._clip_norm is not None and not skip:
+                self.clip(self._policy.gather(), self._gradient_norm)
             graphs = self._versions_in_use()
-            with stepping(self, factor, seed=self._seed, device=self._device):
+            with self.stepping():
                 self._policy.step(self.version, in_flight=graphs, skip=skip)
             if self.average is not None and not skip:
                 self.average.update()
-        self.version += 1
+        self.advance(skipped=skip)
         if self.ties:
             self._note_tied()
-        advance(self.lr_schedule, self.where, self.version, until=self.lr_updates, skipped=skip)
 
     def update_tied(self, tie: int) -> None:
         """Apply the oldest sum of tied gradients, right after an update."""
@@ -570,6 +560,3 @@ class Stage:
             "agreed on the gradients that they send; what crosses a cut must be used alike in every micro-batch: cut "
             "elsewhere"
         )
-
-
-Learner = Stage | GradientHead | TiedWeights  # what has an optimizer of its own

@@ -12,27 +12,24 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_
-from torch.optim.lr_scheduler import LRScheduler
 
 from adl_dist.batch import Tensors
 from adl_dist.errors import DivergedError, PartitionError
 from adl_dist.schedule.actions import Tie
 from adl_dist.stage.average import WeightAverage
-from adl_dist.stage.mitigation import Mitigation, mitigation_of_tie
+from adl_dist.stage.mitigation import mitigation_of
 from adl_dist.stage.nonfinite import NonFiniteCheck
-from adl_dist.stage.optimizer import advance, stage_optimizer, stepping
+from adl_dist.stage.optimizer import Learner, stage_optimizer
 from adl_dist.stage.spec import TrainSpec
 from adl_dist.stage.stats import StepStats, norm_of
 
 
-class TiedWeights:
+class TiedWeights(Learner):
     """One stage's copies of tied weights, with their optimizer.
 
     Attributes:
         tie: the stages that share, the first of which adds up.
         name: the first name of each parameter in the uncut model.
-        version: updates applied so far, over the whole run; the learning rate follows it, and so the group.
         staleness: of each backward of the segment, the updates of these weights between its forward and its own.
         average: their moving average; None if there is none.
         is_first: whether this stage adds up, and saves what the optimizer remembers.
@@ -46,20 +43,18 @@ class TiedWeights:
         Raises:
             ConfigError: If the optimizer cannot train them.
         """
+        self._names = " and ".join(f"'{name}'" for name in parameters)
+        device, where = next(iter(parameters.values())).device, f"stage {stage}, tied {self._names}"
+        super().__init__(spec, device, where=where, key=f"tied {min(parameters)}")
         self.tie, self.is_first = tie, stage == tie.stages[0]
         self._parameters, self._stage, self._faults = dict(parameters), stage, faults
         self.name = ", ".join(parameters)
-        self._names = " and ".join(f"'{name}'" for name in parameters)
-        self.where, self.key = f"stage {stage}, tied {self._names}", f"tied {min(parameters)}"
-        self.version = 0
         self.optimizer = stage_optimizer(spec.optimizer, self._parameters, where=self.where)
         assert self.optimizer is not None, "what is not trained needs no tie"
-        self.mitigation: Mitigation | None = mitigation_of_tie(spec.pipeline, tie, stage, self.optimizer)
+        self.mitigation = mitigation_of(spec.pipeline, stage, self.optimizer, tie=tie)
         self.average = None if spec.ema is None else WeightAverage(self._parameters.items(), spec.ema)
-        self.lr_schedule: LRScheduler | None = None
-        self.lr_updates: int | None = None
         self.staleness: list[int] = []
-        self._clip_norm, self._skips, self._seed = spec.gradients.clip_norm, spec.gradients.skips, spec.seed
+        self._skips = spec.gradients.skips
         self._own: list[Tensor] = []  # the part of this stage, of the group that is complete
         self._sums: deque[list[Tensor]] = deque()  # not applied yet, oldest first
         self._skipped: set[int] = set()  # updates to come that are not made
@@ -150,16 +145,13 @@ class TiedWeights:
                 parameter.grad = grad.clone()  # the same tensor may have gone to another stage of this process
             norm = norm_of(total)
             self._judge(norm)
-            if self._clip_norm is not None:
-                clip_grads_with_norm_(parameters, self._clip_norm, norm)
-            factor = 1.0 if self.mitigation is None else self.mitigation.rate(self.version)
-            with stepping(self, factor, seed=self._seed, device=parameters[0].device), in_place:
+            self.clip(parameters, norm)
+            with self.stepping(), in_place:
                 self.optimizer.step() if self.mitigation is None else self.mitigation.step()
             self.optimizer.zero_grad()
             if self.average is not None:
                 self.average.update()
-        self.version += 1
-        advance(self.lr_schedule, self.where, self.version, until=self.lr_updates, skipped=skip)
+        self.advance(skipped=skip)
 
     def _judge(self, norm: Tensor) -> None:
         figures = StepStats(gradient_norm=norm, gradient_of=f"the summed gradient of tied {self._names}")
