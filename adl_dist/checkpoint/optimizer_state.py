@@ -8,15 +8,14 @@ index.
 """
 
 import json
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten
 
 from adl_dist.checkpoint import nested, tensor_files
 from adl_dist.checkpoint.nested import PLAIN, Packer, Unstorable
@@ -30,66 +29,15 @@ GROUPS, STATE, ENTRY = "param_groups[", "state.", "state_dict."  # begin the nam
 ENTRIES = "state", "param_groups"  # of the state_dict() of every optimizer
 
 
-@dataclass(frozen=True)
-class FreshOptimizer:
-    """A stage's optimizer when the run began.
-
-    Attributes:
-        names: all names of each parameter, by group; the first one is that of its state.
-        values: those of ``param_groups``, by name.
-        scheduled: the keys of ``param_groups`` that the learning rate schedule sets.
-    """
-
-    names: Sequence[Sequence[Sequence[str]]]
-    values: Mapping[str, Any]
-    scheduled: Collection[str]
-
-    @classmethod
-    def of(cls, learner: Learner, scheduled: Collection[str] = ()) -> "FreshOptimizer":
-        """Record the optimizer of ``learner`` with its schedule, before any step."""
-        assert learner.optimizer is not None
-        names: dict[int, list[str]] = {}
-        # The cut decides under which of its names the state of a parameter was saved.
-        for name, parameter in (*learner.named_parameters(), *learner.named_parameters(remove_duplicate=False)):
-            if name not in (known := names.setdefault(id(parameter), [])):
-                known.append(name)
-        groups = [[names.get(id(p), [""]) for p in group["params"]] for group in learner.optimizer.param_groups]
-        return cls(groups, tree_map(_copied, _group_values(learner.optimizer)), scheduled)
-
-    @property
-    def groups(self) -> list[list[str]]:
-        """The names of the parameters of each group."""
-        return [[names[0] for names in group] for group in self.names]
-
-    def parameters(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        """Return the parameters of ``optimizer`` by all their names."""
-        pairs = zip(self.names, optimizer.param_groups, strict=False)
-        return {
-            name: parameter
-            for group, of in pairs
-            for names, parameter in zip(group, of["params"], strict=False)
-            for name in names
-        }
-
-    def stage_values(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the values to save that belong to no single parameter, by name."""
-        values = _group_values(optimizer, without=self.scheduled)
-        changed = {n: v for n, v in values.items() if n not in self.values or not _are_equal(self.values[n], v)}
-        state: Mapping[Any, Any] = optimizer.state
-        by_name = {f"{STATE}{key}": value for key, value in state.items() if isinstance(key, str)}
-        entries = {f"{ENTRY}{key}": value for key, value in optimizer.state_dict().items() if key not in ENTRIES}
-        return {**changed, **by_name, **entries}
-
-
-def shard_of(learner: Learner, fresh: FreshOptimizer | None) -> Shard:
-    """Return the optimizer state of ``learner``, empty if ``fresh`` is None.
+def shard_of(learner: Learner) -> Shard:
+    """Return the optimizer state of ``learner``, empty if it has no optimizer.
 
     Raises:
         ConfigError: a part of it cannot be saved.
     """
-    if learner.optimizer is None or fresh is None:
+    if learner.optimizer is None:
         return Shard({})
-    parameters = fresh.parameters(learner.optimizer)
+    parameters = _parameters(learner, learner.optimizer)
     names = {parameter: name for name, parameter in reversed(parameters.items())}  # the first of several
     packer = Packer(_device_of(parameters))
     metadata = {}
@@ -105,21 +53,15 @@ def shard_of(learner: Learner, fresh: FreshOptimizer | None) -> Shard:
         for parameter, past in learner.mitigation.history.items() if learner.mitigation is not None else ():
             place = f"{OF_MITIGATION}{names[parameter]}"
             metadata[place] = json.dumps(packer.packed(place, past))
-        if values := fresh.stage_values(learner.optimizer):
-            place = f"{OF_STAGE}{learner.key}"
-            metadata[place] = json.dumps({"groups": fresh.groups, "values": packer.packed(place, values)})
+        if values := _stage_values(learner, learner.optimizer):
+            place, groups = f"{OF_STAGE}{learner.key}", _groups(learner.optimizer, parameters)
+            metadata[place] = json.dumps({"groups": groups, "values": packer.packed(place, values)})
     except Unstorable as error:
         raise _unstorable(learner, str(error).removeprefix(f"{OF_STAGE}{learner.key}.")) from None
     return Shard(packer.tensors, metadata)
 
 
-def restore(
-    where: str,
-    learner: Learner,
-    fresh: FreshOptimizer | None,
-    tensors: Mapping[str, Stored],
-    metadata: Mapping[str, str],
-) -> None:
+def restore(where: str, learner: Learner, tensors: Mapping[str, Stored], metadata: Mapping[str, str]) -> None:
     """Restore the saved optimizer state of ``learner``, for any cut.
 
     ``where`` names the checkpoint in errors. ``load_state_dict`` reads only entries of its own: it turns ints into
@@ -128,16 +70,16 @@ def restore(
     Raises:
         CheckpointError: values of a stage were saved, and no stage had the parameters that this one has.
     """
-    if learner.optimizer is None or fresh is None:
+    if learner.optimizer is None:
         return
-    parameters = fresh.parameters(learner.optimizer)
+    parameters = _parameters(learner, learner.optimizer)
     kept = ((name, metadata[key]) for name in parameters if (key := f"{OF_PARAMETER}{name}") in metadata)
     states = {name: json.loads(text) for name, text in kept}
     # A stage that has become fresh has no use for what was remembered of its parameters; one that has become stale
     # begins to remember.
     used = parameters if learner.mitigation is not None else ()
     pasts = {name: json.loads(metadata[key]) for name in used if (key := f"{OF_MITIGATION}{name}") in metadata}
-    values = _values_for(where, fresh.groups, metadata)
+    values = _values_for(where, _groups(learner.optimizer, parameters), metadata)
     names = {*nested.tensor_names([*states.values(), *pasts.values(), values])}
     read = dict(tensor_files.read({name: tensors[name] for name in names}))
     place = partial(
@@ -175,19 +117,33 @@ def _is_state(name: str) -> bool:
     return name.startswith((GROUPS, STATE, ENTRY))
 
 
-def _group_values(optimizer: Optimizer, *, without: Collection[str] = ()) -> dict[str, Any]:
-    """Return the values of all groups by name, except those of some keys."""
-    groups = enumerate(optimizer.param_groups)
-    return {
+def _parameters(learner: Learner, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+    """Return the parameters of ``optimizer`` by all their names, of each the first one first."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    # The cut decides under which of its names the state of a parameter was saved.
+    named = *learner.named_parameters(), *learner.named_parameters(remove_duplicate=False)
+    return {name: p for name, p in named if id(p) in held}
+
+
+def _groups(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
+    """Return the first names of the parameters of each group."""
+    first = {id(p): name for name, p in reversed(parameters.items())}
+    return [[first[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _stage_values(learner: Learner, optimizer: Optimizer) -> dict[str, Any]:
+    """Return the values to save that belong to no single parameter, by name."""
+    not_saved = {"params", *learner.scheduled}
+    changed = {
         f"{GROUPS}{number}].{key}": value
-        for number, group in groups
+        for number, (group, first) in enumerate(zip(optimizer.param_groups, learner.initial_groups, strict=False))
         for key, value in group.items()
-        if key != "params" and key not in without
+        if key not in not_saved and not (key in first and _are_equal(first[key], value))
     }
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
+    state: Mapping[Any, Any] = optimizer.state
+    by_name = {f"{STATE}{key}": value for key, value in state.items() if isinstance(key, str)}
+    entries = {f"{ENTRY}{key}": value for key, value in optimizer.state_dict().items() if key not in ENTRIES}
+    return {**changed, **by_name, **entries}
 
 
 def _are_equal(one: Any, other: Any) -> bool:

@@ -10,9 +10,8 @@ Only the names of the files depend on the cut, and the manifest says what it was
 schedule is a function of the update index and of the cut in use.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
@@ -21,28 +20,13 @@ from torch.nn.parameter import is_lazy
 
 from adl_dist.checkpoint import layout, nested, optimizer_state, tensor_files
 from adl_dist.checkpoint.nested import Unstorable, is_extra_state
-from adl_dist.checkpoint.optimizer_state import FreshOptimizer
 from adl_dist.checkpoint.tensor_files import EMA, HEADS, LOSS, MODEL, OPTIMIZER, Shard, Stored
 from adl_dist.errors import CheckpointError, ConfigError, UnusableError
-from adl_dist.stage import Learner, LossFn, Stage
+from adl_dist.stage import Learner, Stage
 from adl_dist.stage.tied import TiedWeights
 
 Signature = dict[str, list[int]]
 OLD_BUFFERS = "buffers"  # files of version 0.3.8, which are not read
-
-
-@dataclass(frozen=True)
-class FreshStage:
-    """The optimizers of a stage, and its loss, before a checkpoint is read."""
-
-    optimizers: Sequence[FreshOptimizer | None]  # of each of its learners
-    loss_fn: Any = None  # if it is on this stage, and has a state_dict()
-
-    @classmethod
-    def of(cls, stage: Stage, scheduled: Collection[str] = (), loss_fn: LossFn | None = None) -> "FreshStage":
-        """Record ``stage`` and the ``scheduled`` keys of its ``param_groups``."""
-        optimizers = [FreshOptimizer.of(one, scheduled) if one.optimizer else None for one in stage.learners]
-        return cls(optimizers, loss_fn if stage.is_last and hasattr(loss_fn, "load_state_dict") else None)
 
 
 def signature(model: nn.Module) -> Signature:
@@ -54,7 +38,7 @@ def signature(model: nn.Module) -> Signature:
     return {name: list(value.shape) for name, value in state.items() if not is_extra_state(name)}
 
 
-def state_of(stages: Iterable[Stage], num_stages: int, fresh: Mapping[int, FreshStage]) -> dict[str, Shard]:
+def state_of(stages: Iterable[Stage], num_stages: int) -> dict[str, Shard]:
     """Return the state of the stages to save, by file name.
 
     Raises:
@@ -62,11 +46,11 @@ def state_of(stages: Iterable[Stage], num_stages: int, fresh: Mapping[int, Fresh
     """
     shards = {}
     for stage in stages:
-        first = fresh[stage.index]
+        loss_fn = _loss_with_state(stage)
         parts = {
             MODEL: _packed("model", stage.module.state_dict()),
-            OPTIMIZER: _of_optimizers(stage, first),
-            LOSS: _packed("loss", {} if first.loss_fn is None else first.loss_fn.state_dict()),
+            OPTIMIZER: _of_optimizers(stage),
+            LOSS: _packed("loss", {} if loss_fn is None else loss_fn.state_dict()),
         }
         if own := stage.averages_to_save:
             parts[EMA] = Shard({name: tensor for one in own for name, tensor in one.tensors.items()})
@@ -78,7 +62,7 @@ def state_of(stages: Iterable[Stage], num_stages: int, fresh: Mapping[int, Fresh
     return shards
 
 
-def load(path: PurePath, stages: Sequence[Stage], fresh: Mapping[int, FreshStage]) -> None:
+def load(path: PurePath, stages: Sequence[Stage]) -> None:
     """Restore the stages of this process from a checkpoint of any cut."""
     manifest = layout.read_manifest(path)
     files = manifest["files"]
@@ -100,11 +84,10 @@ def load(path: PurePath, stages: Sequence[Stage], fresh: Mapping[int, FreshStage
                 head = {name: heads[name] for name in _head_tensors(stage)}
                 named = ((name.removeprefix(stage.head_prefix), tensor) for name, tensor in tensor_files.read(head))
                 stage.head.load_state_dict(dict(named))
-            first = fresh[stage.index]
-            if first.loss_fn is not None and (state := nested.unpacked_state(*of_loss)):
-                first.loss_fn.load_state_dict(state)
-            for learner, of_optimizer in zip(stage.learners, first.optimizers, strict=True):
-                optimizer_state.restore(where, learner, of_optimizer, optimizer, values)
+            if (loss_fn := _loss_with_state(stage)) is not None and (state := nested.unpacked_state(*of_loss)):
+                loss_fn.load_state_dict(state)
+            for learner in stage.learners:
+                optimizer_state.restore(where, learner, optimizer, values)
 
 
 def load_weights(path: PurePath, module: nn.Module, *, ema: bool = False) -> None:
@@ -172,10 +155,15 @@ def verify(path: PurePath, expected: Signature) -> dict[str, Any]:
     return manifest
 
 
-def _of_optimizers(stage: Stage, fresh: FreshStage) -> Shard:
+def _loss_with_state(stage: Stage) -> Any:
+    """Return the user's loss if it is on ``stage`` and has a ``state_dict()``, otherwise None."""
+    loss_fn = stage.loss.users_loss if stage.is_last and stage.loss is not None else None
+    return loss_fn if hasattr(loss_fn, "load_state_dict") else None
+
+
+def _of_optimizers(stage: Stage) -> Shard:
     """Return the optimizer state of a stage and its head."""
-    pairs = zip(stage.learners, fresh.optimizers, strict=True)
-    shards = [optimizer_state.shard_of(*pair) for pair in pairs if not _is_kept_elsewhere(pair[0])]
+    shards = [optimizer_state.shard_of(one) for one in stage.learners if not _is_kept_elsewhere(one)]
     tensors = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
     return Shard(tensors, {name: text for shard in shards for name, text in shard.metadata.items()})
 

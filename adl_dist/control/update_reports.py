@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from adl_dist.checkpoint.state import FreshStage, state_of
+from adl_dist.checkpoint.state import state_of
 from adl_dist.control.messages import Record
 from adl_dist.engine import StageContext
 from adl_dist.monitor.memory import MemoryMeter
@@ -26,7 +26,7 @@ class UpdateReports:
         *,
         device: torch.device,
         meter: MemoryMeter | None,
-        fresh: Mapping[int, FreshStage],
+        saves: bool,
         splits: bool,
     ) -> None:
         """Begin a segment of the stages in ``contexts``.
@@ -37,7 +37,7 @@ class UpdateReports:
             emit: takes each record.
             device: of the stages.
             meter: counts updates, if memory is measured.
-            fresh: the initial states; empty if nothing is saved.
+            saves: whether checkpoints are saved.
             splits: whether backwards are split.
         """
         self._contexts, self._meter, self._segment, self._emit = contexts, meter, segment, emit
@@ -50,7 +50,7 @@ class UpdateReports:
         # of a split backward are not checked earlier.
         self._lag = len(contexts) if device.type == "cuda" or splits else 0
         # State that no checkpoint can hold is refused after the first update, before a whole epoch is lost.
-        self._unchecked, self._fresh = {*contexts} if fresh else set(), fresh
+        self._unchecked = {*contexts} if saves else set()
 
     def add(self, k: int, group: int) -> None:
         """Take the figures of stage ``k``'s update with ``group``."""
@@ -59,7 +59,7 @@ class UpdateReports:
         stage, stats = self._contexts[k].stage, self._contexts[k].stage.tally
         if k in self._unchecked:
             self._unchecked.remove(k)
-            state_of([stage], 1, self._fresh)  # as for a save, but without a copy
+            state_of([stage], 1)  # as for a save, but without a copy
         stage.tally = StepStats()
         where = {"stage": k, "update": self._segment.first_update + group, "epoch": self._segment.epoch}
         seconds = time.perf_counter() - self._start

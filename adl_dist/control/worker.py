@@ -14,7 +14,7 @@ from adl_dist import engine
 from adl_dist.batch import Batch, tensors_of
 from adl_dist.checkpoint import data_state
 from adl_dist.checkpoint.async_save import PartWriter
-from adl_dist.checkpoint.state import FreshStage, load, state_of
+from adl_dist.checkpoint.state import load, state_of
 from adl_dist.checkpoint.storage import place_of
 from adl_dist.control import messages
 from adl_dist.control.callback_queue import CallbackQueue
@@ -75,7 +75,7 @@ class LocalWorker:
     pick_next: Callable[[Any], int] = downstream_first  # of several local stages; any choice gives the same values
     is_plain: bool = True  # whether input and target are a tensor each
     unit: str = "images"  # of samples, or "tokens", if the loss counts many in a sample
-    fresh: Mapping[int, FreshStage] = field(default_factory=dict)  # initial state of each stage; empty without saves
+    saves: bool = False  # whether there is a run folder
     meter: MemoryMeter | None = None  # of the one stage of this process, if its memory is measured
     stop: EarlyStop = field(default_factory=EarlyStop)
     callback_queue: CallbackQueue | None = None  # emptied between two actions of training
@@ -110,7 +110,7 @@ class LocalWorker:
                     self._load(command.path, command.update)
                 case messages.Save():
                     part = PartWriter(self.world.rank, reporter.part)
-                    tensors = state_of(self.stages, self.pipeline.num_stages, self.fresh)
+                    tensors = state_of(self.stages, self.pipeline.num_stages)
                     if (place := self._stream.place() if self._stream is not None else None) is not None:
                         tensors[data_state.FILE] = data_state.shard_of(place)
                     part.write(place_of(command.path), tensors, token=command.token, background=command.background)
@@ -130,7 +130,7 @@ class LocalWorker:
             emit,
             device=self.world.device,
             meter=self.meter,
-            fresh=self.fresh,
+            saves=self.saves,
             splits=self.pipeline.method.splits,
         )
         self._run(work, segment, self.train_loader, reports)
@@ -189,7 +189,7 @@ class LocalWorker:
         return self.train_loader.stream if self.train_loader is not None else None
 
     def _load(self, path: str, update: int) -> None:
-        load(place_of(path), self.stages, self.fresh)
+        load(place_of(path), self.stages)
         if self._stream is not None and (place := data_state.read(place_of(path))) is not None:
             self._stream.resume(place)
         for learner in (learner for stage in self.stages for learner in stage.learners):

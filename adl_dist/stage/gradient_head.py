@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from adl_dist.batch import Tensors
 from adl_dist.stage.nonfinite import NonFiniteCheck
-from adl_dist.stage.optimizer import Learner, stage_optimizer
+from adl_dist.stage.optimizer import Learner
 from adl_dist.stage.spec import TrainSpec
 from adl_dist.stage.stats import StepStats, norm_of
 
@@ -53,7 +53,7 @@ class GradientHead(Learner):
         factor = spec.pipeline.lr_factor(stage) * spec.pipeline.method.head_lr_factor
         super().__init__(spec, device, where=f"the head of stage {stage}", key=f"head{stage}", lr_factor=factor)
         self.network, self.prefix = network.train(), f"head{stage}:"
-        self.optimizer = stage_optimizer(spec.optimizer, dict(self.named_parameters()), where=self.where)
+        self.make_optimizer(spec.optimizer)
         self.predictions: list[Tensor] = []
         self._faults = faults
         self._within, self._dtype = spec.precision.autocasting(device), spec.precision.dtype

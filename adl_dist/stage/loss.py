@@ -258,7 +258,13 @@ class SumCountLoss(nn.Module):
 
 
 class StageLoss:
-    """The loss of a stage: that of the model, or a local one."""
+    """The loss of a stage: that of the model, or a local one.
+
+    Attributes:
+        users_loss: the user's own loss.
+        classes: the settings of torch's loss of classes, if it is one.
+        may_ignore: whether targets that the loss ignores are there although samples are counted.
+    """
 
     def __init__(
         self, spec: TrainSpec, structure: Structure | None, head: nn.Module | None, device: torch.device
@@ -272,6 +278,7 @@ class StageLoss:
             device: where the loss is computed.
         """
         self._loss_fn, self._head, self._structure = spec.loss_fn, head, structure
+        self.users_loss = spec.loss_fn.loss_fn if isinstance(spec.loss_fn, SumCountLoss) else spec.loss_fn
         self._within = spec.precision.autocasting(device)
         self._may_write, self.classes = not is_known_mean(spec.loss_fn), class_loss(spec.loss_fn)
         self.may_ignore = spec.loss_reduction == "batch"  # targets, of which nothing is counted

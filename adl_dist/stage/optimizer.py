@@ -1,9 +1,10 @@
 """The optimizer of one stage, made by the user's factory, and its steps."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from adl_dist.batch import map_tensors
 from adl_dist.errors import AdlError, ConfigError
 from adl_dist.stage.calls import seed_update
 from adl_dist.stage.mitigation import Mitigation
@@ -84,6 +86,8 @@ class Learner:
         mitigation: the mitigation of its staleness; None if there is none.
         lr_schedule: the schedule of its learning rates; None if they are constant.
         lr_updates: the length of the schedule in updates; None if it has no end.
+        scheduled: the keys of the optimizer's groups that the schedule sets.
+        initial_groups: the values of these groups when the optimizer was made.
     """
 
     def __init__(self, spec: TrainSpec, device: torch.device, *, where: str, key: str, lr_factor: float = 1.0) -> None:
@@ -93,12 +97,22 @@ class Learner:
         self.mitigation: Mitigation | None = None
         self.lr_schedule: LRScheduler | None = None
         self.lr_updates: int | None = None
+        self.scheduled: Collection[str] = ()
+        self.initial_groups: list[dict[str, Any]] = []
         self._device, self._seed, self._clip_norm = device, spec.seed, spec.gradients.clip_norm
         self._lr_factor = lr_factor
 
     def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield (name, parameter) of all that it may train."""
         raise NotImplementedError
+
+    def make_optimizer(self, factory: OptimizerFactory) -> Optimizer | None:
+        """Make the optimizer; see :func:`stage_optimizer`."""
+        self.optimizer = stage_optimizer(factory, dict(self.named_parameters()), where=self.where)
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        values = ({key: value for key, value in group.items() if key != "params"} for group in groups)
+        self.initial_groups = [map_tensors(lambda tensor: tensor.detach().clone(), group) for group in values]
+        return self.optimizer
 
     @property
     def rate_factor(self) -> float:

@@ -33,7 +33,7 @@ from adl_dist.stage.loss import StageLoss
 from adl_dist.stage.metrics import measured, metrics_of
 from adl_dist.stage.mitigation import mitigation_of
 from adl_dist.stage.nonfinite import NonFiniteCheck, keep_buffers_finite
-from adl_dist.stage.optimizer import Learner, stage_optimizer
+from adl_dist.stage.optimizer import Learner
 from adl_dist.stage.spec import TrainSpec
 from adl_dist.stage.stats import StepStats, norm_of
 from adl_dist.stage.tied import TiedWeights
@@ -152,7 +152,7 @@ class Stage(Learner):
             tie.number: TiedWeights(tie, tied[tie.number], index, spec, self.faults) for tie in pipeline.ties_of(index)
         }
         self._is_tied = {id(p) for tie in self.ties.values() for _, p in tie.named_parameters()}
-        self.optimizer = stage_optimizer(spec.optimizer, dict(self.named_parameters()), where=self.where)
+        self.make_optimizer(spec.optimizer)
         self.mitigation = mitigation_of(pipeline, index, self.optimizer, self._lr_factor) if self.optimizer else None
         named = self.module.named_parameters(remove_duplicate=False)
         averaged = ((name, p) for name, p in named if id(p) not in self._is_tied)

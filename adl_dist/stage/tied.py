@@ -19,7 +19,7 @@ from adl_dist.schedule.actions import Tie
 from adl_dist.stage.average import WeightAverage
 from adl_dist.stage.mitigation import mitigation_of
 from adl_dist.stage.nonfinite import NonFiniteCheck
-from adl_dist.stage.optimizer import Learner, stage_optimizer
+from adl_dist.stage.optimizer import Learner
 from adl_dist.stage.spec import TrainSpec
 from adl_dist.stage.stats import StepStats, norm_of
 
@@ -49,9 +49,9 @@ class TiedWeights(Learner):
         self.tie, self.is_first = tie, stage == tie.stages[0]
         self._parameters, self._stage, self._faults = dict(parameters), stage, faults
         self.name = ", ".join(parameters)
-        self.optimizer = stage_optimizer(spec.optimizer, self._parameters, where=self.where)
-        assert self.optimizer is not None, "what is not trained needs no tie"
-        self.mitigation = mitigation_of(spec.pipeline, stage, self.optimizer, tie=tie)
+        optimizer = self.make_optimizer(spec.optimizer)
+        assert optimizer is not None, "what is not trained needs no tie"
+        self.mitigation = mitigation_of(spec.pipeline, stage, optimizer, tie=tie)
         self.average = None if spec.ema is None else WeightAverage(self._parameters.items(), spec.ema)
         self.staleness: list[int] = []
         self._skips = spec.gradients.skips

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from adl_dist.batch import is_class_target, tensors_of
 from adl_dist.checkpoint.identity import class_name, described_optimizer, merged
-from adl_dist.checkpoint.state import FreshStage
 from adl_dist.control.worker import LocalWorker
 from adl_dist.distributed.world import World
 from adl_dist.errors import ConfigError
@@ -153,7 +152,7 @@ def build_worker(
             thrown_away = make_stages()
             warm_up(thrown_away, spec, world.device, result.acts, samples, terms, num_loaded, with_updates=with_updates)
     stages = make_stages()
-    made, scheduled = schedule_learning_rates(stages, spec, startup) if startup.plan.epochs else ([], {})
+    made = schedule_learning_rates(stages, spec, startup) if startup.plan.epochs else []
     # The factories are the user's own: if one fails, no rank begins to wait for that stage.
     all_made = [one for by_rank in startup.exchange(MADE, made) for one in by_rank]
     for loader in loaders:
@@ -164,8 +163,6 @@ def build_worker(
     contexts = connect_stages(world, stages, result.acts, targets, spec.pipeline, spec.precision.codecs)
     if 0 in contexts:
         contexts[0].num_inputs = len(tensors_of(samples.one[0]))
-    loss_fn = spec.loss_fn.loss_fn if isinstance(spec.loss_fn, SumCountLoss) else spec.loss_fn  # the user's own
-    saved = stages if startup.folder is not None else {}
     worker = LocalWorker(
         world,
         spec.pipeline,
@@ -176,7 +173,7 @@ def build_worker(
         pick_next,
         is_plain=all(isinstance(batch, Tensor) for batch in samples.one),
         unit=unit_of(samples, spec.loss_fn, terms),
-        fresh={k: FreshStage.of(stage, scheduled.get(k, ()), loss_fn) for k, stage in saved.items()},
+        saves=startup.folder is not None,
     )
     return worker, settings_made(spec, all_made)
 
@@ -325,13 +322,11 @@ def build_stage_head(k: int, spec: TrainSpec, result: TrialResult, device: torch
     return head
 
 
-def schedule_learning_rates(
-    stages: Mapping[int, Stage], spec: TrainSpec, startup: Startup
-) -> tuple[list[dict[str, Any]], dict[int, set[str]]]:
+def schedule_learning_rates(stages: Mapping[int, Stage], spec: TrainSpec, startup: Startup) -> list[dict[str, Any]]:
     """Build the learning rate schedule of each optimizer, if ``spec`` has one.
 
     Returns:
-        The settings in optimizer and schedule of each stage, and by stage the keys of groups that the schedule sets.
+        The settings in optimizer and schedule of each stage.
 
     Raises:
         ConfigError: If the schedule cannot be made, or is shorter than the run.
@@ -342,7 +337,7 @@ def schedule_learning_rates(
         startup.store.set(LENGTH, json.dumps(lengths))
     length = read(startup.store, LENGTH, 0)
     made: list[dict[str, Any]] = []
-    scheduled: dict[int, set[str]] = {}
+    scheduled: set[str] | None = None
     for k, learner in ((k, learner) for k, stage in stages.items() for learner in stage.learners):
         if learner.optimizer is None:
             continue
@@ -357,11 +352,12 @@ def schedule_learning_rates(
         if spec.lr_schedule is None:
             continue
         make = partial(build_lr_schedule, spec.lr_schedule, learner.optimizer, **length)
-        tried = next(iter(scheduled.values()), None)  # one for all: a schedule knows no stage
-        scheduled[k] = try_schedule(make, learner.optimizer, length["total_updates"]) if tried is None else tried
+        if scheduled is None:  # one for all: a schedule knows no stage
+            scheduled = try_schedule(make, learner.optimizer, length["total_updates"])
+        learner.scheduled = scheduled
         lead = spec.pipeline.lr_lead(k)
         learner.lr_schedule = make()
         made[-1]["lr_schedule"] = {"name": [class_name(type(learner.lr_schedule))]}
         learner.lr_updates = length["total_updates"] - lead
         fast_forward(learner.lr_schedule, min(lead, length["total_updates"]))
-    return made, scheduled
+    return made

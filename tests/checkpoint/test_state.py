@@ -148,8 +148,8 @@ def test_buffers_that_two_stages_use_are_restored_on_both(tmp_path):
 def test_extra_state_of_any_kind_is_restored(tmp_path):
     stages = [Stage(counting(as_tensor=False), 0, spec_of(1, partial(torch.optim.SGD, lr=0.1))) for _ in range(2)]
     stages[0].module[2].calls = 5
-    path = saved(tmp_path, 1, state.state_of([stages[0]], 1, {0: state.FreshStage.of(stages[0])}))
-    state.load(path, [stages[1]], {0: state.FreshStage.of(stages[1])})
+    path = saved(tmp_path, 1, state.state_of([stages[0]], 1))
+    state.load(path, [stages[1]])
     assert stages[1].module[2].calls == 5
 
 
