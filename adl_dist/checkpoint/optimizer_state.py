@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
@@ -117,7 +117,7 @@ def _is_state(name: str) -> bool:
     return name.startswith((GROUPS, STATE, ENTRY))
 
 
-def _parameters(learner: Learner, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+def _parameters(learner: Learner, optimizer: Optimizer) -> dict[str, Tensor]:
     """Return the parameters of ``optimizer`` by all their names, of each the first one first."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     # The cut decides under which of its names the state of a parameter was saved.
@@ -125,7 +125,7 @@ def _parameters(learner: Learner, optimizer: Optimizer) -> dict[str, nn.Paramete
     return {name: p for name, p in named if id(p) in held}
 
 
-def _groups(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
+def _groups(optimizer: Optimizer, parameters: dict[str, Tensor]) -> list[list[str]]:
     """Return the first names of the parameters of each group."""
     first = {id(p): name for name, p in reversed(parameters.items())}
     return [[first[id(p)] for p in group["params"]] for group in optimizer.param_groups]

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
-from adl_dist.batch import as_classes, device_of, logits_of, tensors_of
+from adl_dist.batch import as_classes, device_of, logits_of
 from adl_dist.errors import ConfigError
 from adl_dist.stage.loss import ClassLoss
 
@@ -133,20 +133,12 @@ def measured(metrics: Sequence[Metric], out: Any, target: Any) -> list[Tensor]:
         ConfigError: If a metric fails, or does not return two numbers.
     """
     found = []
-    leaves = (leaf for leaf in (*tree_leaves(out), *tensors_of(target)) if isinstance(leaf, Tensor))
-    tensors = [leaf for leaf in leaves if not leaf.is_inference()]
-    versions = [tensor._version for tensor in tensors]
     with torch.no_grad():
         for metric in metrics:
             if metric.measure is None:
                 continue
             try:
                 total, count = metric.measure(out, target)
-                if [tensor._version for tensor in tensors] != versions:
-                    raise ConfigError(
-                        f"metrics: {metric.name} writes to the output or the target that it is given, which are still "
-                        "needed; let it write to a clone()"
-                    )
                 pair = [
                     torch.as_tensor(number, dtype=torch.float64, device=device_of(target)) for number in (total, count)
                 ]

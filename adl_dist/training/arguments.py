@@ -3,7 +3,7 @@
 import functools
 import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,23 +19,14 @@ from adl_dist.schedule import Method
 from adl_dist.stage import GradientPolicy, LossFn, Precision
 from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
 
-
-class Busy(Protocol):
-    """A trainer with one running method at a time."""
-
-    running: str | None  # the method's name
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-B = TypeVar("B", bound=Busy)
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def one_at_a_time(method: Callable[Concatenate[B, P], R]) -> Callable[Concatenate[B, P], R]:
+def one_at_a_time(method: F) -> F:
     """Refuse a call of ``method`` while a method of its trainer runs."""
 
     @functools.wraps(method)
-    def alone(trainer: B, /, *given: P.args, **named: P.kwargs) -> R:
+    def alone(trainer: Any, *args: Any, **kwargs: Any) -> Any:
         if trainer.running is not None:
             raise ConfigError(
                 f"Trainer.{method.__name__} is called while Trainer.{trainer.running} of the same trainer runs, whose "
@@ -44,11 +35,11 @@ def one_at_a_time(method: Callable[Concatenate[B, P], R]) -> Callable[Concatenat
             )
         trainer.running = method.__name__
         try:
-            return method(trainer, *given, **named)
+            return method(trainer, *args, **kwargs)
         finally:
             trainer.running = None
 
-    return alone
+    return alone  # type: ignore[return-value]
 
 
 def check_process() -> None:

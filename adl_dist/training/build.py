@@ -59,10 +59,6 @@ class Startup:
     plan: Plan
     folder: Path | None = None
 
-    def exchange(self, key: str, value: Any) -> list[Any]:
-        """Publish ``value`` and return that of each rank."""
-        return exchange(self.store, key, self.world.rank, self.world.size, value)
-
 
 def settle_partition(
     spec: TrainSpec, partitioned: PartitionedModel, startup: Startup, settings: Settings
@@ -154,7 +150,7 @@ def build_worker(
     stages = make_stages()
     made = schedule_learning_rates(stages, spec, startup) if startup.plan.epochs else []
     # The factories are the user's own: if one fails, no rank begins to wait for that stage.
-    all_made = [one for by_rank in startup.exchange(MADE, made) for one in by_rank]
+    all_made = [one for by_rank in exchange(startup.store, MADE, world.rank, world.size, made) for one in by_rank]
     for loader in loaders:
         if loader is not None:
             loader.precision = spec.precision

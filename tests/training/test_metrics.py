@@ -112,11 +112,6 @@ def failing(out, target):
     return out.missing
 
 
-def blanking(out, target):
-    target[target == IGNORED] = 0
-    return 0, 1
-
-
 def loss(out, target):
     return 0, 1
 
@@ -129,7 +124,6 @@ def loss(out, target):
         ([loss], "the name 'loss' is taken"),
         ([7], "expected a name or a callable of"),
         ([failing], "metrics: failing fails: AttributeError"),
-        ([blanking], "metrics: blanking writes to the output or the target"),
     ],
 )
 def test_a_metric_that_cannot_be_measured_is_refused(metrics, message):
