@@ -13,7 +13,6 @@ from textwrap import shorten
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -36,10 +35,8 @@ def sampled(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, list[float]]:
     samples = {}
     for name, tensor in tensors:
         if tensor.layout is torch.strided and tensor.numel() and not tensor.is_meta and not tensor.is_quantized:
-            at_least_1d = torch.atleast_1d(tensor.detach())
-            places = np.arange(0, tensor.numel(), max(1, tensor.numel() // NUM_SAMPLED))[:NUM_SAMPLED]
-            indices = np.unravel_index(places, tuple(at_least_1d.shape))
-            some = at_least_1d[tuple(torch.from_numpy(index) for index in indices)].cpu()
+            flat = tensor.detach().flatten()
+            some = flat[:: max(1, len(flat) // NUM_SAMPLED)][:NUM_SAMPLED].cpu()
             some = some.abs() if some.is_complex() else some
             samples[name] = torch.nan_to_num(some.double()).tolist()
     return samples
