@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -48,34 +48,21 @@ FREE_TO_CHANGE = {
     *("run_dir", "resume", "init_from", "init_skip"),
     *("data.root", "data.download", "data.num_workers", "data.persistent_workers"),
     *("train.epochs", "train.max_updates", "train.non_finite", "train.max_skipped", "non_finite", "max_skipped"),
-    *(
-        "runtime.processes",
-        "runtime.device",
-        "runtime.threads",
-        "runtime.bind_cores",
-        "runtime.max_restarts",
-        "runtime.meta_init",
-    ),
+    *("runtime.processes", "runtime.device", "runtime.threads", "runtime.bind_cores"),
+    *("runtime.max_restarts", "runtime.meta_init"),
     *("runtime.timeout_seconds", "runtime.watchdog_warn_seconds", "runtime.watchdog_abort_seconds"),
     *("method.split_backward", "method.max_deferred", "method.stages_per_process"),
     *("runtime.tf32", "tf32", "runtime.cudnn_benchmark", "runtime.compile", "runtime.deterministic", "deterministic"),
     *("runtime.cuda_graphs", "runtime.peak_tflops", "partition.verify"),
     *("runtime.checkpoint_every_epochs", "runtime.keep_checkpoints", "runtime.keep_best", "runtime.async_save"),
     *("runtime.best_metric", "runtime.best_mode", "runtime.loggers", "callbacks"),
-    *(
-        "runtime.tensorboard",
-        "runtime.trace",
-        "runtime.report",
-        "runtime.profile_memory",
-        "runtime.stage_records_every",
-    ),
+    *("runtime.tensorboard", "runtime.trace", "runtime.report", "runtime.profile_memory"),
+    "runtime.stage_records_every",
     *(*CUT, *(f"partition.{name}" for name in CUT)),
 }
 # What a run trained with if its folder is older than one of these settings, and so does not name it.
-OF_OLD = {f"method.{name}": setting.default for name, setting in settings_of(Method).items() if name != "name"} | {
-    "partition.tied": "share",
-    "tied": "share",
-}
+OF_OLD = {f"method.{name}": setting.default for name, setting in settings_of(Method).items() if name != "name"}
+OF_OLD |= {"partition.tied": "share", "tied": "share"}
 OF_OLD |= {"runtime.codec": "none", "codec": "none", "gradient_codec": "none"}
 
 # Names of the objects of a script; version 0.3.8 also wrote attributes of loss and schedule.
@@ -172,30 +159,32 @@ class RunFolder:
         return list(cut.get("begins", ())) if cut.get("num_stages") == num_stages else []
 
     def _check_place(self) -> None:
-        try:
+        with self._explained("made"):
             if not isinstance(self.place, Path):
                 storage_of(self.place).names(self.place)
                 return
             above = next(p for p in (self.place, *self.place.absolute().parents) if p.exists())
-            if above.is_dir() and os.access(above, os.W_OK):
-                return
-            reason = f"{above} is {'not writable' if above.is_dir() else 'a file'}"
+            if not above.is_dir() or not os.access(above, os.W_OK):
+                raise OSError(f"{above} is {'not writable' if above.is_dir() else 'a file'}")
+
+    @contextlib.contextmanager
+    def _explained(self, done: str) -> Iterator[None]:
+        """Turn an OSError into a ConfigError that says what cannot be ``done``."""
+        try:
+            yield
         except OSError as error:
-            reason = f"{error.strerror or error}"
-        raise ConfigError(f"run_dir={self.place} cannot be made: {reason}; choose another run_dir")
+            way_out = "make room, or choose another run_dir" if done == "written" else "choose another run_dir"
+            raise ConfigError(f"run_dir={self.place} cannot be {done}: {error.strerror or error}; {way_out}") from error
 
     def _check_free(self, *, waits: bool) -> None:
         """Raise ConfigError at once if another process trains in this folder."""
         # Another rank may still be at the end of this trainer's last run.
         until = time.monotonic() + (0 if launched_rank() == 0 else 2)
-        try:
+        with self._explained("read"):
             while self._ownership.is_held(by_own_launch=False, waits=waits):
                 if time.monotonic() >= until:
                     raise self._taken()
                 time.sleep(0.1)
-        except OSError as error:
-            reason = error.strerror or error
-            raise ConfigError(f"run_dir={self.place} cannot be read: {reason}; choose another run_dir") from error
 
     def _taken(self) -> ConfigError:
         return ConfigError(
@@ -205,18 +194,15 @@ class RunFolder:
     def open(self, *, resume: str) -> list[PurePath]:
         """Take the folder; return the checkpoints to resume from, best first."""
         make_folder(self.path)
-        try:
+        with self._explained("written"):
             if not self._ownership.take():
                 raise self._taken()
-        except OSError as error:
-            reason = error.strerror or error
-            raise ConfigError(f"run_dir={self.place} cannot be written: {reason}; choose another run_dir") from None
         layout.clean(self.checkpoints)
         return layout.complete(self.checkpoints)[::-1] if resume in ("auto", "never") else [place_of(resume)]
 
     def claim(self, config: Mapping[str, Any]) -> None:
         """Record the run of the folder, and the launch that continues it."""
-        try:
+        with self._explained("written"):
             if (launch := _launch_id()) is None:
                 (self.path / LAUNCH).unlink(missing_ok=True)
             else:
@@ -224,11 +210,6 @@ class RunFolder:
             with write_atomically(self.path / CONFIG) as unfinished:
                 unfinished.write_text(yaml.safe_dump(dict(config), sort_keys=False))
             self.push()
-        except OSError as error:
-            raise ConfigError(
-                f"run_dir={self.place} cannot be written: {error.strerror or error}; make room, or choose another "
-                "run_dir"
-            ) from error
 
     @property
     def is_claimed(self) -> bool:

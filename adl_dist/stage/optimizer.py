@@ -120,7 +120,7 @@ class Learner:
         return self._lr_factor if self.mitigation is None else self.mitigation.rate(self.version)
 
     def clip(self, parameters: list[nn.Parameter], norm: Tensor | None) -> None:
-        """Scale the gradients of ``parameters``, whose norm is ``norm``, down to the limit."""
+        """Scale the gradients of ``parameters``, of norm ``norm``, down to the limit."""
         if self._clip_norm is not None and norm is not None:
             clip_grads_with_norm_(parameters, self._clip_norm, norm)
 
