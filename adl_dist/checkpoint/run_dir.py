@@ -169,7 +169,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def _explained(self, done: str) -> Iterator[None]:
-        """Turn an OSError into a ConfigError that says what cannot be ``done``."""
+        """Turn an OSError into the line that run_dir cannot be ``done``."""
         try:
             yield
         except OSError as error:
