@@ -26,6 +26,7 @@ from adl_dist.report.callbacks import Callbacks
 from adl_dist.report.files import write_atomically
 from adl_dist.report.loggers import TENSORBOARD
 from adl_dist.report.runs import START, flatten
+from adl_dist.report.tables import counted
 from adl_dist.report.totals import Totals
 from adl_dist.report.warning import say
 from adl_dist.schedule.run_plan import Plan
@@ -173,11 +174,11 @@ def _write_start(folder: Path, worker: LocalWorker, partitioned: PartitionedMode
     device, size = worker.world.device, worker.world.size
     program = "adl-dist" if Path(sys.argv[0]).name in ("__main__.py", "adl-dist") else sys.argv[0]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    threads = "" if device.type == "cuda" else f", {torch.get_num_threads()} threads each"
+    threads = "" if device.type == "cuda" else f", {counted(torch.get_num_threads(), 'thread')} each"
     facts = {
         "command": shlex.join([program, *sys.argv[1:]]),
         "host": socket.gethostname(),
-        "device": f"{device.type} ({name}), {size} {'process' if size == 1 else 'processes'}{threads}",
+        "device": f"{device.type} ({name}), {size} process{'es' * (size > 1)}{threads}",
         "parameters": partitioned.num_parameters,
         "stages": partitioned.stage_units,
         "software": f"adl_dist {__version__}, torch {torch.__version__}, Python {platform.python_version()}",

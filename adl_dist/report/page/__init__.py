@@ -46,7 +46,7 @@ def write_after_run(folder: Path) -> None:
 def _content(folders: Sequence[Path]) -> dict[str, Any]:
     """Return the variables of the template."""
     from adl_dist.report.page import one_run, several
-    from adl_dist.report.page.parts import Missing, Text
+    from adl_dist.report.page.parts import MISSING, text
     from adl_dist.report.page.recorded import read_files
 
     runs = [read_run(folder) for folder in folders]
@@ -58,9 +58,9 @@ def _content(folders: Sequence[Path]) -> dict[str, Any]:
         title, sections = f"{len(runs)} runs compared", several.sections(runs, files)
         head, facts = [], [("one of them", f"adl-dist report {folders[0]}")]
     parts = {name: _shown(build) for name, build in sections.items()}
-    missing = [(name, part.text) for name, found in parts.items() for part in found if isinstance(part, Missing)]
-    shown = {name: [part for part in found if not isinstance(part, Missing)] for name, found in parts.items()}
-    problems = [Text(f"{run.folder.name}: {text}", "bad") for run in runs for text in run.problems]
+    missing = [(name, part["text"]) for name, found in parts.items() for part in found if part["kind"] == MISSING]
+    shown = {name: [part for part in found if part["kind"] != MISSING] for name, found in parts.items()}
+    problems = [text(f"{run.folder.name}: {problem}", "bad") for run in runs for problem in run.problems]
     return {
         "title": title,
         "head": [*head, *problems],
@@ -72,10 +72,10 @@ def _content(folders: Sequence[Path]) -> dict[str, Any]:
 
 def _shown(build: Callable[[], Sequence[Any]]) -> Sequence[Any]:
     """Return a part of the page, or a line with its error."""
-    from adl_dist.report.page.parts import Text
+    from adl_dist.report.page.parts import text
 
     try:
         return build()
     except DAMAGE as error:
         reason = in_one_line(error)[:300]
-        return [Text(f"Cannot be shown: a file of the run is damaged or of another version ({reason}).", "bad")]
+        return [text(f"Cannot be shown: a file of the run is damaged or of another version ({reason}).", "bad")]

@@ -10,7 +10,7 @@ from adl_dist.report.goal import KNOWN, LOWEST, falls
 from adl_dist.report.logs import RESUMED
 from adl_dist.report.overhead import moving_average
 from adl_dist.report.page import parts
-from adl_dist.report.page.parts import Cell, Chart, Curve, Missing, Part, Text, Verbatim, chart, colour, table
+from adl_dist.report.page.parts import Curve, Part, bar, chart, colour, missing, places, table, text, verbatim
 from adl_dist.report.page.recorded import Files
 from adl_dist.report.page.verdict import verdict
 from adl_dist.report.progress import PEAKS, holders
@@ -81,19 +81,19 @@ def ending(run: Run) -> str:
 
 def head(run: Run, files: Files) -> list[Part]:
     """Return the end of the run, and the verdict on its stages."""
-    css, text = ENDINGS[ending(run)]
+    css, said = ENDINGS[ending(run)]
     summary = run.summary
     if "stopped" in summary:
-        text += f" at update {summary['stopped']['update']}, by {summary['stopped']['why']}"
+        said += f" at update {summary['stopped']['update']}, by {summary['stopped']['why']}"
     elif run.status == "diverged":
-        text += f" at update {run.divergence.get('update')}, in epoch {int(run.divergence.get('epoch', 0)) + 1}"
+        said += f" at update {run.divergence.get('update')}, in epoch {int(run.divergence.get('epoch', 0)) + 1}"
     elif run.status == "unfinished" and (updates := [p[-1].update for p in run.curves.values() if p]):
-        text += f"; the last record is of update {max(updates) + 1}"
-    text += f", ended by {summary['ended_by']}" if "ended_by" in summary else ""
-    text += f": {counted(summary['epochs'], 'epoch')}, {counted(summary['updates'], 'update')}" if summary else ""
-    found: list[Part] = [Text(f"{text}.", css)]
-    if (said := verdict(run, files.timeline)) is not None:
-        found.append(Text(said, "verdict"))
+        said += f"; the last record is of update {max(updates) + 1}"
+    said += f", ended by {summary['ended_by']}" if "ended_by" in summary else ""
+    said += f": {counted(summary['epochs'], 'epoch')}, {counted(summary['updates'], 'update')}" if summary else ""
+    found: list[Part] = [text(f"{said}.", css)]
+    if (judged := verdict(run, files.timeline)) is not None:
+        found.append(text(judged, "verdict"))
     return found
 
 
@@ -144,7 +144,7 @@ def _results(run: Run) -> Sequence[Part]:
             for name, points in run.curves.items()
             if name.startswith(("train/", "validation/"))
         ]
-        return [Missing(NO_SUMMARY), *([table(rows)] if len(rows) > 1 else [])]
+        return [missing(NO_SUMMARY), *([table(rows)] if len(rows) > 1 else [])]
     rows = [["", "at the end", "best", "in epoch"]]
     for name, value in summary.items():
         if name.startswith("validation_"):
@@ -167,10 +167,10 @@ def _results(run: Run) -> Sequence[Part]:
             rows.append([label, value_text(name, summary[name]), "", ""])
     found: list[Part] = [table(rows)]
     if not any(name.startswith("validation_") for name in summary):
-        found.append(Missing("validation; give the run validation data."))
+        found.append(missing("validation; give the run validation data."))
     if run.status == "unfinished":
-        found.append(Text("These figures are of an earlier end of this run.", "quiet"))
-    return [*found, Text("Times and speeds are those since the run was last started.", "quiet")]
+        found.append(text("These figures are of an earlier end of this run.", "quiet"))
+    return [*found, text("Times and speeds are those since the run was last started.", "quiet")]
 
 
 def _curves(run: Run) -> Sequence[Part]:
@@ -179,51 +179,37 @@ def _curves(run: Run) -> Sequence[Part]:
     charts = [
         chart(name.replace("_", " "), label, _learning(run, name, x))
         for name in names
-        for x, label in ((_epoch, "epoch"), (_seconds, "seconds of training"))
+        for x, label in parts.AXES.items()
     ]
     if rate := run.finite("train/learning_rate"):
-        charts.append(chart("learning rate", "epoch", [Curve("learning rate", "c0", _xy(rate))], from_zero=True))
-    norms = [Curve("model", "c0", _xy(points))] if (points := run.finite("train/gradient_norm")) else []
+        charts.append(chart("learning rate", "epoch", [Curve("learning rate", "c0", places(rate))], from_zero=True))
+    norms = [Curve("model", "c0", places(points))] if (points := run.finite("train/gradient_norm")) else []
     norms += _of_stages(run, "stage/gradient_norm", run.finite)
     if norms:
         charts.append(chart("gradient norm", "epoch", norms, from_zero=True))
-    text = "Thin line: each update; thick line: moving average. Seconds are without validation and saving."
-    return [parts.Charts(charts, text)] if charts else [Missing("curves; metrics.jsonl gets them while a run trains.")]
+    caption = "Thin line: each update; thick line: moving average. Seconds are without validation and saving."
+    return (
+        [parts.charts(charts, caption)] if charts else [missing("curves; metrics.jsonl gets them while a run trains.")]
+    )
 
 
-def _learning(run: Run, name: str, x: Callable[[Point], float]) -> list[Curve]:
+def _learning(run: Run, name: str, x: str) -> list[Curve]:
     """Return the curves of a metric in training and validation."""
     training, validation = run.finite(f"train/{name}"), run.finite(f"validation/{name}")
     means = moving_average(training, max(1, len(training) // 40))
-    curves = [Curve("training, each update", "c0 thin", _xy(training, x)), Curve("training", "c0", _xy(means, x))]
-    return [curve for curve in (*curves, Curve("validation", "c1", _xy(validation, x))) if curve.points]
-
-
-def _epoch(point: Point) -> float:
-    return point.epoch
-
-
-def _seconds(point: Point) -> float:
-    return point.seconds
-
-
-def _xy(points: Sequence[Point], x: Callable[[Point], float] = _epoch) -> list[tuple[float, float]]:
-    """Return the places of a curve's points, of a long one only some."""
-    return [(x(point), point.value) for point in points[:: max(1, len(points) // parts.MOST_POINTS)]]
+    curves = [Curve("training, each update", "c0 thin", places(training, x)), Curve("training", "c0", places(means, x))]
+    return [curve for curve in (*curves, Curve("validation", "c1", places(validation, x))) if curve.points]
 
 
 def _of_stages(run: Run, name: str, read: Callable[[str], Sequence[Point]], scale: float = 1.0) -> list[Curve]:
     """Return a curve for each stage that has one."""
-    curves = [
-        Curve(f"stage {k}", colour(k), [(x, scale * y) for x, y in _xy(read(f"{name}/{k}"))])
-        for k in range(run.num_stages)
-    ]
+    curves = [Curve(f"stage {k}", colour(k), places(read(f"{name}/{k}"), scale=scale)) for k in range(run.num_stages)]
     return [curve for curve in curves if curve.points]
 
 
 def _throughput(run: Run) -> Sequence[Part]:
     if not run.speeds:
-        return [Missing("the speed; metrics.jsonl has no records of updates.")]
+        return [missing("the speed; metrics.jsonl has no records of updates.")]
     size = max(1, -(-len(run.speeds) // BINS))
     pieces = [run.speeds[start : start + size] for start in range(0, len(run.speeds), size)]
     # Of rates over equal amounts of work the harmonic mean is the rate of all that work.
@@ -231,7 +217,7 @@ def _throughput(run: Run) -> Sequence[Part]:
         (piece[-1].seconds, statistics.harmonic_mean([max(point.value, 1e-9) for point in piece])) for piece in pieces
     ]
     drawn = chart(f"{run.unit} per second", "seconds of training", [Curve(run.unit, "c0", means)], from_zero=True)
-    return [parts.Charts([drawn], f"Each point: mean over {counted(size, 'update')}.")]
+    return [parts.charts([drawn], f"Each point: mean over {counted(size, 'update')}.")]
 
 
 def _stages(run: Run, files: Files) -> Sequence[Part]:
@@ -240,28 +226,28 @@ def _stages(run: Run, files: Files) -> Sequence[Part]:
     if stages:
         planned = {f.stage: f for f in figures(run.pipeline)} if run.pipeline is not None else {}
         head = ["stage", "busy", "delay", "mean staleness", "expected", "largest"]
-        rows: list[Sequence[Cell | object]] = [head]
+        rows: list[Sequence[object]] = [head]
         for stage in stages:
             plan, busy = planned.get(stage["stage"]), stage["busy_share"]
             expected = ["", ""] if plan is None else [plan.delay, f"{plan.staleness_mean:.3f}"]
             stale = [expected[0], f"{stage['staleness_mean']:.3f}", expected[1], stage["staleness_max"]]
-            rows.append([stage["stage"], Cell(f"{busy:.0%}", 100 * busy), *stale])
+            rows.append([stage["stage"], bar(f"{busy:.0%}", 100 * busy), *stale])
         note = (
             "Busy: the share of training time in forward, backward and update. Delay: in micro-batches. Staleness: "
             "updates of the stage between the forward of a micro-batch and its own update; expected: that of the "
             "schedule, once the pipeline is full."
         )
-        found += [table(rows, texts=(1,)), Text(note, "quiet")]
+        found += [table(rows, texts=(1,)), text(note, "quiet")]
     else:
-        found.append(Missing(NO_SUMMARY))
-    charts = list[Chart]()
+        found.append(missing(NO_SUMMARY))
+    charts = list[Part]()
     if busy_shares := _of_stages(run, "stage/busy_share", run.finite, scale=100):
         charts.append(chart("busy (%)", "epoch", busy_shares, from_zero=True, top=100))
     if staleness := _of_stages(run, "stage/staleness", lambda name: _by_epoch(run.finite(name))):
         charts.append(chart("mean staleness (updates)", "epoch", staleness, from_zero=True))
     if charts:
         found.append(
-            parts.Charts(charts, "Staleness: mean of the records of each epoch (runtime.stage_records_every).")
+            parts.charts(charts, "Staleness: mean of the records of each epoch (runtime.stage_records_every).")
         )
     if files.timeline is not None:
         found.append(parts.shares(files.timeline, "The time of each stage during the timeline below."))
@@ -282,7 +268,7 @@ def _by_epoch(points: Sequence[Point]) -> list[Point]:
 def _timeline(run: Run, files: Files) -> Sequence[Part]:
     pipeline, timeline = run.pipeline, files.timeline
     if pipeline is None:
-        return [Missing("the method, without which no schedule can be drawn (config.yaml).")]
+        return [missing("the method, without which no schedule can be drawn (config.yaml).")]
     K, M = pipeline.num_stages, pipeline.micro_batches_per_update
     if timeline is None:
         num = min(2 * (K + M), max(MOST_MICRO_BATCHES, 2 * K + 8))
@@ -290,7 +276,7 @@ def _timeline(run: Run, files: Files) -> Sequence[Part]:
         length = max(span.end for span in spans)
         planned = parts.lanes("The schedule", spans, length, lambda span: None)
         caption = "From an empty pipeline on. A message takes a tick."
-        return [Missing(NO_TIMELINE), parts.timelines([planned], K, length, "ticks", caption)]
+        return [missing(NO_TIMELINE), parts.timelines([planned], K, length, "ticks", caption)]
     stale = {(k, each.op, each.number): each.staleness for k, events in enumerate(timeline.stages) for each in events}
     spans = window(spans_of_timeline(timeline), K)
     free = window(spans_with_free_links(pipeline, timeline), K)
@@ -321,19 +307,19 @@ def _timeline(run: Run, files: Files) -> Sequence[Part]:
 def _memory(run: Run) -> Sequence[Part]:
     held = holders(run.summary)
     if not held:
-        return [Missing(NO_SUMMARY)]
+        return [missing(NO_SUMMARY)]
     names = {**PEAKS, "peak_tensor_bytes": "of it tensors"}
     columns = [name for name in names if any(name in one for one in held)]
     largest = max((one.get(name, 0) for one in held for name in columns), default=1)
     is_alone = "processes" not in run.summary
-    rows: list[Sequence[Cell | object]] = [["stage" if is_alone else "process", *(names[name] for name in columns)]]
+    rows: list[Sequence[object]] = [["stage" if is_alone else "process", *(names[name] for name in columns)]]
     for one in held:
         name = one["stage"] if is_alone else f"{one['rank']} (stages {', '.join(map(str, one['stages']))})"
         sizes = [(column, one.get(column)) for column in columns]
-        rows.append([name, *("" if n is None else Cell(f"{n / 2**20:,.1f} MiB", 100 * n / largest) for _, n in sizes)])
+        rows.append([name, *("" if n is None else bar(f"{n / 2**20:,.1f} MiB", 100 * n / largest) for _, n in sizes)])
     found: list[Part] = [table(rows, texts=range(1, 1 + len(columns)))]
     if "peak_tensor_bytes" not in columns:
-        found.append(Missing("the bytes of tensors alone; set runtime.profile_memory=true."))
+        found.append(missing("the bytes of tensors alone; set runtime.profile_memory=true."))
     return found
 
 
@@ -348,9 +334,9 @@ def _cut(run: Run, files: Files) -> Sequence[Part]:
             held = ["", ""] if piece is None else [f"{size / 2**20:,.2f} MiB" for size in piece]
             rows.append([k, *_units(files, k), *held, *_times(files, k)])
         note = "Weights and optimizer: bytes in the newest checkpoint. Times: medians of the timeline, per micro-batch"
-        found += [table(rows, texts=(2, 3)), Text(f"{note}; update: per update.", "quiet")]
+        found += [table(rows, texts=(2, 3)), text(f"{note}; update: per update.", "quiet")]
     if not files.units:
-        return [*found, Missing("the cost of each unit; set partition.balance=auto to measure it and cut by it.")]
+        return [*found, missing("the cost of each unit; set partition.balance=auto to measure it and cut by it.")]
     if len(files.units) <= MOST_UNITS:
         found.append(_unit_bars(files))
     rows, stop = [["cut after", "stages", "activation", "gradient"]], 0
@@ -360,7 +346,7 @@ def _cut(run: Run, files: Files) -> Sequence[Part]:
         crossing = [f"{int(unit.get(name, 0)) / 1024:,.1f} KiB" for name in ("act_bytes", "grad_bytes")]
         rows.append([unit["name"], f"{k} to {k + 1}", *crossing])
     if len(rows) > 1:
-        found += [table(rows), Text("Bytes of one micro-batch that cross each cut.", "quiet")]
+        found += [table(rows), text("Bytes of one micro-batch that cross each cut.", "quiet")]
     return found
 
 
@@ -390,13 +376,12 @@ def _unit_bars(files: Files) -> Part:
     bars = []
     for number, unit in enumerate(files.units):
         segments = [
-            parts.Segment(name, 100 * unit[name] / most, f"{name} {1000 * unit[name]:.3g} ms")
-            for name in ("forward", "backward")
+            (name, 100 * unit[name] / most, f"{name} {1000 * unit[name]:.3g} ms") for name in ("forward", "backward")
         ]
         where = f"stage {stage_of[number]}: " if number < len(stage_of) else ""
         bars.append((f"{where}{unit['name']}", segments))
     legend = [("forward", "forward"), ("backward", "backward")]
-    return parts.Bars(bars, legend, f"Measured time of each unit of the model; full width: {1000 * most:.3g} ms.")
+    return parts.bars(bars, legend, f"Measured time of each unit of the model; full width: {1000 * most:.3g} ms.")
 
 
 def _links(run: Run, files: Files) -> Sequence[Part]:
@@ -409,9 +394,9 @@ def _links(run: Run, files: Files) -> Sequence[Part]:
     found: list[Part] = [table(rows, texts=(1,))] if len(rows) > 1 else []
     given = run.config.get("partition", {}).get("links")
     if given not in (None, "auto"):
-        found.append(Text(f"Described by partition.links: {given}."))
+        found.append(text(f"Described by partition.links: {given}."))
     if not found:
-        found.append(Missing("link speeds; set partition.balance=auto partition.links=auto to measure them."))
+        found.append(missing("link speeds; set partition.balance=auto partition.links=auto to measure them."))
     rows = [["link", "message", "codec", "sent", "of its bytes", "relative error"]]
     for stage, edge in ((s["stage"], edge) for s in run.summary.get("stages", ()) for edge in s.get("coded", ())):
         to, error = stage + (1 if edge["what"] == "act" else -1), edge.get("error")
@@ -425,31 +410,31 @@ def _links(run: Run, files: Files) -> Sequence[Part]:
 def _events(run: Run, files: Files) -> Sequence[Part]:
     found = list[Part]()
     if skipped := run.summary.get("skipped_updates") or len(run.curves.get("train/skipped_updates", ())):
-        found.append(Text(f"{skipped} updates were skipped: their loss or gradient was not finite.", "bad"))
+        found.append(text(f"{skipped} updates were skipped: their loss or gradient was not finite.", "bad"))
     if run.divergence:
-        found.append(Text(f"A loss or gradient was not finite at update {run.divergence.get('update')}.", "bad"))
+        found.append(text(f"A loss or gradient was not finite at update {run.divergence.get('update')}.", "bad"))
     if failed := run.curves.get("checkpoint/failed"):
-        found.append(Text(f"{len(failed)} checkpoints could not be written.", "bad"))
+        found.append(text(f"{len(failed)} checkpoints could not be written.", "bad"))
     if drained := run.curves.get("checkpoint/drain_changed_result"):
-        text = "checkpoints were requested in mid-epoch; emptying the pipeline for them changed values"
-        found.append(Text(f"{len(drained)} {text}."))
+        why = "checkpoints were requested in mid-epoch; emptying the pipeline for them changed values"
+        found.append(text(f"{len(drained)} {why}."))
     if not files.logs:
-        return [*found, Missing("logs; the processes of a run with a run_dir write them.")]
+        return [*found, missing("logs; the processes of a run with a run_dir write them.")]
     resumed = [entry for entry in files.logs if entry.text.startswith(RESUMED)]
     serious = [entry for entry in files.logs if entry.level in ("WARNING", "ERROR", "CRITICAL")]
     if resumed:
         times = "once" if len(resumed) == 1 else f"{len(resumed)} times"
-        found.append(Text(f"The run was started again from a checkpoint {times}."))
+        found.append(text(f"The run was started again from a checkpoint {times}."))
     if not serious:
-        found.append(Text("No warnings and no errors in the logs: no stall, no process that was lost.", "good"))
+        found.append(text("No warnings and no errors in the logs: no stall, no process that was lost.", "good"))
     entries = sorted([*serious, *resumed], key=lambda entry: entry.time)
     if len(entries) > MOST_ENTRIES:
-        found.append(Text(f"The newest {MOST_ENTRIES} of {len(entries)} entries of the logs:", "quiet"))
+        found.append(text(f"The newest {MOST_ENTRIES} of {len(entries)} entries of the logs:", "quiet"))
     shown = entries[-MOST_ENTRIES:]
-    return [*found, *(Verbatim(f"{e.time} {e.rank} {e.level.lower()}: {e.text[:LONGEST_ENTRY]}") for e in shown)]
+    return [*found, *(verbatim(f"{e.time} {e.rank} {e.level.lower()}: {e.text[:LONGEST_ENTRY]}") for e in shown)]
 
 
 def _configuration(run: Run) -> Sequence[Part]:
     if not run.config:
-        return [Missing("the settings, which config.yaml has.")]
-    return [Verbatim(yaml.safe_dump(dict(run.config), sort_keys=False))]
+        return [missing("the settings, which config.yaml has.")]
+    return [verbatim(yaml.safe_dump(dict(run.config), sort_keys=False))]

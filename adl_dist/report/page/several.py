@@ -7,10 +7,10 @@ from adl_dist.errors import ConfigError
 from adl_dist.report import overhead
 from adl_dist.report.page import parts
 from adl_dist.report.page.one_run import ENDINGS, NO_SUMMARY, NO_TIMELINE, ending, title_of, value_text
-from adl_dist.report.page.parts import Cell, Curve, Missing, Part, Text, chart, colour, table
+from adl_dist.report.page.parts import Curve, Part, bar, chart, colour, missing, places, table, text
 from adl_dist.report.page.recorded import Files
 from adl_dist.report.progress import holders
-from adl_dist.report.runs import Point, Run, add_labels, measure_of
+from adl_dist.report.runs import Run, add_labels, measure_of
 
 LONGEST_LABEL = 48  # characters
 MOST_CURVES = 18  # in one chart
@@ -52,7 +52,7 @@ def _results(runs: Sequence[Run], labels: Sequence[str]) -> Sequence[Part]:
     speeds = [run.summary.get("tokens_per_second", run.summary.get("samples_per_second")) for run in runs]
     most = max((speed for speed in speeds if speed is not None), default=1.0)
     head = ["run", *(name.replace("_", " ") for name in names), "updates", "training", "speed", "staleness", "memory"]
-    rows: list[Sequence[Cell | object]] = [[*head, ""]]
+    rows: list[Sequence[object]] = [[*head, ""]]
     for run, label, speed in zip(runs, labels, speeds, strict=True):
         summary = run.summary
         stale = [stage["staleness_mean"] for stage in summary.get("stages", ())]
@@ -62,47 +62,43 @@ def _results(runs: Sequence[Run], labels: Sequence[str]) -> Sequence[Part]:
             *(value_text(name, summary[name]) if name in summary else "" for name in names),
             summary.get("updates", ""),
             f"{summary['train_seconds']:,.1f} s" if "train_seconds" in summary else "",
-            "" if speed is None else Cell(f"{value_text('', speed)} {run.unit}/s", 100 * speed / most),
+            "" if speed is None else bar(f"{value_text('', speed)} {run.unit}/s", 100 * speed / most),
             f"{statistics.mean(stale):.3f}" if stale else "",
             "" if peak is None else f"{peak / 2**20:,.0f} MiB",
             ENDINGS[ending(run)][1].partition(":")[0].lower() if ending(run) != "complete" else "",
         ])  # fmt: skip
     note = "Staleness: mean over the stages, in updates. Memory: of the process that held most."
-    return [table(rows, texts=(head.index("speed"),)), Text(note, "quiet")]
+    return [table(rows, texts=(head.index("speed"),)), text(note, "quiet")]
 
 
 def _curves(runs: Sequence[Run], labels: Sequence[str]) -> Sequence[Part]:
-    charts, left_out = list[parts.Chart](), ""
+    charts, left_out = list[Part](), ""
     for name in ("validation/loss", "validation/accuracy", "train/loss"):
         found = {label: run.finite(name) for run, label in zip(runs, labels, strict=True) if run.finite(name)}
         if len(found) > MOST_CURVES:
             left_out = f" The first {MOST_CURVES} of {len(found)} runs."
         shown = list(found.items())[:MOST_CURVES] if name != "train/loss" or not charts else []
-        for place, label in ((1, "epoch"), (3, "seconds of training")) if shown else ():
-            drawn = [Curve(one, colour(n), _thinned(points, place)) for n, (one, points) in enumerate(shown)]
+        for x, label in parts.AXES.items() if shown else ():
+            drawn = [Curve(one, colour(n), places(points, x)) for n, (one, points) in enumerate(shown)]
             charts.append(chart(name.replace("/", " "), label, drawn))
     caption = f"Seconds are without validation and saving.{left_out}"
-    return [parts.Charts(charts, caption)] if charts else [Missing("the loss; no run has records of it.")]
-
-
-def _thinned(points: Sequence[Point], place: int) -> list[tuple[float, float]]:
-    return [(float(p[place]), p.value) for p in points[:: max(1, len(points) // parts.MOST_POINTS)]]
+    return [parts.charts(charts, caption)] if charts else [missing("the loss; no run has records of it.")]
 
 
 def _overhead(runs: Sequence[Run], labels: Sequence[str]) -> Sequence[Part]:
     names = {str(run.folder): label for run, label in zip(runs, labels, strict=True)}
     rows = overhead.rows(runs, names)
     if not rows:
-        return [Missing("the loss of two runs, without which they cannot be compared.")]
+        return [missing("the loss of two runs, without which they cannot be compared.")]
     first = overhead.nearest_reference(runs[0], runs)
     note = overhead.NOTE.format(loss=overhead.loss_name(first, first))
-    return [table(rows), Text(f"{note} Reference: {names[str(first.folder)]}.", "quiet")]
+    return [table(rows), text(f"{note} Reference: {names[str(first.folder)]}.", "quiet")]
 
 
 def _medians(runs: Sequence[Run]) -> Sequence[Part]:
     seeds = {run.seed for run in runs}
     if len(seeds) < 2:
-        return [Missing(f"other seeds; all runs have seed {min(seeds)}.")]
+        return [missing(f"other seeds; all runs have seed {min(seeds)}.")]
     measure, curves = measure_of(runs), list[Curve]()
     for label, K in dict.fromkeys((run.label, run.num_stages) for run in runs):
         at: dict[float, list[float]] = {}
@@ -114,13 +110,13 @@ def _medians(runs: Sequence[Run]) -> Sequence[Part]:
         band = [(epoch, min(values), max(values)) for epoch, values in sorted(at.items())]
         curves.append(Curve(f"{label} K={K}", colour(len(curves)), middle, band))
     drawn = chart(f"{measure.name.replace('/', ' ')}{measure.unit}", "epoch", curves)
-    return [parts.Charts([drawn], "Line: median over the seeds; band: their range. adl-dist compare has the table.")]
+    return [parts.charts([drawn], "Line: median over the seeds; band: their range. adl-dist compare has the table.")]
 
 
 def _stages(runs: Sequence[Run], labels: Sequence[str], files: Sequence[Files]) -> Sequence[Part]:
     K = max((len(run.summary.get("stages", ())) for run in runs), default=0)
     if not K:
-        return [Missing(NO_SUMMARY)]
+        return [missing(NO_SUMMARY)]
     found = list[Part]()
     for title, name, form in (("busy", "busy_share", "{:.0%}"), ("mean staleness", "staleness_mean", "{:.3f}")):
         rows: list[Sequence[object]] = [[title, *(f"stage {k}" for k in range(K))]]
@@ -130,7 +126,7 @@ def _stages(runs: Sequence[Run], labels: Sequence[str], files: Sequence[Files]) 
         found.append(table(rows))
     timelines = [(label, file.timeline) for label, file in zip(labels, files, strict=True) if file.timeline is not None]
     found += [parts.shares(timeline, f"{label}: the time of each stage.") for label, timeline in timelines]
-    return found if timelines else [*found, Missing(NO_TIMELINE)]
+    return found if timelines else [*found, missing(NO_TIMELINE)]
 
 
 def _differences(runs: Sequence[Run], labels: Sequence[str]) -> Sequence[Part]:
@@ -138,6 +134,6 @@ def _differences(runs: Sequence[Run], labels: Sequence[str]) -> Sequence[Part]:
     keys = [key for key in dict.fromkeys(key for one in flat for key in one) if key not in NOT_COMPARED]
     telling = [key for key in keys if len({str(one.get(key, "")) for one in flat}) > 1]
     if not telling:
-        return [Text("The settings of these runs are the same.")]
+        return [text("The settings of these runs are the same.")]
     rows = [["setting", *labels]] + [[key, *(str(one.get(key, "")) for one in flat)] for key in telling]
     return [table(rows, texts=range(1, len(runs) + 1))]
