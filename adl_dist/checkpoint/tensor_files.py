@@ -54,6 +54,11 @@ class Stored:
     shape: list[int]
     code: str
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the tensor."""
+        return DTYPES[self.code]
+
 
 def file_name(kind: str, stage: int, num_stages: int) -> str:
     """Return the name of a stage's file of one kind; names count from 1."""
@@ -140,7 +145,7 @@ def read(tensors: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]:
         of_file = {name: stored for name, stored in tensors.items() if stored.file == file}
         with storage_of(file).open(file) as content:
             for name, stored in sorted(of_file.items(), key=lambda item: item[1].begin):
-                tensor = torch.empty(stored.shape, dtype=DTYPES[stored.code])
+                tensor = torch.empty(stored.shape, dtype=stored.dtype)
                 content.seek(stored.begin)
                 memory = _bytes_of(tensor)
                 for start in range(0, stored.num_bytes, PIECE_BYTES):

@@ -1,13 +1,14 @@
-"""Weights in safetensors files of any origin, read one tensor at a time.
+"""Weights of any origin: in safetensors files, or a state_dict saved by ``torch.save``.
 
-They are in a file, a folder with an index of several (``model.safetensors.index.json``, as the Hugging Face hub has
-them), a folder with one ``model.safetensors``, or a checkpoint.
+The former are in a file, a folder with an index of several (``model.safetensors.index.json``, as the Hugging Face hub
+has them), a folder with one ``model.safetensors``, or a checkpoint. They are read one tensor at a time.
 """
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from pathlib import PurePath
+from pathlib import Path, PurePath
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +29,9 @@ class WeightFiles:
         tensors: by name, where each is.
     """
 
-    def __init__(self, path: PurePath, tensors: Mapping[str, Stored]) -> None:
+    def __init__(self, path: PurePath, tensors: Mapping[str, Any]) -> None:
         self.path = path
-        self.tensors = {name: stored for name, stored in tensors.items() if not name.startswith(ENTRY)}
+        self.tensors: dict[str, Any] = {name: stored for name, stored in tensors.items() if not name.startswith(ENTRY)}
 
     @classmethod
     def at(cls, path: PurePath) -> "WeightFiles":
@@ -73,10 +74,11 @@ class WeightFiles:
         }
         found = {id(tensor) for name, tensor in state.items() if name in self.tensors}
         here = {name: list(t.shape) for name, t in state.items() if name in self.tensors or id(t) not in found}
-        there = {name: stored.shape for name, stored in self.tensors.items()}
+        held = {name: stored for name, stored in self.tensors.items() if not is_extra_state(name)}
+        there = {n: list(at.shape) if isinstance(at, Stored | Tensor) else type(at).__name__ for n, at in held.items()}
         check_same(self.path, here, there)
-        for name, stored in self.tensors.items():
-            dtype, wanted = tensor_files.DTYPES[stored.code], state[name].dtype
+        for name, stored in held.items():
+            dtype, wanted = stored.dtype, state[name].dtype
             if (dtype.is_floating_point, dtype.is_complex) != (wanted.is_floating_point, wanted.is_complex):
                 raise CheckpointError(
                     f"init_from={self.path} is of another model: {name} is {wanted} in this model and {dtype} in the "
@@ -104,6 +106,32 @@ class WeightFiles:
             raise CheckpointError(
                 f"init_from={self.path} cannot be read any more ({type(error).__name__}: {error}); was it changed?"
             ) from error
+
+
+class PickledWeights(WeightFiles):
+    """A state_dict saved by ``torch.save``, read as a whole."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the file.
+
+        Raises:
+            CheckpointError: it cannot be read, or holds something else.
+        """
+        try:
+            state: Any = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # a damaged pickle can raise anything
+            reason = (str(error).strip() or "no more is known").splitlines()[0][:100]
+            raise CheckpointError(
+                f"init_from={path} cannot be read ({type(error).__name__}: {reason}); expected a state_dict saved by "
+                f"torch.save, or a {SUFFIX} file, like those of adl-dist export"
+            ) from error
+        if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+            raise CheckpointError(f"init_from={path} holds a {type(state).__name__}; expected a state_dict")
+        super().__init__(path, state)
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """See :class:`WeightFiles`."""
+        yield from ((name, self.tensors[name]) for name in names if name in self.tensors)
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from adl_dist.checkpoint.tensor_files import SUFFIX
-from adl_dist.checkpoint.weight_files import WeightFiles, check_same, check_tied, matches
+from adl_dist.checkpoint.weight_files import PickledWeights, WeightFiles, matches
 from adl_dist.errors import CheckpointError, ConfigError
 from adl_dist.optimizers.roles import keep_role
 from adl_dist.partition.stage_module import StageModule
@@ -235,44 +235,10 @@ def load_initial(model: nn.Module, path: Path, skip: Sequence[str] = ()) -> None
         raise ConfigError(
             f"init_skip: no tensor of the model matches '{unknown[0]}'; the last ones are {', '.join([*own][-3:])}"
         )
-    if path.is_dir() or path.suffix == SUFFIX or not path.exists():
-        load_weights(model, WeightFiles.at(path), skip)
-        return
-    try:
-        state: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged pickle can raise anything
-        reason = (str(error).strip() or "no more is known").splitlines()[0][:100]
-        raise CheckpointError(
-            f"init_from={path} cannot be read ({type(error).__name__}: {reason}); expected a state_dict saved by "
-            f"torch.save, or a {SUFFIX} file, like those of adl-dist export"
-        ) from error
-    if not isinstance(state, Mapping):
-        raise CheckpointError(f"init_from={path} holds a {type(state).__name__}; expected a state_dict")
-    state = {name: value for name, value in state.items() if not matches(name, skip)}
-    here, there = (
-        {
-            name: list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            for name, value in each.items()
-            if not matches(name, skip)
-        }
-        for each in (own, state)
-    )
-    check_same(path, here, there)
-    check_tied(path, model, state, state.__getitem__)
-    model.load_state_dict({**own, **state})
-
-
-def load_weights(model: nn.Module, files: WeightFiles, skip: Sequence[str] = ()) -> None:
-    """Read the tensors of ``model`` from ``files``.
-
-    Those with names that match ``skip`` are left out.
-
-    Raises:
-        CheckpointError: If they are those of a different model.
-    """
+    files = PickledWeights(path) if path.is_file() and path.suffix != SUFFIX else WeightFiles.at(path)
     files.skip(skip)
     files.check(model, skip)
-    model.load_state_dict(dict(files.read(model.state_dict())), strict=False)  # one of several names is enough
+    model.load_state_dict(dict(files.read(own)), strict=False)  # of several names of one tensor one is enough
 
 
 def check_on_meta(model: nn.Module) -> None:
