@@ -86,9 +86,16 @@ class WeightFiles:
                 )
         check_tied(self.path, model, self.tensors, lambda name: next(value for _, value in self.read([name])))
 
-    def skip(self, patterns: Sequence[str]) -> None:
-        """Drop the tensors with names that match one of ``patterns``."""
-        self.tensors = {name: stored for name, stored in self.tensors.items() if not matches(name, patterns)}
+    def load_into(self, model: nn.Module, skip: Sequence[str] = ()) -> None:
+        """Load the tensors into ``model``, except those with names that match ``skip``.
+
+        Raises:
+            CheckpointError: they are those of a different model.
+        """
+        self.tensors = {name: stored for name, stored in self.tensors.items() if not matches(name, skip)}
+        self.check(model, skip)
+        # Not strictly, as of several names of one tensor one is enough.
+        model.load_state_dict(dict(self.read(model.state_dict())), strict=False)
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Rename tensors of the files by ``names``, and drop all others."""

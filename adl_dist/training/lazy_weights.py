@@ -236,9 +236,7 @@ def load_initial(model: nn.Module, path: Path, skip: Sequence[str] = ()) -> None
             f"init_skip: no tensor of the model matches '{unknown[0]}'; the last ones are {', '.join([*own][-3:])}"
         )
     files = PickledWeights(path) if path.is_file() and path.suffix != SUFFIX else WeightFiles.at(path)
-    files.skip(skip)
-    files.check(model, skip)
-    model.load_state_dict(dict(files.read(own)), strict=False)  # of several names of one tensor one is enough
+    files.load_into(model, skip)
 
 
 def check_on_meta(model: nn.Module) -> None:

@@ -8,7 +8,6 @@ from torch import nn
 from adl_dist.checkpoint.weight_files import WeightFiles
 from adl_dist.report import say
 from adl_dist.report.callbacks import Callback, TrainerState
-from adl_dist.training.lazy_weights import load_weights
 
 
 class TextSamples(Callback):
@@ -25,5 +24,5 @@ class TextSamples(Callback):
     def on_checkpoint(self, now: TrainerState) -> None:
         """Print the text of the checkpoint's weights."""
         assert now.checkpoint is not None
-        load_weights(self._model, WeightFiles.at(now.checkpoint))
+        WeightFiles.at(now.checkpoint).load_into(self._model)
         say(f"update {now.update}: {self._write(self._model)}")
