@@ -112,7 +112,7 @@ def test_export_to_a_folder_that_is_there_is_refused(run, tmp_path):
     assert "is there already and would be written over" in line
 
 
-def test_a_script_needs_no_model_to_export_and_names_it_to_evaluate(tmp_path):
+def test_runs_of_scripts_are_exported_and_evaluated(tmp_path):
     """The loss is that which the script's own run ended with."""
     trainer = toy_trainer(2, 2)
     data, run_dir = FixedImages(16), tmp_path / "run"
