@@ -3,6 +3,8 @@
 import logging
 import traceback
 
+from adl_dist.wording import worded
+
 # In what torch says of a GPU, of its driver, and of a host.
 OUT_OF_MEMORY = "out of memory", "can't allocate memory", "Cannot allocate memory", "STATUS_ALLOC_FAILED"
 NEED_LESS_MEMORY = (
@@ -22,6 +24,9 @@ class AdlError(Exception):
     """Base of every error raised on purpose."""
 
     exit_code = 2  # of the process, if the error is not caught
+
+    def __str__(self) -> str:
+        return worded(super().__str__())
 
 
 class ConfigError(AdlError, ValueError):

@@ -5,12 +5,13 @@ import math
 import operator
 import types
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, field, fields
 from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from adl_dist.errors import ConfigError
+from adl_dist.wording import PYTHON_NAMES
 
 T = TypeVar("T")
 
@@ -69,11 +70,21 @@ def settings_of(cls: type) -> dict[str, Field[Any]]:
     return {f.metadata["key"] or f.name: f for f in fields(cls) if "help" in f.metadata}
 
 
-def documented(cls: type[T]) -> type[T]:
-    """Add the help of each setting to the docstring of the dataclass ``cls``."""
-    lines = [f"    {f.name}: {f.metadata['help']}." for f in settings_of(cls).values()]
-    cls.__doc__ = "\n".join([str(cls.__doc__).rstrip(), "", "Attributes:", *lines])
-    return cls
+def documented(group: str, call: str | None = None) -> Callable[[type[T]], type[T]]:
+    """Decorate a dataclass with the settings of a ``group``.
+
+    Its docstring gets the help of each setting. Messages to scripts name the setting by ``call``, the name of the class
+    unless given, instead of its key.
+    """
+
+    def decorated(cls: type[T]) -> type[T]:
+        lines = [f"    {f.name}: {f.metadata['help']}." for f in settings_of(cls).values()]
+        cls.__doc__ = "\n".join([str(cls.__doc__).rstrip(), "", "Attributes:", *lines])
+        for key, f in settings_of(cls).items():
+            PYTHON_NAMES[f"{group}.{key}"] = call or cls.__name__, f.name
+        return cls
+
+    return decorated
 
 
 def made_from(cls: type[T], values: Mapping[str, Any], **others: Any) -> T:

@@ -30,7 +30,7 @@ class PrecisionSettings:
         return Codecs(self.codec, self.codec if self.gradient_codec is None else self.gradient_codec)
 
 
-@documented
+@documented("train")
 @dataclass(frozen=True, kw_only=True)
 class GradientPolicy:
     """Treatment of the gradients of a group before they reach the weights."""

@@ -19,7 +19,7 @@ WITHOUT_MEMORY = [
 )
 def test_what_needs_less_memory_is_told_where_there_is_none_left(error):
     assert describe(error).startswith(f"no memory left: {type(error).__name__}")
-    assert "method.accumulation_steps" in describe(error)
+    assert "accumulation_steps" in describe(error)
 
 
 def test_another_error_is_told_as_it_is():

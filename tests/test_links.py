@@ -48,7 +48,7 @@ def test_a_list_of_links_has_one_for_each_cut():
     two = parse_links("1gbit,1ms/1gbit,1ms", LINKS)
     assert two.for_stages(3, LINKS) is two
     with pytest.raises(
-        ConfigError, match=r"partition\.links describes 2 links, but 4 stages have 3; give one, that of each"
+        ConfigError, match=r"PartitionSpec\(links=...\) describes 2 links, but 4 stages have 3; give one, that of each"
     ):
         two.for_stages(4, LINKS)
 
@@ -112,14 +112,14 @@ def test_messages_wait_for_those_before_them_on_their_link():
 
 
 @pytest.mark.parametrize(("seconds", "told"), [
-    (0.0, "runtime.codec=int8 is needed, and enough"),
+    (0.0, "codec=int8 is needed, and enough"),
     (3.0, "the links cost time, least without a codec"),
 ])  # fmt: skip
 def test_a_codec_that_costs_more_than_it_saves_is_not_needed(seconds, told):
     """A stage works for 12 s, and the link for 24 s, or 6 s in int8, which takes a stage so many seconds a byte."""
     profile, link = profile_of([unit(crossing=24)] * 8), Machine(bandwidth=1.0, coding={"int8": per_byte(seconds)})
     coded = [predict(profile, adl(2), machine=replace(link, codecs=Codecs(name, name))) for name in ("none", "int8")]
-    shows(codec_lines(coded)[-1], [told])
+    shows(codec_lines(coded, "images")[-1], [told])
 
 
 def test_delays_grow_with_latency_and_shrink_with_a_codec():

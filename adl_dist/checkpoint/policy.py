@@ -7,7 +7,7 @@ from adl_dist.report.goal import Goal, Mode
 from adl_dist.settings import check_settings, documented, from_old_name, setting
 
 
-@documented
+@documented("runtime")
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPolicy:
     """The schedule of saving and the number of checkpoints kept.

@@ -386,7 +386,7 @@ def chosen_checkpoint(run_dir: str | os.PathLike[str], wanted: str | None) -> Pu
         return saved[-1]
     if path is not folder:
         raise CheckpointError(
-            f"checkpoint={wanted} is none of best, newest, the folder of a checkpoint, like "
-            "runs/NAME/checkpoints/update-00000042, and a run folder that holds one; omit it for the newest"
+            f"checkpoint={wanted}: expected best, newest, or a checkpoint folder, like "
+            "runs/NAME/checkpoints/update-00000042"
         )
     raise CheckpointError(f"{path} holds no complete checkpoint; train first: adl-dist train run_dir={path}")

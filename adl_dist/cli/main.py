@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from adl_dist import __version__
 from adl_dist.distributed.parent_process import end_with_launcher, end_with_torchrun
 from adl_dist.errors import AdlError, ConfigError, Exit, describe, place_of, text_of
+from adl_dist.wording import keys_shown
 
 USAGE = """\
 adl-dist COMMAND [KEY=VALUE ...]
@@ -185,7 +186,8 @@ def _run(command_line: list[str]) -> int:
     if not command_line or (wants_help and name not in HAVE_HELP):
         sys.stdout.write(HELP.get(name, USAGE))
         return 0 if command_line else 2
-    return exit_code_of(lambda: _command(name)(arguments), resumes=name == "train")
+    with keys_shown():
+        return exit_code_of(lambda: _command(name)(arguments), resumes=name == "train")
 
 
 def exit_code_of(command: Callable[[], None], *, resumes: bool = False) -> int:

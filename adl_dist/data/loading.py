@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from adl_dist.data.stream import is_iterable
@@ -68,6 +69,10 @@ def check_dataset(dataset: object, *, name: str, min_samples: int, loading: Load
         raise DataError(
             f"{name} dataset: got a DataLoader, whose batches would count as samples; give its dataset, and its "
             "batch_size, shuffle and num_workers to fit, its collate_fn and sampler to Loading(...)"
+        )
+    if isinstance(dataset, tuple | list) and dataset and all(isinstance(part, Tensor) for part in dataset):
+        raise DataError(
+            f"{name} dataset: got a {kind} of {len(dataset)} tensors; wrap them: torch.utils.data.TensorDataset(x, y)"
         )
     if is_iterable(dataset):
         size = _length_of_stream(dataset, name, loading)

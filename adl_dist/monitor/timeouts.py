@@ -6,7 +6,7 @@ from adl_dist.errors import ConfigError
 from adl_dist.settings import check_settings, documented, setting
 
 
-@documented
+@documented("runtime")
 @dataclass(frozen=True, kw_only=True)
 class WatchdogTimeouts:
     """Limits on a standstill, counted from the last action of any stage.

@@ -9,6 +9,7 @@ from typing import IO, Any
 
 from adl_dist.report.tables import counted, text_table
 from adl_dist.report.warning import tell
+from adl_dist.wording import worded
 
 REDRAW_SECONDS = 0.1
 TOKENS = "tokens"  # unit of speed if a sample has many loss terms
@@ -88,7 +89,7 @@ class Progress:
     def note(self, text: str) -> None:
         """Write a line that stays."""
         if not self._quiet:
-            tell(self._out, ("\r\033[K" if self._live else "") + text + "\n")
+            tell(self._out, ("\r\033[K" if self._live else "") + worded(text) + "\n")
 
     @property
     def train_loss(self) -> float | None:

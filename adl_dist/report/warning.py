@@ -5,6 +5,8 @@ import sys
 from contextlib import suppress
 from typing import IO
 
+from adl_dist.wording import worded
+
 logger = logging.getLogger("adl_dist")
 
 
@@ -23,10 +25,10 @@ def tell(stream: IO[str] | None, text: str) -> None:
 
 def say(text: str) -> None:
     """Write ``text`` as a line to standard output."""
-    tell(sys.stdout, text + "\n")
+    tell(sys.stdout, worded(text) + "\n")
 
 
 def warn(text: str) -> None:
     """Write a warning to standard error and the log, from any thread."""
-    tell(sys.stderr, f"adl-dist: warning: {text}\n")
+    tell(sys.stderr, f"adl-dist: warning: {worded(text)}\n")
     logger.warning("%s", text)

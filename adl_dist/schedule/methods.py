@@ -27,7 +27,7 @@ BEARABLE = 2  # updates of staleness that delay=auto takes by itself, where ADL'
 NO_DIFFERENCE = 1e-9
 
 
-@documented
+@documented("method", "method")
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """A method and its hyper-parameters, with None for the method's default.

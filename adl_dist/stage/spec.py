@@ -21,7 +21,7 @@ LossFn = Callable[[Any, Any], Tensor]  # (output, target), which may be a tuple 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
-@documented
+@documented("runtime")
 @dataclass(frozen=True, kw_only=True)
 class Precision(PrecisionSettings):
     """The number formats and kernels of a run.

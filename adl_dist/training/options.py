@@ -16,7 +16,7 @@ LONGEST_TIMEOUT = 1_000_000  # seconds; torch counts milliseconds in 32 bits
 MOST_THREADS = 1024  # per process; torch ends without a message if there are very many
 
 
-@documented
+@documented("partition")
 @dataclass(frozen=True, kw_only=True)
 class PartitionSpec:
     """The cut of a model into stages.
@@ -62,7 +62,7 @@ class PartitionSpec:
             parse_links(self.links, LINKS)
 
 
-@documented
+@documented("runtime")
 @dataclass(frozen=True, kw_only=True)
 class ProcessOptions:
     """The processes and devices of the stages.
@@ -101,7 +101,7 @@ class ProcessOptions:
         check_settings(self, "runtime")
 
 
-@documented
+@documented("runtime")
 @dataclass(frozen=True, kw_only=True)
 class Monitoring:
     """Records and displays of a run besides ``metrics.jsonl``.

@@ -78,12 +78,12 @@ class Outputs:
             raise ConfigError("loggers know a run by its run_dir, but there is none; pass one, or no loggers")
         if monitoring.memory and num_stages > 1 and not is_distributed:
             raise ConfigError(
-                f"memory=True (runtime.profile_memory) measures a process, but all {num_stages} stages share one; "
+                f"runtime.profile_memory=true measures a process, but all {num_stages} stages share one; "
                 "start one for each stage (runtime.processes=true, torchrun), or omit it"
             )
         if monitoring.memory and pipeline.num_processes < num_stages:
             raise ConfigError(
-                f"memory=True (runtime.profile_memory) measures a process, but {pipeline.stages_per_process} stages "
+                f"runtime.profile_memory=true measures a process, but {pipeline.stages_per_process} stages "
                 "share one; use method.stages_per_process=1, or omit it"
             )
         for goal in (self.checkpoints.goal, *self.callbacks.goals):
@@ -125,8 +125,8 @@ class Outputs:
         if len(loads) > 1 and is_uneven(loads) and "stopped" not in summary and not self.monitoring.quiet:
             busy = ", ".join(f"{load:.0%}" for load in loads)
             say(
-                f"note: stages were busy {busy} of the time: the cut is uneven; balance='auto' "
-                "(partition.balance=auto) measures it, and cuts where it is best"
+                f"note: stages were busy {busy} of the time: the cut is uneven; partition.balance=auto "
+                "measures it, and cuts where it is best"
             )
 
     def coordinator(

@@ -93,8 +93,8 @@ NEW = ("split_backward", "max_deferred", "mitigation", "flush_epochs")
     ("options", "told"),
     [
         ({}, None),
-        ({"mitigation": ["spike"]}, r"method\.mitigation is None there and \['spike'\] here"),
-        ({"flush_epochs": 1}, r"method\.flush_epochs is 0 there and 1 here"),
+        ({"mitigation": ["spike"]}, r"method\(mitigation=...\) is None there and \['spike'\] here"),
+        ({"flush_epochs": 1}, r"method\(flush_epochs=...\) is 0 there and 1 here"),
     ],
     ids=str,
 )

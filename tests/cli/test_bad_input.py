@@ -339,7 +339,7 @@ def test_evaluate_and_export_refuse_a_folder_that_is_no_run(command, run_dir, tm
     shows(refused(*command, f"run_dir={tmp_path / 'none'}"), ["is not a run folder", "train first"])
     for wanted in (tmp_path, "worst"):
         line = refused(*command, f"run_dir={run_dir}", f"checkpoint={wanted}")
-        none_of = f"checkpoint={wanted} is none of best, newest, the folder of a checkpoint"
+        none_of = f"checkpoint={wanted} : expected best, newest, or a checkpoint folder"
         shows(line, [none_of, "a run folder that holds one", "omit it for the newest"])
     shutil.rmtree(run_dir / "checkpoints")
     line = refused(*command, f"run_dir={run_dir}")

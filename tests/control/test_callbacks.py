@@ -300,7 +300,7 @@ def test_early_stopping_refuses_impossible_settings(make, said):
 
 NOT_MEASURED = {
     "of another name": ("validation_acc", "max", r"no metric 'validation_acc'; did you mean validation_accuracy\?"),
-    "that nothing asks for": ("validation_top5", None, r"validation_top5 is measured if train.metrics has top5"),
+    "that nothing asks for": ("validation_top5", None, r"validation_top5 is measured if metrics has top5"),
 }
 
 

@@ -174,14 +174,14 @@ def test_a_heartbeat_monitor_ends_rank_0_that_asks_no_more(number, said, monkeyp
 @pytest.mark.parametrize(
     ("stall", "abort", "said"),
     [
-        (0.0, None, "runtime.watchdog_warn_seconds must be above 0, got 0.0"),
-        (float("nan"), None, "runtime.watchdog_warn_seconds must be a finite number, got nan"),
+        (0.0, None, "WatchdogTimeouts(stall_seconds=...) must be above 0, got 0.0"),
+        (float("nan"), None, "WatchdogTimeouts(stall_seconds=...) must be a finite number, got nan"),
         (
             5.0,
             5.0,
-            "runtime.watchdog_abort_seconds=5.0 must be above runtime.watchdog_warn_seconds=5.0, or null for never",
+            "WatchdogTimeouts(abort_seconds=5.0) must be above WatchdogTimeouts(stall_seconds=5.0), or None for never",
         ),
-        (5.0, "never", "runtime.watchdog_abort_seconds must be a number, null (never) or 'auto', got 'never'"),
+        (5.0, "never", "WatchdogTimeouts(abort_seconds=...) must be a number, None (never) or 'auto', got 'never'"),
     ],
 )
 def test_limits_that_cannot_be_are_refused(stall, abort, said):

@@ -174,13 +174,13 @@ def test_no_edge_of_a_gpu_stands_still(variant):
     [
         ("dgl", {}, "method=dgl each stage learns by itself"),
         ("dni", {}, "method=dni each stage learns by itself"),
-        ("adl", {"lr_clock": "global"}, "method.lr_clock gives each stage learning rates of its own"),
-        ("fr", {"lr_factors": [2, 1]}, "method.lr_factors gives each stage"),
-        ("adl", {"mitigation": ["discount", "delay_compensation"]}, "method.mitigation=delay_compensation"),
+        ("adl", {"lr_clock": "global"}, r"method\(lr_clock=...\) gives each stage learning rates of its own"),
+        ("fr", {"lr_factors": [2, 1]}, r"method\(lr_factors=...\) gives each stage"),
+        ("adl", {"mitigation": ["discount", "delay_compensation"]}, "method.mitigation='delay_compensation'"),
     ],
 )
 def test_what_cannot_share_is_refused(name, options, why):
-    with pytest.raises(ConfigError, match=f"{why}.*partition.tied=untie"):
+    with pytest.raises(ConfigError, match=f"{why}.*(tied='untie'|partition.tied=untie)"):
         Pipeline(method(name, **options), 2, tied=((0, 1),))
 
 

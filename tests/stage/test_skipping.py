@@ -88,7 +88,7 @@ def test_a_run_that_stopped_at_a_fault_goes_on_over_it_with_skip(tmp_path):
 
 def test_more_skipped_updates_in_a_row_than_allowed_stop_the_run():
     trainer = toy_trainer(3, 4, loss_fn=InfiniteLoss(), max_skipped=3, **SKIP)
-    told = r"stage 2: the loss is inf, and train\.max_skipped=3 updates in a row have been skipped at update 3 "
+    told = r"stage 2: the loss is inf, and .*max_skipped=3\) updates in a row have been skipped at update 3 "
     with pytest.raises(DivergedError, match=told):
         trainer.fit(FixedImages(24), epochs=9, batch_size=12, monitoring=QUIET)  # two updates in an epoch
 
@@ -104,7 +104,7 @@ def test_an_infinite_gradient_upstream_only_stops_the_run():
 
 @pytest.mark.parametrize("name", ["dgl", "dni"])
 def test_stages_with_heads_cannot_skip_in_all_stages(name):
-    with pytest.raises(ConfigError, match=rf"train\.non_finite=skip cannot skip .* method={name}"):
+    with pytest.raises(ConfigError, match=rf"GradientPolicy\(non_finite='skip'\) cannot skip .* method={name}"):
         GradientPolicy(**SKIP).check(Pipeline(adl_dist.method(name), 2))
     GradientPolicy(**SKIP).check(Pipeline(adl_dist.method(name), 1))
 
@@ -149,8 +149,8 @@ def test_each_stage_clips_its_own_gradient_as_the_equations_say(name):
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"non_finite": "ignore"}, "train.non_finite: there is no 'ignore'; choose one of stop, skip"),
-        ({"clip_norm": NAN}, "train.clip_norm must be a finite number, got nan"),
+        ({"non_finite": "ignore"}, r"GradientPolicy\(non_finite=...\): there is no 'ignore'; choose one of stop, skip"),
+        ({"clip_norm": NAN}, r"GradientPolicy\(clip_norm=...\) must be a finite number, got nan"),
     ],
 )
 def test_what_cannot_be_is_refused(wrong, told):

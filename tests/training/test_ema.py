@@ -86,7 +86,7 @@ def test_a_run_without_an_average_has_none_to_give(tmp_path):
         trainer.load_checkpoint(tmp_path, ema=True)
     with pytest.raises(ConfigError, match=r"ema=True: no average was made"):
         trainer.full_state_dict(ema=True)
-    with pytest.raises(ConfigError, match=r"train.ema must be above 0 and below 1, like 0.999, got 1"):
+    with pytest.raises(ConfigError, match=r"ema must be above 0 and below 1, like 0.999, got 1"):
         adl_dist.Trainer(batch_norm_net(), loss_fn=torch.nn.CrossEntropyLoss(), optimizer=sgd, ema=1.0)
 
 

@@ -180,6 +180,6 @@ def test_a_small_last_micro_batch_may_come_after_an_evaluation():
 
 
 def test_one_sample_that_cannot_be_normalised_is_refused_then():
-    told = r"holds 1 sample, and the model .*Expected more than 1 value per channel.*another train.batch_size"
+    told = r"holds 1 sample, and the model .*Expected more than 1 value per channel.*another batch_size"
     with pytest.raises(RanksFailed, match=told):
         run_ranks(2, evaluated_first, functools.partial(nn.BatchNorm1d, 5))

@@ -107,7 +107,7 @@ def test_measured_delays_are_those_of_the_run_for_good(tmp_path):
     with pytest.raises(ConfigError, match=r"delays\.json cannot be read: expected a list .* remove it"):
         means(tmp_path, epochs=3)
     with pytest.raises(
-        ConfigError, match=r"method\.delay=auto follows from measured stages; use partition\.balance=auto"
+        ConfigError, match=r"method\(delay='auto'\) follows from measured stages; use PartitionSpec\(balance='auto'\)"
     ):
         trainer_of(slow_in_the_middle(), **auto, balance="even")
 
@@ -168,9 +168,9 @@ def test_a_run_keeps_its_links_and_measures_those_of_another_cut(tmp_path, monke
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"speeds": [1.0]}, r"partition\.device_speeds=\[1\.0\] must be 2 numbers"),
+        ({"speeds": [1.0]}, r"PartitionSpec\(speeds=\[1\.0\]\) must be 2 numbers"),
         ({"speeds": [1.0, 0.0]}, "above 0"),
-        ({"balance": "even", "speeds": [1.0, 2.0]}, r"needs partition\.balance=auto"),
+        ({"balance": "even", "speeds": [1.0, 2.0]}, r"needs PartitionSpec\(balance='auto'\)"),
         ({"balance": "best"}, "there is no 'best'; choose one of flops, even, auto"),
     ],
 )

@@ -124,7 +124,7 @@ def images(*targets):
 
 ODD = FixedImages(17)  # 17 = 4 * 4 + 1
 HEADS = {  # None: a head can be there
-    "one sample": (batch_norm_net, "mlp_sr", ODD, "single sample.*method.head=mlp_sr.*choose another train.batch_size"),
+    "one sample": (batch_norm_net, "mlp_sr", ODD, "single sample.*method.head='mlp_sr'..*choose another batch_size"),
     "tensors": (tuple_net, "mlp_sr", FixedImages(16), r"stage 0: .* got \['B', 4\], \['B'\], \['B', 3, 6, 6\]"),
     "no classes": (of_pixels, "mlp_sr", images(*[torch.zeros(6, 6, dtype=torch.long)] * 8), r"returns \[B, classes\]"),
     "no labels": (of_features, "predsim", images(*[torch.full((5,), 0.2)] * 8), "by their class, but the targets are"),

@@ -24,12 +24,18 @@ cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"dtype": torch.bfloat16}, r"dtype=bfloat16 is not supported: .*runtime\.autocast"),
-        ({"autocast": torch.float16}, r"runtime\.autocast=float16 is not supported"),
+        ({"dtype": torch.bfloat16}, r"dtype=bfloat16 is not supported: .*Precision\(autocast="),
+        ({"autocast": torch.float16}, r"Precision\(autocast='float16'\) is not supported"),
         ({"autocast": torch.bfloat16, "dtype": torch.float64}, "lowers float32 only, but dtype=float64"),
-        ({"autocast": torch.bfloat16, "method": "paci"}, r"runtime\.autocast a graph may keep what was computed"),
-        ({"deterministic": True, "cudnn_benchmark": True}, r"deterministic asks for the same bits"),
-        ({"compile": True, "method": "paci"}, r"runtime\.compile a graph may keep what was computed from those of its"),
+        (
+            {"autocast": torch.bfloat16, "method": "paci"},
+            r"Precision\(autocast=...\) a graph may keep what was computed",
+        ),
+        ({"deterministic": True, "cudnn_benchmark": True}, r"deterministic=...\) asks for the same bits"),
+        (
+            {"compile": True, "method": "paci"},
+            r"Precision\(compile=...\) a graph may keep what was computed",
+        ),
     ],
 )
 def test_what_autocast_or_compile_cannot_do_is_refused(options, expected):
@@ -196,7 +202,7 @@ def test_training_inside_autocast_is_refused():
 def test_compile_without_a_compiler_is_refused():
     # torch's own patch: pytest's would not put the compiler back, for all tests that follow.
     missing = torch._inductor.config.patch({"cpp.cxx": (None, "/nowhere/g++")})
-    told = r"runtime.compile=true needs a C\+\+ compiler .* omit runtime.compile"
+    told = r"Precision\(compile=True\) needs a C\+\+ compiler .* omit Precision\(compile=...\)"
     with missing, pytest.raises(ConfigError, match=told):
         build.check_compiler(torch.device("cpu"))
     build.check_compiler(torch.device("cpu"))

@@ -132,9 +132,9 @@ def test_stop_names_the_update_that_was_not_finite_one_later(M, pick_next, tmp_p
 
 
 def test_what_cannot_be_split_is_refused():
-    with pytest.raises(ConfigError, match=r"method.split_backward=True means nothing to method=dgl"):
+    with pytest.raises(ConfigError, match=r"method\(split_backward=True\) means nothing to method=dgl"):
         method("dgl", split_backward=True)
-    with pytest.raises(ConfigError, match=r"method.max_deferred needs a backward in two parts"):
+    with pytest.raises(ConfigError, match=r"method\(max_deferred=...\) needs a backward in two parts"):
         method("adl", max_deferred=3)
-    with pytest.raises(ConfigError, match=r"runtime.compile makes one piece .* method.split_backward"):
+    with pytest.raises(ConfigError, match=r"Precision\(compile=...\) makes one piece .* method\(split_backward=...\)"):
         toy_trainer(2, 1, "adl", SPLIT, compile=True)

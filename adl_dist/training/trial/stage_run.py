@@ -4,6 +4,7 @@ Every rank runs the whole model, on copies. So each finds by itself which tensor
 """
 
 import copy
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -454,7 +455,10 @@ def change_values(parameters: Sequence[nn.Parameter]) -> None:
 
 def forward_error(gets: str, error: BaseException, *, training: bool) -> ConfigError:
     """Return the error of a failed forward; it begins with ``gets``."""
-    text = f"{gets} and fails on it: {type(error).__name__}: {error}"
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [one for frame in frames if isinstance(one := frame.f_locals.get("self"), nn.Module)]
+    where = f" in {type(modules[-1]).__name__}({modules[-1].extra_repr()})" if modules else ""
+    text = f"{gets} and fails on it{where}: {type(error).__name__}: {error}"
     if not training and "does not require grad" in str(error):
         text += "; in evaluation no gradients are recorded: a forward that takes some needs torch.enable_grad()"
     return ConfigError(text)

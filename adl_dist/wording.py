@@ -1,0 +1,47 @@
+"""Settings in messages: keys of the command line, or names of Python.
+
+Messages name a setting by its key, like ``partition.tied=untie``. Unless the command line runs, they are shown with the
+name that a script has for it, ``PartitionSpec(tied='untie')``.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import yaml
+
+# By key: the call that takes the setting, or an empty text, and its name there. Dataclasses of settings add their own.
+PYTHON_NAMES: dict[str, tuple[str, str]] = {
+    "partition.num_stages": ("", "num_stages"),
+    **{f"train.{name}": ("", name) for name in ("batch_size", "epochs", "max_updates", "metrics", "ema")},
+}
+KEY = re.compile(r"\b((?:method|partition|train|runtime)\.\w+)(?:=(\[[^\]]*\]|'[^']*'|[\w.+-]*\w))?")
+_shows_keys = False
+
+
+@contextmanager
+def keys_shown() -> Iterator[None]:
+    """Show keys as they are in the block."""
+    global _shows_keys
+    before, _shows_keys = _shows_keys, True
+    try:
+        yield
+    finally:
+        _shows_keys = before
+
+
+def worded(text: str) -> str:
+    """Return ``text`` in the words of its reader."""
+    return text if _shows_keys else re.sub(r"\bnull\b", "None", KEY.sub(_in_python, text))
+
+
+def _in_python(found: re.Match[str]) -> str:
+    key, value = found.groups()
+    if key not in PYTHON_NAMES:
+        return found[0]
+    call, name = PYTHON_NAMES[key]
+    if value is not None:
+        name += f"={yaml.safe_load(value)!r}"
+    elif call:
+        name += "=..."
+    return f"{call}({name})" if call else name
