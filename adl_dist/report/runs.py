@@ -50,7 +50,6 @@ class Run:
         method: name and options; of another system only its name. Empty if unknown.
         pipeline: the schedule; None if unknown, and of another system.
         curves: points by name, like ``validation/loss``; names of stages end with their number.
-        speeds: samples (or tokens) per second between two updates.
         problems: a line for each file that cannot be used.
     """
 
@@ -64,7 +63,6 @@ class Run:
     status: Status = "unfinished"
     label: str = ""
     curves: Mapping[str, Sequence[Point]] = field(default_factory=dict)
-    speeds: Sequence[Point] = ()
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -232,10 +230,9 @@ def _read_curves(run: Run, path: Path) -> None:
         first, last = bounds.get(record["epoch"], (record["update"], record["update"]))
         bounds[record["epoch"]] = min(first, record["update"]), max(last, record["update"])
     longest = max((last - first + 1 for first, last in bounds.values()), default=1)
-    curves, speeds = dict[str, list[Point]](), list[Point]()
+    curves = dict[str, list[Point]]()
     before = of_segments = seconds = 0.0
     samples = of_epoch = 0
-    counted = "num_terms" if run.unit == "tokens" else "num_samples"
     for record in records:
         update, number, elapsed = record["update"], record["epoch"], record.get("elapsed_seconds")
         first, last = bounds[number]
@@ -246,13 +243,10 @@ def _read_curves(run: Run, path: Path) -> None:
             if elapsed < before or number != of_epoch:  # of the next segment
                 of_segments, before = of_segments + before, 0.0
             of_epoch = number
-            seconds = of_segments + elapsed
-            if elapsed > before and isinstance(record.get(counted), (int, float)):
-                speeds.append(Point(update, epoch, samples, seconds, record[counted] / (elapsed - before)))
-            before = elapsed
+            seconds, before = of_segments + elapsed, elapsed
         point = Point(update, epoch, samples, seconds, float(record["value"]))
         curves.setdefault(tag_of(record), []).append(point)
-    run.curves, run.speeds = curves, speeds
+    run.curves = curves
 
 
 def _records(run: Run, path: Path) -> Iterator[dict[str, Any]]:

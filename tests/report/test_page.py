@@ -8,6 +8,8 @@ import yaml
 
 from adl_dist.errors import ConfigError
 from adl_dist.report.page import write_page
+from adl_dist.report.page.verdict import idle_by_cause
+from adl_dist.schedule import method
 from tests.support.commands import shows
 from tests.support.recorded import recorded_run
 
@@ -149,3 +151,16 @@ def test_several_runs_are_compared(run, tmp_path):
     shows(page, ["2 runs compared", "adl M=4 K=2", "adl K=2", "method.accumulation_steps", "Medians over seeds"])
     shows(page, ["Training to the same loss", "= 1.00x"])
     assert "Cannot be shown" not in page
+
+
+@pytest.mark.parametrize(
+    ("method_name", "busy", "causes"),
+    [
+        ("gpipe", [0.6, 0.6], {"schedule": 1 / 3, "cut": 0.0, "rest": 2 / 3 - 0.6}),  # a fill and a drain of 1 in 3
+        ("adl", [0.45, 0.9], {"schedule": 0.0, "cut": 0.5, "rest": 0.05}),  # half of the other stage's work
+        ("bp", [0.1, 0.4], {"schedule": 0.5, "cut": 0.3, "rest": 0.1}),  # a fifth of all work
+    ],
+)
+def test_idle_time_has_the_causes_of_its_schedule_and_cut(method_name, busy, causes):
+    found = idle_by_cause(method(method_name, accumulation_steps=2 if method_name == "gpipe" else 1), busy, 0)
+    assert found == pytest.approx(causes, abs=1e-9)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,12 @@ def _content(folders: Sequence[Path]) -> dict[str, Any]:
     runs = [read_run(folder) for folder in folders]
     files = [read_files(run) for run in runs]
     if len(runs) == 1:
-        title, sections = one_run.title_of(runs[0]), one_run.sections(runs[0], files[0])
+        title = one_run.title_of(runs[0])
+        sections = {name: partial(build, runs[0], files[0]) for name, build in one_run.SECTIONS.items()}
         head, facts = _shown(lambda: one_run.head(runs[0], files[0])), one_run.facts(runs[0], files[0])
     else:
-        title, sections = f"{len(runs)} runs compared", several.sections(runs, files)
+        title, labels = f"{len(runs)} runs compared", several.labels_of(runs)
+        sections = {name: partial(build, runs, labels, files) for name, build in several.SECTIONS.items()}
         head, facts = [], [("one of them", f"adl-dist report {folders[0]}")]
     parts = {name: _shown(build) for name, build in sections.items()}
     missing = [(name, part["text"]) for name, found in parts.items() for part in found if part["kind"] == MISSING]

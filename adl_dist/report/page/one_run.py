@@ -1,7 +1,7 @@
 """The content of the page about one run, section by section."""
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import yaml
@@ -36,22 +36,6 @@ ENDINGS = {
 }
 # Curves with charts of their own, or without.
 APART = {"loss", "learning_rate", "gradient_norm", "samples_per_second", "tokens_per_second", "mfu", "skipped_updates"}
-
-
-def sections(run: Run, files: Files) -> dict[str, Callable[[], Sequence[Part]]]:
-    """Return the sections of the page by heading."""
-    return {
-        "Results": lambda: _results(run),
-        "Learning curves": lambda: _curves(run),
-        "Throughput": lambda: _throughput(run),
-        "Stages": lambda: _stages(run, files),
-        "Timeline": lambda: _timeline(run, files),
-        "Memory": lambda: _memory(run),
-        "Cut": lambda: _cut(run, files),
-        "Links": lambda: _links(run, files),
-        "Events": lambda: _events(run, files),
-        "Configuration": lambda: _configuration(run),
-    }
 
 
 def title_of(run: Run) -> str:
@@ -135,7 +119,7 @@ def _best(run: Run, name: str) -> Point | None:
     return (min if mode == LOWEST else max)(curve, key=lambda point: point.value)
 
 
-def _results(run: Run) -> Sequence[Part]:
+def _results(run: Run, files: Files) -> Sequence[Part]:
     summary = run.summary
     if not summary:
         rows: list[Sequence[object]] = [["newest record", "value", "update"]]
@@ -173,7 +157,7 @@ def _results(run: Run) -> Sequence[Part]:
     return [*found, text("Times and speeds are those since the run was last started.", "quiet")]
 
 
-def _curves(run: Run) -> Sequence[Part]:
+def _curves(run: Run, files: Files) -> Sequence[Part]:
     found = {name.partition("/")[2] for name in run.curves if name.startswith(("train/", "validation/"))}
     names = [*(["loss"] if "loss" in found else []), *sorted(found - APART)]
     charts = [
@@ -207,17 +191,20 @@ def _of_stages(run: Run, name: str, read: Callable[[str], Sequence[Point]], scal
     return [curve for curve in curves if curve.points]
 
 
-def _throughput(run: Run) -> Sequence[Part]:
-    if not run.speeds:
-        return [missing("the speed; metrics.jsonl has no records of updates.")]
-    size = max(1, -(-len(run.speeds) // BINS))
-    pieces = [run.speeds[start : start + size] for start in range(0, len(run.speeds), size)]
-    # Of rates over equal amounts of work the harmonic mean is the rate of all that work.
-    means = [
-        (piece[-1].seconds, statistics.harmonic_mean([max(point.value, 1e-9) for point in piece])) for piece in pieces
+def _throughput(run: Run, files: Files) -> Sequence[Part]:
+    points = run.finite("train/loss")
+    points = points[:: max(1, -(-len(points) // BINS))]
+    unit, total = run.unit, run.summary.get("num_samples")
+    scale = run.summary["num_tokens"] / total if total and "num_tokens" in run.summary else 1.0
+    speeds = [
+        (b.seconds, scale * (b.samples - a.samples) / (b.seconds - a.seconds))
+        for a, b in pairwise(points)
+        if b.seconds > a.seconds
     ]
-    drawn = chart(f"{run.unit} per second", "seconds of training", [Curve(run.unit, "c0", means)], from_zero=True)
-    return [parts.charts([drawn], f"Each point: mean over {counted(size, 'update')}.")]
+    if not speeds:
+        return [missing("the speed; metrics.jsonl has no records of updates.")]
+    drawn = chart(f"{unit} per second", "seconds of training", [Curve(unit, "c0", speeds)], from_zero=True)
+    return [parts.charts([drawn], f"Each point: mean over the time since the one before it. At most {BINS} points.")]
 
 
 def _stages(run: Run, files: Files) -> Sequence[Part]:
@@ -243,26 +230,22 @@ def _stages(run: Run, files: Files) -> Sequence[Part]:
     charts = list[Part]()
     if busy_shares := _of_stages(run, "stage/busy_share", run.finite, scale=100):
         charts.append(chart("busy (%)", "epoch", busy_shares, from_zero=True, top=100))
-    if staleness := _of_stages(run, "stage/staleness", lambda name: _by_epoch(run.finite(name))):
+    if staleness := _of_stages(run, "stage/staleness", lambda name: _over_epoch(run.finite(name))):
         charts.append(chart("mean staleness (updates)", "epoch", staleness, from_zero=True))
     if charts:
         found.append(
-            parts.charts(charts, "Staleness: mean of the records of each epoch (runtime.stage_records_every).")
+            parts.charts(
+                charts, "Staleness: moving average over the records of an epoch (runtime.stage_records_every)."
+            )
         )
     if files.timeline is not None:
         found.append(parts.shares(files.timeline, "The time of each stage during the timeline below."))
     return found
 
 
-def _by_epoch(points: Sequence[Point]) -> list[Point]:
-    """Return the mean of each epoch: single updates at its ends are less stale."""
-    of_epochs: dict[int, list[Point]] = {}
-    for point in points:
-        of_epochs.setdefault(-int(-point.epoch // 1), []).append(point)
-    return [
-        of_epoch[-1]._replace(epoch=float(epoch), value=statistics.mean(point.value for point in of_epoch))
-        for epoch, of_epoch in of_epochs.items()
-    ]
+def _over_epoch(points: Sequence[Point]) -> list[Point]:
+    """Return the moving average over an epoch, at both ends of which updates are less stale."""
+    return moving_average(points, max(1, len(points) // max(1, round(points[-1].epoch)))) if points else []
 
 
 def _timeline(run: Run, files: Files) -> Sequence[Part]:
@@ -304,7 +287,7 @@ def _timeline(run: Run, files: Files) -> Sequence[Part]:
     return [parts.timelines(drawn, K, length, "milliseconds", " ".join(notes))]
 
 
-def _memory(run: Run) -> Sequence[Part]:
+def _memory(run: Run, files: Files) -> Sequence[Part]:
     held = holders(run.summary)
     if not held:
         return [missing(NO_SUMMARY)]
@@ -434,7 +417,21 @@ def _events(run: Run, files: Files) -> Sequence[Part]:
     return [*found, *(verbatim(f"{e.time} {e.rank} {e.level.lower()}: {e.text[:LONGEST_ENTRY]}") for e in shown)]
 
 
-def _configuration(run: Run) -> Sequence[Part]:
+def _configuration(run: Run, files: Files) -> Sequence[Part]:
     if not run.config:
         return [missing("the settings, which config.yaml has.")]
     return [verbatim(yaml.safe_dump(dict(run.config), sort_keys=False))]
+
+
+SECTIONS: dict[str, Callable[[Run, Files], Sequence[Part]]] = {
+    "Results": _results,
+    "Learning curves": _curves,
+    "Throughput": _throughput,
+    "Stages": _stages,
+    "Timeline": _timeline,
+    "Memory": _memory,
+    "Cut": _cut,
+    "Links": _links,
+    "Events": _events,
+    "Configuration": _configuration,
+}

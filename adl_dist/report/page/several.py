@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from adl_dist.errors import ConfigError
 from adl_dist.report import overhead
@@ -15,19 +16,9 @@ from adl_dist.report.runs import Run, add_labels, measure_of
 LONGEST_LABEL = 48  # characters
 MOST_CURVES = 18  # in one chart
 NOT_COMPARED = ("run_dir", "resume")
-
-
-def sections(runs: Sequence[Run], files: Sequence[Files]) -> dict[str, Callable[[], Sequence[Part]]]:
-    """Return the sections of the page by heading."""
-    labels = labels_of(runs)
-    return {
-        "Results": lambda: _results(runs, labels),
-        "Learning curves": lambda: _curves(runs, labels),
-        "Training to the same loss": lambda: _overhead(runs, labels),
-        "Medians over seeds": lambda: _medians(runs),
-        "Stages": lambda: _stages(runs, labels, files),
-        "What differs": lambda: _differences(runs, labels),
-    }
+Runs: TypeAlias = Sequence[Run]
+Labels: TypeAlias = Sequence[str]
+AllFiles: TypeAlias = Sequence[Files]
 
 
 def labels_of(runs: Sequence[Run]) -> list[str]:
@@ -47,7 +38,7 @@ def labels_of(runs: Sequence[Run]) -> list[str]:
     return [f"{name}: {title_of(run).partition(':')[0]}" for name, run in zip(names, runs, strict=True)]
 
 
-def _results(runs: Sequence[Run], labels: Sequence[str]) -> Sequence[Part]:
+def _results(runs: Runs, labels: Labels, files: AllFiles) -> Sequence[Part]:
     names = list(dict.fromkeys(name for run in runs for name in run.summary if name.startswith("validation_")))
     speeds = [run.summary.get("tokens_per_second", run.summary.get("samples_per_second")) for run in runs]
     most = max((speed for speed in speeds if speed is not None), default=1.0)
@@ -71,7 +62,7 @@ def _results(runs: Sequence[Run], labels: Sequence[str]) -> Sequence[Part]:
     return [table(rows, texts=(head.index("speed"),)), text(note, "quiet")]
 
 
-def _curves(runs: Sequence[Run], labels: Sequence[str]) -> Sequence[Part]:
+def _curves(runs: Runs, labels: Labels, files: AllFiles) -> Sequence[Part]:
     charts, left_out = list[Part](), ""
     for name in ("validation/loss", "validation/accuracy", "train/loss"):
         found = {label: run.finite(name) for run, label in zip(runs, labels, strict=True) if run.finite(name)}
@@ -85,7 +76,7 @@ def _curves(runs: Sequence[Run], labels: Sequence[str]) -> Sequence[Part]:
     return [parts.charts(charts, caption)] if charts else [missing("the loss; no run has records of it.")]
 
 
-def _overhead(runs: Sequence[Run], labels: Sequence[str]) -> Sequence[Part]:
+def _overhead(runs: Runs, labels: Labels, files: AllFiles) -> Sequence[Part]:
     names = {str(run.folder): label for run, label in zip(runs, labels, strict=True)}
     rows = overhead.rows(runs, names)
     if not rows:
@@ -95,7 +86,7 @@ def _overhead(runs: Sequence[Run], labels: Sequence[str]) -> Sequence[Part]:
     return [table(rows), text(f"{note} Reference: {names[str(first.folder)]}.", "quiet")]
 
 
-def _medians(runs: Sequence[Run]) -> Sequence[Part]:
+def _medians(runs: Runs, labels: Labels, files: AllFiles) -> Sequence[Part]:
     seeds = {run.seed for run in runs}
     if len(seeds) < 2:
         return [missing(f"other seeds; all runs have seed {min(seeds)}.")]
@@ -113,7 +104,7 @@ def _medians(runs: Sequence[Run]) -> Sequence[Part]:
     return [parts.charts([drawn], "Line: median over the seeds; band: their range. adl-dist compare has the table.")]
 
 
-def _stages(runs: Sequence[Run], labels: Sequence[str], files: Sequence[Files]) -> Sequence[Part]:
+def _stages(runs: Runs, labels: Labels, files: AllFiles) -> Sequence[Part]:
     K = max((len(run.summary.get("stages", ())) for run in runs), default=0)
     if not K:
         return [missing(NO_SUMMARY)]
@@ -129,7 +120,7 @@ def _stages(runs: Sequence[Run], labels: Sequence[str], files: Sequence[Files]) 
     return found if timelines else [*found, missing(NO_TIMELINE)]
 
 
-def _differences(runs: Sequence[Run], labels: Sequence[str]) -> Sequence[Part]:
+def _differences(runs: Runs, labels: Labels, files: AllFiles) -> Sequence[Part]:
     flat = [run.settings for run in runs]
     keys = [key for key in dict.fromkeys(key for one in flat for key in one) if key not in NOT_COMPARED]
     telling = [key for key in keys if len({str(one.get(key, "")) for one in flat}) > 1]
@@ -137,3 +128,13 @@ def _differences(runs: Sequence[Run], labels: Sequence[str]) -> Sequence[Part]:
         return [text("The settings of these runs are the same.")]
     rows = [["setting", *labels]] + [[key, *(str(one.get(key, "")) for one in flat)] for key in telling]
     return [table(rows, texts=range(1, len(runs) + 1))]
+
+
+SECTIONS: dict[str, Callable[[Runs, Labels, AllFiles], Sequence[Part]]] = {
+    "Results": _results,
+    "Learning curves": _curves,
+    "Training to the same loss": _overhead,
+    "Medians over seeds": _medians,
+    "Stages": _stages,
+    "What differs": _differences,
+}
