@@ -12,9 +12,10 @@ from torch.profiler import record_function
 from adl_dist.batch import Batch, Tensors
 from adl_dist.data.stream import Stream
 from adl_dist.schedule import Action, Op, StageWork
-from adl_dist.schedule.actions import RECEIVES, TiedAction, is_tied, what_of
+from adl_dist.schedule.actions import RECEIVES, TiedAction, is_of_groups, what_of
 from adl_dist.stage import Stage
 from adl_dist.stage.gradient_head import GradientHead
+from adl_dist.stage.model_norm import ModelNorm
 from adl_dist.transport.channel import Receiver, Sender
 
 Batches = Generator[tuple[Batch, Batch], None, None]
@@ -82,12 +83,12 @@ class StageContext:
         self.work = work
         self.last_of_groups = work.last_of_groups()  # now, because a stop may shorten the list later on
         self.held.clear()
-        whole = [1] * len(work.sizes)  # tied weights have no batch dimension of their own
+        whole = [1] * len(work.sizes)  # messages of groups have no batch dimension of their own
         for kind, sender in self.senders.items():
-            sender.open(whole if is_tied(kind) else work.sizes, training=training)
+            sender.open(whole if is_of_groups(kind) else work.sizes, training=training)
         for kind, receiver in self.receivers.items():
             order = [a.number for a in work.actions if a.op in RECEIVES and what_of(a) == kind]
-            receiver.open(whole if is_tied(kind) else work.sizes, order, training=training)
+            receiver.open(whole if is_of_groups(kind) else work.sizes, order, training=training)
 
     def shorten(self, num_micro_batches: int) -> None:
         """Expect only the first ``num_micro_batches`` from other stages."""
@@ -172,9 +173,22 @@ def step(action: Action, context: StageContext) -> None:
             _head_of(stage).learn(b, held.pop("grad"))
         case Op.UPDATE_HEAD:
             _head_of(stage).update()
+        case Op.SEND_NORM:
+            context.senders["norm"].send(b, (_norm_of(stage).part(),))
+        case Op.RECV_NORM:
+            _norm_of(stage).take(context.receivers["norm"].recv(b)[0])
+        case Op.SEND_TOTAL:
+            context.senders["total"].send(b, (_norm_of(stage).whole().unsqueeze(0),))
+        case Op.RECV_TOTAL:
+            _norm_of(stage).total = context.receivers["total"].recv(b)[0][0]
         case _:
             assert isinstance(action, TiedAction)
             _step_tied(action, context)
+
+
+def _norm_of(stage: Stage) -> ModelNorm:
+    assert stage.model_norm is not None, "the schedule has these actions if stages clip by the norm of the model"
+    return stage.model_norm
 
 
 def _step_tied(action: TiedAction, context: StageContext) -> None:

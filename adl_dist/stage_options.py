@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from adl_dist.codecs import Codec, Codecs
 from adl_dist.errors import ConfigError
-from adl_dist.schedule import Pipeline
+from adl_dist.schedule import METHODS, Pipeline
 from adl_dist.settings import check_settings, documented, setting
 
 
@@ -37,9 +37,12 @@ class GradientPolicy:
 
     clip_norm: float | None = setting(
         None,
-        "scale each stage's gradient down to this norm if it is longer; docs/own.md",
+        "scale the gradient down to this norm if it is longer; docs/own.md",
         above=0,
         way_out="null clips nothing",
+    )
+    clip_scope: Literal["model", "stage"] = setting(
+        "model", "norm for clip_norm: model, as in torch, where stages wait for each other | stage, each by itself"
     )
     non_finite: Literal["stop", "skip"] = setting(
         "stop", "on a loss or gradient that is not finite: stop the run | skip the update in all stages"
@@ -57,6 +60,26 @@ class GradientPolicy:
                 "stages wait for no gradient that could carry the decision; use train.non_finite=stop, or another "
                 "method"
             )
+        if pipeline.spec.early and self.note(pipeline) is not None:
+            able = ", ".join(name for name, spec in METHODS.items() if spec.flush and not spec.early)
+            raise ConfigError(
+                f"train.clip_norm: method={pipeline.method.name} updates its first stages before the norm of the whole "
+                f"gradient is known; use one of {able}, or train.clip_scope=stage"
+            )
+
+    def clips_model(self, pipeline: Pipeline) -> bool:
+        """Return whether gradients are clipped by the norm of the whole model."""
+        is_possible = pipeline.num_stages == 1 or (pipeline.spec.flush and not pipeline.spec.early)
+        return self.clip_norm is not None and self.clip_scope == "model" and is_possible
+
+    def note(self, pipeline: Pipeline) -> str | None:
+        """Return a note if stages clip by themselves without being told to."""
+        if self.clip_norm is None or self.clip_scope == "stage" or self.clips_model(pipeline):
+            return None
+        return (
+            f"train.clip_norm: with method={pipeline.method.name} each stage clips its own gradient, because none "
+            "waits for the norms of the others; the whole gradient may have up to sqrt(K) times that norm"
+        )
 
     @property
     def skips(self) -> bool:

@@ -48,6 +48,7 @@ FREE_TO_CHANGE = {
     *("run_dir", "resume", "init_from", "init_skip"),
     *("data.root", "data.download", "data.num_workers", "data.persistent_workers"),
     *("train.epochs", "train.max_updates", "train.non_finite", "train.max_skipped", "non_finite", "max_skipped"),
+    *("train.clip_scope", "clip_scope"),  # a run that continues keeps its own
     *("runtime.processes", "runtime.device", "runtime.threads", "runtime.bind_cores"),
     *("runtime.max_restarts", "runtime.meta_init"),
     *("runtime.timeout_seconds", "runtime.watchdog_warn_seconds", "runtime.watchdog_abort_seconds"),
@@ -151,12 +152,16 @@ class RunFolder:
         The checkpoint is the one that the run continues from. The list is empty if that had another number of stages,
         or a version that does not name units.
         """
+        cut = self.identity(resume).get("cut", {})
+        return list(cut.get("begins", ())) if cut.get("num_stages") == num_stages else []
+
+    def identity(self, resume: str) -> dict[str, Any]:
+        """Return the identity in the checkpoint that the run continues from."""
         if resume not in ("auto", "never"):
             manifest = layout.read_manifest(place_of(resume))
         else:
             _, manifest, _ = layout.first_usable(layout.complete(self.checkpoints)[::-1], layout.read_manifest)
-        cut = manifest["identity"].get("cut", {})
-        return list(cut.get("begins", ())) if cut.get("num_stages") == num_stages else []
+        return {"clip_scope": "stage", **manifest["identity"]}  # before 0.4.0 the only one
 
     def _check_place(self) -> None:
         with self._explained("made"):

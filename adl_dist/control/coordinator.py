@@ -52,6 +52,7 @@ class CheckpointContext:
     optimizer: str  # name of its class
     schedule_follows: bool  # whether the learning rate schedule depends on the length of the run
     cut: Mapping[str, Any]  # the partition
+    clip_scope: str  # ``model`` or ``stage``, by which the run clips
     goal: Goal = field(default_factory=Goal)  # the metric of the best checkpoint
     trace: bool = False  # whether the stages record a trace, written at the end
 
@@ -322,6 +323,7 @@ class Coordinator:
             "identity": {
                 **identity_of(self._plan, self._saving.optimizer),
                 "cut": dict(self._saving.cut),
+                "clip_scope": self._saving.clip_scope,
             },
         }
         self._saved_moment = self._moment()

@@ -97,6 +97,8 @@ def _records(stats: StepStats, seconds: float, begin: torch.cuda.Event | None, s
         if begin is not None and (computed := stats.seconds_since(begin)) is not None:
             seconds = computed
         yield {"name": "train/loss", "value": numbers["loss_sum"] / num_terms, **sizes, "elapsed_seconds": seconds}
+        if stats.model_norm is not None:  # a GPU is waited for, but has emptied the pipeline for it
+            yield {"name": "train/gradient_norm", "value": float(stats.model_norm)}
         if stats.learning_rate is not None:
             yield {"name": "train/learning_rate", "value": stats.learning_rate}
         measured = stats.sums(stage.metrics) if stage.metrics else {}

@@ -36,6 +36,10 @@ class Op(enum.Enum):
     SEND_SUM = "SS"  # the sum of all copies' gradients of that group
     RECV_SUM = "RS"
     UPDATE_TIED = "TU"  # the update of a copy with the sum of a group
+    SEND_NORM = "SN"  # clipping: the gradient norms of this stage and those downstream, of the group that ends here
+    RECV_NORM = "RN"
+    SEND_TOTAL = "SM"  # the norm of the whole model's gradient of that group
+    RECV_TOTAL = "RM"
 
     __hash__ = object.__hash__  # Enum's own hashes the name, in Python, and every action is looked up by its op
 
@@ -110,6 +114,8 @@ LINKS = {
     Op.PASS_TARGET: Link("label", Op.TAKE_TARGET, +1),
     Op.SEND_PART: Link("tied part", Op.RECV_PART, None),
     Op.SEND_SUM: Link("tied sum", Op.RECV_SUM, None),
+    Op.SEND_NORM: Link("norm", Op.RECV_NORM, -1),
+    Op.SEND_TOTAL: Link("total", Op.RECV_TOTAL, +1),
 }
 RECEIVES = {link.recv: link for link in LINKS.values()}
 CARRIES = frozenset((*LINKS, *RECEIVES))
@@ -139,9 +145,9 @@ def what_of(action: Action) -> str:
     return (LINKS[action.op] if action.op in LINKS else RECEIVES[action.op]).what
 
 
-def is_tied(what: str) -> bool:
-    """Return whether an edge carries tied weights, once per group."""
-    return what.startswith("tied ")
+def is_of_groups(what: str) -> bool:
+    """Return whether an edge carries one message per group, without samples."""
+    return what.startswith("tied ") or what in ("norm", "total")
 
 
 def message_of(action: Action, stage: int, *, num_stages: int) -> Message | None:

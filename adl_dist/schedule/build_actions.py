@@ -10,6 +10,7 @@ from adl_dist.schedule.parts import (
     ends_of,
     forward,
     forward_part,
+    gradient_part,
     learning_part,
     places_of,
     tied_updates_left,
@@ -36,8 +37,8 @@ def training_actions(pipeline: Pipeline, stage: int, *, group_sizes: Sequence[in
 
     A method that flushes drains after each group. If a method's row splits the backward, WG follows the forward in
     every stage by as many ticks as I does in stage 0. With ``method.split_backward`` the order between two updates
-    comes from :mod:`adl_dist.schedule.split`. Stages that share tied weights exchange gradients around the updates:
-    :func:`~adl_dist.schedule.parts.update_part`.
+    comes from :mod:`adl_dist.schedule.split`. Stages that share tied weights, or clip by the norm of the model,
+    exchange gradients or their norms around the updates: :func:`~adl_dist.schedule.parts.gradient_part`.
 
     Args:
         pipeline: the method on K stages.
@@ -109,15 +110,22 @@ def _until_drained(
             yield (tick, 1), list(backward_part(op, pipeline, stage, b, where[b]))
         elif part == 2:
             weights, group = [Action(Op.BACKWARD_WEIGHT, b)] * splits, where[b].group
-            closes = last_of_groups[group] == b
-            yield (tick, 1), weights + [*update_part(pipeline, stage, group, ends, tied_apart=flush)] * closes
+            if last_of_groups[group] == b:
+                weights += gradient_part(pipeline, stage, group, ends)
+                if not pipeline.shares_norms:
+                    weights += update_part(pipeline, stage, group, ends, tied_apart=flush)
+            yield (tick, 1), weights
         else:
             place_in_group = where[arrived]
             ends_group = place_in_group.offset + 1 == place_in_group.size
             yield (tick, 1), [*learning_part(arrived), *[Action(Op.UPDATE_HEAD, place_in_group.group)] * ends_group]
-    if left := list(tied_updates_left(pipeline, stage, ends, tied_apart=flush)):
-        # After the last updates of all holders, because another stage of this process may have to do its own first.
-        holders = {holder for tie in pipeline.ties_of(stage) for holder in tie.stages}
+    left = list(tied_updates_left(pipeline, stage, ends, tied_apart=flush))
+    holders = {holder for tie in pipeline.ties_of(stage) for holder in tie.stages}
+    if pipeline.shares_norms:
+        left[:0] = [a for group in ends for a in update_part(pipeline, stage, group, ends, tied_apart=True)]
+        holders = {*range(pipeline.num_stages)}
+    if left:
+        # After the last backwards of all holders, because another stage of this process may have to do its own first.
         delays = {k: pipeline.delays[0 if splits else k] for k in holders}
         yield (max(pipeline.forward_tick(k, len(order) - 1) + later for k, later in delays.items()), 1), left
 

@@ -54,6 +54,7 @@ class MethodSpec:
     weights: Weights = "stash"  # which weights a backward uses, unless the user gives others
     flush: bool = False  # whether the pipeline is emptied after each group, so that nothing is stale
     last_in_first_out: bool = False  # whether a group's backwards run in reverse
+    early: bool = False  # whether stage 0 updates before the last stage has its gradients, in spite of a flush
     forward_lock: bool = False  # whether no stage continues before its micro-batch has passed all stages
     splits: bool = False  # whether a backward is in two parts, the second as late everywhere as the first on stage 0
     local_losses: bool = False  # whether each stage learns from its own loss instead of a gradient from downstream
@@ -96,7 +97,7 @@ METHODS = {
         "ZB-H1 (zero bubble, Qi et al., ICLR 2024)", "minimal", 4, flush=True, splits=True, options=LOCAL
     ),
     "zbh2": MethodSpec(
-        "ZB-H2 (zero bubble, Qi et al., ICLR 2024)", "decoupled", 4, flush=True, splits=True, options=LOCAL
+        "ZB-H2 (zero bubble, Qi et al., ICLR 2024)", "decoupled", 4, flush=True, early=True, splits=True, options=LOCAL
     ),
     "interleaved": MethodSpec(
         "Interleaved 1F1B (Narayanan et al., SC 2021)", "decoupled", 4, flush=True, options=SHARING

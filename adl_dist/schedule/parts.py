@@ -57,14 +57,11 @@ def ends_of(groups: Sequence[tuple[int, int]], first: int = 0) -> dict[int, int]
     return ends
 
 
-def update_part(
-    pipeline: Pipeline, stage: int, group: int, ends: Mapping[int, int], *, tied_apart: bool = False
-) -> Iterator[Action]:
-    """Yield the update with ``group`` and the exchange of tied gradients.
+def gradient_part(pipeline: Pipeline, stage: int, group: int, ends: Mapping[int, int]) -> Iterator[Action]:
+    """Yield the exchange of the gradients of ``group`` before its update.
 
-    Before the update, the copies' gradients of the group are added up. After it, tied weights are updated with the sum
-    of the group that is due by then, unless ``tied_apart``; see :meth:`Pipeline.tie_delay`. ``ends`` is the result of
-    :func:`ends_of`.
+    The gradients of tied copies are added up. The gradient norms travel upstream, if stages clip by the norm of the
+    model. ``ends`` is the result of :func:`ends_of`.
     """
     ties = pipeline.ties_of(stage)
     for tie in ties:
@@ -74,8 +71,27 @@ def update_part(
         if stage == tie.stages[0]:
             for op in (Op.RECV_PART, Op.SEND_SUM):
                 yield from (TiedAction(op, ends[group], tie, holder) for holder in tie.stages[1:])
+    if pipeline.shares_norms and stage < pipeline.num_stages - 1:
+        yield Action(Op.RECV_NORM, ends[group])
+    if pipeline.shares_norms and stage > 0:
+        yield Action(Op.SEND_NORM, ends[group])
+
+
+def update_part(
+    pipeline: Pipeline, stage: int, group: int, ends: Mapping[int, int], *, tied_apart: bool = False
+) -> Iterator[Action]:
+    """Yield the update with ``group``, after the norm of the whole gradient.
+
+    A stage passes that norm on before it updates. After the update, tied weights are updated with the sum of the group
+    that is due by then, unless ``tied_apart``; see :meth:`Pipeline.tie_delay`. ``ends`` is the result of
+    :func:`ends_of`.
+    """
+    if pipeline.shares_norms and stage > 0:
+        yield Action(Op.RECV_TOTAL, ends[group])
+    if pipeline.shares_norms and stage < pipeline.num_stages - 1:
+        yield Action(Op.SEND_TOTAL, ends[group])
     yield Action(Op.UPDATE, group)
-    for tie in () if tied_apart else ties:
+    for tie in () if tied_apart else pipeline.ties_of(stage):
         if (due := group - pipeline.tie_delay(tie)) in ends:
             yield from _tied_update(stage, tie, due, ends[due])
 

@@ -22,6 +22,7 @@ class Pipeline:
         num_stages: K.
         flushed: whether to empty the pipeline after each group even if the method's row does not say so.
         tied: for each tie, the stages that hold a copy of its weights, in order.
+        shares_norms: whether stages tell each other the norms of their gradients before each update.
 
     Raises:
         ConfigError: If K is below 1, a list does not fit K, delays are impossible, or the method excludes ties.
@@ -31,6 +32,7 @@ class Pipeline:
     num_stages: int
     flushed: bool = False
     tied: tuple[tuple[int, ...], ...] = ()
+    shares_norms: bool = False
 
     def __post_init__(self) -> None:
         if self.num_stages < 1:

@@ -23,6 +23,7 @@ from adl_dist.schedule.parts import (
     backward_part,
     ends_of,
     forward_part,
+    gradient_part,
     places_of,
     tied_updates_left,
     update_part,
@@ -48,11 +49,14 @@ class Repeat(NamedTuple):
 def split_actions(pipeline: Pipeline, stage: int, group_sizes: tuple[int, ...]) -> list[Action]:
     """Return the actions of ``stage`` for groups of ``group_sizes``."""
     actions = _listed(pipeline, stage, group_sizes)
-    if not pipeline.ties_of(stage):
+    if not pipeline.ties_of(stage) and not pipeline.shares_norms:
         return actions
     ends = ends_of([*enumerate(group_sizes)])
     parts = [
-        update_part(pipeline, stage, action.number, ends) if action.op is Op.UPDATE else (action,) for action in actions
+        [*gradient_part(pipeline, stage, number, ends), *update_part(pipeline, stage, number, ends)]
+        if op is Op.UPDATE
+        else [Action(op, number)]
+        for op, number in actions
     ]
     return [*chain.from_iterable(parts), *tied_updates_left(pipeline, stage, ends)]
 

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -173,6 +173,8 @@ class TrainSpec:
             )
         self.precision.check(self.pipeline.method)
         self.gradients.check(self.pipeline)
+        shares_norms = self.pipeline.num_stages > 1 and self.gradients.clips_model(self.pipeline)
+        object.__setattr__(self, "pipeline", replace(self.pipeline, shares_norms=shares_norms))
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -32,10 +32,11 @@ from adl_dist.stage.info import StageInfo
 from adl_dist.stage.loss import StageLoss
 from adl_dist.stage.metrics import measured, metrics_of
 from adl_dist.stage.mitigation import mitigation_of
+from adl_dist.stage.model_norm import ModelNorm
 from adl_dist.stage.nonfinite import NonFiniteCheck, keep_buffers_finite
 from adl_dist.stage.optimizer import Learner
 from adl_dist.stage.spec import TrainSpec
-from adl_dist.stage.stats import StepStats, norm_of
+from adl_dist.stage.stats import StepStats, norm_of, norms_of
 from adl_dist.stage.tied import TiedWeights
 from adl_dist.stage.versions import check_versions
 from adl_dist.stage.weights import NEWEST, Latest, Stash, weight_policy
@@ -80,6 +81,7 @@ class Stage(Learner):
         faults: looks at loss and gradient of each update; the last ones are checked at the end of a segment.
         average: the moving average of its weights without those of ``ties``; None if there is none.
         ties: its copies of weights that other stages hold, too, by the number of the tie.
+        model_norm: its part in the norm of the whole model's gradient, by which it clips; None if by that of its own.
     """
 
     def __init__(  # 9: the module, facts about it, and where and how it is trained
@@ -141,6 +143,7 @@ class Stage(Learner):
         self.faults = NonFiniteCheck(gradients, stage=index, is_last=self.is_last, reads_late=method.splits)
         self._skips = gradients.skips
         self._gradient_norm: Tensor | None = None  # of the group that is complete
+        self.model_norm: ModelNorm | None = None
         self._gradient_shrink, self._learns_locally = method.gradient_shrink, method.spec.local_losses
         self._trained = self.module
         if self.head is not None and method.spec.predicts_gradients:
@@ -421,8 +424,12 @@ class Stage(Learner):
             DivergedError: If the loss or the gradient of the group is not finite; weights are left as they are. On
                 a GPU, and with a backward in two parts, it is of the group before, which has been applied.
         """
-        gradients = [p.grad for p in self._policy.gather() if p.grad is not None] if self._policy else []
-        self._gradient_norm = self.tally.gradient_norm = norm_of(gradients) if gradients else None
+        parameters = self._policy.gather() if self._policy else []
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norms = norms_of(gradients) if gradients else None
+        self._gradient_norm = self.tally.gradient_norm = None if norms is None else torch.linalg.vector_norm(norms)
+        if self.model_norm is not None:
+            self.model_norm.begin(parameters, () if norms is None else norms)
         if self.ties:  # whose parts are looked at here, and clipped as a whole
             gradients += [grad for tie in self.ties.values() for grad in tie.gather(self.version)]
             self.tally.gradient_norm = norm_of(gradients)
@@ -439,13 +446,15 @@ class Stage(Learner):
 
         A group that is skipped leaves weights and optimizer as they are; versions and learning rates advance.
         """
-        skip = self.tally.skipped is not None
+        skip, norm = self.tally.skipped is not None, self._gradient_norm
+        if self.model_norm is not None:
+            norm = self.tally.model_norm = self.model_norm.whole()
         if self._policy is not None and self.optimizer is None:  # all that it trains is tied
             self._policy.step(self.version, in_flight=self._versions_in_use(), skip=skip)
         elif self._policy is not None and self.optimizer is not None:
             self.tally.learning_rate = float(self.optimizer.param_groups[0]["lr"]) * self.rate_factor
             if self._clip_norm is not None and not skip:
-                self.clip(self._policy.gather(), self._gradient_norm)
+                self.clip(self._policy.gather(), norm)
             graphs = self._versions_in_use()
             with self.stepping():
                 self._policy.step(self.version, in_flight=graphs, skip=skip)
@@ -458,7 +467,7 @@ class Stage(Learner):
     def update_tied(self, tie: int) -> None:
         """Apply the oldest sum of tied gradients, right after an update."""
         assert self._policy is not None
-        self.ties[tie].update(self._policy.in_place())
+        self.ties[tie].update(self._policy.in_place(), self.model_norm.whole() if self.model_norm else None)
         self._note_tied()
 
     def _weights_ahead(self, version: int) -> dict[nn.Parameter, Tensor]:

@@ -29,6 +29,7 @@ class StepStats:
         num_terms: what each of these losses is the mean over, if that is not its samples.
         num_classed: targets of each of them that are classes, if not all have to be: those that hits are looked for in.
         gradient_norm: 2-norm of the stage's gradient of the group, before it is clipped; None without parameters.
+        model_norm: 2-norm of the whole model's gradient, if it is clipped by that.
         skipped: why the update is not made; None if it is made.
         gradient_of: what that is the gradient of, in words.
         learning_rate: the learning rate of the update; None without parameters, and before it.
@@ -45,6 +46,7 @@ class StepStats:
     num_classed: list[Tensor] = field(default_factory=list)
     predictions: list[Tensor] = field(default_factory=list)
     gradient_norm: Tensor | None = None
+    model_norm: Tensor | None = None
     gradient_of: str = "the gradient"
     skipped: str | None = None
     learning_rate: float | None = None
@@ -172,10 +174,15 @@ def _underway(alike: list[Tensor]) -> list[Tensor]:
     return list(torch.stack(alike).to("cpu", non_blocking=True)) if alike else []
 
 
-def norm_of(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norm of ``gradients``, which are on one device."""
+def norms_of(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the 2-norm of each of ``gradients``, which are on one device."""
     # torch's get_total_norm without the sorting by device and dtype, which is most of its time for a small stage;
     # and torch 2.11 has no norm of an embedding's sparse gradient
     dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(dense)))
+    return torch.stack(torch._foreach_norm(dense))
+
+
+def norm_of(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the 2-norm of all ``gradients`` together."""
+    norm: Tensor = torch.linalg.vector_norm(norms_of(gradients))
     return norm

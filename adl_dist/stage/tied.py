@@ -130,8 +130,10 @@ class TiedWeights(Learner):
         """Store the sum from the first stage."""
         self._sums.append([grad.squeeze(0) for grad in total])
 
-    def update(self, in_place: AbstractContextManager[None]) -> None:
+    def update(self, in_place: AbstractContextManager[None], model_norm: Tensor | None = None) -> None:
         """Apply the oldest sum ``in_place``, unless its group was skipped.
+
+        It is clipped by ``model_norm``, the norm of the whole model's gradient, or else by its own.
 
         Raises:
             DivergedError: If the sum is not finite.
@@ -145,7 +147,7 @@ class TiedWeights(Learner):
                 parameter.grad = grad.clone()  # the same tensor may have gone to another stage of this process
             norm = norm_of(total)
             self._judge(norm)
-            self.clip(parameters, norm)
+            self.clip(parameters, norm if model_norm is None else model_norm)
             with self.stepping(), in_place:
                 self.optimizer.step() if self.mitigation is None else self.mitigation.step()
             self.optimizer.zero_grad()

@@ -29,6 +29,7 @@ from adl_dist.stage import LossFn, OptimizerFactory, Stage, TrainSpec, in_dtype
 from adl_dist.stage.calls import Compiler
 from adl_dist.stage.heads import build_gradient_network, build_head, normalises_samples
 from adl_dist.stage.loss import LossTerms, ReturnsSumError, SumCountLoss, class_loss, loss_terms
+from adl_dist.stage.model_norm import MISSING, ModelNorm
 from adl_dist.training.edges import COUNTS, connect_stages
 from adl_dist.training.input import DeviceLoader, Loaders
 from adl_dist.training.links import links_between
@@ -285,7 +286,7 @@ def build_stages(
         }
     else:
         own = {}
-    return {
+    stages = {
         k: Stage(
             module,
             k,
@@ -298,6 +299,15 @@ def build_stages(
         )
         for k, module in modules.items()
     }
+    if spec.gradients.clips_model(spec.pipeline):
+        # A model that is not cut may have other parameters than at the start.
+        is_cut = spec.pipeline.num_stages > 1
+        names = partitioned.parameters if is_cut else [name for name, _ in modules[0].named_parameters()]
+        missing = torch.tensor(MISSING, dtype=spec.precision.dtype, device=device)
+        for stage in stages.values():
+            named = stage.named_parameters(remove_duplicate=False)
+            stage.model_norm = ModelNorm(names, named, stage.ties.values(), missing)
+    return stages
 
 
 def build_stage_head(k: int, spec: TrainSpec, result: TrialResult, device: torch.device) -> nn.Module | None:

@@ -32,6 +32,8 @@ def edges_of(pipeline: Pipeline) -> list[tuple[str, int, int]]:
             edges.append(("go", k + 1, k))
         if pipeline.method.passes_targets:
             edges.append(("label", k, k + 1))
+        if pipeline.shares_norms:
+            edges += [("norm", k + 1, k), ("total", k, k + 1)]
     return edges
 
 
@@ -74,12 +76,16 @@ def connect_stages(
             # Gradients are rounded at random, see coding.py.
             seed_of = stages[source].rounding_seed if source in stages else None
             wire = Wire(acts[source].of_gradients(), what, codecs.gradients, seed_of)
+        elif what in ("norm", "total"):
+            wire = Wire(specs_of_norm(what, stages[source if source in stages else to]), what)
         else:
             wire = Wire(GO if what == "go" else Specs.always(targets), what)
         # Labels travel to the next stage from the CPU; a stage that computes with one moves it. Counts are read.
         is_read = what in ("go", "label") or (what == "target" and targets[-1] == COUNTS)
         device = torch.device("cpu") if is_read else world.device
         ahead = receives_ahead(pipeline, source, to) if world.backend == "gloo" else POSTED_AHEAD
+        if what in ("norm", "total"):  # of the next group, which a stop keeps, as its first micro-batch is loaded later
+            ahead = int(world.backend == "gloo")
         joiner.join(wire, source, to, device=device, posted_ahead=ahead)
     for tie, op, (what, source, to) in tied_edges(pipeline):
         if (here := stages.get(source, stages.get(to))) is not None:
@@ -148,6 +154,13 @@ def posted_ahead(pipeline: Pipeline, tie: Tie, op: Op, stage: int) -> int:
         return 0
     late = pipeline.tie_delay(tie) if op is Op.SEND_SUM else 0
     return min(POSTED_AHEAD, late + pipeline.delays[stage] // pipeline.micro_batches_per_update)
+
+
+def specs_of_norm(what: str, stage: Stage) -> Specs:
+    """Return the specs of the norms that ``stage`` exchanges, or of their total."""
+    assert stage.model_norm is not None
+    norms = stage.model_norm.norms
+    return Specs.always([TensorSpec.of(norms if what == "norm" else norms[:, 0])])
 
 
 def specs_of_tied(tied: TiedWeights) -> Specs:

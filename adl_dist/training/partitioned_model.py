@@ -85,6 +85,7 @@ class PartitionedModel:
         spec: where to cut.
         begins: names of the units where stages 1..K-1 begin: of a run that continues, until the model is cut.
         signature: names and shapes of all parameters and buffers of the uncut model.
+        parameters: the first names of all parameters, in the order of the uncut model.
         modules: the stages that this process holds; the whole model until it is cut.
         sizes: units of each stage; None before it is cut.
         warning: why the cut leaves most of the work to one stage, where that is known; else None.
@@ -128,6 +129,7 @@ class PartitionedModel:
                 "(runtime.meta_init=false)"
             )
         self.signature = signature(model)
+        self.parameters = [name for name, _ in model.named_parameters()]
         of_stream = {"stream of the weights": weights.stream} if weights is not None else None
         state = model.state_dict()
         self.initial = of_stream or sampled((name, state[name]) for name in self.signature)
@@ -195,7 +197,7 @@ class PartitionedModel:
             StageFailed, ChannelError: If the rank that measures did not come to an end.
         """
         if self._settled is not None and (known := self._known(samples)) is not None:
-            return known
+            return known._replace(spec=replace(known.spec, gradients=spec.gradients))  # which a resumed run may keep
         assert self._model is not None
         formats = memory_formats(self._model, spec, samples)
         for channels_last in formats:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,7 @@ class Trainer:
             weights = None
         prepare(model, spec.optimizer)
         notes = arguments.conversion_notes(model, spec.loss_fn, spec.precision.dtype)
+        notes += filter(None, [spec.gradients.note(spec.pipeline)])
         partitioned = PartitionedModel(
             in_dtype(model, spec.precision.dtype),
             num_stages,
@@ -431,10 +433,22 @@ class Trainer:
         resume = folder.check(known_by, resume=resume, later=later)
         if folder.is_resumed(resume):
             self._partitioned.initial = {}
+            self._keep_clip_scope(folder.identity(resume)["clip_scope"], known_by)
             if self._partitioned.sizes is None:
                 self._partitioned.begins = folder.begins(resume, self._spec.pipeline.num_stages)
         log_to(folder.path / "logs" / f"rank{launched_rank()}.log")
         return resume
+
+    def _keep_clip_scope(self, scope: Any, known_by: Mapping[str, Any]) -> None:
+        """Clip as the run that continues did until now, and say so."""
+        given = self._spec.gradients
+        kept = replace(given, clip_scope=scope)
+        if kept.clips_model(self._spec.pipeline) != given.clips_model(self._spec.pipeline):
+            self._spec = replace(self._spec, gradients=kept)
+            self._partitioned.notes.append(f"train.clip_scope={scope}, because the run began so")
+            for settings in (known_by, known_by.get("train")):  # of a script, and of the command line
+                if isinstance(settings, dict) and "clip_scope" in settings:
+                    settings["clip_scope"] = scope
 
     @contextlib.contextmanager
     def _start_job(self, world: World, folder: RunFolder | None) -> Iterator[tuple[job.Job, dist.Store]]:
@@ -507,6 +521,7 @@ class Trainer:
                 "num_stages": self._spec.pipeline.num_stages,
                 "begins": self._partitioned.begins,
             },
+            clip_scope="model" if self._spec.gradients.clips_model(self._spec.pipeline) else "stage",
             goal=policy.goal,
             trace=outputs.monitoring.trace,
         )

@@ -19,13 +19,13 @@ from adl_dist.batch import Tensors, tensors_of
 from adl_dist.engine import StageContext
 from adl_dist.errors import ConfigError, in_one_line
 from adl_dist.schedule import StageWork, evaluation_work, training_work
-from adl_dist.schedule.actions import TiedAction, what_of
+from adl_dist.schedule.actions import Op, TiedAction, what_of
 from adl_dist.schedule.run_plan import Segment
 from adl_dist.stage import Stage, TrainSpec
 from adl_dist.stage.calls import is_part
 from adl_dist.stage.loss import LossTerms
 from adl_dist.streams import streams_kept
-from adl_dist.training.edges import specs_of_tied
+from adl_dist.training.edges import specs_of_norm, specs_of_tied
 from adl_dist.training.trial.samples import Samples
 from adl_dist.transport.coding import Coder
 from adl_dist.transport.spec import Specs
@@ -149,6 +149,8 @@ def _carry_out(  # 8: a stage, facts about it, and its actions
     for action in work.actions:
         if isinstance(action, TiedAction):
             arriving[what_of(action)] = zeros_of(specs_of_tied(stage.ties[action.tie.number]), 1, device, training=True)
+        elif action.op in (Op.RECV_NORM, Op.RECV_TOTAL):
+            arriving[what_of(action)] = zeros_of(specs_of_norm(what_of(action), stage), 1, device, training=True)
     context = StageContext(
         stage,
         receivers={kind: _Given(tensors) for kind, tensors in arriving.items()},

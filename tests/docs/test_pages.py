@@ -139,7 +139,7 @@ def test_the_page_of_settings_has_each_key_of_each_file():
         for file in (docs_site.CONF / group).glob("*.yaml"):
             keys = {key for key in leaves(yaml.safe_load(file.read_text())) if not key.startswith("defaults")}
             assert {key for key, _, _ in docs_site.keys_of(file, group)} >= {f"{group}.{key}" for key in keys}, file
-    assert "| `train.clip_norm` | `null` | scale each stage's gradient down" in text
+    assert "| `train.clip_norm` | `null` | scale the gradient down" in text
     assert "By default `accumulation_steps: 1`, `weights: recompute`, `delay: minimal`." in text
     assert "| `data.root` | `datasets/imagenet` |" in text
     assert "`experiment=` | what it is" in text

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 
 from adl_dist.schedule import Op
-from adl_dist.schedule.actions import LINKS, RECEIVES, is_tied, message_of, what_of
+from adl_dist.schedule.actions import LINKS, RECEIVES, is_of_groups, message_of, what_of
 
 ON_CPU = ("target", "label", "go")
 
@@ -57,7 +57,7 @@ def standing_still(lists, **model):
 def run(lists, *, max_pending, ahead, in_order_of_launches, ahead_of_tied=None):
     """Return the processes when they have come as far as they can.
 
-    ``ahead``: receives posted beyond the one awaited; ``ahead_of_tied``: likewise, by what is sent of tied weights.
+    ``ahead``: receives posted beyond the one awaited; ``ahead_of_tied``: likewise, by what is sent once a group.
     ``max_pending``: as :func:`check_rendezvous` has it.
     """
     processes = [Process(actions) for actions in lists]
@@ -80,7 +80,7 @@ def run(lists, *, max_pending, ahead, in_order_of_launches, ahead_of_tied=None):
             if what == "act" and process.awaited is not None and not process.awaited.is_done:
                 return False
             posted, waiting = process.posted[what], process.to_post[what]
-            while len(posted) < 1 + (ahead_of_tied[what] if is_tied(what) else ahead) and waiting:
+            while len(posted) < 1 + (ahead_of_tied[what] if is_of_groups(what) else ahead) and waiting:
                 waiting.popleft()
                 posted.append(process.launch(False, edge))
             process.waited_for[process.host].append(posted.popleft())

@@ -92,17 +92,25 @@ def modules_by_the_equations(
     return train_by_the_equations(modules, batches, loss_fn=loss_fn, **of_sgd, **of_method)
 
 
-def plain_loop(model, optimizer, *, M, dtype=torch.float64, clip_norm=None, after_step=lambda: None):
-    """Train ``model`` in the loop of every torch tutorial, with accumulation, as runs do; return its state."""
+def plain_loop(
+    model, optimizer, *, M, dtype=torch.float64, clip_norm=None, after_step=lambda: None, in_reverse=False, norms=None
+):
+    """Train ``model`` in the loop of every torch tutorial, with accumulation, as runs do; return its state.
+
+    ``in_reverse``: the backwards of a group begin with the last one. ``norms`` takes those of the whole gradient.
+    """
     schedule, batches, loss_fn = warm_up_schedule(optimizer), micro_batches(dtype=dtype), nn.CrossEntropyLoss()
     for _ in range(EPOCHS):
         for start in range(0, len(batches), M):
             group = batches[start : start + M]
-            for x, target in group:
-                share = len(target) / sum(len(t) for _, t in group)
-                loss_fn(model(x), target).backward(torch.tensor(share, dtype=dtype))
+            losses = [(loss_fn(model(x), target), len(target)) for x, target in group]
+            for loss, size in reversed(losses) if in_reverse else losses:
+                share = size / sum(len(t) for _, t in group)
+                loss.backward(torch.tensor(share, dtype=dtype))
             if clip_norm is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+                norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+                if norms is not None:
+                    norms.append(norm.item())
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()

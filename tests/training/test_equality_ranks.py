@@ -25,6 +25,7 @@ RULES = [{"ndim": 1, "weight_decay": 0.0}, {"names": "6.*", "lr_factor": 0.25}, 
 SPOILT = {"non_finite": "skip", "plant": nan_inputs}
 LOWERED = {"autocast": torch.bfloat16}
 LINEAR = {"head": "linear"}
+CLIPPED = "bp", "gpipe", "1f1b", "zbh1"  # as test_clipping.py compares them with plain torch
 SPLIT = {"split_backward": True, "delay": "third"}
 
 
@@ -56,6 +57,8 @@ ROWS = {
         "bf16, autocast": toy(2, 2, codec="bf16", **LOWERED),
         "tied": tied(2, 3, optimizer=ADAMW, ema=0.9),
         "tied, split": tied(2, 3, options=SPLIT, clip_norm=0.01, **LOWERED),
+        "tied, clipped": tied(2, 3, method="1f1b", options={"split_backward": True}, clip_norm=0.01, **SPOILT),
+        **{f"{name}, clipped": toy(2, 3, method=name, clip_norm=1.9, epochs=1) for name in CLIPPED},
         "class weights": partial(test_losses.fitted, "class weights", K=2, method="adl"),
         "tokens": partial(test_losses.fitted, "tokens", K=2, method="gpipe", options={"recompute": "except_last"}),
         "a masked input": partial(test_structured_batches.fitted, "tuple", 2, 2),
@@ -69,10 +72,10 @@ ROWS = {
         "fr": method("fr", options={"split_backward": True}),
         "dgl": method("dgl", 1, LINEAR, optimizer=with_rules(sgd, [{"ndim": 1, "weight_decay": 0.0}])),
         "dni": method("dni", 2, {"head_sees_target": True, "head_delay": 1}, clip_norm=0.3),
-        "bp": method("bp", verify=True),
-        "gpipe": method("gpipe", options={"recompute": "except_last"}, **LOWERED),
-        "1f1b": method("1f1b"),
-        "zbh1": method("zbh1"),
+        "bp": method("bp", verify=True, clip_norm=1.9),
+        "gpipe": method("gpipe", options={"recompute": "except_last"}, clip_norm=1.9, **LOWERED),
+        "1f1b": method("1f1b", clip_norm=1.9),
+        "zbh1": method("zbh1", clip_norm=1.9),
         "zbh2": method("zbh2"),
         "pipedream": method("pipedream", shuffle=True),
         "2bw": method("2bw", options={"mitigation": ["error_feedback"]}, **LOWERED),
@@ -115,7 +118,7 @@ def test_k_processes_equal_one_process_bit_for_bit(K):
 
 
 # K, P, v, M and further options; K = 3 leaves the second process one stage, and both ends of the pipeline the first.
-SHARED = [(3, 2, 2, 4, {"shuffle": True}), (7, 3, 3, 5, {"balance": [1] * 7})]
+SHARED = [(3, 2, 2, 4, {"shuffle": True, "clip_norm": 1.9}), (7, 3, 3, 5, {"balance": [1] * 7})]
 SHARED += [slow(*case, {"dtype": torch.float64}) for case in ((4, 2, 2, 1), (4, 2, 2, 5), (3, 2, 2, 4))]
 
 

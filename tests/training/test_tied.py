@@ -58,11 +58,12 @@ def test_copies_predict_as_far_as_their_own_gradients_are_late(K, M, weights):
     assert_copies_are_equal(got)
 
 
-@pytest.mark.parametrize(("name", "K"), [("1f1b", 2), ("gpipe", 3), ("zbh2", 4)])
-def test_synchronous_methods_train_as_plain_torch(name, K):
-    adamw = partial(torch.optim.AdamW, lr=0.05)
-    expected, _ = train_tied(1, 3, method="bp", optimizer=adamw)
-    assert_close(train_tied(K, 3, method=name, optimizer=adamw)[0], expected)
+@pytest.mark.parametrize(("name", "K", "clip_norm"), [("1f1b", 2, 0.1), ("gpipe", 3, None), ("interleaved", 4, 0.1),
+                                                      ("zbh2", 4, None)])  # fmt: skip
+def test_synchronous_methods_train_as_plain_torch(name, K, clip_norm):
+    how = {"optimizer": partial(torch.optim.AdamW, lr=0.05), "clip_norm": clip_norm}
+    expected, _ = train_tied(1, 3, method="bp", **how)
+    assert_close(train_tied(K, 3, method=name, **how)[0], expected)
 
 
 @pytest.mark.parametrize("name", ["adl", "1f1b"])
@@ -70,7 +71,7 @@ def test_each_stage_clips_the_sum_alike(name):
     """By itself: the norm of a stage does not count its part, which no other stage knows."""
     delays, flushes = ([4, 2, 0], False) if name == "adl" else ([0, 0, 0], True)
     expected = tied_by_the_equations(3, 2, delays, epochs=2, flushes=flushes, clip_norm=0.05)
-    got, _ = train_tied(3, 2, method=name, clip_norm=0.05)
+    got, _ = train_tied(3, 2, method=name, clip_norm=0.05, clip_scope="stage")
     assert_close(got, expected)
     assert_copies_are_equal(got)
 

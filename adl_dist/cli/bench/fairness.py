@@ -13,7 +13,7 @@ def check_fair(config: RunConfig, *, command: str) -> None:
         "runtime.gradient_codec": runtime.gradient_codec not in (None, "none"),
         "runtime.compile": runtime.compile,
         "runtime.loggers": runtime.loggers,
-        "train.clip_norm": train.clip_norm,  # of ours: of each stage by itself
+        "train.clip_norm": train.clip_norm,
         "train.ema": train.ema,
         "train.non_finite": train.non_finite != "stop",
         "train.metrics": train.metrics,

@@ -119,6 +119,7 @@ def known_run(run_dir: PurePath) -> RunConfig:
         for group in GROUPS:
             new = renamed({f"{group}.{key}": value for key, value in plain[group].items()})
             plain[group] = {key.partition(".")[2]: value for key, value in new.items() if key not in REMOVED}
+        plain["train"].setdefault("clip_scope", "stage")  # before 0.4.0 the only one
         config = RunConfig.of(plain)
     except (AttributeError, KeyError, TypeError, ValueError, ConfigError) as error:
         raise ConfigError(f"{file} is not the configuration of a run: {error}") from error
