@@ -142,7 +142,7 @@ def prune(folder: PurePath, *, keep: int, keep_best: bool) -> None:
 
 
 def best_of(saved: Sequence[PurePath]) -> PurePath | None:
-    """Return the best checkpoint by the newest one's goal, the newest of ties."""
+    """Return the best checkpoint by the newest one's goal, the first of ties."""
     manifests = {}
     for path in saved:
         with suppress(CheckpointError, OSError):  # damaged, or removed meanwhile
@@ -150,7 +150,7 @@ def best_of(saved: Sequence[PurePath]) -> PurePath | None:
     goal = Goal(**manifests[max(manifests)].get("goal", {})) if manifests else Goal()
     found = {path: goal.score(manifest["metrics"]) for path, manifest in manifests.items()}
     scores = {path: score for path, score in found.items() if score is not None}
-    return max(scores, key=lambda path: (scores[path], path.name), default=None)
+    return max(sorted(scores), key=lambda path: scores[path], default=None)
 
 
 def reject(path: PurePath) -> PurePath:

@@ -72,6 +72,7 @@ class Coordinator:
         drain_changes_result: Callable[[int], bool] = lambda epoch: False,
         callback_queue: CallbackQueue | None = None,
         totals: Totals | None = None,
+        skips_non_finite: bool = False,
     ) -> None:
         """Create the coordinator of one run.
 
@@ -85,13 +86,15 @@ class Coordinator:
             drain_changes_result: whether an unplanned drain in an epoch changes values.
             callback_queue: calls the callbacks while stages train.
             totals: the figures of the run.
+            skips_non_finite: whether validation data that are not finite leave the run going.
         """
         self._totals = totals or Totals()
         self._callback_queue = callback_queue or CallbackQueue()
         self._plan, self._saving = plan, saving
         self._recorder, self._progress = recorder, progress
         self._requests, self._drain_changes_result = requests or RequestQueue(), drain_changes_result
-        self._callbacks = callbacks or Callbacks()
+        self._callbacks, self._skips_non_finite = callbacks or Callbacks(), skips_non_finite
+        self._bad_validation: DataError | None = None  # raised once the epoch is saved
         self._saved_moment: TrainerState | None = None  # of a checkpoint that has not been reported to callbacks
         # The position of the run: whole epochs done, samples of the next one done, updates done.
         self._epoch = self._sample = self._update = 0
@@ -143,8 +146,10 @@ class Coordinator:
             while stopped is None and not self._is_over:
                 self._train_one()
                 self._end_epoch()
-                if self._is_over or self._is_to_be_saved:
+                if self._is_over or self._is_to_be_saved or self._bad_validation is not None:
                     self._save()
+                if self._bad_validation is not None:
+                    raise self._bad_validation
                 stopped = self._carry_out_requests()
         finally:
             self._requests.close(f"the run has ended, at update {self._update}")
@@ -302,7 +307,17 @@ class Coordinator:
             self._record(name.replace("_", "/", 1), value)
         self._progress.end(loss, self._metrics.get("validation_accuracy"), last.metrics)
         # The training loss belongs to the weights before the update; the present weights must not be saved either.
-        if self._totals.trained and not math.isfinite(loss):
+        if last.first_bad is not None:
+            first = last.first_bad * self._plan.micro_batch_size
+            text = (
+                f"the validation loss is {loss}, because of micro-batch {last.first_bad} of the validation data, which "
+                f"begins at sample {first}; look there for values that are not finite, as others are"
+            )
+            if self._skips_non_finite:
+                self._progress.note(text)
+            else:
+                self._bad_validation = DataError(text)
+        elif self._totals.trained and not math.isfinite(loss):
             where = {"stage": last.stage, "update": self._update - 1, "epoch": self._last_epoch}
             raise DivergedError(f"the validation loss is {loss}", **where)
 

@@ -122,6 +122,7 @@ class EvaluateResult:
     num_correct: int | None = None  # targets classified correctly; None if the task has no classes
     num_classed: int = 0  # targets that have a class
     metrics: Mapping[str, float] = field(default_factory=dict)  # the requested ones, by name
+    first_bad: int | None = None  # the first micro-batch whose loss is not finite, if those of others are
 
 
 @dataclass(frozen=True)

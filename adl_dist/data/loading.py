@@ -47,6 +47,11 @@ class Loading:
             raise ConfigError(
                 f"sampler: expected a torch Sampler, with __iter__ and __len__, got {type(self.sampler).__name__}"
             )
+        if (parts := getattr(self.sampler, "num_replicas", 1)) != 1:  # of data parallelism, like DistributedSampler
+            raise ConfigError(
+                f"sampler: {type(self.sampler).__name__} visits one of {parts} parts of the data, but stages share the "
+                "samples of one; omit it, shuffle=True visits all in a new order"
+            )
         if self.samples_per_epoch is not None and (
             not isinstance(self.samples_per_epoch, int) or self.samples_per_epoch < 1
         ):

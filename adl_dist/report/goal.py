@@ -76,6 +76,7 @@ class Goal:
             return None
         if self.metric is None:
             loss = -metrics["validation_loss"]
+            loss = -math.inf if math.isnan(loss) else loss
             return (metrics["validation_accuracy"], loss) if "validation_accuracy" in metrics else (loss,)
         value = metrics[self.metric]
         if math.isnan(value):  # NaN compares with nothing

@@ -130,6 +130,9 @@ class StepStats:
             for loss, size in zip(self.losses, self.num_terms or self.sizes, strict=True):
                 loss_sum += float(loss) * size
             numbers["loss_sum"] = loss_sum
+            bad = [] if math.isfinite(loss_sum) else [n for n, loss in enumerate(self.losses) if not loss.isfinite()]
+            if 0 < len(bad) < len(self.losses):
+                numbers["first_bad"] = bad[0]
         if self.num_terms:
             numbers["num_terms"] = math.fsum(self.num_terms)
         if self.hits:

@@ -138,6 +138,7 @@ class Outputs:
         saving: CheckpointContext | None,
         recorder: MetricsWriter,
         requests: RequestQueue,
+        skips_non_finite: bool,
     ) -> Coordinator:
         """Return the coordinator, and show notes about the cut on rank 0."""
         pipeline, is_rank_0 = worker.pipeline, worker.world.rank == 0
@@ -165,6 +166,7 @@ class Outputs:
             requests=requests,
             drain_changes_result=lambda epoch: not pipeline.in_epoch(epoch).drain_is_exact,
             callback_queue=self.callback_queue,
+            skips_non_finite=skips_non_finite,
             totals=Totals(worker.unit, None if partitioned.flops is None else partitioned.flops / worker.world.size),
         )
 

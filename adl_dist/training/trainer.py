@@ -542,7 +542,13 @@ class Trainer:
         stops_early = pipeline.drain_is_exact or outputs.checkpoints.every_updates is None
         recorder = outputs.recorder(saving)
         coordinator = outputs.coordinator(
-            plan, worker, self._partitioned, saving=saving, recorder=recorder, requests=running.requests
+            plan,
+            worker,
+            self._partitioned,
+            saving=saving,
+            recorder=recorder,
+            requests=running.requests,
+            skips_non_finite=self._spec.gradients.skips,
         )
         try:
             with self._applied(), self._bound(world), contextlib.ExitStack() as stack:

@@ -47,7 +47,7 @@ def kept_by(folder, **policy):
 def test_the_best_mode_that_of_the_chosen_metric(metric, best, pick, tmp_path):
     left, found = kept_by(tmp_path, best_metric=metric, best_mode=best)
     value = pick(one[metric] for one in found.values())
-    expected = max(update for update, one in found.items() if one[metric] == value)  # the newest of equals
+    expected = min(update for update, one in found.items() if one[metric] == value)  # the first of equals
     assert left == sorted({expected, max(found)})
     assert layout.best_of(layout.complete(tmp_path / "checkpoints")).name == f"update-{expected:08d}"
 

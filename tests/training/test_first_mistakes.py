@@ -1,15 +1,17 @@
 """What users give by mistake, or without a thought: it is refused, or said in a line what becomes of it."""
 
+import math
+import re
 import sys
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 import adl_dist
 from adl_dist.errors import ConfigError, DataError
-from tests.support.commands import as_command
+from tests.support.commands import as_command, assert_same
 from tests.support.runs import toy_trainer
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import SILENT
@@ -124,3 +126,60 @@ def test_a_script_without_a_guard_that_loads_is_refused(tmp_path):
     last = done.err.strip().splitlines()[-1]
     assert "these processes import unguarded.py, which does its work at once" in last
     assert "if __name__ == '__main__'" in last
+
+
+def test_a_tuple_of_tensors_is_no_dataset():
+    with pytest.raises(DataError, match=r"got a tuple of 2 tensors; wrap them: torch.utils.data.TensorDataset"):
+        fit(toy_trainer(1), (torch.zeros(8, 2), torch.zeros(8)))
+
+
+def test_a_sampler_of_data_parallelism_is_refused():
+    """Each rank would train on its part, and here on a half of the data."""
+    parts = DistributedSampler(DATA, num_replicas=2, rank=0)
+    with pytest.raises(ConfigError, match=r"DistributedSampler visits one of 2 parts of the data.*omit it"):
+        fit(toy_trainer(1), loading=adl_dist.Loading(sampler=parts))
+
+
+def test_a_failing_layer_is_named():
+    with pytest.raises(ConfigError, match=r"fails on it in Linear\(in_features=3, out_features=2.*\): RuntimeError"):
+        fit(toy_trainer(1, model=nn.Sequential(nn.Flatten(), nn.Linear(3, 2))))
+
+
+def test_inference_mode_around_a_training_changes_nothing():
+    expected = fit(toy_trainer(2)).full_state_dict()
+    trainer = toy_trainer(2)
+    with torch.inference_mode():
+        got = fit(trainer).full_state_dict()
+    assert_same(got, expected)
+
+
+def test_a_second_training_at_the_same_time_is_refused():
+    """It would draw from the same random streams. Here it begins in a callback of the first."""
+    refused = []
+
+    class Nested(adl_dist.Callback):
+        def on_start(self, now):
+            try:
+                fit(toy_trainer(1))
+            except ConfigError as error:
+                refused.append(str(error))
+
+    fit(toy_trainer(2), callbacks=[Nested()])
+    assert len(refused) == 1
+    assert "while another trainer of this process trains" in refused[0]
+
+
+@pytest.mark.parametrize("non_finite", ["stop", "skip"])
+def test_validation_data_that_are_not_finite_lose_no_epoch(non_finite, tmp_path, capsys):
+    bad = FixedImages(12)
+    bad.images[5, 0] = math.nan
+    trainer = toy_trainer(2, non_finite=non_finite)
+    told = r"the validation loss is nan, because of micro-batch 1 of the validation data, which begins at sample 4"
+    options = {"val_dataset": bad, "run_dir": tmp_path, "monitoring": adl_dist.Monitoring(tensorboard=False)}
+    if non_finite == "stop":
+        with pytest.raises(DataError, match=told):
+            fit(trainer, **options)
+    else:
+        fit(trainer, **options)
+        assert re.search(told, capsys.readouterr().out)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["update-00000003"]
