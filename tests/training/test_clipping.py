@@ -98,9 +98,7 @@ def test_the_recorded_norm_is_that_of_torch(tmp_path):
 
 
 def test_a_method_that_cannot_wait_names_those_that_can():
-    told = (
-        r"^train\.clip_norm: method=zbh2 .*; use one of bp, gpipe, 1f1b, zbh1, interleaved, or train\.clip_scope=stage"
-    )
+    told = r"clip_norm=.* method=zbh2 .*; use one of bp, gpipe, 1f1b, zbh1, interleaved, or .*clip_scope='stage'"
     with pytest.raises(ConfigError, match=told):
         toy_trainer(3, method="zbh2", clip_norm=1.0)
     toy_trainer(3, method="zbh2", clip_norm=1.0, clip_scope="stage")
@@ -146,5 +144,5 @@ def test_a_resumed_run_clips_as_it_began(tmp_path, began, other):
 
 def test_the_choice_is_checked():
     assert adl_dist.GradientPolicy().clip_scope == "model"
-    with pytest.raises(ConfigError, match=r"train.clip_scope: there is no 'all'; choose one of model, stage"):
+    with pytest.raises(ConfigError, match=r"clip_scope=.*: there is no 'all'; choose one of model, stage"):
         toy_trainer(3, clip_scope="all")
