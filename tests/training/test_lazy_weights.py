@@ -251,6 +251,36 @@ def test_what_cannot_be_made_is_refused_by_name(layer, said):
         made(model)
 
 
+class Half(nn.Module):
+    """Fills as many of its four numbers as ``filled`` says."""
+
+    def __init__(self, dtype, filled):
+        super().__init__()
+        self.filled = filled
+        self.register_buffer("table", torch.empty(2, 2, dtype=dtype), persistent=False)
+
+    def reset_parameters(self):
+        self.table.view(-1)[: self.filled] = 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8, torch.bfloat16, torch.complex64])
+def test_numbers_that_are_not_filled_show_in_any_dtype(dtype):
+    with META:
+        models = [nn.Sequential(Half(dtype, filled)) for filled in (4, 3)]
+    assert made(models[0])[0].table.tolist() == torch.ones(2, 2, dtype=dtype).tolist()
+    with pytest.raises(ConfigError, match=r"Half.reset_parameters\(\) does not fill it, or not all of it"):
+        made(models[1])
+
+
+def test_a_parameter_on_meta_keeps_its_hooks():
+    with META:
+        model = nn.Linear(2, 2)
+        model.weight.register_hook(lambda grad: grad * 0)
+    made(model)(torch.ones(1, 2)).sum().backward()
+    assert not model.weight.grad.any()
+    assert model.bias.grad.all()
+
+
 def test_a_model_that_is_on_meta_in_part_is_refused():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
     with pytest.raises(ConfigError, match=r"on torch.device\('meta'\) in part: '0.weight' is on cpu"):
