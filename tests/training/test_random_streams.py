@@ -7,29 +7,40 @@ import pytest
 import torch
 from torch import nn
 
+import adl_dist
 from tests.support.commands import assert_same
 from tests.support.runs import sgd, toy_trainer
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import SILENT
 
 
-def test_a_thread_may_draw_from_python_s_stream():
-    """As the retries of an object storage do."""
-    over = threading.Event()
+class DrawsInAThread(adl_dist.Callback):
+    """Draws from Python's stream in another thread while training runs, as the retries of a storage do."""
 
-    def draw():
-        while not over.is_set():
+    def __init__(self):
+        self.over, self.drawn = threading.Event(), threading.Event()
+        self.thread = threading.Thread(target=self.draw, daemon=True)
+
+    def on_start(self, now):
+        self.thread.start()
+
+    def on_end(self, now):
+        self.over.set()
+        self.thread.join()
+
+    def draw(self):
+        while not self.over.wait(0.001):
             random.random()
+            self.drawn.set()
 
-    found = []
-    for _ in range(2):
-        trainer = toy_trainer(2, 2)
-        trainer.fit(FixedImages(20), epochs=1, batch_size=4, monitoring=SILENT)
+
+def test_draws_of_another_thread_change_nothing():
+    found, drawing = [], DrawsInAThread()
+    for callbacks in ([], [drawing]):
+        trainer = toy_trainer(2, 2, model=batch_norm_net(dropout=0.2))
+        trainer.fit(FixedImages(20), epochs=1, batch_size=4, monitoring=SILENT, callbacks=callbacks)
         found.append(trainer.full_state_dict())
-        if len(found) == 1:
-            (thread := threading.Thread(target=draw)).start()
-    over.set()
-    thread.join()
+    assert drawing.drawn.is_set()
     assert_same(*found)
 
 
