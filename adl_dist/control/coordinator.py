@@ -115,6 +115,8 @@ class Coordinator:
                 is_lost = isinstance(error, StageFailed) and (error.is_victim or error.is_gone)
                 self._saving.saver.wait(1.0 if is_lost else LAST_SAVE_SECONDS)
             raise
+        finally:
+            self._progress.close()
 
     def record(self, record: Record) -> None:
         """Write and show a record of a stage.

@@ -7,6 +7,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import IO, Any
 
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Column
+
 from adl_dist.report.tables import counted, text_table
 from adl_dist.report.warning import tell
 from adl_dist.wording import worded
@@ -25,9 +30,10 @@ class Progress:
         self._unit = unit
         self._out, self._quiet = out or sys.stdout, quiet
         # Only a terminal can overwrite a line; a log file gets one line per epoch.
-        self._live = False
+        self._bar: Bar | None = None
         with suppress(ValueError):  # it is closed
-            self._live = not quiet and self._out is not None and self._out.isatty()
+            if not quiet and self._out is not None and self._out.isatty():
+                self._bar = _bar(self._out)
         self._num_stages, self._head = num_stages, ""
         self._update = self._total_updates = self._last_size = 0
         self._rate = self._shown_at = self._seconds = 0.0
@@ -72,24 +78,45 @@ class Progress:
                 self._update = record["update"] + 1
                 self._num_skipped += 1
         now = time.monotonic()
-        if self._live and self._samples and now - self._shown_at > REDRAW_SECONDS:
+        if self._bar is not None and self._samples and now - self._shown_at > REDRAW_SECONDS:
             self._shown_at = now
-            tell(self._out, f"\r\033[K{self._line()}")
+            self._draw(self._bar)
 
     def end(self, loss: float | None, accuracy: float | None, metrics: Mapping[str, float] | None = None) -> None:
         """Write the line of the epoch, with figures of the validation if any."""
+        self.close()
         if self._quiet or not self._head:
             return
         validation = "" if loss is None else f"  |  validation loss {loss:.4f}"
         validation += "" if accuracy is None else f"  acc {accuracy:7.2%}"
         others = {name: value for name, value in (metrics or {}).items() if name != "accuracy"}
         validation += "".join(f"  {name} {value:.4g}" for name, value in others.items())
-        self.note(self._line() + validation)
+        if self._bar is None:
+            self.note(f"{self._head}  {self._place()}  {self._figures()}  staleness {self._staleness()}{validation}")
+        else:
+            line = f"{self._head}  {self._figures()}{validation}"
+            self._bar.console.print(line, markup=False, highlight=False, no_wrap=True, overflow="ellipsis")
 
     def note(self, text: str) -> None:
         """Write a line that stays."""
-        if not self._quiet:
-            tell(self._out, ("\r\033[K" if self._live else "") + worded(text) + "\n")
+        if self._bar is not None:
+            self._bar.console.print(worded(text), markup=False, highlight=False)
+        elif not self._quiet:
+            tell(self._out, worded(text) + "\n")
+
+    def close(self) -> None:
+        """Remove the live line."""
+        if self._bar is not None:
+            self._bar.stop()
+            for task in self._bar.task_ids:
+                self._bar.remove_task(task)
+
+    def _draw(self, bar: Bar) -> None:
+        if not bar.task_ids:
+            bar.add_task(self._head, total=self._total_updates, completed=self._update, figures="")
+            bar.start()
+        bar.update(bar.task_ids[0], completed=self._update, figures=f"{self._place()}  {self._figures()}")
+        bar.refresh()
 
     @property
     def train_loss(self) -> float | None:
@@ -103,20 +130,31 @@ class Progress:
         self._metrics: dict[str, tuple[float, float]] = {}  # sum and count, by the name of the record
         self._staleness_sums, self._num_backwards = [0.0] * self._num_stages, [0] * self._num_stages
 
-    def _line(self) -> str:
+    def _staleness(self) -> str:
         means = zip(self._staleness_sums, self._num_backwards, strict=True)
-        stale = "/".join(f"{total / number:.3g}" if number else "-" for total, number in means)
+        return "/".join(f"{total / number:.3g}" if number else "-" for total, number in means)
+
+    def _place(self) -> str:
+        return f"update {self._update:>{len(str(self._total_updates))}}/{self._total_updates}"
+
+    def _figures(self) -> str:
         accuracy = f"  acc {self._num_correct / self._num_judged:7.2%}" if self._num_judged else ""
         loss = math.nan if self.train_loss is None else self.train_loss
         for name, (total, count) in self._metrics.items():
             value = total / count if name != "train/perplexity" else math.exp(min(loss, 700.0))
             accuracy += f"  {name.removeprefix('train/')} {value:.4g}"
-        width = len(str(self._total_updates))
         skipped = f"  skipped {self._num_skipped}" if self._num_skipped else ""
-        return (
-            f"{self._head}  update {self._update:>{width}}/{self._total_updates}  loss {loss:.4f}{accuracy}"
-            f"  {self._rate:7,.0f} {self._unit}/s  staleness {stale}{skipped}"
-        )
+        return f"loss {loss:.4f}{accuracy}  {self._rate:7,.0f} {self._unit}/s{skipped}"
+
+
+def _bar(out: IO[str]) -> Bar:
+    """Return a live line on the terminal ``out``, which keeps its cursor."""
+    console = Console(file=out)
+    console.show_cursor = lambda show=True: False  # type: ignore[method-assign] # a killed process could not show it again
+    figures = TextColumn("{task.fields[figures]}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1))
+    left = TimeRemainingColumn(table_column=Column(no_wrap=True))
+    columns = TextColumn("{task.description}"), BarColumn(10), figures, left
+    return Bar(*columns, console=console, auto_refresh=False, transient=True, expand=True)
 
 
 # Peaks of memory in summary.json, and their heads in a table. On a GPU the first is memory handed out by the allocator.
