@@ -1,6 +1,7 @@
 """The live line of a run and the table at its end."""
 
 import math
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -92,9 +93,11 @@ class Progress:
         others = {name: value for name, value in (metrics or {}).items() if name != "accuracy"}
         validation += "".join(f"  {name} {value:.4g}" for name, value in others.items())
         if self._bar is None:
-            self.note(f"{self._head}  {self._place()}  {self._figures()}  staleness {self._staleness()}{validation}")
-        else:
-            line = f"{self._head}  {self._figures()}{validation}"
+            figures = f"{self._figures()}  {self._rate:7,.0f} {self._unit}/s  staleness {self._staleness()}"
+            self.note(f"{self._head}  {self._place()}  {figures}{validation}")
+        else:  # shorter, and what may be cut off comes last
+            line = f"{self._head}  {self._figures()}{validation}  {self._rate:,.0f} {self._unit}/s"
+            line = re.sub(r"\bacc +", "acc ", line.replace("  |  validation", " | val"))
             self._bar.console.print(line, markup=False, highlight=False, no_wrap=True, overflow="ellipsis")
 
     def note(self, text: str) -> None:
@@ -115,7 +118,8 @@ class Progress:
         if not bar.task_ids:
             bar.add_task(self._head, total=self._total_updates, completed=self._update, figures="")
             bar.start()
-        bar.update(bar.task_ids[0], completed=self._update, figures=f"{self._place()}  {self._figures()}")
+        figures = f"{self._place()}  {self._figures()}  {self._rate:,.0f} {self._unit}/s"
+        bar.update(bar.task_ids[0], completed=self._update, figures=figures)
         bar.refresh()
 
     @property
@@ -144,7 +148,7 @@ class Progress:
             value = total / count if name != "train/perplexity" else math.exp(min(loss, 700.0))
             accuracy += f"  {name.removeprefix('train/')} {value:.4g}"
         skipped = f"  skipped {self._num_skipped}" if self._num_skipped else ""
-        return f"loss {loss:.4f}{accuracy}  {self._rate:7,.0f} {self._unit}/s{skipped}"
+        return f"loss {loss:.4f}{accuracy}{skipped}"
 
 
 def _bar(out: IO[str]) -> Bar:
