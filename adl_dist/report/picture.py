@@ -3,7 +3,7 @@
 Import it late: matplotlib takes half a second.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -25,7 +25,6 @@ from adl_dist.schedule.table import figures, tied_figures, title
 from adl_dist.schedule.timing import Costs, Span, in_processes, simulate, ticks
 
 MOST_TICKS = 400  # more cannot be read
-
 DASHES = (0, (4, 1.6))
 
 
@@ -41,13 +40,10 @@ class Theme:
     update: tuple[str, str]  # face, text
     act: str
     grad: str
-    small: str
 
 
-LIGHT = Theme("white", "black", "#555555", "#EFEFEF", "#C8C8C8", ("#333333", "white"), "#0072B2", "#D55E00", "#8C8C8C")
-DARK = Theme(
-    "#0D1117", "#E6EDF3", "#A8B1BB", "#1F262E", "#3A434D", ("#D7DDE3", "black"), "#56B4E9", "#F28E45", "#8C8C8C"
-)
+LIGHT = Theme("white", "black", "#555555", "#EFEFEF", "#C8C8C8", ("#333333", "white"), "#0072B2", "#D55E00")
+DARK = Theme("#0D1117", "#E6EDF3", "#A8B1BB", "#1F262E", "#3A434D", ("#D7DDE3", "black"), "#56B4E9", "#F28E45")
 
 # In inches.
 LANE, BOX = 0.95, 0.5
@@ -101,15 +97,9 @@ def picture(
         fewer = f"lower --micro-batches, which is {num_micro_batches}"
         raise ConfigError(f"a picture of {num_ticks} ticks cannot be read; expected at most {MOST_TICKS}: {fewer}")
     spans = list(spans_of_ticks(table)) if costs is None else simulate(lists, costs, turns=turns)
-    shows_staleness = any(f.staleness_max for f in figures(pipeline))
-
-    def staleness(box: Span) -> int | None:
-        is_shown = shows_staleness and box.action.op in BACKWARDS
-        return pipeline.staleness(box.stage, box.action.number) if is_shown else None
-
     boxes = [span for span in spans if span.action.op in BOXES]
     length = max(box.end for box in boxes)
-    drawing = _Drawing(pipeline, boxes, length, min(scale(boxes), WIDEST / length), staleness, theme)
+    drawing = _Drawing(pipeline, boxes, length, min(_scale(boxes), WIDEST / length), theme)
     if costs is None:
         drawing.axis_of_ticks(num_ticks)
     else:
@@ -121,7 +111,7 @@ def picture(
     return drawing.figure
 
 
-def scale(boxes: Sequence[Span]) -> float:
+def _scale(boxes: Sequence[Span]) -> float:
     """Return the inches per unit of time at which forwards show a number."""
     usual = median([box.end - box.start for box in boxes if box.action.op in FORWARDS])
     usual = usual or max(box.end for box in boxes) / len(boxes)
@@ -138,13 +128,11 @@ class _Drawing:
         boxes: Sequence[Span],
         length: float,
         inches: float,
-        staleness: Callable[[Span], int | None],
         theme: Theme,
     ) -> None:
         """Draw empty lanes for ``length`` units of time of so many ``inches``."""
         self._pipeline, self._boxes, self._length, self._inches = pipeline, boxes, length, inches
-        self._labels = {box: label for box in boxes if (label := staleness(box)) is not None}
-        self._shows_staleness, self._theme = any(self._labels.values()), theme
+        self._shows_staleness, self._theme = any(f.staleness_max for f in figures(pipeline)), theme
         width, height = length * inches, pipeline.num_stages * LANE
         size = (LEFT + max(width, NARROWEST) + RIGHT, TOP + height + BOTTOM)
         self.figure = Figure(figsize=size, facecolor=theme.background)
@@ -225,7 +213,9 @@ class _Drawing:
             return
         if update is not None:
             room -= max(0.0, UPDATE - (update.end - update.start) * self._inches)
-        center, label = left + room / 2, self._labels.get(box) if self._shows_staleness else None
+        center, label = left + room / 2, None
+        if self._shows_staleness and box.action.op in BACKWARDS:
+            label = self._pipeline.staleness(box.stage, box.action.number)
         self._write(center, middle if label is None else middle - 0.09, str(box.action.number), room, 9, ink)
         if label is not None:
             self._write(center, middle + 0.12, f"LoS {label}", room, 7, ink)
