@@ -399,42 +399,25 @@ def check_is_mean(
         out = map_tensors(Tensor.clone, out)  # it may write to both
         return try_loss(stage, "two micro-batches together", out, copy_batch(target), loss_fn).detach()
 
-    both = tree_map(lambda a, b: torch.cat([a, b]) if isinstance(a, Tensor) and a.ndim else a, *outs)
-    parts = [functools.partial(loss_of, *pair) for pair in zip(outs, targets, strict=True)]
-    hint = "; of (sum, count) the first must be the sum, not the mean" if isinstance(loss_fn, SumCountLoss) else ""
-    compare_mean(parts, functools.partial(loss_of, both, concatenate(*targets)), targets, terms, hint)
-
-
-def compare_mean(
-    parts: Sequence[Callable[[], Tensor]],
-    whole: Callable[[], Tensor],
-    targets: Sequence[Batch],
-    terms: LossTerms | None,
-    hint: str = "",
-) -> None:
-    """Check that the loss of the ``whole`` is the mean of its two ``parts``.
-
-    Raises:
-        ConfigError: If it is not; ``hint`` says why.
-    """
     counts = [
         float(num_samples(target)) if terms is None else terms.count(map_batch(Tensor.cpu, target))
         for target in targets
     ]
     if not any(counts):
         return
-    losses = [float(part()) if count else 0.0 for part, count in zip(parts, counts, strict=True)]
-    found, again = whole(), whole()
-    values = [part * count / sum(counts) for part, count in zip(losses, counts, strict=True)]
+    parts = [float(loss_of(*pair)) if count else 0.0 for *pair, count in zip(outs, targets, counts, strict=True)]
+    both = tree_map(lambda a, b: torch.cat([a, b]) if isinstance(a, Tensor) and a.ndim else a, *outs)
+    found, again = (loss_of(both, concatenate(*targets)) for _ in range(2))
+    values = [part * count / sum(counts) for part, count in zip(parts, counts, strict=True)]
     # A loss in float64 may compute a part of itself in float32.
     tolerance = max(1e-6, math.sqrt(torch.finfo(found.dtype).eps)) * (abs(float(found)) + sum(map(abs, values)))
     if not abs(float(found) - sum(values)) > tolerance or found != again:  # NaN is not greater
         return
+    hint = "; of (sum, count) the first must be the sum, not the mean" if isinstance(loss_fn, SumCountLoss) else ""
     raise ConfigError(
         f"the loss is no mean over {'the samples' if terms is None else 'the terms that it counts'}: of {counts[0]:g} "
-        f"it is {losses[0]:.6g}, of {counts[1]:g} others {losses[1]:.6g}, and of all of them {float(found):.6g} "
-        f"instead of {sum(values):.6g}{hint}; so a group of micro-batches would not get the gradient of its "
-        "samples: give the loss num_terms(target), the number of terms that it averages over, or declare "
-        "loss.reduction=batch (Trainer(loss_reduction='batch')), by which a micro-batch counts by its samples "
-        "(docs/own.md)"
+        f"it is {parts[0]:.6g}, of {counts[1]:g} others {parts[1]:.6g}, and of all of them {float(found):.6g} instead "
+        f"of {sum(values):.6g}{hint}; so a group of micro-batches would not get the gradient of its samples: give the "
+        "loss num_terms(target), the number of terms that it averages over, or declare loss.reduction=batch "
+        "(Trainer(loss_reduction='batch')), by which a micro-batch counts by its samples (docs/own.md)"
     )

@@ -39,7 +39,7 @@ from adl_dist.stage import TrainSpec
 from adl_dist.stage.calls import arguments_in, flatten_output, is_part, refuse_unknown_ids, takes_gradient
 from adl_dist.stage.heads import check_outs
 from adl_dist.stage.info import StageInfo, describe_units, link_stages
-from adl_dist.stage.loss import LossTerms, check_is_mean, class_loss, compare_mean, is_known_mean, loss_terms, try_loss
+from adl_dist.stage.loss import check_is_mean, class_loss, is_known_mean, loss_terms, try_loss
 from adl_dist.stage.versions import Exchange
 from adl_dist.streams import Streams, seed_streams
 from adl_dist.training.trial.comparison import EVALUATION, EVALUATION_AGAIN, FIRST, SECOND, STATE, Take, tensors_in
@@ -375,41 +375,26 @@ class StageRun:
         is_mean = spec.loss_reduction == "batch" or is_known_mean(spec.loss_fn)  # as declared, or torch's own
         if is_mean or spec.pipeline.micro_batches_per_update == 1 or len(self._outputs) < 2:
             return None
-        try:
-            terms = loss_terms(self._loss_fn, samples.one[1])
-            if not isinstance(spec.loss_fn, ModelLoss):
-                self._check_loss(samples, terms)
-            elif not self.is_lazy:
-                self._check_model_loss(samples.pair[1], terms)
-        except ConfigError as error:  # evaluation may do with such a loss, and training come after it
-            return str(error)
-        return None
-
-    def _check_loss(self, samples: Samples, terms: LossTerms | None) -> None:
-        """Raise ConfigError unless the loss of both outputs is a mean."""
-        (one, first), (two, second) = self._outputs
+        (one, first), (two, second), loss_fn = *self._outputs, self._loss_fn
+        if isinstance(loss_fn, ModelLoss):  # which needs a forward of both together
+            (one, first), (two, second), loss_fn = *samples.pair, self._loss_in_evaluation
         if samples.varies:  # two micro-batches of different lengths cannot be joined, but one can be divided
             half = num_samples(second) // 2
             one, two = (tree_map(partial(_rows, rows=rows), two) for rows in (slice(half), slice(half, None)))
             first, second = rows_of(second, slice(half)), rows_of(second, slice(half, None))
-        with self._within():
-            check_is_mean(self.last, self._loss_fn, [one, two], [first, second], terms)
+        try:
+            with self._within():
+                terms = loss_terms(self._loss_fn, samples.one[1])
+                check_is_mean(self.last, loss_fn, [one, two], [first, second], terms)
+        except ConfigError as error:  # evaluation may do with such a loss, and training come after it
+            return str(error)
+        return None
 
-    def _check_model_loss(self, batch: MicroBatch, terms: LossTerms | None) -> None:
-        """Raise ConfigError unless the model's loss of ``batch`` is a mean.
-
-        It is that of evaluation, where samples do not depend on each other.
-        """
-
-        def loss_of(part: MicroBatch) -> Tensor:
-            loss = self.forward(part, "a mean", training=False).loss
-            assert loss is not None
-            return loss
-
-        half = num_samples(batch.input_) // 2
-        halves = [batch.rows(first, half) for first in (0, half)]
-        parts = [partial(loss_of, one) for one in halves]
-        compare_mean(parts, partial(loss_of, batch), [one.target for one in halves], terms)
+    def _loss_in_evaluation(self, input_: Batch, target: Batch) -> Tensor:
+        """Return the loss of a forward in which samples do not depend on each other."""
+        loss = self.forward(MicroBatch(input_, target), "a mean", training=False).loss
+        assert loss is not None
+        return loss
 
 
 def _rows(leaf: Any, rows: slice) -> Any:
