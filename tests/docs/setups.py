@@ -1,5 +1,7 @@
 """What blocks of the documentation take for granted: name -> (language, text)."""
 
+from tests.support.commands import ROOT
+
 SMALL = "train.max_updates=2 runtime.processes=false runtime.threads=1 runtime.tensorboard=false"
 
 TEXT = "python -c \"print('The quick brown fox jumps. ' * 2000)\""
@@ -15,6 +17,73 @@ SETUPS = {
         f"adl-dist train {SMALL} run_dir=runs/sweep-cifar10-resnet20/adl && adl-dist train {SMALL} run_dir=runs/mine",
     ),
     "a text model": ("sh", f"{TOKENS} && adl-dist train experiment=gpt {SMALL} train.ema=0.9 run_dir=runs/NAME"),
+    "a GPT": (
+        "python",
+        f"""\
+import sys
+
+import torch
+
+import adl_dist
+
+sys.path.insert(0, "{ROOT}/examples/nanogpt")
+from model import GPT
+
+torch.manual_seed(0)
+tokens = torch.randint(256, (1000,))
+model, optimizer = GPT(256, 32, layers=2, heads=2, width=16), torch.optim.AdamW
+""",
+    ),
+    "a causal model": (
+        "python",
+        """\
+import peft
+import torch
+import transformers
+
+import adl_dist
+
+torch.manual_seed(0)
+sizes = {"vocab_size": 32, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
+model, optimizer = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)), torch.optim.AdamW
+rows_dataset = [{"input_ids": torch.randint(32, (4 + i % 8,))} for i in range(32)]
+
+
+def data_collator(rows):
+    pad = torch.nn.utils.rnn.pad_sequence
+    ids = [row["input_ids"] for row in rows]
+    mask, labels = pad([torch.ones_like(one) for one in ids], True), pad(ids, True, -100)
+    return {"input_ids": pad(ids, True), "attention_mask": mask, "labels": labels}
+""",
+    ),
+    "images": (
+        "python",
+        """\
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset, default_collate
+from torchvision.transforms import v2
+
+import adl_dist
+
+train_dataset = val_dataset = TensorDataset(torch.randn(64, 3, 8, 8), torch.arange(64) % 10)
+model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
+loss_fn = nn.CrossEntropyLoss()
+trainer = adl_dist.Trainer(model, loss_fn=loss_fn, optimizer=torch.optim.SGD, num_stages=2)
+""",
+    ),
+    "old weights": (
+        "python",
+        """\
+import torch
+import torchvision
+
+import adl_dist
+
+torch.save(torchvision.models.resnet18().state_dict(), "old.pt")
+loss_fn, optimizer = torch.nn.CrossEntropyLoss(), torch.optim.SGD
+""",
+    ),
     "a callback": (
         "python",
         """\

@@ -1,6 +1,7 @@
 """The pages of README and docs: their blocks are marked, their commands known, their links lead somewhere."""
 
 import importlib.util
+import pkgutil
 import re
 
 import pytest
@@ -98,6 +99,12 @@ def test_links_and_anchors_of_a_page_resolve(page):
         assert file.exists(), f"{page}: {target}"
         if anchor and file.suffix == ".md":
             assert anchor in anchors_of(file), f"{page}: {target}; there are {sorted(anchors_of(file))}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_names_of_the_package_on_a_page_are_there(page):
+    for name in re.findall(r"\badl_dist(?:\.\w+)+", page.read_text()):
+        pkgutil.resolve_name(name)
 
 
 def navigation(node):

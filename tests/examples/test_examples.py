@@ -30,7 +30,7 @@ def succeeded(*command, cwd, seconds=250.0):
 def test_scripts_have_60_lines_at_most_and_are_listed():
     told = (EXAMPLES / "README.md").read_text()
     scripts = [path for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sh")]
-    assert len(scripts) == 6
+    assert len(scripts) == 8
     for path in scripts:
         assert len(path.read_text().splitlines()) <= 60, path
         assert f"({path.name})" in told
