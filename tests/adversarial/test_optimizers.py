@@ -67,14 +67,13 @@ def differing(found, right):
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in REFUSED])
 def test_an_odd_optimizer_trains_like_plain_torch(name):
     build = BUILDS.get(name, net)
-    for K in (1, 3):
-        found, right = (train(OPTIMIZERS[name], K, build) for train in (trained, expected))
-        assert differing(found, right) == {}, K
-        assert differing(found, model_of(build).state_dict()) != {}
+    found, right = (train(OPTIMIZERS[name], 3, build) for train in (trained, expected))
+    assert differing(found, right) == {}
+    assert differing(found, model_of(build).state_dict()) != {}
 
 
 @pytest.mark.parametrize(("name", "word"), REFUSED.items())
-@pytest.mark.parametrize("K", [1, 2])
+@pytest.mark.parametrize("K", [2])
 def test_an_optimizer_that_cannot_train_is_refused(name, word, K):
     with pytest.raises(adl_dist.AdlError, match=word) as error:
         trained(OPTIMIZERS[name], K)

@@ -104,20 +104,11 @@ class Widens(Own):
         return (average * (1.5 if state["flag"] else 0.5)).to(p.dtype)
 
 
-class FollowsItsRate(Own):
-    """Without a schedule the learning rate is the optimizer's own."""
-
-    def begin(self, group):
-        group["lr"] *= 0.9
-
-
 OPTIMIZERS = {
     "counters in groups": CountsInGroups,
     "counters in the object": CountsItself,
     "nested": Nested,
     "float64 of float32": Widens,
-    "its own learning rate": FollowsItsRate,
-    "nadam": torch.optim.NAdam,
     "muon": Muon,
 }
 

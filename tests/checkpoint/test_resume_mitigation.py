@@ -5,11 +5,9 @@ from functools import partial
 
 import pytest
 import torch
-import yaml
 from torch import nn
 
 from adl_dist.checkpoint import state as saved_state
-from adl_dist.errors import ConfigError
 from adl_dist.stage import Stage
 from tests.support.commands import assert_same
 from tests.support.runs import trained
@@ -74,40 +72,3 @@ def test_another_cut_carries_the_histories_by_name(tmp_path):
         assert torch.equal(past["displacement"], kept[name]["displacement"])
         assert all(map(torch.equal, past["updates"], kept[name]["updates"]))
         assert len(past["updates"]) == 4
-
-
-def test_runs_continue_over_many_cuts(tmp_path):
-    """Lags and delays are those of the cut in use; one that has grown waits until enough is remembered."""
-    options = {"mitigation": ["predict", "error_feedback"]}
-    train = partial(trained, M=2, dtype=torch.float32, options=options, optimizer=OPTIMIZERS["sgd"], run_dir=tmp_path)
-    for epochs, K in enumerate((3, 4, 1, 2), start=1):
-        trainer, summary = train(K, epochs=epochs)
-        assert summary["updates"] == 6 * epochs
-    assert all(value.isfinite().all() for value in trainer.full_state_dict().values())
-
-
-NEW = ("split_backward", "max_deferred", "mitigation", "flush_epochs")
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({}, None),
-        ({"mitigation": ["spike"]}, r"method\(mitigation=...\) is None there and \['spike'\] here"),
-        ({"flush_epochs": 1}, r"method\(flush_epochs=...\) is 0 there and 1 here"),
-    ],
-    ids=str,
-)
-def test_a_folder_older_than_a_setting_means_its_default(options, told, tmp_path):
-    train = partial(trained, 2, 2, torch.float32, run_dir=tmp_path)
-    train(epochs=1)
-    config = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    for setting in NEW:
-        del config["method"][setting]
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    if told is not None:
-        with pytest.raises(ConfigError, match=told):
-            train(epochs=2, options=options)
-        return
-    _, summary = train(epochs=2)
-    assert summary["updates"] == 12

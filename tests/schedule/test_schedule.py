@@ -242,7 +242,7 @@ def test_a_process_does_its_stages_in_the_published_order(P, v, rounds):
 
 
 @pytest.mark.parametrize("fewer", [0, 1])
-@pytest.mark.parametrize("P", [1, 2, 3, 4])
+@pytest.mark.parametrize("P", [1, 2, 3])
 @pytest.mark.parametrize("v", [2, 3])
 def test_stages_that_share_processes_do_not_deadlock(P, v, fewer):
     """Whatever the groups, also where some processes have a stage less; a stop leaves out whole groups at the end."""
@@ -284,16 +284,15 @@ def drawn_split(name, seed):
 @pytest.mark.parametrize("name", MAY_SPLIT)
 def test_what_repeats_is_what_the_whole_simulation_does(name):
     num_repeated = 0
-    for seed in range(25):
+    for seed in range(12):
         pipeline, sizes = drawn_split(name, seed)
         num_repeated += simulated(pipeline, sizes)[0][1] is not None
         whole = [actions for actions, _ in simulated(pipeline, sizes, 0)]
         assert [split_actions(pipeline, k, sizes) for k in range(pipeline.num_stages)] == whole
-    assert num_repeated > 10
+    assert num_repeated > 4
 
 
-@pytest.mark.parametrize("delay", ["third", "minimal", "decoupled"])
-@pytest.mark.parametrize("M", [1, 4])
+@pytest.mark.parametrize(("delay", "M"), [("third", 1), ("decoupled", 4)])
 def test_a_long_split_segment_is_not_simulated_to_its_end(M, delay):
     """K = 16: each stage simulates as much of 12,000 micro-batches as of 400."""
     pipeline = Pipeline(method("adl", accumulation_steps=M, delay=delay, split_backward=True), 16)

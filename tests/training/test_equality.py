@@ -44,7 +44,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("num_orders", [2, slow(40)])
+@pytest.mark.parametrize("num_orders", [1, slow(40)])
 @pytest.mark.parametrize("case", ORDERS)
 def test_the_order_of_events_does_not_change_a_bit(case, num_orders):
     """Random interleavings of real tensors; see test_engine.py for thousands without."""

@@ -59,7 +59,7 @@ def loss_fn(out, target):
         return nn.functional.cross_entropy(out, target)
 
 
-@pytest.mark.parametrize(("K", "weights"), [(1, "stash"), (4, "stash"), (3, "recompute")])
+@pytest.mark.parametrize(("K", "weights"), [(4, "stash"), (3, "recompute")])
 def test_stages_under_autocast_equal_the_equations_bit_for_bit(K, weights):
     """No tolerance would do: a last digit decides how autocast rounds a weight to bfloat16, and then all digits differ.
 
@@ -120,7 +120,7 @@ class GraphCounts(Callback):
 
 @compiles
 @pytest.mark.usefixtures("traced_only")
-@pytest.mark.parametrize(("method", "K", "M"), [("adl", 2, 1), ("2bw", 2, 2)])
+@pytest.mark.parametrize(("method", "K", "M"), [("2bw", 2, 2)])
 def test_no_weight_version_compiles_again(method, K, M):
     """Also with three stages in one process, whose code is the same."""
 

@@ -17,11 +17,9 @@ ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
 LATEST = {"mitigation": ["predict", "spike"], "weights": "latest"}
 SPLIT = {"split_backward": True, "delay": "third"}
 ROWS = {
-    "backward first": {"options": {"order": "backward_first", "reduction": "sum"}},
     "predicted": {"options": LATEST, "ema": 0.9},
     "split": {"options": SPLIT, "dropout": 0.3},
     "coded": {"codec": "int8", "shuffle": True},
-    "muon": {"optimizer": functools.partial(Muon, lr=0.02), "dropout": 0.3},
     "interleaved": {"method": "interleaved"},
     "2bw": {"method": "2bw", "options": {"mitigation": ["error_feedback"]}},
     "dsp": {"method": "dsp", "options": {"activation_queue": 2}, "dropout": 0.3},
@@ -29,7 +27,6 @@ ROWS = {
     "dgl": {"method": "dgl", "options": {"head": "linear"}},
     "dni": {"method": "dni", "options": {"head_layers": 0, "head_delay": 5, "head_sees_target": True}},
     "tied": {"model": tied_net, "balance": TIED_BALANCE[3], "optimizer": ADAMW, "ema": 0.9},
-    "tied, split": {"model": tied_net, "balance": TIED_BALANCE[3], "method": "pipedream", "options": SPLIT},
 }
 
 

@@ -1,7 +1,5 @@
 """A backward in two parts gives the values of a backward in one: for every method, weight policy and list of delays."""
 
-from functools import partial
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +7,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from adl_dist.errors import ConfigError, DivergedError
-from adl_dist.optimizers import Muon
 from adl_dist.schedule import METHODS, Pipeline, method
 from adl_dist.stage import Stage
 from adl_dist.stage.deferred import DeferredGradients
@@ -23,7 +20,7 @@ from tests.support.values import QUIET, SILENT
 
 SPLIT = {"split_backward": True}
 GOING_BACK = [name for name, spec in METHODS.items() if "split_backward" in spec.options]
-DEFAULT = [("adl", 4, 4), ("2bw", 3, 2), ("dsp", 3, 1), ("gpipe", 3, 3), ("fr", 2, 1), ("pipedream", 4, 2)]
+DEFAULT = [("adl", 4, 4), ("2bw", 3, 2), ("dsp", 3, 1), ("gpipe", 3, 3)]
 
 
 @pytest.fixture
@@ -71,12 +68,10 @@ PREDICT = {"mitigation": ["predict", "delay_compensation"]}
 OTHERS = {
     "clip, predict": {"clip_norm": 0.3, "options": PREDICT},
     "channels last, bfloat16": {"channels_last": True, "autocast": torch.bfloat16},
-    "skip": {"non_finite": "skip", "plant": nan_inputs},
     "skip, gpipe": {"non_finite": "skip", "plant": nan_inputs, "method": "gpipe"},
     "shrink, backward first": {"options": {"gradient_shrink": 0.5, "reduction": "sum", "order": "backward_first"}},
     "gpipe, replayed": {"method": "gpipe", "options": {"recompute": "except_last"}, "dropout": 0.3},
     "spike, latest, flush": {"options": {"mitigation": ["spike"], "weights": "latest", "flush_epochs": 1}},
-    "Muon": {"optimizer": partial(Muon, lr=0.02)},
 }
 
 
@@ -114,7 +109,7 @@ def with_an_infinite_gradient():
     return net
 
 
-@pytest.mark.parametrize(("M", "pick_next"), [(1, min), (2, max)], ids=["upstream", "downstream"])
+@pytest.mark.parametrize(("M", "pick_next"), [(2, max)], ids=["downstream"])
 def test_stop_names_the_update_that_was_not_finite_one_later(M, pick_next, tmp_path, monkeypatch):
     """As on a GPU: it is applied, nothing is saved after it, and whatever order, the stage nearest the loss tells."""
     update, updated = Stage.update, []

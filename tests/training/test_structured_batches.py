@@ -121,9 +121,7 @@ def by_the_equations(name, K, M, method, **more):
 CASES = [
     ("lengths", 1, 3, "adl"),
     ("lengths", 3, 2, "adl"),
-    ("lengths", 4, 4, "gpipe"),
     ("lengths", 2, 1, "dsp"),
-    ("tuple", 3, 3, "adl"),
     ("names", 3, 3, "adl"),
     ("lengths by names", 2, 3, "adl"),
 ]
@@ -245,14 +243,14 @@ def sum_and_count(out, target):
     return nn.functional.cross_entropy(out, target, reduction="sum"), (target != IGNORED).sum()
 
 
-@pytest.mark.parametrize(("name", "K", "M"), [("lengths", 3, 2), ("tuple", 2, 3)])
+@pytest.mark.parametrize(("name", "K", "M"), [("lengths", 3, 2)])
 def test_a_loss_may_return_a_sum_and_a_count(name, K, M):
     state, summary = fitted(name, K, M, loss_fn=sum_and_count)
     assert_close(state, by_the_equations(name, K, M, "adl"))
     assert summary["validation_loss"] == pytest.approx(fitted(name, K, M)[1]["validation_loss"], rel=1e-12)
 
 
-@pytest.mark.parametrize(("codec", "loss_fn"), [("int4", LOSS), ("int8", sum_and_count)])
+@pytest.mark.parametrize(("codec", "loss_fn"), [("int4", sum_and_count)])
 def test_coded_lengths_follow_the_coded_equations(codec, loss_fn):
     """Blocks are of one sample, so what one becomes does not depend on the length of others."""
     expected = by_the_equations("lengths", 3, 2, "adl", crossing=functools.partial(crossing, codec, codec))

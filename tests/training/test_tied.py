@@ -105,17 +105,6 @@ def test_copies_stay_equal_whatever_trains_them(more):
     assert min(moved.values()) > 0
 
 
-def test_the_summary_tells_the_staleness_of_each_copy():
-    _, summary = train_tied(4, 2, num_samples=6 * 16, epochs=1)
-    tied = {(s["stage"], copy["name"]): copy for s in summary["stages"] for copy in s.get("tied", ())}
-    assert [*tied] == [
-        (k, name[0]) for k, name in ((0, SHARED[0]), (0, SHARED[1]), (1, SHARED[1]), (2, SHARED[1]), (3, SHARED[0]))
-    ]
-    # D = 3 for the first tie, 2 for the other; LoS + D.
-    greatest = [copy["staleness_max"] for copy in tied.values()]
-    assert greatest == [3 + 3, 3 + 2, 2 + 2, 1 + 2, 0 + 3]
-
-
 def fit(K, run_dir=None, tied="share"):
     of = {"model": tied_net(), "balance": TIED_BALANCE[K], "tied": tied}
     trainer = toy_trainer(K, 2, "1f1b", optimizer=partial(torch.optim.AdamW, lr=0.01), **of)
@@ -134,19 +123,6 @@ def test_untied_each_name_has_weights_of_its_own_for_any_cut():
     assert trainer._partitioned.notes == [
         "partition.tied=untie: mid.1.weight, more.1.weight, head.1.weight had the weights of another layer, now its own"
     ]
-
-
-@pytest.mark.parametrize(
-    ("method", "options", "why"),
-    [
-        ("dgl", {}, "method=dgl each stage learns by itself"),
-        ("adl", {"mitigation": ["delay_compensation"]}, "method.mitigation='delay_compensation'"),
-        ("adl", {"lr_clock": "global"}, r"method\(lr_clock=...\)"),
-    ],
-)
-def test_methods_that_cannot_share_name_the_way_out(method, options, why):
-    with pytest.raises(PartitionError, match=rf"since .*{why}.*: use PartitionSpec\(tied='untie'\)"):
-        train_tied(3, 1, method=method, options=options)
 
 
 def test_a_sum_that_is_not_finite_stops_the_run(monkeypatch):
@@ -194,11 +170,3 @@ def test_a_stage_may_have_nothing_but_tied_weights(name):
     if name == "1f1b":
         for tensor, expected in zip(got.values(), trainers[1].full_state_dict().values(), strict=True):
             torch.testing.assert_close(tensor, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_a_hook_on_the_gradient_of_a_tied_weight_is_refused():
-    """It would see a part of the gradient on each stage."""
-    model = tied_net()
-    model.first[2].weight.register_hook(lambda grad: grad.clamp(-1, 1))
-    with pytest.raises(PartitionError, match=r"'first.2.weight' is used on several stages and has a hook"):
-        toy_trainer(2, 2, "bp", model=model, balance=[2, 4]).fit(FixedImages(8), epochs=1, batch_size=4)

@@ -7,7 +7,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adl_dist.errors import ConfigError
-from adl_dist.optimizers import Muon
 from adl_dist.stage import Stage
 from adl_dist.training import build
 from adl_dist.training.warm_up import check_without_warm_up
@@ -27,9 +26,7 @@ def trained(name, options, monkeypatch, *, warms_up, model=None, of_trainer=None
 
 
 VARIANTS = [
-    *((name, {}) for name in ("gpipe", "fr", "dni")),
-    ("dgl", {"head": "linear"}),
-    ("gpipe", {"recompute": "always"}),
+    *((name, {}) for name in ("fr", "dni")),
     ("adl", {"split_backward": True, "delay": "third", "mitigation": ("predict",)}),
 ]
 
@@ -85,10 +82,8 @@ adamw = functools.partial(torch.optim.AdamW, lr=0.01, foreach=True)
 momentum = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True)
 UPDATES = {
     "adamw": ("adl", {}, {"optimizer": adamw, "clip_norm": 0.3, "ema": 0.9, "codec": "int8"}),
-    "muon": ("adl", {}, {"optimizer": functools.partial(Muon, lr=0.01), "clip_norm": 0.3}),
     "mitigated": ("adl", {"mitigation": ("discount", "spike", "delay_compensation")}, {"optimizer": momentum}),
     "2bw": ("2bw", {}, {"optimizer": momentum, "clip_norm": 0.3, "ema": 0.9}),
-    "paci": ("paci", {}, {"optimizer": adamw}),
     "head": ("dni", {}, {"optimizer": adamw, "clip_norm": 0.3}),
 }
 
