@@ -4,7 +4,6 @@ import math
 from dataclasses import replace
 
 import pytest
-import torch
 
 from adl_dist.cli.plan.report import codec_lines
 from adl_dist.codecs import Codecs, CodingCost, PerMessage
@@ -15,7 +14,6 @@ from adl_dist.partition.balance import best_balance
 from adl_dist.partition.costs import Profile, StageFootprint, UnitCost
 from adl_dist.partition.predict import predict, with_delays
 from adl_dist.schedule import Pipeline, method
-from adl_dist.transport.coding_speed import coding_costs
 from tests.support.commands import shows
 
 
@@ -34,14 +32,6 @@ def test_links_are_read_in_the_units_of_tc_or_in_bytes(text, bandwidth, latency)
     links = parse_links(text, LINKS)
     assert links.bandwidth == pytest.approx(bandwidth)
     assert links.latency == pytest.approx(latency)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "100", "100 mbit,5ms", "100Mbit,5ms", "-1mbit,5ms", "0mbit,1ms", "1mbit,5", "1mbit,5ms/"]
-)  # fmt: skip
-def test_what_is_no_link_is_refused_with_an_example(text):
-    with pytest.raises(ConfigError, match=r"--links: '.*' is not a link; expected .* like 100mbit or 100mbit,50ms"):
-        parse_links(text, "--links")
 
 
 def test_a_list_of_links_has_one_for_each_cut():
@@ -146,41 +136,3 @@ def test_who_waits_for_messages_is_cut_where_less_is_sent(name, delay, sizes):
     assert told.balance.sizes == sizes
     seconds = [predict(profile, pipeline, machine=link, sizes=[n, 8 - n]).seconds_per_update for n in range(1, 8)]
     assert told.seconds_per_update == min(seconds)
-
-
-def test_one_link_for_all_is_shared_and_several_are_not():
-    """Three stages of 8 s; a message of 24 bytes takes 24 s, and the middle sends two for each micro-batch."""
-    profile = profile_of([unit(crossing=24)] * 8)
-    one, two = (Machine(**parse_links(text, LINKS).figures) for text in ("0.001kB/s", "0.001kB/s/0.001kB/s"))
-    seconds = [
-        predict(profile, adl(K), machine=machine).seconds_per_update for K, machine in ((2, one), (3, one), (3, two))
-    ]
-    assert seconds == [pytest.approx(4 * 24), pytest.approx(4 * 48), pytest.approx(4 * 24)]
-
-
-def test_half_of_a_shared_link_is_for_each_of_two_neighbours():
-    link = Machine(bandwidth=8.0, shares_link=True)
-    assert [link.with_own_links(K).bandwidth for K in (1, 2, 3, 4)] == [8.0, 8.0, 4.0, 4.0]
-    assert not any(link.with_own_links(K).shares_link for K in (2, 3))
-    with pytest.raises(ConfigError, match="needs one bandwidth for all"):
-        Machine(bandwidth=[8.0, 4.0], shares_link=True)
-
-
-def test_a_forward_that_is_repeated_loads_nothing_again():
-    """Stage 0 loads for 10 s, and forwards for 4 twice."""
-    profile = replace(profile_of([unit()] * 8), loading=10.0)
-    told = predict(profile, adl(2, weights="recompute"), sizes=[4, 4])
-    assert told.balance.stage_seconds[0] == pytest.approx(10 + 16)
-    assert told.seconds_per_update == pytest.approx(4 * 26)
-
-
-def test_coding_is_measured_with_the_threads_of_a_stage():
-    before = torch.get_num_threads()
-    costs = coding_costs(torch.device("cpu"), threads=1)
-    assert torch.get_num_threads() == before
-    assert set(costs) == {"bf16", "int8", "int4"}
-    for name, of_codec in costs.items():
-        for cost in of_codec:
-            assert 1e-6 < cost.of(1 << 16) < 1.0, name
-            assert cost.of(0) == 0.0
-            assert min(cost) >= 0

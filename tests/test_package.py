@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 import adl_dist
-from adl_dist.cli.main import COMMANDS
 from tests.support.commands import ROOT, in_process
 
 
@@ -54,28 +53,6 @@ def test_one_version_in_package_wheel_and_citation(built):
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest[1] == version
     assert "0.1.0" not in (ROOT / "pyproject.toml").read_text()
-
-
-def test_the_citation_names_software_and_papers():
-    cited = citation()
-    assert cited["cff-version"] == "1.2.0"
-    papers = [cited["preferred-citation"], *cited["references"]]
-    assert papers[0]["title"].startswith("Accumulated Decoupled Learning with Gradient Staleness Mitigation")
-    for each in [cited, *papers]:
-        assert each["title"]
-        assert each["authors"]
-    kinds = {"conference-paper", "article"}
-    assert {paper["type"] for paper in papers} == kinds
-    assert all({"family-names", "given-names"} == set(author) for paper in papers for author in paper["authors"])
-
-
-def test_help_orders_all_commands_by_what_they_are_for():
-    told = in_process("--help").out
-    groups = re.split(r"^(?:train and look|plan and measure|afterwards)$", told, flags=re.MULTILINE)[1:]
-    assert len(groups) == 3
-    listed = [re.findall(r"^  (\w+)  ", group, re.MULTILINE) for group in groups]
-    assert sorted(name for names in listed for name in names) == sorted(COMMANDS)
-    assert (listed[0][0], listed[1][0], listed[2][0]) == ("train", "schedule", "evaluate")
 
 
 def citation():

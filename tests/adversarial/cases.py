@@ -38,14 +38,14 @@ class Case:
         return self.build().double()
 
     def batches(self):
-        """Return three micro-batches of different sizes, and of different lengths if it takes them."""
-        sizes = (8, 6, 4) if self.even else (8, 7, 5) if self.size == 8 else (3, 2, 4)
+        """Return four micro-batches of different sizes, and of different lengths if it takes them."""
+        sizes = (8, 6, 8, 4) if self.even else (8, 7, 5, 8) if self.size == 8 else (3, 2, 4, 3)
         inputs = inputs_of(self.data, sum(sizes)).split(sizes)
         if not self.varies or self.data in ("vectors", "pairs"):
             return list(inputs)
         if self.data.endswith("images"):
-            return [x[:, :, : x.shape[2] - less] for x, less in zip(inputs, (0, 2, 2), strict=True)]
-        return [x[:, : TIME - less] for x, less in zip(inputs, (0, 2, 1), strict=True)]
+            return [x[:, :, : x.shape[2] - less] for x, less in zip(inputs, (0, 2, 2, 0), strict=True)]
+        return [x[:, : TIME - less] for x, less in zip(inputs, (0, 2, 1, 0), strict=True)]
 
     def dataset(self):
         """Return samples for a trainer; the last micro-batch is smaller."""

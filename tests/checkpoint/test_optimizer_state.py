@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
-import adl_dist
 from adl_dist.checkpoint.nested import Packer, unpacked
 from adl_dist.errors import CheckpointError, ConfigError
 from adl_dist.optimizers import Muon
@@ -236,22 +235,6 @@ def test_an_optimizer_that_refuses_a_parameter_is_told(tmp_path):
     model = nn.Sequential(*layers, *batch_norm_net())
     with pytest.raises(ConfigError, match=r"stage 1, parameter 3.0.weight: the optimizer fails: ValueError: Muon only"):
         Run(partial(torch.optim.Muon, lr=0.01), model=model, balance=[3, 7]).fit(tmp_path, 1)
-
-
-@pytest.mark.parametrize(
-    ("make", "told"),
-    [
-        (torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), "optimizer is a SGD that has its parameters already"),
-        (lambda p: "sgd", "stage 0: optimizer must return a torch.optim.Optimizer, got str; expected"),
-        (lambda p: 1 / 0, "stage 0: the optimizer fails: ZeroDivisionError: division by zero"),
-        (partial(torch.optim.SGD, lr=-1), "stage 0: the optimizer fails: ValueError: Invalid learning rate: -1"),
-    ],
-)
-def test_what_makes_no_optimizer_is_told_by_its_own_words(make, told):
-    with pytest.raises(ConfigError, match=told):
-        toy_trainer(optimizer=make).fit(
-            FixedImages(8), epochs=1, batch_size=4, monitoring=adl_dist.Monitoring(quiet=True)
-        )
 
 
 # --- devices ----------------------------------------------------------------------------------------------------------

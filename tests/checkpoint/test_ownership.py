@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -15,8 +14,6 @@ from adl_dist.checkpoint import layout, ownership, storage
 from adl_dist.checkpoint.async_save import Saver
 from adl_dist.checkpoint.ownership import Ownership
 from adl_dist.checkpoint.run_dir import RunFolder
-from adl_dist.cli.sweep.command import locked
-from adl_dist.errors import ConfigError
 from tests.support.commands import snapshot
 from tests.support.runs import toy_trainer
 from tests.support.saved import FIRST, position, saved, shards, writing
@@ -66,17 +63,6 @@ def test_a_process_that_nobody_waits_for_is_dead_at_its_end(tmp_path, monkeypatc
     owner.release()
 
 
-def test_the_copy_of_a_folder_is_free(tmp_path, monkeypatch):
-    owner = owner_of_process(os.getppid(), tmp_path / "run", monkeypatch)
-    shutil.copytree(tmp_path / "run", tmp_path / "copy")
-    (tmp_path / "link").symlink_to(tmp_path / "run")
-    assert Ownership(tmp_path / "link").is_held()
-    copy = Ownership(tmp_path / "copy")
-    assert copy.take()
-    copy.release()
-    owner.release()
-
-
 def test_the_same_launch_elsewhere_is_alive_while_it_beats(tmp_path, monkeypatch):
     """Two commands of torchrun may have the same --rdzv-id."""
     monkeypatch.setattr(ownership, "BEAT_SECONDS", 0.05)
@@ -99,18 +85,6 @@ def test_a_garbled_owner_file_must_change_within_the_lease(text, tmp_path, monke
     owner.release()
 
 
-def test_a_folder_whose_owner_cannot_be_read_is_refused(tmp_path, monkeypatch):
-    owned_by(tmp_path)
-
-    def fails(file):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(ownership, "read", fails)
-    for start in (lambda folder: folder.check({}, resume="auto"), lambda folder: folder.open(resume="auto")):
-        with pytest.raises(ConfigError, match=r"run_dir=.*Input/output error"):
-            start(RunFolder(tmp_path))
-
-
 def test_a_process_waits_once_for_an_owner_and_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ownership, "LEASE_SECONDS", 0.3)
     owned_by(tmp_path)
@@ -126,37 +100,6 @@ def test_a_process_waits_once_for_an_owner_and_says_so(tmp_path, monkeypatch, ca
 
 
 # --- the present owner -----------------------------------------------------------------------------------------------
-
-
-def test_a_beat_is_no_progress(tmp_path, monkeypatch):
-    monkeypatch.setattr(ownership, "BEAT_SECONDS", 0.02)
-    owner = Ownership(tmp_path)
-    assert owner.take()
-    (file,), before = tmp_path.iterdir(), storage.progress.num_pieces
-    wait_until(lambda: b'"beat": 0' not in file.read_bytes())
-    owner.release()
-    assert storage.progress.num_pieces == before
-
-
-def test_an_empty_file_of_a_successor_takes_nothing_away(tmp_path, monkeypatch):
-    monkeypatch.setattr(ownership, "BEAT_SECONDS", 0.02)
-    owner = Ownership(tmp_path)
-    assert owner.take()
-    (tmp_path / "owner-00000002").touch()
-    before = (tmp_path / "owner-00000001").read_bytes()
-    wait_until(lambda: (tmp_path / "owner-00000001").read_bytes() not in (b"", before))
-    owner.check()
-    owner.release()
-
-
-def test_an_owner_that_cannot_be_written_leaves_no_file(tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(storage, "write_piece", full)
-        with pytest.raises(OSError, match="No space"):
-            Ownership(tmp_path).take()
-        assert [*tmp_path.iterdir()] == []
-        with pytest.raises(ConfigError, match=r"run_dir=.*No space"), locked(tmp_path):
-            pass
 
 
 class TakesOver(adl_dist.Callback):
@@ -212,28 +155,6 @@ def test_a_failed_save_leaves_the_checkpoint_of_the_new_owner(tmp_path):
     saver.save(writing(saver, shards()), position(1))
     assert "another process" in saver.failure
     layout.verify(path)
-
-
-def test_a_process_that_is_no_owner_begins_no_save(tmp_path):
-    """It would remove what the owner is about to save there."""
-    assert layout.begin(layout.place(tmp_path, 1), "of the owner")
-    before = snapshot(tmp_path)
-
-    def lost():
-        raise adl_dist.TakenOverError("another process")
-
-    saver = Saver(tmp_path, keep=1, keep_best=False, background=False, check_owner=lost)
-    with pytest.raises(adl_dist.TakenOverError):
-        saver.save(writing(saver, shards()), position(1))
-    assert snapshot(tmp_path) == before
-
-
-def test_a_full_disk_costs_nothing_of_a_rejected_checkpoint(tmp_path, monkeypatch):
-    path = saved(tmp_path, 1)
-    before = snapshot(path)
-    monkeypatch.setattr(storage, "write_piece", full)
-    assert snapshot(layout.reject(path)) == before
-    assert not path.exists()
 
 
 def test_a_checkpoint_that_cannot_be_read_now_is_not_replaced(tmp_path, monkeypatch):

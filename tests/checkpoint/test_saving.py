@@ -191,15 +191,6 @@ def test_a_save_fails_at_once_where_a_process_is_gone(reported_before, tmp_path)
         assert saver.failure.endswith("stage 1: the process is gone")
 
 
-def test_a_folder_that_two_nodes_do_not_share_is_told_as_that(tmp_path):
-    saver = Saver(tmp_path / "here", keep=1, keep_best=False, background=True)
-    other, there = PartWriter(1, saver.take_part), tmp_path / "there"
-    saver.save(writing(saver, shards(), lambda path, *args, **more: other.write(there, *args, **more)), position(1))
-    assert saver.wait(20) is None
-    assert saver.failure.endswith("; run_dir must lie on a storage that all nodes share")
-    assert not there.exists()
-
-
 def test_a_run_whose_last_save_fails_resumes_from_the_one_before(tmp_path, monkeypatch):
     assert in_process(*words(tmp_path / "run")).code == 0
     with monkeypatch.context() as patch:

@@ -9,11 +9,10 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
 import adl_dist
-from adl_dist.checkpoint.identity import class_name, described_optimizer
 from adl_dist.checkpoint.run_dir import FREE_TO_CHANGE
 from adl_dist.cli.config import schema
 from adl_dist.errors import CheckpointError, ConfigError
-from adl_dist.optim import cosine, multistep
+from adl_dist.optim import cosine
 from tests.support.commands import snapshot
 from tests.support.runs import toy_trainer
 from tests.support.toys import FixedImages
@@ -110,32 +109,7 @@ class Counting(nn.CrossEntropyLoss):
         return super().forward(out, target)
 
 
-def test_of_an_optimizer_plain_options_are_described():
-    made = partial(torch.optim.SGD, lr=torch.tensor(0.5))([{"params": [nn.Parameter(torch.ones(1))], "by": squares}])
-    found = described_optimizer(made)
-    assert (found["name"], found["lr"], found["by"]) == (
-        ["torch.optim.sgd.SGD"],
-        [0.5],
-        [{"name": class_name(squares)}],
-    )
-    assert described_optimizer(torch.optim.AdamW([nn.Parameter(torch.ones(1))]))["betas"] == [[0.9, 0.999]]
-
-
 # --- what a script prints ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("schedule", "follows"), [(cosine, True), (multistep, False)])
-def test_a_longer_run_is_told_about_a_schedule_that_follows(schedule, follows, tmp_path, capsys):
-    schedule = partial(schedule, milestones=[1]) if schedule is multistep else schedule
-    loud = adl_dist.Monitoring(tensorboard=False, report=False)
-    fit(tmp_path, 1, lr_schedule=schedule)
-    fit(tmp_path, 2, lr_schedule=schedule, monitoring=loud)
-    out = capsys.readouterr().out
-    assert "note: the run is now 6 updates long, not 3" in out
-    assert ("learning rate schedule" in out) is follows
-    assert "nothing left" not in out
-    fit(tmp_path, 2, lr_schedule=schedule, monitoring=loud)
-    assert capsys.readouterr().out.count(f"nothing left to train: {tmp_path} is complete; for a new run") == 1
 
 
 def test_what_may_change_is_what_the_page_says():
@@ -145,13 +119,6 @@ def test_what_may_change_is_what_the_page_says():
         *("runtime.channels_last", "runtime.autocast", "runtime.codec", "runtime.gradient_codec"),
         *("runtime.checkpoint_every_updates", "partition.tied"),
     }
-
-
-def test_keep_best_needs_a_validation_dataset(tmp_path):
-    keep = adl_dist.CheckpointPolicy(keep_best=True)
-    with pytest.raises(ConfigError, match="there is no validation dataset; give one, or omit keep_best"):
-        fit(tmp_path, checkpoints=keep)
-    fit(tmp_path, checkpoints=keep, val_dataset=FixedImages(7))
 
 
 def test_load_checkpoint_takes_a_run_folder(tmp_path):

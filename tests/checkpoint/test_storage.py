@@ -12,11 +12,11 @@ from torch import nn
 
 from adl_dist.checkpoint import layout, state, tensor_files
 from adl_dist.checkpoint.nested import Packer, unpacked
-from adl_dist.checkpoint.tensor_files import CODES, Shard
+from adl_dist.checkpoint.tensor_files import Shard
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.config.instantiate import build_model
 from adl_dist.errors import ConfigError
-from tests.support.commands import assert_same, in_process, shows, weights_of, words
+from tests.support.commands import assert_same, in_process, words
 from tests.support.runs import trainer_of
 from tests.support.saved import FIRST, MOMENTUM, SECOND, SIGNATURE, saved
 from tests.support.toys import FixedImages, batch_norm_net
@@ -28,22 +28,6 @@ DOCS = Path(__file__).parents[2] / "docs" / "runs.md"
 def written(folder, tensors, **metadata):
     tensor_files.write(folder, {FIRST: Shard(tensors, metadata)})
     return folder / FIRST
-
-
-def everything():
-    """Every dtype, shapes without elements and without dimensions, names and text that JSON must escape."""
-    random = torch.Generator().manual_seed(0)
-    numbers = {f"dtype.{code}": torch.randn(3, 2, generator=random).abs().to(dtype) for dtype, code in CODES.items()}
-    shapes = {f"shape{shape}": torch.ones(shape) for shape in ((), (0,), (2, 0, 3), (1,), (1, 2, 3, 4, 5))}
-    odd = {'of "\\\n\x01 \u00fc \u2028': torch.arange(5), "a.b": torch.tensor(True), "B": torch.tensor(1.5)}
-    return numbers | shapes | odd
-
-
-@pytest.mark.parametrize("tensors", [everything(), {}], ids=["everything", "nothing"])
-def test_a_file_has_the_bytes_that_the_library_writes(tensors, tmp_path):
-    file = written(tmp_path, tensors)
-    assert file.read_bytes() == safetensors.torch.save(tensors, {"format": "pt"})
-    assert safetensors.torch.load_file(file).keys() == tensors.keys()
 
 
 def test_views_and_shared_memory_are_stored_by_their_values(tmp_path):
@@ -161,25 +145,3 @@ def test_a_folder_with_a_removed_key_is_resumed_and_evaluated(removed, tmp_path)
         assert "cannot be used" not in page
         assert "dgl buffer_size" not in page
     assert len([*(run_dir / "checkpoints").iterdir()]) == 2
-
-
-def test_evaluate_and_export_use_the_cpu_where_there_is_no_gpu(tmp_path, monkeypatch):
-    """That a run was one on a GPU only its ``config.yaml`` says: the checkpoint would be the same."""
-    run_dir = tmp_path / "run"
-    assert in_process(*words(run_dir, "train.max_updates=1")).code == 0
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    expected = in_process("evaluate", f"run_dir={run_dir}")
-    assert expected.code == 0
-    weights = weights_of(tmp_path)
-
-    config = yaml.safe_load((run_dir / "config.yaml").read_text())
-    config["runtime"]["device"] = "cuda"
-    (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
-    evaluated = in_process("evaluate", f"run_dir={run_dir}")
-    exported = in_process("export", f"run_dir={run_dir}", f"out={tmp_path / 'after.pt'}")
-    assert (evaluated.code, exported.code) == (0, 0)
-    assert evaluated.out == expected.out
-    for outcome in (evaluated, exported):
-        assert outcome.err.count("\n") == 1
-        shows(outcome.err, ["runtime.device=cuda", "computing on the CPU"])
-    assert_same(torch.load(tmp_path / "after.pt"), weights)

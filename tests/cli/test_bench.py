@@ -2,7 +2,6 @@
 
 import _thread
 import argparse
-import contextlib
 import json
 import signal
 import sys
@@ -14,21 +13,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from adl_dist.cli.bench import baseline_rank, command
-from adl_dist.cli.bench.baseline_rank import rank_batches, run
+from adl_dist.cli.bench import command
+from adl_dist.cli.bench.baseline_rank import rank_batches
 from adl_dist.cli.bench.entries import DEFAULT, Cut, ModelSurvey, entries, survey
 from adl_dist.cli.bench.report import baseline, draw, report, rows
 from adl_dist.cli.bench.runner import (
     BenchConfig,
     Measured,
-    measure_once,
     seconds_per_update,
     train_argv,
 )
 from adl_dist.cli.config.compose import balance_word, compose_run
-from adl_dist.cli.plan.profiler import Profiler
 from adl_dist.cli.subprocesses import Child, ChildFailed, run_together
-from adl_dist.errors import ConfigError
 from adl_dist.schedule import Pipeline
 from adl_dist.transport.spec import TensorSpec
 from tests.support import commands
@@ -81,32 +77,6 @@ def test_no_update_counts_before_the_pipeline_is_full():
     assert seconds_per_update([0.0, 10.0, 11.0, 12.0], warmup=2) == 1.0
     with pytest.raises(ChildFailed, match="2 updates, of which 2 do not count, are too few"):
         seconds_per_update([0.0, 10.0], warmup=2)
-
-
-@pytest.mark.parametrize(
-    ("name", "words", "reason"),
-    [
-        ("torch-ddp", ["partition.num_stages=3"], "64 samples of an update cannot be shared evenly by 3 replicas"),
-        ("torch-1f1b", ["partition.num_stages=5"], "at least as many micro-batches (M = 4) as stages (K = 5)"),
-        ("torch-gpipe", ["partition.num_stages=1"], "needs several processes"),
-        ("2bw", ["partition.num_stages=6"], "use method.accumulation_steps=5"),
-        ("torch-gpipe", ["runtime.device=cuda"], "needs a GPU for each of 2 stages, and there are 0"),
-        ("torch-bp-cores", ["runtime.device=cuda"], "do not make a GPU faster"),
-        (
-            "torch-interleaved",
-            ["method=interleaved", "method.stages_per_process=1"],
-            "stages_per_process of at least 2",
-        ),
-        ("torch-1f1b-plain", ["runtime.channels_last=false"], "it would be torch-1f1b again"),
-        ("adl-minimal", ["method.lr_clock=global"], "needs the clock of method.delay=decoupled"),
-    ],
-)
-def test_who_cannot_run_is_left_out_with_the_reason(name, words, reason, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    able, left_out = fit(f"{name},bp", *words)
-    assert [contender.name for contender in able] == ["bp"]
-    assert list(left_out) == [name]
-    shows(left_out[name], [reason])
 
 
 def test_bytes_are_counted_as_each_way_to_train_sends_them():
@@ -209,66 +179,6 @@ def test_all_pipelines_are_cut_at_the_same_place(balance, begins):
     assert [[word for word in words if word.startswith("partition.balance")] for words in argv] == [[cut]] * 4
     # One of torch's pipelines runs in the only format that gloo takes.
     assert [compose_run(words)[0].runtime.channels_last for words in argv] == [True, True, False, True]
-
-
-def sum_and_count(out, target):
-    return torch.nn.functional.cross_entropy(out, target, reduction="sum"), len(target)
-
-
-@pytest.mark.parametrize(
-    ("words", "what"),
-    [
-        (["loss._target_=tests.cli.test_bench.sum_and_count"], r"a loss that returns \(sum, count\)"),
-        (["data.collate_fn=torch.utils.data.default_collate"], "a collate_fn"),
-    ],
-)
-def test_what_torchs_own_ways_to_train_do_not_take_is_refused(words, what):
-    with pytest.raises(ConfigError, match=f"bench .* here is {what}"):
-        look([*TINY, *words], "gpipe", "torch-gpipe")
-
-
-def test_the_speeds_of_our_methods_and_torchs_are_predicted(monkeypatch):
-    monkeypatch.setattr("adl_dist.cli.bench.entries.link_figures", lambda _: {"bandwidth": 1e9, "latency": 1e-5})
-    monkeypatch.setattr(Profiler, "num_others", lambda *_: 0)
-    words = [*TINY, "data.num_samples=64", "train.batch_size=16"]
-    able, _ = fit("torch-bp,torch-ddp,torch-gpipe,torch-gpipe-plain,bp,gpipe,1f1b,fdg,dgl,adl", *words)
-    predicted = survey(compose_run([*words, "runtime.threads=1"])[0], able).predicted
-    assert list(predicted) == ["torch-gpipe", "bp", "gpipe", "1f1b", "fdg", "adl"]
-    assert predicted["torch-gpipe"] == predicted["gpipe"]
-    assert predicted["adl"] > predicted["gpipe"] > 0
-
-
-def test_every_contender_gets_the_same_environment(monkeypatch):
-    words = [*TINY, "runtime.threads=1", "runtime.bind_cores=false"]
-    able, found = look(words, "torch-bp", "torch-gpipe", "bp", "adl")
-    setting = bench_config(words, found, pinned=True)
-    started = []
-    monkeypatch.setattr("adl_dist.cli.bench.runner.run_together", lambda children, **_: started.append(children))
-    for entry in able:
-        with pytest.raises(FileNotFoundError):  # nothing ran, so there are no results
-            measure_once(entry, setting, repetition=0, num_updates=5)
-        config = compose_run(train_argv(entry, setting, 5))[0]
-        assert (config.runtime.threads, config.runtime.bind_cores) == (1, True)
-    assert [len(children) for children in started] == [1, 2, 1, 2]
-    for children in started:
-        K, port = str(len(children)), children[0].environment["MASTER_PORT"]
-        shared = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": K, "LOCAL_WORLD_SIZE": K, "GLOO_SOCKET_IFNAME": "lo"}
-        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        for rank, child in enumerate(children):
-            assert child.environment == {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-
-
-def test_torchs_pipelines_get_models_that_are_read_with_samples(monkeypatch):
-    built = []
-    monkeypatch.setattr(baseline_rank, "joined", lambda *_, **__: contextlib.nullcontext())
-    monkeypatch.setattr(baseline_rank, "train_stages", lambda modules, *_, **__: built.append(modules))
-    words = ["model._target_=tests.support.user_code.CheckedInput", *TINY[1:], "train.max_updates=1"]
-    cut = ["partition.num_stages=2", "partition.balance=[2,3]"]
-    target = TensorSpec((), "int64").to_json()
-    run(1, kind="1f1b", argv=[*words, *cut], target=target)
-    assert [list(stage.state_dict()) for stage in built[0].values()] == [
-        ["second.weight", "second.bias", "third.weight", "third.bias"]
-    ]
 
 
 @pytest.mark.parametrize("shuffle", ["true", "false"])

@@ -10,8 +10,7 @@ from torch import nn
 
 import adl_dist.models
 from adl_dist.checkpoint import layout, tensor_files
-from adl_dist.cli.config.schema import RunConfig
-from adl_dist.cli.export import OF_TRANSFORMERS, _settings_of_transformers
+from adl_dist.cli.export import OF_TRANSFORMERS
 from tests.support.commands import assert_same, in_process, shows
 from tests.support.runs import toy_trainer
 from tests.support.toys import FixedImages
@@ -75,15 +74,6 @@ def test_transformers_loads_the_folder_of_a_run_of_its_model(run, tmp_path, monk
     assert sorted(each.name for each in (tmp_path / "exported").iterdir()) == ["config.json", "model.safetensors"]
 
 
-@pytest.mark.parametrize("tied", ["share", "untie"])
-def test_a_folder_of_untied_weights_does_not_say_they_are_tied(tied, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    transformers.GPT2Config(n_layer=1, n_head=1, n_embd=4).save_pretrained(tmp_path)
-    config = RunConfig.of({"model": {"_target_": OF_TRANSFORMERS, "task": "causal-lm", "config": str(tmp_path)}})
-    config.partition.tied = tied
-    assert _settings_of_transformers(config).tie_word_embeddings == (tied == "share")
-
-
 def _put_in_place(path, model):
     """Make of a checkpoint one that holds the weights of ``model``."""
     manifest = layout.read_manifest(path)
@@ -105,11 +95,6 @@ def test_timm_loads_an_exported_file_of_its_model(tmp_path):
     path = str(tmp_path / "copied.safetensors")
     loaded = timm.create_model("mobilenetv3_small_050", num_classes=3, checkpoint_path=path)
     assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in model.state_dict().items())
-
-
-def test_export_to_a_folder_that_is_there_is_refused(run, tmp_path):
-    line = in_process("export", f"run_dir={run}", f"out={run}").refusal()
-    assert "is there already and would be written over" in line
 
 
 def test_runs_of_scripts_are_exported_and_evaluated(tmp_path):

@@ -3,27 +3,21 @@
 import json
 import multiprocessing
 import os
-import signal
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
-import adl_dist.cli.plan.profiler as planning
 from adl_dist.cli.config.compose import balance_word, compose_run
-from adl_dist.cli.plan.arguments import asked, machine_of
 from adl_dist.cli.plan.link import measure
 from adl_dist.cli.plan.profiler import Profiler
 from adl_dist.cli.plan.report import line_to_paste
 from adl_dist.distributed.procfs import state_of
-from adl_dist.errors import ChannelError, ConfigError
 from adl_dist.partition import Machine, UnitCost
 from adl_dist.partition.costs import Profile
 from adl_dist.partition.predict import Throughput, advise, alternative, best_of, predict
-from adl_dist.schedule import Pipeline, figures, method
-from adl_dist.stage.loss import ReturnsSumError, SumCountLoss
+from adl_dist.schedule import Pipeline, method
 from tests.support.commands import in_process, shows, words
 from tests.support.ranks import run_ranks
 from tests.support.tiers import slow
@@ -101,47 +95,6 @@ def test_neighbours_rest_until_they_work_and_end_in_time(num_workers):
     assert not process.is_alive()
 
 
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="kills a process of the load")
-def test_a_neighbour_that_is_killed_is_told():
-    """What was measured next to it was measured without it."""
-    profiler = Profiler(compose_run(TINY[:4])[0], granularity="layer", threads=1)
-    load = profiler.with_load(1, 4)
-    (pid,) = load.__enter__()
-    os.kill(pid, signal.SIGKILL)
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    with pytest.raises(ConfigError, match="was killed"):
-        load.__exit__(None, None, None)
-
-
-def test_several_inputs_lengths_and_a_sum_and_count_are_measured():
-    own = "tests.support.sentences.encoder", "tests.support.sentences.both", "tests.support.sentences.padded"
-    words = [f"model._target_={own[0]}", f"data._target_={own[1]}", f"data.collate_fn={own[2]}"]
-    words += ["loss._target_=tests.training.test_structured_batches.sum_and_count", "data.num_workers=0"]
-    profiler = Profiler(compose_run(words)[0], granularity="layer", threads=1)
-    assert len(profiler.chain.units) > 3
-    assert profiler.profile(2).of["units"] == len(profiler.chain.units)
-
-
-def test_a_loss_of_a_pair_is_tried_in_both_memory_formats(monkeypatch):
-    tried = []
-
-    class Trial:
-        def __init__(self, model, spec, samples, device):
-            self.loss_fn, self.channels_last = spec.loss_fn, spec.precision.channels_last
-
-        def run(self):
-            tried.append((type(self.loss_fn), self.channels_last))
-            if not isinstance(self.loss_fn, SumCountLoss):
-                raise ReturnsSumError(1.0, torch.zeros(1))
-            if self.channels_last:
-                raise ConfigError("channels_last")
-
-    monkeypatch.setattr(planning, "Trial", Trial)
-    monkeypatch.setattr(planning, "memory_formats", lambda *_: [True, False])
-    Profiler(compose_run(TINY[:4])[0], granularity="layer", threads=1)
-    assert tried[1:] == [(SumCountLoss, True), (SumCountLoss, False)]
-
-
 def measured(folder):
     measure(Path(folder), int(os.environ["RANK"]))
 
@@ -155,18 +108,6 @@ def test_a_link_has_a_bandwidth_and_a_latency(tmp_path):
     assert min(link["seconds_per_byte"], link["seconds_per_message"]) >= 0
 
 
-def test_a_link_that_cannot_be_measured_need_not_be(monkeypatch, capsys):
-    def fails(device):
-        raise ChannelError("the peer is silent")
-
-    monkeypatch.setattr("adl_dist.cli.plan.arguments.link_figures", fails)
-    assert machine_of(asked([*SMALL, "--stages", "2"])).seconds_per_message == 0
-    assert "a message costs its sender and receiver is not counted: the peer is silent" in capsys.readouterr().err
-    unknown = [word for word in SMALL if word not in ("--links", "8gbit,20us")]
-    with pytest.raises(ChannelError, match="the peer is silent"):
-        machine_of(asked([*unknown, "--stages", "2"]))
-
-
 def test_the_factor_is_that_of_theorem_1():
     told = planned(known(), K=4)
     assert told.staleness_mean == [1.5, 1.0, 0.5, 0.0]  # 2(K-1-k)/M
@@ -178,31 +119,6 @@ def test_memory_counts_graphs_versions_gradients_and_state():
     told = planned(known(4, activation_bytes=100, parameter_bytes=10))
     # Stage 0: 3 graphs of 2 units; weights, gradients, momentum, and one older version with gradients of its own.
     assert told.balance.stage_bytes == [3 * 200 + 5 * 20, 200 + 3 * 20]
-
-
-def tied_of(profile, nbytes=1000):
-    """The last unit has the weights of the first, which has no others."""
-    first, *between, last = profile.units
-    first, last = replace(first, parameter_bytes=nbytes, update=4.0), replace(last, tied=[[0, nbytes]])
-    return replace(profile, units=[first, *between, last])
-
-
-def test_tied_weights_count_as_copies_and_sums():
-    """Delay 2 and M = 4: a sum waits for one update, one is on its way, one is being applied."""
-    tied, alone = (
-        tied_of(known(4)),
-        replace(tied_of(known(4)), units=[*tied_of(known(4)).units[:-1], known(1).units[0]]),
-    )
-    more = [a - b for a, b in zip(planned(tied).balance.stage_bytes, planned(alone).balance.stage_bytes, strict=True)]
-    assert more == [3 * 1000, (3 + 3) * 1000]  # there weights, gradients and momentum besides
-    assert planned(tied, K=1).balance.stage_bytes == planned(alone, K=1).balance.stage_bytes
-
-
-def test_tied_weights_take_time_for_updates_and_messages():
-    slow = planned(tied_of(known(4)), bandwidth=10.0)
-    assert slow.images_per_second == pytest.approx(10 / (1000 / 10 / 4)), "the sum of each update keeps a link busy"
-    tied, alone = planned(tied_of(known(4))), planned(known(4))
-    assert 10 / tied.images_per_second == pytest.approx(10 / alone.images_per_second + 4.0 / 4)
 
 
 def test_a_slow_link_costs_what_its_messages_take():
@@ -285,12 +201,6 @@ def test_more_staleness_is_accepted_for_a_tenth_of_speed(speed, is_fresh):
     assert (best_of([replace(stale, images_per_second=speed), fresh]) is fresh) == is_fresh
 
 
-@pytest.mark.parametrize("name", ["dgl", "dni"])
-def test_methods_with_heads_are_not_predicted(name):
-    with pytest.raises(ConfigError, match=r"heads .*are not measured"):
-        predict(known(), Pipeline(method(name), 2))
-
-
 def done(*words):
     outcome = in_process("plan", *words)
     assert outcome.code == 0, outcome.err
@@ -317,27 +227,6 @@ def test_the_plan_of_a_small_model_gives_a_line_that_trains(tmp_path):
     cut = [balance_word([begin])]
     assert facts["recommended"] is None or cut[0] in facts["recommended"]
     assert in_process(*words(tmp_path / "run", *TINY[:2], *cut)).code == 0
-
-
-def test_auto_delays_are_found_for_each_number_of_stages():
-    even, links = known(), {"latency": 0.1 * 24 / 4}
-    for K, of_machine, delays in ((2, {}, (1, 0)), (4, {}, (3, 2, 1, 0)), (4, links, (6, 4, 2, 0))):
-        chosen = Pipeline(method("adl", accumulation_steps=4, delay="auto"), K)
-        told = predict(even, chosen, machine=Machine(**of_machine))
-        assert told.pipeline.method.delay == delays
-        assert told.speed_up == pytest.approx(K)
-        assert f"'method.delay=[{', '.join(map(str, delays))}]'" in line_to_paste(told, [], ["model=resnet8"])
-
-
-def test_a_split_is_predicted_by_what_can_be_put_off():
-    third = Pipeline(method("adl", accumulation_steps=4, delay="third", split_backward=True), 4)
-    half, nothing = (predict(known(backward_weight=share), third) for share in (1.0, 0.0))
-    assert half.speed_up == pytest.approx(4.0)
-    assert nothing.speed_up < 3.0, "the delays are too short for that"
-    held, more = (predict(known(deferred_bytes=size), third).balance.stage_bytes for size in (0, 1000))
-    deferred = [stage.deferred for stage in figures(third)]
-    assert max(deferred) > 0
-    assert [b - a for a, b in zip(held, more, strict=True)] == [2 * 1000 * n for n in deferred], "of two units each"
 
 
 def test_a_model_that_fits_on_no_device_gets_a_line_to_paste(tmp_path):
@@ -376,9 +265,3 @@ def test_the_line_trains_the_very_method_that_was_predicted():
         "data.num_samples=7 partition.tied=untie method=fdg method.accumulation_steps=2 'method.weights=\"latest\"' "
         "partition.num_stages=2 'partition.balance=[u4]'"
     )
-
-
-def test_a_samples_shape_stands_in_for_data_that_is_not_there(tmp_path):
-    missing = (*TINY[:1], "data=imagefolder", f"data.root={tmp_path}", *FAST, "--stages", "2")
-    shows(in_process("plan", *missing).refusal(), ["expected a folder train", "--input 3,224,224"])
-    assert "input [3, 8, 8]" in done(*missing, "--input", "3,8,8", "--methods", "adl")

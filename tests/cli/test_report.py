@@ -1,7 +1,5 @@
 """``adl-dist report``: where it writes, what it refuses, and the page at the end of a run."""
 
-import pytest
-
 from tests.support.commands import in_process, shows, words
 from tests.support.recorded import recorded_run
 
@@ -22,21 +20,6 @@ def test_of_several_runs_it_writes_to_the_folder_above(tmp_path):
     assert in_process("report", str(tmp_path)).code == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        ([], ["takes run folders", "adl-dist report RUNS"]),
-        (["{}/none"], ["/none holds no run"]),
-        (["{}/run", "--open"], ["--open holds no run"]),
-        (["{}/run", "out={}/none/page.html"], ["page.html cannot be written: No such file", "out=FILE.html"]),
-    ],
-)
-def test_refuses_in_one_line(tmp_path, arguments, parts):
-    recorded_run(tmp_path / "run")
-    refusal = in_process("report", *(argument.format(tmp_path) for argument in arguments)).refusal()
-    shows(refusal, parts)
-
-
 def test_run_ends_with_a_page_and_the_timeline_in_it(tmp_path):
     run = tmp_path / "run"
     long_enough = ["runtime.report=true", "data.num_samples=160", "train.batch_size=8"]
@@ -46,12 +29,3 @@ def test_run_ends_with_a_page_and_the_timeline_in_it(tmp_path):
     page = (run / "report.html").read_text()
     shows(page, ["Measured in", "by the schedule, if messages took no time"])
     assert "Cannot be shown" not in page
-
-
-def test_page_that_cannot_be_written_costs_one_warning(tmp_path):
-    run = tmp_path / "run"
-    (run / "report.html").mkdir(parents=True)
-    done = in_process(*words(run, "runtime.report=true"))
-    assert done.code == 0
-    assert done.err.count("\n") == 1
-    shows(done.err, ["report.html could not be written", "the run itself is complete"])

@@ -4,12 +4,10 @@ import csv
 import json
 import signal
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hydra.core.hydra_config import HydraConfig
 
 from adl_dist.checkpoint import layout
 from adl_dist.cli.config.compose import compose_run
@@ -130,31 +128,6 @@ def test_a_run_that_fails_is_named_and_the_others_run(tmp_path, monkeypatch):
 
 def row_of(job):
     return job.folder.parent.name, job.config.partition.num_stages, job.config.seed
-
-
-def test_a_refusal_of_the_cluster_keeps_what_has_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
-    words = ["train", "-m", "hydra/launcher=basic", "seed=0,1", "runtime.processes=false", f"run_dir={tmp_path}"]
-    asked = replace(requested(words[1:]), launcher=["hydra/launcher=basic"])
-    first, second = (job.folder for job in asked.jobs)
-
-    def launch(*_, **__):
-        """Play a cluster that takes no job, or the first one if its folder is there."""
-        if first.is_dir():
-            (first / "summary.json").write_text(json.dumps({"epochs": 20, "validation_accuracy": 0.5}))
-        raise RuntimeError("Invalid account\nor partition")
-
-    launcher = SimpleNamespace(launch=launch)
-    plugins = SimpleNamespace(instance=lambda: SimpleNamespace(instantiate_launcher=lambda **_: launcher))
-    monkeypatch.setattr(sweep, "Plugins", plugins)
-    with pytest.raises(ConfigError, match=r"=basic has brought none .* to an end: Invalid account or partition"):
-        sweep.run(asked)
-    first.mkdir(parents=True)
-    capsys.readouterr()
-    assert sweep.run(asked) == 1
-    said = capsys.readouterr().out
-    shows(said, ["seed0: accuracy 50.00%\n", f"failed (see {second / sweep.LOG})"])
-    shows(said, ["said: Invalid account or partition", str(tmp_path / ".launcher")])
 
 
 def test_two_sweeps_in_one_folder_are_refused(tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 
 from adl_dist.cli.config.compose import compose_run
@@ -10,7 +9,6 @@ from adl_dist.cli.config.instantiate import build_data, build_model
 from adl_dist.cli.tokenize import tokenize
 from adl_dist.data.tokens import TokenFile
 from adl_dist.data.vocabulary import FILE, Vocabulary
-from adl_dist.errors import ConfigError, DataError
 
 TEXTS = ("Größe, or size. " * 30, "a second file\n" * 20)
 
@@ -41,14 +39,6 @@ def test_both_files_together_hold_the_text(tmp_path, files, level, capsys):
     assert f"{len(read(tmp_path / 'out', 'train.bin')):,} tokens" in capsys.readouterr().out
 
 
-def test_bytes_need_not_be_text(tmp_path):
-    content = bytes(range(256)) * 2
-    (tmp_path / "a").write_bytes(content)
-    tokenize([str(tmp_path / "a"), "--out", str(tmp_path / "out"), "--validation", "0.5"])
-    found = np.concatenate([read(tmp_path / "out", f"{name}.bin") for name in ("train", "validation")])
-    assert bytes(found.tolist()) == content
-
-
 def test_a_model_for_these_tokens_needs_no_further_sizes(tmp_path, files):
     out = tmp_path / "out"
     tokenize([*files, "--out", str(out), "--level", "char"])
@@ -60,34 +50,6 @@ def test_a_model_for_these_tokens_needs_no_further_sizes(tmp_path, files):
     assert build_model(config)(x[None]).shape == (1, 8, len(set("".join(TEXTS))))
     assert x[1:].tolist() == target[:-1].tolist()
     assert config.loss["_target_"] == "adl_dist.losses.TokenCrossEntropy"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["missing"], "missing cannot be read .No such file"),
-        (["a", "--validation", "1"], "--validation 1.0 must be above 0 and below 1"),
-        (["a", "--level", "word"], "argument --level: invalid choice: 'word'"),
-        (["latin1", "--level", "char"], "latin1: byte 2 is not UTF-8; convert the file, or use --level byte"),
-        (["short"], "too little text for training and validation"),
-        (["a", "--tokenizer", "b"], "needs the package tokenizers|is not a file of the package tokenizers"),
-    ],
-)
-def test_what_cannot_be_tokenized_is_refused_and_leaves_no_file(tmp_path, files, arguments, message, monkeypatch):
-    (tmp_path / "latin1").write_bytes("Größe".encode("latin1"))
-    (tmp_path / "short").write_text("a")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises((ConfigError, DataError), match=message):
-        tokenize([*arguments, "--out", "out"])
-    assert not list(tmp_path.glob("out/*"))
-    assert arguments != ["missing"] or not (tmp_path / "out").exists()
-
-
-def test_tokens_that_are_there_are_not_written_over(tmp_path, files):
-    (tmp_path / FILE).write_text("mine")
-    with pytest.raises(ConfigError, match=f"{FILE} is there already"):
-        tokenize([*files, "--out", str(tmp_path)])
-    assert (tmp_path / FILE).read_text() == "mine"
 
 
 def test_a_file_of_tokenizers_is_kept_with_the_tokens(tmp_path, files):

@@ -5,7 +5,6 @@ import threading
 import pytest
 
 from adl_dist.control.callback_queue import CallbackQueue
-from adl_dist.errors import CallbackError
 
 
 def test_no_two_threads_make_calls_at_a_time():
@@ -31,28 +30,6 @@ def test_no_two_threads_make_calls_at_a_time():
     leave.set()
     trainer.join(20)
     assert made == [("slow", trainer.ident, True), ("behind", trainer.ident, True)]
-
-
-def fail():
-    raise CallbackError("callback Raises.on_update fails")
-
-
-def test_an_error_of_training_hides_the_error_of_a_call():
-    code, made = CallbackQueue(), []
-
-    def train(error):
-        with code.while_training():
-            code.put(lambda: made.append("before"))
-            code.put(fail)
-            if error is not None:
-                raise error
-
-    with pytest.raises(OSError, match="diverged"):
-        train(OSError("diverged"))
-    assert made == ["before"]
-    code = CallbackQueue()
-    with pytest.raises(CallbackError):
-        train(None)
 
 
 def test_after_a_call_that_fails_there_are_no_others():

@@ -3,7 +3,6 @@
 import json
 import random
 import re
-from functools import partial
 
 import pytest
 import torch
@@ -165,24 +164,6 @@ def test_a_loss_must_fall_by_min_change():
         ended.clear()
 
 
-class OnCheckpoint(adl_dist.Callback):
-    """Ends the run at its first checkpoint."""
-
-    def on_checkpoint(self, now):
-        now.stop("saved")
-
-
-def test_a_run_ended_in_on_checkpoint_is_evaluated_once(tmp_path):
-    diary = Diary()
-    every = adl_dist.CheckpointPolicy(every_updates=1)
-    _, summary = fit([OnCheckpoint(), diary], run_dir=tmp_path, checkpoints=every)
-    assert summary["updates"] == 2
-    assert "validation_loss" in summary
-    assert [line[:3] for line in diary.lines if line[0] == "epoch"] == [("epoch", 2, 0)]
-    kept = json.loads((tmp_path / "checkpoints" / "update-00000002" / "manifest.json").read_text())
-    assert "validation_loss" in kept["metrics"]
-
-
 class Draws(adl_dist.Callback):
     """Draws from the global streams, and seeds torch's."""
 
@@ -235,29 +216,6 @@ def test_an_interrupt_in_a_callback_stops_all_processes(tmp_path):
         assert stopped["checkpoint"] == str(next((tmp_path / "checkpoints").glob(f"*{stopped['update']:08}")))
 
 
-class Calls(adl_dist.Callback):
-    """Calls the trainer in update 2."""
-
-    def __init__(self, call):
-        self.call = call
-
-    def on_update(self, now):
-        if now.update == 2:
-            self.call()
-
-
-@pytest.mark.parametrize("name", ["fit", "full_state_dict"])
-def test_a_trainer_that_trains_refuses_calls(name, tmp_path):
-    trainer = toy_trainer(2, 2)
-    calls = {
-        "fit": lambda: trainer.fit(TRAIN, epochs=1, batch_size=4),
-        "full_state_dict": trainer.full_state_dict,
-    }
-    with pytest.raises(CallbackError, match=rf"Trainer.{name} is called while Trainer.fit of the same trainer runs"):
-        trainer.fit(TRAIN, epochs=1, batch_size=4, monitoring=SILENT, callbacks=[Calls(calls[name])])
-    assert len(trainer.full_state_dict()) == 32, "afterwards it may be called"
-
-
 class Misnamed:
     """As other frameworks call it."""
 
@@ -279,36 +237,6 @@ def test_what_is_no_callback_is_refused(case):
         fit(callbacks)
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (partial(adl_dist.EarlyStopping, 0), r"patience must be a whole number of at least 1, got 0"),
-        (partial(adl_dist.EarlyStopping, metric="validation_f1"), r"not known which way validation_f1 is better"),
-        (
-            partial(adl_dist.EarlyStopping, metric="validation_loss", best_mode="low"),
-            r"'low': expected max or min",
-        ),
-        (partial(adl_dist.EarlyStopping, min_change=-1), r"min_change must be at least 0, got -1"),
-    ],
-)
-def test_early_stopping_refuses_impossible_settings(make, said):
-    with pytest.raises(ConfigError, match=said):
-        make()
-
-
-NOT_MEASURED = {
-    "of another name": ("validation_acc", "max", r"no metric 'validation_acc'; did you mean validation_accuracy\?"),
-    "that nothing asks for": ("validation_top5", None, r"validation_top5 is measured if metrics has top5"),
-}
-
-
-@pytest.mark.parametrize("case", NOT_MEASURED)
-def test_early_stopping_by_no_metric_is_refused_at_the_start(case):
-    metric, best, said = NOT_MEASURED[case]
-    with pytest.raises(ConfigError, match=said):
-        fit([adl_dist.EarlyStopping(metric=metric, best_mode=best)])
-
-
 def test_the_command_line_makes_callbacks(tmp_path):
     stopping = "callbacks=[{_target_:adl_dist.EarlyStopping,patience:1,metric:validation_loss,best_mode:max}]"
     few = ["train.epochs=9", "partition.num_stages=1", "method=bp", "optimizer.lr=0.01"]
@@ -318,24 +246,3 @@ def test_the_command_line_makes_callbacks(tmp_path):
     again = in_process(*words(tmp_path / "run", stopping, *few))
     assert again.code == 0
     shows(again.out, ["nothing is trained: ended by EarlyStopping"])
-
-
-@pytest.mark.parametrize(
-    ("word", "parts"),
-    [
-        (
-            "callbacks=[adl_dist.EarlyStoping]",
-            ["adl_dist has no 'EarlyStoping'; did you mean 'adl_dist.EarlyStopping'?"],
-        ),
-        ("callbacks=[{_target_:adl_dist.EarlyStopping,patence:3}]", ["no key 'callbacks[0].patence'", "patience"]),
-        ("callbacks=[torch.nn.Identity]", ["Identity has none of them"]),
-        ("callbacks=[3]", ["callbacks[0]: expected my.module.make"]),
-        ("runtime.loggers=[mlfow]", ["there is no 'mlfow'; choose of tensorboard, mlflow, wandb"]),
-        ("runtime.loggers=[torch.nn.Identity]", ["expected an object with start, write, flush and close"]),
-        ("runtime.best_metric=validation_los", ["which way validation_los is better"]),
-        ("runtime.best_mode=high", ["best_mode: there is no 'high'; choose one of max, min"]),
-    ],
-)
-def test_the_command_line_refuses_at_the_start(word, parts, tmp_path):
-    shows(in_process(*words(tmp_path / "run", word)).refusal(), parts)
-    assert not (tmp_path / "run").exists()

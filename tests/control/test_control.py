@@ -3,21 +3,19 @@
 import threading
 import time
 from dataclasses import replace
-from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.futures
 
 from adl_dist.control import serve as serving
-from adl_dist.control.group import RpcWorkerGroup
 from adl_dist.control.job import Job
-from adl_dist.control.messages import Abort, Done, Failure, Load
+from adl_dist.control.messages import Abort, Failure, Load
 from adl_dist.control.rpc import ControlPlane, JobEndpoint
-from adl_dist.control.serve import RpcReporter, serve
+from adl_dist.control.serve import serve
 from adl_dist.distributed.rpc_errors import Call, PeerError, PeerGoneError, PeerLateError
 from adl_dist.distributed.world import single_process
-from adl_dist.errors import ChannelError, DivergedError, StageFailed
+from adl_dist.errors import ChannelError, StageFailed
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.schedule import Pipeline, Segment, method, training_work
 
@@ -95,19 +93,6 @@ def test_a_dead_rank_0_ends_waits_on_a_gpu(backend, said, reason):
     assert world.is_aborted == (reason == RANK_0_IS_GONE)
 
 
-def test_the_records_right_before_failures_are_handed_on():
-    plane, records = Plane(0), []
-    for error in (ChannelError("a victim"), ValueError("boom")):
-        reporter = RpcReporter(plane)
-        reporter._sent_at = time.monotonic()
-        reporter.record({"name": type(error).__name__})
-        assert reporter.failure(error)
-    with pytest.raises(StageFailed, match="rank 0: unexpected ValueError: boom"):
-        RpcWorkerGroup(plane, records.append).call(COMMAND, Done)
-    assert [record["name"] for record in records] == ["ChannelError", "ValueError"]
-    assert plane.endpoint.reports.empty()
-
-
 def test_a_process_that_answers_late_is_not_taken_for_gone():
     """Nor is any by a process that has itself left the control plane."""
     late, gone, here = torch.futures.Future(), torch.futures.Future(), torch.futures.Future()
@@ -127,16 +112,6 @@ def test_a_process_that_answers_late_is_not_taken_for_gone():
         assert (type(error), str(error)) == (kind, f"control plane: {text}")
     assert Call("rank 0", lambda limit: here, 0.1).wait() == "an answer"
     assert limits[0] > 1, "RPC's own limit, of which only a text would tell, comes later"
-
-
-def test_a_ctrl_c_between_two_commands_reaches_the_coordinator(monkeypatch):
-    """Also where no handler asks the run to stop: else the other processes would wait for this one."""
-    plane = Plane(0)
-
-    monkeypatch.setattr(plane.endpoint, "commands", Mock(**{"get.side_effect": KeyboardInterrupt}))
-    with pytest.raises(KeyboardInterrupt):
-        serve(WaitsInVain(), plane)
-    assert "KeyboardInterrupt" in plane.endpoint.reports.get(timeout=0).failure.text
 
 
 def order_of(loop, news):
@@ -161,21 +136,3 @@ def test_a_failure_elsewhere_ends_a_segment_between_two_actions():
         order_of(loop, lambda: endpoint.take(Abort(CAUSE)))
     assert aborted.wait(5)
     assert isinstance(endpoint.commands.get_nowait(), Abort), "who waits for the next command finds it, too"
-
-
-class DivergesOfGarbage:
-    """A worker whose receives were given up: what it computes since is worth nothing."""
-
-    def __init__(self, endpoint):
-        self._endpoint = endpoint
-
-    def execute(self, command, reporter):
-        self._endpoint.take(Abort(CAUSE))
-        raise DivergedError("the loss is nan", stage=1, update=3, epoch=0)
-
-
-def test_an_error_after_a_failure_elsewhere_is_dropped():
-    plane = Plane(1)
-    plane.endpoint.take(COMMAND)
-    with pytest.raises(StageFailed, match="rank 2: boom"):
-        serve(DivergesOfGarbage(plane.endpoint), plane)

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import nn
 
-from adl_dist.checkpoint import layout
 from adl_dist.cli.status import table
 from adl_dist.control.requests import RequestKind, RequestQueue
 from adl_dist.control.run_socket import LONGEST_ADDRESS, SOCKET, LiveControl, ask_run, remove_stale, short_address
@@ -47,11 +46,6 @@ def client_of(run_dir):
     with short_address(run_dir / SOCKET) as address:
         client.connect(address)
     return client
-
-
-def say(client, line):
-    client.sendall(line)
-    return json.loads(client.makefile("rb").readline())
 
 
 def taken(requests):
@@ -95,23 +89,6 @@ def test_the_socket_of_a_killed_run_is_replaced(tmp_path, caplog):
         assert f"no live control of this run: {tmp_path / 'none'}" in caplog.text
 
 
-def test_what_clients_do_wrong_holds_up_no_other_nor_the_end(tmp_path):
-    """Clients that say nothing, half a line or hang up; what is no request gets a line that says so."""
-    lines = [b"", b"hello", b"\xff\xfe\x00", b"[]", b"{}", b'{"ask": []}', b"[" * 9000]
-    lines += [b'{"ask": "rm"}', b'{"ask": "end"}']  # that is a callback's to ask
-    with contextlib.ExitStack() as opened:
-        with listening(tmp_path):
-            _silent, half, gone, wrong = (opened.enter_context(client_of(tmp_path)) for _ in range(4))
-            half.sendall(b'{"ask": ')
-            gone.sendall(b'{"ask": "status"}\n' * 100)
-            gone.close()
-            for line in lines:
-                assert "not a request" in say(wrong, line + b"\n")["error"]
-                assert say(wrong, b'{"ask": "status"}\n') == ask_run(tmp_path, "status") == STATUS
-            began = time.monotonic()
-        assert time.monotonic() - began < 2
-
-
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("ask", [RequestKind.CHECKPOINT, RequestKind.STOP])
 def test_checkpoint_and_stop_print_the_outcome(tmp_path, ask, fails):
@@ -130,25 +107,6 @@ def test_checkpoint_and_stop_print_the_outcome(tmp_path, ask, fails):
         assert (outcome.refusal(), outcome.out) == (f"run_dir={tmp_path}: {ask.value}: the disk is full", "")
     else:
         assert (outcome.code, outcome.out, outcome.err) == (0, "runs/a/checkpoints/u7\n", "")
-
-
-def test_an_ending_run_answers_or_says_that_it_ended(tmp_path):
-    (tmp_path / "ends").mkdir()
-    with listening(tmp_path / "ends") as control:
-        threading.Timer(0.3, control.close).start()
-        with pytest.raises(ConfigError, match="the run ended before it answered"):
-            ask_run(tmp_path / "ends", "stop")
-    for _ in range(5):
-        requests = RequestQueue()
-        with listening(tmp_path, requests) as control:
-
-            def carry_out(requests=requests, control=control):
-                taken(requests)[0].answer("saved")
-                control.close()
-
-            with ThreadPoolExecutor() as coordinator:
-                coordinator.submit(carry_out)
-                assert ask_run(tmp_path, "stop") == {"done": "saved"}
 
 
 def test_the_end_of_a_run_waits_until_an_answer_has_left(tmp_path):
@@ -176,34 +134,6 @@ def test_status_prints_one_line_per_stage_or_json(tmp_path):
     assert " ".join(row.split()) == "1 node:42 3 17 5 1,234 88% 0.50 300 MiB forward 6 since 0.2 s"
     assert table({**STATUS, "stages": [{**STAGE, "saving": "saving"}]}).splitlines()[1] == f"{row}; saving a checkpoint"
     assert coordinator == "coordinator  waits for the results of 'train' since 3.0 s"
-
-
-def test_status_of_an_ended_run_that_goes_on_is_that_of_the_job(tmp_path):
-    (tmp_path / "summary.json").write_text(json.dumps({"updates": 4}))
-    for update in (4, 8):
-        layout.place(tmp_path / "checkpoints", update).mkdir(parents=True)
-    (layout.place(tmp_path / "checkpoints", 4) / layout.MANIFEST).write_text("{}")
-    with listening(tmp_path):
-        assert json.loads(in_process("status", str(tmp_path), "--json").out) == STATUS
-    assert json.loads(in_process("status", str(tmp_path), "--json").out) == {"ended": {"updates": 4}}
-    # By a job that went on, and was killed.
-    (layout.place(tmp_path / "checkpoints", 8) / layout.MANIFEST).write_text("{}")
-    assert "no run is training there" in in_process("status", str(tmp_path)).refusal()
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["status"], "takes one run folder, got none: adl-dist status RUN_DIR"),
-        (["stop", "a", "b"], "takes one run folder, got 'a b': adl-dist stop RUN_DIR"),
-        (["checkpoint", "--now"], "does not know '--now'; expected adl-dist checkpoint RUN_DIR"),
-        (["status", "run_dir={tmp}/none"], "no run is training there on this machine (there is no such folder)"),
-        (["status", "{tmp}/none"], "no run is training there on this machine (there is no such folder)"),
-        (["stop", "{tmp}"], "no run is training there on this machine (there is no control.sock)"),
-    ],
-)
-def test_where_there_is_no_run_it_is_one_line_and_exit_code_2(tmp_path, words, said):
-    assert said in in_process(*(word.format(tmp=tmp_path) for word in words)).refusal()
 
 
 def test_status_and_results_are_views_of_the_same_actions(monkeypatch):

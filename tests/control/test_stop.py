@@ -1,6 +1,5 @@
 """Runs that are asked to stop or to save, in one process or several: where they end, what that does to values."""
 
-import contextlib
 import functools
 import json
 import os
@@ -13,10 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
 
-from adl_dist.checkpoint import layout, tensor_files
+from adl_dist.checkpoint import layout
 from adl_dist.control import job
 from adl_dist.control.job import Job
-from adl_dist.control.requests import NotDoneError, RequestKind, RequestQueue
+from adl_dist.control.requests import RequestKind
 from adl_dist.control.rpc import JobEndpoint
 from adl_dist.distributed.world import connect
 from adl_dist.errors import ConfigError, DivergedError
@@ -151,41 +150,10 @@ def test_asked_for_a_checkpoint_a_run_saves_and_continues(K, drain_changed_resul
     assert changed == [11] * drain_changed_result
 
 
-def test_an_asked_checkpoint_that_fails_is_recorded_once(tmp_path, monkeypatch):
-    write = tensor_files.write
-
-    def fails_once(path, shards):
-        if path.name == "update-00000012":
-            raise OSError("no space")
-        return write(path, shards)
-
-    monkeypatch.setattr(tensor_files, "write", fails_once)
-    data, _, summary = fitted(1, data=Asking(at=70, what=RequestKind.CHECKPOINT), run_dir=tmp_path)
-    with pytest.raises(NotDoneError, match=r"update 12 could not be saved .* no space"):
-        data.answer.result(0)
-    assert summary["updates"] == 2 * PER_EPOCH
-    assert [r["update"] for r in records(tmp_path) if r["name"] == "checkpoint/failed"] == [11]
-
-
 def test_asked_to_stop_in_its_last_group_a_run_is_complete(tmp_path):
     data, _, summary = fitted(2, data=Asking(at=EPOCHS * NUM_SAMPLES), run_dir=tmp_path)
     assert "stopped" not in summary
     assert data.answer.result(0) == str(tmp_path / "checkpoints" / "update-00000020")
-
-
-def test_a_run_without_a_folder_stops_and_says_nothing_is_saved(tmp_path):
-    """Nor does it log into the folder of the run before, or end by what is asked after its end."""
-    fitted(1, run_dir=tmp_path, max_updates=1)
-    log = (tmp_path / "logs" / "rank0.log").read_text()
-    data, _, summary = fitted(2, data=Asking(at=10))
-    assert summary["stopped"]["checkpoint"] is None
-    assert data.answer.result(0) == "nothing is saved: the run has no run_dir"
-    data, _, summary = fitted(2, data=Asking(at=10, what=RequestKind.CHECKPOINT), epochs=1)  # which a run notes
-    assert str(data.answer.exception(0)) == "nothing is saved: the run has no run_dir"
-    assert (tmp_path / "logs" / "rank0.log").read_text() == log != ""
-    late = data.trainer.requests.ask(RequestKind.STOP, "a test")
-    assert str(late.exception(0)) == "the run has ended, at update 10"
-    assert ("stopped" in summary, "stopped" in fitted(1, max_updates=2)[2]) == (False, False)
 
 
 def test_what_is_asked_of_a_run_that_fails_is_answered():
@@ -195,27 +163,6 @@ def test_what_is_asked_of_a_run_that_fails_is_answered():
         fitted(1, data=data, M=30)
     assert str(data.answer.exception(0)) == "the run has ended, at update 0"
     assert not data.trainer.requests.any_open
-
-
-def test_each_request_is_answered_once_however_the_run_ends():
-    """Also one that was taken when the run failed, that comes as it ends, or whose asker would cancel it."""
-    requests = RequestQueue()
-    taken, cancelled = requests.ask(RequestKind.CHECKPOINT, "a test"), requests.ask(RequestKind.STOP, "a test")
-    assert not cancelled.cancel()
-    requests.take()[1].answer("saved")
-
-    @contextlib.contextmanager
-    def ending_the_run(lock):
-        """Closes the requests right after the next one is put among them."""
-        with lock:
-            yield
-        requests._lock = lock
-        requests.close("it has ended")
-
-    requests._lock = ending_the_run(requests._lock)
-    late = requests.ask(RequestKind.STOP, "a test")
-    assert [str(one.exception(0)) for one in (taken, late)] == ["it has ended"] * 2
-    assert (type(late.exception(0)), cancelled.result(0)) == (NotDoneError, "saved")
 
 
 def stop_twice_and_continue(names, folder):

@@ -1,7 +1,6 @@
 """The samples of a run are functions of (seed, epoch, index), and bad data gets a message."""
 
 import hashlib
-import http.server
 import itertools
 import multiprocessing
 import os
@@ -11,23 +10,17 @@ import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
-import threading
 import traceback
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
-from adl_dist import data
 from adl_dist.data import (
     Loader,
     Loading,
-    check_dataset,
     cifar10,
     cifar100,
     epoch_order,
@@ -38,11 +31,10 @@ from adl_dist.data import (
 from adl_dist.data.datasets import (
     CIFAR10_STATISTICS,
     CIFAR100_STATISTICS,
-    DIGITS_STATISTICS,
     crop_and_flip,
     transform,
 )
-from adl_dist.errors import ConfigError, DataError
+from adl_dist.errors import DataError
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import Precision
 from adl_dist.training.input import DeviceLoader
@@ -217,26 +209,6 @@ def test_signals_to_all_processes_leave_workers_alone():
     assert torch.equal(joined(found)[0], expected)
 
 
-LOAD_AND_DIE = """
-import os, signal
-from adl_dist.data.loader import Loader
-batches = Loader([(0.0, 1)] * 20, seed=1, shuffle=False, num_workers=1).batches(0, [1] * 20)
-next(batches)  # by name: collected, it would end its workers itself
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_workers_do_not_outlive_a_process_that_was_killed():
-    """They hold the pipe that their parent's errors go to, so it stays open as long as one of them lives."""
-    process = subprocess.Popen([sys.executable, "-c", LOAD_AND_DIE], stderr=subprocess.PIPE, start_new_session=True)
-    try:
-        _, errors = process.communicate(timeout=60)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        pytest.fail("60 s after the kill a worker still holds the pipe")
-    assert process.returncode == -signal.SIGKILL, errors.decode()
-
-
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -288,18 +260,6 @@ def test_what_a_dataset_raises_is_told_with_index_and_line(name, num_workers):
     assert "divides_by_zero" in "".join(traceback.format_exception(failure.value)), "the log has the whole traceback"
 
 
-@pytest.mark.parametrize(
-    ("error", "exit_code"),
-    [(OSError("stale file handle"), 1), (FileNotFoundError("x.png"), 2), (KeyError("label"), 2)],
-)
-def test_a_disk_that_fails_lets_a_launcher_restart_the_run(error, exit_code):
-    """A mistake does not: it would only come again."""
-    how = {"seed": 0, "shuffle": False, "device": torch.device("cpu"), "precision": Precision(), "num_workers": 0}
-    with pytest.raises(DataError) as failure:
-        list(DeviceLoader(Returns(error), "training", **how).batches(0, [8]))
-    assert failure.value.exit_code == exit_code
-
-
 def test_numbers_and_numpy_arrays_of_any_layout_become_tensors():
     rows = np.arange(12, dtype=np.float32).reshape(3, 4)
     frozen = rows[0].copy()
@@ -311,54 +271,13 @@ def test_numbers_and_numpy_arrays_of_any_layout_become_tensors():
     assert (x.dtype, y.dtype, y.tolist()) == (torch.float32, torch.int64, [1, 1, 1, 1])
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter([])
-
-
 class Sizeless:
     def __getitem__(self, index):
         return 0.0, 0
 
 
-@pytest.mark.parametrize(
-    ("dataset", "message"),
-    [
-        (
-            Stream(),
-            "train dataset: Stream is iterable and does not say how many samples an epoch has",
-        ),
-        (Sizeless(), "with __len__ and __getitem__, or an IterableDataset, got Sizeless"),
-        ([], r"train dataset: expected samples, but list is empty; check data\.root"),
-        (Augmented(20), r"train dataset: expected at least 21 samples, but Augmented has 20; .*batch_size=20 or less"),
-    ],
-)
-def test_a_dataset_that_cannot_be_trained_on_is_refused(dataset, message):
-    with pytest.raises(DataError, match=message):
-        check_dataset(dataset, name="train", min_samples=21)
-    check_dataset(Augmented(20), name="validation", min_samples=20)
-    check_dataset([(0.0, 1)], name="validation", min_samples=1)
-
-
 def as_a_worker_gets_it(dataset):
     return pickle.loads(pickle.dumps(dataset))
-
-
-def test_digits_are_shared_out_evenly_and_every_one_once():
-    from sklearn.datasets import load_digits
-
-    sides = [[(tuple(x.flatten().tolist()), y) for x, y in side] for side in data.digits(augment=False)]
-    pixels, classes = load_digits(return_X_y=True)
-    images = (torch.from_numpy(pixels).float() / 16 - DIGITS_STATISTICS[0][0]) / DIGITS_STATISTICS[1][0]
-    assert [len(side) for side in sides] == [1437, 360]
-    assert sorted(sides[0] + sides[1]) == sorted(zip(map(tuple, images.tolist()), classes.tolist(), strict=True))
-    counts = [np.bincount([y for _, y in side]) for side in sides]
-    assert (abs(counts[0] * 360 / 1437 - counts[1]) < 1).all()
-    image, _ = data.digits(augment=False)[0][0]
-    assert (image.shape, image.dtype) == ((1, 8, 8), torch.float32)
-    std, mean = torch.std_mean(torch.tensor([x for x, _ in sides[0]]))
-    assert abs(mean.item()) < 0.01
-    assert abs(std.item() - 1) < 0.01
 
 
 CROPS = crop_and_flip(32)
@@ -416,73 +335,6 @@ def test_a_micro_batch_of_cifar_has_the_bits_of_torchvision(load, num_workers, t
         torch.manual_seed(1)
         assert torch.equal(alone[0], theirs[0][0])
         assert alone[1] == theirs[0][1]
-
-
-@CIFARS
-def test_a_missing_or_damaged_cifar_names_folder_and_flag(load, tmp_path, monkeypatch):
-    kind, name = torchvisions(load), "CIFAR-10" if load is cifar10 else "CIFAR-100"
-    where = re.escape(str(tmp_path / kind.base_folder))
-    with pytest.raises(DataError, match=rf"^{name}: expected its files in {where}, but nothing .* data\.download=true"):
-        load(str(tmp_path))
-    folder = write_cifar(tmp_path, kind, monkeypatch)
-    (folder / kind.test_list[0][0]).write_bytes(b"cut off")
-    with pytest.raises(DataError, match=rf"{where}, but files are missing or damaged; .* data\.download=true"):
-        load(str(tmp_path))
-
-
-@pytest.fixture
-def served(tmp_path, monkeypatch):
-    """The address of ``tmp_path / "server"`` on a web server of this machine; used up when its thread ends."""
-    monkeypatch.setenv("no_proxy", "*")
-    handler = partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path / "server"))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
-
-
-def test_cifar_is_downloaded_once_and_a_failure_says_why(served, tmp_path, monkeypatch):
-    kind = torchvisions(cifar10)
-    write_cifar(tmp_path / "server", kind, monkeypatch)
-    archive = shutil.make_archive(str(tmp_path / "server/cifar"), "gztar", tmp_path / "server", kind.base_folder)
-    monkeypatch.setattr(kind, "url", f"{served}/cifar.tar.gz")
-    message = r"^CIFAR-10 could not be downloaded to \S+: [^\n]*corrupted[^\n]* or unpack .*$"
-    with pytest.raises(DataError, match=message):
-        cifar10(str(tmp_path / "here"), download=True)  # not the archive that torchvision expects
-    monkeypatch.setattr(kind, "tgz_md5", hashlib.md5(pathlib.Path(archive).read_bytes()).hexdigest())
-    assert [len(d) for d in cifar10(str(tmp_path / "here"), download=True)] == [10, 2]
-    monkeypatch.setattr(kind, "url", f"{served}/gone.tar.gz")
-    assert [len(d) for d in cifar10(str(tmp_path / "here"), download=True)] == [10, 2]  # it is there already
-    message = rf"to \S+elsewhere: HTTP Error 404: .*; check network and disk, or unpack {served}/gone.tar.gz in \S+, so"
-    with pytest.raises(DataError, match=message):
-        cifar10(str(tmp_path / "elsewhere"), download=True)
-
-
-UNPACK = r".*ILSVRC2012_devkit_t12.tar.gz .* to {root} and run there: python -c \".*ImageNet\('\.', s\)[^\n]*\"$"
-
-
-@pytest.mark.parametrize(
-    ("load", "folders", "message"),
-    [
-        (imagefolder, [], r"train dataset: expected a folder train in .*got none; set data\.root"),
-        (imagefolder, ["train/cat"], "validation dataset: expected a folder val or test in .*got none"),
-        (imagefolder, ["train/cat", "val/cat", "val/dog"], "same classes in train and val, but only one .* has dog;"),
-        (imagefolder, ["train/cat/", "val/cat/"], "expected images in one folder for each class: Found no valid file"),
-        (imagenet, ["train/n01", "val"], "{root}: expected images in one folder .* any class folder in {root}/val"),
-        (imagenet, ["train/n01", "val/n01"], "{root}/train: expected .* each of 1000 .* 1; .* data.num_classes=1 if"),
-    ],
-)
-def test_an_image_folder_that_lacks_something_says_what(load, folders, message, tmp_path):
-    """An incomplete ImageNet also says how to make it."""
-    for folder in folders:
-        (tmp_path / folder).mkdir(parents=True)
-        if not folder.endswith("/"):
-            Image.new("RGB", (32, 32)).save(tmp_path / folder / "one.png")
-    message = message if load is imagefolder else f"^ImageNet: {message}{UNPACK}"
-    with pytest.raises(DataError, match=message.format(root=re.escape(str(tmp_path)))):
-        load(str(tmp_path))
 
 
 @pytest.mark.parametrize("content", [b"no image at all", b"cut off"])
@@ -580,25 +432,6 @@ def test_a_users_own_statistics_replace_the_default_ones(tmp_path):
     for (image, _), (values, _) in zip(by_user, plain, strict=True):
         assert torch.equal(image, (values - mean) / std)
         assert 0 <= values.min() < 0.5 < values.max() <= 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"num_classes": 0}, r"data\.num_classes must be at least 1, got 0"),
-        ({"image_size": 0}, r"data\.image_size must be at least 1 pixel, got 0"),
-        ({"mean": [0.5] * 3}, r"data\.std=None: expected three numbers above 0, .*go together, for example .*0\.247"),
-        ({"std": [0.5] * 3}, r"data\.mean=None: expected three numbers, "),
-        ({"mean": [0.5], "std": [0.5]}, r"data\.mean=\[0\.5\]: expected three numbers, of red, green and blue"),
-        ({"mean": 0.5, "std": 0.5}, r"data\.mean=0\.5: expected three numbers"),
-        ({"mean": [0, 0, float("nan")], "std": [1, 1, 1]}, r"data\.mean=\[0, 0, nan\]: expected three numbers"),
-        ({"mean": [0, 0, 0], "std": [1, 0, 1]}, r"data\.std=\[1, 0, 1\]: expected three numbers above 0"),
-        ({"mean": [0, 0, 0], "std": [1, "a", 1]}, r"data\.std=\[1, 'a', 1\]: expected three numbers above 0"),
-    ],
-)
-def test_images_of_impossible_size_or_statistics_are_refused(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        synthetic(**arguments) if "num_classes" in arguments else imagefolder("nowhere", **arguments)
 
 
 def test_imagenet_is_a_folder_of_large_images(tmp_path):

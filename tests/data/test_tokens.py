@@ -59,27 +59,6 @@ def test_an_epoch_visits_every_window_once_in_its_own_order(tmp_path, num_worker
     assert resumed == firsts[1][8:]
 
 
-@pytest.mark.parametrize(
-    ("content", "options", "message"),
-    [
-        (None, {}, "cannot be read .No such file.*adl-dist tokenize"),
-        (b"abc", {}, "expected tokens of uint16, or a header of llm.c, found 3 bytes"),
-        (header_of("uint16", 9) + b"\0" * 16, {}, "expected 1,042 bytes, for the 9 tokens of uint16.*found 1,040"),
-        (header_of("uint16", 5)[:100], {}, "expected 1,034 bytes, for the 5 tokens of uint16.*found 100"),
-        (header_of("uint32", 9) + b"\0" * 36, {"dtype": "uint16"}, "data.dtype=uint16, but the header of .* uint32"),
-        (b"\0" * 8, {"context": 4}, "has 4 tokens; expected at least data.context . 1 = 5"),
-        (b"\0" * 8, {"context": 0}, "data.context must be at least 1"),
-        (b"\0" * 8, {"dtype": "int8"}, "data.dtype=int8: tokens are uint16 or uint32"),
-    ],
-)
-def test_a_file_that_holds_no_such_tokens_is_refused(tmp_path, content, options, message):
-    path = tmp_path / "a.bin"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises((DataError, ConfigError), match=message):
-        tokens(str(path), str(path), **{"context": 4, **options})
-
-
 def test_a_token_that_the_model_does_not_have_is_named(tmp_path):
     path = written(tmp_path / "a.bin", [1, 2, 3, 4, 5, 50256, 0, 0])
     train, _ = tokens(path, path, context=3, vocab_size=50)
@@ -89,15 +68,6 @@ def test_a_token_that_the_model_does_not_have_is_named(tmp_path):
             list(loader.batches(0, [2]))
     with pytest.raises(DataError, match=r"sample 1: .*a.bin has token 50256, but data.vocab_size=50"):
         train[1]
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_file_that_is_gone_when_it_is_read_is_a_data_error(tmp_path, num_workers):
-    train, _ = tokens(*[written(tmp_path / "a.bin")] * 2, context=4)
-    (tmp_path / "a.bin").unlink()
-    loader = Loader(train, seed=0, shuffle=False, num_workers=num_workers)
-    with pytest.raises(DataError, match=r"^sample 0: Windows raised FileNotFoundError: .*a.bin"):
-        list(loader.batches(0, [2]))
 
 
 @pytest.mark.parametrize("subset", [None, np.array([5, 2, 7, 7, 0])])

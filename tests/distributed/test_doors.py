@@ -2,7 +2,6 @@
 
 import contextlib
 import datetime
-import errno
 import os
 import socket
 import sys
@@ -12,20 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from adl_dist.distributed import network, world
+from adl_dist.distributed import network
 from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
-from adl_dist.distributed.rendezvous import barrier_on_attempt, listen_at, reachable, rendezvous, store_on
+from adl_dist.distributed.rendezvous import barrier_on_attempt, listen_at, rendezvous, store_on
 from adl_dist.errors import ChannelError, ConfigError
-from adl_dist.transport import port_filter
 from adl_dist.transport.port_filter import block, blocking_new, unblock
-from tests.support.commands import in_process, shows, words
 from tests.support.ports import free_port
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="ports are shut by the Linux kernel")
 
 LONG_ENOUGH = datetime.timedelta(seconds=20)
 SHORT = datetime.timedelta(seconds=0.2)
-NO_SUCH = "nosuch0"
 
 
 def listening():
@@ -79,37 +75,6 @@ def test_the_store_of_rank_0_serves_who_came_before_it_was_shut():
             dist.TCPStore("127.0.0.1", port, is_master=False, timeout=SHORT)
 
 
-class Unfiltered(socket.socket):
-    """A socket of a kernel without socket filters."""
-
-    def setsockopt(self, level, option, *value):
-        raise OSError(errno.ENOPROTOOPT, os.strerror(errno.ENOPROTOOPT))
-
-
-@on_linux
-def test_a_kernel_that_shuts_no_port_is_reported_once_per_node(monkeypatch, capsys):
-    monkeypatch.setattr(port_filter, "error", None)
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    with listening() as listener:
-        block(listener)
-    world._report_open_ports(0)
-    assert capsys.readouterr().err == ""
-    with Unfiltered() as listener:
-        block(listener)
-        unblock(listener)
-    world._report_open_ports(1)
-    assert capsys.readouterr().err == ""
-    world._report_open_ports(0)
-    shows(capsys.readouterr().err, ["warning: the ports of", "stay open", "Protocol not available", "SECURITY.md"])
-
-
-def test_a_missing_interface_is_reported_before_processes_start(tmp_path, monkeypatch):
-    monkeypatch.setenv(network.GLOO, NO_SUCH)
-    line = in_process(*words(tmp_path / "run", processes=True)).refusal()
-    shows(line, [f"{network.GLOO}={NO_SUCH}", f"no network interface {NO_SUCH}", "lo"])
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize("named", [None, network.GLOO, network.RPC])
 def test_a_named_interface_is_that_of_all_transports(named, monkeypatch):
     """A named interface is that of all transports and none is loopback on one node."""
@@ -122,20 +87,6 @@ def test_a_named_interface_is_that_of_all_transports(named, monkeypatch):
         monkeypatch.setenv(named, chosen)
     network.choose_interface(size=2)
     assert [os.environ[variable] for variable in variables] == [chosen, chosen, f"={chosen}"]
-
-
-def test_an_interface_that_cannot_be_found_is_to_be_named(monkeypatch):
-    """Where the first node's name means loopback, and where no IPv4 address is that of the route."""
-    for variable in (network.GLOO, network.RPC):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    with pytest.raises(ConfigError, match=r"localhost means .* name the network interface"):
-        network.choose_interface(size=2)
-    monkeypatch.setattr(network, "is_loopback", lambda address: False)
-    monkeypatch.setattr(network, "address_of", lambda name: None)  # as of one that has IPv6 alone
-    with pytest.raises(ConfigError, match=r"from 127.0.0.1, and no network interface here has .*; name .*=NAME, "):
-        network.interface_towards("127.0.0.1")
 
 
 @pytest.fixture
@@ -163,15 +114,6 @@ def test_a_node_named_loopback_meets_itself_where_others_meet_it(first_node, mon
         assert listener.getsockname()[0] == "127.0.0.1"
         store.set("key", "value")
         assert other.get("key") == b"value"
-
-
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
-def test_where_every_node_would_meet_itself_none_does(host, first_node, monkeypatch):
-    """Where every node would meet itself none does unless loopback is what joins them."""
-    with pytest.raises(ConfigError, match=f"several nodes, but {host} is each of them to itself, .* joined by fast0"):
-        reachable(host)
-    monkeypatch.setenv(network.GLOO, network.loopback())
-    assert reachable(host) == "127.0.0.1"
 
 
 def agreed(store, order):

@@ -18,7 +18,7 @@ from tests.docs.blocks import (
     SHELL,
     indented_commands,
 )
-from tests.docs.shim import TAKE_SETTINGS, with_settings
+from tests.docs.shim import TAKE_SETTINGS
 from tests.support.commands import ROOT
 from tools import docs_figures, docs_site
 
@@ -120,11 +120,6 @@ def test_each_page_is_in_the_navigation_once():
     assert sorted(named) == sorted([*pages, *generated])
 
 
-def test_files_that_the_walkthroughs_name_are_there():
-    for name in re.findall(r"`((?:\w+/)+\w+\.py)`", (ROOT / "CONTRIBUTING.md").read_text()):
-        assert (ROOT / "adl_dist" / name).exists() or (ROOT / name).exists(), name
-
-
 def test_figures_of_the_results_are_those_of_their_tables(tmp_path):
     docs_figures.draw(tmp_path)
     assert len([*tmp_path.iterdir()]) == 4
@@ -155,28 +150,3 @@ def test_the_page_of_settings_has_each_key_of_each_file():
 def test_the_page_of_python_names_what_is_public():
     assert "::: adl_dist.Trainer\n" in docs_site.python_page()
     assert "::: adl_dist.losses.TokenCrossEntropy\n" in docs_site.python_page()
-
-
-def test_links_out_of_docs_become_words_or_links():
-    text = "[`a.py`](../adl_dist/engine.py), [b](own.md#x), [c](../conf)"
-    assert docs_site.links_out(text, "methods.md", "") == "`a.py`, [b](own.md#x), c"
-    assert docs_site.links_out(text, "methods.md", "https://host/me") == (
-        "[`a.py`](https://host/me/blob/main/adl_dist/engine.py), [b](own.md#x), [c](https://host/me/tree/main/conf)"
-    )
-
-
-def test_settings_of_a_mark_replace_remove_and_add():
-    words = [
-        "adl-dist",
-        "plan",
-        "model=resnet56",
-        "data=cifar10",
-        "data.download=true",
-        "--stages",
-        "2,4",
-        "--devices",
-        "8",
-    ]
-    changed = with_settings(words, ["model=resnet8", "-data.download", "--stages=2", "seed=1"])
-    assert changed == ["adl-dist", "plan", "model=resnet8", "--stages=2", "seed=1", "data=cifar10", "--devices", "8"]
-    assert with_settings(["adl-dist", "evaluate", "runs/NAME"], ["seed=1"]) == ["adl-dist", "evaluate", "runs/NAME"]

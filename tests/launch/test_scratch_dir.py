@@ -59,16 +59,3 @@ def test_a_new_folder_is_not_seen_before_it_is_locked(tmpdir_of_launchers, monke
         assert seen == []
         with (folder / LOCK).open() as lock, pytest.raises(BlockingIOError):
             flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def test_what_another_user_has_left_stays(tmpdir_of_launchers, monkeypatch):
-    left = tmpdir_of_launchers / f"{PREFIX}left"
-    left.mkdir()
-    (left / LOCK).touch()
-    with launch_folder():
-        assert not left.exists()
-    left.mkdir()
-    (left / LOCK).touch()
-    monkeypatch.setattr(os, "getuid", lambda: left.stat().st_uid + 1)
-    with launch_folder():
-        assert left.exists()

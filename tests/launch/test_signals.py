@@ -1,6 +1,5 @@
 """Signals that ask a process to stop, and those that end it."""
 
-import errno
 import functools
 import os
 import queue
@@ -8,13 +7,10 @@ import signal
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from adl_dist.launch import signals
-from adl_dist.launch.local import StopHandler
 from adl_dist.launch.signals import SignalEscalation, signal_handler
 
 # The main thread is busy in C for a while and runs no Python, as when it waits for a message of a peer.
@@ -41,9 +37,8 @@ PLAIN_INT = functools.partial(signal.signal, INT, signal.SIG_DFL)
     [
         ([], [USR1, USR1, INT], INT, "ended by SIGINT; the same command resumes from the last checkpoint"),
         (["alone"], [], TERM, "a process of the run is gone; ended by SIGTERM; the same command resumes from "),
-        (["alone"], [], TERM, None),
     ],
-    ids=["asks at one and ends at two", "ends at one, as a peer is gone", "standard error is gone"],
+    ids=["asks at one and ends at two", "ends at one, as a peer is gone"],
 )
 def test_a_process_that_waits_in_c_gets_signals(arguments, asking, last, said):
     command, pipe = [sys.executable, "-c", STUCK, *arguments], subprocess.PIPE
@@ -54,11 +49,9 @@ def test_a_process_that_waits_in_c_gets_signals(arguments, asking, last, said):
             for number in asking:
                 process.send_signal(number)
                 assert process.stdout.readline() == f"{number.name}\n"
-            if said is None:
-                process.stderr.close()
             process.send_signal(last)
             assert process.wait(timeout=10) == 128 + last
-            assert said is None or process.stderr.read().strip().startswith(f"adl-dist: {said}")
+            assert process.stderr.read().strip().startswith(f"adl-dist: {said}")
         finally:
             process.kill()
 
@@ -73,34 +66,6 @@ def test_handlers_and_the_wakeup_pipe_are_restored():
     assert [signal.getsignal(number) for number in signals.STOPPING] == before
     assert signal.set_wakeup_fd(-1) == -1
     assert threading.active_count() == threads
-
-
-def test_no_room_for_temporary_files_keeps_no_stop_from_rank_0(tmp_path, monkeypatch):
-    def full(path, text):
-        path.touch()
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    before, asked = signal.getsignal(signal.SIGUSR1), queue.SimpleQueue()
-    monkeypatch.setenv("ADL_DIST_RENDEZVOUS", str(tmp_path))
-    stopping = StopHandler(passes_on=True)  # of the launcher
-    stopping.folder = tmp_path
-    with signal_handler(lambda name: asked.put(name) is None):
-        monkeypatch.setattr(Path, "write_text", full)
-        stopping.handle(signal.SIGTERM, None)
-        assert asked.get(timeout=5) == "SIGUSR1"
-    with signal_handler(lambda name: True):  # which cannot say so to the launcher
-        pass
-    assert asked.empty()
-    assert signal.getsignal(signal.SIGUSR1) is before
-
-
-def test_outside_of_the_main_thread_nothing_is_done():
-    def look():
-        with signal_handler(lambda name: True):
-            return signal.getsignal(USR1)
-
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(look).result() == signal.getsignal(USR1)
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,10 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.support.commands import ROOT, shows
+from tests.support.commands import ROOT
 
 SCRIPT = ROOT / "launch" / "slurm.sbatch"
 # The step is this shell, whose child is torchrun. What `scontrol requeue` fails at needs no minute of waiting.
@@ -72,33 +71,3 @@ def test_torchrun_gets_stages_threads_and_the_words_of_the_user(tmp_path):
 def test_a_task_of_an_array_takes_its_number_as_the_seed(tmp_path):
     said = run_script(tmp_path, 'printf "%s\\n" "$@"', "seed=1", SLURM_ARRAY_TASK_ID="3")[1]
     assert said.splitlines()[-2:] == ["seed=1", "seed=3"]
-
-
-OFTEN = ["job 17, start 3:", "not queued again, after 2 times (MAX_REQUEUES=2)"]
-NO_INTERFACE = ["node1 has no IPv4 address on interface 'ib7'; give INTERFACE, one of: lo"]
-REFUSALS = {
-    "queued often enough": (SIGNALLED, {"MAX_REQUEUES": "2", "SLURM_RESTART_COUNT": "2"}, 75, OFTEN),
-    "no such interface": ("exit 0", {"NODES": "node1 node2", "INTERFACE": "ib7"}, 2, NO_INTERFACE),
-    "outside of a job": ("exit 0", {"SLURM_JOB_NODELIST": ""}, 1, ["submit this script with sbatch"]),
-}
-
-
-@pytest.mark.parametrize(("torchrun", "variables", "code", "parts"), REFUSALS.values(), ids=REFUSALS)
-def test_a_job_that_is_not_to_be_repeated_says_why(torchrun, variables, code, parts, tmp_path):
-    ended, said, _ = run_script(tmp_path, torchrun, **variables)
-    assert ended == code
-    shows(said, parts)
-    assert "requeued" not in said
-    assert ended != 1 or said.count("\n") == 1, "nothing else was tried"
-
-
-def test_the_script_is_short_and_its_variables_are_documented():
-    text, page = SCRIPT.read_text(), (ROOT / "docs" / "cluster.md").read_text()
-    assert len(text.splitlines()) <= 60
-    for name in ("PROCESSES_PER_NODE", "INTERFACE", "PYTHON", "MAX_RESTARTS", "MAX_REQUEUES"):
-        assert f"${{{name}:-" in text
-        assert f"`{name}`" in page
-
-
-def test_scripts_are_where_the_documentation_says():
-    assert sorted(path.name for path in Path(ROOT / "launch").iterdir()) == ["local.sh", "slurm.sbatch"]

@@ -1,7 +1,5 @@
 """Networks of transformers: cut, they are what the library's own forward computes; what cannot be taken is refused."""
 
-import json
-
 import pytest
 import torch
 
@@ -43,14 +41,6 @@ def test_a_network_is_the_librarys_own():
         assert chain.units[-1].startswith(last), family
 
 
-def test_inputs_that_a_network_does_not_take_are_named():
-    given = [{"input_ids": ids, "labels": ids} for ids in (torch.ones(n, 5).long() for n in (2, 4))]
-    with pytest.raises(TypeError, match=r"takes input_ids, attention_mask, .* has input_ids, labels by name|by name"):
-        Chain(hf_net("llama"), given)
-    with pytest.raises(TypeError, match="takes input_ids, attention_mask"):
-        hf_net("llama")(input_ids=torch.ones(1, 2).long(), labels=torch.ones(1, 2).long())
-
-
 # --- From a folder -----------------------------------------------------------------------------------------------
 
 
@@ -76,43 +66,6 @@ def test_weights_in_the_folder_are_loaded_unless_told_not_to(folder):
     assert not torch.equal(drawn["transformer.wte.weight"], saved["transformer.wte.weight"])
     again = from_command_line(f"model.config={folder}", "model.weights=false").state_dict()
     assert torch.equal(drawn["transformer.wte.weight"], again["transformer.wte.weight"])
-
-
-def test_weights_that_the_folder_lacks_are_named(folder):
-    """Like those of another head: they would be drawn in silence."""
-    with pytest.warns(UserWarning, match=r"lacks the weights of 1 tensors, newly drawn: score\.weight"):
-        hf_model(str(folder), "sequence-classification", pad_token_id=0)
-
-
-def written(path, **entries):
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(entries))
-    return path
-
-
-def test_a_configuration_that_cannot_be_taken_is_refused(tmp_path, folder):
-    lama = written(tmp_path / "lama", model_type="lama")
-    t5 = written(tmp_path / "t5", model_type="t5", is_encoder_decoder=True)
-    moe = written(tmp_path / "moe", model_type="mixtral", output_router_logits=True)
-    for overrides, why in [
-        ([f"model.config={tmp_path}"], "has no config.json"),
-        ([f"model.config={tmp_path}/nowhere"], "is no folder; expected one with a config.json"),
-        (["model.config=nowhere/at-all"], "not in the local cache of the hub; .*model.download=true"),
-        ([f"model.config={lama}"], "'lama' is none that transformers .* knows; did you mean llama"),
-        ([f"model.config={t5}"], "has an encoder and a decoder"),
-        ([f"model.config={moe}"], "adds a loss of its routers"),
-        (
-            [f"model.config={folder}", "model.task=image-classification"],
-            "no such network of type gpt2; use model.task=",
-        ),
-        ([f"model.config={folder}", "model.task=foo"], "model.task: there is no 'foo'; choose one of causal-lm"),
-        ([f"model.config={folder}", "model.n_layr=2"], "no key 'model.n_layr'; did you mean 'model.n_layer'"),
-        ([f"model.config={folder}", "model.n_head=5"], "refuses the .*divisible by"),
-        ([f"model.config={lama.parent / 'moe'}", "model.output_router_logits=false", "model.weights=true"], "has no"),
-    ]:
-        with pytest.raises(ConfigError, match=why) as refused:
-            from_command_line(*overrides)
-        assert "\n" not in str(refused.value)
 
 
 def test_without_transformers_one_line_says_what_to_install(monkeypatch, folder):

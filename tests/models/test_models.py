@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.config.instantiate import build_model
-from adl_dist.errors import ConfigError
-from adl_dist.models import cifar_resnet, cifar_resnet18, cifar_resnet34, se_resnet18, torchvision_model, wide_resnet
+from adl_dist.models import cifar_resnet, cifar_resnet18, se_resnet18, wide_resnet
 from adl_dist.models.resnet import OptionA, PreActivationBlock, SqueezeExcitation
 from tests.support.tiers import covering
 
@@ -79,90 +78,8 @@ def test_resnet18_is_torchvisions_with_a_small_stem_to_the_bit(training):
     assert torch.equal(ours(images(2, 3, 16, 16)), theirs(images(2, 3, 16, 16)))
 
 
-def test_units_are_stem_blocks_and_head_in_order():
-    """Each layer but the first halves the image."""
-    x, shapes = images(2, 3, 32, 32), {}
-    for name, unit in cifar_resnet(14).named_children():
-        x = unit(x)
-        shapes[name] = tuple(x.shape[1:])
-    of_layers = {"stem": (16, 32, 32)}
-    for layer, shape in ((1, (16, 32, 32)), (2, (32, 16, 16)), (3, (64, 8, 8))):
-        of_layers |= {f"layer{layer}_0": shape, f"layer{layer}_1": shape}
-    assert list(shapes.items()) == [*of_layers.items(), ("head", (10,))]
-    with torch.device("meta"):
-        assert len(cifar_resnet18()) == len(se_resnet18()) == 1 + 8 + 1
-        assert len(cifar_resnet34()) == 1 + 3 + 4 + 6 + 3 + 1
-        assert len(wide_resnet(widen_factor=1)) == 1 + 12 + 1
-
-
 NETWORKS = {"resnet8": partial(cifar_resnet, 8), "wrn10_2": partial(wide_resnet, 10, 2, dropout=0.5)}
 NETWORKS |= {"resnet18": cifar_resnet18, "se_resnet18": se_resnet18}
-
-
-@pytest.mark.parametrize("make", NETWORKS.values(), ids=NETWORKS)
-def test_no_unit_ends_or_begins_in_place_or_in_another_format(make):
-    """Between two units there may be a cut: what came in is someone else's, what goes out is on its way."""
-    model, x = make().to(memory_format=torch.channels_last), images(2, 3, 32, 32)
-    x = x.contiguous(memory_format=torch.channels_last)
-    for name, unit in model.named_children():
-        received = x.detach().requires_grad_() * 1  # not a leaf, which autograd itself would protect
-        x = unit(received)
-        assert (received._version, x._version) == (0, 0), name
-        assert name == "head" or x.is_contiguous(memory_format=torch.channels_last), name
-
-
-@pytest.mark.parametrize(
-    ("make", "side"),
-    [(partial(cifar_resnet, 20), 8), (partial(wide_resnet, 16, 2), 8), (cifar_resnet34, 8), (se_resnet18, 64)],
-    ids=["resnet20", "wrn16_2", "resnet34", "se_resnet18"],
-)
-def test_every_parameter_gets_a_gradient_from_small_grey_images(make, side):
-    model = make(num_classes=4, in_channels=1)
-    out = model(images(5, 1, side, side))
-    out.square().sum().backward()
-    assert out.shape == (5, 4)
-    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
-
-
-DEPTHS = {21: "20 and 26", 19: "14 and 20", 55: "50 and 56", 2: "8", 7: "8", -3: "8"}
-TORCHVISIONS = [
-    ("resnet51", {}, "model.name=resnet51 is not one of torchvision's .* did you mean resnet50 or"),
-    (5, {}, "model.name=5 is not one of torchvision's .* see torchvision.models.list_models"),
-    ("fcn_resnet50", {}, "model.name=fcn_resnet50 is not one of torchvision's .* classification builders"),
-    ("resnet18", {"num_classes": 0}, "model.num_classes must be at least 1, got 0"),
-    ("resnet18", {"width_per_grup": 1}, "no key 'model.width_per_grup'; did you mean 'model.width_per_group'"),
-    # ConvNeXt and MobileNetV3 would swallow what they do not know.
-    ("convnext_tiny", {"dropuot": 0.1}, "no key 'model.dropuot'; torchvision's convnext_tiny takes block_setting"),
-    ("resnet18", {"weights": "DEFAULT"}, "model.weights is not taken: nothing is downloaded; .* init_from=PATH"),
-    ("resnet18", {"groups": 2}, "refuses model.groups=2: ValueError: BasicBlock only supports groups=1"),
-]
-MAKERS = (cifar_resnet18, cifar_resnet34, wide_resnet, se_resnet18)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        *(
-            (partial(cifar_resnet, depth), rf"model\.depth={depth} is not 6n\+2 .* the nearest that is: {nearest}$")
-            for depth, nearest in DEPTHS.items()
-        ),
-        (lambda: cifar_resnet(20, num_classes=0), r"model.num_classes and model.in_channels must be .*, got 0 and 3"),
-        *((partial(make, num_classes=10, in_channels=0), "got 10 and 0") for make in MAKERS),
-        (lambda: cifar_resnet(32, width=0), r"model\.width must be at least 1, got 0"),
-        (lambda: cifar_resnet(20, shortcut="C"), "there is no model.shortcut=C; choose one of A, A_after, B"),
-        (lambda: cifar_resnet(20, pool_size=0), "model.pool_size must be a whole number of at least 1, or null, got 0"),
-        (lambda: cifar_resnet(20, pool_size="6"), "model.pool_size must be a whole number .* got '6'"),
-        (lambda: cifar_resnet34(init="xavier"), "there is no model.init=xavier; choose one of he, torch"),
-        (lambda: wide_resnet(26), r"model.depth=26 is not 6n\+4 with n >= 1; the nearest that is: 22 and 28"),
-        (lambda: wide_resnet(4), r"model.depth=4 is not 6n\+4 .*: 10$"),
-        (lambda: wide_resnet(10, 0), "model.widen_factor must be at least 1, got 0"),
-        (lambda: wide_resnet(10, 1, dropout=1.0), "model.dropout must be at least 0 and below 1, got 1.0"),
-        *((partial(torchvision_model, name, **options), message) for name, options, message in TORCHVISIONS),
-    ],
-)
-def test_a_choice_that_is_none_is_refused_with_those_that_are(make, message):
-    with pytest.raises(ConfigError, match=message):
-        make()
 
 
 @pytest.mark.parametrize(("channels", "stride"), [((4, 4), 1), ((4, 8), 1), ((4, 8), 2)])
@@ -202,17 +119,6 @@ def test_se_resnet18_with_half_gates_is_torchvisions():
             parameter.data /= 2
     x = images(2, 3, 64, 64)
     assert torch.equal(ours(x), theirs(x))
-
-
-@pytest.mark.parametrize("name", ["googlenet", "inception_v3"])
-def test_networks_with_auxiliary_heads_come_without_them(name):
-    model = torchvision_model(name, num_classes=3)
-    assert model.training
-    side = 75 if name == "inception_v3" else 32
-    assert model(images(2, 3, side, side)).shape == (2, 3)
-    with torch.device("meta"):
-        heads = [n for n, _ in torchvision_model(name, aux_logits=True).named_children() if "aux" in n.lower()]
-    assert heads
 
 
 def test_weights_of_a_torchvision_model_go_in_by_init_from(tmp_path):

@@ -40,7 +40,7 @@ def sgd(parameters):
 def peaks(begins, name, options):
     of_trainer = {"loss_fn": LOSS, "optimizer": sgd, "balance": begins}
     trainer = toy_trainer(len(begins) + 1, M, name, options, model=model(), **of_trainer)
-    data, _ = synthetic(num_samples=4 * MICRO_BATCH * M, num_validation=1)
+    data, _ = synthetic(num_samples=3 * MICRO_BATCH * M, num_validation=1)
     monitoring = adl_dist.Monitoring(quiet=True, memory=True)
     summary = trainer.fit(data, epochs=1, batch_size=MICRO_BATCH * M, monitoring=monitoring)
     return [stage["peak_tensor_bytes"] for stage in summary["stages"]]

@@ -6,7 +6,6 @@ import time
 import pytest
 
 import adl_dist
-from adl_dist.errors import ConfigError
 from adl_dist.schedule import Segment
 from tests.support import traces
 from tests.support.commands import assert_same
@@ -88,13 +87,6 @@ def test_a_trace_that_cannot_be_written_fails_no_complete_run(in_the_way, tmp_pa
     assert err.count(f"adl-dist: warning: {tmp_path / 'trace.json'} could not be written: ") == 1
     assert err.count("the run itself is complete and saved") == 1
     assert not (tmp_path / "trace").is_dir()
-
-
-def test_a_trace_without_a_folder_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"trace=True writes run_dir/trace\.json, but there is no run_dir"):
-        run(None)
-    with pytest.raises(ConfigError, match="all 3 stages share one; start one for each stage"):
-        run(tmp_path, trace=False, memory=True)
 
 
 def train_traced(run_dir, seconds_off):

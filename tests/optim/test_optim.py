@@ -1,8 +1,6 @@
 """Learning rates are functions of the update index: against formulas, torch's own schedules, and resumption."""
 
 import math
-import os
-import re
 from functools import partial
 
 import pytest
@@ -13,7 +11,6 @@ from torch.optim import lr_scheduler
 from adl_dist import optim
 from adl_dist.errors import ConfigError
 from adl_dist.optim import build_lr_schedule, constant, cosine, fast_forward, multistep, try_schedule
-from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.runs import toy_trainer
 from tests.support.toys import FixedImages
 from tests.support.values import SILENT
@@ -117,20 +114,6 @@ def built(target, **options):
     return build_lr_schedule(target, sgd(), updates_per_epoch=5, total_updates=30, **options)
 
 
-def test_a_tried_schedule_leaves_its_optimizer_as_it_was():
-    rate = torch.tensor(0.1)
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=rate, momentum=0.9)
-    before = dict(optimizer.param_groups[0])
-    make = partial(lr_scheduler.OneCycleLR, optimizer, 0.5, total_steps=30)
-    scheduled = try_schedule(make, optimizer, 30)
-    assert scheduled == {"lr", "initial_lr", "max_lr", "min_lr", "momentum", "max_momentum", "base_momentum"}
-    assert optimizer.param_groups[0] == before
-    assert optimizer.param_groups[0]["lr"] is rate
-    assert rate.item() == pytest.approx(0.1)
-    plain = sgd()
-    assert try_schedule(partial(lr_scheduler.StepLR, plain, 3), plain, 30) == {"lr", "initial_lr"}
-
-
 @pytest.mark.parametrize(
     ("make", "at"),
     [
@@ -167,55 +150,3 @@ def test_a_run_that_outlasts_its_schedule_does_not_start(tmp_path):
         fit(tmp_path / "short", lr_schedule=partial(cycle, total_steps=2))
     assert not (tmp_path / "short" / "checkpoints").exists()
     assert fit(tmp_path / "follows", lr_schedule=cycle)["updates"] == 3
-
-
-def optimizer_of_rank_1(parameters):
-    if os.environ["RANK"] == "1":
-        raise RuntimeError("only here")
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
-def schedule_of_rank_0(optimizer):
-    if os.environ["RANK"] == "0":
-        raise RuntimeError("only here")
-    return lr_scheduler.StepLR(optimizer, 3)
-
-
-def fit_on_ranks(options):
-    options = {"optimizer": partial(torch.optim.SGD, lr=0.1), **options}
-    toy_trainer(2, 2, **options).fit(FixedImages(20), epochs=1, batch_size=8, monitoring=SILENT)
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    "options",
-    [{"optimizer": optimizer_of_rank_1}, {"lr_schedule": schedule_of_rank_0}],
-)
-def test_a_maker_that_fails_on_one_rank_ends_all_at_once(options):
-    with pytest.raises(RanksFailed) as failure:
-        run_ranks(2, fit_on_ranks, options, timeout_seconds=40)
-    text = str(failure.value)
-    assert "still ran" not in text
-    of_ranks = re.split(r"^(?:cause|victim)-rank\d:", text, flags=re.MULTILINE)[1:]
-    assert ["only here" in of_rank for of_rank in of_ranks] == [True, True]
-
-
-@pytest.mark.parametrize(
-    ("target", "options", "message"),
-    [
-        (lr_scheduler.ReduceLROnPlateau, {}, r"ReduceLROnPlateau follows a metric, .* use multistep or cosine"),
-        (cosine, {"warm_up": 3}, r"cosine takes final_factor, warmup_epochs; given .*unexpected keyword.*'warm_up'"),
-        (multistep, {}, r"multistep takes milestones, .*; given \{\}: missing a required .*'milestones'"),
-        (lr_scheduler.OneCycleLR, {"max_lr": 1, "total_steps": 9, "pct_start": 2.0}, "OneCycleLR refuses .*pct_start"),
-        (lambda _: 0.1, {}, r"<lambda> must return a torch.optim.lr_scheduler.LRScheduler, got float"),
-        (multistep, {"milestones": [3, 2]}, r"lr_schedule\.milestones must be epochs above 0 .* got \[3, 2\]"),
-        (multistep, {"milestones": [0, 2]}, r"ascending order, got \[0, 2\]"),
-        (multistep, {"milestones": [1], "gamma": 0.0}, r"lr_schedule\.gamma must be above 0, got 0\.0"),
-        (cosine, {"final_factor": 1.5}, r"lr_schedule\.final_factor must be in \[0, 1\], got 1\.5"),
-        (constant, {"warmup_epochs": -1}, r"lr_schedule\.warmup_epochs must be at least 0, got -1"),
-        (constant, {"warmup_epochs": math.nan}, "at least 0, got nan"),
-    ],
-)
-def test_what_does_not_fit_is_refused_by_name(target, options, message):
-    with pytest.raises(ConfigError, match=message):
-        build_lr_schedule(target, sgd(), updates_per_epoch=5, total_updates=30, **options)

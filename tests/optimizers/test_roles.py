@@ -5,7 +5,6 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
-from adl_dist.errors import ConfigError
 from adl_dist.models import cifar_resnet
 from adl_dist.optimizers import Muon, mark_roles
 from tests.support.slices import cut
@@ -89,23 +88,3 @@ def test_the_parts_of_a_model_have_the_roles_of_the_whole(num_stages):
     parts = cut(model, num_stages=num_stages, balance=[6 // num_stages] * num_stages)
     found = [name for part in parts for name in matrices_of(part)]
     assert found == [f"{unit}.weight" for unit in range(5)]
-
-
-@pytest.mark.parametrize(
-    ("parameters", "told"),
-    [
-        (
-            [nn.Parameter(torch.zeros(2, 3))],
-            r"must know whether a parameter of shape \[2, 3\] is of .* call adl_dist.optimizers.mark_roles\(model\)",
-        ),
-        ([{"params": []}], "takes the parameters themselves and makes its groups .*, got a dict among them"),
-    ],
-)
-def test_what_is_of_no_marked_model_is_refused(parameters, told):
-    with pytest.raises(ConfigError, match=f"optimizer: Muon {told}"):
-        Muon(parameters)
-
-
-def test_a_name_that_no_parameter_has_is_refused():
-    with pytest.raises(ConfigError, match=r"rest_names: no parameter of the model is called 'fc\.\*'; .* like 0\.bias"):
-        Muon(marked(nn.Sequential(nn.Linear(2, 2))).parameters(), rest_names=["fc.*"])

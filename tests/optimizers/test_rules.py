@@ -2,11 +2,9 @@
 
 from functools import partial
 
-import pytest
 import torch
 from torch import nn
 
-from adl_dist.errors import ConfigError
 from adl_dist.models import cifar_resnet
 from adl_dist.optimizers import Muon, prepare, with_rules
 from tests.support.toys import batch_norm_net
@@ -95,38 +93,3 @@ def test_every_part_of_a_model_has_the_same_groups_in_order():
     parts = [options([p]) for p in model.parameters()]
     assert all(part == parts[0] for part in parts)
     assert len(parts[0]) == 4  # matrices, those with another momentum, the rest, norms
-
-
-NOT_THERE = r"optimizer.rules\[0\].names: no parameter of the model is called '1.cnv.weight'; near it are 1.conv.weight"
-REFUSED = {
-    "a name": ([{"names": "1.cnv.weight", "frozen": True}], NOT_THERE),
-    "a layer": ([{"layers": "LayerNorm", "frozen": True}], r"no layer of the model is called 'LayerNorm'; near it are"),
-    "criteria that exclude each other": (
-        [{"layers": "BatchNorm2d", "ndim": 2, "frozen": True}],
-        r"is about no parameter: .* have 1, 2, 4 dimensions",
-    ),
-    "an option": ([{"names": "*", "weight_decy": 0}], r"SGD has no option 'weight_decy' .* mean weight_decay\?"),
-    "a criterion": ([{"name": "*", "ndim": 1, "weight_decay": 0}], r"no option 'name' .* did you mean names\?"),
-    "a value": ([{"names": "*", "weight_decay": -1}], r"rules\[0\]: torch's SGD refuses .*Invalid weight_decay value"),
-    "a word": ([{"names": "*", "weight_decay": "no"}], r"rules\[0\].weight_decay='no': expected a float, like 0.5"),
-    "not a number": (
-        [{"names": "*", "weight_decay": float("nan")}],
-        r"rules\[0\].weight_decay must be a finite number",
-    ),
-    "no criterion": ([{"weight_decay": 0}], r"names no parameters"),
-    "no effect": ([{"names": "*"}], r"sets nothing"),
-    "the rate": ([{"names": "*", "lr": 1}], r"lr is not for rules to set; give lr_factor"),
-    "a factor of 0": ([{"names": "*", "lr_factor": 0}], r"lr_factor must be a number above 0, got 0; frozen"),
-    "frozen": ([{"names": "*", "frozen": 1}], r"frozen must be true or false, got 1"),
-    "no list": ({"names": "*", "frozen": True}, r"expected a list of rules"),
-    "no mapping": (["*bias"], r"optimizer.rules\[0\]: expected keys and values"),
-    "a pattern": ([{"names": 3, "frozen": True}], r"3: expected patterns"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_rule_that_is_none_is_refused_in_one_line(case):
-    rules, said = REFUSED[case]
-    with pytest.raises(ConfigError, match=said) as refused:
-        groups_of(rules)
-    assert "\n" not in str(refused.value)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from adl_dist.errors import ConfigError
 from adl_dist.optimizers import Muon, mark_roles
 from tests.support.commands import assert_same
 
@@ -119,27 +118,3 @@ def test_its_state_dict_continues_it_bit_for_bit(make):
     second = make(model.parameters(), lr=77.0)
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     assert_same(stepped(model, second, range(9, UPDATES)), expected)
-
-
-@pytest.mark.parametrize(
-    ("make", "told"),
-    [
-        (partial(Muon, rest="adam"), "optimizer.rest: there is no 'adam'; choose one of adamw, sgd"),
-        (
-            partial(Muon, lr=-1.0),
-            "optimizer: torch's Muon refuses .*: Learning rate should be >= 0 but is: -1.0; its options are lr",
-        ),
-        (
-            partial(Muon, rest_lr=-1.0),
-            "optimizer.rest_options: torch's AdamW refuses .*: Invalid learning rate: -1.0; .* or omit that",
-        ),
-        (
-            partial(Muon, rest_options={"momentum": 1}),
-            "optimizer.rest_options: torch's AdamW refuses .* 'momentum'; its options are lr, betas, eps, .*: correct",
-        ),
-    ],
-    ids=str,
-)
-def test_a_wrong_option_is_refused_in_one_line(make, told):
-    with pytest.raises(ConfigError, match=told):
-        make(net().parameters())

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adl_dist.errors import ConfigError, PartitionError
+from adl_dist.errors import PartitionError
 from adl_dist.partition.balance import best_balance, evaluate_balance
 from adl_dist.partition.costs import Machine, StageFootprint, UnitCost
 from tests.support.tiers import slow
@@ -237,18 +237,6 @@ def test_the_best_cut_of_a_few_units_is_the_expected_one(units, K, options, expe
     assert sizes(units, K, **options) == expected
 
 
-def test_more_stages_than_places_to_cut_are_refused():
-    units = [UnitCost(name=name, forward=1, backward=2, may_cut=name in "bd") for name in "abcd"]
-    for K in (3, 5):
-        told = rf"num_stages={K} needs .* 4 units .* 1 places .*after: b\); .*num_stages=2"
-        with pytest.raises(PartitionError, match=told):
-            best_balance(units, num_stages=K, held=adl(K))
-    with pytest.raises(PartitionError, match=r"19 places only \(after: (unit, ){8}\.\.\.\)"):
-        best_balance([unit()] * 20, num_stages=21, held=adl(21))
-    with pytest.raises(PartitionError, match=r"0 units"):
-        best_balance([], num_stages=1, held=adl(1))
-
-
 def test_a_limit_that_no_cut_fits_is_refused_with_the_way_out():
     units = [unit(activation_bytes=1000)] * 6
     told = (
@@ -263,17 +251,3 @@ def test_a_limit_that_no_cut_fits_is_refused_with_the_way_out():
     units = [UnitCost(name="first", forward=1, backward=1, may_cut=False), unit(), unit()]
     with pytest.raises(PartitionError, match="cannot be cut right after 'first'; move"):
         evaluate_balance(units, [1, 2], held=adl(2))
-
-
-@pytest.mark.parametrize(
-    ("machine", "told"),
-    [
-        ({"speeds": [1.0]}, r"machine.speeds=\[1.0\] has 1 entries, but there are 2 stages"),
-        ({"speeds": [1, 0]}, r"machine.speeds must be finite and above 0, got \[1, 0\]"),
-        ({"bandwidth": 0}, r"machine.bandwidth must be above 0, got 0"),
-        ({"latency": -1}, r"machine.latency must be finite and at least 0, got -1"),
-    ],
-)
-def test_a_machine_that_cannot_be_is_refused(machine, told):
-    with pytest.raises(ConfigError, match=told):
-        sizes([unit()] * 4, 2, **machine)

@@ -5,10 +5,6 @@ import torch
 from torch import nn
 
 import adl_dist
-from adl_dist.errors import PartitionError
-from adl_dist.partition import UnitCost
-from adl_dist.partition.balance import best_balance
-from adl_dist.partition.costs import StageFootprint
 from adl_dist.partition.imbalance import is_uneven, why_uneven
 from tests.support.values import QUIET
 
@@ -39,12 +35,6 @@ STAGE_1, STAGE_1_OF_4 = "stage 1 (head) has 90% of the work", "stage 1 (h.0 .. h
 def test_the_reason_is_what_forbids_cuts_in_the_heavy_stage(reasons, sizes, loads, told):
     why = why_uneven(NAMES, reasons, sizes, loads)
     assert why is None if told is None else why.startswith(told)
-
-
-def test_too_few_places_are_explained_by_what_forbids_the_others():
-    units = [UnitCost(name=n, forward=1, backward=1, may_cut=n == "head", reason=TIED) for n in NAMES]
-    with pytest.raises(PartitionError, match=f"0 places only .after: none.; elsewhere not, since {TIED}; use at most"):
-        best_balance(units, num_stages=2, held=[StageFootprint(graphs=1)] * 2)
 
 
 def tied_but_for_the_first():

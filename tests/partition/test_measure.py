@@ -187,35 +187,6 @@ def test_times_are_those_of_each_unit():
     assert others < (units["1"].forward + units["1"].backward) / 2, "a busy machine slows all of them"
 
 
-class Odd(nn.Module):
-    """Takes two inputs by name; writes in place, also to views; checkpoints; needs no gradient in between."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.third = (nn.Linear(6, 6) for _ in range(3))
-
-    def forward(self, *, x, scale):
-        h = self.first(x).relu_() * 1
-        h[:, 0] = 0
-        with torch.no_grad():
-            mean = h.mean()
-        left, right = h.clone()[:, :3], h[:, 3:]
-        left.add_(right)
-        h = torch.utils.checkpoint.checkpoint(self.second, torch.cat([left, right], 1) - mean, use_reentrant=False)
-        return self.third(h.mul_(2) * scale), left
-
-
-def test_any_forward_can_be_measured():
-    input_ = {"x": torch.randn(4, 6), "scale": torch.rand(4, 1)}
-    target, model = torch.zeros(4, dtype=torch.long), Odd()
-    how = {"loss_fn": lambda out, target: LOSS(out[0], target) + out[1].mean(), "optimizer": sgd, "of": {}}
-    told = measure(model, chain_of(model, input_), input_=input_, target=target, **how)
-    units = {unit.name: unit for unit in told.units}
-    assert units.keys() >= {"first", "second", "third"}
-    assert min(min(u.forward, u.backward) for u in units.values() if u.parameter_bytes) > 0
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
 def test_autocast_and_a_codec_halve_what_is_sent():
     """Under autocast lowered weights are kept with each graph; a codec leaves what is kept as it is."""
     plain, lowered = (

@@ -15,7 +15,7 @@ from benchmarks.race.__main__ import race
 from benchmarks.race.contenders import NAMES, REPLICATED, contenders
 from benchmarks.race.devices import devices
 from benchmarks.race.link import read_link
-from benchmarks.race.report import report, rows
+from benchmarks.race.report import rows
 from benchmarks.race.seconds import Timings, key_of
 from benchmarks.race.updates import RaceConfig, Target, UpdatesToTarget, find_updates, read_target
 from tests.support.commands import in_process, shows, words
@@ -43,14 +43,6 @@ def test_all_that_flush_share_the_runs_of_one_device():
     assert sorted(map(sorted, shared.values())) == sorted(
         [name] for name in (*REPLICATED, "zbh1-int8", "2bw", "paci", "adl", "adl-int8", "adl-full", "adl-full-int8")
     )
-
-
-def test_a_contender_that_cannot_run_is_left_out_with_the_reason():
-    found, left_out = named("ddp", "adl", "torch-1f1b", words=["train.batch_size=66"], num_stages=4, M=2)
-    assert list(found) == ["adl", "torch-1f1b"]
-    shows(left_out["ddp"], ["cannot be shared evenly by 4 replicas"])
-    with pytest.raises(ConfigError, match="there is no 'nope'"):
-        named("nope")
 
 
 @pytest.mark.parametrize(
@@ -122,18 +114,6 @@ def measured(contender, seconds=math.nan, **more):
     return Measured(contender=contender.name, repetition=0, num_updates=5, seconds_per_update=seconds, **more)
 
 
-def test_timings_are_kept_and_a_success_replaces_failures(tmp_path):
-    (adl, ddp), _ = named("adl", "ddp")[0].values(), None
-    timings, key = Timings(tmp_path / "s.json"), key_of(adl, LINKS[0])
-    timings.add(key, measured(adl, error="no"))
-    assert timings.failures([key, key_of(ddp, LINKS[0])]) == {key: "no"}
-    for seconds in (2.0, 1.0, 4.0):
-        timings.add(key, measured(adl, seconds))
-    again = Timings(tmp_path / "s.json")
-    assert (again.seconds(key), again.median(key), again.failures([key])) == ([2.0, 1.0, 4.0], 2.0, {})
-    assert again.median(key_of(adl, LINKS[1])) is None
-
-
 def the_table(tmp_path):
     racing = list(named("one-device", "ddp", "torch-1f1b", "adl", "2bw")[0].values())
     found = {c.values.name: UpdatesToTarget(rate=0.1, updates=[100, 200, 300], best=[1.0], trials={}) for c in racing}
@@ -159,59 +139,10 @@ def test_the_time_to_the_target_is_updates_times_seconds(tmp_path):
     assert (table[1]["links"]["1gbit,20ms"]["least"], table[1]["links"]["1gbit,20ms"]["most"]) == (25.0, 75.0)
 
 
-def test_the_report_names_the_best_and_what_did_not_get_there(tmp_path):
-    text = report(the_table(tmp_path), LINKS, str(ACCURACY), 3)
-    line = {text.split("|")[1].strip(): text for text in text.splitlines()[:8] if "|" in text}
-    shows(line["adl"], ["**120 s (100 s to 120 s), 1 not**", "| 60 s (50 s to 60 s), 1 not"])
-    shows(line["ddp"], ["| 20 min (10 min to 30 min)", "**50 s (25 s to 75 s)**"])
-    shows(line["2bw"], ["not reached (1 of 3 seeds)"])
-    shows(
-        text,
-        ["100mbit,0ms: adl takes 120 s", "ddp 10.00 (best of DDP)", "torch-1f1b 3.33 (best of synchronous pipelines)"],
-    )
-    shows(text, ["1gbit,20ms: adl takes 60 s", "ddp 0.83 (best of DDP)", "| 0.2!", "| 1.000 (1.040)"])
-    bp = {**the_table(tmp_path)[3], "contender": "bp"}
-    bp["links"] = {name: {**cell, "seconds_to_target": 1.0} for name, cell in bp["links"].items()}
-    text = report([*the_table(tmp_path), bp], LINKS, str(ACCURACY), 3)
-    shows(text, ["100mbit,0ms: adl takes 120 s"])  # BP is on one device, and no pipeline of ours
-
-
 def refused(*arguments, parts):
     with pytest.raises(ConfigError) as refusal:
         race(arguments)
     shows(str(refusal.value), parts)
-
-
-@pytest.mark.parametrize(
-    ("extra", "parts"),
-    [
-        (("--contenders", "adl,nope"), ["there is no 'nope'", "diloco-500"]),
-        (("--target", "accuracy"), ["--target accuracy is no target", "accuracy=0.9 or loss=1.5"]),
-        (("--link", "fast"), ["'fast' is not a link"]),
-        (("--seeds", "0"), ["--seeds 0 must be above 0"]),
-        (("--rates", "a,b"), ["--rates a,b: write numbers"]),
-        (("method=adl",), ["method=adl: each contender has a method of its own"]),
-        (("method.delay=auto",), ["method.delay=auto: each contender has a method of its own"]),
-        (("runtime.autocast=bfloat16",), ["runtime.autocast would apply to our methods alone"]),
-        (("train.clip_norm=1", "callbacks=[adl_dist.EarlyStopping]"), ["train.clip_norm and callbacks would apply"]),
-        (("train.max_updates=9",), ["train.max_updates=9: replicas train whole epochs", "train.max_updates=null"]),
-        (("--rates", "0.1,-0.2"), ["--rates 0.1,-0.2: each must be above 0"]),
-        (("--target", "validation_accuracy=0.9"), ["every contender measures accuracy and loss of the validation"]),
-        (("seed=3",), ["seed=3: a race sets it itself"]),
-        (("train.batch_size=12",), ["train.batch_size=12 is no multiple of --torch-micro-batches=8"]),
-        (("train.batch_size=14", "--contenders", "adl"), ["train.batch_size=14 is no multiple of method.accumulation"]),
-        (("partition.num_stages=1",), ["a race needs at least 2 processes"]),
-        (("train.batchsize=3",), ["there is no key 'train.batchsize'"]),
-    ],
-)
-def test_a_mistake_is_one_line_and_writes_nothing(extra, parts, tmp_path):
-    out = tmp_path / "out"
-    refused("data=synthetic", "--target", "accuracy=0.9", "--out", str(out), *extra, parts=parts)
-    assert not (out / "settings.json").exists() or extra[0] == "--contenders"
-
-
-def test_the_old_command_names_the_new_one():
-    shows(in_process("race", "data=digits").refusal(), ["python -m benchmarks.race, in a checkout"])
 
 
 def one_replica(kind, inner_updates, argv):

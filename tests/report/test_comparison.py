@@ -7,12 +7,10 @@ import math
 import pytest
 import yaml
 
-import adl_dist
-from adl_dist.errors import ConfigError
 from adl_dist.report import curves
 from adl_dist.report.comparison import write_comparison
 from adl_dist.report.runs import read_runs
-from tests.support.commands import in_process, shows, snapshot
+from tests.support.commands import in_process, shows
 
 EPOCHS = 3
 
@@ -126,17 +124,6 @@ def test_a_row_is_named_by_all_that_tells_the_runs_apart(runs):
     assert list(runs.table()[1]) == expected
 
 
-def test_what_is_not_there_is_said_in_its_cell(runs):
-    """A K that a variant was not run with, next to BP of any K; and a prolonged run until it gets there."""
-    runs.add("bp", 0.9)
-    runs.add("adl", 0.9, K=4)
-    runs.add("fdg", 0.5)
-    (runs.made[2] / "summary.json").write_text(json.dumps({"epochs": EPOCHS - 1, "updates": 9}))
-    _, rows = runs.table()
-    assert rows["adl"] == ["not run", ".", "90.00 % (90.00 to 90.00, 1)", "+0.00"]
-    assert rows["fdg"][0] == "**1 of 1 unfinished**"
-
-
 def test_a_run_is_compared_with_bp_of_its_own_model(runs):
     for depth, bp, adl in ((20, 0.91, 0.9), (110, 0.94, 0.938)):
         runs.add("bp", bp, model={"depth": depth})
@@ -147,24 +134,6 @@ def test_a_run_is_compared_with_bp_of_its_own_model(runs):
     assert shown == ["\u22121.00", "\u22120.20", "."]
 
 
-def test_a_run_that_a_callback_ended_is_complete(runs):
-    runs.add("adl", 0.9)
-    summary = {"epochs": EPOCHS - 1, "updates": 9, "validation_accuracy": 0.9, "ended_by": "EarlyStopping"}
-    (runs.made[0] / "summary.json").write_text(json.dumps({**summary, "stages": []}))
-    assert runs.table()[1]["adl"][0] == "90.00 % (90.00 to 90.00, 1)"
-    (runs.made[0] / "diverged.json").write_text('{"update": 5, "epoch": 0}')  # before that
-    assert runs.table()[1]["adl"][0] == "90.00 % (90.00 to 90.00, 1)"
-    (runs.made[0] / "diverged.json").write_text('{"update": 12, "epoch": 1}')
-    assert runs.table()[1]["adl"][0] == "**1 of 1 diverged**"
-    (runs.made[0] / "diverged.json").unlink()
-    with (runs.made[0] / "metrics.jsonl").open("a") as file:  # with more patience, until it was killed
-        file.write('{"name": "train/loss", "value": 1.0, "update": 9, "epoch": 1}\n')
-    assert runs.table()[1]["adl"][0] == "**1 of 1 unfinished**"
-    with (runs.made[0] / "metrics.jsonl").open("a") as file:  # in the middle of a line
-        file.write('{"name": "train/lo')
-    assert runs.table()[1]["adl"][0] == "**1 of 1 unfinished**"
-
-
 def test_compare_takes_the_runs_below_a_folder_and_writes_there(runs):
     runs.add("bp", 0.9)
     runs.add("adl", 0.8)
@@ -172,30 +141,3 @@ def test_compare_takes_the_runs_below_a_folder_and_writes_there(runs):
     assert (done.code, done.err) == (0, "")
     shows(done.out, ["| bp ", "| adl ", "\u221210.00", f"adl-dist compare {runs.folder}"])
     assert done.out.startswith((runs.folder / "comparison.md").read_text())
-
-
-def test_what_is_no_run_is_refused_in_one_line(tmp_path):
-    shows(in_process("compare").refusal(), ["adl-dist compare RUNS..."])
-    shows(in_process("compare", str(tmp_path)).refusal(), [str(tmp_path), "holds no run"])
-    for content in ("seed: 0\n", "- 1\n", "a: [\n"):
-        (tmp_path / "config.yaml").write_text(content)
-        shows(in_process("compare", str(tmp_path)).refusal(), [str(tmp_path), "made by adl-dist train"])
-    with pytest.raises(ConfigError, match="give run folders"):
-        read_runs([tmp_path / "none"])
-
-
-def test_from_python_a_comparison_is_that_of_the_command(runs, tmp_path):
-    """And writes only where it is asked to."""
-    runs.add("bp", 0.9)
-    runs.add("adl", 0.8, M=4)
-    before = snapshot(tmp_path)
-    text = adl_dist.compare(runs.made)
-    assert snapshot(tmp_path) == before
-    assert adl_dist.compare([tmp_path], out=tmp_path / "new") == text
-    assert in_process("compare", str(tmp_path), f"out={tmp_path / 'other'}").code == 0
-    written = [(tmp_path / name / "comparison.md").read_text() for name in ("new", "other")]
-    assert written[0] == text
-    assert written[1] == text.replace("`adl_dist.compare`", f"`adl-dist compare {tmp_path} out={tmp_path / 'other'}`")
-    assert (tmp_path / "new" / "curves.svg").is_file()
-    with pytest.raises(ConfigError, match="there is no run to compare"):
-        adl_dist.compare([])

@@ -6,7 +6,6 @@ import re
 import pytest
 import yaml
 
-from adl_dist.errors import ConfigError
 from adl_dist.report.page import write_page
 from adl_dist.report.page.verdict import idle_by_cause
 from adl_dist.schedule import method
@@ -89,19 +88,6 @@ def test_what_comes_from_a_run_is_escaped(run):
     assert "<b>" not in page
 
 
-@pytest.mark.parametrize(("best_mode", "best"), [(None, ""), ("min", "2"), ("max", "5")])
-def test_the_best_of_a_metric_of_ones_own_is_what_the_run_says(run, best_mode, best):
-    config, summary = yaml.safe_load((run / "config.yaml").read_text()), json.loads((run / "summary.json").read_text())
-    config["runtime"] = {**config.get("runtime", {}), "best_metric": "validation_mae", "best_mode": best_mode}
-    (run / "config.yaml").write_text(yaml.safe_dump(config))
-    (run / "summary.json").write_text(json.dumps({**summary, "validation_mae": 4.0}))
-    with (run / "metrics.jsonl").open("a") as file:
-        for update, value in ((3, 5.0), (7, 2.0), (11, 4.0)):
-            file.write(json.dumps({"name": "validation/mae", "value": value, "update": update, "epoch": 0}) + "\n")
-    cells = re.findall(r"<td[^>]*>([^<]*)</td>", page_of(run))
-    assert cells[cells.index("validation mae") + 1 :][:2] == ["4", best]
-
-
 DAMAGES = {
     "config.yaml": [None, "", "[1", "method: 3\npartition: []\ntrain: x\n", "method: {name: nothing}\n"],
     "summary.json": [None, "{", "[]", '{"stages": 3, "epochs": []}', '{"stages": [{}], "validation_loss": "low"}'],
@@ -124,11 +110,6 @@ def test_damaged_or_missing_file_costs_its_parts_only(run, name):
         ] == []
         shows(page, ["Not recorded ("] if content is None else [])
         assert "Traceback" not in page
-
-
-def test_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"holds no run: expected config.yaml, metrics.jsonl or summary.json"):
-        write_page([tmp_path], tmp_path / "page.html")
 
 
 def test_events_name_warnings_restarts_and_skipped_updates(run):

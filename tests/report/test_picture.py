@@ -1,13 +1,11 @@
 """Pictures of schedules: what is in them, and that they are the same every time."""
 
 import re
-from itertools import pairwise
 
 import pytest
-from matplotlib.colors import to_rgb
 
-from adl_dist.report.picture import STYLES, draw, picture
-from adl_dist.schedule import METHODS, Costs, Op, Pipeline, method
+from adl_dist.report.picture import draw, picture
+from adl_dist.schedule import METHODS, Costs, Pipeline, method
 from tests.support.commands import ROOT
 from tools import docs_picture
 
@@ -32,21 +30,6 @@ def test_every_forward_backward_update_and_message_is_drawn_once(costs):
     assert len(arrows(figure)) == 6 * 2 * 2
     assert "Accumulated Decoupled Learning (Zhuang et al., ICML 2021)" in words
     assert "K = 3 stages, M = 2, stash weights, 6 micro-batches" in words
-
-
-@pytest.mark.parametrize("costs", [None, Costs.balanced(3, link=0.3)])
-def test_both_parts_of_a_split_backward_are_drawn(costs):
-    chosen = method("adl", accumulation_steps=2, split_backward=True)
-    figure = picture(Pipeline(chosen, 3), num_micro_batches=6, costs=costs)
-    words = texts(figure)
-    for b in range(6):
-        assert words.count(str(b)) == 3 * 3
-    assert [words.count(f"LoS {n}") for n in range(3)] == [2 + 2 + 6, 2 + 4, 2], "once, as without a split"
-    assert len(arrows(figure)) == 6 * 2 * 2
-    boxes = [p for p in figure.axes[0].patches if p.get_facecolor()[:3] == to_rgb(STYLES[Op.BACKWARD_WEIGHT][0])]
-    spans = sorted((box.get_y(), box.get_x(), box.get_x() + box.get_width()) for box in boxes)
-    assert len(spans) == 3 * 6
-    assert all(a[2] <= b[1] + 1e-9 for a, b in pairwise(spans) if a[0] == b[0]), "one after the other"
 
 
 @pytest.mark.parametrize("chosen", [*map(method, METHODS), method("adl", split_backward=True)], ids=lambda m: m.name)

@@ -2,7 +2,6 @@
 
 import fcntl
 import io
-import math
 import os
 import re
 import select
@@ -112,16 +111,3 @@ def test_the_loss_of_training_is_the_mean_over_the_epoch(lines):
         for update, value in enumerate(losses):
             progress.update({**loss(update, 1 + update), "value": value})
         assert progress.train_loss == mean
-
-
-def test_perplexity_is_that_of_the_mean_loss():
-    lines = io.StringIO()
-    progress = Progress(num_stages=1, out=lines)
-    progress.begin(0, 1, 3)
-    for update, value in enumerate((1.0, 3.0)):
-        progress.update({**loss(update, 4), "value": value})
-        of_update = {"value": math.exp(value), "num_targets": 4, "is_metric": True, "update": update}
-        progress.update({"name": "train/perplexity", **of_update})
-    progress.update({"name": "train/skipped_updates", "value": 1, "update": 2})
-    progress.end(None, None)
-    assert re.search(rf"perplexity {math.exp(2.0):.4g}  skipped 1  ", lines.getvalue())

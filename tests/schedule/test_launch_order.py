@@ -5,11 +5,10 @@ import itertools
 import pytest
 
 from adl_dist.distributed.device import FOR_NCCL
-from adl_dist.schedule import Op, Pipeline, max_pending_of, method, updates_that_load
-from adl_dist.schedule.build_actions import evaluation_actions
+from adl_dist.schedule import Pipeline, max_pending_of, method
 from adl_dist.training.edges import receives_ahead
 from adl_dist.transport.process import POSTED_AHEAD
-from tests.schedule.launch_order import run, standing_still
+from tests.schedule.launch_order import standing_still
 from tests.schedule.test_schedule import actions_of, every_variant
 
 IN_ORDER = FOR_NCCL["NCCL_LAUNCH_ORDER_IMPLICIT"] != "0"
@@ -37,39 +36,6 @@ def test_in_the_order_of_launches_early_receives_hold_up_sends(name, K):
     chosen = method(name, accumulation_steps=4)
     assert still(chosen, K, [4] * 5, in_order_of_launches=True) != {}
     assert still(chosen, K, [4] * 5, in_order_of_launches=True, ahead=0) == {}
-
-
-@pytest.mark.parametrize("in_order", [False, True])
-def test_evaluation_never_stands_still(in_order):
-    K = 4
-    lists = [list(evaluation_actions(k, num_stages=K, num_micro_batches=20)) for k in range(K)]
-    limits = max_pending_of(Pipeline(method("adl"), K))
-    assert standing_still(lists, max_pending=limits, ahead=POSTED_AHEAD, in_order_of_launches=in_order) == {}
-
-
-@pytest.mark.parametrize(
-    ("name", "K", "delay"),
-    [
-        *itertools.product(["bp", "gpipe", "1f1b", "adl", "fdg", "pipedream"], [2, 3, 4], [None]),
-        *[("adl", 2, [5, 0]), ("adl", 3, [7, 3, 0])],  # more receives are posted, over gloo
-    ],
-)
-def test_no_act_is_awaited_beyond_an_early_end(name, K, delay):
-    """Stage 0 decides before it loads micro-batch b, however far the hosts of the others can have come by then."""
-    for M in (1, 4):
-        groups = [M] * (6 + 12 // M)
-        chosen = method(name, accumulation_steps=M, **({} if delay is None else {"delay": delay}))
-        lists, pipeline = actions_of(K, groups, chosen), Pipeline(chosen, K)
-        limits, ahead = max_pending_of(pipeline), pipeline.most_received_ahead
-        for b in range(sum(groups) - 3 * M - ahead):
-            until = lists[0].index((Op.LOAD, b))
-            cut = [lists[0][:until], *lists[1:]]
-            stages = run(cut, max_pending=limits, ahead=ahead, in_order_of_launches=IN_ORDER)
-            end = sum(groups[: updates_that_load(groups, b + 1 + ahead)])
-            assert stages[0].host == until
-            for stage, actions in zip(stages[1:], lists[1:], strict=True):
-                num_posted = sum(a.op is Op.RECV_ACT for a in actions) - len(stage.to_post["act"])
-                assert num_posted <= end, (M, b)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adl_dist.errors import ConfigError, ScheduleError
-from adl_dist.schedule import METHODS, Action, Op, Pipeline, Segment, describe, max_pending_of, method, replay
+from adl_dist.errors import ScheduleError
+from adl_dist.schedule import METHODS, Op, Pipeline, Segment, describe, max_pending_of, method, replay
 from adl_dist.schedule.actions import BACKWARDS, LINKS, receiver
 from adl_dist.schedule.build_actions import (
     evaluation_actions,
@@ -397,39 +397,6 @@ def test_every_edge_of_training_and_of_evaluation_has_a_limit(name, K):
         assert max(limits.values()) <= Pipeline(chosen, K).max_pending
 
 
-@pytest.mark.parametrize("M", [1, 2, 4])
-@pytest.mark.parametrize("K", [2, 4, 8])
-def test_adl_keeps_three_messages_of_each_edge(K, M):
-    """d_k - d_k+1 + 1: the one that leaves, and those that the answer to an earlier one has not spoken of."""
-    for delay, expected in (("decoupled", 3), ("minimal", 2)):
-        most = max_pending_of(Pipeline(method("adl", accumulation_steps=M, delay=delay), K))
-        assert {most[what, k] for what, k in most if what in ("act", "grad")} == {expected}
-
-
-def test_lists_that_do_not_fit_each_other_are_refused():
-    def refused(change, message, run):
-        lists = actions_of(2, [1] * 4)
-        change(lists[0])
-        with pytest.raises(ScheduleError, match=message):
-            run(lists)
-
-    def play(lists):
-        list(replay(lists))
-
-    def receive_before_its_send(actions):
-        actions.insert(0, actions.pop(actions.index(Action(Op.RECV_GRAD, 0))))
-
-    def send_in_another_order(actions):
-        i, j = (actions.index(Action(Op.SEND_ACT, b)) for b in (0, 1))
-        actions[i], actions[j] = actions[j], actions[i]
-
-    for run in (play, check_rendezvous):
-        message = r"deadlock: .* stage 0 at RG0 \(RECV_GRAD\), stage 1 at RA0 \(RECV_ACT\)"
-        refused(receive_before_its_send, message, run)
-    refused(send_in_another_order, "stage 1 expects RA0, but micro-batch 1 comes first", play)
-    refused(lambda actions: actions.remove(Action(Op.RECV_GRAD, 3)), "no stage receives", play)
-
-
 # --- Segments, printing, arguments -------------------------------------------------------------------------
 
 
@@ -466,23 +433,3 @@ def test_the_printed_table_shows_the_actions_of_each_tick():
     stage_0 = next(line for line in lines if line.startswith("stage 0"))
     assert " ".join(stage_0.split()[2:]) == "F0 F1 F2 F3 F4 B0 F5 B1 U0 B2 B3 U1 B4 B5 U2"
     assert "0      4      5       0       2              2               2    2 2" in lines
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("sgd", {}, "there is no 'sgd'; choose one of adl"),
-        (["adl"], {}, r"there is no '\['adl'\]'"),
-        ("adl", {"accumulation_steps": True}, "accumulation_steps=...\\) must be a whole number, got True"),
-        ("adl", {"accumulation_steps": "4"}, "accumulation_steps=...\\) must be a whole number, got '4'"),
-        ("adl", {"lr_factors": 2}, "lr_factors=...\\) must be a list of finite numbers"),
-        ("dgl", {"buffer_size": 3}, "^method.buffer_size was removed in 0.4.0; remove it, or use version 0.3.8$"),
-        ("adl", {"max_staleness": 2}, "max_staleness=....* bounds .*delay='decoupled'.* leaves none to find; set"),
-        ("adl", {"max_staleness": 0, "delay": "auto"}, "max_staleness=...\\) must be above 0, got 0"),
-        ("bp", {"max_staleness": 2}, "max_staleness=2\\) means nothing to method=bp"),
-        ("adl", {"steps": 4}, "unknown option steps; adl takes accumulation_steps, reduction"),
-    ],
-)
-def test_a_method_that_cannot_be_run_is_refused(name, options, message):
-    with pytest.raises(ConfigError, match=message):
-        method(name, **options)

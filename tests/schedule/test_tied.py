@@ -4,16 +4,14 @@ import itertools
 
 import pytest
 
-from adl_dist.errors import ConfigError
-from adl_dist.schedule import METHODS, Costs, Op, Pipeline, describe, max_pending_of, method, replay, shorten
-from adl_dist.schedule.actions import RECEIVES, TIED, message_of, what_of
+from adl_dist.schedule import METHODS, Costs, Op, Pipeline, max_pending_of, method, replay, shorten
+from adl_dist.schedule.actions import RECEIVES, message_of, what_of
 from adl_dist.schedule.build_actions import training_actions, training_turns
 from adl_dist.schedule.replay import at_random
 from adl_dist.schedule.timing import time_per_update
 from adl_dist.schedule.work import updates_that_load
 from adl_dist.training.edges import posted_ahead, tied_edges
 from adl_dist.transport.process import POSTED_AHEAD
-from tests.schedule.launch_order import standing_still
 from tests.schedule.rendezvous import check_rendezvous
 
 SHARING = [name for name, spec in METHODS.items() if not spec.has_heads]
@@ -148,48 +146,3 @@ def test_ended_early_all_end_alike_and_post_nothing_beyond(variant, tied):
             if message is not None and action.op in RECEIVES and message.what in got:
                 got[message.what] += 1
         assert done == [list(training_actions(pipeline, k, group_sizes=groups[:num_updates])) for k in range(K)]
-
-
-def test_in_epochs_that_flush_no_receive_is_posted_ahead():
-    """A stop omits what follows the group that is under way, whatever the delays of later epochs are."""
-    pipeline = Pipeline(method("fr", flush_epochs=1), K, tied=((0, 3),))
-    assert any(pipeline.delays)
-    assert [posted_ahead(pipeline, tie, op, m.receiver) for tie, op, m in tied_edges(pipeline)] == [0, 0]
-
-
-@every_variant
-def test_no_edge_of_a_gpu_stands_still(variant):
-    pipeline, lists, _ = made(variant, ((0, 3), (1, 2)))
-    if pipeline.stages_per_process > 1:
-        pytest.skip("the model of launches has a process for each stage")
-    ahead = {
-        message.what: posted_ahead(pipeline, tie, op, message.receiver) for tie, op, message in tied_edges(pipeline)
-    }
-    how = {"max_pending": max_pending_of(pipeline), "ahead": POSTED_AHEAD, "ahead_of_tied": ahead}
-    assert standing_still(lists, in_order_of_launches=False, **how) == {}
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "why"),
-    [
-        ("dgl", {}, "method=dgl each stage learns by itself"),
-        ("dni", {}, "method=dni each stage learns by itself"),
-        ("adl", {"lr_clock": "global"}, r"method\(lr_clock=...\) gives each stage learning rates of its own"),
-        ("fr", {"lr_factors": [2, 1]}, r"method\(lr_factors=...\) gives each stage"),
-        ("adl", {"mitigation": ["discount", "delay_compensation"]}, "method.mitigation='delay_compensation'"),
-    ],
-)
-def test_what_cannot_share_is_refused(name, options, why):
-    with pytest.raises(ConfigError, match=f"{why}.*(tied='untie'|partition.tied=untie)"):
-        Pipeline(method(name, **options), 2, tied=((0, 1),))
-
-
-def test_the_table_has_a_line_for_each_copy():
-    pipeline = Pipeline(method("adl", accumulation_steps=2), 3, tied=((0, 2),))
-    lines = describe(pipeline, num_micro_batches=6).splitlines()
-    assert [line.split() for line in lines[-2:]] == [
-        ["0,", "2", "0", "2", "4", "4", "4", "4"],
-        ["0,", "2", "2", "2", "2", "2", "2", "2"],
-    ]
-    assert "TU update of tied weights" in "\n".join(lines)
-    assert all(op not in {a.op for a in training_actions(pipeline, 1, group_sizes=[2])} for op in TIED)

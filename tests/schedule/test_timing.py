@@ -66,12 +66,6 @@ def test_balanced_stages_speed_up_as_the_formula_says(name, options, formula, K)
         assert told.bubble == pytest.approx(1 - formula(K) / K)
 
 
-@pytest.mark.parametrize("name", ["adl", "fdg", "pipedream", "paci"])
-def test_unbalanced_stages_run_at_the_pace_of_the_slowest(name):
-    costs, total, slowest = Costs(forward=[1, 2, 1.5, 0.5], backward=[2, 3, 4, 1.5]), 15.5, 5.5
-    assert speed(method(name), costs).speed_up == pytest.approx(total / slowest)
-
-
 @pytest.mark.parametrize(("backward", "longest"), [([2, 3, 4, 1.5], 2), ([4, 3, 2, 1], 4), ([1, 1, 9, 1], 9 - 3)])
 def test_a_forward_lock_takes_all_forwards_and_what_none_hides(backward, longest):
     """Stage k may go on until the next forward reaches it: sum f + max over k of b_k minus the forwards before k."""
@@ -148,40 +142,6 @@ def test_a_third_of_the_delay_keeps_the_speed_of_adl(K, M):
     assert all(2 * d <= of_adl for d, of_adl in zip(third, usual, strict=True))
 
 
-@pytest.mark.parametrize("K", [2, 3])
-@pytest.mark.parametrize(("delay", "link"), [("decoupled", 1.9), ("minimal", 0.5)])
-def test_a_split_serves_links_that_the_whole_backward_does_not(K, delay, link):
-    """A link of that time, of 3 of a stage's work: at full speed for any M, where the whole backward has to wait."""
-    costs = Costs.balanced(K, link=link)
-    for M in (1, 2, 4):
-        assert time_per_micro_batch(K, M, costs, delay=delay, split_backward=True) == pytest.approx(3.0)
-        assert time_per_micro_batch(K, M, costs, delay=delay) > 3.2
-
-
-@pytest.mark.parametrize("delay", [[1, 0], [2, 0], [3, 0], [5, 2, 0], [4, 1, 0], [8, 4, 2, 0], [12, 6, 4, 2, 0]])
-def test_a_stage_that_does_both_parts_at_once_costs_no_time(delay):
-    """At full speed over links as slow as the delays of all stages leave room for."""
-    K = len(delay)
-    pipeline = Pipeline(method("adl", delay=delay, split_backward=True), K)
-    assert not pipeline.splits_backward(0)
-    link = min(map(pipeline.room_for_links, range(K - 1)))
-    assert link >= 0
-    for M in (1, 2, 4):
-        costs = Costs.balanced(K, link=link)
-        assert time_per_micro_batch(K, M, costs, delay=delay, split_backward=True) == pytest.approx(3.0)
-
-
-@pytest.mark.parametrize("K", [2, 4])
-def test_a_split_shrinks_the_bubble_of_a_flush(K):
-    """GPipe and 1F1B, as in ZB-H1: no stage waits while another one computes the gradients of its weights."""
-    for name in ("gpipe", "1f1b"):
-        whole, split = (
-            speed(method(name, accumulation_steps=2 * K, split_backward=split), Costs.balanced(K)).bubble
-            for split in (False, True)
-        )
-        assert split < 0.85 * whole
-
-
 @pytest.mark.parametrize(("f", "i", "w"), [(1.0, 1.0, 1.0), (1.2, 1.0, 0.8), (1.0, 1.2, 0.8), (1.0, 1.0, 0.5)])
 @pytest.mark.parametrize("K", [2, 4])
 def test_zero_bubble_methods_wait_as_long_as_published(K, f, i, w):
@@ -192,16 +152,6 @@ def test_zero_bubble_methods_wait_as_long_as_published(K, f, i, w):
             told = speed(method(name, accumulation_steps=M), costs)
             assert told.time_per_update == pytest.approx(M * (f + i + w) + (K - 1) * wait)
             assert told.bubble == pytest.approx(1 - M * (f + i + w) / told.time_per_update)
-
-
-@pytest.mark.parametrize("K", [2, 4])
-def test_zero_bubble_methods_hold_k_or_2k_less_1_micro_batches(K):
-    """With their graphs or what is deferred, in every stage alike: the memory of 1F1B's stage 0, or nearly twice it."""
-    for name, most in (("zbh1", K), ("zbh2", 2 * K - 1)):
-        pipeline = Pipeline(method(name, accumulation_steps=3 * K), K)
-        told = figures(pipeline)
-        assert [(f.graphs, f.graphs + f.deferred) for f in told] == [(d + 1, most) for d in pipeline.delays]
-        assert not any(f.staleness_max or f.weight_copies or f.history_copies for f in told)
 
 
 @pytest.mark.parametrize("v", [1, 2, 3])
@@ -364,16 +314,6 @@ def test_delays_cover_what_a_shared_link_takes():
     assert max(found) < max(with_least(3, Costs(forward=[1] * 3, backward=[1] * 3, transfer=[2, 2])))
 
 
-@pytest.mark.parametrize(("M", "longest"), [(1, 6), (4, 8)])
-def test_links_alone_do_not_make_delays_that_nobody_asked_for(M, longest):
-    """Ten micro-batches on the way would be best; without a word, the delays of ADL, or a staleness of 2."""
-    costs = Costs.balanced(4, link=15.0)
-    assert with_least(4, costs, M, delay="auto", max_staleness=100)[0] > 30
-    assert with_least(4, costs, M, delay="auto")[0] == longest
-    assert with_least(4, costs, M, delay="auto", max_staleness=3)[0] == 3 * M
-    assert with_least(4, Costs.balanced(4), M, delay="auto", max_staleness=100) == (3, 2, 1, 0)
-
-
 @pytest.mark.parametrize("order", ["forward_first", "backward_first"])
 @pytest.mark.parametrize(("M", "most"), [(4, 1.5), (25, 1.16)])
 def test_the_longest_delay_has_the_staleness_that_is_allowed(order, M, most):
@@ -400,13 +340,3 @@ def test_what_a_mitigation_holds_is_counted(options, copies, histories):
     found = figures(Pipeline(method("adl", accumulation_steps=2, **options), 3))
     assert [f.weight_copies for f in found] == copies
     assert [f.history_copies for f in found] == histories
-
-
-def test_until_they_are_measured_delays_of_2bw_are_at_most_m():
-    assert Pipeline(method("2bw", delay="auto", accumulation_steps=2), 5).delays == (2, 2, 2, 1, 0)
-
-
-def test_what_takes_no_time_needs_no_delay_and_2bw_at_most_m():
-    assert with_least(3, Costs(forward=[1, 0, 0], backward=[2, 0, 0])) == (0, 0, 0)
-    found = with_least_delays(method("2bw", accumulation_steps=3), Costs.balanced(4, link=9.0)).delay
-    assert max(found) == 3

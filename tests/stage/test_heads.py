@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from adl_dist.stage.heads import SIMILARITY_SHARE, Pool, build_head, similarities
 
@@ -44,14 +43,6 @@ def test_predsim_matches_the_samples_that_have_a_class(shape, ignored):
             assert torch.equal(got, value)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_predsim_asks_the_device_for_no_number(shape):
-    """On ``meta`` there are none, so that what needs one fails; on a GPU it would wait."""
-    head = build_head("predsim", shape, num_classes=CLASSES, seed=1).to("meta")
-    out, target = torch.empty(9, *shape, device="meta"), torch.empty(9, dtype=torch.long, device="meta")
-    loss_and_gradients(head, head, out.detach(), target)
-
-
 @pytest.mark.parametrize("number", [1, 2, 3])
 @pytest.mark.parametrize("size", [1, 2, 5, 7, 12])
 def test_an_average_is_the_adaptive_one(size, number):
@@ -62,24 +53,3 @@ def test_an_average_is_the_adaptive_one(size, number):
         results.append([out.detach(), *torch.autograd.grad(out.square().sum(), x)])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-
-
-class Named(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.add(func._schema.name)
-        return func(*args, **kwargs or {})
-
-
-@pytest.mark.parametrize("size", [5, 16])
-@pytest.mark.parametrize("name", ["mlp", "cnn", "linear", "predsim"])
-def test_a_gpu_can_give_the_same_bits_each_time(name, size):
-    """It has no such backward of the adaptive average, and torch refuses it with ``runtime.deterministic``."""
-    head = build_head(name, (3, size, size), num_classes=CLASSES, seed=0)
-    out, target = torch.randn(4, 3, size, size, requires_grad=True), torch.arange(4)
-    with Named() as seen:
-        head(out, target, F.cross_entropy).backward()
-    assert not [one for one in seen.names if "adaptive" in one]

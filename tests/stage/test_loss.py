@@ -12,14 +12,11 @@ from adl_dist.losses import TokenCrossEntropy
 from adl_dist.stage.loss import (
     SumCountLoss,
     check_is_mean,
-    class_loss,
     counted,
     is_known_mean,
     is_sum,
     loss_terms,
-    try_loss,
 )
-from adl_dist.stage.stats import StepStats
 
 C = 5
 WEIGHT = torch.linspace(0.2, 1.7, C, dtype=torch.float64)
@@ -94,21 +91,6 @@ def test_a_loss_can_say_itself_what_it_averages_over(monkeypatch):
     assert loss_terms(said, IGNORING).count(IGNORING) == 6.0
 
 
-@pytest.mark.parametrize(
-    ("num_terms", "told"),
-    [
-        (lambda target: -1, r"num_terms returned -1.0 for int64\[6\]; expected the number of terms"),
-        (lambda target: torch.tensor(float("nan")), "num_terms returned nan"),
-        (lambda target: target.nothing, "num_terms fails on .* AttributeError: 'Tensor' object has no attribute"),
-        (lambda target: target, "num_terms fails on .*: ValueError"),
-    ],
-)
-def test_a_number_of_terms_that_is_none_is_refused(num_terms, told, monkeypatch):
-    monkeypatch.setattr(own, "num_terms", num_terms, raising=False)
-    with pytest.raises(ConfigError, match=told):
-        loss_terms(own, IGNORING).count(IGNORING)
-
-
 # --- What goes with a micro-batch --------------------------------------------------------------------------
 
 
@@ -169,16 +151,6 @@ def test_the_loss_of_tokens_is_torchs_with_classes_last(options):
     assert not is_known_mean(type("Own", (TokenCrossEntropy,), {})(**options))  # it may do anything
 
 
-def test_hits_of_tokens_are_looked_for_in_the_last_dimension():
-    target = torch.tensor([[1, -100, 2], [0, 4, 4]])
-    out = nn.functional.one_hot(target.clamp(min=0), C).float()
-    out[1, 2] = torch.eye(C)[0]  # wrong
-    stats, loss_fn = StepStats(), TokenCrossEntropy()
-    stats.score(out, target, loss_fn(out, target), 5.0, class_loss(loss_fn))
-    assert stats.numbers()["num_correct"] == 4
-    assert stats.numbers()["num_classed"] == 5
-
-
 class Positive(nn.Module):
     """A loss of (sum, count), whose count is ``wrong`` more than the number of its terms."""
 
@@ -210,28 +182,6 @@ def test_a_mean_over_another_number_is_refused_or_nan(own, number):
 
 
 # --- Checks at the start -----------------------------------------------------------------------------------------
-
-
-def squared(output, target):
-    return ((output - target) ** 2).mean()
-
-
-@pytest.mark.parametrize("loss_fn", [nn.MSELoss(), F.huber_loss, squared])
-@pytest.mark.parametrize(("out", "target"), [([2, 1], [2]), ([3], [3, 1]), ([2, 1, 4], [2, 4])])
-def test_a_loss_of_every_output_with_every_target_is_refused(loss_fn, out, target):
-    with pytest.raises(ConfigError, match=r"stage 3: the model returns \[B.*broadcasting\); give both one shape"):
-        try_loss(3, "numbers", torch.rand(out), torch.rand(target), loss_fn)
-
-
-@pytest.mark.parametrize(
-    ("loss", "found"),
-    [(None, "returned None"), (0.5, "returned a float"), (torch.zeros(2), r"returned a Tensor\[2\]"),
-     ((torch.tensor(0.5), 1, 2), r"returned a Tensor, a int, a int"),
-     ((torch.tensor(0.5), {}), r"returned a Tensor, a dict"), ((torch.zeros(2), 1), r"returned a Tensor\[2\], a int")],
-)  # fmt: skip
-def test_a_result_that_is_no_number_is_no_loss(loss, found):
-    with pytest.raises(ConfigError, match=f"stage 1: the loss {found} for float"):
-        try_loss(1, "float32[B, 3] and int64[B]", None, None, lambda out, target: loss)
 
 
 T, SIZES = 6, (3, 4)

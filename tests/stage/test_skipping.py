@@ -1,7 +1,5 @@
 """What is not finite: its group is applied in no stage, or the run stops. Clipping, stage by stage."""
 
-import time
-
 import pytest
 import torch
 from torch import nn
@@ -16,7 +14,6 @@ from adl_dist.stage.nonfinite import NonFiniteCheck, keep_buffers_finite
 from adl_dist.stage.stats import StepStats, norm_of
 from tests.support.commands import assert_same
 from tests.support.equations import EQUATIONS, assert_close, by_the_equations, differ
-from tests.support.gpu_stand_in import Event, Stream, on_gpu
 from tests.support.kill import records
 from tests.support.runs import EPOCHS, SPOILT, SPOILT_PAIRS, infinite_gradient, nan_inputs, toy_trainer, train
 from tests.support.tiers import covering
@@ -146,18 +143,6 @@ def test_each_stage_clips_its_own_gradient_as_the_equations_say(name):
     assert differ(state, by_the_equations(3, 2, delays(3), weights)) > 1e-3, "the norm is above 0.3"
 
 
-@pytest.mark.parametrize(
-    ("wrong", "told"),
-    [
-        ({"non_finite": "ignore"}, r"GradientPolicy\(non_finite=...\): there is no 'ignore'; choose one of stop, skip"),
-        ({"clip_norm": NAN}, r"GradientPolicy\(clip_norm=...\) must be a finite number, got nan"),
-    ],
-)
-def test_what_cannot_be_is_refused(wrong, told):
-    with pytest.raises(ConfigError, match=told):
-        GradientPolicy(**wrong).check(Pipeline(adl_dist.method("adl"), 2))
-
-
 # --- Figures of a GPU: looked at one update late, but all of them, by the number of their update -----------
 
 
@@ -191,31 +176,6 @@ def test_what_a_broken_off_group_has_sent_judges_no_other():
     faults.sent((torch.tensor([INF]),))
     faults.forget()
     assert faults.judge(tally_of(), (), update=0, epoch=0) is None
-
-
-@pytest.fixture
-def stream(monkeypatch):
-    """The stream of a GPU, half a second late."""
-    stream = Stream(lag=0.5)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
-    monkeypatch.setattr(torch.cuda, "Event", lambda **_: None)
-    return stream
-
-
-def test_a_host_is_one_update_ahead_of_a_stage_without_figures(stream):
-    """It has no loss and no parameters, so nothing is looked at."""
-    faults, arrived = NonFiniteCheck(GradientPolicy(), stage=1, is_last=False), (on_gpu(torch.ones(2)),)
-    for update in range(4):
-        faults.judge(StepStats(), arrived, update=update, epoch=0)
-        assert [event.num_waits for event in stream.events] == [1] * update + [0]
-
-
-def test_the_time_of_a_loss_on_a_gpu_is_when_it_was_computed(stream):
-    tally, begin = StepStats(), Event()
-    tally.score(None, torch.zeros(1), on_gpu(torch.tensor(2.0)))
-    assert tally.seconds_since(begin) is None, "it has not been asked for"
-    assert tally.numbers()["loss_sum"] == 2.0
-    assert 0.5 <= tally.seconds_since(begin) < 0.5 + (time.perf_counter() - begin.recorded)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

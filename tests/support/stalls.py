@@ -15,7 +15,7 @@ from tests.support.toys import Counted, FixedImages, batch_norm_net
 from tests.support.user_code import At
 from tests.support.values import values
 
-STALL_SECONDS, ASLEEP_SECONDS = 0.8, 2.0
+STALL_SECONDS, ASLEEP_SECONDS = 0.8, 1.5
 NUM_SAMPLES = 48  # 12 updates of 2 micro-batches of 2 samples
 PLANTED = "planted.txt"  # in the run folder: name and time of each
 

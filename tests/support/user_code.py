@@ -22,25 +22,6 @@ def good():
     return nn.Sequential(*units())
 
 
-class CheckedInput(nn.Module):
-    """A model that can be read only with samples, which tell the number of dimensions."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.third = nn.Linear(3 * 8 * 8, 8), nn.Linear(8, 8), nn.Linear(8, NUM_CLASSES)
-
-    def forward(self, x):
-        if x.ndim != 4:
-            raise ValueError("expected images [B, C, H, W]")
-        return self.third(self.second(self.first(x.flatten(1)).relu()).relu())
-
-
-def matrices():
-    """The same without biases: every parameter is a matrix."""
-    first = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 8, bias=False))
-    return nn.Sequential(first, *(nn.Linear(8, width, bias=False) for width in (8, 8, NUM_CLASSES)))
-
-
 class Branching(nn.Module):
     """A model whose way depends on its input, so that its blocks cannot be seen."""
 
@@ -52,25 +33,6 @@ class Branching(nn.Module):
         if x.sum() > 0:
             x = -x
         return self.net(x)
-
-
-def tied():
-    """The first and the last unit share a tensor, so that there is no place to cut."""
-    parts, shared = units(), nn.Linear(8, 8)
-    parts[0], parts[-1] = nn.Sequential(parts[0], nn.ReLU(), shared), nn.Sequential(nn.Linear(8, 8), parts[-1])
-    parts[-1][0].weight = shared.weight
-    return nn.Sequential(*parts)
-
-
-class MeanOverBatch(nn.Module):
-    def forward(self, x):
-        return x.mean(dim=0)
-
-
-def drops_the_batch(at=3):
-    parts = units()
-    parts[at] = nn.Sequential(parts[at], MeanOverBatch())
-    return nn.Sequential(*parts)
 
 
 def second_half_does_not_fit():
@@ -130,10 +92,6 @@ def images(num_samples=32, num_validation=8, last_target=0):
 
 def bad_validation_target():
     return Images(32), Images(8, last_target=NUM_CLASSES)
-
-
-def one_dataset():
-    return Images(32)
 
 
 def a_list():
@@ -220,10 +178,6 @@ def cross_entropy(output, target, scale=1.0):
 
 def loss_of_nothing(output, target):
     nn.functional.cross_entropy(output, target)
-
-
-def a_float(output, target):
-    return nn.functional.cross_entropy(output, target).item()
 
 
 def column(width=1):

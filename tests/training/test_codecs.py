@@ -105,14 +105,3 @@ def test_error_and_bytes_of_each_edge_are_recorded_and_shown(tmp_path):
     by_stage[0]["act"].update(bytes=250, plain_bytes=1000)
     (line,) = [line for line in final_table(summary).splitlines() if line.startswith("0 -> 1")]
     assert line.endswith(" 25.0%")
-
-
-def test_evaluation_measures_the_model_without_a_codec(tmp_path):
-    trainer = toy_trainer(2, 2, codec="int4", dtype=torch.float32)
-    summary = trainer.fit(
-        FixedImages(16), epochs=1, batch_size=4, val_dataset=FixedImages(6, seed=1), run_dir=tmp_path, monitoring=QUIET
-    )
-    uncut = toy_trainer(1, 1, dtype=torch.float32)
-    uncut.load_checkpoint(tmp_path)
-    told = uncut.evaluate(FixedImages(6, seed=1), batch_size=2)
-    assert told["validation_loss"] == summary["validation_loss"]

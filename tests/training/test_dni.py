@@ -6,19 +6,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.data import TensorDataset
 
-from adl_dist.errors import ConfigError
 from adl_dist.schedule import method
 from adl_dist.seeds import stream_seed
 from adl_dist.stage.heads import build_gradient_network
 from tests.support.equations import assert_close, differ, micro_batches, modules_of
 from tests.support.kill import records
-from tests.support.runs import EPOCHS, LR, MOMENTUM, WEIGHT_DECAY, toy_trainer, train, trained, warm_up
+from tests.support.runs import EPOCHS, LR, MOMENTUM, WEIGHT_DECAY, train, trained, warm_up
 from tests.support.synthetic import ByHand, train_by_synthetic_gradients
 from tests.support.tiers import grid
-from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net, tuple_net
-from tests.support.values import QUIET
+from tests.support.toys import NUM_CLASSES
 
 LINEAR = {"head_layers": 0}  # BatchNorm of a head over 2 or 3 samples of one pixel would turn rounding into chaos
 
@@ -101,37 +98,3 @@ def test_a_sum_of_gradients_and_clipping_follow_the_equations():
 
 
 # --- Refusals ----------------------------------------------------------------------------------------------
-
-
-def linear_stages():
-    return nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
-
-
-def frozen_net():
-    """Nothing before the cut is trained, so that no gradient goes there."""
-    net = batch_norm_net()
-    for unit in net[:3]:
-        unit.requires_grad_(False)
-    return net
-
-
-REFUSED = {
-    "two tensors": ({"model": tuple_net()}, {}, r"method=dni puts a head on the output of stage 0: expected one"),
-    "a single sample": ({}, {"head_layers": 2}, r"BatchNorm in method\(head_layers=2\) .* or method\(head_layers=0\)"),
-    "no gradient": ({"model": frozen_net()}, {}, "stage 0 sends on, but none of real numbers comes back for it"),
-    "no classes": (
-        {"model": linear_stages(), "loss_fn": nn.MSELoss(), "balance": [1, 1], "dtype": torch.float64},
-        {"head_sees_target": True},
-        r"method\(head_sees_target=True\) .* the targets are float64\[B, 5\]; expected one whole number per sample",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_a_head_cannot_learn_from_is_refused(case):
-    of_trainer, options, message = REFUSED[case]
-    trainer = toy_trainer(2, 1, "dni", options, **of_trainer)
-    numbers = torch.randn(16, 5, dtype=torch.float64)
-    data = TensorDataset(numbers, numbers) if case == "no classes" else FixedImages(13)
-    with pytest.raises(ConfigError, match=message):
-        trainer.fit(data, epochs=1, batch_size=4, monitoring=QUIET)

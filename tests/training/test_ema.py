@@ -5,18 +5,13 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-import adl_dist
-from adl_dist.errors import CheckpointError, ConfigError
 from tests.support.commands import assert_same, in_process, words
 from tests.support.equations import assert_close, plain_loop
-from tests.support.ranks import run_ranks
-from tests.support.runs import nan_inputs, sgd, toy_trainer, trained
+from tests.support.runs import nan_inputs, sgd, trained
 from tests.support.tied import SHARED, TIED_BALANCE, tied_net
-from tests.support.toys import FixedImages, batch_norm_net
-from tests.support.values import SILENT
+from tests.support.toys import batch_norm_net
 
 DECAY, M = 0.9, 2
 
@@ -46,20 +41,6 @@ def test_the_average_is_that_of_torchs_averaged_model(K):
     assert torch.equal(average["0.1.running_mean"], weights["0.1.running_mean"])
 
 
-def of_a_rank_without_weights():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(72, 5), nn.Tanh())
-    trainer = toy_trainer(2, M, model=model, balance=[2, 1], ema=DECAY)
-    trainer.fit(FixedImages(12), epochs=1, batch_size=6, monitoring=SILENT)
-    return trainer.full_state_dict(ema=True)
-
-
-@pytest.mark.ranks
-def test_a_rank_with_nothing_to_train_takes_part():
-    for average in run_ranks(2, of_a_rank_without_weights):
-        assert_same(average, of_a_rank_without_weights())
-
-
 def test_an_update_that_is_skipped_is_not_averaged():
     steps = []
 
@@ -76,18 +57,6 @@ def test_an_update_that_is_skipped_is_not_averaged():
     for weight in steps[1:]:
         expected = expected.lerp(weight, 1 - DECAY)
     assert torch.equal(trainer.full_state_dict(ema=True)["6.2.weight"], expected)
-
-
-def test_a_run_without_an_average_has_none_to_give(tmp_path):
-    trainer = toy_trainer(2, M)
-    trainer.fit(FixedImages(6), epochs=1, batch_size=6, run_dir=tmp_path, monitoring=SILENT)
-    assert not [*tmp_path.glob("checkpoints/*/ema-*")]
-    with pytest.raises(CheckpointError, match=r"holds no moving average of the weights"):
-        trainer.load_checkpoint(tmp_path, ema=True)
-    with pytest.raises(ConfigError, match=r"ema=True: no average was made"):
-        trainer.full_state_dict(ema=True)
-    with pytest.raises(ConfigError, match=r"ema must be above 0 and below 1, like 0.999, got 1"):
-        adl_dist.Trainer(batch_norm_net(), loss_fn=torch.nn.CrossEntropyLoss(), optimizer=sgd, ema=1.0)
 
 
 def test_the_commands_evaluate_and_export_the_average(tmp_path):

@@ -2,7 +2,6 @@
 
 import math
 import re
-import sys
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import adl_dist
 from adl_dist.errors import ConfigError, DataError
-from tests.support.commands import as_command, assert_same
+from tests.support.commands import assert_same
 from tests.support.runs import toy_trainer
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import SILENT
@@ -105,27 +104,6 @@ class TakesGradients(nn.Module):
 def test_a_forward_that_takes_gradients_is_told_of_evaluation():
     with pytest.raises(ConfigError, match=r"in evaluation no gradients are recorded: .* torch.enable_grad\(\)"):
         fit(toy_trainer(1, model=TakesGradients()))
-
-
-UNGUARDED = """
-from functools import partial
-import torch, adl_dist
-from torch import nn
-data = torch.utils.data.TensorDataset(torch.randn(8, 6), torch.randint(3, (8,)))
-sgd = partial(torch.optim.SGD, lr=0.1)
-trainer = adl_dist.Trainer(nn.Linear(6, 3), loss_fn=nn.CrossEntropyLoss(), optimizer=sgd, num_stages=1)
-trainer.fit(data, epochs=1, batch_size=4, num_workers=1)
-"""
-
-
-def test_a_script_without_a_guard_that_loads_is_refused(tmp_path):
-    """The loading processes import it, and would train, too."""
-    (tmp_path / "unguarded.py").write_text(UNGUARDED)
-    done = as_command(sys.executable, str(tmp_path / "unguarded.py"))
-    assert done.code == 1
-    last = done.err.strip().splitlines()[-1]
-    assert "these processes import unguarded.py, which does its work at once" in last
-    assert "if __name__ == '__main__'" in last
 
 
 def test_a_tuple_of_tensors_is_no_dataset():

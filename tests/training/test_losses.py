@@ -22,7 +22,6 @@ from tests.support.oracle import train_by_the_equations, train_greedily
 from tests.support.runs import toy_trainer
 from tests.support.slices import cut
 from tests.support.synthetic import ByHand, train_by_synthetic_gradients
-from tests.support.toys import FixedImages
 from tests.support.values import QUIET, SILENT
 
 C, T = 4, 5
@@ -292,14 +291,6 @@ def test_the_command_line_declares_it_for_any_loss(target, reduction):
 
 
 # --- Losses that write, or train nothing --------------------------------------------------------------------------
-
-
-def test_a_loss_that_writes_to_the_output_is_refused():
-    def centred(out, target):
-        return F.cross_entropy(out.sub_(out.mean(1, keepdim=True)), target)
-
-    with pytest.raises(ConfigError, match="the loss writes to the model's output; let it compute with a copy"):
-        toy_trainer(2, 1, "adl", loss_fn=centred).fit(FixedImages(12), epochs=1, batch_size=6, monitoring=QUIET)
 
 
 class Twice(nn.Module):

@@ -3,19 +3,15 @@
 import json
 import re
 import time
-from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import adl_dist
-from adl_dist.errors import ConfigError, PartitionError
+from adl_dist.errors import ConfigError
 from adl_dist.partition.costs import Profile
 from adl_dist.schedule import method
-from adl_dist.training import links, startup_sync
 from tests.support.commands import assert_same
 from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
 from tests.support.values import SILENT, values
@@ -112,15 +108,6 @@ def test_measured_delays_are_those_of_the_run_for_good(tmp_path):
         trainer_of(slow_in_the_middle(), **auto, balance="even")
 
 
-def test_a_run_says_that_its_delays_are_bounded(tmp_path):
-    """Over a link that takes long, the least delays for full speed would be some hundreds."""
-    chosen = method("adl", accumulation_steps=1, delay="auto", max_staleness=3)
-    trainer = trainer_of(slow_in_the_middle(), method=chosen, granularity="block", links="100mbit,10s")
-    fit(trainer)
-    told = "measured delays: [3, 0] micro-batches, the best with a staleness of at most 3 updates"
-    assert any(note.startswith(told) for note in trainer._partitioned.notes)
-
-
 def test_measuring_leaves_no_mark_on_the_training():
     """Without staleness the values do not depend on where the measured cut is."""
     states = []
@@ -132,48 +119,3 @@ def test_measuring_leaves_no_mark_on_the_training():
 
 
 # --- Links -------------------------------------------------------------------------------------------------------
-
-
-def look(rank, K, P, store, folder=None):
-    """Return the links that one of P processes with K stages finds; a rank that fails tells the others."""
-    world = SimpleNamespace(num_stages=K, size=P, rank=rank, is_distributed=True, edges={}, device=None)
-    with startup_sync.propagate_errors(store, rank=rank):
-        return links.links_between("auto", world, store, folder)
-
-
-def between(K, P, folder, rate, monkeypatch):
-    """Return the links that rank 0 of P processes with K stages uses, where each is measured to carry ``rate``."""
-    measured = {k: (rate + k, 0.5) for k in range(K - 1)}
-    monkeypatch.setattr(
-        links, "measure_links", lambda edges, rank, device: {k: measured[k] for k in range(rank, K - 1, P)}
-    )
-    store = dist.HashStore()
-    with ThreadPoolExecutor() as pool:
-        for rank in range(1, P):
-            pool.submit(look, rank, K, P, store)
-        return look(0, K, P, store, folder)
-
-
-def test_a_run_keeps_its_links_and_measures_those_of_another_cut(tmp_path, monkeypatch):
-    first = between(3, 3, tmp_path, 100.0, monkeypatch)
-    assert first == ((100.0, 101.0), (0.5, 0.5))
-    assert between(3, 3, tmp_path, 200.0, monkeypatch) == first
-    assert between(2, 2, tmp_path, 200.0, monkeypatch).bandwidth == (200.0,)
-    assert between(4, 2, tmp_path, 300.0, monkeypatch).bandwidth == (300.0, 301.0, 302.0)
-    (tmp_path / "links.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"links\.json cannot be read: .*; remove it to measure the links again"):
-        between(2, 2, tmp_path, 100.0, monkeypatch)
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"speeds": [1.0]}, r"PartitionSpec\(speeds=\[1\.0\]\) must be 2 numbers"),
-        ({"speeds": [1.0, 0.0]}, "above 0"),
-        ({"balance": "even", "speeds": [1.0, 2.0]}, r"needs PartitionSpec\(balance='auto'\)"),
-        ({"balance": "best"}, "there is no 'best'; choose one of flops, even, auto"),
-    ],
-)
-def test_nonsense_is_refused_before_anything_is_measured(changed, said):
-    with pytest.raises((ConfigError, PartitionError), match=said):
-        trainer_of(batch_norm_net(), **changed)

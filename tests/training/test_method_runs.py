@@ -1,6 +1,5 @@
 """What a run of each method measures, keeps and saves, against what its schedule predicts."""
 
-import contextlib
 import json
 import statistics
 from collections import defaultdict
@@ -8,17 +7,15 @@ from collections import defaultdict
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
-from adl_dist.errors import ConfigError
 from adl_dist.schedule import METHODS, Pipeline, figures, method
 from adl_dist.schedule.replay import downstream_first
 from adl_dist.training import build
 from tests.support.kill import records
 from tests.support.runs import BALANCE, toy_trainer, warm_up_schedule
 from tests.support.tiers import grid
-from tests.support.toys import FixedImages, batch_norm_net, tuple_net
-from tests.support.values import QUIET, SILENT
+from tests.support.toys import FixedImages, batch_norm_net
+from tests.support.values import SILENT
 
 K = 4
 VARIANTS = [
@@ -110,32 +107,5 @@ def test_heads_are_saved_and_recorded_but_not_of_the_model(tmp_path):
     assert {r["stage"] for r in records_of(tmp_path, "train/loss")} == {3}
 
 
-def of_features():
-    return nn.Sequential(nn.Flatten(), nn.Linear(72, 5))
-
-
-def of_pixels():
-    return nn.Sequential(nn.Conv2d(2, 4, 1), nn.Conv2d(4, 3, 1))
-
-
 def images(*targets):
     return [(torch.ones(2, 6, 6), target) for target in targets]
-
-
-ODD = FixedImages(17)  # 17 = 4 * 4 + 1
-HEADS = {  # None: a head can be there
-    "one sample": (batch_norm_net, "mlp_sr", ODD, "single sample.*method.head='mlp_sr'..*choose another batch_size"),
-    "tensors": (tuple_net, "mlp_sr", FixedImages(16), r"stage 0: .* got \['B', 4\], \['B'\], \['B', 3, 6, 6\]"),
-    "no classes": (of_pixels, "mlp_sr", images(*[torch.zeros(6, 6, dtype=torch.long)] * 8), r"returns \[B, classes\]"),
-    "no labels": (of_features, "predsim", images(*[torch.full((5,), 0.2)] * 8), "by their class, but the targets are"),
-    "one sample, no norm": (batch_norm_net, "linear", ODD, None),
-    "labels to be ignored": (of_features, "predsim", images(0, 1, 2, -1) * 2, None),
-}
-
-
-@pytest.mark.parametrize(("model", "head", "data", "message"), HEADS.values(), ids=list(HEADS))
-def test_a_head_is_refused_where_it_cannot_be(model, head, data, message):
-    options = {"loss_fn": nn.CrossEntropyLoss(ignore_index=-1), "dtype": torch.float64}
-    trainer = toy_trainer(2, 1, "dgl", {"head": head}, model=model(), **options)
-    with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
-        trainer.fit(data, epochs=1, batch_size=4, monitoring=QUIET)

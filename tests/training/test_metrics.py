@@ -6,10 +6,8 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
 
-from adl_dist import Loading, Monitoring
-from adl_dist.errors import ConfigError
+from adl_dist import Loading
 from tests.support.runs import toy_trainer
 from tests.support.sentences import IGNORED, Sentences, encoder, padded
 from tests.support.values import QUIET, SILENT
@@ -70,18 +68,6 @@ def test_metrics_of_training_are_recorded_for_each_update(tmp_path):
     assert summary["num_tokens"] == (target != IGNORED).sum()
 
 
-def test_the_share_of_the_peak_counts_products_of_matrices():
-    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 10))
-    monitoring = Monitoring(quiet=True, tensorboard=False, peak_tflops=1e-6)
-    trainer = toy_trainer(2, 1, "gpipe", model=model, balance="even")
-    data = TensorDataset(torch.randn(8, 3, 4), torch.arange(8))
-    summary = trainer.fit(data, epochs=1, batch_size=4, monitoring=monitoring)
-    # A product of one sample and a matrix has a multiplication and an addition for each weight; there are three of
-    # them for each layer in forward and backward, but for the gradient of the data.
-    flops = 2 * (2 * 12 * 20 + 3 * 20 * 10)
-    assert summary["mfu"] == pytest.approx(flops * summary["samples_per_second"] / 1e6)
-
-
 class Last(nn.Module):
     """Scores [B, T, words], as most users have them."""
 
@@ -106,27 +92,3 @@ def test_accuracy_by_name_finds_classes_in_the_last_dimension():
     summary = trainer.fit(Sentences(), epochs=1, batch_size=20, shuffle=False, **how)
     state = {name.removeprefix("inner."): tensor for name, tensor in trainer.full_state_dict().items()}
     assert summary["validation_accuracy"] == pytest.approx(by_torch(state)["validation_accuracy"])
-
-
-def failing(out, target):
-    return out.missing
-
-
-def loss(out, target):
-    return 0, 1
-
-
-@pytest.mark.parametrize(
-    ("metrics", "message"),
-    [
-        (["acuracy"], "there is no 'acuracy'; use accuracy, top5, perplexity, or a callable"),
-        ([entropy, entropy], "the name 'entropy' is taken"),
-        ([loss], "the name 'loss' is taken"),
-        ([7], "expected a name or a callable of"),
-        ([failing], "metrics: failing fails: AttributeError"),
-    ],
-)
-def test_a_metric_that_cannot_be_measured_is_refused(metrics, message):
-    with pytest.raises(ConfigError, match=message) as refused:
-        trained(1, 1, metrics)
-    assert "\n" not in str(refused.value)

@@ -6,15 +6,12 @@ import random
 import pytest
 import torch
 
-from adl_dist.errors import ConfigError
-from adl_dist.optimizers import Muon
 from tests.support.commands import assert_same
 from tests.support.equations import assert_close, differ, modules_by_the_equations, modules_of
 from tests.support.mitigated import ADAM_DECAY, BETAS, DECAY, EPS, MU, Mitigated
-from tests.support.runs import SPOILT, SPOILT_PAIRS, nan_inputs, toy_trainer, train, trained, warm_up
+from tests.support.runs import SPOILT, SPOILT_PAIRS, nan_inputs, train, trained, warm_up
 from tests.support.tiers import covering
 from tests.support.toys import FixedImages, batch_norm_net
-from tests.support.values import QUIET
 
 RATES = {"sgd": 0.05, "nesterov": 0.05, "plain": 0.3, "adamw": 0.01}
 OPTIMIZERS = {
@@ -214,40 +211,6 @@ def test_sparse_gradients_are_mitigated_like_dense_ones(rows):
     assert_close(trained_with(sparse=True), trained_with(sparse=False))
 
 
-def test_a_warm_up_may_begin_with_a_rate_of_zero():
-    """If the last update moved nothing, nothing is predicted, however much the rate rises."""
-
-    def schedule(optimizer):
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: min(update / 4, 1.0))
-
-    def weights(**mitigation):
-        trainer = toy_trainer(2, 1, "adl", {"delay": [2, 0], **mitigation}, lr_schedule=schedule)
-        trainer.fit(FixedImages(12), epochs=1, batch_size=3, shuffle=False, monitoring=QUIET)
-        return trainer.full_state_dict()
-
-    assert_same(weights(mitigation=["predict"]), weights())
-
-
 # --- What cannot be ------------------------------------------------------------------------------------------
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
-RMSPROP = functools.partial(torch.optim.RMSprop, lr=0.01)
-
-
-NESTEROV = functools.partial(Muon, lr=0.1, momentum=0.0, rest="sgd", rest_options={"momentum": 0.9})
-FROM_MOMENTUM, WITHOUT = "predict_from=momentum needs SGD with momentum, Adam or AdamW", "an optimizer without momentum"
-REFUSED = [
-    ({"mitigation": ["spike"]}, SGD, "spike needs torch.optim.SGD with momentum, got SGD with momentum 0;"),
-    ({"mitigation": ["spike"]}, OPTIMIZERS["adamw"], "with momentum, got AdamW with momentum 0.8"),
-    ({"mitigation": ["predict"], "predict_from": "momentum"}, RMSPROP, FROM_MOMENTUM),
-    ({"mitigation": ["predict"], "predict_from": "momentum"}, SGD, FROM_MOMENTUM),
-    ({"mitigation": ["predict"], "predict_horizon": "geometric"}, SGD, "geometric needs an optimizer with momentum"),
-    ({"mitigation": ["nesterov"]}, OPTIMIZERS["sgd"], f"nesterov needs {WITHOUT}"),
-    ({"mitigation": ["nesterov"]}, NESTEROV, f"nesterov needs {WITHOUT}, .* got Muon with momentum 0 and 0.9"),
-]
-
-
-@pytest.mark.parametrize(("options", "optimizer", "told"), REFUSED)
-def test_an_optimizer_that_a_row_cannot_work_with_is_refused(options, optimizer, told):
-    with pytest.raises(ConfigError, match=f"stage 0: method.*{told}"):
-        train(2, 1, torch.float32, options=options, optimizer=optimizer)

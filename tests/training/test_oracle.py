@@ -3,12 +3,11 @@
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call
 
 from tests.support.equations import assert_close, differ, micro_batches
-from tests.support.oracle import backward_by_hand, keeping, train_by_the_equations, train_greedily
+from tests.support.oracle import backward_by_hand, keeping, train_by_the_equations
 from tests.support.slices import cut
-from tests.support.toys import NUM_CLASSES, batch_norm_net
+from tests.support.toys import batch_norm_net
 
 LOSS = nn.CrossEntropyLoss()
 BALANCE = [2, 4, 1]
@@ -132,49 +131,3 @@ def test_a_batch_meets_the_versions_that_the_delays_name(weights, delays, expect
     modules = [CountUpdates(name) for name in "abc"]
     train_by_the_equations(modules, epochs, M=2, loss_fn=loss_fn, delays=delays, weights=weights, **rates)
     assert seen == expected + [tuple(4 + v for v in versions) for versions in expected]
-
-
-def test_2bw_is_serial_sgd_one_step_late():
-    """W^{t+1} = W^t - lr grad f(W^{t-1}), W^{-1} = W^0, in one epoch (PipeDream-2BW, section 3.1)."""
-    model = batch_norm_net().double()
-    before = now = {n: p.detach() for n, p in model.named_parameters()}
-    for start in range(0, len(BATCHES), 2):
-        group = BATCHES[start : start + 2]
-        w = {n: t.clone().requires_grad_() for n, t in before.items()}
-        losses = [LOSS(functional_call(model, w, (x,)), target) * len(target) for x, target in group]
-        gradient = torch.autograd.grad(sum(losses) / sum(len(t) for _, t in group), list(w.values()))
-        before, now = now, {n: t - 0.1 * g for (n, t), g in zip(now.items(), gradient, strict=True)}
-    assert_close(train("2bw", epochs=1, M=2), dict(model.named_buffers()) | now)
-
-
-def heads():
-    torch.manual_seed(5)
-    pool = [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-    return [nn.Sequential(*pool, nn.BatchNorm1d(4), nn.Linear(4, NUM_CLASSES)).double() for _ in range(K - 1)]
-
-
-def test_greedy_training_is_a_torch_loop_for_every_module():
-    options = {"lr": [0.1, 0.2, 0.3, 0.1, 0.2, 0.3], "momentum": 0.9, "weight_decay": 0.01}
-    state, of_heads = train_greedily(modules(), heads(), [BATCHES] * 2, M=3, loss_fn=LOSS, **options)
-    stream = [BATCHES, BATCHES]
-    for k, (module, head) in enumerate(zip(modules(), [*heads(), nn.Identity()], strict=True), start=1):
-        both = nn.ModuleList([module, head])
-        optimizer = torch.optim.SGD(both.parameters(), lr=1.0, momentum=0.9, weight_decay=0.01)
-        rates = iter([0.1, 0.2, 0.3, 0.1, 0.2, 0.3])
-        following = []
-        for steps in stream:
-            outputs = []
-            for start in range(0, len(steps), 3):
-                group = steps[start : start + 3]
-                optimizer.zero_grad()
-                for x, target in group:
-                    outputs.append((module(x), target))
-                    (LOSS(head(outputs[-1][0]), target) * len(target) / sum(len(t) for _, t in group)).backward()
-                optimizer.param_groups[0]["lr"] = next(rates)
-                optimizer.step()
-            following.append([(y.detach(), target) for y, target in outputs])
-        stream = following
-        assert_close({n: state[n] for n in module.state_dict()}, module.state_dict())
-        if k < K:
-            assert_close(of_heads[k - 1], head.state_dict())
-    assert len(of_heads) == K - 1

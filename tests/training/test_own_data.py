@@ -12,7 +12,7 @@ from adl_dist import Loading
 from adl_dist.data import Loader
 from adl_dist.errors import AdlError
 from tests.support.runs import toy_trainer
-from tests.support.sentences import Resumable, Sentences, Streamed, encoder, padded
+from tests.support.sentences import Resumable, Streamed, encoder, padded
 from tests.support.values import QUIET
 
 sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -78,58 +78,6 @@ def test_a_sampler_decides_what_is_visited_alike_each_time(sampler):
     assert torch.rand(()) == torch.rand(
         (), generator=torch.Generator().manual_seed(5)
     )  # the caller's stream is as before
-
-
-class Short(Streamed):
-    def __iter__(self):
-        return iter([next(super().__iter__())] * 3)
-
-
-class Once(Streamed):
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        raise AssertionError
-
-
-class Sizeless(Streamed):
-    __len__ = None
-
-
-class Changing(Sentences):
-    def __getitem__(self, index):
-        ids, target = super().__getitem__(index)
-        return ((ids, ids) if index == 7 else (ids,)), target
-
-
-REFUSED = {
-    "too short": (Short(), {}, {}, "Short ended after 3 samples of epoch 1, fewer than"),
-    "read once only": (Once(), {}, {}, "Once is an iterator, which can be read once only"),
-    "no length": (Sizeless(), {}, {}, "does not say how many samples an epoch has.*samples_per_epoch"),
-    "workers": (Streamed(), {}, {"num_workers": 2}, "iterable, and 2 processes .* use data.num_workers=0"),
-    "a sampler of a stream": (Streamed(), {"sampler": range(10)}, {}, "iterable and has an order of its own"),
-    "batches": (NUMBERS, {"sampler": [[0, 1], [2, 3]] * 4, "collate_fn": None}, {}, "yields list, expected indices"),
-    "rows": (
-        Sentences(),
-        {"collate_fn": lambda some: padded(some[:-1] or some)},
-        {},
-        "first dimension must be the samp",
-    ),
-    "no pair": (Sentences(), {"collate_fn": lambda some: some[0][0]}, {}, "returned torch.Tensor; expected a pair"),
-    "its own error": (Sentences(), {"collate_fn": lambda some: 1 / 0}, {}, "collate_fn, .* raised ZeroDivisionError"),
-    "other containers": (Changing(), {"collate_fn": None}, {}, "expected|those before were|tuple of 1"),
-    "no function": (Sentences(), {"collate_fn": "padded"}, {}, "collate_fn: expected a callable"),
-    "too long an epoch": (NUMBERS, {"samples_per_epoch": 11}, {}, "samples_per_epoch is 11, but there are 10"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_data_that_cannot_be_loaded_is_refused_in_one_line(name):
-    dataset, loading, of_fit, message = REFUSED[name]
-    with pytest.raises(AdlError, match=message) as refused:
-        trained(dataset, loading=Loading(**{"collate_fn": padded, **loading}), **of_fit)
-    assert "\n" not in str(refused.value)
 
 
 class Faulty(Streamed):

@@ -8,8 +8,6 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from adl_dist import Callback
-from adl_dist.errors import ConfigError
-from adl_dist.training import build
 from tests.support.commands import assert_same
 from tests.support.equations import assert_close, differ, modules_by_the_equations
 from tests.support.runs import BALANCE, toy_trainer, train, warm_up_schedule
@@ -19,28 +17,6 @@ from tests.support.values import QUIET
 
 LOWERED = {"autocast": torch.bfloat16}
 cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"dtype": torch.bfloat16}, r"dtype=bfloat16 is not supported: .*Precision\(autocast="),
-        ({"autocast": torch.float16}, r"Precision\(autocast='float16'\) is not supported"),
-        ({"autocast": torch.bfloat16, "dtype": torch.float64}, "lowers float32 only, but dtype=float64"),
-        (
-            {"autocast": torch.bfloat16, "method": "paci"},
-            r"Precision\(autocast=...\) a graph may keep what was computed",
-        ),
-        ({"deterministic": True, "cudnn_benchmark": True}, r"deterministic=...\) asks for the same bits"),
-        (
-            {"compile": True, "method": "paci"},
-            r"Precision\(compile=...\) a graph may keep what was computed",
-        ),
-    ],
-)
-def test_what_autocast_or_compile_cannot_do_is_refused(options, expected):
-    with pytest.raises(ConfigError, match=expected):
-        toy_trainer(M=4, **options)
 
 
 # --- Autocast ----------------------------------------------------------------------------------------------
@@ -170,39 +146,3 @@ def flags():
         cudnn.benchmark,
         torch.are_deterministic_algorithms_enabled(),
     )
-
-
-class Witness(nn.Module):
-    """Notes the flags that its forward meets."""
-
-    def forward(self, x):
-        type(self).seen = flags()
-        return x
-
-
-@pytest.mark.parametrize("option", [None, "tf32", "cudnn_benchmark", "deterministic"])
-def test_flags_of_the_process_are_as_asked_while_stages_compute(option, monkeypatch):
-    """And as before afterwards."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    before, model, options = flags(), nn.Sequential(*batch_norm_net(), Witness()), {option: True} if option else {}
-    assert cudnn.allow_tf32
-    toy_trainer(M=4, model=model, **options).fit(FixedImages(8), epochs=1, batch_size=8, monitoring=QUIET)
-    tf32 = option == "tf32"
-    assert model[-1].seen == ([tf32] * 3, tf32, tf32, option == "cudnn_benchmark", option == "deterministic")
-    assert flags() == before
-    assert torch.utils.deterministic.fill_uninitialized_memory
-
-
-def test_training_inside_autocast_is_refused():
-    trainer = toy_trainer(M=4)
-    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ConfigError, match=r"inside torch\.autocast"):
-        trainer.fit(FixedImages(8), epochs=1, batch_size=8, monitoring=QUIET)
-
-
-def test_compile_without_a_compiler_is_refused():
-    # torch's own patch: pytest's would not put the compiler back, for all tests that follow.
-    missing = torch._inductor.config.patch({"cpp.cxx": (None, "/nowhere/g++")})
-    told = r"Precision\(compile=True\) needs a C\+\+ compiler .* omit Precision\(compile=...\)"
-    with missing, pytest.raises(ConfigError, match=told):
-        build.check_compiler(torch.device("cpu"))
-    build.check_compiler(torch.device("cpu"))

@@ -37,13 +37,6 @@ def test_a_resumed_run_ends_in_the_same_bits(case, tmp_path):
     assert_same(train(3, 3, torch.float32, run_dir=tmp_path, **options)[0], train(3, 3, torch.float32, **options)[0])
 
 
-def test_a_split_backward_may_continue_as_a_whole_one(tmp_path):
-    whole = {"delay": "third"}
-    train(3, 3, torch.float32, epochs=1, run_dir=tmp_path, options=SPLIT)
-    got, _ = train(3, 3, torch.float32, run_dir=tmp_path, options=whole)
-    assert_same(got, train(3, 3, torch.float32, options=whole)[0])
-
-
 RULES = [{"ndim": 1, "weight_decay": 0.0}, {"names": "6.*", "lr_factor": 0.25}, {"names": "1.conv.*", "frozen": True}]
 OTHER_CUTS = {
     "rules": {"optimizer": with_rules(ADAMW, RULES), "ema": 0.9},

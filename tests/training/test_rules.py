@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from adl_dist.errors import ConfigError
 from adl_dist.optimizers import Muon, mark_roles, with_rules
 from tests.support.commands import assert_same
 from tests.support.equations import assert_close, by_the_equations, plain_loop
@@ -143,35 +142,3 @@ def test_any_k_is_a_plain_loop_of_the_uncut_model(name, method, balance):
     assert_same(found, model.state_dict())
     still = ["1.spare.weight", "1.spare.bias", "2.weight"]
     assert [key for key in found if torch.equal(found[key], start[key])] == still
-
-
-def test_a_run_is_recognised_by_its_rules(tmp_path):
-    def fit(rules):
-        trainer = toy_trainer(2, 2, optimizer=with_rules(ADAMW, rules))
-        trainer.fit(FixedImages(8), epochs=1, batch_size=4, run_dir=tmp_path, monitoring=SILENT)
-
-    fit([{"names": "0.*", "weight_decay": 0.0}])
-    with pytest.raises(ConfigError, match=r"rules"):
-        fit([{"names": "1.*", "weight_decay": 0.0}])
-
-
-class SetsOneRate(torch.optim.lr_scheduler.LRScheduler):
-    """Gives all groups the same rate."""
-
-    def get_lr(self):
-        return [0.3 for _ in self.optimizer.param_groups]
-
-
-def test_a_schedule_that_would_lose_a_factor_is_refused():
-    def one_cycle(optimizer, total_updates, max_lr=0.1):
-        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=max_lr, total_steps=total_updates + 1)
-
-    def fit(schedule):
-        make = with_rules(sgd, [{"names": "6.*", "lr_factor": 0.5}])
-        trainer = toy_trainer(2, 2, optimizer=make, lr_schedule=schedule)
-        trainer.fit(FixedImages(8), epochs=1, batch_size=4, monitoring=SILENT)
-
-    fit(partial(one_cycle, max_lr=[0.1, 0.05]))  # on each stage both groups, one of them empty
-    for schedule in (one_cycle, SetsOneRate):
-        with pytest.raises(ConfigError, match=r"lr_factor of optimizer.rules would be lost; give it a list of 2 rates"):
-            fit(schedule)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from adl_dist.errors import ConfigError, DivergedError
+from adl_dist.errors import DivergedError
 from adl_dist.schedule import METHODS, Pipeline, method
 from adl_dist.stage import Stage
 from adl_dist.stage.deferred import DeferredGradients
@@ -124,12 +124,3 @@ def test_stop_names_the_update_that_was_not_finite_one_later(M, pick_next, tmp_p
     assert not list((tmp_path / "checkpoints").glob("update-*"))
     reported = [r["update"] for r in records(tmp_path) if r["name"] == "train/loss"]
     assert max(reported) < 5 // M, "no figure of an update that is not applied in the end"
-
-
-def test_what_cannot_be_split_is_refused():
-    with pytest.raises(ConfigError, match=r"method\(split_backward=True\) means nothing to method=dgl"):
-        method("dgl", split_backward=True)
-    with pytest.raises(ConfigError, match=r"method\(max_deferred=...\) needs a backward in two parts"):
-        method("adl", max_deferred=3)
-    with pytest.raises(ConfigError, match=r"Precision\(compile=...\) makes one piece .* method\(split_backward=...\)"):
-        toy_trainer(2, 1, "adl", SPLIT, compile=True)

@@ -8,7 +8,6 @@ from torch import nn
 
 from adl_dist import Loading
 from adl_dist.batch import rows_of
-from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.partition import Chain, even_sizes
 from tests.support.coded import crossing
 from tests.support.equations import EQUATIONS, assert_close
@@ -51,17 +50,6 @@ def fitted(name, K, M, method="adl", *, loss_fn=LOSS, codec="none", **options):
     how = {"loading": Loading(collate_fn=collate_fn), "val_dataset": make(10, 100), "monitoring": QUIET}
     summary = trainer.fit(make(NUM), epochs=EPOCHS, batch_size=MICRO_BATCH * M, shuffle=False, **how)
     return trainer.full_state_dict(), summary
-
-
-def reordered(samples):
-    """Name the inputs in another order in some micro-batches."""
-    input_, target = torch.utils.data.default_collate(samples)
-    return (dict(reversed(input_.items())) if target.sum() % 2 else input_), target
-
-
-def test_the_order_of_names_does_not_matter(monkeypatch):
-    monkeypatch.setitem(DATA, "reordered", (DATA["names"][0], reordered))
-    assert_close(fitted("reordered", 2, 2)[0], fitted("names", 2, 2)[0])
 
 
 def modules(K):
@@ -220,25 +208,6 @@ def test_a_forward_may_branch_on_a_length_that_only_comes_later(name):
     assert_close(*states)
 
 
-@pytest.mark.parametrize(
-    ("change", "found"),
-    [
-        (lambda ids, mask: (ids,), "forward takes ids, mask, but the input has 1 by place|missing 1 required .*'mask'"),
-        (lambda ids, mask: {"ids": ids, "masks": mask}, "masks"),
-    ],
-)
-def test_an_input_that_the_model_does_not_take_is_refused(change, found):
-    class Other(Masked):
-        def __getitem__(self, index):
-            input_, target = super().__getitem__(index)
-            return change(*input_), target
-
-    trainer = toy_trainer(2, 1, model=encoder(), loss_fn=LOSS, balance="even")
-    with pytest.raises((ConfigError, PartitionError), match=found) as refused:
-        trainer.fit(Other(), epochs=1, batch_size=3, monitoring=QUIET)
-    assert "\n" not in str(refused.value)
-
-
 def sum_and_count(out, target):
     return nn.functional.cross_entropy(out, target, reduction="sum"), (target != IGNORED).sum()
 
@@ -255,20 +224,3 @@ def test_coded_lengths_follow_the_coded_equations(codec, loss_fn):
     """Blocks are of one sample, so what one becomes does not depend on the length of others."""
     expected = by_the_equations("lengths", 3, 2, "adl", crossing=functools.partial(crossing, codec, codec))
     assert_close(fitted("lengths", 3, 2, loss_fn=loss_fn, codec=codec)[0], expected)
-
-
-@pytest.mark.parametrize(
-    ("second", "message"),
-    [
-        (lambda out, target: len(target["words"]), "no mean over the terms .* the first must be the sum, not the mean"),
-        (lambda out, target: {"accuracy": 0.5}, r"returned a Tensor, a dict for"),
-        (lambda out, target: out, r"returned a Tensor, a Tensor\[2, 11, 9\] for"),
-    ],
-)
-def test_a_pair_that_is_no_sum_and_count_is_refused(second, message):
-    def loss_fn(out, target):
-        return nn.functional.mse_loss(out.mean((1, 2)), target["weight"]), second(out, target)
-
-    with pytest.raises(ConfigError, match=message) as refused:
-        fitted("pairs", 2, 2, loss_fn=loss_fn)
-    assert "\n" not in str(refused.value)

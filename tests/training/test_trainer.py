@@ -12,7 +12,7 @@ from torch import nn
 
 import adl_dist
 from adl_dist import engine
-from adl_dist.errors import ConfigError, DataError
+from adl_dist.errors import DataError
 from adl_dist.schedule import work
 from tests.support.commands import assert_same
 from tests.support.kill import HeldImages, records
@@ -172,56 +172,6 @@ def test_a_second_fit_continues_like_a_fresh_trainer():
 def test_arguments_of_fit_are_checked_before_anything_happens(arguments, message):
     with pytest.raises(adl_dist.AdlError, match=message):
         toy_trainer(2, 2).fit(FixedImages(8), **values(**{"epochs": 1, "batch_size": 4, "quiet": True, **arguments}))
-
-
-class Loss(nn.CrossEntropyLoss):
-    pass
-
-
-WEIGHTS = [nn.Parameter(torch.zeros(1))]
-BY_SGD = torch.optim.SGD(WEIGHTS, lr=0.1)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"model": nn.ReLU}, r"model is the class ReLU; expected a model made of it: ReLU\(...\)"),
-        ({"model": [nn.ReLU()]}, "model: expected a torch.nn.Module, got a list; of layers make an nn.Sequential"),
-        ({"loss_fn": Loss}, r"loss_fn is the class Loss; expected a loss made of it: Loss\(\)"),
-        ({"loss_fn": "mse"}, r"loss_fn: expected a callable that takes \(output, target\).*got a str"),
-        ({"optimizer": BY_SGD}, "optimizer is a SGD that has its parameters already.*torch.optim.SGD"),
-        ({"optimizer": "sgd"}, "optimizer: expected a callable that takes parameters, got a str"),
-        ({"lr_schedule": torch.optim.lr_scheduler.StepLR(BY_SGD, 1)}, "lr_schedule is a StepLR that has its optimizer"),
-        ({"method": "adll"}, "there is no 'adll'|no method"),
-        ({"method": 4}, r"method=4: expected adl_dist.method\(NAME, ...\) or a name, got a int"),
-        ({"num_stages": None}, "num_stages=None: expected a whole number, got a NoneType"),
-        ({"num_stages": 2.0}, "num_stages=2.0: expected a whole number, got a float"),
-        ({"processes": {"device": "cpu"}}, r"processes=.*: expected adl_dist.ProcessOptions\(...\), got a dict"),
-        ({"precision": torch.float64}, r"precision=torch.float64: expected adl_dist.Precision\(...\), got a dtype"),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)
-def test_an_argument_of_a_wrong_kind_is_one_line(arguments, message):
-    usual = {"model": nn.Sequential(nn.ReLU()), "loss_fn": nn.MSELoss(), "optimizer": torch.optim.SGD}
-    given = {**usual, **arguments}
-    with pytest.raises(ConfigError, match=message):
-        adl_dist.Trainer(given.pop("model"), **given)
-
-
-@pytest.mark.parametrize(
-    ("call", "given", "message"),
-    [
-        ("fit", {"epochs": None}, "epochs=None: expected a whole number"),
-        ("fit", {"batch_size": None}, "batch_size=None: expected a whole number"),
-        ("evaluate", {"batch_size": "4"}, "batch_size='4': expected a whole number, got a str"),
-        ("evaluate", {"batch_size": 2.5}, "batch_size=2.5: expected a whole number, got a float"),
-        ("evaluate", {"loading": 3}, r"loading=3: expected adl_dist.Loading\(...\), got a int"),
-    ],
-)
-def test_a_call_with_a_value_of_a_wrong_kind_is_one_line(call, given, message):
-    usual = {"batch_size": 4, **({"epochs": 1} if call == "fit" else {})}
-    with pytest.raises(ConfigError, match=message):
-        getattr(toy_trainer(1), call)(FixedImages(8), **{**usual, **given})
 
 
 def test_a_checkpoint_continues_only_the_run_that_wrote_it(tmp_path):

@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
 
 from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.data.tokens import TokenFile, Windows, header_of
-from adl_dist.errors import DataError
 from adl_dist.losses import TokenCrossEntropy
 from adl_dist.models import gpt, llama, vit
 from adl_dist.partition import Chain
@@ -148,15 +146,6 @@ def test_a_resumed_run_continues_with_the_tokens_that_come_next(file, tmp_path):
     assert_same(state, expected)
 
 
-def test_perplexity_and_tokens_per_second_are_told_of_tokens(file):
-    _, summary = trained(build_gpt, file, 1, 2)
-    assert summary["validation_perplexity"] == math.exp(summary["validation_loss"])
-    data = data_of(file, 2)
-    counted = EPOCHS * sum(int((target != -100).sum()) for _, target in (data[n] for n in range(len(data))))
-    assert summary["num_tokens"] == counted < EPOCHS * NUM_SAMPLES * CONTEXT
-    assert summary["tokens_per_second"] == counted / summary["train_seconds"]
-
-
 @pytest.mark.parametrize("name", ["gpt", "llama", "vit"])
 def test_a_transformer_can_be_cut_between_any_two_units(name):
     """Tables that all layers of a Llama read do not keep them on one stage."""
@@ -169,14 +158,3 @@ def test_a_transformer_can_be_cut_between_any_two_units(name):
     assert len(chain.units) >= 20
     for first in range(1, len(chain.units)):
         chain.plan([first, len(chain.units) - first])
-
-
-@pytest.mark.parametrize(("K", "at"), [(1, 11)])
-def test_an_id_outside_the_vocabulary_is_named(K, at):
-    """In the trial at the start, and while training."""
-    trainer = toy_trainer(K, 2, model=build_gpt(), balance=BALANCES[K], loss_fn=TokenCrossEntropy())
-    ids = torch.randint(VOCAB, (16, CONTEXT))
-    ids[at, 3] = VOCAB + 2
-    said = r"stage 0: the embedding 'embedding.tokens' gets the id 13, but has rows for 0 to 10 only"
-    with pytest.raises(DataError, match=said):
-        trainer.fit(TensorDataset(ids, ids % VOCAB), epochs=1, batch_size=4, shuffle=False, monitoring=QUIET)

@@ -164,25 +164,7 @@ def test_what_cannot_be_trained_is_refused_with_its_reason(build, options, messa
         fit(build(), **options)
 
 
-def test_a_parameter_that_was_frozen_at_the_cut_stays_so():
-    model = layers()
-    model[0].weight.requires_grad_(False)
-    trainer = fit(model)
-    model[0].weight.requires_grad_(True)
-    with pytest.raises(ConfigError, match=r"'0.weight' takes a gradient now, but did not when the model was cut"):
-        trainer.fit(DATA, epochs=1, batch_size=4, monitoring=SILENT)
-
-
 # --- What it says and leaves alone -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("K", "said"), [(2, "found equal to the uncut model on 6 samples"), (1, "nothing was compared")]
-)
-def test_it_says_what_was_compared(K, said, capsys):
-    trainer = toy_trainer(K, 1, model=layers())
-    trainer.fit(DATA, epochs=1, batch_size=4, monitoring=adl_dist.Monitoring(tensorboard=False, report=False))
-    assert capsys.readouterr().out.count(said) == 1
 
 
 class Counting(nn.CrossEntropyLoss):

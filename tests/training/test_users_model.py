@@ -105,13 +105,3 @@ def test_modules_are_in_the_modes_in_which_they_were(K):
     assert {name: module.training for name, module in model.named_modules()} == before
     trainer.evaluate(FixedImages(4), batch_size=4)
     assert {name: module.training for name, module in model.named_modules()} == before
-
-
-def test_parameters_that_an_optimizer_leaves_out_are_named(capsys):
-    model = nn.Sequential(nn.Flatten(), nn.Linear(72, 6), nn.Linear(6, 5))
-    optimizer = lambda parameters: torch.optim.SGD(list(parameters)[:1], lr=0.1)  # noqa: E731
-    trainer = toy_trainer(2, 1, "bp", model=model, balance=[2, 1], optimizer=optimizer)
-    trainer.fit(FixedImages(4), epochs=1, batch_size=4, monitoring=SILENT)
-    told = capsys.readouterr().err
-    names = [line.partition(" are in no group")[0].rpartition(": ")[2] for line in told.splitlines()]
-    assert names == ["1.bias", "2.bias"]

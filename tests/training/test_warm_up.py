@@ -6,10 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adl_dist.errors import ConfigError
 from adl_dist.stage import Stage
 from adl_dist.training import build
-from adl_dist.training.warm_up import check_without_warm_up
 from tests.support import runs
 from tests.support.commands import assert_same
 from tests.support.toys import FixedImages, batch_norm_net
@@ -102,30 +100,3 @@ def test_no_update_does_anything_for_the_first_time(case, over_nccl, monkeypatch
     assert_same(trained(name, options, monkeypatch, warms_up=True, of_trainer=of_trainer), plain)
     assert len(seen.names) > 3
     assert seen.names <= over_nccl
-
-
-@pytest.mark.parametrize("loading", [None, "LAZY", "EAGER"])
-def test_lengths_that_change_over_nccl_need_loaded_kernels(loading, monkeypatch):
-    """There is no warm-up for them, and to load a kernel may wait for a receive that waits for a peer."""
-    monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
-    if loading is not None:
-        monkeypatch.setenv("CUDA_MODULE_LOADING", loading)
-    check_without_warm_up("gloo")
-    if loading == "EAGER":
-        check_without_warm_up("nccl")
-    else:
-        with pytest.raises(ConfigError, match="set CUDA_MODULE_LOADING=EAGER in the environment of all ranks"):
-            check_without_warm_up("nccl")
-
-
-def test_each_size_is_computed_before_training(monkeypatch):
-    seen: list[int] = []
-    warm_up = build.warm_up
-
-    def watched(*args, **options):
-        with torch.nn.modules.module.register_module_forward_hook(lambda module, args, out: seen.append(len(args[0]))):
-            warm_up(*args, **options)
-
-    monkeypatch.setattr(build, "warm_up", watched)
-    trained("adl", {}, monkeypatch, warms_up=True)
-    assert {3, 15 % 6 or 6} <= set(seen)

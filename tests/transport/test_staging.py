@@ -10,7 +10,7 @@ import torch
 
 from adl_dist.errors import ChannelError
 from adl_dist.transport import process
-from adl_dist.transport.process import Edge, Pending, ProcessReceiver, ProcessSender
+from adl_dist.transport.process import Edge, ProcessSender
 from adl_dist.transport.spec import Specs, TensorSpec
 from adl_dist.transport.staging import SendFromGpu
 from adl_dist.transport.wire import Wire
@@ -94,43 +94,3 @@ def test_a_send_that_fails_raises_its_own_error():
     send = SendFromGpu(torch.ones(1), torch.ones(1), copy, lost)
     with pytest.raises(ChannelError, match="gone"):
         send.wait()
-
-
-class Broken(Event):
-    """The event of a copy from a GPU on which a kernel has failed."""
-
-    def synchronize(self):
-        raise torch.AcceleratorError("device-side assert triggered")
-
-
-def test_a_fault_of_its_own_gpu_is_not_blamed_on_the_peer():
-    sender, tensor = sender_over("gloo"), torch.ones(1)
-    sender._pending.append(Pending(0, (), [(SendFromGpu(tensor, tensor, Broken(), lambda host: None), tensor)]))
-    with pytest.raises(torch.AcceleratorError, match="device-side assert"):
-        sender.drain()
-
-
-def test_nor_is_one_that_shows_where_a_send_begins(monkeypatch):
-    """Over NCCL a send is a kernel, and to launch one may tell of another that has failed."""
-
-    def send(*_, **__):
-        raise torch.AcceleratorError("device-side assert triggered")
-
-    monkeypatch.setattr(process, "SEND", send)
-    sender = sender_over("nccl")
-    sender.open([2], training=True)
-    with pytest.raises(torch.AcceleratorError, match="device-side assert"):
-        sender.send(0, (torch.ones(2, 3),))
-
-
-@pytest.mark.parametrize("pinned", [False, True])
-def test_targets_that_are_read_before_a_gpu_gets_them_are_pinned(pinned, monkeypatch):
-    """From other memory a copy would wait for all work that the GPU has been given."""
-    made = []
-    monkeypatch.setattr(TensorSpec, "empty", lambda *_, pinned=False, **__: made.append(pinned) or torch.zeros(2, 3))
-    monkeypatch.setattr(process, "RECEIVE", lambda *_, **__: SimpleNamespace(wait=lambda: None))
-    edge = Edge(0, 1, (0, 1), None, "gloo")
-    receiver = ProcessReceiver(edge, Wire(SPECS, "target"), device=CPU, pinned=pinned)
-    receiver.open([2], [0], training=True)
-    receiver.recv(0)
-    assert made == [pinned]

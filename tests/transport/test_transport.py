@@ -1,8 +1,6 @@
 """What travels on an edge: several tensors, their memory format, and what is refused."""
 
 import functools
-import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +8,6 @@ from torch import nn
 
 from adl_dist.errors import ChannelError, PartitionError
 from adl_dist.transport.channel import LocalChannel
-from adl_dist.transport.process import Edge, abort
 from adl_dist.transport.spec import Specs, TensorSpec
 from adl_dist.transport.wire import Wire
 from tests.support.oracle import train_by_the_equations
@@ -107,17 +104,3 @@ def test_a_micro_batch_out_of_order_is_refused():
     channel.send(1, (torch.zeros(1, 3),))
     with pytest.raises(ChannelError, match="expected the grad of micro-batch 0, got 1"):
         channel.recv(0)
-
-
-def test_edges_of_nccl_are_given_up_all_at_once():
-    """One alone would wait for the kernels of the others, whose peers are gone. gloo needs no such end."""
-    meeting, ended = threading.Barrier(3, timeout=5), []
-
-    def end():
-        meeting.wait()
-        ended.append(True)
-
-    edges = [Edge(k, k + 1, (k, k + 1), SimpleNamespace(abort=end), "nccl") for k in range(3)]
-    unused = SimpleNamespace(abort=lambda: ended.append(False))
-    abort([*edges, Edge(3, 4, (3, 4), unused, "gloo")])
-    assert ended == [True] * 3
