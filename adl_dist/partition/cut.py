@@ -23,15 +23,13 @@ def flops_sizes(chain: Chain, num_stages: int) -> list[int]:
     sizes = _best(chain, num_stages, opened=())
     opened: set[int] = set()
     while slowest_above_mean(chain, sizes) > MOST_ABOVE_MEAN:
-        # Open the blocks next to the cuts of the stage with most work.
-        loads, borders = loads_of(chain, sizes), [0, *accumulate(sizes)]
+        # Open the blocks next to the cuts of the stage with most work; once they are open, those next to all cuts.
+        loads, cuts = loads_of(chain, sizes), [*accumulate(sizes)][:-1]
         k = loads.index(max(loads))
-        more = {
-            chain.blocks[unit]
-            for border in borders[k : k + 2]
-            for unit in (border - 1, border)
-            if 0 <= unit < len(chain.units)
-        }
+        next_to = [{chain.blocks[cut - 1], chain.blocks[cut]} for cut in cuts]
+        more = set[int]().union(*next_to[max(k - 1, 0) : k + 1])
+        if more <= opened:
+            more = set[int]().union(*next_to)
         if more <= opened:
             break
         opened |= more

@@ -8,12 +8,16 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adl_dist.errors import PartitionError
+from adl_dist.models import gpt
+from adl_dist.partition import Chain
 from adl_dist.partition.balance import best_balance, evaluate_balance
 from adl_dist.partition.costs import Machine, StageFootprint, UnitCost
+from adl_dist.partition.cut import flops_sizes, loads_of
 from tests.support.tiers import slow
 
 
@@ -24,6 +28,14 @@ def adl(K, M=1, **options):
 
 def unit(time=3.0, **options):
     return UnitCost(name="unit", forward=time / 3, backward=time * 2 / 3, **options)
+
+
+@pytest.mark.parametrize("num_stages", [4, 8])
+def test_the_default_cut_of_six_layers_leaves_no_stage_idle(num_stages):
+    """Of 6 equal layers, 4 stages cannot all have the same number, and 8 stages get less than one each."""
+    chain = Chain(gpt(65, 64, layers=6, width=192, heads=6), [torch.zeros(n, 64, dtype=torch.long) for n in (2, 3)])
+    shares = loads_of(chain, flops_sizes(chain, num_stages))
+    assert min(shares) >= max(shares) / 2, shares
 
 
 def borders(sizes):
