@@ -174,7 +174,8 @@ class Coordinator:
 
     def _end_epoch(self) -> None:
         """Evaluate, if it is planned here and not done yet, and call callbacks."""
-        if self._evaluated_at != self._update and (self._is_over or self._plan.evaluates_at(self._sample)):
+        is_planned = self._plan.is_after(self._plan.eval_every_updates, self._sample)
+        if self._evaluated_at != self._update and (self._is_over or is_planned):
             self._evaluate()
             self._evaluated_at = self._update
             mean = {} if (loss := self._progress.train_loss) is None else {"train_loss": loss}
@@ -197,7 +198,8 @@ class Coordinator:
     @property
     def _is_to_be_saved(self) -> bool:
         every = self._saving.every_epochs if self._saving else 0
-        return self._plan.saves_at(self._sample) and (self._sample > 0 or (every > 0 and self._epoch % every == 0))
+        is_planned = self._plan.is_after(self._plan.checkpoint_every_updates, self._sample)
+        return is_planned and (self._sample > 0 or (every > 0 and self._epoch % every == 0))
 
     def _carry_out_requests(self) -> dict[str, Any] | None:
         """Save if requested; return the place of a stop, if requested."""

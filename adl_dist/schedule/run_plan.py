@@ -110,17 +110,10 @@ class Plan:
 
     def ends_at(self, sample: int) -> bool:
         """Return whether a planned segment ends (or begins) at ``sample``."""
-        return self.saves_at(sample) or self.evaluates_at(sample)
+        return any(self.is_after(every, sample) for every in (self.checkpoint_every_updates, self.eval_every_updates))
 
-    def saves_at(self, sample: int) -> bool:
-        """Return whether ``sample`` is that of a planned checkpoint."""
-        return self._is_after(self.checkpoint_every_updates, sample)
-
-    def evaluates_at(self, sample: int) -> bool:
-        """Return whether ``sample`` is that of an evaluation."""
-        return self._is_after(self.eval_every_updates, sample)
-
-    def _is_after(self, every: int | None, sample: int) -> bool:
+    def is_after(self, every: int | None, sample: int) -> bool:
+        """Return whether an epoch, or ``every`` updates of one, end (or begin) at ``sample``."""
         size = self.micro_batch_size * self.accumulation_steps
         return sample == 0 or (every is not None and sample % (every * size) == 0)
 

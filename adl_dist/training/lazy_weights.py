@@ -186,8 +186,7 @@ def prepare_weights(
 
     In the second case return None.
 
-    ``untied`` maps the name of each untied parameter to the one that it was tied to; ``skip`` is that of
-    :func:`load_initial`.
+    ``untied`` maps the name of each untied parameter to the one that it was tied to.
 
     Raises:
         ConfigError: If the model is on meta and cannot be made, or the folder of its weights lacks some.

@@ -162,27 +162,23 @@ class Trainer:
         self._processes, self._timeouts = processes or ProcessOptions(), timeouts or WatchdogTimeouts()
         self._distributed = _is_distributed(self._processes, self._spec.pipeline)
         arguments.check_layers(model, distributed=self._distributed)
-        self._partitioned = self._prepare(model, partition or PartitionSpec(), init_from, init_skip)
+        path = None if init_from is None else Path(init_from)
+        self._partitioned = self._prepare(model, partition or PartitionSpec(), path, init_skip)
         self._modules = [ref(module) for module in model.modules()]  # of the user's; a process keeps those of its stage
         # Of the stages of this process, which may have nothing to train; None before the first fit.
         self._averages: list[WeightAverage] | None = None
-        self._data: Data | None = None  # of the last fit
+        self._data = Data(None, None, 0, 0, Loading())  # of the last fit
         self.running: str | None = None  # its method that runs
         self.requests = RequestQueue()  # of the job that runs now, or did last; to ask it to stop or to save
 
     def _prepare(
-        self,
-        model: nn.Module,
-        partition: PartitionSpec,
-        init_from: str | os.PathLike[str] | None,
-        init_skip: Sequence[str],
+        self, model: nn.Module, partition: PartitionSpec, init_from: Path | None, init_skip: Sequence[str]
     ) -> PartitionedModel:
         """Load or prepare the weights of ``model``, which is not cut yet."""
         spec, num_stages = self._spec, self._spec.pipeline.num_stages
         arguments.check_delays(spec.pipeline.method, partition.balance)
         names = untied(model) if partition.tied == "untie" else {}
-        path = None if init_from is None else Path(init_from)
-        weights = prepare_weights(model, path, spec.seed, names, init_skip)
+        weights = prepare_weights(model, init_from, spec.seed, names, init_skip)
         if weights is not None and not self._distributed:  # this process has all of it in any case
             weights.make(model)
             weights = None
@@ -344,17 +340,14 @@ class Trainer:
             ConfigError, PartitionError, DataError: Before it starts.
             StageFailed, ChannelError: If another process failed.
         """
-        fitted = self._data
-        if batch_size is None and fitted is not None:
-            batch_size = fitted.batch_size // self._spec.pipeline.micro_batches_per_update
-        if num_workers is None:
-            num_workers = 0 if fitted is None else fitted.num_workers
-        loading = loading or (Loading() if fitted is None else fitted.loading)
+        if batch_size is None:
+            batch_size = self._data.batch_size // self._spec.pipeline.micro_batches_per_update
+        num_workers = self._data.num_workers if num_workers is None else num_workers
+        loading = loading or self._data.loading
         arguments.check_values({"batch_size": batch_size, "num_workers": num_workers, "loading": loading})
-        assert batch_size is not None
         data = Data(None, dataset, batch_size, num_workers, loading, trains=False)
         if batch_size < 1:
-            raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
+            raise ConfigError(f"batch_size must be at least 1, got {batch_size}; only after fit it has a default")
         world = self._join()
         with self._keep_modes(), self._start_job(world, None) as (running, store):
             loaders = self._load(world, data) if self.needs_data else Loaders()

@@ -148,11 +148,6 @@ def test_mixup_trains_on_soft_targets_and_measures_classes(K):
     assert trainer.evaluate(TensorDataset(*other)) == {k: v for k, v in summary.items() if k.startswith("validation")}
 
 
-def test_evaluate_without_batch_size_needs_a_fit_before():
-    with pytest.raises(ConfigError, match="batch_size=None: expected a whole number"):
-        toy_trainer(1).evaluate(TensorDataset(*samples()))
-
-
 @pytest.mark.parametrize("saved", ["pt", "safetensors"])
 def test_a_new_head_keeps_its_own_values_on_old_weights(saved, tmp_path):
     from safetensors.torch import save_file
