@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_unflatten
 from adl_dist.batch import Tensors, arguments_of
 from adl_dist.errors import PartitionError
 from adl_dist.memory import memory_of
-from adl_dist.partition.absent import Results, filled, infer, signature
+from adl_dist.partition.absent import Results, call_signature, filled, infer
 from adl_dist.partition.containers import map_tensors, other_leaves, tensors_in, unique_tensors
 from adl_dist.partition.functions import ASK_DEVICE, LIKE_SECOND, Kind, kind_of, writes_to
 from adl_dist.partition.intercept import users_line, users_line_of
@@ -58,28 +58,26 @@ def call_of(module: nn.Module, name: str, own: Callable[..., Any], stage: Any) -
         try:
             planned = frame.modules[name][count]
         except (KeyError, IndexError):
-            planned = run.repeated(name, count)
-        run.last = planned
-        if len(args) == 1 and not kwargs:  # the two common cases: nothing may show in the time of a skipped call
-            arg, results = args[0], run.results.get(planned)
-            if results is not None:
-                fast = results.fast
-                if fast is not None and fast[0] is arg and fast[2] is torch.is_grad_enabled():
-                    return fast[1]
-            elif planned.is_plain and planned.first == index and run.is_plain and type(arg) is Value:
-                mark = arg.mark
-                if not mark.absent and mark.data is None:
-                    arg.__class__ = Tensor  # type: ignore[assignment]
-                    run.frame = None
-                    try:
-                        out = own(arg)
-                    finally:
-                        run.frame = frame
-                        arg.__class__ = Value
-                    if type(out) is Tensor and out is not arg:
-                        run.made(out, (run.path, name, count, 0))
-                        return out
-                    return run.marked(out, (run.path, name, count))
+            planned = run.repeated(name)
+        run.last = name, count
+        results = run.results.get(planned)  # the two common cases: nothing may show in the time of a skipped call
+        if results is not None:
+            one = results.last_of_one
+            if one and len(args) == 1 and args[0] is one[0] and not kwargs and one[1] is torch.is_grad_enabled():
+                return one[2]
+            if (out := results.again(args, kwargs)) is not None:
+                return out
+        elif planned.is_plain and planned.first == index and run.is_plain and len(args) == 1 and not kwargs:
+            arg = args[0]
+            if type(arg) is Value and not (mark := arg.mark).absent and mark.data is None:
+                arg.__class__ = Tensor  # type: ignore[assignment]
+                run.frame = None
+                try:
+                    out = own(arg)
+                finally:
+                    run.frame = frame
+                    arg.__class__ = Value
+                return run.marked(out, (run.path, name, count), labels=planned.labels)
         return run.module(planned, (run.path, name, count), module, own, args, kwargs)
 
     return call
@@ -99,8 +97,7 @@ class ForwardRun:
         self.results = stage.results
         self.frame: FramePlan | None = mode.root
         self.path, self.counts = "", dict[str, int]()
-        self.last: CallPlan | None = None  # the last call of a module
-        self._counted: CallPlan | None = None
+        self.last = self._counted = ("", 0)  # the last call of a module, and of the one of the last function
         self._since: dict[str, int] = {}
         self.received: dict[Label, Tensor] = {}
         self.failure: PartitionError | None = None
@@ -108,10 +105,8 @@ class ForwardRun:
         self.watcher: _Watcher | None = None
         self._stale: dict[int, Tensor] = {}  # memory another stage writes to; kept, so that no other gets its number
         self._state: dict[str, Tensor] = {}
-        edge = mode.crossing[self.index] if not stage.is_last else []
-        self._leaving: list[Tensor | None] = [None] * len(edge)
-        self._wanted = {label: slot for slot, labels in enumerate(edge) for label in labels}
-        self._found: dict[Label, Tensor] = {}  # what leaves where paths differ
+        self._wanted = mode.wanted[self.index]
+        self._leaving: dict[Label, Tensor] = {}
         self._own_streams: Any = None
 
     @property
@@ -131,7 +126,7 @@ class ForwardRun:
                     self.tape.buffer(tensor_named(stage.model, name), name)
                 elif name not in mode.state and isinstance(tensor := tensor_named(stage.model, name), Tensor):
                     self.tape.buffer(tensor, tensor.clone())
-        self.is_plain = self.tape is None and not mode.draws
+        self.is_plain = self.tape is None and not mode.recorded.draws
         if mode.births or self.tape is not None:
             self.watcher = _Watcher(self)
         shapes = self._input_shapes = self._receive(acts) if self.index else [t.shape for t in acts]
@@ -153,48 +148,40 @@ class ForwardRun:
             for ndim in ndims:
                 shapes.append(torch.Size(flat[:ndim]))
                 del flat[:ndim]
-        if mode.decides:
+        if mode.recorded.decides:
             for number, tensor in zip(tensors.pop().tolist(), tensors, strict=True):
-                label = mode.labels[number]
-                self._bind((label, *mode.aliases.get(label, ())), tensor)
+                self._bind(mode.labels[number], tensor)
         else:
-            for labels, tensor in zip(edge, tensors, strict=True):
-                self._bind(labels, tensor)
+            for label, tensor in zip(edge, tensors, strict=True):
+                self._bind(label, tensor)
         if sizes is not None:
             shapes = [
                 torch.Size([d if isinstance(d, int) else tensors[d[0]].shape[d[1]] for d in dims]) for dims in sizes
             ]
         return shapes
 
-    def _bind(self, labels: Sequence[Label], tensor: Tensor) -> None:
-        self.received |= dict.fromkeys(labels, tensor)
-        for label in labels:
-            if (slot := self._wanted.get(label)) is not None:
-                self._leaving[slot] = tensor
-        if self.mode.decides and labels[0] in self.mode.common:
-            self._found[labels[0]] = tensor
+    def _bind(self, label: Label, tensor: Tensor) -> None:
+        """Note a whole-number input, or a received value that also leaves."""
+        if self.index:
+            self.received[label] = tensor
+        if label in self._wanted:
+            self._leaving[label] = tensor
 
     def _input(self, place: int, shape: Any, acts: Tensors) -> Tensor:
-        label = ("", INPUT, place, 0)
+        label, mode = ("", INPUT, place, 0), self.mode.recorded
         tensor = acts[place] if self.index == 0 else self.received.get(label)
-        is_common_input = label not in self.mode.recorded.memory
-        if tensor is not None and is_common_input:
-            if self.index == 0:
-                self._produced(label, tensor)
-                if self.mode.decides and label in self.mode.common:
-                    self._found[label] = tensor
-            return tensor.detach()
-        if tensor is not None and self.index:
-            return self._value_of(tensor, Mark(label, 0, absent=False))
         if tensor is None:
-            dtype = self.mode.recorded.dtypes[place]
             key = place, shape, torch.is_grad_enabled()
-            made: Tensor | None = self.stage.absent_inputs.get(key)
-            if made is None:
-                made = torch.empty(shape, dtype=dtype, device="meta")
-                made = as_value(made, Mark(None if is_common_input else label, 0, absent=True))
-                self.stage.absent_inputs[key] = made
-            return made
+            if key not in self.stage.absent_inputs:
+                made = torch.empty(shape, dtype=mode.dtypes[place], device="meta")
+                mark = Mark(None if mode.is_common(label) else label, 0, absent=True)
+                self.stage.absent_inputs[key] = as_value(made, mark)
+            return self.stage.absent_inputs[key]  # type: ignore[no-any-return]
+        if mode.is_common(label):
+            self._bind(label, tensor)
+            return tensor.detach()
+        if self.index:
+            return self._value_of(tensor, Mark(label, 0, absent=False))
         value = as_value(tensor.detach(), Mark(label, 0, absent=False))
         if self.tape is not None:
             self.tape.same(value, tensor)
@@ -240,30 +227,21 @@ class ForwardRun:
                 )
         if self.stage.is_last:
             return map_tensors(self._resolved_output, out)
-        if self.mode.decides:
+        mode, order, tail = self.mode, self.mode.crossing[self.index], []
+        if mode.recorded.decides:
             for tensor in tensors_in(out):
                 self._note(tensor)
-            order = sorted(self._found, key=lambda label: self.mode.numbers[label])
-            numbers = torch.tensor([self.mode.numbers[label] for label in order], device=self.stage.device)
-            leaving = [self._found[label] for label in order]
-            tail = [numbers, self._shapes()]
-        else:
-            leaving = [self._left(slot, kept) for slot, kept in enumerate(self._leaving)]
-            tail = [self._shapes()] if self.mode.sizes[self.index] is None else []
-        return (*map(as_tensor, leaving), *tail)
-
-    def _left(self, slot: int, kept: Tensor | None) -> Tensor:
-        labels = self.mode.crossing[self.index][slot]
-        if kept is None:
-            raise ForwardError(
-                f"stage {self.index}: '{labels[0][1]}' did not run in this micro-batch, but its result crosses to the "
-                "next stage in all recorded ones, which were the first"
-            )
-        return kept
-
-    def _shapes(self) -> Tensor:
-        sizes = [size for shape in self._input_shapes for size in shape]
-        return torch.tensor(sizes, device=self.stage.device)
+            order = sorted(self._leaving, key=mode.numbers.__getitem__)
+            tail.append(torch.tensor([mode.numbers[label] for label in order], device=self.stage.device))
+        if mode.sizes[self.index] is None:
+            tail.append(torch.tensor([n for shape in self._input_shapes for n in shape], device=self.stage.device))
+        for label in order:
+            if label not in self._leaving:
+                raise ForwardError(
+                    f"stage {self.index}: '{label[1]}' did not run in this micro-batch, but its result crosses to the "
+                    "next stage in all recorded ones, which were the first"
+                )
+        return (*(as_tensor(self._leaving[label]) for label in order), *tail)
 
     def _resolved_output(self, tensor: Tensor) -> Tensor:
         if type(tensor) is not Value and not isinstance(tensor, ForeignParameter):
@@ -274,13 +252,13 @@ class ForwardRun:
 
     # Calls of modules
 
-    def repeated(self, name: str, count: int) -> CallPlan:
+    def repeated(self, name: str) -> CallPlan:
         """Return the plan of a module call beyond the recorded number of calls."""
         assert self.frame is not None
         plans = self.frame.modules.get(name)
         if plans is None:
             self.fail(f"calls '{name}', which no recorded micro-batch did; let the recorded ones, the first two, do so")
-        plans.append(replace(plans[-1], key=(*plans[-1].key[:2], count)))
+        plans.append(plans[-1].repeat())
         return plans[-1]
 
     def module(
@@ -298,22 +276,22 @@ class ForwardRun:
             return self._follow(planned, key, own, args, kwargs)
         with native():
             stage = planned.last if index < planned.first else planned.first
-            if planned.follows:
-                values = [leaf for leaf in tensors_in((args, kwargs)) if type(leaf) is Value]
-                stage = max((value.mark.stage for value in values), default=EVERYWHERE)
-            if stage in (index, EVERYWHERE):
+            if not (planned.call.uses or planned.call.is_open):  # or a later one, if other modules are left out
                 leaves = tensors_in((args, kwargs))
-                return self._compute(own, key, stage, args, kwargs, leaves, planned=planned)
+                stage = max([stage, *(leaf.mark.stage for leaf in leaves if type(leaf) is Value)])
+            if stage in (index, EVERYWHERE):
+                return self._compute(own, key, stage, args, kwargs, tensors_in((args, kwargs)), planned)
             return self._skip(planned, key, stage, module, own, args, kwargs)
 
     def _follow(self, planned: CallPlan, key: tuple[str, str, Any], own: Any, args: Any, kwargs: Any) -> Any:
         before = self.frame, self.path, self.counts, self.last
-        self.frame, self.path, self.counts, self.last = planned.frame, f"{key[0]}/{key[1]}#{key[2]}", {}, None
+        self.frame, self.path, self.counts, self.last = planned.frame, f"{key[0]}/{key[1]}#{key[2]}", {}, ("", 0)
+        self._counted, self._since = self.last, {}
         try:
             return own(*args, **kwargs)
         finally:
             self.frame, self.path, self.counts, self.last = before
-            self._counted, self._since = None, {}
+            self._counted, self._since = self.last, {}
 
     def _skip(
         self,
@@ -326,7 +304,7 @@ class ForwardRun:
         kwargs: Any,
     ) -> Any:
         """Return the absent result of a call of another stage."""
-        is_noted = self.mode.decides and stage > self.index
+        is_noted = self.mode.recorded.decides and stage > self.index
         if is_noted:
             for leaf in tensors_in((args, kwargs)):
                 self._note(leaf)
@@ -334,27 +312,26 @@ class ForwardRun:
         if results is None:
             results = self.results[planned] = Results(
                 self.stage.templates,
-                planned.recorded,
+                planned.call.recorded,
                 dtypes=planned.dtypes,
-                varies=planned.varies,
+                varies=planned.call.varies,
                 is_changed=self.stage.is_changed,
             )
         stages = planned.stages if planned.way is Way.SPLIT else (stage,)
+        unique = unique_tensors((args, kwargs)) if planned.written else []
         try:
-            out = results.get(function, args, kwargs, label=key, stages=stages, module=module)
+            out = results.get(function, args, kwargs, key=key, labels=planned.labels, stages=stages, module=module)
+            found = self._arrived(out) if stage < self.index and self.received else out
+            for place in planned.written:
+                spec = self._written_spec(key, place, function, args, kwargs) if module is None else None
+                self._write_absent(unique[place], (*key, -1 - place), stage, spec)
         except ValueError as error:
             self.fail(
                 f"the shape of what '{key[1]}' returns is not known on a stage that does not compute it ({error})"
             )
-        if stage < self.index and self.received:
-            out = self._arrived(out)
-        if planned.written:
-            unique = unique_tensors((args, kwargs))
-            for place in planned.written:
-                self._write_absent(unique[place], (*key, -1 - place), stage)
-        elif len(args) == 1 and not kwargs and not is_noted and type(out) is type(args[0]) is Value:
-            results.keep_last(args[0], out)
-        return out
+        if found is out and not (is_noted or planned.written):
+            results.remember(args, kwargs)
+        return found
 
     def _arrived(self, out: Any) -> Any:
         """Put received tensors into the result of an earlier stage's call."""
@@ -385,7 +362,7 @@ class ForwardRun:
 
     def play(self, tape: Tape, acts: Tensors) -> Any:
         """Repeat the calls of ``tape`` for ``acts``."""
-        if self.mode.draws and self.stage.seeds is not None:
+        if self.mode.recorded.draws and self.stage.seeds is not None:
             self._own_streams = self.stage.seeds[1]
         return tape.play(acts, self._stream, lambda name: tensor_named(self.stage, name))
 
@@ -397,50 +374,31 @@ class ForwardRun:
         args: Any,
         kwargs: Any,
         leaves: Sequence[Any],
-        *,
-        planned: CallPlan | None,
-        target: Tensor | None = None,
+        planned: CallPlan,
     ) -> Any:
         """Run a call of this stage, with received tensors for absent arguments."""
-        written, draws = (planned.written, planned.draws) if planned is not None else ((), True)
+        call, replaced = planned.call, dict[int, Tensor]()
         values: list[Any] = [leaf for leaf in leaves if type(leaf) is Value or type(leaf) is ForeignParameter]
-        if self.is_plain and not written and target is None and (planned is None or not planned.recorded.by_rule):
-            for leaf in values:
-                if type(leaf) is not Value or leaf.mark.absent or leaf.mark.data is not None:
-                    break
-            else:
-                out = self._run(function, args, kwargs, values)
-                return out if planned is not None and not planned.is_tainted else self.marked(out, key, None, stage)
-        replaced: dict[int, Tensor] = {}
-        is_module = planned is not None and planned.is_module
         for leaf in values:
-            if id(leaf) not in replaced and not (is_module and not self._has(leaf)):  # a use there finds out
+            if not call.is_module or self._has(leaf):  # else a use there finds out
                 replaced[id(leaf)] = self._resolved(leaf, key[1])
-        values = [leaf for leaf in values if id(leaf) in replaced]
-        if written or target is not None:
-            unique: list[Any] = unique_tensors(leaves)
-            for leaf in (*(unique[place] for place in written), *([] if target is None else [target])):
-                if id(leaf) in replaced and replaced[id(leaf)] is not leaf and leaf.mark.data is None:
-                    replaced[id(leaf)] = self._cloned(replaced[id(leaf)])  # received: not to be written to
-        if any(replaced[id(leaf)] is not leaf for leaf in values):
+        written: list[Any] = [(place, unique_tensors(leaves)[place]) for place in planned.written]
+        for _, leaf in written:
+            if replaced.get(id(leaf), leaf) is not leaf and leaf.mark.data is None:  # received: not to be written to
+                replaced[id(leaf)] = self._cloned(replaced[id(leaf)])
+        originals = {id(new): leaf for leaf in values if (new := replaced.get(id(leaf), leaf)) is not leaf}
+        if originals:
             args, kwargs = map_tensors(lambda t: replaced.get(id(t), t), (args, kwargs))
-        out = self._run(function, args, kwargs, [t for t in replaced.values() if type(t) is Value], draws=draws)
+        out = self._run(function, args, kwargs, [t for t in replaced.values() if type(t) is Value], planned.draws)
         if self.tape is not None:
-            self.tape.note(function, args, kwargs, out, draws=draws)
-        originals = {id(new): leaf for leaf in values if (new := replaced[id(leaf)]) is not leaf}
-        if planned is not None and planned.recorded.by_rule:
+            self.tape.note(function, args, kwargs, out, draws=planned.draws)
+        if call.recorded.by_rule:
             self._check_rule(planned, key, args, kwargs, out)
-        if written or target is not None:
-            for leaf in (*(unique[place] for place in written), *([] if target is None else [target])):
-                place = -1 if target is not None else self._place(unique, leaf)
-                self._written(leaf, replaced.get(id(leaf), leaf), (*key, place), stage)
-        if planned is not None and not planned.is_tainted:
-            return out
-        return self.marked(out, key, originals, stage)
+        for place, leaf in written:
+            self._written(leaf, replaced.get(id(leaf), leaf), (*key, -1 - place), stage)
+        return self.marked(out, key, originals, stage, planned.labels) if call.is_tainted else out
 
-    def _run(
-        self, function: Callable[..., Any], args: Any, kwargs: Any, values: Sequence[Tensor], *, draws: bool = False
-    ) -> Any:
+    def _run(self, function: Callable[..., Any], args: Any, kwargs: Any, values: Sequence[Tensor], draws: bool) -> Any:
         """Run a call with its ``values`` as plain tensors.
 
         All of them must be present. If the call ``draws``, it uses the stage's own random streams.
@@ -449,7 +407,7 @@ class ForwardRun:
             turn_into(leaf, Tensor)
         frame, self.frame = self.frame, None
         try:
-            if not (draws and self.mode.draws):
+            if not (draws and self.mode.recorded.draws):
                 return function(*args, **kwargs)
             with self._own_stream():
                 return function(*args, **kwargs)
@@ -458,24 +416,27 @@ class ForwardRun:
             for leaf in values:
                 turn_into(leaf, Value)
 
-    def marked(self, out: Any, key: tuple[str, str, Any], originals: Any = None, stage: int | None = None) -> Any:
+    def marked(
+        self,
+        out: Any,
+        key: tuple[str, str, Any],
+        originals: Any = None,
+        stage: int | None = None,
+        labels: Sequence[Label | None] = (),
+    ) -> Any:
         """Return a result of this stage with its tensors turned into values.
 
         Received tensors in it are replaced by the forward's own objects (``originals``).
         """
         if key[1] == "contiguous" and (type(out) is Value or originals):
             out, originals = out.view_as(out), None
-        if type(out) is Tensor and not originals:
+        if type(out) is Tensor and not originals and not labels:
             self.made(out, (*key, 0), stage)
             return out
         for place, tensor in enumerate(tensors_in(out)):
             if type(tensor) is Tensor and not (originals and id(tensor) in originals):
-                self.made(tensor, (*key, place), stage)
+                self.made(tensor, (labels[place] if place < len(labels) else None) or (*key, place), stage)
         return map_tensors(lambda t: originals.get(id(t), t), out) if originals else out
-
-    @staticmethod
-    def _place(unique: Sequence[Tensor], leaf: Tensor) -> int:
-        return -1 - next(n for n, one in enumerate(unique) if one is leaf)
 
     def made(self, tensor: Tensor, label: Label, stage: int | None = None) -> None:
         """Turn a tensor that this stage has computed into a value."""
@@ -499,9 +460,8 @@ class ForwardRun:
         self._produced(label, tensor)
 
     def _produced(self, label: Label, tensor: Tensor) -> None:
-        slot = self._wanted.get(label)
-        if slot is not None and label not in self.received:
-            self._leaving[slot] = tensor
+        if label in self._wanted and label not in self.received:
+            self._leaving[label] = tensor
 
     def _note(self, tensor: Tensor) -> None:
         """Note the use of ``tensor`` by a later stage, to send it there."""
@@ -514,11 +474,11 @@ class ForwardRun:
         if found is not None:
             if label not in self.mode.numbers:
                 self.fail(f"hands a result of '{label[1]}' to a later stage, which no recorded micro-batch did")
-            self._found[label] = found
+            self._leaving[label] = found
 
     def _check_rule(self, planned: CallPlan, key: Any, args: Any, kwargs: Any, out: Any) -> None:
         try:
-            rule = filled(planned.recorded.by_sizes((args, kwargs)), args, kwargs)
+            rule = filled(planned.call.recorded.by_sizes((args, kwargs)), args, kwargs)
         except ValueError:
             return  # no other stage has an answer, either
         expected, found = ([[list(t.shape) for t in tensors_in(one)], [*other_leaves(one)]] for one in (rule, out))
@@ -529,12 +489,11 @@ class ForwardRun:
 
     def key(self, name: str) -> tuple[str, str, Any]:
         """Return the key of a function call, counted since the last module call."""
-        last = self.last
-        if last is not self._counted:
-            self._counted, self._since = last, {}
+        if self.last is not self._counted:
+            self._counted, self._since = self.last, {}
         count = self._since.get(name, 0)
         self._since[name] = count + 1
-        return self.path, name, (*last.key[1:], count) if last is not None else ("", 0, count)
+        return self.path, name, (*self.last, count)
 
     def function(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a function of a value or of another stage's parameter."""
@@ -567,48 +526,37 @@ class ForwardRun:
             self.fail(f"calls '{name}' on values of the batch, which no recorded micro-batch did")
         key = self.key(name)
         planned = plans.get(key[2])
+        if (results := self.results.get(planned)) is not None and (out := results.again(args, kwargs)) is not None:
+            return out
         if kind is Kind.ELEMENTS:
             return self._answer(func, args, kwargs, leaves, planned)
-        stage = EVERYWHERE
-        for leaf in leaves:
-            if type(leaf) is Value and leaf.mark.stage > stage:
-                stage = leaf.mark.stage
-        if planned is not None:
-            if planned.repeats and EVERYWHERE < stage < self.index and all(map(self._has, leaves)):
-                return self._compute(func, key, stage, args, kwargs, leaves, planned=planned)
-            if not planned.follows and planned.first > stage:
-                stage = planned.first
+        if planned is None:  # called more often than recorded, or after other calls
+            like = next(reversed(plans.values()))
+            planned = plans[key[2]] = replace(like, first=EVERYWHERE, last=EVERYWHERE, draws=True)
+        stage = max([planned.first, *(leaf.mark.stage for leaf in leaves if type(leaf) is Value)])
         if kind is Kind.HOOK:
             if stage != self.index or leaves[0].is_meta:
                 return _Handle()
             if self.tape is not None:
                 self.tape.note(func, args, kwargs, None)
             return func(*args, **kwargs)
-        target = writes_to(name, args, kwargs)
         if stage in (self.index, EVERYWHERE):
-            return self._compute(func, key, stage, args, kwargs, leaves, planned=planned, target=target)
-        if planned is None:
-            planned = next(reversed(plans.values()))
-        if target is None:
-            return self._skip(planned, key, stage, None, func, args, kwargs)
-        if self.mode.decides and stage > self.index:
-            for leaf in leaves:
-                self._note(leaf)
-        self._write_absent(target, (*key, -1), stage, func, args, kwargs)
-        return None if name == "__setitem__" else target
+            return self._compute(func, key, stage, args, kwargs, leaves, planned)
+        return self._skip(planned, key, stage, None, func, args, kwargs)
 
-    def _write_absent(
-        self, target: Tensor, label: Label, stage: int, func: Any = None, args: Any = (), kwargs: Any = None
-    ) -> None:
-        """Note another stage's write to ``target``; fill in received elements."""
+    def _write_absent(self, target: Tensor, label: Label, stage: int, spec: Any) -> None:
+        """Note another stage's write to ``target``; fill in received elements.
+
+        ``spec`` has shape, stride and requires_grad after a write by a function.
+        """
         if type(target) is not Value:
             as_value(target, Mark(label, stage, absent=False))
         mark: Mark = vars(target)["mark"]
         if mark.cache is not None:
             mark.cache.forget()
             mark.cache = None
-        if func is not None:
-            shape, stride, requires_grad = self._written_spec(target, label, func, args, kwargs)
+        if spec is not None:
+            shape, stride, requires_grad = spec
             if target.is_meta and (shape, stride) != (target.shape, target.stride()):
                 target.requires_grad_(False).as_strided_(shape, stride)
             if requires_grad != target.requires_grad and (target.is_leaf or target.is_meta):
@@ -629,18 +577,16 @@ class ForwardRun:
                 self.fail("another stage writes to a tensor that this stage has computed with; write to a copy")
             mark.absent = False
 
-    def _written_spec(self, target: Tensor, label: Label, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return shape, stride and requires_grad of ``target`` after a write."""
-        try:
-            key = label, torch.is_grad_enabled(), signature((args, kwargs))
-            if key not in self.stage.written:
-                _, twins = infer(func, args, kwargs)
-                unique = unique_tensors((args, kwargs))
-                twin = twins[next(n for n, one in enumerate(unique) if one is target)]
-                self.stage.written[key] = twin.shape, twin.stride(), twin.requires_grad
-            return self.stage.written[key]
-        except Exception as error:  # as signature and infer raise for unusual arguments
-            self.fail(f"the shape of a tensor that another stage writes to is not known ({error})")
+    def _written_spec(self, key: Any, place: int, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return shape, stride and requires_grad of a tensor after a write."""
+        known = key, place, call_signature(args, kwargs)
+        if known[2] is None or known not in self.stage.written:
+            try:
+                twin = infer(func, args, kwargs)[1][place]
+            except Exception as error:  # as infer raises for functions that ask for elements
+                raise ValueError(f"{type(error).__name__}: {error}") from error
+            self.stage.written[known] = twin.shape, twin.stride(), twin.requires_grad
+        return self.stage.written[known]
 
     def _foreign(self, func: Any, name: str, kind: Kind, args: Any, kwargs: Any, leaves: Sequence[Tensor]) -> Any:
         """Run a function of parameters or inputs that this stage does not hold."""
@@ -653,20 +599,20 @@ class ForwardRun:
             if not target.is_meta:
                 self.fail("writes values of a parameter that another stage holds to a tensor of this one")
             return target
-        key = self.key(f"{name}?")
-        results = self.stage.foreign.setdefault((self.stage.training, key), Results(self.stage.templates))
+        call = self.mode, self.key(f"{name}?")
+        results = self.results.setdefault(call, Results(self.stage.templates))
+        if (known := results.again(args, kwargs)) is not None:
+            return known
         try:
-            out = results.get(func, args, kwargs, label=key, stages=(EVERYWHERE,))
+            out = results.get(func, args, kwargs, key=None, stages=(EVERYWHERE,))
         except ValueError as error:
             self.fail(f"the shape of what '{name}' returns for a parameter of another stage is not known ({error})")
-        for tensor in tensors_in(out):
-            if type(tensor) is Value and tensor.mark.label is not None and tensor.mark.label[:3] == key:
-                tensor.mark.label = None
+        results.remember(args, kwargs)
         return out
 
     def _answer(self, func: Any, args: Any, kwargs: Any, leaves: Sequence[Tensor], planned: CallPlan | None) -> Any:
         """Return a number that the forward asks for, known if all runs agreed."""
-        known = planned.answer if planned is not None else None
+        known = planned.call.answer if planned is not None else None
         if all(self._has(leaf) for leaf in leaves):
             args, kwargs = map_tensors(lambda t: self._resolved(t, "a question"), (args, kwargs))
             out = func(*args, **kwargs)
@@ -721,7 +667,7 @@ class ForwardRun:
 
     def _seed(self) -> None:
         """Seed the random streams that are common to all stages."""
-        if self.stage.seeds is None or not self.mode.draws:
+        if self.stage.seeds is None or not self.mode.recorded.draws:
             return
         common, self._own_streams = self.stage.seeds
         seed_each(common, self.stage.device)
@@ -748,7 +694,7 @@ class ForwardRun:
         """
         if draws is not True:
             draws.restore()
-        with self._own_stream() if draws is True and self.mode.draws else nullcontext():
+        with self._own_stream() if draws is True and self.mode.recorded.draws else nullcontext():
             yield
 
     # Errors
@@ -793,7 +739,7 @@ class _Watcher(TorchFunctionMode):
         if kind is not Kind.LIKE and any(map(_is_batch, taken)):
             return func(*args, **kwargs)
         key = run.key(f"{name}*")
-        draws = Streams(run.stage.device) if run.tape is not None and run.mode.draws else None
+        draws = Streams(run.stage.device) if run.tape is not None and run.mode.recorded.draws else None
         out = func(*args, **kwargs)
         if run.tape is not None and any(type(t) is nn.Parameter or run.tape.knows(t) for t in leaves):
             run.tape.note(func, args, kwargs, out, draws=draws)

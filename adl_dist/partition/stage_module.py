@@ -21,7 +21,7 @@ from adl_dist.partition.containers import map_tensors
 from adl_dist.partition.forward_run import ForwardError, ForwardRun, call_of
 from adl_dist.partition.intercept import OF_TORCH, place_of_call
 from adl_dist.partition.recording import held_tensors, module_named, put_tensor
-from adl_dist.partition.stage_plan import EXTRA_STATE, CallPlan, FramePlan, StagePlan, Way
+from adl_dist.partition.stage_plan import EXTRA_STATE, FramePlan, StagePlan, Way
 from adl_dist.partition.tape import Tape
 from adl_dist.partition.value import (
     Watch,
@@ -107,9 +107,8 @@ class StageModule(_Part):
         self._given = {n: _attributes(m) for n, (m, _) in enumerate(zip(model.modules(), twin.modules(), strict=True))}
         self._register(twin, held)
         self.is_changed = False  # by the user, since the model was recorded
-        self.results: dict[CallPlan, Results] = {}
+        self.results: dict[Any, Results] = {}  # by plan of a call
         self.templates = plan.recording.templates
-        self.foreign: dict[Any, Results] = {}
         self.written: dict[Any, Any] = {}
         self.absent_inputs: dict[Any, Tensor] = {}
         self._natives: dict[nn.Module, tuple[str, Callable[..., Any]]] = {}
@@ -248,11 +247,9 @@ class StageModule(_Part):
 
         The first set is for draws that do not depend on the batch, the second for those that do.
         """
-        modes = self.plan.modes.values()
-        common, own = (
-            frozenset[str]().union(*some) for some in zip(*((m.draws, m.draws_own) for m in modes), strict=True)
-        )
-        return common, own
+        modes = [mode.recorded for mode in self.plan.modes.values()]
+        common = frozenset[str]().union(*(mode.draws for mode in modes))
+        return common, frozenset[str]().union(*(mode.draws_own for mode in modes))
 
     def take_changes(self) -> None:
         """Copy changed attributes, hooks and ``requires_grad`` from the model."""

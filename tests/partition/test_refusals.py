@@ -9,7 +9,9 @@ from torch import nn
 from adl_dist.errors import PartitionError
 from adl_dist.partition import Chain
 from adl_dist.partition.cut import checked_sizes
-from tests.support.staged import stages_of
+from tests.support.random_networks import loss_of as loss_of_network
+from tests.support.random_networks import random_network
+from tests.support.staged import chain, compare, loss_of, stages_of
 
 FIVE = 5  # samples of a micro-batch that is unlike the recorded ones
 
@@ -148,3 +150,164 @@ def test_a_list_that_does_not_fit_names_what_is_there():
 def unlike(x):
     """Whether the micro-batch ``x`` is none of the recorded ones."""
     return len(x) == FIVE
+
+
+def calls_module(net, x):
+    h = net.b(net.a(x))
+    return net.c(h) if unlike(x) or not net.training else h
+
+
+def calls_function(net, x):
+    h = net.b(net.a(x))
+    return torch.sinh(h) if unlike(x) else h
+
+
+def leaves_out(net, x):
+    return net.b(x if unlike(x) else net.a(x))
+
+
+def positive(net, x):
+    h = net.a(x)
+    return net.b(h)[h[:, 0] > 0]
+
+
+def asks_parameter(net, x):
+    h = net.b(net.a(x))
+    return h * 2 if unlike(x) and net.a.weight.sum() > 0 else h * 1
+
+
+def asks_present(net, x):
+    h = net.a(x)
+    zero = int((h * 0).sum())
+    return net.b(h) * (int(h.sum()) if unlike(x) else zero)
+
+
+def asks_absent(net, x):
+    h = net.a(x)
+    y = net.b(h)
+    zero = int((h * 0).sum())
+    return y * (int(y.sum()) if unlike(x) else zero)
+
+
+def positive_weights(net, x):
+    weight = net.a.weight.detach()
+    return net.b(net.a(x)) / len(weight[weight > 0])
+
+
+def asks_the_same(net, x):
+    h = net.a(x)
+    return net.b(h * 2 if h.abs().sum() > 1e6 else h)
+
+
+def other_weight(net, x):
+    return torch.nn.functional.linear(net.b(net.a(x)), net.a.weight if unlike(x) else net.b.weight)
+
+
+def teaches(net, x):
+    with torch.no_grad():
+        net.b.weight.data.lerp_(net.a.weight.data, 0.5)
+    return net.b(net.a(x))
+
+
+def new_place(net, x):
+    y = net.b(net.a(x))
+    return y + torch.tanh(x if unlike(x) else y)
+
+
+def returns_buffer(net, x):
+    y = net.b(net.norm(net.a(x)))
+    return (y, net.norm.running_var) if unlike(x) else (y, y)
+
+
+class Layer(nn.Module):
+    """A module without children, which runs whole; what it returns depends on elements."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.weight, self.run = nn.Parameter(torch.ones(8)), forward
+
+    def forward(self, x):
+        return self.run(self, x * self.weight)
+
+
+def other_dtype(layer, x):
+    return x.double() if torch.isfinite(x).all() and unlike(x) else x
+
+
+def rows_of_elements(layer, x):
+    return torch.ones(9 + int(x.abs().sum()), 8) * x.mean()
+
+
+def shape_of_elements(net, x):
+    return net.a(x).sum() + net.b(x)
+
+
+def other_buffer(net, x):
+    return net.b(net.norm(net.a(x))) * (net.norm.running_var if unlike(x) else 1.0)
+
+
+RUNNING = {
+    "module": (lambda: Net(calls_module), "calls 'c', which no recorded micro-batch did; let the recorded ones"),
+    "function": (
+        lambda: Net(calls_function),
+        r"test_refusals.py:\d+: stage 0: calls 'sinh' on values of the batch, which no",
+    ),
+    "left out": (lambda: Net(leaves_out), "'a' did not run in this micro-batch, but its result crosses to the next"),
+    "other shape": (
+        lambda: Net(positive),
+        "'__getitem__' returns .* where the recorded micro-batches let stages expect",
+    ),
+    "other dtype": (
+        lambda: Net(plain, a=Layer(other_dtype)),
+        r"\[5, 8\] torch.float64 arrived for 'a', where \[5, 8\] torch.float32 is expected",
+    ),
+    "shape of elements": (
+        lambda: Net(shape_of_elements, a=Layer(rows_of_elements)),
+        "the shape of what 'a' returns is not known on a stage that does not compute it",
+    ),
+    "other buffer": (
+        lambda: Net(other_buffer, norm=nn.BatchNorm1d(8)),
+        "is kept in an object or reached past the calls of modules",
+    ),
+    "shape of weights": (lambda: Net(positive_weights), "for a parameter of another stage is not known"),
+    "asked elsewhere": (lambda: Net(asks_present), "asks for elements that other stages do not have"),
+    "parameter": (lambda: Net(asks_parameter), "asks for elements of a parameter or input that this stage does not"),
+    "absent": (lambda: Net(asks_absent), "asks for elements of a tensor that stage 0 does not have"),
+    "other weight": (lambda: Net(other_weight), "is computed with a parameter.* another stage holds"),
+    "teacher": (lambda: Net(teaches), "writes values of a parameter that another stage holds to a tensor of this one"),
+    "new place": (lambda: Net(new_place), "which it lacks: no recorded micro-batch used it there"),
+    "returned": (
+        lambda: Net(returns_buffer, norm=nn.BatchNorm1d(8)),
+        "the model returns a tensor that an earlier stage has made",
+    ),
+}
+
+
+@pytest.mark.parametrize(("build", "message"), RUNNING.values(), ids=RUNNING)
+def test_what_was_not_recorded_ends_the_run_with_its_line(build, message):
+    units = Chain(build(), RECORDED).units
+    place = units.index("b")
+    stages, _ = stages_of(build, RECORDED, [place, len(units) - place])
+    with pytest.raises(PartitionError, match=message):
+        chain(stages, normal(FIVE, 8), loss_of, 0)
+
+
+def test_writes_of_two_stages_to_one_tensor_may_be_refused():
+    case = random_network(340)
+    told = compare(case.build, case.batches[:3], [1, 9], loss=loss_of_network)
+    assert told.kind == "refused"
+    assert "another stage writes to a tensor that this stage has computed with" in told.text
+
+
+def test_an_answer_that_changes_ends_the_run():
+    stages, _ = stages_of(lambda: Net(asks_the_same), RECORDED, 2)
+    with pytest.raises(
+        PartitionError, match="the answer is True here, and was False in all recorded micro-batches, as"
+    ):
+        chain(stages, normal(FIVE, 8) * 0 + 1e9, loss_of, 0)
+
+
+def test_inputs_of_other_dimensions_are_refused():
+    stages, _ = stages_of(lambda: Net(plain), RECORDED, 2)
+    with pytest.raises(PartitionError, match=r"gets inputs of shapes \[\[2, 3, 8\]\], unlike when it was recorded"):
+        chain(stages, normal(2, 3, 8), loss_of, 0)
