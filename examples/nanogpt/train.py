@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 CONTEXT, BATCH_SIZE, ACCUMULATION = 32, 4, 4  # BATCH_SIZE sequences in a micro-batch
 MAX_ITERS, WARMUP, EVAL_INTERVAL, EVAL_BATCHES = 20, 5, 10, 2
-LR, MIN_LR, WEIGHT_DECAY, BETAS, GRAD_CLIP = 1e-3, 1e-4, 0.1, (0.9, 0.95), 0.0
+LR, MIN_LR, WEIGHT_DECAY, BETAS, GRAD_CLIP = 1e-3, 1e-4, 0.1, (0.9, 0.95), 1.0
 DTYPE = torch.float32
 
 
