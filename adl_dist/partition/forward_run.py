@@ -135,7 +135,9 @@ class ForwardRun:
             self.fail(f"the model gets inputs of shapes {[list(s) for s in shapes]}, unlike when it was recorded")
         inputs = [self._input(place, shape, acts) for place, shape in enumerate(shapes)]
         self._begin_state()
-        self._seed()
+        if stage.seeds is not None and mode.recorded.draws:
+            common, self._own_streams = stage.seeds
+            seed_each(common, stage.device)
         return arguments_of(tuple(inputs) if stage.layout is None else tree_unflatten(inputs, stage.layout))
 
     def _receive(self, acts: Tensors) -> list[Any]:
@@ -665,13 +667,6 @@ class ForwardRun:
 
     # Random streams
 
-    def _seed(self) -> None:
-        """Seed the random streams that are common to all stages."""
-        if self.stage.seeds is None or not self.mode.recorded.draws:
-            return
-        common, self._own_streams = self.stage.seeds
-        seed_each(common, self.stage.device)
-
     @contextmanager
     def _own_stream(self) -> Iterator[None]:
         """Draw from the stage's own random streams inside the context."""
@@ -701,9 +696,8 @@ class ForwardRun:
 
     def fail(self, why: str) -> NoReturn:
         """Raise a ForwardError, and keep it in case the forward catches it."""
-        error = ForwardError(
-            f"{users_line()}: stage {self.index}: {why}" if not why.startswith("stage ") else f"{users_line()}: {why}"
-        )
+        where = f"{users_line()}: " if why.startswith("stage ") else f"{users_line()}: stage {self.index}: "
+        error = ForwardError(where + why)
         self.failure = self.failure or error
         raise error
 

@@ -6,6 +6,7 @@ question about their elements is an error with the line. Where a call of this st
 """
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -29,6 +30,19 @@ from adl_dist.partition.value import (
     foreign_parameter,
     native,
 )
+
+
+def deep_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Return a deep copy of ``model``, or raise a PartitionError."""
+    for module in model.modules():  # most dictionaries of hooks are empty, and deepcopy is slow for them
+        memo |= {id(d): type(d)() for d in vars(module).values() if type(d) in (dict, OrderedDict) and not d}
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise PartitionError(
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and each stage needs a copy "
+            "of its Python objects; give the class whose object cannot be copied a __deepcopy__, or use num_stages=1"
+        ) from error
 
 
 class _Part(nn.Module):
@@ -95,13 +109,7 @@ class StageModule(_Part):
             is_copied = index in stages if is_moved or isinstance(tensor, nn.Parameter) else name in plan.everywhere
             if stages and (index == stages[0] or is_copied):
                 held |= dict.fromkeys(names.get(id(tensor), ()), memo[id(tensor)])
-        try:
-            twin = copy.deepcopy(model, memo)
-        except Exception as error:
-            raise PartitionError(
-                f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and each stage needs a "
-                "copy of its Python objects; give the class whose object cannot be copied a __deepcopy__"
-            ) from error
+        twin = deep_copy(model, memo)
         vars(self)["model"] = twin  # not registered: its own part is
         self._twins = [(ref(mine), other) for mine, other in zip(model.modules(), twin.modules(), strict=True)]
         self._given = {n: _attributes(m) for n, (m, _) in enumerate(zip(model.modules(), twin.modules(), strict=True))}
