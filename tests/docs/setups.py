@@ -9,7 +9,6 @@ TOKENS = f"{TEXT} > a.txt && adl-dist tokenize a.txt --out tokens"
 
 SETUPS = {
     "some text": ("sh", f"mkdir -p text docs && {TEXT} > FILE... && cp FILE... text/a.txt && cp FILE... docs/a.md"),
-    "tokens": ("sh", TOKENS),
     "a run": ("sh", f"adl-dist train {SMALL} run_dir=runs/NAME"),
     "two runs": ("sh", f"adl-dist train {SMALL} run_dir=runs/A && adl-dist train {SMALL} seed=1 run_dir=runs/B"),
     "a sweep and a run": (
@@ -46,14 +45,10 @@ import adl_dist
 torch.manual_seed(0)
 sizes = {"vocab_size": 32, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
 model, optimizer = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)), torch.optim.AdamW
-rows_dataset = [{"input_ids": torch.randint(32, (4 + i % 8,))} for i in range(32)]
-
-
-def data_collator(rows):
-    pad = torch.nn.utils.rnn.pad_sequence
-    ids = [row["input_ids"] for row in rows]
-    mask, labels = pad([torch.ones_like(one) for one in ids], True), pad(ids, True, -100)
-    return {"input_ids": pad(ids, True), "attention_mask": mask, "labels": labels}
+rows_dataset, data_collator = [], torch.utils.data.default_collate
+for padded in [0, 1, 2, 3] * 8:
+    ids, mask = torch.randint(32, (12,)), torch.arange(12) < 12 - padded
+    rows_dataset.append({"input_ids": ids, "attention_mask": mask, "labels": ids.where(mask, torch.tensor(-100))})
 """,
     ),
     "images": (

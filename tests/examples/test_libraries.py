@@ -33,7 +33,7 @@ def plain_losses(one, name, dtype):
     loading, dataset = adl_dist.Loading(collate_fn=getattr(one, "mixed", None)), getattr(one, data)(NUM, 1)
     loader, losses = Loader(dataset, seed=0, shuffle=True, loading=loading), []
     for epoch in range(epochs):
-        micro_batches = loader.batches(epoch, [16] * (len(dataset) // 16))
+        micro_batches = loader.batches(epoch, [16] * (NUM // 16))
         for group in zip(micro_batches, micro_batches, strict=True):
             optimizer.zero_grad()
             parts = [loss_of(model, *(floating(of, dtype) for of in batch)) / 2 for batch in group]
@@ -70,3 +70,18 @@ def test_an_example_logs_the_losses_of_a_plain_loop(name, tmp_path, monkeypatch,
             losses = [record["value"] for record in records if record["name"] == "train/loss"]
             assert losses == pytest.approx(expected, abs=tolerance), (dtype, K)
     sys.modules.pop(name)
+
+
+@pytest.mark.docs
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_the_adapter_alone_makes_the_trained_model(tmp_path, monkeypatch, capsys):
+    """So nothing else was trained, and it has the names of peft."""
+    import peft
+
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    lora = importlib.import_module("lora")
+    lora.main(tmp_path / "adapter", tmp_path / "run")
+    model, data = peft.PeftModel.from_pretrained(lora.make_model(), tmp_path / "adapter").eval(), lora.Sequences(64, 2)
+    expected = model(input_ids=data.tokens, labels=data.labels).loss.item()
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["validation_loss"] == pytest.approx(expected)
+    sys.modules.pop("lora")

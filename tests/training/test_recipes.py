@@ -124,24 +124,28 @@ def test_a_loss_of_the_model_that_is_no_mean_is_refused():
 def mixed(samples):
     """Mixup with the order of the micro-batch reversed, and a share that it decides."""
     x, y = default_collate(samples)
-    share, soft = x.abs().mean().clamp(0.1, 0.4), F.one_hot(y, CLASSES).to(DTYPE)
-    return x.lerp(x.flip(0), share), soft.lerp(soft.flip(0), share)
+    share = x.abs().mean().clamp(0.1, 0.4)
+    return x.lerp(x.flip(0), share), soft(y).lerp(soft(y).flip(0), share)
 
 
-def one_hot(samples):
+def unmixed(samples):
     x, y = default_collate(samples)
-    return x, F.one_hot(y, CLASSES).to(DTYPE)
+    return x, soft(y)
+
+
+def soft(y):
+    return 0.1 / CLASSES + 0.9 * F.one_hot(y, CLASSES).to(DTYPE)
 
 
 @pytest.mark.parametrize("K", [1, 2])
 def test_mixup_trains_on_soft_targets_and_measures_classes(K):
     data, other, loss_fn = TensorDataset(*samples()), samples(10, seed=2), nn.CrossEntropyLoss()
-    loading = Loading(collate_fn=mixed, val_collate_fn=one_hot)
+    loading = Loading(collate_fn=mixed, val_collate_fn=unmixed)
     trainer, seen, summary = fitted(K, data, TensorDataset(*other), loss_fn=loss_fn, loading=loading)
     micro = [mixed([data[i] for i in range(first, first + 4)]) for first in range(0, NUM, 4)]
     batches = [tuple(map(torch.cat, zip(*micro[i : i + STEPS], strict=True))) for i in range(0, len(micro), STEPS)] * 2
     plain = Net()
-    validate = lambda model: loss_fn(model(other[0]), other[1]).item()  # noqa: E731
+    validate = lambda model: loss_fn(model(other[0]), soft(other[1])).item()  # noqa: E731
     assert_close(seen, plain_losses(batches, lambda model, x, y: loss_fn(model(x), y), validate, plain))
     right = (plain(other[0]).argmax(1) == other[1]).double().mean().item()
     assert summary["validation_accuracy"] == pytest.approx(right)
