@@ -25,7 +25,6 @@ from adl_dist.report import warn
 logger = logging.getLogger("adl_dist")
 
 SAVING, COMMITTING = "saving", "committing"  # the threads that write a part and, on rank 0, complete the checkpoint
-NOT_SHARED = "run_dir must lie on a storage that all nodes share"
 LAST_SAVE_SECONDS = 60.0  # how long a run that ends with an error waits for the save that is under way
 
 # Has every process write its part, given path, token and background; returns the ranks that do.
@@ -73,7 +72,7 @@ class PartWriter:
     def _write(self, path: PurePath, shards: Mapping[str, Shard], token: str) -> None:
         try:
             if not layout.has_begun(path, token):
-                raise FileNotFoundError(f"{path}, which rank 0 has made, is not there; {NOT_SHARED}")
+                raise FileNotFoundError(f"{path}, which rank 0 has made, is not there")
             files = tensor_files.write(path, shards)
         except Exception as error:
             self._report_failure(path, token, error)
@@ -160,7 +159,7 @@ class Saver:
                 raise OSError("; ".join(failures))
             files = {name: digest for part in parts for name, digest in part.files.items()}
             if wrong := layout.wrong_size(path, files):
-                raise OSError(f"{path}: {wrong}; {NOT_SHARED}")
+                raise OSError(f"{path}: {wrong}")
             files |= tensor_files.write_index(path, files)
             self._check_owner()
             self._before_commit()

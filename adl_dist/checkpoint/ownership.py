@@ -19,7 +19,6 @@ from typing import Any
 
 from adl_dist.checkpoint.storage import read, storage_of
 from adl_dist.distributed.procfs import machine, start_time, state_of
-from adl_dist.distributed.world import launched_rank
 from adl_dist.errors import TakenOverError
 from adl_dist.report import say
 
@@ -134,7 +133,7 @@ class Ownership:
 
     def _changes(self, file: PurePath, text: bytes) -> bool:
         """Return whether an owner file changes, not just vanishes, in the lease."""
-        if text and launched_rank() == 0:
+        if text:
             who = f"{_name_of(_owner_in(text))}, which owns {self._folder},"
             say(f"waiting up to {LEASE_SECONDS:g} s to see whether {who} still runs ...")
         until = time.monotonic() + (LEASE_SECONDS if text else EMPTY_SECONDS)

@@ -25,6 +25,12 @@ class CheckpointPolicy:
         key="checkpoint_every_updates",
         least=1,
     )
+    every_minutes: float | None = setting(
+        None,
+        "also save after so many minutes, where the pipeline is empty anyway: no value changes",
+        key="checkpoint_every_minutes",
+        above=0,
+    )
     keep: int = setting(2, "newest checkpoints to keep in run_dir/checkpoints", key="keep_checkpoints", least=1)
     keep_best: bool = setting(False, "also keep the best checkpoint")
     best_metric: str | None = setting(

@@ -13,7 +13,6 @@ import logging
 import os
 import shutil
 import sys
-import time
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any
@@ -22,10 +21,9 @@ import yaml
 
 from adl_dist.checkpoint import layout
 from adl_dist.checkpoint.ownership import Ownership
-from adl_dist.checkpoint.storage import copy_small_files, place_of, progress, storage_of, working_folder
+from adl_dist.checkpoint.storage import copy_small_files, on_rank, place_of, progress, storage_of, working_folder
 from adl_dist.distributed.parent_process import LAUNCH_ID
 from adl_dist.distributed.procfs import machine, start_time
-from adl_dist.distributed.world import launched_rank
 from adl_dist.errors import CheckpointError, ConfigError, DivergedError
 from adl_dist.report import tell, warn
 from adl_dist.report.files import write_atomically
@@ -55,7 +53,8 @@ FREE_TO_CHANGE = {
     *("method.split_backward", "method.max_deferred", "method.stages_per_process"),
     *("runtime.tf32", "tf32", "runtime.cudnn_benchmark", "runtime.compile", "runtime.deterministic", "deterministic"),
     *("runtime.cuda_graphs", "runtime.peak_tflops", "partition.verify"),
-    *("runtime.checkpoint_every_epochs", "runtime.keep_checkpoints", "runtime.keep_best", "runtime.async_save"),
+    *("runtime.checkpoint_every_epochs", "runtime.checkpoint_every_minutes", "runtime.keep_checkpoints"),
+    *("runtime.keep_best", "runtime.async_save"),
     *("runtime.best_metric", "runtime.best_mode", "runtime.loggers", "callbacks"),
     *("runtime.tensorboard", "runtime.trace", "runtime.report", "runtime.profile_memory"),
     "runtime.stage_records_every",
@@ -84,7 +83,10 @@ class RunFolder:
     Attributes:
         place: where the run folder is.
         path: where this process writes all files but checkpoints: ``place``, or the working folder.
+        is_shared: whether this process sees the run folder of rank 0, or is rank 0.
     """
+
+    is_shared = True
 
     def __init__(self, run_dir: str | os.PathLike[str]) -> None:
         """Take the folder at a local path or a URL. Nothing is read or written."""
@@ -100,9 +102,8 @@ class RunFolder:
     def check(self, config: Mapping[str, Any], *, resume: str, later: Collection[str] = (), waits: bool = True) -> str:
         """Refuse a folder that this run must not write to.
 
-        Nothing is changed, so every rank may call it. Settings under ``later`` are not known yet, and compared by
-        :meth:`recognise` when they are. With ``waits=False`` an owner on another machine is left to the check of the
-        process that trains.
+        Nothing is changed. Settings under ``later`` are not known yet, and compared by :meth:`recognise` when they are.
+        With ``waits=False`` an owner on another machine is left to the check of the process that trains.
 
         Return ``resume`` (``auto``, ``never`` or the path of a checkpoint), or ``auto`` if this launch has saved here
         before, since then this is a restart.
@@ -138,22 +139,13 @@ class RunFolder:
                     "over it; choose another run_dir to continue from there"
                 )
         elif saved:
-            # Rank 0 reads the content, once. But where no checkpoint is even whole, all ranks find it out at once.
+            # The content is read later, once.
             layout.first_usable(saved[::-1], layout.read_manifest)
         return resume
 
     def is_resumed(self, resume: str) -> bool:
         """Return whether a run with the checked ``resume`` loads a checkpoint."""
         return resume not in ("auto", "never") or bool(layout.complete(self.checkpoints))
-
-    def begins(self, resume: str, num_stages: int) -> list[str]:
-        """Return the names of the first units of stages 1.. in the checkpoint.
-
-        The checkpoint is the one that the run continues from. The list is empty if that had another number of stages,
-        or a version that does not name units.
-        """
-        cut = self.identity(resume).get("cut", {})
-        return list(cut.get("begins", ())) if cut.get("num_stages") == num_stages else []
 
     def identity(self, resume: str) -> dict[str, Any]:
         """Return the identity in the checkpoint that the run continues from."""
@@ -162,6 +154,11 @@ class RunFolder:
         else:
             _, manifest, _ = layout.first_usable(layout.complete(self.checkpoints)[::-1], layout.read_manifest)
         return {"clip_scope": "stage", **manifest["identity"]}  # before 0.4.0 the only one
+
+    def reach(self, place: str) -> PurePath:
+        """Return a place of rank 0 as this process reaches it."""
+        is_local = isinstance(path := place_of(place), Path)
+        return on_rank(0, path) if is_local and not self.is_shared else path
 
     def _check_place(self) -> None:
         with self._explained("made"):
@@ -183,13 +180,9 @@ class RunFolder:
 
     def _check_free(self, *, waits: bool) -> None:
         """Raise ConfigError at once if another process trains in this folder."""
-        # Another rank may still be at the end of this trainer's last run.
-        until = time.monotonic() + (0 if launched_rank() == 0 else 2)
         with self._explained("read"):
-            while self._ownership.is_held(by_own_launch=False, waits=waits):
-                if time.monotonic() >= until:
-                    raise self._taken()
-                time.sleep(0.1)
+            if self._ownership.is_held(by_own_launch=False, waits=waits):
+                raise self._taken()
 
     def _taken(self) -> ConfigError:
         return ConfigError(

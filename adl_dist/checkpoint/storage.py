@@ -66,11 +66,25 @@ class Url(PurePosixPath):
 
 
 def place_of(place: str | os.PathLike[str]) -> PurePath:
-    """Return the user's local path or URL as a place; ``file://`` is local."""
+    """Return the user's URL or local path, made absolute, as a place; ``file://`` is local."""
     scheme, found, rest = os.fspath(place).partition("://")
-    if isinstance(place, PurePath) or not found:
-        return place if isinstance(place, PurePath) else Path(place)
-    return Path(rest) if scheme == "file" else Url(os.fspath(place))
+    if isinstance(place, Url) or (found and scheme != "file"):
+        return Url(os.fspath(place))
+    return Path(rest if found else place).absolute()
+
+
+def on_rank(rank: int, place: PurePath) -> Url:
+    """Return the local ``place`` of another rank, see :mod:`~adl_dist.distributed.rank_files`."""
+    return Url(f"rank://{rank}{place}")
+
+
+def is_file(place: PurePath) -> bool:
+    """Return whether ``place`` is a file."""
+    if isinstance(place, Path):
+        return place.is_file()
+    with contextlib.suppress(OSError):
+        return not storage_of(place).names(place) and storage_of(place).size(place) >= 0
+    return False
 
 
 class Storage(Protocol):
@@ -194,6 +208,7 @@ class Fsspec:
         """
         import fsspec  # imported late: a run in a local folder needs none of it
 
+        fsspec.register_implementation("rank", "adl_dist.distributed.rank_files.RankFiles", clobber=True)
         try:
             self._files: Any = fsspec.filesystem(scheme, use_listings_cache=False)
         except (ImportError, ValueError) as error:
@@ -208,6 +223,7 @@ class Fsspec:
                 entries = self._files.ls(str(folder), detail=True)
             except FileNotFoundError:
                 return []
+            entries = [each for each in entries if not str(folder).endswith(each["name"])]  # a file names itself
             found = {PurePosixPath(each["name"]).name: each["type"] == "directory" for each in entries}
             return sorted(f"{name}/" if is_folder else name for name, is_folder in found.items())
 

@@ -7,7 +7,7 @@ has them), a folder with one ``model.safetensors``, or a checkpoint. They are re
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -118,14 +118,15 @@ class WeightFiles:
 class PickledWeights(WeightFiles):
     """A state_dict saved by ``torch.save``, read as a whole."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: PurePath) -> None:
         """Read the file.
 
         Raises:
             CheckpointError: it cannot be read, or holds something else.
         """
         try:
-            state: Any = torch.load(path, map_location="cpu", weights_only=True)
+            with storage_of(path).open(path) as file:
+                state: Any = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:  # a damaged pickle can raise anything
             reason = (str(error).strip() or "no more is known").splitlines()[0][:100]
             raise CheckpointError(

@@ -32,8 +32,9 @@ def export(arguments: list[str]) -> None:
     takes = {"out": SINGLE, "checkpoint": "best", "ema": "true"}
     run_dir, options, words = named_folder("export", arguments, takes, groups=OF_MODEL)
     if not options.get("out"):
-        raise ConfigError(f"adl-dist export needs out=, for example: adl-dist export {run_dir} out={SINGLE}")
-    out = Path(options["out"])
+        shown = os.path.relpath(run_dir) if isinstance(run_dir, Path) else run_dir
+        raise ConfigError(f"adl-dist export needs out=, for example: adl-dist export {shown} out={SINGLE}")
+    out = Path(options["out"]).absolute()
     if os.path.lexists(out):
         raise CheckpointError(f"out={out} is there already and would be written over; choose another name")
     if not out.parent.is_dir():

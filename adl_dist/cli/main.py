@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from adl_dist import __version__
-from adl_dist.distributed.parent_process import end_with_launcher, end_with_torchrun
+from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER, end_with_launcher, end_with_torchrun
 from adl_dist.errors import AdlError, ConfigError, Exit, describe, place_of, text_of
 from adl_dist.wording import keys_shown
 
@@ -131,6 +131,7 @@ COMMANDS = {
     **dict.fromkeys(("status", "checkpoint", "stop"), "status"),
 }
 HAVE_HELP = ("train", "schedule", "tokenize", "plan", "bench")  # made of their keys or flags
+SAY_WHY = ("train", "plan", "bench")  # commands that print before torch is loaded
 
 logger = logging.getLogger("adl_dist")
 # Until a run has its log file there is no handler, and logging would then print tracebacks on standard error by itself.
@@ -186,6 +187,10 @@ def _run(command_line: list[str]) -> int:
     if not command_line or (wants_help and name not in HAVE_HELP):
         sys.stdout.write(HELP.get(name, USAGE))
         return 0 if command_line else 2
+    is_other_rank = os.environ.get("RANK", "0") != "0" or RENDEZVOUS_FOLDER in os.environ
+    if name in SAY_WHY and not (wants_help or "--json" in arguments or is_other_rank or "torch" in sys.modules):
+        sys.stdout.write("loading torch ...\n")
+        sys.stdout.flush()
     with keys_shown():
         return exit_code_of(lambda: _command(name)(arguments), resumes=name == "train")
 

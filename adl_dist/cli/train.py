@@ -1,5 +1,6 @@
 """``adl-dist train`` and ``evaluate``."""
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
@@ -8,7 +9,7 @@ from typing import Any
 from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.checkpoint.run_dir import RunFolder, chosen_checkpoint
 from adl_dist.cli.config import instantiate
-from adl_dist.cli.config.compose import print_keys, renamed_words
+from adl_dist.cli.config.compose import print_keys, renamed_words, with_values
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.cli.run_folder import OF_MODEL, named_folder, wants_averages
 from adl_dist.cli.sweep import command as sweep
@@ -21,11 +22,11 @@ from adl_dist.distributed.network import check_named_interfaces
 from adl_dist.distributed.world import launched_rank, launched_world_size
 from adl_dist.errors import DivergedError, Exit
 from adl_dist.launch.local import launch_local
-from adl_dist.report import final_table, say, tell
+from adl_dist.report import announced, final_table, say, tell
 from adl_dist.report.page import REPORT
 from adl_dist.training.trainer import Trainer
 
-MANY = 4  # processes for each core, from which on a line says why nothing else happens
+MANY = 4  # processes for each core, from which on the model is read first, to see whether it has so many stages
 
 
 def train(overrides: list[str]) -> None:
@@ -39,19 +40,23 @@ def train(overrides: list[str]) -> None:
         raise Exit(sweep.run(asked_for))
     config, plain = asked_for
     assert config.run_dir is not None
+    folder, here = RunFolder(config.run_dir), Path.cwd()  # before the user's code may change the working directory
     instantiate.check_targets(config)
     if launched_world_size() is not None and config.runtime.device == "cuda":
         set_for_nccl()
     check_device(config.runtime.device)
-    folder = RunFolder(config.run_dir)
     num_processes, stands_alone = config.pipeline.num_processes, not parent_process.is_part_of_more()
     starts_ranks = config.runtime.processes and num_processes > 1 and launched_world_size() is None
-    folder.check(plain, resume=config.resume, waits=not starts_ranks)
+    if launched_world_size() is None:  # otherwise only rank 0 may see it
+        folder.check(plain, resume=config.resume, waits=not starts_ranks)
     if starts_ranks:
+        os.chdir(here)
         check_named_interfaces()
-        if num_processes > MANY * num_cores():
-            say(f"starting {num_processes} processes on {num_cores()} cores, which takes a while ...")
-        command, restarts = ["train", *overrides], config.runtime.max_restarts
+        if num_processes > MANY * num_cores():  # to start them takes longer than to read the model here
+            with announced("looking for the places where the model can be cut"):
+                sweep.check_cut(config, has_data=True)
+        say(f"starting {num_processes} processes on {num_cores()} cores ...")
+        command, restarts = ["train", *with_values(overrides, plain)], config.runtime.max_restarts
         try:
             raise Exit(
                 launch_local(command, num_processes=num_processes, max_restarts=restarts, passes_stops_on=stands_alone)
@@ -66,7 +71,7 @@ def train(overrides: list[str]) -> None:
             epochs=config.train.epochs,
             batch_size=config.train.batch_size,
             val_dataset=val_data,
-            run_dir=config.run_dir,
+            run_dir=folder.place,
             resume=config.resume,
             max_updates=config.train.max_updates,
             eval_every_updates=config.train.eval_every_updates,

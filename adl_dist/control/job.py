@@ -75,7 +75,7 @@ class Job:
         worker.stop, endpoint.on_part = endpoint.stop, coordinator.part
         endpoint.on_abort = self._world.abort_edges
         if stops_early and self._world.rank == COORDINATOR_RANK:
-            endpoint.stop.is_wanted = lambda: self.requests.any_open
+            endpoint.stop.is_wanted = lambda: self.requests.any_open or coordinator.ends_segment
             endpoint.stop.announce = plane.announce
         if not self._world.is_distributed:
             local = WorkerGroup(lambda command: worker.execute(command, coordinator))

@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -79,6 +79,7 @@ class LocalWorker:
     meter: MemoryMeter | None = None  # of the one stage of this process, if its memory is measured
     stop: EarlyStop = field(default_factory=EarlyStop)
     callback_queue: CallbackQueue | None = None  # emptied between two actions of training
+    reach: Callable[[str], PurePath] = place_of  # makes of a place of rank 0 one that this process can use
     wants_timeline: bool = False  # whether a few steady updates must still be recorded, for the report
     activity: ActivityLog = field(init=False)
 
@@ -113,7 +114,7 @@ class LocalWorker:
                     tensors = state_of(self.stages, self.pipeline.num_stages)
                     if (place := self._stream.place() if self._stream is not None else None) is not None:
                         tensors[data_state.FILE] = data_state.shard_of(place)
-                    part.write(place_of(command.path), tensors, token=command.token, background=command.background)
+                    part.write(self.reach(command.path), tensors, token=command.token, background=command.background)
                 case messages.Trace():
                     folder, stages = Path(command.run_dir), sorted(self.contexts)
                     return [*write_part(self.activity, self.world, folder, stages, origin=command.origin)]
@@ -190,8 +191,8 @@ class LocalWorker:
         return self.train_loader.stream if self.train_loader is not None else None
 
     def _load(self, path: str, update: int) -> None:
-        load(place_of(path), self.stages)
-        if self._stream is not None and (place := data_state.read(place_of(path))) is not None:
+        load(self.reach(path), self.stages)
+        if self._stream is not None and (place := data_state.read(self.reach(path))) is not None:
             self._stream.resume(place)
         for learner in (learner for stage in self.stages for learner in stage.learners):
             learner.version = update

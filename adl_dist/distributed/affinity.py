@@ -5,7 +5,7 @@ import functools
 import os
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 # <malloc.h>, <sys/mman.h>
@@ -50,8 +50,12 @@ def num_cores() -> int:
 
 
 def default_threads(num_processes: int) -> int:
-    """Return the threads for each of ``num_processes`` on these cores."""
-    return max(1, num_cores() // num_processes)
+    """Return the threads for each of ``num_processes``: OMP_NUM_THREADS, or its share of the cores."""
+    chosen = os.environ.get("OMP_NUM_THREADS", "")
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun sets it to 1 for ranks that have none
+        with suppress(OSError):
+            chosen = chosen if b"OMP_NUM_THREADS=" in Path(f"/proc/{os.getppid()}/environ").read_bytes() else ""
+    return int(chosen) if chosen.isdigit() and int(chosen) else max(1, num_cores() // num_processes)
 
 
 def cores_here() -> list[int]:

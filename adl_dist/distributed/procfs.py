@@ -1,6 +1,7 @@
 """Facts about the processes of this machine, from /proc. No torch."""
 
 import os
+import time
 from pathlib import Path
 
 
@@ -16,6 +17,15 @@ def start_time(pid: int) -> int:
     """Return the start of process ``pid`` in kernel ticks, or 0."""
     fields = _stat(pid)
     return int(fields[19]) if fields else 0
+
+
+def started_at(pid: int) -> float:
+    """Return the start of process ``pid`` in seconds since the epoch, or the present time."""
+    try:
+        boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime "))
+        return int(boot.split()[1]) + start_time(pid) / os.sysconf("SC_CLK_TCK")
+    except (OSError, StopIteration):
+        return time.time()
 
 
 def state_of(pid: int) -> str:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from adl_dist.distributed import network
 from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
 from adl_dist.errors import ChannelError, ConfigError
+from adl_dist.report.warning import SAY_SECONDS, say
 
 POLL_SECONDS = 0.01
 LIST = "adl_dist/list"
@@ -128,6 +129,7 @@ def barrier_on_attempt(store: dist.Store, rank: int, size: int, timeout: datetim
     signed = [f"adl_dist/name/{one}" for one in range(size)]
     store.set(signed[rank], me)
     listed: list[str] = []
+    say_at = time.monotonic() + SAY_SECONDS
     while time.monotonic() < deadline:
         if rank == 0 and store.check(signed):
             names = [store.get(key).decode() for key in signed]
@@ -140,6 +142,10 @@ def barrier_on_attempt(store: dist.Store, rank: int, size: int, timeout: datetim
             store.set(confirmed[rank], "")
             if store.check(confirmed):
                 return str(published["attempt"])
+        if rank == 0 and time.monotonic() > say_at:
+            absent = ", ".join(str(one) for one, key in enumerate(signed) if not store.check([key]))
+            say(f"rank 0 waits for {f'rank {absent} to start' if absent else 'the others to connect'} ...")
+            say_at = time.monotonic() + 60
         time.sleep(POLL_SECONDS)
     missing = [str(one) for one, key in enumerate(signed) if not store.check([key])]
     raise ChannelError(

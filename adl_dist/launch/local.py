@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -33,8 +33,9 @@ def launch_local(
 ) -> int:
     """Run ``python -m adl_dist *arguments`` as several ranks.
 
-    After a failure that the user cannot fix, all ranks are started again, at most ``max_restarts`` times. With
-    ``passes_stops_on`` the first SIGTERM, SIGINT or SIGUSR1 asks training ranks to stop; the second ends them.
+    After a rank was killed, but not by SIGTERM or SIGINT, or ended silently, all ranks are started again, at most
+    ``max_restarts`` times. With ``passes_stops_on`` the first SIGTERM, SIGINT or SIGUSR1 asks training ranks to stop;
+    the second ends them.
 
     Returns:
         The exit code: 0; 75 if the run was stopped; 2 if the user can fix the cause, otherwise 1; 128 + n after signal
@@ -63,8 +64,10 @@ def launch_local(
                 return parent_process.STOPPED_CODE if _run_ranks(arguments, num_processes, stopping) else 0
             except ChildFailedError as failed:
                 code = USER_ERROR if USER_ERROR in (f.exitcode for f in failed.failures.values()) else 1
-                restarts = code != USER_ERROR and attempt <= max_restarts and stopping.asked_by is None
-                _report(failed, f"restart {attempt} of {max_restarts}" if restarts else None)
+                lost = _lost_ranks(failed)
+                was_asked = stopping.asked_by is not None or {signal.SIGTERM, signal.SIGINT} & set(lost.values())
+                restarts = bool(lost) and code != USER_ERROR and attempt <= max_restarts and not was_asked
+                _report(lost, failed, f"restart {attempt} of {max_restarts}" if restarts else None)
                 if not restarts:
                     return code
     except SignalException as ended:
@@ -141,21 +144,26 @@ def _run_ranks(arguments: Sequence[str], num_processes: int, stopping: StopHandl
             stopping.folder = None
 
 
-def _report(failed: ChildFailedError, restart: str | None) -> None:
-    """Report ranks that ended without an error message, and the next step."""
+def _lost_ranks(failed: ChildFailedError) -> dict[int, int | None]:
+    """Return the ranks that ended without an error message, each with the signal that killed it, if any."""
     first, first_failure = failed.get_first_failure()
-    silent = []
+    lost = {}
     for rank, failure in sorted(failed.failures.items()):
         number = _signal_in(failure.exitcode)
         is_late = failure.timestamp - first_failure.timestamp >= AGENT_SECONDS
         ended_by_agent = rank != first and (number == signal.SIGTERM or (number == signal.SIGKILL and is_late))
-        if number is None and failure.exitcode not in CODES:  # os._exit by the user's code or a library
-            silent.append(f"rank {rank} ended with exit code {failure.exitcode}")
-        elif number is not None and not ended_by_agent:
-            silent.append(f"rank {rank} was killed by {signal_name(number)}")
-    for reason in silent or ["a rank failed"] * (restart is not None):
+        if not ended_by_agent and failure.exitcode not in CODES:
+            lost[rank] = number
+    return lost
+
+
+def _report(lost: Mapping[int, int | None], failed: ChildFailedError, restart: str | None) -> None:
+    """Report ranks that ended without an error message, and the next step."""
+    for rank, number in lost.items():
+        code = failed.failures[rank].exitcode  # by the user's code or a library, os._exit
+        how = f"was killed by {signal_name(number)}" if number is not None else f"ended with exit code {code}"
         way_on = "the same command resumes the run" if restart is None else f"starting all ranks again ({restart})"
-        sys.stderr.write(f"adl-dist: {reason}; {way_on}\n")
+        sys.stderr.write(f"adl-dist: rank {rank} {how}; {way_on}\n")
     sys.stderr.flush()
 
 

@@ -2,6 +2,6 @@
 
 from adl_dist.report.progress import Progress, final_table
 from adl_dist.report.recorder import MetricsWriter
-from adl_dist.report.warning import say, tell, warn
+from adl_dist.report.warning import announced, say, tell, warn
 
-__all__ = ["MetricsWriter", "Progress", "final_table", "say", "tell", "warn"]
+__all__ = ["MetricsWriter", "Progress", "announced", "final_table", "say", "tell", "warn"]

@@ -17,7 +17,7 @@ from adl_dist.report.tables import counted, text_table
 from adl_dist.report.warning import tell
 from adl_dist.wording import worded
 
-REDRAW_SECONDS = 0.1
+REDRAW_SECONDS, LINE_SECONDS = 0.1, 60.0  # on a terminal, and elsewhere
 TOKENS = "tokens"  # unit of speed if a sample has many loss terms
 
 
@@ -30,7 +30,7 @@ class Progress:
         """Write to ``out``, by default standard output."""
         self._unit = unit
         self._out, self._quiet = out or sys.stdout, quiet
-        # Only a terminal can overwrite a line; a log file gets one line per epoch.
+        # Only a terminal can overwrite a line; a log file gets one line per epoch, or minute.
         self._bar: Bar | None = None
         with suppress(ValueError):  # it is closed
             if not quiet and self._out is not None and self._out.isatty():
@@ -49,6 +49,7 @@ class Progress:
         else:
             self._reset()
         self._seconds = 0.0  # since training began or resumed
+        self._shown_at = time.monotonic() if self._bar is None else 0.0
 
     def update(self, record: Mapping[str, Any]) -> None:
         """Add one record of a stage."""
@@ -82,6 +83,9 @@ class Progress:
         if self._bar is not None and self._samples and now - self._shown_at > REDRAW_SECONDS:
             self._shown_at = now
             self._draw(self._bar)
+        elif self._bar is None and self._samples and now - self._shown_at > LINE_SECONDS:
+            self._shown_at = now
+            self.note(self._line())
 
     def end(self, loss: float | None, accuracy: float | None, metrics: Mapping[str, float] | None = None) -> None:
         """Write the line of the epoch, with figures of the validation if any."""
@@ -93,8 +97,7 @@ class Progress:
         others = {name: value for name, value in (metrics or {}).items() if name != "accuracy"}
         validation += "".join(f"  {name} {value:.4g}" for name, value in others.items())
         if self._bar is None:
-            figures = f"{self._figures()}  {self._rate:7,.0f} {self._unit}/s  staleness {self._staleness()}"
-            self.note(f"{self._head}  {self._place()}  {figures}{validation}")
+            self.note(self._line() + validation)
         else:  # shorter, and what may be cut off comes last
             line = f"{self._head}  {self._figures()}{validation}  {self._rate:,.0f} {self._unit}/s"
             line = re.sub(r"\bacc +", "acc ", line.replace("  |  validation", " | val"))
@@ -113,6 +116,10 @@ class Progress:
             self._bar.stop()
             for task in self._bar.task_ids:
                 self._bar.remove_task(task)
+
+    def _line(self) -> str:
+        figures = f"{self._figures()}  {self._rate:7,.0f} {self._unit}/s  staleness {self._staleness()}"
+        return f"{self._head}  {self._place()}  {figures}"
 
     def _draw(self, bar: Bar) -> None:
         if not bar.task_ids:

@@ -4,12 +4,16 @@ import logging
 import shutil
 import sys
 import textwrap
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import IO, Any
 
 from adl_dist.wording import worded
 
 logger = logging.getLogger("adl_dist")
+
+SAY_SECONDS = 3.0  # of silence
 
 
 def tell(stream: IO[str] | None, text: str) -> None:
@@ -37,6 +41,24 @@ def _fitted(text: str, width: int) -> str:
 def say(text: str) -> None:
     """Write ``text`` as a line to standard output."""
     tell(sys.stdout, worded(text) + "\n")
+
+
+@contextmanager
+def announced(text: str) -> Iterator[None]:
+    """Say ``text``, the name of a work or wait, after SAY_SECONDS inside and then every minute."""
+    done = threading.Event()
+
+    def announce() -> None:
+        wait = SAY_SECONDS
+        while not done.wait(wait):
+            say(f"{text} ...")
+            wait = 60.0
+
+    threading.Thread(target=announce, name="announced", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 def warn(text: str) -> None:

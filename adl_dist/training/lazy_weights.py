@@ -6,12 +6,13 @@ than its stages, and values depend neither on K nor on which process makes them.
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from adl_dist.checkpoint.storage import is_file
 from adl_dist.checkpoint.tensor_files import SUFFIX
 from adl_dist.checkpoint.weight_files import PickledWeights, WeightFiles, matches
 from adl_dist.errors import CheckpointError, ConfigError
@@ -177,7 +178,7 @@ def is_lazy_model(model: nn.Module) -> bool:
 
 def prepare_weights(
     model: nn.Module,
-    init_from: Path | None,
+    init_from: PurePath | None,
     seed: int,
     untied: Mapping[str, str] | None = None,
     skip: Sequence[str] = (),
@@ -197,7 +198,7 @@ def prepare_weights(
     if is_lazy_model(model):
         of_model = init_from is None
         init_from = init_from or getattr(model, WEIGHTS_IN, None)
-        if init_from is not None and init_from.is_file() and init_from.suffix not in (".safetensors", ""):
+        if init_from is not None and init_from.suffix not in (SUFFIX, "") and is_file(init_from):
             raise CheckpointError(
                 f"init_from={init_from} can be read as a whole only, but the model is on meta so that no process holds "
                 "all of it; expected .safetensors, like adl-dist export writes it"
@@ -219,7 +220,7 @@ def prepare_weights(
     return None
 
 
-def load_initial(model: nn.Module, path: Path, skip: Sequence[str] = ()) -> None:
+def load_initial(model: nn.Module, path: PurePath, skip: Sequence[str] = ()) -> None:
     """Load the weights in ``path`` into ``model``.
 
     They are those of :class:`WeightFiles`, or a state_dict saved by ``torch.save``. Tensors with names that match a
@@ -234,7 +235,7 @@ def load_initial(model: nn.Module, path: Path, skip: Sequence[str] = ()) -> None
         raise ConfigError(
             f"init_skip: no tensor of the model matches '{unknown[0]}'; the last ones are {', '.join([*own][-3:])}"
         )
-    files = PickledWeights(path) if path.is_file() and path.suffix != SUFFIX else WeightFiles.at(path)
+    files = PickledWeights(path) if path.suffix != SUFFIX and is_file(path) else WeightFiles.at(path)
     files.load_into(model, skip)
 
 

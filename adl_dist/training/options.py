@@ -81,7 +81,9 @@ class ProcessOptions:
         key="processes",
     )
     device: Any = setting("cpu", "cpu | cuda, the GPU of the local rank")
-    threads: int | None = setting(None, "threads of each process; null: cores / K", least=1, most=MOST_THREADS)
+    threads: int | None = setting(
+        None, "threads of each process; null: OMP_NUM_THREADS, or cores / K", least=1, most=MOST_THREADS
+    )
     bind_cores: bool = setting(True, "on CPUs, bind each process to its own share of the node's cores")
     timeout_seconds: float = setting(300.0, "longest wait for one message of a peer", above=0, most=LONGEST_TIMEOUT)
     handle_signals: bool = False

@@ -8,7 +8,7 @@ publishes why, so that the others end with the same error; in gloo a mismatch wo
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from textwrap import shorten
 from types import MappingProxyType
 from typing import Any
@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from adl_dist.distributed.world import disconnect
+from adl_dist.distributed.world import disconnect, launched_rank
 from adl_dist.errors import ChannelError, ConfigError, StageFailed
+from adl_dist.report import announced
 
 # Keys of what rank 0 alone knows: a cut that it has measured, in the plain memory format and in channels_last, of which
 # it may try both; and the run's length.
@@ -26,6 +27,7 @@ SIZES, LENGTH = ("sizes", "sizes, channels_last"), "length"
 # These begin the keys of what each rank has made, and of what it has measured of links.
 MADE, MEASURED = "made", "links"
 SAMPLES = "samples"  # the key of what rank 0 has taken from the data
+FOLDER, SEEN = "folder", "seen"  # these begin the keys of rank 0's run folder, and of the ranks that see it
 ROUNDS = "given", "found"  # of :func:`check_consistent`
 NUM_SAMPLED = 4  # elements of a tensor
 
@@ -114,7 +116,8 @@ def publish_error(store: dist.Store, error: Exception, *, rank: int) -> None:
     """Publish why there is no agreement to those that wait for ``rank``."""
     message = json.dumps({"failed": str(error), "exit_code": getattr(error, "exit_code", 1)})
     with suppress(RuntimeError):  # rank 0, whose store it may be, is gone
-        for key in [f"{turn}/{rank}" for turn in (*ROUNDS, MADE, MEASURED)] + [*SIZES, LENGTH, SAMPLES] * (rank == 0):
+        turns = *ROUNDS, MADE, MEASURED, FOLDER, SEEN
+        for key in [f"{turn}/{rank}" for turn in turns] + [*SIZES, LENGTH, SAMPLES] * (rank == 0):
             store.set(key, message)
 
 
@@ -143,7 +146,8 @@ def read(store: dist.Store, key: str, rank: int) -> dict[str, Any]:
 
 def read_bytes(store: dist.Store, key: str, rank: int) -> bytes:
     """Return the bytes of ``key`` from ``rank``; raise as :func:`read`."""
-    with store_error_context(rank):
+    is_rank_0 = launched_rank() == 0
+    with store_error_context(rank), announced(f"rank 0 waits for rank {rank}") if is_rank_0 else nullcontext():
         message = bytes(store.get(key))
     if message.startswith(b'{"failed"'):
         failure = json.loads(message)

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 from weakref import ref
 
@@ -19,6 +19,7 @@ from adl_dist.checkpoint.async_save import Saver
 from adl_dist.checkpoint.identity import class_name, optimizer_name
 from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.checkpoint.run_dir import RunFolder, chosen_checkpoint, log_to
+from adl_dist.checkpoint.storage import on_rank, place_of
 from adl_dist.checkpoint.weight_files import WeightFiles
 from adl_dist.control import job
 from adl_dist.control.coordinator import CheckpointContext, Coordinator
@@ -43,7 +44,7 @@ from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.monitor.trace import MOST_EVENTS
 from adl_dist.optim import takes_length
 from adl_dist.optimizers import prepare
-from adl_dist.report import MetricsWriter, Progress
+from adl_dist.report import MetricsWriter, Progress, announced
 from adl_dist.report.page import write_after_run
 from adl_dist.report.totals import Totals
 from adl_dist.schedule import Method, Pipeline
@@ -59,8 +60,11 @@ from adl_dist.training.lazy_weights import prepare_weights
 from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
 from adl_dist.training.partitioned_model import PartitionedModel
 from adl_dist.training.run_outputs import Outputs
+from adl_dist.training.shared_folder import share_folder
 from adl_dist.training.startup_sync import exchange, propagate_errors
 from adl_dist.training.tied_copies import untied
+
+PREPARING = "cutting the model into stages, and comparing them with it"
 
 
 class Trainer:
@@ -162,7 +166,7 @@ class Trainer:
         self._processes, self._timeouts = processes or ProcessOptions(), timeouts or WatchdogTimeouts()
         self._distributed = _is_distributed(self._processes, self._spec.pipeline)
         arguments.check_layers(model, distributed=self._distributed)
-        path = None if init_from is None else Path(init_from)
+        path = None if init_from is None else self._reach(init_from)
         self._partitioned = self._prepare(model, partition or PartitionSpec(), path, init_skip)
         self._modules = [ref(module) for module in model.modules()]  # of the user's; a process keeps those of its stage
         # Of the stages of this process, which may have nothing to train; None before the first fit.
@@ -172,7 +176,7 @@ class Trainer:
         self.requests = RequestQueue()  # of the job that runs now, or did last; to ask it to stop or to save
 
     def _prepare(
-        self, model: nn.Module, partition: PartitionSpec, init_from: Path | None, init_skip: Sequence[str]
+        self, model: nn.Module, partition: PartitionSpec, init_from: PurePath | None, init_skip: Sequence[str]
     ) -> PartitionedModel:
         """Load or prepare the weights of ``model``, which is not cut yet."""
         spec, num_stages = self._spec, self._spec.pipeline.num_stages
@@ -289,15 +293,17 @@ class Trainer:
         known_by = own if config is None else dict(config)
         # A script has no settings for its optimizer and schedule: what they are is known when they are made.
         later = () if config is not None else ("optimizer", "lr_schedule")
-        resume = self._checked_folder(folder, known_by, resume, later)
         world = self._join()
         with self._keep_modes(), self._start_job(world, folder) as (running, store):
+            folder, resume = self._agreed_folder(world, store, folder, known_by, resume, later)
             loaders = self._load(world, data) if self.needs_data else Loaders()
             if self.needs_data:
                 outputs.check_validation(loaders.lengths["num_validation"], saves=folder is not None)
             plan = Plan(**{**length, **every, **sizes, **loaders.lengths})
             startup = build.Startup(world, store, loaders, plan, folder.path if folder is not None else None)
-            with self._bound(world):  # with the threads of the first forward, but without the loaders' workers
+            # With the threads of the first forward, but without the loaders' workers.
+            says = world.rank == 0 and not outputs.monitoring.quiet
+            with self._bound(world), announced(PREPARING) if says else contextlib.nullcontext():
                 settled = build.settle_partition(self._spec, self._partitioned, startup, self._settings)
                 worker, made = build.build_worker(settled, self._partitioned, startup, self._processes.pick_next)
             known_by.update({name: made[name] for name in later})
@@ -311,6 +317,8 @@ class Trainer:
         with self._keep_modes(), contextlib.closing(worker), closing_folder:
             saving = self._saving(world, folder, known_by, resume, outputs, made)
             worker.wants_timeline = folder is not None and outputs.monitoring.report
+            if folder is not None:
+                worker.reach = folder.reach
             summary = self._train(running, worker, plan, saving, outputs)
             if world.rank == 0 and self._partitioned.spec.balance != "auto":
                 outputs.note_uneven(summary)
@@ -400,7 +408,7 @@ class Trainer:
         Raises:
             CheckpointError: If it is damaged, not a checkpoint, of a different model, or without an average.
         """
-        chosen = chosen_checkpoint(path, which)
+        chosen = chosen_checkpoint(self._reach(path), which)
         state.verify(chosen, self._partitioned.signature)
         if self._partitioned.weights is not None:  # not made yet
             files = self._partitioned.weights.files = WeightFiles.at(chosen)
@@ -416,21 +424,33 @@ class Trainer:
         """The known settings of this trainer that identify a run folder."""
         return {**build.settings_of(self._spec, self._partitioned), "loss": {"name": class_name(self._spec.loss_fn)}}
 
-    def _checked_folder(
-        self, folder: RunFolder | None, known_by: Mapping[str, Any], resume: str, later: Collection[str]
-    ) -> str:
-        """Check ``folder``, begin the log, and return from where to resume."""
+    def _agreed_folder(
+        self,
+        world: World,
+        store: dist.Store,
+        folder: RunFolder | None,
+        known_by: Mapping[str, Any],
+        resume: str,
+        later: Collection[str],
+    ) -> tuple[RunFolder | None, str]:
+        """Return the run folder of rank 0 and from where it resumes, and begin the log."""
+        found: dict[str, Any] = {"place": None}
+        if folder is not None and world.rank == 0:
+            resume = folder.check(known_by, resume=resume, later=later)
+            identity = folder.identity(resume) if folder.is_resumed(resume) else None
+            found = {"place": str(folder.place), "resume": resume, "identity": identity}
+        folder, found = share_folder(folder, found, world, store)
         if folder is None:
             log_to(None)
-            return resume
-        resume = folder.check(known_by, resume=resume, later=later)
-        if folder.is_resumed(resume):
+            return None, resume
+        if (identity := found["identity"]) is not None:
             self._partitioned.initial = {}
-            self._keep_clip_scope(folder.identity(resume)["clip_scope"], known_by)
-            if self._partitioned.sizes is None:
-                self._partitioned.begins = folder.begins(resume, self._spec.pipeline.num_stages)
+            self._keep_clip_scope(identity["clip_scope"], known_by)
+            cut = identity.get("cut", {})
+            if self._partitioned.sizes is None and cut.get("num_stages") == self._spec.pipeline.num_stages:
+                self._partitioned.begins = list(cut.get("begins", ()))
         log_to(folder.path / "logs" / f"rank{launched_rank()}.log")
-        return resume
+        return folder, found["resume"]
 
     def _keep_clip_scope(self, scope: Any, known_by: Mapping[str, Any]) -> None:
         """Clip as the run that continues did until now, and say so."""
@@ -495,6 +515,7 @@ class Trainer:
             config=config,
             resume=resume,
             every_epochs=policy.every_epochs,
+            every_minutes=policy.every_minutes,
             saver=Saver(
                 folder.checkpoints,
                 keep=policy.keep,
@@ -553,6 +574,16 @@ class Trainer:
             forget_actions()
             self._partitioned.give_state()
             recorder.close()  # writes what is left, which a disk may refuse
+
+    def _reach(self, path: str | os.PathLike[str]) -> PurePath:
+        """Return a path of the user's, or that of rank 0 if it is missing on this machine."""
+        place = place_of(path)
+        if not isinstance(place, Path) or place.exists():
+            return place
+        if not self._distributed or self.rank == 0:
+            return Path(path)  # a mistaken path is shown as it is
+        self._join()
+        return on_rank(0, place)
 
     def _join(self) -> World:
         device, seconds, pipeline = self._processes.device, self._processes.timeout_seconds, self._spec.pipeline

@@ -44,7 +44,7 @@ def test_adl_dist_refuses_with_one_line_and_finds_a_local_target(processes, tmp_
     command = words(tmp_path / "run", "model._target_=mine.make", processes=processes)
     outcome = as_command(ADL_DIST, *command, cwd=tmp_path)
     assert outcome.refusal() == "model: mine.make failed: LookupError: no such weights"
-    assert outcome.out == ""
+    assert outcome.out == "loading torch ...\n"
     assert left_behind(tmp_path) == []
     assert not (tmp_path / "run").exists()
 
@@ -103,6 +103,13 @@ def test_a_loss_that_is_not_finite_keeps_the_last_checkpoint(tmp_path):
     kept, good = (in_process("evaluate", f"run_dir={tmp_path / name}") for name in ("run", "good"))
     assert kept.code == 0
     assert kept.out.partition(": ")[2] == good.out.partition(": ")[2]
+
+
+@pytest.mark.usefixtures("_no_process")
+def test_more_stages_than_the_model_has_start_no_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "num_cores", lambda: 2)
+    line = refused(*words(tmp_path / "run", "partition.num_stages=50", processes=True))
+    shows(line, ["partition.num_stages=50 needs 49 cuts", "use at most partition.num_stages="])
 
 
 # From here on there is a finished run: two epochs, two checkpoints.
@@ -219,7 +226,7 @@ def test_our_own_launcher_restarts_a_run_where_it_was(saves_before, foreign, tmp
         runs = saves_before or attempts
         attempts.append(in_process(*arguments, *more, "runtime.processes=false") if runs else None)
         if len(attempts) == 1:
-            failure = ProcessFailure(local_rank=0, pid=os.getpid(), exitcode=1, error_file="<N/A>")
+            failure = ProcessFailure(local_rank=0, pid=os.getpid(), exitcode=-9, error_file="<N/A>")
             raise ChildFailedError("adl_dist", {0: failure})
 
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # the launcher sets it, and leaves it set

@@ -165,6 +165,7 @@ TWO = ["rank 0 was killed by SIGKILL", "rank 1 was killed by SIGKILL"]
 OF_RANKS = {  # exit codes, that of the rank that was first at the front, and what the launcher says
     "a library": ({1: 7, 0: -15}, ["rank 1 ended with exit code 7"]),
     "exit(-1)": ({0: 255, 1: 143}, ["rank 0 ended with exit code 255"]),
+    "an error": ({1: 1, 0: -15}, []),
     "a mistake": ({1: 2, 0: -15}, []),
     "a mistake, and another rank hangs": ({1: 2, 0: -9}, []),
     "killed": ({1: -9, 0: 1}, ["rank 1 was killed by SIGKILL"]),
@@ -172,15 +173,19 @@ OF_RANKS = {  # exit codes, that of the rank that was first at the front, and wh
     "ended by kill, twice": ({0: 143, 1: 143}, ["rank 0 was killed by SIGTERM"]),
     "a signal without a name": ({0: -40, 1: -15}, ["rank 0 was killed by signal 40"]),
 }
+STAY_DOWN = {"an error", "a mistake", "a mistake, and another rank hangs", "ended by kill, twice"}
 
 
-@pytest.mark.parametrize(("codes", "said"), OF_RANKS.values(), ids=OF_RANKS)
-def test_ranks_that_say_nothing_are_named_by_the_launcher(codes, said, monkeypatch, capfd):
+@pytest.mark.parametrize(("how", "codes", "said"), [(how, *row) for how, row in OF_RANKS.items()], ids=OF_RANKS)
+def test_ranks_that_say_nothing_are_named_by_the_launcher(how, codes, said, monkeypatch, capfd):
     ends = {rank: ProcessFailure(rank, 0, code, "") for rank, code in codes.items()}
     for number, end in enumerate(ends.values()):
         end.timestamp += 30 * number * (said != TWO)
 
+    starts = []
+
     def fail(*_):
+        starts.append(None)
         raise ChildFailedError("", ends)
 
     monkeypatch.setattr(local, "_run_ranks", fail)
@@ -188,3 +193,5 @@ def test_ranks_that_say_nothing_are_named_by_the_launcher(codes, said, monkeypat
     assert capfd.readouterr().err.splitlines() == [
         f"adl-dist: {line}; the same command resumes the run" for line in said
     ]
+    local.launch_local([], num_processes=2, max_restarts=2)
+    assert len(starts) == 1 + (1 if how in STAY_DOWN else 3)

@@ -26,7 +26,7 @@ TINY = {
     **{"data": "synthetic", "data.num_samples": "32", "data.num_validation": "8", "data.image_size": "8"},
     **{"model": "resnet8", "train.batch_size": "16", "train.epochs": "1", "runtime.threads": "1"},
     **{"runtime.tensorboard": "false", "runtime.timeout_seconds": "20", "runtime.stage_records_every": "1"},
-    **{"runtime.report": "false"},
+    **{"runtime.report": "false", "runtime.max_restarts": "0"},
 }
 
 # What torchrun and its like set. A test process that has them would be taken for a rank.

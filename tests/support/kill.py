@@ -27,7 +27,7 @@ HOLD = "hold"  # a file in the working directory
 HELD_RUN = (
     *("model._target_=tests.support.kill.net_with_dropout", "data._target_=tests.support.kill.held_images"),
     *("train.batch_size=16", "optimizer.lr=0.05", "runtime.threads=1", "runtime.tensorboard=false"),
-    *("runtime.stage_records_every=1", "runtime.report=false"),
+    *("runtime.stage_records_every=1", "runtime.report=false", "runtime.max_restarts=0"),
 )
 POLL_SECONDS = 0.02
 

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from itertools import accumulate
 from pathlib import Path, PurePath
 from typing import Any, NoReturn
@@ -20,8 +21,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from adl_dist.checkpoint.storage import read
+from adl_dist.checkpoint.storage import place_of, read
 from adl_dist.cli.config.schema import GROUPS, OPEN_NODES, RunConfig, defaults, keys_of
+from adl_dist.distributed.procfs import started_at
 from adl_dist.errors import ConfigError, Exit
 from adl_dist.report import tell
 from adl_dist.report.runs import flatten
@@ -29,6 +31,7 @@ from adl_dist.schedule import METHODS, Method
 from adl_dist.settings import REMOVED_OPTIONS, RENAMED, WAS_REMOVED, renamed
 
 LAUNCHER = "hydra/launcher"
+PATHS = {"root", "train", "validation"}  # keys of our own datasets
 LISTS_KEYS = "adl-dist train --help lists all keys"
 # In 0.4.0; older run folders name some of them.
 REMOVED = ("runtime.cuda_graphs", "sweep.tune", *(f"method.{name}" for name in REMOVED_OPTIONS))
@@ -89,15 +92,34 @@ def checked(composed: DictConfig, overrides: Sequence[str]) -> tuple[RunConfig, 
     """Check a composition, and return the results of :func:`compose_run`."""
     choices = composed.hydra.runtime.choices
     config = RunConfig.of({k: v for k, v in resolved(composed, overrides).items() if k != "sweep"})
+    plain = config.plain
     if config.run_dir is None:
         data, model = named("data", config, choices), named("model", config, choices)
         method, K = config.method, config.partition.num_stages
         config.run_dir = f"runs/{data}-{model}-{method.name}-k{K}-m{method.micro_batches_per_update}-seed{config.seed}"
-    return config, config.plain
+        plain["run_dir"] = config.run_dir
+    for name in ("resume", "init_from"):  # a mistaken path is shown as it is
+        if (path := getattr(config, name)) is not None and Path(path).exists():
+            setattr(config, name, str(place_of(path)))
+    if str(config.data.get("_target_", "")).startswith("adl_dist."):
+        config.data |= {key: str(Path(config.data[key]).expanduser().absolute()) for key in PATHS & config.data.keys()}
+    return config, plain
+
+
+def with_values(words: Sequence[str], plain: Plain) -> list[str]:
+    """Replace interpolations in ``words`` by values in ``plain``, for processes that would find other ones."""
+    settings = flatten(plain)
+    keys = {word: parse(word).key_or_group for word in words if "${" in word}
+    return [f"{keys[w]}={json.dumps(settings[keys[w]])}" if keys.get(w) in settings else w for w in words]
 
 
 def resolved(composed: DictConfig, overrides: Sequence[str]) -> Plain:
-    """Resolve all interpolations of a composition, without Hydra's own node."""
+    """Resolve all interpolations of a composition, without Hydra's own node.
+
+    The time is that of the start of this process, or of its torchrun, which restarts it.
+    """
+    start = started_at(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())
+    OmegaConf.register_new_resolver("now", datetime.fromtimestamp(start).strftime, replace=True)
     own = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
     try:
         plain = OmegaConf.to_container(own, resolve=True, throw_on_missing=True)

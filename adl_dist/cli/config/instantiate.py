@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from adl_dist.checkpoint.policy import CheckpointPolicy
+from adl_dist.checkpoint.storage import place_of
 from adl_dist.cli.config.compose import content_of, is_of_script, known_run, run_of_script
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.data import Loading
@@ -47,12 +48,10 @@ logging.getLogger("hydra").addHandler(logging.NullHandler())  # it logs what it 
 
 def trainer(config: RunConfig, *, handle_signals: bool = False) -> Trainer:
     """Build the model and its trainer. Changes no file and starts no process."""
-    is_lazy = config.runtime.meta_init
     return Trainer(
-        # The trainer reports untied weights, unless weights of this model are read first.
-        build_model_on_meta(config) if is_lazy else build_model(config, unties=config.init_from is not None),
-        init_from=config.init_from if is_lazy else None,
-        init_skip=config.init_skip if is_lazy else (),
+        build_model_on_meta(config) if config.runtime.meta_init else build_model(config, as_built=True),
+        init_from=config.init_from,
+        init_skip=config.init_skip,
         method=config.method,
         num_stages=config.partition.num_stages,
         partition=config.build(PartitionSpec),
@@ -98,18 +97,18 @@ def precision(config: RunConfig) -> Precision:
     return config.build(Precision, dtype=getattr(torch, config.dtype), autocast=autocast)
 
 
-def build_model(config: RunConfig, *, unties: bool = True) -> nn.Module:
+def build_model(config: RunConfig, *, as_built: bool = False) -> nn.Module:
     """Build the uncut model, the same on every rank and for every K.
 
-    Tied weights are untied as configured, unless ``unties`` is false.
+    With ``as_built`` it is left to the trainer to untie weights and to read ``init_from``.
     """
     torch.manual_seed(config.seed)
     model = _call("model", config.model)
     _expect(isinstance(model, nn.Module), "model", config.model, model, "a torch.nn.Module")
-    if unties and config.partition.tied == "untie":
+    if config.partition.tied == "untie" and not as_built:
         untied(model)
-    if config.init_from is not None:
-        load_initial(model, Path(config.init_from), config.init_skip)
+    if config.init_from is not None and not as_built:
+        load_initial(model, place_of(config.init_from), config.init_skip)
     prepare(model, build_optimizer(config))  # freeze parameters by the rules, also where no Trainer is made
     return model  # type: ignore[no-any-return]
 

@@ -50,7 +50,7 @@ class CommandOptions:
     meta_init: bool = setting(
         False, "each process makes or reads the weights of its own stages only; docs/huggingface.md"
     )
-    max_restarts: int = setting(0, "how often a run whose process died is started again by itself", least=0)
+    max_restarts: int = setting(2, "how often a run of which a process was killed is started again by itself", least=0)
 
 
 # The dataclasses that declare the keys of each group.

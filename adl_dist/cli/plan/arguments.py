@@ -152,12 +152,14 @@ def _check(flags: argparse.Namespace) -> None:
     """Refuse bad flags before the time-consuming measurement."""
     if flags.out is not None:
         check_out(flags.out)
+        flags.out = flags.out.absolute()  # the user's code may change the working directory
     for name, least in (("devices", 1), ("neighbours", 0)):
         number = getattr(flags, name)
         if number is not None and number < least:
             raise ConfigError(f"--{name} {number} must be at least {least}")
     if flags.profile is not None and (flags.profile.is_dir() or not flags.profile.parent.is_dir()):
         raise ConfigError(f"--profile {flags.profile}: expected the name of a file in an existing folder")
+    flags.profile = flags.profile and flags.profile.absolute()
 
 
 def described(links: str | None) -> Links | None:

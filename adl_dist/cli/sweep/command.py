@@ -83,10 +83,10 @@ def _check(sweep: Sweep) -> None:
             instantiate.check_targets(config)
             if not sweep.launcher:  # which GPUs there are elsewhere is not known here
                 check_device(config.runtime.device)
-            _check_cut(config, has_data=not sweep.launcher)
+            check_cut(config, has_data=not sweep.launcher)
 
 
-def _check_cut(config: RunConfig, *, has_data: bool) -> None:
+def check_cut(config: RunConfig, *, has_data: bool) -> None:
     """Check the cut of a run as far as possible, with or without the data.
 
     Raises:

@@ -1,0 +1,113 @@
+"""The local files of another rank, as a file system of fsspec for machines without a shared one.
+
+``rank://0/root/run`` is ``/root/run`` on the machine of rank 0. Files travel in pieces of ``MESSAGE_BYTES``. The other
+rank works in a thread of its own, so that its RPC threads stay free for the watchdog.
+"""
+
+import errno
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.rpc as rpc
+import torch.futures
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
+
+from adl_dist.distributed.rpc_errors import Call, PeerError
+from adl_dist.distributed.world import name_of, world_of_process
+
+MESSAGE_BYTES = 2**20
+SYNC_BYTES = 2**26  # written to disk before the next
+
+_thread = ThreadPoolExecutor(1, thread_name_prefix="files for other ranks")
+_local = LocalFileSystem()
+
+
+class RankFiles(AbstractFileSystem):  # type: ignore[misc]
+    """Files of other ranks, to be read, created and deleted."""
+
+    protocol = "rank"
+
+    def call(self, work: Callable[..., Any], path: str, *arguments: object) -> Any:
+        """Return the result of ``work`` on the rank and with the path that ``path`` names.
+
+        Raises:
+            OSError: If ``work`` raises it, or the rank is gone or late.
+        """
+        rank, _, rest = self._strip_protocol(path).partition("/")
+        message, world = (work, f"/{rest}", *arguments), world_of_process()
+        limit = (dist.default_pg_timeout if world is None else world.timeout).total_seconds()
+        try:
+            call = Call[Any](
+                f"rank {rank}", lambda s: rpc.rpc_async(name_of(int(rank)), _run_later, args=message, timeout=s), limit
+            )
+            result = call.wait()
+        except PeerError as error:
+            raise OSError(errno.EIO, str(error)) from error
+        if isinstance(result, OSError):
+            raise result
+        return result
+
+    def info(self, path: str, **_: object) -> Any:
+        """Return size and kind."""
+        return self.call(_local.info, path)
+
+    def ls(self, path: str, detail: bool = True, **_: object) -> Any:
+        """Return the entries of a folder."""
+        return self.call(_local.ls, path, detail)
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: object) -> bytes:
+        """Return the content from ``start`` to ``end``."""
+        begin, stop = start or 0, self.info(path)["size"] if end is None else end
+        pieces = range(begin, stop, MESSAGE_BYTES)
+        return b"".join(self.call(_local.cat_file, path, at, min(at + MESSAGE_BYTES, stop)) for at in pieces)
+
+    def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:
+        """Delete a file or a folder."""
+        self.call(_local.rm, path, recursive)
+
+    def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **_: object) -> "_RankFile":
+        return _RankFile(self, path, mode, block_size or MESSAGE_BYTES)
+
+
+class _RankFile(AbstractBufferedFile):  # type: ignore[misc]
+    def _initiate_upload(self) -> None:
+        pass
+
+    def _upload_chunk(self, final: bool = False) -> bool:
+        content = self.buffer.getvalue()
+        for at in range(0, len(content), MESSAGE_BYTES):
+            self.fs.call(_append, self.path, self.offset + at, content[at : at + MESSAGE_BYTES])
+        if final:
+            self.fs.call(_append, self.path, self.offset + len(content), b"")
+        return True
+
+
+def _append(path: str, begin: int, piece: bytes) -> None:
+    """Create a file with its first piece, or add one; an empty piece ends it."""
+    with Path(path).open("ab" if begin else "xb") as out:
+        out.write(piece)
+        if not piece or (begin + len(piece)) % SYNC_BYTES < len(piece):
+            out.flush()
+            os.fsync(out.fileno())
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def _run_later(work: Callable[..., object], *arguments: object) -> "torch.futures.Future[object]":
+    """Run ``work`` in the thread for it; an OSError is its result, because RPC would lose its number."""
+    done: torch.futures.Future[object] = torch.futures.Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work(*arguments))
+        except OSError as error:
+            done.set_result(error)
+        except Exception as error:
+            done.set_exception(error)
+
+    _thread.submit(run)
+    return done

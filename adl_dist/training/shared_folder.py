@@ -1,0 +1,67 @@
+"""The run folder of rank 0 as the other ranks reach it, also without a shared file system."""
+
+import contextlib
+import socket
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from adl_dist.checkpoint.layout import complete
+from adl_dist.checkpoint.run_dir import RunFolder, make_folder
+from adl_dist.distributed.world import World
+from adl_dist.errors import ConfigError
+from adl_dist.report import say
+from adl_dist.training.startup_sync import FOLDER, SEEN, exchange
+
+
+def share_folder(
+    folder: RunFolder | None, of_rank_0: Mapping[str, Any], world: World, store: dist.Store
+) -> tuple[RunFolder | None, dict[str, Any]]:
+    """Return the run folder of rank 0 for this process, and the values ``of_rank_0``.
+
+    Rank 0 leaves a file in its folder, and the others look for it. Those that do not see it send their parts of
+    checkpoints to rank 0, and read them through it.
+
+    Args:
+        folder: the run folder that this process was given; that of rank 0 counts.
+        of_rank_0: what rank 0 publishes: ``place``, None without a run folder, and ``resume``.
+        world: this process among the others.
+        store: where ranks publish values.
+
+    Raises:
+        ConfigError: If the run's newest checkpoint is on another machine than rank 0.
+        StageFailed, ChannelError: If another rank has failed, or does not answer.
+    """
+    token = Path(f".{uuid.uuid4().hex}")
+    is_local = folder is not None and isinstance(folder.place, Path)
+    if world.rank == 0 and folder is not None and is_local and world.is_distributed:
+        make_folder(folder.path)
+        with contextlib.suppress(OSError):  # a full disk is reported by the first save
+            (token := folder.path / token).touch()
+    values = exchange(store, FOLDER, world.rank, world.size, {**of_rank_0, "token": token.name})[0]
+    if values["place"] is None:
+        return None, values
+    folder = folder or RunFolder(values["place"])
+    if not world.is_distributed or not isinstance(folder.place, Path):
+        return folder, values
+    folder.is_shared = world.rank == 0 or (folder.path / values["token"]).exists()
+    newest = [path.name for path in complete(folder.checkpoints)][-1:]
+    mine = {"host": socket.gethostname(), "is_shared": folder.is_shared, "newest": "".join(newest)}
+    ranks = exchange(store, SEEN, world.rank, world.size, mine)
+    if world.rank == 0:
+        token.unlink(missing_ok=True)
+    apart = {rank: one for rank, one in enumerate(ranks) if not one["is_shared"]}
+    for rank, one in apart.items() if values["resume"] == "auto" else ():
+        if one["newest"] > ranks[0]["newest"]:
+            raise ConfigError(
+                f"run_dir={folder.place}: rank {rank} on {one['host']} has {one['newest']}, but rank 0 on "
+                f"{ranks[0]['host']}, which keeps the checkpoints, has {ranks[0]['newest'] or 'none'}; start with "
+                f"rank 0 on {one['host']}, or copy or remove the run folder there"
+            )
+    if apart and world.rank == 0:
+        names = ", ".join(f"rank {rank} on {one['host']}" for rank, one in apart.items())
+        say(f"note: no shared file system: {names} cannot see {folder.place}; checkpoints travel to rank 0 and back")
+    return folder, values
