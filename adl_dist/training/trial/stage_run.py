@@ -266,7 +266,7 @@ class StageRun:
     def _loss(self, out: Any, target: Batch) -> Tensor:
         if self.is_lazy:
             generator = torch.Generator(self._device).manual_seed(0)
-            out = map_tensors(lambda leaf: _MadeUp.apply(leaf, generator), out)
+            out = map_tensors(lambda leaf: _made_up(leaf, generator), out)
         outs = tensors_in(out)
         if not outs:
             raise ConfigError(
@@ -411,18 +411,11 @@ class _OnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _MadeUp(torch.autograd.Function):
-    """Random values in the place of a meta tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, generator: torch.Generator) -> Tensor:
-        ctx.like = torch.empty_like(tensor, device=META)
-        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=generator.device)
-        return made.normal_(generator=generator) if tensor.is_floating_point() else made.zero_()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return torch.empty_like(ctx.like), None
+def _made_up(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Return random values in the place of a meta tensor."""
+    made = torch.zeros(tensor.shape, dtype=tensor.dtype, device=generator.device)
+    made = made.normal_(generator=generator) if tensor.is_floating_point() else made
+    return made.requires_grad_(tensor.requires_grad).clone()  # no leaf, as the loss may not write to one
 
 
 def change_values(parameters: Sequence[nn.Parameter]) -> None:
