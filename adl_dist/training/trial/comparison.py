@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from adl_dist.stage import TrainSpec
-from adl_dist.stage.calls import takes_gradient
+from adl_dist.stage.calls import flatten_output, takes_gradient
 
 FIRST, SECOND, EVALUATION = "the first micro-batch", "the second micro-batch", "evaluation"
 EVALUATION_AGAIN, STATE = "evaluation of the second micro-batch", "after that"
@@ -103,11 +102,6 @@ def is_equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in the output of a model or module."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
 def _wide(tensor: Tensor) -> Tensor:
     dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
     return dense.to(torch.complex128 if tensor.is_complex() else torch.float64)
@@ -137,7 +131,7 @@ def record_calls(models: Sequence[nn.Module]) -> Iterator[Calls]:
         def hook(module: nn.Module, args: Any, out: Any) -> None:
             count = counts[id(module)] = counts.get(id(module), -1) + 1
             with torch._C.DisableTorchFunctionSubclass():
-                leaves = tensors_in(out)
+                leaves = flatten_output(out)
                 if leaves and not any(leaf.is_meta for leaf in leaves):
                     calls[name, count] = [leaf.detach().clone().as_subclass(Tensor) for leaf in leaves]
 

@@ -42,7 +42,7 @@ from adl_dist.stage.info import StageInfo, describe_units, link_stages
 from adl_dist.stage.loss import check_is_mean, class_loss, is_known_mean, loss_terms, try_loss
 from adl_dist.stage.versions import Exchange
 from adl_dist.streams import Streams, seed_streams
-from adl_dist.training.trial.comparison import EVALUATION, EVALUATION_AGAIN, FIRST, SECOND, STATE, Take, tensors_in
+from adl_dist.training.trial.comparison import EVALUATION, EVALUATION_AGAIN, FIRST, SECOND, STATE, Take
 from adl_dist.training.trial.samples import MicroBatch, Samples
 from adl_dist.transport.spec import Specs, TensorSpec, merge_specs
 
@@ -267,7 +267,7 @@ class StageRun:
         if self.is_lazy:
             generator = torch.Generator(self._device).manual_seed(0)
             out = map_tensors(lambda leaf: _made_up(leaf, generator), out)
-        outs = tensors_in(out)
+        outs = flatten_output(out)
         if not outs:
             raise ConfigError(
                 f"the model returns a {type(out).__name__} without a tensor that can be seen; expected a tensor, or "
@@ -443,7 +443,7 @@ def forward_error(gets: str, error: BaseException, *, training: bool) -> ConfigE
 
 
 def _give_results(take: Take, when: str, passage: _Passage) -> None:
-    leaves = [leaf.detach() for leaf in tensors_in(passage.output)]
+    leaves = [leaf.detach() for leaf in flatten_output(passage.output)]
     take(when, "output", {str(place): leaf for place, leaf in enumerate(leaves)})
     assert passage.loss is not None
     take(when, "loss", {"": passage.loss.detach()})
@@ -467,7 +467,7 @@ def _lies_in(outs: Sequence[Tensor], module: nn.Module) -> list[bool]:
 
 def _check_output(out: Any, size: int, gets: str) -> None:
     """Raise a ConfigError if ``out`` of the model is not of ``size`` samples."""
-    for leaf in tensors_in(out):  # numbers, like a penalty next to the output, are for the loss to take
+    for leaf in flatten_output(out):  # numbers, like a penalty next to the output, are for the loss to take
         if leaf.ndim and len(leaf) != size:
             raise ConfigError(
                 f"{gets} and returns {list(leaf.shape)} for {size} samples; expected an output of the model whose "
