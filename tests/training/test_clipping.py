@@ -50,9 +50,7 @@ def test_weights_are_those_of_plain_torch_to_the_bit(name, K):
     assert_same(train(K, 3, torch.float32, method=name, clip_norm=CLIP)[0], expected)
 
 
-@pytest.mark.parametrize(
-    ("K", "optimizer"), [(1, partial(Muon, lr=0.02)), (3, partial(torch.optim.AdamW, lr=0.01)), (3, sgd)]
-)
+@pytest.mark.parametrize(("K", "optimizer"), [(1, partial(Muon, lr=0.02)), (3, partial(torch.optim.AdamW, lr=0.01))])
 def test_norms_are_in_the_order_of_the_models_parameters(K, optimizer):
     how = {"method": "1f1b", "model": HeadFirst, "optimizer": optimizer, "clip_norm": CLIP}
     balance = ["unit2", "unit6"] if K == 3 else "even"
@@ -73,7 +71,6 @@ def test_a_tensor_without_a_gradient_has_no_norm():
 SKIPPING = {"non_finite": "skip", "plant": nan_inputs, "optimizer": partial(torch.optim.NAdam, lr=0.01)}
 OTHERS = [
     ("1f1b", {"autocast": torch.bfloat16, "options": {"reduction": "sum"}}),
-    ("1f1b", SKIPPING),
     ("zbh1", {**SKIPPING, "ema": 0.9}),
 ]
 
@@ -92,7 +89,7 @@ def test_the_recorded_norm_is_that_of_torch(tmp_path):
     norms = []
     oracle(batch_norm_net(), norms=norms)
     assert 2 < sum(norm > CLIP for norm in norms) < len(norms) - 2, "some groups are clipped, others are not"
-    train(3, 3, torch.float32, method="1f1b", clip_norm=CLIP, run_dir=tmp_path)
+    fit(tmp_path, 2)
     told = [(r["update"], r["value"]) for r in records(tmp_path) if r["name"] == "train/gradient_norm"]
     assert told == list(enumerate(norms))
 
@@ -113,7 +110,7 @@ def test_without_a_flush_one_line_says_that_stages_clip_alone():
 
 
 def fit(run_dir, epochs, **options):
-    trainer = toy_trainer(3, 3, "1f1b", lr_schedule=warm_up_schedule, clip_norm=CLIP, **options)
+    trainer = toy_trainer(3, 3, "1f1b", lr_schedule=warm_up_schedule, clip_norm=CLIP, verify=False, **options)
     if epochs == 2:  # stages are settled before the run is known
         trainer.evaluate(FixedImages(8), batch_size=4)
     trainer.fit(FixedImages(32), epochs=epochs, batch_size=9, run_dir=run_dir, shuffle=False, monitoring=SILENT)
