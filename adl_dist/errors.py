@@ -130,10 +130,21 @@ def describe(error: BaseException) -> str:
 
 def in_one_line(error: BaseException) -> str:
     """Return the type and the text of an error."""
-    said = " ".join(str(error).split())
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+    said, name = text_of(error), type(error).__name__
+    return name if said == name else f"{name}: {said}"
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of an error without line breaks, or its type."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """Return the text of an error without line breaks, or its type.
+
+    Every text of an error of the user's code is made here, because its ``__str__`` may raise.
+    """
+    try:
+        return " ".join(str(error).split()) or type(error).__name__
+    except Exception as failed:
+        return f"its text cannot be made, because of a {type(failed).__name__}"
+
+
+def message_of(error: BaseException, rank: int) -> str:
+    """Return the line that other processes show for an error of ``rank``."""
+    return str(error) if isinstance(error, AdlError) else f"rank {rank}: {describe(error)}"

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from adl_dist.errors import AdlError, ConfigError
+from adl_dist.errors import AdlError, ConfigError, in_one_line, text_of
 
 # Updates for which a schedule is tried at the start, in about a second.
 MOST_TRIED = 100_000
@@ -145,7 +145,7 @@ def build_lr_schedule(
     except AdlError:
         raise
     except Exception as error:  # the user's own code
-        said = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        said = text_of(error) if isinstance(error, ValueError) else in_one_line(error)
         raise ConfigError(f"lr_schedule: {name} refuses {options}: {said}") from error
     if isinstance(schedule, ReduceLROnPlateau):
         raise ConfigError(
@@ -244,7 +244,7 @@ def try_schedule(make: Callable[[], LRScheduler], optimizer: Optimizer, total_up
     except Exception as error:
         raise ConfigError(
             f"lr_schedule: {type(schedule).__name__} fails after update {done + 1} of the run's {total_updates}: "
-            f"{type(error).__name__}: {' '.join(str(error).split())}; make it as long as the run"
+            f"{in_one_line(error)}; make it as long as the run"
         ) from error
     finally:
         for group, before in zip(groups, first, strict=True):

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from adl_dist.errors import describe
+from adl_dist.control.messages import Failure
+from adl_dist.errors import describe, in_one_line
 
 WITHOUT_MEMORY = [
     MemoryError(),
@@ -24,3 +25,18 @@ def test_what_needs_less_memory_is_told_where_there_is_none_left(error):
 
 def test_another_error_is_told_as_it_is():
     assert describe(KeyError("memory")).startswith("unexpected KeyError: 'memory'; ")
+
+
+class Unprintable(Exception):
+    exit_code = "one"  # as other libraries have it
+
+    def __str__(self):
+        raise LookupError
+
+
+def test_an_error_without_a_text_is_told_and_sent():
+    said = "Unprintable: its text cannot be made, because of a LookupError"
+    assert in_one_line(Unprintable()) == said
+    failure = Failure.of(Unprintable(), 3)
+    assert failure.text.startswith(f"rank 3: unexpected {said}")
+    assert failure.exit_code == 1

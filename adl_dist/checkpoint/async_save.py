@@ -19,7 +19,7 @@ from torch import Tensor
 
 from adl_dist.checkpoint import layout, tensor_files
 from adl_dist.checkpoint.tensor_files import Shard
-from adl_dist.errors import AdlError, StageFailed, TakenOverError
+from adl_dist.errors import AdlError, StageFailed, TakenOverError, in_one_line, text_of
 from adl_dist.report import warn
 
 logger = logging.getLogger("adl_dist")
@@ -215,4 +215,4 @@ def _reason(error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
-    return " ".join((str(cause) if cause else f"{type(error).__name__}: {error}").split())
+    return text_of(cause) if cause else in_one_line(error)

@@ -338,7 +338,7 @@ def log_to(path: Path | None) -> None:
             file.write(b"\n")
             with contextlib.suppress(OSError):
                 file.truncate(size)
-        handler = _LogFile(path.resolve())
+        handler = _LogFile(path.resolve(), encoding="utf-8", errors="backslashreplace")  # names of files may be others
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):  # nothing else could be written either
             reason = f"{path} cannot be written: {error.strerror}"

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from adl_dist.checkpoint import layout, nested, optimizer_state, tensor_files
 from adl_dist.checkpoint.nested import Unstorable, is_extra_state
 from adl_dist.checkpoint.tensor_files import EMA, HEADS, LOSS, MODEL, OPTIMIZER, Shard, Stored
-from adl_dist.errors import CheckpointError, ConfigError, UnusableError
+from adl_dist.errors import CheckpointError, ConfigError, UnusableError, in_one_line
 from adl_dist.stage import Learner, Stage
 from adl_dist.stage.tied import TiedWeights
 
@@ -203,7 +203,7 @@ def _explained(path: PurePath) -> Iterator[None]:
         raise
     except Exception as error:  # a file that was changed meanwhile, state that an optimizer refuses
         raise CheckpointError(
-            f"{path} cannot be read: {type(error).__name__}: {' '.join(str(error).split())}; an older checkpoint next "
+            f"{path} cannot be read: {in_one_line(error)}; an older checkpoint next "
             "to it, if there is one, is untouched"
         ) from error
 

@@ -32,7 +32,7 @@ from functools import lru_cache
 from pathlib import Path, PurePath, PurePosixPath
 from typing import IO, Any, BinaryIO, Protocol
 
-from adl_dist.errors import ConfigError
+from adl_dist.errors import ConfigError, in_one_line
 
 Data = bytes | memoryview
 PIECE_BYTES = 2**26  # large files are written and read in pieces of this size; on disk, one is synced before the next
@@ -366,4 +366,4 @@ def _os_errors() -> Iterator[None]:
     except (OSError, ConfigError):
         raise
     except Exception as error:
-        raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error
+        raise OSError(errno.EIO, in_one_line(error)) from error

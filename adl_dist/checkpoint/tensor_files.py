@@ -17,6 +17,7 @@ from torch import Tensor
 
 from adl_dist.checkpoint.layout import Digest, create_hashed, damaged
 from adl_dist.checkpoint.storage import PIECE_BYTES, Data, progress, storage_of
+from adl_dist.errors import in_one_line
 
 SUFFIX = ".safetensors"
 INDEX = f"model{SUFFIX}.index.json"
@@ -103,7 +104,7 @@ def scan(path: PurePath, kind: str, files: Iterable[str]) -> tuple[dict[str, Sto
         try:
             of_file = header(file)
         except (OSError, ValueError) as error:
-            raise damaged(path, f"{file.name} cannot be read ({type(error).__name__}: {error})") from error
+            raise damaged(path, f"{file.name} cannot be read ({in_one_line(error)})") from error
         tensors |= of_file[0]
         metadata |= of_file[1]
     return tensors, metadata

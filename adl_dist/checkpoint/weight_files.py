@@ -17,7 +17,7 @@ from adl_dist.checkpoint import layout, tensor_files
 from adl_dist.checkpoint.nested import ENTRY, is_extra_state
 from adl_dist.checkpoint.storage import read, storage_of
 from adl_dist.checkpoint.tensor_files import INDEX, MODEL, SUFFIX, Stored
-from adl_dist.errors import CheckpointError
+from adl_dist.errors import CheckpointError, in_one_line
 
 SINGLE = f"{MODEL}{SUFFIX}"
 
@@ -111,7 +111,7 @@ class WeightFiles:
             yield from tensor_files.read({name: self.tensors[name] for name in names if name in self.tensors})
         except Exception as error:
             raise CheckpointError(
-                f"init_from={self.path} cannot be read any more ({type(error).__name__}: {error}); was it changed?"
+                f"init_from={self.path} cannot be read any more ({in_one_line(error)}); was it changed?"
             ) from error
 
 
@@ -128,9 +128,8 @@ class PickledWeights(WeightFiles):
             with storage_of(path).open(path) as file:
                 state: Any = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:  # a damaged pickle can raise anything
-            reason = (str(error).strip() or "no more is known").splitlines()[0][:100]
             raise CheckpointError(
-                f"init_from={path} cannot be read ({type(error).__name__}: {reason}); expected a state_dict saved by "
+                f"init_from={path} cannot be read ({in_one_line(error)[:120]}); expected a state_dict saved by "
                 f"torch.save, or a {SUFFIX} file, like those of adl-dist export"
             ) from error
         if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
@@ -209,7 +208,7 @@ def _header(file: PurePath) -> dict[str, Stored]:
         ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"init_from={file} cannot be read ({type(error).__name__}: {error}); expected a {SUFFIX} file, like those "
+            f"init_from={file} cannot be read ({in_one_line(error)}); expected a {SUFFIX} file, like those "
             "of adl-dist export"
         ) from error
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from adl_dist.checkpoint.async_save import PartReport
-from adl_dist.errors import AdlError, ChannelError, StageFailed, describe
+from adl_dist.errors import AdlError, ChannelError, StageFailed, message_of
 from adl_dist.report.totals import TrainResult
 from adl_dist.schedule import Segment
 
@@ -77,9 +77,9 @@ class Failure:
         """Return the failure for ``error``, which ends the job on ``rank``."""
         return cls(
             rank=rank,
-            text=str(error) if isinstance(error, AdlError) else f"rank {rank}: {describe(error)}",
+            text=message_of(error, rank),
             traceback="".join(traceback.format_exception(error)),
-            exit_code=getattr(error, "exit_code", 1),
+            exit_code=error.exit_code if isinstance(error, AdlError) else 1,
             is_victim=getattr(error, "is_victim", isinstance(error, ChannelError)),
             is_gone=getattr(error, "is_gone", False),
         )

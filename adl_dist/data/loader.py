@@ -5,6 +5,8 @@ import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import pickle
+import resource
+import shutil
 import signal
 import sys
 import threading
@@ -21,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_structure
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from adl_dist.batch import Structure, describe_structure, map_batch
 from adl_dist.data.collate import Pair, as_pair, collated, described, stacked
@@ -29,7 +31,7 @@ from adl_dist.data.loading import PLAIN, Loading, check_dataset
 from adl_dist.data.own_code import own_code
 from adl_dist.data.rows import rows_of
 from adl_dist.data.stream import Stream, is_iterable, seeded
-from adl_dist.errors import DataError
+from adl_dist.errors import DataError, text_of
 from adl_dist.seeds import stream_seed, stream_seeds
 from adl_dist.streams import seed_streams, streams_kept
 
@@ -37,6 +39,11 @@ Task = tuple[int, NDArray[np.int64], NDArray[np.uint64]]  # a micro-batch: epoch
 
 # Signals to a whole process group or job are for the process that trains. It needs data until its pipeline is empty.
 _NOT_FOR_WORKERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SHARED_MEMORY = "/dev/shm"  # where workers put micro-batches
+NO_SCRIPT = (
+    "these processes find only what a file defines, nothing of a notebook or of standard input: put the dataset into "
+    "a file and import it, or use num_workers=0"
+)
 
 
 def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> NDArray[np.int64]:
@@ -200,23 +207,18 @@ class Loader:
     def _started(self, num_workers: int, tasks: list[Task], *, keeps: bool) -> Iterator[Any]:
         """Let workers begin ``tasks``; return torch's iterator over micro-batches."""
         loader = self._kept if keeps else None
-        if loader is None:
-            loader = DataLoader(
-                _MicroBatches(self._dataset, self._seed, self._loading.collate_fn),
-                sampler=tasks,
-                batch_size=None,  # an element of the dataset is a whole micro-batch already
-                num_workers=num_workers,
-                pin_memory=self._pin_memory,
-                multiprocessing_context=_worker_context(),
-                worker_init_fn=partial(_begin_worker, self._cores),
-                # Without it the workers' own seeds would be drawn from the process's global stream.
-                generator=torch.Generator().manual_seed(0),
-                persistent_workers=keeps,
-            )
+        _check_script()
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Got pickle error")  # the DataError says it
+                if num_workers <= len(self._cores or ()):  # torch counts the fewer cores that this thread is bound to
+                    warnings.filterwarnings("ignore", message="This DataLoader will create")
+                loader = loader or self._torch_loader(num_workers, tasks, keeps=keeps)
                 iterator = iter(loader)
+        except (OSError, RuntimeError) as error:
+            if (lacking := _lacking(error)) is None:
+                raise
+            raise lacking from error
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise DataError(
                 f"{type(self._dataset).__name__} cannot be sent to the processes that load data: {error}; define its "
@@ -225,6 +227,20 @@ class Loader:
             ) from error
         self._kept = loader if keeps else self._kept
         return iterator
+
+    def _torch_loader(self, num_workers: int, tasks: list[Task], *, keeps: bool) -> DataLoader[Any]:
+        return DataLoader(
+            _MicroBatches(self._dataset, self._seed, self._loading.collate_fn),
+            sampler=tasks,
+            batch_size=None,  # an element of the dataset is a whole micro-batch already
+            num_workers=num_workers,
+            pin_memory=self._pin_memory,
+            multiprocessing_context=_worker_context(),
+            worker_init_fn=partial(_begin_worker, self._cores),
+            # Without it the workers' own seeds would be drawn from the process's global stream.
+            generator=torch.Generator().manual_seed(0),
+            persistent_workers=keeps,
+        )
 
     def _checked(self, micro_batch: "Pair | DataError") -> Pair:
         """Return a micro-batch with the containers of the first; raise its error."""
@@ -262,14 +278,24 @@ class _MicroBatches(Dataset["Pair | DataError"]):
 
         Raised in a worker it would arrive as text with a traceback.
         """
-        epoch, indices, seeds = task
         try:
-            if self._rows is not None and (pair := self._rows.take(indices, seeds)) is not None:
-                return pair
-            with streams_kept():
-                return self._one_by_one(epoch, indices.tolist(), seeds.tolist())
+            pair = self._load(*task)
+            if get_worker_info() is not None:  # what fails in the thread of torch that sends is never known
+                for part in pair:
+                    map_batch(Tensor.share_memory_, part)
+            return pair
         except DataError as error:
             return error
+        except (RuntimeError, OSError) as error:
+            if (lacking := _lacking(error)) is None:
+                raise
+            return lacking
+
+    def _load(self, epoch: int, indices: NDArray[np.int64], seeds: NDArray[np.uint64]) -> Pair:
+        if self._rows is not None and (pair := self._rows.take(indices, seeds)) is not None:
+            return pair
+        with streams_kept():
+            return self._one_by_one(epoch, indices.tolist(), seeds.tolist())
 
     def _one_by_one(self, epoch: int, indices: list[int], seeds: list[int]) -> Pair:
         samples: list[Any] = []
@@ -304,17 +330,49 @@ def _until_worker_ends(iterator: Iterator[Any]) -> Iterator[Any]:
     """Yield from torch's iterator; DataError if a worker has ended."""
     try:
         yield from iterator
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
+    except (RuntimeError, OSError) as error:
+        ends = {worker.exitcode for worker in getattr(iterator, "_workers", ())}
+        if (lacking := _lacking(error, -signal.SIGBUS in ends)) is not None:
+            raise lacking from error
+        if "DataLoader worker" not in text_of(error):
             raise
-        script = getattr(sys.modules.get("__main__"), "__file__", None)
         cause = "was it killed, or is memory short? Use fewer of them (num_workers), or 0"
-        if script is not None and "__name__" not in Path(script).read_text(errors="ignore"):
+        if 1 in ends:  # by an exception: those of the dataset arrive as a DataError
+            script = getattr(sys.modules.get("__main__"), "__file__", None)
             cause = (
-                f"these processes import {Path(script).name}, which does its work at once: put that under "
-                "`if __name__ == '__main__':`, or use num_workers=0"
+                NO_SCRIPT
+                if script is None
+                else (
+                    f"these processes import {Path(script).name}, which does its work at once or fails: put that under "
+                    "`if __name__ == '__main__':`, or use num_workers=0"
+                )
             )
         raise DataError(f"a process that loads data has ended ({error}); {cause}") from error
+
+
+def _check_script() -> None:
+    """Raise DataError if workers cannot import the script again."""
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    if script is not None and not Path(script).exists():
+        raise DataError(f"{script} cannot be imported by the processes that load data; {NO_SCRIPT}")
+
+
+def _lacking(error: Exception, is_shared_memory_full: bool = False) -> DataError | None:
+    """Return the error of a machine without the files or the shared memory that workers need, or None."""
+    text = text_of(error)
+    if "Too many open files" in text or "ancdata" in text:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return DataError(
+            f"processes that load data need more open files than the limit of {limit}: raise it, for example by "
+            "ulimit -n 4096, or use num_workers=0"
+        )
+    if not (is_shared_memory_full or any(word in text for word in ("No space left", "Read-only", "shared memory"))):
+        return None
+    size = shutil.disk_usage(SHARED_MEMORY).total / 2**20
+    return DataError(
+        f"{SHARED_MEMORY} has {size:.3g} MiB, too little for the processes that load data ({text}): give it more, for "
+        "example by docker run --shm-size=8g, or use num_workers=0"
+    )
 
 
 def _end_workers(iterator: object) -> None:

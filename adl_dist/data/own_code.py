@@ -15,9 +15,9 @@ def own_code(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except DataError:
+    except (DataError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:  # it can raise anything
+    except BaseException as error:  # it can raise anything
         raised = in_one_line(error)
         refusal = DataError(f"{what} raised {raised}{place_of(error)}")
         if isinstance(error, OSError | MemoryError) and not isinstance(error, FileNotFoundError | PermissionError):

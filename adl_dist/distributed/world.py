@@ -62,6 +62,8 @@ class World:
     is_aborted: bool = False  # whether its edges were aborted
     _links: set[str] = field(default_factory=lambda: set(EVERY_METHOD_NEEDS))
     _abort: threading.Lock = field(default_factory=threading.Lock)  # torch's abort may be called once
+    _group: Any = None  # ours, if it was created here
+    _set_aside: Any = None  # the default process group that is not in use: ours, the script's own, or None
 
     @property
     def stages_on_device(self) -> int:
@@ -102,6 +104,11 @@ class World:
             if not self.is_aborted:
                 abort(self.edges.values())
             self.is_aborted = True
+
+    def use_group(self, *, works: bool) -> None:
+        """Make our group torch's default one while a trainer ``works``, and the script's own otherwise, if any."""
+        if self.owns_group and works == (dist.GroupMember.WORLD is not self._group):
+            dist.GroupMember.WORLD, self._set_aside = self._set_aside, dist.GroupMember.WORLD
 
     def fresh_store(self) -> dist.Store:
         """Return the store of the next job, without the keys of earlier jobs."""
@@ -172,6 +179,7 @@ def connect(num_stages: int, *, size: int | None = None, device_type: str, timeo
                 f"these processes were joined as {_world.num_stages} stages on {_world.device.type}; a second "
                 f"trainer in them cannot be {num_stages} on {device_type}"
             )
+        _world.use_group(works=True)
         return _world
     if dist.is_initialized() and "cpu:" not in (backends := dist.get_backend_config()):
         raise ConfigError(
@@ -207,20 +215,29 @@ def disconnect(*, in_order: bool = True) -> None:
         return
     world = _world
     world.has_left = True
+    world.use_group(works=True)
     if in_order:
         _world = None
     else:
         world.abort_edges()  # before the groups are destroyed, which would wait for all messages under way
-    if in_order and dist.is_initialized():  # the user's code may have destroyed its own group, and ours with it
+    if in_order:
         with contextlib.suppress(RuntimeError):  # a peer is gone
-            dist.barrier()
+            if _has_group():  # the user's code may have destroyed its own group, and ours with it
+                dist.barrier()
             _quieten_rpc()
     rpc.shutdown(graceful=False)
-    if dist.is_initialized():
+    if _has_group():
         for group in [None] if world.owns_group else [edge.group for edge in world.edges.values()]:
             # On a failed GPU this fails too, which must not hide the cause.
             with contextlib.nullcontext() if in_order else contextlib.suppress(RuntimeError):
                 dist.destroy_process_group(group)
+
+
+def _has_group() -> bool:
+    """Return whether there is a default process group that was not destroyed."""
+    with contextlib.suppress(ValueError):
+        return bool(dist.get_backend())
+    return False
 
 
 def _quieten_rpc() -> None:
@@ -262,7 +279,9 @@ def _join(rank: int, size: int, num_stages: int, device: torch.device, timeout_s
         block(listener)
     _report_open_ports(rank)
     sharing = ranks_on_gpu(rank, size, store)
-    return World(rank, size, num_stages, device, store, edges, backend, timeout, cores, listener, sharing, owns_group)
+    world = World(rank, size, num_stages, device, store, edges, backend, timeout, cores, listener, sharing, owns_group)
+    world._group = dist.GroupMember.WORLD
+    return world
 
 
 def _report_open_ports(rank: int) -> None:
@@ -295,7 +314,10 @@ def _start_rpc(rank: int, size: int, store: dist.Store, timeout_seconds: float) 
     with warnings.catch_warnings():
         # RPC's own use of gloo for its start-up (torch 2.15).
         warnings.filterwarnings("ignore", message="You are using a Backend")
+        level = dist.get_debug_level()
+        dist.set_debug_level(dist.DebugLevel.OFF)  # at DETAIL this start fails over a group that it does not register
         rpc.init_rpc(name_of(rank), rank=rank, world_size=size, rpc_backend_options=options)
+        dist.set_debug_level(level)
     for other in range(size) if rank == 0 else [0]:
         rpc.rpc_sync(name_of(other), os.getpid)  # the first call makes the connection
     dist.barrier()

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from adl_dist.errors import ConfigError
+from adl_dist.errors import ConfigError, in_one_line
 
 # Networks with auxiliary heads: in training their output is a tuple, which cross-entropy does not accept. torchvision
 # warns that their initialisation will change, unless it is asked for.
@@ -63,4 +63,4 @@ def torchvision_model(name: str, num_classes: int = 1000, **options: Any) -> nn.
         return builder(weights=None, num_classes=num_classes, **{**ours, **options})  # type: ignore[no-any-return]
     except Exception as error:  # torchvision's own code can raise anything
         arguments = ", ".join(f"model.{key}={value}" for key, value in options.items()) or "its arguments"
-        raise ConfigError(f"torchvision's {name} refuses {arguments}: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"torchvision's {name} refuses {arguments}: {in_one_line(error)}") from error

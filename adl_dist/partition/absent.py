@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
+from adl_dist.errors import in_one_line
 from adl_dist.partition.containers import map_leaves, map_tensors, other_leaves, tensors_in, unique_tensors
 from adl_dist.partition.intercept import OF_TORCH
 from adl_dist.partition.value import Label, Mark, Value, Watch, absent_like, absent_tensor, as_value, native
@@ -356,7 +357,7 @@ class Results:
             if module is None and is_masked(args, kwargs, lambda tensor: not tensor.is_meta):
                 return _template(_on_zeros(function, args, kwargs), ()), False
             if self._recorded is None or not self._recorded.by_rule:
-                raise ValueError(f"{type(error).__name__}: {error}") from error
+                raise ValueError(in_one_line(error)) from error
             return self._recorded.by_sizes((args, kwargs)), key is not None
         is_own = getattr(function, "__name__", "") == "contiguous"  # always a value of its own
         template = _template(out, () if is_own else twins)

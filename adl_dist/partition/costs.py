@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adl_dist.codecs import NO_CODING, PLAIN, Codecs, CodingCost, PerMessage
-from adl_dist.errors import ConfigError, PartitionError
+from adl_dist.errors import ConfigError, PartitionError, in_one_line
 from adl_dist.schedule.pipeline import RECEIVED_AHEAD
 
 Floats = NDArray[np.float64]
@@ -146,7 +146,7 @@ class Profile:
             return cls._of(values) if of in (None, values["of"]) else None
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise PartitionError(
-                f"{path} is not a profile ({type(error).__name__}: {error}); remove it to measure again"
+                f"{path} is not a profile ({in_one_line(error)}); remove it to measure again"
             ) from error
 
     @classmethod

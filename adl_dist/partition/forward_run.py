@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_unflatten
 
 from adl_dist.batch import Tensors, arguments_of
-from adl_dist.errors import PartitionError
+from adl_dist.errors import PartitionError, in_one_line, text_of
 from adl_dist.memory import memory_of
 from adl_dist.partition.absent import Results, call_signature, filled, infer
 from adl_dist.partition.containers import map_tensors, other_leaves, tensors_in, unique_tensors
@@ -586,7 +586,7 @@ class ForwardRun:
             try:
                 twin = infer(func, args, kwargs)[1][place]
             except Exception as error:  # as infer raises for functions that ask for elements
-                raise ValueError(f"{type(error).__name__}: {error}") from error
+                raise ValueError(in_one_line(error)) from error
             self.stage.written[known] = twin.shape, twin.stride(), twin.requires_grad
         return self.stage.written[known]
 
@@ -703,11 +703,11 @@ class ForwardRun:
 
     def explain(self, error: Exception) -> None:
         """Raise a ForwardError if ``error`` comes from a tensor without elements."""
-        text = str(error)
+        text = text_of(error)
         if any(word in text for word in ("meta tensor", "device meta", "on meta", "'Meta' backend")):
             raise ForwardError(
                 f"{users_line_of(error)}: stage {self.index} computes with a tensor of another stage that is kept in "
-                f"an object or reached past the calls of modules ({type(error).__name__}: {text.splitlines()[0]})"
+                f"an object or reached past the calls of modules ({in_one_line(error)[:200]})"
             ) from error
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from adl_dist.batch import Structure
-from adl_dist.errors import PartitionError
+from adl_dist.errors import PartitionError, in_one_line
 from adl_dist.partition.absent import Results, module_signature
 from adl_dist.partition.containers import map_tensors
 from adl_dist.partition.forward_run import ForwardError, ForwardRun, call_of
@@ -40,7 +40,7 @@ def deep_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         return copy.deepcopy(model, memo)
     except Exception as error:
         raise PartitionError(
-            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and each stage needs a copy "
+            f"{type(model).__name__} cannot be copied ({in_one_line(error)}), and each stage needs a copy "
             "of its Python objects; give the class whose object cannot be copied a __deepcopy__, or use num_stages=1"
         ) from error
 

@@ -32,7 +32,7 @@ from adl_dist.batch import (
     num_samples,
     tensors_of,
 )
-from adl_dist.errors import ConfigError
+from adl_dist.errors import ConfigError, in_one_line
 from adl_dist.losses import ModelLoss, TokenCrossEntropy
 from adl_dist.schedule.run_plan import weights_in_group
 from adl_dist.stage.calls import flatten_output, takes_gradient
@@ -132,7 +132,7 @@ class LossTerms:
             number = float(self.num_terms(target))
         except Exception as error:  # the user's own function can raise anything
             raise ConfigError(
-                f"the loss's num_terms fails on {given}: {type(error).__name__}: {error}; it is given the targets of a "
+                f"the loss's num_terms fails on {given}: {in_one_line(error)}; it is given the targets of a "
                 "micro-batch on the CPU, and returns the number of terms that the loss averages over"
             ) from error
         if 0 <= number < math.inf:
@@ -342,7 +342,7 @@ def try_loss(stage: int, got: str, out: Any, target: Batch, loss_fn: LossFn) -> 
         if class_loss(loss_fn) is not None and len(shapes) == 2 and len(shapes[1]) > 1 and shapes[0][:-1] == shapes[1]:
             way_out = "for outputs with the classes last, use loss=tokens (adl_dist.losses.TokenCrossEntropy)"
         raise ConfigError(
-            f"stage {stage}: the loss gets {got} and fails on it: {type(error).__name__}: {error}; {way_out}"
+            f"stage {stage}: the loss gets {got} and fails on it: {in_one_line(error)}; {way_out}"
         ) from error
     if [tensor._version for tensor in outs] != versions:  # then hits would be counted in what it has written
         raise ConfigError(f"stage {stage}: the loss writes to the model's output; let it compute with a copy")

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from adl_dist.batch import as_classes, device_of, logits_of
-from adl_dist.errors import ConfigError
+from adl_dist.errors import ConfigError, in_one_line
 from adl_dist.stage.loss import ClassLoss
 
 TAKEN = (
@@ -147,7 +147,7 @@ def measured(metrics: Sequence[Metric], out: Any, target: Any) -> list[Tensor]:
                 raise
             except Exception as error:  # the user's own callable
                 raise ConfigError(
-                    f"metrics: {metric.name} fails: {type(error).__name__}: {' '.join(str(error).split())}; it is "
+                    f"metrics: {metric.name} fails: {in_one_line(error)}; it is "
                     "given (output, target) of a micro-batch and returns two numbers, (sum, count)"
                 ) from error
     return found
@@ -173,7 +173,7 @@ def computed(metrics: Sequence[Metric], parts: Sequence[tuple[Any, Any]]) -> dic
             found[metric.name] = float(metric.compute(outputs, targets))
         except Exception as error:  # the user's own callable
             raise ConfigError(
-                f"metrics: {metric.name} fails: {type(error).__name__}: {' '.join(str(error).split())}; it is given "
+                f"metrics: {metric.name} fails: {in_one_line(error)}; it is given "
                 "(outputs, targets) of the whole validation, which must have one length, and returns a number"
             ) from error
     return found

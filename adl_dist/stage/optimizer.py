@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from adl_dist.batch import map_tensors
-from adl_dist.errors import AdlError, ConfigError
+from adl_dist.errors import AdlError, ConfigError, in_one_line
 from adl_dist.stage.calls import seed_update
 from adl_dist.stage.mitigation import Mitigation
 from adl_dist.stage.spec import OptimizerFactory, TrainSpec
@@ -40,7 +40,7 @@ def stage_optimizer(
     except Exception as error:  # the user's own code: say whose it is and what it said
         refused = [name for name, parameter in parameters.items() if _refuses(factory, parameter)]
         named = f", parameter {refused[0]}" if 0 < len(refused) < len(parameters) else ""
-        said = str(error) if isinstance(error, AdlError) else f"the optimizer fails: {type(error).__name__}: {error}"
+        said = str(error) if isinstance(error, AdlError) else f"the optimizer fails: {in_one_line(error)}"
         raise ConfigError(f"{where}{named}: {said}") from error
     if not isinstance(made, Optimizer):
         raise ConfigError(
@@ -144,7 +144,7 @@ class Learner:
         except (TypeError, ValueError, AttributeError) as error:  # the user's own code
             raise ConfigError(
                 f"{self.where}: optimizer: {type(self.optimizer).__name__} fails in update {self.version}: "
-                f"{type(error).__name__}: {' '.join(str(error).split())}; expected step() to need no argument"
+                f"{in_one_line(error)}; expected step() to need no argument"
             ) from error
         finally:
             for group, rate in zip(groups, before, strict=True):
@@ -170,5 +170,5 @@ class Learner:
         except Exception as error:  # the user's own code
             raise ConfigError(
                 f"{self.where}: lr_schedule: {type(self.lr_schedule).__name__} fails after update {self.version}: "
-                f"{type(error).__name__}: {' '.join(str(error).split())}; make it as long as the run"
+                f"{in_one_line(error)}; make it as long as the run"
             ) from error

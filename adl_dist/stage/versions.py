@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from adl_dist.errors import ConfigError
+from adl_dist.errors import ConfigError, in_one_line
 from adl_dist.memory import has_plain_memory, span
 
 
@@ -134,7 +134,7 @@ def _why_unversionable(parameter: nn.Parameter) -> str | None:
             swap([parameter], others)
             return None
     except (RuntimeError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
+        return in_one_line(error)
 
 
 def like_parameter(parameter: nn.Parameter, copy: Tensor) -> nn.Parameter:

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.data import Loading
+from adl_dist.distributed.world import world_of_process
 from adl_dist.errors import ConfigError
 from adl_dist.losses import ModelLoss
 from adl_dist.monitor.timeouts import WatchdogTimeouts
@@ -49,6 +50,8 @@ def one_at_a_time(method: F) -> F:
             return method(trainer, *args, **kwargs)
         finally:
             trainer.running = None
+            if (world := world_of_process()) is not None:
+                world.use_group(works=False)
             if method.__name__ == "fit":
                 _FITTING.release()
 

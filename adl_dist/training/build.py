@@ -16,7 +16,7 @@ from adl_dist.batch import is_class_target, tensors_of
 from adl_dist.checkpoint.identity import class_name, described_optimizer, merged
 from adl_dist.control.worker import LocalWorker
 from adl_dist.distributed.world import World
-from adl_dist.errors import ConfigError
+from adl_dist.errors import ConfigError, in_one_line
 from adl_dist.optim import build_lr_schedule, fast_forward, try_schedule
 from adl_dist.optimizers import mark_roles
 from adl_dist.optimizers.rules import RuledOptimizer
@@ -206,7 +206,7 @@ def sample_optimizer(factory: OptimizerFactory) -> Settings | str:
     try:
         return merged([described_optimizer(factory([nn.Parameter(torch.zeros(2, 2))]))])
     except Exception as error:  # it may accept the parameters of the stages, but no matrix alone
-        return f"{type(error).__name__}: {error}"
+        return in_one_line(error)
 
 
 def settings_made(spec: TrainSpec, made: Sequence[Mapping[str, Any]]) -> Settings:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from adl_dist.checkpoint.storage import is_file
 from adl_dist.checkpoint.tensor_files import SUFFIX
 from adl_dist.checkpoint.weight_files import PickledWeights, WeightFiles, matches
-from adl_dist.errors import CheckpointError, ConfigError
+from adl_dist.errors import CheckpointError, ConfigError, in_one_line
 from adl_dist.optimizers.roles import keep_role
 from adl_dist.partition.stage_module import StageModule
 from adl_dist.seeds import weights_seed
@@ -160,7 +160,7 @@ class LazyWeights:
             except Exception as error:
                 raise ConfigError(
                     f"'{name}' cannot be made: {type(layer).__name__}.reset_parameters() fails with "
-                    f"{type(error).__name__}: {error}"
+                    f"{in_one_line(error)}"
                 ) from error
         after = {_full(name, key): t.detach() for key, t in _own(layer)}
         for key, old in before.items():

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from adl_dist.distributed.world import disconnect, launched_rank
-from adl_dist.errors import ChannelError, ConfigError, StageFailed
+from adl_dist.errors import AdlError, ChannelError, ConfigError, StageFailed, message_of
 from adl_dist.report import announced
 
 # Keys of what rank 0 alone knows: a cut that it has measured, in the plain memory format and in channels_last, of which
@@ -112,9 +112,10 @@ def exchange(store: dist.Store, key: str, rank: int, size: int, value: Any) -> l
     return [read(store, f"{key}/{other}", other)["value"] for other in range(size)]
 
 
-def publish_error(store: dist.Store, error: Exception, *, rank: int) -> None:
+def publish_error(store: dist.Store, error: BaseException, *, rank: int) -> None:
     """Publish why there is no agreement to those that wait for ``rank``."""
-    message = json.dumps({"failed": str(error), "exit_code": getattr(error, "exit_code", 1)})
+    code = error.exit_code if isinstance(error, AdlError) else 1
+    message = json.dumps({"failed": message_of(error, rank), "exit_code": code})
     with suppress(RuntimeError):  # rank 0, whose store it may be, is gone
         turns = *ROUNDS, MADE, MEASURED, FOLDER, SEEN
         for key in [f"{turn}/{rank}" for turn in turns] + [*SIZES, LENGTH, SAMPLES] * (rank == 0):
@@ -128,7 +129,7 @@ def propagate_errors(store: dist.Store, *, rank: int) -> Iterator[None]:
         yield
     except StageFailed:
         raise
-    except Exception as error:
+    except BaseException as error:
         publish_error(store, error, rank=rank)
         disconnect(in_order=False)
         raise

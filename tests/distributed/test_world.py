@@ -17,6 +17,7 @@ from adl_dist.distributed import world
 from adl_dist.distributed.device import message_backend, ranks_on_gpu
 from adl_dist.distributed.world import connect, disconnect
 from adl_dist.training.partitioned_model import device_memory
+from tests.support.commands import assert_same
 from tests.support.ranks import run_ranks
 from tests.support.runs import MICRO_BATCH, NUM_SAMPLES, trained
 
@@ -32,7 +33,7 @@ def test_after_an_error_edges_are_given_up_once_and_first(monkeypatch):
     monkeypatch.setattr(world, "_world", here)
     monkeypatch.setattr(world, "abort", lambda edges: did.append("abort"))
     monkeypatch.setattr(world.rpc, "shutdown", lambda graceful: did.append("rpc"))
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(world, "_has_group", lambda: True)
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: did.append("destroy"))
     here.abort_edges()  # by a thread of RPC, when rank 0 has ended the job
     disconnect(in_order=False)
@@ -47,7 +48,7 @@ def test_a_gpu_that_failed_fails_in_the_end_without_a_word(monkeypatch):
 
     monkeypatch.setattr(world, "_world", replace(world.single_process(torch.device("cpu")), size=2))
     monkeypatch.setattr(world.rpc, "shutdown", lambda graceful: None)
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(world, "_has_group", lambda: True)
     monkeypatch.setattr(dist, "destroy_process_group", destroy)
     disconnect(in_order=False)
 
@@ -122,3 +123,26 @@ def trains_and_ends_with_late_messages():
 
 def test_rank_0_may_end_before_another_has_its_results():
     assert run_ranks(3, trains_and_ends_with_late_messages) == [UPDATES] * 3
+
+
+def _trains_twice_around_a_group_of_its_own(folder):
+    """With the checks of torch for debugging, which wrap each group."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    trainer, _ = trained(2, 2, torch.float64)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/own", rank=trainer.rank, world_size=2)
+    own = dist.GroupMember.WORLD
+    total = torch.full((1,), trainer.rank + 1.0)
+    dist.all_reduce(total)
+    state = trainer.full_state_dict()
+    dist.all_reduce(total)
+    assert dist.GroupMember.WORLD is own
+    dist.destroy_process_group()
+    disconnect()
+    return state, total.item()
+
+
+def test_a_script_may_make_its_own_group_after_a_training(tmp_path):
+    expected = trained(2, 2, torch.float64)[0].full_state_dict()
+    for state, total in run_ranks(2, _trains_twice_around_a_group_of_its_own, tmp_path):
+        assert total == 6.0  # (1 + 2) on each, and summed again
+        assert_same(state, expected)

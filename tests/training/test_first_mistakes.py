@@ -1,7 +1,10 @@
 """What users give by mistake, or without a thought: it is refused, or said in a line what becomes of it."""
 
+import json
+import logging
 import math
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 import adl_dist
-from adl_dist.errors import ConfigError, DataError
+from adl_dist.checkpoint.run_dir import log_to
+from adl_dist.errors import CallbackError, ConfigError, DataError
+from adl_dist.report.loggers import tag_of
 from tests.support.commands import assert_same
 from tests.support.runs import toy_trainer
 from tests.support.toys import FixedImages, batch_norm_net
@@ -161,3 +166,68 @@ def test_validation_data_that_are_not_finite_lose_no_epoch(non_finite, tmp_path,
         fit(trainer, **options)
         assert re.search(told, capsys.readouterr().out)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["update-00000003"]
+
+
+def test_a_name_in_another_encoding_is_in_the_log(tmp_path):
+    log_to(tmp_path / "rank0.log")
+    logging.getLogger("adl_dist").error("image %s", b"caf\xe9.png".decode("utf-8", "surrogateescape"))
+    log_to(None)
+    assert rb"image caf\udce9.png" in (tmp_path / "rank0.log").read_bytes()
+
+
+def test_records_of_a_resumed_run_are_there_once(tmp_path):
+    """Also those of an epoch that ended, and was lost before it was saved."""
+
+    class Crash(adl_dist.Callback):
+        def on_epoch(self, now):
+            if now.epoch == 2:
+                raise LookupError
+
+    options = {"epochs": 3, "run_dir": tmp_path, "val_dataset": DATA}
+    with pytest.raises(CallbackError):
+        fit(toy_trainer(2), callbacks=[Crash()], **options)
+    fit(toy_trainer(2), **options)
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    places = [(tag_of(record), record["update"]) for record in records]
+    assert len(places) == len(set(places))
+    assert [update for tag, update in places if tag == "train/loss"] == [*range(9)]
+    assert [update for tag, update in places if tag == "process/peak_memory/0"] == [2, 5, 8]
+
+
+class Injected(torch.autograd.Function):
+    """Its input; adds ``amount`` to the gradient of ``weight``, whatever the loss is."""
+
+    @staticmethod
+    def forward(ctx, x, weight, amount):
+        ctx.amount, ctx.shape = amount, weight.shape
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, torch.full(ctx.shape, ctx.amount, dtype=grad.dtype), None
+
+
+class Injecting(nn.Module):
+    def __init__(self, amount):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.amount = nn.Linear(72, 5, dtype=torch.float64), amount
+
+    def forward(self, x):
+        return Injected.apply(self.layer(x.flatten(1)), self.layer.weight, self.amount)
+
+
+@pytest.mark.parametrize("M", [1, 4])
+def test_a_gradient_beside_the_loss_is_summed_over_micro_batches(M):
+    """docs/contract.md says so, and names the factor 1/M."""
+    images = FixedImages(8, dtype=torch.float64)
+
+    def step(amount):
+        model = Injecting(amount)
+        trainer = toy_trainer(1, M, "gpipe", model=model, dtype=torch.float64, optimizer=partial(torch.optim.SGD, lr=1))
+        fit(trainer, images, batch_size=8, shuffle=False)
+        return model.layer.weight.detach()
+
+    without = step(0.0)
+    assert torch.allclose(without - step(0.5), torch.full((5, 72), 0.5 * M, dtype=torch.float64), atol=1e-12)
+    assert torch.allclose(without - step(0.5 / M), torch.full((5, 72), 0.5, dtype=torch.float64), atol=1e-12)

@@ -24,7 +24,7 @@ from adl_dist.checkpoint.storage import place_of
 from adl_dist.cli.config.compose import content_of, is_of_script, known_run, run_of_script
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.data import Loading
-from adl_dist.errors import AdlError, ConfigError
+from adl_dist.errors import AdlError, ConfigError, in_one_line
 from adl_dist.optim import build_lr_schedule
 from adl_dist.optimizers import prepare, with_rules
 from adl_dist.report import tell
@@ -204,8 +204,7 @@ def loading(config: RunConfig, dataset: Dataset[Any] | None) -> Loading:
             made["sampler"] = make(dataset)
         except Exception as error:  # the user's own code
             raise ConfigError(
-                f"data.sampler={node['sampler']} is called with the training dataset and fails: "
-                f"{type(error).__name__}: {' '.join(str(error).split())}"
+                f"data.sampler={node['sampler']} is called with the training dataset and fails: {in_one_line(error)}"
             ) from error
     kept = node.get("persistent_workers", False)
     found = Loading(**made, samples_per_epoch=node.get("samples_per_epoch"), persistent_workers=kept)
@@ -355,7 +354,7 @@ def _called(name: str, node: Mapping[str, Any], target: Callable[..., Any], argu
     except AdlError:
         raise
     except (Exception, SystemExit) as error:  # the user's own code
-        raise ConfigError(f"{name}: {node['_target_']} failed: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{name}: {node['_target_']} failed: {in_one_line(error)}") from error
 
 
 def _bind(name: str, node: Mapping[str, Any], *supplied: str) -> tuple[Callable[..., Any], dict[str, Any]]:

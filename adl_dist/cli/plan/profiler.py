@@ -21,7 +21,7 @@ from adl_dist.cli.config.reading import device_loader
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.distributed.affinity import num_cores, tune_malloc
 from adl_dist.distributed.parent_process import LAUNCHER, end_with_launcher
-from adl_dist.errors import ConfigError, PartitionError
+from adl_dist.errors import ConfigError, PartitionError, in_one_line
 from adl_dist.partition import Chain
 from adl_dist.partition.costs import Profile
 from adl_dist.partition.measure import pace
@@ -226,7 +226,7 @@ def _train_forever(parent: int, reply: Connection, config: RunConfig, how: dict[
         profiler = Profiler(config, **how, quiet=True)
         profiler.pace(size)
     except Exception as error:
-        reply.send((None, f"{type(error).__name__}: {error}"))
+        reply.send((None, in_one_line(error)))
         return
     reply.send((os.getpid(), None))
     while True:

@@ -41,7 +41,7 @@ def write_after_run(folder: Path) -> None:
     try:
         write_page([folder], folder / REPORT)
     except Exception as error:  # whatever is wrong with the page, the run is worth more
-        warn(f"{folder / REPORT} could not be written ({type(error).__name__}: {error}); the run itself is complete")
+        warn(f"{folder / REPORT} could not be written ({in_one_line(error)}); the run itself is complete")
 
 
 def _content(folders: Sequence[Path]) -> dict[str, Any]:

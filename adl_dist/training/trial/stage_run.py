@@ -29,7 +29,7 @@ from adl_dist.batch import (
     rows_of,
     tensors_of,
 )
-from adl_dist.errors import AdlError, ConfigError
+from adl_dist.errors import AdlError, ConfigError, in_one_line
 from adl_dist.losses import ModelLoss
 from adl_dist.memory import memory_of
 from adl_dist.partition import containers
@@ -319,7 +319,7 @@ class StageRun:
                 except (torch.OutOfMemoryError, AdlError):
                     raise
                 except Exception as error:  # a hook or a function of the user's own can raise anything
-                    text = f"{self._places[k]} fails in its backward: {type(error).__name__}: {error}"
+                    text = f"{self._places[k]} fails in its backward: {in_one_line(error)}"
                     raise ConfigError(text) from error
             self._draws[k] |= before.moved() - {"torch"}
             grads = [leaf.grad for leaf in passage.acts[k]]
@@ -436,8 +436,8 @@ def forward_error(gets: str, error: BaseException, *, training: bool) -> ConfigE
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     modules = [one for frame in frames if isinstance(one := frame.f_locals.get("self"), nn.Module)]
     where = f" in {type(modules[-1]).__name__}({modules[-1].extra_repr()})" if modules else ""
-    text = f"{gets} and fails on it{where}: {type(error).__name__}: {error}"
-    if not training and "does not require grad" in str(error):
+    text = f"{gets} and fails on it{where}: {in_one_line(error)}"
+    if not training and "does not require grad" in text:
         text += "; in evaluation no gradients are recorded: a forward that takes some needs torch.enable_grad()"
     return ConfigError(text)
 

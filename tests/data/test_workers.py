@@ -1,0 +1,120 @@
+"""Processes that load data, on machines and in scripts where they cannot."""
+
+import os
+import pathlib
+import re
+import resource
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from adl_dist.data import Loader
+from adl_dist.distributed.affinity import bound_to, cores_here
+from adl_dist.errors import DataError
+from tests.support.commands import as_command
+from tests.support.ranks import run_ranks
+
+DATA = TensorDataset(torch.arange(8.0), torch.arange(8))
+
+
+def load(dataset=DATA, num_workers=1, num_batches=1):
+    size = 8 // num_batches
+    return [*Loader(dataset, seed=0, shuffle=False, num_workers=num_workers).batches(0, [size] * num_batches)]
+
+
+class TwoArguments(Exception):
+    def __init__(self, what, why):
+        super().__init__(f"{what}, because of {why}")
+
+
+class Raises(TensorDataset):
+    def __init__(self, kind):
+        super().__init__(torch.zeros(8))
+        self.kind = kind
+
+    def __getitem__(self, index):
+        raise TwoArguments("no sample", "rain") if self.kind is TwoArguments else self.kind("no sample")
+
+
+@pytest.mark.parametrize("kind", [TwoArguments, GeneratorExit])
+def test_an_odd_exception_of_a_sample_is_told(kind):
+    with pytest.raises(DataError, match=rf"sample 0: Raises raised {kind.__name__}: no sample.* at .*test_workers.py"):
+        load(Raises(kind))
+
+
+def test_a_script_from_standard_input_starts_no_worker(monkeypatch):
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "<stdin>")
+    with pytest.raises(DataError, match=r"<stdin> cannot be imported .* put the dataset into a file"):
+        load()
+
+
+def _load_with_few_files():
+    load()  # the fork server runs
+    taken = {*map(int, os.listdir("/proc/self/fd"))}
+    limit = [number for number in range(max(taken) + 8) if number not in taken][4]  # four more
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    with pytest.raises(DataError, match=rf"more open files than the limit of {limit}: .* num_workers=0"):
+        load(num_workers=2, num_batches=2)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_limit_of_open_files_is_named():
+    run_ranks(1, _load_with_few_files)
+
+
+def test_bound_cores_cause_no_warning_but_too_few_do():
+    cores = cores_here()
+    if len(cores) < 2:
+        pytest.skip("needs two cores")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loader = Loader(DATA, seed=0, shuffle=False, num_workers=2)
+        with bound_to(cores[:1]):
+            assert [y.tolist() for _, y in loader.batches(0, [4, 4])] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    with pytest.warns(UserWarning, match="This DataLoader will create"):
+        load(num_workers=len(cores) + 1, num_batches=8)
+
+
+UNGUARDED = """
+from torch.utils.data import TensorDataset
+import torch
+from adl_dist.data import Loader
+list(Loader(TensorDataset(torch.zeros(8)), seed=0, shuffle=False, num_workers=1).batches(0, [8]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["", "import multiprocessing; multiprocessing.set_start_method('fork')"])
+def test_a_script_that_workers_cannot_import_is_named(first, tmp_path):
+    """It loads, too, or sets the way of starting processes a second time."""
+    pathlib.Path(tmp_path, "unguarded.py").write_text(first + UNGUARDED)
+    done = as_command(sys.executable, "unguarded.py", cwd=tmp_path)
+    last = done.err.strip().splitlines()[-1]
+    assert re.search(r"DataError: .* these processes import unguarded.py, .* `if __name__ == '__main__':`", last), done
+
+
+LARGE = """
+import torch
+from torch.utils.data import TensorDataset
+from adl_dist.data import Loader
+if __name__ == "__main__":
+    list(Loader(TensorDataset(torch.zeros(8, 500_000)), seed=0, shuffle=False, num_workers=2).batches(0, [4, 4]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "size"), [("size=4m", "4"), ("size=64k", "0.0625"), ("ro", r"[\d.e+]+")])
+def test_little_shared_memory_is_named(options, size, tmp_path):
+    inside = "mount -t tmpfs -o $0 tmpfs /dev/shm && exec $1 large.py"
+    words = ("unshare", "-Urm", "bash", "-c", inside, options, sys.executable)
+    if subprocess.run(["unshare", "-Urm", "true"], check=False).returncode:
+        pytest.skip("needs a mount namespace")
+    pathlib.Path(tmp_path, "large.py").write_text(LARGE)
+    done = as_command(*words, cwd=tmp_path)
+    last = done.err.strip().splitlines()[-1]
+    assert re.search(rf"DataError: /dev/shm has {size} MiB, too little .* --shm-size=8g, or use num_workers=0", last)
