@@ -15,14 +15,14 @@ MOST_ABOVE_MEAN = 0.15  # of the slowest stage; beyond it blocks are opened
 Found = TypeVar("Found")
 
 
-def flops_sizes(chain: Chain, num_stages: int) -> list[int]:
+def flops_sizes(chain: Chain, num_stages: int, *, opens: bool = True) -> list[int]:
     """Return the units of each stage for the least work on the slowest one.
 
-    Cuts lie between blocks, if that is even enough.
+    Cuts lie between blocks if that is even enough, or unless it ``opens`` blocks.
     """
     sizes = _best(chain, num_stages, opened=())
     opened: set[int] = set()
-    while slowest_above_mean(chain, sizes) > MOST_ABOVE_MEAN:
+    while opens and slowest_above_mean(chain, sizes) > MOST_ABOVE_MEAN:
         # Open the blocks next to the cuts of the stage with most work; once they are open, those next to all cuts.
         loads, cuts = loads_of(chain, sizes), [*accumulate(sizes)][:-1]
         k = loads.index(max(loads))

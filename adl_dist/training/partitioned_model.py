@@ -8,6 +8,7 @@ import platform
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -273,7 +274,9 @@ class PartitionedModel:
     def _even(self, trial: Trial, chain: Chain) -> tuple[TrialResult, list[int]]:
         """Try the given or the most even cut; return result and sizes."""
         is_flops, fixed = self.spec.balance == "flops", self._fixed_sizes(chain)
-        choose = flops_sizes if is_flops else even_sizes
+        # A head takes the one tensor that blocks hand on.
+        opens = not trial.spec.pipeline.spec.has_heads
+        choose = partial(flops_sizes, opens=opens) if is_flops else even_sizes
         result, sizes = attempt(
             chain,
             lambda: fixed or choose(chain, self._num_stages),

@@ -21,6 +21,7 @@ from adl_dist.report.callbacks import EarlyStopping
 from adl_dist.schedule import METHODS, Method, method
 from adl_dist.settings import RENAMED, settings_of
 from adl_dist.training.options import PartitionSpec
+from adl_dist.wording import keys_shown
 from tests.support.commands import as_command, in_process, shows
 
 CONF = config_folder()
@@ -149,7 +150,7 @@ def test_a_value_that_a_method_cannot_run_with_is_refused(words, message):
         partition = {"num_stages": values.pop("partition.num_stages", 2)}
         RunConfig.of({"method": {"name": values.pop("method", "adl"), **values}, "partition": partition})
 
-    with pytest.raises(ConfigError, match=message):
+    with keys_shown(), pytest.raises(ConfigError, match=message):
         configure()
 
 

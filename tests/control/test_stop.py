@@ -142,7 +142,7 @@ def test_asked_for_a_checkpoint_a_run_saves_and_continues(K, drain_changed_resul
     assert layout.read_manifest(path)["update"] == 12
     assert ("stopped" in summary, summary["updates"]) == (False, 2 * PER_EPOCH)
     assert bool(different(state, undisturbed(K))) is drain_changed_result
-    trace = "those of a run that ended with max_updates=12 and was continued"
+    trace = "those of a run that ended with train.max_updates=12 and was continued"
     assert said.startswith(str(path))
     assert (said == str(path)) is (trace not in said) is (not drain_changed_result)
     assert (trace in (tmp_path / "logs" / "rank0.log").read_text()) is drain_changed_result
