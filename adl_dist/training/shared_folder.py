@@ -42,9 +42,9 @@ def share_folder(
         with contextlib.suppress(OSError):  # a full disk is reported by the first save
             (token := folder.path / token).touch()
     values = exchange(store, FOLDER, world.rank, world.size, {**of_rank_0, "token": token.name})[0]
-    if values["place"] is None:
+    folder = _counting(folder, values["place"], Path(values["token"]), world.rank)
+    if folder is None:
         return None, values
-    folder = folder or RunFolder(values["place"])
     if not world.is_distributed or not isinstance(folder.place, Path):
         return folder, values
     folder.is_shared = world.rank == 0 or (folder.path / values["token"]).exists()
@@ -65,3 +65,16 @@ def share_folder(
         names = ", ".join(f"rank {rank} on {one['host']}" for rank, one in apart.items())
         say(f"note: no shared file system: {names} cannot see {folder.place}; checkpoints travel to rank 0 and back")
     return folder, values
+
+
+def _counting(given: RunFolder | None, place: str | None, token: Path, rank: int) -> RunFolder | None:
+    """Return the folder at rank 0's ``place``, or that ``given`` if this machine does not see rank 0's."""
+    if given is not None and str(given.place) == place:
+        return given
+    counts = None if place is None else RunFolder(place)
+    if given is not None:
+        is_apart = counts is not None and isinstance(counts.place, Path) and not (counts.path / token).exists()
+        if is_apart and isinstance(given.place, Path):
+            return given
+        say(f"note: rank {rank} was given run_dir={given.place}, but that of rank 0 counts: {place}")
+    return counts

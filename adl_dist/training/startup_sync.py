@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from adl_dist.distributed.world import disconnect, launched_rank
+from adl_dist.distributed.world import World, disconnect, launched_rank
 from adl_dist.errors import AdlError, ChannelError, ConfigError, StageFailed, message_of
 from adl_dist.report import announced
 
@@ -26,6 +26,7 @@ from adl_dist.report import announced
 SIZES, LENGTH = ("sizes", "sizes, channels_last"), "length"
 # These begin the keys of what each rank has made, and of what it has measured of links.
 MADE, MEASURED = "made", "links"
+CALL = "call"  # begins the keys of the method that each rank calls
 SAMPLES = "samples"  # the key of what rank 0 has taken from the data
 FOLDER, SEEN = "folder", "seen"  # these begin the keys of rank 0's run folder, and of the ranks that see it
 ROUNDS = "given", "found"  # of :func:`check_consistent`
@@ -101,6 +102,31 @@ def first_difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> tupl
     return None
 
 
+def start_call(world: World, name: str) -> dist.Store:
+    """Return the store of a call that every rank makes, once all have made it.
+
+    Raises:
+        ConfigError: If another rank makes another call.
+        ChannelError: If another rank makes none in time.
+    """
+    store, rank = world.fresh_store(), world.rank
+    if not world.is_distributed:
+        return store
+    with store_error_context(0):
+        store.set(f"{CALL}/{rank}", name)
+    for other in range(world.size):
+        text = f"rank {rank} waits in {name}() for rank {other}, which has not called it: call it on every rank"
+        says = rank == 0 or (rank, other) == (1, 0)
+        with store_error_context(other), announced(text) if says else nullcontext():
+            called = bytes(store.get(f"{CALL}/{other}")).decode()
+        if called != name:
+            raise ConfigError(
+                f"rank {rank} calls {name}(), but rank {other} {called}(): every rank must make the same calls, also "
+                "if only rank 0 uses the result"
+            )
+    return store
+
+
 def exchange(store: dist.Store, key: str, rank: int, size: int, value: Any) -> list[Any]:
     """Publish ``value`` as ``key``, and return the values of all ranks.
 
@@ -162,9 +188,9 @@ def store_error_context(rank: int) -> Iterator[None]:
     # The store ends with the process that holds it, rank 0's unless torchrun's: that may have ended with an error.
     try:
         yield
-    except RuntimeError as error:
+    except RuntimeError:
         text = (
             f"no word from rank {rank}: its own log, logs/rank{rank}.log, says why, or it has not made the same call; "
             "every rank must make it, also if only rank 0 saves the result"
         )
-        raise ChannelError(text) from error
+        raise ChannelError(text) from None

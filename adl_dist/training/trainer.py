@@ -61,7 +61,7 @@ from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
 from adl_dist.training.partitioned_model import PartitionedModel
 from adl_dist.training.run_outputs import Outputs
 from adl_dist.training.shared_folder import share_folder
-from adl_dist.training.startup_sync import exchange, propagate_errors
+from adl_dist.training.startup_sync import propagate_errors, start_call
 from adl_dist.training.tied_copies import untied
 
 PREPARING = "cutting the model into stages, and comparing them with it"
@@ -243,7 +243,7 @@ class Trainer:
             epochs: passes over it.
             batch_size: samples of one update; micro-batches hold floor(batch_size / M).
             val_dataset: evaluated after each epoch, every sample exactly once.
-            run_dir: the run's folder; if None, nothing is written.
+            run_dir: the run's folder; if None, nothing is written. That of rank 0 counts for all ranks.
             resume: ``auto`` (the newest checkpoint), ``never``, or a checkpoint's path; not after a launcher's restart.
             max_updates: stop after so many updates, if that comes first.
             eval_every_updates: evaluate also after so many updates of an epoch, with an empty pipeline.
@@ -270,7 +270,9 @@ class Trainer:
         check_lengths(**length)
         data = Data(train_dataset, val_dataset, batch_size, num_workers, loading or Loading(), shuffle)
         outputs = Outputs.of(checkpoints, monitoring, callbacks)
-        outputs.check(run_dir, resume, self._spec, is_distributed=self._distributed)
+        outputs.check(
+            "" if run_dir is None and self.rank else run_dir, resume, self._spec, is_distributed=self._distributed
+        )
         return self._fit(data, outputs, length, run_dir, resume, config)
 
     def _fit(
@@ -387,8 +389,7 @@ class Trainer:
             RuntimeError: If a process ends meanwhile.
         """
         world = self._join()
-        if self._distributed:  # a rank that does not come is named
-            exchange(world.fresh_store(), "full_state_dict", world.rank, world.size, True)
+        start_call(world, "full_state_dict")
         with contextlib.ExitStack() as stack:
             if ema and self._averages is None:
                 raise ConfigError("ema=True: no average was made; give Trainer(ema=0.999) and call fit before")
@@ -467,7 +468,7 @@ class Trainer:
     def _start_job(self, world: World, folder: RunFolder | None) -> Iterator[tuple[job.Job, dist.Store]]:
         """Yield a new job and its store; an error is raised on all ranks."""
         tune_malloc()
-        store = world.fresh_store()
+        store = start_call(world, str(self.running))
         with self._applied(), propagate_errors(store, rank=world.rank):
             running = job.Job(world, self._timeouts, folder.path if folder is not None else None)
             self.requests = running.requests

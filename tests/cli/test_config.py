@@ -182,6 +182,11 @@ def test_words_and_numbers_are_read_as_what_their_keys_expect():
     assert [job.folder.parts[0] for job in requested(["-m", "seed=1,2", "run_dir=2024"]).jobs] == ["2024"] * 2
 
 
+def test_a_quoted_value_may_have_resolvers_in_resolvers(monkeypatch):
+    monkeypatch.setenv("SEED", "17")
+    assert compose_run(["seed='${oc.decode:${oc.env:SEED}}'"])[0].seed == 17
+
+
 def test_a_target_of_ones_own_starts_from_an_empty_node():
     config, _ = compose_run(["model._target_=my.Net", "model.width=64", "optimizer.nesterov=true"])
     assert config.model == {"_target_": "my.Net", "width": 64}

@@ -56,6 +56,9 @@ SETTINGS = {
     "train.epochs=[1": ["'train.epochs=[1' cannot be read; write KEY=VALUE", "quote"],
     "train.epochs=1,2": ["train.epochs=1,2 gives several values, but one command is one run", "[1,2]"],
     "train.batch_size=${nosuch}": ["Interpolation key 'nosuch' not found"],
+    "run_dir=${nosuch:1}": ["Unsupported interpolation type nosuch; understood are ${KEY}, ${now:%H%M}"],
+    "run_dir=${hydra:job.name}": ["HydraConfig was not set; understood are ${KEY}"],
+    "seed=${oc.decode:${now:%f}}": ["quote a VALUE that holds resolvers in resolvers", "understood are ${KEY}"],
     # models and data that do not go together
     "model=gpt": ["has no vocab_size, which model=gpt needs; use model=gpt with data=tokens, or give model.vocab_size"],
     "data=imagefolder": ["data.root must be given: add data.root=VALUE"],

@@ -1,13 +1,17 @@
 """Ranks whose scripts differ are refused by name; an optimizer may depend on the stage."""
 
+import contextlib
+import io
 import os
 import re
+import time
 
 import pytest
 import torch
 from torch import nn
 
-from adl_dist.errors import AdlError
+from adl_dist.errors import AdlError, ConfigError
+from adl_dist.report import warning
 from tests.support.ranks import run_ranks
 from tests.support.runs import toy_trainer
 from tests.support.toys import FixedImages
@@ -49,3 +53,34 @@ def trained(case):
 def test_ranks_with_different_scripts_are_refused(case):
     for said in run_ranks(2, trained, case):
         assert re.search(CASES[case], said), said
+
+
+def trained_into(folder, other):
+    """Train on two ranks, of which rank 1 is given ``other``; then rank 0 evaluates 0.6 s before rank 1."""
+    rank = int(os.environ["RANK"])
+    warning.SAY_SECONDS = 0.2
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        trainer = toy_trainer(2)
+        given = {"monitoring": SILENT, "run_dir": other if rank else folder, "resume": "never"}
+        trainer.fit(FixedImages(8), epochs=1, batch_size=4, **given)
+        time.sleep(0.6 * rank)
+        loss = trainer.evaluate(FixedImages(8))["validation_loss"]
+        with pytest.raises(ConfigError, match=r"every rank must make the same calls") as refusal:
+            trainer.evaluate(FixedImages(8)) if rank else trainer.full_state_dict()
+    return told.getvalue(), loss, str(refusal.value)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("other", [None, "other"])
+def test_the_folder_of_rank_0_counts_and_late_ranks_are_named(other, tmp_path):
+    given = other and tmp_path / other
+    (told, loss, refusal), (told_there, *rest) = run_ranks(2, trained_into, tmp_path / "run", given)
+    assert "rank 0 waits in evaluate() for rank 1, which has not called it: call it on every rank ..." in told
+    note = f"note: rank 1 was given run_dir={given}, but that of rank 0 counts: {tmp_path / 'run'}\n"
+    assert told_there == (note if other else "")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert {path.name for path in (tmp_path / "run" / "logs").iterdir()} == {"rank0.log", "rank1.log"}
+    assert len([*(tmp_path / "run" / "checkpoints").iterdir()]) == 1
+    assert rest == [loss, "rank 1 calls evaluate(), but rank 0 full_state_dict(): " + refusal.partition(": ")[2]]
+    assert refusal.startswith("rank 0 calls full_state_dict(), but rank 1 evaluate(): ")

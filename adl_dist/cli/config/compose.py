@@ -32,6 +32,10 @@ from adl_dist.settings import REMOVED_OPTIONS, RENAMED, WAS_REMOVED, renamed
 
 LAUNCHER = "hydra/launcher"
 PATHS = {"root", "train", "validation"}  # keys of our own datasets
+RESOLVERS = (
+    "understood are ${KEY}, ${now:%H%M}, ${oc.env:NAME}, ${oc.env:NAME,DEFAULT}, ${oc.decode:TEXT} and "
+    "${oc.select:KEY,DEFAULT}"
+)
 LISTS_KEYS = "adl-dist train --help lists all keys"
 # In 0.4.0; older run folders name some of them.
 REMOVED = ("runtime.cuda_graphs", "sweep.tune", *(f"method.{name}" for name in REMOVED_OPTIONS))
@@ -272,9 +276,11 @@ def parse(text: str, *, several: bool = False) -> Override:
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
+        quoted = "brackets, commas or spaces: \"run_dir='a, b'\""
+        if "${" in text:
+            quoted = f"resolvers in resolvers: \"seed='${{oc.decode:${{oc.env:SEED}}}}'\"; {RESOLVERS}"
         raise ConfigError(
-            f"'{text}' cannot be read; write KEY=VALUE, like train.epochs=2, and quote a VALUE that holds "
-            "brackets, commas or spaces: \"run_dir='a, b'\""
+            f"'{text}' cannot be read; write KEY=VALUE, like train.epochs=2, and quote a VALUE that holds {quoted}"
         ) from error
     key = override.key_or_group
     if not key:
@@ -341,6 +347,8 @@ def readable(error: Exception, overrides: Sequence[str], choices: Mapping[str, s
         node = key.partition(".")[0]
         data, other = (f"{name}={(choices or {}).get(name, 'custom')}" for name in ("data", node))
         return f"{data} has no {match[1]}, which {other} needs; use model=gpt with data=tokens, or give {key}=VALUE"
+    if "Unsupported interpolation type" in text or "HydraConfig was not set" in text:
+        return f"{first}; {RESOLVERS}"
     if "resolving interpolation" in text:
         return re.sub(r"^\w+ raised while resolving interpolation: ", "", first)  # from a resolver of ours
     return f"{next((each for each in overrides if each.lstrip('+').startswith(f'{key}=')), key)}: {first}".lstrip(": ")
