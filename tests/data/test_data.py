@@ -271,11 +271,6 @@ def test_numbers_and_numpy_arrays_of_any_layout_become_tensors():
     assert (x.dtype, y.dtype, y.tolist()) == (torch.float32, torch.int64, [1, 1, 1, 1])
 
 
-class Sizeless:
-    def __getitem__(self, index):
-        return 0.0, 0
-
-
 def as_a_worker_gets_it(dataset):
     return pickle.loads(pickle.dumps(dataset))
 

@@ -101,7 +101,7 @@ def test_a_process_in_which_a_debugger_stands_is_not_ended(tmp_path):
         said = ""
         while not said.endswith("(Pdb) "):
             said += run.stdout.read(1) or pytest.fail(f"it ended: {said}")
-        time.sleep(3.5)
+        time.sleep(2.6)
         out, err = run.communicate("continue\n", timeout=50)
     assert "in a debugger, so the job is not ended" in err
     assert "continuing after" in err
@@ -152,7 +152,7 @@ def test_a_heartbeat_monitor_ends_rank_0_that_asks_no_more(number, said, monkeyp
     monitor = HeartbeatMonitor(answers, 1, WatchdogTimeouts(stall_seconds=0.4, abort_seconds=0.8), gone.append)
     with another_process() as (rank_0, asker):
         monitor.start()
-        for _ in range(10 if number else 0):
+        for _ in range(5 if number else 0):
             answers.answer(asker, closely=False)
             time.sleep(0.1)
         assert lines == []
@@ -171,7 +171,7 @@ def test_a_heartbeat_monitor_ends_rank_0_that_asks_no_more(number, said, monkeyp
 
 
 def test_a_background_save_that_is_slow_is_no_standstill(tmp_path, monkeypatch, capfd):
-    write, left = storage.write_piece, [STALL_SECONDS / 4] * 12
+    write, left = storage.write_piece, [STALL_SECONDS / 4] * 7
 
     def slowly(file, data):
         if left:

@@ -36,15 +36,3 @@ class Event:
 
     def elapsed_time(self, end):
         return 1e3 * (end.recorded + end._lag - self.recorded)
-
-
-class Stream:
-    """A stream of a GPU that does at once what is launched, but is ``lag`` seconds late all the same."""
-
-    def __init__(self, lag=0.0):
-        self.lag, self.events = lag, []
-
-    def record_event(self, event=None):
-        self.events.append(made := Event(lag=self.lag))
-        made.finish()
-        return made

@@ -28,12 +28,12 @@ def test_a_users_script_gives_the_same_bits_under_torchrun(tmp_path, capsys):
 
 
 def test_the_digits_are_learnt_and_export_and_evaluate_agree(tmp_path):
-    """The main job in two processes, shortened to 4 epochs: train, evaluate, export, load into the uncut model."""
+    """The main job in two processes, shortened to 2 epochs: train, evaluate, export, load into the uncut model."""
     run_dir, out = tmp_path / "run", tmp_path / "model.pt"
-    trained = command_on_ranks(2, "train", f"run_dir={run_dir}", "train.epochs=4", "runtime.tensorboard=false")
+    trained = command_on_ranks(2, "train", f"run_dir={run_dir}", "train.epochs=2", "runtime.tensorboard=false")
     assert (trained.code, trained.err) == (0, "")
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["validation_accuracy"] >= 0.95
+    assert summary["validation_accuracy"] >= 0.85
     assert f"validation accuracy {summary['validation_accuracy']:.2%}" in trained.out
     assert [s["staleness_max"] for s in summary["stages"]] == [1, 0]
 
