@@ -1,5 +1,7 @@
 """Leaves out the tiers of tests that take long, unless one is asked for, and shows at the end what was measured."""
 
+import gc
+
 import hypothesis
 import pytest
 import torch
@@ -25,6 +27,11 @@ LEFT_OUT = {
 def pytest_collection_modifyitems(items):
     # What takes longest comes first, so that two workers end together.
     items.sort(key=lambda item: item.get_closest_marker("ranks") is None)
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # what is imported stays: the collector would look at 700,000 objects again and again
 
 
 def pytest_runtest_setup(item):

@@ -123,7 +123,7 @@ class Run:
             return self.optimizers[-1]
 
         options = {"model": batch_norm_net(), "dtype": dtype, **options}
-        self._dtype, self.trainer = dtype, toy_trainer(K, 2, optimizer=made, **options)
+        self._dtype, self.trainer = dtype, toy_trainer(K, 2, optimizer=made, **{"verify": False, **options})
 
     def fit(self, run_dir, epochs, **more):
         data = FixedImages(20, dtype=self._dtype)

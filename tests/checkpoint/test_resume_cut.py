@@ -59,7 +59,9 @@ class Run:
         self.rates = []  # of each of them, each update, each group
         self._make, self._stop_after = OPTIMIZERS[optimizer], stop_after
         of_trainer = {"lr_schedule": lr_schedule, "dtype": dtype, **({} if balance is None else {"balance": balance})}
-        self.trainer = toy_trainer(K, steps, method, options, model=self.model, optimizer=self._watched, **of_trainer)
+        self.trainer = toy_trainer(
+            K, steps, method, options, model=self.model, optimizer=self._watched, **{"verify": False, **of_trainer}
+        )
 
     def fit(self, run_dir, *, num_samples=NUM_SAMPLES, **more):
         data, more = FixedImages(num_samples, dtype=self.dtype), {"monitoring": SILENT, **more}

@@ -36,7 +36,7 @@ def squares(out, target):
 
 
 def fit(run_dir, epochs=1, *, K=2, loss_fn=None, optimizer=None, lr_schedule=None, **more):
-    trainer = toy_trainer(K, 2, loss_fn=loss_fn, optimizer=optimizer or sgd(), lr_schedule=lr_schedule)
+    trainer = toy_trainer(K, 2, loss_fn=loss_fn, optimizer=optimizer or sgd(), lr_schedule=lr_schedule, verify=False)
     options = {"batch_size": 8, "run_dir": run_dir, "monitoring": SILENT, **more}
     return trainer.fit(FixedImages(20), epochs=epochs, **options)
 
@@ -126,7 +126,7 @@ def test_load_checkpoint_takes_a_run_folder(tmp_path):
     fit(tmp_path, 3, checkpoints=keep, val_dataset=FixedImages(7), optimizer=sgd(lr=2.0))
     saved = sorted((tmp_path / "checkpoints").iterdir())
     losses = []
-    trainer = toy_trainer(2)
+    trainer = toy_trainer(2, verify=False)
     for path, which in ((tmp_path, "best"), (tmp_path, "newest"), *((path, "newest") for path in saved)):
         trainer.load_checkpoint(path, which)
         metrics = trainer.evaluate(FixedImages(7), batch_size=4)

@@ -231,7 +231,7 @@ def test_of_several_processes_one_owns_a_folder(where, request, tmp_path):
 
 
 def fit(run_dir, epochs, **options):
-    trainer = toy_trainer(2, 2)
+    trainer = toy_trainer(2, 2, verify=False)
     trainer.fit(FixedImages(20), epochs=epochs, batch_size=8, run_dir=run_dir, **{"monitoring": SILENT, **options})
     return trainer.full_state_dict()
 
@@ -251,16 +251,18 @@ def test_a_run_at_a_url_resumes_as_in_a_folder(where, request, tmp_path):
     assert_same(found, fit(None, 2))
     place = place_of(url)
     names = storage_of(place).names(place)
-    assert names == ["checkpoints/", "config.yaml", "logs/", "metrics.jsonl", "summary.json"]
+    assert names == ["checkpoints/", "config.yaml", "logs/", "metrics.jsonl", "start.json", "summary.json"]
     here = records((tmp_path / "local" / "metrics.jsonl").read_text())
     there = records(read(place / "metrics.jsonl").decode())
     assert [(r["name"], r["update"]) for r in there] == [(r["name"], r["update"]) for r in here]
     assert [path.name for path in layout.complete(place / "checkpoints")] == ["update-00000006"]
-    loaded = toy_trainer(2, 2)
+    loaded = toy_trainer(2, 2, verify=False)
     loaded.load_checkpoint(url)
     assert_same(loaded.full_state_dict(), found)
     with pytest.raises(ConfigError, match="belongs to another run: seed is"):
-        toy_trainer(2, 2, seed=1).fit(FixedImages(20), epochs=3, batch_size=8, run_dir=url, monitoring=SILENT)
+        toy_trainer(2, 2, seed=1, verify=False).fit(
+            FixedImages(20), epochs=3, batch_size=8, run_dir=url, monitoring=SILENT
+        )
     owner = Ownership(place)
     assert owner.take()
     with pytest.raises(ConfigError, match="another process is training here"):

@@ -60,7 +60,7 @@ class StopsAt(adl_dist.Callback):
 
 
 def fit(callbacks, *, K=2, epochs=2, **options):
-    trainer = toy_trainer(K, 2)
+    trainer = toy_trainer(K, 2, verify=False)
     options = {"monitoring": SILENT, "val_dataset": VALIDATION, **options}
     return trainer, trainer.fit(TRAIN, epochs=epochs, batch_size=4, callbacks=callbacks, **options)
 
@@ -176,7 +176,7 @@ class Draws(adl_dist.Callback):
 
 def trained_with(callbacks, K=2):
     """The weights of a net with dropout; epochs long enough for figures of most updates to come before their end."""
-    trainer = toy_trainer(K, 2, model=batch_norm_net(dropout=0.5), balance=[3, 4])
+    trainer = toy_trainer(K, 2, model=batch_norm_net(dropout=0.5), balance=[3, 4], verify=False)
     trainer.fit(FixedImages(160), epochs=2, batch_size=4, callbacks=callbacks, monitoring=SILENT)
     return trainer.full_state_dict()
 
@@ -204,7 +204,7 @@ class Interrupts(adl_dist.Callback):
 
 
 def interrupted(folder):
-    trainer = toy_trainer(2, 2, handle_signals=True)
+    trainer = toy_trainer(2, 2, handle_signals=True, verify=False)
     given = {"epochs": 50, "batch_size": 4, "callbacks": [Interrupts()], "monitoring": SILENT}
     return trainer.fit(TRAIN, run_dir=folder, **given)["stopped"]
 

@@ -54,7 +54,9 @@ def fitted(K, *, data=None, name="adl", M=3, run_dir=None, options=(), epochs=EP
     data = data or Asking()
     model, optimizer = batch_norm_net(dropout=0.2), functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
     of_trainer = {"model": model, "optimizer": optimizer, "timeout_seconds": 20, "handle_signals": handle_signals}
-    data.trainer = trainer = toy_trainer(K, M, name, {**OPTIONS.get(name, {}), **dict(options)}, **of_trainer)
+    data.trainer = trainer = toy_trainer(
+        K, M, name, {**OPTIONS.get(name, {}), **dict(options)}, **{"verify": False, **of_trainer}
+    )
     settings = {"epochs": epochs, "batch_size": MICRO_BATCH * M, "run_dir": run_dir}
     settings |= values(tensorboard=False, quiet=True, **of_fit)
     summary = trainer.fit(data, **settings, val_dataset=FixedImages(6, seed=1))

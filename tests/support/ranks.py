@@ -1,6 +1,7 @@
 """Runs a function, or a command, on real gloo ranks that a fork server starts in milliseconds."""
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pathlib
@@ -35,6 +36,7 @@ def _rank_main(rank, world_size, folder, body, args):
     own = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in own.items()}, **{RENDEZVOUS_FOLDER: folder})
     torch.set_num_threads(1)
+    gc.freeze()  # what the server has loaded stays shared
     try:
         torch.save(body(*args), f"{folder}/result-rank{rank}.pt")
     except BaseException as error:

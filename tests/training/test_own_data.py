@@ -19,7 +19,7 @@ sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def trained(dataset, *, K=2, M=2, loading=None, **of_fit):
-    more = {"dtype": torch.float64, "optimizer": sgd, "balance": "even"}
+    more = {"dtype": torch.float64, "optimizer": sgd, "balance": "even", "verify": False}
     trainer = toy_trainer(K, M, model=encoder(dropout=0.1), loss_fn=nn.CrossEntropyLoss(), **more)
     of_fit = {"epochs": 2, "monitoring": QUIET, **of_fit}
     trainer.fit(dataset, batch_size=4, loading=loading or Loading(collate_fn=padded), **of_fit)

@@ -17,7 +17,7 @@ from tests.support.values import QUIET
 def trained(name, options, monkeypatch, *, warms_up, model=None, of_trainer=None):
     monkeypatch.setattr(build, "needs_warm_up", lambda spec, device: warms_up)
     model = batch_norm_net(dropout=0.3) if model is None else model
-    trainer = runs.toy_trainer(3, 2, name, options, model=model, **(of_trainer or {}))
+    trainer = runs.toy_trainer(3, 2, name, options, model=model, **{"verify": False, **(of_trainer or {})})
     data = FixedImages(15)
     summary = trainer.fit(data, epochs=2, batch_size=6, val_dataset=data, monitoring=QUIET)
     return {**trainer.full_state_dict(), "loss": torch.tensor(summary["validation_loss"])}
