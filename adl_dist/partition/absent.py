@@ -270,11 +270,12 @@ class Results:
         self._of_module: Any = None
         self._made: Any = None  # the last result, unless it holds for its arguments only
         self._last: Any = None  # whether gradients were wanted, arguments by position and by name, and result
+        self._misses = 0  # in a row
         self.last_of_one: Any = None  # of a call with one argument: that, whether gradients were wanted, and result
 
     def remember(self, args: Any, kwargs: Any) -> None:
         """Keep the last result for calls with equal arguments."""
-        if self._made is not None:
+        if self._made is not None and self._misses < 4:  # else its arguments are new ones each time
             has_graph, named = torch.is_grad_enabled(), {key: _remembered(value) for key, value in kwargs.items()}
             self._last = has_graph, [*map(_remembered, args)], named, self._made
             if len(args) == 1 and not kwargs and type(self._made) is Value:
@@ -288,7 +289,9 @@ class Results:
         if has_graph is not torch.is_grad_enabled() or len(args) != len(given) or len(kwargs) != len(named):
             return None
         if not all(map(_is_like, args, given)) or not all(_is_like(kwargs[k], named.get(k, _NEVER)) for k in kwargs):
+            self._misses, self._last = self._misses + 1, None
             return None
+        self._misses = 0
         return made if type(made) is Value else filled(made, args, kwargs)
 
     def forget(self) -> None:
@@ -368,22 +371,27 @@ class Results:
 
 def _remembered(value: Any) -> Any:
     """Return a value to compare later arguments with; see :func:`_is_like`."""
-    if isinstance(value, Tensor):
-        if type(value) is not Value:
-            return signature(value)
-        with native():
+    if type(value) in _SIMPLE or value is Ellipsis:
+        return value
+    if type(value) in (tuple, list):
+        return (type(value), *map(_remembered, value))
+    with native():
+        if type(value) is Value:
             return value if value.mark.absent else (value.mark.stage, signature(value))
-    if type(value) is tuple:
-        return tuple(map(_remembered, value))
-    return value if type(value) in _SIMPLE else signature(value) if type(value) is slice else _NEVER
+        try:
+            return signature(value)
+        except TypeError:
+            return _NEVER
 
 
 def _is_like(value: Any, old: Any) -> bool:
     """Return whether ``value`` is the same object, or one like the old one."""
     if value is old:
         return True
-    if type(value) is tuple:
-        return type(old) is tuple and len(value) == len(old) and all(map(_is_like, value, old))
+    if type(value) in (tuple, list):
+        if type(old) is not tuple or len(old) != len(value) + 1 or old[0] is not type(value):
+            return False
+        return all(map(_is_like, value, old[1:]))
     found = _remembered(value)
     return type(found) is type(old) and (type(found) is tuple or type(found) in _SIMPLE) and bool(found == old)
 
