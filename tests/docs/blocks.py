@@ -15,7 +15,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -140,6 +140,14 @@ def _in_order(block: Block) -> list[Block]:
 
 
 def _run(command: list[str], folder: Path, overrides: list[str]) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command, cwd=folder, env=environment(folder, overrides), timeout=SECONDS, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True,
+    )  # fmt: skip
+
+
+def environment(folder: Path, overrides: Iterable[str]) -> dict[str, str]:
+    """Return variables for a block in ``folder``: its programs are those of this checkout, with ``overrides``."""
     programs = folder / ".programs"
     programs.mkdir(exist_ok=True)
     for name, program in {
@@ -150,11 +158,8 @@ def _run(command: list[str], folder: Path, overrides: list[str]) -> subprocess.C
         (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} -m tests.docs.shim {program} "$@"\n')
         (programs / name).chmod(0o755)
     clean = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
-    clean |= {
+    return clean | {
         "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "DOCS_OVERRIDES": shlex.join(overrides),
     }
-    return subprocess.run(
-        command, cwd=folder, env=clean, timeout=SECONDS, stdin=subprocess.DEVNULL, capture_output=True, text=True
-    )

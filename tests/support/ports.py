@@ -31,22 +31,27 @@ class Port(NamedTuple):
 
 def open_ports(pids):
     """All TCP ports on which these processes listen, and all their UDP ports."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended
+            by_inode = _ports_in_the_namespace_of(pid)
+            for name in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError, KeyError):  # closed meanwhile, or no such port
+                    found.add(Port(pid, *by_inode[os.readlink(f"/proc/{pid}/fd/{name}")]))
+    return found
+
+
+def _ports_in_the_namespace_of(pid):
     by_inode = {}
     for protocol in ("tcp", "tcp6", "udp", "udp6"):
-        for line in Path(f"/proc/net/{protocol}").read_text().splitlines()[1:]:
+        for line in Path(f"/proc/{pid}/net/{protocol}").read_text().splitlines()[1:]:
             _, local, _, state, *_, inode = line.split()[:10]
             if protocol.startswith("udp") or state == TCP_LISTENS:
                 address, number = local.split(":")
                 # The kernel writes an address as hexadecimal words of four bytes, each in the order of the machine.
                 words = [int(address[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(address), 8)]
                 by_inode[f"socket:[{inode}]"] = protocol, str(ipaddress.ip_address(b"".join(words))), int(number, 16)
-    found = set()
-    for pid in pids:
-        with contextlib.suppress(OSError):  # it has ended
-            for name in os.listdir(f"/proc/{pid}/fd"):
-                with contextlib.suppress(OSError, KeyError):  # closed meanwhile, or no such port
-                    found.add(Port(pid, *by_inode[os.readlink(f"/proc/{pid}/fd/{name}")]))
-    return found
+    return by_inode
 
 
 def free_port():
