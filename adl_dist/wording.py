@@ -14,8 +14,13 @@ import yaml
 PYTHON_NAMES: dict[str, tuple[str, str]] = {
     "partition.num_stages": ("", "num_stages"),
     **{f"train.{name}": ("", name) for name in ("batch_size", "epochs", "max_updates", "metrics", "ema")},
+    "train.eval_every_updates": ("", "eval_every_updates"),
+    "loss.reduction": ("", "loss_reduction"),
+    "data.num_workers": ("", "num_workers"),
+    "data.shuffle": ("", "shuffle"),
 }
-KEY = re.compile(r"\b((?:method|partition|train|runtime)\.\w+)(?:=(\[[^\]]*\]|'[^']*'|[\w.+-]*\w))?")
+KEY = re.compile(r"\b((?:method|partition|train|runtime|loss|data)\.\w+)(?:=(\[[^\]]*\]|'[^']*'|[\w.+-]*\w))?")
+NULL = re.compile(r"(?<![\w/.=-])null(?![\w/.-])")  # as a word of ours
 _shows_keys = False
 
 
@@ -32,7 +37,7 @@ def keys_shown() -> Iterator[None]:
 
 def worded(text: str) -> str:
     """Return ``text`` in the words of its reader."""
-    return text if _shows_keys else re.sub(r"\bnull\b", "None", KEY.sub(_in_python, text))
+    return text if _shows_keys else NULL.sub("None", KEY.sub(_in_python, text))
 
 
 def _in_python(found: re.Match[str]) -> str:
@@ -41,7 +46,16 @@ def _in_python(found: re.Match[str]) -> str:
         return found[0]
     call, name = PYTHON_NAMES[key]
     if value is not None:
-        name += f"={yaml.safe_load(value)!r}"
+        name += f"={_read(value)!r}"
     elif call:
         name += "=..."
     return f"{call}({name})" if call else name
+
+
+def _read(text: str) -> object:
+    for read in (int, float, yaml.safe_load):
+        try:
+            return read(text)
+        except (ValueError, yaml.YAMLError):  # 1e-3 is a text in YAML
+            continue
+    return text

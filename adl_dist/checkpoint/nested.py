@@ -6,6 +6,7 @@ matrices may be rounded otherwise with others.
 """
 
 import json
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -149,3 +150,13 @@ def unpacked_state(tensors: Mapping[str, Stored], texts: Mapping[str, str]) -> d
     others = {name: json.loads(text) for name, text in texts.items() if name.startswith(ENTRY)}
     values = {name.removeprefix(ENTRY): unpacked(packed, read) for name, packed in others.items()}
     return {name: tensor for name, tensor in read.items() if not name.startswith(ENTRY)} | values
+
+
+def of_this_version(found: Mapping[str, Any], state: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """Return ``found`` with the versions of modules in ``state``, a state_dict.
+
+    Without them modules would convert it, as one of a version before they had versions.
+    """
+    loaded = OrderedDict(found)
+    vars(loaded)["_metadata"] = getattr(state, "_metadata", None)
+    return loaded

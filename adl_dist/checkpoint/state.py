@@ -35,6 +35,9 @@ def signature(model: nn.Module) -> Signature:
         raise ConfigError(f"{lazy[0]} of the model has no shape yet; run the model on one batch before handing it over")
     state = model.state_dict()
     _packed("model", state)
+    plain = [name for name, value in state.items() if not (is_extra_state(name) or isinstance(value, Tensor))]
+    if plain:
+        raise ConfigError(f"state_dict() of the model has '{plain[0]}', which is no tensor; keep it in an extra state")
     return {name: list(value.shape) for name, value in state.items() if not is_extra_state(name)}
 
 
@@ -185,13 +188,16 @@ def _packed(whose: str, state: Mapping[str, Any]) -> Shard:
 
 def _fill(module: nn.Module, stored: Mapping[str, Stored], texts: Mapping[str, str]) -> None:
     """Load the ``state_dict()`` of ``module``, with its extra state."""
-    names = module.state_dict().keys()
+    state = module.state_dict()
+    names = state.keys()
     entries = [f"{nested.ENTRY}{name}" for name in names if is_extra_state(name)]
     tensors = {name: at for name, at in stored.items() if name in names or (entries and name.startswith(nested.ENTRY))}
     texts = {entry: texts[entry] for entry in entries if entry in texts}
-    # Not strictly: a part of a module has its extra state, but is of another class.
-    if missing := module.load_state_dict(nested.unpacked_state(tensors, texts), strict=False).missing_keys:
+    found = nested.unpacked_state(tensors, texts)
+    if missing := [name for name in names if name not in found]:
         raise ValueError(f"{missing[0]} is missing")
+    # Not strictly: a part of a module has its extra state, but is of another class.
+    module.load_state_dict(nested.of_this_version(found, state), strict=False)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from adl_dist.checkpoint import layout, tensor_files
-from adl_dist.checkpoint.nested import ENTRY, is_extra_state
+from adl_dist.checkpoint.nested import ENTRY, is_extra_state, of_this_version
 from adl_dist.checkpoint.storage import read, storage_of
 from adl_dist.checkpoint.tensor_files import INDEX, MODEL, SUFFIX, Stored
 from adl_dist.errors import CheckpointError, in_one_line
@@ -95,7 +95,11 @@ class WeightFiles:
         self.tensors = {name: stored for name, stored in self.tensors.items() if not matches(name, skip)}
         self.check(model, skip)
         # Not strictly, as of several names of one tensor one is enough.
-        model.load_state_dict(dict(self.read(model.state_dict())), strict=False)
+        state = model.state_dict()
+        try:
+            model.load_state_dict(of_this_version(dict(self.read(state)), state), strict=False)
+        except (RuntimeError, ValueError, TypeError) as error:  # of a load_state_dict or hook of the user's
+            raise CheckpointError(f"init_from={self.path} cannot be loaded: {in_one_line(error)}") from error
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Rename tensors of the files by ``names``, and drop all others."""
@@ -134,6 +138,11 @@ class PickledWeights(WeightFiles):
             ) from error
         if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
             raise CheckpointError(f"init_from={path} holds a {type(state).__name__}; expected a state_dict")
+        if wrapped := [name for name, value in state.items() if isinstance(value, Mapping)]:
+            raise CheckpointError(
+                f"init_from={path} holds a dictionary under '{wrapped[0]}', as training scripts save it with more; "
+                "save the state_dict alone"
+            )
         super().__init__(path, state)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:

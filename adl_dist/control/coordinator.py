@@ -349,8 +349,8 @@ class Coordinator:
                 f"the validation loss is {loss}, because of micro-batch {last.first_bad} of the validation data, which "
                 f"begins at sample {first}; look there for values that are not finite, as others are"
             )
-            if self._skips_non_finite:
-                self._progress.note(text)
+            if self._skips_non_finite or not self._totals.trained:  # or Trainer.evaluate, which returns it
+                warn(text)
             else:
                 self._bad_validation = DataError(text)
         elif self._totals.trained and not math.isfinite(loss):

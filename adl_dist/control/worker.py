@@ -169,6 +169,7 @@ class LocalWorker:
             context.stage.begin(0, training=False)
         work = evaluation_work(segment, num_stages=self.pipeline.num_stages, stages=self.contexts)
         self._run(work, segment, self.validation_loader)
+        self.activity.enter(USER_CODE)  # epoch metrics may take long
         return [
             EvaluateResult(
                 stage=stage.index,

@@ -22,7 +22,7 @@ STARTING = "start"  # the phase of a process whose stages are not built yet
 IDLE = "idle"  # the process waits for the coordinator's next command
 FINISHING = "finishing"  # all actions are done, but the last messages have not left yet
 FAILED = "failed"  # the command raised
-USER_CODE = "callbacks and loggers"  # the user's, called between two actions
+USER_CODE = "callbacks, loggers and metrics"  # the user's, called between two actions
 
 WAITS = {Op.RECV_ACT: "wait_act", Op.RECV_GRAD: "wait_grad"}
 # For each kind of action: the share that its time counts to, and its name.

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
@@ -158,9 +158,31 @@ class Progress:
         return f"loss {loss:.4f}{accuracy}{skipped}"
 
 
+class _Terminal:
+    """A stream that may be lost, or lack letters, without an error."""
+
+    def __init__(self, out: IO[str]) -> None:
+        self._out = out
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._out, name)
+
+    def write(self, text: str) -> int:
+        """Write ``text``, with escapes for letters that the stream lacks."""
+        encoding = getattr(self._out, "encoding", None) or "utf-8"
+        with suppress(OSError, ValueError):
+            self._out.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream."""
+        with suppress(OSError, ValueError):
+            self._out.flush()
+
+
 def _bar(out: IO[str]) -> Bar:
     """Return a live line on the terminal ``out``, which keeps its cursor."""
-    console = Console(file=out)
+    console = Console(file=cast(IO[str], _Terminal(out)))
     console.show_cursor = lambda show=True: False  # type: ignore[method-assign] # a killed process could not show it again
     figures = TextColumn("{task.fields[figures]}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1))
     left = TimeRemainingColumn(table_column=Column(no_wrap=True))

@@ -306,4 +306,4 @@ def _check_set(name: str, tensor: Tensor, by: str) -> None:
 def _bits(tensor: Tensor) -> Tensor:
     """Return the memory of ``tensor`` as whole numbers; the largest is NaN, or no bool."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return real.view(WHOLE[real.itemsize])
+    return real if real.dtype is torch.uint8 else real.view(WHOLE[real.itemsize])

@@ -1,4 +1,4 @@
-"""Text by the weights of each checkpoint, while training continues."""
+"""Text by the weights of each checkpoint."""
 
 import copy
 from collections.abc import Callable
@@ -6,12 +6,13 @@ from collections.abc import Callable
 from torch import nn
 
 from adl_dist.checkpoint.weight_files import WeightFiles
+from adl_dist.errors import ConfigError
 from adl_dist.report import say
 from adl_dist.report.callbacks import Callback, TrainerState
 
 
 class TextSamples(Callback):
-    """A callback that prints a text after each checkpoint.
+    """A callback that prints a text after each checkpoint; stages wait for it.
 
     Args:
         model: the uncut model, of which a copy takes the weights of the checkpoints.
@@ -19,6 +20,8 @@ class TextSamples(Callback):
     """
 
     def __init__(self, model: nn.Module, write: Callable[[nn.Module], str]) -> None:
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise ConfigError("TextSamples: the model is on torch.device('meta'); give it one with memory")
         self._model, self._write = copy.deepcopy(model).cpu().eval(), write
 
     def on_checkpoint(self, now: TrainerState) -> None:

@@ -44,7 +44,7 @@ from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.monitor.trace import MOST_EVENTS
 from adl_dist.optim import takes_length
 from adl_dist.optimizers import prepare
-from adl_dist.report import MetricsWriter, Progress, announced
+from adl_dist.report import MetricsWriter, Progress, announced, say
 from adl_dist.report.page import write_after_run
 from adl_dist.report.totals import Totals
 from adl_dist.schedule import Method, Pipeline
@@ -162,12 +162,14 @@ class Trainer:
             ema=ema,
             seed=seed,
         )
+        self._gradients = self._spec.gradients  # as given; a run that continues may clip otherwise
         metrics_of(self._spec.metrics, None)  # refuses a wrong name before any work
         self._processes, self._timeouts = processes or ProcessOptions(), timeouts or WatchdogTimeouts()
         self._distributed = _is_distributed(self._processes, self._spec.pipeline)
         arguments.check_layers(model, distributed=self._distributed)
         path = None if init_from is None else self._reach(init_from)
-        self._partitioned = self._prepare(model, partition or PartitionSpec(), path, init_skip)
+        skipped = [init_skip] if isinstance(init_skip, str) else init_skip
+        self._partitioned = self._prepare(model, partition or PartitionSpec(), path, skipped)
         self._modules = [ref(module) for module in model.modules()]  # of the user's; a process keeps those of its stage
         # Of the stages of this process, which may have nothing to train; None before the first fit.
         self._averages: list[WeightAverage] | None = None
@@ -285,6 +287,7 @@ class Trainer:
         config: Mapping[str, Any] | None,
     ) -> Summary:
         self._data = data  # as :meth:`evaluate` loads, too
+        self._spec = replace(self._spec, gradients=self._gradients)
         self._partitioned.peak_tflops = outputs.monitoring.peak_tflops
         every = {"checkpoint_every_updates": outputs.checkpoints.every_updates}
         every["eval_every_updates"] = length["eval_every_updates"]
@@ -298,6 +301,9 @@ class Trainer:
         world = self._join()
         with self._keep_modes(), self._start_job(world, folder) as (running, store):
             folder, resume = self._agreed_folder(world, store, folder, known_by, resume, later)
+            if world.rank == 0 and self._spec.gradients is not self._gradients and not outputs.monitoring.quiet:
+                scope = self._spec.gradients.clip_scope
+                say(f"note: gradients are clipped as when this run began: train.clip_scope={scope}")
             loaders = self._load(world, data) if self.needs_data else Loaders()
             if self.needs_data:
                 outputs.check_validation(loaders.lengths["num_validation"], saves=folder is not None)
@@ -454,12 +460,11 @@ class Trainer:
         return folder, found["resume"]
 
     def _keep_clip_scope(self, scope: Any, known_by: Mapping[str, Any]) -> None:
-        """Clip as the run that continues did until now, and say so."""
+        """Clip as the run that continues did until now."""
         given = self._spec.gradients
         kept = replace(given, clip_scope=scope)
         if kept.clips_model(self._spec.pipeline) != given.clips_model(self._spec.pipeline):
             self._spec = replace(self._spec, gradients=kept)
-            self._partitioned.notes.append(f"train.clip_scope={scope}, because the run began so")
             for settings in (known_by, known_by.get("train")):  # of a script, and of the command line
                 if isinstance(settings, dict) and "clip_scope" in settings:
                     settings["clip_scope"] = scope

@@ -174,7 +174,7 @@ def is_of_script(plain: Plain) -> bool:
 def run_of_script(plain: Plain, words: Sequence[str]) -> RunConfig:
     """Compose the settings of a script's run with ``words`` of its model and data."""
     kept = {key: plain[key] for key in ("seed", "dtype")}
-    kept |= {"train.batch_size": plain["batch_size"], "partition.tied": plain["tied"]}
+    kept |= {"train.batch_size": plain["batch_size"], "partition.tied": plain.get("tied", "share")}
     kept["method.accumulation_steps"] = plain["method"]["accumulation_steps"]
     return compose_run([*(f"{key}={value}" for key, value in kept.items()), *words])[0]
 

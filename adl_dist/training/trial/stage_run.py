@@ -270,8 +270,8 @@ class StageRun:
         outs = flatten_output(out)
         if not outs:
             raise ConfigError(
-                f"the model returns a {type(out).__name__} without a tensor that can be seen; expected a tensor, or "
-                "tuples, lists and dictionaries of tensors"
+                f"the model returns an object of class {type(out).__name__} without a tensor that can be seen; "
+                "expected a tensor, or tuples, lists and dictionaries of tensors"
             )
         self._targets.append((num_samples(target), tensors_of(target)))
         got = f"{', '.join(map(_shown, outs))} and {', '.join(map(_shown, tensors_of(target)))}"
