@@ -26,7 +26,11 @@ class LeavesOut(nn.Linear):
     def __init__(self, *sizes):
         super().__init__(*sizes)
         self.bias.requires_grad_(False)
-        self.register_state_dict_post_hook(lambda module, state, prefix, local: state.pop(f"{prefix}bias"))
+        self.register_state_dict_post_hook(leave_out)
+
+
+def leave_out(module, state, prefix, local_metadata):
+    del state[f"{prefix}bias"]
 
 
 class ReturnsNothing(nn.Sequential):
