@@ -245,6 +245,8 @@ class _Stage:
     def _may_update(self) -> bool:
         if self.num_updates == len(self._ends) or self._deferred:
             return False
+        if self._locked and self._pipeline.ties_of(self._index):
+            return False  # the sum of tied gradients may follow from what this stage still has to pass on
         end, num = self._ends[self.num_updates], len(self._places)
         unseeing = end if self._pipeline.flush else min(end + self._delay, num)  # forwards before it
         return self._num_backward >= end and self._num_forward >= unseeing
