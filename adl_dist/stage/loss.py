@@ -418,6 +418,6 @@ def check_is_mean(
         f"the loss is no mean over {'the samples' if terms is None else 'the terms that it counts'}: of {counts[0]:g} "
         f"it is {parts[0]:.6g}, of {counts[1]:g} others {parts[1]:.6g}, and of all of them {float(found):.6g} instead "
         f"of {sum(values):.6g}{hint}; so a group of micro-batches would not get the gradient of its samples: give the "
-        "loss num_terms(target), the number of terms that it averages over, or declare loss.reduction=batch "
-        "(Trainer(loss_reduction='batch')), by which a micro-batch counts by its samples (docs/own.md)"
+        "loss num_terms(target), the number of terms that it averages over, or declare loss.reduction=batch, by "
+        "which a micro-batch counts by its samples (docs/own.md)"
     )

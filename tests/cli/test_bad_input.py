@@ -360,7 +360,7 @@ OTHER_MODEL = ["of another model", "0.1.weight is [8, 192] in this model and mis
         (slice(-500), NO_STATE),
         ([1, 2], ["holds a list", "expected a state_dict"]),
         (torch.nn.Linear(1, 1), NO_STATE),
-        ({"model": {}}, OTHER_MODEL),
+        ({"model": {}}, ["holds a dictionary under 'model'", "save the state_dict alone"]),
         (slice(None), OTHER_MODEL),
     ],
     ids=["empty", "cut", "list", "whole module", "nested", "another model"],

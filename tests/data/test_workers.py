@@ -47,7 +47,7 @@ def test_an_odd_exception_of_a_sample_is_told(kind):
 
 
 def test_a_script_from_standard_input_starts_no_worker(monkeypatch):
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", "<stdin>")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "<stdin>", raising=False)
     with pytest.raises(DataError, match=r"<stdin> cannot be imported .* put the dataset into a file"):
         load()
 

@@ -277,7 +277,7 @@ def test_a_module_is_left_as_it_was():
 
 def test_an_input_written_to_before_its_use_is_refused():
     with pytest.raises(
-        ConfigError, match=r"^the model: the input of layer 'a' \(Linear\) was written to in place .*=false"
+        ConfigError, match=r"^the model: the input of layer 'a' \(Linear\) was written to in place .*=False"
     ):
         gradients(with_memory(), LINEAR, split=True)
 

@@ -247,7 +247,7 @@ def test_a_mean_over_samples_or_terms_passes(loss_fn, outs, targets):
     ids=["class weights", "ignore_index", "sum", "root", "contrastive"],
 )
 def test_a_loss_that_is_no_mean_is_refused(loss_fn):
-    ways_out = r"num_terms\(target\), .*loss\.reduction=batch"
+    ways_out = r"num_terms\(target\), .*loss_reduction='batch'"
     with pytest.raises(ConfigError, match=rf"no mean over the samples: of 3 it is \S+, of 4 others .* {ways_out}"):
         check(loss_fn, OUTS, OF_SIZES)
 
