@@ -270,7 +270,7 @@ def test_a_micro_batch_weighs_as_many_samples_as_it_has(name, K):
 
 def test_a_loss_that_is_no_mean_names_the_declaration():
     for name in ("a router's term", "contrastive"):
-        with pytest.raises(ConfigError, match=r"the loss is no mean over the samples: .*loss\.reduction=batch"):
+        with pytest.raises(ConfigError, match=r"the loss is no mean over the samples: .*loss_reduction='batch'"):
             fitted_by_batch(name, 2, loss_reduction="mean")
     fitted_by_batch("contrastive", 2, M=1, loss_reduction="mean")
     with pytest.raises(ConfigError, match="loss_reduction must be mean or batch, got 'batches'"):

@@ -150,7 +150,7 @@ def blocks():
 SOMETIMES = r"cannot be cut after stage 0: stage 1 \(1 .. 3\) gives what it gets a gradient for some micro-batches only"
 WITHIN = r"cut after '0.0': it lies inside a block \(PartitionSpec\(granularity='block'"
 REFUSED = {
-    "hidden output": (lambda: nn.Sequential(*layers(), Hides()), {}, "returns a Hidden without a tensor that can be"),
+    "hidden output": (lambda: nn.Sequential(*layers(), Hides()), {}, "of class Hidden without a tensor that can be"),
     "frozen": (frozen, {}, "there is nothing to train"),
     "one sample": (lambda: layers(nn.BatchNorm1d(8)), {"batch_size": 1}, "training data holds 1 sample, and the model"),
     "detached": (lambda: layers(DetachesSome()), {"balance": ["1"]}, SOMETIMES),
