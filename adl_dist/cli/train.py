@@ -51,16 +51,8 @@ def train(overrides: list[str]) -> None:
         folder.check(plain, resume=config.resume, waits=not starts_ranks)
     if starts_ranks:
         os.chdir(here)
-        check_named_interfaces()
-        if num_processes > MANY * num_cores():  # to start them takes longer than to read the model here
-            with announced("looking for the places where the model can be cut"):
-                sweep.check_cut(config, has_data=True)
-        say(f"starting {num_processes} processes on {num_cores()} cores ...")
-        command, restarts = ["train", *with_values(overrides, plain)], config.runtime.max_restarts
         try:
-            raise Exit(
-                launch_local(command, num_processes=num_processes, max_restarts=restarts, passes_stops_on=stands_alone)
-            )
+            raise Exit(_run_ranks(config, ["train", *with_values(overrides, plain)], passes_stops_on=stands_alone))
         finally:
             remove_stale(folder.path)
     trainer = instantiate.trainer(config, handle_signals=stands_alone)
@@ -90,6 +82,19 @@ def train(overrides: list[str]) -> None:
         say(_ending(summary, config))
     if "stopped" in summary:
         _end_stopped(summary["stopped"], config.train.epochs)
+
+
+def _run_ranks(config: RunConfig, command: list[str], *, passes_stops_on: bool) -> int:
+    """Start the processes of a run here, and return their exit code."""
+    check_named_interfaces()
+    num_processes, num_restarts = config.pipeline.num_processes, config.runtime.max_restarts
+    if num_processes > MANY * num_cores():  # to start them takes longer than to read the model here
+        with announced("looking for the places where the model can be cut"):
+            sweep.check_cut(config, has_data=True)
+    say(f"starting {num_processes} processes on {num_cores()} cores ...")
+    return launch_local(
+        command, num_processes=num_processes, max_restarts=num_restarts, passes_stops_on=passes_stops_on
+    )
 
 
 def evaluate(arguments: list[str]) -> None:
