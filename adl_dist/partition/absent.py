@@ -19,10 +19,9 @@ from torch.nn.utils.stateless import _reparametrize_module
 from adl_dist.errors import in_one_line
 from adl_dist.partition.containers import map_leaves, map_tensors, other_leaves, tensors_in, unique_tensors
 from adl_dist.partition.intercept import OF_TORCH
-from adl_dist.partition.value import Label, Mark, Value, Watch, absent_like, absent_tensor, as_value, native
+from adl_dist.partition.value import Mark, Value, Watch, absent_tensor, as_value, native
 
 META = torch.device("meta")
-_NEVER = object()  # like no argument
 _SIMPLE = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format}
 
 
@@ -51,17 +50,13 @@ def signature(value: Any) -> Any:
 def module_signature(module: nn.Module) -> Any:
     """Return a hashable value of a module's class, attributes and shapes."""
     tensors = (*module._parameters.items(), *module._buffers.items())
-    attributes = [(key, value) for key, value in vars(module).items() if key not in OF_TORCH and not _is_empty(value)]
+    attributes = [(key, value) for key, value in vars(module).items() if key not in OF_TORCH]
     return (
         type(module),
         *((key, None if tensor is None else signature(tensor)) for key, tensor in tensors),
         *((key, _of_attribute(value)) for key, value in attributes),
         *((key, None if child is None else module_signature(child)) for key, child in module._modules.items()),
     )
-
-
-def _is_empty(value: Any) -> bool:
-    return isinstance(value, dict) and not value  # as the dictionaries of hooks of most modules
 
 
 class _Itself:
@@ -100,7 +95,7 @@ def infer(
         The result, and the meta tensors in the place of the arguments, in order.
     """
     watch, Watch.active = Watch.active, None
-    before = None if module is None else (random.getstate(), np.random.get_state())
+    pythons, numpys = random.getstate(), np.random.get_state()
     made: dict[int, Tensor] = {}
     tables: list[tuple[dict[str, Any], str, Tensor]] = []  # tensors that are plain attributes
     is_cast = _is_autocast()
@@ -135,9 +130,8 @@ def infer(
         for attributes, key, tensor in tables:
             attributes[key] = tensor
         Watch.active = watch
-        if before is not None:
-            random.setstate(before[0])
-            np.random.set_state(before[1])
+        random.setstate(pythons)
+        np.random.set_state(numpys)
 
 
 def is_masked(args: Any, kwargs: Any, has: Callable[[Tensor], bool]) -> bool:
@@ -173,7 +167,12 @@ class Given(int):
 def _template(out: Any, given: Sequence[Tensor]) -> Any:
     """Return ``out`` without elements, and with indices for ``given`` tensors."""
     places = {id(tensor): Given(place) for place, tensor in enumerate(given)}
-    return map_tensors(lambda t: places[id(t)] if id(t) in places else absent_like(t), out)
+
+    def without_elements(tensor: Tensor) -> Any:
+        made = absent_tensor(tensor.shape, tensor.stride(), tensor.dtype, requires_grad=tensor.requires_grad)
+        return places.get(id(tensor), made)
+
+    return map_tensors(without_elements, out)
 
 
 class RecordedResults:
@@ -245,18 +244,18 @@ class RecordedResults:
 
 
 class Results:
-    """The absent results of one call on one stage, the last of which is kept."""
+    """The absent results of one call on one stage, cached by signature."""
 
     def __init__(
         self,
         shared: dict[Any, Any],
         recorded: RecordedResults | None = None,
         *,
-        dtypes: Sequence[torch.dtype | None] = (),
+        dtypes: Sequence[torch.dtype] = (),
         varies: bool = False,
         is_changed: bool = False,
     ) -> None:
-        """Start without a result.
+        """Create an empty cache.
 
         Args:
             shared: templates of all calls of the model; equal layers share them.
@@ -267,36 +266,19 @@ class Results:
         """
         self._shared, self._recorded, self._dtypes, self._varies = shared, recorded, dtypes, varies
         self._is_changed = is_changed
+        self._kept: dict[Any, Any] = {}
         self._of_module: Any = None
-        self._made: Any = None  # the last result, unless it holds for its arguments only
-        self._last: Any = None  # whether gradients were wanted, arguments by position and by name, and result
-        self._misses = 0  # in a row
-        self.last_of_one: Any = None  # of a call with one argument: that, whether gradients were wanted, and result
+        self.fast: tuple[Any, Any, bool] | None = None  # the last argument, its result, whether gradients were wanted
 
-    def remember(self, args: Any, kwargs: Any) -> None:
-        """Keep the last result for calls with equal arguments."""
-        if self._made is not None and self._misses < 4:  # else its arguments are new ones each time
-            has_graph, named = torch.is_grad_enabled(), {key: _remembered(value) for key, value in kwargs.items()}
-            self._last = has_graph, [*map(_remembered, args)], named, self._made
-            if len(args) == 1 and not kwargs and type(self._made) is Value:
-                self.last_of_one = args[0], has_graph, self._made
-
-    def again(self, args: Any, kwargs: Any) -> Any:
-        """Return the remembered result if the arguments are equal, or None."""
-        if self._last is None:
-            return None
-        has_graph, given, named, made = self._last
-        if has_graph is not torch.is_grad_enabled() or len(args) != len(given) or len(kwargs) != len(named):
-            return None
-        if not all(map(_is_like, args, given)) or not all(_is_like(kwargs[k], named.get(k, _NEVER)) for k in kwargs):
-            self._misses, self._last = self._misses + 1, None
-            return None
-        self._misses = 0
-        return made if type(made) is Value else filled(made, args, kwargs)
+    def keep_last(self, arg: Tensor, out: Tensor) -> None:
+        """Cache the last result of a one-argument call if both are absent."""
+        if arg.is_meta and out.is_meta and out is not arg:
+            self.fast = arg, out, torch.is_grad_enabled()
 
     def forget(self) -> None:
-        """Drop the remembered result, because it is being written to."""
-        self._last = self.last_of_one = None
+        """Drop the cached results, because one of them is being written to."""
+        self._kept.clear()
+        self.fast = None
 
     def get(
         self,
@@ -304,27 +286,27 @@ class Results:
         args: Any,
         kwargs: Any,
         *,
-        key: tuple[str, str, Any] | None,
-        labels: Sequence[Label | None] = (),
+        label: tuple[str, str, Any],
         stages: Sequence[int],
         module: nn.Module | None = None,
     ) -> Any:
-        """Return the absent result of the call ``key``, or None for one without values of the batch.
+        """Return the absent result of a call.
 
-        ``labels`` and ``stages`` are those of the tensors in the result; further ones have labels of this call, and the
-        last stage.
+        ``stages`` has the stage of each tensor in the result; the last entry holds for all further tensors.
 
         Raises:
             ValueError: If its shapes are not known.
         """
-        template, is_steady = self._find(function, args, kwargs, module)
-        made = self._marked(template, key, labels, stages)
-        self._made = made if is_steady else None
-        return made if type(made) is Value else filled(made, args, kwargs)
+        key = None if self._varies else call_signature(args, kwargs)
+        kept = self._kept.get(key) if key is not None else None
+        if kept is None:
+            template, is_kept = self._find(key, function, args, kwargs, module)
+            kept = self._marked(template, label, stages)
+            if key is not None and is_kept:
+                self._kept[key] = kept
+        return kept if type(kept) is Value else filled(kept, args, kwargs)
 
-    def _marked(
-        self, template: Any, key: tuple[str, str, Any] | None, labels: Sequence[Label | None], stages: Sequence[int]
-    ) -> Any:
+    def _marked(self, template: Any, label: tuple[str, str, Any], stages: Sequence[int]) -> Any:
         place, is_cast = count(), _is_autocast()
 
         def absent(leaf: Any) -> Any:
@@ -333,18 +315,16 @@ class Results:
             if not isinstance(leaf, Tensor):
                 return leaf
             number = next(place)
-            label = (labels[number] if number < len(labels) else None) or (key and (*key, number))
-            mark = Mark(label, stages[min(number, len(stages) - 1)], absent=True)
+            mark = Mark((*label, number), stages[min(number, len(stages) - 1)], absent=True)
             mark.cache = self
-            dtype = (self._dtypes[number] if is_cast and number < len(self._dtypes) else None) or leaf.dtype
+            dtype = self._dtypes[number] if is_cast and number < len(self._dtypes) else leaf.dtype
             made = absent_tensor(leaf.shape, leaf.stride(), dtype, requires_grad=leaf.requires_grad)
             return as_value(made, mark)
 
         return map_leaves(absent, template)
 
-    def _find(self, function: Any, args: Any, kwargs: Any, module: nn.Module | None) -> tuple[Any, bool]:
-        """Return the template for these arguments, and whether it holds for equal ones."""
-        key = None if self._varies else call_signature(args, kwargs)
+    def _find(self, key: Any, function: Any, args: Any, kwargs: Any, module: nn.Module | None) -> tuple[Any, bool]:
+        """Return the template for these arguments and whether it may be cached."""
         if key is not None:
             known = None if self._recorded is None or self._is_changed else self._recorded.known(key)
             if known is not None:
@@ -361,39 +341,12 @@ class Results:
                 return _template(_on_zeros(function, args, kwargs), ()), False
             if self._recorded is None or not self._recorded.by_rule:
                 raise ValueError(in_one_line(error)) from error
-            return self._recorded.by_sizes((args, kwargs)), key is not None
+            return self._recorded.by_sizes((args, kwargs)), True
         is_own = getattr(function, "__name__", "") == "contiguous"  # always a value of its own
         template = _template(out, () if is_own else twins)
         if key is not None:
             self._shared[key] = template
-        return template, key is not None
-
-
-def _remembered(value: Any) -> Any:
-    """Return a value to compare later arguments with; see :func:`_is_like`."""
-    if type(value) in _SIMPLE or value is Ellipsis:
-        return value
-    if type(value) in (tuple, list):
-        return (type(value), *map(_remembered, value))
-    with native():
-        if type(value) is Value:
-            return value if value.mark.absent else (value.mark.stage, signature(value))
-        try:
-            return signature(value)
-        except TypeError:
-            return _NEVER
-
-
-def _is_like(value: Any, old: Any) -> bool:
-    """Return whether ``value`` is the same object, or one like the old one."""
-    if value is old:
-        return True
-    if type(value) in (tuple, list):
-        if type(old) is not tuple or len(old) != len(value) + 1 or old[0] is not type(value):
-            return False
-        return all(map(_is_like, value, old[1:]))
-    found = _remembered(value)
-    return type(found) is type(old) and (type(found) is tuple or type(found) in _SIMPLE) and bool(found == old)
+        return template, True
 
 
 def filled(kept: Any, args: Any, kwargs: Any) -> Any:

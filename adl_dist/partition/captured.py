@@ -209,8 +209,8 @@ def _crossing(chain: Chain, values: dict[Label, Tensor]) -> list[tuple[list[Tens
     mode = plan.modes[True]
     found: list[tuple[list[Tensor], int]] = [([], 0) for _ in chain.units[:-1]]
     for edge, stop in enumerate(accumulate(sizes[:-1])):
-        tensors = [values[label] for label in mode.crossing[edge] if label in values]
-        found[stop - 1] = tensors, (mode.sizes[edge] is None) + mode.recorded.decides
+        tensors = [values[labels[0]] for labels in mode.crossing[edge] if labels[0] in values]
+        found[stop - 1] = tensors, (mode.sizes[edge] is None) + mode.decides
     return found
 
 

@@ -16,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_unflatten
 
 from adl_dist.batch import Tensors, arguments_of
-from adl_dist.errors import PartitionError, in_one_line, text_of
+from adl_dist.errors import PartitionError
 from adl_dist.memory import memory_of
-from adl_dist.partition.absent import Results, call_signature, filled, infer
+from adl_dist.partition.absent import Results, filled, infer, signature
 from adl_dist.partition.containers import map_tensors, other_leaves, tensors_in, unique_tensors
 from adl_dist.partition.functions import ASK_DEVICE, LIKE_SECOND, Kind, kind_of, writes_to
 from adl_dist.partition.intercept import users_line, users_line_of
@@ -58,26 +58,28 @@ def call_of(module: nn.Module, name: str, own: Callable[..., Any], stage: Any) -
         try:
             planned = frame.modules[name][count]
         except (KeyError, IndexError):
-            planned = run.repeated(name)
-        run.last = name, count
-        results = run.results.get(planned)  # the two common cases: nothing may show in the time of a skipped call
-        if results is not None:
-            one = results.last_of_one
-            if one and len(args) == 1 and args[0] is one[0] and not kwargs and one[1] is torch.is_grad_enabled():
-                return one[2]
-            if (out := results.again(args, kwargs)) is not None:
-                return out
-        elif planned.is_plain and planned.first == index and run.is_plain and len(args) == 1 and not kwargs:
-            arg = args[0]
-            if type(arg) is Value and not (mark := arg.mark).absent and mark.data is None:
-                arg.__class__ = Tensor  # type: ignore[assignment]
-                run.frame = None
-                try:
-                    out = own(arg)
-                finally:
-                    run.frame = frame
-                    arg.__class__ = Value
-                return run.marked(out, (run.path, name, count), labels=planned.labels)
+            planned = run.repeated(name, count)
+        run.last = planned
+        if len(args) == 1 and not kwargs:  # the two common cases: nothing may show in the time of a skipped call
+            arg, results = args[0], run.results.get(planned)
+            if results is not None:
+                fast = results.fast
+                if fast is not None and fast[0] is arg and fast[2] is torch.is_grad_enabled():
+                    return fast[1]
+            elif planned.is_plain and planned.first == index and run.is_plain and type(arg) is Value:
+                mark = arg.mark
+                if not mark.absent and mark.data is None:
+                    arg.__class__ = Tensor  # type: ignore[assignment]
+                    run.frame = None
+                    try:
+                        out = own(arg)
+                    finally:
+                        run.frame = frame
+                        arg.__class__ = Value
+                    if type(out) is Tensor and out is not arg:
+                        run.made(out, (run.path, name, count, 0))
+                        return out
+                    return run.marked(out, (run.path, name, count))
         return run.module(planned, (run.path, name, count), module, own, args, kwargs)
 
     return call
@@ -97,7 +99,8 @@ class ForwardRun:
         self.results = stage.results
         self.frame: FramePlan | None = mode.root
         self.path, self.counts = "", dict[str, int]()
-        self.last = self._counted = ("", 0)  # the last call of a module, and of the one of the last function
+        self.last: CallPlan | None = None  # the last call of a module
+        self._counted: CallPlan | None = None
         self._since: dict[str, int] = {}
         self.received: dict[Label, Tensor] = {}
         self.failure: PartitionError | None = None
@@ -105,8 +108,10 @@ class ForwardRun:
         self.watcher: _Watcher | None = None
         self._stale: dict[int, Tensor] = {}  # memory another stage writes to; kept, so that no other gets its number
         self._state: dict[str, Tensor] = {}
-        self._wanted = mode.wanted[self.index]
-        self._leaving: dict[Label, Tensor] = {}
+        edge = mode.crossing[self.index] if not stage.is_last else []
+        self._leaving: list[Tensor | None] = [None] * len(edge)
+        self._wanted = {label: slot for slot, labels in enumerate(edge) for label in labels}
+        self._found: dict[Label, Tensor] = {}  # what leaves where paths differ
         self._own_streams: Any = None
 
     @property
@@ -126,7 +131,7 @@ class ForwardRun:
                     self.tape.buffer(tensor_named(stage.model, name), name)
                 elif name not in mode.state and isinstance(tensor := tensor_named(stage.model, name), Tensor):
                     self.tape.buffer(tensor, tensor.clone())
-        self.is_plain = self.tape is None and not mode.recorded.draws
+        self.is_plain = self.tape is None and not mode.draws
         if mode.births or self.tape is not None:
             self.watcher = _Watcher(self)
         shapes = self._input_shapes = self._receive(acts) if self.index else [t.shape for t in acts]
@@ -135,9 +140,7 @@ class ForwardRun:
             self.fail(f"the model gets inputs of shapes {[list(s) for s in shapes]}, unlike when it was recorded")
         inputs = [self._input(place, shape, acts) for place, shape in enumerate(shapes)]
         self._begin_state()
-        if stage.seeds is not None and mode.recorded.draws:
-            common, self._own_streams = stage.seeds
-            seed_each(common, stage.device)
+        self._seed()
         return arguments_of(tuple(inputs) if stage.layout is None else tree_unflatten(inputs, stage.layout))
 
     def _receive(self, acts: Tensors) -> list[Any]:
@@ -150,40 +153,48 @@ class ForwardRun:
             for ndim in ndims:
                 shapes.append(torch.Size(flat[:ndim]))
                 del flat[:ndim]
-        if mode.recorded.decides:
+        if mode.decides:
             for number, tensor in zip(tensors.pop().tolist(), tensors, strict=True):
-                self._bind(mode.labels[number], tensor)
+                label = mode.labels[number]
+                self._bind((label, *mode.aliases.get(label, ())), tensor)
         else:
-            for label, tensor in zip(edge, tensors, strict=True):
-                self._bind(label, tensor)
+            for labels, tensor in zip(edge, tensors, strict=True):
+                self._bind(labels, tensor)
         if sizes is not None:
             shapes = [
                 torch.Size([d if isinstance(d, int) else tensors[d[0]].shape[d[1]] for d in dims]) for dims in sizes
             ]
         return shapes
 
-    def _bind(self, label: Label, tensor: Tensor) -> None:
-        """Note a whole-number input, or a received value that also leaves."""
-        if self.index:
-            self.received[label] = tensor
-        if label in self._wanted:
-            self._leaving[label] = tensor
+    def _bind(self, labels: Sequence[Label], tensor: Tensor) -> None:
+        self.received |= dict.fromkeys(labels, tensor)
+        for label in labels:
+            if (slot := self._wanted.get(label)) is not None:
+                self._leaving[slot] = tensor
+        if self.mode.decides and labels[0] in self.mode.common:
+            self._found[labels[0]] = tensor
 
     def _input(self, place: int, shape: Any, acts: Tensors) -> Tensor:
-        label, mode = ("", INPUT, place, 0), self.mode.recorded
+        label = ("", INPUT, place, 0)
         tensor = acts[place] if self.index == 0 else self.received.get(label)
-        if tensor is None:
-            key = place, shape, torch.is_grad_enabled()
-            if key not in self.stage.absent_inputs:
-                made = torch.empty(shape, dtype=mode.dtypes[place], device="meta")
-                mark = Mark(None if mode.is_common(label) else label, 0, absent=True)
-                self.stage.absent_inputs[key] = as_value(made, mark)
-            return self.stage.absent_inputs[key]  # type: ignore[no-any-return]
-        if mode.is_common(label):
-            self._bind(label, tensor)
+        is_common_input = label not in self.mode.recorded.memory
+        if tensor is not None and is_common_input:
+            if self.index == 0:
+                self._produced(label, tensor)
+                if self.mode.decides and label in self.mode.common:
+                    self._found[label] = tensor
             return tensor.detach()
-        if self.index:
+        if tensor is not None and self.index:
             return self._value_of(tensor, Mark(label, 0, absent=False))
+        if tensor is None:
+            dtype = self.mode.recorded.dtypes[place]
+            key = place, shape, torch.is_grad_enabled()
+            made: Tensor | None = self.stage.absent_inputs.get(key)
+            if made is None:
+                made = torch.empty(shape, dtype=dtype, device="meta")
+                made = as_value(made, Mark(None if is_common_input else label, 0, absent=True))
+                self.stage.absent_inputs[key] = made
+            return made
         value = as_value(tensor.detach(), Mark(label, 0, absent=False))
         if self.tape is not None:
             self.tape.same(value, tensor)
@@ -229,21 +240,30 @@ class ForwardRun:
                 )
         if self.stage.is_last:
             return map_tensors(self._resolved_output, out)
-        mode, order, tail = self.mode, self.mode.crossing[self.index], []
-        if mode.recorded.decides:
+        if self.mode.decides:
             for tensor in tensors_in(out):
                 self._note(tensor)
-            order = sorted(self._leaving, key=mode.numbers.__getitem__)
-            tail.append(torch.tensor([mode.numbers[label] for label in order], device=self.stage.device))
-        if mode.sizes[self.index] is None:
-            tail.append(torch.tensor([n for shape in self._input_shapes for n in shape], device=self.stage.device))
-        for label in order:
-            if label not in self._leaving:
-                raise ForwardError(
-                    f"stage {self.index}: '{label[1]}' did not run in this micro-batch, but its result crosses to the "
-                    "next stage in all recorded ones, which were the first"
-                )
-        return (*(as_tensor(self._leaving[label]) for label in order), *tail)
+            order = sorted(self._found, key=lambda label: self.mode.numbers[label])
+            numbers = torch.tensor([self.mode.numbers[label] for label in order], device=self.stage.device)
+            leaving = [self._found[label] for label in order]
+            tail = [numbers, self._shapes()]
+        else:
+            leaving = [self._left(slot, kept) for slot, kept in enumerate(self._leaving)]
+            tail = [self._shapes()] if self.mode.sizes[self.index] is None else []
+        return (*map(as_tensor, leaving), *tail)
+
+    def _left(self, slot: int, kept: Tensor | None) -> Tensor:
+        labels = self.mode.crossing[self.index][slot]
+        if kept is None:
+            raise ForwardError(
+                f"stage {self.index}: '{labels[0][1]}' did not run in this micro-batch, but its result crosses to the "
+                "next stage in all recorded ones, which were the first"
+            )
+        return kept
+
+    def _shapes(self) -> Tensor:
+        sizes = [size for shape in self._input_shapes for size in shape]
+        return torch.tensor(sizes, device=self.stage.device)
 
     def _resolved_output(self, tensor: Tensor) -> Tensor:
         if type(tensor) is not Value and not isinstance(tensor, ForeignParameter):
@@ -254,13 +274,13 @@ class ForwardRun:
 
     # Calls of modules
 
-    def repeated(self, name: str) -> CallPlan:
+    def repeated(self, name: str, count: int) -> CallPlan:
         """Return the plan of a module call beyond the recorded number of calls."""
         assert self.frame is not None
         plans = self.frame.modules.get(name)
         if plans is None:
             self.fail(f"calls '{name}', which no recorded micro-batch did; let the recorded ones, the first two, do so")
-        plans.append(plans[-1].repeat())
+        plans.append(replace(plans[-1], key=(*plans[-1].key[:2], count)))
         return plans[-1]
 
     def module(
@@ -278,22 +298,22 @@ class ForwardRun:
             return self._follow(planned, key, own, args, kwargs)
         with native():
             stage = planned.last if index < planned.first else planned.first
-            if not (planned.call.uses or planned.call.is_open):  # or a later one, if other modules are left out
-                leaves = tensors_in((args, kwargs))
-                stage = max([stage, *(leaf.mark.stage for leaf in leaves if type(leaf) is Value)])
+            if planned.follows:
+                values = [leaf for leaf in tensors_in((args, kwargs)) if type(leaf) is Value]
+                stage = max((value.mark.stage for value in values), default=EVERYWHERE)
             if stage in (index, EVERYWHERE):
-                return self._compute(own, key, stage, args, kwargs, tensors_in((args, kwargs)), planned)
+                leaves = tensors_in((args, kwargs))
+                return self._compute(own, key, stage, args, kwargs, leaves, planned=planned)
             return self._skip(planned, key, stage, module, own, args, kwargs)
 
     def _follow(self, planned: CallPlan, key: tuple[str, str, Any], own: Any, args: Any, kwargs: Any) -> Any:
         before = self.frame, self.path, self.counts, self.last
-        self.frame, self.path, self.counts, self.last = planned.frame, f"{key[0]}/{key[1]}#{key[2]}", {}, ("", 0)
-        self._counted, self._since = self.last, {}
+        self.frame, self.path, self.counts, self.last = planned.frame, f"{key[0]}/{key[1]}#{key[2]}", {}, None
         try:
             return own(*args, **kwargs)
         finally:
             self.frame, self.path, self.counts, self.last = before
-            self._counted, self._since = self.last, {}
+            self._counted, self._since = None, {}
 
     def _skip(
         self,
@@ -306,7 +326,7 @@ class ForwardRun:
         kwargs: Any,
     ) -> Any:
         """Return the absent result of a call of another stage."""
-        is_noted = self.mode.recorded.decides and stage > self.index
+        is_noted = self.mode.decides and stage > self.index
         if is_noted:
             for leaf in tensors_in((args, kwargs)):
                 self._note(leaf)
@@ -314,26 +334,27 @@ class ForwardRun:
         if results is None:
             results = self.results[planned] = Results(
                 self.stage.templates,
-                planned.call.recorded,
+                planned.recorded,
                 dtypes=planned.dtypes,
-                varies=planned.call.varies,
+                varies=planned.varies,
                 is_changed=self.stage.is_changed,
             )
         stages = planned.stages if planned.way is Way.SPLIT else (stage,)
-        unique = unique_tensors((args, kwargs)) if planned.written else []
         try:
-            out = results.get(function, args, kwargs, key=key, labels=planned.labels, stages=stages, module=module)
-            found = self._arrived(out) if stage < self.index and self.received else out
-            for place in planned.written:
-                spec = self._written_spec(key, place, function, args, kwargs) if module is None else None
-                self._write_absent(unique[place], (*key, -1 - place), stage, spec)
+            out = results.get(function, args, kwargs, label=key, stages=stages, module=module)
         except ValueError as error:
             self.fail(
                 f"the shape of what '{key[1]}' returns is not known on a stage that does not compute it ({error})"
             )
-        if found is out and not (is_noted or planned.written):
-            results.remember(args, kwargs)
-        return found
+        if stage < self.index and self.received:
+            out = self._arrived(out)
+        if planned.written:
+            unique = unique_tensors((args, kwargs))
+            for place in planned.written:
+                self._write_absent(unique[place], (*key, -1 - place), stage)
+        elif len(args) == 1 and not kwargs and not is_noted and type(out) is type(args[0]) is Value:
+            results.keep_last(args[0], out)
+        return out
 
     def _arrived(self, out: Any) -> Any:
         """Put received tensors into the result of an earlier stage's call."""
@@ -364,7 +385,7 @@ class ForwardRun:
 
     def play(self, tape: Tape, acts: Tensors) -> Any:
         """Repeat the calls of ``tape`` for ``acts``."""
-        if self.mode.recorded.draws and self.stage.seeds is not None:
+        if self.mode.draws and self.stage.seeds is not None:
             self._own_streams = self.stage.seeds[1]
         return tape.play(acts, self._stream, lambda name: tensor_named(self.stage, name))
 
@@ -376,31 +397,50 @@ class ForwardRun:
         args: Any,
         kwargs: Any,
         leaves: Sequence[Any],
-        planned: CallPlan,
+        *,
+        planned: CallPlan | None,
+        target: Tensor | None = None,
     ) -> Any:
         """Run a call of this stage, with received tensors for absent arguments."""
-        call, replaced = planned.call, dict[int, Tensor]()
+        written, draws = (planned.written, planned.draws) if planned is not None else ((), True)
         values: list[Any] = [leaf for leaf in leaves if type(leaf) is Value or type(leaf) is ForeignParameter]
+        if self.is_plain and not written and target is None and (planned is None or not planned.recorded.by_rule):
+            for leaf in values:
+                if type(leaf) is not Value or leaf.mark.absent or leaf.mark.data is not None:
+                    break
+            else:
+                out = self._run(function, args, kwargs, values)
+                return out if planned is not None and not planned.is_tainted else self.marked(out, key, None, stage)
+        replaced: dict[int, Tensor] = {}
+        is_module = planned is not None and planned.is_module
         for leaf in values:
-            if not call.is_module or self._has(leaf):  # else a use there finds out
+            if id(leaf) not in replaced and not (is_module and not self._has(leaf)):  # a use there finds out
                 replaced[id(leaf)] = self._resolved(leaf, key[1])
-        written: list[Any] = [(place, unique_tensors(leaves)[place]) for place in planned.written]
-        for _, leaf in written:
-            if replaced.get(id(leaf), leaf) is not leaf and leaf.mark.data is None:  # received: not to be written to
-                replaced[id(leaf)] = self._cloned(replaced[id(leaf)])
-        originals = {id(new): leaf for leaf in values if (new := replaced.get(id(leaf), leaf)) is not leaf}
-        if originals:
+        values = [leaf for leaf in values if id(leaf) in replaced]
+        if written or target is not None:
+            unique: list[Any] = unique_tensors(leaves)
+            for leaf in (*(unique[place] for place in written), *([] if target is None else [target])):
+                if id(leaf) in replaced and replaced[id(leaf)] is not leaf and leaf.mark.data is None:
+                    replaced[id(leaf)] = self._cloned(replaced[id(leaf)])  # received: not to be written to
+        if any(replaced[id(leaf)] is not leaf for leaf in values):
             args, kwargs = map_tensors(lambda t: replaced.get(id(t), t), (args, kwargs))
-        out = self._run(function, args, kwargs, [t for t in replaced.values() if type(t) is Value], planned.draws)
+        out = self._run(function, args, kwargs, [t for t in replaced.values() if type(t) is Value], draws=draws)
         if self.tape is not None:
-            self.tape.note(function, args, kwargs, out, draws=planned.draws)
-        if call.recorded.by_rule:
+            self.tape.note(function, args, kwargs, out, draws=draws)
+        originals = {id(new): leaf for leaf in values if (new := replaced[id(leaf)]) is not leaf}
+        if planned is not None and planned.recorded.by_rule:
             self._check_rule(planned, key, args, kwargs, out)
-        for place, leaf in written:
-            self._written(leaf, replaced.get(id(leaf), leaf), (*key, -1 - place), stage)
-        return self.marked(out, key, originals, stage, planned.labels) if call.is_tainted else out
+        if written or target is not None:
+            for leaf in (*(unique[place] for place in written), *([] if target is None else [target])):
+                place = -1 if target is not None else self._place(unique, leaf)
+                self._written(leaf, replaced.get(id(leaf), leaf), (*key, place), stage)
+        if planned is not None and not planned.is_tainted:
+            return out
+        return self.marked(out, key, originals, stage)
 
-    def _run(self, function: Callable[..., Any], args: Any, kwargs: Any, values: Sequence[Tensor], draws: bool) -> Any:
+    def _run(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, values: Sequence[Tensor], *, draws: bool = False
+    ) -> Any:
         """Run a call with its ``values`` as plain tensors.
 
         All of them must be present. If the call ``draws``, it uses the stage's own random streams.
@@ -409,7 +449,7 @@ class ForwardRun:
             turn_into(leaf, Tensor)
         frame, self.frame = self.frame, None
         try:
-            if not (draws and self.mode.recorded.draws):
+            if not (draws and self.mode.draws):
                 return function(*args, **kwargs)
             with self._own_stream():
                 return function(*args, **kwargs)
@@ -418,27 +458,24 @@ class ForwardRun:
             for leaf in values:
                 turn_into(leaf, Value)
 
-    def marked(
-        self,
-        out: Any,
-        key: tuple[str, str, Any],
-        originals: Any = None,
-        stage: int | None = None,
-        labels: Sequence[Label | None] = (),
-    ) -> Any:
+    def marked(self, out: Any, key: tuple[str, str, Any], originals: Any = None, stage: int | None = None) -> Any:
         """Return a result of this stage with its tensors turned into values.
 
         Received tensors in it are replaced by the forward's own objects (``originals``).
         """
         if key[1] == "contiguous" and (type(out) is Value or originals):
             out, originals = out.view_as(out), None
-        if type(out) is Tensor and not originals and not labels:
+        if type(out) is Tensor and not originals:
             self.made(out, (*key, 0), stage)
             return out
         for place, tensor in enumerate(tensors_in(out)):
             if type(tensor) is Tensor and not (originals and id(tensor) in originals):
-                self.made(tensor, (labels[place] if place < len(labels) else None) or (*key, place), stage)
+                self.made(tensor, (*key, place), stage)
         return map_tensors(lambda t: originals.get(id(t), t), out) if originals else out
+
+    @staticmethod
+    def _place(unique: Sequence[Tensor], leaf: Tensor) -> int:
+        return -1 - next(n for n, one in enumerate(unique) if one is leaf)
 
     def made(self, tensor: Tensor, label: Label, stage: int | None = None) -> None:
         """Turn a tensor that this stage has computed into a value."""
@@ -462,8 +499,9 @@ class ForwardRun:
         self._produced(label, tensor)
 
     def _produced(self, label: Label, tensor: Tensor) -> None:
-        if label in self._wanted and label not in self.received:
-            self._leaving[label] = tensor
+        slot = self._wanted.get(label)
+        if slot is not None and label not in self.received:
+            self._leaving[slot] = tensor
 
     def _note(self, tensor: Tensor) -> None:
         """Note the use of ``tensor`` by a later stage, to send it there."""
@@ -476,11 +514,11 @@ class ForwardRun:
         if found is not None:
             if label not in self.mode.numbers:
                 self.fail(f"hands a result of '{label[1]}' to a later stage, which no recorded micro-batch did")
-            self._leaving[label] = found
+            self._found[label] = found
 
     def _check_rule(self, planned: CallPlan, key: Any, args: Any, kwargs: Any, out: Any) -> None:
         try:
-            rule = filled(planned.call.recorded.by_sizes((args, kwargs)), args, kwargs)
+            rule = filled(planned.recorded.by_sizes((args, kwargs)), args, kwargs)
         except ValueError:
             return  # no other stage has an answer, either
         expected, found = ([[list(t.shape) for t in tensors_in(one)], [*other_leaves(one)]] for one in (rule, out))
@@ -491,11 +529,12 @@ class ForwardRun:
 
     def key(self, name: str) -> tuple[str, str, Any]:
         """Return the key of a function call, counted since the last module call."""
-        if self.last is not self._counted:
-            self._counted, self._since = self.last, {}
+        last = self.last
+        if last is not self._counted:
+            self._counted, self._since = last, {}
         count = self._since.get(name, 0)
         self._since[name] = count + 1
-        return self.path, name, (*self.last, count)
+        return self.path, name, (*last.key[1:], count) if last is not None else ("", 0, count)
 
     def function(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a function of a value or of another stage's parameter."""
@@ -528,37 +567,48 @@ class ForwardRun:
             self.fail(f"calls '{name}' on values of the batch, which no recorded micro-batch did")
         key = self.key(name)
         planned = plans.get(key[2])
-        if (results := self.results.get(planned)) is not None and (out := results.again(args, kwargs)) is not None:
-            return out
         if kind is Kind.ELEMENTS:
             return self._answer(func, args, kwargs, leaves, planned)
-        if planned is None:  # called more often than recorded, or after other calls
-            like = next(reversed(plans.values()))
-            planned = plans[key[2]] = replace(like, first=EVERYWHERE, last=EVERYWHERE, draws=True)
-        stage = max([planned.first, *(leaf.mark.stage for leaf in leaves if type(leaf) is Value)])
+        stage = EVERYWHERE
+        for leaf in leaves:
+            if type(leaf) is Value and leaf.mark.stage > stage:
+                stage = leaf.mark.stage
+        if planned is not None:
+            if planned.repeats and EVERYWHERE < stage < self.index and all(map(self._has, leaves)):
+                return self._compute(func, key, stage, args, kwargs, leaves, planned=planned)
+            if not planned.follows and planned.first > stage:
+                stage = planned.first
         if kind is Kind.HOOK:
             if stage != self.index or leaves[0].is_meta:
                 return _Handle()
             if self.tape is not None:
                 self.tape.note(func, args, kwargs, None)
             return func(*args, **kwargs)
+        target = writes_to(name, args, kwargs)
         if stage in (self.index, EVERYWHERE):
-            return self._compute(func, key, stage, args, kwargs, leaves, planned)
-        return self._skip(planned, key, stage, None, func, args, kwargs)
+            return self._compute(func, key, stage, args, kwargs, leaves, planned=planned, target=target)
+        if planned is None:
+            planned = next(reversed(plans.values()))
+        if target is None:
+            return self._skip(planned, key, stage, None, func, args, kwargs)
+        if self.mode.decides and stage > self.index:
+            for leaf in leaves:
+                self._note(leaf)
+        self._write_absent(target, (*key, -1), stage, func, args, kwargs)
+        return None if name == "__setitem__" else target
 
-    def _write_absent(self, target: Tensor, label: Label, stage: int, spec: Any) -> None:
-        """Note another stage's write to ``target``; fill in received elements.
-
-        ``spec`` has shape, stride and requires_grad after a write by a function.
-        """
+    def _write_absent(
+        self, target: Tensor, label: Label, stage: int, func: Any = None, args: Any = (), kwargs: Any = None
+    ) -> None:
+        """Note another stage's write to ``target``; fill in received elements."""
         if type(target) is not Value:
             as_value(target, Mark(label, stage, absent=False))
         mark: Mark = vars(target)["mark"]
         if mark.cache is not None:
             mark.cache.forget()
             mark.cache = None
-        if spec is not None:
-            shape, stride, requires_grad = spec
+        if func is not None:
+            shape, stride, requires_grad = self._written_spec(target, label, func, args, kwargs)
             if target.is_meta and (shape, stride) != (target.shape, target.stride()):
                 target.requires_grad_(False).as_strided_(shape, stride)
             if requires_grad != target.requires_grad and (target.is_leaf or target.is_meta):
@@ -579,16 +629,18 @@ class ForwardRun:
                 self.fail("another stage writes to a tensor that this stage has computed with; write to a copy")
             mark.absent = False
 
-    def _written_spec(self, key: Any, place: int, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return shape, stride and requires_grad of a tensor after a write."""
-        known = key, place, call_signature(args, kwargs)
-        if known[2] is None or known not in self.stage.written:
-            try:
-                twin = infer(func, args, kwargs)[1][place]
-            except Exception as error:  # as infer raises for functions that ask for elements
-                raise ValueError(in_one_line(error)) from error
-            self.stage.written[known] = twin.shape, twin.stride(), twin.requires_grad
-        return self.stage.written[known]
+    def _written_spec(self, target: Tensor, label: Label, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return shape, stride and requires_grad of ``target`` after a write."""
+        try:
+            key = label, torch.is_grad_enabled(), signature((args, kwargs))
+            if key not in self.stage.written:
+                _, twins = infer(func, args, kwargs)
+                unique = unique_tensors((args, kwargs))
+                twin = twins[next(n for n, one in enumerate(unique) if one is target)]
+                self.stage.written[key] = twin.shape, twin.stride(), twin.requires_grad
+            return self.stage.written[key]
+        except Exception as error:  # as signature and infer raise for unusual arguments
+            self.fail(f"the shape of a tensor that another stage writes to is not known ({error})")
 
     def _foreign(self, func: Any, name: str, kind: Kind, args: Any, kwargs: Any, leaves: Sequence[Tensor]) -> Any:
         """Run a function of parameters or inputs that this stage does not hold."""
@@ -601,20 +653,20 @@ class ForwardRun:
             if not target.is_meta:
                 self.fail("writes values of a parameter that another stage holds to a tensor of this one")
             return target
-        call = self.mode, self.key(f"{name}?")
-        results = self.results.setdefault(call, Results(self.stage.templates))
-        if (known := results.again(args, kwargs)) is not None:
-            return known
+        key = self.key(f"{name}?")
+        results = self.stage.foreign.setdefault((self.stage.training, key), Results(self.stage.templates))
         try:
-            out = results.get(func, args, kwargs, key=None, stages=(EVERYWHERE,))
+            out = results.get(func, args, kwargs, label=key, stages=(EVERYWHERE,))
         except ValueError as error:
             self.fail(f"the shape of what '{name}' returns for a parameter of another stage is not known ({error})")
-        results.remember(args, kwargs)
+        for tensor in tensors_in(out):
+            if type(tensor) is Value and tensor.mark.label is not None and tensor.mark.label[:3] == key:
+                tensor.mark.label = None
         return out
 
     def _answer(self, func: Any, args: Any, kwargs: Any, leaves: Sequence[Tensor], planned: CallPlan | None) -> Any:
         """Return a number that the forward asks for, known if all runs agreed."""
-        known = planned.call.answer if planned is not None else None
+        known = planned.answer if planned is not None else None
         if all(self._has(leaf) for leaf in leaves):
             args, kwargs = map_tensors(lambda t: self._resolved(t, "a question"), (args, kwargs))
             out = func(*args, **kwargs)
@@ -667,6 +719,13 @@ class ForwardRun:
 
     # Random streams
 
+    def _seed(self) -> None:
+        """Seed the random streams that are common to all stages."""
+        if self.stage.seeds is None or not self.mode.draws:
+            return
+        common, self._own_streams = self.stage.seeds
+        seed_each(common, self.stage.device)
+
     @contextmanager
     def _own_stream(self) -> Iterator[None]:
         """Draw from the stage's own random streams inside the context."""
@@ -689,25 +748,26 @@ class ForwardRun:
         """
         if draws is not True:
             draws.restore()
-        with self._own_stream() if draws is True and self.mode.recorded.draws else nullcontext():
+        with self._own_stream() if draws is True and self.mode.draws else nullcontext():
             yield
 
     # Errors
 
     def fail(self, why: str) -> NoReturn:
         """Raise a ForwardError, and keep it in case the forward catches it."""
-        where = f"{users_line()}: " if why.startswith("stage ") else f"{users_line()}: stage {self.index}: "
-        error = ForwardError(where + why)
+        error = ForwardError(
+            f"{users_line()}: stage {self.index}: {why}" if not why.startswith("stage ") else f"{users_line()}: {why}"
+        )
         self.failure = self.failure or error
         raise error
 
     def explain(self, error: Exception) -> None:
         """Raise a ForwardError if ``error`` comes from a tensor without elements."""
-        text = text_of(error)
+        text = str(error)
         if any(word in text for word in ("meta tensor", "device meta", "on meta", "'Meta' backend")):
             raise ForwardError(
                 f"{users_line_of(error)}: stage {self.index} computes with a tensor of another stage that is kept in "
-                f"an object or reached past the calls of modules ({in_one_line(error)[:200]})"
+                f"an object or reached past the calls of modules ({type(error).__name__}: {text.splitlines()[0]})"
             ) from error
 
 
@@ -733,7 +793,7 @@ class _Watcher(TorchFunctionMode):
         if kind is not Kind.LIKE and any(map(_is_batch, taken)):
             return func(*args, **kwargs)
         key = run.key(f"{name}*")
-        draws = Streams(run.stage.device) if run.tape is not None and run.mode.recorded.draws else None
+        draws = Streams(run.stage.device) if run.tape is not None and run.mode.draws else None
         out = func(*args, **kwargs)
         if run.tape is not None and any(type(t) is nn.Parameter or run.tape.knows(t) for t in leaves):
             run.tape.note(func, args, kwargs, out, draws=draws)

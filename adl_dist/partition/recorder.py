@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -148,6 +147,7 @@ class Recorder(TorchFunctionMode):
         self._order: list[Key] = []
         self._first: list[Key] | None = None
         self._memories: dict[tuple[int, int], int] = {}
+        self.is_paused = False
         self._num_rules = 0
         self._answers: dict[Key, Any] = {}
         self._sized_by_elements: set[Call] = set()
@@ -276,7 +276,12 @@ class Recorder(TorchFunctionMode):
     def finish(self) -> None:
         """Note the modules to open or to keep whole in the next recording."""
         for call in self.mode.calls.values():
-            if call.is_module and call.has_effects and not call.is_open and self._may_open(call.name):
+            if (
+                call.is_module
+                and (call.has_effects or call.is_hidden)
+                and not call.is_open
+                and self._may_open(call.name)
+            ):
                 self.recording.opened.add(call.name)
         for call in self._sized_by_elements:
             if call.parent is not None and not call.recorded.follow_arguments():
@@ -288,14 +293,21 @@ class Recorder(TorchFunctionMode):
 
     # Calls of modules
 
-    def module(
-        self, module: nn.Module, name: str, native_call: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> Any:
+    def module(self, module: nn.Module, name: str, native_call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Record the call of a module."""
         if self.inside is not None or torch._C._functorch.peek_interpreter_stack() is not None:
             return native_call(*args, **kwargs)
-        with torch._C.DisableTorchFunction():
+        with self._paused():
             return self._module(module, name, native_call, args, kwargs)
+
+    @contextmanager
+    def _paused(self, *, paused: bool = True) -> Iterator[None]:
+        """Pause or resume the following of functions inside the context."""
+        before, self.is_paused = self.is_paused, paused
+        try:
+            yield
+        finally:
+            self.is_paused = before
 
     def _module(self, module: nn.Module, name: str, native_call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._note_draws()
@@ -328,7 +340,7 @@ class Recorder(TorchFunctionMode):
         for label in labels:
             if label is not None:
                 self.returned.setdefault(label, set()).add(id(call))
-        call.results = labels
+        call.results = [label for label in labels if label is not None]
         return out
 
     def _follow(self, call: Call, module: nn.Module, native_call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -337,7 +349,7 @@ class Recorder(TorchFunctionMode):
         given = {self._fact(leaf).label for leaf in tensors_in((args, kwargs))}
         self.frames.append(_Frame(call, call.path, self.position, given))
         try:
-            with torch._C._EnableTorchFunction():
+            with self._paused(paused=False):
                 return native_call(*args, **kwargs)
         finally:
             self.frames.pop()
@@ -357,7 +369,7 @@ class Recorder(TorchFunctionMode):
         before, self.inside, self.given = self._drawn, call, {fact.label for fact in facts}
         work = Work() if not call.flops and not call.nbytes else None
         try:
-            with work or nullcontext(), torch._C._EnableTorchFunction():
+            with work or nullcontext(), self._paused(paused=False):
                 out = self._run(call, function, args, kwargs, module)
         finally:
             self.inside = None
@@ -387,7 +399,6 @@ class Recorder(TorchFunctionMode):
                 known = self.facts.get(id(leaf))
                 if known is None or known.label is None:
                     self._value(leaf, (*call.key, place), call)
-            call.results = [self.facts[id(leaf)].label for leaf in tensors_in(out)]
         return out
 
     def _run(self, call: Call, function: Callable[..., Any], args: Any, kwargs: Any, module: Any) -> Any:
@@ -439,20 +450,22 @@ class Recorder(TorchFunctionMode):
     @property
     def follows_functions(self) -> bool:
         """True while the calls of a forward are followed."""
-        return self.inside is None and torch._C._is_torch_function_enabled()
+        return self.inside is None and not self.is_paused
 
     def function(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Record a call that torch does not hand to modes."""
-        with torch._C.DisableTorchFunction():
+        with self._paused():
             return self._function(func, args, kwargs)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.is_paused:
+            return func(*args, **kwargs)
         if self.inside is not None or torch._C._functorch.peek_interpreter_stack() is not None:
             if self.inside is None:  # inside torch.vmap, whose results no call has made
                 return func(*args, **kwargs)
             facts = [self._fact(leaf) for leaf in tensors_in((args, kwargs))]
-            self.inside.has_effects |= any(f.label is not None and f.label not in self.given for f in facts)
+            self.inside.is_hidden |= any(f.label is not None and f.label not in self.given for f in facts)
             self._note_reads(self.inside, facts)
             return func(*args, **kwargs)
         return self._function(func, args, kwargs)
@@ -487,8 +500,8 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         target = writes_to(name, args, kwargs)
         out = self._whole(call, func, args, kwargs, leaves, None)
-        if target is not None and self._fact(target).label != (*call.key, place := -1 - _place(leaves, target)):
-            self._note_write(call, target, place=place)
+        if target is not None and self._fact(target).label != (*call.key, -1):
+            self._note_write(call, target, place=-1)
         return out
 
     def _untainted(self, name: str, kind: Kind, func: Any, args: Any, kwargs: Any, facts: list[_Fact]) -> Any:
@@ -588,7 +601,7 @@ class Recorder(TorchFunctionMode):
         for frame in self.frames[1:]:
             assert frame.call is not None
             if label not in frame.given and frame.call not in self.made_in.get(label, ()):
-                frame.call.has_effects = True
+                frame.call.is_hidden = True
         for maker in self.made_in.get(label, ()):
             if id(maker) not in around and id(maker) not in self.returned.get(label, ()):
                 maker.has_effects = True
@@ -728,7 +741,7 @@ def _intercepted(model: nn.Module, names: dict[int, str], watch: Recorder) -> It
         if module is not model:
             place, own = place_of_call(module)
             changed.append((module, place, vars(module).get(place)))
-            vars(module)[place] = partial(watch.module, module, names[id(module)], own)
+            vars(module)[place] = _interceptor(module, names[id(module)], own, watch)
     try:
         yield
     finally:
@@ -736,3 +749,10 @@ def _intercepted(model: nn.Module, names: dict[int, str], watch: Recorder) -> It
             vars(module).pop(place, None)
             if before is not None:
                 vars(module)[place] = before
+
+
+def _interceptor(module: nn.Module, name: str, own: Callable[..., Any], watch: Recorder) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return watch.module(module, name, own, args, kwargs)
+
+    return call

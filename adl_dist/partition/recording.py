@@ -29,15 +29,15 @@ class Call:
         is_tainted: whether it computes with values of the batch or with parameters.
         reads: labels of the values that it computes with.
         makes: labels of its results and of the tensors that it writes to.
-        results: label of each tensor in its result, None if it is no value; it may come from a call inside.
+        results: label of each tensor in its result; it may come from a call inside.
         uses: names of the parameters and buffers that it computes with.
         moves: names of the buffers that a module as a whole changes.
         common: places of the whole-number inputs that it computes with.
         writes: memory that it writes to.
         draws: whether it draws random numbers.
         varies: whether its caller sets attributes that its results may depend on.
-        has_effects: whether it changes more than its results, or computes with a value that is not among its
-            arguments, so that every stage must run it.
+        has_effects: whether it changes more than its results, so that every stage must run it.
+        is_hidden: whether it computes with a value that is not among its arguments.
         answers: the numbers that it answered in all runs.
         checkpoint: the call of torch.utils.checkpoint that it is in, or 0.
         recorded: its results, without elements.
@@ -54,7 +54,7 @@ class Call:
     is_tainted: bool = False
     reads: dict[Label, None] = field(default_factory=dict)
     makes: dict[Label, None] = field(default_factory=dict)
-    results: list[Label | None] = field(default_factory=list)
+    results: list[Label] = field(default_factory=list)
     uses: set[str] = field(default_factory=set)
     moves: set[str] = field(default_factory=set)
     common: set[int] = field(default_factory=set)
@@ -62,6 +62,7 @@ class Call:
     draws: bool = False
     varies: bool = False
     has_effects: bool = False
+    is_hidden: bool = False
     answers: list[Any] = field(default_factory=list)
     checkpoint: int = 0
     recorded: RecordedResults = field(default_factory=RecordedResults)
@@ -134,10 +135,6 @@ class ModeRecord:
     decides: bool = False
     draws: set[str] = field(default_factory=set)
     draws_own: set[str] = field(default_factory=set)
-
-    def is_common(self, label: Label) -> bool:
-        """Return whether ``label`` is that of a whole-number input."""
-        return label[1] == INPUT and label not in self.memory
 
 
 @dataclass(eq=False)

@@ -6,7 +6,6 @@ question about their elements is an error with the line. Where a call of this st
 """
 
 import copy
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -22,7 +21,7 @@ from adl_dist.partition.containers import map_tensors
 from adl_dist.partition.forward_run import ForwardError, ForwardRun, call_of
 from adl_dist.partition.intercept import OF_TORCH, place_of_call
 from adl_dist.partition.recording import held_tensors, module_named, put_tensor
-from adl_dist.partition.stage_plan import EXTRA_STATE, FramePlan, StagePlan, Way
+from adl_dist.partition.stage_plan import EXTRA_STATE, CallPlan, FramePlan, StagePlan, Way
 from adl_dist.partition.tape import Tape
 from adl_dist.partition.value import (
     Watch,
@@ -30,19 +29,6 @@ from adl_dist.partition.value import (
     foreign_parameter,
     native,
 )
-
-
-def deep_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Return a deep copy of ``model``, or raise a PartitionError."""
-    for module in model.modules():  # most dictionaries of hooks are empty, and deepcopy is slow for them
-        memo |= {id(d): type(d)() for d in vars(module).values() if type(d) in (dict, OrderedDict) and not d}
-    try:
-        return copy.deepcopy(model, memo)
-    except Exception as error:
-        raise PartitionError(
-            f"{type(model).__name__} cannot be copied ({in_one_line(error)}), and each stage needs a copy "
-            "of its Python objects; give the class whose object cannot be copied a __deepcopy__, or use num_stages=1"
-        ) from error
 
 
 class _Part(nn.Module):
@@ -109,14 +95,21 @@ class StageModule(_Part):
             is_copied = index in stages if is_moved or isinstance(tensor, nn.Parameter) else name in plan.everywhere
             if stages and (index == stages[0] or is_copied):
                 held |= dict.fromkeys(names.get(id(tensor), ()), memo[id(tensor)])
-        twin = deep_copy(model, memo)
+        try:
+            twin = copy.deepcopy(model, memo)
+        except Exception as error:
+            raise PartitionError(
+                f"{type(model).__name__} cannot be copied ({in_one_line(error)}), and each stage needs a "
+                "copy of its Python objects; give the class whose object cannot be copied a __deepcopy__"
+            ) from error
         vars(self)["model"] = twin  # not registered: its own part is
         self._twins = [(ref(mine), other) for mine, other in zip(model.modules(), twin.modules(), strict=True)]
         self._given = {n: _attributes(m) for n, (m, _) in enumerate(zip(model.modules(), twin.modules(), strict=True))}
         self._register(twin, held)
         self.is_changed = False  # by the user, since the model was recorded
-        self.results: dict[Any, Results] = {}  # by plan of a call
+        self.results: dict[CallPlan, Results] = {}
         self.templates = plan.recording.templates
+        self.foreign: dict[Any, Results] = {}
         self.written: dict[Any, Any] = {}
         self.absent_inputs: dict[Any, Tensor] = {}
         self._natives: dict[nn.Module, tuple[str, Callable[..., Any]]] = {}
@@ -255,9 +248,11 @@ class StageModule(_Part):
 
         The first set is for draws that do not depend on the batch, the second for those that do.
         """
-        modes = [mode.recorded for mode in self.plan.modes.values()]
-        common = frozenset[str]().union(*(mode.draws for mode in modes))
-        return common, frozenset[str]().union(*(mode.draws_own for mode in modes))
+        modes = self.plan.modes.values()
+        common, own = (
+            frozenset[str]().union(*some) for some in zip(*((m.draws, m.draws_own) for m in modes), strict=True)
+        )
+        return common, own
 
     def take_changes(self) -> None:
         """Copy changed attributes, hooks and ``requires_grad`` from the model."""

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
@@ -10,10 +10,27 @@ import torch
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from adl_dist.errors import PartitionError
+from adl_dist.partition.absent import RecordedResults
 from adl_dist.partition.recording import INPUT, Call, Key, ModeRecord, Recording, state_label
 from adl_dist.partition.value import EVERYWHERE, Label
 
 EXTRA_STATE = _EXTRA_STATE_KEY_SUFFIX  # in a state_dict
+VIEWS = {
+    *(
+        "__getitem__",
+        "select",
+        "narrow",
+        "chunk",
+        "split",
+        "unbind",
+        "view",
+        "reshape",
+        "flatten",
+        "unflatten",
+        "expand",
+    ),
+    *("transpose", "permute", "movedim", "squeeze", "unsqueeze", "T", "mT", "t", "swapaxes", "view_as", "detach"),
+}  # of torch's functions, those that only look at memory
 
 
 class CutImpossibleError(PartitionError):
@@ -91,32 +108,35 @@ class CallPlan:
     """The stages' plan for one recorded call.
 
     Attributes:
-        call: the call, as recorded.
         first, last: the stages that have calls inside, or make the call.
-        labels, stages: of each tensor in the result of a call with calls inside, its label, and the stage that has it
-            first.
-        draws: whether it, or a call inside, draws random numbers.
-        written: places of the arguments that it writes to.
+        stages: of each tensor in its result, the stage that has it first.
+        written: places of the arguments that a module writes to.
+        follows: whether it is made where the last of its arguments is.
+        is_module: whether it is a call of a module.
         is_plain: whether it does nothing but compute its result on one stage.
-        dtypes: of the tensors in its result.
+        repeats: whether later stages make this view again, since less crosses the cuts then.
+        is_tainted: whether its result is a value of the batch.
         frame: how the calls inside are run.
+        dtypes: of the tensors in its result.
     """
 
-    call: Call
+    key: Key
     way: Way
     first: int
     last: int
-    labels: tuple[Label | None, ...]
     stages: tuple[int, ...]
     draws: bool
-    written: tuple[int, ...]
-    is_plain: bool
-    dtypes: tuple[torch.dtype | None, ...]
+    answer: Any
+    varies: bool
+    recorded: RecordedResults
+    written: tuple[int, ...] = ()
+    follows: bool = False
+    repeats: bool = False
+    is_module: bool = False
+    is_plain: bool = False
+    is_tainted: bool = True
     frame: "FramePlan | None" = None
-
-    def repeat(self) -> "CallPlan":
-        """Return a plan of one more call, with labels of its own."""
-        return replace(self, labels=(), frame=None if self.frame is None else self.frame.repeat())
+    dtypes: tuple[torch.dtype, ...] = ()
 
 
 @dataclass(eq=False)
@@ -125,13 +145,6 @@ class FramePlan:
 
     modules: dict[str, list[CallPlan]] = field(default_factory=dict)
     functions: dict[str, dict[Any, CallPlan]] = field(default_factory=dict)
-
-    def repeat(self) -> "FramePlan":
-        """Return the plan of one more forward like this."""
-        return FramePlan(
-            {name: [planned.repeat() for planned in plans] for name, plans in self.modules.items()},
-            {name: {n: one.repeat() for n, one in plans.items()} for name, plans in self.functions.items()},
-        )
 
     def callers(self, stages: set[int]) -> Iterator[tuple[str, set[int]]]:
         """Yield the modules inside, each with the ``stages`` that run its forward."""
@@ -150,28 +163,33 @@ class ModePlan:
     """The stages' plan for the forward in training, or in evaluation.
 
     Attributes:
-        recorded: the runs in this mode.
         root: the calls of the model's own forward.
-        crossing: by edge, the labels of the values that cross it.
-        wanted: by stage, the labels of the values that it sends, if it has them.
+        crossing: by edge, the labels of each value that crosses it: that of the call, and of the modules around.
         sizes: by edge, for each dimension of each input, its size or the (slot, dimension) that has it; None if the
             shapes are sent.
         state: by the name of a tensor that the forward changes with values of the batch, the stage that holds it.
         births: keys of functions that make memory which values of the batch are written to.
-        labels, numbers: all labels, and the number of each, which is sent where micro-batches take different paths.
+        decides: whether micro-batches may take different paths, so that labels are sent.
+        draws, draws_own: see :class:`ModeRecord`.
+        numbers, labels, aliases: for :attr:`decides`, the number of each label, which its aliases share.
+        common: labels of the whole-number inputs.
         overwritten: labels of values in memory that is written to.
     """
 
-    recorded: ModeRecord
     root: FramePlan
-    crossing: list[list[Label]]
-    wanted: list[set[Label]]
+    crossing: list[list[tuple[Label, ...]]]
     sizes: list[list[list[int | tuple[int, int]]] | None]
     state: dict[str, int]
     births: set[Key]
-    labels: list[Label]
+    decides: bool
+    draws: set[str]
+    draws_own: set[str]
     numbers: dict[Label, int]
+    labels: list[Label]
+    aliases: dict[Label, list[Label]]
+    common: set[Label]
     overwritten: set[Label]
+    recorded: ModeRecord
 
 
 @dataclass(eq=False)
@@ -300,6 +318,7 @@ class _Assignment:
 
     def _assign(self) -> None:
         self.calls: dict[Key, int] = {}
+        self.follows: dict[Key, bool] = {}
         self.labels: dict[Label, int] = {}
         for label in self.mode.shapes:
             if label[1] == INPUT:
@@ -308,6 +327,7 @@ class _Assignment:
             self.labels[state_label(name)] = self.state.get(name, EVERYWHERE)
         self.last_use: dict[Label, int] = {}
         self._torn: dict[Label, tuple[int, str]] = {}
+        self._written_to: set[Label] = set()  # through a view, of which the tensor itself does not know
         used_by: dict[int, int] = {}  # of each memory, the last stage that has used it
         checkpoints: dict[int, int] = {}
         for call in self.mode.calls.values():
@@ -320,6 +340,9 @@ class _Assignment:
                 reason = f"'{call.name}' runs inside torch.utils.checkpoint, which has one stage"
                 raise CutImpossibleError(min(stage, checkpoints[call.checkpoint]), reason)
             self.calls[call.key] = stage
+            needed = max((self.labels.get(label, EVERYWHERE) for label in call.reads), default=EVERYWHERE)
+            is_pinned = bool(call.uses) or call.key in self._assigned or not self._written_to.isdisjoint(call.reads)
+            self.follows[call.key] = stage == needed and not is_pinned
             for label in call.reads:
                 self._use(label, stage, used_by)
             for label in call.makes:
@@ -328,6 +351,7 @@ class _Assignment:
                 self._write(call, memory, stage)
         for label in self.mode.outputs:
             self._use(label, self.num_stages - 1, used_by)
+        self.repeated = self._repeat_views()
         for name, label in self.mode.state.items():
             if name in self.recording.state:
                 self._note_state(name, self.labels.get(label, EVERYWHERE))
@@ -362,6 +386,7 @@ class _Assignment:
                 continue
             if before == EVERYWHERE:
                 self.labels[label] = stage
+                self._written_to.add(label)
             elif before < stage:
                 reason = f"'{call.name}' writes to memory that it shares with another value of an earlier stage"
                 self._torn[label] = stage - 1, reason
@@ -372,6 +397,40 @@ class _Assignment:
     def _note_state(self, name: str, stage: int) -> None:
         if stage > self.state.get(name, EVERYWHERE):
             self.state[name] = stage
+
+    def _repeat_views(self) -> set[Key]:
+        """Return the views that later stages repeat, so that less is sent.
+
+        These are several views that are together as large as their source, or views of a source that crosses anyway.
+        """
+        repeated: set[Key] = set()
+        written = {memory for call in self.mode.calls.values() for memory in call.writes}
+        views: dict[Label, list[Call]] = {}
+        for call in self.mode.calls.values():
+            if not call.is_module and call.name in VIEWS and len(call.reads) == 1 and not (call.uses or call.writes):
+                source = next(iter(call.reads))
+                if self.mode.memory.get(source) not in written and self.follows.get(call.key):
+                    views.setdefault(source, []).append(call)
+        for source in reversed([*views]):
+            late = [c for c in views[source] if any(self._last(label) > self.calls[c.key] for label in c.makes)]
+            crossing = [label for c in late for label in c.makes if self._last(label) > self.calls[c.key]]
+            nbytes = sum(self.mode.nbytes[label] for label in crossing)
+            saves = len(crossing) > 1 and nbytes >= self.mode.nbytes.get(source, 0)
+            saves = saves or (bool(late) and self._last(source) > self.calls[late[0].key])
+            if saves and self.calls[late[0].key] != EVERYWHERE and all(map(self._is_followed_later, late)):
+                repeated |= {call.key for call in late}
+                self.last_use[source] = max(self._last(label) for label in (source, *crossing))
+                for label in crossing:
+                    self.last_use[label] = self.labels[label]
+        return repeated
+
+    def _is_followed_later(self, call: Call) -> bool:
+        """Return whether later stages follow the forward that makes ``call``."""
+        around = call.parent
+        if around is None:
+            return True
+        inside = (s for key, s in self.calls.items() if key[0] == around.path or key[0].startswith(f"{around.path}/"))
+        return around.has_effects or max(inside) > self.calls[call.key]
 
     def users(self) -> dict[str, set[int]]:
         """Return the stages that compute with each tensor of the model."""
@@ -386,35 +445,62 @@ class _Assignment:
 
     def plan(self) -> ModePlan:
         """Return the plan of this mode."""
+        aliases = self._aliases()
         written = {memory for call in self.mode.calls.values() for memory in call.writes}
-        crossing = [self._crossing(edge) for edge in range(self.num_stages - 1)]
+        crossing, sizes = [], []
+        for edge in range(self.num_stages - 1):
+            slots = [(label, *aliases.get(label, ())) for label in self._crossing(edge)]
+            crossing.append(slots)
+            sizes.append(None if self.mode.decides else self._sizes(slots))
         labels = [*self.mode.shapes]
-        # Where paths differ, the others are found as other stages need them.
-        common = {label for label in labels if self.mode.is_common(label)}
+        numbers = {alias: number for number, label in enumerate(labels) for alias in aliases.get(label, ())}
         return ModePlan(
-            recorded=self.mode,
             root=self._frame(),
             crossing=crossing,
-            wanted=[*(common if self.mode.decides else {*slots} for slots in crossing), set()],
-            sizes=[None if self.mode.decides else self._sizes(labels) for labels in crossing],
+            sizes=sizes,
             state=self.state,
             births=self.recording.births[next(t for t, m in self.recording.modes.items() if m is self.mode)],
+            decides=self.mode.decides,
+            draws=self.mode.draws,
+            draws_own=self.mode.draws_own,
+            numbers=numbers | {label: number for number, label in enumerate(labels)},
             labels=labels,
-            numbers={label: number for number, label in enumerate(labels)},
-            overwritten={label for label, memory in self.mode.memory.items() if memory in written},
+            aliases=aliases,
+            common={label for label in self.mode.shapes if label[1] == INPUT and self._is_common(label)},
+            overwritten={
+                one
+                for label, memory in self.mode.memory.items()
+                if memory in written
+                for one in (label, *aliases.get(label, ()))
+            },
+            recorded=self.mode,
         )
+
+    def _aliases(self) -> dict[Label, list[Label]]:
+        found: dict[Label, list[Label]] = {}
+        for call in self.mode.calls.values():
+            if call.is_module:
+                for place, label in enumerate(call.results):
+                    if label != (*call.key, place):
+                        found.setdefault(label, []).append((*call.key, place))
+        return found
 
     def _crossing(self, edge: int) -> list[Label]:
         common = self._common()
         return [
             label
             for label in self.mode.shapes
-            if EVERYWHERE < self.labels.get(label, EVERYWHERE) <= edge
-            and edge < (common.get(label[2], EVERYWHERE) if self.mode.is_common(label) else self._last(label))
+            if (common.get(label[2], EVERYWHERE) if label[1] == INPUT and self._is_common(label) else self._last(label))
+            > edge
+            >= self.labels.get(label, EVERYWHERE)
+            and self.labels.get(label, EVERYWHERE) != EVERYWHERE
         ]
 
     def _last(self, label: Label) -> int:
         return self.last_use.get(label, EVERYWHERE)
+
+    def _is_common(self, label: Label) -> bool:
+        return label not in self.mode.memory
 
     def _common(self) -> dict[int, int]:
         """Return the last stage that needs each whole-number input."""
@@ -424,7 +510,7 @@ class _Assignment:
                 found[place] = max(found.get(place, 0), self.calls.get(call.key, 0))
         return found
 
-    def _sizes(self, slots: Sequence[Label]) -> list[list[int | tuple[int, int]]] | None:
+    def _sizes(self, slots: Sequence[tuple[Label, ...]]) -> list[list[int | tuple[int, int]]] | None:
         runs, sizes = self.mode.inputs, []
         for place in range(len(runs[0])):
             dims: list[int | tuple[int, int]] = []
@@ -435,7 +521,7 @@ class _Assignment:
                     continue
                 sources = [
                     (slot, d)
-                    for slot, label in enumerate(slots)
+                    for slot, (label, *_) in enumerate(slots)
                     if len(shapes := self.mode.shapes[label]) == len(runs)
                     for d in range(min(map(len, shapes)))
                     if [shape[d] for shape in shapes] == seen
@@ -466,31 +552,38 @@ class _Assignment:
                 frame.functions.setdefault(call.name, {})[call.key[2]] = planned
         for known in (root, *frames.values()):
             for plans in known.modules.values():
-                plans.sort(key=lambda planned: planned.call.key[2])
+                plans.sort(key=lambda planned: planned.key[2])
         return root
 
     def _call(self, call: Call, inside: Sequence[int]) -> CallPlan:
-        stages = tuple(EVERYWHERE if label is None else self.labels.get(label, EVERYWHERE) for label in call.results)
+        stages = tuple(self.labels.get(label, EVERYWHERE) for label in call.results)
         if not call.is_open:
             stage = self.calls[call.key]
             way, first, last, stages = Way.WHOLE, stage, stage, (stage,)
         else:
             first, last = (min(inside), max(inside)) if inside else (0, self.num_stages - 1)
             way = Way.SPLIT if first < last else Way.WHOLE
-            if call.has_effects or not inside:
+            if call.has_effects or call.is_hidden or not inside:
                 way = Way.THROUGH
-        written = tuple(-1 - label[3] for label in call.makes if label[3] < 0)
+        written = tuple(-1 - label[3] for label in call.makes if label[3] < 0) if call.is_module else ()
+        follows = not call.is_open and self.follows[call.key]
         return CallPlan(
-            call=call,
+            key=call.key,
             way=way,
             first=first,
             last=last,
-            labels=tuple(call.results) if call.is_open else (),
             stages=stages or (last,),
             draws=call.draws or _draws_inside(call, self.mode),
+            answer=call.answer,
+            varies=call.varies,
+            recorded=call.recorded,
+            dtypes=tuple(self.mode.tensors[label][0] for label in call.results or call.makes),
             written=written,
-            is_plain=way is Way.WHOLE and first >= 0 and not (written or call.recorded.by_rule),
-            dtypes=tuple(None if label is None else self.mode.tensors[label][0] for label in call.results),
+            follows=follows,
+            repeats=call.key in self.repeated,
+            is_module=call.is_module,
+            is_tainted=call.is_tainted,
+            is_plain=way is Way.WHOLE and first >= 0 and not (written or call.recorded.by_rule or follows),
         )
 
 

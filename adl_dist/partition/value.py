@@ -119,11 +119,6 @@ def absent_tensor(shape: Any, stride: Any, dtype: torch.dtype, *, requires_grad:
     return made.requires_grad_() if requires_grad else made
 
 
-def absent_like(tensor: Tensor) -> Tensor:
-    """Return a tensor on meta with the properties of ``tensor``."""
-    return absent_tensor(tensor.shape, tensor.stride(), tensor.dtype, requires_grad=tensor.requires_grad)
-
-
 def foreign_parameter(parameter: nn.Parameter) -> nn.Parameter:
     """Return the meta stand-in of ``parameter`` for other stages."""
     made = nn.Parameter(

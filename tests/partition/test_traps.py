@@ -692,7 +692,7 @@ REFUSED = {
     **dict.fromkeys(["c3", "r5", "r7"], "was made by a call which cannot be followed, like a scripted function"),
     "c6": "'add' runs inside torch.utils.checkpoint, which has one stage",
     "c8": "'a.b' runs inside torch.utils.checkpoint, which has one stage",
-    "w25": "computes 'div' with a tensor [2, 5, 8] of 'add', which it lacks",
+    "w25": "computes 'div' with a tensor [2, 5, 8] of 'a', which it lacks",
     "w27": "buffer 'mean' was computed by another stage in this micro-batch",
     "w18b": "writes values of a parameter that another stage holds to a tensor of this one",
 }

@@ -95,8 +95,8 @@ class Observation:
 def crossing_acts(mode: ModePlan, edge: int) -> Observation:
     """Return the tensors recorded to cross the edge after stage ``edge``."""
     recorded, seen = mode.recorded, Observation()
-    labels = mode.crossing[edge]
-    tail = [len(labels)] if recorded.decides else []
+    labels = [slot[0] for slot in mode.crossing[edge]]
+    tail = [len(labels)] if mode.decides else []
     tail += [sum(map(len, recorded.inputs[0]))] if mode.sizes[edge] is None else []
     for run, inputs in enumerate(recorded.inputs):
         made = [
