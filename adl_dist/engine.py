@@ -15,7 +15,6 @@ from adl_dist.schedule import Action, Op, StageWork
 from adl_dist.schedule.actions import RECEIVES, TiedAction, is_of_groups, what_of
 from adl_dist.stage import Stage
 from adl_dist.stage.gradient_head import GradientHead
-from adl_dist.stage.model_norm import ModelNorm
 from adl_dist.transport.channel import Receiver, Sender
 
 Batches = Generator[tuple[Batch, Batch], None, None]
@@ -173,22 +172,25 @@ def step(action: Action, context: StageContext) -> None:
             _head_of(stage).learn(b, held.pop("grad"))
         case Op.UPDATE_HEAD:
             _head_of(stage).update()
-        case Op.SEND_NORM:
-            context.senders["norm"].send(b, (_norm_of(stage).part(),))
-        case Op.RECV_NORM:
-            _norm_of(stage).take(context.receivers["norm"].recv(b)[0])
-        case Op.SEND_TOTAL:
-            context.senders["total"].send(b, (_norm_of(stage).whole().unsqueeze(0),))
-        case Op.RECV_TOTAL:
-            _norm_of(stage).total = context.receivers["total"].recv(b)[0][0]
+        case Op.SEND_NORM | Op.RECV_NORM | Op.SEND_TOTAL | Op.RECV_TOTAL:
+            _step_norm(action, context)
         case _:
             assert isinstance(action, TiedAction)
             _step_tied(action, context)
 
 
-def _norm_of(stage: Stage) -> ModelNorm:
-    assert stage.model_norm is not None, "the schedule has these actions if stages clip by the norm of the model"
-    return stage.model_norm
+def _step_norm(action: Action, context: StageContext) -> None:
+    b, norm = action.number, context.stage.model_norm
+    assert norm is not None, "the schedule has these actions if stages clip by the norm of the model"
+    match action.op:
+        case Op.SEND_NORM:
+            context.senders["norm"].send(b, (norm.part(),))
+        case Op.RECV_NORM:
+            norm.take(context.receivers["norm"].recv(b)[0])
+        case Op.SEND_TOTAL:
+            context.senders["total"].send(b, (norm.whole().unsqueeze(0),))
+        case Op.RECV_TOTAL:
+            norm.total = context.receivers["total"].recv(b)[0][0]
 
 
 def _step_tied(action: TiedAction, context: StageContext) -> None:
