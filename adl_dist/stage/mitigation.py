@@ -48,7 +48,7 @@ class Mitigation:
 
         The learning rates of ``optimizer`` count ``lr_factor`` times.
 
-        ``tie``: of its copy of these tied weights, whose staleness is one for all copies.
+        ``tie``: of its copy of these tied weights. Their updates follow one staleness, the mean of all copies.
 
         Raises:
             ConfigError: If the rows need a different optimizer.
