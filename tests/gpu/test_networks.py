@@ -44,14 +44,18 @@ def network(name):
 
 def trained(name, device):
     model, loss_fn, data = network(name)
-    of_trainer = {"device": device, "dtype": torch.float64, "deterministic": device == "cuda", "timeout_seconds": 60}
-    trainer = toy_trainer(3, 2, model=model, loss_fn=loss_fn, optimizer=sgd, **of_trainer)
+    # The default cut follows the work of the kernels, which another device counts otherwise.
+    of_trainer = {"device": device, "dtype": torch.float64, "deterministic": True, "balance": "even"}
+    trainer = toy_trainer(3, 2, model=model, loss_fn=loss_fn, optimizer=sgd, timeout_seconds=60, **of_trainer)
     trainer.fit(data, epochs=2, batch_size=4, monitoring=SILENT)
     return trainer.full_state_dict()
 
 
-@pytest.mark.parametrize("name", ["resnet20", "gpt2", "llama", "gemma3", "bert", "vit", "swin", "convnext"])
+IN_FLOAT32 = ("llama", "gemma3")  # norms and rotary tables, whatever the weights are
+
+
+@pytest.mark.parametrize("name", ["resnet20", "gpt2", "bert", "vit", "swin", "convnext", *IN_FLOAT32])
 def test_a_network_on_the_gpu_trains_as_on_the_cpu(name):
     on_cpu = trained(name, "cpu")
-    assert_close(trained(name, "cuda"), on_cpu, tolerance=1e-9)
+    assert_close(trained(name, "cuda"), on_cpu, tolerance=1e-5 if name in IN_FLOAT32 else 1e-9)
     assert differ(on_cpu, network(name)[0].double().state_dict()) > 1e-3
