@@ -63,6 +63,11 @@ class Attention(nn.Module):
         rotary: Rotary | None = None,
     ) -> None:
         super().__init__()
+        if width % heads or heads % (kv_heads or heads):
+            raise ConfigError(
+                f"model.width={width} is not a multiple of model.heads={heads}, or that not one of model.kv_heads="
+                f"{kv_heads}; each head has as many channels"
+            )
         self.head_width, self.repeats = width // heads, heads // (kv_heads or heads)
         self.sizes = [width, width // self.repeats, width // self.repeats]
         self.causal, self.dropout = causal, dropout
@@ -136,24 +141,6 @@ class Block(nn.Module):
         x = x + self.dropout(self.attention(self.attention_norm(x)))
         out: Tensor = x + self.dropout(self.network(self.network_norm(x)))
         return out
-
-
-def check_sizes(heads: int, width: int, dropout: float, *, kv_heads: int | None = None, **counts: int) -> None:
-    """Raise ConfigError for impossible sizes.
-
-    ``counts`` are further ones of at least 1.
-    """
-    for name, count in {"heads": heads, "width": width, **counts}.items():
-        if type(count) is not int or count < 1:
-            raise ConfigError(f"model.{name} must be a whole number of at least 1, got {count!r}")
-    if width % heads:
-        raise ConfigError(
-            f"model.width={width} is not a multiple of model.heads={heads}; each head has as many channels"
-        )
-    if kv_heads is not None and (type(kv_heads) is not int or kv_heads < 1 or heads % kv_heads):
-        raise ConfigError(f"model.kv_heads={kv_heads} does not divide model.heads={heads}")
-    if not 0 <= dropout < 1:
-        raise ConfigError(f"model.dropout must be at least 0 and below 1, got {dropout}")
 
 
 def new_stream() -> int:

@@ -89,14 +89,6 @@ def blocks_per_layer(depth: int, beyond: int) -> int:
     return num_blocks
 
 
-def check_counts(num_classes: int, in_channels: int) -> None:
-    """Raise ConfigError for a count below 1."""
-    if num_classes < 1 or in_channels < 1:
-        raise ConfigError(
-            f"model.num_classes and model.in_channels must be at least 1, got {num_classes} and {in_channels}"
-        )
-
-
 def conv3x3(in_channels: int, out_channels: int, stride: int) -> nn.Conv2d:
     """Build a padded convolution without bias; a BatchNorm follows."""
     return nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False)
@@ -170,13 +162,9 @@ def cifar_resnet(
         float[B, in_channels, H, W] -> float[B, num_classes]: units ``stem``, ``layer1_0`` .. ``layer3_n-1``, ``head``.
 
     Raises:
-        ConfigError: If the depth is not 6n+2, a count is below 1, or ``shortcut`` or ``init`` is unknown.
+        ConfigError: If the depth is not 6n+2, or ``shortcut`` or ``init`` is unknown.
     """
     num_blocks = blocks_per_layer(depth, beyond=2)
-    if width < 1:
-        raise ConfigError(f"model.width must be at least 1, got {width}")
-    if pool_size is not None and (type(pool_size) is not int or pool_size < 1):
-        raise ConfigError(f"model.pool_size must be a whole number of at least 1, or null, got {pool_size!r}")
     if shortcut not in SHORTCUTS:
         raise ConfigError(f"there is no model.shortcut={shortcut}; choose one of {', '.join(SHORTCUTS)}")
     channels = [width, 2 * width, 4 * width]
@@ -207,7 +195,6 @@ def _cifar(
     shortcut: str = "B",
     pool_size: int | None = None,
 ) -> nn.Sequential:
-    check_counts(num_classes, in_channels)
     if init not in INITS:
         raise ConfigError(f"there is no model.init={init}; choose one of {', '.join(INITS)}")
     width = channels[0]
@@ -254,11 +241,6 @@ def wide_resnet(
     in the paper. Other arguments and errors are those of :func:`cifar_resnet`.
     """
     num_blocks = blocks_per_layer(depth, beyond=4)
-    check_counts(num_classes, in_channels)
-    if widen_factor < 1:
-        raise ConfigError(f"model.widen_factor must be at least 1, got {widen_factor}")
-    if not 0 <= dropout < 1:
-        raise ConfigError(f"model.dropout must be at least 0 and below 1, got {dropout}")
     stem = {"conv": conv3x3(in_channels, 16, 1)}
     channels = [16 * widen_factor, 32 * widen_factor, 64 * widen_factor]
     block = partial(PreActivationBlock, dropout=dropout)
@@ -301,9 +283,8 @@ def se_resnet18(num_classes: int = 1000, in_channels: int = 3) -> nn.Sequential:
 
     It is torchvision's ResNet-18 with a gate after the second BatchNorm of each block, reduction 16. float[B,
     in_channels, H, W] -> float[B, num_classes], from 32x32 on, 224x224 in the paper; units ``stem``, ``layer1_0`` ..
-    ``layer4_1``, ``head``. ConfigError for a count below 1.
+    ``layer4_1``, ``head``.
     """
-    check_counts(num_classes, in_channels)
     stem = OrderedDict(
         conv=nn.Conv2d(in_channels, 64, 7, stride=2, padding=3, bias=False),
         bn=nn.BatchNorm2d(64),

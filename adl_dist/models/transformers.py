@@ -15,7 +15,6 @@ from adl_dist.models.attention import (
     GeluNetwork,
     Rotary,
     SwigluNetwork,
-    check_sizes,
     draw_weights,
     new_stream,
 )
@@ -68,9 +67,8 @@ def gpt(
         int[B, T] -> float[B, T, vocab_size], T <= ``context``: units ``embedding``, ``layer0`` .., ``head``.
 
     Raises:
-        ConfigError: If a count is below 1, or ``heads`` do not divide ``width``.
+        ConfigError: If ``heads`` do not divide ``width``.
     """
-    check_sizes(heads, width, dropout, vocab_size=vocab_size, context=context, layers=layers)
     seed = new_stream()
     embedding = TokenEmbedding(vocab_size, width, context=context, dropout=dropout)
     units: OrderedDict[str, nn.Module] = OrderedDict(embedding=embedding)
@@ -118,12 +116,9 @@ def llama(
         int[B, T] -> float[B, T, vocab_size], T <= ``context``: units ``embedding``, ``layer0`` .., ``head``.
 
     Raises:
-        ConfigError: If a count is below 1, ``heads`` do not divide ``width`` into even parts, or ``kv_heads`` do not
-            divide ``heads``.
+        ConfigError: If ``heads`` do not divide ``width`` into even parts, or ``kv_heads`` do not divide ``heads``.
     """
     hidden = -(-8 * width // 192) * 64 if hidden is None else hidden
-    counts = {"vocab_size": vocab_size, "context": context, "layers": layers, "hidden": hidden}
-    check_sizes(heads, width, 0.0, kv_heads=kv_heads, **counts)
     if width // heads % 2:
         raise ConfigError(f"model.width={width} / model.heads={heads} must be even: rotary positions turn pairs")
     seed = new_stream()
@@ -203,10 +198,8 @@ def vit(
         ``head``.
 
     Raises:
-        ConfigError: If a count is below 1, or sizes do not divide each other.
+        ConfigError: If sizes do not divide each other.
     """
-    counts = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size}
-    check_sizes(heads, width, dropout, **counts, patch_size=patch_size, layers=layers)
     if image_size % patch_size:
         raise ConfigError(f"model.image_size={image_size} is not a multiple of model.patch_size={patch_size}")
     seed = new_stream()
