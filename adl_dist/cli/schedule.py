@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import shutil
 import sys
 from dataclasses import asdict, replace
@@ -118,34 +119,23 @@ def read_costs(spec: str, *, num_stages: int) -> Costs:
 
     One number stands for all stages, or links.
     """
-    text, source = spec, "--costs"
-    if not spec.lstrip().startswith("{"):
-        source = f"--costs {spec}"
-        try:
-            text = Path(spec).read_text()
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or "it is not text"
-            raise ConfigError(f"{source} is neither a YAML mapping nor a file ({reason}); write {EXAMPLE}") from error
     try:
-        node = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:  # the latter: a date that there is none
-        raise ConfigError(f"{source} is not YAML: {error}; write {EXAMPLE}") from error
-    if not isinstance(node, dict):
-        raise ConfigError(f"{source} holds {node!r}; expected a mapping: {EXAMPLE}")
-    if unknown := [key for key in node if key not in COST_KEYS]:
-        hint = " (YAML wants a space after a colon)" if ":" in str(unknown[0]) else ""
-        known = ", ".join(COST_KEYS)
-        raise ConfigError(f"{source}: there is no '{unknown[0]}'{hint}; expected {known}, as in {EXAMPLE}")
-    if missing := [key for key in ("forward", "backward") if key not in node]:
-        raise ConfigError(f"{source} lacks {missing[0]}; expected at least forward and backward, as in {EXAMPLE}")
+        node = yaml.safe_load(spec if spec.lstrip().startswith("{") else Path(spec).read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"--costs {spec} is neither a YAML mapping nor a file of one: {error}; write {EXAMPLE}"
+        ) from error
+    if not isinstance(node, dict) or not {"forward", "backward"} <= node.keys() <= {*COST_KEYS}:
+        raise ConfigError(
+            f"--costs {spec}: expected forward and backward among {', '.join(COST_KEYS)}, as in {EXAMPLE}"
+        )
     lists: dict[str, Any] = {}
     for key, value in node.items():
         expected = num_stages - (key == "link")
-        numbers = value if isinstance(value, list) else [value]
-        lists[key] = numbers if isinstance(value, list) else numbers * expected
-        if len(lists[key]) != expected:
-            places = f"{expected} " + ("links between stages" if key == "link" else "stages (partition.num_stages)")
-            raise ConfigError(f"{source}: {key}={value} has {len(numbers)} numbers, but there are {places}")
-        if not all(type(v) in (int, float) and 0 <= v < float("inf") for v in numbers):
-            raise ConfigError(f"{source}: {key}={value!r} must be a number of at least 0, or a list of such numbers")
+        lists[key] = value if isinstance(value, list) else [value] * expected
+        if len(lists[key]) != expected or not all(type(v) in (int, float) and 0 <= v < math.inf for v in lists[key]):
+            places = "links between stages" if key == "link" else "stages (partition.num_stages)"
+            raise ConfigError(
+                f"--costs: {key}={value!r}: expected a number of at least 0, or a list of them for {expected} {places}"
+            )
     return Costs(**lists)
