@@ -5,13 +5,10 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import IO
 
 from adl_dist.cli.config.compose import Parser
-from adl_dist.data.tokens import DTYPES, header_of
+from adl_dist.data.tokens import DTYPES, HEADER_BYTES, header_of
 from adl_dist.data.vocabulary import FILE, Vocabulary
 from adl_dist.errors import ConfigError, DataError
 from adl_dist.report.files import write_atomically
@@ -37,14 +34,14 @@ def tokenize(arguments: Sequence[str]) -> None:
     dtype = "uint16" if vocabulary.size <= 2**16 else "uint32"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _opened(outs[0], dtype) as train, _opened(outs[1], dtype) as validation:
+        with _opened(outs[0]) as train, _opened(outs[1]) as validation:
             for path in paths:
                 text = _read(path, vocabulary.kind)
                 # The end of each file, not of all of them: the last one may be unlike the others.
                 behind = len(text) - round(len(text) * chosen.validation)
-                train.add(vocabulary.encode(text[:behind]))
-                validation.add(vocabulary.encode(text[behind:]))
-            counts = train.count, validation.count
+                train.write(vocabulary.encode(text[:behind]).astype(DTYPES[dtype]).tobytes())
+                validation.write(vocabulary.encode(text[behind:]).astype(DTYPES[dtype]).tobytes())
+            counts = _end(train, dtype), _end(validation, dtype)
             if not all(counts):
                 raise DataError(f"{' '.join(chosen.files)}: too little text for training and validation")
         with write_atomically(outs[2]) as unfinished:
@@ -89,29 +86,18 @@ def _read(path: Path, kind: str) -> str:
         raise DataError(f"{path}: byte {error.start:,} is not UTF-8; convert the file, or use --level byte") from error
 
 
-class _Tokens:
-    """A file of tokens that is being written."""
-
-    def __init__(self, file: IO[bytes], dtype: str) -> None:
-        self._file, self._dtype, self.count = file, dtype, 0
-        file.write(header_of(dtype, 0))
-
-    def add(self, tokens: NDArray[Any]) -> None:
-        """Append ``tokens`` [n]."""
-        self.count += len(tokens)
-        if self.count > MOST_TOKENS:
-            raise DataError(f"more than {MOST_TOKENS:,} tokens do not fit into one file; give fewer files at a time")
-        self._file.write(np.asarray(tokens, DTYPES[self._dtype]).tobytes())
-
-    def end(self) -> None:
-        """Write how many there are."""
-        self._file.seek(0)
-        self._file.write(header_of(self._dtype, self.count))
-
-
 @contextlib.contextmanager
-def _opened(path: Path, dtype: str) -> Iterator[_Tokens]:
+def _opened(path: Path) -> Iterator[IO[bytes]]:
     with write_atomically(path) as unfinished, unfinished.open("wb") as file:
-        tokens = _Tokens(file, dtype)
-        yield tokens
-        tokens.end()
+        file.write(bytes(HEADER_BYTES))
+        yield file
+
+
+def _end(file: IO[bytes], dtype: str) -> int:
+    """Write the header of a file of tokens, and return the number of tokens."""
+    count = (file.tell() - HEADER_BYTES) // DTYPES[dtype].itemsize
+    if count > MOST_TOKENS:
+        raise DataError(f"more than {MOST_TOKENS:,} tokens do not fit into one file; give fewer files at a time")
+    file.seek(0)
+    file.write(header_of(dtype, count))
+    return count
