@@ -1,22 +1,47 @@
-"""Commands in separate processes, all ended when one fails."""
+"""Commands and functions in separate processes, all ended when one fails."""
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from adl_dist.distributed.parent_process import LAUNCHER
+from adl_dist.distributed.parent_process import LAUNCHER, end_with_launcher
+from adl_dist.errors import ConfigError
 from adl_dist.launch.signals import signal_name
 
 POLL_SECONDS = 0.05
 SECONDS_TO_END = 10.0
 SECONDS_TO_TELL = 3.0  # for the others to report, once one of them has failed
 ERROR_PREFIX = "adl-dist: error: "
+
+
+T = TypeVar("T")
+
+
+def apart(function: Callable[..., T], calls: Sequence[tuple[Any, ...]], *, seconds: float | None = None) -> list[T]:
+    """Call ``function`` with the arguments of each of ``calls``, each in a fresh process."""
+    os.environ[LAUNCHER] = str(os.getpid())  # they end with this process
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(len(calls), mp_context=spawn, initializer=end_with_launcher)
+    try:
+        return list(pool.map(function, *zip(*calls, strict=True), timeout=seconds))
+    except BaseException as error:
+        for process in multiprocessing.active_children():
+            process.terminate()
+        if isinstance(error, BrokenProcessPool):
+            raise ConfigError("a process that measures was killed; is there enough memory?") from error
+        raise
+    finally:
+        pool.shutdown()
+        del os.environ[LAUNCHER]
 
 
 class ChildFailed(Exception):

@@ -78,7 +78,8 @@ def build(config: Any, task: str, *, weights: str | None = None, download: bool 
     kind = kind[0] if isinstance(kind, tuple | list) else kind
     if kind is None:
         raise ConfigError(
-            f"model.task={task}: transformers has no such network of type {config.model_type}; choose of {', '.join(TASKS)}"
+            f"model.task={task}: transformers has no such network of type {config.model_type}; another is one of "
+            f"{', '.join(TASKS)}"
         )
     how: dict[str, Any] = {"attn_implementation": "sdpa" if kind._supports_sdpa else "eager", "dtype": torch.float32}
     try:

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from adl_dist.cli.bench.command import apart
 from adl_dist.cli.bench.entries import ModelSurvey, survey
 from adl_dist.cli.config.compose import balance_word, compose_run
 from adl_dist.cli.config.reading import chosen_sizes
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.cli.plan.link import link_figures
 from adl_dist.cli.plan.profiler import Profiler
+from adl_dist.cli.subprocesses import apart
 from adl_dist.codecs import Codecs
 from adl_dist.partition import Machine
 from adl_dist.partition.predict import predict
@@ -46,7 +46,8 @@ def settled_cut(
         slowest = min(links, key=lambda link: (link.bits_per_second, -link.round_trip_seconds))
         partition.links = slowest.name if partition.links in (None, "auto") else partition.links
         partition.device_speeds = partition.device_speeds or [on.share] * partition.num_stages
-    found: ModelSurvey = apart(partial(survey, predicts=False), config, [contender.entry for contender in able])
+    entries = [contender.entry for contender in able]
+    found: ModelSurvey = apart(partial(survey, predicts=False), [(config, entries)])[0]
     if not cut:
         K = config.partition.num_stages
         cut = [balance_word(found.cuts[K].begins)]
@@ -71,7 +72,7 @@ def settled_delays(
         if contender.entry.kind == "ours" and any(_key(contender) not in ours.get(link.name, {}) for link in links)
     }
     if asked:
-        found = apart(_predicted, config, list(asked.values()), list(links), on)
+        found = apart(_predicted, [(config, list(asked.values()), list(links), on)])[0]
         for name, told in found.items():
             ours[name] = {**ours.get(name, {}), **dict(zip(asked, told, strict=True))}
         _keep(folder, {**known, "ours": ours})

@@ -150,7 +150,7 @@ def _no_process(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for module, name in ((train, "launch_local"), (sweep, "_run_here"), (bench, "measure_once")):
         monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("processes were started"))
-    monkeypatch.setattr(bench, "apart", lambda function, *given: function(*given))
+    monkeypatch.setattr(bench, "apart", lambda function, calls: [function(*each) for each in calls])
     monkeypatch.setattr("adl_dist.cli.plan.arguments.link_figures", lambda device: {"bandwidth": 1e6, "latency": 1e-3})
 
 

@@ -4,19 +4,15 @@ import argparse
 import contextlib
 import json
 import math
-import multiprocessing
-import os
 import platform
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy
 import torch
@@ -30,9 +26,9 @@ from adl_dist.cli.bench.runner import BenchConfig, Measured, measure_once
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import Parser, compose_run
 from adl_dist.cli.config.schema import RunConfig
+from adl_dist.cli.subprocesses import apart
 from adl_dist.distributed.affinity import default_threads, num_cores
 from adl_dist.distributed.device import check_device
-from adl_dist.distributed.parent_process import LAUNCHER, end_with_launcher
 from adl_dist.distributed.world import launched_world_size
 from adl_dist.errors import ConfigError, Exit
 from adl_dist.report.files import write_atomically
@@ -41,7 +37,6 @@ FACTS, FIGURE, LOGS = "bench.json", "bench.svg", "logs"
 FEWEST = 5  # measured updates of a run
 SECONDS_TO_START = 300.0  # the longest that a run may take to start
 DAY = 86400.0
-T = TypeVar("T")
 TIMES_TOO_LONG = 10  # a run that takes so many times as long as it should is ended
 
 
@@ -64,7 +59,7 @@ def bench(argv: list[str]) -> None:
     setting = BenchConfig(
         config=config,
         overrides=flags.overrides,
-        survey=apart(survey, config, able),
+        survey=apart(survey, [(config, able)])[0],
         log_folder=out / LOGS,
         timeout_seconds=flags.timeout or (DAY if flags.updates else SECONDS_TO_START + TIMES_TOO_LONG * flags.seconds),
         pinned=not flags.no_pinning and not flags.prefix,  # a rank behind a prefix may have other cores
@@ -100,24 +95,6 @@ def _write(path: Path, facts: dict[str, Any], runs: Sequence[Measured], table: l
         text = json.dumps({**facts, "runs": [run.as_json() for run in runs], "table": table}, indent=1, default=str)
         unfinished.write_text(text + "\n")
     return table
-
-
-def apart(function: Callable[..., T], *arguments: Any) -> T:
-    """Call ``function`` in a fresh process, to keep this one as it is."""
-    os.environ[LAUNCHER] = str(os.getpid())  # it ends with this process
-    spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(1, mp_context=spawn, initializer=end_with_launcher)
-    try:
-        return pool.submit(function, *arguments).result()
-    except BrokenProcessPool as broken:
-        raise ConfigError("the process that measures the model was killed; is there enough memory?") from broken
-    except KeyboardInterrupt:
-        for process in multiprocessing.active_children():
-            process.terminate()
-        raise
-    finally:
-        pool.shutdown()
-        del os.environ[LAUNCHER]
 
 
 def measure_all(able: Sequence[Entry], setting: BenchConfig, flags: argparse.Namespace) -> Iterator[Measured]:

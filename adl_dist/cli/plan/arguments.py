@@ -19,7 +19,6 @@ from adl_dist.distributed.device import check_device
 from adl_dist.errors import ChannelError, ConfigError
 from adl_dist.links import LINKS, Links, parse_links, text_of_links
 from adl_dist.partition import Machine
-from adl_dist.report.files import check_out
 from adl_dist.report.warning import warn
 from adl_dist.schedule import Method
 from adl_dist.schedule.run_plan import micro_batch_size_of
@@ -37,11 +36,9 @@ class Question:
 
     flags: argparse.Namespace
     config: RunConfig
-    chosen: Method  # of the configuration
     methods: list[Method]  # to be predicted
     stages: list[int]  # each K
     num_devices: int
-    granularity: str
     links: Links | None  # as they are described; None: they are not
 
     @property
@@ -52,7 +49,7 @@ class Question:
     @property
     def sizes(self) -> dict[int, int]:
         """The micro-batch size for each predicted M, checked against the batch."""
-        steps = {method.micro_batches_per_update for method in (*self.methods, self.chosen)}
+        steps = {method.micro_batches_per_update for method in (*self.methods, self.config.method)}
         return {M: micro_batch_size_of(self.config.train.batch_size, M) for M in sorted(steps)}
 
 
@@ -63,19 +60,17 @@ def asked(words: list[str]) -> Question:
     instantiate.check_targets(config)
     check_device(config.runtime.device)
     _check(flags)
-    chosen = config.method
-    num_devices = flags.devices or (torch.cuda.device_count() if _on_gpu(config) else num_cores())
+    is_gpu = config.runtime.device == "cuda"
+    num_devices = flags.devices or (torch.cuda.device_count() if is_gpu else num_cores())
     powers = [2**i for i in range(1, 8) if 2**i <= num_devices]
     stages = list(dict.fromkeys(flags.stages or sorted({*powers, config.partition.num_stages} - {1}) or [2]))
-    names = flags.methods.split(",") if flags.methods else [*DEFAULT_METHODS.split(","), chosen.name]
+    names = flags.methods.split(",") if flags.methods else [*DEFAULT_METHODS.split(","), config.method.name]
     question = Question(
         flags=flags,
         config=config,
-        chosen=chosen,
         methods=[method_named(name, config, flag="--methods") for name in dict.fromkeys(names)],
         stages=stages,
         num_devices=num_devices,
-        granularity=config.partition.granularity,
         links=flags.links or described(text_of_links(config.partition.links)),
     )
     if question.links is not None:
@@ -83,10 +78,6 @@ def asked(words: list[str]) -> Question:
             question.links.for_stages(K, "--links")
     _ = question.sizes  # refuses too small a batch
     return question
-
-
-def _on_gpu(config: RunConfig) -> bool:
-    return str(config.runtime.device) == "cuda"
 
 
 def _flags(words: list[str]) -> argparse.Namespace:
@@ -115,8 +106,9 @@ def _flags(words: list[str]) -> argparse.Namespace:
     neighbours = "also measure while N more processes compute; default: K - 1 on CPUs"
     add("--neighbours", type=int, metavar="N", help=neighbours)
     add("--units", action="store_true", help="also print each unit")
-    add("--out", type=Path, metavar="FILE", help="draw the cost of each unit: FILE.svg, FILE.png or FILE.pdf")
     add("--json", action="store_true", help="print one JSON object instead of tables")
+    if "--out" in {word.partition("=")[0] for word in words}:
+        raise ConfigError(f"--out {WAS_REMOVED}; --units prints the cost of each unit")
     if removed := {word.partition("=")[0] for word in words} & {"--max-staleness", "--steps"}:
         raise ConfigError(
             f"{min(removed)} {WAS_REMOVED}; method.delay=auto method.max_staleness=0.5 bounds the staleness for one M"
@@ -150,16 +142,13 @@ def _bytes(text: str) -> int:
 
 def _check(flags: argparse.Namespace) -> None:
     """Refuse bad flags before the time-consuming measurement."""
-    if flags.out is not None:
-        check_out(flags.out)
-        flags.out = flags.out.absolute()  # the user's code may change the working directory
     for name, least in (("devices", 1), ("neighbours", 0)):
         number = getattr(flags, name)
         if number is not None and number < least:
             raise ConfigError(f"--{name} {number} must be at least {least}")
     if flags.profile is not None and (flags.profile.is_dir() or not flags.profile.parent.is_dir()):
         raise ConfigError(f"--profile {flags.profile}: expected the name of a file in an existing folder")
-    flags.profile = flags.profile and flags.profile.absolute()
+    flags.profile = flags.profile and flags.profile.absolute()  # the user's code may change the working directory
 
 
 def described(links: str | None) -> Links | None:

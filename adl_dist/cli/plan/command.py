@@ -26,13 +26,8 @@ def plan(words: list[str]) -> None:
     """Run the command with these command-line words."""
     question = asked(words)
     found = _measured(question)
-    if question.flags.out is not None:
-        from adl_dist.cli.plan.figure import draw_costs  # imported late: matplotlib takes a second
-
-        model = question.config.model["_target_"]
-        draw_costs(question.flags.out, found.profile, sizes=found.sizes_advised, model=model)
-    text = json.dumps(_facts(question, found)) if question.flags.json else "\n".join(_lines(question, found))
-    sys.stdout.write(f"{text}\n")
+    lines = [json.dumps(_facts(found))] if question.flags.json else _lines(found, with_units=question.flags.units)
+    sys.stdout.write("\n".join(lines) + "\n")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,29 +41,23 @@ class _Found:
     chain: Chain
     coded: list[Prediction]  # of the configured method, by K and codec; empty: no links are described
     refused: list[str]
-    choice: Prediction | None
+    line: str | None  # the recommended command; None: no pipeline is
     reason: str
-
-    @property
-    def sizes_advised(self) -> list[int]:
-        """The units of each stage of the recommended pipeline; empty if none is."""
-        return [] if self.choice is None else self.choice.balance.sizes
 
 
 def _measured(question: Question) -> _Found:
     """Measure the model, and predict each method by the profile."""
     flags, config, sizes, machine = question.flags, question.config, question.sizes, machine_of(question)
-    how: dict[str, Any] = {"granularity": question.granularity}
-    how["threads"] = question.threads
+    shown = {"shape": flags.input, "kept_in": flags.profile, "quiet": flags.json}
     try:
-        profiler = Profiler(config, **how, shape=flags.input, kept_in=flags.profile, quiet=flags.json)
+        profiler = Profiler(config, granularity=config.partition.granularity, threads=question.threads, **shown)
     except DataError as error:
         raise DataError(f"{error}; or describe a sample: --input 3,224,224") from error
     question, refused = _possible(question, machine, profiler.chain)
     num_others = flags.neighbours
     if num_others is None:
         num_others = profiler.num_others(max(question.stages)) if question.num_devices <= num_cores() else 0
-    M, batch = question.chosen.micro_batches_per_update, config.train.batch_size
+    M, batch = config.method.micro_batches_per_update, config.train.batch_size
     with profiler.with_load(num_others, sizes[M]):
         profiles = {M: profiler.profile(size) for M, size in sizes.items()}
         whole = profiler.pace(batch)
@@ -78,6 +67,7 @@ def _measured(question: Question) -> _Found:
     predictions, unfit = _predict_all(question, machine, profiler.chain, profiles)
     refused += unfit
     choice, reason = advise(predictions, other, unit=profiles[M].of["unit"])
+    begins = [] if choice is None else begins_of(profiler.chain, choice.balance.sizes)
     return _Found(
         machine=machine,
         profile=profiles[M],
@@ -86,7 +76,7 @@ def _measured(question: Question) -> _Found:
         chain=profiler.chain,
         coded=[] if question.links is None else _coded(question, machine, profiler.chain, profiles[M]),
         refused=refused,
-        choice=choice,
+        line=None if choice is None else line_to_paste(choice, begins, flags.overrides),
         reason=reason,
     )
 
@@ -113,13 +103,13 @@ def _possible(question: Question, machine: Machine, chain: Chain) -> tuple[Quest
 
 def _coded(question: Question, machine: Machine, chain: Chain, profile: Profile) -> list[Prediction]:
     """Return predictions of the configured method for each K and codec."""
-    found = []
+    found, chosen = [], question.config.method
     for K, codec in itertools.product(question.stages, CODECS):
-        if Pipeline(question.chosen, K).num_processes > question.num_devices:
+        if Pipeline(chosen, K).num_processes > question.num_devices:
             continue
         with contextlib.suppress(PartitionError, ConfigError):  # reported below the table of all methods
             cut = _cut(question, replace(machine, codecs=Codecs(codec, codec)), chain, K)
-            found.append(predict(profile, Pipeline(question.chosen, K), **cut))
+            found.append(predict(profile, Pipeline(chosen, K), **cut))
     return found
 
 
@@ -134,7 +124,7 @@ def _cut(question: Question, machine: Machine, chain: Chain, K: int) -> dict[str
     return {"machine": replace(machine, speeds=speeds), "sizes": sizes}
 
 
-def _facts(question: Question, found: _Found) -> dict[str, Any]:
+def _facts(found: _Found) -> dict[str, Any]:
     """Return the answer as plain values."""
     return {
         "profile": asdict(found.profile),
@@ -143,31 +133,19 @@ def _facts(question: Question, found: _Found) -> dict[str, Any]:
         "refused": found.refused,
         "coded": list(map(facts_of, found.coded)),
         "alternative": asdict(found.other),
-        "recommended": _line(question, found, found.choice),
+        "recommended": found.line,
         "reason": found.reason,
     }
 
 
-def _lines(question: Question, found: _Found) -> list[str]:
+def _lines(found: _Found, *, with_units: bool) -> list[str]:
     """Return the answer as a person reads it."""
-    flags, line = question.flags, _line(question, found, found.choice)
     told = found.profile, found.machine, found.predictions, found.refused, found.other
-    lines = [*report(*told, with_units=flags.units, blocks=_blocks(found.chain))]
+    blocks = [found.chain.block_names[number] for number in found.chain.blocks]  # of each unit
+    lines = [*report(*told, with_units=with_units, blocks=blocks)]
     lines += tied_lines(found.chain.shared, found.predictions)
     lines += [*(codec_lines(found.coded, found.profile.of["unit"]) if found.coded else []), ""]
-    lines += [f"recommended  {found.reason}", *([] if line is None else [f"             {line}"])]
-    return lines + ([] if flags.out is None else [f"picture      {flags.out}"])
-
-
-def _blocks(chain: Chain) -> list[str]:
-    """Return the name of the block of each unit."""
-    return [chain.block_names[number] for number in chain.blocks]
-
-
-def _line(question: Question, found: _Found, choice: Prediction | None) -> str | None:
-    if choice is None:
-        return None
-    return line_to_paste(choice, begins_of(found.chain, choice.balance.sizes), question.flags.overrides)
+    return [*lines, f"recommended  {found.reason}", *([] if found.line is None else [f"             {found.line}"])]
 
 
 def _predict_all(

@@ -1,20 +1,17 @@
 """The measured cost of a message between two local processes (gloo)."""
 
-import json
+import os
 import statistics
-import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from adl_dist.cli.subprocesses import Child, ChildFailed, run_together
+from adl_dist.cli.subprocesses import apart
 from adl_dist.distributed.network import GLOO, loopback
-from adl_dist.distributed.parent_process import end_with_launcher
-from adl_dist.errors import ChannelError
+from adl_dist.errors import ChannelError, in_one_line
 from adl_dist.transport.coding_speed import CACHES
 
 SMALL, LARGE = 8, 4 << 20  # bytes
@@ -34,28 +31,22 @@ def link_figures(device: str) -> dict[str, Any]:
     """
     if device == "cuda":
         return GPU_LINK
-    with tempfile.TemporaryDirectory(prefix="adl-dist-link-") as name:
-        folder = Path(name)
-        environment = {"OMP_NUM_THREADS": "1"}
-        if (interface := loopback()) is not None:
-            environment[GLOO] = interface
-        command = [sys.executable, "-m", "adl_dist.cli.plan.link", name]
-        logs = [folder / f"rank{rank}.log" for rank in range(2)]
-        children = [Child(command=[*command, str(r)], log=log, environment=environment) for r, log in enumerate(logs)]
+    with tempfile.TemporaryDirectory(prefix="adl-dist-link-") as folder:
         try:
-            run_together(children, timeout_seconds=SECONDS)
-        except ChildFailed as error:
+            return apart(measure, [(folder, rank) for rank in range(2)], seconds=SECONDS)[0]
+        except Exception as error:
             raise ChannelError(
-                f"two processes could not send each other messages over loopback ({error}); describe the link "
-                "instead: --links 8gbit,0.1ms"
+                f"two processes could not send each other messages over loopback ({in_one_line(error)}); describe the "
+                "link instead: --links 8gbit,0.1ms"
             ) from error
-        return dict(json.loads((folder / "link.json").read_text()))
 
 
-def measure(folder: Path, rank: int) -> None:
-    """Exchange messages with the other process, and write ``link.json``."""
+def measure(folder: str, rank: int) -> dict[str, float]:
+    """Exchange messages with the other process, and return what they cost."""
+    torch.set_num_threads(1)
+    if (interface := loopback()) is not None:
+        os.environ[GLOO] = interface
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-
     elsewhere = torch.zeros(CACHES, dtype=torch.uint8)
 
     def exchange(num_bytes: int, *, works: bool) -> tuple[float, float]:
@@ -83,12 +74,5 @@ def measure(folder: Path, rank: int) -> None:
     (latency, _), (wall, _) = exchange(SMALL, works=False), exchange(LARGE, works=False)
     (_, per_message), (_, cpu) = exchange(SMALL, works=True), exchange(LARGE, works=True)
     dist.destroy_process_group()
-    if rank == 0:
-        link = {"bandwidth": LARGE / wall, "latency": latency, "seconds_per_message": per_message}
-        link["seconds_per_byte"] = max(cpu - per_message, 0.0) / LARGE
-        (folder / "link.json").write_text(json.dumps(link))
-
-
-if __name__ == "__main__":
-    end_with_launcher()
-    measure(Path(sys.argv[1]), int(sys.argv[2]))
+    link = {"bandwidth": LARGE / wall, "latency": latency, "seconds_per_message": per_message}
+    return {**link, "seconds_per_byte": max(cpu - per_message, 0.0) / LARGE}
