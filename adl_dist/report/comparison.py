@@ -134,19 +134,9 @@ def _table(runs: Sequence[Run], measure: Measure) -> str:
 
 def _overhead_table(runs: Sequence[Run], reference: Run | None) -> list[str]:
     """Return the table of the training to the losses of a reference, or []."""
-    rows = overhead.rows(runs, {str(run.folder): _name(run) for run in runs}, reference)
-    if not rows:
-        return []
-    first = reference or overhead.nearest_reference(runs[0], runs)
-    if reference is not None:
-        of = f"Reference: {_name(reference)}."
-    elif first.method["name"] == REFERENCE:
-        of = f"Reference: the run of {REFERENCE} that is most like the row's (model, data, M, K, seed)."
-    else:
-        of = f"Reference: the first run, {_name(first)}; choose one by `reference=RUN`."
-    return [
-        "\n".join([*markdown_table(rows), "", f"{overhead.NOTE.format(loss=overhead.loss_name(first, first))} {of}"])
-    ]
+    names = {str(run.folder): _name(run) for run in runs}
+    rows = overhead.rows(runs, names, reference)
+    return ["\n".join([*markdown_table(rows), "", overhead.note(runs, names, reference)])] if rows else []
 
 
 def _name(run: Run) -> str:

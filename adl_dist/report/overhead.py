@@ -50,9 +50,15 @@ def goals(run: Run, reference: Run) -> list[Goal]:
     return found
 
 
-def loss_name(run: Run, reference: Run) -> str:
-    """Return the loss that two runs are compared by, in words."""
-    return f"{_curves(run, reference)[0]} loss"
+def note(runs: Sequence[Run], names: Mapping[str, str], reference: Run | None = None) -> str:
+    """Return the explanation of the table of :func:`rows`, with the reference."""
+    first = reference or nearest_reference(runs[0], runs)
+    of = f"Reference: {names[str(first.folder)]}."
+    if reference is None and first.method["name"] == REFERENCE:
+        of = f"Reference: the run of {REFERENCE} that is most like the row's (model, data, M, K, seed)."
+    elif reference is None:
+        of = f"Reference: the first run, {names[str(first.folder)]}; adl-dist compare takes another: reference=RUN."
+    return f"{NOTE.format(loss=f'{_curves(first, first)[0]} loss')} {of}"
 
 
 def first_reach(curve: Sequence[Point], loss: float) -> Reached | None:

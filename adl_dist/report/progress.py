@@ -168,16 +168,12 @@ class _Terminal:
         return getattr(self._out, name)
 
     def write(self, text: str) -> int:
-        """Write ``text``, with escapes for letters that the stream lacks."""
-        encoding = getattr(self._out, "encoding", None) or "utf-8"
-        with suppress(OSError, ValueError):
-            self._out.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        """Write and flush ``text``."""
+        tell(self._out, text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream."""
-        with suppress(OSError, ValueError):
-            self._out.flush()
+        """Do nothing: all is flushed."""
 
 
 def _bar(out: IO[str]) -> Bar:
@@ -239,12 +235,17 @@ def final_table(summary: Mapping[str, Any]) -> str:
             for stage, copy in tied:
                 rows.append([copy["name"], stage, f"{copy['staleness_mean']:.3f}", copy["staleness_max"]])
             lines += ["", *text_table(rows)]
-        if coded := [(s["stage"], edge) for s in summary["stages"] for edge in s.get("coded", ())]:
-            rows = [["coded edge", "what", "codec", "relative error", "MB sent", "of its bytes"]]
-            for stage, edge in coded:
-                to, error = stage + (1 if edge["what"] == "act" else -1), edge.get("error")
-                share, sent = edge["bytes"] / max(1, edge["plain_bytes"]), edge["bytes"] / 1e6
-                shown = "" if error is None else f"{error:.3%}"
-                rows.append([f"{stage} -> {to}", edge["what"], edge["codec"], shown, f"{sent:,.1f}", f"{share:.1%}"])
-            lines += ["", *text_table(rows)]
+        if coded := coded_rows(summary):
+            lines += ["", *text_table(coded)]
     return "\n".join(lines)
+
+
+def coded_rows(summary: Mapping[str, Any]) -> list[list[object]]:
+    """Return the table of the coded messages; empty without any."""
+    rows: list[list[object]] = [["coded edge", "what", "codec", "relative error", "MB sent", "of its bytes"]]
+    for stage, edge in ((s["stage"], edge) for s in summary.get("stages", ()) for edge in s.get("coded", ())):
+        to, error = stage + (1 if edge["what"] == "act" else -1), edge.get("error")
+        share, sent = edge["bytes"] / max(1, edge["plain_bytes"]), edge["bytes"] / 1e6
+        shown = "" if error is None else f"{error:.3%}"
+        rows.append([f"{stage} -> {to}", edge["what"], edge["codec"], shown, f"{sent:,.1f}", f"{share:.1%}"])
+    return rows if len(rows) > 1 else []

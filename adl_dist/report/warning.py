@@ -1,13 +1,11 @@
 """Messages to the user and the log; an output that fails never ends a run."""
 
 import logging
-import shutil
 import sys
-import textwrap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import IO, Any
+from typing import IO
 
 from adl_dist.wording import worded
 
@@ -23,19 +21,10 @@ def tell(stream: IO[str] | None, text: str) -> None:
     """
     with suppress(OSError, ValueError):
         if stream is not None:
-            if stream.isatty():
-                text = _fitted(text, shutil.get_terminal_size().columns)
             encoding = getattr(stream, "encoding", None) or "utf-8"
             text = text.encode(encoding, "backslashreplace").decode(encoding)
             stream.write(text)  # one write: lines of several threads do not mix
             stream.flush()
-
-
-def _fitted(text: str, width: int) -> str:
-    """Break the lines of ``text`` between words, if they are wider than a terminal."""
-    how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": "  "}
-    lines = [line if len(line) <= width else "\n".join(textwrap.wrap(line, width, **how)) for line in text.split("\n")]
-    return "\n".join(lines)
 
 
 def say(text: str) -> None:

@@ -13,7 +13,7 @@ from adl_dist.report.page import parts
 from adl_dist.report.page.parts import Curve, Part, bar, chart, colour, missing, places, table, text, verbatim
 from adl_dist.report.page.recorded import Files
 from adl_dist.report.page.verdict import verdict
-from adl_dist.report.progress import PEAKS, holders
+from adl_dist.report.progress import PEAKS, coded_rows, holders
 from adl_dist.report.runs import DAMAGE, Point, Run, method_label
 from adl_dist.report.spans import spans_of_schedule, spans_of_timeline, spans_with_free_links, window
 from adl_dist.report.tables import counted
@@ -307,17 +307,12 @@ def _memory(run: Run, files: Files) -> Sequence[Part]:
 
 
 def _cut(run: Run, files: Files) -> Sequence[Part]:
-    found, timeline = list[Part](), files.timeline
-    if files.pieces or files.start or timeline is not None:
-        rows: list[Sequence[object]] = [
-            ["stage", "units", "from", "to", "weights", "optimizer", "forward", "backward", "update"]
-        ]
-        for k in range(run.num_stages):
-            piece = files.pieces[k] if len(files.pieces) == run.num_stages else None
-            held = ["", ""] if piece is None else [f"{size / 2**20:,.2f} MiB" for size in piece]
-            rows.append([k, *_units(files, k), *held, *_times(files, k)])
-        note = "Weights and optimizer: bytes in the newest checkpoint. Times: medians of the timeline, per micro-batch"
-        found += [table(rows, texts=(2, 3)), text(f"{note}; update: per update.", "quiet")]
+    found = list[Part]()
+    rows: list[Sequence[object]] = [["stage", "units", "from", "to", "forward", "backward", "update"]]
+    rows += [[k, *units, *_times(files, k)] for k, units in enumerate(files.start.get("stages", ()))]
+    if len(rows) > 1:
+        note = "Times: medians of the timeline, per micro-batch; update: per update."
+        found += [table(rows, texts=(2, 3)), text(note, "quiet")]
     if not files.units:
         return [*found, missing("the cost of each unit; set partition.balance=auto to measure it and cut by it.")]
     if len(files.units) <= MOST_UNITS:
@@ -331,17 +326,6 @@ def _cut(run: Run, files: Files) -> Sequence[Part]:
     if len(rows) > 1:
         found += [table(rows), text("Bytes of one micro-batch that cross each cut.", "quiet")]
     return found
-
-
-def _units(files: Files, stage: int) -> list[object]:
-    """Return the number of a stage's units, the first and the last."""
-    of_stages = files.start.get("stages", ())
-    if stage < len(of_stages):
-        return list(of_stages[stage])
-    if sum(files.sizes) != len(files.units) or not files.units:
-        return ["", "", ""]
-    start, size = sum(files.sizes[:stage]), files.sizes[stage]
-    return [size, files.units[start]["name"], files.units[start + size - 1]["name"]]
 
 
 def _times(files: Files, stage: int) -> list[str]:
@@ -380,14 +364,7 @@ def _links(run: Run, files: Files) -> Sequence[Part]:
         found.append(text(f"Described by partition.links: {given}."))
     if not found:
         found.append(missing("link speeds; set partition.balance=auto partition.links=auto to measure them."))
-    rows = [["link", "message", "codec", "sent", "of its bytes", "relative error"]]
-    for stage, edge in ((s["stage"], edge) for s in run.summary.get("stages", ()) for edge in s.get("coded", ())):
-        to, error = stage + (1 if edge["what"] == "act" else -1), edge.get("error")
-        share = edge["bytes"] / max(1, edge["plain_bytes"])
-        message = "activations" if edge["what"] == "act" else "gradients"
-        cells = [f"{stage} to {to}", message, edge["codec"], f"{edge['bytes'] / 1e6:,.1f} MB", f"{share:.1%}"]
-        rows.append([*cells, "" if error is None else f"{error:.3%}"])
-    return [*found, *([table(rows, texts=(1, 2))] if len(rows) > 1 else [])]
+    return [*found, *([table(coded, texts=(1, 2))] if (coded := coded_rows(run.summary)) else [])]
 
 
 def _events(run: Run, files: Files) -> Sequence[Part]:

@@ -58,7 +58,6 @@ class Curve(NamedTuple):
     name: str
     css: str
     points: Sequence[tuple[float, float]]
-    band: Sequence[tuple[float, float, float]] = ()  # x, lowest, highest
 
 
 def colour(number: int) -> str:
@@ -128,18 +127,8 @@ def _part(value: float, bounds: tuple[float, float]) -> float:
 def _series(curve: Curve, place: Callable[[float, float], str]) -> Part:
     """Return the SVG paths of a curve."""
     points = [place(*point) for point in curve.points]
-    lows, highs = ([place(end[0], end[side]) for end in curve.band] for side in (1, 2))
-    return {
-        "name": curve.name,
-        "css": curve.css,
-        "line": _path("L", points),
-        "dots": f"{_path('h0M', points)}h0" if 0 < len(points) <= MOST_DOTS else "",
-        "band": _path("L", [*lows, *reversed(highs)]),
-    }
-
-
-def _path(between: str, points: Sequence[str]) -> str:
-    return "M" + between.join(points) if points else ""
+    dots = f"M{'h0M'.join(points)}h0" if len(points) <= MOST_DOTS else ""
+    return {"name": curve.name, "css": curve.css, "line": f"M{'L'.join(points)}", "dots": dots}
 
 
 def bars(drawn: Sequence[Bar], legend: Sequence[tuple[str, str]], caption: str) -> Part:

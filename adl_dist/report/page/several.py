@@ -11,7 +11,7 @@ from adl_dist.report.page.one_run import ENDINGS, NO_SUMMARY, NO_TIMELINE, endin
 from adl_dist.report.page.parts import Curve, Part, bar, chart, colour, missing, places, table, text
 from adl_dist.report.page.recorded import Files
 from adl_dist.report.progress import holders
-from adl_dist.report.runs import Run, add_labels, measure_of
+from adl_dist.report.runs import Run, add_labels
 
 LONGEST_LABEL = 48  # characters
 MOST_CURVES = 18  # in one chart
@@ -72,7 +72,7 @@ def _curves(runs: Runs, labels: Labels, files: AllFiles) -> Sequence[Part]:
         for x, label in parts.AXES.items() if shown else ():
             drawn = [Curve(one, colour(n), places(points, x)) for n, (one, points) in enumerate(shown)]
             charts.append(chart(name.replace("/", " "), label, drawn))
-    caption = f"Seconds are without validation and saving.{left_out}"
+    caption = f"Seconds are without validation and saving. adl-dist compare draws medians over seeds.{left_out}"
     return [parts.charts(charts, caption)] if charts else [missing("the loss; no run has records of it.")]
 
 
@@ -81,27 +81,7 @@ def _overhead(runs: Runs, labels: Labels, files: AllFiles) -> Sequence[Part]:
     rows = overhead.rows(runs, names)
     if not rows:
         return [missing("the loss of two runs, without which they cannot be compared.")]
-    first = overhead.nearest_reference(runs[0], runs)
-    note = overhead.NOTE.format(loss=overhead.loss_name(first, first))
-    return [table(rows), text(f"{note} Reference: {names[str(first.folder)]}.", "quiet")]
-
-
-def _medians(runs: Runs, labels: Labels, files: AllFiles) -> Sequence[Part]:
-    seeds = {run.seed for run in runs}
-    if len(seeds) < 2:
-        return [missing(f"other seeds; all runs have seed {min(seeds)}.")]
-    measure, curves = measure_of(runs), list[Curve]()
-    for label, K in dict.fromkeys((run.label, run.num_stages) for run in runs):
-        at: dict[float, list[float]] = {}
-        for run in runs:
-            if (run.label, run.num_stages) == (label, K) and run.status == "complete":
-                for point in run.finite(measure.name):
-                    at.setdefault(point.epoch, []).append(point.value * measure.scale)
-        middle = [(epoch, statistics.median(values)) for epoch, values in sorted(at.items())]
-        band = [(epoch, min(values), max(values)) for epoch, values in sorted(at.items())]
-        curves.append(Curve(f"{label} K={K}", colour(len(curves)), middle, band))
-    drawn = chart(f"{measure.name.replace('/', ' ')}{measure.unit}", "epoch", curves)
-    return [parts.charts([drawn], "Line: median over the seeds; band: their range. adl-dist compare has the table.")]
+    return [table(rows), text(overhead.note(runs, names), "quiet")]
 
 
 def _stages(runs: Runs, labels: Labels, files: AllFiles) -> Sequence[Part]:
@@ -134,7 +114,6 @@ SECTIONS: dict[str, Callable[[Runs, Labels, AllFiles], Sequence[Part]]] = {
     "Results": _results,
     "Learning curves": _curves,
     "Training to the same loss": _overhead,
-    "Medians over seeds": _medians,
     "Stages": _stages,
     "What differs": _differences,
 }
