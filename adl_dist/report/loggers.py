@@ -200,20 +200,7 @@ class Loggers:
                 ) from error
             self._running.append((name, made))
 
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Pass a record to all loggers."""
-        self._each(lambda one: one.write(record))
-
-    def flush(self) -> None:
-        """Flush the records of all loggers."""
-        self._each(lambda one: one.flush())
-
-    def close(self) -> None:
-        """Close all loggers."""
-        self._each(lambda one: one.close())
-        self._running.clear()
-
-    def _each(self, call: Callable[[Logger], object]) -> None:
+    def each(self, call: Callable[[Logger], object]) -> None:
         """Call each logger; close and drop those that fail."""
         for name, one in [*self._running]:
             try:

@@ -42,9 +42,7 @@ class MetricsWriter:
         """
         self._folder, self._settings, self._stages_every = folder, settings or {}, stages_every
         self._call = call if call is not None else lambda make: make()
-        wanted = loggers if folder is not None else ()
-        self._board = Loggers([one for one in wanted if one == TENSORBOARD])  # it draws no random number
-        self._loggers = Loggers([one for one in wanted if one != TENSORBOARD])
+        self._loggers = Loggers(loggers if folder is not None else ())
         self._file: io.FileIO | None = None
         self._size = 0  # of the file, in whole lines
         self._is_failing = False
@@ -71,13 +69,12 @@ class MetricsWriter:
         except OSError as error:
             warn(f"{path} cannot be written ({error.strerror}); training continues without records")
             return
-        for loggers in (self._board, self._loggers):
-            loggers.start(self._folder, self._settings, from_update)
+        self._loggers.start(self._folder, self._settings, from_update)
 
     @property
     def has_loggers(self) -> bool:
-        """Whether there are loggers other than metrics.jsonl and TensorBoard."""
-        return bool(self._loggers.wanted)
+        """Whether there are loggers other than metrics.jsonl and TensorBoard, which draws no random number."""
+        return any(one != TENSORBOARD for one in self._loggers.wanted)
 
     def write_of_update(self, record: dict[str, Any]) -> None:
         """Write a record of an update; figures of stages only every few updates."""
@@ -88,25 +85,25 @@ class MetricsWriter:
         """Write one record."""
         if self._file is not None:
             self._append(self._file, json.dumps(record).encode() + b"\n")
-        self._board.write(record)
+        write = partial(self._loggers.each, lambda one: one.write(record))
         if self.has_loggers:
-            self._call(partial(self._loggers.write, record))
+            self._call(write)
+        else:
+            write()
 
     def flush(self) -> None:
         """Write everything to disk."""
         with contextlib.suppress(OSError):  # reported before
             if self._file is not None:
                 os.fsync(self._file.fileno())
-        self._board.flush()
-        self._loggers.flush()
+        self._loggers.each(lambda one: one.flush())
 
     def close(self) -> None:
         """Close the files."""
         with contextlib.suppress(OSError):
             if self._file is not None:
                 self._file.close()
-        self._board.close()
-        self._loggers.close()
+        self._loggers.each(lambda one: one.close())
 
     def _append(self, file: io.FileIO, line: bytes) -> None:
         """Append a line whole or not at all."""
