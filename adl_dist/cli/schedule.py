@@ -40,12 +40,10 @@ def schedule(arguments: list[str]) -> None:
         raise ConfigError(f"--micro-batches {num} must be from 1 to {LONGEST}; for example --micro-batches 12")
     costs = None if flags.costs is None else read_costs(flags.costs, num_stages=pipeline.num_stages)
     predicted = None if costs is None else speed(pipeline.method, costs)
-    if flags.dark and flags.out is None:
-        raise ConfigError("--dark is the background of a picture; add --out FILE.svg")
     if flags.out is not None:
-        from adl_dist.report.picture import DARK, LIGHT, draw
+        from adl_dist.report.picture import draw
 
-        draw(pipeline, flags.out, num_micro_batches=num, costs=costs, theme=DARK if flags.dark else LIGHT)
+        draw(pipeline, flags.out, num_micro_batches=num, costs=costs)
     if flags.json:
         facts: dict[str, Any] = {
             "method": {**pipeline.method.settings, "summary": pipeline.spec.summary},
@@ -92,7 +90,6 @@ def _flags(arguments: list[str]) -> argparse.Namespace:
     tied = "stages that hold a copy of the same weights, as YAML, like [0,3], or of several ties [[0,3],[1,2]]"
     add("--tied", metavar="STAGES", help=tied)
     add("--out", type=Path, metavar="FILE", help="draw it: FILE.svg, FILE.png or FILE.pdf")
-    add("--dark", action="store_true", help="with --out: a picture for a dark page")
     add("--json", action="store_true", help="print one JSON object instead of the table")
     return parser.parse_intermixed_args(arguments)
 
