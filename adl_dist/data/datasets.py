@@ -6,14 +6,12 @@ takes a second and most processes never need them.
 """
 
 import fcntl
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -148,28 +146,21 @@ def imagefolder(
         augment: whether training images are cropped and flipped at random; if not, they are treated as validation
             images are.
         image_size: height and width in pixels.
-        cache: whether to keep images in memory, from before the random transforms. Small images that are all square
-            when resized are read at the start and transformed a micro-batch at once. Others are kept when they are
-            first read, which helps only with ``data.num_workers=0``, because workers end with their epoch.
+        cache: whether to keep images in memory when they are first read, from before the random transforms; workers
+            keep theirs beyond an epoch with ``data.persistent_workers``.
         mean: means of red, green and blue, in [0, 1]; by default CIFAR-10's up to 64 pixels, ImageNet's above.
         std: standard deviations; needs ``mean``.
 
     Raises:
         DataError: If a folder is missing, has no images or other classes, or, on loading, an image is unreadable.
-        ConfigError: If ``image_size`` is below 1, or ``mean`` and ``std`` are not three numbers each.
+        ConfigError: If only one of ``mean`` and ``std`` is given.
     """
     small = image_size <= LARGEST_SMALL_IMAGE
     statistics = CIFAR10_STATISTICS if small else IMAGENET_STATISTICS
-    own: Any = mean, std
-    if mean is not None or std is not None:
-        for name, values, least, above in (("mean", mean, -math.inf, ""), ("std", std, 0, " above 0")):
-            is_list = isinstance(values, list | tuple) and len(values) == 3
-            if not is_list or not all(isinstance(v, int | float) and least < v < math.inf for v in values or ()):
-                raise ConfigError(
-                    f"data.{name}={values}: expected three numbers{above}, of red, green and blue; data.mean and "
-                    f"data.std go together, for example data.mean={list(statistics[0])} data.std={list(statistics[1])}"
-                )
-        statistics = own
+    if (mean is None) != (std is None):
+        raise ConfigError("data.mean and data.std go together: three numbers each, of red, green and blue")
+    if mean is not None and std is not None:
+        statistics = mean, std
     return _open(root, statistics, small=small, augment=augment, image_size=image_size, cache=cache)
 
 
@@ -185,7 +176,6 @@ def imagenet(
     Raises:
         DataError: If files are missing, or there are not ``num_classes`` folders: a folder that was not unpacked would
             shift the classes after it.
-        ConfigError: If ``image_size`` is below 1.
     """
     statistics = IMAGENET_STATISTICS
     try:
@@ -212,16 +202,8 @@ def _open(
     from torchvision.datasets import ImageFolder
     from torchvision.transforms import v2
 
-    if image_size < 1:
-        raise ConfigError(f"data.image_size must be at least 1 pixel, got {image_size}")
     folder = Path(root).expanduser().absolute()
     train, validation = folder / "train", folder / ("val" if (folder / "val").is_dir() else "test")
-    for path, name, expected in ((train, "train", "train"), (validation, "validation", "val or test")):
-        if not path.is_dir():
-            raise DataError(
-                f"{name} dataset: expected a folder {expected} in {folder}, with one folder for each class, got none; "
-                "set data.root to the folder that holds the training and the validation images"
-            )
     resize, geometry = v2.Resize(image_size if small else round(image_size * 256 / 224)), [v2.CenterCrop(image_size)]
     try:
         seen_whole = ImageFolder(str(validation), transform(statistics, geometry), loader=_Reader(resize, cache=cache))
@@ -231,7 +213,10 @@ def _open(
             resize, geometry = None, [v2.RandomResizedCrop(image_size), v2.RandomHorizontalFlip()]
         dataset = ImageFolder(str(train), transform(statistics, geometry), loader=_Reader(resize, cache=cache))
     except FileNotFoundError as error:
-        raise DataError(f"{folder}: expected images in one folder for each class: {text_of(error)}") from error
+        raise DataError(
+            f"{folder}: expected the folders train and val (or test), each with one folder for each class: "
+            f"{text_of(error)}; set data.root to the folder that holds them"
+        ) from error
     num_found = len(dataset.classes)
     if num_classes is not None and num_found != num_classes:
         raise DataError(
@@ -244,29 +229,7 @@ def _open(
             f"{folder}: expected the same classes in {train.name} and {validation.name}, but only one of them "
             f"has {', '.join(odd[:5])}{' ...' if len(odd) > 5 else ''}; class indices would not agree"
         )
-    if cache and small:
-        images = _held(dataset, image_size), _held(seen_whole, image_size)
-        if images[0] is not None and images[1] is not None:
-            padding = image_size // 8 if augment else 0
-            return (
-                SmallImages(images[0], dataset.targets, statistics, padding=padding, flips=augment),
-                SmallImages(images[1], seen_whole.targets, statistics),
-            )
     return dataset, seen_whole
-
-
-def _held(folder: Any, size: int) -> Tensor | None:
-    """Return a folder's images [N, 3, size, size], or None if one differs."""
-    images = torch.empty(len(folder.samples), 3, size, size, dtype=torch.uint8)
-    for place, (path, _) in enumerate(folder.samples):
-        try:
-            image = folder.loader(path)
-        except DataError:
-            return None
-        if image.size != (size, size):
-            return None
-        images[place] = torch.from_numpy(np.array(image)).permute(2, 0, 1)
-    return images
 
 
 class _Reader:
@@ -304,12 +267,8 @@ def synthetic(
     """Make images that can be learnt.
 
     Each is a smooth pattern of its class (i mod ``num_classes``) plus as much noise. ``seed`` is that of patterns and
-    noise, not of the run. ConfigError if a count is below 1.
+    noise, not of the run.
     """
-    counts = {"num_samples": num_samples, "num_validation": num_validation, "num_classes": num_classes}
-    for key, count in (counts | {"in_channels": in_channels, "image_size": image_size}).items():
-        if count < 1:
-            raise ConfigError(f"data.{key} must be at least 1, got {count}")
     generator = torch.Generator().manual_seed(stream_seed(seed, "synthetic patterns"))
     patterns = torch.randn(num_classes, in_channels, 4, 4, generator=generator)
     return (

@@ -5,18 +5,15 @@ import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import pickle
-import resource
-import shutil
 import signal
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from multiprocessing.context import BaseContext
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,9 +26,9 @@ from adl_dist.batch import Structure, describe_structure, map_batch
 from adl_dist.data.collate import Pair, as_pair, collated, described, stacked
 from adl_dist.data.loading import PLAIN, Loading, check_dataset
 from adl_dist.data.own_code import own_code
-from adl_dist.data.rows import rows_of
+from adl_dist.data.rows import Take, rows_of
 from adl_dist.data.stream import Stream, is_iterable, seeded
-from adl_dist.errors import DataError, text_of
+from adl_dist.errors import DataError, in_one_line
 from adl_dist.seeds import stream_seed, stream_seeds
 from adl_dist.streams import seed_streams, streams_kept
 
@@ -39,11 +36,11 @@ Task = tuple[int, NDArray[np.int64], NDArray[np.uint64]]  # a micro-batch: epoch
 
 # Signals to a whole process group or job are for the process that trains. It needs data until its pipeline is empty.
 _NOT_FOR_WORKERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-SHARED_MEMORY = "/dev/shm"  # where workers put micro-batches
-NO_SCRIPT = (
-    "these processes find only what a file defines, nothing of a notebook or of standard input: put the dataset into "
-    "a file and import it, or use num_workers=0"
+NEEDS = (
+    "it needs memory, open files (ulimit -n), shared memory in /dev/shm (docker run --shm-size=8g), the dataset in a "
+    "module that it can import, and a script that works only under `if __name__ == '__main__':`; or use num_workers=0"
 )
+T = TypeVar("T")
 
 
 def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> NDArray[np.int64]:
@@ -121,26 +118,16 @@ class Loader:
             samples' own dtypes and shapes, or collated; a Python float becomes torch's default dtype.
 
         Raises:
-            DataError: If there are too few samples for ``sizes``, a sample is not a pair of tensors or numbers, two
-                samples of a micro-batch differ in shape or dtype, the dataset itself raises, or the dataset cannot be
-                sent to workers.
+            DataError: If a sample is not a pair of tensors or numbers, two samples of a micro-batch differ in shape or
+                dtype, the dataset itself raises, or a worker fails.
         """
-        available = self.num_samples - first_sample
-        if sum(sizes) > available or min(sizes, default=1) < 1:
-            raise DataError(
-                f"epoch {epoch + 1}: expected micro-batches of at least 1 sample, {available} in all, got sizes "
-                f"{list(sizes)}, {sum(sizes)} in all"
-            )
         self._tasks[:] = tasks = self._tasks_of(epoch, first_sample, sizes)
         num_workers = min(self.num_workers, len(sizes))  # one sample, which shapes are agreed with, needs one worker
-        if not num_workers:
-            yield from self._by_this_process(tasks)
-            return
-        keeps = self._loading.persistent_workers and num_workers == self.num_workers
+        keeps = self._loading.persistent_workers and num_workers == self.num_workers > 0
         iterator = self._started(num_workers, self._tasks if keeps else tasks, keeps=keeps)
         is_usable = False
         try:
-            for loaded in _until_worker_ends(iterator):
+            for loaded in _until_worker_ends(iterator) if num_workers else iterator:
                 yield self._checked(loaded)
             is_usable = True
         except GeneratorExit:
@@ -150,14 +137,6 @@ class Loader:
             if not (keeps and is_usable):
                 _end_workers(iterator)
                 self._kept = None if keeps else self._kept
-
-    def _by_this_process(self, tasks: Sequence[Task]) -> Iterator[Pair]:
-        micro_batches = _MicroBatches(self._dataset, self._seed, self._loading.collate_fn, self.stream)
-        for task in tasks:
-            input_, target = self._checked(micro_batches[task])
-            if self._pin_memory:
-                input_, target = (map_batch(Tensor.pin_memory, part) for part in (input_, target))
-            yield input_, target
 
     def close(self) -> None:
         """End persistent workers; the next epoch starts others."""
@@ -205,9 +184,8 @@ class Loader:
         return [(epoch, order[place], seeds[place]) for place in places]
 
     def _started(self, num_workers: int, tasks: list[Task], *, keeps: bool) -> Iterator[Any]:
-        """Let workers begin ``tasks``; return torch's iterator over micro-batches."""
+        """Let workers, if any, begin ``tasks``; return torch's iterator over micro-batches."""
         loader = self._kept if keeps else None
-        _check_script()
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Got pickle error")  # the DataError says it
@@ -216,9 +194,7 @@ class Loader:
                 loader = loader or self._torch_loader(num_workers, tasks, keeps=keeps)
                 iterator = iter(loader)
         except (OSError, RuntimeError) as error:
-            if (lacking := _lacking(error)) is None:
-                raise
-            raise lacking from error
+            raise _failed(error) from error
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise DataError(
                 f"{type(self._dataset).__name__} cannot be sent to the processes that load data: {error}; define its "
@@ -230,12 +206,14 @@ class Loader:
 
     def _torch_loader(self, num_workers: int, tasks: list[Task], *, keeps: bool) -> DataLoader[Any]:
         return DataLoader(
-            _MicroBatches(self._dataset, self._seed, self._loading.collate_fn),
+            # A stream is read by this process.
+            _MicroBatches(self._dataset, self._seed, self._loading.collate_fn, self.stream),
             sampler=tasks,
             batch_size=None,  # an element of the dataset is a whole micro-batch already
+            collate_fn=_as_it_is,
             num_workers=num_workers,
             pin_memory=self._pin_memory,
-            multiprocessing_context=_worker_context(),
+            multiprocessing_context=_worker_context() if num_workers else None,
             worker_init_fn=partial(_begin_worker, self._cores),
             # Without it the workers' own seeds would be drawn from the process's global stream.
             generator=torch.Generator().manual_seed(0),
@@ -246,7 +224,7 @@ class Loader:
         """Return a micro-batch with the containers of the first; raise its error."""
         if isinstance(micro_batch, DataError):
             raise micro_batch
-        # torch's DataLoader makes lists of tuples.
+        # torch makes lists of tuples where it pins memory.
         input_, target = (tuple(part) if isinstance(part, list) else part for part in micro_batch)
         structures = [tree_structure(input_), tree_structure(target)]
         if self._structures is None:
@@ -271,7 +249,11 @@ class _MicroBatches(Dataset["Pair | DataError"]):
         stream: Stream | None = None,
     ) -> None:
         self._dataset, self._seed, self._collate_fn, self._stream = dataset, seed, collate_fn, stream
-        self._rows = rows_of(dataset) if collate_fn is None else None
+
+    @cached_property
+    def _take(self) -> Take | None:
+        """The function that takes many samples at once, made by the process that uses it."""
+        return rows_of(self._dataset) if self._collate_fn is None else None
 
     def __getitem__(self, task: Task) -> "Pair | DataError":
         """Load a micro-batch, or return the error.
@@ -280,20 +262,20 @@ class _MicroBatches(Dataset["Pair | DataError"]):
         """
         try:
             pair = self._load(*task)
-            if get_worker_info() is not None:  # what fails in the thread of torch that sends is never known
-                for part in pair:
-                    map_batch(Tensor.share_memory_, part)
-            return pair
         except DataError as error:
             return error
-        except (RuntimeError, OSError) as error:
-            if (lacking := _lacking(error)) is None:
-                raise
-            return lacking
+        if get_worker_info() is not None:  # what fails in the thread of torch that sends is never known
+            try:
+                for part in pair:
+                    map_batch(Tensor.share_memory_, part)
+            except (RuntimeError, OSError) as error:
+                return _failed(error)
+        return pair
 
     def _load(self, epoch: int, indices: NDArray[np.int64], seeds: NDArray[np.uint64]) -> Pair:
-        if self._rows is not None and (pair := self._rows.take(indices, seeds)) is not None:
-            return pair
+        if self._take is not None:
+            with own_code(f"sample {indices[0]}: {type(self._dataset).__name__}"):
+                return self._take(indices, seeds)
         with streams_kept():
             return self._one_by_one(epoch, indices.tolist(), seeds.tolist())
 
@@ -331,48 +313,16 @@ def _until_worker_ends(iterator: Iterator[Any]) -> Iterator[Any]:
     try:
         yield from iterator
     except (RuntimeError, OSError) as error:
-        ends = {worker.exitcode for worker in getattr(iterator, "_workers", ())}
-        if (lacking := _lacking(error, -signal.SIGBUS in ends)) is not None:
-            raise lacking from error
-        if "DataLoader worker" not in text_of(error):
-            raise
-        cause = "was it killed, or is memory short? Use fewer of them (num_workers), or 0"
-        if 1 in ends:  # by an exception: those of the dataset arrive as a DataError
-            script = getattr(sys.modules.get("__main__"), "__file__", None)
-            cause = (
-                NO_SCRIPT
-                if script is None
-                else (
-                    f"these processes import {Path(script).name}, which does its work at once or fails: put that under "
-                    "`if __name__ == '__main__':`, or use num_workers=0"
-                )
-            )
-        raise DataError(f"a process that loads data has ended ({error}); {cause}") from error
+        raise _failed(error) from error
 
 
-def _check_script() -> None:
-    """Raise DataError if workers cannot import the script again."""
-    script = getattr(sys.modules.get("__main__"), "__file__", None)
-    if script is not None and not Path(script).exists():
-        raise DataError(f"{script} cannot be imported by the processes that load data; {NO_SCRIPT}")
+def _failed(error: Exception) -> DataError:
+    """Return the error of a worker, which torch describes."""
+    return DataError(f"a process that loads data has failed ({in_one_line(error)}); {NEEDS}")
 
 
-def _lacking(error: Exception, is_shared_memory_full: bool = False) -> DataError | None:
-    """Return the error of a machine without the files or the shared memory that workers need, or None."""
-    text = text_of(error)
-    if "Too many open files" in text or "ancdata" in text:
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return DataError(
-            f"processes that load data need more open files than the limit of {limit}: raise it, for example by "
-            "ulimit -n 4096, or use num_workers=0"
-        )
-    if not (is_shared_memory_full or any(word in text for word in ("No space left", "Read-only", "shared memory"))):
-        return None
-    size = shutil.disk_usage(SHARED_MEMORY).total / 2**20
-    return DataError(
-        f"{SHARED_MEMORY} has {size:.3g} MiB, too little for the processes that load data ({text}): give it more, for "
-        "example by docker run --shm-size=8g, or use num_workers=0"
-    )
+def _as_it_is(micro_batch: T) -> T:
+    return micro_batch
 
 
 def _end_workers(iterator: object) -> None:

@@ -108,19 +108,6 @@ def test_micro_batches_have_exactly_the_sizes_asked_for():
     assert loaded([]) == []
 
 
-@pytest.mark.parametrize(
-    ("sizes", "first", "message"),
-    [
-        ([20, 1], 0, r"20 in all, got sizes \[20, 1\], 21 in all"),
-        ([4, 0], 0, "of at least 1 sample"),
-        ([14], 7, "13 in all, got sizes"),
-    ],
-)
-def test_sizes_that_the_dataset_cannot_fill_are_refused(sizes, first, message):
-    with pytest.raises(DataError, match=f"epoch 3: expected micro-batches .*{message}"):
-        next(Loader(Augmented(), seed=5, shuffle=True).batches(2, sizes, first_sample=first))
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("end", ["exhausted", "closed early", "raises"])
 def test_an_epoch_that_ends_leaves_random_streams_and_no_worker(end, num_workers):

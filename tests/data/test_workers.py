@@ -46,18 +46,12 @@ def test_an_odd_exception_of_a_sample_is_told(kind):
         load(Raises(kind))
 
 
-def test_a_script_from_standard_input_starts_no_worker(monkeypatch):
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", "<stdin>", raising=False)
-    with pytest.raises(DataError, match=r"<stdin> cannot be imported .* put the dataset into a file"):
-        load()
-
-
 def _load_with_few_files():
     load()  # the fork server runs
     taken = {*map(int, os.listdir("/proc/self/fd"))}
     limit = [number for number in range(max(taken) + 8) if number not in taken][4]  # four more
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-    with pytest.raises(DataError, match=rf"more open files than the limit of {limit}: .* num_workers=0"):
+    with pytest.raises(DataError, match=r"Too many open files.* it needs .* \(ulimit -n\).* num_workers=0"):
         load(num_workers=2, num_batches=2)
 
 
@@ -95,7 +89,7 @@ def test_a_script_that_workers_cannot_import_is_named(first, tmp_path):
     pathlib.Path(tmp_path, "unguarded.py").write_text(first + UNGUARDED)
     done = as_command(sys.executable, "unguarded.py", cwd=tmp_path)
     last = done.err.strip().splitlines()[-1]
-    assert re.search(r"DataError: .* these processes import unguarded.py, .* `if __name__ == '__main__':`", last), done
+    assert re.search(r"DataError: a process that loads data has failed.* `if __name__ == '__main__':`", last), done
 
 
 LARGE = """
@@ -108,8 +102,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("options", "size"), [("size=4m", "4"), ("size=64k", "0.0625"), ("ro", r"[\d.e+]+")])
-def test_little_shared_memory_is_named(options, size, tmp_path):
+@pytest.mark.parametrize("options", ["size=4m", "size=64k", "ro"])
+def test_little_shared_memory_is_named(options, tmp_path):
     inside = "mount -t tmpfs -o $0 tmpfs /dev/shm && exec $1 large.py"
     words = ("unshare", "-Urm", "bash", "-c", inside, options, sys.executable)
     if subprocess.run(["unshare", "-Urm", "true"], check=False).returncode:
@@ -117,4 +111,4 @@ def test_little_shared_memory_is_named(options, size, tmp_path):
     pathlib.Path(tmp_path, "large.py").write_text(LARGE)
     done = as_command(*words, cwd=tmp_path)
     last = done.err.strip().splitlines()[-1]
-    assert re.search(rf"DataError: /dev/shm has {size} MiB, too little .* --shm-size=8g, or use num_workers=0", last)
+    assert re.search(r"DataError: a process that loads data has failed.* --shm-size=8g.* or use num_workers=0", last)

@@ -117,9 +117,6 @@ class RunConfig:
             raise ConfigError(f"data.shuffle must be true or false, got {shuffle!r}")
         if type(num_workers) is not int or num_workers < 0:
             raise ConfigError(f"data.num_workers must be a whole number of at least 0, got {num_workers!r}")
-        per_epoch = self.data.get("samples_per_epoch")
-        if per_epoch is not None and (type(per_epoch) is not int or per_epoch < 1):
-            raise ConfigError(f"data.samples_per_epoch must be a whole number of at least 1, got {per_epoch!r}")
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> "RunConfig":
