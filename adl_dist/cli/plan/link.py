@@ -42,7 +42,7 @@ def link_figures(device: str) -> dict[str, Any]:
 
 
 def measure(folder: str, rank: int) -> dict[str, float]:
-    """Exchange messages with the other process, and return what they cost."""
+    """Exchange messages with the other process, and return their costs."""
     torch.set_num_threads(1)
     if (interface := loopback()) is not None:
         os.environ[GLOO] = interface
