@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
 
 import yaml
 
@@ -33,6 +32,17 @@ ENDINGS = {
     "diverged": ("bad", "Diverged"),
     "stopped": ("", "Stopped"),
     "unfinished": ("bad", "Not finished: it still trains, was killed, or failed"),
+}
+# Of summary.json, with their names in the table of results.
+FIGURES = {
+    "mfu": "share of the devices' peak (MFU)",
+    "train_seconds": "seconds of training",
+    "seconds": "seconds from start to end",
+    "epochs": "epochs",
+    "updates": "updates",
+    "skipped_updates": "skipped updates",
+    "num_samples": "samples",
+    "num_tokens": "tokens",
 }
 # Curves with charts of their own, or without.
 APART = {"loss", "learning_rate", "gradient_norm", "samples_per_second", "tokens_per_second", "mfu", "skipped_updates"}
@@ -119,42 +129,38 @@ def _best(run: Run, name: str) -> Point | None:
     return (min if mode == LOWEST else max)(curve, key=lambda point: point.value)
 
 
-def _results(run: Run, files: Files) -> Sequence[Part]:
-    summary = run.summary
-    if not summary:
-        rows: list[Sequence[object]] = [["newest record", "value", "update"]]
-        rows += [
-            [name, value_text(name, points[-1].value), points[-1].update + 1]
-            for name, points in run.curves.items()
-            if name.startswith(("train/", "validation/"))
-        ]
-        return [missing(NO_SUMMARY), *([table(rows)] if len(rows) > 1 else [])]
-    rows = [["", "at the end", "best", "in epoch"]]
-    for name, value in summary.items():
-        if name.startswith("validation_"):
-            best = _best(run, name)
-            behind = ["", ""] if best is None else [value_text(name, best.value), f"{best.epoch:.4g}"]
-            rows.append([name.replace("_", " "), value_text(name, value), *behind])
-    speed = summary.get("tokens_per_second", summary.get("samples_per_second"))
-    rows += [[f"{run.unit} per second", value_text("", speed), "", ""]] if speed is not None else []
-    for name, label in (
-        ("mfu", "share of the devices' peak (MFU)"),
-        ("train_seconds", "seconds of training"),
-        ("seconds", "seconds from start to end"),
-        ("epochs", "epochs"),
-        ("updates", "updates"),
-        ("skipped_updates", "skipped updates"),
-        ("num_samples", "samples"),
-        ("num_tokens", "tokens"),
-    ):
-        if name in summary:
-            rows.append([label, value_text(name, summary[name]), "", ""])
-    found: list[Part] = [table(rows)]
-    if not any(name.startswith("validation_") for name in summary):
+def results(shown: Sequence[tuple[str, Run]]) -> Sequence[Part]:
+    """Return the results of runs with labels, each run in a column; newest records where there are no results."""
+    runs = [run for _, run in shown]
+    known = dict.fromkeys(n.replace("/", "_", 1) for run in runs for n in (*run.summary, *run.curves))
+    kinds = ("validation_",) if all(run.summary for run in runs) else ("validation_", "train_")
+    names = [name for name in known if name.startswith(kinds) and name not in FIGURES]
+    rows: list[Sequence[object]] = [["", *(label for label, _ in shown)]]
+    rows += [[name.replace("_", " "), *(_end_and_best(run, name) for run in runs)] for name in names]
+    speeds = [run.summary.get("tokens_per_second", run.summary.get("samples_per_second", 0.0)) for run in runs]
+    texts = [f"{value_text('', speed)} {run.unit}/s" if speed else "" for run, speed in zip(runs, speeds, strict=True)]
+    if most := max(speeds):
+        rows.append(["speed", *(bar(one, 100 * speed / most) for one, speed in zip(texts, speeds, strict=True))])
+    for name, label in FIGURES.items():
+        if any(name in run.summary for run in runs):
+            cells = (value_text(name, run.summary[name]) if name in run.summary else "" for run in runs)
+            rows.append([label, *cells])
+    if len(runs) > 1:
+        peaks = (max((one["peak_memory_bytes"] for one in holders(run.summary)), default=0) for run in runs)
+        rows.append(["memory of the largest process", *(f"{peak / 2**20:,.0f} MiB" if peak else "" for peak in peaks)])
+        rows.append(["end", *(ENDINGS[ending(run)][1].partition(":")[0].lower() for run in runs)])
+    found: list[Part] = [table(rows, texts=range(1, len(rows[0])))] if len(rows) > 1 else []
+    found += [] if any(run.summary for run in runs) else [missing(NO_SUMMARY)]
+    if not any(name.startswith("validation_") for name in names):
         found.append(missing("validation; give the run validation data."))
-    if run.status == "unfinished":
-        found.append(text("These figures are of an earlier end of this run.", "quiet"))
-    return [*found, text("Times and speeds are those since the run was last started.", "quiet")]
+    return [*found, text("Times and speeds are those since a run was last started.", "quiet")]
+
+
+def _end_and_best(run: Run, name: str) -> str:
+    points = run.curves.get(name.replace("_", "/", 1), ())
+    end, best = run.summary.get(name, points[-1].value if points else None), _best(run, name)
+    shown = "" if best is None else f" (best {value_text(name, best.value)}, epoch {best.epoch:.4g})"
+    return "" if end is None else f"{value_text(name, end)}{shown}"
 
 
 def _curves(run: Run, files: Files) -> Sequence[Part]:
@@ -207,37 +213,35 @@ def _throughput(run: Run, files: Files) -> Sequence[Part]:
     return [parts.charts([drawn], f"Each point: mean over the time since the one before it. At most {BINS} points.")]
 
 
-def _stages(run: Run, files: Files) -> Sequence[Part]:
-    stages: Sequence[Mapping[str, Any]] = run.summary.get("stages", ())
-    found = list[Part]()
-    if stages:
+def stage_table(shown: Sequence[tuple[str, Run]]) -> list[Part]:
+    """Return how busy and how stale the stages of runs with labels were."""
+    rows: list[Sequence[object]] = [["", "stage", "busy", "delay", "mean staleness", "expected", "largest"]]
+    for label, run in shown:
         planned = {f.stage: f for f in figures(run.pipeline)} if run.pipeline is not None else {}
-        head = ["stage", "busy", "delay", "mean staleness", "expected", "largest"]
-        rows: list[Sequence[object]] = [head]
-        for stage in stages:
+        for stage in run.summary.get("stages", ()):
             plan, busy = planned.get(stage["stage"]), stage["busy_share"]
             expected = ["", ""] if plan is None else [plan.delay, f"{plan.staleness_mean:.3f}"]
             stale = [expected[0], f"{stage['staleness_mean']:.3f}", expected[1], stage["staleness_max"]]
-            rows.append([stage["stage"], bar(f"{busy:.0%}", 100 * busy), *stale])
-        note = (
-            "Busy: the share of training time in forward, backward and update. Delay: in micro-batches. Staleness: "
-            "updates of the stage between the forward of a micro-batch and its own update; expected: that of the "
-            "schedule, once the pipeline is full."
-        )
-        found += [table(rows, texts=(1,)), text(note, "quiet")]
-    else:
-        found.append(missing(NO_SUMMARY))
-    charts = list[Part]()
+            rows.append([label, stage["stage"], bar(f"{busy:.0%}", 100 * busy), *stale])
+    if len(rows) == 1:
+        return [missing(NO_SUMMARY)]
+    note = (
+        "Busy: the share of training time in forward, backward and update. Delay: in micro-batches. Staleness: "
+        "updates of the stage between the forward of a micro-batch and its own update; expected: that of the "
+        "schedule, once the pipeline is full."
+    )
+    return [table(rows, texts=(2,)), text(note, "quiet")]
+
+
+def _stages(run: Run, files: Files) -> Sequence[Part]:
+    found, charts = stage_table([("", run)]), list[Part]()
     if busy_shares := _of_stages(run, "stage/busy_share", run.finite, scale=100):
         charts.append(chart("busy (%)", "epoch", busy_shares, from_zero=True, top=100))
     if staleness := _of_stages(run, "stage/staleness", lambda name: _over_epoch(run.finite(name))):
         charts.append(chart("mean staleness (updates)", "epoch", staleness, from_zero=True))
     if charts:
-        found.append(
-            parts.charts(
-                charts, "Staleness: moving average over the records of an epoch (runtime.stage_records_every)."
-            )
-        )
+        note = "Staleness: moving average over the records of an epoch (runtime.stage_records_every)."
+        found.append(parts.charts(charts, note))
     if files.timeline is not None:
         found.append(parts.shares(files.timeline, "The time of each stage during the timeline below."))
     return found
@@ -401,7 +405,7 @@ def _configuration(run: Run, files: Files) -> Sequence[Part]:
 
 
 SECTIONS: dict[str, Callable[[Run, Files], Sequence[Part]]] = {
-    "Results": _results,
+    "Results": lambda run, files: results([("", run)]),
     "Learning curves": _curves,
     "Throughput": _throughput,
     "Stages": _stages,

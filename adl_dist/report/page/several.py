@@ -1,16 +1,14 @@
 """The content of the page that compares several runs."""
 
-import statistics
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from adl_dist.errors import ConfigError
 from adl_dist.report import overhead
 from adl_dist.report.page import parts
-from adl_dist.report.page.one_run import ENDINGS, NO_SUMMARY, NO_TIMELINE, ending, title_of, value_text
-from adl_dist.report.page.parts import Curve, Part, bar, chart, colour, missing, places, table, text
+from adl_dist.report.page.one_run import NO_TIMELINE, results, stage_table, title_of
+from adl_dist.report.page.parts import Curve, Part, chart, colour, missing, places, table, text
 from adl_dist.report.page.recorded import Files
-from adl_dist.report.progress import holders
 from adl_dist.report.runs import Run, add_labels
 
 LONGEST_LABEL = 48  # characters
@@ -38,30 +36,6 @@ def labels_of(runs: Sequence[Run]) -> list[str]:
     return [f"{name}: {title_of(run).partition(':')[0]}" for name, run in zip(names, runs, strict=True)]
 
 
-def _results(runs: Runs, labels: Labels, files: AllFiles) -> Sequence[Part]:
-    names = list(dict.fromkeys(name for run in runs for name in run.summary if name.startswith("validation_")))
-    speeds = [run.summary.get("tokens_per_second", run.summary.get("samples_per_second")) for run in runs]
-    most = max((speed for speed in speeds if speed is not None), default=1.0)
-    head = ["run", *(name.replace("_", " ") for name in names), "updates", "training", "speed", "staleness", "memory"]
-    rows: list[Sequence[object]] = [[*head, ""]]
-    for run, label, speed in zip(runs, labels, speeds, strict=True):
-        summary = run.summary
-        stale = [stage["staleness_mean"] for stage in summary.get("stages", ())]
-        peak = max((one["peak_memory_bytes"] for one in holders(summary)), default=None)
-        rows.append([
-            label,
-            *(value_text(name, summary[name]) if name in summary else "" for name in names),
-            summary.get("updates", ""),
-            f"{summary['train_seconds']:,.1f} s" if "train_seconds" in summary else "",
-            "" if speed is None else bar(f"{value_text('', speed)} {run.unit}/s", 100 * speed / most),
-            f"{statistics.mean(stale):.3f}" if stale else "",
-            "" if peak is None else f"{peak / 2**20:,.0f} MiB",
-            ENDINGS[ending(run)][1].partition(":")[0].lower() if ending(run) != "complete" else "",
-        ])  # fmt: skip
-    note = "Staleness: mean over the stages, in updates. Memory: of the process that held most."
-    return [table(rows, texts=(head.index("speed"),)), text(note, "quiet")]
-
-
 def _curves(runs: Runs, labels: Labels, files: AllFiles) -> Sequence[Part]:
     charts, left_out = list[Part](), ""
     for name in ("validation/loss", "validation/accuracy", "train/loss"):
@@ -85,19 +59,10 @@ def _overhead(runs: Runs, labels: Labels, files: AllFiles) -> Sequence[Part]:
 
 
 def _stages(runs: Runs, labels: Labels, files: AllFiles) -> Sequence[Part]:
-    K = max((len(run.summary.get("stages", ())) for run in runs), default=0)
-    if not K:
-        return [missing(NO_SUMMARY)]
-    found = list[Part]()
-    for title, name, form in (("busy", "busy_share", "{:.0%}"), ("mean staleness", "staleness_mean", "{:.3f}")):
-        rows: list[Sequence[object]] = [[title, *(f"stage {k}" for k in range(K))]]
-        for run, label in zip(runs, labels, strict=True):
-            cells = [form.format(stage[name]) for stage in run.summary.get("stages", ())]
-            rows.append([label, *cells, *[""] * (K - len(cells))])
-        found.append(table(rows))
     timelines = [(label, file.timeline) for label, file in zip(labels, files, strict=True) if file.timeline is not None]
-    found += [parts.shares(timeline, f"{label}: the time of each stage.") for label, timeline in timelines]
-    return found if timelines else [*found, missing(NO_TIMELINE)]
+    shares = [parts.shares(timeline, f"{label}: the time of each stage.") for label, timeline in timelines]
+    table_ = stage_table(list(zip(labels, runs, strict=True)))
+    return [*table_, *shares, *([] if timelines else [missing(NO_TIMELINE)])]
 
 
 def _differences(runs: Runs, labels: Labels, files: AllFiles) -> Sequence[Part]:
@@ -111,7 +76,7 @@ def _differences(runs: Runs, labels: Labels, files: AllFiles) -> Sequence[Part]:
 
 
 SECTIONS: dict[str, Callable[[Runs, Labels, AllFiles], Sequence[Part]]] = {
-    "Results": _results,
+    "Results": lambda runs, labels, files: results(list(zip(labels, runs, strict=True))),
     "Learning curves": _curves,
     "Training to the same loss": _overhead,
     "Stages": _stages,
