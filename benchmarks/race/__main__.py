@@ -13,8 +13,7 @@ from typing import Any
 
 from adl_dist.checkpoint.run_dir import make_folder
 from adl_dist.cli.bench.command import circumstances
-from adl_dist.cli.bench.entries import ModelSurvey
-from adl_dist.cli.bench.fairness import check_fair
+from adl_dist.cli.bench.entries import ModelSurvey, check_fair
 from adl_dist.cli.bench.runner import BenchConfig
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import Parser, compose_run, parse

@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ import torch
 
 import adl_dist
 from adl_dist.checkpoint.run_dir import make_folder
-from adl_dist.cli.bench.entries import DEFAULT, NAMES, Entry, entries, survey
-from adl_dist.cli.bench.fairness import check_fair
+from adl_dist.cli.bench.entries import DEFAULT, NAMES, Entry, check_fair, entries, survey
 from adl_dist.cli.bench.report import Row, draw, report, rows
 from adl_dist.cli.bench.runner import BenchConfig, Measured, measure_once
 from adl_dist.cli.config import instantiate
@@ -48,7 +46,7 @@ def bench(argv: list[str]) -> None:
     _check(flags, config)
     instantiate.check_targets(config)
     check_device(config.runtime.device)
-    able, left_out = entries(flags.contenders.split(","), config, warmup=flags.warmup, spreads=bool(flags.prefix))
+    able, left_out = entries(flags.contenders.split(","), config, warmup=flags.warmup)
     if not able:
         raise ConfigError(f"no contender is left: {'; '.join(f'{name}: {why}' for name, why in left_out.items())}")
     is_named = any(word.lstrip("+").startswith("run_dir=") for word in flags.overrides)
@@ -62,23 +60,18 @@ def bench(argv: list[str]) -> None:
         survey=apart(survey, [(config, able)])[0],
         log_folder=out / LOGS,
         timeout_seconds=flags.timeout or (DAY if flags.updates else SECONDS_TO_START + TIMES_TOO_LONG * flags.seconds),
-        pinned=not flags.no_pinning and not flags.prefix,  # a rank behind a prefix may have other cores
-        prefix=shlex.split(flags.prefix),
-        master_addr=flags.master_addr or "127.0.0.1",
-        interface=flags.interface,
+        pinned=not flags.no_pinning,
     )
     make_folder(out)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # no run may outlive this process
-    # Links between ranks that a prefix places apart are not those that were measured.
-    shown = replace(setting.survey, predicted={}) if flags.prefix else setting.survey
     facts = {"command": shlex.join(["adl-dist", "bench", *argv]), **_made_with(setting)}
     facts |= {"order": [entry.name for entry in able], "left_out": left_out}
     code, runs = 0, list[Measured]()
-    table = _write(out / FACTS, facts, runs, rows(able, runs, shown))
+    table = _write(out / FACTS, facts, runs, rows(able, runs, setting.survey))
     try:
         for run in measure_all(able, setting, flags):
             runs.append(run)
-            table = _write(out / FACTS, facts, runs, rows(able, runs, shown))
+            table = _write(out / FACTS, facts, runs, rows(able, runs, setting.survey))
     except KeyboardInterrupt:
         sys.stderr.write("\nadl-dist: interrupted; the table shows what was measured until then\n")
         code = 130
@@ -142,10 +135,6 @@ def _flags(argv: list[str]) -> argparse.Namespace:
         help="for bench.json, bench.svg, logs/; default: run_dir=, else runs/bench-...",
     )
     add("--no-pinning", action="store_true", help="do not bind processes to cores")
-    words = "words before the command of each rank, like 'ip netns exec node{rank}'"
-    add("--prefix", default="", metavar="WORDS", help=words)
-    add("--master-addr", metavar="ADDRESS", help="where the other ranks reach rank 0; needed with --prefix")
-    add("--interface", metavar="NAME", help="network interface between the ranks, with --prefix")
     return parser.parse_intermixed_args(argv)
 
 
@@ -159,14 +148,6 @@ def _check(flags: argparse.Namespace, config: RunConfig) -> None:
             raise ConfigError(f"--{name} {number} must be at least 1")
         if isinstance(number, float) and not 0 < number < math.inf:
             raise ConfigError(f"--{name} {number} must be above 0")
-    if flags.prefix and not flags.master_addr:
-        raise ConfigError("--prefix places ranks apart, so they need --master-addr, where rank 0 can be reached")
-    if not flags.prefix and (flags.master_addr or flags.interface):
-        raise ConfigError("--master-addr and --interface are for ranks that --prefix places apart; add it")
-    try:
-        shlex.split(flags.prefix)
-    except ValueError as error:
-        raise ConfigError(f"--prefix {flags.prefix}: {error}") from None
     check_fair(config, command="adl-dist bench")
 
 
@@ -196,7 +177,6 @@ def _made_with(setting: BenchConfig) -> dict[str, Any]:
         "granularity": setting.survey.granularity,
         "threads": setting.config.threads,
         "pinned": setting.pinned,
-        "prefix": setting.prefix,
         **circumstances(has_gpus=setting.config.runtime.device == "cuda"),
     }
 

@@ -51,20 +51,21 @@ SHARED_KINDS: Sequence[Kind] = ("interleaved", "interleaved-zb", "zbv")
 BASELINE = ("torch-bp", "torch-bp-whole")  # every ratio is to the faster of the two
 ON_ALL_CORES = ("torch-bp-cores", "torch-bp-cores-whole")
 PLAIN = "-plain"  # suffix of torch's pipelines: not in channels_last, which they refuse to send over gloo
-PROCESSES: Mapping[str, Kind] = {"torch-ddp": "ddp", "torch-gpipe": "gpipe", "torch-1f1b": "1f1b"}
-SHARED: Mapping[str, Kind] = {f"torch-{kind}": kind for kind in SHARED_KINDS}  # several stages in each process
-DILOCO: Mapping[str, int] = {f"torch-diloco-{inner}": inner for inner in (50, 500)}  # updates between two exchanges
-REPLICATED: Mapping[str, Kind] = {f"torch-{kind}": kind for kind in COMPRESSIONS} | dict.fromkeys(DILOCO, "diloco")
-NAMED_ONLY = (
-    *(f"torch-gpipe{PLAIN}", f"torch-1f1b{PLAIN}", "torch-zb", *SHARED),
-    *(name for name in REPLICATED if name not in PROCESSES),
-)
-OF_TORCH = (*BASELINE, *ON_ALL_CORES, *PROCESSES, *NAMED_ONLY)
+BY_DEFAULT: Mapping[str, Kind] = {
+    **dict.fromkeys((*BASELINE, *ON_ALL_CORES), "loop"),
+    **{"torch-ddp": "ddp", "torch-gpipe": "gpipe", "torch-1f1b": "1f1b"},
+}
+OF_TORCH: Mapping[str, Kind] = {
+    **BY_DEFAULT,
+    **{f"torch-gpipe{PLAIN}": "gpipe", f"torch-1f1b{PLAIN}": "1f1b", "torch-zb": "zb"},
+    **{f"torch-{kind}": kind for kind in (*SHARED_KINDS, *COMPRESSIONS)},
+    **dict.fromkeys(("torch-diloco-50", "torch-diloco-500"), "diloco"),  # updates between two exchanges
+}
 MINIMAL = "-minimal"  # suffix of a method: with method.delay=minimal
 OURS = ("bp", "gpipe", "1f1b", "ddg", "fr", "fdg", "dsp", "dgl", "adl", f"adl{MINIMAL}")
 NAMES = (*OF_TORCH, *METHODS, f"adl{MINIMAL}")  # all that --contenders takes
 LONGEST_CYCLE = 5  # as few as the updates of a measured run
-DEFAULT = (*(name for name in OF_TORCH if name not in NAMED_ONLY), *OURS)
+DEFAULT = (*BY_DEFAULT, *OURS)
 
 
 def cycle_of(inner_updates: int) -> int:
@@ -112,7 +113,9 @@ def entries(
             if name in OF_TORCH:
                 able.append(_torch_entry(name, config, warmup, spreads=spreads))
             else:
-                able.append(_our_entry(name, config, warmup))
+                method = method_named(name.removesuffix(MINIMAL), config, flag="--contenders")
+                method = replace(method, delay="minimal") if name.endswith(MINIMAL) else method
+                able.append(our_entry(name, method, config, warmup))
         except AdlError as error:
             left_out[name] = str(error)
     return able, left_out
@@ -120,8 +123,7 @@ def entries(
 
 def _torch_entry(name: str, config: RunConfig, warmup: int, *, spreads: bool) -> Entry:
     K, M = config.partition.num_stages, config.method.micro_batches_per_update
-    base = name.removesuffix(PLAIN)
-    kind = {**PROCESSES, **SHARED, **REPLICATED, "torch-zb": "zb"}.get(base, "loop")
+    kind = OF_TORCH[name]
     v = 1 if kind not in SHARED_KINDS else 2 if kind == "zbv" else config.method.stages_per_process
     samples = config.train.batch_size // M * M
     is_gpu, is_plain, on_all_cores = config.runtime.device == "cuda", name.endswith(PLAIN), name in ON_ALL_CORES
@@ -131,7 +133,7 @@ def _torch_entry(name: str, config: RunConfig, warmup: int, *, spreads: bool) ->
         (kind != "loop" and K == 1, "needs several processes, but partition.num_stages is 1"),
         (
             is_plain and config.runtime.channels_last is False,
-            f"runtime.channels_last=false, so it would be {base} again",
+            f"runtime.channels_last=false, so it would be {name.removesuffix(PLAIN)} again",
         ),
         (
             kind in REPLICAS and samples % K,
@@ -147,7 +149,7 @@ def _torch_entry(name: str, config: RunConfig, warmup: int, *, spreads: bool) ->
         if is_wrong:
             raise ConfigError(why)
     M = 1 if kind in REPLICAS or name.endswith("-whole") else M
-    inner = DILOCO.get(name)
+    inner = int(name.rpartition("-")[2]) if kind == "diloco" else None
     begin = POWERSGD_BEGIN + 2 if kind == "ddp-powersgd" else 0  # until it compresses
     if kind in SHARED_KINDS:
         method = Method(name="interleaved", accumulation_steps=M, stages_per_process=v)
@@ -165,13 +167,6 @@ def _torch_entry(name: str, config: RunConfig, warmup: int, *, spreads: bool) ->
         settings=("runtime.channels_last=false",) if is_plain else (),
         inner_updates=inner,
     )
-
-
-def _our_entry(name: str, config: RunConfig, warmup: int) -> Entry:
-    method = method_named(name.removesuffix(MINIMAL), config, flag="--contenders")
-    if name.endswith(MINIMAL):
-        method = replace(method, delay="minimal")
-    return our_entry(name, method, config, warmup)
 
 
 def our_entry(name: str, method: Method, config: RunConfig, warmup: int, *, settings: Sequence[str] = ()) -> Entry:
@@ -196,6 +191,30 @@ def our_entry(name: str, method: Method, config: RunConfig, warmup: int, *, sett
         warmup=max(warmup, pipeline.updates_to_fill),
         settings=settings,
     )
+
+
+def check_fair(config: RunConfig, *, command: str) -> None:
+    """Raise ConfigError if a setting would apply only to our runs of a comparison."""
+    train, runtime = config.train, config.runtime
+    used = {
+        "runtime.autocast": runtime.autocast,
+        "runtime.codec": runtime.codec != "none",
+        "runtime.gradient_codec": runtime.gradient_codec not in (None, "none"),
+        "runtime.compile": runtime.compile,
+        "runtime.loggers": runtime.loggers,
+        "train.clip_norm": train.clip_norm,
+        "train.ema": train.ema,
+        "train.non_finite": train.non_finite != "stop",
+        "train.metrics": train.metrics,
+        "data.samples_per_epoch": config.data.get("samples_per_epoch"),
+        "callbacks": config.callbacks,
+    }
+    if found := [key for key, value in used.items() if value]:
+        raise ConfigError(
+            f"{' and '.join(found)} would apply to our methods alone; omit them, or where an experiment sets "
+            f"them give null, [] or false: {command} compares all contenders in plain dtype, uncompiled, with "
+            "plain messages and nothing besides training"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,9 +330,7 @@ def predict_speeds(
     method, K, batch = config.method, config.partition.num_stages, config.train.batch_size
     M, profile = method.micro_batches_per_update, functools.cache(lambda M: profiler.profile(batch // M))
     machine = Machine(speeds=config.partition.device_speeds, **(link_figures(config.runtime.device) if K > 1 else {}))
-    links = described(
-        text_of_links(config.partition.links)
-    )  # the cut is for these, as in training; speeds are as measured
+    links = described(text_of_links(config.partition.links))  # the cut is for these, speeds are as measured
     over = machine if links is None else replace(machine, **links.for_stages(K, LINKS).figures)
     predicted: dict[str, float] = {}
     with profiler.with_load(profiler.num_others(K), batch // M):
