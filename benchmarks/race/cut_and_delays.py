@@ -102,7 +102,7 @@ def _predicted(
     A device that is a part of a core takes longer by its share.
     """
     K = config.partition.num_stages
-    profiler = Profiler(config, granularity=config.partition.granularity, threads=on.threads)
+    profiler = Profiler(config, threads=on.threads)
     sizes = chosen_sizes(profiler.chain, K, config.partition.balance)
     found: dict[str, list[dict[str, Any]]] = {link.name: [] for link in links}
     measured, coded = link_figures(config.runtime.device), coding_costs(torch.device("cpu"), threads=on.threads)

@@ -29,15 +29,3 @@ def test_data_of_other_settings_are_evaluated_and_no_others(tmp_path):
     unknown = in_process("evaluate", folder, "data.size=5")
     expected = "there is no key 'data.size' in the data of this run, which takes num_samples, seed"
     assert (unknown.code, expected in unknown.err) == (2, True)
-
-
-def paths(root="none"):
-    return datasets(8 + len(root))
-
-
-def test_a_text_that_is_no_yaml_is_taken_as_it_is(tmp_path):
-    folder, word = str(tmp_path / "run"), "data._target_=tests.cli.test_evaluate.paths"
-    assert in_process("train", f"run_dir={folder}", word, RUN[1], *ONE).code == 0
-    for root in ("[old]data", "@x", "*.png", "a: b: c"):
-        done = in_process("evaluate", folder, f"data.root={root}")
-        assert (done.code, f", {8 + len(root)} samples" in done.out) == (0, True), done.err

@@ -82,7 +82,7 @@ def rests(pid):
 @pytest.mark.parametrize("num_workers", [0, slow(1)])
 def test_neighbours_rest_until_they_work_and_end_in_time(num_workers):
     config, _ = compose_run([*TINY[:4], f"data.num_workers={num_workers}"])
-    profiler = Profiler(config, granularity="layer", threads=1)
+    profiler = Profiler(config, threads=1)
     with profiler.with_load(1, 4):
         (process,) = multiprocessing.active_children()
         assert rests(process.pid)

@@ -266,7 +266,7 @@ def survey(config: RunConfig, able: Sequence[Entry], *, predicts: bool = True) -
         ConfigError, DataError, PartitionError: If the model cannot be trained or cut like that.
     """
     K, balance = config.partition.num_stages, config.partition.balance
-    profiler = Profiler(config, granularity=config.partition.granularity, threads=config.threads)
+    profiler = Profiler(config, threads=config.threads)
     for is_so, what in (
         (not all(isinstance(batch, Tensor) for batch in profiler.samples.one), "inputs or targets of several tensors"),
         (profiler.samples.varies, "a collate_fn, by which lengths may change"),

@@ -224,30 +224,16 @@ def renamed_words(words: Sequence[str]) -> list[str]:
     """Replace old names of keys and values, with a notice for each."""
     new = []
     for word in words:
-        for old, (name, values) in RENAMED.items():
-            present = _renamed_word(word, old, name, values)
-            if present != word and os.environ.get("RANK", "0") == "0":
-                tell(sys.stderr, f"adl-dist: {old} is called {name} since 0.4.0; read as {present}\n")
-            word = present
+        key, equals, value = word.partition("=")
+        if (old := key.lstrip("+~")) in RENAMED:
+            name, values = RENAMED[old]
+            for was, present in values.items():
+                value = re.sub(rf"\b{was}\b", present, value)
+            word = key.replace(old, name) + equals + value
+            if os.environ.get("RANK", "0") == "0":
+                tell(sys.stderr, f"adl-dist: {old} is called {name} since 0.4.0; read as {word}\n")
         new.append(word)
     return new
-
-
-def _renamed_word(word: str, old: str, name: str, values: Mapping[str, str]) -> str:
-    """Replace the key ``old`` and its values in a word of the command line.
-
-    ``word`` may give a value, several values, or a whole node.
-    """
-    key, equals, value = word.partition("=")
-    (group, last), new = old.split("."), name.rpartition(".")[2]
-    if key.lstrip("+~") == old:
-        for was, present in values.items():
-            value = re.sub(rf"\b{was}\b", present, value)
-        return key.replace(old, name) + equals + value
-    if key.lstrip("+~") == group:
-        entry = rf"\b{last}(['\"]?\s*:\s*['\"]?)(\w*)"
-        value = re.sub(entry, lambda found: f"{new}{found[1]}{values.get(found[2], found[2])}", value)
-    return key + equals + value
 
 
 def _opened(overrides: Sequence[str]) -> list[str]:

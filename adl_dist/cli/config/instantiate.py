@@ -12,7 +12,6 @@ from pathlib import PurePath
 from typing import Any
 
 import torch
-import yaml
 from hydra.utils import get_object
 from torch import nn
 from torch.optim import Optimizer
@@ -21,7 +20,7 @@ from torch.utils.data import Dataset
 
 from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.checkpoint.storage import place_of
-from adl_dist.cli.config.compose import content_of, is_of_script, known_run, run_of_script
+from adl_dist.cli.config.compose import content_of, is_of_script, known_run, parse, run_of_script
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.data import Loading
 from adl_dist.errors import AdlError, ConfigError, in_one_line
@@ -168,19 +167,12 @@ def _other_data(node: Mapping[str, Any], words: Sequence[str]) -> Mapping[str, A
     if not words:
         return node
     taken = _parameters(_locate("data", node))
-    settings = {key.removeprefix("data."): text for key, _, text in (word.partition("=") for word in words)}
+    settings = {each.key_or_group.removeprefix("data."): each.value() for each in map(parse, words)}
     for key in settings:
         if key not in node and (taken is None or key not in taken):
             takes = ", ".join(sorted(taken or node.keys()))
             raise ConfigError(f"there is no key 'data.{key}' in the data of this run, which takes {takes}")
-    return {**node, **{key: _read(value) for key, value in settings.items()}}
-
-
-def _read(text: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):  # a text, like a path with brackets in it
-        return text
+    return {**node, **settings}
 
 
 def build_data(node: Mapping[str, Any]) -> tuple[Dataset[Any], Dataset[Any]]:

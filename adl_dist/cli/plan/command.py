@@ -50,7 +50,7 @@ def _measured(question: Question) -> _Found:
     flags, config, sizes, machine = question.flags, question.config, question.sizes, machine_of(question)
     shown = {"shape": flags.input, "kept_in": flags.profile, "quiet": flags.json}
     try:
-        profiler = Profiler(config, granularity=config.partition.granularity, threads=question.threads, **shown)
+        profiler = Profiler(config, threads=question.threads, **shown)
     except DataError as error:
         raise DataError(f"{error}; or describe a sample: --input 3,224,224") from error
     question, refused = _possible(question, machine, profiler.chain)

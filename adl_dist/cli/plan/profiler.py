@@ -41,7 +41,6 @@ class Profiler:
         self,
         config: RunConfig,
         *,
-        granularity: str,
         threads: int,
         shape: list[int] | None = None,
         kept_in: Path | None = None,
@@ -51,7 +50,6 @@ class Profiler:
 
         Args:
             config: The configuration of the run.
-            granularity: ``layer`` or ``block``, the size of a unit.
             threads: Threads of a stage.
             shape: Shape of a sample, [C, H, W]; if None, that of the training data.
             kept_in: File for the measurements; the micro-batch size is appended to its name.
@@ -61,7 +59,7 @@ class Profiler:
             ConfigError: If the model fails on such a sample, or the loss on its output.
             DataError: If the data is missing.
         """
-        self.granularity, self.threads = granularity, threads
+        self.granularity, self.threads = config.partition.granularity, threads
         self._config, self._shape, self._kept_in, self._quiet = config, shape, kept_in, quiet
         self._load: list[int] = []  # process ids
         self._is_loaded = False
@@ -101,8 +99,8 @@ class Profiler:
         return max(0, min(num_stages, num_cores() // self.threads) - 1) if on_cpu else 0
 
     @contextlib.contextmanager
-    def with_load(self, num: int, samples: int) -> Iterator[list[int]]:
-        """Start ``num`` training processes as load, and yield their ids.
+    def with_load(self, num: int, samples: int) -> Iterator[None]:
+        """Start ``num`` training processes as load.
 
         They train the same model with micro-batches of ``samples``. They are stopped (SIGSTOP) except inside
         :meth:`under_load`: they hold memory, but no core.
@@ -110,34 +108,29 @@ class Profiler:
         Raises:
             ConfigError: If one of them ended before it was ready, or in the block.
         """
-        spawn, replies = multiprocessing.get_context("spawn"), []
-        processes: list[SpawnProcess] = []
-        how = {"granularity": self.granularity, "threads": self.threads, "shape": self._shape}
+        spawn, started = multiprocessing.get_context("spawn"), list[tuple[SpawnProcess, Connection]]()
+        how = {"threads": self.threads, "shape": self._shape}
         with contextlib.ExitStack() as stack:
             for _ in range(num):
                 reply, theirs = spawn.Pipe(duplex=False)
                 process = spawn.Process(target=_train_forever, args=(os.getpid(), theirs, self._config, how, samples))
-                # A Ctrl-C is for this process, which ends them.
-                before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
                 process.start()
-                processes.append(process)
                 stack.callback(process.join)
                 stack.callback(process.kill)
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
                 theirs.close()
-                replies.append(reply)
-            for reply in replies:
-                try:
-                    pid, error = reply.recv()
-                except EOFError:
-                    pid, error = None, "it was killed"
-                if pid is None:
-                    raise ConfigError(f"a second process could not train the model next to the measuring one: {error}")
-                os.kill(pid, signal.SIGSTOP)
-                self._load.append(pid)
+                started.append((process, reply))
             stack.callback(self._load.clear)
-            yield self._load
-            if not all(process.is_alive() for process in processes):
+            for process, reply in started:
+                try:
+                    error = reply.recv()
+                except EOFError:
+                    error = "it was killed"
+                if error is not None or process.pid is None:
+                    raise ConfigError(f"a second process could not train the model next to the measuring one: {error}")
+                os.kill(process.pid, signal.SIGSTOP)
+                self._load.append(process.pid)
+            yield
+            if not all(process.is_alive() for process, _ in started):
                 raise ConfigError(
                     f"one of {num} processes that trained the model next to the measuring one was killed; is there "
                     "enough memory?"
@@ -216,7 +209,7 @@ def _tried(model: nn.Module, samples: Samples, device: torch.device, spec: Train
 
 
 def _train_forever(parent: int, reply: Connection, config: RunConfig, how: dict[str, Any], size: int) -> None:
-    """Train in a load process, and reply with its id, or None and the reason."""
+    """Train in a load process, and reply with None when it has begun, or with an error."""
     os.environ[LAUNCHER] = str(parent)
     end_with_launcher()
     null = os.open(os.devnull, os.O_WRONLY)
@@ -226,8 +219,8 @@ def _train_forever(parent: int, reply: Connection, config: RunConfig, how: dict[
         profiler = Profiler(config, **how, quiet=True)
         profiler.pace(size)
     except Exception as error:
-        reply.send((None, in_one_line(error)))
+        reply.send(in_one_line(error))
         return
-    reply.send((os.getpid(), None))
+    reply.send(None)
     while True:
         profiler.pace(size)

@@ -77,22 +77,18 @@ def requested(arguments: Sequence[str]) -> Sweep | tuple[RunConfig, Plain]:
         return compose.checked(composed, overrides)
     if launched_world_size() is not None:
         raise ConfigError("several runs are processes of their own; start adl-dist train --multirun without torchrun")
-    sweep = _of_sweep(composed.sweep)
-    if sweep["jobs"] is not None and (type(sweep["jobs"]) is not int or sweep["jobs"] < 1):
-        raise ConfigError(f"sweep.jobs must be a whole number of at least 1, or null, got {sweep['jobs']!r}")
+    side_by_side, variants = _of_sweep(composed.sweep)
     typed = set(keys_of.values())
     params = [f"{k}={v}" for k, v in (composed.hydra.sweeper.params or {}).items() if k not in typed]
     swept = [*params, *(override for override in overrides if override not in single)]
     common = [w for w in single if w not in of_sweep and keys_of[w] not in ("hydra.mode", "run_dir")]
     choices, keys = composed.hydra.runtime.choices, {_key(override) for override in swept}
     nodes = [compose.named(node, composed, choices) for node in ("data", "model") if node not in keys]
-    if OmegaConf.is_config(composed.run_dir):
-        raise ConfigError(f"run_dir must be a text, got {composed.run_dir}")
     if "://" in str(composed.run_dir):
         raise ConfigError(f"run_dir={composed.run_dir}: a sweep needs a local folder")
     run_dir = Path(str(composed.run_dir or f"runs/{'-'.join([choices.experiment or 'sweep', *nodes])}"))
     jobs: dict[Path, Job] = {}
-    for label, variant in (sweep["variants"] or {"": []}).items():
+    for label, variant in (variants or {"": []}).items():
         for values in _product(label, variant, swept, fixed=(typed | keys) - {STAGES}):
             job = _job(run_dir, label, [*common, "hydra.mode=RUN", *variant], values, command)
             if job.folder in jobs:
@@ -102,23 +98,24 @@ def requested(arguments: Sequence[str]) -> Sweep | tuple[RunConfig, Plain]:
     return Sweep(
         jobs=sorted(jobs.values(), key=lambda job: seeds.index(job.config.seed)),
         run_dir=run_dir,
-        side_by_side=sweep["jobs"],
+        side_by_side=side_by_side,
         launcher=[] if choices["hydra/launcher"] == OWN_LAUNCHER else launcher,
         command=command,
     )
 
 
-def _of_sweep(node: Any) -> Plain:
-    """Return the plain values of ``sweep.*``, checked to be readable."""
-    if not OmegaConf.is_dict(node):
-        raise ConfigError(f"sweep={node}: expected settings, like sweep.jobs=2")
-    sweep: Any = OmegaConf.to_container(node)
-    variants = sweep["variants"] or {}
+def _of_sweep(node: Any) -> tuple[int | None, dict[str, list[str]]]:
+    """Return ``sweep.jobs`` and ``sweep.variants``."""
+    sweep: Any = OmegaConf.to_container(node) if OmegaConf.is_dict(node) else {"jobs": node}
+    jobs, variants = sweep["jobs"], sweep.get("variants") or {}
     rows = variants.values() if isinstance(variants, dict) else [None]
-    if not all(isinstance(row, list) and all(isinstance(word, str) for word in row) for row in rows):
-        like = "a list of settings by each name, like {stale: [method.weights=latest]}"
-        raise ConfigError(f"sweep.variants={variants}: expected {like}")
-    return dict(sweep)
+    are_lists = all(isinstance(row, list) and all(isinstance(word, str) for word in row) for row in rows)
+    if not are_lists or (jobs is not None and (type(jobs) is not int or jobs < 1)):
+        raise ConfigError(
+            f"sweep={sweep}: expected jobs, a whole number of at least 1 or null, and variants, a list of settings by "
+            "each name, like {stale: [method.weights=latest]}"
+        )
+    return jobs, variants
 
 
 def _product(label: str, variant: Sequence[str], swept: Sequence[str], *, fixed: set[str]) -> list[list[str]]:
