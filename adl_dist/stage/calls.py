@@ -1,13 +1,14 @@
 """Calls of a module: seeded, compiled, and with known argument writes."""
 
 from collections.abc import Callable, Collection
+from dataclasses import is_dataclass
 from functools import lru_cache, partial
 from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_unflatten
+from torch.utils._pytree import register_dataclass, tree_leaves, tree_unflatten
 
 from adl_dist.batch import Structure, Tensors, arguments_of
 from adl_dist.errors import DataError
@@ -110,10 +111,19 @@ def refuse_unknown_ids(module: nn.Module, acts: Tensors, structure: Structure | 
 
 
 def flatten_output(out: Any) -> Tensors:
-    """Return the tensors in the output of a module."""
+    """Return the tensors in the output of a module.
+
+    A dataclass that torch's pytrees do not know yet is made known to them.
+    """
     if type(out) is tuple and all(isinstance(one, Tensor) for one in out):
         return out
-    return (out,) if isinstance(out, Tensor) else tuple(x for x in tree_leaves(out) if isinstance(x, Tensor))
+    if isinstance(out, Tensor):
+        return (out,)
+    leaves = tree_leaves(out)
+    unknown = {type(leaf) for leaf in leaves if is_dataclass(leaf) and not isinstance(leaf, type)}
+    for kind in unknown:
+        register_dataclass(kind)
+    return flatten_output(out) if unknown else tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def takes_gradient(tensor: Tensor) -> bool:

@@ -1,10 +1,13 @@
 """Several inputs, by place and by name, and lengths that change: the equations, for any cut and any M."""
 
+import copy
 import functools
+from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from adl_dist import Loading
 from adl_dist.batch import rows_of
@@ -14,7 +17,7 @@ from tests.support.equations import EQUATIONS, assert_close
 from tests.support.oracle import train_by_the_equations
 from tests.support.runs import toy_trainer
 from tests.support.sentences import IGNORED, LONGEST, Encoder, Masked, Sentences, by_names, encoder, padded, sentence
-from tests.support.values import QUIET
+from tests.support.values import QUIET, SILENT
 
 LR, MOMENTUM, DECAY, EPOCHS, MICRO_BATCH, NUM = 0.2, 0.9, 1e-2, 2, 3, 20
 LOSS = nn.CrossEntropyLoss()
@@ -224,3 +227,42 @@ def test_coded_lengths_follow_the_coded_equations(codec, loss_fn):
     """Blocks are of one sample, so what one becomes does not depend on the length of others."""
     expected = by_the_equations("lengths", 3, 2, "adl", crossing=functools.partial(crossing, codec, codec))
     assert_close(fitted("lengths", 3, 2, loss_fn=loss_fn, codec=codec)[0], expected)
+
+
+@dataclass
+class Scores:
+    """An output that torch's pytrees do not know."""
+
+    logits: Tensor
+    features: Tensor
+
+
+class InADataclass(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        features = self.first(x)
+        return Scores(self.last(features), features)
+
+
+def of_scores(scores, target):
+    return nn.functional.cross_entropy(scores.logits, target) + scores.features.square().mean()
+
+
+def test_the_output_may_be_a_dataclass():
+    torch.manual_seed(0)
+    model, x, y = InADataclass().double(), torch.randn(16, 4, dtype=torch.float64), torch.arange(16) % 3
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for rows in (slice(0, 8), slice(8, 16)):
+        optimizer.zero_grad()
+        of_scores(plain(x[rows]), y[rows]).backward()
+        optimizer.step()
+    plain_sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    trainer = toy_trainer(2, 2, "gpipe", model=model, loss_fn=of_scores, optimizer=plain_sgd, dtype=torch.float64)
+    data = TensorDataset(x, y)
+    summary = trainer.fit(data, epochs=1, batch_size=8, shuffle=False, val_dataset=data, monitoring=SILENT)
+    assert_close(trainer.full_state_dict(), plain.state_dict())
+    assert summary["validation_accuracy"] == (plain(x).logits.argmax(1) == y).double().mean()
