@@ -38,7 +38,7 @@ class BatchSource(Protocol):
     """The source of stage 0's micro-batches.
 
     Attributes:
-        stream: an iterable dataset, which has a place of its own; None: there is none.
+        stream: the iterable dataset, which keeps its own position, or None for a dataset with indices.
     """
 
     stream: Stream | None
@@ -95,7 +95,7 @@ class StageContext:
             receiver.shorten(num_micro_batches)
 
     def drain(self) -> None:
-        """Return when everything sent has left."""
+        """Wait until everything sent has left."""
         for sender in self.senders.values():
             sender.drain()
 

@@ -36,7 +36,7 @@ if _SYNC not in inspect.signature(DistributedDataParallel.__init__).parameters:
 
 @dataclass(kw_only=True)
 class Training:
-    """The length and objects of a training, and the end of each update."""
+    """The length and objects of a training; records when each update ends."""
 
     device: torch.device
     num_updates: int
@@ -103,7 +103,7 @@ def one_by_one(hook: Hook) -> Hook:
     """Wrap ``hook`` so that each bucket begins after the previous one is done.
 
     It is for a backend that pairs collectives by their order. PowerSGD's hook begins a second and a third all-reduce
-    when the one before is there. With several buckets these come in another order on each rank, and gloo sums what does
+    when the previous one is done. With several buckets their order differs between ranks, and gloo sums tensors that do
     not belong together, or aborts if the sizes differ.
     """
     last: torch.futures.Future[Tensor] | None = None

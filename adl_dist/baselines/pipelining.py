@@ -87,12 +87,14 @@ def train_stages(
 ) -> None:
     """Train the stages of this rank, which has joined the others.
 
-    The stages are those of :func:`stages_of`.
-
-    ``modules``: each of these stages.
-    ``batches``: whole batches (input on the device, target) on rank 0, which torch splits; None elsewhere.
-    ``schedule``: one of those above; ``1f1b`` and ``zb`` need at least as many micro-batches as there are ranks.
-    ``target``: of a whole batch, any values; that of each batch goes from rank 0 to the rank of the last stage.
+    Args:
+        modules: the stages of :func:`stages_of`, by number.
+        batches: whole batches (input on the device, target) on rank 0, which torch splits; None elsewhere.
+        training: the length of the training and the optimizer.
+        schedule: a key of ONE_STAGE or SEVERAL_STAGES; ``1f1b`` and ``zb`` need a micro-batch per rank or more.
+        channels_last: whether stages compute images in channels_last.
+        num_stages: the number of stages of all ranks.
+        target: a target of a whole batch, any values; rank 0 sends each batch's to the rank of the last stage.
     """
     rank, num_ranks, last = dist.get_rank(), dist.get_world_size(), num_stages - 1
     with_loss = next(r for r in range(num_ranks) if last in stages_of(schedule, r, num_ranks, num_stages))

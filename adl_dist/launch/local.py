@@ -145,7 +145,7 @@ def _run_ranks(arguments: Sequence[str], num_processes: int, stopping: StopHandl
 
 
 def _lost_ranks(failed: ChildFailedError) -> dict[int, int | None]:
-    """Return the ranks that ended without an error message, each with the signal that killed it, if any."""
+    """Return {rank: signal or None} of ranks that ended without a message."""
     first, first_failure = failed.get_first_failure()
     lost = {}
     for rank, failure in sorted(failed.failures.items()):

@@ -47,7 +47,7 @@ class Rule:
 
     @classmethod
     def of(cls, given: object, number: int) -> "Rule":
-        """Read rule ``number``; ConfigError if it is not a valid mapping."""
+        """Read ``given`` as rule ``number``; ConfigError if it is not valid."""
         where = f"optimizer.rules[{number}]"
         if not isinstance(given, Mapping):
             raise ConfigError(
@@ -122,7 +122,7 @@ class RuledOptimizer:
         return [{key: value for key, value in one.items() if value != []} for one in of_rules]
 
     def prepare(self, model: nn.Module) -> None:
-        """Freeze parameters of the uncut model; ConfigError if a rule has none."""
+        """Freeze the uncut model's parameters; ConfigError if a rule matches none."""
         parameters = [*model.parameters()]
         roles = [role_of(parameter, "optimizer.rules") for parameter in parameters]
         for rule in self.rules:

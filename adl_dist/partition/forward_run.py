@@ -665,7 +665,7 @@ class ForwardRun:
         return out
 
     def _answer(self, func: Any, args: Any, kwargs: Any, leaves: Sequence[Tensor], planned: CallPlan | None) -> Any:
-        """Return a number that the forward asks for, known if all runs agreed."""
+        """Return the number that the forward asks for, the same on all stages."""
         known = planned.answer if planned is not None else None
         if all(self._has(leaf) for leaf in leaves):
             args, kwargs = map_tensors(lambda t: self._resolved(t, "a question"), (args, kwargs))

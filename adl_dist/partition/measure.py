@@ -167,7 +167,7 @@ def _seconds_of_copy(parameters: Sequence[nn.Parameter], device: torch.device) -
 
 
 def _seconds_of_update(made: Optimizer, parameters: Sequence[nn.Parameter], device: torch.device) -> list[float]:
-    """Time the ends of groups after the first, which creates optimizer state."""
+    """Return the seconds of 4 updates, after one that creates optimizer state."""
     seconds = []
     for _ in range(5):
         for parameter in parameters:

@@ -312,7 +312,7 @@ def alternative(
 
 
 def best_of(predictions: Sequence[Prediction]) -> Prediction:
-    """Return the fastest prediction, unless a less stale one is nearly as fast."""
+    """Return the fastest prediction, or a less stale one of nearly its speed."""
     fastest = max(p.images_per_second for p in predictions)
     least_stale = min(p.convergence_factor for p in predictions if p.images_per_second >= (1 - WORTH_IT) * fastest)
     fresh = [p for p in predictions if p.convergence_factor <= least_stale]

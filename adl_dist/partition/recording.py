@@ -115,7 +115,7 @@ class ModeRecord:
         uses, common: names of parameters, and places of whole-number inputs, that the result also depends on.
         asked: places of whole-number inputs whose elements Python asks for.
         state: labels of the values that tensors of the model have after a run.
-        decides: whether another micro-batch may take another path.
+        decides: whether micro-batches may take different paths.
         draws: the random streams of draws that do not depend on the batch.
         draws_own: the random streams from which calls draw.
     """
@@ -146,7 +146,7 @@ class Recording:
         state: names of tensors of the model that values of the batch are written to between uses of them.
         births: by ``training``, keys of functions that make memory which values of the batch are written to later.
         whole: by the name of a module, why its forward cannot be followed.
-        closed: likewise, for the last runs only; these modules may be followed once others are.
+        closed: the same for the last runs only; these modules may be followed once others are.
         refused: why the model's own forward cannot be followed; empty if it can.
         opened: names of modules without children that are followed because of their effects.
         glue: names of buffers, and of tensors that are plain attributes, that every stage needs.

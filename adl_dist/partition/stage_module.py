@@ -57,8 +57,8 @@ class StageModule(_Part):
         plan: the plan of all stages.
         units: names of its units.
         copies: names of the parameters that an earlier stage also holds, and that this one has a copy of.
-        seeds: seeds of the streams ``torch``, ``python`` and ``numpy`` for what does not depend on the batch, and for
-            what does; set for each micro-batch by the stage that trains it, as :attr:`draws` asks.
+        seeds: seeds of the streams ``torch``, ``python`` and ``numpy`` for draws that do not depend on the batch,
+            and for draws that do; set for each micro-batch by the stage that trains it, as :attr:`draws` asks.
         keep_tape: whether a forward leaves its calls in ``tape``, for ``forward(*acts, replay=tape)``.
     """
 

@@ -108,16 +108,17 @@ class CallPlan:
     """The stages' plan for one recorded call.
 
     Attributes:
-        first, last: the stages that have calls inside, or make the call.
-        stages: of each tensor in its result, the stage that has it first.
-        written: places of the arguments that a module writes to.
-        follows: whether it is made where the last of its arguments is.
-        is_module: whether it is a call of a module.
+        key, answer, varies, recorded, is_module, is_tainted: as in :class:`~adl_dist.partition.recording.Call`.
+        way: how stages run the call; a function runs as a whole.
+        first, last: the first and last stage that have calls inside, or the stage that makes the call.
+        stages: for each tensor in the result, the first stage that has it.
+        draws: whether the call, or one inside, draws random numbers.
+        written: positions of the argument tensors that a module writes to.
+        follows: whether the stage that has the last of its arguments makes the call.
         is_plain: whether it does nothing but compute its result on one stage.
-        repeats: whether later stages make this view again, since less crosses the cuts then.
-        is_tainted: whether its result is a value of the batch.
-        frame: how the calls inside are run.
-        dtypes: of the tensors in its result.
+        repeats: whether later stages make this view again, because less crosses the cuts then.
+        frame: the plan of the calls inside, if stages follow them.
+        dtypes: those of the tensors in the result.
     """
 
     key: Key
@@ -172,7 +173,7 @@ class ModePlan:
         decides: whether micro-batches may take different paths, so that labels are sent.
         draws, draws_own: see :class:`ModeRecord`.
         numbers, labels, aliases: for :attr:`decides`, the number of each label, which its aliases share.
-        common: labels of the whole-number inputs.
+        common: labels of the whole-number inputs, which go to all stages that need them.
         overwritten: labels of values in memory that is written to.
     """
 
@@ -198,8 +199,8 @@ class StagePlan:
 
     Attributes:
         modes: by ``training``.
-        holders: of each tensor of the model the stages that compute with it, the first of which saves it; of extra
-            state of a module the stages that run its forward.
+        holders: for each tensor of the model, the stages that compute with it, the first of which saves it; for a
+            module's extra state, the stages that run its forward.
         everywhere: names of buffers of which each stage has a copy.
     """
 

@@ -71,7 +71,7 @@ class Tape:
 
         Args:
             acts: Those of the forward.
-            stream: Returns a context for a call that draws random numbers, from what was noted of the streams.
+            stream: Returns a context for a call that draws random numbers, from the noted state of the streams.
             buffer: Returns a buffer of the stage, as the forward met it.
         """
         made: dict[int, Tensor] = dict(zip(self._inputs, acts, strict=True))

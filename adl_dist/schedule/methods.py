@@ -143,7 +143,7 @@ class Method:
 
     @property
     def micro_batches_per_update(self) -> int:
-        """M."""
+        """The number of micro-batches per update, M."""
         assert self.accumulation_steps is not None
         return self.accumulation_steps
 

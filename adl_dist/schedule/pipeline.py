@@ -43,12 +43,12 @@ class Pipeline:
 
     @property
     def micro_batches_per_update(self) -> int:
-        """M."""
+        """The number of micro-batches per update, M."""
         return self.method.micro_batches_per_update
 
     @property
     def stages_per_process(self) -> int:
-        """The most stages in one process, v."""
+        """The largest number of stages in one process, v."""
         return self.method.stages_per_process if "stages_per_process" in self.spec.options else 1
 
     @property
@@ -60,14 +60,15 @@ class Pipeline:
         """Return the stages of ``process`` in [0, P)."""
         return range(process, self.num_stages, self.num_processes)
 
-    def forward_tick(self, stage: int, place: int) -> int:
-        """Return the tick in which ``stage`` forwards micro-batch ``place``.
+    def forward_tick(self, stage: int, index: int) -> int:
+        """Return the tick of the forward ``index`` (from 0) of ``stage``.
 
-        Ticks count from the first one in which its process could. With one stage per process it is ``place``.
-        Otherwise the stages of a process forward P micro-batches each in turn, which fill the way to its next stage.
+        Ticks count from the first forward of the stage's process. With one stage per process the tick is ``index``.
+        Otherwise the stages of a process run P forwards each in turn, because a micro-batch takes P ticks to its next
+        stage in the same process.
         """
         v, P = self.stages_per_process, self.num_processes
-        return (place // P * v + stage // P) * P + place % P if v > 1 else place
+        return (index // P * v + stage // P) * P + index % P if v > 1 else index
 
     @property
     def spec(self) -> MethodSpec:
@@ -144,20 +145,20 @@ class Pipeline:
         return room >= max(0.0, min(map(self.room_for_links, range(1, K - 1))))
 
     def room_for_links(self, stage: int) -> float:
-        """Return the longest time of a message with which ``stage`` never waits.
+        """Return the longest message time for which ``stage`` never waits.
 
-        It is in parts: a forward, an I or a WG. A round trip to the loss takes 2n parts of work, n = K - k, and
-        2(n-1) messages, and before an update there may be one more part, a WG. In that time the stage works on d + 1
-        micro-batches of three parts each.
+        The unit is the time of a part: a forward, an I or a WG. A round trip to the loss takes 2n parts of work, n =
+        K - k, and 2(n-1) messages, and before an update there may be one more part, a WG. In that time the stage works
+        on d + 1 micro-batches of three parts each.
         """
         n = self.num_stages - stage
         return (3 * (self.delays[stage] + 1) - 2 * n - 1) / (2 * (n - 1)) if n > 1 else math.inf
 
     def received_ahead(self, stage: int) -> int:
-        """Return the receives posted beyond an awaited one, to the next stage.
+        """Return the receives posted ahead between ``stage`` and the next.
 
-        gloo sends a message only when its receive is posted, so there is one for each message that may be on its way:
-        as many as the delay falls from one stage to the next.
+        gloo sends a message only when its receive is posted. So, beyond the awaited one, there is a receive for each
+        message that may be on its way: as many as the delay falls from one stage to the next.
         """
         has_next = 0 <= stage < self.num_stages - 1
         return max(RECEIVED_AHEAD, self.delays[stage] - self.delays[stage + 1]) if has_next else RECEIVED_AHEAD
@@ -168,16 +169,13 @@ class Pipeline:
         return max(map(self.received_ahead, range(self.num_stages - 1)), default=RECEIVED_AHEAD)
 
     def head_delay(self, stage: int) -> int | None:
-        """Return the ticks from a forward to its head's learning, or None.
-
-        None if the stage has no such head.
-        """
+        """Return the ticks from a forward to its head's learning; None without."""
         has_head = self.spec.predicts_gradients and stage < self.num_stages - 1
         return self.method.head_delay if has_head else None
 
     @property
     def round_trip(self) -> int:
-        """Ticks until a forward of stage 0 has effects on stage 0 again."""
+        """The ticks after which a forward of stage 0 affects stage 0 again."""
         if not self.spec.predicts_gradients:
             return self.delays[0]
         # A stage learns of the next one by a gradient, ``head_delay`` forwards later.
@@ -185,7 +183,7 @@ class Pipeline:
 
     @property
     def updates_to_fill(self) -> int:
-        """Updates after which all stages work."""
+        """The number of updates after which all stages are busy."""
         return -(-self.round_trip // self.micro_batches_per_update) + 1
 
     @property
@@ -302,7 +300,7 @@ class Pipeline:
         return frozenset(rows) if rows and self.mean_staleness(stage) else frozenset()
 
     def forwards_ahead(self, stage: int) -> bool:
-        """Return whether forwards of ``stage`` see predicted weights, its own or tied ones."""
+        """Return whether forwards of ``stage`` see predicted weights, tied or not."""
         places: list[int | Tie] = [stage, *self.ties_of(stage)]
         return any(not self.mitigations(at).isdisjoint({"predict", "nesterov"}) for at in places)
 

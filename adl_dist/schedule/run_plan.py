@@ -113,7 +113,7 @@ class Plan:
         return any(self.is_after(every, sample) for every in (self.checkpoint_every_updates, self.eval_every_updates))
 
     def is_after(self, every: int | None, sample: int) -> bool:
-        """Return whether an epoch, or ``every`` updates of one, end (or begin) at ``sample``."""
+        """Return whether ``sample`` lies between epochs, or ``every`` updates end."""
         size = self.micro_batch_size * self.accumulation_steps
         return sample == 0 or (every is not None and sample % (every * size) == 0)
 

@@ -1,4 +1,4 @@
-"""The timing model: stages do their actions in order, without delay.
+"""The timing model: stages run actions in order, each as early as it can.
 
 It runs the same lists of actions as the engine. A stage is busy in forward, recompute, backward or its parts, and
 update. A send costs the sender nothing, occupies the link for a time, after the messages before it, and arrives after
@@ -76,12 +76,12 @@ class Costs:
 
     @classmethod
     def balanced(cls, num_stages: int, *, link: float = 0.0) -> "Costs":
-        """Return equal stages that take 1 forward and 2 backward."""
+        """Return the costs of equal stages: 1 for a forward, 2 for a backward."""
         return cls(forward=[1.0] * num_stages, backward=[2.0] * num_stages, link=[link] * (num_stages - 1))
 
     @cached_property
     def backward_input(self) -> list[float]:
-        """The part of a split backward that is done at once."""
+        """The time of the first part (I) of a split backward, on each stage."""
         return [whole - deferrable for whole, deferrable in zip(self.backward, self.backward_weight, strict=True)]
 
     @property
@@ -146,7 +146,7 @@ def simulate(
             if message.what in ("act", "grad"):  # the others are small
                 transfers = costs.transfer if message.what == "act" else costs.transfer_back
                 transfer = transfers[min(stage, message.receiver)]
-                leaves = links.left(stage % P, message.receiver % P, end, transfer)
+                leaves = links.departure(stage % P, message.receiver % P, end, transfer)
             mail[message.what, message.receiver].append(leaves + costs.between(stage, message.receiver))
         free[stage % P] = end
         spans.append(Span(stage, action, start, end))
@@ -154,14 +154,14 @@ def simulate(
 
 
 class _Links:
-    """The links between processes, with their times of release."""
+    """The links between processes, and the times until which they are busy."""
 
     def __init__(self, costs: Costs) -> None:
         self._shares = costs.shares_link
         self._over: dict[object, float] = defaultdict(float)
 
-    def left(self, sender: int, to: int, at: float, transfer: float) -> float:
-        """Return when a message has left that is handed over ``at`` a time."""
+    def departure(self, sender: int, to: int, at: float, transfer: float) -> float:
+        """Return when a message handed over at time ``at`` has passed its link."""
         over = self._over
         if not self._shares:
             over[sender, to] = max(at, over[sender, to]) + transfer
@@ -217,7 +217,7 @@ def ticks(lists: ActionLists, *, turns: Turns | None = None) -> list[dict[int, l
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """The time of a method in steady state."""
+    """The speed of a method in steady state."""
 
     time_per_update: float  # in the unit of the costs
     bubble: float  # share of that time in which a process waits, averaged over them
@@ -243,7 +243,7 @@ def speed(method: Method, costs: Costs) -> Speed:
 def time_per_update(pipeline: Pipeline, costs: Costs, *, num_groups: int | None = None) -> float:
     """Return the time of an update in a full pipeline.
 
-    It is measured over ``num_groups`` after as many, by default enough of them.
+    It is the mean over ``num_groups`` groups, after as many to fill the pipeline; by default enough for a steady state.
     """
     return _per_update(pipeline, costs, num_groups or _enough_groups(pipeline))[0]
 
@@ -256,7 +256,7 @@ def actions_of_all(pipeline: Pipeline, *, num_micro_batches: int) -> list[list[A
 
 
 def in_processes(pipeline: Pipeline, *, num_micro_batches: int) -> tuple[list[list[Action]], Turns | None]:
-    """Return these actions, and their order in each process or None."""
+    """Return all stages' actions, and their order in each process, or None."""
     lists, turns = actions_of_all(pipeline, num_micro_batches=num_micro_batches), None
     if pipeline.stages_per_process > 1:
         segment = _segment(pipeline, num_micro_batches)
@@ -265,7 +265,7 @@ def in_processes(pipeline: Pipeline, *, num_micro_batches: int) -> tuple[list[li
 
 
 def _segment(pipeline: Pipeline, num_micro_batches: int) -> Segment:
-    """Return a segment of an epoch after those that flush."""
+    """Return a segment of the first epoch after ``flush_epochs``."""
     M, after = pipeline.micro_batches_per_update, pipeline.method.flush_epochs
     return Segment(epoch=after, first_update=0, num_samples=num_micro_batches, micro_batch_size=1, accumulation_steps=M)
 

@@ -1,8 +1,8 @@
 """The exponential moving average of a stage's weights.
 
 It is torch's own, see :mod:`torch.optim.swa_utils`. After each update that is not skipped E <- decay E + (1 - decay) W;
-the first update makes E = W. Only what is trained is averaged. Everything else, running statistics among it, is that of
-the model itself, as torch's ``AveragedModel`` with ``use_buffers=False`` copies it.
+the first update makes E = W. Only trained parameters are averaged. Everything else, such as running statistics, is
+the model's own, as torch's ``AveragedModel`` with ``use_buffers=False`` copies it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

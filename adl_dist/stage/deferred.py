@@ -1,7 +1,7 @@
 """Deferred weight gradients of linear layers and convolutions.
 
-Autograd computes the gradients of a layer's input and of its weights in one step. Here the layer's backward returns the
-first alone, and puts away what the second follows from: the layer's input and the gradient of its output. The weights
+Autograd computes the gradients of a layer's input and of its weights in one step. Here the layer's backward returns
+only the first, and keeps the layer's input and the gradient of its output, from which the second follows. The weights
 themselves are not needed, so the second may be computed at any time before the gradients are used.
 
     with gradients.deferrable([loss.grad_fn]) as pending:
@@ -46,7 +46,7 @@ class DeferredGradients:
     """The layers of a module with deferrable gradients of their weights.
 
     Attributes:
-        names: the names of the parameters that this is about.
+        names: the names of the parameters of these layers.
     """
 
     def __init__(self, module: nn.Module, where: str = "the model") -> None:
@@ -195,7 +195,7 @@ class _Layer:
         )
 
     def of_parameters(self, x: Tensor, grad: Tensor, with_bias: bool) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield each parameter of the layer with the gradient of one call."""
+        """Yield (parameter, gradient) for one call; ``grad`` is of its output."""
         weight: Tensor = self._weight
         if weight.dtype != x.dtype:  # under autocast; of the weight only shape and format count
             weight = torch.empty_like(weight, dtype=x.dtype)

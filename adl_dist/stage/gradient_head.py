@@ -31,13 +31,13 @@ class _Awaited(NamedTuple):
 class GradientHead(Learner):
     """A network that predicts gradients, with an optimizer of its own.
 
-    A group is complete only some micro-batches after the stage's own update with it, hence the second optimizer. It
-    follows the same learning rates by the index of the update.
+    It needs its own, because its group is complete only some micro-batches after the stage's own update. The
+    optimizer follows the same learning rates, by the index of the update.
 
     Attributes:
         network: from an output [B, ...] and targets [B], or None, to the gradient of each sample's own loss, [B, ...].
-        predictions: of each gradient that has come since this was emptied, two sums over samples, [2]: mean squared
-            error of the prediction, and mean square of the gradient.
+        predictions: for each gradient received since this was emptied, two sums over samples, [2]: mean squared error
+            of the prediction, and mean square of the gradient.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class GradientHead(Learner):
     ) -> None:
         """Build a head from ``network``, which is on ``device``.
 
-        ``faults`` are those of its stage.
+        ``faults`` is the check of its stage.
 
         Raises:
             ConfigError: If the optimizer cannot train the head.

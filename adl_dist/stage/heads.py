@@ -24,10 +24,9 @@ SIMILARITY_SHARE = 0.99
 class Pool(nn.AdaptiveAvgPool2d):
     """Torch's adaptive average pooling of square outputs.
 
-    It is computed by the plain pooling where both have the same windows.
-
-    On a GPU torch has a backward that gives the same bits each time for the plain one alone. It divides once, where the
-    adaptive one divides by height and width, so the last digit may differ unless both are powers of two.
+    It is computed by plain average pooling where both have the same windows, because on a GPU only the plain backward
+    is deterministic. Plain pooling divides once, adaptive pooling by height and by width, so the last digit may differ
+    unless both are powers of two.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,7 +67,7 @@ class LocalLoss(nn.Module):
 class PredSim(LocalLoss):
     """Prediction and similarity matching (Nokland and Eidnes 2019).
 
-    Adds to the classifier's loss one that wants samples of one class to be alike: the mean squared difference between
+    Adds to the classifier's loss one that makes samples of one class similar: the mean squared difference between
     two [B, B] matrices of cosine similarities, of the standard deviations of a convolution's feature maps, and of the
     one-hot targets.
     """
@@ -194,7 +193,7 @@ def _conv_of_3(before: int, after: int, *, bias: bool) -> nn.Conv2d:
 
 
 def normalises_samples(method: Method) -> bool:
-    """Return whether a head of ``method`` needs two samples or more."""
+    """Return whether a head of ``method`` has BatchNorm, so needs two samples."""
     return method.head_layers > 0 if method.spec.predicts_gradients else method.head in NORMALISES_SAMPLES
 
 
@@ -202,8 +201,8 @@ def check_outs(method: Method, stage: int, shapes: Sequence[tuple[int, ...]], *,
     """Check that a head of ``method`` fits the output of ``stage``.
 
     Raises:
-        ConfigError: If it is not one tensor of images or features, is not of images where convolutions need some, or
-            does not get a gradient of real numbers that could be predicted.
+        ConfigError: If the output is not one tensor of images or features, if it has no images for the head's
+            convolutions, or if it takes no real gradient that could be predicted.
     """
     if len(shapes) != 1 or len(shapes[0]) not in (1, 3):
         received = ", ".join(str(["B", *shape]) for shape in shapes)

@@ -1,8 +1,8 @@
 """The loss: terms, micro-batch weights, calls on a stage, start checks.
 
 The gradient of a group is that of all its samples at once if each micro-batch has the weight n_b / n_group, where n
-counts what the loss averages over. Usually that is samples, which the schedule knows. If the loss counts terms, such as
-the targets that it does not ignore, stage 0 counts them in the whole group before it hands out the first micro-batch.
+is the number of terms that the loss averages over. Usually these are samples, which the schedule knows. If they are
+others, such as targets that are not ignored, stage 0 counts them in the whole group before its first micro-batch.
 """
 
 import functools
@@ -53,7 +53,7 @@ class ClassLoss:
     Attributes:
         ignore_index: the target that it ignores.
         weight: of each class, float64[C] on the CPU; if None, each weighs 1.
-        is_torchs_own: whether it is known to do that; not if a derived class computes something of its own.
+        is_torchs_own: whether torch computes it; False for a derived class with its own forward.
         dim: the outputs' dimension of classes.
     """
 
@@ -180,8 +180,8 @@ def counted(
 
     Yields:
         ``counts`` float64[B, 2] on the CPU has the weight of the micro-batch's loss in its group, and the number of
-        its terms, in every row. A group without any term is weighted by its samples, so that the loss function has
-        the word: torch's is NaN there.
+        its terms, in every row. A group without any term is weighted by its samples, so that the loss function
+        decides: torch's is NaN there.
     """
     sizes: Iterable[int] = group_sizes if group_sizes is not None else repeat(1)
     with closing(batches):
@@ -209,15 +209,15 @@ COUNTS: dict[str, Callable[[Any], Any]] = {
 class SumCountLoss(nn.Module):
     """A loss that returns (sum, count), as the mean that stages train with.
 
-    Its count must be known before the first backward of the group, where no output is. So ``num_terms`` counts in the
-    targets alone, and the count of the loss is compared with it in each micro-batch.
+    The count must be known before the first backward of the group, when there is no output yet. So ``num_terms`` counts
+    in the targets only, and each micro-batch compares it with the count that the loss returns.
     """
 
     def __init__(self, loss_fn: LossFn, target: Batch, count: float) -> None:
         """Wrap ``loss_fn``, which has returned ``count`` for ``target`` [B, ...].
 
         Raises:
-            ConfigError: If it has no ``num_terms``, and none of COUNTS is its count.
+            ConfigError: If its ``num_terms``, or each counter in COUNTS if it has none, does not give ``count``.
         """
         super().__init__()
         self.loss_fn, own = loss_fn, own_num_terms(loss_fn)
@@ -263,7 +263,7 @@ class StageLoss:
     Attributes:
         users_loss: the user's own loss.
         classes: the settings of torch's loss of classes, if it is one.
-        may_ignore: whether targets that the loss ignores are there although samples are counted.
+        may_ignore: whether there may be targets that the loss ignores although samples are counted.
     """
 
     def __init__(

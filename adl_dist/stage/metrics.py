@@ -26,8 +26,8 @@ PERPLEXITY = "perplexity"
 class Metric:
     """A figure of outputs and targets, by its ``name``.
 
-    ``measure`` is (output, target) to (sum, count), of which the figure is sum / count over all micro-batches; None: it
-    follows from the loss. ``compute`` is that of an :class:`EpochMetric`, which has no ``measure``.
+    ``measure`` maps (output, target) to (sum, count); the figure is sum / count over all micro-batches. It is None if
+    the figure follows from the loss. ``compute`` is that of an :class:`EpochMetric`, which has no ``measure``.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Metric:
 class EpochMetric:
     """A metric of all outputs of a validation, like a macro F1.
 
-    ``compute`` is (outputs [N, ...], targets [N, ...]), on the CPU in the order of the dataset, to a number.
+    ``compute`` maps (outputs [N, ...], targets [N, ...]), on the CPU in the order of the dataset, to a number.
     """
 
     def __init__(self, compute: Callable[[Any, Any], Any]) -> None:
@@ -105,7 +105,7 @@ def hits(out: Any, target: Any, classes: ClassLoss | None, *, top: int) -> tuple
 
 
 def hard(target: Any, out: Tensor | None) -> Any:
-    """Return the likeliest classes of soft targets, which have the shape of ``out``."""
+    """Return the likeliest classes of soft targets, of the shape of ``out``."""
     if out is None or not isinstance(target, Tensor) or not target.is_floating_point() or target.ndim < 2:
         return target
     return target.argmax(dim=1) if target.shape == out.shape else target

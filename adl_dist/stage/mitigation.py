@@ -38,7 +38,7 @@ class Mitigation:
 
     Attributes:
         compensates: whether gradients of older versions are corrected.
-        history: of each parameter what the rows remember of its last updates; a checkpoint holds it.
+        history: for each parameter, the tensors that the rows keep of its last updates; saved in checkpoints.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class Mitigation:
     # --- applied --------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Step the optimizer, and change its update as the rows say."""
+        """Step the optimizer, and correct its update by the chosen rows."""
         parameters = [p for group in self._optimizer.param_groups for p in _trained(group)]
         gradients = self._decayed_gradients() if "spike" in self._rows and self._is_stale else {}
         before = self._copies(parameters) if self._lag or self._remembers_displacement else []
@@ -233,8 +233,8 @@ class Mitigation:
 
         w - eta (a v + b g), a = mu^n, b = 1 + mu + .. + mu^(n-1).
 
-        n = t, and t + 1 with Nesterov's momentum, which is a = mu, b = 1 already: what a gradient would have moved by
-        now if it had come in time it moves at once, and the rest from here on, as SGD would.
+        n = t, or t + 1 with Nesterov's momentum, for which SGD itself has a = mu, b = 1. A late gradient catches up: it
+        moves the weights at once by as much as if it had come in time, and then on as with SGD.
         """
         for group in self._optimizer.param_groups:
             mu, rate, damped = group["momentum"], float(group["lr"]), 1 - group["dampening"]

@@ -1,8 +1,8 @@
-"""The gradient norm of the whole model, as ``torch.nn.utils.clip_grad_norm_`` computes it.
+"""The gradient norm of the whole model, equal to that of one process.
 
-torch takes the norm of the vector of all tensors' norms, in the order of ``model.parameters()``. Each stage puts the
-norms of its own tensors into that vector, which travels from the last stage to stage 0, and stage 0 sends the result
-back. So it is torch's to the bit, which a sum of squares of each stage is not.
+``clip_grad_norm_`` takes the norm of the vector of all tensors' norms, in the order of ``model.parameters()``. Each
+stage puts the norms of its own tensors into that vector, which travels from the last stage to stage 0, and stage 0
+sends the result back. So it is torch's to the bit, which a sum of squares of each stage is not.
 """
 
 from collections.abc import Iterable, Sequence

@@ -25,11 +25,11 @@ from adl_dist.stage_options import GradientPolicy
 class NonFiniteCheck:
     """The check of loss and gradient of each update of one stage.
 
-    On a CPU at once. A GPU has only been given its work by then, and asking for a number would wait for all of it:
-    there each is looked at one update later, and the last ones at the end of the segment. Only where updates may be
-    skipped does a GPU have to be waited for, once in each, because what is sent next depends on it. The same holds on
-    a CPU where the backward is split: the gradient of the weights is not there yet when the last one of the group is
-    sent upstream.
+    On a CPU values are read at once. On a GPU the work has only been launched by then, and reading a number would wait
+    for all of it. So each update is checked one update later, and the last ones at the end of the segment. Only if
+    updates may be skipped does the host wait for the GPU, once per update, because the next message depends on the
+    check. A split backward on a CPU is also checked later: the gradients of the weights do not exist yet when the last
+    gradient of the group is sent upstream.
     """
 
     def __init__(self, guard: GradientPolicy, *, stage: int, is_last: bool, reads_late: bool = False) -> None:
@@ -39,8 +39,8 @@ class NonFiniteCheck:
             guard: the treatment of values that are not finite.
             stage: k.
             is_last: whether it is the last stage.
-            reads_late: read the values one update later, as on a GPU; a split backward needs it, because a group is
-                complete only after its last send.
+            reads_late: whether to read values one update later, as on a GPU; a split backward needs it, because a group
+                is complete only after its last send.
         """
         self._guard, self._stage, self._is_last, self._reads_late = guard, stage, is_last, reads_late
         self._unseen: deque[tuple[int, int, StepStats]] = deque()  # update, epoch, and what holds its figures
@@ -60,8 +60,8 @@ class NonFiniteCheck:
     def judge(self, tally: StepStats, arrived: Tensors, *, update: int, epoch: int) -> str | None:
         """Judge a complete group before its last gradients go upstream.
 
-        ``tally`` has its loss and the norm of its gradient; ``arrived`` are the last gradients that came from
-        downstream for it. Return why it is skipped, or None if it is applied.
+        ``tally`` has the group's loss and gradient norm; ``arrived`` are its last gradients from downstream. Return the
+        reason if the group is skipped, or None if it is applied.
 
         Raises:
             DivergedError: If a value of this update, or of the one before, is not finite and cannot be skipped.
@@ -104,8 +104,8 @@ class NonFiniteCheck:
 def keep_buffers_finite(module: nn.Module) -> Iterator[None]:
     """Restore buffers if a forward in the block makes one non-finite.
 
-    One input that is not finite would leave BatchNorm's running statistics so for good. Elements that have been
-    non-finite before, like those of a mask of -inf, may stay so. Nothing waits for a GPU.
+    Otherwise one non-finite input would make BatchNorm's running statistics non-finite for good. Elements that were
+    non-finite before, like those of a mask of -inf, are ignored. Nothing waits for a GPU.
     """
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     yield

@@ -76,7 +76,7 @@ def _refuses(factory: OptimizerFactory, parameter: nn.Parameter) -> bool:
 
 
 class Learner:
-    """A stage, its tied weights, or its head: it has an optimizer.
+    """A holder of an optimizer: a stage, its tied weights, or its head.
 
     Attributes:
         where: its name in errors.
@@ -91,7 +91,7 @@ class Learner:
     """
 
     def __init__(self, spec: TrainSpec, device: torch.device, *, where: str, key: str, lr_factor: float = 1.0) -> None:
-        """Begin without an optimizer; its learning rates count ``lr_factor`` times."""
+        """Begin without an optimizer; ``lr_factor`` scales its learning rates."""
         self.where, self.key, self.version = where, key, 0
         self.optimizer: Optimizer | None = None
         self.mitigation: Mitigation | None = None
@@ -107,7 +107,7 @@ class Learner:
         raise NotImplementedError
 
     def make_optimizer(self, factory: OptimizerFactory) -> Optimizer | None:
-        """Make the optimizer; see :func:`stage_optimizer`."""
+        """Make, keep and return the optimizer; see :func:`stage_optimizer`."""
         self.optimizer = stage_optimizer(factory, dict(self.named_parameters()), where=self.where)
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         values = ({key: value for key, value in group.items() if key != "params"} for group in groups)
@@ -120,7 +120,7 @@ class Learner:
         return self._lr_factor if self.mitigation is None else self.mitigation.rate(self.version)
 
     def clip(self, parameters: list[nn.Parameter], norm: Tensor | None) -> None:
-        """Scale the gradients of ``parameters``, of norm ``norm``, down to the limit."""
+        """Scale gradients of total norm ``norm`` down to the limit, in place."""
         if self._clip_norm is not None and norm is not None:
             clip_grads_with_norm_(parameters, self._clip_norm, norm)
 

@@ -77,7 +77,7 @@ class Precision(PrecisionSettings):
         return module
 
     def autocasting(self, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-        """Return a factory of the context of a forward or a loss."""
+        """Return a factory of autocast contexts for forwards and losses."""
         # Around each call alone: what autocast remembers of lowered weights must not outlive an update.
         return nullcontext if self.autocast is None else partial(torch.autocast, device.type, dtype=self.autocast)
 
@@ -143,11 +143,11 @@ def _deterministic() -> Iterator[None]:
 class TrainSpec:
     """The settings of a training that all stages and ranks share.
 
-    ``loss_fn`` is (output, target) to the mean loss over the samples, or over terms that it counts, or, with
-    ``loss_reduction`` ``batch``, to a loss of the micro-batch that is weighted by its samples; ``optimizer`` makes that
-    of one stage from its parameters, and ``lr_schedule`` its learning rate schedule; ``metrics`` are what is
-    measured besides the loss, by name or as callables (metrics.py); ``ema`` is the decay of the moving average of the
-    weights, or None if there is none; ``seed`` seeds data order, augmentation and dropout.
+    ``loss_fn`` maps (output, target) to the mean loss over the samples, or over terms that it counts; with
+    ``loss_reduction`` "batch", to a loss of the micro-batch that is weighted by its samples. ``optimizer`` makes one
+    stage's optimizer from its parameters, ``lr_schedule`` its learning rate schedule. ``metrics`` are further metrics,
+    by name or as callables (metrics.py). ``ema`` is the decay of the moving average of the weights, or None without
+    one. ``seed`` seeds data order, augmentation and dropout.
 
     Raises:
         ConfigError: If a value is out of range, or does not fit the method.

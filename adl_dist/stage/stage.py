@@ -73,15 +73,15 @@ class Stage(Learner):
         module: the part of the model, on its device.
         head: turns the output into a local loss, or predicts its gradient; None if there is no head.
         gradient_head: the head that predicts gradients, with its optimizer; None if there is none.
-        loss: the loss of the model or of the stage alone; None if this stage computes none.
-        metrics: what is measured of its output besides the loss; only the last stage has any.
+        loss: the loss of the model, or a local one; None if this stage computes none.
+        metrics: the metrics of its output besides the loss; only the last stage has any.
         epoch_metrics: those of all outputs of an evaluation.
         in_flight: micro-batches forwarded and not yet back-propagated, oldest first.
-        tally: what the stage counts about itself; the owner takes it and puts a fresh one.
-        faults: looks at loss and gradient of each update; the last ones are checked at the end of a segment.
+        tally: the figures of the group or evaluation so far; the owner takes them and puts in a fresh object.
+        faults: the check of loss and gradient of each update; the last ones are checked at the end of a segment.
         average: the moving average of its weights without those of ``ties``; None if there is none.
-        ties: its copies of weights that other stages hold, too, by the number of the tie.
-        model_norm: its part in the norm of the whole model's gradient, by which it clips; None if by that of its own.
+        ties: its copies of weights that other stages also hold, by the number of the tie.
+        model_norm: its part in the norm of the whole model's gradient, by which it clips; None if by its own.
     """
 
     def __init__(  # 9: the module, facts about it, and where and how it is trained
@@ -280,9 +280,9 @@ class Stage(Learner):
     ) -> Tensors:
         """Forward one micro-batch; return the detached output, or ().
 
-        ``acts`` [B, ...] come from upstream or the data; ``wanted`` is the target, [B, ...], where there is a loss, or
-        its tensors, else None, and behind it the counts of :func:`~adl_dist.stage.loss.counted` if the loss
-        counts its terms. The graph is kept, or, without ``keep_graph``, what came in, for :meth:`recompute`.
+        ``acts`` [B, ...] come from upstream or the data. ``wanted`` has the target [B, ...] or its tensors, followed by
+        the counts of :func:`~adl_dist.stage.loss.counted` if the loss counts its terms; None without a loss. The graph
+        is kept; without ``keep_graph`` only the inputs are, for :meth:`recompute`.
         """
         target, weight, num_terms = (None, None, None) if self.loss is None else self.loss.wanted(wanted)
         leaves = self._leaves_of(acts) if self.index > 0 else acts
@@ -329,8 +329,8 @@ class Stage(Learner):
         """Replay a forward with the present weights, and keep the graph.
 
         Dropout draws the same numbers again, and the module sees the buffers that the forward saw. Its changes of them
-        are thrown away: BatchNorm's running statistics moved in the forward. Of a stage of a model only its own calls
-        run again, and not the user's Python between them.
+        are thrown away: BatchNorm's running statistics moved in the forward. A stage of a cut model runs only its own
+        calls again, without the user's Python between them.
         """
         kept = self.in_flight[micro_batch]
         self._seed_forward(micro_batch)
@@ -343,9 +343,9 @@ class Stage(Learner):
     def backward(self, micro_batch: int, grads: Tensors) -> Tensors:
         """Back-propagate one micro-batch, adding to the gradients of the group.
 
-        ``grads`` has one for each tensor that gets one and went downstream; where there is a loss, the weight of this
-        micro-batch in its group, which scales every gradient that follows from it, unless it came to the forward.
-        Return the gradients of the acts that get one, for upstream; none on stage 0 and where stages learn locally.
+        Without a loss, ``grads`` are the gradients of those tensors sent downstream that take one. With a loss,
+        ``grads`` has the weight of this micro-batch in its group, which scales all of them, unless the forward got it.
+        Return the gradients of those acts that take one, for upstream; none on stage 0 and where stages learn locally.
 
         Raises:
             PartitionError: If an act has no gradient but should have one, or has one but should not.
@@ -381,10 +381,8 @@ class Stage(Learner):
     def backward_input(self, micro_batch: int, grads: Tensors, *, completes: bool) -> Tensors:
         """Run the first part of a backward, see :meth:`backward`.
 
-        Most gradients of weights are left for later.
-
-        If this ``completes`` a group, what is known of the group before is checked, or, where updates may be skipped,
-        all is done now: what is sent depends on it.
+        Most gradients of weights are left for :meth:`backward_weight`. If this ``completes`` a group, the group before
+        is checked. Where updates may be skipped, both parts run now, because the gradients sent depend on the check.
         """
         if completes and self._skips:
             for earlier in list(self._deferred_grads):
@@ -417,12 +415,12 @@ class Stage(Learner):
     def finish_group(self, arrived: Tensors, leaving: Tensors) -> Tensors:
         """Check a complete group before its last gradients go upstream.
 
-        In this order, because no stage upstream can complete the group before that. The last backward took ``arrived``
-        and returned ``leaving``; return what goes upstream instead.
+        No stage upstream can complete the group before they arrive. The last backward took ``arrived`` and returned
+        ``leaving``; return the gradients to send instead.
 
         Raises:
             DivergedError: If the loss or the gradient of the group is not finite; weights are left as they are. On
-                a GPU, and with a backward in two parts, it is of the group before, which has been applied.
+                a GPU, and with a split backward, this is about the group before, which has been applied.
         """
         parameters = self._policy.gather() if self._policy else []
         gradients = [p.grad for p in parameters if p.grad is not None]
@@ -471,7 +469,7 @@ class Stage(Learner):
         self._note_tied()
 
     def _weights_ahead(self, version: int) -> dict[nn.Parameter, Tensor]:
-        """Return the predicted weights of forwards in ``version``, tied ones included."""
+        """Return the predicted weights of forwards in ``version``, tied or not."""
         ahead = {} if self.mitigation is None else self.mitigation.forward_weights(version)
         for tie in self.ties.values():
             if tie.mitigation is not None:
@@ -536,7 +534,7 @@ class Stage(Learner):
                 raise
 
     def _as_given_to_loss(self, out: Any, outs: Tensors) -> Any:
-        """Return the argument of the loss."""
+        """Return the output as the loss takes it: one tensor without its tuple."""
         return out if self.is_last or len(outs) != 1 else outs[0]
 
     def _grad_edges_of(self, outs: Tensors, micro_batch: int) -> GradEdges:
@@ -552,7 +550,7 @@ class Stage(Learner):
         return tuple([get_gradient_edge(out) if out.requires_grad else None for out in ends])
 
     def _gradients_of(self, acts: Tensors, micro_batch: int) -> Tensors:
-        """Return the gradients of those that get one."""
+        """Return the gradients of those ``acts`` that got one in the trial."""
         gets = self._info.gets_grad
         if gets is None:
             gets = [act.requires_grad for act in acts]

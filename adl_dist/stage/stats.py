@@ -1,4 +1,4 @@
-"""The figures that a stage counts about itself, where they arise."""
+"""The figures of one stage's training: losses, hits, norms, staleness."""
 
 import math
 from collections.abc import Sequence
@@ -23,17 +23,17 @@ class StepStats:
         staleness: updates between forward and update, one entry per backward.
         sizes: samples of each micro-batch that was scored.
         losses: the mean loss of each of these micro-batches; none where there is no loss.
-        hits: targets of each of them that the largest output is for; none if the task has no classes.
-        measured: (sum, count), float64[2], of each metric, for each of them; empty: there is no metric.
+        hits: the number of right predictions (argmax) in each of them; none if the task has no classes.
+        measured: (sum, count), float64[2], of each metric, for each of them; empty without metrics.
         outputs: output and target of each of them, on the CPU, in an evaluation with epoch metrics.
-        num_terms: what each of these losses is the mean over, if that is not its samples.
-        num_classed: targets of each of them that are classes, if not all have to be: those that hits are looked for in.
+        num_terms: the number of terms that each of these losses averages over; empty if that is its samples.
+        num_classed: the number of targets in each of them that are classes; empty if all are.
         gradient_norm: 2-norm of the stage's gradient of the group, before it is clipped; None without parameters.
-        model_norm: 2-norm of the whole model's gradient, if it is clipped by that.
-        skipped: why the update is not made; None if it is made.
-        gradient_of: what that is the gradient of, in words.
-        learning_rate: the learning rate of the update; None without parameters, and before it.
-        predictions: those of :class:`~adl_dist.stage.gradient_head.GradientHead` since the update before.
+        model_norm: 2-norm of the whole model's gradient, if the gradient is clipped by it.
+        skipped: the reason if the update is skipped, otherwise None.
+        gradient_of: the name of the gradient with this norm, for errors.
+        learning_rate: the learning rate of the update; None before the update, and without parameters.
+        predictions: those of :class:`~adl_dist.stage.gradient_head.GradientHead` since the last update.
     """
 
     staleness: list[int] = field(default_factory=list)
@@ -96,7 +96,7 @@ class StepStats:
     def fetch(self, arrived: Sequence[Tensor] = ()) -> bool:
         """Start to copy the figures off a GPU; return False on a CPU.
 
-        A stage without any of these may be on one all the same: then what ``arrived`` for it is.
+        A stage without figures is on a GPU if the tensors that ``arrived`` for it are.
         """
         norms = [] if self.gradient_norm is None else [self.gradient_norm]
         if not any(number.is_cuda for number in (*self.losses[:1], *self.predictions[:1], *norms, *arrived[:1])):
@@ -109,16 +109,16 @@ class StepStats:
         return True
 
     def seconds_since(self, begin: torch.cuda.Event) -> float | None:
-        """Return when a GPU had the :meth:`numbers`, or None on a CPU.
+        """Return the seconds from ``begin`` to the :meth:`numbers`; None on a CPU.
 
-        A host is ahead of its GPU, by an update or so: its clock would tell when they were launched.
+        The host's clock would give the time of their launch, because a host is about an update ahead of its GPU.
         """
         return None if self._fetched is None else begin.elapsed_time(self._fetched) / 1000
 
     def numbers(self) -> dict[str, float | int]:
-        """Return the figures as plain numbers; those that do not exist are absent.
+        """Return the figures that exist as plain numbers, by name.
 
-        The loss sum is over ``num_terms``, and hits are among ``num_classed``, or else both are those of the samples.
+        The loss sum is over ``num_terms``, hits are among ``num_classed``; without these, both are over the samples.
         """
         if self._fetched is None:
             self.fetch()
@@ -148,10 +148,7 @@ class StepStats:
         return numbers
 
     def sums(self, metrics: Sequence[Metric]) -> dict[str, tuple[float, float]]:
-        """Return (sum, count) of each of ``metrics`` by name.
-
-        One that has counted nothing is absent.
-        """
+        """Return (sum, count) of each of ``metrics`` that counted, by name."""
         numbers = self.numbers()
         columns = iter([*zip(*self.measured, strict=True)])
         found: dict[str, tuple[float, float]] = {}
@@ -173,7 +170,7 @@ def value_of(name: str, pair: tuple[float, float]) -> float:
 
 
 def _underway(alike: list[Tensor]) -> list[Tensor]:
-    """Return copies in pinned memory, filled once the GPU has come so far."""
+    """Return copies in pinned memory, filled when the GPU reaches the copy."""
     return list(torch.stack(alike).to("cpu", non_blocking=True)) if alike else []
 
 

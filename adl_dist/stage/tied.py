@@ -28,11 +28,11 @@ class TiedWeights(Learner):
     """One stage's copies of tied weights, with their optimizer.
 
     Attributes:
-        tie: the stages that share, the first of which adds up.
+        tie: the stages that share the weights; the first one adds up their gradients.
         name: the first name of each parameter in the uncut model.
         staleness: of each backward of the segment, the updates of these weights between its forward and its own.
         average: their moving average; None if there is none.
-        is_first: whether this stage adds up, and saves what the optimizer remembers.
+        is_first: whether this stage adds up, and saves the state of the optimizer.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Versions of a stage's weights under permanent Parameter objects.
 
 A micro-batch in flight holds a graph, and the graph holds the weights of its forward, which therefore must stay as they
-are. The Parameter must stay, too: an optimizer, a user's list, a hook or another module may hold it, and has to meet
-the present weights there. So what is exchanged is the inside of the Python object, torch's TensorImpl: memory,
+are. The Parameter must also stay: an optimizer, a user's list, a hook or another module may hold it, and has to meet
+the present weights there. So only the inside of the Python object is exchanged, torch's TensorImpl: memory,
 gradient, and the place where autograd adds to it.
 
     older = start_version(parameters)   # the Parameters now hold copies; graphs in flight refer to ``older``
@@ -50,7 +50,7 @@ def start_version(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
 
 
 class Exchange:
-    """Versions of parameters, which TorchScript may compute with.
+    """The exchange of parameter versions, also inside TorchScript modules.
 
     A ScriptModule refers to the inside of its parameters, not to the Python objects, so each exchange assigns them
     to it again.
@@ -70,7 +70,7 @@ class Exchange:
         ]
 
     def start_version(self) -> list[nn.Parameter]:
-        """Put copies into the parameters; see :func:`start_version`."""
+        """Put copies into the parameters, and return the older version."""
         older = start_version(self.parameters)
         self._tell()
         return older
@@ -86,7 +86,7 @@ class Exchange:
 
     @contextmanager
     def swapped(self, others: Sequence[Tensor]) -> Iterator[None]:
-        """Swap the parameters for ``others``, with gradients, in the block."""
+        """Exchange weights and gradients with ``others`` inside the block."""
         self.swap(others)
         try:
             yield

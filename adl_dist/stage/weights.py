@@ -65,7 +65,7 @@ class Latest(_Policy):
     """The present weights over old activations: PACI, and the authors' code.
 
     The weights change under the graphs in flight on purpose. The gradient is then exact for the topmost
-    weights of a stage only, and a hybrid below.
+    weights of a stage only; below, it mixes old activations with new weights.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class Latest(_Policy):
 class LatestAhead(Latest):
     """Present weights, but forwards see the weights ahead.
 
-    The weights ahead are written into the memory of the parameters for each forward, and the present ones back, so
-    that graphs refer to that memory. Two copies.
+    The weights ahead are written into the memory of the parameters for each forward, and the present ones back
+    afterwards, so that graphs refer to that memory. It keeps two copies of the weights.
     """
 
     forwards_ahead = True
@@ -109,7 +109,7 @@ class LatestAhead(Latest):
         super().step(version, in_flight=in_flight, skip=skip)
 
     def forget(self) -> None:
-        """Drop the copies: the weights may be others by now."""
+        """Drop the copies, because the weights may have changed."""
         self._copies = None
 
     @contextmanager
@@ -227,7 +227,7 @@ class StashAhead(Stash):
 
 
 def weights_ahead(parameters: Sequence[nn.Parameter], predicted: Mapping[nn.Parameter, Tensor]) -> list[Tensor]:
-    """Return the ``predicted`` weights of all parameters, or copies of the present ones."""
+    """Return each parameter's ``predicted`` weights, or a copy of the present."""
     return [predicted[p] if p in predicted else p.detach().clone() for p in parameters]
 
 
@@ -240,7 +240,7 @@ def weight_policy(
 ) -> Latest | Stash:
     """Build the policy ``stash``, ``latest``, ``recompute`` or ``2bw``.
 
-    ``ahead`` predicts the weights of forwards, if these see others than the newest.
+    ``ahead`` predicts the weights of forwards; None if forwards see the newest weights.
     """
     if ahead is not None:
         # A forward that is replayed is replayed with the present weights.

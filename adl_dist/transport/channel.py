@@ -20,14 +20,14 @@ class Sender(Protocol):
         """Send the tensors of one micro-batch, which must not change afterwards."""
 
     def drain(self) -> None:
-        """Return when everything sent has left."""
+        """Wait until everything sent has left."""
 
 
 class Receiver(Protocol):
     """The other end. Micro-batches arrive in the order of sending."""
 
     def open(self, sizes: Sequence[int], order: Sequence[int], *, training: bool) -> None:
-        """Begin a segment with micro-batches in ``order``."""
+        """Begin a segment of micro-batches of ``sizes``, which come in ``order``."""
 
     def shorten(self, num_micro_batches: int) -> None:
         """Expect only the first ``num_micro_batches`` of the segment."""
@@ -46,7 +46,7 @@ class LocalChannel:
         self._queue: deque[tuple[int, Tensors]] = deque()
 
     def open(self, sizes: Sequence[int], order: Sequence[int] = (), *, training: bool) -> None:
-        """Begin a segment; the queue has the order of sending."""
+        """Begin a segment; ``order`` is ignored, because the queue has its own."""
         self.wire.open(sizes, training=training)
 
     def send(self, micro_batch: int, tensors: Tensors) -> None:
@@ -55,7 +55,7 @@ class LocalChannel:
         self._queue.append((micro_batch, self.wire.pass_on(micro_batch, specs, ready)))
 
     def recv(self, micro_batch: int) -> Tensors:
-        """Take the oldest message."""
+        """Return the oldest message; ChannelError if it is another micro-batch's."""
         got, tensors = self._queue.popleft()
         if got != micro_batch:
             raise ChannelError(f"{self._edge}: expected the {self.wire.what} of micro-batch {micro_batch}, got {got}")

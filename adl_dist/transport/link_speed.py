@@ -21,7 +21,7 @@ LONG_ENOUGH = 0.25  # seconds
 def measure_links(
     edges: Mapping[tuple[str, int], Edge], rank: int, device: torch.device
 ) -> dict[int, tuple[float, float]]:
-    """Return (bytes per second, seconds of one way) of each stage's link.
+    """Return (bytes per second, one-way seconds) of each stage's link.
 
     Args:
         edges: the edges with an end on ``rank``; its neighbours make the same call.
@@ -59,7 +59,7 @@ class _Ends:
         self._device = device if down.backend == "nccl" else torch.device("cpu")
 
     def ask(self) -> tuple[float, float]:
-        """Return (bytes per second, seconds of one way)."""
+        """Return the link's (bytes per second, one-way seconds)."""
         self._round(0)  # warms up buffers and connections
         latency = min(self._round(0) for _ in range(ROUNDS)) / 2
         num_bytes, seconds = FIRST, self._round(FIRST) - 2 * latency

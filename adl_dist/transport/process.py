@@ -197,7 +197,7 @@ class ProcessSender(End):
         Args:
             edge: the communicator.
             wire: the form of the messages.
-            max_pending: in training a send waits while the peer has not taken so many micro-batches. With fewer than
+            max_pending: the most micro-batches sent and not yet taken by the peer, in training. With fewer than
                 :func:`adl_dist.schedule.work.max_pending_of` returns, stages could wait for each other in a cycle.
             max_pending_in_evaluation: the limit in evaluation, where no gradient shows that a message was taken.
             units: the units of the sending stage, for errors.
@@ -211,14 +211,14 @@ class ProcessSender(End):
         self._answers, self._is_answered = answers, True
 
     def open(self, sizes: Sequence[int], *, training: bool) -> None:
-        """Begin a segment."""
+        """Begin a segment with micro-batches of ``sizes`` samples."""
         self.wire.open(sizes, training=training)
         self._max_pending, self._is_answered = self._limits[training], training
         if self._answers is not None:
             self._answers.clear()
 
     def send(self, micro_batch: int, tensors: Tensors) -> None:
-        """Start to send, without waiting until ``max_pending`` are under way."""
+        """Start to send; wait only if more than ``max_pending`` are under way."""
         specs, ready = self.wire.fit(micro_batch, tensors, partial(self._where.format, micro_batch))
         header = self._send_header(micro_batch, specs)
         if self._answers is not None and self._is_answered:
@@ -245,7 +245,7 @@ class ProcessSender(End):
         return SendFromGpu(tensor, host, copied, send), host
 
     def drain(self) -> None:
-        """Return when everything sent has left."""
+        """Wait until everything sent has left."""
         while self._pending:
             self._finish_oldest()
 
@@ -290,7 +290,7 @@ class ProcessReceiver(End):
         self._end, self._num_posted = 0, 1 + posted_ahead
 
     def open(self, sizes: Sequence[int], order: Sequence[int], *, training: bool) -> None:
-        """Begin a segment."""
+        """Begin a segment of micro-batches of ``sizes``, which come in ``order``."""
         assert not self._pending, "the previous segment was not received to its end"
         self.wire.open(sizes, training=training)
         self._to_post, self._end = deque(order), len(sizes)

@@ -25,7 +25,7 @@ class Event(Protocol):
     """The used part of ``torch.cuda.Event``."""
 
     def synchronize(self) -> None:
-        """Wait until the GPU has reached it."""
+        """Wait until the GPU has reached the event."""
 
 
 @cache
@@ -50,7 +50,7 @@ class SendFromGpu:
         self._begun = _outbox(tensor.device).submit(_send_later, tensor, host, copied, send)
 
     def wait(self) -> None:
-        """Wait until the peer has it, or raise the error of the send."""
+        """Wait until the peer has the tensor, or raise the error of the send."""
         work = self._begun.result()
         assert work is not None, "this process is an end of the edge"
         work.wait()
