@@ -1,4 +1,4 @@
-"""The length of a run, and its segments between empty pipelines."""
+"""The run's segments, sizes of micro-batches and groups, and loss weights."""
 
 import math
 from collections.abc import Sequence

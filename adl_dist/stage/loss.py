@@ -1,8 +1,8 @@
 """The loss: terms, micro-batch weights, calls on a stage, start checks.
 
 The gradient of a group is that of all its samples at once if each micro-batch has the weight n_b / n_group, where n
-is the number of terms that the loss averages over. Usually these are samples, which the schedule knows. If they are
-others, such as targets that are not ignored, stage 0 counts them in the whole group before its first micro-batch.
+is the number of terms that the loss averages over. Usually these are samples, weighted by schedule/run_plan.py. If they
+are others, such as targets that are not ignored, stage 0 counts them in the whole group before its first micro-batch.
 """
 
 import functools

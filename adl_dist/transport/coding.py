@@ -3,7 +3,8 @@
 A block is up to 256 numbers of one sample, in the order of its memory, and has one scale: its largest magnitude over
 the highest level, rounded up to 16 bits. Samples are coded separately, so that the codes of a sample do not depend on
 its micro-batch. ``int4`` first rotates each block (fixed random signs, then a Hadamard matrix), so that one large
-number does not use up the levels of 255 others. Sizes follow from the specs, without a header.
+number does not use up the levels of 255 others. Sizes follow from the specs, without a header. training/edges.py and
+wire.py decide which messages are coded.
 
 Activations are rounded to the nearest level, gradients at random to one of the two nearest, so that their mean is
 right. The random stream of each edge and micro-batch follows from the run's seed, so that a resume repeats it without
