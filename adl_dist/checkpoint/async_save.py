@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from adl_dist.checkpoint import layout, tensor_files
+from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.checkpoint.tensor_files import Shard
 from adl_dist.errors import AdlError, StageFailed, TakenOverError, in_one_line, text_of
 from adl_dist.report import warn
@@ -96,20 +97,17 @@ class Saver:
     def __init__(
         self,
         folder: PurePath,
+        policy: CheckpointPolicy,
         *,
-        keep: int,
-        keep_best: bool,
-        background: bool,
         check_owner: Callable[[], None] = lambda: None,
         before_commit: Callable[[], None] = lambda: None,
     ) -> None:
         """Prepare saves into ``folder``.
 
-        The options are those of :class:`~adl_dist.checkpoint.policy.CheckpointPolicy`. ``check_owner`` is called before
-        anything is changed, and again when all parts are written, followed by ``before_commit``. The save fails if they
-        raise OSError; the run is over if it is TakenOverError.
+        ``check_owner`` is called before anything is changed, and again when all parts are written, followed by
+        ``before_commit``. The save fails if they raise OSError; the run is over if it is TakenOverError.
         """
-        self._folder, self._keep, self._keep_best, self._background = folder, keep, keep_best, background
+        self._folder, self._policy = folder, policy
         self._check_owner, self._before_commit = check_owner, before_commit
         self._parts: queue.SimpleQueue[PartReport] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -134,8 +132,8 @@ class Saver:
         except OSError as error:
             self._fail(manifest, _reason(error))
             return
-        arguments = path, manifest, write_parts(path, token, self._background), token
-        if self._background:
+        arguments = path, manifest, write_parts(path, token, self._policy.background), token
+        if self._policy.background:
             self._thread = threading.Thread(target=self._finish, args=arguments, name=COMMITTING, daemon=True)
             self._thread.start()
         else:
@@ -174,7 +172,7 @@ class Saver:
             return
         logger.info("saved %s", self._saved)
         try:
-            layout.prune(self._folder, keep=self._keep, keep_best=self._keep_best)
+            layout.prune(self._folder, keep=self._policy.keep, keep_best=self._policy.keep_best)
         except OSError as error:
             warn(f"{self._folder}: an old checkpoint could not be removed: {_reason(error)}")
 

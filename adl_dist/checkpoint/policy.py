@@ -54,9 +54,9 @@ class CheckpointPolicy:
         """The metric of the best checkpoint, and its best end."""
         return Goal(self.best_metric, self.best_mode)
 
-    def check_validation(self, num_validation: int) -> None:
+    def check_validation(self, has_validation: bool) -> None:
         """Raise ConfigError if the best of no validation is to be kept."""
-        if self.keep_best and not num_validation:
+        if self.keep_best and not has_validation:
             raise ConfigError(
                 "keep_best=True (runtime.keep_best) keeps the checkpoint with the best validation, but there is no "
                 "validation dataset; give one, or omit keep_best"

@@ -46,7 +46,6 @@ FREE_TO_CHANGE = {
     *("run_dir", "resume", "init_from", "init_skip"),
     *("data.root", "data.download", "data.num_workers", "data.persistent_workers"),
     *("train.epochs", "train.max_updates", "train.non_finite", "train.max_skipped", "non_finite", "max_skipped"),
-    *("train.clip_scope", "clip_scope"),  # a run that continues keeps its own
     *("runtime.processes", "runtime.device", "runtime.threads", "runtime.bind_cores"),
     *("runtime.max_restarts", "runtime.meta_init"),
     *("runtime.timeout_seconds", "runtime.watchdog_warn_seconds", "runtime.watchdog_abort_seconds"),
@@ -64,6 +63,7 @@ FREE_TO_CHANGE = {
 OF_OLD = {f"method.{name}": setting.default for name, setting in settings_of(Method).items() if name != "name"}
 OF_OLD |= {"partition.tied": "share", "tied": "share"}
 OF_OLD |= {"runtime.codec": "none", "codec": "none", "gradient_codec": "none"}
+OF_OLD |= {"train.clip_scope": "stage", "clip_scope": "stage"}
 
 # Names of the objects of a script; version 0.3.8 also wrote attributes of loss and schedule.
 OF_SCRIPT = {"loss.name", "lr_schedule.made_by.name", "lr_schedule.name"}
@@ -143,17 +143,20 @@ class RunFolder:
             layout.first_usable(saved[::-1], layout.read_manifest)
         return resume
 
-    def is_resumed(self, resume: str) -> bool:
-        """Return whether a run with the checked ``resume`` loads a checkpoint."""
-        return resume not in ("auto", "never") or bool(layout.complete(self.checkpoints))
+    def cut_before(self, resume: str) -> dict[str, Any] | None:
+        """Return the cut of the checkpoint that the run continues from, or None without one.
 
-    def identity(self, resume: str) -> dict[str, Any]:
-        """Return the identity in the checkpoint that the run continues from."""
-        if resume not in ("auto", "never"):
-            manifest = layout.read_manifest(place_of(resume))
-        else:
-            _, manifest, _ = layout.first_usable(layout.complete(self.checkpoints)[::-1], layout.read_manifest)
-        return {"clip_scope": "stage", **manifest["identity"]}  # before 0.4.0 the only one
+        ``resume`` has been checked.
+        """
+        candidates = self._candidates(resume)
+        if not candidates:
+            return None
+        _, manifest, _ = layout.first_usable(candidates, layout.read_manifest)
+        return dict(manifest["identity"].get("cut", {}))
+
+    def _candidates(self, resume: str) -> list[PurePath]:
+        """Return the checkpoints to resume from, best first."""
+        return layout.complete(self.checkpoints)[::-1] if resume in ("auto", "never") else [place_of(resume)]
 
     def reach(self, place: str) -> PurePath:
         """Return a place of rank 0 as this process reaches it."""
@@ -196,7 +199,7 @@ class RunFolder:
             if not self._ownership.take():
                 raise self._taken()
         layout.clean(self.checkpoints)
-        return layout.complete(self.checkpoints)[::-1] if resume in ("auto", "never") else [place_of(resume)]
+        return self._candidates(resume)
 
     def claim(self, config: Mapping[str, Any]) -> None:
         """Record the run of the folder, and the launch that continues it."""
@@ -284,7 +287,8 @@ class RunFolder:
             theirs = {n: v for n, v in theirs.items() if not n.startswith(("loss.", "lr_schedule.")) or n in OF_SCRIPT}
         mine = {f"method.{name}": value for name, value in REMOVED_OPTIONS.items() if f"method.{name}" in theirs} | mine
         theirs |= {name: OF_OLD[name] for name in mine.keys() & OF_OLD.keys() - theirs.keys()}
-        names = {n for n in (mine.keys() | theirs.keys()) - FREE_TO_CHANGE if n.split(".")[0] not in without}
+        unused = {f"{key}scope" for key in ("train.clip_", "clip_") if mine.get(f"{key}norm") is None}
+        names = {n for n in (mine.keys() | theirs.keys()) - FREE_TO_CHANGE - unused if n.split(".")[0] not in without}
         # Of another optimizer most keys are there on one side only; its name says more.
         in_order = sorted(names, key=lambda n: (n not in mine or n not in theirs, n))
         if differing := [n for n in in_order if mine.get(n) != theirs.get(n)]:

@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from adl_dist.checkpoint import layout, state
 from adl_dist.checkpoint.async_save import LAST_SAVE_SECONDS, PartReport, Saver
 from adl_dist.checkpoint.identity import check_identity, identity_of, partition_change_note
+from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.checkpoint.run_dir import RunFolder
 from adl_dist.control import messages
 from adl_dist.control.callback_queue import CallbackQueue
@@ -22,7 +23,6 @@ from adl_dist.errors import DataError, DivergedError, SaveError, StageFailed
 from adl_dist.monitor.trace import TRACE, merge_parts
 from adl_dist.report import MetricsWriter, Progress, warn
 from adl_dist.report.callbacks import Callbacks, TrainerState
-from adl_dist.report.goal import Goal
 from adl_dist.report.logs import RESUMED
 from adl_dist.report.progress import TOKENS
 from adl_dist.report.timeline import TIMELINE, Timeline
@@ -46,15 +46,12 @@ class CheckpointContext:
     folder: RunFolder
     config: Mapping[str, Any]  # settings that identify the run when its folder is used again
     resume: str  # the checkpoint to resume from: "auto", "never" or a path
-    every_epochs: int  # epochs between two checkpoints, or 0 for one at the end
-    every_minutes: float | None  # minutes between two checkpoints, or None
+    policy: CheckpointPolicy
     saver: Saver
     signature: state.Signature  # the model's tensors
     optimizer: str  # name of its class
     schedule_follows: bool  # whether the learning rate schedule depends on the length of the run
     cut: Mapping[str, Any]  # the partition
-    clip_scope: str  # ``model`` or ``stage``, by which the run clips
-    goal: Goal = field(default_factory=Goal)  # the metric of the best checkpoint
     trace: bool = False  # whether the stages record a trace, written at the end
 
 
@@ -102,7 +99,6 @@ class Coordinator:
         self._last_epoch = 0
         self._saved_at: int | None = None
         self._saved_time = time.monotonic()
-        self._is_speed_known = False  # whether the first updates have shown how long a segment takes
         self._evaluated_at: int | None = None
         self._failure_recorded: str | None = None
         self._metrics: dict[str, Any] = {}
@@ -133,8 +129,6 @@ class Coordinator:
         if self._callbacks.any:
             self._callback_queue.put(partial(self._callbacks.take, record))
         self._totals.take(record)
-        if self._saving is not None and self._saving.every_minutes is not None and record["name"] == "train/loss":
-            self._note_late_saves(record, self._saving.every_minutes)
 
     def part(self, part: PartReport) -> None:
         """Pass a report on a part of a save to the save, in any thread."""
@@ -202,36 +196,20 @@ class Coordinator:
 
     @property
     def _is_to_be_saved(self) -> bool:
-        every = self._saving.every_epochs if self._saving else 0
+        every = self._saving.policy.every_epochs if self._saving else 0
         is_planned = self._plan.is_after(self._plan.checkpoint_every_updates, self._sample)
         is_due = self._sample > 0 or (every > 0 and self._epoch % every == 0)
         return (is_planned and is_due) or self._is_time_to_save
 
     @property
     def _is_time_to_save(self) -> bool:
-        minutes = self._saving.every_minutes if self._saving else None
+        minutes = self._saving.policy.every_minutes if self._saving else None
         return minutes is not None and time.monotonic() - self._saved_time >= 60 * minutes
 
     @property
     def ends_segment(self) -> bool:
         """Whether the running segment should end for a planned checkpoint, which changes no value."""
         return self._is_time_to_save and not self._drain_changes_result(self._epoch)
-
-    def _note_late_saves(self, record: Record, minutes: float) -> None:
-        """Note once if the first segment will last more than twice the ``minutes`` between two checkpoints."""
-        seconds, num_done = record["elapsed_seconds"], record["update"] + 1 - self._update
-        if self._is_speed_known or seconds < min(10.0, 6 * minutes):
-            return
-        self._is_speed_known = True
-        num_updates = self._plan.segment(self._epoch, self._sample, self._update).num_updates
-        segment_minutes, every = num_updates * seconds / num_done / 60, round(60 * minutes * num_done / seconds)
-        if segment_minutes > 2 * minutes and self._drain_changes_result(self._epoch):
-            self._note(
-                f"the pipeline is empty only every {num_updates} updates, about {segment_minutes:.3g} min, and "
-                f"runtime.checkpoint_every_minutes={minutes:g} saves only there; "
-                f"runtime.checkpoint_every_updates={max(1, every)} saves in time, but empties it for that, which "
-                "changes values (docs/runs.md)"
-            )
 
     def _carry_out_requests(self) -> dict[str, Any] | None:
         """Save if requested; return the place of a stop, if requested."""
@@ -369,13 +347,9 @@ class Coordinator:
             "epochs": self._epoch,
             "sample": self._sample,
             "metrics": self._metrics,
-            "goal": asdict(self._saving.goal),
+            "goal": asdict(self._saving.policy.goal),
             "callbacks": self._callbacks.state(self._update),
-            "identity": {
-                **identity_of(self._plan, self._saving.optimizer),
-                "cut": dict(self._saving.cut),
-                "clip_scope": self._saving.clip_scope,
-            },
+            "identity": {**identity_of(self._plan, self._saving.optimizer), "cut": dict(self._saving.cut)},
         }
         self._saved_moment = self._moment()
         saver.save(self._write_parts, manifest)

@@ -35,6 +35,8 @@ from adl_dist.stage.metrics import metrics_of
 from adl_dist.training.options import Monitoring
 from adl_dist.training.partitioned_model import PartitionedModel
 
+OF_RANK_0 = ""  # the run folder of a rank that was given none: rank 0's, if it has one
+
 
 @dataclass(frozen=True)
 class Outputs:
@@ -89,14 +91,14 @@ class Outputs:
         for goal in (self.checkpoints.goal, *self.callbacks.goals):
             goal.check([metric.name for metric in metrics_of(spec.metrics, None)])
 
-    def check_validation(self, num_validation: int, *, saves: bool) -> None:
+    def check_validation(self, has_validation: bool, *, saves: bool) -> None:
         """Raise ConfigError for an output that needs a missing validation.
 
         With ``saves`` there are checkpoints, of which one may be the best.
         """
         if saves:
-            self.checkpoints.check_validation(num_validation)
-        if not num_validation and (goals := self.callbacks.goals):
+            self.checkpoints.check_validation(has_validation)
+        if not has_validation and (goals := self.callbacks.goals):
             raise ConfigError(
                 f"EarlyStopping watches {goals[0].metric or 'the validation'}, but there is no validation dataset; "
                 "give one, or omit EarlyStopping"

@@ -3,7 +3,6 @@
 import contextlib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
@@ -44,7 +43,7 @@ from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.monitor.trace import MOST_EVENTS
 from adl_dist.optim import takes_length
 from adl_dist.optimizers import prepare
-from adl_dist.report import MetricsWriter, Progress, announced, say
+from adl_dist.report import MetricsWriter, Progress, announced
 from adl_dist.report.page import write_after_run
 from adl_dist.report.totals import Totals
 from adl_dist.schedule import Method, Pipeline
@@ -59,7 +58,7 @@ from adl_dist.training.input import Data, DeviceLoader, Loaders
 from adl_dist.training.lazy_weights import prepare_weights
 from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
 from adl_dist.training.partitioned_model import PartitionedModel
-from adl_dist.training.run_outputs import Outputs
+from adl_dist.training.run_outputs import OF_RANK_0, Outputs
 from adl_dist.training.shared_folder import share_folder
 from adl_dist.training.startup_sync import propagate_errors, start_call
 from adl_dist.training.tied_copies import untied
@@ -162,7 +161,6 @@ class Trainer:
             ema=ema,
             seed=seed,
         )
-        self._gradients = self._spec.gradients  # as given; a run that continues may clip otherwise
         metrics_of(self._spec.metrics, None)  # refuses a wrong name before any work
         self._processes, self._timeouts = processes or ProcessOptions(), timeouts or WatchdogTimeouts()
         self._distributed = _is_distributed(self._processes, self._spec.pipeline)
@@ -267,14 +265,13 @@ class Trainer:
                 process has taken ``run_dir`` over.
         """
         length = {"epochs": epochs, "max_updates": max_updates, "eval_every_updates": eval_every_updates}
-        given = {**length, "batch_size": batch_size, "num_workers": num_workers}
-        arguments.check_values({**given, "checkpoints": checkpoints, "monitoring": monitoring, "loading": loading})
+        arguments.check_values({**length, "batch_size": batch_size, "num_workers": num_workers, "loading": loading})
+        arguments.check_values({"checkpoints": checkpoints, "monitoring": monitoring})
         check_lengths(**length)
         data = Data(train_dataset, val_dataset, batch_size, num_workers, loading or Loading(), shuffle)
         outputs = Outputs.of(checkpoints, monitoring, callbacks)
-        outputs.check(
-            "" if run_dir is None and self.rank else run_dir, resume, self._spec, is_distributed=self._distributed
-        )
+        place = OF_RANK_0 if run_dir is None and self.rank else run_dir
+        outputs.check(place, resume, self._spec, is_distributed=self._distributed)
         return self._fit(data, outputs, length, run_dir, resume, config)
 
     def _fit(
@@ -287,7 +284,6 @@ class Trainer:
         config: Mapping[str, Any] | None,
     ) -> Summary:
         self._data = data  # as :meth:`evaluate` loads, too
-        self._spec = replace(self._spec, gradients=self._gradients)
         self._partitioned.peak_tflops = outputs.monitoring.peak_tflops
         every = {"checkpoint_every_updates": outputs.checkpoints.every_updates}
         every["eval_every_updates"] = length["eval_every_updates"]
@@ -301,19 +297,11 @@ class Trainer:
         world = self._join()
         with self._keep_modes(), self._start_job(world, folder) as (running, store):
             folder, resume = self._agreed_folder(world, store, folder, known_by, resume, later)
-            if world.rank == 0 and self._spec.gradients is not self._gradients and not outputs.monitoring.quiet:
-                scope = self._spec.gradients.clip_scope
-                say(f"note: gradients are clipped as when this run began: train.clip_scope={scope}")
-            loaders = self._load(world, data) if self.needs_data else Loaders()
             if self.needs_data:
-                outputs.check_validation(loaders.lengths["num_validation"], saves=folder is not None)
-            plan = Plan(**{**length, **every, **sizes, **loaders.lengths})
-            startup = build.Startup(world, store, loaders, plan, folder.path if folder is not None else None)
-            # With the threads of the first forward, but without the loaders' workers.
+                outputs.check_validation(data.validation is not None, saves=folder is not None)
             says = world.rank == 0 and not outputs.monitoring.quiet
-            with self._bound(world), announced(PREPARING) if says else contextlib.nullcontext():
-                settled = build.settle_partition(self._spec, self._partitioned, startup, self._settings)
-                worker, made = build.build_worker(settled, self._partitioned, startup, self._processes.pick_next)
+            with announced(PREPARING) if says else contextlib.nullcontext():
+                plan, worker, made = self._assemble(world, store, data, folder, {**length, **every, **sizes})
             known_by.update({name: made[name] for name in later})
             if folder is not None:
                 folder.recognise(known_by)
@@ -365,15 +353,9 @@ class Trainer:
         if batch_size < 1:
             raise ConfigError(f"batch_size must be at least 1, got {batch_size}; only after fit it has a default")
         world = self._join()
+        length = {"epochs": 0, "max_updates": None, "micro_batch_size": batch_size, "accumulation_steps": 1}
         with self._keep_modes(), self._start_job(world, None) as (running, store):
-            loaders = self._load(world, data) if self.needs_data else Loaders()
-            plan = Plan(
-                epochs=0, max_updates=None, micro_batch_size=batch_size, accumulation_steps=1, **loaders.lengths
-            )
-            startup = build.Startup(world, store, loaders, plan)
-            with self._bound(world):
-                settled = build.settle_partition(self._spec, self._partitioned, startup, self._settings)
-                worker, _ = build.build_worker(settled, self._partitioned, startup, self._processes.pick_next)
+            plan, worker, _ = self._assemble(world, store, data, None, length)
         recorder, progress = MetricsWriter(None), Progress(num_stages=self._spec.pipeline.num_stages, quiet=True)
         totals = Totals(worker.unit)
         coordinator = Coordinator(plan, saving=None, recorder=recorder, progress=progress, totals=totals)
@@ -444,30 +426,17 @@ class Trainer:
         found: dict[str, Any] = {"place": None}
         if folder is not None and world.rank == 0:
             resume = folder.check(known_by, resume=resume, later=later)
-            identity = folder.identity(resume) if folder.is_resumed(resume) else None
-            found = {"place": str(folder.place), "resume": resume, "identity": identity}
+            found = {"place": str(folder.place), "resume": resume, "cut": folder.cut_before(resume)}
         folder, found = share_folder(folder, found, world, store)
         if folder is None:
             log_to(None)
             return None, resume
-        if (identity := found["identity"]) is not None:
+        if (cut := found["cut"]) is not None:
             self._partitioned.initial = {}
-            self._keep_clip_scope(identity["clip_scope"], known_by)
-            cut = identity.get("cut", {})
             if self._partitioned.sizes is None and cut.get("num_stages") == self._spec.pipeline.num_stages:
                 self._partitioned.begins = list(cut.get("begins", ()))
         log_to(folder.path / "logs" / f"rank{launched_rank()}.log")
         return folder, found["resume"]
-
-    def _keep_clip_scope(self, scope: Any, known_by: Mapping[str, Any]) -> None:
-        """Clip as the run that continues did until now."""
-        given = self._spec.gradients
-        kept = replace(given, clip_scope=scope)
-        if kept.clips_model(self._spec.pipeline) != given.clips_model(self._spec.pipeline):
-            self._spec = replace(self._spec, gradients=kept)
-            for settings in (known_by, known_by.get("train")):  # of a script, and of the command line
-                if isinstance(settings, dict) and "clip_scope" in settings:
-                    settings["clip_scope"] = scope
 
     @contextlib.contextmanager
     def _start_job(self, world: World, folder: RunFolder | None) -> Iterator[tuple[job.Job, dist.Store]]:
@@ -490,6 +459,17 @@ class Trainer:
             for to, training in kept:
                 if (module := to()) is not None:
                     module.training = training
+
+    def _assemble(
+        self, world: World, store: dist.Store, data: Data, folder: RunFolder | None, length: Mapping[str, Any]
+    ) -> tuple[Plan, LocalWorker, build.Settings]:
+        """Load the data, settle the cut and build the worker of this process."""
+        loaders = self._load(world, data) if self.needs_data else Loaders()
+        plan = Plan(**length, **loaders.lengths)
+        startup = build.Startup(world, store, loaders, plan, None if folder is None else folder.path)
+        with self._bound(world):  # with the threads of the first forward, but without the loaders' workers
+            settled = build.settle_partition(self._spec, self._partitioned, startup, self._settings)
+            return plan, *build.build_worker(settled, self._partitioned, startup, self._processes.pick_next)
 
     def _load(self, world: World, data: Data) -> Loaders:
         """Open the datasets for the first stage."""
@@ -515,34 +495,21 @@ class Trainer:
     ) -> CheckpointContext | None:
         if folder is None or world.rank != 0:
             return None
-        policy = outputs.checkpoints
+        policy, pipeline = outputs.checkpoints, self._spec.pipeline
         return CheckpointContext(
             folder=folder,
             config=config,
             resume=resume,
-            every_epochs=policy.every_epochs,
-            every_minutes=policy.every_minutes,
-            saver=Saver(
-                folder.checkpoints,
-                keep=policy.keep,
-                keep_best=policy.keep_best,
-                background=policy.background,
-                check_owner=folder.check_owner,
-                before_commit=folder.push,
-            ),
+            policy=policy,
+            saver=Saver(folder.checkpoints, policy, check_owner=folder.check_owner, before_commit=folder.push),
             signature=self._partitioned.signature,
             optimizer=optimizer_name(made),
             schedule_follows=(
                 self._spec.lr_schedule is not None
                 # By a clock that runs ahead of updates, the last rate holds from before the end on.
-                and (takes_length(self._spec.lr_schedule) or self._spec.pipeline.method.lr_clock == "global")
+                and (takes_length(self._spec.lr_schedule) or pipeline.method.lr_clock == "global")
             ),
-            cut={
-                "num_stages": self._spec.pipeline.num_stages,
-                "begins": self._partitioned.begins,
-            },
-            clip_scope="model" if self._spec.gradients.clips_model(self._spec.pipeline) else "stage",
-            goal=policy.goal,
+            cut={"num_stages": pipeline.num_stages, "begins": self._partitioned.begins},
             trace=outputs.monitoring.trace,
         )
 

@@ -13,6 +13,7 @@ import adl_dist
 from adl_dist.checkpoint import layout, ownership, storage
 from adl_dist.checkpoint.async_save import Saver
 from adl_dist.checkpoint.ownership import Ownership
+from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.checkpoint.run_dir import RunFolder
 from tests.support.commands import snapshot
 from tests.support.runs import toy_trainer
@@ -151,7 +152,7 @@ def test_a_failed_save_leaves_the_checkpoint_of_the_new_owner(tmp_path):
         saved(tmp_path, 1)
         raise OSError("another process has taken the folder over")
 
-    saver = Saver(tmp_path, keep=1, keep_best=False, background=False, before_commit=taken_over)
+    saver = Saver(tmp_path, CheckpointPolicy(keep=1, background=False), before_commit=taken_over)
     saver.save(writing(saver, shards()), position(1))
     assert "another process" in saver.failure
     layout.verify(path)
@@ -164,7 +165,7 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_replaced(tmp_path, monkeypa
     def fails(*_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    saver = Saver(tmp_path, keep=1, keep_best=False, background=False)
+    saver = Saver(tmp_path, CheckpointPolicy(keep=1, background=False))
     for place, name in ((layout, "read"), (storage.LocalFolders, "size")):
         with monkeypatch.context() as patch:
             patch.setattr(place, name, fails)

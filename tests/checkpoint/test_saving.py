@@ -14,6 +14,7 @@ import pytest
 import adl_dist
 from adl_dist.checkpoint import async_save, layout, storage
 from adl_dist.checkpoint.async_save import PartReport, PartWriter, Saver
+from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.checkpoint.run_dir import chosen_checkpoint
 from adl_dist.report import MetricsWriter
 from tests.support.commands import assert_same, in_process, snapshot, words
@@ -57,7 +58,7 @@ def full_after(monkeypatch, num_bytes):
 @pytest.mark.parametrize("background", [True, False], ids=["background", "foreground"])
 def test_a_disk_full_at_any_byte_keeps_the_old_checkpoint(background, tmp_path, monkeypatch, capfd):
     """And the next save, for which there is room again, is complete."""
-    saver = Saver(tmp_path, keep=1, keep_best=False, background=background)
+    saver = Saver(tmp_path, CheckpointPolicy(keep=1, background=background))
     saver.save(writing(saver, shards()), position(1))
     assert saver.wait().name == "update-00000001"
     before = snapshot(tmp_path)
@@ -93,7 +94,7 @@ def test_a_save_of_the_same_update_is_replaced_only_if_damaged(tmp_path):
 
 def test_a_reader_never_sees_half_a_checkpoint(tmp_path):
     """Two processes write their parts in the background, and older checkpoints are removed meanwhile."""
-    saver, over = Saver(tmp_path, keep=2, keep_best=False, background=True), threading.Event()
+    saver, over = Saver(tmp_path, CheckpointPolicy(keep=2, background=True)), threading.Event()
     read, half_made = set(), []
 
     def poll():
@@ -180,7 +181,7 @@ def test_a_save_fails_at_once_where_a_process_is_gone(reported_before, tmp_path)
             PartWriter(1, saver.take_part).write(path, shards, token=token, background=False)
         saver.take_part(PartReport(rank=1, failure="stage 1: the process is gone", is_gone=True))
 
-    saver = Saver(tmp_path, keep=1, keep_best=False, background=True)
+    saver = Saver(tmp_path, CheckpointPolicy(keep=1, background=True))
     saver.save(writing(saver, shards(), dies), position(1))
     path = saver.wait(20)
     if reported_before:

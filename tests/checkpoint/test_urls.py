@@ -17,6 +17,7 @@ import adl_dist
 from adl_dist.checkpoint import layout, ownership, storage
 from adl_dist.checkpoint.async_save import Saver
 from adl_dist.checkpoint.ownership import Ownership
+from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.checkpoint.run_dir import chosen_checkpoint
 from adl_dist.checkpoint.storage import place_of, read, storage_of
 from adl_dist.errors import ConfigError
@@ -111,7 +112,7 @@ def test_a_large_file_is_created_once(folder, monkeypatch):
 
 
 def test_checkpoints_are_saved_pruned_and_rejected_anywhere(folder):
-    saver = Saver(folder, keep=2, keep_best=False, background=True)
+    saver = Saver(folder, CheckpointPolicy(keep=2, background=True))
     for update in range(1, 5):
         saver.save(writing(saver, shards(seed=update)), position(update))
     assert saver.wait() == layout.place(folder, 4)
@@ -153,7 +154,7 @@ def test_a_failure_at_any_operation_keeps_checkpoints_whole(monkeypatch, capfd):
     folder = place_of(f"memory://{uuid.uuid4().hex}")
     first, failed, room = saved(folder, 1), 0, 0
     while True:
-        saver = Saver(folder, keep=2, keep_best=False, background=False)
+        saver = Saver(folder, CheckpointPolicy(keep=2, background=False))
         with monkeypatch.context() as patch:
             Flaky(patch, room)
             saver.save(writing(saver, shards(seed=1)), position(2))
