@@ -1,7 +1,6 @@
 """Assembly of a process's worker: agreed cut, stages and connections."""
 
 import copy
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from adl_dist.batch import is_class_target, tensors_of
@@ -34,7 +32,7 @@ from adl_dist.training.edges import COUNTS, connect_stages
 from adl_dist.training.input import DeviceLoader, Loaders
 from adl_dist.training.links import links_between
 from adl_dist.training.partitioned_model import Measuring, PartitionedModel, PartitionResult, unit_of_inputs
-from adl_dist.training.startup_sync import LENGTH, MADE, check_consistent, exchange, read
+from adl_dist.training.startup_sync import Agreement, check_consistent
 from adl_dist.training.trial.samples import Samples, share, take
 from adl_dist.training.trial.stage_run import TrialResult
 from adl_dist.training.warm_up import check_without_warm_up, keep_hooks, needs_warm_up, warm_up
@@ -48,14 +46,14 @@ class Startup:
 
     Attributes:
         world: this process among the others.
-        store: where ranks publish values.
+        agreement: the values that ranks publish.
         loaders: the data, in the process of stage 0.
         plan: the length of the run for that data.
         folder: the run folder, which keeps measurements; None if nothing is saved.
     """
 
     world: World
-    store: dist.Store
+    agreement: Agreement
     loaders: Loaders
     plan: Plan
     folder: Path | None = None
@@ -79,7 +77,7 @@ def settle_partition(
         ConfigError, PartitionError, DataError: If the job cannot be done.
         StageFailed, ChannelError: If another rank found so, or does not answer.
     """
-    world, store, loaders, plan = startup.world, startup.store, startup.loaders, startup.plan
+    world, agreement, loaders, plan = startup.world, startup.agreement, startup.loaders, startup.plan
     check_sizes(spec.pipeline, plan.first_epoch.sizes)
     if spec.precision.compile:
         check_compiler(world.device)
@@ -88,14 +86,14 @@ def settle_partition(
         in_dtype(spec.loss_fn, spec.precision.dtype, world.device)
     if world.size > 1 and plan.epochs:
         given = {**given, "optimizer": sample_optimizer(spec.optimizer)}
-    check_consistent(store, world.rank, world.size, given, found=False, initial=partitioned.initial)
-    samples = share(store, take(*loaders, plan), rank=world.rank, size=world.size)
-    links, measuring = links_between(partitioned.spec.links, world, store, startup.folder), None
+    check_consistent(agreement, given, found=False, initial=partitioned.initial)
+    samples = share(agreement, take(*loaders, plan))
+    links, measuring = links_between(partitioned.spec.links, world, agreement, startup.folder), None
     if (loader := loaders.first) is not None:
         measuring = Measuring(loader, plan.micro_batch_size, startup.folder, world.stages_on_device, links)
         if class_loss(spec.loss_fn) is not None:
             check_loaded_targets(spec, samples, loader)
-    finalize = partial(partitioned.finalize, store, samples=samples, device=world.device, measuring=measuring)
+    finalize = partial(partitioned.finalize, agreement, samples=samples, device=world.device, measuring=measuring)
     try:
         found = finalize(spec)
     except ReturnsSumError as pair:  # whatever it counts, which is only known now
@@ -107,7 +105,7 @@ def settle_partition(
     if loader is not None:
         check_loaded_targets(found.spec, samples, loader)
     values = {**found.result.plain(), "sizes": partitioned.sizes}
-    check_consistent(store, world.rank, world.size, values, found=True)
+    check_consistent(agreement, values, found=True)
     return found._replace(samples=samples)
 
 
@@ -151,7 +149,7 @@ def build_worker(
     stages = make_stages()
     made = schedule_learning_rates(stages, spec, startup) if startup.plan.epochs else []
     # The factories are the user's own: if one fails, no rank begins to wait for that stage.
-    all_made = [one for by_rank in exchange(startup.store, MADE, world.rank, world.size, made) for one in by_rank]
+    all_made = [one for by_rank in startup.agreement.all(made) for one in by_rank]
     for loader in loaders:
         if loader is not None:
             loader.precision = spec.precision
@@ -337,11 +335,9 @@ def schedule_learning_rates(stages: Mapping[int, Stage], spec: TrainSpec, startu
     Raises:
         ConfigError: If the schedule cannot be made, or is shorter than the run.
     """
-    plan = startup.plan
-    if 0 in stages:  # only the process with the data knows how long an epoch is
-        lengths = {"updates_per_epoch": plan.updates_per_epoch, "total_updates": plan.total_updates}
-        startup.store.set(LENGTH, json.dumps(lengths))
-    length = read(startup.store, LENGTH, 0)
+    plan = startup.plan  # only rank 0, with the data, knows how long an epoch is
+    length = {"updates_per_epoch": plan.updates_per_epoch, "total_updates": plan.total_updates}
+    length = startup.agreement.first(length)
     made: list[dict[str, Any]] = []
     scheduled: set[str] | None = None
     for k, learner in ((k, learner) for k, stage in stages.items() for learner in stage.learners):

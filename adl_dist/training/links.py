@@ -4,20 +4,18 @@ import json
 from collections import ChainMap
 from pathlib import Path
 
-import torch.distributed as dist
-
 from adl_dist.distributed.world import World
 from adl_dist.errors import ConfigError
 from adl_dist.links import LINKS, Links, parse_links
 from adl_dist.report.files import write_atomically
-from adl_dist.training.startup_sync import MEASURED, exchange
+from adl_dist.training.startup_sync import Agreement
 from adl_dist.transport.link_speed import measure_links
 
 KEPT = "links.json"
 FREE = 1e15, 0.0  # bytes per second and seconds of one way within a process
 
 
-def links_between(links: str | None, world: World, store: dist.Store, folder: Path | None) -> Links | None:
+def links_between(links: str | None, world: World, agreement: Agreement, folder: Path | None) -> Links | None:
     """Return the links for the cut and delays, or None.
 
     They are described by ``links``, or measured now if that is ``auto``, or were when the run in ``folder`` began with
@@ -35,7 +33,7 @@ def links_between(links: str | None, world: World, store: dist.Store, folder: Pa
     if not world.is_distributed:
         return None
     mine = measure_links(world.edges, world.rank, world.device)
-    after = ChainMap(*exchange(store, MEASURED, world.rank, world.size, mine))
+    after = ChainMap(*agreement.all(mine))
     if world.rank != 0:
         return None
     key = f"{K} stages in {world.size} processes"

@@ -38,7 +38,7 @@ from adl_dist.training.flops import flops_per_sample, peak_tflops
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.lazy_weights import LazyWeights
 from adl_dist.training.options import PartitionSpec
-from adl_dist.training.startup_sync import SIZES, read, sampled
+from adl_dist.training.startup_sync import Agreement, sampled
 from adl_dist.training.tied_copies import TiedCopies
 from adl_dist.training.trial.samples import NUM_SAMPLES, Samples
 from adl_dist.training.trial.stage_run import TrialResult
@@ -178,7 +178,7 @@ class PartitionedModel:
 
     def finalize(
         self,
-        store: dist.Store,
+        agreement: Agreement,
         spec: TrainSpec,
         samples: Samples,
         *,
@@ -210,7 +210,7 @@ class PartitionedModel:
                     if self._num_stages > 1 or not isinstance(self.spec.balance, str):
                         keeps = keeps_ties(spec.pipeline.method)
                         chain = trial.chain(granularity=self.spec.granularity, keeps_ties=keeps)
-                    tried, result, sizes = self._choose(trial, chain, store, measuring)
+                    tried, result, sizes = self._choose(trial, chain, agreement, measuring)
                 break
             except (ConfigError, PartitionError):
                 if channels_last is formats[-1]:
@@ -246,7 +246,7 @@ class PartitionedModel:
             self._note(f"the stages were found equal to the uncut model on {NUM_SAMPLES} samples in {seconds}")
 
     def _choose(
-        self, trial: Trial, chain: Chain | None, store: dist.Store, measuring: Measuring | None
+        self, trial: Trial, chain: Chain | None, agreement: Agreement, measuring: Measuring | None
     ) -> tuple[TrainSpec, TrialResult, list[int]]:
         """Choose the cut; return the spec with its delays, result and sizes."""
         spec, delays = trial.spec, trial.spec.pipeline.nominal_delays
@@ -257,18 +257,12 @@ class PartitionedModel:
             if self.spec.verify:
                 self._note("one stage runs the uncut model itself, so nothing was compared")
         elif self.spec.balance == "auto":
-            key = SIZES[bool(spec.precision.channels_last)]
-            if measuring is None:
-                found = read(store, key, 0)
-                sizes, delays = found["sizes"], tuple(found["delays"])
-            else:
-                sizes, delays = self._measured(trial, chain, measuring)
-                store.set(key, json.dumps({"sizes": sizes, "delays": delays}))
+            sizes, delays = agreement.first(None if measuring is None else self._measured(trial, chain, measuring))
             result = trial.run(chain, sizes, verify=self.spec.verify)
         else:
             result, sizes = self._even(trial, chain)
         if spec.pipeline.method.awaits_delays:
-            spec = replace(spec, pipeline=Pipeline(spec.pipeline.method.with_delays(delays), self._num_stages))
+            spec = replace(spec, pipeline=Pipeline(spec.pipeline.method.with_delays(tuple(delays)), self._num_stages))
         return spec, result, sizes
 
     def _even(self, trial: Trial, chain: Chain) -> tuple[TrialResult, list[int]]:

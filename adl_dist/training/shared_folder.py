@@ -7,18 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from adl_dist.checkpoint.layout import complete
 from adl_dist.checkpoint.run_dir import RunFolder, make_folder
 from adl_dist.distributed.world import World
 from adl_dist.errors import ConfigError
 from adl_dist.report import say
-from adl_dist.training.startup_sync import FOLDER, SEEN, exchange
+from adl_dist.training.startup_sync import Agreement
 
 
 def share_folder(
-    folder: RunFolder | None, of_rank_0: Mapping[str, Any], world: World, store: dist.Store
+    folder: RunFolder | None, of_rank_0: Mapping[str, Any], world: World, agreement: Agreement
 ) -> tuple[RunFolder | None, dict[str, Any]]:
     """Return the run folder of rank 0 for this process, and the values ``of_rank_0``.
 
@@ -29,7 +27,7 @@ def share_folder(
         folder: the run folder that this process was given; that of rank 0 counts.
         of_rank_0: what rank 0 publishes: ``place``, None without a run folder, and ``resume``.
         world: this process among the others.
-        store: where ranks publish values.
+        agreement: the values that ranks publish.
 
     Raises:
         ConfigError: If the run's newest checkpoint is on another machine than rank 0.
@@ -41,7 +39,7 @@ def share_folder(
         make_folder(folder.path)
         with contextlib.suppress(OSError):  # a full disk is reported by the first save
             (token := folder.path / token).touch()
-    values = exchange(store, FOLDER, world.rank, world.size, {**of_rank_0, "token": token.name})[0]
+    values = agreement.first({**of_rank_0, "token": token.name})
     folder = _counting(folder, values["place"], Path(values["token"]), world.rank)
     if folder is None:
         return None, values
@@ -50,7 +48,7 @@ def share_folder(
     folder.is_shared = world.rank == 0 or (folder.path / values["token"]).exists()
     newest = [path.name for path in complete(folder.checkpoints)][-1:]
     mine = {"host": socket.gethostname(), "is_shared": folder.is_shared, "newest": "".join(newest)}
-    ranks = exchange(store, SEEN, world.rank, world.size, mine)
+    ranks = agreement.all(mine)
     if world.rank == 0:
         token.unlink(missing_ok=True)
     apart = {rank: one for rank, one in enumerate(ranks) if not one["is_shared"]}

@@ -17,19 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from adl_dist.distributed.world import World, disconnect, launched_rank
+from adl_dist.distributed.world import World, disconnect
 from adl_dist.errors import AdlError, ChannelError, ConfigError, StageFailed, message_of
 from adl_dist.report import announced
 
-# Keys of what rank 0 alone knows: a cut that it has measured, in the plain memory format and in channels_last, of which
-# it may try both; and the run's length.
-SIZES, LENGTH = ("sizes", "sizes, channels_last"), "length"
-# These begin the keys of what each rank has made, and of what it has measured of links.
-MADE, MEASURED = "made", "links"
-CALL = "call"  # begins the keys of the method that each rank calls
-SAMPLES = "samples"  # the key of what rank 0 has taken from the data
-FOLDER, SEEN = "folder", "seen"  # these begin the keys of rank 0's run folder, and of the ranks that see it
-ROUNDS = "given", "found"  # of :func:`check_consistent`
+TURNS_AHEAD = 64  # more than a call still has, when an error ends it
 NUM_SAMPLED = 4  # elements of a tensor
 
 
@@ -51,10 +43,84 @@ def are_close(some: Sequence[float], others: Sequence[float]) -> bool:
     return all(math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-6) for a, b in pairs)
 
 
+class Agreement:
+    """The values that ranks publish in the store of one call, in turns.
+
+    Every rank makes the same turns in the same order. They raise StageFailed if a rank that is waited for has failed,
+    and ChannelError if it does not answer in time.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        """Begin with the first turn of ``size`` ranks, of which this is ``rank``."""
+        self.rank, self.size = rank, size
+        self._store, self._turn = store, 0
+
+    def all(self, value: Any, *, call: str = "") -> list[Any]:
+        """Publish ``value``, and return the values of all ranks; ``call`` is the one that begins, if it does."""
+        self._turn += 1
+        self._publish({"value": value})
+        return [self._read(other, call) for other in range(self.size)]
+
+    def first(self, value: Any = None) -> Any:
+        """Return the ``value`` of rank 0; those of others do not count."""
+        self._turn += 1
+        if self.rank == 0:
+            self._publish({"value": value})
+        return self._read(0)
+
+    @contextmanager
+    def propagate_errors(self) -> Iterator[None]:
+        """Publish an error inside to the ranks that would wait for this one."""
+        try:
+            yield
+        except StageFailed:
+            raise
+        except BaseException as error:
+            code = error.exit_code if isinstance(error, AdlError) else 1
+            with suppress(ChannelError):  # rank 0, whose store it may be, is gone
+                for _ in range(TURNS_AHEAD):
+                    self._turn += 1
+                    self._publish({"failed": message_of(error, self.rank), "exit_code": code})
+            disconnect(in_order=False)
+            raise
+
+    def _publish(self, message: dict[str, Any]) -> None:
+        with _store_error_context(0):
+            self._store.set(f"{self._turn}/{self.rank}", json.dumps(message))
+
+    def _read(self, other: int, call: str = "") -> Any:
+        text, says = f"rank {self.rank} waits for rank {other}", self.rank == 0
+        if call:
+            text = (
+                f"rank {self.rank} waits in {call}() for rank {other}, which has not called it: call it on every rank"
+            )
+            says |= (self.rank, other) == (1, 0)
+        with _store_error_context(other), announced(text) if says else nullcontext():
+            message = json.loads(self._store.get(f"{self._turn}/{other}"))
+        if "failed" in message:
+            raise StageFailed(message["failed"], exit_code=message["exit_code"])
+        return message["value"]
+
+
+def start_call(world: World, name: str) -> Agreement:
+    """Return the agreement of a call that every rank makes, once all have made it.
+
+    Raises:
+        ConfigError: If another rank makes another call.
+        ChannelError: If another rank makes none in time.
+    """
+    agreement = Agreement(world.fresh_store(), world.rank, world.size)
+    for other, called in enumerate(agreement.all(name, call=name)):
+        if called != name:
+            raise ConfigError(
+                f"rank {world.rank} calls {name}(), but rank {other} {called}(): every rank must make the same calls, "
+                "also if only rank 0 uses the result"
+            )
+    return agreement
+
+
 def check_consistent(
-    store: dist.Store,
-    rank: int,
-    size: int,
+    agreement: Agreement,
     values: Mapping[str, Any],
     *,
     found: bool,
@@ -67,9 +133,8 @@ def check_consistent(
 
     Raises:
         ConfigError: If two ranks differ; the text names them and the first different entry.
-        StageFailed, ChannelError: If another rank has failed, or does not answer.
     """
-    published = exchange(store, ROUNDS[found], rank, size, {"values": values, "initial": dict(initial)})
+    rank, published = agreement.rank, agreement.all({"values": values, "initial": dict(initial)})
     mine = published[rank]["values"]
     for other, message in enumerate(published):
         if other == rank or 0 not in (rank, other):
@@ -102,88 +167,8 @@ def first_difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> tupl
     return None
 
 
-def start_call(world: World, name: str) -> dist.Store:
-    """Return the store of a call that every rank makes, once all have made it.
-
-    Raises:
-        ConfigError: If another rank makes another call.
-        ChannelError: If another rank makes none in time.
-    """
-    store, rank = world.fresh_store(), world.rank
-    if not world.is_distributed:
-        return store
-    with store_error_context(0):
-        store.set(f"{CALL}/{rank}", name)
-    for other in range(world.size):
-        text = f"rank {rank} waits in {name}() for rank {other}, which has not called it: call it on every rank"
-        says = rank == 0 or (rank, other) == (1, 0)
-        with store_error_context(other), announced(text) if says else nullcontext():
-            called = bytes(store.get(f"{CALL}/{other}")).decode()
-        if called != name:
-            raise ConfigError(
-                f"rank {rank} calls {name}(), but rank {other} {called}(): every rank must make the same calls, also "
-                "if only rank 0 uses the result"
-            )
-    return store
-
-
-def exchange(store: dist.Store, key: str, rank: int, size: int, value: Any) -> list[Any]:
-    """Publish ``value`` as ``key``, and return the values of all ranks.
-
-    Raises:
-        StageFailed, ChannelError: If a rank has failed, or does not answer.
-    """
-    with store_error_context(0):
-        store.set(f"{key}/{rank}", json.dumps({"value": value}))
-    return [read(store, f"{key}/{other}", other)["value"] for other in range(size)]
-
-
-def publish_error(store: dist.Store, error: BaseException, *, rank: int) -> None:
-    """Publish why there is no agreement to those that wait for ``rank``."""
-    code = error.exit_code if isinstance(error, AdlError) else 1
-    message = json.dumps({"failed": message_of(error, rank), "exit_code": code})
-    with suppress(RuntimeError):  # rank 0, whose store it may be, is gone
-        turns = *ROUNDS, MADE, MEASURED, FOLDER, SEEN
-        for key in [f"{turn}/{rank}" for turn in turns] + [*SIZES, LENGTH, SAMPLES] * (rank == 0):
-            store.set(key, message)
-
-
 @contextmanager
-def propagate_errors(store: dist.Store, *, rank: int) -> Iterator[None]:
-    """Report an error inside to the ranks that would wait for this one."""
-    try:
-        yield
-    except StageFailed:
-        raise
-    except BaseException as error:
-        publish_error(store, error, rank=rank)
-        disconnect(in_order=False)
-        raise
-
-
-def read(store: dist.Store, key: str, rank: int) -> dict[str, Any]:
-    """Return the value of ``key`` from ``rank``.
-
-    Raises:
-        StageFailed: If that rank has failed, and published why.
-        ChannelError: If there is no answer in time.
-    """
-    return dict(json.loads(read_bytes(store, key, rank)))
-
-
-def read_bytes(store: dist.Store, key: str, rank: int) -> bytes:
-    """Return the bytes of ``key`` from ``rank``; raise as :func:`read`."""
-    is_rank_0 = launched_rank() == 0
-    with store_error_context(rank), announced(f"rank 0 waits for rank {rank}") if is_rank_0 else nullcontext():
-        message = bytes(store.get(key))
-    if message.startswith(b'{"failed"'):
-        failure = json.loads(message)
-        raise StageFailed(failure["failed"], exit_code=failure["exit_code"])
-    return message
-
-
-@contextmanager
-def store_error_context(rank: int) -> Iterator[None]:
+def _store_error_context(rank: int) -> Iterator[None]:
     """Turn an error of the store inside into a ChannelError about ``rank``."""
     # The store ends with the process that holds it, rank 0's unless torchrun's: that may have ended with an error.
     try:

@@ -8,7 +8,6 @@ from pathlib import Path, PurePath
 from typing import Any
 from weakref import ref
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
@@ -60,7 +59,7 @@ from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
 from adl_dist.training.partitioned_model import PartitionedModel
 from adl_dist.training.run_outputs import OF_RANK_0, Outputs
 from adl_dist.training.shared_folder import share_folder
-from adl_dist.training.startup_sync import propagate_errors, start_call
+from adl_dist.training.startup_sync import Agreement, start_call
 from adl_dist.training.tied_copies import untied
 
 PREPARING = "cutting the model into stages, and comparing them with it"
@@ -295,13 +294,13 @@ class Trainer:
         # A script has no settings for its optimizer and schedule: what they are is known when they are made.
         later = () if config is not None else ("optimizer", "lr_schedule")
         world = self._join()
-        with self._keep_modes(), self._start_job(world, folder) as (running, store):
-            folder, resume = self._agreed_folder(world, store, folder, known_by, resume, later)
+        with self._keep_modes(), self._start_job(world, folder) as (running, agreement):
+            folder, resume = self._agreed_folder(world, agreement, folder, known_by, resume, later)
             if self.needs_data:
                 outputs.check_validation(data.validation is not None, saves=folder is not None)
             says = world.rank == 0 and not outputs.monitoring.quiet
             with announced(PREPARING) if says else contextlib.nullcontext():
-                plan, worker, made = self._assemble(world, store, data, folder, {**length, **every, **sizes})
+                plan, worker, made = self._assemble(world, agreement, data, folder, {**length, **every, **sizes})
             known_by.update({name: made[name] for name in later})
             if folder is not None:
                 folder.recognise(known_by)
@@ -354,8 +353,8 @@ class Trainer:
             raise ConfigError(f"batch_size must be at least 1, got {batch_size}; only after fit it has a default")
         world = self._join()
         length = {"epochs": 0, "max_updates": None, "micro_batch_size": batch_size, "accumulation_steps": 1}
-        with self._keep_modes(), self._start_job(world, None) as (running, store):
-            plan, worker, _ = self._assemble(world, store, data, None, length)
+        with self._keep_modes(), self._start_job(world, None) as (running, agreement):
+            plan, worker, _ = self._assemble(world, agreement, data, None, length)
         recorder, progress = MetricsWriter(None), Progress(num_stages=self._spec.pipeline.num_stages, quiet=True)
         totals = Totals(worker.unit)
         coordinator = Coordinator(plan, saving=None, recorder=recorder, progress=progress, totals=totals)
@@ -416,7 +415,7 @@ class Trainer:
     def _agreed_folder(
         self,
         world: World,
-        store: dist.Store,
+        agreement: Agreement,
         folder: RunFolder | None,
         known_by: Mapping[str, Any],
         resume: str,
@@ -427,7 +426,7 @@ class Trainer:
         if folder is not None and world.rank == 0:
             resume = folder.check(known_by, resume=resume, later=later)
             found = {"place": str(folder.place), "resume": resume, "cut": folder.cut_before(resume)}
-        folder, found = share_folder(folder, found, world, store)
+        folder, found = share_folder(folder, found, world, agreement)
         if folder is None:
             log_to(None)
             return None, resume
@@ -439,14 +438,14 @@ class Trainer:
         return folder, found["resume"]
 
     @contextlib.contextmanager
-    def _start_job(self, world: World, folder: RunFolder | None) -> Iterator[tuple[job.Job, dist.Store]]:
-        """Yield a new job and its store; an error is raised on all ranks."""
+    def _start_job(self, world: World, folder: RunFolder | None) -> Iterator[tuple[job.Job, Agreement]]:
+        """Yield a new job and the agreement of ranks; an error is raised on all ranks."""
         tune_malloc()
-        store = start_call(world, str(self.running))
-        with self._applied(), propagate_errors(store, rank=world.rank):
+        agreement = start_call(world, str(self.running))
+        with self._applied(), agreement.propagate_errors():
             running = job.Job(world, self._timeouts, folder.path if folder is not None else None)
             self.requests = running.requests
-            yield running, store
+            yield running, agreement
 
     @contextlib.contextmanager
     def _keep_modes(self) -> Iterator[None]:
@@ -461,12 +460,12 @@ class Trainer:
                     module.training = training
 
     def _assemble(
-        self, world: World, store: dist.Store, data: Data, folder: RunFolder | None, length: Mapping[str, Any]
+        self, world: World, agreement: Agreement, data: Data, folder: RunFolder | None, length: Mapping[str, Any]
     ) -> tuple[Plan, LocalWorker, build.Settings]:
         """Load the data, settle the cut and build the worker of this process."""
         loaders = self._load(world, data) if self.needs_data else Loaders()
         plan = Plan(**length, **loaders.lengths)
-        startup = build.Startup(world, store, loaders, plan, None if folder is None else folder.path)
+        startup = build.Startup(world, agreement, loaders, plan, None if folder is None else folder.path)
         with self._bound(world):  # with the threads of the first forward, but without the loaders' workers
             settled = build.settle_partition(self._spec, self._partitioned, startup, self._settings)
             return plan, *build.build_worker(settled, self._partitioned, startup, self._processes.pick_next)

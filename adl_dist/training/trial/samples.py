@@ -1,20 +1,20 @@
 """Two real micro-batches of different sizes for the trial at the start."""
 
 import io
+from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.utils._pytree import tree_structure
 
 from adl_dist.batch import Batch, describe_structure, device_of, map_batch, num_samples, rows_of, tensors_of
 from adl_dist.errors import DataError
 from adl_dist.schedule.run_plan import Plan
 from adl_dist.training.input import DeviceLoader, in_format
-from adl_dist.training.startup_sync import SAMPLES, read_bytes, store_error_context
+from adl_dist.training.startup_sync import Agreement
 from adl_dist.transport.spec import VARIES, TensorSpec
 
 # Samples of each. Two sizes, or a dimension that is always 4 could not be told from that of the batch; both even, for
@@ -145,29 +145,18 @@ def _first(loader: DeviceLoader, count: int) -> tuple[Batch, Batch]:
         return next(batches)
 
 
-def share(store: dist.Store, samples: Samples | None, *, rank: int, size: int) -> Samples:
-    """Return the ``samples`` of rank 0; each of ``size`` ranks calls this.
-
-    Raises:
-        StageFailed, ChannelError: If rank 0 has none, or does not answer.
-    """
-    if rank != 0:
-        count = int(read_bytes(store, SAMPLES, 0))
-        parts = (read_bytes(store, f"{SAMPLES}/{part}", 0) for part in range(count))
-        pair, trains, lengths, sizes = torch.load(io.BytesIO(b"".join(parts)), weights_only=True)
-        return Samples(
-            (MicroBatch(*pair[0]), MicroBatch(*pair[1])), trains, tuple(MicroBatch(*b) for b in lengths), sizes
-        )
-    assert samples is not None
-    if size > 1:
-        file = io.BytesIO()
-        pair, lengths = (
-            [tuple(map_batch(torch.Tensor.cpu, of) for of in batch) for batch in some] for some in samples[::2]
-        )
-        torch.save((pair, samples.trains, lengths, samples.sizes), file)
-        data: Any = file.getvalue()
-        with store_error_context(0):
-            for part, start in enumerate(range(0, len(data), PART_BYTES)):
-                store.set(f"{SAMPLES}/{part}", data[start : start + PART_BYTES])
-            store.set(SAMPLES, str(-(-len(data) // PART_BYTES)))
-    return samples
+def share(agreement: Agreement, samples: Samples | None) -> Samples:
+    """Return the ``samples`` of rank 0, which alone has some."""
+    if agreement.size == 1 and samples is not None:
+        return samples
+    file = io.BytesIO()
+    if samples is not None:
+        torch.save(samples.to(torch.device("cpu"), channels_last=False), file)
+    content, num_parts = file.getvalue(), agreement.first(-(-len(file.getvalue()) // PART_BYTES))
+    starts = range(0, num_parts * PART_BYTES, PART_BYTES)
+    parts = [agreement.first(b64encode(content[start : start + PART_BYTES]).decode()) for start in starts]
+    if samples is not None:
+        return samples
+    with torch.serialization.safe_globals([MicroBatch, Samples]):
+        shared: Samples = torch.load(io.BytesIO(b"".join(map(b64decode, parts))), weights_only=True)
+    return shared
