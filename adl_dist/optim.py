@@ -139,7 +139,6 @@ def build_lr_schedule(
     except TypeError as error:
         keys = [key for key in takes[1:] if key not in ("updates_per_epoch", "total_updates")]
         raise ConfigError(f"lr_schedule: {name} takes {', '.join(keys)}; given {options}: {error}") from error
-    rates = [float(group["lr"]) for group in optimizer.param_groups]
     try:
         schedule = target(optimizer, **given)
     except AdlError:
@@ -156,33 +155,17 @@ def build_lr_schedule(
         raise ConfigError(
             f"lr_schedule: {name} must return a torch.optim.lr_scheduler.LRScheduler, got {type(schedule).__name__}"
         )
-    _check_factors(schedule, rates, name)
     return schedule
 
 
-def _check_factors(schedule: LRScheduler, rates: Sequence[float], name: str) -> None:
-    """Raise ConfigError if a schedule overrides base rates of a rule."""
-    groups = schedule.optimizer.param_groups
-    if not any("lr_factor" in group for group in groups):
-        return
-    bases = [float(group["initial_lr"]) for group in groups]
-    for base, rate in zip(bases, rates, strict=True):
-        if base != rate and any(base == other and rate != before for other, before in zip(bases, rates, strict=True)):
-            raise _factor_lost(name, len(rates))
-
-
-def _check_rates(groups: Sequence[Mapping[str, Any]], name: str) -> None:
-    """Raise ConfigError if groups of different base rates have one rate."""
-    pairs = {(float(group["initial_lr"]), float(group["lr"])) for group in groups if float(group["lr"])}
+def _check_factors(groups: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]], name: str) -> None:
+    """Raise ConfigError if rates that ``lr_factor`` has made different ``before`` are one rate now."""
+    pairs = {(float(old["lr"]), float(group["lr"])) for old, group in zip(before, groups, strict=True) if group["lr"]}
     if any("lr_factor" in group for group in groups) and len({rate for _, rate in pairs}) < len(pairs):
-        raise _factor_lost(name, len(groups))
-
-
-def _factor_lost(name: str, num_groups: int) -> ConfigError:
-    return ConfigError(
-        f"lr_schedule: {name} sets the rates of all groups, and lr_factor of optimizer.rules would be lost; give "
-        f"it a list of {num_groups} rates, one for each group, or a schedule that multiplies the optimizer's"
-    )
+        raise ConfigError(
+            f"lr_schedule: {name} sets the rates of all groups, and lr_factor of optimizer.rules would be lost; give "
+            f"it a list of {len(groups)} rates, one for each group, or a schedule that multiplies the optimizer's"
+        )
 
 
 def _length_for(
@@ -232,7 +215,7 @@ def try_schedule(make: Callable[[], LRScheduler], optimizer: Optimizer, total_up
         look()
         with _without_order_warning():
             while done < min(total_updates, MOST_TRIED):
-                _check_rates(groups, type(schedule).__name__)
+                _check_factors(groups, first, type(schedule).__name__)
                 schedule.step()
                 look()
                 done += 1

@@ -7,7 +7,6 @@ counts attempts that were refused; and a requeued job, or an agent in the place 
 """
 
 import contextlib
-import errno
 import json
 import logging
 import os
@@ -323,30 +322,17 @@ class _LogFile(logging.FileHandler):
 
 
 def log_to(path: Path | None) -> None:
-    """Send this process's log only to ``path``, or to no file if it is None.
-
-    Raises:
-        ConfigError: its folder cannot be made, or its disk is full.
-    """
-    if path is not None:
-        make_folder(path.parent)
+    """Send this process's log only to ``path``, or to no file if it is None."""
     for old in [h for h in logger.handlers if isinstance(h, logging.FileHandler)]:
         logger.removeHandler(old)
         old.close()
         logger.propagate = True
     if path is None:
         return
+    make_folder(path.parent)
     try:
-        with path.resolve().open("ab", buffering=0) as file:  # a full disk lets files be opened
-            size = file.tell()
-            file.write(b"\n")
-            with contextlib.suppress(OSError):
-                file.truncate(size)
         handler = _LogFile(path.resolve(), encoding="utf-8", errors="backslashreplace")  # names of files may be others
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # nothing else could be written either
-            reason = f"{path} cannot be written: {error.strerror}"
-            raise ConfigError(f"run_dir: {reason}; make room, or choose another run_dir") from None
         warn(f"{path} cannot be written: {error.strerror}; this process writes no log")
         return
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))

@@ -8,10 +8,12 @@ import logging
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 
 from adl_dist import __version__
+from adl_dist.distributed import parent_process
 from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER, end_with_launcher, end_with_torchrun
 from adl_dist.errors import AdlError, ConfigError, Exit, describe, place_of, text_of
 from adl_dist.wording import keys_shown
@@ -242,9 +244,8 @@ def _print_error(text: str, *, kind: str = "") -> None:
     if (rank := os.environ.get("RANK")) is None:  # then it need not wait for torch
         sys.stderr.write(f"adl-dist: {kind}{text}\n")
         return
-    from adl_dist.distributed.error_printing import wait_for_rank_0
-
     with contextlib.suppress(KeyboardInterrupt):
-        wait_for_rank_0()
+        if rank != "0":
+            time.sleep(parent_process.RANK_0_SECONDS)
         sys.stderr.write(f"adl-dist: {kind}{'' if rank == '0' and kind else f'rank {rank}: '}{text}\n")
         _flush()

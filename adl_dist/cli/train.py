@@ -14,7 +14,6 @@ from adl_dist.cli.config.schema import RunConfig
 from adl_dist.cli.run_folder import OF_MODEL, named_folder, wants_averages
 from adl_dist.cli.sweep import command as sweep
 from adl_dist.cli.sweep.request import Sweep, requested
-from adl_dist.control.run_socket import remove_stale
 from adl_dist.distributed import parent_process
 from adl_dist.distributed.affinity import num_cores
 from adl_dist.distributed.device import check_device, set_for_nccl
@@ -51,10 +50,7 @@ def train(overrides: list[str]) -> None:
         folder.check(plain, resume=config.resume, waits=not starts_ranks)
     if starts_ranks:
         os.chdir(here)
-        try:
-            raise Exit(_run_ranks(config, ["train", *with_values(overrides, plain)], passes_stops_on=stands_alone))
-        finally:
-            remove_stale(folder.path)
+        raise Exit(_run_ranks(config, ["train", *with_values(overrides, plain)], passes_stops_on=stands_alone))
     trainer = instantiate.trainer(config, handle_signals=stands_alone)
     train_data, val_data = instantiate.build_data(config.data) if trainer.needs_data else (None, None)
     try:

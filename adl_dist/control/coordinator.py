@@ -102,6 +102,7 @@ class Coordinator:
         self._evaluated_at: int | None = None
         self._failure_recorded: str | None = None
         self._metrics: dict[str, Any] = {}
+        self.on_open: Callable[[], None] = lambda: None  # called once the run folder belongs to this run
 
     def train(self, workers: WorkerGroup) -> Summary:
         """Train to the end and return the summary."""
@@ -242,7 +243,9 @@ class Coordinator:
     def _resume(self) -> None:
         path = None
         if self._saving is not None:
-            if candidates := self._saving.folder.open(resume=self._saving.resume):
+            candidates = self._saving.folder.open(resume=self._saving.resume)
+            self.on_open()
+            if candidates:
                 path = self._load_newest(candidates, self._saving)
             # Only after all stages agree and the checkpoint has been read: a failed start must not block the corrected
             # command. A run that is over keeps its settings.

@@ -152,7 +152,7 @@ class Job:
         watchdog.start()
         try:
             if live is not None:
-                live.start()
+                coordinator.on_open = live.start
             yield watchdog
         finally:
             watchdog.stop()  # before anything that may fail

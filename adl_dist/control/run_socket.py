@@ -5,7 +5,6 @@ One line of JSON is one request, ``{"ask": "status" | "checkpoint" | "stop"}``; 
 """
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -41,20 +40,15 @@ class LiveControl:
         self._path = run_dir / SOCKET
         self._status, self._requests = status, requests
         self._over = threading.Event()
-        self._folder: int | None = None
         self._server: _Server | None = None
 
     def start(self) -> None:
-        """Start to listen; training continues if that is impossible."""
+        """Start to listen in a folder of this run's own; training continues if that is impossible."""
         try:
-            self._folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
-            # An existing socket may be from a killed run, or from a run that trains here now.
-            fcntl.flock(self._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._path.unlink(missing_ok=True)
+            self._path.unlink(missing_ok=True)  # of a killed run
             with short_address(self._path) as address:
                 self._server = _Server(address, self._answer)
         except OSError as error:
-            self.close()
             logger.warning("no live control of this run: %s: %s", self._path, error)
             return
         threading.Thread(
@@ -64,8 +58,7 @@ class LiveControl:
     def close(self) -> None:
         """Stop listening, and remove the socket file."""
         self._over.set()
-        # The watchdog may close it too, when it ends the job.
-        (server, self._server), (folder, self._folder) = (self._server, None), (self._folder, None)
+        server, self._server = self._server, None  # the watchdog may close it too, when it ends the job
         if server is not None:
             with contextlib.suppress(OSError):  # a disk that fails now must not make the run a failed one
                 self._path.unlink()  # first: a client that sees the file may connect
@@ -73,8 +66,6 @@ class LiveControl:
             server.server_close()
             with server.answered:  # the clients' threads may end with this process
                 server.answered.wait_for(lambda: server.num_due == 0, timeout=LAST_ANSWER_SECONDS)
-        if folder is not None:
-            os.close(folder)
 
     def _answer(self, line: bytes) -> dict[str, Any]:
         try:
@@ -134,17 +125,6 @@ class _Client(socketserver.StreamRequestHandler):
                     self.wfile.write(json.dumps(self.server.answer(line)).encode() + b"\n")
                 finally:
                     self.server.count_due(-1)
-
-
-def remove_stale(run_dir: Path) -> None:
-    """Remove the socket of a killed run; one that is in use stays."""
-    with contextlib.suppress(OSError):
-        folder = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            (run_dir / SOCKET).unlink(missing_ok=True)
-        finally:
-            os.close(folder)
 
 
 @contextlib.contextmanager

@@ -27,22 +27,11 @@ LEAST_CONNECTIONS = 8  # compute, copies, and up to five communicators
 
 
 def set_for_nccl() -> None:
-    """Set the variables of NCCL and the driver, unless the user has.
-
-    Raises:
-        ConfigError: If a value in the environment would make processes wait for each other for ever.
-    """
-    if os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") != "0":
-        raise ConfigError(
-            f"NCCL_LAUNCH_ORDER_IMPLICIT={os.environ['NCCL_LAUNCH_ORDER_IMPLICIT']} is in the environment; expected 0, "
-            "because receives that are posted ahead would hold up the sends behind them for ever: unset it"
-        )
-    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", str(LEAST_CONNECTIONS))
+    """Set the variables of NCCL and the driver, unless the user has, or ranks would wait for each other for ever."""
+    os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] = FOR_NCCL["NCCL_LAUNCH_ORDER_IMPLICIT"]
+    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     if not connections.isdecimal() or int(connections) < LEAST_CONNECTIONS:
-        raise ConfigError(
-            f"CUDA_DEVICE_MAX_CONNECTIONS={connections} is in the environment; expected a number of at least "
-            f"{LEAST_CONNECTIONS}, or a stage's work would wait behind a receive that waits for its peer: unset it"
-        )
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = FOR_NCCL["CUDA_DEVICE_MAX_CONNECTIONS"]
     for variable, value in FOR_NCCL.items():
         os.environ.setdefault(variable, value)
 

@@ -17,6 +17,8 @@ LAUNCH_ID = "ADL_DIST_LAUNCH_ID"
 STOPPED_FILE = "ADL_DIST_STOPPED_FILE"
 # Set by a process for itself: its id, if another adl-dist command has started it.
 PART_OF_COMMAND = "ADL_DIST_PART_OF_COMMAND"
+# Limit for rank 0 to print the error of a job; torchrun, and our own launcher, then end the other ranks.
+RANK_0_SECONDS = 5.0
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 # Exit code of a run that was stopped and has saved; EX_TEMPFAIL of sysexits.h: the same command resumes it.

@@ -165,8 +165,8 @@ def connect(num_stages: int, *, size: int | None = None, device_type: str, timeo
         timeout_seconds: the limit of one message, and of the start.
 
     Raises:
-        ConfigError: If this rank has no CUDA device, a network interface, address or port cannot be used, the user's
-            process group has no backend for the CPU, or ranks would hang with a variable of NCCL.
+        ConfigError: If this rank has no CUDA device, a network interface, address or port cannot be used, or the
+            user's process group has no backend for the CPU.
         ChannelError: If the others cannot be reached in time.
     """
     global _world

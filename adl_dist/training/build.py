@@ -30,7 +30,7 @@ from adl_dist.stage.loss import LossTerms, ReturnsSumError, SumCountLoss, class_
 from adl_dist.stage.model_norm import MISSING, ModelNorm
 from adl_dist.training.edges import COUNTS, connect_stages
 from adl_dist.training.input import DeviceLoader, Loaders
-from adl_dist.training.links import links_between
+from adl_dist.training.measured import links_between
 from adl_dist.training.partitioned_model import Measuring, PartitionedModel, PartitionResult, unit_of_inputs
 from adl_dist.training.startup_sync import Agreement, check_consistent
 from adl_dist.training.trial.samples import Samples, share, take

@@ -33,10 +33,10 @@ from adl_dist.partition.predict import best_cut, unevenness, with_delays
 from adl_dist.schedule import Method, Pipeline
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.optimizer import stage_optimizer
-from adl_dist.training.delays import read_delays
 from adl_dist.training.flops import flops_per_sample, peak_tflops
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.lazy_weights import LazyWeights
+from adl_dist.training.measured import read_delays
 from adl_dist.training.options import PartitionSpec
 from adl_dist.training.startup_sync import Agreement, sampled
 from adl_dist.training.tied_copies import TiedCopies

@@ -52,9 +52,9 @@ from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, 
 from adl_dist.stage.average import WeightAverage
 from adl_dist.stage.metrics import metrics_of
 from adl_dist.training import arguments, build
-from adl_dist.training.delays import record_delays
 from adl_dist.training.input import Data, DeviceLoader, Loaders
 from adl_dist.training.lazy_weights import prepare_weights
+from adl_dist.training.measured import record_delays
 from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
 from adl_dist.training.partitioned_model import PartitionedModel
 from adl_dist.training.run_outputs import OF_RANK_0, Outputs

@@ -169,14 +169,6 @@ def test_a_run_folder_that_cannot_be_made_says_why(tmp_path):
     assert snapshot(tmp_path) == before
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's device that is always full")
-def test_a_disk_that_is_full_from_the_start_is_one_line(tmp_path):
-    log = tmp_path / "run/logs/rank0.log"
-    log.parent.mkdir(parents=True)
-    log.symlink_to("/dev/full")
-    shows(refused(*words(tmp_path / "run")), [f"{log} cannot be written: No space left", "make room"])
-
-
 def test_a_run_folder_where_another_process_trains_is_left_to_it(run_dir):
     before = snapshot(run_dir)
     owner = Ownership(run_dir)

@@ -12,7 +12,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from adl_dist.cli.main import main
-from adl_dist.distributed import error_printing
+from adl_dist.distributed import parent_process
 from adl_dist.launch import local
 from tests.support.commands import ADL_DIST, TORCHRUN, as_command, left_behind, shows, snapshot, words
 from tests.support.ranks import RanksFailed, command_on_ranks, run_ranks
@@ -121,7 +121,7 @@ def test_a_rank_without_a_meeting_place_says_what_is_missing(tmp_path):
 
 def command_on_a_rank(folder, arguments):
     """Run ``adl-dist`` as one rank, with its standard error in a file; end the process unless all went well."""
-    error_printing.RANK_0_SECONDS = 0.0  # no launcher ends the ranks
+    parent_process.RANK_0_SECONDS = 0.0  # no launcher ends the ranks
     os.dup2(os.open(f"{folder}/err{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT), 2)
     main(arguments)
 

@@ -12,7 +12,7 @@ import traceback
 import torch
 
 from adl_dist.cli.main import main
-from adl_dist.distributed import error_printing
+from adl_dist.distributed import parent_process
 from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
 from adl_dist.distributed.world import disconnect
 from adl_dist.errors import ChannelError, StageFailed
@@ -93,7 +93,7 @@ def _command(output, words, env):
         for name in OF_RANKS:
             os.environ.pop(name, None)
         os.environ.update(env)
-        error_printing.RANK_0_SECONDS = 0.0  # no launcher ends them
+        parent_process.RANK_0_SECONDS = 0.0  # no launcher ends them
     with contextlib.suppress(SystemExit):
         main(words)
     disconnect()  # a process of its own does so when it ends, one of multiprocessing's does not
