@@ -157,22 +157,16 @@ def resolve_loss(loss_fn: Any) -> LossFn:
 
 def check_factories(optimizer: object, lr_schedule: object) -> None:
     """Raise ConfigError unless both arguments are factories."""
-    name = type(optimizer).__name__
-    if isinstance(optimizer, Optimizer):
-        raise ConfigError(
-            f"optimizer is a {name} that has its parameters already; each stage makes one of its own: give what makes "
-            f"it, like optimizer=lambda parameters: torch.optim.{name}(parameters, lr=...)"
-        )
-    if not callable(optimizer):
-        raise ConfigError(f"optimizer: expected a callable that takes parameters, got {_kind(optimizer)}")
-    name = type(lr_schedule).__name__
-    if isinstance(lr_schedule, LRScheduler):
-        raise ConfigError(
-            f"lr_schedule is a {name} that has its optimizer already; each stage makes one of its own: give what makes "
-            f"it, like lr_schedule=lambda optimizer: torch.optim.lr_scheduler.{name}(optimizer, ...)"
-        )
-    if lr_schedule is not None and not callable(lr_schedule):
-        raise ConfigError(f"lr_schedule: expected a callable that takes an optimizer, got {_kind(lr_schedule)}")
+    given = (optimizer, "optimizer", "parameters", Optimizer), (lr_schedule, "lr_schedule", "optimizer", LRScheduler)
+    for value, name, takes, made in given:
+        kind = type(value).__name__
+        if isinstance(value, made):
+            raise ConfigError(
+                f"{name} is a {kind} that has its {takes} already; each stage makes one of its own: give what makes "
+                f"it, like {name}=lambda {takes}: {made.__module__}.{kind}({takes}, ...)"
+            )
+        if not callable(value) and not (value is None and name == "lr_schedule"):
+            raise ConfigError(f"{name}: expected a callable that takes {takes}, got {_kind(value)}")
 
 
 def check_delays(method: Method, balance: object) -> None:
@@ -204,8 +198,8 @@ def check_values(values: Mapping[str, object]) -> None:
         if not is_left_out and (not isinstance(value, wanted) or (wanted is int and isinstance(value, bool))):
             expected = "a whole number" if wanted is int else f"adl_dist.{wanted.__name__}(...)"
             raise ConfigError(f"{name}={value!r}: expected {expected}, got {_kind(value)}")
-        if name == "seed" and isinstance(value, int) and value < 0:
-            raise ConfigError(f"seed must be >= 0, got {value}")
+        if name in ("seed", "num_workers") and isinstance(value, int) and value < 0:
+            raise ConfigError(f"{name} must be at least 0, got {value}")
 
 
 def _kind(value: object) -> str:

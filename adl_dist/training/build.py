@@ -91,8 +91,6 @@ def settle_partition(
     links, measuring = links_between(partitioned.spec.links, world, agreement, startup.folder), None
     if (loader := loaders.first) is not None:
         measuring = Measuring(loader, plan.micro_batch_size, startup.folder, world.stages_on_device, links)
-        if class_loss(spec.loss_fn) is not None:
-            check_loaded_targets(spec, samples, loader)
     finalize = partial(partitioned.finalize, agreement, samples=samples, device=world.device, measuring=measuring)
     try:
         found = finalize(spec)

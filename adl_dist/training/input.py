@@ -18,7 +18,7 @@ from adl_dist.batch import as_classes, is_class_target, map_batch
 from adl_dist.data import Loader, Loading, check_dataset
 from adl_dist.data.loading import PLAIN
 from adl_dist.engine import Batches
-from adl_dist.errors import ConfigError, DataError
+from adl_dist.errors import DataError
 from adl_dist.report import warn
 from adl_dist.stage import Precision, TrainSpec
 from adl_dist.stage.loss import IGNORED, ClassLoss, LossTerms, class_loss
@@ -179,11 +179,7 @@ class DeviceLoader:
 
 @dataclass(frozen=True)
 class Data:
-    """The datasets of one call of the trainer, and how they are loaded.
-
-    Raises:
-        ConfigError: If a value is out of range.
-    """
+    """The datasets of one call of the trainer, and how they are loaded."""
 
     training: Dataset[Any] | None
     validation: Dataset[Any] | None
@@ -194,8 +190,6 @@ class Data:
     trains: bool = True
 
     def __post_init__(self) -> None:
-        if self.num_workers < 0:
-            raise ConfigError(f"num_workers must be at least 0, got {self.num_workers}; 0: this process loads")
         self.loading.check()
 
 

@@ -76,16 +76,6 @@ class LazyWeights:
                     "or build the model with its weights"
                 )
 
-    @property
-    def stream(self) -> list[float]:
-        """Values that ranks compare in the place of initial weights."""
-        sample = torch.empty(4)
-        if self._draw is None or self.files is not None:
-            return []
-        first = next((name for name, _ in self._dtypes.items()), "")
-        self._draw(first, sample.view(2, 2))
-        return [float(value) for value in sample]
-
     def make(self, module: nn.Module) -> None:
         """Make all tensors of the model or a stage, in their present dtypes."""
         made: dict[int, Tensor] = {}
@@ -198,11 +188,6 @@ def prepare_weights(
     if is_lazy_model(model):
         of_model = init_from is None
         init_from = init_from or getattr(model, WEIGHTS_IN, None)
-        if init_from is not None and init_from.suffix not in (SUFFIX, "") and is_file(init_from):
-            raise CheckpointError(
-                f"init_from={init_from} can be read as a whole only, but the model is on meta so that no process holds "
-                "all of it; expected .safetensors, like adl-dist export writes it"
-            )
         files = WeightFiles.at(init_from) if init_from is not None else None
         if files is not None and of_model and (names_here := getattr(model, NAMES_HERE, None)) is not None:
             files.rename(names_here(files.tensors))

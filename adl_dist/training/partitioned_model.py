@@ -131,9 +131,8 @@ class PartitionedModel:
             )
         self.signature = signature(model)
         self.parameters = [name for name, _ in model.named_parameters()]
-        of_stream = {"stream of the weights": weights.stream} if weights is not None else None
         state = model.state_dict()
-        self.initial = of_stream or sampled((name, state[name]) for name in self.signature)
+        self.initial = sampled((name, state[name]) for name in self.signature)
         self._model: nn.Module | None = model  # until a process has only some of the stages
         self.begins: list[str] = []
         self.modules: dict[int, nn.Module] = dict.fromkeys(self._own, model)

@@ -71,22 +71,18 @@ class Outputs:
                 f"resume={resume} needs a run_dir to continue in; without one nothing is saved or resumed"
             )
         monitoring, pipeline = self.monitoring, spec.pipeline
-        num_stages = pipeline.num_stages
         if monitoring.trace and run_dir is None:
             raise ConfigError("trace=True writes run_dir/trace.json, but there is no run_dir; pass one, or no trace")
         if monitoring.trace and "://" in os.fspath(run_dir or ""):
             raise ConfigError(f"trace=True needs one folder for all ranks, and run_dir={run_dir!s} is a URL")
         if monitoring.loggers and run_dir is None:
             raise ConfigError("loggers know a run by its run_dir, but there is none; pass one, or no loggers")
-        if monitoring.memory and num_stages > 1 and not is_distributed:
+        num_processes = pipeline.num_processes if is_distributed else 1
+        if monitoring.memory and num_processes < pipeline.num_stages:
             raise ConfigError(
-                f"runtime.profile_memory=true measures a process, but all {num_stages} stages share one; "
-                "start one for each stage (runtime.processes=true, torchrun), or omit it"
-            )
-        if monitoring.memory and pipeline.num_processes < num_stages:
-            raise ConfigError(
-                f"runtime.profile_memory=true measures a process, but {pipeline.stages_per_process} stages "
-                "share one; use method.stages_per_process=1, or omit it"
+                f"runtime.profile_memory=true measures a process, but {pipeline.num_stages} stages share "
+                f"{num_processes}; start one for each stage (runtime.processes=true, torchrun, and "
+                "method.stages_per_process=1), or omit it"
             )
         for goal in (self.checkpoints.goal, *self.callbacks.goals):
             goal.check([metric.name for metric in metrics_of(spec.metrics, None)])

@@ -36,15 +36,17 @@ from adl_dist.transport.spec import Specs, TensorSpec
 
 SHARED = (
     "two stages share something in Python that a forward or backward changes, like a class attribute, a closure or a "
-    "list, and each stage changes it alone"
+    "list, and each stage changes it alone; pass such a value from module to module, cut elsewhere "
+    "(partition.balance), or use num_stages=1; partition.verify=false would train this other model"
 )
 OVERTAKES = (
     "with several micro-batches in flight a forward overwrites what the backward of an earlier one needs, or a weight "
-    "is kept as a view or a detached copy that no new version reaches"
+    "is kept as a view or a detached copy that no new version reaches; write to a copy and use the parameter itself, "
+    "or choose method=bp, with one micro-batch in flight"
 )
-NEXT_STEP = (
-    "pass such a value from module to module, cut elsewhere (partition.balance), or use num_stages=1; "
-    "partition.verify=false would train this other model"
+REPEATS = (
+    "a backward computes with its weights again, as activation checkpointing does, but method.weights=latest has no "
+    "weights of the forward; use method.weights=stash, or no checkpointing"
 )
 
 
@@ -186,27 +188,19 @@ class Trial:
                 check_versions(stage, f"stage {k} ({describe_units(stage)})")
                 between |= {name for name, p in stage.named_parameters() if p.requires_grad and takes_gradient(p)}
         names = frozenset(between)
-        difference = self._difference(run, uncut(), names, delayed=is_delayed)
+        difference, cause = self._difference(run, uncut(), names, delayed=is_delayed), SHARED
         if difference is not None and is_delayed:
             # A backward that writes, like that of BatchNorm computed again, writes later if it is delayed.
             in_place = self._difference(cut(), uncut(), names, delayed=False)
             if in_place is None and difference.when in (FIRST, SECOND):
-                if weights == "latest":
-                    raise PartitionError(
-                        f"{difference}: a backward computes with its weights again, as activation checkpointing does, "
-                        "but method.weights=latest has no weights of the forward; use method.weights=stash, or no "
-                        "checkpointing"
-                    )
-                raise PartitionError(
-                    f"the stages do not compute as the uncut model: {difference}; likely cause: {OVERTAKES}; write to "
-                    "a copy and use the parameter itself, or choose method=bp, with one micro-batch in flight"
-                )
-            difference = in_place
+                cause = REPEATS if weights == "latest" else OVERTAKES
+            else:
+                difference = in_place
         if difference is not None:
-            where = self._where(cut(), uncut(), names) if difference.what in ("output", "loss") else ""
+            is_of_forward = cause is SHARED and difference.what in ("output", "loss")
+            where = self._where(cut(), uncut(), names) if is_of_forward else ""
             raise PartitionError(
-                f"the stages do not compute as the uncut model: {difference}{where}; likely cause: {SHARED}; "
-                f"{NEXT_STEP}"
+                f"the stages do not compute as the uncut model: {difference}{where}; likely cause: {cause}"
             )
 
     def _difference(self, cut: StageRun, uncut: StageRun, names: frozenset[str], *, delayed: bool) -> Difference | None:
