@@ -57,7 +57,11 @@ def shard_of(learner: Learner) -> Shard:
             place, groups = f"{OF_STAGE}{learner.key}", _groups(learner.optimizer, parameters)
             metadata[place] = json.dumps({"groups": groups, "values": packer.packed(place, values)})
     except Unstorable as error:
-        raise _unstorable(learner, str(error).removeprefix(f"{OF_STAGE}{learner.key}.")) from None
+        said = str(error).removeprefix(f"{OF_STAGE}{learner.key}.")
+        raise ConfigError(
+            f"{learner.where}: what {type(learner.optimizer).__name__} remembers cannot be saved: {said}. Without it a "
+            "resumed run would differ; choose another optimizer, or train without run_dir"
+        ) from None
     return Shard(packer.tensors, metadata)
 
 
@@ -86,7 +90,7 @@ def restore(where: str, learner: Learner, tensors: Mapping[str, Stored], metadat
         nested.unpacked,
         tensors=read,
         device=_device_of(parameters),
-        steps_on_cpu=_steps_on_cpu(learner.optimizer),
+        steps_on_cpu=not any(g.get("capturable") or g.get("fused") for g in learner.optimizer.param_groups),
     )
     of_stage = place(values)
     if entries := {name.removeprefix(ENTRY): value for name, value in of_stage.items() if name.startswith(ENTRY)}:
@@ -104,17 +108,17 @@ def restore(where: str, learner: Learner, tensors: Mapping[str, Stored], metadat
             learner.optimizer.state[name.removeprefix(STATE)] = value
 
 
-def dropped_values(metadata: Mapping[str, str]) -> list[str]:
-    """Return the names of values of version 0.3.8 that are ignored now."""
-    return [name for one in _saved_values(metadata) for name, _ in one["values"]["dict"] if not _is_state(name)]
+def saved_values(metadata: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return the values of each stage with the names of its parameters, and the names that are ignored now.
 
-
-def _saved_values(metadata: Mapping[str, str]) -> list[dict[str, Any]]:
-    return [json.loads(text) for name, text in metadata.items() if name.startswith(OF_STAGE)]
-
-
-def _is_state(name: str) -> bool:
-    return name.startswith((GROUPS, STATE, ENTRY))
+    The latter are of version 0.3.8.
+    """
+    saved = [json.loads(text) for name, text in metadata.items() if name.startswith(OF_STAGE)]
+    for one in saved:
+        pairs = one["values"]["dict"]
+        one["values"]["dict"] = [pair for pair in pairs if pair[0].startswith((GROUPS, STATE, ENTRY))]
+        one["ignored"] = [name for name, _ in pairs if not name.startswith((GROUPS, STATE, ENTRY))]
+    return saved
 
 
 def _parameters(learner: Learner, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -158,18 +162,10 @@ def _are_equal_leaves(one: Any, other: Any) -> bool:
     return one is other or (type(one) is type(other) and isinstance(one, PLAIN) and bool(one == other))
 
 
-def _unstorable(learner: Learner, said: str) -> ConfigError:
-    return ConfigError(
-        f"{learner.where}: what {type(learner.optimizer).__name__} remembers cannot be saved: {said}. Without it a "
-        "resumed run would differ; choose another optimizer, or train without run_dir"
-    )
-
-
 def _values_for(where: str, groups: list[list[str]], metadata: Mapping[str, str]) -> Any:
     """Return the packed values of the stage with the parameters in ``groups``."""
-    saved = _saved_values(metadata)
+    saved = saved_values(metadata)
     for one in saved:
-        one["values"]["dict"] = [pair for pair in one["values"]["dict"] if _is_state(pair[0])]
         if one["groups"] == groups:
             return one["values"]
     here = {name for group in groups for name in group}
@@ -182,11 +178,6 @@ def _values_for(where: str, groups: list[list[str]], metadata: Mapping[str, str]
                 "init_from= in another run_dir"
             )
     return {"dict": []}
-
-
-def _steps_on_cpu(optimizer: Optimizer) -> bool:
-    """Return whether optimizers keep the counter ``step`` on the CPU."""
-    return not any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
 
 
 def _device_of(parameters: Mapping[str, Tensor]) -> torch.device:

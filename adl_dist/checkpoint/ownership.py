@@ -169,19 +169,16 @@ class Ownership:
                 with contextlib.suppress(FileNotFoundError):
                     if read(file):
                         time.sleep(0.5)  # a process that has found the folder owned deletes its file again
-                        text = read(file)
-                        self.lost = self._taken_by(_owner_in(text))
+                        owner = _owner_in(read(file))
+                        self.lost = TakenOverError(
+                            f"run_dir={self._folder}: another process ({_name_of(owner)}) has taken the folder over at "
+                            f"{owner.get('since', 'an unknown time')}, because this one, pid {self._me['pid']} on "
+                            f"{self._me['host']}, did not answer for {LEASE_SECONDS:g} s; stop that one and give the "
+                            "command again to continue from the newest checkpoint, or choose another run_dir"
+                        )
                         return
         if mine not in files:
             raise OSError(f"{mine}, which this process has made, is gone")
-
-    def _taken_by(self, owner: dict[str, Any]) -> TakenOverError:
-        return TakenOverError(
-            f"run_dir={self._folder}: another process ({_name_of(owner)}) has taken the folder over at "
-            f"{owner.get('since', 'an unknown time')}, because this one, pid {self._me['pid']} on {self._me['host']}, "
-            f"did not answer for {LEASE_SECONDS:g} s; stop that one and give the command again to continue from the "
-            "newest checkpoint, or choose another run_dir"
-        )
 
 
 def _text_of(file: PurePath) -> bytes | None:

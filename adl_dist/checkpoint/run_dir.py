@@ -34,6 +34,7 @@ logger = logging.getLogger("adl_dist")
 
 CONFIG, SUMMARY, DIVERGED, LAUNCH = "config.yaml", "summary.json", "diverged.json", "launch"
 CHECKPOINTS = "checkpoints"
+TAKEN = "another process is training here; wait for it, or choose another run_dir"
 
 # Settings that say where the model is cut, in the Python API and under partition.* on the command line.
 CUT = "num_stages", "balance", "granularity", "speeds", "device_speeds", "links"
@@ -111,8 +112,11 @@ class RunFolder:
             ConfigError: the folder belongs to a run of another configuration.
             CheckpointError: it holds a run and ``resume=never``; ``resume`` names no checkpoint.
         """
-        self._check_place()
-        self._check_free(waits=waits)
+        with self._explained("made"):
+            self._check_place()
+        with self._explained("read"):
+            if self._ownership.is_held(by_own_launch=False, waits=waits):
+                raise ConfigError(f"run_dir={self.place}: {TAKEN}")
         self.pull()
         saved = layout.complete(self.checkpoints)
         with contextlib.suppress(OSError):
@@ -163,13 +167,13 @@ class RunFolder:
         return on_rank(0, path) if is_local and not self.is_shared else path
 
     def _check_place(self) -> None:
-        with self._explained("made"):
-            if not isinstance(self.place, Path):
-                storage_of(self.place).names(self.place)
-                return
-            above = next(p for p in (self.place, *self.place.absolute().parents) if p.exists())
-            if not above.is_dir() or not os.access(above, os.W_OK):
-                raise OSError(f"{above} is {'not writable' if above.is_dir() else 'a file'}")
+        """Raise OSError if nothing can be written at the place."""
+        if not isinstance(self.place, Path):
+            storage_of(self.place).names(self.place)
+            return
+        above = next(p for p in (self.place, *self.place.absolute().parents) if p.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK):
+            raise OSError(f"{above} is {'not writable' if above.is_dir() else 'a file'}")
 
     @contextlib.contextmanager
     def _explained(self, done: str) -> Iterator[None]:
@@ -180,23 +184,12 @@ class RunFolder:
             way_out = "make room, or choose another run_dir" if done == "written" else "choose another run_dir"
             raise ConfigError(f"run_dir={self.place} cannot be {done}: {error.strerror or error}; {way_out}") from error
 
-    def _check_free(self, *, waits: bool) -> None:
-        """Raise ConfigError at once if another process trains in this folder."""
-        with self._explained("read"):
-            if self._ownership.is_held(by_own_launch=False, waits=waits):
-                raise self._taken()
-
-    def _taken(self) -> ConfigError:
-        return ConfigError(
-            f"run_dir={self.place}: another process is training here; wait for it, or choose another run_dir"
-        )
-
     def open(self, *, resume: str) -> list[PurePath]:
         """Take the folder; return the checkpoints to resume from, best first."""
         make_folder(self.path)
         with self._explained("written"):
             if not self._ownership.take():
-                raise self._taken()
+                raise ConfigError(f"run_dir={self.place}: {TAKEN}")
         layout.clean(self.checkpoints)
         return self._candidates(resume)
 

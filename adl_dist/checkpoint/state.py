@@ -22,7 +22,7 @@ from adl_dist.checkpoint import layout, nested, optimizer_state, tensor_files
 from adl_dist.checkpoint.nested import Unstorable, is_extra_state
 from adl_dist.checkpoint.tensor_files import EMA, HEADS, LOSS, MODEL, OPTIMIZER, Shard, Stored
 from adl_dist.errors import CheckpointError, ConfigError, UnusableError, in_one_line
-from adl_dist.stage import Learner, Stage
+from adl_dist.stage import Stage
 from adl_dist.stage.tied import TiedWeights
 
 Signature = dict[str, list[int]]
@@ -109,7 +109,8 @@ def dropped_note(path: PurePath, manifest: Mapping[str, Any]) -> str | None:
     tensors, texts = tensor_files.scan(path, OLD_BUFFERS, manifest["files"])
     names = [name.removeprefix("attribute:") for name in (*tensors, *texts) if name != "format"]
     held = ["state of the loss" if name.startswith("loss:") else name for name in names]
-    held += optimizer_state.dropped_values(tensor_files.scan(path, OPTIMIZER, manifest["files"])[1])
+    of_stages = optimizer_state.saved_values(tensor_files.scan(path, OPTIMIZER, manifest["files"])[1])
+    held += [name for one in of_stages for name in one["ignored"]]
     held += manifest["identity"].get("constants", ())
     if not (names := sorted({*held})):
         return None
@@ -166,14 +167,11 @@ def _loss_with_state(stage: Stage) -> Any:
 
 def _of_optimizers(stage: Stage) -> Shard:
     """Return the optimizer state of a stage and its head."""
-    shards = [optimizer_state.shard_of(one) for one in stage.learners if not _is_kept_elsewhere(one)]
+    # Of a tied copy the first stage that holds one saves it.
+    own = [one for one in stage.learners if not isinstance(one, TiedWeights) or one.is_first]
+    shards = [optimizer_state.shard_of(one) for one in own]
     tensors = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
     return Shard(tensors, {name: text for shard in shards for name, text in shard.metadata.items()})
-
-
-def _is_kept_elsewhere(learner: Learner) -> bool:
-    """Return whether ``learner`` has a tied copy that another stage saves."""
-    return isinstance(learner, TiedWeights) and not learner.is_first
 
 
 def _packed(whose: str, state: Mapping[str, Any]) -> Shard:

@@ -76,7 +76,12 @@ class WeightFiles:
         here = {name: list(t.shape) for name, t in state.items() if name in self.tensors or id(t) not in found}
         held = {name: stored for name, stored in self.tensors.items() if not is_extra_state(name)}
         there = {n: list(at.shape) if isinstance(at, Stored | Tensor) else type(at).__name__ for n, at in held.items()}
-        check_same(self.path, here, there)
+        for name in {**here, **there}:
+            if here.get(name) != there.get(name):
+                raise CheckpointError(
+                    f"init_from={self.path} is of another model: {name} is {here.get(name, 'missing')} in this model "
+                    f"and {there.get(name, 'missing')} in the file; {_way_out(here, there)}"
+                )
         for name, stored in held.items():
             dtype, wanted = stored.dtype, state[name].dtype
             if (dtype.is_floating_point, dtype.is_complex) != (wanted.is_floating_point, wanted.is_complex):
@@ -153,16 +158,6 @@ class PickledWeights(WeightFiles):
 def matches(name: str, patterns: Sequence[str]) -> bool:
     """Return whether ``name`` matches one of ``patterns``, as file names do."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def check_same(path: PurePath, here: Mapping[str, object], there: Mapping[str, object]) -> None:
-    """Raise CheckpointError if names or shapes differ from the model's."""
-    for name in {**here, **there}:
-        if here.get(name) != there.get(name):
-            raise CheckpointError(
-                f"init_from={path} is of another model: {name} is {here.get(name, 'missing')} in this model and "
-                f"{there.get(name, 'missing')} in the file; {_way_out(here, there)}"
-            )
 
 
 def check_tied(path: PurePath, model: nn.Module, there: Collection[str], read: Callable[[str], Tensor]) -> None:
