@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
@@ -55,43 +55,23 @@ class CheckpointContext:
     trace: bool = False  # whether the stages record a trace, written at the end
 
 
+@dataclass
 class Coordinator:
-    """The loop over epochs, with requests carried out in between."""
+    """The loop over epochs of one run, with requests carried out in between."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        *,
-        saving: CheckpointContext | None,
-        recorder: MetricsWriter,
-        progress: Progress,
-        callbacks: Callbacks | None = None,
-        requests: RequestQueue | None = None,
-        drain_changes_result: Callable[[int], bool] = lambda epoch: False,
-        callback_queue: CallbackQueue | None = None,
-        totals: Totals | None = None,
-        skips_non_finite: bool = False,
-    ) -> None:
-        """Create the coordinator of one run.
+    plan: Plan  # the segments of the run
+    recorder: MetricsWriter
+    progress: Progress
+    totals: Totals
+    saving: CheckpointContext | None = None  # if there is a run folder
+    callbacks: Callbacks = field(default_factory=Callbacks)  # the user's
+    callback_queue: CallbackQueue = field(default_factory=CallbackQueue)  # calls them while stages train
+    requests: RequestQueue = field(default_factory=RequestQueue)  # from outside
+    drain_changes_result: Callable[[int], bool] = lambda epoch: False  # whether an unplanned one in an epoch does
+    skips_non_finite: bool = False  # whether validation data that are not finite leave the run going
+    on_open: Callable[[], None] = lambda: None  # called once the run folder belongs to this run
 
-        Args:
-            plan: the segments of the run.
-            saving: saves and resumes, if there is a run folder.
-            recorder: writes the records.
-            progress: shows the progress.
-            callbacks: the user's callbacks.
-            requests: requests from outside.
-            drain_changes_result: whether an unplanned drain in an epoch changes values.
-            callback_queue: calls the callbacks while stages train.
-            totals: the figures of the run.
-            skips_non_finite: whether validation data that are not finite leave the run going.
-        """
-        self._totals = totals or Totals()
-        self._callback_queue = callback_queue or CallbackQueue()
-        self._plan, self._saving = plan, saving
-        self._recorder, self._progress = recorder, progress
-        self._requests, self._drain_changes_result = requests or RequestQueue(), drain_changes_result
-        self._callbacks, self._skips_non_finite = callbacks or Callbacks(), skips_non_finite
+    def __post_init__(self) -> None:
         self._bad_validation: DataError | None = None  # raised once the epoch is saved
         self._saved_moment: TrainerState | None = None  # of a checkpoint that has not been reported to callbacks
         # The position of the run: whole epochs done, samples of the next one done, updates done.
@@ -102,7 +82,6 @@ class Coordinator:
         self._evaluated_at: int | None = None
         self._failure_recorded: str | None = None
         self._metrics: dict[str, Any] = {}
-        self.on_open: Callable[[], None] = lambda: None  # called once the run folder belongs to this run
 
     def train(self, workers: WorkerGroup) -> Summary:
         """Train to the end and return the summary."""
@@ -110,40 +89,40 @@ class Coordinator:
         try:
             return self._train()
         except BaseException as error:
-            if self._saving is not None:
+            if self.saving is not None:
                 # A process that is gone will not write its part.
                 is_lost = isinstance(error, StageFailed) and (error.is_victim or error.is_gone)
-                self._saving.saver.wait(1.0 if is_lost else LAST_SAVE_SECONDS)
+                self.saving.saver.wait(1.0 if is_lost else LAST_SAVE_SECONDS)
             raise
         finally:
-            self._progress.close()
+            self.progress.close()
 
     def record(self, record: Record) -> None:
         """Write and show a record of a stage.
 
         Raise TakenOverError if another process owns the folder of the records now.
         """
-        if self._saving is not None:
-            self._saving.folder.check_not_lost()
-        self._recorder.write_of_update(record)
-        self._progress.update(record)
-        if self._callbacks.any:
-            self._callback_queue.put(partial(self._callbacks.take, record))
-        self._totals.take(record)
+        if self.saving is not None:
+            self.saving.folder.check_not_lost()
+        self.recorder.write_of_update(record)
+        self.progress.update(record)
+        if self.callbacks.any:
+            self.callback_queue.put(partial(self.callbacks.take, record))
+        self.totals.take(record)
 
     def part(self, part: PartReport) -> None:
         """Pass a report on a part of a save to the save, in any thread."""
-        if self._saving is not None:
-            self._saving.saver.take_part(part)
+        if self.saving is not None:
+            self.saving.saver.take_part(part)
 
     def _train(self) -> Summary:
         started, origin = time.monotonic(), time.time()
         try:
-            self._callbacks.open(lambda why: self._requests.ask(RequestKind.END, why))
+            self.callbacks.open(lambda why: self.requests.ask(RequestKind.END, why))
             self._resume()
-            self._callbacks.call("on_start", self._moment())
-            if self._callbacks.asked is not None:
-                self._progress.note(f"nothing is trained: ended by {self._callbacks.asked}")
+            self.callbacks.call("on_start", self._moment())
+            if self.callbacks.asked is not None:
+                self.progress.note(f"nothing is trained: ended by {self.callbacks.asked}")
             stopped = None
             while stopped is None and not self._is_over:
                 self._train_one()
@@ -154,32 +133,32 @@ class Coordinator:
                     raise self._bad_validation
                 stopped = self._carry_out_requests()
         finally:
-            self._requests.close(f"the run has ended, at update {self._update}")
+            self.requests.close(f"the run has ended, at update {self._update}")
         summary: Summary = {
             **self._metrics,
             "epochs": self._epoch,
             "updates": self._update,
             "seconds": time.monotonic() - started,
-            **self._totals.summary(),
+            **self.totals.summary(),
             **({"stopped": stopped} if stopped else {}),
-            **({"ended_by": self._callbacks.asked} if self._callbacks.asked else {}),
+            **({"ended_by": self.callbacks.asked} if self.callbacks.asked else {}),
         }
         # The summary of a run that was over is kept, with its training times, unless it is missing or older.
-        if self._saving and (self._totals.trained or self._saving.folder.summarised_updates != self._update):
-            self._saving.folder.write_summary(summary)
-        if self._saving and self._saving.trace and self._totals.trained:
-            self._write_trace(self._saving.folder.path, origin)
-        self._callbacks.call("on_end", replace(self._moment(), summary=summary))
+        if self.saving and (self.totals.trained or self.saving.folder.summarised_updates != self._update):
+            self.saving.folder.write_summary(summary)
+        if self.saving and self.saving.trace and self.totals.trained:
+            self._write_trace(self.saving.folder.path, origin)
+        self.callbacks.call("on_end", replace(self._moment(), summary=summary))
         return summary
 
     def _end_epoch(self) -> None:
         """Evaluate, if it is planned here and not done yet, and call callbacks."""
-        is_planned = self._plan.is_after(self._plan.eval_every_updates, self._sample)
+        is_planned = self.plan.is_after(self.plan.eval_every_updates, self._sample)
         if self._evaluated_at != self._update and (self._is_over or is_planned):
             self._evaluate()
             self._evaluated_at = self._update
-            mean = {} if (loss := self._progress.train_loss) is None else {"train_loss": loss}
-            self._callbacks.call("on_epoch", TrainerState(self._update, self._epoch, {**mean, **self._metrics}))
+            mean = {} if (loss := self.progress.train_loss) is None else {"train_loss": loss}
+            self.callbacks.call("on_epoch", TrainerState(self._update, self._epoch, {**mean, **self._metrics}))
 
     def evaluate(self, workers: WorkerGroup) -> Summary:
         """Evaluate the present weights and return accuracy and loss."""
@@ -189,36 +168,36 @@ class Coordinator:
 
     @property
     def _is_over(self) -> bool:
-        is_asked = self._callbacks.asked is not None
-        return is_asked or self._epoch >= self._plan.epochs or self._update >= self._plan.total_updates
+        is_asked = self.callbacks.asked is not None
+        return is_asked or self._epoch >= self.plan.epochs or self._update >= self.plan.total_updates
 
     def _moment(self) -> TrainerState:
         return TrainerState(self._update, self._epoch, dict(self._metrics))
 
     @property
     def _is_to_be_saved(self) -> bool:
-        every = self._saving.policy.every_epochs if self._saving else 0
-        is_planned = self._plan.is_after(self._plan.checkpoint_every_updates, self._sample)
+        every = self.saving.policy.every_epochs if self.saving else 0
+        is_planned = self.plan.is_after(self.plan.checkpoint_every_updates, self._sample)
         is_due = self._sample > 0 or (every > 0 and self._epoch % every == 0)
         return (is_planned and is_due) or self._is_time_to_save
 
     @property
     def _is_time_to_save(self) -> bool:
-        minutes = self._saving.policy.every_minutes if self._saving else None
+        minutes = self.saving.policy.every_minutes if self.saving else None
         return minutes is not None and time.monotonic() - self._saved_time >= 60 * minutes
 
     @property
     def ends_segment(self) -> bool:
         """Whether the running segment should end for a planned checkpoint, which changes no value."""
-        return self._is_time_to_save and not self._drain_changes_result(self._epoch)
+        return self._is_time_to_save and not self.drain_changes_result(self._epoch)
 
     def _carry_out_requests(self) -> dict[str, Any] | None:
         """Save if requested; return the place of a stop, if requested."""
-        if not (asked := self._requests.take()):
+        if not (asked := self.requests.take()):
             return None
         why = [request.why for request in asked if request.what is RequestKind.STOP]
-        is_planned = self._is_over or self._plan.ends_at(self._sample)
-        drain_changed_result = not is_planned and self._drain_changes_result(self._epoch)
+        is_planned = self._is_over or self.plan.ends_at(self._sample)
+        drain_changed_result = not is_planned and self.drain_changes_result(self._epoch)
         trace = DRAIN_CHANGED_RESULT.format(update=self._update) if drain_changed_result else ""
         if drain_changed_result and not why:
             self._record("checkpoint/drain_changed_result", 1.0)
@@ -226,14 +205,14 @@ class Coordinator:
         if self._saved_at != self._update:
             self._save()
         path, text = None, "nothing is saved: the run has no run_dir"
-        if self._saving is not None:
-            path = self._finish_saving(self._saving.saver)
-            text = f"{path}{trace}" if path is not None else self._saving.saver.failure or "nothing is saved"
+        if self.saving is not None:
+            path = self._finish_saving(self.saving.saver)
+            text = f"{path}{trace}" if path is not None else self.saving.saver.failure or "nothing is saved"
         for request in asked:  # a run without a folder has stopped all the same
-            has_failed = path is None and (self._saving is not None or request.what is RequestKind.CHECKPOINT)
+            has_failed = path is None and (self.saving is not None or request.what is RequestKind.CHECKPOINT)
             request.answer(text, failed=has_failed)
-        if why and self._saving is not None:
-            self._finish_last_save(self._saving.saver, "the run was to stop, and what it learned since is lost")
+        if why and self.saving is not None:
+            self._finish_last_save(self.saving.saver, "the run was to stop, and what it learned since is lost")
         if self._is_over or not why:
             self._end_epoch()
             return None
@@ -242,38 +221,38 @@ class Coordinator:
 
     def _resume(self) -> None:
         path = None
-        if self._saving is not None:
-            candidates = self._saving.folder.open(resume=self._saving.resume)
+        if self.saving is not None:
+            candidates = self.saving.folder.open(resume=self.saving.resume)
             self.on_open()
             if candidates:
-                path = self._load_newest(candidates, self._saving)
+                path = self._load_newest(candidates, self.saving)
             # Only after all stages agree and the checkpoint has been read: a failed start must not block the corrected
             # command. A run that is over keeps its settings.
-            if not (self._is_over and self._saving.folder.is_claimed):
-                self._saving.folder.claim(self._saving.config)
-        self._recorder.start(from_update=self._update)
+            if not (self._is_over and self.saving.folder.is_claimed):
+                self.saving.folder.claim(self.saving.config)
+        self.recorder.start(from_update=self._update)
         if path is not None:
-            asked = "" if self._epoch > self._plan.epochs else f" of {self._plan.epochs}"  # fewer than it has
+            asked = "" if self._epoch > self.plan.epochs else f" of {self.plan.epochs}"  # fewer than it has
             done = f"update {self._update}, {self._epoch}{asked} epochs complete"
             resumed = f"{RESUMED} {path} ({done})"
-            self._progress.note(resumed)
+            self.progress.note(resumed)
             logger.info(resumed)
-            if self._is_over and self._saving is not None:
-                run_dir = self._saving.folder.place
-                self._progress.note(
+            if self._is_over and self.saving is not None:
+                run_dir = self.saving.folder.place
+                self.progress.note(
                     f"nothing left to train: {run_dir} is complete; for a new run, choose another run_dir"
                 )
 
     def _load_newest(self, candidates: Sequence[PurePath], saving: CheckpointContext) -> PurePath:
         path, manifest, rejected = layout.first_usable(candidates, lambda path: state.verify(path, saving.signature))
-        mine = identity_of(self._plan, saving.optimizer)
+        mine = identity_of(self.plan, saving.optimizer)
         note = check_identity(path, manifest["identity"], mine, schedule_follows=saving.schedule_follows)
         self._workers.call(messages.Load(str(path), manifest["update"]), Done)
         self._note(note)
         self._note(state.dropped_note(path, manifest))
         self._epoch, self._sample, self._update = manifest["epochs"], manifest["sample"], manifest["update"]
         self._metrics = dict(manifest["metrics"])
-        self._callbacks.restore(manifest.get("callbacks", []), self._update)
+        self.callbacks.restore(manifest.get("callbacks", []), self._update)
         if not self._is_over:
             self._note(partition_change_note(manifest["identity"].get("cut", {}), saving.cut))
         for bad, error in rejected:
@@ -282,32 +261,32 @@ class Coordinator:
 
     def _train_one(self) -> None:
         self._metrics = {}  # those of older weights must not get into a checkpoint or summary
-        segment = self._plan.segment(self._epoch, self._sample, self._update)
-        goes_on = self._sample > 0 and bool(self._totals.trained)  # this process has begun the epoch
-        self._progress.begin(segment.epoch, self._plan.epochs, self._plan.total_updates, goes_on=goes_on)
+        segment = self.plan.segment(self._epoch, self._sample, self._update)
+        goes_on = self._sample > 0 and bool(self.totals.trained)  # this process has begun the epoch
+        self.progress.begin(segment.epoch, self.plan.epochs, self.plan.total_updates, goes_on=goes_on)
         start = time.perf_counter()
-        with self._callback_queue.while_training():
+        with self.callback_queue.while_training():
             results = self._workers.call(messages.Train(segment), TrainResult)
             seconds = time.perf_counter() - start
-        self._callbacks.tell_update()
+        self.callbacks.tell_update()
         (num_updates,) = {result.num_updates for result in results}  # fewer if it was ended early
         segment = segment.first_updates(num_updates)
         self._sample += segment.num_samples
         self._update += segment.num_updates
-        if self._sample == self._plan.num_samples:
+        if self._sample == self.plan.num_samples:
             self._epoch, self._sample = self._epoch + 1, 0
         self._last_epoch = segment.epoch
         self._write_timeline(results)
-        for record in self._totals.add(segment.num_samples, seconds, results):
+        for record in self.totals.add(segment.num_samples, seconds, results):
             self._record(**record)
 
     def _evaluate(self) -> None:
-        if not self._plan.num_validation:
-            self._progress.end(None, None)
+        if not self.plan.num_validation:
+            self.progress.end(None, None)
             return
-        command = messages.Evaluate(self._plan.num_validation, self._plan.micro_batch_size)
+        command = messages.Evaluate(self.plan.num_validation, self.plan.micro_batch_size)
         last = self._workers.call(command, EvaluateResult)[-1]
-        assert last.num_samples == self._plan.num_validation, "every sample is evaluated exactly once"
+        assert last.num_samples == self.plan.num_validation, "every sample is evaluated exactly once"
         if not last.num_terms:
             raise DataError(
                 f"the validation data has {last.num_samples} samples, but nothing that the loss averages over: it "
@@ -315,34 +294,34 @@ class Coordinator:
             )
         loss = last.loss_sum / last.num_terms
         self._metrics = {"validation_loss": loss}
-        if self._totals.unit == TOKENS:
+        if self.totals.unit == TOKENS:
             self._metrics["validation_perplexity"] = value_of(PERPLEXITY, (loss, 1.0))
         if last.num_correct is not None and last.num_classed:
             self._metrics["validation_accuracy"] = last.num_correct / last.num_classed
         self._metrics |= {f"validation_{name}": value for name, value in last.metrics.items()}
         for name, value in self._metrics.items():
             self._record(name.replace("_", "/", 1), value)
-        self._progress.end(loss, self._metrics.get("validation_accuracy"), last.metrics)
+        self.progress.end(loss, self._metrics.get("validation_accuracy"), last.metrics)
         # The training loss belongs to the weights before the update; the present weights must not be saved either.
         if last.first_bad is not None:
-            first = last.first_bad * self._plan.micro_batch_size
+            first = last.first_bad * self.plan.micro_batch_size
             text = (
                 f"the validation loss is {loss}, because of micro-batch {last.first_bad} of the validation data, which "
                 f"begins at sample {first}; look there for values that are not finite, as others are"
             )
-            if self._skips_non_finite or not self._totals.trained:  # or Trainer.evaluate, which returns it
+            if self.skips_non_finite or not self.totals.trained:  # or Trainer.evaluate, which returns it
                 warn(text)
             else:
                 self._bad_validation = DataError(text)
-        elif self._totals.trained and not math.isfinite(loss):
+        elif self.totals.trained and not math.isfinite(loss):
             where = {"stage": last.stage, "update": self._update - 1, "epoch": self._last_epoch}
             raise DivergedError(f"the validation loss is {loss}", **where)
 
     def _save(self) -> None:
-        if self._saving is None:
+        if self.saving is None:
             return
-        self._recorder.flush()  # records before a checkpoint must not be lost with the process
-        saver = self._saving.saver
+        self.recorder.flush()  # records before a checkpoint must not be lost with the process
+        saver = self.saving.saver
         self._finish_saving(saver)
         self._end_epoch()  # if a callback has ended the run at that checkpoint
         manifest = {
@@ -350,9 +329,9 @@ class Coordinator:
             "epochs": self._epoch,
             "sample": self._sample,
             "metrics": self._metrics,
-            "goal": asdict(self._saving.policy.goal),
-            "callbacks": self._callbacks.state(self._update),
-            "identity": {**identity_of(self._plan, self._saving.optimizer), "cut": dict(self._saving.cut)},
+            "goal": asdict(self.saving.policy.goal),
+            "callbacks": self.callbacks.state(self._update),
+            "identity": {**identity_of(self.plan, self.saving.optimizer), "cut": dict(self.saving.cut)},
         }
         self._saved_moment = self._moment()
         saver.save(self._write_parts, manifest)
@@ -372,7 +351,7 @@ class Coordinator:
             self._record("checkpoint/failed", 1.0, reason=saver.failure)
         moment, self._saved_moment = self._saved_moment, None
         if path is not None and moment is not None:
-            self._callbacks.call("on_checkpoint", replace(moment, checkpoint=path))
+            self.callbacks.call("on_checkpoint", replace(moment, checkpoint=path))
         return path
 
     def _finish_last_save(self, saver: Saver, so: str) -> None:
@@ -385,11 +364,11 @@ class Coordinator:
 
     def _write_timeline(self, results: Sequence[TrainResult]) -> None:
         timelines = [result.timeline for result in results if result.timeline is not None]
-        if self._saving is not None and len(timelines) == len(results):
+        if self.saving is not None and len(timelines) == len(results):
             try:
-                Timeline.join(timelines).write(self._saving.folder.path)
+                Timeline.join(timelines).write(self.saving.folder.path)
             except OSError as error:
-                warn(f"{self._saving.folder.path / TIMELINE} could not be written: {error.strerror}; the run continues")
+                warn(f"{self.saving.folder.path / TIMELINE} could not be written: {error.strerror}; the run continues")
 
     def _write_trace(self, run_dir: Path, origin: float) -> None:
         results = self._workers.call(messages.Trace(str(run_dir), origin), dict)
@@ -405,9 +384,9 @@ class Coordinator:
 
     def _note(self, text: str | None) -> None:
         if text is not None:
-            self._progress.note(f"note: {text}")
+            self.progress.note(f"note: {text}")
             logger.info("note: %s", text)
 
     def _record(self, name: str, value: float, **more: Any) -> None:
         where = {"update": self._update - 1, "epoch": self._last_epoch}
-        self._recorder.write({"name": name, "value": value, **where, **more})
+        self.recorder.write({"name": name, "value": value, **where, **more})

@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -15,53 +16,40 @@ from adl_dist.stage import Stage, StepStats
 from adl_dist.stage.stats import value_of
 
 
+@dataclass
 class UpdateReports:
     """The reports of the updates of a segment, on a GPU some updates late."""
 
-    def __init__(
-        self,
-        contexts: Mapping[int, StageContext],
-        segment: Segment,
-        emit: Callable[[Record], None],
-        *,
-        device: torch.device,
-        meter: MemoryMeter | None,
-        saves: bool,
-        splits: bool,
-    ) -> None:
-        """Begin a segment of the stages in ``contexts``.
+    contexts: Mapping[int, StageContext]  # the stages of this process
+    segment: Segment
+    emit: Callable[[Record], None]  # takes each record
+    device: torch.device  # of the stages
+    meter: MemoryMeter | None  # counts updates, if memory is measured
+    saves: bool  # whether checkpoints are saved
+    splits: bool  # whether backwards are split
 
-        Args:
-            contexts: the stages of this process.
-            segment: the segment.
-            emit: takes each record.
-            device: of the stages.
-            meter: counts updates, if memory is measured.
-            saves: whether checkpoints are saved.
-            splits: whether backwards are split.
-        """
-        self._contexts, self._meter, self._segment, self._emit = contexts, meter, segment, emit
+    def __post_init__(self) -> None:
         self._start = time.perf_counter()
         self._begin: torch.cuda.Event | None = None  # the same on the clock of the GPU
-        if device.type == "cuda":
-            self._begin = torch.cuda.current_stream(device).record_event(torch.cuda.Event(enable_timing=True))
+        if self.device.type == "cuda":
+            self._begin = torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(enable_timing=True))
         self._pending: deque[tuple[Iterator[Record], Record]] = deque()
         # The figures of a GPU are read an update later: a read at once would wait for all launched work. The figures
         # of a split backward are not checked earlier.
-        self._lag = len(contexts) if device.type == "cuda" or splits else 0
+        self._lag = len(self.contexts) if self.device.type == "cuda" or self.splits else 0
         # State that no checkpoint can hold is refused after the first update, before a whole epoch is lost.
-        self._unchecked = {*contexts} if saves else set()
+        self._unchecked = {*self.contexts} if self.saves else set()
 
     def add(self, k: int, group: int) -> None:
         """Take the figures of stage ``k``'s update with ``group``."""
-        if self._meter is not None:
-            self._meter.count_update()
-        stage, stats = self._contexts[k].stage, self._contexts[k].stage.tally
+        if self.meter is not None:
+            self.meter.count_update()
+        stage, stats = self.contexts[k].stage, self.contexts[k].stage.tally
         if k in self._unchecked:
             self._unchecked.remove(k)
             state_of([stage], 1)  # as for a save, but without a copy
         stage.tally = StepStats()
-        where = {"stage": k, "update": self._segment.first_update + group, "epoch": self._segment.epoch}
+        where = {"stage": k, "update": self.segment.first_update + group, "epoch": self.segment.epoch}
         seconds = time.perf_counter() - self._start
         self._pending.append((_records(stats, seconds, self._begin, stage), where))
         self.send(keep=self._lag)
@@ -71,7 +59,7 @@ class UpdateReports:
         while len(self._pending) > keep:
             records, where = self._pending.popleft()
             for record in records:  # the figures are read now, not when the update was made
-                self._emit({**record, **where})
+                self.emit({**record, **where})
 
 
 def _records(stats: StepStats, seconds: float, begin: torch.cuda.Event | None, stage: Stage) -> Iterator[Record]:

@@ -108,15 +108,12 @@ def conversion_notes(model: nn.Module, loss_fn: object, dtype: torch.dtype) -> l
     notes, state = [], dict(model.named_parameters()) | dict(model.named_buffers())
     others = {name: tensor.dtype for name, tensor in state.items() if tensor.is_floating_point()}
     wide = [name for name, of in others.items() if of.itemsize > dtype.itemsize]
-    narrow = [name for name, of in others.items() if of.itemsize < dtype.itemsize]
     computed = str(dtype).removeprefix("torch.")
     if wide:
         notes.append(
             f"{_shown(wide)} of the model become {computed}, in which the run computes, and lose digits; "
             "dtype=float64 (Precision(dtype=torch.float64)) computes in float64"
         )
-    if narrow:
-        notes.append(f"{_shown(narrow)} of the model become {computed}, in which weights are kept and updated")
     if model.training:
         modes = {module: module.training for module in model.modules()}
         model.train()

@@ -19,7 +19,6 @@ from adl_dist.data import Loader, Loading, check_dataset
 from adl_dist.data.loading import PLAIN
 from adl_dist.engine import Batches
 from adl_dist.errors import DataError
-from adl_dist.report import warn
 from adl_dist.stage import Precision, TrainSpec
 from adl_dist.stage.loss import IGNORED, ClassLoss, LossTerms, class_loss
 from adl_dist.transport.staging import to_device
@@ -66,7 +65,6 @@ class DeviceLoader:
         self.num_samples = self._loader.num_samples
         self.precision = precision  # of what is loaded; the memory format may be settled later on
         self._device, self._name = device, name
-        self._may_warn = name == "training"  # once, that numbers are narrowed
         self._num_classes: int | None = None
         self._classes = ClassLoss(IGNORED, None, is_torchs_own=False)
         self._may_ignore = True
@@ -106,16 +104,7 @@ class DeviceLoader:
         return PREFETCHED * self._loader.num_workers + UNDER_WAY
 
     def _floating(self, tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point():
-            return tensor
-        if tensor.dtype.itemsize > self.precision.dtype.itemsize and self._may_warn:
-            self._may_warn = False
-            computed = str(self.precision.dtype).removeprefix("torch.")
-            warn(
-                f"the {self._name} dataset has {str(tensor.dtype).removeprefix('torch.')} numbers, which become "
-                f"{computed}, in which the run computes; dtype=float64 (Precision(dtype=torch.float64)) keeps them"
-            )
-        return tensor.to(self.precision.dtype)
+        return tensor.to(self.precision.dtype) if tensor.is_floating_point() else tensor
 
     def _formatted(self, tensor: Tensor) -> Tensor:
         return in_format(tensor, channels_last=bool(self.precision.channels_last))

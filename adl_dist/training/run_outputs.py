@@ -6,7 +6,7 @@ import platform
 import shlex
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,19 +16,15 @@ import torch
 from adl_dist import __version__
 from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.control.callback_queue import CallbackQueue
-from adl_dist.control.coordinator import CheckpointContext, Coordinator
-from adl_dist.control.requests import RequestQueue
+from adl_dist.control.coordinator import CheckpointContext
 from adl_dist.control.worker import LocalWorker
 from adl_dist.errors import ConfigError
-from adl_dist.partition.imbalance import is_uneven
 from adl_dist.report import MetricsWriter, Progress, warn
 from adl_dist.report.callbacks import Callbacks
 from adl_dist.report.files import write_atomically
 from adl_dist.report.loggers import TENSORBOARD
 from adl_dist.report.runs import START, flatten
 from adl_dist.report.tables import counted
-from adl_dist.report.totals import Totals
-from adl_dist.report.warning import say
 from adl_dist.schedule.run_plan import Plan
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.metrics import metrics_of
@@ -117,56 +113,26 @@ class Outputs:
             call=self.callback_queue.put,
         )
 
-    def note_uneven(self, summary: Mapping[str, Any]) -> None:
-        """Print how busy the stages were, if the cut has left some idle."""
-        loads = [stage["busy_share"] for stage in summary["stages"]]
-        if len(loads) > 1 and is_uneven(loads) and "stopped" not in summary and not self.monitoring.quiet:
-            busy = ", ".join(f"{load:.0%}" for load in loads)
-            say(
-                f"note: stages were busy {busy} of the time: the cut is uneven; partition.balance=auto "
-                "measures it, and cuts where it is best"
-            )
-
-    def coordinator(
-        self,
-        plan: Plan,
-        worker: LocalWorker,
-        partitioned: PartitionedModel,
-        *,
-        saving: CheckpointContext | None,
-        recorder: MetricsWriter,
-        requests: RequestQueue,
-        skips_non_finite: bool,
-    ) -> Coordinator:
-        """Return the coordinator, and show notes about the cut on rank 0."""
-        pipeline, is_rank_0 = worker.pipeline, worker.world.rank == 0
+    def progress(
+        self, plan: Plan, worker: LocalWorker, partitioned: PartitionedModel, saving: CheckpointContext | None
+    ) -> Progress:
+        """Return the display of the run; on rank 0 it has shown the notes about the cut."""
+        pipeline = worker.pipeline
         progress = Progress(num_stages=pipeline.num_stages, quiet=self.monitoring.quiet, unit=worker.unit)
-        if is_rank_0:
-            for note in partitioned.notes:
-                progress.note(note)
-            if plan.eval_every_updates is not None and not pipeline.drain_is_exact:
-                progress.note(
-                    f"note: eval_every_updates={plan.eval_every_updates} empties the pipeline in mid-epoch, so "
-                    "gradients are less stale afterwards, and values differ from those of a run without"
-                )
-            if partitioned.warning is not None:
-                warn(f"{partitioned.warning}; so {pipeline.num_stages} stages are hardly faster than one")
-            if saving is not None:
-                _write_start(saving.folder.path, worker, partitioned)
-        if is_rank_0 and (self.callbacks.any or recorder.has_loggers):
-            worker.callback_queue = self.callback_queue
-        return Coordinator(
-            plan,
-            saving=saving,
-            recorder=recorder,
-            progress=progress,
-            callbacks=self.callbacks,
-            requests=requests,
-            drain_changes_result=lambda epoch: not pipeline.in_epoch(epoch).drain_is_exact,
-            callback_queue=self.callback_queue,
-            skips_non_finite=skips_non_finite,
-            totals=Totals(worker.unit, None if partitioned.flops is None else partitioned.flops / worker.world.size),
-        )
+        if worker.world.rank > 0:
+            return progress
+        for note in partitioned.notes:
+            progress.note(note)
+        if plan.eval_every_updates is not None and not pipeline.drain_is_exact:
+            progress.note(
+                f"note: eval_every_updates={plan.eval_every_updates} empties the pipeline in mid-epoch, so "
+                "gradients are less stale afterwards, and values differ from those of a run without"
+            )
+        if partitioned.warning is not None:
+            warn(f"{partitioned.warning}; so {pipeline.num_stages} stages are hardly faster than one")
+        if saving is not None:
+            _write_start(saving.folder.path, worker, partitioned)
+        return progress
 
 
 def _write_start(folder: Path, worker: LocalWorker, partitioned: PartitionedModel) -> None:

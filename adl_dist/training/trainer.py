@@ -315,8 +315,6 @@ class Trainer:
             if folder is not None:
                 worker.reach = folder.reach
             summary = self._train(running, worker, plan, saving, outputs)
-            if world.rank == 0 and self._partitioned.spec.balance != "auto":
-                outputs.note_uneven(summary)
             if saving is not None and outputs.monitoring.report:
                 saving.folder.pull()
                 write_after_run(saving.folder.path)
@@ -355,9 +353,8 @@ class Trainer:
         length = {"epochs": 0, "max_updates": None, "micro_batch_size": batch_size, "accumulation_steps": 1}
         with self._keep_modes(), self._start_job(world, None) as (running, agreement):
             plan, worker, _ = self._assemble(world, agreement, data, None, length)
-        recorder, progress = MetricsWriter(None), Progress(num_stages=self._spec.pipeline.num_stages, quiet=True)
-        totals = Totals(worker.unit)
-        coordinator = Coordinator(plan, saving=None, recorder=recorder, progress=progress, totals=totals)
+        progress = Progress(num_stages=self._spec.pipeline.num_stages, quiet=True)
+        coordinator = Coordinator(plan, MetricsWriter(None), progress, Totals(worker.unit))
         with self._keep_modes(), contextlib.closing(worker), self._applied(), self._bound(world):
             summary = running.run(worker, coordinator, coordinator.evaluate, stops_early=False)
             self._partitioned.give_state()
@@ -527,13 +524,19 @@ class Trainer:
         # Where draining changes the result and checkpoints are planned, a stop waits for the next one.
         stops_early = pipeline.drain_is_exact or outputs.checkpoints.every_updates is None
         recorder = outputs.recorder(saving)
-        coordinator = outputs.coordinator(
+        if world.rank == 0 and (outputs.callbacks.any or recorder.has_loggers):
+            worker.callback_queue = outputs.callback_queue
+        flops = self._partitioned.flops
+        coordinator = Coordinator(
             plan,
-            worker,
-            self._partitioned,
-            saving=saving,
-            recorder=recorder,
-            requests=running.requests,
+            recorder,
+            outputs.progress(plan, worker, self._partitioned, saving),
+            Totals(worker.unit, None if flops is None else flops / world.size),
+            saving,
+            outputs.callbacks,
+            outputs.callback_queue,
+            running.requests,
+            drain_changes_result=lambda epoch: not pipeline.in_epoch(epoch).drain_is_exact,
             skips_non_finite=self._spec.gradients.skips,
         )
         try:

@@ -1,7 +1,6 @@
 """A cut, delays and links that follow from a measurement."""
 
 import json
-import re
 import time
 
 import pytest
@@ -50,12 +49,6 @@ def slow_in_the_middle():
 
 def fit(trainer, run_dir=None, **changed):
     return trainer.fit(FixedImages(8), batch_size=4, monitoring=SILENT, **{"epochs": 1, "run_dir": run_dir, **changed})
-
-
-def test_after_a_run_a_script_hears_how_uneven_its_cut_was(capsys):
-    trainer = trainer_of(slow_in_the_middle(), balance=[5, 1])
-    trainer.fit(FixedImages(8), batch_size=4, epochs=1, run_dir=None, monitoring=adl_dist.Monitoring())
-    assert re.search(r"^note: stages were busy \d+%, \d+% of the time: .*balance='auto'", capsys.readouterr().out, re.M)
 
 
 def test_auto_cuts_before_the_slow_unit_and_keeps_its_profile(tmp_path):
