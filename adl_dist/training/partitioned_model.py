@@ -5,9 +5,9 @@ import hashlib
 import json
 import logging
 import platform
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -40,7 +40,7 @@ from adl_dist.training.measured import read_delays
 from adl_dist.training.options import PartitionSpec
 from adl_dist.training.startup_sync import Agreement, sampled
 from adl_dist.training.tied_copies import TiedCopies
-from adl_dist.training.trial.samples import NUM_SAMPLES, Samples
+from adl_dist.training.trial.samples import Samples
 from adl_dist.training.trial.stage_run import TrialResult
 from adl_dist.training.trial.trial import Trial, check_trains, memory_formats
 from adl_dist.transport.coding_speed import coding_costs
@@ -79,72 +79,50 @@ class PartitionResult(NamedTuple):
         return alike[0] == alike[1] and self.samples.varies == samples.varies
 
 
+@dataclass
 class PartitionedModel:
     """A model and its cut, made before the first step.
 
-    Attributes:
-        spec: where to cut.
-        begins: names of the units where stages 1..K-1 begin: of a run that continues, until the model is cut.
-        signature: names and shapes of all parameters and buffers of the uncut model.
-        parameters: the first names of all parameters, in the order of the uncut model.
-        modules: the stages that this process holds; the whole model until it is cut.
-        sizes: units of each stage; None before it is cut.
-        warning: why the cut leaves most of the work to one stage, where that is known; else None.
-        initial: samples of the weights that training begins with; empty for those of a checkpoint.
-        ties: the weights of which several stages hold a copy; none before it is cut.
-        notes: what the user should know of the cut, a line each.
-        verify_seconds: how long the comparison with the uncut model took; None if there was none.
-        weights: what makes the tensors of this process's stages, if the model is on meta; else None.
-        flops: of forward and backward of a sample, as a share of a device's peak in a second; None if not known.
+    Raises:
+        ConfigError: If the speeds or links do not fit K, or a model on meta would have to be measured.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        num_stages: int,
-        spec: PartitionSpec,
-        *,
-        own: Iterable[int],
-        weights: LazyWeights | None = None,
-    ) -> None:
-        """Take ``model``; this process keeps the stages ``own``.
+    model: InitVar[nn.Module]
+    num_stages: int
+    spec: PartitionSpec  # where to cut
+    own: list[int]  # the stages that this process keeps
+    weights: LazyWeights | None  # what makes the tensors of these stages, if the model is on meta
+    begins: list[str] = field(default_factory=list)  # units where stages 1.. begin; before the cut: of a resumed run
+    sizes: list[int] | None = None  # units of each stage; None before it is cut
+    stage_units: list[tuple[int, str, str]] = field(default_factory=list)  # of each: number of units, first, last
+    ties: TiedCopies = field(default_factory=TiedCopies)  # the weights of which several stages hold a copy
+    notes: list[str] = field(default_factory=list)  # what the user should know of the cut, a line each
+    warning: str | None = None  # why the cut leaves most of the work to one stage, where that is known
+    flops: float | None = None  # of forward and backward of a sample, as a share of a device's peak in a second
+    peak_tflops: float | None = None  # of a device, if that is given
 
-        ``weights`` makes its tensors, if it is on meta.
-
-        Raises:
-            ConfigError: If the speeds or links do not fit K, or a model on meta would have to be measured.
-        """
-        self._num_stages, self._own, self.spec = num_stages, list(own), spec
-        speeds = spec.speeds
-        if speeds is not None and (len(speeds) != num_stages or min(speeds) <= 0):
+    def __post_init__(self, model: nn.Module) -> None:
+        speeds = self.spec.speeds
+        if speeds is not None and (len(speeds) != self.num_stages or min(speeds) <= 0):
             raise ConfigError(
-                f"partition.device_speeds={list(speeds)} must be {num_stages} numbers above 0, one per stage"
+                f"partition.device_speeds={list(speeds)} must be {self.num_stages} numbers above 0, one per stage"
             )
-        if spec.links is not None and spec.links != "auto":
-            parse_links(spec.links, LINKS).for_stages(num_stages, LINKS)
-        self.weights = weights
-        if weights is not None and spec.balance == "auto":
+        if self.spec.links is not None and self.spec.links != "auto":
+            parse_links(self.spec.links, LINKS).for_stages(self.num_stages, LINKS)
+        if self.weights is not None and self.spec.balance == "auto":
             raise ConfigError(
                 "partition.balance=auto measures units with their weights, but the model is on torch.device('meta'); "
                 "use flops, or the list that adl-dist plan prints, or build the model with its weights "
                 "(runtime.meta_init=false)"
             )
-        self.signature = signature(model)
-        self.parameters = [name for name, _ in model.named_parameters()]
-        state = model.state_dict()
-        self.initial = sampled((name, state[name]) for name in self.signature)
-        self._model: nn.Module | None = model  # until a process has only some of the stages
-        self.begins: list[str] = []
-        self.modules: dict[int, nn.Module] = dict.fromkeys(self._own, model)
-        self.sizes: list[int] | None = None
-        self.stage_units: list[tuple[int, str, str]] = []  # of each stage: number of units, first, last
+        self.signature = signature(model)  # names and shapes of all parameters and buffers of the uncut model
+        self.parameters = [name for name, _ in model.named_parameters()]  # their first names, in its order
         self.num_parameters = sum(p.numel() for p in model.parameters())
-        self.ties = TiedCopies()
-        self.notes: list[str] = []
-        self.warning: str | None = None
-        self.verify_seconds: float | None = None
-        self.flops: float | None = None
-        self.peak_tflops: float | None = None  # of a device, if that is given
+        state = model.state_dict()
+        # Samples of the weights that training begins with; none for those of a checkpoint.
+        self.initial = sampled((name, state[name]) for name in self.signature)
+        self.modules: dict[int, nn.Module] = dict.fromkeys(self.own, model)  # the stages; the whole until it is cut
+        self._model: nn.Module | None = model  # until a process has only some of the stages
         self._settled: PartitionResult | None = None
         self._home: dict[str, tuple[int, torch.dtype]] = {}
 
@@ -158,8 +136,8 @@ class PartitionedModel:
         if self.sizes is None and self.weights is not None:
             raise ConfigError("the model is on torch.device('meta') until fit or evaluate has made each process's part")
         own = {k: module.state_dict() for k, module in self.modules.items()}
-        if self.sizes is None or self._num_stages == 1:  # its modules may be others than at the start
-            return {name: _plain(tensor) for name, tensor in own[self._own[0]].items()}
+        if self.sizes is None or self.num_stages == 1:  # its modules may be others than at the start
+            return {name: _plain(tensor) for name, tensor in own[self.own[0]].items()}
         full: dict[str, Any] = {}
         for name, (stage, dtype) in self._home.items():
             tensor = _plain(own[stage][name]) if stage in own else torch.empty(self.signature[name], dtype=dtype)
@@ -206,7 +184,7 @@ class PartitionedModel:
                 with _collector_off():
                     trial = Trial(self._model, tried, samples, device)
                     chain = None
-                    if self._num_stages > 1 or not isinstance(self.spec.balance, str):
+                    if self.num_stages > 1 or not isinstance(self.spec.balance, str):
                         keeps = keeps_ties(spec.pipeline.method)
                         chain = trial.chain(granularity=self.spec.granularity, keeps_ties=keeps)
                     tried, result, sizes = self._choose(trial, chain, agreement, measuring)
@@ -214,7 +192,8 @@ class PartitionedModel:
             except (ConfigError, PartitionError):
                 if channels_last is formats[-1]:
                     raise
-        self._note_trial(trial)
+        if trial.note is not None:
+            self._note(trial.note)
         self._cut(chain, sizes)
         if self.ties.stages:
             tried = replace(tried, pipeline=replace(tried.pipeline, tied=self.ties.stages))
@@ -233,23 +212,12 @@ class PartitionedModel:
         self._settled = PartitionResult(tried, result, samples, self._trained())
         return self._settled
 
-    def _note_trial(self, trial: Trial) -> None:
-        self.verify_seconds = trial.verify_seconds
-        if trial.is_lazy:
-            self._note(
-                "each process makes or reads the weights of its own stages only; shapes and calls were recorded, and "
-                "values were not compared with the uncut model's, since no process holds all weights"
-            )
-        elif self.verify_seconds is not None:
-            seconds = f"{self.verify_seconds:.2f} s"
-            self._note(f"the stages were found equal to the uncut model on {NUM_SAMPLES} samples in {seconds}")
-
     def _choose(
         self, trial: Trial, chain: Chain | None, agreement: Agreement, measuring: Measuring | None
     ) -> tuple[TrainSpec, TrialResult, list[int]]:
         """Choose the cut; return the spec with its delays, result and sizes."""
         spec, delays = trial.spec, trial.spec.pipeline.nominal_delays
-        if chain is None or self._num_stages == 1:
+        if chain is None or self.num_stages == 1:
             if chain is not None:
                 checked_sizes(chain, 1, self.spec.balance)
             result, sizes = trial.run(), [1]
@@ -261,7 +229,7 @@ class PartitionedModel:
         else:
             result, sizes = self._even(trial, chain)
         if spec.pipeline.method.awaits_delays:
-            spec = replace(spec, pipeline=Pipeline(spec.pipeline.method.with_delays(tuple(delays)), self._num_stages))
+            spec = replace(spec, pipeline=Pipeline(spec.pipeline.method.with_delays(tuple(delays)), self.num_stages))
         return spec, result, sizes
 
     def _even(self, trial: Trial, chain: Chain) -> tuple[TrialResult, list[int]]:
@@ -272,7 +240,7 @@ class PartitionedModel:
         choose = partial(flops_sizes, opens=opens) if is_flops else even_sizes
         result, sizes = attempt(
             chain,
-            lambda: fixed or choose(chain, self._num_stages),
+            lambda: fixed or choose(chain, self.num_stages),
             lambda sizes: (trial.run(chain, sizes, verify=self.spec.verify), sizes),
             fixed=fixed is not None,
         )
@@ -286,10 +254,10 @@ class PartitionedModel:
     def _fixed_sizes(self, chain: Chain) -> list[int] | None:
         """Return the given sizes or those of the resumed run, or None."""
         if not isinstance(self.spec.balance, str):
-            return checked_sizes(chain, self._num_stages, self.spec.balance)
+            return checked_sizes(chain, self.num_stages, self.spec.balance)
         if self.begins:
             try:
-                return checked_sizes(chain, self._num_stages, self.begins)
+                return checked_sizes(chain, self.num_stages, self.begins)
             except PartitionError as error:
                 self._note(f"the cut of the checkpoint is not used: {error}")
         return None
@@ -341,12 +309,12 @@ class PartitionedModel:
         """
         if not pipeline.method.awaits_delays:
             return pipeline
-        delays = read_delays(folder, self._num_stages) if folder is not None else None
+        delays = read_delays(folder, self.num_stages) if folder is not None else None
         if delays is not None:
             self._note(f"delays of this run: {delays} micro-batches")
-            return Pipeline(pipeline.method.with_delays(delays), self._num_stages)
+            return Pipeline(pipeline.method.with_delays(delays), self.num_stages)
         measured = with_delays(profile, pipeline, machine=machine)
-        delays, longest = list(measured.nominal_delays), pipeline.method.longest_delay(self._num_stages)
+        delays, longest = list(measured.nominal_delays), pipeline.method.longest_delay(self.num_stages)
         why = "the least that keep all stages at work"
         if delays[0] == longest:
             stale = longest / pipeline.micro_batches_per_update
@@ -363,12 +331,12 @@ class PartitionedModel:
         """
         settled = self._settled
         assert settled is not None
-        if self._num_stages > 1 and (unlike := self._trained() - settled.trained):
+        if self.num_stages > 1 and (unlike := self._trained() - settled.trained):
             raise ConfigError(
                 f"'{min(unlike)}' takes a gradient now, but did not when the model was cut, and stages result then on "
                 "the gradients that they send; make a new Trainer, of a model with the weights of full_state_dict()"
             )
-        is_new = samples.trains and not settled.samples.trains and self._num_stages == 1  # no backward was looked at
+        is_new = samples.trains and not settled.samples.trains and self.num_stages == 1  # no backward was looked at
         if not is_new and settled.holds_for(samples):
             if samples.trains:
                 check_trains(settled.result, samples)
@@ -391,11 +359,11 @@ class PartitionedModel:
     def _cut(self, chain: Chain | None, sizes: list[int]) -> None:
         assert self._model is not None
         self.sizes = sizes
-        if chain is None or self._num_stages == 1:
+        if chain is None or self.num_stages == 1:
             return
         plan, model = chain.plan(sizes), self._model
-        stages = chain.stages(model, plan, sizes, self._own)
-        self.begins, self.modules = begins_of(chain, sizes), dict(zip(self._own, stages, strict=True))
+        stages = chain.stages(model, plan, sizes, self.own)
+        self.begins, self.modules = begins_of(chain, sizes), dict(zip(self.own, stages, strict=True))
         stops = list(accumulate(sizes))
         self.stage_units = [
             (size, chain.units[stop - size], chain.units[stop - 1]) for size, stop in zip(sizes, stops, strict=True)
@@ -408,7 +376,7 @@ class PartitionedModel:
         self.ties.mark(model, stages)
         for note in self.ties.notes():
             self._note(note)
-        if len(self._own) < self._num_stages:
+        if len(self.own) < self.num_stages:
             self._model = None  # of K processes each keeps only its own stage
 
 

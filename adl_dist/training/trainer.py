@@ -188,13 +188,9 @@ class Trainer:
         prepare(model, spec.optimizer)
         notes = arguments.conversion_notes(model, spec.loss_fn, spec.precision.dtype)
         notes += filter(None, [spec.gradients.note(spec.pipeline)])
-        partitioned = PartitionedModel(
-            in_dtype(model, spec.precision.dtype),
-            num_stages,
-            partition,
-            own=spec.pipeline.stages_of(launched_rank()) if self._distributed else range(num_stages),
-            weights=weights,
-        )
+        own = spec.pipeline.stages_of(launched_rank()) if self._distributed else range(num_stages)
+        model = in_dtype(model, spec.precision.dtype)
+        partitioned = PartitionedModel(model, num_stages, partition, [*own], weights)
         if names:
             shown = f"{', '.join([*names][:3])}{' ..' * (len(names) > 3)}"
             notes.append(f"partition.tied=untie: {shown} had the weights of another layer, now its own")

@@ -30,7 +30,7 @@ from adl_dist.training.trial.comparison import (
     describe_first_difference,
     record_calls,
 )
-from adl_dist.training.trial.samples import Samples
+from adl_dist.training.trial.samples import NUM_SAMPLES, Samples
 from adl_dist.training.trial.stage_run import StageRun, TrialResult, crossing_acts, forward_error
 from adl_dist.transport.spec import Specs, TensorSpec
 
@@ -57,7 +57,7 @@ class Trial:
         device: where they run; the CPU if the device of the run has no room for them.
         model: a copy of the model in its dtype and memory format, which no run changes.
         samples: the samples, on that device.
-        verify_seconds: how long the comparison with the uncut model took; None if there was none.
+        note: what the user should know of it; None before anything was compared.
     """
 
     def __init__(self, model: nn.Module, spec: TrainSpec, samples: Samples, device: torch.device) -> None:
@@ -74,7 +74,14 @@ class Trial:
                 "runtime.autocast changes what travels between stages, and that is not known of a model on meta; build "
                 "the model with its weights (runtime.meta_init=false), or use no autocast"
             )
-        self.verify_seconds: float | None = None
+        self.note = (
+            None
+            if not self.is_lazy
+            else (
+                "each process makes or reads the weights of its own stages only; shapes and calls were recorded, and "
+                "values were not compared with the uncut model's, since no process holds all weights"
+            )
+        )
         num_bytes = sum(tensor.nbytes for tensor in model.parameters())
         has_room = device.type != "cuda" or 3 * num_bytes < torch.cuda.mem_get_info(device)[0]
         self._use(device if has_room else torch.device("cpu"))
@@ -138,7 +145,8 @@ class Trial:
                 run = cut()
                 if verify:
                     self._compare(run, cut, partial(self._uncut_as, chain, run))
-                    self.verify_seconds = time.perf_counter() - start
+                    seconds = f"{time.perf_counter() - start:.2f} s"
+                    self.note = f"the stages were found equal to the uncut model on {NUM_SAMPLES} samples in {seconds}"
                 else:
                     run.run(self.samples)
                 result = run.result(self.samples)
