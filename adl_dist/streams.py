@@ -1,5 +1,6 @@
 """The global random streams of this process."""
 
+import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -59,7 +60,7 @@ class Streams:
         pairs = {
             "torch": (_of_torch(self), _of_torch(before)),
             "python": (self._pythons, before._pythons),
-            "numpy": (_as_bytes(self._numpys), _as_bytes(before._numpys)),
+            "numpy": (pickle.dumps(self._numpys), pickle.dumps(before._numpys)),
         }
         return {name for name, (now, then) in pairs.items() if now != then}
 
@@ -89,10 +90,3 @@ def streams_kept(device: torch.device | None = None) -> Iterator[None]:
 def _of_torch(streams: Streams) -> list[bytes]:
     states = streams._torchs, streams._of_device
     return [state.numpy().tobytes() for state in states if state is not None]
-
-
-def _as_bytes(state: Any) -> Any:
-    """Return the state of a numpy generator in a form that can be compared."""
-    if isinstance(state, dict):
-        return {key: _as_bytes(value) for key, value in state.items()}
-    return state.tobytes() if isinstance(state, np.ndarray) else state

@@ -34,21 +34,13 @@ WriteParts = Callable[[PurePath, str, bool], Collection[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class PartReport:
-    """The end of one process's part of a save.
-
-    Attributes:
-        rank: the process.
-        token: the save that it belongs to; "" for a process that is gone.
-        files: size and checksum of each file written, by name.
-        failure: why the part could not be written; "" if it was.
-        is_gone: whether the process has died, so that its part of any save will not come; ``failure`` names it.
-    """
+    """The end of one process's part of a save."""
 
     rank: int
-    token: str = ""
-    files: dict[str, Any] = field(default_factory=dict)
-    failure: str = ""
-    is_gone: bool = False
+    token: str = ""  # the save that it belongs to; "" for a process that is gone
+    files: dict[str, Any] = field(default_factory=dict)  # size and checksum of each file written, by name
+    failure: str = ""  # why the part could not be written; "" if it was
+    is_gone: bool = False  # whether the process has died, so that its part of any save will not come
 
 
 @dataclass(frozen=True)
@@ -85,35 +77,25 @@ class PartWriter:
         self.report(PartReport(rank=self.rank, token=token, failure=f"rank {self.rank}: {_reason(error)}"))
 
 
+@dataclass
 class Saver:
     """The saves of rank 0: at most one under way, and the result of the last.
 
-    Attributes:
-        failure: why the last save failed, or None.
-        lost: why the run is over: a process has died without having written its part, or another process has taken
-            the run folder over; None if it has not.
+    ``check_owner`` is called before anything is changed, and again when all parts are written, followed by
+    ``before_commit``. The save fails if they raise OSError; the run is over if it is TakenOverError.
     """
 
-    def __init__(
-        self,
-        folder: PurePath,
-        policy: CheckpointPolicy,
-        *,
-        check_owner: Callable[[], None] = lambda: None,
-        before_commit: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Prepare saves into ``folder``.
+    folder: PurePath
+    policy: CheckpointPolicy
+    check_owner: Callable[[], None] = lambda: None
+    before_commit: Callable[[], None] = lambda: None
+    failure: str | None = None  # of the last save
+    lost: AdlError | None = None  # why the run is over: a process has died without its part, or the folder is another's
 
-        ``check_owner`` is called before anything is changed, and again when all parts are written, followed by
-        ``before_commit``. The save fails if they raise OSError; the run is over if it is TakenOverError.
-        """
-        self._folder, self._policy = folder, policy
-        self._check_owner, self._before_commit = check_owner, before_commit
+    def __post_init__(self) -> None:
         self._parts: queue.SimpleQueue[PartReport] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._saved: PurePath | None = None
-        self.failure: str | None = None
-        self.lost: AdlError | None = None
 
     def take_part(self, part: PartReport) -> None:
         """Take the report of one process; called by any thread."""
@@ -123,17 +105,17 @@ class Saver:
         """Save the present state of the stages, after the previous save has ended."""
         self.wait()
         self._saved = self.failure = None
-        path, token = layout.place(self._folder, manifest["update"]), uuid.uuid4().hex
+        path, token = layout.place(self.folder, manifest["update"]), uuid.uuid4().hex
         try:
-            self._check_owner()
+            self.check_owner()
             if not layout.begin(path, token):
                 self._saved = path
                 return
         except OSError as error:
             self._fail(manifest, _reason(error))
             return
-        arguments = path, manifest, write_parts(path, token, self._policy.background), token
-        if self._policy.background:
+        arguments = path, manifest, write_parts(path, token, self.policy.background), token
+        if self.policy.background:
             self._thread = threading.Thread(target=self._finish, args=arguments, name=COMMITTING, daemon=True)
             self._thread.start()
         else:
@@ -159,8 +141,8 @@ class Saver:
             if wrong := layout.wrong_size(path, files):
                 raise OSError(f"{path}: {wrong}")
             files |= tensor_files.write_index(path, files)
-            self._check_owner()
-            self._before_commit()
+            self.check_owner()
+            self.before_commit()
             self._saved = layout.commit(path, manifest, files)
         except Exception as error:
             logger.exception("%s could not be completed", path)
@@ -172,9 +154,9 @@ class Saver:
             return
         logger.info("saved %s", self._saved)
         try:
-            layout.prune(self._folder, keep=self._policy.keep, keep_best=self._policy.keep_best)
+            layout.prune(self.folder, keep=self.policy.keep, keep_best=self.policy.keep_best)
         except OSError as error:
-            warn(f"{self._folder}: an old checkpoint could not be removed: {_reason(error)}")
+            warn(f"{self.folder}: an old checkpoint could not be removed: {_reason(error)}")
 
     def _collect(self, ranks: Collection[int], token: str) -> list[PartReport]:
         """Return the parts of all ``ranks``; raise StageFailed if one is gone."""
@@ -189,7 +171,7 @@ class Saver:
         return [parts[rank] for rank in sorted(parts)]
 
     def _fail(self, manifest: Mapping[str, Any], reason: str) -> None:
-        self.failure = f"update {manifest['update']} could not be saved in {self._folder}: {reason}"
+        self.failure = f"update {manifest['update']} could not be saved in {self.folder}: {reason}"
         warn(f"{self.failure}; the checkpoints before it are untouched")
 
 

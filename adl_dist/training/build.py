@@ -42,21 +42,13 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class Startup:
-    """The means of agreement between the ranks at the start of a run.
-
-    Attributes:
-        world: this process among the others.
-        agreement: the values that ranks publish.
-        loaders: the data, in the process of stage 0.
-        plan: the length of the run for that data.
-        folder: the run folder, which keeps measurements; None if nothing is saved.
-    """
+    """The means of agreement between the ranks at the start of a run."""
 
     world: World
     agreement: Agreement
-    loaders: Loaders
-    plan: Plan
-    folder: Path | None = None
+    loaders: Loaders  # the data, in the process of stage 0
+    plan: Plan  # the length of the run for that data
+    folder: Path | None  # the run folder, which keeps measurements, if there is one
 
 
 def settle_partition(
@@ -64,14 +56,8 @@ def settle_partition(
 ) -> PartitionResult:
     """Settle the cut, the loss and the tensors between stages.
 
-    Args:
-        spec: how the model is trained.
-        partitioned: the model, which is cut here.
-        startup: the means.
-        settings: plain values that all ranks must have in common.
-
-    Returns:
-        The spec with the settled values, the samples of this call, and the result of the trial, the same on every rank.
+    ``settings`` are plain values that all ranks must have in common. Return the spec with the settled values, the
+    samples of this call, and the result of the trial, the same on every rank.
 
     Raises:
         ConfigError, PartitionError, DataError: If the job cannot be done.

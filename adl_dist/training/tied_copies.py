@@ -14,17 +14,11 @@ from adl_dist.partition.stage_plan import StagePlan
 
 @dataclass(frozen=True)
 class TiedCopies:
-    """The trained weights with a copy in several stages.
+    """The trained weights with a copy in several stages."""
 
-    Attributes:
-        stages: of each tie its stages, in order.
-        names: of each tie the names of its parameters.
-        aliases: by the first name of a parameter, all of its names in the uncut model.
-    """
-
-    stages: tuple[tuple[int, ...], ...] = ()
-    names: Sequence[list[str]] = ()
-    aliases: dict[str, list[str]] = field(default_factory=dict)
+    stages: tuple[tuple[int, ...], ...] = ()  # of each tie, in order
+    names: Sequence[list[str]] = ()  # of the parameters of each tie
+    aliases: dict[str, list[str]] = field(default_factory=dict)  # all names of a parameter, by its first
 
     @classmethod
     def of(cls, model: nn.Module, plan: StagePlan) -> "TiedCopies":
