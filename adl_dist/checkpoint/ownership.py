@@ -53,14 +53,15 @@ class Ownership:
         self._thread: threading.Thread | None = None
         self.lost: TakenOverError | None = None
 
-    def is_held(self, *, by_own_launch: bool = True, waits: bool = True) -> bool:
-        """Return whether a living process owns the folder.
+    def is_held(self, *, waits: bool = True) -> bool:
+        """Return whether a living process owns the folder, of another launch than this one.
 
-        Args:
-            by_own_launch: whether a process of this launch counts, which may be the attempt before a restart.
-            waits: whether to wait for a sign of life of an owner elsewhere; if not, it does not count.
+        With ``waits=False`` an owner elsewhere does not count, of which a sign of life would have to be awaited.
         """
-        return any(self._is_alive(file, _text_of(file), by_own_launch, waits) for file in self._files())
+        launch = self._me["launch"]
+        texts = {file: _text_of(file) for file in self._files()}
+        own = {file for file, text in texts.items() if text and launch and _owner_in(text).get("launch") == launch}
+        return any(self._is_alive(file, text, waits) for file, text in texts.items() if file not in own)
 
     def take(self) -> bool:
         """Take the folder and return True, or False if another process holds it."""
@@ -117,12 +118,10 @@ class Ownership:
         names = storage_of(self._folder).names(self._folder)
         return [self._folder / name for name in names if name.startswith(PREFIX) and name[len(PREFIX) :].isdigit()]
 
-    def _is_alive(self, file: PurePath, text: bytes | None, by_own_launch: bool = True, waits: bool = True) -> bool:
+    def _is_alive(self, file: PurePath, text: bytes | None, waits: bool = True) -> bool:
         if text is None:  # released
             return False
         owner, me = _owner_in(text), self._me
-        if not by_own_launch and me["launch"] is not None and owner.get("launch") == me["launch"]:
-            return False
         if owner.get("machine") == me["machine"] != "":
             if owner.get("folder", me["folder"]) != me["folder"]:  # a copy
                 return False

@@ -115,7 +115,7 @@ class RunFolder:
         with self._explained("made"):
             self._check_place()
         with self._explained("read"):
-            if self._ownership.is_held(by_own_launch=False, waits=waits):
+            if self._ownership.is_held(waits=waits):
                 raise ConfigError(f"run_dir={self.place}: {TAKEN}")
         self.pull()
         saved = layout.complete(self.checkpoints)

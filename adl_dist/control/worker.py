@@ -54,10 +54,8 @@ from adl_dist.stage import Stage
 from adl_dist.stage.loss import LossTerms, counted
 from adl_dist.stage.metrics import computed
 from adl_dist.stage.stats import value_of
-from adl_dist.stage.tied import TiedWeights
 from adl_dist.streams import streams_kept
 from adl_dist.transport.channel import LocalChannel
-from adl_dist.transport.coding import Coder
 from adl_dist.transport.process import POSTED_AHEAD, ProcessSender
 
 
@@ -73,7 +71,6 @@ class LocalWorker:
     validation_loader: BatchSource | None = None  # on stage 0's process only
     terms: LossTerms | None = None  # the terms of the loss's mean, unless that is over samples
     pick_next: Callable[[Any], int] = downstream_first  # of several local stages; any choice gives the same values
-    is_plain: bool = True  # whether input and target are a tensor each
     unit: str = "images"  # of samples, or "tokens", if the loss counts many in a sample
     saves: bool = False  # whether there is a run folder
     meter: MemoryMeter | None = None  # of the one stage of this process, if its memory is measured
@@ -152,9 +149,23 @@ class LocalWorker:
                 num_backwards=sum(activity.counts[op] for op in BACKWARDS),
                 num_updates=activity.counts[Op.UPDATE],
                 num_skipped=activity.num_skipped,
-                tied=[_tied_result(tied) for tied in self.contexts[k].stage.ties.values()],
+                tied=[
+                    TiedResult(
+                        name=tied.name,
+                        staleness_sum=sum(tied.staleness),
+                        staleness_max=max(tied.staleness, default=0),
+                        num_backwards=len(tied.staleness),
+                    )
+                    for tied in self.contexts[k].stage.ties.values()
+                ],
                 coded=[
-                    _coded_result(what, coder)
+                    CodedResult(
+                        what=what,
+                        codec=coder.codec,
+                        num_bytes=coder.num_bytes,
+                        plain_bytes=coder.plain_bytes,
+                        error=coder.relative_error(),
+                    )
                     for what, sender in self.contexts[k].senders.items()
                     if isinstance(sender, LocalChannel | ProcessSender) and (coder := sender.wire.coder) is not None
                 ],
@@ -208,9 +219,8 @@ class LocalWorker:
         batches = feed.batches(segment.epoch, segment.sizes, first_sample=segment.first_sample)
         if self.terms is not None:
             group_sizes = segment.group_sizes if training else None
-            counts = counted(batches, self.terms, group_sizes, reduction=self.pipeline.method.reduction)
-            return counts if self.is_plain else _flatten(counts)
-        return batches if self.is_plain else _flatten(batches)  # type: ignore[return-value]
+            return _flatten(counted(batches, self.terms, group_sizes, reduction=self.pipeline.method.reduction))
+        return _flatten(batches)
 
     def _run(
         self,
@@ -276,23 +286,6 @@ class LocalWorker:
                 self.activity.enter(USER_CODE)
                 queue.run_waiting()
             yield action
-
-
-def _tied_result(tied: TiedWeights) -> TiedResult:
-    stale = tied.staleness
-    return TiedResult(
-        name=tied.name, staleness_sum=sum(stale), staleness_max=max(stale, default=0), num_backwards=len(stale)
-    )
-
-
-def _coded_result(what: str, coder: Coder) -> CodedResult:
-    return CodedResult(
-        what=what,
-        codec=coder.codec,
-        num_bytes=coder.num_bytes,
-        plain_bytes=coder.plain_bytes,
-        error=coder.relative_error(),
-    )
 
 
 def _flatten(batches: Generator[tuple[Batch, ...], None, None]) -> Generator[tuple[Tensor, ...], None, None]:

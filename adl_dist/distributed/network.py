@@ -100,27 +100,21 @@ def interface_towards(first: str) -> str:
         ConfigError: If ``first`` cannot be reached from other nodes, or the interface has no known name (IPv6).
     """
     family, address = address_of_host(first)
-    if is_loopback(address):
-        raise ConfigError(
-            f"this run has several nodes, but on {socket.gethostname()} the first node's {first} means {address}, "
-            f"where no other node reaches it; name the network interface that joins the nodes: {GLOO}=NAME"
-        )
-    with socket.socket(family, socket.SOCK_DGRAM) as any_socket:
-        try:
-            any_socket.connect((address, 1))  # sends nothing; the kernel looks up the route
-        except OSError as error:
-            raise ConfigError(
-                f"{socket.gethostname()} cannot reach the first node's {first} ({address}): {error.strerror}; name the "
-                f"network interface that joins the nodes: {GLOO}=NAME"
-            ) from None
-        own_address = any_socket.getsockname()[0]
-    for name in interfaces():
-        if address_of(name) == own_address:
-            return name
+    reason = "it is this node to itself"
+    if not is_loopback(address):
+        with socket.socket(family, socket.SOCK_DGRAM) as any_socket:
+            try:
+                any_socket.connect((address, 1))  # sends nothing; the kernel looks up the route
+                own_address = any_socket.getsockname()[0]
+                reason = f"the address towards it, {own_address}, is the IPv4 address of no interface"
+            except OSError as error:
+                own_address, reason = None, str(error.strerror)
+        for name in interfaces() if own_address is not None else ():
+            if address_of(name) == own_address:
+                return name
     raise ConfigError(
-        f"{socket.gethostname()} reaches the first node's {first} ({address}) from {own_address}, and no network "
-        f"interface here has that as its IPv4 address; name the one that joins the nodes: "
-        f"{GLOO}=NAME, {', '.join(interfaces())}"
+        f"{socket.gethostname()} has no known way to the first node's {first} ({address}): {reason}; name the network "
+        f"interface that joins the nodes: {GLOO}=NAME, one of {', '.join(interfaces())}"
     )
 
 

@@ -150,7 +150,6 @@ def build_worker(
         *loaders,
         terms,
         pick_next,
-        is_plain=all(isinstance(batch, Tensor) for batch in samples.one),
         unit=unit_of(samples, spec.loss_fn, terms),
         saves=startup.folder is not None,
     )

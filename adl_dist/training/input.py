@@ -150,15 +150,11 @@ class DeviceLoader:
             return
         value = int(target[wrong][0])
         found = f"{self._name} dataset: {where} has target {value}"
-        if value == ignored and is_torchs_own:
-            raise DataError(
-                f"{found}, which the loss ignores, so that it is no mean over the samples; mark targets to be ignored "
-                "by another number and name it, for example loss.ignore_index=-1, and those that are not are counted"
-            )
         if value == ignored:
             raise DataError(
-                f"{found}, which torch's losses ignore; whether this one does must be known: give the loss a "
-                "num_terms(target), the number of terms that it averages over (docs/own.md); len, if it is the samples"
+                f"{found}, which torch's losses ignore, and then they are no mean over the samples; give those another "
+                "number to ignore, like loss.ignore_index=-1, and one of your own a num_terms(target), the number of "
+                "terms that it averages over (docs/own.md)"
             )
         raise DataError(
             f"{found}, but the model has {self._num_classes} outputs, so targets must be in [0, {self._num_classes}); "

@@ -25,7 +25,7 @@ class PartitionSpec:
         ConfigError: If a value is out of range, or contradicts another one.
     """
 
-    balance: str | Sequence[int] | Sequence[str] = setting(
+    balance: Literal["flops", "even", "auto"] | Sequence[int] | Sequence[str] = setting(
         "flops",
         "flops: least work of the slowest stage | auto: the same, measured | even: as many units each | blocks of each "
         "stage, like [3,2] | names of units where stages 1.. begin",
@@ -50,10 +50,6 @@ class PartitionSpec:
 
     def __post_init__(self) -> None:
         check_settings(self, "partition")
-        if isinstance(self.balance, str) and self.balance not in ("flops", "even", "auto"):
-            raise ConfigError(
-                f"partition.balance: there is no '{self.balance}'; choose one of flops, even, auto, or a list"
-            )
         object.__setattr__(self, "links", text_of_links(self.links))
         for name, value in (("device_speeds", self.speeds), ("links", self.links)):
             if value is not None and self.balance != "auto":

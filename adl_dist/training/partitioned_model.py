@@ -23,7 +23,7 @@ from adl_dist.checkpoint.nested import is_extra_state
 from adl_dist.checkpoint.state import signature
 from adl_dist.codecs import PLAIN
 from adl_dist.errors import ConfigError, PartitionError
-from adl_dist.links import LINKS, Links, parse_links
+from adl_dist.links import Links
 from adl_dist.partition import Chain, CutImpossibleError, Machine, StageModule, checked_sizes, even_sizes, flops_sizes
 from adl_dist.partition.chain import copied_model
 from adl_dist.partition.costs import Profile
@@ -84,7 +84,7 @@ class PartitionedModel:
     """A model and its cut, made before the first step.
 
     Raises:
-        ConfigError: If the speeds or links do not fit K, or a model on meta would have to be measured.
+        ConfigError: If the speeds do not fit K, or a model on meta would have to be measured.
     """
 
     model: InitVar[nn.Module]
@@ -107,8 +107,6 @@ class PartitionedModel:
             raise ConfigError(
                 f"partition.device_speeds={list(speeds)} must be {self.num_stages} numbers above 0, one per stage"
             )
-        if self.spec.links is not None and self.spec.links != "auto":
-            parse_links(self.spec.links, LINKS).for_stages(self.num_stages, LINKS)
         if self.weights is not None and self.spec.balance == "auto":
             raise ConfigError(
                 "partition.balance=auto measures units with their weights, but the model is on torch.device('meta'); "
@@ -201,8 +199,6 @@ class PartitionedModel:
             for module in self.modules.values():
                 self.weights.make(module)
             self.weights = None
-        if isinstance(spec.loss_fn, nn.Module):
-            spec.loss_fn.to(device)
         if channels_last is not formats[0]:
             self._note("channels_last is off: the model runs in the plain memory format only")
         peak = peak_tflops(self.peak_tflops, spec, device)

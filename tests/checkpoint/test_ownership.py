@@ -71,7 +71,7 @@ def test_the_same_launch_elsewhere_is_alive_while_it_beats(tmp_path, monkeypatch
     assert here.take()
     monkeypatch.setattr(ownership, "machine", lambda: "another machine")
     there = Ownership(tmp_path, "job1")
-    assert not there.is_held(by_own_launch=False)
+    assert not there.is_held()
     assert not there.take()
     here.check()
     here.release()
