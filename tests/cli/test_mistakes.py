@@ -48,7 +48,7 @@ SETTINGS = {
     "runtime.autocast=float16": ["runtime.autocast: there is no 'float16'; choose one of null, bfloat16"],
     "runtime.loggers=mlflow": ["runtime.loggers must be a list, like [mlflow], got 'mlflow'"],
     "runtime.watchdog_abort_seconds=9": ["must be above runtime.watchdog_warn_seconds=60.0, or null for never"],
-    "partition.balance=evn": ["partition.balance must be one of 'flops', 'even', 'auto', a list of blocks", "got 'evn'"],
+    "partition.balance=evn": ["partition.balance must be one of 'flops', 'even', 'auto', a list of", "got 'evn'"],
     "partition.device_speeds=[1,2]": ["device_speeds weighs a measured cut; it needs partition.balance=auto"],
     # no KEY=VALUE
     "train": ["'train' cannot be read; write KEY=VALUE"],
