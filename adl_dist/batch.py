@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_leaves, tree_map_only
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_map_only
 
 Tensors = tuple[Tensor, ...]
 Batch = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
@@ -92,10 +92,5 @@ def describe_structure(structure: Structure) -> str:
 
 def concatenate(one: Batch, other: Batch) -> Batch:
     """Return the samples of two batches of one structure together."""
-    if isinstance(one, Tensor):
-        assert isinstance(other, Tensor)
-        return torch.cat([one, other])
-    if isinstance(one, dict):
-        assert isinstance(other, dict)
-        return {name: torch.cat([tensor, other[name]]) for name, tensor in one.items()}
-    return tuple(map(lambda *pair: torch.cat(pair), one, tensors_of(other)))
+    joined: Batch = tree_map(lambda *pair: torch.cat(pair), one, other)
+    return joined

@@ -6,10 +6,8 @@ import platform
 import shlex
 import socket
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -42,16 +40,6 @@ class Outputs:
     monitoring: Monitoring = field(default_factory=Monitoring)
     callbacks: Callbacks = field(default_factory=Callbacks)
     callback_queue: CallbackQueue = field(default_factory=CallbackQueue)
-
-    @classmethod
-    def of(
-        cls, checkpoints: CheckpointPolicy | None, monitoring: Monitoring | None, callbacks: Sequence[Any]
-    ) -> "Outputs":
-        """Return the outputs, with defaults for None.
-
-        Raise ConfigError for an object that is not a callback.
-        """
-        return cls(checkpoints or CheckpointPolicy(), monitoring or Monitoring(), Callbacks(callbacks))
 
     def check(
         self,

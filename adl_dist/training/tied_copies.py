@@ -70,14 +70,6 @@ def _check_unwatched(parameter: nn.Parameter, name: str) -> None:
         )
 
 
-def _twin(parameter: nn.Parameter, name: str) -> nn.Parameter:
-    """Return a copy of ``parameter`` without a hook on its gradient."""
-    _check_unwatched(parameter, name)
-    twin = copy.deepcopy(parameter)
-    take_role(twin, parameter)
-    return twin
-
-
 def untied(model: nn.Module) -> dict[str, str]:
     """Untie the parameters of ``model`` in place.
 
@@ -89,6 +81,8 @@ def untied(model: nn.Module) -> dict[str, str]:
     for module_name, module in model.named_modules():
         for name, parameter in [*module.named_parameters(prefix=module_name, recurse=False, remove_duplicate=False)]:
             if kept[id(parameter)] != name:
-                setattr(module, name.rpartition(".")[2], _twin(parameter, name))
+                _check_unwatched(parameter, name)
+                take_role(twin := copy.deepcopy(parameter), parameter)
+                setattr(module, name.rpartition(".")[2], twin)
                 names[name] = kept[id(parameter)]
     return names

@@ -43,6 +43,7 @@ from adl_dist.monitor.trace import MOST_EVENTS
 from adl_dist.optim import takes_length
 from adl_dist.optimizers import prepare
 from adl_dist.report import MetricsWriter, Progress, announced
+from adl_dist.report.callbacks import Callbacks
 from adl_dist.report.page import write_after_run
 from adl_dist.report.totals import Totals
 from adl_dist.schedule import Method, Pipeline
@@ -264,7 +265,7 @@ class Trainer:
         arguments.check_values({"checkpoints": checkpoints, "monitoring": monitoring})
         check_lengths(**length)
         data = Data(train_dataset, val_dataset, batch_size, num_workers, loading or Loading(), shuffle)
-        outputs = Outputs.of(checkpoints, monitoring, callbacks)
+        outputs = Outputs(checkpoints or CheckpointPolicy(), monitoring or Monitoring(), Callbacks(callbacks))
         place = OF_RANK_0 if run_dir is None and self.rank else run_dir
         outputs.check(place, resume, self._spec, is_distributed=self._distributed)
         return self._fit(data, outputs, length, run_dir, resume, config)

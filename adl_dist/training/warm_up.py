@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from adl_dist import engine
 from adl_dist.batch import Tensors, tensors_of
@@ -226,12 +226,10 @@ def _pin(samples: Samples, size: int, num_loaded: int) -> None:
     batch = samples.repeated(size)
     needed = [(tensor, num_loaded) for tensor in tensors_of(batch.input_)]
     needed += [(tensor, max(num_loaded, NUM_TARGETS)) for tensor in tensors_of(batch.target)]
-    held = [_pinned(tensor) for tensor, number in needed for _ in range(number)]  # at the same time
-    del held
-
-
-def _pinned(like: Tensor) -> Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+    held = [
+        torch.empty(like.shape, dtype=like.dtype, pin_memory=True) for like, number in needed for _ in range(number)
+    ]
+    del held  # at the same time
 
 
 class _Given:

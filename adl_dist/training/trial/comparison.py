@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.calls import flatten_output, takes_gradient
@@ -124,31 +125,25 @@ Calls = dict[tuple[str, int], list[Tensor]]  # by module and how often it was ca
 def record_calls(models: Sequence[nn.Module]) -> Iterator[Calls]:
     """Collect the results of all modules of copies of one model."""
     calls: Calls = {}
+    names = {id(module): name for model in models for name, module in model.named_modules() if name}
+    counts = dict.fromkeys(names, 0)
 
-    def hook_of(name: str) -> Callable[..., None]:
-        counts: dict[int, int] = {}
+    def hook(module: nn.Module, args: Any, out: Any) -> None:
+        if id(module) not in names:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            leaves = flatten_output(out)
+            if leaves and not any(leaf.is_meta for leaf in leaves):
+                calls[names[id(module)], counts[id(module)]] = [
+                    leaf.detach().clone().as_subclass(Tensor) for leaf in leaves
+                ]
+        counts[id(module)] += 1
 
-        def hook(module: nn.Module, args: Any, out: Any) -> None:
-            count = counts[id(module)] = counts.get(id(module), -1) + 1
-            with torch._C.DisableTorchFunctionSubclass():
-                leaves = flatten_output(out)
-                if leaves and not any(leaf.is_meta for leaf in leaves):
-                    calls[name, count] = [leaf.detach().clone().as_subclass(Tensor) for leaf in leaves]
-
-        return hook
-
-    hooks = {name: hook_of(name) for model in models for name, _ in model.named_modules() if name}
-    handles = [
-        module.register_forward_hook(hooks[name])
-        for model in models
-        for name, module in model.named_modules()
-        if name and not isinstance(module, torch.jit.ScriptModule)
-    ]
+    handle = register_module_forward_hook(hook)
     try:
         yield calls
     finally:
-        for handle in handles:
-            handle.remove()
+        handle.remove()
 
 
 def describe_first_difference(expected: Calls, found: Calls) -> str:
