@@ -84,6 +84,7 @@ class RunFolder:
         place: where the run folder is.
         path: where this process writes all files but checkpoints: ``place``, or the working folder.
         is_shared: whether this process sees the run folder of rank 0, or is rank 0.
+        cut: that of the checkpoint that the run continues from, once checked; None without one.
     """
 
     is_shared = True
@@ -96,6 +97,7 @@ class RunFolder:
         self._has_copy = "://" in os.fspath(run_dir)
         if self._has_copy:
             self.path = working_folder()
+        self.cut: dict[str, Any] | None = None
         self._copied: dict[PurePath, object] = {}  # files that are the same in both, each with size and time
         self._ownership = Ownership(self.place, _launch_id())
 
@@ -135,31 +137,16 @@ class RunFolder:
                     f"resume={resume} is neither 'auto' nor 'never' nor the folder of a checkpoint, "
                     "like runs/NAME/checkpoints/update-00000042"
                 )
-            layout.read_manifest(start)
+            self.cut = layout.read_manifest(start)["identity"].get("cut", {})
             if saved and _resolved(start) != _resolved(saved[-1]):
                 raise CheckpointError(
                     f"run_dir={self.place} holds {saved[-1].name}, and continuing from resume={resume} would write "
                     "over it; choose another run_dir to continue from there"
                 )
         elif saved:
-            # The content is read later, once.
-            layout.first_usable(saved[::-1], layout.read_manifest)
+            _, manifest, _ = layout.first_usable(saved[::-1], layout.read_manifest)  # the content is read later, once
+            self.cut = manifest["identity"].get("cut", {})
         return resume
-
-    def cut_before(self, resume: str) -> dict[str, Any] | None:
-        """Return the cut of the checkpoint that the run continues from, or None without one.
-
-        ``resume`` has been checked.
-        """
-        candidates = self._candidates(resume)
-        if not candidates:
-            return None
-        _, manifest, _ = layout.first_usable(candidates, layout.read_manifest)
-        return dict(manifest["identity"].get("cut", {}))
-
-    def _candidates(self, resume: str) -> list[PurePath]:
-        """Return the checkpoints to resume from, best first."""
-        return layout.complete(self.checkpoints)[::-1] if resume in ("auto", "never") else [place_of(resume)]
 
     def reach(self, place: str) -> PurePath:
         """Return a place of rank 0 as this process reaches it."""
@@ -191,7 +178,7 @@ class RunFolder:
             if not self._ownership.take():
                 raise ConfigError(f"run_dir={self.place}: {TAKEN}")
         layout.clean(self.checkpoints)
-        return self._candidates(resume)
+        return layout.complete(self.checkpoints)[::-1] if resume in ("auto", "never") else [place_of(resume)]
 
     def claim(self, config: Mapping[str, Any]) -> None:
         """Record the run of the folder, and the launch that continues it."""

@@ -78,15 +78,6 @@ def on_rank(rank: int, place: PurePath) -> Url:
     return Url(f"rank://{rank}{place}")
 
 
-def is_file(place: PurePath) -> bool:
-    """Return whether ``place`` is a file."""
-    if isinstance(place, Path):
-        return place.is_file()
-    with contextlib.suppress(OSError):
-        return not storage_of(place).names(place) and storage_of(place).size(place) >= 0
-    return False
-
-
 class Storage(Protocol):
     """The operations of a storage; the module docstring has their guarantees."""
 

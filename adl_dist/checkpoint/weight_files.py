@@ -55,7 +55,7 @@ class WeightFiles:
                 f"init_from={path} is a folder without {INDEX}, {SINGLE} and {layout.MANIFEST}; name the file itself, "
                 "or the folder of a checkpoint, like runs/NAME/checkpoints/update-00000042"
             )
-        return cls(path, _header(path))
+        return cls(path, _header(path)) if path.suffix == SUFFIX else PickledWeights(path)
 
     def check(self, model: nn.Module, skip: Sequence[str] = ()) -> None:
         """Compare names, shapes and kinds of numbers with those of ``model``.
@@ -136,6 +136,8 @@ class PickledWeights(WeightFiles):
         try:
             with storage_of(path).open(path) as file:
                 state: Any = torch.load(file, map_location="cpu", weights_only=True)
+        except FileNotFoundError:
+            raise _not_there(path) from None
         except Exception as error:  # a damaged pickle can raise anything
             raise CheckpointError(
                 f"init_from={path} cannot be read ({in_one_line(error)[:120]}); expected a state_dict saved by "
@@ -202,14 +204,18 @@ def _prefix(short: Mapping[str, object], long: Mapping[str, object]) -> str | No
     return None
 
 
+def _not_there(path: PurePath) -> CheckpointError:
+    return CheckpointError(
+        f"init_from={path} is not there; expected a state_dict saved by torch.save, a {SUFFIX} file, a folder "
+        f"with {INDEX} or {SINGLE}, or the folder of a checkpoint"
+    )
+
+
 def _header(file: PurePath) -> dict[str, Stored]:
     try:
         return tensor_files.header(file)[0]
     except FileNotFoundError:
-        raise CheckpointError(
-            f"init_from={file} is not there; expected a state_dict saved by torch.save, a {SUFFIX} file, a folder "
-            f"with {INDEX} or {SINGLE}, or the folder of a checkpoint"
-        ) from None
+        raise _not_there(file) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"init_from={file} cannot be read ({in_one_line(error)}); expected a {SUFFIX} file, like those "

@@ -286,27 +286,29 @@ class Coordinator:
             return
         command = messages.Evaluate(self.plan.num_validation, self.plan.micro_batch_size)
         last = self._workers.call(command, EvaluateResult)[-1]
-        assert last.num_samples == self.plan.num_validation, "every sample is evaluated exactly once"
-        if not last.num_terms:
+        numbers, num_samples = last.numbers, self.plan.num_validation
+        assert numbers["num_samples"] == num_samples, "every sample is evaluated exactly once"
+        if not (num_terms := numbers.get("num_terms", num_samples)):
             raise DataError(
-                f"the validation data has {last.num_samples} samples, but nothing that the loss averages over: it "
+                f"the validation data has {num_samples} samples, but nothing that the loss averages over: it "
                 "ignores all their targets; give validation data with targets that count"
             )
-        loss = last.loss_sum / last.num_terms
+        loss = numbers["loss_sum"] / num_terms
         self._metrics = {"validation_loss": loss}
         if self.totals.unit == TOKENS:
             self._metrics["validation_perplexity"] = value_of(PERPLEXITY, (loss, 1.0))
-        if last.num_correct is not None and last.num_classed:
-            self._metrics["validation_accuracy"] = last.num_correct / last.num_classed
+        if "num_correct" in numbers and (num_classed := numbers.get("num_classed", num_samples)):
+            self._metrics["validation_accuracy"] = numbers["num_correct"] / num_classed
         self._metrics |= {f"validation_{name}": value for name, value in last.metrics.items()}
         for name, value in self._metrics.items():
             self._record(name.replace("_", "/", 1), value)
         self.progress.end(loss, self._metrics.get("validation_accuracy"), last.metrics)
         # The training loss belongs to the weights before the update; the present weights must not be saved either.
-        if last.first_bad is not None:
-            first = last.first_bad * self.plan.micro_batch_size
+        if "first_bad" in numbers:
+            bad = int(numbers["first_bad"])
+            first = bad * self.plan.micro_batch_size
             text = (
-                f"the validation loss is {loss}, because of micro-batch {last.first_bad} of the validation data, which "
+                f"the validation loss is {loss}, because of micro-batch {bad} of the validation data, which "
                 f"begins at sample {first}; look there for values that are not finite, as others are"
             )
             if self.skips_non_finite or not self.totals.trained:  # or Trainer.evaluate, which returns it

@@ -113,16 +113,13 @@ def command_name(command: Command) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateResult:
-    """The figures of the validation set, from the last stage."""
+    """The figures of the validation set; those of a loss are the last stage's."""
 
     stage: int
-    num_samples: int = 0
-    num_terms: float = 0.0  # terms of the loss's mean: the samples, if it counts nothing else
-    loss_sum: float = 0.0  # over all terms
-    num_correct: int | None = None  # targets classified correctly; None if the task has no classes
-    num_classed: int = 0  # targets that have a class
-    metrics: Mapping[str, float] = field(default_factory=dict)  # the requested ones, by name
-    first_bad: int | None = None  # the first micro-batch whose loss is not finite, if those of others are
+    # num_samples; loss_sum over num_terms, or samples; num_correct, if there are classes, of num_classed, or samples;
+    # first_bad, the first micro-batch whose loss is not finite, if those of others are
+    numbers: Mapping[str, float]
+    metrics: Mapping[str, float]  # the requested ones, by name
 
 
 @dataclass(frozen=True)

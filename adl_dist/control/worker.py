@@ -184,17 +184,11 @@ class LocalWorker:
         return [
             EvaluateResult(
                 stage=stage.index,
-                num_samples=int(numbers["num_samples"]),
-                num_terms=numbers.get("num_terms", numbers["num_samples"]),
-                loss_sum=numbers.get("loss_sum", 0.0),
-                num_correct=int(numbers["num_correct"]) if "num_correct" in numbers else None,
-                num_classed=int(numbers.get("num_classed", numbers["num_samples"])),
-                first_bad=int(numbers["first_bad"]) if "first_bad" in numbers else None,
+                numbers=stage.tally.numbers(),
                 metrics={name: value_of(name, pair) for name, pair in stage.tally.sums(stage.metrics).items()}
                 | computed(stage.epoch_metrics, stage.tally.outputs),
             )
             for stage in self.stages
-            for numbers in [stage.tally.numbers()]
         ]
 
     @property

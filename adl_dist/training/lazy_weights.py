@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adl_dist.checkpoint.storage import is_file
-from adl_dist.checkpoint.tensor_files import SUFFIX
-from adl_dist.checkpoint.weight_files import PickledWeights, WeightFiles, matches
+from adl_dist.checkpoint.weight_files import WeightFiles, matches
 from adl_dist.errors import CheckpointError, ConfigError, in_one_line
 from adl_dist.optimizers.roles import keep_role
 from adl_dist.partition.stage_module import StageModule
@@ -208,8 +206,7 @@ def prepare_weights(
 def load_initial(model: nn.Module, path: PurePath, skip: Sequence[str] = ()) -> None:
     """Load the weights in ``path`` into ``model``.
 
-    They are those of :class:`WeightFiles`, or a state_dict saved by ``torch.save``. Tensors with names that match a
-    pattern in ``skip`` keep their values.
+    Tensors with names that match a pattern in ``skip`` keep their values.
 
     Raises:
         CheckpointError: If they are not there, damaged, or of a different model.
@@ -220,8 +217,7 @@ def load_initial(model: nn.Module, path: PurePath, skip: Sequence[str] = ()) -> 
         raise ConfigError(
             f"init_skip: no tensor of the model matches '{unknown[0]}'; the last ones are {', '.join([*own][-3:])}"
         )
-    files = PickledWeights(path) if path.suffix != SUFFIX and is_file(path) else WeightFiles.at(path)
-    files.load_into(model, skip)
+    WeightFiles.at(path).load_into(model, skip)
 
 
 def check_on_meta(model: nn.Module) -> None:

@@ -110,8 +110,8 @@ class Trainer:
         processes: device, threads and processes.
         timeouts: how long the job may stand still.
         seed: seeds data order, augmentation and dropout, and the weights of a model on meta.
-        init_from: weights to begin with: a safetensors file, a folder of several with their index, a checkpoint, or,
-            unless the model is on meta, a state_dict saved by ``torch.save``.
+        init_from: weights to begin with: a safetensors file, a folder of several with their index, a checkpoint, or
+            a state_dict saved by ``torch.save``.
         init_skip: patterns of names like ``fc.*``: these tensors are not taken from ``init_from``.
 
     Raises:
@@ -419,7 +419,7 @@ class Trainer:
         found: dict[str, Any] = {"place": None}
         if folder is not None and world.rank == 0:
             resume = folder.check(known_by, resume=resume, later=later)
-            found = {"place": str(folder.place), "resume": resume, "cut": folder.cut_before(resume)}
+            found = {"place": str(folder.place), "resume": resume, "cut": folder.cut}
         folder, found = share_folder(folder, found, world, agreement)
         if folder is None:
             log_to(None)
