@@ -2,7 +2,6 @@
 
 from dataclasses import InitVar, dataclass
 
-from adl_dist.errors import ConfigError
 from adl_dist.report.goal import Goal, Mode
 from adl_dist.settings import check_settings, documented, from_old_name, setting
 
@@ -53,11 +52,3 @@ class CheckpointPolicy:
     def goal(self) -> Goal:
         """The metric of the best checkpoint, and its best end."""
         return Goal(self.best_metric, self.best_mode)
-
-    def check_validation(self, has_validation: bool) -> None:
-        """Raise ConfigError if the best of no validation is to be kept."""
-        if self.keep_best and not has_validation:
-            raise ConfigError(
-                "keep_best=True (runtime.keep_best) keeps the checkpoint with the best validation, but there is no "
-                "validation dataset; give one, or omit keep_best"
-            )

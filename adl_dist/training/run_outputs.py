@@ -50,17 +50,12 @@ class Outputs:
         is_distributed: bool,
     ) -> None:
         """Raise ConfigError for an output without its run_dir or metric."""
-        if run_dir is None and resume != "auto":
-            raise ConfigError(
-                f"resume={resume} needs a run_dir to continue in; without one nothing is saved or resumed"
-            )
         monitoring, pipeline = self.monitoring, spec.pipeline
-        if monitoring.trace and run_dir is None:
-            raise ConfigError("trace=True writes run_dir/trace.json, but there is no run_dir; pass one, or no trace")
+        given = {f"resume={resume}": resume != "auto", "trace=True": monitoring.trace, "loggers": monitoring.loggers}
+        if run_dir is None and (needing := [name for name, is_given in given.items() if is_given]):
+            raise ConfigError(f"{needing[0]} needs a run_dir, but there is none; give one, or omit it")
         if monitoring.trace and "://" in os.fspath(run_dir or ""):
             raise ConfigError(f"trace=True needs one folder for all ranks, and run_dir={run_dir!s} is a URL")
-        if monitoring.loggers and run_dir is None:
-            raise ConfigError("loggers know a run by its run_dir, but there is none; pass one, or no loggers")
         num_processes = pipeline.num_processes if is_distributed else 1
         if monitoring.memory and num_processes < pipeline.num_stages:
             raise ConfigError(
@@ -76,13 +71,9 @@ class Outputs:
 
         With ``saves`` there are checkpoints, of which one may be the best.
         """
-        if saves:
-            self.checkpoints.check_validation(has_validation)
-        if not has_validation and (goals := self.callbacks.goals):
-            raise ConfigError(
-                f"EarlyStopping watches {goals[0].metric or 'the validation'}, but there is no validation dataset; "
-                "give one, or omit EarlyStopping"
-            )
+        given = {"runtime.keep_best=true": saves and self.checkpoints.keep_best, "EarlyStopping": self.callbacks.goals}
+        if not has_validation and (needing := [name for name, is_given in given.items() if is_given]):
+            raise ConfigError(f"{needing[0]} needs a validation dataset, but there is none; give one, or omit it")
 
     def recorder(self, saving: CheckpointContext | None) -> MetricsWriter:
         """Return the recorder; it writes nothing if the run saves nothing."""
