@@ -109,15 +109,9 @@ def build_lr_schedule(
 
     It is one of the above, of ``torch.optim.lr_scheduler``, or a function like them.
 
-    Args:
-        target: the class or function.
-        optimizer: of one stage.
-        updates_per_epoch: passed if ``target`` has such a parameter; the last, shorter group counts as one.
-        total_updates: passed if ``target`` has such a parameter, or as ``total_steps``.
-        options: the other keys of ``lr_schedule``.
-
-    Returns:
-        A scheduler to be stepped once per update.
+    Of the length, parameters of ``target`` are passed; ``total_updates`` also as ``total_steps``. The last, shorter
+    group of an epoch counts as an update. ``options`` are the other keys of ``lr_schedule``. The scheduler is to be
+    stepped once per update.
 
     Raises:
         ConfigError: If ``target`` does not accept the options, or follows a metric.

@@ -61,11 +61,8 @@ class Job:
     ) -> Summary:
         """Carry out one job in every process; return the summary on each.
 
-        Args:
-            worker: this process's stages.
-            coordinator: takes the reports of the stages.
-            act: a method of the coordinator, called on rank 0 with all stages.
-            stops_early: whether a request ends the running segment early.
+        ``act`` is a method of the coordinator, called on rank 0 with all stages. With ``stops_early`` a request ends
+        the running segment early.
 
         Raises:
             StageFailed: If another process failed, with its report.

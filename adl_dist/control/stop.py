@@ -44,12 +44,8 @@ class EarlyStop:
     ) -> Iterator[tuple[int, Action]]:
         """Yield ``order``, and shorten its lists once there is a decision.
 
-        Args:
-            order: the actions of this process, drawn from ``contexts[k].work.actions``.
-            segment: the running segment.
-            pipeline: the schedule.
-            contexts: the stages of this process, opened for ``segment``.
-            posted_ahead: receives posted before they are needed.
+        ``order`` is drawn from ``contexts[k].work.actions``, opened for the running ``segment``. So many receives are
+        ``posted_ahead`` before they are needed.
 
         Raises:
             StageFailed: If the job has ended because a process failed.

@@ -158,11 +158,8 @@ def world_of_process() -> World | None:
 def connect(num_stages: int, *, size: int | None = None, device_type: str, timeout_seconds: float) -> World:
     """Join the other processes; later calls return the same world.
 
-    Args:
-        num_stages: of all processes together.
-        size: the number of processes, by default one for each stage.
-        device_type: ``cpu`` or ``cuda``.
-        timeout_seconds: the limit of one message, and of the start.
+    There are ``num_stages`` in all processes together, which are ``size``, by default one for each stage. The time is
+    the limit of one message, and of the start.
 
     Raises:
         ConfigError: If this rank has no CUDA device, a network interface, address or port cannot be used, or the

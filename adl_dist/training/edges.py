@@ -53,13 +53,9 @@ def connect_stages(
 ) -> dict[int, StageContext]:
     """Join the stages of this process to their neighbours anywhere.
 
-    Args:
-        world: the processes.
-        stages: the stages of this process.
-        acts: the specs of the tensors that arrive at each of these stages and at the next one.
-        targets: the specs of the loss's arguments after the output; ``COUNTS`` is the last if it counts its terms.
-        pipeline: the schedule.
-        codecs: for activations and gradients only: targets, labels and the sums of tied weights are never coded.
+    ``acts`` are the specs of the tensors that arrive at each of these stages and at the next one; ``targets`` those of
+    the loss's arguments after the output, with ``COUNTS`` as the last if it counts its terms. ``codecs`` are for
+    activations and gradients only: targets, labels and the sums of tied weights are never coded.
     """
     edges = edges_of(pipeline)
     joiner = _Joiner(world, stages, pipeline)

@@ -40,11 +40,8 @@ class LazyWeights:
     ) -> None:
         """Check that all tensors can be made.
 
-        Args:
-            model: the model as built, before any conversion of its dtype.
-            files: files with its weights, or None.
-            seed: the run's seed.
-            untied: maps the name of each untied parameter to the one whose initial values it copies.
+        ``model`` is as built, before any conversion of its dtype. ``untied`` maps the name of each untied parameter to
+        the one whose initial values it copies.
 
         Raises:
             ConfigError: If a tensor cannot be made; the text names it.

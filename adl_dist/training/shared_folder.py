@@ -23,11 +23,8 @@ def share_folder(
     Rank 0 leaves a file in its folder, and the others look for it. Those that do not see it send their parts of
     checkpoints to rank 0, and read them through it.
 
-    Args:
-        folder: the run folder that this process was given; that of rank 0 counts.
-        of_rank_0: what rank 0 publishes: ``place``, None without a run folder, and ``resume``.
-        world: this process among the others.
-        agreement: the values that ranks publish.
+    ``folder`` is that which this process was given; that of rank 0 counts. ``of_rank_0`` has its ``place``, None
+    without one, and ``resume``.
 
     Raises:
         ConfigError: If the run's newest checkpoint is on another machine than rank 0.

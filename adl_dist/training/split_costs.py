@@ -40,14 +40,8 @@ def with_split_costs(
 ) -> Profile:
     """Return ``profile`` with the measured costs of a split backward.
 
-    Args:
-        profile: that of :func:`measure`.
-        model: the uncut model.
-        chain: its units.
-        input_: a micro-batch.
-        target: its targets, [B, ...].
-        loss_fn: the mean loss of an output and ``target``.
-        within: makes the context of the forward.
+    ``profile`` is that of :func:`measure`, ``model`` the uncut model, ``input_`` a micro-batch with its ``target``
+    [B, ...]; ``within`` makes the context of the forward.
     """
     twin = copied_model(model).train()
     firsts = first_units(twin, chain)

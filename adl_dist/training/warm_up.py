@@ -71,15 +71,9 @@ def warm_up(
     Optimizers, versions and counters are not put back: the stages are made for this only. A stage that fails is left
     to its first real micro-batch.
 
-    Args:
-        stages: stages of this process's modules, made for the warm-up.
-        spec: how they are trained.
-        device: where they are.
-        acts: the tensors that arrive at each of them and at the next one.
-        samples: the inputs of the first stage, and the targets of the last one.
-        terms: counts the terms of the loss, if it has some.
-        num_loaded: inputs that are loaded at the same time; 0 if none are loaded here.
-        with_updates: whether to train until all versions of the weights have been used.
+    ``acts`` are the tensors that arrive at each of them and at the next one; ``samples`` have the inputs of the first
+    stage and the targets of the last one. ``num_loaded`` inputs are loaded at the same time; 0 if none are loaded here.
+    ``with_updates``: train until all versions of the weights have been used.
     """
     samples = samples.to(device, channels_last=bool(spec.precision.channels_last))
     modules = [module for stage in stages.values() for module in (stage.module, stage.head) if module is not None]

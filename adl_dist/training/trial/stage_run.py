@@ -60,7 +60,6 @@ class TrialResult(NamedTuple):
     num_outputs: int | None  # its output's dimension of classes; None if that has none
     learns: bool  # whether a gradient of the loss reaches the model
     loss_fault: str | None = None  # why no group of micro-batches can be trained with the loss
-    single_fault: str | None = None  # why the model cannot be trained on a micro-batch of one sample
 
     def plain(self) -> dict[str, Any]:
         """Return the facts that must be equal on all ranks, in plain values."""
@@ -162,13 +161,9 @@ class StageRun:
     ) -> None:
         """Train on both micro-batches and evaluate them.
 
-        Args:
-            samples: the two micro-batches.
-            take: is called with (when, what, values by name).
-            between: names of the parameters that change between the two; all others change before the evaluation.
-            delayed: whether the second forward comes before the first backward, with the older weights put back in for
-                that, as in training with delayed gradients.
-            backward: whether there are gradients.
+        ``take`` is called with (when, what, values by name). Parameters named in ``between`` change between the two,
+        all others before the evaluation. If ``delayed``, the second forward comes before the first backward, with the
+        older weights put back in for that, as in training with delayed gradients.
 
         Raises:
             ConfigError: If a stage or the loss fails.
@@ -300,11 +295,8 @@ class StageRun:
     ) -> dict[str, Tensor | None]:
         """Run the backward of all stages, last to first; return summed gradients.
 
-        Args:
-            passage: the forward.
-            when: its name, which seeds the random streams.
-            holders: of each stage, the tensors that get the gradients in place of the parameters of their names.
-            within: of each stage, the context of its backward.
+        ``when`` names the forward, and seeds the random streams. ``holders`` are the tensors of each stage that get the
+        gradients in place of the parameters of their names, ``within`` the contexts of the backwards.
         """
         assert passage.loss is not None
         seed_streams(stream_seed(self._spec.seed, f"backward of {when}"), self._device)

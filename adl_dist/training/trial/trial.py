@@ -150,9 +150,10 @@ class Trial:
                 else:
                     run.run(self.samples)
                 result = run.result(self.samples)
-            result = result._replace(single_fault=self._single_fault())
-        if self.samples.trains:
-            check_trains(result, self.samples)
+            if self.samples.trains:
+                check_trains(result)
+                if 1 in self.samples.sizes[0]:
+                    self._check_single()
         return result
 
     def _run_recorded(self, plan: StagePlan) -> TrialResult:
@@ -231,14 +232,15 @@ class Trial:
                 run.run(self.samples, between=names)
             return describe_first_difference(expected, found)
 
-    def _single_fault(self) -> str | None:
-        """Return why the model cannot be trained on one sample, or None."""
+    def _check_single(self) -> None:
+        """Raise ConfigError if the model cannot be trained on one sample."""
         try:
-            with warnings.catch_warnings(action="ignore"):  # of a size that may never come
-                self._uncut().forward(self.samples.repeated(1), "one sample")
+            self._uncut().forward(self.samples.repeated(1), "one sample")
         except (ConfigError, PartitionError) as error:
-            return str(error)
-        return None
+            raise ConfigError(
+                f"a micro-batch of the training data holds 1 sample, and {error}; choose another train.batch_size, so "
+                "that none does, also not the last of an epoch"
+            ) from error
 
 
 def _copy(model: nn.Module) -> nn.Module:
@@ -263,12 +265,8 @@ def memory_formats(model: nn.Module, spec: TrainSpec, samples: Samples) -> list[
     return [True, False] if has_images else [True]
 
 
-def check_trains(result: TrialResult, samples: Samples) -> None:
-    """Check that the model can be trained on ``samples``.
-
-    Raises:
-        ConfigError: If no gradient of the loss reaches the model, or not that of a group, or if a size cannot be run.
-    """
+def check_trains(result: TrialResult) -> None:
+    """Raise ConfigError if no gradient of the loss reaches the model, or not that of a group."""
     if result.loss_fault is not None:
         raise ConfigError(result.loss_fault)
     if not result.learns:
@@ -276,9 +274,4 @@ def check_trains(result: TrialResult, samples: Samples) -> None:
             "there is nothing to train: the loss depends on no parameter that takes a gradient; expected one with "
             "requires_grad=True, and an output that is not detached from it; to evaluate only, use Trainer.evaluate "
             "(adl-dist evaluate)"
-        )
-    if 1 in samples.sizes[0] and result.single_fault is not None:
-        raise ConfigError(
-            f"a micro-batch of the training data holds 1 sample, and {result.single_fault}; choose another "
-            "train.batch_size, so that none does, also not the last of an epoch"
         )
