@@ -12,6 +12,7 @@ import socket
 import socketserver
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,9 @@ class LiveControl:
                 self._path.unlink()  # first: a client that sees the file may connect
             server.shutdown()
             server.server_close()
-            with server.answered:  # the clients' threads may end with this process
-                server.answered.wait_for(lambda: server.num_due == 0, timeout=LAST_ANSWER_SECONDS)
+            until = time.monotonic() + LAST_ANSWER_SECONDS  # the clients' threads may end with this process
+            while server.answering and time.monotonic() < until:
+                time.sleep(0.01)
 
     def _answer(self, line: bytes) -> dict[str, Any]:
         try:
@@ -92,7 +94,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     daemon_threads, block_on_close = True, False
 
     def __init__(self, address: str, answer: Callable[[bytes], dict[str, Any]]) -> None:
-        self.answer, self.num_due, self.answered = answer, 0, threading.Condition()
+        self.answer, self.answering = answer, set[_Client]()
         umask = os.umask(0o177)
         try:
             super().__init__(address, _Client)
@@ -102,12 +104,6 @@ class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     def handle_error(self, request: object, client_address: object) -> None:
         """Log the error of one client, which affects no other."""
         logger.info("a client of live control failed", exc_info=True)
-
-    def count_due(self, change: int) -> None:
-        """Change the number of answers under way."""
-        with self.answered:
-            self.num_due += change
-            self.answered.notify_all()
 
 
 class _Client(socketserver.StreamRequestHandler):
@@ -120,11 +116,11 @@ class _Client(socketserver.StreamRequestHandler):
         """Serve the client."""
         with contextlib.suppress(OSError):
             while line := self.rfile.readline(LONGEST_REQUEST):
-                self.server.count_due(1)
+                self.server.answering.add(self)
                 try:
                     self.wfile.write(json.dumps(self.server.answer(line)).encode() + b"\n")
                 finally:
-                    self.server.count_due(-1)
+                    self.server.answering.discard(self)
 
 
 @contextlib.contextmanager

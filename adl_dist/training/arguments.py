@@ -75,8 +75,6 @@ def resolve_method(method: Method | str | None) -> Method:
 
 def check_model(model: object) -> None:
     """Raise ConfigError unless ``model`` is a module."""
-    if isinstance(model, type) and issubclass(model, nn.Module):
-        raise ConfigError(f"model is the class {model.__name__}; expected a model made of it: {model.__name__}(...)")
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model: expected a torch.nn.Module, got {_kind(model)}; of layers make an nn.Sequential")
 
@@ -142,9 +140,7 @@ def resolve_loss(loss_fn: Any) -> LossFn:
     """Return the loss; ConfigError unless it takes (output, target)."""
     if loss_fn == "model":
         return ModelLoss()
-    if isinstance(loss_fn, type):
-        raise ConfigError(f"loss_fn is the class {loss_fn.__name__}; expected a loss made of it: {loss_fn.__name__}()")
-    if not callable(loss_fn):
+    if isinstance(loss_fn, type) or not callable(loss_fn):
         raise ConfigError(
             f"loss_fn: expected a callable that takes (output, target), like torch.nn.CrossEntropyLoss(), or 'model', "
             f"got {_kind(loss_fn)}"

@@ -275,7 +275,11 @@ def build_stages(
             device=device,
             head=build_stage_head(k, spec, result, device),
             info=result.infos[k],
-            tied=partitioned.ties.of_stage(k, module),
+            tied={
+                number: {name: module.get_parameter(name) for name in names}
+                for number, (holders, names) in enumerate(partitioned.ties.items())
+                if k in holders
+            },
             compiler=compiler if spec.precision.compile else None,
         )
         for k, module in modules.items()

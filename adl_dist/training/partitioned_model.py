@@ -39,7 +39,7 @@ from adl_dist.training.lazy_weights import LazyWeights
 from adl_dist.training.measured import read_delays
 from adl_dist.training.options import PartitionSpec
 from adl_dist.training.startup_sync import Agreement, sampled
-from adl_dist.training.tied_copies import TiedCopies
+from adl_dist.training.tied_copies import Ties, tie_copies
 from adl_dist.training.trial.samples import Samples
 from adl_dist.training.trial.stage_run import TrialResult
 from adl_dist.training.trial.trial import Trial, check_trains, memory_formats
@@ -95,7 +95,7 @@ class PartitionedModel:
     begins: list[str] = field(default_factory=list)  # units where stages 1.. begin; before the cut: of a resumed run
     sizes: list[int] | None = None  # units of each stage; None before it is cut
     stage_units: list[tuple[int, str, str]] = field(default_factory=list)  # of each: number of units, first, last
-    ties: TiedCopies = field(default_factory=TiedCopies)  # the weights of which several stages hold a copy
+    ties: Ties = field(default_factory=dict)  # the weights of which several stages hold a copy
     notes: list[str] = field(default_factory=list)  # what the user should know of the cut, a line each
     warning: str | None = None  # why the cut leaves most of the work to one stage, where that is known
     flops: float | None = None  # of forward and backward of a sample, as a share of a device's peak in a second
@@ -193,8 +193,8 @@ class PartitionedModel:
         if trial.note is not None:
             self._note(trial.note)
         self._cut(chain, sizes)
-        if self.ties.stages:
-            tried = replace(tried, pipeline=replace(tried.pipeline, tied=self.ties.stages))
+        if self.ties:
+            tried = replace(tried, pipeline=replace(tried.pipeline, tied=tuple(self.ties)))
         if self.weights is not None:
             for module in self.modules.values():
                 self.weights.make(module)
@@ -368,9 +368,8 @@ class PartitionedModel:
         state = model.state_dict(keep_vars=True)
         owner = {n: plan.holders[n if n in plan.holders else first[id(state[n])]][0] for n in self.signature}
         self._home = {name: (stage, state[name].dtype) for name, stage in owner.items()}
-        self.ties = TiedCopies.of(model, plan)
-        self.ties.mark(model, stages)
-        for note in self.ties.notes():
+        self.ties, notes = tie_copies(model, plan, stages)
+        for note in notes:
             self._note(note)
         if len(self.own) < self.num_stages:
             self._model = None  # of K processes each keeps only its own stage

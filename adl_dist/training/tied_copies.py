@@ -1,8 +1,7 @@
 """Tied weights: each stage gets a copy, or each name does."""
 
 import copy
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 
 from torch import nn
 
@@ -11,55 +10,34 @@ from adl_dist.optimizers import take_role
 from adl_dist.partition.stage_module import StageModule
 from adl_dist.partition.stage_plan import StagePlan
 
+Ties = dict[tuple[int, ...], list[str]]  # of the stages that hold copies, the first names of the parameters
 
-@dataclass(frozen=True)
-class TiedCopies:
-    """The trained weights with a copy in several stages."""
 
-    stages: tuple[tuple[int, ...], ...] = ()  # of each tie, in order
-    names: Sequence[list[str]] = ()  # of the parameters of each tie
-    aliases: dict[str, list[str]] = field(default_factory=dict)  # all names of a parameter, by its first
+def tie_copies(model: nn.Module, plan: StagePlan, stages: Iterable[StageModule]) -> tuple[Ties, list[str]]:
+    """Return the ties of the ``stages`` that ``plan`` makes of ``model``, with a note each.
 
-    @classmethod
-    def of(cls, model: nn.Module, plan: StagePlan) -> "TiedCopies":
-        """Return the ties of the stages that ``plan`` makes of ``model``.
+    The copies on ``stages`` get the optimizer roles of the originals.
 
-        Raises:
-            PartitionError: If something looks at the gradient of a tied parameter.
-        """
-        by_stages: dict[tuple[int, ...], list[str]] = {}
-        aliases: dict[str, list[str]] = {}
-        for first, parameter in model.named_parameters():
-            if parameter.requires_grad and len(plan.holders[first]) > 1:
-                _check_unwatched(parameter, first)
-                by_stages.setdefault(plan.holders[first], []).append(first)
-                named = model.named_parameters(remove_duplicate=False)
-                aliases[first] = [name for name, other in named if other is parameter]
-        return cls(tuple(by_stages), [*by_stages.values()], aliases)
-
-    def mark(self, model: nn.Module, stages: Iterable[StageModule]) -> None:
-        """Give the copies on ``stages`` the optimizer roles of the originals."""
+    Raises:
+        PartitionError: If something looks at the gradient of a tied parameter.
+    """
+    ties: Ties = {}
+    notes = []
+    for first, parameter in model.named_parameters():
+        holders = plan.holders[first]
+        if not parameter.requires_grad or len(holders) < 2:
+            continue
+        _check_unwatched(parameter, first)
+        ties.setdefault(holders, []).append(first)
+        names = [name for name, other in model.named_parameters(remove_duplicate=False) if other is parameter]
+        notes.append(
+            f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} one parameter: stages "
+            f"{', '.join(map(str, holders))} each hold a copy and apply the sum of all gradients (partition.tied=share)"
+        )
         for stage in stages:
-            for name in {name for names in self.names for name in names} & {*stage.copies}:
-                take_role(stage.get_parameter(name), model.get_parameter(name))
-
-    def of_stage(self, k: int, module: nn.Module) -> dict[int, dict[str, nn.Parameter]]:
-        """Return the parameters of stage ``k`` for each tie, by name."""
-        return {
-            number: {name: module.get_parameter(name) for name in self.names[number]}
-            for number, stages in enumerate(self.stages)
-            if k in stages
-        }
-
-    def notes(self) -> list[str]:
-        """Return a line about each parameter."""
-        return [
-            f"{' and '.join(self.aliases[name])} {'is' if len(self.aliases[name]) == 1 else 'are'} one parameter: "
-            f"stages {', '.join(map(str, stages))} each hold a copy and apply the sum of all gradients "
-            "(partition.tied=share)"
-            for stages, names in zip(self.stages, self.names, strict=True)
-            for name in names
-        ]
+            if first in stage.copies:
+                take_role(stage.get_parameter(first), parameter)
+    return ties, notes
 
 
 def _check_unwatched(parameter: nn.Parameter, name: str) -> None:
