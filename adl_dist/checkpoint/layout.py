@@ -20,7 +20,7 @@ from adl_dist.report.goal import Goal
 FORMAT = 5
 MANIFEST = "manifest.json"
 TOKEN = "saving"  # the file with the token of the save that is under way
-UPDATE, UNFINISHED = "update-", (".saving-", ".removing-")  # the latter of version 0.3.8
+UPDATE = "update-"
 # Where the run stood: updates made, whole epochs done, samples of the next epoch done; and its last metrics.
 # "goal" is what the best checkpoint is the best of, "callbacks" what callbacks remember; older ones have neither.
 # "identity" is what the position refers to: sizes of data and batches, length of the run, optimizer; and the cut.
@@ -167,11 +167,9 @@ def reject(path: PurePath) -> PurePath:
 
 def clean(folder: PurePath) -> None:
     """Remove the remains of interrupted saves."""
-    storage = storage_of(folder)
-    old = [folder / name for name in storage.names(folder) if name.startswith(UNFINISHED)]
-    for path in (*old, *(path for path in _update_folders(folder) if not is_complete(path))):
+    for path in (path for path in _update_folders(folder) if not is_complete(path)):
         with suppress(OSError):
-            storage.delete(path)
+            storage_of(path).delete(path)
 
 
 def read_manifest(path: PurePath) -> dict[str, Any]:

@@ -2,9 +2,8 @@
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from adl_dist.batch import is_class_target, tensors_of
 from adl_dist.checkpoint.identity import class_name, described_optimizer, merged
 from adl_dist.control.worker import LocalWorker
-from adl_dist.distributed.world import World
 from adl_dist.errors import ConfigError, in_one_line
 from adl_dist.optim import build_lr_schedule, fast_forward, try_schedule
 from adl_dist.optimizers import mark_roles
@@ -21,7 +19,6 @@ from adl_dist.optimizers.rules import RuledOptimizer
 from adl_dist.report.progress import TOKENS
 from adl_dist.report.warning import warn
 from adl_dist.schedule import Pipeline, downstream_first
-from adl_dist.schedule.run_plan import Plan
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import LossFn, OptimizerFactory, Stage, TrainSpec, in_dtype
 from adl_dist.stage.calls import Compiler
@@ -29,26 +26,15 @@ from adl_dist.stage.heads import build_gradient_network, build_head, normalises_
 from adl_dist.stage.loss import LossTerms, ReturnsSumError, SumCountLoss, class_loss, loss_terms
 from adl_dist.stage.model_norm import MISSING, ModelNorm
 from adl_dist.training.edges import COUNTS, connect_stages
-from adl_dist.training.input import DeviceLoader, Loaders
+from adl_dist.training.input import DeviceLoader
 from adl_dist.training.measured import links_between
-from adl_dist.training.partitioned_model import Measuring, PartitionedModel, PartitionResult, unit_of_inputs
-from adl_dist.training.startup_sync import Agreement, check_consistent
+from adl_dist.training.partitioned_model import PartitionedModel, PartitionResult, Startup, unit_of_inputs
+from adl_dist.training.startup_sync import check_consistent
 from adl_dist.training.trial.samples import Samples, share, take
 from adl_dist.training.trial.stage_run import TrialResult
 from adl_dist.training.warm_up import check_without_warm_up, keep_hooks, needs_warm_up, warm_up
 
 Settings = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Startup:
-    """The means of agreement between the ranks at the start of a run."""
-
-    world: World
-    agreement: Agreement
-    loaders: Loaders  # the data, in the process of stage 0
-    plan: Plan  # the length of the run for that data
-    folder: Path | None  # the run folder, which keeps measurements, if there is one
 
 
 def settle_partition(
@@ -74,10 +60,8 @@ def settle_partition(
         given = {**given, "optimizer": sample_optimizer(spec.optimizer)}
     check_consistent(agreement, given, found=False, initial=partitioned.initial)
     samples = share(agreement, take(*loaders, plan))
-    links, measuring = links_between(partitioned.spec.links, world, agreement, startup.folder), None
-    if (loader := loaders.first) is not None:
-        measuring = Measuring(loader, plan.micro_batch_size, startup.folder, world.stages_on_device, links)
-    finalize = partial(partitioned.finalize, agreement, samples=samples, device=world.device, measuring=measuring)
+    links, loader = links_between(partitioned.spec.links, world, agreement, startup.folder), loaders.first
+    finalize = partial(partitioned.finalize, startup, samples=samples, links=links)
     try:
         found = finalize(spec)
     except ReturnsSumError as pair:  # whatever it counts, which is only known now

@@ -22,6 +22,7 @@ from adl_dist.batch import Batch, Tensors, device_of, map_batch, tensors_of
 from adl_dist.checkpoint.nested import is_extra_state
 from adl_dist.checkpoint.state import signature
 from adl_dist.codecs import PLAIN
+from adl_dist.distributed.world import World
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.links import Links
 from adl_dist.partition import Chain, CutImpossibleError, Machine, StageModule, checked_sizes, even_sizes, flops_sizes
@@ -31,10 +32,11 @@ from adl_dist.partition.cut import attempt, begins_of, loads_of
 from adl_dist.partition.imbalance import why_uneven
 from adl_dist.partition.predict import best_cut, unevenness, with_delays
 from adl_dist.schedule import Method, Pipeline
+from adl_dist.schedule.run_plan import Plan
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.optimizer import stage_optimizer
 from adl_dist.training.flops import flops_per_sample, peak_tflops
-from adl_dist.training.input import DeviceLoader
+from adl_dist.training.input import DeviceLoader, Loaders
 from adl_dist.training.lazy_weights import LazyWeights
 from adl_dist.training.measured import read_delays
 from adl_dist.training.options import PartitionSpec
@@ -52,14 +54,15 @@ SHARE_OF_MEMORY = 0.9  # the rest is for what operations need while they run, an
 logger = logging.getLogger("adl_dist")
 
 
-class Measuring(NamedTuple):
-    """The data and devices for a measurement of units."""
+@dataclass(frozen=True)
+class Startup:
+    """The means of agreement between the ranks at the start of a run."""
 
-    feed: DeviceLoader  # what stage 0 loads micro-batches from
-    micro_batch_size: int
-    folder: Path | None  # that keeps the measurement
-    stages_on_device: int = 1  # that share the device of each process
-    links: Links | None = None  # between stages; None: they take no time
+    world: World
+    agreement: Agreement
+    loaders: Loaders  # the data, in the process of stage 0
+    plan: Plan  # the length of the run for that data
+    folder: Path | None  # the run folder, which keeps measurements, if there is one
 
 
 class PartitionResult(NamedTuple):
@@ -153,18 +156,17 @@ class PartitionedModel:
 
     def finalize(
         self,
-        agreement: Agreement,
+        startup: Startup,
         spec: TrainSpec,
         samples: Samples,
-        *,
-        device: torch.device,
-        measuring: Measuring | None,
+        links: Links | None,
     ) -> PartitionResult:
         """Cut the model, and compare its stages with the uncut model.
 
         The result is the same on every rank.
 
-        The process of stage 0, which alone has ``measuring``, measures if that is asked for.
+        The process of stage 0, which alone has data, measures if that is asked for; ``links`` are those between stages,
+        or None if they take no time.
 
         Raises:
             ConfigError: If a stage or the loss does not take what it gets, or there is nothing to train.
@@ -175,6 +177,7 @@ class PartitionedModel:
         if self._settled is not None and (known := self._known(samples)) is not None:
             return known
         assert self._model is not None
+        device, feed = startup.world.device, startup.loaders.first
         formats = memory_formats(self._model, spec, samples)
         for channels_last in formats:
             tried = replace(spec, precision=replace(spec.precision, channels_last=channels_last))
@@ -185,7 +188,7 @@ class PartitionedModel:
                     if self.num_stages > 1 or not isinstance(self.spec.balance, str):
                         keeps = keeps_ties(spec.pipeline.method)
                         chain = trial.chain(granularity=self.spec.granularity, keeps_ties=keeps)
-                    tried, result, sizes = self._choose(trial, chain, agreement, measuring)
+                    tried, result, sizes = self._choose(trial, chain, startup, links)
                 break
             except (ConfigError, PartitionError):
                 if channels_last is formats[-1]:
@@ -202,14 +205,14 @@ class PartitionedModel:
         if channels_last is not formats[0]:
             self._note("channels_last is off: the model runs in the plain memory format only")
         peak = peak_tflops(self.peak_tflops, spec, device)
-        if peak is not None and measuring is not None and not trial.is_lazy and result.learns:
+        if peak is not None and feed is not None and not trial.is_lazy and result.learns:
             flops = flops_per_sample(copied_model(trial.model), tried, trial.samples, trial.device)
             self.flops = None if flops is None else flops / (1e12 * peak)
         self._settled = PartitionResult(tried, result, samples, self._trained())
         return self._settled
 
     def _choose(
-        self, trial: Trial, chain: Chain | None, agreement: Agreement, measuring: Measuring | None
+        self, trial: Trial, chain: Chain | None, startup: Startup, links: Links | None
     ) -> tuple[TrainSpec, TrialResult, list[int]]:
         """Choose the cut; return the spec with its delays, result and sizes."""
         spec, delays = trial.spec, trial.spec.pipeline.nominal_delays
@@ -220,7 +223,7 @@ class PartitionedModel:
             if self.spec.verify:
                 self._note("one stage runs the uncut model itself, so nothing was compared")
         elif self.spec.balance == "auto":
-            sizes, delays = agreement.first(None if measuring is None else self._measured(trial, chain, measuring))
+            sizes, delays = startup.agreement.first(self._measured(trial, chain, startup, links))
             result = trial.run(chain, sizes, verify=self.spec.verify)
         else:
             result, sizes = self._even(trial, chain)
@@ -258,33 +261,38 @@ class PartitionedModel:
                 self._note(f"the cut of the checkpoint is not used: {error}")
         return None
 
-    def _measured(self, trial: Trial, chain: Chain, measuring: Measuring) -> tuple[list[int], tuple[int, ...]]:
-        """Measure the units; return the best sizes and nominal delays."""
+    def _measured(
+        self, trial: Trial, chain: Chain, startup: Startup, links: Links | None
+    ) -> tuple[list[int], tuple[int, ...]] | None:
+        """Measure the units; return the best sizes and nominal delays, or None without data."""
+        if startup.loaders.first is None:
+            return None
+        folder = startup.folder
         profile = take_profile(
             copied_model(trial.model),
             chain,
             trial.spec,
             granularity=self.spec.granularity,
             sample=trial.samples.one,
-            micro_batch_size=measuring.micro_batch_size,
-            kept_in=measuring.folder / PROFILE if measuring.folder is not None else None,
-            feed=measuring.feed,
+            micro_batch_size=startup.plan.micro_batch_size,
+            kept_in=None if folder is None else folder / PROFILE,
+            feed=startup.loaders.first,
         )
-        codecs, kept_in = trial.spec.precision.codecs, measuring.folder
+        codecs = trial.spec.precision.codecs
         if codecs != PLAIN and not profile.coding:
             profile = replace(profile, coding=coding_costs(trial.device))
-            if kept_in is not None:  # the same command is to make the same cut
-                profile.save(kept_in / PROFILE)
+            if folder is not None:  # the same command is to make the same cut
+                profile.save(folder / PROFILE)
         machine = Machine(
             speeds=self.spec.speeds,
-            memory_bytes=device_memory(trial.device, measuring.stages_on_device),
+            memory_bytes=device_memory(trial.device, startup.world.stages_on_device),
             codecs=codecs,
             coding=profile.coding,
-            **({} if measuring.links is None else measuring.links.figures),
+            **({} if links is None else links.figures),
         )
-        if measuring.links is not None:
-            self._note(f"links between stages: {measuring.links}")
-        pipeline = self._with_delays(profile, trial.spec.pipeline, machine, measuring.folder)
+        if links is not None:
+            self._note(f"links between stages: {links}")
+        pipeline = self._with_delays(profile, trial.spec.pipeline, machine, folder)
         while True:
             units = [replace(u, may_cut=u.may_cut and n not in chain.forbidden) for n, u in enumerate(profile.units)]
             balance = best_cut(replace(profile, units=units), pipeline, machine=machine)

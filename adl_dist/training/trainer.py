@@ -57,7 +57,7 @@ from adl_dist.training.input import Data, DeviceLoader, Loaders
 from adl_dist.training.lazy_weights import prepare_weights
 from adl_dist.training.measured import record_delays
 from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
-from adl_dist.training.partitioned_model import PartitionedModel
+from adl_dist.training.partitioned_model import PartitionedModel, Startup
 from adl_dist.training.run_outputs import OF_RANK_0, Outputs
 from adl_dist.training.shared_folder import share_folder
 from adl_dist.training.startup_sync import Agreement, start_call
@@ -459,7 +459,7 @@ class Trainer:
         """Load the data, settle the cut and build the worker of this process."""
         loaders = self._load(world, data) if self.needs_data else Loaders()
         plan = Plan(**length, **loaders.lengths)
-        startup = build.Startup(world, agreement, loaders, plan, None if folder is None else folder.path)
+        startup = Startup(world, agreement, loaders, plan, None if folder is None else folder.path)
         with self._bound(world):  # with the threads of the first forward, but without the loaders' workers
             settled = build.settle_partition(self._spec, self._partitioned, startup, self._settings)
             return plan, *build.build_worker(settled, self._partitioned, startup, self._processes.pick_next)
