@@ -4,12 +4,14 @@ model-*        the model's ``state_dict()``, by the uncut model's names
 loss-*         the ``state_dict()`` of the loss, if it has one
 ema-*          the moving average of the weights that are trained, by the same names, if there is one
 optimizer-*    what the optimizers remember: :mod:`.optimizer_state`
+data-*         the position of an iterable dataset, if the run trains on one
 heads-*        heads that stages learn from, by their prefixed names; the metadata says behind which unit each stands
 
 Only the names of the files depend on the cut, and the manifest says what it was. Learning rates are not stored: a
 schedule is a function of the update index and of the cut in use.
 """
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import PurePath
@@ -19,14 +21,16 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from adl_dist.checkpoint import layout, nested, optimizer_state, tensor_files
-from adl_dist.checkpoint.nested import Unstorable, is_extra_state
+from adl_dist.checkpoint.nested import Packer, Unstorable, is_extra_state
 from adl_dist.checkpoint.tensor_files import EMA, HEADS, LOSS, MODEL, OPTIMIZER, Shard, Stored
+from adl_dist.data.stream import Place
 from adl_dist.errors import CheckpointError, ConfigError, UnusableError, in_one_line
 from adl_dist.stage import Stage
 from adl_dist.stage.tied import TiedWeights
 
 Signature = dict[str, list[int]]
 OLD_BUFFERS = "buffers"  # files of version 0.3.8, which are not read
+DATA, PLACE = "data", "place"  # the files of a dataset's position, and the key of everything but tensors
 
 
 def signature(model: nn.Module) -> Signature:
@@ -63,6 +67,26 @@ def state_of(stages: Iterable[Stage], num_stages: int) -> dict[str, Shard]:
             if shard.tensors or shard.metadata or kind == MODEL:
                 shards[tensor_files.file_name(kind, stage.index, num_stages)] = shard
     return shards
+
+
+def shard_of_place(place: Place) -> dict[str, Shard]:
+    """Return the position of a dataset, by file name; ConfigError if its ``state_dict`` cannot be saved."""
+    packer = Packer()
+    with _storable("training dataset"):
+        packed = packer.packed("state_dict", place.state)
+    text = json.dumps([place.epoch, place.sample, packed])
+    return {tensor_files.file_name(DATA, 0, 1): Shard(packer.tensors, {PLACE: text})}
+
+
+def read_place(path: PurePath) -> Place | None:
+    """Return the dataset's position at a checkpoint, or None if it has none."""
+    tensors, metadata = tensor_files.scan(path, DATA, layout.read_manifest(path)["files"])
+    if PLACE not in metadata:
+        return None
+    with _explained(path):
+        epoch, sample, packed = json.loads(metadata[PLACE])
+        values = dict(tensor_files.read({name: tensors[name] for name in nested.tensor_names([packed])}))
+        return Place(epoch, sample, nested.unpacked(packed, values))
 
 
 def load(path: PurePath, stages: Sequence[Stage]) -> None:
@@ -174,14 +198,21 @@ def _of_optimizers(stage: Stage) -> Shard:
     return Shard(tensors, {name: text for shard in shards for name, text in shard.metadata.items()})
 
 
-def _packed(whose: str, state: Mapping[str, Any]) -> Shard:
+@contextmanager
+def _storable(whose: str) -> Iterator[None]:
+    """Turn an Unstorable inside into a ConfigError about a ``state_dict()``."""
     try:
-        return nested.packed_state(state)
+        yield
     except Unstorable as error:
         raise ConfigError(
             f"state_dict() of the {whose} cannot be saved: {error}; let it return tensors, numbers and text, or train "
             "without run_dir"
         ) from None
+
+
+def _packed(whose: str, state: Mapping[str, Any]) -> Shard:
+    with _storable(whose):
+        return nested.packed_state(state)
 
 
 def _fill(module: nn.Module, stored: Mapping[str, Stored], texts: Mapping[str, str]) -> None:

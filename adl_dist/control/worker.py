@@ -12,9 +12,8 @@ from torch import Tensor
 
 from adl_dist import engine
 from adl_dist.batch import Batch, tensors_of
-from adl_dist.checkpoint import data_state
 from adl_dist.checkpoint.async_save import PartWriter
-from adl_dist.checkpoint.state import load, state_of
+from adl_dist.checkpoint.state import load, read_place, shard_of_place, state_of
 from adl_dist.checkpoint.storage import place_of
 from adl_dist.control import messages
 from adl_dist.control.callback_queue import CallbackQueue
@@ -110,7 +109,7 @@ class LocalWorker:
                     part = PartWriter(self.world.rank, reporter.part)
                     tensors = state_of(self.stages, self.pipeline.num_stages)
                     if (place := self._stream.place() if self._stream is not None else None) is not None:
-                        tensors[data_state.FILE] = data_state.shard_of(place)
+                        tensors |= shard_of_place(place)
                     part.write(self.reach(command.path), tensors, token=command.token, background=command.background)
                 case messages.Trace():
                     folder, stages = Path(command.run_dir), sorted(self.contexts)
@@ -198,7 +197,7 @@ class LocalWorker:
 
     def _load(self, path: str, update: int) -> None:
         load(self.reach(path), self.stages)
-        if self._stream is not None and (place := data_state.read(self.reach(path))) is not None:
+        if self._stream is not None and (place := read_place(self.reach(path))) is not None:
             self._stream.resume(place)
         for learner in (learner for stage in self.stages for learner in stage.learners):
             learner.version = update
