@@ -169,13 +169,6 @@ def _name_of(target: object) -> str:
     return getattr(target, "__name__", None) or type(target).__name__
 
 
-def takes_length(target: Callable[..., Any]) -> bool:
-    """Return whether a schedule depends on the length of the run."""
-    return bool(
-        {"total_updates", "total_steps"} & _length_for(target, [*inspect.signature(target).parameters], {}, 1, 1).keys()
-    )
-
-
 def try_schedule(make: Callable[[], LRScheduler], optimizer: Optimizer, total_updates: int) -> set[str]:
     """Step a schedule through a run; return the keys of groups that it sets.
 

@@ -71,13 +71,8 @@ def identity_of(plan: Plan, optimizer: str) -> dict[str, Any]:
     return {**{name: getattr(plan, name) for name in names}, "optimizer": optimizer}
 
 
-def check_identity(
-    path: PurePath, theirs: Mapping[str, Any], mine: Mapping[str, Any], *, schedule_follows: bool
-) -> str | None:
-    """Raise CheckpointError if the runs differ; return a note, if any.
-
-    ``schedule_follows``: whether the learning rate schedule depends on the length of the run.
-    """
+def check_identity(path: PurePath, theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str | None:
+    """Raise CheckpointError if the runs differ; return a note on another length, if it has one."""
     for name, value in mine.items():
         if name != "total_updates" and theirs.get(name) != value:
             raise CheckpointError(
@@ -86,8 +81,10 @@ def check_identity(
             )
     if theirs.get("total_updates") == mine["total_updates"]:
         return None
-    note = f"the run is now {mine['total_updates']} updates long, not {theirs.get('total_updates')}"
-    return f"{note}; the learning rate schedule, which depends on it, follows the new one" if schedule_follows else note
+    return (
+        f"the run is now {mine['total_updates']} updates long, not {theirs.get('total_updates')}; a learning rate "
+        "schedule that depends on it follows the new length"
+    )
 
 
 def partition_change_note(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str | None:

@@ -50,7 +50,6 @@ class CheckpointContext:
     saver: Saver
     signature: state.Signature  # the model's tensors
     optimizer: str  # name of its class
-    schedule_follows: bool  # whether the learning rate schedule depends on the length of the run
     cut: Mapping[str, Any]  # the partition
     trace: bool = False  # whether the stages record a trace, written at the end
 
@@ -246,7 +245,7 @@ class Coordinator:
     def _load_newest(self, candidates: Sequence[PurePath], saving: CheckpointContext) -> PurePath:
         path, manifest, rejected = layout.first_usable(candidates, lambda path: state.verify(path, saving.signature))
         mine = identity_of(self.plan, saving.optimizer)
-        note = check_identity(path, manifest["identity"], mine, schedule_follows=saving.schedule_follows)
+        note = check_identity(path, manifest["identity"], mine)
         self._workers.call(messages.Load(str(path), manifest["update"]), Done)
         self._note(note)
         self._note(state.dropped_note(path, manifest))
@@ -284,8 +283,7 @@ class Coordinator:
         if not self.plan.num_validation:
             self.progress.end(None, None)
             return
-        command = messages.Evaluate(self.plan.num_validation, self.plan.micro_batch_size)
-        last = self._workers.call(command, EvaluateResult)[-1]
+        last = self._workers.call(messages.Evaluate(self.plan.evaluation), EvaluateResult)[-1]
         numbers, num_samples = last.numbers, self.plan.num_validation
         assert numbers["num_samples"] == num_samples, "every sample is evaluated exactly once"
         if not (num_terms := numbers.get("num_terms", num_samples)):

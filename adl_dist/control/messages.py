@@ -25,8 +25,7 @@ class Train:
 class Evaluate:
     """The command to evaluate; each stage returns :class:`EvaluateResult`."""
 
-    num_samples: int
-    micro_batch_size: int
+    segment: Segment
 
 
 @dataclass(frozen=True)

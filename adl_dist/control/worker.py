@@ -102,7 +102,7 @@ class LocalWorker:
                 case messages.Train():
                     return [*self._train(command.segment, reporter.record)]
                 case messages.Evaluate():
-                    return [*self._evaluate(command.num_samples, command.micro_batch_size)]
+                    return [*self._evaluate(command.segment)]
                 case messages.Load():
                     self._load(command.path, command.update)
                 case messages.Save():
@@ -173,8 +173,7 @@ class LocalWorker:
             for k, activity in sorted(self.activity.stages.items())
         ]
 
-    def _evaluate(self, num_samples: int, micro_batch_size: int) -> list[EvaluateResult]:
-        segment = Segment.without_groups(num_samples, micro_batch_size)
+    def _evaluate(self, segment: Segment) -> list[EvaluateResult]:
         for context in self.contexts.values():
             context.stage.begin(0, training=False)
         work = evaluation_work(segment, num_stages=self.pipeline.num_stages, stages=self.contexts)

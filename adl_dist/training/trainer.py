@@ -40,7 +40,6 @@ from adl_dist.launch import signals
 from adl_dist.monitor.memory import MemoryMeter
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.monitor.trace import MOST_EVENTS
-from adl_dist.optim import takes_length
 from adl_dist.optimizers import prepare
 from adl_dist.report import MetricsWriter, Progress, announced
 from adl_dist.report.callbacks import Callbacks
@@ -488,7 +487,7 @@ class Trainer:
     ) -> CheckpointContext | None:
         if folder is None or world.rank != 0:
             return None
-        policy, pipeline = outputs.checkpoints, self._spec.pipeline
+        policy = outputs.checkpoints
         return CheckpointContext(
             folder=folder,
             config=config,
@@ -497,12 +496,7 @@ class Trainer:
             saver=Saver(folder.checkpoints, policy, check_owner=folder.check_owner, before_commit=folder.push),
             signature=self._partitioned.signature,
             optimizer=optimizer_name(made),
-            schedule_follows=(
-                self._spec.lr_schedule is not None
-                # By a clock that runs ahead of updates, the last rate holds from before the end on.
-                and (takes_length(self._spec.lr_schedule) or pipeline.method.lr_clock == "global")
-            ),
-            cut={"num_stages": pipeline.num_stages, "begins": self._partitioned.begins},
+            cut={"num_stages": self._spec.pipeline.num_stages, "begins": self._partitioned.begins},
             trace=outputs.monitoring.trace,
         )
 
