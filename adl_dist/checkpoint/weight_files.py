@@ -5,7 +5,7 @@ has them), a folder with one ``model.safetensors``, or a checkpoint. They are re
 """
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import PurePath
 from typing import Any
@@ -58,7 +58,7 @@ class WeightFiles:
         return cls(path, _header(path)) if path.suffix == SUFFIX else PickledWeights(path)
 
     def check(self, model: nn.Module, skip: Sequence[str] = ()) -> None:
-        """Compare names, shapes and kinds of numbers with those of ``model``.
+        """Compare names and shapes with those of ``model``.
 
         Tensors of ``model`` with names that match ``skip`` are left out.
 
@@ -82,14 +82,19 @@ class WeightFiles:
                     f"init_from={self.path} is of another model: {name} is {here.get(name, 'missing')} in this model "
                     f"and {there.get(name, 'missing')} in the file; {_way_out(here, there)}"
                 )
-        for name, stored in held.items():
-            dtype, wanted = stored.dtype, state[name].dtype
-            if (dtype.is_floating_point, dtype.is_complex) != (wanted.is_floating_point, wanted.is_complex):
-                raise CheckpointError(
-                    f"init_from={self.path} is of another model: {name} is {wanted} in this model and {dtype} in the "
-                    "file; expected numbers of one kind"
-                )
-        check_tied(self.path, model, self.tensors, lambda name: next(value for _, value in self.read([name])))
+        names_of: dict[int, list[str]] = {}
+        for name in state.keys() & self.tensors.keys():
+            names_of.setdefault(id(state[name]), []).append(name)
+        for names in (sorted(names) for names in names_of.values() if len(names) > 1):
+            values = dict(self.read(names))  # of one tensor, which would lose all but one
+            one = values[names[0]]
+            for other in names[1:]:
+                if not torch.equal(one, values[other].to(one.dtype)):
+                    raise CheckpointError(
+                        f"init_from={self.path} is of another model: {names[0]} and {other} are one tensor in this "
+                        "model and have different values in the file; build the model without tied weights, or use "
+                        "partition.tied=untie"
+                    )
 
     def load_into(self, model: nn.Module, skip: Sequence[str] = ()) -> None:
         """Load the tensors into ``model``, except those with names that match ``skip``.
@@ -160,25 +165,6 @@ class PickledWeights(WeightFiles):
 def matches(name: str, patterns: Sequence[str]) -> bool:
     """Return whether ``name`` matches one of ``patterns``, as file names do."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def check_tied(path: PurePath, model: nn.Module, there: Collection[str], read: Callable[[str], Tensor]) -> None:
-    """Raise CheckpointError if tied tensors have different values in a file.
-
-    A tensor with two names in ``path`` would lose one of the values. ``there`` are the names that ``read`` reads.
-    """
-    names_of: dict[int, list[str]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if isinstance(tensor, Tensor) and name in there:
-            names_of.setdefault(id(tensor), []).append(name)
-    for first, *others in names_of.values():
-        for other in others:
-            one, two = read(first), read(other)
-            if not torch.equal(one, two.to(one.dtype)):
-                raise CheckpointError(
-                    f"init_from={path} is of another model: {first} and {other} are one tensor in this model and have "
-                    "different values in the file; build the model without tied weights, or use partition.tied=untie"
-                )
 
 
 def _way_out(here: Mapping[str, object], there: Mapping[str, object]) -> str:

@@ -96,7 +96,8 @@ class DeviceLoader:
                 # of its own, to overlap with what is launched already.
                 input_ = map_batch(partial(to_device, device=self._device), input_)
             floating = map_batch(self._floating, input_)
-            yield map_batch(self._formatted, floating), map_batch(self._floating, target)
+            formatted = partial(in_format, channels_last=bool(self.precision.channels_last))
+            yield map_batch(formatted, floating), map_batch(self._floating, target)
 
     @property
     def num_loaded(self) -> int:
@@ -105,9 +106,6 @@ class DeviceLoader:
 
     def _floating(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.precision.dtype) if tensor.is_floating_point() else tensor
-
-    def _formatted(self, tensor: Tensor) -> Tensor:
-        return in_format(tensor, channels_last=bool(self.precision.channels_last))
 
     def _named(self, batches: Batches) -> Batches:
         try:

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from textwrap import shorten
 from types import MappingProxyType
 from typing import Any
@@ -35,12 +36,6 @@ def sampled(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, list[float]]:
             some = some.abs() if some.is_complex() else some
             samples[name] = torch.nan_to_num(some.double()).tolist()
     return samples
-
-
-def are_close(some: Sequence[float], others: Sequence[float]) -> bool:
-    """Return whether two samples are equal up to rounding."""
-    pairs = zip(some, others, strict=True)
-    return all(math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-6) for a, b in pairs)
 
 
 class Agreement:
@@ -148,7 +143,7 @@ def check_consistent(
             raise ConfigError(f"rank {rank} and rank {other} {what}: {name} is {here} here and {there} there; {cause}")
         for name, elements in initial.items():
             theirs = message["initial"].get(name, elements)  # without any, its weights come from a checkpoint
-            if not are_close(elements, theirs):
+            if not all(map(partial(math.isclose, rel_tol=1e-3, abs_tol=1e-6), elements, theirs)):
                 raise ConfigError(
                     f"rank {rank} and rank {other} do not begin with the same weights: the initial {name} differs; "
                     "call torch.manual_seed(...) before the model is built, on every rank"

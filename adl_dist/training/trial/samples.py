@@ -2,7 +2,6 @@
 
 import io
 from base64 import b64decode, b64encode
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import NamedTuple
@@ -54,12 +53,6 @@ class Samples(NamedTuple):
         batch = MicroBatch(input_, target)
         return cls((batch.rows(0, SIZES[0]), batch.rows(SIZES[0], SIZES[1])))
 
-    @classmethod
-    def of_lengths(cls, batches: Sequence[MicroBatch]) -> "Samples":
-        """Take micro-batches of different lengths, least and greatest first."""
-        pair = batches[0].rows(0, SIZES[0]), batches[1].rows(0, SIZES[1])
-        return cls(pair, lengths=tuple(batch.rows(0, SIZES[0]) for batch in batches))
-
     @property
     def varies(self) -> bool:
         """``True`` if lengths change from one micro-batch to the next."""
@@ -105,7 +98,7 @@ def take(training: DeviceLoader | None, validation: DeviceLoader | None, plan: P
     loader = training or validation
     if loader is None:
         return None
-    samples = Samples.of_lengths(_lengths(loader)) if loader.varies else Samples.of(*_first(loader, NUM_SAMPLES))
+    samples = _of_lengths(loader) if loader.varies else Samples.of(*_first(loader, NUM_SAMPLES))
     if training is not None and validation is not None:
         pairs = samples.one, _first(validation, 1)
         specs = [[_describe(batch, with_sizes=not loader.varies) for batch in pair] for pair in pairs]
@@ -126,18 +119,17 @@ def _describe(batch: Batch, *, with_sizes: bool) -> str:
     return ("" if structure.is_leaf() else f"{describe_structure(structure)}: ") + ", ".join(shown)
 
 
-def _lengths(loader: DeviceLoader) -> list[MicroBatch]:
-    """Return micro-batches of two samples and of several lengths.
-
-    The first is the least, and the second the greatest.
-    """
+def _of_lengths(loader: DeviceLoader) -> Samples:
+    """Return the least and the greatest lengths as the pair, and micro-batches of two samples and of several."""
     num = min(NUM_LOOKED_AT, loader.num_samples)
     sizes = [min(SIZES[0], num)] * max(1, num // SIZES[0])
     with closing(loader.batches(0, sizes)) as batches:
         found = {tuple(t.shape[1:] for t in tensors_of(x) + tensors_of(y)): MicroBatch(x, y) for x, y in batches}
     by_size = sorted(found.values(), key=lambda batch: sum(t.numel() for t in tensors_of(batch.input_)))
     some = by_size[1:-1]
-    return [by_size[0], by_size[-1], *some[:: max(1, -(-len(some) // NUM_BETWEEN))]]
+    lengths = [by_size[0], by_size[-1], *some[:: max(1, -(-len(some) // NUM_BETWEEN))]]
+    pair = lengths[0].rows(0, SIZES[0]), lengths[1].rows(0, SIZES[1])
+    return Samples(pair, lengths=tuple(batch.rows(0, SIZES[0]) for batch in lengths))
 
 
 def _first(loader: DeviceLoader, count: int) -> tuple[Batch, Batch]:
