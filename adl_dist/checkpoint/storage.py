@@ -1,7 +1,7 @@
 """Storages of run folders: local folders and URLs of fsspec. No torch.
 
 A place is a pure path, so that only this file can look at it: a ``Path`` is local, a :class:`Url` is not. A new kind of
-storage is one class here with the methods of :class:`Storage`.
+storage is one class here with the methods of :class:`LocalFolders`.
 
 Atomicity. A storage must give four things: ``create`` fails if the file is there, and so succeeds for one of several
 processes; ``write`` replaces a file as a whole; what was written is found by all who look afterwards; and what was
@@ -30,9 +30,10 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path, PurePath, PurePosixPath
-from typing import IO, Any, BinaryIO, Protocol
+from typing import IO, Any, BinaryIO
 
 from adl_dist.errors import ConfigError, in_one_line
+from adl_dist.report.files import write_atomically
 
 Data = bytes | memoryview
 PIECE_BYTES = 2**26  # large files are written and read in pieces of this size; on disk, one is synced before the next
@@ -78,67 +79,39 @@ def on_rank(rank: int, place: PurePath) -> Url:
     return Url(f"rank://{rank}{place}")
 
 
-class Storage(Protocol):
-    """The operations of a storage; the module docstring has their guarantees."""
+class LocalFolders:
+    """Local folders, also of a shared file system, with writes synced to disk.
+
+    The module docstring has the guarantees of the methods.
+    """
 
     def names(self, folder: PurePath) -> list[str]:
         """Return the sorted names in ``folder``, empty if it is missing.
 
         Names of folders end with a slash.
         """
-
-    def size(self, file: PurePath) -> int:
-        """Return the number of bytes of ``file``."""
-
-    def open(self, file: PurePath) -> BinaryIO:
-        """Open ``file`` for reading from any position."""
-
-    def read(self, file: PurePath) -> bytes:
-        """Return the content of a small ``file``, as it was at one moment."""
-
-    def create(self, file: PurePath, content: Iterable[Data]) -> None:
-        """Write a new ``file``; raise FileExistsError if it exists.
-
-        A failure leaves no file, or a part of it.
-        """
-
-    def write(self, file: PurePath, content: bytes) -> None:
-        """Write or replace ``file``, whole or not at all."""
-
-    def delete(self, place: PurePath) -> None:
-        """Delete a file, or a folder with all that is in it, if it is there."""
-
-    def move(self, folder: PurePath, target: PurePath) -> None:
-        """Move a folder to a free name.
-
-        A failure deletes nothing. No other process may write there.
-        """
-
-
-class LocalFolders:
-    """Local folders, also of a shared file system, with writes synced to disk."""
-
-    def names(self, folder: PurePath) -> list[str]:
-        """See :class:`Storage`."""
         try:
             return sorted(f"{path.name}/" if path.is_dir() else path.name for path in Path(folder).iterdir())
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def size(self, file: PurePath) -> int:
-        """See :class:`Storage`."""
+        """Return the number of bytes of ``file``."""
         return Path(file).stat().st_size
 
     def open(self, file: PurePath) -> BinaryIO:
-        """See :class:`Storage`."""
+        """Open ``file`` for reading from any position."""
         return Path(file).open("rb")
 
     def read(self, file: PurePath) -> bytes:
-        """See :class:`Storage`."""
+        """Return the content of a small ``file``, as it was at one moment."""
         return Path(file).read_bytes()
 
     def create(self, file: PurePath, content: Iterable[Data]) -> None:
-        """See :class:`Storage`."""
+        """Write a new ``file``; raise FileExistsError if it exists.
+
+        A failure leaves no file, or a part of it.
+        """
         folder = Path(file).parent
         if is_new := not folder.is_dir():
             folder.mkdir(parents=True, exist_ok=True)
@@ -147,28 +120,26 @@ class LocalFolders:
             _sync_folder(made)
 
     def write(self, file: PurePath, content: bytes) -> None:
-        """See :class:`Storage`."""
-        unfinished = Path(file).with_name(f".{file.name}.{os.getpid()}.saving")
-        unfinished.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.unlink(missing_ok=True)
-        try:
+        """Write or replace ``file``, whole or not at all."""
+        folder = Path(file).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        with write_atomically(Path(file)) as unfinished:
+            unfinished.unlink(missing_ok=True)  # of a process of this number that was killed
             self._fill(unfinished, [content], lambda: None)
-            unfinished.replace(file)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                unfinished.unlink()
-            raise
-        _sync_folder(unfinished.parent)
+        _sync_folder(folder)
 
     def delete(self, place: PurePath) -> None:
-        """See :class:`Storage`."""
+        """Delete a file, or a folder with all that is in it, if it is there."""
         if Path(place).is_dir():
             shutil.rmtree(place)
         else:
             Path(place).unlink(missing_ok=True)
 
     def move(self, folder: PurePath, target: PurePath) -> None:
-        """See :class:`Storage`."""
+        """Move a folder to a free name.
+
+        A failure deletes nothing. No other process may write there.
+        """
         Path(folder).rename(target)
         _sync_folder(Path(target).parent)
 
@@ -208,7 +179,7 @@ class Fsspec:
             raise ConfigError(f"{scheme}:// cannot be used: {error}; {way_out}") from None
 
     def names(self, folder: PurePath) -> list[str]:
-        """See :class:`Storage`."""
+        """See :class:`LocalFolders`."""
         with _os_errors():
             try:
                 entries = self._files.ls(str(folder), detail=True)
@@ -219,12 +190,12 @@ class Fsspec:
             return sorted(f"{name}/" if is_folder else name for name, is_folder in found.items())
 
     def size(self, file: PurePath) -> int:
-        """See :class:`Storage`."""
+        """See :class:`LocalFolders`."""
         with _os_errors():
             return int(self._files.size(str(file)))
 
     def open(self, file: PurePath) -> BinaryIO:
-        """See :class:`Storage`."""
+        """See :class:`LocalFolders`."""
         with _os_errors():
             opened: BinaryIO = self._files.open(str(file), "rb", block_size=READ_AHEAD_BYTES)
             return opened
@@ -236,7 +207,7 @@ class Fsspec:
             return content
 
     def create(self, file: PurePath, content: Iterable[Data]) -> None:
-        """See :class:`Storage`."""
+        """See :class:`LocalFolders`."""
         with _os_errors():
             out = self._files.open(str(file), "xb")
             try:
@@ -251,23 +222,24 @@ class Fsspec:
             out.close()
 
     def write(self, file: PurePath, content: bytes) -> None:
-        """See :class:`Storage`."""
+        """See :class:`LocalFolders`."""
         with _os_errors():
             self._files.pipe_file(str(file), content)
 
     def delete(self, place: PurePath) -> None:
-        """See :class:`Storage`."""
+        """See :class:`LocalFolders`."""
         with _os_errors(), contextlib.suppress(FileNotFoundError):
             self._files.rm(str(place), recursive=True)
 
     def move(self, folder: PurePath, target: PurePath) -> None:
-        """See :class:`Storage`. The storage itself copies."""
+        """See :class:`LocalFolders`. The storage itself copies."""
         with _os_errors():
             start, files = len(self._files._strip_protocol(str(folder))), self._files.find(str(folder))
             self._files.copy(files, [f"{target}{file[start:]}" for file in files], on_error="raise")
         self.delete(folder)
 
 
+Storage = LocalFolders | Fsspec
 _local = LocalFolders()
 _by_url = lru_cache(Fsspec)
 
