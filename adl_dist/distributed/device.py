@@ -64,15 +64,6 @@ def message_backend(device: torch.device, rank: int, size: int, store: dist.Stor
     return "nccl" if len(gpus) == size and all(gpu.startswith(b"nccl ") for gpu in gpus) else "gloo"
 
 
-def ranks_on_gpu(rank: int, size: int, store: dist.Store) -> int:
-    """Return the number of ranks on the GPU of ``rank``, or 1 on a CPU.
-
-    Only the GPU's number counts: a different NCCL_HOSTID makes two machines of one, but not two memories.
-    """
-    gpus = [store.get(f"gpu/{one}").rpartition(b" ")[2] for one in range(size)]
-    return gpus.count(gpus[rank]) if gpus[rank] else 1
-
-
 def _identity(device: torch.device) -> str:
     """Return the identity of a GPU for NCCL, or "" on a CPU.
 

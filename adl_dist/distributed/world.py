@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.distributed.rpc as rpc
 
 from adl_dist.distributed.affinity import cores_here, own_cores
-from adl_dist.distributed.device import choose_device, message_backend, ranks_on_gpu, set_for_nccl
+from adl_dist.distributed.device import choose_device, message_backend, set_for_nccl
 from adl_dist.distributed.network import choose_interface
 from adl_dist.distributed.parent_process import end_with_torchrun
 from adl_dist.distributed.rendezvous import rendezvous
@@ -55,7 +55,6 @@ class World:
     timeout: datetime.timedelta = dist.default_pg_timeout  # of one message
     cores: Sequence[int] | None = None  # this process's share of its node, if it is bound
     listener: socket.socket | None = None  # the blocked socket on which this process hosts the store, if it does
-    ranks_on_gpu: int = 1  # number of ranks that share the GPU of this process, including it
     owns_group: bool = True  # whether the default process group was created here, not by the user
     num_jobs: int = 0  # begun so far, equal on all processes
     has_left: bool = False  # whether it has left the others, after an error that they may not have met
@@ -64,11 +63,6 @@ class World:
     _abort: threading.Lock = field(default_factory=threading.Lock)  # torch's abort may be called once
     _group: Any = None  # ours, if it was created here
     _set_aside: Any = None  # the default process group that is not in use: ours, the script's own, or None
-
-    @property
-    def stages_on_device(self) -> int:
-        """The number of stages on the device of this process."""
-        return self.ranks_on_gpu * -(-self.num_stages // self.size)
 
     @property
     def is_distributed(self) -> bool:
@@ -275,8 +269,7 @@ def _join(rank: int, size: int, num_stages: int, device: torch.device, timeout_s
     if listener is not None:
         block(listener)
     _report_open_ports(rank)
-    sharing = ranks_on_gpu(rank, size, store)
-    world = World(rank, size, num_stages, device, store, edges, backend, timeout, cores, listener, sharing, owns_group)
+    world = World(rank, size, num_stages, device, store, edges, backend, timeout, cores, listener, owns_group)
     world._group = dist.GroupMember.WORLD
     return world
 

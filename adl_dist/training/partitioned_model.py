@@ -285,7 +285,7 @@ class PartitionedModel:
                 profile.save(folder / PROFILE)
         machine = Machine(
             speeds=self.spec.speeds,
-            memory_bytes=device_memory(trial.device, startup.world.stages_on_device),
+            memory_bytes=device_memory(trial.device, -(-self.num_stages // startup.world.size)),
             codecs=codecs,
             coding=profile.coding,
             **({} if links is None else links.figures),
@@ -500,7 +500,7 @@ def unit_of_inputs(inputs: Tensor) -> str:
 
 
 def device_memory(device: torch.device, num_stages: int = 1) -> int | None:
-    """Return the GPU memory of a stage in bytes, or None on a CPU."""
+    """Return the GPU memory of each of a process's stages in bytes, or None on a CPU."""
     return int(torch.cuda.mem_get_info(device)[1] * SHARE_OF_MEMORY) // num_stages if device.type == "cuda" else None
 
 

@@ -14,9 +14,8 @@ import torch.distributed as dist
 from adl_dist.control.messages import Finish, Report
 from adl_dist.control.rpc import JobEndpoint
 from adl_dist.distributed import world
-from adl_dist.distributed.device import message_backend, ranks_on_gpu
+from adl_dist.distributed.device import message_backend
 from adl_dist.distributed.world import connect, disconnect
-from adl_dist.training.partitioned_model import device_memory
 from tests.support.commands import assert_same
 from tests.support.ranks import run_ranks
 from tests.support.runs import MICRO_BATCH, NUM_SAMPLES, trained
@@ -53,15 +52,6 @@ def test_a_gpu_that_failed_fails_in_the_end_without_a_word(monkeypatch):
     disconnect(in_order=False)
 
 
-@pytest.mark.parametrize(("ranks", "size", "share"), [(1, 1, 4), (1, 4, 1), (4, 4, 4), (2, 2, 4), (1, 2, 2)])
-def test_stages_on_one_gpu_have_a_share_of_its_memory_each(ranks, size, share, monkeypatch):
-    """There are four stages, in ``size`` processes, of which ``ranks`` are on one GPU."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 1000))
-    here = replace(world.single_process(torch.device("cuda"), 4), size=size, ranks_on_gpu=ranks)
-    assert here.stages_on_device == share
-    assert device_memory(here.device, here.stages_on_device) == 900 // share
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     ("mine", "other", "has_nccl", "agreed"),
@@ -81,7 +71,6 @@ def test_ranks_use_nccl_if_each_has_a_gpu_of_its_own(rank, mine, other, has_nccl
     store = dist.HashStore()
     store.set(f"gpu/{1 - rank}", other)
     assert message_backend(torch.device("cuda"), rank, 2, store) == agreed
-    assert ranks_on_gpu(rank, 2, store) == (2 if mine in other.split() else 1), "the same GPU is one memory"
 
 
 def group_of_the_users_own(folder, ends_first):
