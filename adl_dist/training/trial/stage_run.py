@@ -60,6 +60,7 @@ class TrialResult(NamedTuple):
     num_outputs: int | None  # its output's dimension of classes; None if that has none
     learns: bool  # whether a gradient of the loss reaches the model
     loss_fault: str | None = None  # why no group of micro-batches can be trained with the loss
+    single_fault: str | None = None  # why the model cannot be trained on a micro-batch of one sample
 
     def plain(self) -> dict[str, Any]:
         """Return the facts that must be equal on all ranks, in plain values."""

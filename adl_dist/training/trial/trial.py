@@ -150,10 +150,9 @@ class Trial:
                 else:
                     run.run(self.samples)
                 result = run.result(self.samples)
-            if self.samples.trains:
-                check_trains(result)
-                if 1 in self.samples.sizes[0]:
-                    self._check_single()
+            result = result._replace(single_fault=self._single_fault())
+        if self.samples.trains:
+            check_trains(result, self.samples)
         return result
 
     def _run_recorded(self, plan: StagePlan) -> TrialResult:
@@ -232,15 +231,14 @@ class Trial:
                 run.run(self.samples, between=names)
             return describe_first_difference(expected, found)
 
-    def _check_single(self) -> None:
-        """Raise ConfigError if the model cannot be trained on one sample."""
+    def _single_fault(self) -> str | None:
+        """Return why the model cannot be trained on one sample, or None."""
         try:
-            self._uncut().forward(self.samples.repeated(1), "one sample")
+            with warnings.catch_warnings(action="ignore"):  # of a size that may never come
+                self._uncut().forward(self.samples.repeated(1), "one sample")
         except (ConfigError, PartitionError) as error:
-            raise ConfigError(
-                f"a micro-batch of the training data holds 1 sample, and {error}; choose another train.batch_size, so "
-                "that none does, also not the last of an epoch"
-            ) from error
+            return str(error)
+        return None
 
 
 def _copy(model: nn.Module) -> nn.Module:
@@ -265,8 +263,8 @@ def memory_formats(model: nn.Module, spec: TrainSpec, samples: Samples) -> list[
     return [True, False] if has_images else [True]
 
 
-def check_trains(result: TrialResult) -> None:
-    """Raise ConfigError if no gradient of the loss reaches the model, or not that of a group."""
+def check_trains(result: TrialResult, samples: Samples) -> None:
+    """Raise ConfigError if no gradient of the loss reaches the model, or of a group, or a size cannot be run."""
     if result.loss_fault is not None:
         raise ConfigError(result.loss_fault)
     if not result.learns:
@@ -274,4 +272,9 @@ def check_trains(result: TrialResult) -> None:
             "there is nothing to train: the loss depends on no parameter that takes a gradient; expected one with "
             "requires_grad=True, and an output that is not detached from it; to evaluate only, use Trainer.evaluate "
             "(adl-dist evaluate)"
+        )
+    if 1 in samples.sizes[0] and result.single_fault is not None:
+        raise ConfigError(
+            f"a micro-batch of the training data holds 1 sample, and {result.single_fault}; choose another "
+            "train.batch_size, so that none does, also not the last of an epoch"
         )
