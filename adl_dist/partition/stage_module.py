@@ -7,7 +7,7 @@ question about their elements is an error with the line. Where a call of this st
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import ref
 
@@ -102,7 +102,7 @@ class StageModule(_Part):
                 f"{type(model).__name__} cannot be copied ({in_one_line(error)}), and each stage needs a "
                 "copy of its Python objects; give the class whose object cannot be copied a __deepcopy__"
             ) from error
-        vars(self)["model"] = twin  # not registered: its own part is
+        self.model = twin
         self._twins = [(ref(mine), other) for mine, other in zip(model.modules(), twin.modules(), strict=True)]
         self._given = {n: _attributes(m) for n, (m, _) in enumerate(zip(model.modules(), twin.modules(), strict=True))}
         self._register(twin, held)
@@ -119,6 +119,10 @@ class StageModule(_Part):
             if name in followed:
                 place, own = self._natives[module] = place_of_call(module)
                 vars(module)[place] = call_of(module, name, own, self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the stage, which a module of the model may be named like."""
+        object.__setattr__(self, name, value)
 
     def _own_or_other(self, name: str, tensor: Tensor, stages: Sequence[int]) -> Tensor:
         """Return this stage's version of a tensor of the model."""
@@ -277,13 +281,14 @@ class StageModule(_Part):
         self.is_changed = True
         self.results.clear()
 
-    def forward(self, *acts: Tensor, replay: Tape | None = None) -> Any:
+    def forward(self, *acts: Tensor, replay: Tape | None = None, buffers: Mapping[str, Tensor] | None = None) -> Any:
         """Return a tuple of tensors for the next stage, or the model's result.
 
         Args:
             acts: The inputs of the model on stage 0, [B, ...], and the result of the stage before on others.
             replay: The tape of an earlier forward of the same ``acts``; its calls are made again, with the present
                 weights, and the model's forward does not run.
+            buffers: With ``replay``, the buffers to compute with, by name; the stage's own are left as they are.
 
         Raises:
             ForwardError: If the forward does something that was not recorded, or needs a tensor that this stage lacks.
@@ -291,7 +296,8 @@ class StageModule(_Part):
         mode = self.plan.modes[self.training]
         run = ForwardRun(self, mode)
         if replay is not None:
-            return run.play(replay, acts)
+            with self._computing_with(buffers or {}):
+                return run.play(replay, acts)
         before, Watch.active = Watch.active, run
         try:
             args, kwargs = run.begin(acts)
@@ -320,6 +326,19 @@ class StageModule(_Part):
             self.register_buffers()
             for act in acts:
                 as_tensor(act)
+
+    @contextmanager
+    def _computing_with(self, buffers: Mapping[str, Tensor]) -> Iterator[None]:
+        """Put ``buffers`` in the place of the stage's own."""
+        registries = {name: module_named(self.model, name.rpartition(".")[0])._buffers for name in buffers}
+        own = {name: registry[name.rpartition(".")[2]] for name, registry in registries.items()}
+        try:
+            for name, registry in registries.items():
+                registry[name.rpartition(".")[2]] = buffers[name]
+            yield
+        finally:
+            for name, registry in registries.items():
+                registry[name.rpartition(".")[2]] = own[name]
 
     def give_state(self) -> None:
         """Put extra state and replaced buffers back into the user's model."""

@@ -41,7 +41,7 @@ def call_of(module: nn.Module, structure: Structure | None, compiler: "Compiler 
     def call(acts: Tensors, buffers: dict[str, Tensor] | None, tape: Any) -> Any:
         args, kwargs = arguments_in(structure, acts)
         if tape is not None:
-            kwargs = {"replay": tape}
+            return module(*args, replay=tape, buffers=buffers)
         if buffers is None:
             return module(*args, **kwargs)
         return torch.func.functional_call(module, buffers, args, kwargs)

@@ -30,6 +30,7 @@ from adl_dist.training.input import DeviceLoader
 from adl_dist.training.measured import links_between
 from adl_dist.training.partitioned_model import PartitionedModel, PartitionResult, Startup, unit_of_inputs
 from adl_dist.training.startup_sync import check_consistent
+from adl_dist.training.tied_copies import parameters_by_name
 from adl_dist.training.trial.samples import Samples, share, take
 from adl_dist.training.trial.stage_run import TrialResult
 from adl_dist.training.warm_up import check_without_warm_up, keep_hooks, needs_warm_up, warm_up
@@ -260,7 +261,7 @@ def build_stages(
             head=build_stage_head(k, spec, result, device),
             info=result.infos[k],
             tied={
-                number: {name: module.get_parameter(name) for name in names}
+                number: {name: parameters_by_name(module)[name] for name in names}
                 for number, (holders, names) in enumerate(partitioned.ties.items())
                 if k in holders
             },

@@ -36,8 +36,13 @@ def tie_copies(model: nn.Module, plan: StagePlan, stages: Iterable[StageModule])
         )
         for stage in stages:
             if first in stage.copies:
-                take_role(stage.get_parameter(first), parameter)
+                take_role(parameters_by_name(stage)[first], parameter)
     return ties, notes
+
+
+def parameters_by_name(stage: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a stage by all of their names."""
+    return dict(stage.named_parameters(remove_duplicate=False))
 
 
 def _check_unwatched(parameter: nn.Parameter, name: str) -> None:

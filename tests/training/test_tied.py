@@ -10,11 +10,12 @@ from torch import nn
 from adl_dist.errors import DivergedError, PartitionError
 from adl_dist.optimizers import Muon
 from adl_dist.stage.tied import TiedWeights
+from tests.support.commands import assert_same
 from tests.support.equations import EQUATIONS, assert_close
 from tests.support.runs import SPOILT, SPOILT_PAIRS, nan_inputs, toy_trainer
 from tests.support.tied import LR, SHARED, TIED_BALANCE, tied_by_the_equations, tied_net, train_tied
 from tests.support.tiers import grid
-from tests.support.toys import FixedImages
+from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import QUIET, SILENT
 
 FLUSHING = ("bp", "gpipe", "1f1b", "zbh1", "zbh2", "interleaved")
@@ -170,3 +171,28 @@ def test_a_stage_may_have_nothing_but_tied_weights(name):
     if name == "1f1b":
         for tensor, expected in zip(got.values(), trainers[1].full_state_dict().values(), strict=True):
             torch.testing.assert_close(tensor, expected, rtol=1e-4, atol=1e-5)
+
+
+class Named(nn.Module):
+    """A net as the module of this ``name``."""
+
+    def __init__(self, name, net):
+        super().__init__()
+        self.name = name
+        self.add_module(name, net)
+
+    def forward(self, x):
+        return self.get_submodule(self.name)(x)
+
+
+@pytest.mark.parametrize(("net", "weights"), [(tied_net, "stash"), (batch_norm_net, "recompute")])
+def test_modules_may_be_named_like_attributes_of_a_stage(net, weights):
+    def trained(name):
+        options = {"balance": "even", "granularity": "layer", "dtype": torch.float64}
+        trainer = toy_trainer(3, 2, "adl", {"weights": weights}, model=Named(name, net()), **options)
+        trainer.fit(FixedImages(20, dtype=torch.float64), epochs=1, batch_size=6, monitoring=SILENT)
+        return {key.removeprefix(f"{name}."): value for key, value in trainer.full_state_dict().items()}
+
+    expected = trained("net")
+    for name in ("model", "plan", "results", "seeds"):
+        assert_same(trained(name), expected)
