@@ -5,7 +5,7 @@ import json
 import math
 import shutil
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import yaml
 from adl_dist.cli.config.compose import Parser, compose_run
 from adl_dist.errors import ConfigError
 from adl_dist.schedule import Costs, describe, figures, speed
-from adl_dist.schedule.table import tick_words, tied_figures
+from adl_dist.schedule.table import tick_words
 
 EXAMPLE = "--costs '{forward: 1, backward: 2, update: 0.1, link: 0.2}'"
 COST_KEYS = ("forward", "backward", "backward_weight", "update", "link")
@@ -26,8 +26,6 @@ def schedule(arguments: list[str]) -> None:
     flags = _flags(arguments)
     config, _ = compose_run(flags.overrides)
     pipeline = config.pipeline
-    if flags.tied is not None:
-        pipeline = replace(pipeline, tied=read_tied(flags.tied, num_stages=pipeline.num_stages))
     if pipeline.method.awaits_delays:
         raise ConfigError(
             "method.delay=auto follows from measured stages; give a list, as adl-dist plan prints it, or a rule that "
@@ -51,7 +49,6 @@ def schedule(arguments: list[str]) -> None:
             "accumulation_steps": pipeline.micro_batches_per_update,
             "num_micro_batches": num,
             "stages": [asdict(f) for f in figures(pipeline)],
-            **({"tied": [asdict(f) for f in tied_figures(pipeline)]} if pipeline.tied else {}),
             "ticks": tick_words(pipeline, num_micro_batches=num),
         }
         if costs is not None and predicted is not None:
@@ -87,28 +84,9 @@ def _flags(arguments: list[str]) -> argparse.Namespace:
     add("overrides", nargs="*", metavar="KEY=VALUE", help=keys)
     add("--micro-batches", type=int, metavar="N", help="length of the segment; default: 2K + 2M")
     add("--costs", metavar="SPEC", help=spec)
-    tied = "stages that hold a copy of the same weights, as YAML, like [0,3], or of several ties [[0,3],[1,2]]"
-    add("--tied", metavar="STAGES", help=tied)
     add("--out", type=Path, metavar="FILE", help="draw it: FILE.svg, FILE.png or FILE.pdf")
     add("--json", action="store_true", help="print one JSON object instead of the table")
     return parser.parse_intermixed_args(arguments)
-
-
-def read_tied(text: str, *, num_stages: int) -> tuple[tuple[int, ...], ...]:
-    """Return the stages of each tie."""
-    try:
-        node = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):
-        node = None
-    ties = node if isinstance(node, list) and node and all(isinstance(one, list) for one in node) else [node]
-    for one in ties:
-        fits = isinstance(one, list) and len(one) > 1 and all(type(k) is int and 0 <= k < num_stages for k in one)
-        if not fits or one != sorted({*one}):
-            raise ConfigError(
-                f"--tied {text}: expected two or more stages from 0 to {num_stages - 1}, in order, like "
-                f"[0,{max(num_stages - 1, 1)}], or a list of such lists"
-            )
-    return tuple(dict.fromkeys(tuple(one) for one in ties))
 
 
 def read_costs(spec: str, *, num_stages: int) -> Costs:

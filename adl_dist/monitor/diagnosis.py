@@ -1,5 +1,6 @@
 """The picture and likely cause of a stall, derived from all statuses."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -81,11 +82,11 @@ def cause_of(statuses: Sequence[RankStatus], coordination: CoordinatorStatus) ->
         at_work = [k for k, stage in stages.items() if stage.process.phase not in (IDLE, FAILED)]
         waits_for[COORDINATOR] = at_work or [known.rank for known in statuses]
     waits_for |= {saver: [] for saver in savers}
-    ends = [node for node, peers in waits_for.items() if not peers]
-    if not ends:
-        return Cause(None, _cycle(waits_for))
-    held_up = {end: sum(end in _reached(node, waits_for) for node in waits_for) for end in ends}
-    end = max(ends, key=lambda node: (held_up[node], stages[node].status.seconds if node in stages else 0.0))
+    nodes = [node for node in waits_for if node != COORDINATOR]  # which waits for several
+    held_up = Counter(end for node in nodes if (end := _end_of_waits(node, waits_for)) is not None)
+    if not held_up:
+        return Cause(None, "a cycle of waits, which is a bug of adl_dist; this picture is what a report of it needs")
+    end = max(held_up, key=lambda node: (held_up[node], stages[node].status.seconds if node in stages else 0.0))
     if end == COORDINATOR:
         where = f" {statuses[0].seen.where}" if statuses[0].seen else ""
         since = f"since {coordination.seconds:.0f} s{_at(coordination.at)}"
@@ -153,22 +154,10 @@ def _lost_message(stages: Mapping[int, _Stage]) -> Cause | None:
     return None
 
 
-def _reached(node: int, waits_for: Mapping[int, Sequence[int]]) -> set[int]:
-    reached: set[int] = set()
-    ahead = [node]
-    while ahead:
-        new = set(waits_for[ahead.pop()]) - reached
-        reached |= new
-        ahead += new
-    return reached
-
-
-def _cycle(waits_for: Mapping[int, Sequence[int]]) -> str:
-    walked: list[int] = []
-    node = min(waits_for)
-    while node not in walked:
-        walked.append(node)
+def _end_of_waits(node: int, waits_for: Mapping[int, Sequence[int]]) -> int | None:
+    """Return the node for which ``node`` waits in the end, or None in a cycle."""
+    for _ in waits_for:
+        if not waits_for[node]:
+            return node
         node = waits_for[node][0]
-    ring = [*walked[walked.index(node) :], node]
-    shown = " waits for ".join("the coordinator" if n == COORDINATOR else f"stage {n}" for n in ring)
-    return f"a cycle: {shown}; that is a bug of adl_dist, and this picture is what a report of it needs"
+    return None

@@ -1,6 +1,7 @@
 """The limits of a job without progress. No torch."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from adl_dist.errors import ConfigError
 from adl_dist.settings import check_settings, documented, setting
@@ -21,7 +22,7 @@ class WatchdogTimeouts:
         key="watchdog_warn_seconds",
         above=0,
     )
-    abort_seconds: float | str | None = setting(
+    abort_seconds: float | Literal["auto"] | None = setting(
         "auto",
         "likewise, until the job ends with exit code 1; auto: 600, or twice watchdog_warn_seconds; null: never",
         key="watchdog_abort_seconds",
@@ -31,8 +32,6 @@ class WatchdogTimeouts:
     def __post_init__(self) -> None:
         check_settings(self, "runtime")
         abort, warn = self.abort_seconds, self.stall_seconds
-        if isinstance(abort, str) and abort != "auto":
-            raise ConfigError(f"runtime.watchdog_abort_seconds must be a number, null (never) or 'auto', got '{abort}'")
         if isinstance(abort, float) and not abort > warn:
             raise ConfigError(
                 f"runtime.watchdog_abort_seconds={abort} must be above runtime.watchdog_warn_seconds={warn}, or null "

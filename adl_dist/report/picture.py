@@ -19,7 +19,7 @@ from adl_dist.report.files import check_out, write_atomically
 from adl_dist.report.spans import BOXES, FORWARDS, STYLES, arrows, spans_of_ticks
 from adl_dist.schedule.actions import BACKWARDS, Action, Op
 from adl_dist.schedule.pipeline import Pipeline
-from adl_dist.schedule.table import figures, tied_figures, title
+from adl_dist.schedule.table import figures, title
 from adl_dist.schedule.timing import Costs, Span, in_processes, simulate, ticks
 
 MOST_TICKS = 400  # more cannot be read
@@ -104,8 +104,6 @@ class _Drawing:
         lane = Rectangle((0, _middle(stage) - BOX / 2), length, BOX, color=LANE_COLOUR, linewidth=0, zorder=0)
         self._axes.add_patch(lane)
         labels = [f"delay {own.delay}", f"mean LoS {own.staleness_mean:.3g}"][: 1 + self._shows_staleness]
-        if tied := [f"{copy.staleness_mean:.3g}" for copy in tied_figures(self._pipeline) if copy.stage == stage]:
-            labels.append(f"tied LoS {'/'.join(tied)}")
         left, top = -0.12 / self._inches, _middle(stage) - 0.09 * len(labels)
         self._axes.text(left, top, f"stage {stage}", fontsize=10, ha="right", va="center")
         for i, text in enumerate(labels, start=1):
