@@ -1,7 +1,6 @@
 """``adl-dist export``: write a checkpoint's weights for other programs."""
 
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,7 @@ def export(arguments: list[str]) -> None:
 
     A safetensors file is written tensor by tensor, from one to the other, so that the model may be of any size.
     """
-    takes = {"out": SINGLE, "checkpoint": "best", "ema": "true"}
-    run_dir, options, words = named_folder("export", arguments, takes, groups=OF_MODEL)
+    run_dir, options, words = named_folder("export", arguments, ("out", "checkpoint", "ema"), groups=OF_MODEL)
     if not options.get("out"):
         shown = os.path.relpath(run_dir) if isinstance(run_dir, Path) else run_dir
         raise ConfigError(f"adl-dist export needs out=, for example: adl-dist export {shown} out={SINGLE}")
@@ -57,9 +55,10 @@ def export(arguments: list[str]) -> None:
     try:
         with write_atomically(out) as unfinished:
             if settings is not None:
-                _write_folder(unfinished, tensors, settings)
+                unfinished.mkdir()
+                tensor_files.copy(unfinished / SINGLE, tensors)
+                settings.save_pretrained(unfinished)
             else:
-                unfinished.unlink(missing_ok=True)  # from an export that was killed
                 _write_file(unfinished, tensors, extra)
     except OSError as error:
         raise CheckpointError(f"out={out} cannot be written: {error.strerror}; choose another place") from error
@@ -78,17 +77,6 @@ def _write_file(path: Path, tensors: dict[str, tensor_files.Stored], extra: tupl
     read = dict(tensor_files.read(tensors))
     with path.open("wb") as file:
         torch.save({name: read[name] for name in tensors} | nested.unpacked_state(*extra), file)
-
-
-def _write_folder(path: Path, tensors: dict[str, tensor_files.Stored], settings: Any) -> None:
-    shutil.rmtree(path, ignore_errors=True)  # from an export that was killed
-    path.mkdir()
-    try:
-        tensor_files.copy(path / SINGLE, tensors)
-        settings.save_pretrained(path)
-    except BaseException:
-        shutil.rmtree(path, ignore_errors=True)
-        raise
 
 
 def _settings_of_transformers(config: RunConfig) -> Any:

@@ -14,9 +14,7 @@ from adl_dist.models import generation
 from adl_dist.report import say
 from adl_dist.stage import in_dtype
 
-# Keys, each with an example.
-TAKES = {"prompt": "TEXT", "max_tokens": "200", "temperature": "1.0", "top_k": "40", "seed": "0", "checkpoint": "best"}
-TAKES |= {"ema": "true"}
+TAKES = ("prompt", "max_tokens", "temperature", "top_k", "seed", "checkpoint", "ema")
 EXAMPLE = 'like prompt="def main"'
 
 
@@ -58,4 +56,4 @@ def _number(options: Mapping[str, str], key: str, default: float) -> float:
     try:
         return type(default)(options.get(key, default))
     except ValueError:
-        raise ConfigError(f"{key}={options[key]}: expected a number, like {TAKES[key]}") from None
+        raise ConfigError(f"{key}={options[key]}: expected a number, like {default}") from None

@@ -1,6 +1,6 @@
 """The arguments of commands that take a run folder. No torch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path, PurePath
 
 from adl_dist.checkpoint.storage import place_of
@@ -10,19 +10,16 @@ OF_MODEL = ("model", "data", "loss")  # the groups that describe a model and its
 
 
 def named_folder(
-    command: str, arguments: Sequence[str], takes: Mapping[str, str] | None = None, *, groups: Sequence[str] = ()
+    command: str, arguments: Sequence[str], takes: Collection[str] = (), *, groups: Collection[str] = ()
 ) -> tuple[PurePath, dict[str, str], list[str]]:
     """Return the run folder, the other ``KEY=VALUE`` of ``arguments``, and settings.
 
-    ``takes``: the other keys, each with an example of its value. Which of them are given is for the caller to check.
-    Settings are words like ``data.root=images`` of the ``groups`` that the command takes.
+    ``takes`` are the other keys. Settings are words like ``data.root=images`` of the ``groups`` that the command takes.
 
     Raises:
         ConfigError: If there is not exactly one folder, or an unknown argument.
     """
-    takes = takes or {}
-    usage = " ".join([f"adl-dist {command} RUN_DIR", *(f"[{key}={value}]" for key, value in takes.items())])
-    usage += "".join(f" [{group}.KEY=VALUE ...]" for group in groups)
+    more = f"adl-dist {command} --help lists its arguments"
     folders, options, settings = list[str](), dict[str, str](), list[str]()
     for argument in arguments:
         key, equals, value = argument.partition("=")
@@ -33,12 +30,11 @@ def named_folder(
         elif equals and key == "run_dir":
             folders.append(value)
         elif argument.startswith("-") or (equals and not Path(argument).is_dir()):
-            raise ConfigError(f"adl-dist {command} does not know '{argument}'; expected {usage}")
+            raise ConfigError(f"adl-dist {command} does not know '{argument}'; {more}")
         else:
             folders.append(argument)
     if len(folders) != 1 or not folders[0]:
-        got = f"'{' '.join(folders)}'" if folders else "none"
-        raise ConfigError(f"adl-dist {command} takes one run folder, got {got}: {usage}")
+        raise ConfigError(f"adl-dist {command} takes one run folder, got '{' '.join(folders)}'; {more}")
     return place_of(folders[0]), options, settings
 
 

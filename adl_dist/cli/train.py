@@ -2,9 +2,11 @@
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path, PurePath
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.checkpoint.run_dir import RunFolder, chosen_checkpoint
@@ -23,7 +25,6 @@ from adl_dist.errors import DivergedError, Exit
 from adl_dist.launch.local import launch_local
 from adl_dist.report import announced, final_table, say, tell
 from adl_dist.report.page import REPORT
-from adl_dist.training.trainer import Trainer
 
 MANY = 4  # processes for each core, from which on the model is read first, to see whether it has so many stages
 
@@ -95,29 +96,21 @@ def _run_ranks(config: RunConfig, command: list[str], *, passes_stops_on: bool) 
 
 def evaluate(arguments: list[str]) -> None:
     """Run ``adl-dist evaluate``: evaluate a checkpoint in this process, uncut."""
-    takes = {"checkpoint": "best", "ema": "true"}
-    run_dir, options, words = named_folder("evaluate", arguments, takes, groups=OF_MODEL)
-    config, path, trainer = _restored(run_dir, options, words)
+    run_dir, options, words = named_folder("evaluate", arguments, ("checkpoint", "ema"), groups=OF_MODEL)
+    config = instantiate.run_with(run_dir, words)
+    if config.runtime.device == "cuda" and not torch.cuda.is_available():
+        config.runtime.device = "cpu"
+        note = "has runtime.device=cuda, but torch finds no CUDA device here; computing on the CPU"
+        tell(sys.stderr, f"adl-dist: {run_dir} {note}\n")
+    path = chosen_checkpoint(run_dir, options.get("checkpoint"))
+    trainer = instantiate.evaluator(config)
+    trainer.load_checkpoint(path, ema=wants_averages(options))
     _, val_data = instantiate.build_data(config.data)
     micro_batch_size = config.train.batch_size // config.method.micro_batches_per_update
     how = {"num_workers": config.data.get("num_workers", 0), "loading": instantiate.loading(config, None)}
     metrics = trainer.evaluate(val_data, batch_size=micro_batch_size, **how)
     shown = [f"{n.replace('_', ' ')} {v:{'.2%' if n.endswith('accuracy') else '.4f'}}" for n, v in metrics.items()]
     say(f"{path}: {', '.join(shown)}, {len(val_data)} samples")  # type: ignore[arg-type]
-
-
-def _restored(
-    run_dir: PurePath, options: Mapping[str, str], words: Sequence[str]
-) -> tuple[RunConfig, PurePath, Trainer]:
-    """Load the chosen checkpoint, on the device of its run or on the CPU.
-
-    With ``ema=true`` the weights are their moving averages.
-    """
-    config = instantiate.run_on_this_machine(run_dir, words)
-    path = chosen_checkpoint(run_dir, options.get("checkpoint"))
-    trainer = instantiate.evaluator(config)
-    trainer.load_checkpoint(path, ema=wants_averages(options))
-    return config, path, trainer
 
 
 def _end_stopped(stopped: Mapping[str, Any], epochs: int) -> None:

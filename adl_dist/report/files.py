@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ PICTURES = (".svg", ".png", ".pdf")
 
 @contextlib.contextmanager
 def write_atomically(path: Path) -> Iterator[Path]:
-    """Yield a temporary path, which becomes ``path`` at the end.
+    """Yield a temporary path of a file or folder, which becomes ``path`` at the end.
 
     After an error it is removed instead.
     """
@@ -22,7 +23,7 @@ def write_atomically(path: Path) -> Iterator[Path]:
         unfinished.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
-            unfinished.unlink()
+            shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink()
         raise
 
 

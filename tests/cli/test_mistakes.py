@@ -18,7 +18,6 @@ PLAN = ("plan", *TINY, "--links", "8gbit,20us", "--neighbours", "0")
 BENCH = ("bench", *TINY, "--out", "out")
 COSTS = ("schedule", "--costs")
 SWEEP = ("train", "-m", "run_dir=run")
-EVALUATE = "adl-dist evaluate RUN_DIR [checkpoint=best] [ema=true]"
 
 # Settings of ``train``, next to those of a tiny run.
 SETTINGS = {
@@ -93,8 +92,8 @@ BY_RANKS = {
 COMMANDS = [
     (["trian"], ["there is no command 'trian'; did you mean train?; choose one of train, evaluate, export"]),
     (["train", "~model"], ["~model removes model, which every run needs"]),
-    (["evaluate"], [f"takes one run folder, got none: {EVALUATE}"]),
-    (["evaluate", "rundir=x"], ["does not know 'rundir=x'", EVALUATE]),
+    (["evaluate"], ["takes one run folder, got ''; adl-dist evaluate --help"]),
+    (["evaluate", "rundir=x"], ["does not know 'rundir=x'; adl-dist evaluate --help lists its arguments"]),
     (["export", "run_dir=x"], ["adl-dist export needs out=", "adl-dist export x out=model.safetensors"]),
     (["report"], ["takes run folders", "adl-dist report RUNS"]),
     (["train", "model=gpt", "data=tokens", "data.train=null"], ["data.train=None: expected the file of tokens"]),

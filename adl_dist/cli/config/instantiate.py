@@ -26,7 +26,6 @@ from adl_dist.data import Loading
 from adl_dist.errors import AdlError, ConfigError, in_one_line
 from adl_dist.optim import build_lr_schedule
 from adl_dist.optimizers import prepare, with_rules
-from adl_dist.report import tell
 from adl_dist.report.callbacks import Callbacks
 from adl_dist.schedule import Method
 from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, TrainSpec
@@ -141,16 +140,6 @@ def run_with(run_dir: PurePath, words: Sequence[str]) -> RunConfig:
     if others := [word for word in words if not word.startswith("data.")]:
         raise ConfigError(f"{others[0]}: {run_dir} has a model, data and a loss of its own; give data.KEY=VALUE only")
     config.data = dict(_other_data(config.data, words))
-    return config
-
-
-def run_on_this_machine(run_dir: PurePath, words: Sequence[str]) -> RunConfig:
-    """Return :func:`run_with`, on the CPU if this machine has no GPU."""
-    config = run_with(run_dir, words)
-    if config.runtime.device == "cuda" and not torch.cuda.is_available():
-        config.runtime.device = "cpu"
-        note = "has runtime.device=cuda, but torch finds no CUDA device here; computing on the CPU"
-        tell(sys.stderr, f"adl-dist: {run_dir} {note}\n")
     return config
 
 
