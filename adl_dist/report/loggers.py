@@ -4,17 +4,14 @@ Only rank 0 calls them. Packages find an address, a key or the name of an experi
 variables.
 """
 
-import contextlib
 import importlib.util
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from adl_dist.errors import ConfigError, in_one_line
-from adl_dist.report.warning import warn
+from adl_dist.errors import ConfigError
 
 EXPERIMENT = "adl_dist"
 MOST_PENDING = 500  # records sent to MLflow at once; it accepts 1000
@@ -168,46 +165,3 @@ def check_loggers(loggers: Sequence[Any]) -> None:
         elif isinstance(one, type) or not isinstance(one, Logger):
             kind = f"the class {one.__name__}" if isinstance(one, type) else f"a {type(one).__name__}"
             raise ConfigError(f"runtime.loggers: expected an object with start, write, flush and close, got {kind}")
-
-
-@dataclass
-class Loggers:
-    """The loggers of a run.
-
-    One that fails is dropped with a warning, and the run continues without it.
-    """
-
-    wanted: Sequence[Any] = ()  # names and loggers
-    _running: list[tuple[str, Logger]] = field(default_factory=list)
-
-    def start(self, folder: Path, settings: Mapping[str, Any], from_update: int) -> None:
-        """Start all; ConfigError if one fails.
-
-        A full disk is only a warning for TensorBoard.
-        """
-        for one in self.wanted:
-            made: Logger = LOGGERS[one][0]() if isinstance(one, str) else one
-            name = type(made).__name__
-            try:
-                made.start(folder, settings, from_update)
-            except Exception as error:  # another package, or the user's own code
-                if isinstance(made, TensorBoard) and isinstance(error, OSError):
-                    warn(f"logger {name} cannot start ({error.strerror or error}); the run continues without it")
-                    continue
-                raise ConfigError(
-                    f"logger {name} cannot start: {in_one_line(error)}; correct what it names, or take it "
-                    "from runtime.loggers"
-                ) from error
-            self._running.append((name, made))
-
-    def each(self, call: Callable[[Logger], object]) -> None:
-        """Call each logger; close and drop those that fail."""
-        for name, one in [*self._running]:
-            try:
-                call(one)
-            except Exception as error:  # another package, or the user's own code: no reason to lose a run
-                reason = (error.strerror if isinstance(error, OSError) else None) or in_one_line(error)
-                warn(f"logger {name} fails ({reason}); the run continues without it")
-                self._running.remove((name, one))
-                with contextlib.suppress(Exception):
-                    one.close()

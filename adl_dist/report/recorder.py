@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from adl_dist.errors import ConfigError, in_one_line
 from adl_dist.report.files import write_atomically
-from adl_dist.report.loggers import TENSORBOARD, Loggers
+from adl_dist.report.loggers import LOGGERS, TENSORBOARD, Logger, TensorBoard
 from adl_dist.report.warning import warn
 
 METRICS = "metrics.jsonl"
@@ -42,7 +43,8 @@ class MetricsWriter:
         """
         self._folder, self._settings, self._stages_every = folder, settings or {}, stages_every
         self._call = call if call is not None else lambda make: make()
-        self._loggers = Loggers(loggers if folder is not None else ())
+        self._wanted = loggers if folder is not None else ()
+        self._running: list[tuple[str, Logger]] = []
         self._file: io.FileIO | None = None
         self._size = 0  # of the file, in whole lines
         self._is_failing = False
@@ -69,12 +71,25 @@ class MetricsWriter:
         except OSError as error:
             warn(f"{path} cannot be written ({error.strerror}); training continues without records")
             return
-        self._loggers.start(self._folder, self._settings, from_update)
+        for one in self._wanted:
+            made: Logger = LOGGERS[one][0]() if isinstance(one, str) else one
+            name = type(made).__name__
+            try:
+                made.start(self._folder, self._settings, from_update)
+            except Exception as error:  # another package, or the user's own code
+                if isinstance(made, TensorBoard) and isinstance(error, OSError):
+                    warn(f"logger {name} cannot start ({error.strerror or error}); the run continues without it")
+                    continue
+                raise ConfigError(
+                    f"logger {name} cannot start: {in_one_line(error)}; correct what it names, or take it "
+                    "from runtime.loggers"
+                ) from error
+            self._running.append((name, made))
 
     @property
     def has_loggers(self) -> bool:
         """Whether there are loggers other than metrics.jsonl and TensorBoard, which draws no random number."""
-        return any(one != TENSORBOARD for one in self._loggers.wanted)
+        return any(one != TENSORBOARD for one in self._wanted)
 
     def write_of_update(self, record: dict[str, Any]) -> None:
         """Write a record of an update; figures of stages only every few updates."""
@@ -85,7 +100,7 @@ class MetricsWriter:
         """Write one record."""
         if self._file is not None:
             self._append(self._file, json.dumps(record).encode() + b"\n")
-        write = partial(self._loggers.each, lambda one: one.write(record))
+        write = partial(self._each, lambda one: one.write(record))
         if self.has_loggers:
             self._call(write)
         else:
@@ -96,14 +111,26 @@ class MetricsWriter:
         with contextlib.suppress(OSError):  # reported before
             if self._file is not None:
                 os.fsync(self._file.fileno())
-        self._loggers.each(lambda one: one.flush())
+        self._each(lambda one: one.flush())
 
     def close(self) -> None:
         """Close the files."""
         with contextlib.suppress(OSError):
             if self._file is not None:
                 self._file.close()
-        self._loggers.each(lambda one: one.close())
+        self._each(lambda one: one.close())
+
+    def _each(self, call: Callable[[Logger], object]) -> None:
+        """Call each logger; close and drop those that fail, because a run is worth more."""
+        for name, one in [*self._running]:
+            try:
+                call(one)
+            except Exception as error:  # another package, or the user's own code
+                reason = (error.strerror if isinstance(error, OSError) else None) or in_one_line(error)
+                warn(f"logger {name} fails ({reason}); the run continues without it")
+                self._running.remove((name, one))
+                with contextlib.suppress(Exception):
+                    one.close()
 
     def _append(self, file: io.FileIO, line: bytes) -> None:
         """Append a line whole or not at all."""

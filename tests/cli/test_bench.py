@@ -119,7 +119,7 @@ def test_the_table_shows_speeds_memory_busy_share_and_failures(tmp_path):
     assert [row.get("ratio_to_baseline") for row in table] == [0.8, 1.0, 3.2, 2.0, None]
     assert (adl["median"], adl["least"], adl["most"]) == (250, 240, 260)
     assert (adl["predicted_images_per_second"], adl["measured_to_predicted"]) == (125.0, 2.0)
-    told = report(table, {"torch-ddp": "no"}, is_gpu=False)
+    told = report(table, {"torch-ddp": "no"})
     lines = told.splitlines()
     shows(lines[0], ["ratio  predicted  measured/predicted"])
     assert lines[1].split().count("-") == 3  # no prediction, no busy share

@@ -77,8 +77,7 @@ def bench(argv: list[str]) -> None:
         code = 130
     draw(out / FIGURE, table, title=f"{config.model['_target_'].rpartition('.')[2]}, K = {config.partition.num_stages}")
     written = ", ".join(str(path) for path in (out / FACTS, out / FIGURE) if path.is_file())
-    is_gpu = config.runtime.device == "cuda"
-    sys.stdout.write(f"{_head(setting)}\n\n{report(table, left_out, is_gpu=is_gpu)}\n\n")
+    sys.stdout.write(f"{_head(setting)}\n\n{report(table, left_out)}\n\n")
     sys.stdout.write(f"written: {written}; output of each run: {out / LOGS}\n")
     raise Exit(code or (1 if all("error" in row for row in table) else 0))
 

@@ -20,7 +20,6 @@ HEAD = (
 BAR_INCHES, WIDTH_INCHES = 0.27, 6.5
 
 Row = dict[str, Any]  # plain values, as bench.json has them; what is unknown is missing
-UNDERSTATED = "allocated on its GPU, which is less than it holds: without what another stream may still use"
 
 
 def rows(able: Sequence[Entry], runs: Sequence[Measured], survey: ModelSurvey) -> list[Row]:
@@ -65,8 +64,8 @@ def baseline(table: Sequence[Row]) -> Row | None:
     return max(known, key=lambda row: row["median"], default=None)
 
 
-def report(table: Sequence[Row], left_out: Mapping[str, str], *, is_gpu: bool) -> str:
-    """Return the table for people, with an explanation of its columns."""
+def report(table: Sequence[Row], left_out: Mapping[str, str]) -> str:
+    """Return the table for people; docs/bench.md explains its columns."""
     lines, reference = [*text_table([HEAD, *map(_cells, table)]), ""], baseline(table)
     if reference is None:
         lines += [f"ratio: there is none, for neither {' nor '.join(BASELINE)} was measured"]
@@ -76,14 +75,6 @@ def report(table: Sequence[Row], left_out: Mapping[str, str], *, is_gpu: bool) -
             f"ratio: of medians, to {reference['contender']}, the faster of {' and '.join(BASELINE)} as far as both "
             f"were measured: one process, {threads} thread{'s' * (threads > 1)}",
         ]
-    computing = "launches what its GPU computes" if is_gpu else "computes"
-    lines += [
-        "predicted: images/s by the measured costs of each unit and the schedule, as adl-dist plan predicts them",
-        "peak memory: for each process, " + (UNDERSTATED if is_gpu else "resident"),
-        f"busy: share of the time in which each stage {computing}; unknown for torch's",
-        "kB/image: sent by all processes together, computed from the shapes that cross; for replicas by a "
-        "ring, 2 (K-1)/K of the bytes that they average, from each process",
-    ]
     lines += [f"left out: {name}: {reason}" for name, reason in left_out.items()]
     lines += [f"failed: {row['contender']}: {row['error']}" for row in table if "error" in row]
     return "\n".join(lines)
