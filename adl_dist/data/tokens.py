@@ -6,7 +6,6 @@ files have no header.
 """
 
 import struct
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,65 +24,39 @@ HEADERS = {"uint16": (20240520, 1), "uint32": (20240801, 7)}
 DTYPES = {name: np.dtype(name).newbyteorder("<") for name in HEADERS}
 
 
-@dataclass(frozen=True)
-class TokenFile:
-    """A file of tokens.
+def open_tokens(path: Path, *, dtype: str | None = None) -> NDArray[Any]:
+    """Map the tokens [n] of a file into memory.
 
-    Attributes:
-        path: the file.
-        dtype: ``uint16`` or ``uint32``.
-        offset: bytes before the first token.
-        num_tokens: number of tokens.
+    ``dtype`` is that of a file without a header, by default ``uint16``.
+
+    Raises:
+        DataError: If the file is missing, or its length does not fit the header or ``dtype``.
+        ConfigError: If ``dtype`` is unknown, or not that of the header.
     """
-
-    path: Path
-    dtype: str
-    offset: int
-    num_tokens: int
-
-    @classmethod
-    def of(cls, path: Path, *, dtype: str | None = None) -> "TokenFile":
-        """Read the header of ``path``.
-
-        ``dtype`` is that of a file without one, by default ``uint16``.
-
-        Raises:
-            DataError: If the file is missing, or its length does not fit the header or ``dtype``.
-            ConfigError: If ``dtype`` is unknown, or not that of the header.
-        """
-        if dtype is not None and dtype not in DTYPES:
-            raise ConfigError(f"data.dtype={dtype}: tokens are {' or '.join(DTYPES)}; null: as the header says")
-        try:
-            with path.open("rb") as file:
-                head = file.read(12)
-            num_bytes = path.stat().st_size
-        except OSError as error:
-            raise _unreadable(path, error) from error
-        if len(head) == 12:  # the rest of the header may be cut off
-            magic, version, num_tokens = struct.unpack("<iii", head)
-            found = next((name for name, known in HEADERS.items() if known == (magic, version)), None)
-            if found is None and magic in {known for known, _ in HEADERS.values()}:
-                raise DataError(f"{path} has a header of llm.c of version {version}, which is not known; make it again")
-            if found is not None:
-                if dtype not in (None, found):
-                    raise ConfigError(f"data.dtype={dtype}, but the header of {path} says {found}; omit data.dtype")
-                if num_bytes != (expected := HEADER_BYTES + num_tokens * DTYPES[found].itemsize):
-                    raise DataError(
-                        f"{path}: expected {expected:,} bytes, for the {num_tokens:,} tokens of {found} that its "
-                        f"header says, found {num_bytes:,}; copy or make the file again"
-                    )
-                return cls(path, found, HEADER_BYTES, num_tokens)
-        num_tokens, rest = divmod(num_bytes, DTYPES[dtype or "uint16"].itemsize)
-        if rest:
-            raise DataError(
-                f"{path}: expected tokens of {dtype or 'uint16'}, or a header of llm.c, found {num_bytes:,} bytes; "
-                "give the right file, or data.dtype"
-            )
-        return cls(path, dtype or "uint16", 0, num_tokens)
-
-    def mapped(self) -> NDArray[Any]:
-        """Return the tokens [num_tokens], mapped into memory."""
-        return np.memmap(self.path, DTYPES[self.dtype], "r", self.offset, (self.num_tokens,))
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"data.dtype={dtype}: tokens are {' or '.join(DTYPES)}; null: as the header says")
+    try:
+        with path.open("rb") as file:
+            head = file.read(12)
+        num_bytes = path.stat().st_size
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    magic, version, num_tokens = struct.unpack("<iii", head) if len(head) == 12 else (0, 0, 0)
+    found = next((name for name, known in HEADERS.items() if known == (magic, version)), None)
+    if found is None and magic in {known for known, _ in HEADERS.values()}:
+        raise DataError(f"{path} has a header of llm.c of version {version}, which is not known; make it again")
+    if found is not None and dtype not in (None, found):
+        raise ConfigError(f"data.dtype={dtype}, but the header of {path} says {found}; omit data.dtype")
+    kind, offset = found or dtype or "uint16", 0 if found is None else HEADER_BYTES
+    num_tokens = num_bytes // DTYPES[kind].itemsize if found is None else num_tokens
+    if num_bytes != (expected := offset + num_tokens * DTYPES[kind].itemsize):  # the header may be cut off, too
+        raise DataError(
+            f"{path}: expected {expected:,} bytes, for {num_tokens:,} tokens of {kind}, found {num_bytes:,}; copy or "
+            "make the file again, or correct data.dtype"
+        )
+    if not num_tokens:  # nothing can be mapped
+        return np.empty(0, DTYPES[kind])
+    return np.memmap(path, DTYPES[kind], "r", offset, (num_tokens,))
 
 
 def header_of(dtype: str, num_tokens: int) -> bytes:
@@ -98,12 +71,14 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
     whole window are not used.
     """
 
-    def __init__(self, file: TokenFile, context: int, vocab_size: int | None = None) -> None:
-        self._file, self._vocab_size, self.context = file, vocab_size, context
-        self._windows: NDArray[Any] | None = None  # [n, T + 1], mapped
+    def __init__(self, path: Path, context: int, vocab_size: int | None = None, dtype: str | None = None) -> None:
+        self._path, self._vocab_size, self.context, self._dtype = path, vocab_size, context, dtype
+        tokens = open_tokens(path, dtype=dtype)
+        self.num_tokens, size = len(tokens), context + 1
+        self._windows = tokens[: len(tokens) // size * size].reshape(-1, size)  # [n, T + 1], mapped
 
     def __len__(self) -> int:
-        return self._file.num_tokens // (self.context + 1)
+        return len(self._windows)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """Return input int64[T] and target int64[T]."""
@@ -120,22 +95,19 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         Raises:
             DataError: If a token is not below the size of the vocabulary.
         """
-        if self._windows is None:
-            shape = len(self), self.context + 1
-            self._windows = self._file.mapped()[: shape[0] * shape[1]].reshape(shape)
         windows = self._windows[rows.numpy()].astype(np.int64)
         if self._vocab_size is not None and (largest := windows.max(axis=1)).max() >= self._vocab_size:
             place = int((largest >= self._vocab_size).argmax())
             raise DataError(
-                f"sample {int(rows[place])}: {self._file.path} has token {int(largest[place])}, but "
+                f"sample {int(rows[place])}: {self._path} has token {int(largest[place])}, but "
                 f"data.vocab_size={self._vocab_size}, so tokens must be below that; correct it, or data.dtype"
             )
         tokens = torch.from_numpy(windows)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a worker, which maps the file itself."""
-        return {**vars(self), "_windows": None}
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return the file for a worker, which maps it itself."""
+        return type(self), (self._path, self.context, self._vocab_size, self._dtype)
 
 
 def tokens(
@@ -156,15 +128,13 @@ def tokens(
     """
     if context < 1:
         raise ConfigError(f"data.context must be at least 1 token, got {context}")
-    made = []
-    for name, path in (("train", train), ("validation", validation)):
-        file = TokenFile.of(Path(path).expanduser(), dtype=dtype)
-        if file.num_tokens <= context:
+    made = [Windows(Path(path).expanduser(), context, vocab_size, dtype) for path in (train, validation)]
+    for name, windows in zip(("train", "validation"), made, strict=True):
+        if not len(windows):
             raise DataError(
-                f"data.{name}={path} has {file.num_tokens} tokens; expected at least data.context + 1 = {context + 1}; "
-                "use more text, or a smaller data.context"
+                f"data.{name}: the file has {windows.num_tokens} tokens; expected at least data.context + 1 = "
+                f"{context + 1}; use more text, or a smaller data.context"
             )
-        made.append(Windows(file, context, vocab_size))
     return made[0], made[1]
 
 

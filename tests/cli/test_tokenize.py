@@ -7,7 +7,7 @@ import pytest
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.config.instantiate import build_data, build_model
 from adl_dist.cli.tokenize import tokenize
-from adl_dist.data.tokens import TokenFile
+from adl_dist.data.tokens import open_tokens
 from adl_dist.data.vocabulary import FILE, Vocabulary
 
 TEXTS = ("Größe, or size. " * 30, "a second file\n" * 20)
@@ -21,7 +21,7 @@ def files(tmp_path):
 
 
 def read(folder, name):
-    return TokenFile.of(folder / name).mapped()
+    return open_tokens(folder / name)
 
 
 @pytest.mark.parametrize("level", ["byte", "char"])

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from adl_dist.checkpoint.policy import CheckpointPolicy
-from adl_dist.data.tokens import TokenFile, Windows, header_of
+from adl_dist.data.tokens import Windows, header_of
 from adl_dist.losses import TokenCrossEntropy
 from adl_dist.models import gpt, llama, vit
 from adl_dist.partition import Chain
@@ -75,7 +75,7 @@ def file(tmp_path_factory):
 
 
 def data_of(file, M):
-    return (TokensAndPadding if M > 1 else Tokens)(TokenFile.of(file), CONTEXT)
+    return (TokensAndPadding if M > 1 else Tokens)(file, CONTEXT)
 
 
 def trained(build, file, K, M, *, dtype=torch.float64, run_dir=None, method="adl", **of_fit):
