@@ -111,7 +111,7 @@ COMMANDS = [
     ([*PLAN, "--stages", "a"], ["--stages", "whole numbers", "got a"]),
     (
         [*PLAN, "--stages", "2", "partition.balance=auto", "partition.device_speeds=[1,2,3]"],
-        ["device_speeds=[1, 2, 3]", "there are 2 stages"],
+        ["device_speeds=[1, 2, 3] has 3 numbers for 2 stages"],
     ),
     ([*PLAN, "--links", "fast"], ["--links: 'fast' is not a link", "like 100mbit or 100mbit,50ms"]),
     ([*PLAN, "--methods", "adl,nope"], ["no method 'nope'", "gpipe"]),

@@ -116,10 +116,11 @@ def test_events_name_warnings_restarts_and_skipped_updates(run):
     log = "2026-11-24 09:42:17,810 {} {}\n"
     entries = [("WARNING", "no progress in 61 s"), ("INFO", "resumed from update 8"), ("INFO", "saved")]
     (run / "logs" / "rank0.log").write_text("".join(log.format(*entry) for entry in entries))
-    summary = json.loads((run / "summary.json").read_text())
-    (run / "summary.json").write_text(json.dumps({**summary, "skipped_updates": 2}))
+    with (run / "metrics.jsonl").open("a") as file:
+        for update in (3, 4):
+            file.write(json.dumps({"name": "train/skipped_updates", "value": 1, "update": update, "epoch": 0}) + "\n")
     page = page_of(run)
-    shows(page, ["no progress in 61 s", "started again from a checkpoint once", "2 updates were skipped"])
+    shows(page, ["no progress in 61 s", "started again from a checkpoint once", "2 updates skipped"])
     assert "saved" not in page
 
 

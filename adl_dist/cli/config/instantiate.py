@@ -47,7 +47,7 @@ logging.getLogger("hydra").addHandler(logging.NullHandler())  # it logs what it 
 def trainer(config: RunConfig, *, handle_signals: bool = False) -> Trainer:
     """Build the model and its trainer. Changes no file and starts no process."""
     return Trainer(
-        build_model_on_meta(config) if config.runtime.meta_init else build_model(config, as_built=True),
+        build_model(config, as_built=True, on_meta=config.runtime.meta_init),
         init_from=config.init_from,
         init_skip=config.init_skip,
         method=config.method,
@@ -95,33 +95,28 @@ def precision(config: RunConfig) -> Precision:
     return config.build(Precision, dtype=getattr(torch, config.dtype), autocast=autocast)
 
 
-def build_model(config: RunConfig, *, as_built: bool = False) -> nn.Module:
+def build_model(config: RunConfig, *, as_built: bool = False, on_meta: bool = False) -> nn.Module:
     """Build the uncut model, the same on every rank and for every K.
 
-    With ``as_built`` it is left to the trainer to untie weights and to read ``init_from``.
+    With ``as_built`` or ``on_meta`` it is left to the trainer to untie weights and to read ``init_from``.
     """
     torch.manual_seed(config.seed)
-    model = _call("model", config.model)
-    _expect(isinstance(model, nn.Module), "model", config.model, model, "a torch.nn.Module")
-    if config.partition.tied == "untie" and not as_built:
-        untied(model)
-    if config.init_from is not None and not as_built:
-        load_initial(model, place_of(config.init_from), config.init_skip)
-    prepare(model, build_optimizer(config))  # freeze parameters by the rules, also where no Trainer is made
-    return model  # type: ignore[no-any-return]
-
-
-def build_model_on_meta(config: RunConfig) -> nn.Module:
-    """Build the uncut model on meta; the trainer reads ``init_from``."""
-    torch.manual_seed(config.seed)
-    with torch.device("meta"):
+    with torch.device("meta") if on_meta else contextlib.nullcontext():
         model = _call("model", config.model)
     _expect(isinstance(model, nn.Module), "model", config.model, model, "a torch.nn.Module")
-    if not is_lazy_model(model):
-        raise ConfigError(
-            f"runtime.meta_init=true builds the model on torch.device('meta'), but {config.model['_target_']} has no "
-            "tensors, or some that are not on meta; use runtime.meta_init=false"
-        )
+    if on_meta:
+        if not is_lazy_model(model):
+            raise ConfigError(
+                f"runtime.meta_init=true builds the model on torch.device('meta'), but {config.model['_target_']} has "
+                "no tensors, or some that are not on meta; use runtime.meta_init=false"
+            )
+        return model  # type: ignore[no-any-return]
+    if not as_built:
+        if config.partition.tied == "untie":
+            untied(model)
+        if config.init_from is not None:
+            load_initial(model, place_of(config.init_from), config.init_skip)
+    prepare(model, build_optimizer(config))  # freeze parameters by the rules, also where no Trainer is made
     return model  # type: ignore[no-any-return]
 
 
@@ -146,7 +141,7 @@ def run_with(run_dir: PurePath, words: Sequence[str]) -> RunConfig:
 def described_model(config: RunConfig) -> nn.Module:
     """Return the model of a run for its names and shapes, on meta if possible."""
     try:
-        return build_model_on_meta(config)
+        return build_model(config, on_meta=True)
     except ConfigError:  # its own code makes values
         return build_model(config)
 

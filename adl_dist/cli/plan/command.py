@@ -30,6 +30,9 @@ def plan(words: list[str]) -> None:
     sys.stdout.write("\n".join(lines) + "\n")
 
 
+Cuts = Mapping[int, tuple[Machine, list[int] | None]]  # by K: the devices, and the units of each stage if given
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Found:
     """The measurements, the predictions, and the advice."""
@@ -53,10 +56,10 @@ def _measured(question: Question) -> _Found:
         profiler = Profiler(config, threads=question.threads, **shown)
     except DataError as error:
         raise DataError(f"{error}; or describe a sample: --input 3,224,224") from error
-    question, refused = _possible(question, machine, profiler.chain)
+    cuts, refused = _cuts(question, machine, profiler.chain)
     num_others = flags.neighbours
     if num_others is None:
-        num_others = profiler.num_others(max(question.stages)) if question.num_devices <= num_cores() else 0
+        num_others = profiler.num_others(max(cuts)) if question.num_devices <= num_cores() else 0
     M, batch = config.method.micro_batches_per_update, config.train.batch_size
     with profiler.with_load(num_others, sizes[M]):
         profiles = {M: profiler.profile(size) for M, size in sizes.items()}
@@ -64,7 +67,7 @@ def _measured(question: Question) -> _Found:
         with profiler.under_load():
             share = profiler.pace(max(1, batch // question.num_devices))
     other = alternative(profiles[M], machine, num_devices=question.num_devices, whole=whole, share=share)
-    predictions, unfit = _predict_all(question, machine, profiler.chain, profiles)
+    predictions, unfit = _predict_all(question, cuts, profiles)
     refused += unfit
     choice, reason = advise(predictions, other, unit=profiles[M].of["unit"])
     begins = [] if choice is None else begins_of(profiler.chain, choice.balance.sizes)
@@ -74,54 +77,45 @@ def _measured(question: Question) -> _Found:
         other=other,
         predictions=predictions,
         chain=profiler.chain,
-        coded=[] if question.links is None else _coded(question, machine, profiler.chain, profiles[M]),
+        coded=[] if question.links is None else _coded(question, cuts, profiles[M]),
         refused=refused,
         line=None if choice is None else line_to_paste(choice, begins, flags.overrides),
         reason=reason,
     )
 
 
-def _possible(question: Question, machine: Machine, chain: Chain) -> tuple[Question, list[str]]:
-    """Return the question for the possible K, and reasons against other K.
+def _cuts(question: Question, machine: Machine, chain: Chain) -> tuple[Cuts, list[str]]:
+    """Return the devices and the given cut for each possible K, and reasons against other K.
 
     Raises:
         PartitionError: If the model can be cut into none of them.
-        ConfigError: If there are not as many speeds as stages.
     """
-    refusals = dict[int, PartitionError]()
-    for K in question.stages:
-        try:
-            if _cut(question, machine, chain, K)["sizes"] is None:
-                check_places(chain, K)
-        except (PartitionError, ConfigError) as error:
-            refusals[K] = PartitionError(str(error).replace("partition.num_stages=", "--stages "))
-    stages = [K for K in question.stages if K not in refusals]
-    if not stages:
-        raise next(iter(refusals.values()))
-    return replace(question, stages=stages), [f"K = {K}: {error}" for K, error in refusals.items()]
-
-
-def _coded(question: Question, machine: Machine, chain: Chain, profile: Profile) -> list[Prediction]:
-    """Return predictions of the configured method for each K and codec."""
-    found, chosen = [], question.config.method
-    for K, codec in itertools.product(question.stages, CODECS):
-        if Pipeline(chosen, K).num_processes > question.num_devices:
-            continue
-        with contextlib.suppress(PartitionError, ConfigError):  # reported below the table of all methods
-            cut = _cut(question, replace(machine, codecs=Codecs(codec, codec)), chain, K)
-            found.append(predict(profile, Pipeline(chosen, K), **cut))
-    return found
-
-
-def _cut(question: Question, machine: Machine, chain: Chain, K: int) -> dict[str, Any]:
-    """Return the arguments of a prediction with the cut into K stages."""
     config = question.config.partition
-    balance, speeds = config.balance, config.device_speeds
-    if speeds is not None and len(speeds) != K:
-        raise ConfigError(f"partition.device_speeds={speeds} has {len(speeds)} numbers, but there are {K} stages")
-    is_given = isinstance(balance, list) and config.num_stages == K  # else the question is which is best
-    sizes = checked_sizes(chain, K, balance) if is_given else None
-    return {"machine": replace(machine, speeds=speeds), "sizes": sizes}
+    cuts, refused, speeds = dict[int, tuple[Machine, list[int] | None]](), dict[int, str](), config.device_speeds
+    for K in question.stages:
+        is_given = isinstance(config.balance, list) and config.num_stages == K  # else the question is which is best
+        try:
+            if speeds is not None and len(speeds) != K:
+                raise ConfigError(f"partition.device_speeds={speeds} has {len(speeds)} numbers for {K} stages")
+            check_places(chain, K)
+            sizes = checked_sizes(chain, K, config.balance) if is_given else None
+            cuts[K] = replace(machine, speeds=speeds), sizes
+        except (PartitionError, ConfigError) as error:
+            refused[K] = str(error).replace("partition.num_stages=", "--stages ")
+    if not cuts:
+        raise PartitionError(next(iter(refused.values())))
+    return cuts, [f"K = {K}: {error}" for K, error in refused.items()]
+
+
+def _coded(question: Question, cuts: Cuts, profile: Profile) -> list[Prediction]:
+    """Return predictions of the configured method for each K and codec."""
+    found = []
+    for (K, (machine, sizes)), codec in itertools.product(cuts.items(), CODECS):
+        pipeline, coding = Pipeline(question.config.method, K), replace(machine, codecs=Codecs(codec, codec))
+        if pipeline.num_processes <= question.num_devices:
+            with contextlib.suppress(PartitionError, ConfigError):  # reported below the table of all methods
+                found.append(predict(profile, pipeline, machine=coding, sizes=sizes))
+    return found
 
 
 def _facts(found: _Found) -> dict[str, Any]:
@@ -148,20 +142,18 @@ def _lines(found: _Found, *, with_units: bool) -> list[str]:
     return [*lines, f"recommended  {found.reason}", *([] if found.line is None else [f"             {found.line}"])]
 
 
-def _predict_all(
-    question: Question, machine: Machine, chain: Chain, profiles: Mapping[int, Profile]
-) -> tuple[list[Prediction], list[str]]:
+def _predict_all(question: Question, cuts: Cuts, profiles: Mapping[int, Profile]) -> tuple[list[Prediction], list[str]]:
     """Return all possible predictions, and the reasons against the others."""
     predictions, refused, n = [], [], question.num_devices
-    for K, method in itertools.product(question.stages, question.methods):
+    for (K, (machine, sizes)), method in itertools.product(cuts.items(), question.methods):
         try:
             pipeline = Pipeline(method, K)
             if pipeline.num_processes > n:
                 needs = f"it needs {pipeline.num_processes} devices, and there are {n}"
                 refused.append(f"K = {K}: {needs}; --devices {pipeline.num_processes} predicts it")
                 continue
-            cut = _cut(question, machine, chain, K)
-            predictions.append(predict(profiles[method.micro_batches_per_update], pipeline, **cut))
+            profile = profiles[method.micro_batches_per_update]
+            predictions.append(predict(profile, pipeline, machine=machine, sizes=sizes))
         except (PartitionError, ConfigError) as error:
             refused.append(f"{method.name}, K = {K}: {error}")
     return predictions, [*dict.fromkeys(refused)]

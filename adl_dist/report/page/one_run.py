@@ -372,16 +372,13 @@ def _links(run: Run, files: Files) -> Sequence[Part]:
 
 
 def _events(run: Run, files: Files) -> Sequence[Part]:
-    found = list[Part]()
-    if skipped := run.summary.get("skipped_updates") or len(run.curves.get("train/skipped_updates", ())):
-        found.append(text(f"{skipped} updates were skipped: their loss or gradient was not finite.", "bad"))
-    if run.divergence:
-        found.append(text(f"A loss or gradient was not finite at update {run.divergence.get('update')}.", "bad"))
-    if failed := run.curves.get("checkpoint/failed"):
-        found.append(text(f"{len(failed)} checkpoints could not be written.", "bad"))
-    if drained := run.curves.get("checkpoint/drain_changed_result"):
-        why = "checkpoints were requested in mid-epoch; emptying the pipeline for them changed values"
-        found.append(text(f"{len(drained)} {why}."))
+    kinds = {  # of records
+        "train/skipped_updates": "updates skipped, as their loss or gradient was not finite",
+        "checkpoint/failed": "checkpoints that could not be written",
+        "checkpoint/drain_changed_result": "checkpoints for which the pipeline was emptied, which changed values",
+    }
+    numbers = {kind: len(run.curves.get(name, ())) for name, kind in kinds.items()}
+    found: list[Part] = [text(f"{number} {kind}.", "bad") for kind, number in numbers.items() if number]
     if not files.logs:
         return [*found, missing("logs; the processes of a run with a run_dir write them.")]
     resumed = [entry for entry in files.logs if entry.text.startswith(RESUMED)]
