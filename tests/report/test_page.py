@@ -7,8 +7,6 @@ import pytest
 import yaml
 
 from adl_dist.report.page import write_page
-from adl_dist.report.page.verdict import idle_by_cause
-from adl_dist.schedule import method
 from tests.support.commands import shows
 from tests.support.recorded import recorded_run
 
@@ -136,13 +134,16 @@ def test_several_runs_are_compared(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("method_name", "busy", "causes"),
+    ("busy", "why"),
     [
-        ("gpipe", [0.6, 0.6], {"schedule": 1 / 3, "cut": 0.0, "rest": 2 / 3 - 0.6}),  # a fill and a drain of 1 in 3
-        ("adl", [0.45, 0.9], {"schedule": 0.0, "cut": 0.5, "rest": 0.05}),  # half of the other stage's work
-        ("bp", [0.1, 0.4], {"schedule": 0.5, "cut": 0.3, "rest": 0.1}),  # a fifth of all work
+        ([0.6, 0.6], "by its schedule, or waiting for messages"),
+        ([0.45, 0.9], "because the cut is uneven (stage 1 was busy for 90%): try partition.balance=auto"),
+        ([0.95, 0.92], "All stages were busy for at least 92% of the time."),
     ],
 )
-def test_idle_time_has_the_causes_of_its_schedule_and_cut(method_name, busy, causes):
-    found = idle_by_cause(method(method_name, accumulation_steps=2 if method_name == "gpipe" else 1), busy, 0)
-    assert found == pytest.approx(causes, abs=1e-9)
+def test_the_sentence_on_the_stages_tells_an_uneven_cut_from_waits(run, busy, why):
+    summary = json.loads((run / "summary.json").read_text())
+    for stage, share in zip(summary["stages"], busy, strict=True):
+        stage["busy_share"] = share
+    (run / "summary.json").write_text(json.dumps(summary))
+    shows(page_of(run), [why])
