@@ -93,19 +93,14 @@ def cifar100(root: str = "datasets", augment: bool = True, download: bool = Fals
 
 def _cifar(kind: Any, name: str, statistics: Statistics, *, root: str, augment: bool, download: bool) -> Datasets:
     folder = Path(root).expanduser().absolute()
-    by_hand = f"unpack {kind.url} in {folder}, so that {folder / kind.base_folder} exists"
     try:
         with _locked(folder) if download else nullcontext():
             read = [kind(str(folder), train=is_train, download=download) for is_train in (True, False)]
     except (OSError, RuntimeError, HTTPException) as error:
-        if download:
-            raise DataError(
-                f"{name} could not be downloaded to {folder}: {text_of(error)}; check network and disk, or {by_hand}"
-            ) from error
-        state = "files are missing or damaged" if (folder / kind.base_folder).is_dir() else "nothing was found"
+        fetch = "check network and disk" if download else "fetch them with data.download=true"
         raise DataError(
-            f"{name}: expected its files in {folder / kind.base_folder}, but {state}; fetch them with "
-            f"data.download=true, say where they are with data.root=FOLDER, or {by_hand}"
+            f"{name}: expected its files in {folder / kind.base_folder}, but {text_of(error)}; {fetch}, say where they "
+            f"are with data.root=FOLDER, or unpack {kind.url} in {folder}"
         ) from error
     images = [torch.from_numpy(one.data).permute(0, 3, 1, 2) for one in read]  # from [N, H, W, C]
     return (

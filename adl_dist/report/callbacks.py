@@ -11,7 +11,7 @@ from typing import Any
 
 from adl_dist.errors import CallbackError, ConfigError, in_one_line, place_of, text_of
 from adl_dist.report.goal import Goal, Mode
-from adl_dist.settings import from_old_name, renamed
+from adl_dist.settings import from_old_name
 
 EVENTS = ("on_start", "on_update", "on_epoch", "on_checkpoint", "on_end")
 logger = logging.getLogger("adl_dist")
@@ -119,8 +119,6 @@ class EarlyStopping(Callback):
                 "give validation data, or name a metric that is measured"
             )
         best = self.best_score
-        if best is not None and len(best) != len(score):  # of a version that scored a loss otherwise
-            best = None
         # The first figure decides, and the second one between equals.
         if best is None or score[0] > best[0] + self.min_change or (score[0] == best[0] and score > tuple(best)):
             self.best_score, self.best_value, self.waited = [*score], self.goal.value(now.metrics), 0
@@ -135,9 +133,7 @@ class EarlyStopping(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint with the same metric; otherwise begin again."""
-        kept = state["goal"]
-        present = renamed({"runtime.best_is": kept.get("best")})  # 0.3.8 had highest and lowest
-        if Goal(kept.get("metric"), present["runtime.best_mode"]) != self.goal:
+        if state["goal"] != asdict(self.goal):
             return
         self.best_score, self.best_value, self.waited = (state[k] for k in ("best_score", "best_value", "waited"))
 
@@ -221,7 +217,8 @@ class Callbacks:
         """Return the states for a checkpoint."""
         kept = []
         for one in (one for one in self._callbacks if hasattr(one, "state_dict")):
-            state = self._safely(one, "state_dict", update, partial(_as_json, one))
+            # As JSON gives it back.
+            state = self._safely(one, "state_dict", update, lambda one=one: json.loads(json.dumps(one.state_dict())))
             kept.append({"name": _name(one), "state": state})
         return kept
 
@@ -248,11 +245,6 @@ class Callbacks:
             raise CallbackError(
                 f"callback {_name(one)}.{event} fails at update {update}: {said}; the last checkpoint is kept"
             ) from error
-
-
-def _as_json(callback: Any) -> Any:
-    """Return the state of a callback as JSON will give it back."""
-    return json.loads(json.dumps(callback.state_dict()))
 
 
 def _name(one: object) -> str:

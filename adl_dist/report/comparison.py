@@ -105,8 +105,10 @@ def _text(runs: Sequence[Run], *, command: str, reference: Run | None) -> str:
         f"compared with Python {platform.python_version()}, torch {version('torch')}, adl_dist {__version__}. "
         "Each run: `comparison.csv`; learning curves: `curves.svg`."
     )
-    tables = [_table(runs, measure), *_overhead_table(runs, reference), *_memory_table(runs)]
-    return "\n\n".join([*tables, origin]) + "\n"
+    names = {str(run.folder): _name(run) for run in runs}
+    goals = overhead.rows(runs, names, reference)
+    reached = ["\n".join([*markdown_table(goals), "", overhead.note(runs, names, reference)])] if goals else []
+    return "\n\n".join([_table(runs, measure), *reached, *_memory_table(runs), origin]) + "\n"
 
 
 def _table(runs: Sequence[Run], measure: Measure) -> str:
@@ -130,13 +132,6 @@ def _table(runs: Sequence[Run], measure: Measure) -> str:
     note = f"`to {REFERENCE}`: difference of the medians in {points}, to {REFERENCE} of the same model, "
     note += "with the same data and M if there is one."
     return "\n".join([*markdown_table(rows), "", f"{spread} {note if references else ''}".strip()])
-
-
-def _overhead_table(runs: Sequence[Run], reference: Run | None) -> list[str]:
-    """Return the table of the training to the losses of a reference, or []."""
-    names = {str(run.folder): _name(run) for run in runs}
-    rows = overhead.rows(runs, names, reference)
-    return ["\n".join([*markdown_table(rows), "", overhead.note(runs, names, reference)])] if rows else []
 
 
 def _name(run: Run) -> str:

@@ -22,6 +22,11 @@ class Reached(NamedTuple):
     samples: float
     seconds: float
 
+    @classmethod
+    def at(cls, point: Point) -> "Reached":
+        """Return the training done at a point of a curve."""
+        return cls(point.update + 1, point.samples, point.seconds)
+
 
 class Goal(NamedTuple):
     """A loss of the reference, and the training that each of two runs needed."""
@@ -64,10 +69,11 @@ def note(runs: Sequence[Run], names: Mapping[str, str], reference: Run | None = 
 def first_reach(curve: Sequence[Point], loss: float) -> Reached | None:
     """Return the training at which a curve first has ``loss``, or None."""
     if curve and curve[0].value <= loss:
-        return _training(curve[0])
+        return Reached.at(curve[0])
     for a, b in pairwise(curve):
         if b.value <= loss:
-            return Reached(*_between(_training(a), _training(b), (a.value - loss) / (a.value - b.value)))
+            part = (a.value - loss) / (a.value - b.value)
+            return Reached(*(x + part * (y - x) for x, y in zip(Reached.at(a), Reached.at(b), strict=True)))
     return None
 
 
@@ -149,11 +155,3 @@ def _lowest(curve: Sequence[Point], updates: float) -> float | None:
         if a.update + 1 <= updates < b.update + 1:
             values.append(a.value + (b.value - a.value) * (updates - a.update - 1) / (b.update - a.update))
     return min(values, default=None)
-
-
-def _training(point: Point) -> Reached:
-    return Reached(point.update + 1, point.samples, point.seconds)
-
-
-def _between(a: Reached, b: Reached, part: float) -> list[float]:
-    return [x + part * (y - x) for x, y in zip(a, b, strict=True)]

@@ -24,10 +24,10 @@ BOXES = (*STYLES, Op.UPDATE)
 SMALL = (Op.LOAD, *LINKS)  # drawn in measured pictures
 
 
-def spans_of_schedule(pipeline: Pipeline, num_micro_batches: int, costs: Costs | None = None) -> list[Span]:
-    """Return the spans of a schedule from an empty pipeline on, without ``costs`` in ticks."""
+def spans_of_schedule(pipeline: Pipeline, num_micro_batches: int) -> list[Span]:
+    """Return the spans of a schedule from an empty pipeline on, in ticks."""
     lists, turns = in_processes(pipeline, num_micro_batches=num_micro_batches)
-    return list(spans_of_ticks(ticks(lists, turns=turns))) if costs is None else simulate(lists, costs, turns=turns)
+    return list(spans_of_ticks(ticks(lists, turns=turns)))
 
 
 def spans_of_ticks(table: Sequence[Mapping[int, Sequence[Action]]]) -> Iterator[Span]:

@@ -78,17 +78,8 @@ class Timeline:
         if not path.is_file():
             return None
         content: dict[str, Any] = json.loads(path.read_text())
-        stages = [[Timed(*each) for each in stage] for stage in content["stages"]]
-        for each in (each for stage in stages for each in stage):
-            Op(each.op)
-            if not 0 <= float(each.begin) <= float(each.end):
-                raise ValueError(f"an action lasts from {each.begin} to {each.end}")
-        return cls(
-            epoch=int(content["epoch"]),
-            device=str(content["device"]),
-            is_steady=bool(content["is_steady"]),
-            stages=stages,
-        )
+        stages = [[Timed(*each) for each in stage] for stage in content.pop("stages")]
+        return cls(**content, stages=stages)
 
     def median_seconds(self, stage: int, *ops: Op) -> float | None:
         """Return the sum of the median times of some actions, or None."""

@@ -92,6 +92,7 @@ class Totals:
     def summary(self) -> dict[str, Any]:
         """Return the figures for ``summary.json``."""
         num_samples, seconds = sum(n for n, _, _ in self.trained), sum((s for _, s, _ in self.trained), 0.0)
+        tokens = sum(self._tokens)
         segments = [results for _, _, results in self.trained]
         stages = [_stage_totals(results) for results in zip(*segments, strict=True)]
         processes = []
@@ -110,13 +111,11 @@ class Totals:
             # The peak of a process with several stages belongs to none of them.
             **({"processes": processes} if len(processes) < len(stages) else {}),
             **({"unit": self.unit} if self.unit != "images" else {}),
-            **(self._tokens_per_second(seconds) if seconds and self.unit == TOKENS else {}),
+            **(
+                {"num_tokens": tokens, "tokens_per_second": tokens / seconds} if seconds and self.unit == TOKENS else {}
+            ),
             **({"mfu": self._flops * num_samples / seconds} if seconds and self._flops is not None else {}),
         }
-
-    def _tokens_per_second(self, seconds: float) -> dict[str, float]:
-        num_tokens = sum(self._tokens)
-        return {"num_tokens": num_tokens, "tokens_per_second": num_tokens / seconds}
 
 
 def _by_process(results: Iterable[TrainResult]) -> dict[int, list[TrainResult]]:

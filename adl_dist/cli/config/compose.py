@@ -355,18 +355,13 @@ def _unknown_choice(path: str) -> str:
     known = f"; did you mean {close[0]}?" if close else ""
     known += f"; choose one of {_choices(group)}" if _choices(group) else ""
     if group == "model":
-        known += _of_torchvision(name)
+        from torchvision.models import list_models  # imported late: it takes a second
+
+        if close := difflib.get_close_matches(name, list_models(), n=1):
+            known += f"; torchvision has {close[0]}: model=torchvision model.name={close[0]}"
     if group == "optimizer":
         known += "; any torch optimizer: optimizer._target_=torch.optim.NAME"
     return f"there is no {group}={name}{known}"
-
-
-def _of_torchvision(name: str) -> str:
-    """Return a hint at a similar model of torchvision, or empty text."""
-    from torchvision.models import list_models  # imported late: it takes a second
-
-    close = difflib.get_close_matches(name, list_models(), n=1)
-    return f"; torchvision has {close[0]}: model=torchvision model.name={close[0]}" if close else ""
 
 
 def _did_you_mean(key: str, value: str = "") -> str:

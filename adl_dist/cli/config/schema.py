@@ -95,28 +95,18 @@ class RunConfig:
         check_settings(self, "")
         if self.run_dir == "":
             raise ConfigError("run_dir is empty; name a folder, like run_dir=runs/NAME, or omit it")
-        self._check_loader()
-        check_choice("runtime.device", self.runtime.device, ("cpu", "cuda"))
-        check_choice("runtime.autocast", self.runtime.autocast, (None, "bfloat16"))
-        for cls in (Stages, Training, PrecisionSettings, CommandOptions):  # all others check themselves
-            check_settings(self.build(cls), next(group for group, classes in GROUPS.items() if cls in classes))
-        self.build(GradientPolicy).check(self.pipeline)
-        _ = (
-            self.build(PartitionSpec),
-            self.timeouts,
-            self.build(CheckpointPolicy),
-            self.build(ProcessOptions),
-            self.monitoring,
-        )
-        micro_batch_size_of(self.train.batch_size, self.method.micro_batches_per_update)
-
-    def _check_loader(self) -> None:
-        """Check the data loader's settings, next to the dataset's arguments."""
         shuffle, num_workers = self.data.get("shuffle", True), self.data.get("num_workers", 0)
         if type(shuffle) is not bool:
             raise ConfigError(f"data.shuffle must be true or false, got {shuffle!r}")
         if type(num_workers) is not int or num_workers < 0:
             raise ConfigError(f"data.num_workers must be a whole number of at least 0, got {num_workers!r}")
+        check_choice("runtime.device", self.runtime.device, ("cpu", "cuda"))
+        check_choice("runtime.autocast", self.runtime.autocast, (None, "bfloat16"))
+        for cls in (Stages, Training, PrecisionSettings, CommandOptions):  # all others check themselves
+            check_settings(self.build(cls), next(group for group, classes in GROUPS.items() if cls in classes))
+        self.build(GradientPolicy).check(self.pipeline)
+        _ = *map(self.build, (PartitionSpec, CheckpointPolicy, ProcessOptions)), self.timeouts, self.monitoring
+        micro_batch_size_of(self.train.batch_size, self.method.micro_batches_per_update)
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> "RunConfig":

@@ -191,12 +191,7 @@ def locked(folder: Path) -> Iterator[None]:
     """Lock ``folder`` against other sweeps inside the block."""
     make_folder(folder)
     ownership = Ownership(folder)
-    try:
-        is_ours = ownership.take()
-    except OSError as error:
-        reason = error.strerror or error
-        raise ConfigError(f"run_dir={folder} cannot be written: {reason}; choose another run_dir") from None
-    if not is_ours:
+    if not ownership.take():
         raise ConfigError(f"run_dir={folder}: another sweep is running here; wait for it, or choose another run_dir")
     try:
         yield

@@ -18,7 +18,6 @@ from adl_dist.report.spans import spans_of_schedule, spans_of_timeline, spans_wi
 from adl_dist.report.tables import counted
 from adl_dist.schedule import figures
 from adl_dist.schedule.actions import BACKWARDS, Op
-from adl_dist.settings import renamed
 
 MOST_ENTRIES = 30  # of the logs, the newest
 LONGEST_ENTRY = 4000  # characters
@@ -121,8 +120,7 @@ def _best(run: Run, name: str) -> Point | None:
     mode = KNOWN.get(name) or (LOWEST if falls(name) else None)
     runtime = run.config.get("runtime")
     if isinstance(runtime, Mapping) and runtime.get("best_metric") == name:
-        own = renamed({f"runtime.{key}": value for key, value in runtime.items()}).get("runtime.best_mode")
-        mode = mode if own is None else own
+        mode = runtime.get("best_mode") or mode
     curve = run.finite(name.replace("_", "/", 1))
     if mode is None or not curve:
         return None

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from adl_dist.report.logs import Entry, read_logs
@@ -39,13 +38,6 @@ def read_files(run: Run) -> Files:
         start=run.load(START, lambda path: an_object(json.loads(path.read_text()))) or {},
         timeline=run.load(TIMELINE, lambda path: Timeline.read(path.parent)),
         logs=run.load("logs", lambda path: read_logs(path.parent)) or (),
-        units=run.load("profile.json", _read_units) or (),
+        units=run.load("profile.json", lambda path: json.loads(path.read_text())["units"]) or (),
         links=run.load("links.json", lambda path: an_object(json.loads(path.read_text()))) or {},
     )
-
-
-def _read_units(path: Path) -> list[dict[str, Any]]:
-    return [
-        {"name": str(unit["name"]), "forward": float(unit["forward"]), "backward": float(unit["backward"]), **unit}
-        for unit in an_object(json.loads(path.read_text()))["units"]
-    ]

@@ -1,6 +1,7 @@
 """The content of the page that compares several runs."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TypeAlias
 
 from adl_dist.errors import ConfigError
@@ -21,19 +22,14 @@ AllFiles: TypeAlias = Sequence[Files]
 
 def labels_of(runs: Sequence[Run]) -> list[str]:
     """Return a short label for each run, unique among all, or its folder."""
-    try:
+    with suppress(ConfigError):  # one has no settings
         add_labels(runs)
         labels = [f"{run.label} K={run.num_stages}" for run in runs]
         if len({*labels}) < len(labels):
             labels = [f"{label} seed={run.seed}" for label, run in zip(labels, runs, strict=True)]
         if len({*labels}) == len(labels) and max(map(len, labels)) <= LONGEST_LABEL:
             return labels
-    except ConfigError:  # one has no settings
-        pass
-    names = [run.folder.resolve().name for run in runs]
-    if len({*names}) < len(names):
-        names = [str(run.folder) for run in runs]
-    return [f"{name}: {title_of(run).partition(':')[0]}" for name, run in zip(names, runs, strict=True)]
+    return [f"{run.folder}: {title_of(run).partition(':')[0]}" for run in runs]
 
 
 def _curves(runs: Runs, labels: Labels, files: AllFiles) -> Sequence[Part]:
