@@ -84,7 +84,7 @@ def _flags(arguments: list[str]) -> argparse.Namespace:
     add("overrides", nargs="*", metavar="KEY=VALUE", help=keys)
     add("--micro-batches", type=int, metavar="N", help="length of the segment; default: 2K + 2M")
     add("--costs", metavar="SPEC", help=spec)
-    add("--out", type=Path, metavar="FILE", help="draw it: FILE.svg, FILE.png or FILE.pdf")
+    add("--out", type=Path, metavar="FILE", help="draw it: FILE.svg")
     add("--json", action="store_true", help="print one JSON object instead of the table")
     return parser.parse_intermixed_args(arguments)
 

@@ -103,7 +103,7 @@ COMMANDS = [
     (["schedule", "--js"], ["--js", "adl-dist schedule --help"]),
     (["schedule", "--micro-batches", "0"], ["--micro-batches 0 must be from 1"]),
     (["schedule", "method.delay=auto"], ["method.delay=auto follows from measured stages", "adl-dist plan prints"]),
-    (["schedule", "--out", "a.jpg"], ["a.jpg must end in .svg, .png, .pdf"]),
+    (["schedule", "--out", "a.jpg"], ["a.jpg must end in .svg"]),
     ([*COSTS, "{forward: 1}"], ["--costs {forward: 1}: expected forward and backward"]),
     ([*COSTS, "{forward: [1, 2, 3], backward: 2}"], ["forward=[1, 2, 3]: expected a number", "for 2 stages"]),
     ([*COSTS, "nowhere.yaml"], ["nowhere.yaml", "No such file"]),

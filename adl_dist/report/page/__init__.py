@@ -13,7 +13,6 @@ from adl_dist.report.runs import DAMAGE, read_run
 from adl_dist.report.warning import warn
 
 REPORT = "report.html"
-TEMPLATE = "page.html.j2"
 
 
 def write_page(folders: Sequence[Path], out: Path) -> None:
@@ -22,18 +21,23 @@ def write_page(folders: Sequence[Path], out: Path) -> None:
     Raises:
         ConfigError: If a folder holds no run, or ``out`` cannot be written.
     """
+    render("page.html.j2", out, **_content(folders), version=__version__)
+
+
+def render(template: str, out: Path, **variables: Any) -> None:
+    """Write a template with these variables; ConfigError if ``out`` cannot be written."""
     import jinja2  # imported late: few commands write a page
 
     loader = jinja2.PackageLoader("adl_dist.report", "page")
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    text = environment.get_template(TEMPLATE).render(_content(folders), version=__version__)
+    text = environment.get_template(template).render(**variables)
     try:
         with write_atomically(out) as unfinished:
             unfinished.write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
-        raise ConfigError(f"{out} cannot be written: {error.strerror}; give another place by out=FILE.html") from error
+        raise ConfigError(f"{out} cannot be written: {error.strerror}; choose another place") from error
 
 
 def write_after_run(folder: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from adl_dist.report.runs import Point
 from adl_dist.report.spans import BOXES, SMALL, STYLES, arrows
 from adl_dist.report.timeline import SHARES, Timeline
-from adl_dist.schedule.actions import Op
+from adl_dist.schedule.actions import Action, Op
 from adl_dist.schedule.timing import Span
 
 Part = dict[str, Any]  # ``kind``, the name of the macro, and its variables
@@ -148,16 +148,24 @@ def shares(timeline: Timeline, caption: str) -> Part:
     return bars(drawn, legend, caption)
 
 
-def lanes(title: str, spans: Sequence[Span], length: float, staleness: Callable[[Span], int | None]) -> Part:
+def lanes(
+    title: str,
+    spans: Sequence[Span],
+    length: float,
+    staleness: Callable[[Span], int | None],
+    messages: Sequence[tuple[int, Action]] | None = None,
+) -> Part:
     """Return the drawing of ``spans``, of which ``length`` units of time fill the width.
 
     Boxes have a class, x in percent, y in pixels, width, height, a text and a title; arrows a class and two places.
+    ``messages`` are the receiving actions by their stage, by default those among ``spans``.
     """
+    messages = [(span.stage, span.action) for span in spans] if messages is None else messages
     ordered = sorted(spans, key=lambda span: span.action.op is Op.UPDATE)  # updates are drawn over backwards
     boxes = [_box(span, length, staleness(span)) for span in ordered if span.action.op in (*BOXES, *SMALL)]
     drawn = [span for span in spans if span.action.op in BOXES]
     lines = []
-    for tail, head, is_act in arrows(drawn, [(span.stage, span.action) for span in spans]):
+    for tail, head, is_act in arrows(drawn, messages):
         down = head.stage > tail.stage
         begin = _percent(tail.end, length), _top(tail.stage) + BOX * down
         end = _percent(head.start, length), _top(head.stage) + BOX * (not down)
