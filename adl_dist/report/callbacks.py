@@ -217,9 +217,8 @@ class Callbacks:
         """Return the states for a checkpoint."""
         kept = []
         for one in (one for one in self._callbacks if hasattr(one, "state_dict")):
-            # As JSON gives it back.
-            state = self._safely(one, "state_dict", update, lambda one=one: json.loads(json.dumps(one.state_dict())))
-            kept.append({"name": _name(one), "state": state})
+            text = self._safely(one, "state_dict", update, lambda: json.dumps(one.state_dict()))  # noqa: B023
+            kept.append({"name": _name(one), "state": json.loads(text)})
         return kept
 
     def restore(self, kept: Sequence[Mapping[str, Any]], update: int) -> None:

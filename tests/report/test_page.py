@@ -141,7 +141,7 @@ def test_several_runs_are_compared(run, tmp_path):
         ([0.95, 0.92], "All stages were busy for at least 92% of the time."),
     ],
 )
-def test_the_sentence_on_the_stages_tells_an_uneven_cut_from_waits(run, busy, why):
+def test_the_sentence_on_stages_tells_an_uneven_cut_from_waits(run, busy, why):
     summary = json.loads((run / "summary.json").read_text())
     for stage, share in zip(summary["stages"], busy, strict=True):
         stage["busy_share"] = share
