@@ -20,7 +20,7 @@ from torch import Tensor
 from adl_dist.checkpoint import layout, tensor_files
 from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.checkpoint.tensor_files import Shard
-from adl_dist.errors import AdlError, StageFailed, TakenOverError, in_one_line, text_of
+from adl_dist.errors import AdlError, StageFailed, TakenOverError, in_one_line
 from adl_dist.report import warn
 
 logger = logging.getLogger("adl_dist")
@@ -74,7 +74,7 @@ class PartWriter:
 
     def _report_failure(self, path: PurePath, token: str, error: Exception) -> None:
         logger.error("%s could not be written", path, exc_info=error)
-        self.report(PartReport(rank=self.rank, token=token, failure=f"rank {self.rank}: {_reason(error)}"))
+        self.report(PartReport(rank=self.rank, token=token, failure=f"rank {self.rank}: {in_one_line(error)}"))
 
 
 @dataclass
@@ -112,7 +112,7 @@ class Saver:
                 self._saved = path
                 return
         except OSError as error:
-            self._fail(manifest, _reason(error))
+            self._fail(manifest, in_one_line(error))
             return
         arguments = path, manifest, write_parts(path, token, self.policy.background), token
         if self.policy.background:
@@ -150,13 +150,13 @@ class Saver:
                 layout.undo(path, token)
             if isinstance(error, TakenOverError):
                 self.lost = error
-            self._fail(manifest, _reason(error))
+            self._fail(manifest, in_one_line(error))
             return
         logger.info("saved %s", self._saved)
         try:
             layout.prune(self.folder, keep=self.policy.keep, keep_best=self.policy.keep_best)
         except OSError as error:
-            warn(f"{self.folder}: an old checkpoint could not be removed: {_reason(error)}")
+            warn(f"{self.folder}: an old checkpoint could not be removed: {in_one_line(error)}")
 
     def _collect(self, ranks: Collection[int], token: str) -> list[PartReport]:
         """Return the parts of all ``ranks``; raise StageFailed if one is gone."""
@@ -188,11 +188,3 @@ def _copied(shards: Mapping[str, Shard]) -> dict[str, Shard]:
     for device in {t.device for s in shards.values() for t in s.tensors.values() if t.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
     return copies
-
-
-def _reason(error: BaseException) -> str:
-    """Return the OSError that caused an error, or the error itself, as text."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__
-    return text_of(cause) if cause else in_one_line(error)

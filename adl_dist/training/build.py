@@ -48,7 +48,6 @@ def settle_partition(
 
     Raises:
         ConfigError, PartitionError, DataError: If the job cannot be done.
-        StageFailed, ChannelError: If another rank found so, or does not answer.
     """
     world, agreement, loaders, plan = startup.world, startup.agreement, startup.loaders, startup.plan
     check_sizes(spec.pipeline, plan.first_epoch.sizes)
@@ -99,7 +98,6 @@ def build_worker(
 
     Raises:
         ConfigError: If an optimizer or a learning rate schedule cannot be made, or a head lacks what it needs.
-        StageFailed, ChannelError: If another rank found so, or does not answer.
     """
     spec, result, samples, _ = settled
     world, loaders = startup.world, startup.loaders

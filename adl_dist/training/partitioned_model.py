@@ -172,7 +172,6 @@ class PartitionedModel:
             ConfigError: If a stage or the loss does not take what it gets, or there is nothing to train.
             PartitionError: If the model cannot be cut like that, no cut fits into memory, or the stages compute
                 something else than the uncut model.
-            StageFailed, ChannelError: If the rank that measures did not come to an end.
         """
         if self._settled is not None and (known := self._known(samples)) is not None:
             return known

@@ -28,7 +28,6 @@ def share_folder(
 
     Raises:
         ConfigError: If the run's newest checkpoint is on another machine than rank 0.
-        StageFailed, ChannelError: If another rank has failed, or does not answer.
     """
     token = Path(f".{uuid.uuid4().hex}")
     is_local = folder is not None and isinstance(folder.place, Path)

@@ -10,6 +10,8 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
@@ -145,10 +147,11 @@ def _carry_out(  # 8: a stage, facts about it, and its actions
             arriving[what_of(action)] = zeros_of(specs_of_tied(stage.ties[action.tie.number]), 1, device, training=True)
         elif action.op in (Op.RECV_NORM, Op.RECV_TOTAL):
             arriving[what_of(action)] = zeros_of(specs_of_norm(what_of(action), stage), 1, device, training=True)
+    nowhere: Any = SimpleNamespace(open=_do_nothing, send=_do_nothing, drain=_do_nothing)
     context = StageContext(
         stage,
-        receivers={kind: _Given(tensors) for kind, tensors in arriving.items()},
-        senders=defaultdict(_Nowhere),
+        receivers={kind: _giving(tensors) for kind, tensors in arriving.items()},
+        senders=defaultdict(lambda: nowhere),
         batches=iter([(*inputs, *targets)] * len(work.sizes)),
         num_inputs=len(inputs),
         loss_grads=[torch.ones((), dtype=spec.precision.dtype, device=device)] * len(work.sizes),
@@ -226,31 +229,10 @@ def _pin(samples: Samples, size: int, num_loaded: int) -> None:
     del held  # at the same time
 
 
-class _Given:
-    """A receiver that gets the same message each time."""
-
-    def __init__(self, tensors: Tensors) -> None:
-        self._tensors = tensors
-
-    def open(self, sizes: Sequence[int], order: Sequence[int], *, training: bool) -> None:
-        """Do nothing: no message is awaited."""
-
-    def shorten(self, num_micro_batches: int) -> None:
-        """Do nothing: no message is awaited."""
-
-    def recv(self, micro_batch: int) -> Tensors:
-        """Return copies, as the receiver of a message owns it."""
-        return tuple([tensor.clone() for tensor in self._tensors])
+def _do_nothing(*_: object, **__: object) -> None:
+    """Stand for an operation that has a peer elsewhere."""
 
 
-class _Nowhere:
-    """A sender without a peer."""
-
-    def open(self, sizes: Sequence[int], *, training: bool) -> None:
-        """Do nothing: there is no peer."""
-
-    def send(self, micro_batch: int, tensors: Tensors) -> None:
-        """Drop the message."""
-
-    def drain(self) -> None:
-        """Return at once: no message is under way."""
+def _giving(tensors: Tensors) -> Any:
+    """Return a receiver that gets copies of the same message each time, as it owns what it gets."""
+    return SimpleNamespace(open=_do_nothing, shorten=_do_nothing, recv=lambda b: tuple(t.clone() for t in tensors))
