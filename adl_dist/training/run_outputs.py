@@ -23,7 +23,6 @@ from adl_dist.report.files import write_atomically
 from adl_dist.report.loggers import TENSORBOARD
 from adl_dist.report.runs import START, flatten
 from adl_dist.report.tables import counted
-from adl_dist.schedule.run_plan import Plan
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.metrics import metrics_of
 from adl_dist.training.options import Monitoring
@@ -93,7 +92,7 @@ class Outputs:
         )
 
     def progress(
-        self, plan: Plan, worker: LocalWorker, partitioned: PartitionedModel, saving: CheckpointContext | None
+        self, worker: LocalWorker, partitioned: PartitionedModel, saving: CheckpointContext | None
     ) -> Progress:
         """Return the display of the run; on rank 0 it has shown the notes about the cut."""
         pipeline = worker.pipeline
@@ -102,11 +101,6 @@ class Outputs:
             return progress
         for note in partitioned.notes:
             progress.note(note)
-        if plan.eval_every_updates is not None and not pipeline.drain_is_exact:
-            progress.note(
-                f"note: eval_every_updates={plan.eval_every_updates} empties the pipeline in mid-epoch, so "
-                "gradients are less stale afterwards, and values differ from those of a run without"
-            )
         if partitioned.warning is not None:
             warn(f"{partitioned.warning}; so {pipeline.num_stages} stages are hardly faster than one")
         if saving is not None:

@@ -117,11 +117,9 @@ def start_call(world: World, name: str) -> Agreement:
 def check_consistent(
     agreement: Agreement,
     values: Mapping[str, Any],
-    *,
-    found: bool,
     initial: Mapping[str, Sequence[float]] = MappingProxyType({}),
 ) -> None:
-    """Refuse to start if ranks have different jobs or trial results.
+    """Refuse to start if ranks have different jobs or cuts.
 
     ``initial`` are a few elements of each initial weight: other processors may round a random number differently in its
     last digits, but a different seed gives a different number.
@@ -137,10 +135,10 @@ def check_consistent(
         if (difference := first_difference(mine, message["values"])) is not None:
             name, *both = difference
             here, there = (shorten(str(value), 60, placeholder="...") for value in both)
-            what, cause = "were not given the same job", "start all ranks with one command, and let all make the same"
-            if found:
-                what, cause = "do not find the same at the start", "the model computes something else in each process"
-            raise ConfigError(f"rank {rank} and rank {other} {what}: {name} is {here} here and {there} there; {cause}")
+            raise ConfigError(
+                f"rank {rank} and rank {other} were not given the same job: {name} is {here} here and {there} there; "
+                "start all ranks with one command, and let all make the same"
+            )
         for name, elements in initial.items():
             theirs = message["initial"].get(name, elements)  # without any, its weights come from a checkpoint
             if not all(map(partial(math.isclose, rel_tol=1e-3, abs_tol=1e-6), elements, theirs)):

@@ -521,7 +521,7 @@ class Trainer:
         coordinator = Coordinator(
             plan,
             recorder,
-            outputs.progress(plan, worker, self._partitioned, saving),
+            outputs.progress(worker, self._partitioned, saving),
             Totals(worker.unit, None if flops is None else flops / world.size),
             saving,
             outputs.callbacks,

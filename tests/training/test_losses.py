@@ -332,7 +332,7 @@ IGNORES = (
 REFUSED = {
     "ignored": (nn.CrossEntropyLoss(), -100, False, DataError, IGNORES),
     "smoothed": (functools.partial(F.cross_entropy, label_smoothing=0.1), -100, False, DataError, IGNORES),
-    "by hand": (lambda out, target: F.cross_entropy(out, target), -100, True, DataError, IGNORES),
+    "by hand": (lambda out, target: F.cross_entropy(out, target), -100, True, ConfigError, r"no mean .* num_terms"),
     "a sum": (functools.partial(F.cross_entropy, reduction="sum"), None, False, ConfigError, "the loss is a sum"),
     "no graph": (lambda out, target: F.cross_entropy(out.detach(), target), None, False, ConfigError, "gradient|train"),
     "a class": (nn.CrossEntropyLoss(), C, True, DataError, r"micro-batch \d of epoch . has target 4, but .* 4 outputs"),

@@ -62,16 +62,6 @@ class TrialResult(NamedTuple):
     loss_fault: str | None = None  # why no group of micro-batches can be trained with the loss
     single_fault: str | None = None  # why the model cannot be trained on a micro-batch of one sample
 
-    def plain(self) -> dict[str, Any]:
-        """Return the facts that must be equal on all ranks, in plain values."""
-        acts = {str(k): [[str(spec) for spec in mode] for mode in specs] for k, specs in self.acts.items()}
-        return {
-            "acts": acts,
-            "target": [str(spec) for spec in self.targets],
-            "gradients": {str(k): list(info.gets_grad or ()) for k, info in self.infos.items()},
-            "classes": self.num_classes,
-        }
-
 
 @dataclass
 class Observation:
