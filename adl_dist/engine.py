@@ -12,25 +12,17 @@ from torch.profiler import record_function
 from adl_dist.batch import Batch, Tensors
 from adl_dist.data.stream import Stream
 from adl_dist.schedule import Action, Op, StageWork
-from adl_dist.schedule.actions import RECEIVES, TiedAction, is_of_groups, what_of
+from adl_dist.schedule.actions import LINKS, RECEIVES, TiedAction, is_of_groups, what_of
 from adl_dist.stage import Stage
 from adl_dist.stage.gradient_head import GradientHead
 from adl_dist.transport.channel import Receiver, Sender
 
 Batches = Generator[tuple[Batch, Batch], None, None]
 NO_TARGET = (None,)  # where there is no loss
-# The kind of message that an action sends or receives, and its name among the tensors that a stage holds.
-SENT = {
-    Op.SEND_ACT: ("act", "out"),
-    Op.SEND_GRAD: ("grad", "grad"),
-    Op.SEND_TARGET: ("target", "target"),
-    Op.PASS_TARGET: ("label", "target"),
-}
-RECEIVED = {
-    Op.RECV_ACT: ("act", "act"),
-    Op.RECV_GRAD: ("grad", "grad"),
-    Op.RECV_TARGET: ("target", "target"),
-    Op.TAKE_TARGET: ("label", "target"),
+# The names of messages among the tensors that a stage holds.
+HELD = {
+    **{Op.SEND_ACT: "out", Op.SEND_GRAD: "grad", Op.SEND_TARGET: "target", Op.PASS_TARGET: "target"},
+    **{Op.RECV_ACT: "act", Op.RECV_GRAD: "grad", Op.RECV_TARGET: "target", Op.TAKE_TARGET: "target"},
 }
 
 
@@ -136,11 +128,9 @@ def step(action: Action, context: StageContext) -> None:
             if b in context.last_of_groups:
                 held["grad"] = stage.finish_group(grads, held["grad"])
         case Op.SEND_ACT | Op.SEND_GRAD | Op.SEND_TARGET | Op.PASS_TARGET:
-            kind, name = SENT[action.op]
-            context.senders[kind].send(b, held.pop(name))
+            context.senders[LINKS[action.op].what].send(b, held.pop(HELD[action.op]))
         case Op.RECV_ACT | Op.RECV_GRAD | Op.RECV_TARGET | Op.TAKE_TARGET:
-            kind, name = RECEIVED[action.op]
-            held[name] = context.receivers[kind].recv(b)
+            held[HELD[action.op]] = context.receivers[RECEIVES[action.op].what].recv(b)
         case Op.LOAD:
             assert context.batches is not None
             loaded = next(context.batches)

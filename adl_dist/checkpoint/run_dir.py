@@ -61,8 +61,6 @@ FREE_TO_CHANGE = {
 }
 # What a run trained with if its folder is older than one of these settings, and so does not name it.
 OF_OLD = {f"method.{name}": setting.default for name, setting in settings_of(Method).items() if name != "name"}
-OF_OLD |= {"partition.tied": "share", "tied": "share"}
-OF_OLD |= {"runtime.codec": "none", "codec": "none", "gradient_codec": "none"}
 OF_OLD |= {"train.clip_scope": "stage", "clip_scope": "stage"}
 
 # Names of the objects of a script; version 0.3.8 also wrote attributes of loss and schedule.
