@@ -24,6 +24,9 @@ class Loading:
         samples_per_epoch: samples that an epoch of training visits; by default the length of the sampler or dataset.
         persistent_workers: whether to keep workers from one epoch to the next, with the dataset as it was when they
             began. A dataset that changes between epochs needs False.
+
+    Raises:
+        ConfigError: If an option has a wrong type.
     """
 
     collate_fn: Callable[[list[Any]], Any] | None = None
@@ -38,8 +41,7 @@ class Loading:
         collate_fn = self.val_collate_fn or self.collate_fn
         return Loading(collate_fn=collate_fn, persistent_workers=self.persistent_workers)
 
-    def check(self) -> None:
-        """Raise ConfigError if an option has a wrong type."""
+    def __post_init__(self) -> None:
         for name in ("collate_fn", "val_collate_fn"):
             if (given := getattr(self, name)) is not None and not callable(given):
                 raise ConfigError(f"{name}: expected a callable that takes a list of samples, got {given!r}")

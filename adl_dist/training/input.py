@@ -172,9 +172,6 @@ class Data:
     shuffle: bool = False
     trains: bool = True
 
-    def __post_init__(self) -> None:
-        self.loading.check()
-
 
 class Loaders(NamedTuple):
     """The loaders that feed stage 0; other processes have none."""

@@ -183,9 +183,7 @@ def loading(config: RunConfig, dataset: Dataset[Any] | None) -> Loading:
                 f"data.sampler={node['sampler']} is called with the training dataset and fails: {in_one_line(error)}"
             ) from error
     kept = node.get("persistent_workers", False)
-    found = Loading(**made, samples_per_epoch=node.get("samples_per_epoch"), persistent_workers=kept)
-    found.check()
-    return found
+    return Loading(**made, samples_per_epoch=node.get("samples_per_epoch"), persistent_workers=kept)
 
 
 def callbacks(config: RunConfig) -> list[Any]:
