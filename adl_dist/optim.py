@@ -143,7 +143,7 @@ def build_lr_schedule(
 
 
 def _check_factors(groups: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]], name: str) -> None:
-    """Raise ConfigError if rates that ``lr_factor`` has made different ``before`` are one rate now."""
+    """Raise ConfigError if rates that differed ``before`` are one rate now."""
     pairs = {(float(old["lr"]), float(group["lr"])) for old, group in zip(before, groups, strict=True) if group["lr"]}
     if any("lr_factor" in group for group in groups) and len({rate for _, rate in pairs}) < len(pairs):
         raise ConfigError(

@@ -72,7 +72,7 @@ def identity_of(plan: Plan, optimizer: str) -> dict[str, Any]:
 
 
 def check_identity(path: PurePath, theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str | None:
-    """Raise CheckpointError if the runs differ; return a note on another length, if it has one."""
+    """Raise CheckpointError if the runs differ; return a note on the length."""
     for name, value in mine.items():
         if name != "total_updates" and theirs.get(name) != value:
             raise CheckpointError(

@@ -109,7 +109,7 @@ def restore(where: str, learner: Learner, tensors: Mapping[str, Stored], metadat
 
 
 def saved_values(metadata: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return the values of each stage with the names of its parameters, and the names that are ignored now.
+    """Return the values of each stage, and the names that are ignored now.
 
     The latter are of version 0.3.8.
     """

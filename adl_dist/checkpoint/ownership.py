@@ -54,7 +54,7 @@ class Ownership:
         self.lost: TakenOverError | None = None
 
     def is_held(self, *, waits: bool = True) -> bool:
-        """Return whether a living process owns the folder, of another launch than this one.
+        """Return whether a process of another launch owns the folder.
 
         With ``waits=False`` an owner elsewhere does not count, of which a sign of life would have to be awaited.
         """

@@ -70,7 +70,7 @@ def state_of(stages: Iterable[Stage], num_stages: int) -> dict[str, Shard]:
 
 
 def shard_of_place(place: Place) -> dict[str, Shard]:
-    """Return the position of a dataset, by file name; ConfigError if its ``state_dict`` cannot be saved."""
+    """Return the position of a dataset, by file name, or raise ConfigError."""
     packer = Packer()
     with _storable("training dataset"):
         packed = packer.packed("state_dict", place.state)

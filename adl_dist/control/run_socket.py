@@ -44,7 +44,7 @@ class LiveControl:
         self._server: _Server | None = None
 
     def start(self) -> None:
-        """Start to listen in a folder of this run's own; training continues if that is impossible."""
+        """Start to listen; training continues if that is impossible."""
         try:
             self._path.unlink(missing_ok=True)  # of a killed run
             with short_address(self._path) as address:

@@ -27,7 +27,10 @@ LEAST_CONNECTIONS = 8  # compute, copies, and up to five communicators
 
 
 def set_for_nccl() -> None:
-    """Set the variables of NCCL and the driver, unless the user has, or ranks would wait for each other for ever."""
+    """Set the variables of NCCL and the driver that ranks need.
+
+    Those of the user stay, unless ranks would wait for each other for ever with them.
+    """
     os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] = FOR_NCCL["NCCL_LAUNCH_ORDER_IMPLICIT"]
     connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     if not connections.isdecimal() or int(connections) < LEAST_CONNECTIONS:

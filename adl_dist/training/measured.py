@@ -72,7 +72,7 @@ def _rates_by_key(content: Any) -> dict[str, list[tuple[float, float]]]:
 
 
 def _read(path: Path, convert: Callable[[Any], T]) -> T | None:
-    """Return the content of ``path``, or None if it is not there; raise ConfigError for another one."""
+    """Return the content of ``path``, or None; ConfigError if it is damaged."""
     if not path.is_file():
         return None
     try:

@@ -261,7 +261,7 @@ class PartitionedModel:
     def _measured(
         self, trial: Trial, chain: Chain, startup: Startup, links: Links | None
     ) -> tuple[list[int], tuple[int, ...]] | None:
-        """Measure the units; return the best sizes and nominal delays, or None without data."""
+        """Measure the units with the data, if any; return the best sizes and delays."""
         if startup.loaders.first is None:
             return None
         folder = startup.folder
@@ -497,7 +497,7 @@ def unit_of_inputs(inputs: Tensor) -> str:
 
 
 def device_memory(device: torch.device, num_stages: int = 1) -> int | None:
-    """Return the GPU memory of each of a process's stages in bytes, or None on a CPU."""
+    """Return the GPU memory of a process's stage in bytes, or None on a CPU."""
     return int(torch.cuda.mem_get_info(device)[1] * SHARE_OF_MEMORY) // num_stages if device.type == "cuda" else None
 
 

@@ -94,7 +94,7 @@ class Outputs:
     def progress(
         self, worker: LocalWorker, partitioned: PartitionedModel, saving: CheckpointContext | None
     ) -> Progress:
-        """Return the display of the run; on rank 0 it has shown the notes about the cut."""
+        """Return the display of the run; on rank 0 show notes about the cut."""
         pipeline = worker.pipeline
         progress = Progress(num_stages=pipeline.num_stages, quiet=self.monitoring.quiet, unit=worker.unit)
         if worker.world.rank > 0:

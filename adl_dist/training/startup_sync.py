@@ -51,7 +51,7 @@ class Agreement:
         self._store, self._turn = store, 0
 
     def all(self, value: Any, *, call: str = "") -> list[Any]:
-        """Publish ``value``, and return the values of all ranks; ``call`` is the one that begins, if it does."""
+        """Publish ``value``, at the begin of ``call`` if given; return all values."""
         self._turn += 1
         self._publish({"value": value})
         return [self._read(other, call) for other in range(self.size)]
@@ -98,7 +98,7 @@ class Agreement:
 
 
 def start_call(world: World, name: str) -> Agreement:
-    """Return the agreement of a call that every rank makes, once all have made it.
+    """Return the agreement of a call, once every rank has made it.
 
     Raises:
         ConfigError: If another rank makes another call.

@@ -14,7 +14,7 @@ Ties = dict[tuple[int, ...], list[str]]  # of the stages that hold copies, the f
 
 
 def tie_copies(model: nn.Module, plan: StagePlan, stages: Iterable[StageModule]) -> tuple[Ties, list[str]]:
-    """Return the ties of the ``stages`` that ``plan`` makes of ``model``, with a note each.
+    """Return the ties of ``stages`` of ``model``, with a note each.
 
     The copies on ``stages`` get the optimizer roles of the originals.
 

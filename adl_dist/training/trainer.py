@@ -432,7 +432,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _start_job(self, world: World, folder: RunFolder | None) -> Iterator[tuple[job.Job, Agreement]]:
-        """Yield a new job and the agreement of ranks; an error is raised on all ranks."""
+        """Yield a new job and the agreement of ranks; raise errors on all ranks."""
         tune_malloc()
         agreement = start_call(world, str(self.running))
         with self._applied(), agreement.propagate_errors():

@@ -234,5 +234,5 @@ def _do_nothing(*_: object, **__: object) -> None:
 
 
 def _giving(tensors: Tensors) -> Any:
-    """Return a receiver that gets copies of the same message each time, as it owns what it gets."""
+    """Return a receiver of copies of one message."""
     return SimpleNamespace(open=_do_nothing, shorten=_do_nothing, recv=lambda b: tuple(t.clone() for t in tensors))

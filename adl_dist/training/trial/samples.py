@@ -120,7 +120,7 @@ def _describe(batch: Batch, *, with_sizes: bool) -> str:
 
 
 def _of_lengths(loader: DeviceLoader) -> Samples:
-    """Return the least and the greatest lengths as the pair, and micro-batches of two samples and of several."""
+    """Return samples of several lengths; the pair are the least and greatest."""
     num = min(NUM_LOOKED_AT, loader.num_samples)
     sizes = [min(SIZES[0], num)] * max(1, num // SIZES[0])
     with closing(loader.batches(0, sizes)) as batches:

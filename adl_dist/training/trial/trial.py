@@ -264,7 +264,7 @@ def memory_formats(model: nn.Module, spec: TrainSpec, samples: Samples) -> list[
 
 
 def check_trains(result: TrialResult, samples: Samples) -> None:
-    """Raise ConfigError if no gradient of the loss reaches the model, or of a group, or a size cannot be run."""
+    """Raise ConfigError if the loss cannot train the model on ``samples``."""
     if result.loss_fault is not None:
         raise ConfigError(result.loss_fault)
     if not result.learns:
