@@ -1,7 +1,9 @@
 """The exceptions of adl_dist: exit code 2 for the user's, 1 for others."""
 
+import difflib
 import logging
 import traceback
+from collections.abc import Iterable
 
 from adl_dist.wording import worded
 
@@ -143,6 +145,12 @@ def text_of(error: BaseException) -> str:
         return " ".join(str(error).split()) or type(error).__name__
     except Exception as failed:
         return f"its text cannot be made, because of a {type(failed).__name__}"
+
+
+def did_you_mean(word: str, known: Iterable[str], form: str = "{}") -> str:
+    """Return a hint at the closest of ``known`` names, or an empty text."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {form.format(close[0])}?" if close else ""
 
 
 def message_of(error: BaseException, rank: int) -> str:

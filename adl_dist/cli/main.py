@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import difflib
 import importlib
 import logging
 import os
@@ -15,7 +14,7 @@ from collections.abc import Callable, Sequence
 from adl_dist import __version__
 from adl_dist.distributed import parent_process
 from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER, end_with_launcher, end_with_torchrun
-from adl_dist.errors import AdlError, ConfigError, Exit, describe, place_of, text_of
+from adl_dist.errors import AdlError, ConfigError, Exit, describe, did_you_mean, place_of, text_of
 from adl_dist.wording import keys_shown
 
 USAGE = """\
@@ -232,8 +231,7 @@ def _command(name: str) -> Callable[[list[str]], None]:
             "adl-dist race has moved in 0.4.0: python -m benchmarks.race, in a checkout, takes its arguments"
         )
     if name not in COMMANDS:
-        close = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        hint = did_you_mean(name, COMMANDS)
         raise ConfigError(f"there is no command '{name}'{hint}; choose one of {', '.join(COMMANDS)}")
     command: Callable[[list[str]], None] = getattr(importlib.import_module(f"adl_dist.cli.{COMMANDS[name]}"), name)
     return command

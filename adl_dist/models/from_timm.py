@@ -1,11 +1,10 @@
 """Any classification network of timm, by its name."""
 
-import difflib
 from typing import Any
 
 from torch import nn
 
-from adl_dist.errors import ConfigError
+from adl_dist.errors import ConfigError, did_you_mean
 
 
 def timm_model(name: str, num_classes: int = 1000, *, download: bool = False, **options: Any) -> nn.Module:
@@ -28,8 +27,6 @@ def timm_model(name: str, num_classes: int = 1000, *, download: bool = False, **
     except ImportError as error:
         raise ConfigError(f"model=timm needs the package timm ({error}): pip install timm") from None
     if not timm.is_model(name):
-        known = timm.list_models()
-        close = difflib.get_close_matches(str(name).lower().partition(".")[0], known)
-        hint = f"did you mean {' or '.join(close)}?" if close else "see timm.list_models()"
-        raise ConfigError(f"model.name={name} is not one of timm's {len(known)} networks; {hint}")
+        hint = did_you_mean(str(name).lower().partition(".")[0], timm.list_models())
+        raise ConfigError(f"model.name={name} is not one of timm.list_models(){hint}")
     return timm.create_model(name, pretrained=download, num_classes=num_classes, **options)

@@ -1,11 +1,10 @@
 """Any classification network of torchvision, by the name of its builder."""
 
-import difflib
 from typing import Any
 
 from torch import nn
 
-from adl_dist.errors import ConfigError
+from adl_dist.errors import ConfigError, did_you_mean
 
 # Networks with auxiliary heads: in training their output is a tuple, which cross-entropy does not accept. torchvision
 # warns that their initialisation will change, unless it is asked for.
@@ -35,10 +34,8 @@ def torchvision_model(name: str, num_classes: int = 1000, **options: Any) -> nn.
 
     known = models.list_models(module=models)
     if name not in known:
-        close = difflib.get_close_matches(str(name).lower(), known)
-        hint = f"did you mean {' or '.join(close)}?" if close else "see torchvision.models.list_models()"
-        message = f"model.name={name} is not one of torchvision's {len(known)} classification builders; {hint}"
-        raise ConfigError(message)
+        hint = did_you_mean(str(name).lower(), known)
+        raise ConfigError(f"model.name={name} is not one of torchvision's classification builders{hint}")
     if named := options.keys() & _WEIGHTS:
         raise ConfigError(
             f"model.{min(named)} is not taken: nothing is downloaded; save the weights by torch.save as a state_dict "

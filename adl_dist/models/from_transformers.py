@@ -1,6 +1,5 @@
 """Networks of transformers, from a folder or a name of the hub."""
 
-import difflib
 import inspect
 import re
 import types
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adl_dist.errors import ConfigError, in_one_line
+from adl_dist.errors import ConfigError, did_you_mean, in_one_line
 
 _TEXT = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 # For each task the class that finds the network of a configuration, and the possible inputs of the network.
@@ -144,8 +143,7 @@ def read_config(config: str, *, download: bool = False, options: dict[str, Any] 
         ) from error
     for option in options or {}:
         if not hasattr(known, option):
-            close = difflib.get_close_matches(option, dir(known), n=1)
-            hint = f"; did you mean 'model.{close[0]}'?" if close else ""
+            hint = did_you_mean(option, dir(known), "'model.{}'")
             raise ConfigError(f"there is no key 'model.{option}'{hint}; a configuration of {kind} has no such entry")
     return transformers.AutoConfig.for_model(kind, **{**entries, **options}) if options else known
 

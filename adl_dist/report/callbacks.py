@@ -1,6 +1,5 @@
 """Callbacks: the user's code, called on rank 0 during a run."""
 
-import difflib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +8,7 @@ from functools import partial
 from pathlib import PurePath
 from typing import Any
 
-from adl_dist.errors import CallbackError, ConfigError, in_one_line, place_of, text_of
+from adl_dist.errors import CallbackError, ConfigError, did_you_mean, in_one_line, place_of, text_of
 from adl_dist.report.goal import Goal, Mode
 from adl_dist.settings import from_old_name
 
@@ -160,10 +159,8 @@ class Callbacks:
             events = [name for name in dir(one) if name.startswith("on_") and callable(getattr(one, name, None))]
             unknown = [name for name in events if name not in EVENTS]
             if not events or unknown:
-                what = f"has {unknown[0]}" if unknown else "has none of them"
-                near = difflib.get_close_matches(unknown[0], EVENTS, n=1) if unknown else []
-                hint = f"; did you mean {near[0]}?" if near else ""
-                raise ConfigError(f"callbacks: there are {', '.join(EVENTS)}, and {_name(one)} {what}{hint}")
+                what = f"has {unknown[0]}{did_you_mean(unknown[0], EVENTS)}" if unknown else "has none of them"
+                raise ConfigError(f"callbacks: there are {', '.join(EVENTS)}, and {_name(one)} {what}")
         self._callbacks = [*callbacks]
         self.asked: str | None = None
         self.on_interrupt: Callable[[str], object] | None = None

@@ -1,12 +1,11 @@
 """The metric that decides which weights are best."""
 
-import difflib
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from adl_dist.errors import ConfigError
+from adl_dist.errors import ConfigError, did_you_mean
 
 Mode = Literal["max", "min"]
 HIGHEST: Mode = "max"
@@ -47,11 +46,9 @@ class Goal:
                 "(runtime.best_metric) as well"
             )
         if self.metric is not None and self.best is None and self.metric not in KNOWN:
-            near = difflib.get_close_matches(self.metric, KNOWN, n=1)
-            hint = f"did you mean {near[0]}? Otherwise give" if near else "give"
             raise ConfigError(
-                f"it is not known which way {self.metric} is better; {hint} best_mode={HIGHEST} or {LOWEST} "
-                "(runtime.best_mode)"
+                f"it is not known which way {self.metric} is better{did_you_mean(self.metric, KNOWN)}; give "
+                f"best_mode={HIGHEST} or {LOWEST} (runtime.best_mode)"
             )
 
     def check(self, own: Collection[str]) -> None:
@@ -63,9 +60,8 @@ class Goal:
         if self.metric == TOP5 and TOP5 not in known[len(KNOWN) :]:
             raise ConfigError(f"{TOP5} is measured if train.metrics has top5 (Trainer(metrics=['top5'])); it has not")
         if self.metric is not None and self.metric not in known:
-            near = difflib.get_close_matches(self.metric, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ";"
-            raise ConfigError(f"there is no metric '{self.metric}'{hint} there are {', '.join(known)}")
+            hint = did_you_mean(self.metric, known)
+            raise ConfigError(f"there is no metric '{self.metric}'{hint}; there are {', '.join(known)}")
 
     def score(self, metrics: Mapping[str, float]) -> tuple[float, ...] | None:
         """Return a score that is higher if ``metrics`` are better, or None.

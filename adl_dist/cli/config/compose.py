@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from adl_dist.checkpoint.storage import place_of, read
 from adl_dist.cli.config.schema import GROUPS, OPEN_NODES, RunConfig, defaults, keys_of
 from adl_dist.distributed.procfs import started_at
-from adl_dist.errors import ConfigError, Exit
+from adl_dist.errors import ConfigError, Exit, did_you_mean
 from adl_dist.report import tell
 from adl_dist.report.runs import flatten
 from adl_dist.schedule import METHODS, Method
@@ -351,8 +351,7 @@ def _unknown_choice(path: str) -> str:
         return f"there is no {group}={name}; the submitit launchers come by {extra}"
     if not group:
         return f"there is no configuration '{path}'"
-    close = difflib.get_close_matches(name, _choices(group).split(", "), n=1)
-    known = f"; did you mean {close[0]}?" if close else ""
+    known = did_you_mean(name, _choices(group).split(", "))
     known += f"; choose one of {_choices(group)}" if _choices(group) else ""
     if group == "model":
         from torchvision.models import list_models  # imported late: it takes a second

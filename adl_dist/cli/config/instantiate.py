@@ -1,7 +1,6 @@
 """Objects from the ``_target_`` nodes of a configuration."""
 
 import contextlib
-import difflib
 import inspect
 import logging
 import sys
@@ -23,7 +22,7 @@ from adl_dist.checkpoint.storage import place_of
 from adl_dist.cli.config.compose import content_of, is_of_script, known_run, parse, run_of_script
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.data import Loading
-from adl_dist.errors import AdlError, ConfigError, in_one_line
+from adl_dist.errors import AdlError, ConfigError, did_you_mean, in_one_line
 from adl_dist.optim import build_lr_schedule
 from adl_dist.optimizers import prepare, with_rules
 from adl_dist.report.callbacks import Callbacks
@@ -350,8 +349,7 @@ def _bind(name: str, node: Mapping[str, Any], *supplied: str) -> tuple[Callable[
         unknown = next((key for key in arguments if key not in takes), None)
         if unknown is None:
             raise ConfigError(f"{name}: {error}; {accepted}") from None
-        close = difflib.get_close_matches(unknown, takes, n=1)
-        hint = f"; did you mean '{name}.{close[0]}'?" if close else ""
+        hint = did_you_mean(unknown, takes, f"'{name}.{{}}'")
         raise ConfigError(f"there is no key '{name}.{unknown}'{hint}; {accepted}") from None
     for key, value in arguments.items():
         # Only a word in place of a number, as typed on a command line; the target checks the rest.
@@ -370,8 +368,7 @@ def _locate(name: str, node: Mapping[str, Any], *, key: str = "_target_") -> Cal
     except Exception as error:  # importing runs the user's module, which can fail in any way
         module, _, attribute = path.rpartition(".")
         if module in sys.modules and not hasattr(sys.modules[module], attribute):
-            close = difflib.get_close_matches(attribute, dir(sys.modules[module]), n=1)
-            hint = f"; did you mean '{module}.{close[0]}'?" if close else ""
+            hint = did_you_mean(attribute, dir(sys.modules[module]), f"'{module}.{{}}'")
             raise ConfigError(f"{name}={path}: {module} has no '{attribute}'{hint}") from error
         cause = error.__cause__ or error
         raise ConfigError(
