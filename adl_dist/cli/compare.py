@@ -1,4 +1,4 @@
-"""``adl-dist compare RUNS...``: table, CSV and figure of runs. No torch."""
+"""``adl-dist compare RUNS...`` and ``report RUNS...``: tables, figures and pages of runs. No torch."""
 
 import os
 import shlex
@@ -9,6 +9,8 @@ from pathlib import Path
 from adl_dist.checkpoint.storage import local_run
 from adl_dist.errors import ConfigError
 from adl_dist.report import comparison
+from adl_dist.report.page import REPORT, write_page
+from adl_dist.report.recorder import METRICS
 
 
 def compare(arguments: Sequence[str]) -> None:
@@ -22,6 +24,17 @@ def compare(arguments: Sequence[str]) -> None:
     reference = local_run(chosen[0]) if chosen else None
     text = comparison.compare(paths, out=folder, reference=reference, command=command)
     sys.stdout.write(f"{text}\nwritten to {folder}: comparison.md, comparison.csv, curves.svg, curves.png\n")
+
+
+def report(arguments: Sequence[str]) -> None:
+    """Write the page to ``out=FILE``, or into the runs' common folder."""
+    paths, out, above = chosen_runs("report", arguments, out="FILE.html")
+    out = above / REPORT if out is None else out
+    if not out.name or out.is_dir():
+        raise ConfigError(f"out={out} is a folder; name the file, like out=report.html")
+    below = [[path] if (path / METRICS).is_file() else comparison.folders_below([path]) for path in paths]
+    write_page(list(dict.fromkeys(run for runs in below for run in runs)), out)
+    sys.stdout.write(f"written: {out}; it opens in any browser\n")
 
 
 def chosen_runs(command: str, arguments: Sequence[str], *, out: str) -> tuple[list[Path], Path | None, Path]:

@@ -122,8 +122,7 @@ Has the job that trains in RUN_DIR (or run_dir=RUN_DIR) save now, and end. Print
 COMMANDS = {
     **dict.fromkeys(("train", "evaluate"), "train"),
     "export": "export",
-    "compare": "compare",
-    "report": "report",
+    **dict.fromkeys(("compare", "report"), "compare"),
     "schedule": "schedule",
     "tokenize": "tokenize",
     "generate": "generate",

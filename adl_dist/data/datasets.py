@@ -1,13 +1,11 @@
 """Datasets by name.
 
 Each function returns (train, validation), map-style, of (float32[C, H, W], class index). Only the process of stage 0
-builds them; runs side by side download one after the other. torchvision and scikit-learn are imported late because each
-takes a second and most processes never need them.
+builds them. torchvision and scikit-learn are imported late because each takes a second and most processes never need
+them.
 """
 
-import fcntl
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -94,8 +92,7 @@ def cifar100(root: str = "datasets", augment: bool = True, download: bool = Fals
 def _cifar(kind: Any, name: str, statistics: Statistics, *, root: str, augment: bool, download: bool) -> Datasets:
     folder = Path(root).expanduser().absolute()
     try:
-        with _locked(folder) if download else nullcontext():
-            read = [kind(str(folder), train=is_train, download=download) for is_train in (True, False)]
+        read = [kind(str(folder), train=is_train, download=download) for is_train in (True, False)]
     except (OSError, RuntimeError, HTTPException) as error:
         fetch = "check network and disk" if download else "fetch them with data.download=true"
         raise DataError(
@@ -107,18 +104,6 @@ def _cifar(kind: Any, name: str, statistics: Statistics, *, root: str, augment: 
         SmallImages(images[0], read[0].targets, statistics, padding=4 * augment, flips=augment),
         SmallImages(images[1], read[1].targets, statistics),
     )
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Wait until no other process downloads to ``folder``.
-
-    torchvision writes straight to the file that it looks for.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".download.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
-        yield
 
 
 def imagefolder(

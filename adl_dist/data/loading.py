@@ -42,9 +42,6 @@ class Loading:
         return Loading(collate_fn=collate_fn, persistent_workers=self.persistent_workers)
 
     def __post_init__(self) -> None:
-        for name in ("collate_fn", "val_collate_fn"):
-            if (given := getattr(self, name)) is not None and not callable(given):
-                raise ConfigError(f"{name}: expected a callable that takes a list of samples, got {given!r}")
         if self.sampler is not None and not (hasattr(self.sampler, "__iter__") and hasattr(self.sampler, "__len__")):
             raise ConfigError(
                 f"sampler: expected a torch Sampler, with __iter__ and __len__, got {type(self.sampler).__name__}"

@@ -95,11 +95,6 @@ class MemoryMeter:
             profiler.stop()
 
 
-def peak_memory_bytes() -> int:
-    """Return this process's peak, resident or on its GPU."""
-    return peak_memory()["peak_memory_bytes"]
-
-
 def peak_memory() -> dict[str, int]:
     """Return this process's peaks in bytes, as in ``summary.json``.
 

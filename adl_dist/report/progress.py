@@ -203,12 +203,9 @@ def _mebibytes(num_bytes: int) -> str:
 def final_table(summary: Mapping[str, Any]) -> str:
     """Return the summary of a run as a short table."""
     head = [f"\n{counted(summary['epochs'], 'epoch')}, {counted(summary['updates'], 'update')}"]
-    if "validation_accuracy" in summary:
-        head.append(f"validation accuracy {summary['validation_accuracy']:.2%}")
-    if "validation_loss" in summary:
-        head.append(f"loss {summary['validation_loss']:.4f}")
-    if "validation_perplexity" in summary:
-        head.append(f"perplexity {summary['validation_perplexity']:.2f}")
+    forms = {"accuracy": "validation accuracy {:.2%}", "loss": "loss {:.4f}", "perplexity": "perplexity {:.2f}"}
+    values = [(form, summary.get(f"validation_{name}")) for name, form in forms.items()]
+    head += [form.format(value) for form, value in values if value is not None]
     if "samples_per_second" in summary:
         unit, speed = summary.get("unit", "images"), summary.get("tokens_per_second", summary["samples_per_second"])
         mfu = f" ({summary['mfu']:.1%} of the devices' peak)" if "mfu" in summary else ""

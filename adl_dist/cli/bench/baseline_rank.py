@@ -28,7 +28,7 @@ from adl_dist.distributed.affinity import bound_to, cores_here, own_cores, tune_
 from adl_dist.distributed.device import choose_device
 from adl_dist.distributed.parent_process import end_with_launcher
 from adl_dist.errors import AdlError
-from adl_dist.monitor.memory import peak_memory_bytes
+from adl_dist.monitor.memory import peak_memory
 from adl_dist.optim import build_lr_schedule
 from adl_dist.stage import in_dtype, in_memory_format
 from adl_dist.transport.spec import TensorSpec
@@ -91,7 +91,7 @@ def run(
                 else:
                     assert batches is not None
                     train_alone(replica_of(kind, model, training, inner_updates), batches, training)
-    return {"ends": training.ends(), "peak_memory_bytes": peak_memory_bytes()}
+    return {"ends": training.ends(), "peak_memory_bytes": peak_memory()["peak_memory_bytes"]}
 
 
 def replica_of(kind: Kind, model: nn.Module, training: Training, inner_updates: int | None) -> nn.Module:

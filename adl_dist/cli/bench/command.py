@@ -66,12 +66,12 @@ def bench(argv: list[str]) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # no run may outlive this process
     facts = {"command": shlex.join(["adl-dist", "bench", *argv]), **_made_with(setting)}
     facts |= {"order": [entry.name for entry in able], "left_out": left_out}
-    code, runs = 0, list[Measured]()
-    table = _write(out / FACTS, facts, runs, rows(able, runs, setting.survey))
+    code, runs, table = 0, list[Measured](), list[Row]()
     try:
         for run in measure_all(able, setting, flags):
             runs.append(run)
-            table = _write(out / FACTS, facts, runs, rows(able, runs, setting.survey))
+            table = rows(able, runs, setting.survey)
+            _write(out / FACTS, facts, runs, table)
     except KeyboardInterrupt:
         sys.stderr.write("\nadl-dist: interrupted; the table shows what was measured until then\n")
         code = 130
@@ -82,11 +82,10 @@ def bench(argv: list[str]) -> None:
     raise Exit(code or (1 if all("error" in row for row in table) else 0))
 
 
-def _write(path: Path, facts: dict[str, Any], runs: Sequence[Measured], table: list[Row]) -> list[Row]:
+def _write(path: Path, facts: dict[str, Any], runs: Sequence[Measured], table: list[Row]) -> None:
     with write_atomically(path) as unfinished:
         text = json.dumps({**facts, "runs": [run.as_json() for run in runs], "table": table}, indent=1, default=str)
         unfinished.write_text(text + "\n")
-    return table
 
 
 def measure_all(able: Sequence[Entry], setting: BenchConfig, flags: argparse.Namespace) -> Iterator[Measured]:

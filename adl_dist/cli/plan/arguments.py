@@ -158,25 +158,17 @@ def described(links: str | None) -> Links | None:
 
 def machine_of(question: Question) -> Machine:
     """Return the devices and links, as described or, between CPUs, measured."""
-    flags, device = question.flags, question.config.runtime.device
-    link = _link_of(question)
-    memory = device_memory(torch.device(device)) if flags.memory is None else flags.memory
-    codecs = instantiate.precision(question.config).codecs
-    are_coded = question.links is not None or codecs != PLAIN
-    coding = coding_costs(torch.device(device), threads=question.threads) if are_coded else {}
-    return Machine(memory_bytes=memory, codecs=codecs, coding=coding, **link)
-
-
-def _link_of(question: Question) -> dict[str, Any]:
-    """Return the capacity of the links, and the host time of a message.
-
-    Only a measurement can tell the host time.
-    """
+    flags, device, described = question.flags, question.config.runtime.device, question.links
+    link: dict[str, Any] = {}
     try:
-        measured = link_figures(question.config.runtime.device)
+        link = link_figures(device)  # also of described links: only a measurement can tell the host's time of a message
     except ChannelError as error:
-        if question.links is None:
+        if described is None:
             raise
         warn(f"what a message costs its sender and receiver is not counted: {error}")
-        measured = {}
-    return measured if question.links is None else {**measured, **question.links.figures}
+    link = {**link, **({} if described is None else described.figures)}
+    memory = device_memory(torch.device(device)) if flags.memory is None else flags.memory
+    codecs = instantiate.precision(question.config).codecs
+    are_coded = described is not None or codecs != PLAIN
+    coding = coding_costs(torch.device(device), threads=question.threads) if are_coded else {}
+    return Machine(memory_bytes=memory, codecs=codecs, coding=coding, **link)
