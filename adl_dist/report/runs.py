@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -13,7 +14,9 @@ import yaml
 
 from adl_dist.errors import AdlError, ConfigError, in_one_line
 from adl_dist.report.loggers import tag_of
+from adl_dist.report.logs import Entry, read_logs
 from adl_dist.report.recorder import METRICS
+from adl_dist.report.timeline import TIMELINE, Timeline
 from adl_dist.schedule import Pipeline, method
 from adl_dist.settings import REMOVED_OPTIONS
 
@@ -97,6 +100,31 @@ class Run:
         """Return the points of a curve that are numbers."""
         return [point for point in self.curves.get(name, ()) if math.isfinite(point.value)]
 
+    @cached_property
+    def start(self) -> Mapping[str, Any]:
+        """Command, host, device, and each stage's number of units, first and last, of the newest start."""
+        return self.load(START, _object_in) or {}
+
+    @cached_property
+    def timeline(self) -> Timeline | None:
+        """The actions of a few updates."""
+        return self.load(TIMELINE, lambda path: Timeline.read(path.parent))
+
+    @cached_property
+    def logs(self) -> Sequence[Entry]:
+        """The entries of the logs."""
+        return self.load("logs", lambda path: read_logs(path.parent)) or ()
+
+    @cached_property
+    def units(self) -> Sequence[Mapping[str, Any]]:
+        """The measured cost of each unit of the model."""
+        return self.load("profile.json", lambda path: _object_in(path)["units"]) or ()
+
+    @cached_property
+    def links(self) -> Mapping[str, Any]:
+        """The measured links."""
+        return self.load("links.json", _object_in) or {}
+
     def load(self, name: str, read: Callable[[Path], T]) -> T | None:
         """Return the content of a file, or None; note a problem if it is damaged."""
         path = self.folder / name
@@ -122,8 +150,8 @@ def read_run(folder: Path) -> Run:
         )
     run = Run(folder=folder)
     run.config = run.load("config.yaml", lambda path: an_object(yaml.safe_load(path.read_text()))) or {}
-    run.summary = run.load("summary.json", lambda path: an_object(json.loads(path.read_text()))) or {}
-    run.divergence = run.load("diverged.json", lambda path: an_object(json.loads(path.read_text()))) or {}
+    run.summary = run.load("summary.json", _object_in) or {}
+    run.divergence = run.load("diverged.json", _object_in) or {}
     run.load(METRICS, lambda path: _read_curves(run, path))
     run.num_stages = run.load("summary.json", lambda _: len(run.summary.get("stages", ()))) or 0
     if run.config:
@@ -139,10 +167,14 @@ def an_object(content: object) -> dict[str, Any]:
     return content
 
 
+def _object_in(path: Path) -> dict[str, Any]:
+    return an_object(json.loads(path.read_text()))
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file, or {} if it cannot be read."""
     try:
-        return an_object(json.loads(path.read_text()))
+        return _object_in(path)
     except (OSError, ValueError):
         return {}
 

@@ -52,17 +52,16 @@ def _content(folders: Sequence[Path]) -> dict[str, Any]:
     """Return the variables of the template."""
     from adl_dist.report.page import one_run, several
     from adl_dist.report.page.parts import MISSING, text
-    from adl_dist.report.page.recorded import read_files
 
     runs = [read_run(folder) for folder in folders]
-    files = [read_files(run) for run in runs]
     if len(runs) == 1:
         title = one_run.title_of(runs[0])
-        sections = {name: partial(build, runs[0], files[0]) for name, build in one_run.SECTIONS.items()}
-        head, facts = _shown(lambda: one_run.head(runs[0], files[0])), one_run.facts(runs[0], files[0])
+        sections = {name: partial(build, runs[0]) for name, build in one_run.SECTIONS.items()}
+        head, facts = _shown(lambda: one_run.head(runs[0])), one_run.facts(runs[0])
     else:
-        title, labels = f"{len(runs)} runs compared", several.labels_of(runs)
-        sections = {name: partial(build, runs, labels, files) for name, build in several.SECTIONS.items()}
+        title = f"{len(runs)} runs compared"
+        several.add_short_labels(runs)
+        sections = {name: partial(build, runs) for name, build in several.SECTIONS.items()}
         head, facts = [], [("one of them", f"adl-dist report {folders[0]}")]
     parts = {name: _shown(build) for name, build in sections.items()}
     missing = [(name, part["text"]) for name, found in parts.items() for part in found if part["kind"] == MISSING]

@@ -10,7 +10,6 @@ from adl_dist.report.logs import RESUMED
 from adl_dist.report.overhead import moving_average
 from adl_dist.report.page import parts
 from adl_dist.report.page.parts import Curve, Part, bar, chart, colour, missing, places, table, text, verbatim
-from adl_dist.report.page.recorded import Files
 from adl_dist.report.page.verdict import verdict
 from adl_dist.report.progress import PEAKS, coded_rows, holders
 from adl_dist.report.runs import DAMAGE, Point, Run, method_label
@@ -72,7 +71,7 @@ def ending(run: Run) -> str:
     return "stopped" if "stopped" in run.summary else run.status
 
 
-def head(run: Run, files: Files) -> list[Part]:
+def head(run: Run) -> list[Part]:
     """Return the end of the run, and the verdict on its stages."""
     css, said = ENDINGS[ending(run)]
     summary = run.summary
@@ -85,14 +84,14 @@ def head(run: Run, files: Files) -> list[Part]:
     said += f", ended by {summary['ended_by']}" if "ended_by" in summary else ""
     said += f": {counted(summary['epochs'], 'epoch')}, {counted(summary['updates'], 'update')}" if summary else ""
     found: list[Part] = [text(f"{said}.", css)]
-    if (judged := verdict(run, files.timeline)) is not None:
+    if (judged := verdict(run)) is not None:
         found.append(text(judged, "verdict"))
     return found
 
 
-def facts(run: Run, files: Files) -> list[tuple[str, str]]:
+def facts(run: Run) -> list[tuple[str, str]]:
     """Return command, date, host and parameters, as far as they are known."""
-    start, times = files.start, [entry.time for entry in files.logs]
+    start, times = run.start, [entry.time for entry in run.logs]
     found = {
         "method": "" if run.pipeline is None else run.pipeline.spec.summary,
         "command": start.get("command", ""),
@@ -127,13 +126,12 @@ def _best(run: Run, name: str) -> Point | None:
     return (min if mode == LOWEST else max)(curve, key=lambda point: point.value)
 
 
-def results(shown: Sequence[tuple[str, Run]]) -> Sequence[Part]:
-    """Return the results of runs with labels, each run in a column; newest records where there are no results."""
-    runs = [run for _, run in shown]
+def results(runs: Sequence[Run]) -> Sequence[Part]:
+    """Return the results of runs, each in a column; newest records where there are no results."""
     known = dict.fromkeys(n.replace("/", "_", 1) for run in runs for n in (*run.summary, *run.curves))
     kinds = ("validation_",) if all(run.summary for run in runs) else ("validation_", "train_")
     names = [name for name in known if name.startswith(kinds) and name not in FIGURES]
-    rows: list[Sequence[object]] = [["", *(label for label, _ in shown)]]
+    rows: list[Sequence[object]] = [["", *(run.label for run in runs)]]
     rows += [[name.replace("_", " "), *(_end_and_best(run, name) for run in runs)] for name in names]
     speeds = [run.summary.get("tokens_per_second", run.summary.get("samples_per_second", 0.0)) for run in runs]
     texts = [f"{value_text('', speed)} {run.unit}/s" if speed else "" for run, speed in zip(runs, speeds, strict=True)]
@@ -161,7 +159,7 @@ def _end_and_best(run: Run, name: str) -> str:
     return "" if end is None else f"{value_text(name, end)}{shown}"
 
 
-def _curves(run: Run, files: Files) -> Sequence[Part]:
+def _curves(run: Run) -> Sequence[Part]:
     found = {name.partition("/")[2] for name in run.curves if name.startswith(("train/", "validation/"))}
     names = [*(["loss"] if "loss" in found else []), *sorted(found - APART)]
     charts = [
@@ -195,7 +193,7 @@ def _of_stages(run: Run, name: str, read: Callable[[str], Sequence[Point]], scal
     return [curve for curve in curves if curve.points]
 
 
-def _throughput(run: Run, files: Files) -> Sequence[Part]:
+def _throughput(run: Run) -> Sequence[Part]:
     points = run.finite("train/loss")
     points = points[:: max(1, -(-len(points) // BINS))]
     unit, total = run.unit, run.summary.get("num_samples")
@@ -211,16 +209,16 @@ def _throughput(run: Run, files: Files) -> Sequence[Part]:
     return [parts.charts([drawn], f"Each point: mean over the time since the one before it. At most {BINS} points.")]
 
 
-def stage_table(shown: Sequence[tuple[str, Run]]) -> list[Part]:
-    """Return how busy and how stale the stages of runs with labels were."""
+def stage_table(runs: Sequence[Run]) -> list[Part]:
+    """Return how busy and how stale the stages of runs were."""
     rows: list[Sequence[object]] = [["", "stage", "busy", "delay", "mean staleness", "expected", "largest"]]
-    for label, run in shown:
+    for run in runs:
         planned = {f.stage: f for f in figures(run.pipeline)} if run.pipeline is not None else {}
         for stage in run.summary.get("stages", ()):
             plan, busy = planned.get(stage["stage"]), stage["busy_share"]
             expected = ["", ""] if plan is None else [plan.delay, f"{plan.staleness_mean:.3f}"]
             stale = [expected[0], f"{stage['staleness_mean']:.3f}", expected[1], stage["staleness_max"]]
-            rows.append([label, stage["stage"], bar(f"{busy:.0%}", 100 * busy), *stale])
+            rows.append([run.label, stage["stage"], bar(f"{busy:.0%}", 100 * busy), *stale])
     if len(rows) == 1:
         return [missing(NO_SUMMARY)]
     note = (
@@ -231,8 +229,8 @@ def stage_table(shown: Sequence[tuple[str, Run]]) -> list[Part]:
     return [table(rows, texts=(2,)), text(note, "quiet")]
 
 
-def _stages(run: Run, files: Files) -> Sequence[Part]:
-    found, charts = stage_table([("", run)]), list[Part]()
+def _stages(run: Run) -> Sequence[Part]:
+    found, charts = stage_table([run]), list[Part]()
     if busy_shares := _of_stages(run, "stage/busy_share", run.finite, scale=100):
         charts.append(chart("busy (%)", "epoch", busy_shares, from_zero=True, top=100))
     if staleness := _of_stages(run, "stage/staleness", lambda name: _over_epoch(run.finite(name))):
@@ -240,8 +238,8 @@ def _stages(run: Run, files: Files) -> Sequence[Part]:
     if charts:
         note = "Staleness: moving average over the records of an epoch (runtime.stage_records_every)."
         found.append(parts.charts(charts, note))
-    if files.timeline is not None:
-        found.append(parts.shares(files.timeline, "The time of each stage during the timeline below."))
+    if run.timeline is not None:
+        found.append(parts.shares(run.timeline, "The time of each stage during the timeline below."))
     return found
 
 
@@ -250,8 +248,8 @@ def _over_epoch(points: Sequence[Point]) -> list[Point]:
     return moving_average(points, max(1, len(points) // max(1, round(points[-1].epoch)))) if points else []
 
 
-def _timeline(run: Run, files: Files) -> Sequence[Part]:
-    pipeline, timeline = run.pipeline, files.timeline
+def _timeline(run: Run) -> Sequence[Part]:
+    pipeline, timeline = run.pipeline, run.timeline
     if pipeline is None:
         return [missing("the method, without which no schedule can be drawn (config.yaml).")]
     K, M = pipeline.num_stages, pipeline.micro_batches_per_update
@@ -289,7 +287,7 @@ def _timeline(run: Run, files: Files) -> Sequence[Part]:
     return [parts.timelines(drawn, K, length, "milliseconds", " ".join(notes))]
 
 
-def _memory(run: Run, files: Files) -> Sequence[Part]:
+def _memory(run: Run) -> Sequence[Part]:
     held = holders(run.summary)
     if not held:
         return [missing(NO_SUMMARY)]
@@ -308,21 +306,21 @@ def _memory(run: Run, files: Files) -> Sequence[Part]:
     return found
 
 
-def _cut(run: Run, files: Files) -> Sequence[Part]:
+def _cut(run: Run) -> Sequence[Part]:
     found = list[Part]()
     rows: list[Sequence[object]] = [["stage", "units", "from", "to", "forward", "backward", "update"]]
-    rows += [[k, *units, *_times(files, k)] for k, units in enumerate(files.start.get("stages", ()))]
+    rows += [[k, *units, *_times(run, k)] for k, units in enumerate(run.start.get("stages", ()))]
     if len(rows) > 1:
         note = "Times: medians of the timeline, per micro-batch; update: per update."
         found += [table(rows, texts=(2, 3)), text(note, "quiet")]
-    if not files.units:
+    if not run.units:
         return [*found, missing("the cost of each unit; set partition.balance=auto to measure it and cut by it.")]
-    if len(files.units) <= MOST_UNITS:
-        found.append(_unit_bars(files))
+    if len(run.units) <= MOST_UNITS:
+        found.append(_unit_bars(run))
     rows, stop = [["cut after", "stages", "activation", "gradient"]], 0
-    for k, size in enumerate(files.sizes[:-1]):
+    for k, (size, _, _) in enumerate(run.start.get("stages", ())[:-1]):
         stop += size
-        unit = files.units[stop - 1]
+        unit = run.units[stop - 1]
         crossing = [f"{int(unit.get(name, 0)) / 1024:,.1f} KiB" for name in ("act_bytes", "grad_bytes")]
         rows.append([unit["name"], f"{k} to {k + 1}", *crossing])
     if len(rows) > 1:
@@ -330,20 +328,20 @@ def _cut(run: Run, files: Files) -> Sequence[Part]:
     return found
 
 
-def _times(files: Files, stage: int) -> list[str]:
-    if files.timeline is None or stage >= len(files.timeline.stages):
+def _times(run: Run, stage: int) -> list[str]:
+    if run.timeline is None or stage >= len(run.timeline.stages):
         return ["", "", ""]
     kinds = (Op.FORWARD,), (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT), (Op.UPDATE,)
-    times = (files.timeline.median_seconds(stage, *ops) for ops in kinds)
+    times = (run.timeline.median_seconds(stage, *ops) for ops in kinds)
     return ["" if seconds is None else f"{1000 * seconds:.2f} ms" for seconds in times]
 
 
-def _unit_bars(files: Files) -> Part:
+def _unit_bars(run: Run) -> Part:
     """Return the measured time of each unit, stage by stage in the model's order."""
-    most = max((unit["forward"] + unit["backward"] for unit in files.units), default=0.0) or 1.0
-    stage_of = [k for k, size in enumerate(files.sizes) for _ in range(size)]
+    most = max((unit["forward"] + unit["backward"] for unit in run.units), default=0.0) or 1.0
+    stage_of = [k for k, units in enumerate(run.start.get("stages", ())) for _ in range(units[0])]
     bars = []
-    for number, unit in enumerate(files.units):
+    for number, unit in enumerate(run.units):
         segments = [
             (name, 100 * unit[name] / most, f"{name} {1000 * unit[name]:.3g} ms") for name in ("forward", "backward")
         ]
@@ -353,9 +351,9 @@ def _unit_bars(files: Files) -> Part:
     return parts.bars(bars, legend, f"Measured time of each unit of the model; full width: {1000 * most:.3g} ms.")
 
 
-def _links(run: Run, files: Files) -> Sequence[Part]:
+def _links(run: Run) -> Sequence[Part]:
     rows: list[Sequence[object]] = [["measured of", "link", "bandwidth", "latency"]]
-    for what, links in files.links.items():
+    for what, links in run.links.items():
         for k, (rate, seconds) in enumerate(links):
             is_free = rate >= 1e15
             speed = "within a process" if is_free else f"{8 * rate / 1e6:,.0f} Mbit/s"
@@ -369,7 +367,7 @@ def _links(run: Run, files: Files) -> Sequence[Part]:
     return [*found, *([table(coded, texts=(1, 2))] if (coded := coded_rows(run.summary)) else [])]
 
 
-def _events(run: Run, files: Files) -> Sequence[Part]:
+def _events(run: Run) -> Sequence[Part]:
     kinds = {  # of records
         "train/skipped_updates": "updates skipped, as their loss or gradient was not finite",
         "checkpoint/failed": "checkpoints that could not be written",
@@ -377,10 +375,10 @@ def _events(run: Run, files: Files) -> Sequence[Part]:
     }
     numbers = {kind: len(run.curves.get(name, ())) for name, kind in kinds.items()}
     found: list[Part] = [text(f"{number} {kind}.", "bad") for kind, number in numbers.items() if number]
-    if not files.logs:
+    if not run.logs:
         return [*found, missing("logs; the processes of a run with a run_dir write them.")]
-    resumed = [entry for entry in files.logs if entry.text.startswith(RESUMED)]
-    serious = [entry for entry in files.logs if entry.level in ("WARNING", "ERROR", "CRITICAL")]
+    resumed = [entry for entry in run.logs if entry.text.startswith(RESUMED)]
+    serious = [entry for entry in run.logs if entry.level in ("WARNING", "ERROR", "CRITICAL")]
     if resumed:
         times = "once" if len(resumed) == 1 else f"{len(resumed)} times"
         found.append(text(f"The run was started again from a checkpoint {times}."))
@@ -393,14 +391,14 @@ def _events(run: Run, files: Files) -> Sequence[Part]:
     return [*found, *(verbatim(f"{e.time} {e.rank} {e.level.lower()}: {e.text[:LONGEST_ENTRY]}") for e in shown)]
 
 
-def _configuration(run: Run, files: Files) -> Sequence[Part]:
+def _configuration(run: Run) -> Sequence[Part]:
     if not run.config:
         return [missing("the settings, which config.yaml has.")]
     return [verbatim(yaml.safe_dump(dict(run.config), sort_keys=False))]
 
 
-SECTIONS: dict[str, Callable[[Run, Files], Sequence[Part]]] = {
-    "Results": lambda run, files: results([("", run)]),
+SECTIONS: dict[str, Callable[[Run], Sequence[Part]]] = {
+    "Results": lambda run: results([run]),
     "Learning curves": _curves,
     "Throughput": _throughput,
     "Stages": _stages,

@@ -9,33 +9,31 @@ from adl_dist.report import overhead
 from adl_dist.report.page import parts
 from adl_dist.report.page.one_run import NO_TIMELINE, results, stage_table, title_of
 from adl_dist.report.page.parts import Curve, Part, chart, colour, missing, places, table, text
-from adl_dist.report.page.recorded import Files
 from adl_dist.report.runs import Run, add_labels
 
 LONGEST_LABEL = 48  # characters
 MOST_CURVES = 18  # in one chart
 NOT_COMPARED = ("run_dir", "resume")
 Runs: TypeAlias = Sequence[Run]
-Labels: TypeAlias = Sequence[str]
-AllFiles: TypeAlias = Sequence[Files]
 
 
-def labels_of(runs: Sequence[Run]) -> list[str]:
-    """Return a short label for each run, unique among all, or its folder."""
+def add_short_labels(runs: Sequence[Run]) -> None:
+    """Label each run in a few words, unique among all, or by its folder."""
     with suppress(ConfigError):  # one has no settings
         add_labels(runs)
-        labels = [f"{run.label} K={run.num_stages}" for run in runs]
-        if len({*labels}) < len(labels):
-            labels = [f"{label} seed={run.seed}" for label, run in zip(labels, runs, strict=True)]
-        if len({*labels}) == len(labels) and max(map(len, labels)) <= LONGEST_LABEL:
-            return labels
-    return [f"{run.folder}: {title_of(run).partition(':')[0]}" for run in runs]
+    labels = [f"{run.label} K={run.num_stages}" for run in runs]
+    if len({*labels}) < len(labels):
+        labels = [f"{label} seed={run.seed}" for label, run in zip(labels, runs, strict=True)]
+    if len({*labels}) < len(labels) or max(map(len, labels)) > LONGEST_LABEL or not all(run.label for run in runs):
+        labels = [f"{run.folder}: {title_of(run).partition(':')[0]}" for run in runs]
+    for run, label in zip(runs, labels, strict=True):
+        run.label = label
 
 
-def _curves(runs: Runs, labels: Labels, files: AllFiles) -> Sequence[Part]:
+def _curves(runs: Runs) -> Sequence[Part]:
     charts, left_out = list[Part](), ""
     for name in ("validation/loss", "validation/accuracy", "train/loss"):
-        found = {label: run.finite(name) for run, label in zip(runs, labels, strict=True) if run.finite(name)}
+        found = {run.label: run.finite(name) for run in runs if run.finite(name)}
         if len(found) > MOST_CURVES:
             left_out = f" The first {MOST_CURVES} of {len(found)} runs."
         shown = list(found.items())[:MOST_CURVES] if name != "train/loss" or not charts else []
@@ -46,33 +44,34 @@ def _curves(runs: Runs, labels: Labels, files: AllFiles) -> Sequence[Part]:
     return [parts.charts(charts, caption)] if charts else [missing("the loss; no run has records of it.")]
 
 
-def _overhead(runs: Runs, labels: Labels, files: AllFiles) -> Sequence[Part]:
-    names = {str(run.folder): label for run, label in zip(runs, labels, strict=True)}
+def _overhead(runs: Runs) -> Sequence[Part]:
+    names = {str(run.folder): run.label for run in runs}
     rows = overhead.rows(runs, names)
     if not rows:
         return [missing("the loss of two runs, without which they cannot be compared.")]
     return [table(rows), text(overhead.note(runs, names), "quiet")]
 
 
-def _stages(runs: Runs, labels: Labels, files: AllFiles) -> Sequence[Part]:
-    timelines = [(label, file.timeline) for label, file in zip(labels, files, strict=True) if file.timeline is not None]
+def _stages(runs: Runs) -> Sequence[Part]:
+    timelines = [(run.label, run.timeline) for run in runs if run.timeline is not None]
     shares = [parts.shares(timeline, f"{label}: the time of each stage.") for label, timeline in timelines]
-    table_ = stage_table(list(zip(labels, runs, strict=True)))
-    return [*table_, *shares, *([] if timelines else [missing(NO_TIMELINE)])]
+    return [*stage_table(runs), *shares, *([] if timelines else [missing(NO_TIMELINE)])]
 
 
-def _differences(runs: Runs, labels: Labels, files: AllFiles) -> Sequence[Part]:
+def _differences(runs: Runs) -> Sequence[Part]:
     flat = [run.settings for run in runs]
     keys = [key for key in dict.fromkeys(key for one in flat for key in one) if key not in NOT_COMPARED]
     telling = [key for key in keys if len({str(one.get(key, "")) for one in flat}) > 1]
     if not telling:
         return [text("The settings of these runs are the same.")]
-    rows = [["setting", *labels]] + [[key, *(str(one.get(key, "")) for one in flat)] for key in telling]
+    rows = [["setting", *(run.label for run in runs)]] + [
+        [key, *(str(one.get(key, "")) for one in flat)] for key in telling
+    ]
     return [table(rows, texts=range(1, len(runs) + 1))]
 
 
-SECTIONS: dict[str, Callable[[Runs, Labels, AllFiles], Sequence[Part]]] = {
-    "Results": lambda runs, labels, files: results(list(zip(labels, runs, strict=True))),
+SECTIONS: dict[str, Callable[[Runs], Sequence[Part]]] = {
+    "Results": results,
     "Learning curves": _curves,
     "Training to the same loss": _overhead,
     "Stages": _stages,

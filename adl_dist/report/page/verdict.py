@@ -1,12 +1,11 @@
 """One sentence about a run's stages: the idlest, its likely cause, and the next step."""
 
 from adl_dist.report.runs import Run
-from adl_dist.report.timeline import Timeline
 
 LEAST = 0.1  # share of the time; less is not worth a change
 
 
-def verdict(run: Run, timeline: Timeline | None) -> str | None:
+def verdict(run: Run) -> str | None:
     """Return the sentence, or None for one stage or unknown ones."""
     busy = [float(stage["busy_share"]) for stage in run.summary.get("stages", ())]
     if len(busy) < 2 or min(busy) <= 0:
@@ -17,7 +16,7 @@ def verdict(run: Run, timeline: Timeline | None) -> str | None:
     idle = 1 - busy[stage]
     if idle < LEAST:
         return f"All stages were busy for at least {min(busy):.0%} of the time."
-    if timeline is not None and timeline.shares(stage)["load, send"] > idle / 2:
+    if run.timeline is not None and run.timeline.shares(stage)["load, send"] > idle / 2:
         why = "loading data or sending: try data.num_workers=2, or runtime.codec=int8"
     elif busy[most] - busy[stage] > idle / 2:
         is_measured = run.config.get("partition", run.config).get("balance") == "auto"
