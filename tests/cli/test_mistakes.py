@@ -120,7 +120,7 @@ COMMANDS = [
     # bench
     ([*BENCH, "--contenders", "adl,nope"], ["there is no 'nope'", "torch-gpipe"]),
     ([*BENCH, "--contenders", "torch-gpipe", "partition.num_stages=1"], ["no contender is left", "several processes"]),
-    ([*BENCH, "--repetitions", "0"], ["--repetitions 0 must be at least 1"]),
+    ([*BENCH, "--repetitions", "0"], ["--repetitions 0 must be above 0"]),
     (
         [*BENCH, "runtime.loggers=[x.y]", "train.non_finite=skip", "runtime.gradient_codec=int8"],
         ["runtime.gradient_codec and runtime.loggers and train.non_finite would apply to our methods alone"],

@@ -141,10 +141,7 @@ def _check(flags: argparse.Namespace, config: RunConfig) -> None:
     if launched_world_size() is not None:
         raise ConfigError("adl-dist bench starts its own processes; start it without torchrun")
     for name in ("repetitions", "updates", "warmup", "seconds", "timeout"):
-        number = getattr(flags, name)
-        if isinstance(number, int) and number < 1:
-            raise ConfigError(f"--{name} {number} must be at least 1")
-        if isinstance(number, float) and not 0 < number < math.inf:
+        if (number := getattr(flags, name)) is not None and not 0 < number < math.inf:
             raise ConfigError(f"--{name} {number} must be above 0")
     check_fair(config, command="adl-dist bench")
 

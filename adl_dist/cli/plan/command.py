@@ -5,12 +5,11 @@ import itertools
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from adl_dist.cli.plan.arguments import Question, asked, machine_of
 from adl_dist.cli.plan.profiler import Profiler
-from adl_dist.cli.plan.report import codec_lines, facts_of, line_to_paste, report, tied_lines
+from adl_dist.cli.plan.report import Plan, facts_of, line_to_paste, lines_of
 from adl_dist.codecs import CODECS, Codecs
 from adl_dist.distributed.affinity import num_cores
 from adl_dist.errors import ConfigError, DataError, PartitionError
@@ -18,7 +17,7 @@ from adl_dist.partition import Machine, checked_sizes
 from adl_dist.partition.chain import Chain
 from adl_dist.partition.costs import Profile
 from adl_dist.partition.cut import begins_of, check_places
-from adl_dist.partition.predict import Alternative, Prediction, advise, alternative, predict
+from adl_dist.partition.predict import Prediction, advise, alternative, predict
 from adl_dist.schedule import Pipeline
 
 
@@ -26,29 +25,15 @@ def plan(words: list[str]) -> None:
     """Run the command with these command-line words."""
     question = asked(words)
     found = _measured(question)
-    lines = [json.dumps(_facts(found))] if question.flags.json else _lines(found, with_units=question.flags.units)
-    sys.stdout.write("\n".join(lines) + "\n")
+    flags = question.flags
+    text = json.dumps(facts_of(found)) if flags.json else "\n".join(lines_of(found, with_units=flags.units))
+    sys.stdout.write(f"{text}\n")
 
 
 Cuts = Mapping[int, tuple[Machine, list[int] | None]]  # by K: the devices, and the units of each stage if given
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Found:
-    """The measurements, the predictions, and the advice."""
-
-    machine: Machine
-    profile: Profile  # with the configured M
-    other: Alternative
-    predictions: list[Prediction]  # of each method and K
-    chain: Chain
-    coded: list[Prediction]  # of the configured method, by K and codec; empty: no links are described
-    refused: list[str]
-    line: str | None  # the recommended command; None: no pipeline is
-    reason: str
-
-
-def _measured(question: Question) -> _Found:
+def _measured(question: Question) -> Plan:
     """Measure the model, and predict each method by the profile."""
     flags, config, sizes, machine = question.flags, question.config, question.sizes, machine_of(question)
     shown = {"shape": flags.input, "kept_in": flags.profile, "quiet": flags.json}
@@ -71,7 +56,7 @@ def _measured(question: Question) -> _Found:
     refused += unfit
     choice, reason = advise(predictions, other, unit=profiles[M].of["unit"])
     begins = [] if choice is None else begins_of(profiler.chain, choice.balance.sizes)
-    return _Found(
+    return Plan(
         machine=machine,
         profile=profiles[M],
         other=other,
@@ -116,30 +101,6 @@ def _coded(question: Question, cuts: Cuts, profile: Profile) -> list[Prediction]
             with contextlib.suppress(PartitionError, ConfigError):  # reported below the table of all methods
                 found.append(predict(profile, pipeline, machine=coding, sizes=sizes))
     return found
-
-
-def _facts(found: _Found) -> dict[str, Any]:
-    """Return the answer as plain values."""
-    return {
-        "profile": asdict(found.profile),
-        "machine": asdict(found.machine),
-        "predictions": list(map(facts_of, found.predictions)),
-        "refused": found.refused,
-        "coded": list(map(facts_of, found.coded)),
-        "alternative": asdict(found.other),
-        "recommended": found.line,
-        "reason": found.reason,
-    }
-
-
-def _lines(found: _Found, *, with_units: bool) -> list[str]:
-    """Return the answer as a person reads it."""
-    told = found.profile, found.machine, found.predictions, found.refused, found.other
-    blocks = [found.chain.block_names[number] for number in found.chain.blocks]  # of each unit
-    lines = [*report(*told, with_units=with_units, blocks=blocks)]
-    lines += tied_lines(found.chain.shared, found.predictions)
-    lines += [*(codec_lines(found.coded, found.profile.of["unit"]) if found.coded else []), ""]
-    return [*lines, f"recommended  {found.reason}", *([] if found.line is None else [f"             {found.line}"])]
 
 
 def _predict_all(question: Question, cuts: Cuts, profiles: Mapping[int, Profile]) -> tuple[list[Prediction], list[str]]:

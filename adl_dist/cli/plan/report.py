@@ -2,39 +2,36 @@
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from adl_dist.cli.config.compose import balance_word, method_words, without_method_and_cut
-from adl_dist.partition import Machine, UnitCost
+from adl_dist.partition import Chain, Machine, UnitCost
 from adl_dist.partition.costs import Profile, update_seconds
 from adl_dist.partition.predict import AS_GOOD, Alternative, Prediction
 from adl_dist.report.tables import text_table
 from adl_dist.schedule.table import tied_figures
 
-METHOD_HEAD = (
-    *("method", "K", "M", "{unit}/s", "speed-up", "bubble", "staleness mean", "factor"),
-    *("memory per stage (MB)", "units per stage"),
-)
-UNIT_HEAD = ("unit", "block", "forward ms", "backward ms", "parameters kB", "activations kB", "crosses kB")
-CODEC_HEAD = ("K", "M", "codec", "MB/update", "s/update", "{unit}/s", "links add", "units per stage")
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The measurements, the predictions, and the advice."""
+
+    machine: Machine
+    profile: Profile  # with the configured M
+    other: Alternative
+    predictions: list[Prediction]  # of each method and K
+    chain: Chain
+    coded: list[Prediction]  # of the configured method, by K and codec; empty: no links are described
+    refused: list[str]
+    line: str | None  # the recommended command; None: no pipeline is
+    reason: str
 
 
-def report(
-    profile: Profile,
-    machine: Machine,
-    predictions: Sequence[Prediction],
-    refused: Sequence[str],
-    other: Alternative,
-    *,
-    with_units: bool,
-    blocks: Sequence[str],
-) -> list[str]:
-    """Return the lines about measurement, predictions and the alternative.
-
-    ``blocks``: the name of the block of each unit.
-    """
-    spec = profile.of
+def lines_of(plan: Plan, *, with_units: bool) -> list[str]:
+    """Return the answer as a person reads it: measurement, predictions, the alternative and the advice."""
+    profile, machine, other, spec = plan.profile, plan.machine, plan.other, plan.profile.of
+    unit = spec["unit"]
     lines = [
         f"{spec['units']} units ({spec['granularity']}), {spec['parameters']:,} parameters, "
         f"input {spec['input']}, micro-batches of {spec['micro_batch_size']}, {spec['dtype']}, {spec['device']}, "
@@ -46,18 +43,26 @@ def report(
         f"{'link of each process' if machine.shares_link else 'link'}: {_links_shown(machine)}",
     ]
     if with_units:
-        lines += ["", *text_table([UNIT_HEAD, *map(_unit_row, profile.units, blocks)])]
-    unit = spec["unit"]
-    if predictions:
-        lines += ["", *text_table([_in(unit, METHOD_HEAD), *(_method_row(p, other) for p in predictions)])]
+        head = ("unit", "block", "forward ms", "backward ms", "parameters kB", "activations kB", "crosses kB")
+        blocks = [plan.chain.block_names[number] for number in plan.chain.blocks]
+        lines += ["", *text_table([head, *map(_unit_row, profile.units, blocks)])]
+    if plan.predictions:
+        head = "method", "K", "M", f"{unit}/s", "speed-up", "bubble", "staleness mean", "factor"
+        columns = *head, "memory per stage (MB)", "units per stage"
+        lines += ["", *text_table([columns, *(_method_row(p, other) for p in plan.predictions)])]
     lines += [
         "",
         f"without a pipeline: one device {other.single:,.0f} {unit}/s, {other.bytes / 1e6:,.0f} MB"
         + ("" if other.fits else " (does not fit)")
         + f"; DDP on {other.num_devices}: {other.ddp:,.0f} {unit}/s (estimated)",
         "speed-up: over BP of the whole batch on one device. factor: (1 + sum of mean staleness / M) / M, Theorem 1.",
+        *(f"not possible: {reason}" for reason in plan.refused),
+        *tied_lines(plan.chain.shared, plan.predictions),
+        *(codec_lines(plan.coded, unit) if plan.coded else []),
+        "",
+        f"recommended  {plan.reason}",
     ]
-    return lines + [f"not possible: {reason}" for reason in refused]
+    return lines if plan.line is None else [*lines, f"             {plan.line}"]
 
 
 def tied_lines(shared: Mapping[str, list[int]], predictions: Sequence[Prediction]) -> list[str]:
@@ -80,10 +85,6 @@ def tied_lines(shared: Mapping[str, list[int]], predictions: Sequence[Prediction
     return ["", *text_table([head, *rows])] if rows else []
 
 
-def _in(unit: str, head: Sequence[str]) -> list[str]:
-    return [word.format(unit=unit) for word in head]
-
-
 def codec_lines(coded: Sequence[Prediction], unit: str) -> list[str]:
     """Return the codec table of the configured method, with a recommendation.
 
@@ -94,9 +95,10 @@ def codec_lines(coded: Sequence[Prediction], unit: str) -> list[str]:
         where = p.pipeline.num_stages, p.pipeline.micro_batches_per_update, p.codecs.activations
         seconds = f"{p.seconds_per_update:.3g}", f"{p.images_per_second:,.0f}"
         rows.append([*where, f"{p.update_bytes / 1e6:,.2f}", *seconds, f"{p.link_share:.0%}", _sizes(p)])
+    head = ["K", "M", "codec", "MB/update", "s/update", f"{unit}/s", "links add", "units per stage"]
     lines = [
         f"{coded[0].pipeline.method.name} by codec, over these links:",
-        *text_table([_in(unit, CODEC_HEAD), *rows]),
+        *text_table([head, *rows]),
     ]
     for K in dict.fromkeys(p.pipeline.num_stages for p in coded):
         alike = [p for p in coded if p.pipeline.num_stages == K]
@@ -153,8 +155,21 @@ def _unit_row(unit: UnitCost, block: str) -> list[str]:
     ]
 
 
-def facts_of(p: Prediction) -> dict[str, Any]:
-    """Return a prediction as plain values."""
+def facts_of(plan: Plan) -> dict[str, Any]:
+    """Return the answer as plain values."""
+    return {
+        "profile": asdict(plan.profile),
+        "machine": asdict(plan.machine),
+        "predictions": list(map(_plain, plan.predictions)),
+        "refused": plan.refused,
+        "coded": list(map(_plain, plan.coded)),
+        "alternative": asdict(plan.other),
+        "recommended": plan.line,
+        "reason": plan.reason,
+    }
+
+
+def _plain(p: Prediction) -> dict[str, Any]:
     facts = {**asdict(p), "convergence_factor": p.convergence_factor}
     del facts["pipeline"]
     return {"method": p.pipeline.method.settings, "num_stages": p.pipeline.num_stages, **facts}
