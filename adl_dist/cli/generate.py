@@ -15,7 +15,6 @@ from adl_dist.report import say
 from adl_dist.stage import in_dtype
 
 TAKES = ("prompt", "max_tokens", "temperature", "top_k", "seed", "checkpoint", "ema")
-EXAMPLE = 'like prompt="def main"'
 
 
 def generate(arguments: Sequence[str]) -> None:
@@ -24,8 +23,6 @@ def generate(arguments: Sequence[str]) -> None:
     config = instantiate.run_with(run_dir, words)
     vocabulary = _vocabulary(config, run_dir)
     prompt = vocabulary.encode(options.get("prompt", "")).tolist()
-    if not prompt:
-        raise ConfigError(f"adl-dist generate needs a prompt of at least one token, {EXAMPLE}")
     max_tokens, top_k = int(_number(options, "max_tokens", 200)), int(_number(options, "top_k", vocabulary.size))
     temperature, seed = _number(options, "temperature", 1.0), int(_number(options, "seed", 0))
     path, ema = chosen_checkpoint(run_dir, options.get("checkpoint")), wants_averages(options)

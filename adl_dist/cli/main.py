@@ -106,16 +106,10 @@ Prints what each stage of the job that trains in RUN_DIR is at; of a run that ha
   RUN_DIR            the folder of a run, on the machine of its rank 0; run_dir=RUN_DIR does as well
   --json             one JSON object instead of a table; of a run that has ended {"ended": its summary}
 """,
-    "checkpoint": """\
-adl-dist checkpoint RUN_DIR
-
-Has the job that trains in RUN_DIR (or run_dir=RUN_DIR) save now, and continue. Prints the checkpoint.
-""",
-    "stop": """\
-adl-dist stop RUN_DIR
-
-Has the job that trains in RUN_DIR (or run_dir=RUN_DIR) save now, and end. Prints the checkpoint.
-""",
+    **{
+        name: f"adl-dist {name} RUN_DIR\n\nHas the job that trains there save now, and {then}. Prints the checkpoint.\n"
+        for name, then in (("checkpoint", "continue"), ("stop", "end"))
+    },
 }
 
 # The module of each command, whose function has its name. Imported when called: torch takes seconds to load.

@@ -68,23 +68,20 @@ def check_dataset(dataset: object, *, name: str, min_samples: int, loading: Load
     Raises:
         DataError: If it is not a dataset, is empty, or has fewer than ``min_samples``.
     """
-    kind = type(dataset).__name__
+    kind, way_out = type(dataset).__name__, None
     if isinstance(dataset, DataLoader):
+        way_out = "give its dataset, its batch_size, shuffle and num_workers to fit, and the rest to Loading(...)"
+    elif isinstance(dataset, tuple | list) and dataset and all(isinstance(part, Tensor) for part in dataset):
+        way_out = "wrap the tensors: torch.utils.data.TensorDataset(x, y)"
+    elif not is_iterable(dataset) and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        way_out = "wrap it in such a class"
+    if way_out is not None:
         raise DataError(
-            f"{name} dataset: got a DataLoader, whose batches would count as samples; give its dataset, and its "
-            "batch_size, shuffle and num_workers to fit, its collate_fn and sampler to Loading(...)"
-        )
-    if isinstance(dataset, tuple | list) and dataset and all(isinstance(part, Tensor) for part in dataset):
-        raise DataError(
-            f"{name} dataset: got a {kind} of {len(dataset)} tensors; wrap them: torch.utils.data.TensorDataset(x, y)"
+            f"{name} dataset: expected a torch Dataset of (input, target), with __len__ and __getitem__, or an "
+            f"IterableDataset, got {kind}; {way_out}"
         )
     if is_iterable(dataset):
         size = _length_of_stream(dataset, name, loading)
-    elif not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise DataError(
-            f"{name} dataset: expected a torch Dataset of (input, target), with __len__ and __getitem__, or an "
-            f"IterableDataset, got {kind}; wrap it in such a class"
-        )
     else:
         size = len(dataset) if loading.sampler is None else len(loading.sampler)  # type: ignore[arg-type]
     if size == 0:

@@ -5,6 +5,7 @@ import re
 import types
 import warnings
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -178,16 +179,12 @@ def _weights_of(config: str, weights: bool | None, transformers: Any, *, downloa
     if Path(config).is_dir():
         is_there = any((Path(config) / name).is_file() for name in WEIGHTS)
     else:
-        is_there = download or any(
-            isinstance(transformers.utils.cached_file(config, name, local_files_only=True, **_SILENT), str)
-            for name in WEIGHTS
-        )
+        silent = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+        cached = partial(transformers.utils.cached_file, config, local_files_only=True, **silent)
+        is_there = download or any(isinstance(cached(name), str) for name in WEIGHTS)
     if weights and not is_there:
         raise ConfigError(f"model.weights=true, but {config} has no {' or '.join(WEIGHTS)}")
     return config if is_there else None
-
-
-_SILENT = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
 
 
 def _logits_only(model: Any, inputs: tuple[str, ...]) -> nn.Module:

@@ -42,7 +42,7 @@ def generate(
     """
     tokens = [int(token) for token in prompt]
     if not tokens:
-        raise ConfigError("prompt is empty; give at least one token to begin with")
+        raise ConfigError('prompt is empty; give at least one token to begin with, like prompt="def main"')
     for name, number in {"max_tokens": max_tokens, "context": context, "num_kinds": num_kinds, "top_k": top_k}.items():
         if number is not None and number < 1:
             raise ConfigError(f"{name}={number} must be at least 1")

@@ -4,6 +4,7 @@ The parameters of a builder are the keys of its file in ``conf/model/``.
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -71,13 +72,10 @@ def gpt(
     """
     seed = new_stream()
     embedding = TokenEmbedding(vocab_size, width, context=context, dropout=dropout)
-    units: OrderedDict[str, nn.Module] = OrderedDict(embedding=embedding)
-    for layer in range(layers):
-        units[f"layer{layer}"] = _layer_of_gpt(width, heads, causal=True, bias=bias, dropout=dropout)
+    blocks = [_layer_of_gpt(width, heads, causal=True, bias=bias, dropout=dropout) for _ in range(layers)]
     output = nn.Linear(width, vocab_size, bias=False)
-    units["head"] = nn.Sequential(OrderedDict(norm=nn.LayerNorm(width, bias=bias), output=output))
-    model = nn.Sequential(units)
-    draw_weights(model, layers, seed)
+    head = nn.Sequential(OrderedDict(norm=nn.LayerNorm(width, bias=bias), output=output))
+    model = _assembled(embedding, blocks, head, seed)
     if tied:
         output.weight = embedding.tokens.weight
     return model
@@ -123,16 +121,14 @@ def llama(
         raise ConfigError(f"model.width={width} / model.heads={heads} must be even: rotary positions turn pairs")
     seed = new_stream()
     rotary = Rotary(width // heads, context, rope_theta)
-    embedding = TokenEmbedding(vocab_size, width)
-    units: OrderedDict[str, nn.Module] = OrderedDict(embedding=embedding)
-    for layer in range(layers):
+    embedding, blocks = TokenEmbedding(vocab_size, width), list[nn.Module]()
+    for _ in range(layers):
         norms = nn.RMSNorm(width, norm_eps), nn.RMSNorm(width, norm_eps)
         attention = Attention(width, heads, kv_heads=kv_heads, causal=True, bias=False, rotary=rotary)
-        units[f"layer{layer}"] = Block(norms, attention, SwigluNetwork(width, hidden))
+        blocks.append(Block(norms, attention, SwigluNetwork(width, hidden)))
     output = nn.Linear(width, vocab_size, bias=False)
-    units["head"] = nn.Sequential(OrderedDict(norm=nn.RMSNorm(width, norm_eps), output=output))
-    model = nn.Sequential(units)
-    draw_weights(model, layers, seed)
+    head = nn.Sequential(OrderedDict(norm=nn.RMSNorm(width, norm_eps), output=output))
+    model = _assembled(embedding, blocks, head, seed)
     if tied:
         output.weight = embedding.tokens.weight
     return model
@@ -204,12 +200,15 @@ def vit(
         raise ConfigError(f"model.image_size={image_size} is not a multiple of model.patch_size={patch_size}")
     seed = new_stream()
     embedding = PatchEmbedding(image_size, patch_size, in_channels, width, dropout)
-    units: OrderedDict[str, nn.Module] = OrderedDict(embedding=embedding)
-    for layer in range(layers):
-        units[f"layer{layer}"] = _layer_of_gpt(width, heads, causal=False, bias=True, dropout=dropout)
-    units["head"] = PooledHead(width, num_classes)
-    model = nn.Sequential(units)
-    draw_weights(model, layers, seed)
+    blocks = [_layer_of_gpt(width, heads, causal=False, bias=True, dropout=dropout) for _ in range(layers)]
+    return _assembled(embedding, blocks, PooledHead(width, num_classes), seed)
+
+
+def _assembled(embedding: nn.Module, blocks: Sequence[nn.Module], head: nn.Module, seed: int) -> nn.Sequential:
+    """Return the units as a model, with its weights drawn."""
+    layers = {f"layer{number}": block for number, block in enumerate(blocks)}
+    model = nn.Sequential(OrderedDict(embedding=embedding, **layers, head=head))
+    draw_weights(model, len(blocks), seed)
     return model
 
 

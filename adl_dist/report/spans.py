@@ -81,18 +81,15 @@ def spans_with_free_links(pipeline: Pipeline, timeline: Timeline) -> list[Span]:
 
 def costs_of(timeline: Timeline) -> Costs | None:
     """Return the median times of stages in ms, or None if one is missing."""
-    forward, backward, late, update = list[float](), list[float](), list[float](), list[float]()
-    for k in range(len(timeline.stages)):
-        ahead = timeline.median_seconds(k, Op.FORWARD)
-        if ahead is None:
-            ahead = timeline.median_seconds(k, Op.FORWARD_ONLY)
-        back = timeline.median_seconds(k, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
-        if ahead is None or back is None:
-            return None
-        forward.append(1000 * ahead)
-        backward.append(1000 * back)
-        late.append(1000 * (timeline.median_seconds(k, Op.BACKWARD_WEIGHT) or 0.0))
-        update.append(1000 * (timeline.median_seconds(k, Op.UPDATE) or 0.0))
+    # A stage runs one of both kinds of forward.
+    kinds = (Op.FORWARD, Op.FORWARD_ONLY), (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+    stages = range(len(timeline.stages))
+    forward, backward, late, update = (
+        [1000 * (timeline.median_seconds(k, *ops) or 0.0) for k in stages]
+        for ops in (*kinds, (Op.BACKWARD_WEIGHT,), (Op.UPDATE,))
+    )
+    if not all(forward) or not all(backward):
+        return None
     return Costs(forward=forward, backward=backward, backward_weight=late, update=update)
 
 

@@ -34,7 +34,7 @@ def notes_of(model, **options):
 
 def test_a_data_loader_is_no_dataset():
     """Its batches would count as samples."""
-    with pytest.raises(DataError, match=r"got a DataLoader, whose batches would count as samples; give its dataset"):
+    with pytest.raises(DataError, match=r"expected a torch Dataset .* got DataLoader; give its dataset"):
         fit(toy_trainer(1), DataLoader(DATA, batch_size=2))
 
 
@@ -107,7 +107,7 @@ def test_a_forward_that_takes_gradients_is_told_of_evaluation():
 
 
 def test_a_tuple_of_tensors_is_no_dataset():
-    with pytest.raises(DataError, match=r"got a tuple of 2 tensors; wrap them: torch.utils.data.TensorDataset"):
+    with pytest.raises(DataError, match=r"got tuple; wrap the tensors: torch.utils.data.TensorDataset"):
         fit(toy_trainer(1), (torch.zeros(8, 2), torch.zeros(8)))
 
 

@@ -31,16 +31,14 @@ def add_short_labels(runs: Sequence[Run]) -> None:
 
 
 def _curves(runs: Runs) -> Sequence[Part]:
-    charts, left_out = list[Part](), ""
+    charts = list[Part]()
     for name in ("validation/loss", "validation/accuracy", "train/loss"):
-        found = {run.label: run.finite(name) for run in runs if run.finite(name)}
-        if len(found) > MOST_CURVES:
-            left_out = f" The first {MOST_CURVES} of {len(found)} runs."
-        shown = list(found.items())[:MOST_CURVES] if name != "train/loss" or not charts else []
-        for x, label in parts.AXES.items() if shown else ():
-            drawn = [Curve(one, colour(n), places(points, x)) for n, (one, points) in enumerate(shown)]
+        found = [(run.label, run.finite(name)) for run in runs[:MOST_CURVES] if run.finite(name)]
+        for x, label in parts.AXES.items() if found and (name != "train/loss" or not charts) else ():
+            drawn = [Curve(one, colour(n), places(points, x)) for n, (one, points) in enumerate(found)]
             charts.append(chart(name.replace("/", " "), label, drawn))
-    caption = f"Seconds are without validation and saving. adl-dist compare draws medians over seeds.{left_out}"
+    shown = f" The first {MOST_CURVES} of {len(runs)} runs." if len(runs) > MOST_CURVES else ""
+    caption = f"Seconds are without validation and saving. adl-dist compare draws medians over seeds.{shown}"
     return [parts.charts(charts, caption)] if charts else [missing("the loss; no run has records of it.")]
 
 
