@@ -47,8 +47,8 @@ def lines_of(plan: Plan, *, with_units: bool) -> list[str]:
         blocks = [plan.chain.block_names[number] for number in plan.chain.blocks]
         lines += ["", *text_table([head, *map(_unit_row, profile.units, blocks)])]
     if plan.predictions:
-        head = "method", "K", "M", f"{unit}/s", "speed-up", "bubble", "staleness mean", "factor"
-        columns = *head, "memory per stage (MB)", "units per stage"
+        columns = ["method", "K", "M", f"{unit}/s", "speed-up", "bubble", "staleness mean", "factor"]
+        columns += ["memory per stage (MB)", "units per stage"]
         lines += ["", *text_table([columns, *(_method_row(p, other) for p in plan.predictions)])]
     lines += [
         "",
