@@ -48,8 +48,8 @@ class Progress:
             self._seconds_before += self._seconds
         else:
             self._reset()
+            self._shown_at = time.monotonic() if self._bar is None else 0.0
         self._seconds = 0.0  # since training began or resumed
-        self._shown_at = time.monotonic() if self._bar is None else 0.0
 
     def update(self, record: Mapping[str, Any]) -> None:
         """Add one record of a stage."""
