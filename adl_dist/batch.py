@@ -90,6 +90,11 @@ def describe_structure(structure: Structure) -> str:
     return "a tensor" if structure.is_leaf() else f"a tuple of {structure.num_children}"
 
 
+def describe_names(batch: Batch) -> str:
+    """Return the names of the tensors in a dictionary, like `` as ids, mask``."""
+    return f" as {', '.join(batch)}" if isinstance(batch, dict) else ""
+
+
 def concatenate(one: Batch, other: Batch) -> Batch:
     """Return the samples of two batches of one structure together."""
     joined: Batch = tree_map(lambda *pair: torch.cat(pair), one, other)

@@ -152,7 +152,8 @@ class DeviceLoader:
             raise DataError(
                 f"{found}, which torch's losses ignore, and then they are no mean over the samples; give those another "
                 "number to ignore, like loss.ignore_index=-1, and one of your own a num_terms(target), the number of "
-                "terms that it averages over (docs/own.md)"
+                "terms that it averages over (docs/own.md), that of a model by "
+                "loss_fn=adl_dist.losses.ModelLoss(num_terms=...)"
             )
         raise DataError(
             f"{found}, but the model has {self._num_classes} outputs, so targets must be in [0, {self._num_classes}); "

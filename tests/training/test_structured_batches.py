@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 
 from adl_dist import Loading
 from adl_dist.batch import rows_of
+from adl_dist.errors import ConfigError
 from adl_dist.partition import Chain, even_sizes
 from tests.support.coded import crossing
 from tests.support.equations import EQUATIONS, assert_close
@@ -142,6 +143,17 @@ def test_any_m_and_cut_train_as_plain_torch_does():
     assert summary["validation_loss"] == pytest.approx(LOSS(out, target).item(), rel=1e-12)
     counts = target != IGNORED
     assert summary["validation_accuracy"] == pytest.approx((out.argmax(1) == target)[counts].double().mean().item())
+
+
+class Misnamed(Masked):
+    def __getitem__(self, index):
+        (ids, mask), target = super().__getitem__(index)
+        return {"ids": ids, "masks": mask}, target
+
+
+def test_the_names_of_an_input_are_shown_where_the_model_takes_others():
+    with pytest.raises(ConfigError, match=r"gets int64\[.*\] as ids, masks and fails on it .* argument 'masks'"):
+        toy_trainer(2, 2, model=encoder()).fit(Misnamed(NUM), epochs=1, batch_size=4, monitoring=SILENT)
 
 
 class Pairs(Masked):

@@ -22,6 +22,7 @@ from adl_dist.batch import (
     Tensors,
     as_classes,
     copy_batch,
+    describe_names,
     is_class_target,
     map_tensors,
     move_batch,
@@ -212,7 +213,8 @@ class StageRun:
             seen.acts.append((size, tuple(torch.empty_like(t, device=META) for t in tensors)))
             seen.needs_grad.append(needs)
             leaves = tuple(_as_sent(t).requires_grad_(need) for t, need in zip(tensors, needs, strict=True))
-            gets = f"{self._places[k]} gets {', '.join(_shown(t) for t in leaves)}"
+            names = describe_names(batch.input_) if k == 0 else ""
+            gets = f"{self._places[k]} gets {', '.join(_shown(t) for t in leaves)}{names}"
             if self._draws_common:
                 vars(stage)["seeds"] = seeds
             with torch.set_grad_enabled(training):
