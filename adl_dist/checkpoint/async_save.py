@@ -96,6 +96,7 @@ class Saver:
         self._parts: queue.SimpleQueue[PartReport] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._saved: PurePath | None = None
+        self._begun: tuple[PurePath, Collection[int], str] | None = None  # with its ranks and token
 
     def take_part(self, part: PartReport) -> None:
         """Take the report of one process; called by any thread."""
@@ -103,18 +104,30 @@ class Saver:
 
     def save(self, write_parts: WriteParts, manifest: Mapping[str, Any]) -> None:
         """Save the present state of the stages, after the previous save has ended."""
+        self.begin(write_parts, manifest["update"])
+        self.complete(manifest)
+
+    def begin(self, write_parts: WriteParts, update: int) -> None:
+        """Have all parts of a save written, after the previous save has ended."""
         self.wait()
-        self._saved = self.failure = None
-        path, token = layout.place(self.folder, manifest["update"]), uuid.uuid4().hex
+        self._saved = self._begun = self.failure = None
+        path, token = layout.place(self.folder, update), uuid.uuid4().hex
         try:
             self.check_owner()
             if not layout.begin(path, token):
                 self._saved = path
                 return
         except OSError as error:
-            self._fail(manifest, in_one_line(error))
+            self._fail(update, in_one_line(error))
             return
-        arguments = path, manifest, write_parts(path, token, self.policy.background), token
+        self._begun = path, write_parts(path, token, self.policy.background), token
+
+    def complete(self, manifest: Mapping[str, Any]) -> None:
+        """Complete the save that has begun, if any, by its manifest."""
+        if self._begun is None:
+            return
+        (path, ranks, token), self._begun = self._begun, None
+        arguments = path, manifest, ranks, token
         if self.policy.background:
             self._thread = threading.Thread(target=self._finish, args=arguments, name=COMMITTING, daemon=True)
             self._thread.start()
@@ -132,7 +145,7 @@ class Saver:
             parts = self._collect(ranks, token)  # all, also if one failed: then no process writes there any more
         except StageFailed as error:
             self.lost = error
-            self._fail(manifest, str(error))
+            self._fail(manifest["update"], str(error))
             return  # this run is over; others may still write there, so the folder stays until the next start
         try:
             if failures := [part.failure for part in parts if part.failure]:
@@ -150,7 +163,7 @@ class Saver:
                 layout.undo(path, token)
             if isinstance(error, TakenOverError):
                 self.lost = error
-            self._fail(manifest, in_one_line(error))
+            self._fail(manifest["update"], in_one_line(error))
             return
         logger.info("saved %s", self._saved)
         try:
@@ -170,8 +183,8 @@ class Saver:
                 parts[part.rank] = part
         return [parts[rank] for rank in sorted(parts)]
 
-    def _fail(self, manifest: Mapping[str, Any], reason: str) -> None:
-        self.failure = f"update {manifest['update']} could not be saved in {self.folder}: {reason}"
+    def _fail(self, update: int, reason: str) -> None:
+        self.failure = f"update {update} could not be saved in {self.folder}: {reason}"
         warn(f"{self.failure}; the checkpoints before it are untouched")
 
 

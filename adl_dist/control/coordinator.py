@@ -4,6 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePath
@@ -16,10 +17,10 @@ from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.checkpoint.run_dir import RunFolder
 from adl_dist.control import messages
 from adl_dist.control.callback_queue import CallbackQueue
-from adl_dist.control.group import WorkerGroup
+from adl_dist.control.group import RpcWorkerGroup, WorkerGroup
 from adl_dist.control.messages import Done, EvaluateResult, Record, Summary
 from adl_dist.control.requests import RequestKind, RequestQueue
-from adl_dist.errors import DataError, DivergedError, SaveError, StageFailed
+from adl_dist.errors import AdlError, DataError, DivergedError, SaveError, StageFailed
 from adl_dist.monitor.trace import TRACE, merge_parts
 from adl_dist.report import MetricsWriter, Progress, warn
 from adl_dist.report.callbacks import Callbacks, TrainerState
@@ -76,6 +77,7 @@ class Coordinator:
         # The position of the run: whole epochs done, samples of the next one done, updates done.
         self._epoch = self._sample = self._update = 0
         self._last_epoch = 0
+        self._begun_at: int | None = None  # the update of the last save, perhaps not complete yet
         self._saved_at: int | None = None
         self._saved_time = time.monotonic()
         self._evaluated_at: int | None = None
@@ -122,6 +124,8 @@ class Coordinator:
             self.callbacks.call("on_start", self._moment())
             if self.callbacks.asked is not None:
                 self.progress.note(f"nothing is trained: ended by {self.callbacks.asked}")
+            if self._is_over and not self._metrics and self.plan.num_validation:  # its evaluation had failed
+                self._end_epoch()
             stopped = None
             while stopped is None and not self._is_over:
                 self._train_one()
@@ -151,13 +155,29 @@ class Coordinator:
         return summary
 
     def _end_epoch(self) -> None:
-        """Evaluate, if it is planned here and not done yet, and call callbacks."""
+        """Evaluate, if it is planned here and not done yet, and call callbacks.
+
+        If the user's code fails there, a checkpoint that is due is made all the same. Of several processes the one that
+        failed cannot save any more, and others may wait for it: so they write their parts before, and the manifest with
+        the figures comes last, as ever. One process saves afterwards, with what its callbacks have changed.
+        """
         is_planned = self.plan.is_after(self.plan.eval_every_updates, self._sample)
-        if self._evaluated_at != self._update and (self._is_over or is_planned):
+        if self._evaluated_at == self._update or not (self._is_over or is_planned):
+            return
+        is_due, self._evaluated_at = self._is_over or self._is_to_be_saved, self._update
+        if is_due and isinstance(self._workers, RpcWorkerGroup):
+            self._begin_save()
+        try:
             self._evaluate()
-            self._evaluated_at = self._update
             mean = {} if (loss := self.progress.train_loss) is None else {"train_loss": loss}
             self.callbacks.call("on_epoch", TrainerState(self._update, self._epoch, {**mean, **self._metrics}))
+        except DivergedError:  # weights that must not be saved
+            raise
+        except BaseException:
+            with suppress(AdlError):
+                if is_due:
+                    self._save()
+            raise
 
     def evaluate(self, workers: WorkerGroup) -> Summary:
         """Evaluate the present weights and return accuracy and loss."""
@@ -178,12 +198,24 @@ class Coordinator:
         every = self.saving.policy.every_epochs if self.saving else 0
         is_planned = self.plan.is_after(self.plan.checkpoint_every_updates, self._sample)
         is_due = self._sample > 0 or (every > 0 and self._epoch % every == 0)
-        return (is_planned and is_due) or self._is_time_to_save
+        return (is_planned and is_due) or self._is_time_to_save or self._is_best
 
     @property
     def _is_time_to_save(self) -> bool:
         minutes = self.saving.policy.every_minutes if self.saving else None
         return minutes is not None and time.monotonic() - self._saved_time >= 60 * minutes
+
+    @property
+    def _is_best(self) -> bool:
+        """Whether the best checkpoint is to be kept, and the present evaluation is better than all saved ones."""
+        if self.saving is None or not self.saving.policy.keep_best:
+            return False
+        goal, saver = self.saving.policy.goal, self.saving.saver
+        if (score := goal.score(self._metrics)) is None:
+            return False
+        saver.wait()
+        best = layout.best_of(layout.complete(saver.folder))
+        return best is None or score > (goal.score(layout.read_manifest(best)["metrics"]) or ())
 
     @property
     def ends_segment(self) -> bool:
@@ -320,10 +352,10 @@ class Coordinator:
     def _save(self) -> None:
         if self.saving is None:
             return
-        self.recorder.flush()  # records before a checkpoint must not be lost with the process
         saver = self.saving.saver
         self._finish_saving(saver)
         self._end_epoch()  # if a callback has ended the run at that checkpoint
+        self._begin_save()
         manifest = {
             "update": self._update,
             "epochs": self._epoch,
@@ -334,10 +366,17 @@ class Coordinator:
             "identity": {**identity_of(self.plan, self.saving.optimizer), "cut": dict(self.saving.cut)},
         }
         self._saved_moment = self._moment()
-        saver.save(self._write_parts, manifest)
+        self.recorder.flush()  # records before a checkpoint must not be lost with the process
+        saver.complete(manifest)
         self._saved_at, self._saved_time = self._update, time.monotonic()
         if self._is_over:
             self._finish_last_save(saver, "training is over, but its last weights are lost")
+
+    def _begin_save(self) -> None:
+        if self.saving is not None and self._begun_at != self._update:
+            self._finish_saving(self.saving.saver)
+            self.saving.saver.begin(self._write_parts, self._update)
+            self._begun_at = self._update
 
     def _write_parts(self, path: PurePath, token: str, background: bool) -> set[int]:
         return {result.rank for result in self._workers.call(messages.Save(str(path), token, background), Done)}

@@ -56,7 +56,7 @@ class Callback:
     def on_epoch(self, now: TrainerState) -> None:
         """Handle the end of an epoch or run, after its evaluation.
 
-        A checkpoint comes after it.
+        A checkpoint comes after it; that of several processes has the weights before it.
         """
 
     def on_checkpoint(self, now: TrainerState) -> None:

@@ -1,6 +1,9 @@
 """The best checkpoint is the best of the metric that was chosen, for all who ask later."""
 
+from functools import partial
+
 import pytest
+import torch
 
 import adl_dist
 from adl_dist.checkpoint import layout
@@ -32,6 +35,24 @@ def kept_by(folder, **policy):
     trainer.fit(FixedImages(8), epochs=EPOCHS, batch_size=4, run_dir=folder, checkpoints=checkpoints, **options)
     left = [int(path.name.removeprefix("update-")) for path in layout.complete(folder / "checkpoints")]
     return left, found
+
+
+def test_the_best_of_evaluations_in_mid_epoch_is_kept(tmp_path):
+    """Also where no checkpoint is due; the losses go up and down with the learning rate."""
+    found = {}
+
+    class Watch(adl_dist.Callback):
+        def on_epoch(self, now):
+            found[now.update] = now.metrics["validation_loss"]
+
+    trainer = toy_trainer(2, 2, optimizer=partial(torch.optim.SGD, lr=0.7))
+    policy = adl_dist.CheckpointPolicy(keep=1, keep_best=True, best_metric="validation_loss", every_epochs=0)
+    options = {"val_dataset": FixedImages(12, seed=1), "monitoring": SILENT, "callbacks": [Watch()]}
+    length = {"epochs": 2, "batch_size": 4, "eval_every_updates": 1}
+    trainer.fit(FixedImages(20), run_dir=tmp_path, checkpoints=policy, **length, **options)
+    best = min(found, key=found.get)
+    assert best not in (5, 10), "it is in mid-epoch"
+    assert layout.best_of(layout.complete(tmp_path / "checkpoints")).name == f"update-{best:08d}"
 
 
 @pytest.mark.parametrize(
