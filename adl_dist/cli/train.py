@@ -78,7 +78,10 @@ def train(overrides: list[str]) -> None:
     if launched_rank() == 0:
         say(_ending(summary, config))
     if "stopped" in summary:
-        _end_stopped(summary["stopped"], config.train.epochs)
+        if launched_world_size() is None:
+            raise Exit(parent_process.STOPPED_CODE)
+        # Under a launcher the code would count as a failure.
+        parent_process.flag_stopped()
 
 
 def _run_ranks(config: RunConfig, command: list[str], *, passes_stops_on: bool) -> int:
@@ -111,25 +114,6 @@ def evaluate(arguments: list[str]) -> None:
     metrics = trainer.evaluate(val_data, batch_size=micro_batch_size, **how)
     shown = [f"{n.replace('_', ' ')} {v:{'.2%' if n.endswith('accuracy') else '.4f'}}" for n, v in metrics.items()]
     say(f"{path}: {', '.join(shown)}, {len(val_data)} samples")  # type: ignore[arg-type]
-
-
-def _end_stopped(stopped: Mapping[str, Any], epochs: int) -> None:
-    """Print the end of a stopped run, and exit with its code.
-
-    Under a launcher set a flag instead, because the code would count as a failure.
-    """
-    if launched_rank() == 0:
-        complete = f"{stopped['epoch']} of {epochs} epochs complete"
-        where = f"stopped at update {stopped['update']} ({complete}) by {stopped['why']}"
-        note = (
-            "; the pipeline was emptied in mid-epoch, so values will differ from those of a run that was not stopped "
-            "(runtime.checkpoint_every_updates avoids that)"
-        ) * stopped["drain_changed_result"]
-        saved = f"saved {stopped['checkpoint']}; the same command resumes it{note}"
-        tell(sys.stderr, f"adl-dist: {where}; {saved}\n")
-    if launched_world_size() is None:
-        raise Exit(parent_process.STOPPED_CODE)
-    parent_process.flag_stopped()
 
 
 def _ending(summary: Mapping[str, Any], config: RunConfig) -> str:

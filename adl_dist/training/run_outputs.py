@@ -15,9 +15,10 @@ from adl_dist import __version__
 from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.control.callback_queue import CallbackQueue
 from adl_dist.control.coordinator import CheckpointContext
+from adl_dist.control.messages import Summary
 from adl_dist.control.worker import LocalWorker
 from adl_dist.errors import ConfigError
-from adl_dist.report import MetricsWriter, Progress, warn
+from adl_dist.report import MetricsWriter, Progress, say, tell, warn
 from adl_dist.report.callbacks import Callbacks
 from adl_dist.report.files import write_atomically
 from adl_dist.report.loggers import TENSORBOARD
@@ -27,6 +28,7 @@ from adl_dist.stage import TrainSpec
 from adl_dist.stage.metrics import metrics_of
 from adl_dist.training.options import Monitoring
 from adl_dist.training.partitioned_model import PartitionedModel
+from adl_dist.wording import worded
 
 OF_RANK_0 = ""  # the run folder of a rank that was given none: rank 0's, if it has one
 
@@ -106,6 +108,25 @@ class Outputs:
         if saving is not None:
             _write_start(saving.folder.path, worker, partitioned)
         return progress
+
+    def tell_end(self, summary: Summary, epochs: int, *, is_apart: bool) -> None:
+        """Tell of a stop, and, if the model ``is_apart`` in a script's processes, where its weights are."""
+        if (stopped := summary.get("stopped")) is not None:
+            complete = f"{stopped['epoch']} of {epochs} epochs complete"
+            where = f"stopped at update {stopped['update']} ({complete}) by {stopped['why']}"
+            note = (
+                "; the pipeline was emptied in mid-epoch, so values will differ from those of a run that was not "
+                "stopped (runtime.checkpoint_every_updates avoids that)"
+            ) * stopped["drain_changed_result"]
+            saved = "nothing is saved, because there is no run_dir"
+            if stopped["checkpoint"] is not None:
+                saved = f"saved {stopped['checkpoint']}; the same command resumes it{note}"
+            tell(sys.stderr, worded(f"adl-dist: {where}; {saved}\n"))
+        elif is_apart and not self.monitoring.quiet:
+            say(
+                "note: the model of each process holds the trained weights of its own stage only; "
+                "trainer.full_state_dict(), called on every rank, has all"
+            )
 
 
 def _write_start(folder: Path, worker: LocalWorker, partitioned: PartitionedModel) -> None:

@@ -41,7 +41,7 @@ from adl_dist.monitor.memory import MemoryMeter
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.monitor.trace import MOST_EVENTS
 from adl_dist.optimizers import prepare
-from adl_dist.report import MetricsWriter, Progress, announced
+from adl_dist.report import MetricsWriter, Progress, announced, say
 from adl_dist.report.callbacks import Callbacks
 from adl_dist.report.page import write_after_run
 from adl_dist.report.totals import Totals
@@ -295,6 +295,9 @@ class Trainer:
             if self.needs_data:
                 outputs.check_validation(data.validation is not None, saves=folder is not None)
             says = world.rank == 0 and not outputs.monitoring.quiet
+            if says and (left := data.batch_size % steps):
+                asked = f"train.batch_size={data.batch_size} is no multiple of M={steps}"
+                say(f"note: {asked}: an update has {data.batch_size - left} samples")
             with announced(PREPARING) if says else contextlib.nullcontext():
                 plan, worker, made = self._assemble(world, agreement, data, folder, {**length, **every, **sizes})
             known_by.update({name: made[name] for name in later})
@@ -314,6 +317,8 @@ class Trainer:
             if saving is not None and outputs.monitoring.report:
                 saving.folder.pull()
                 write_after_run(saving.folder.path)
+            if world.rank == 0:
+                outputs.tell_end(summary, plan.epochs, is_apart=config is None and world.is_distributed)
             return summary
 
     @arguments.one_at_a_time

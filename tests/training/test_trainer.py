@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import io
 import json
 import weakref
 
@@ -16,6 +17,7 @@ from adl_dist.errors import DataError
 from adl_dist.schedule import work
 from tests.support.commands import assert_same
 from tests.support.kill import HeldImages, records
+from tests.support.ranks import run_ranks
 from tests.support.runs import BALANCE, toy_trainer
 from tests.support.toys import FixedImages, Unplugged, batch_norm_net
 from tests.support.values import QUIET, SILENT, values
@@ -194,3 +196,43 @@ def test_a_checkpoint_continues_only_the_run_that_wrote_it(tmp_path):
         with pytest.raises(adl_dist.AdlError, match=message):
             fit(**options)
         assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == saved
+
+
+def test_an_update_of_fewer_samples_than_asked_for_is_told(capsys):
+    updates = []
+    watch = adl_dist.Callback()
+    watch.on_update = lambda now: updates.append(now.update)
+    fitted(1, batch_size=5, num_samples=12, monitoring=adl_dist.Monitoring(tensorboard=False), callbacks=[watch])
+    assert "\nnote: batch_size=5 is no multiple of M=2: an update has 4 samples\n" in f"\n{capsys.readouterr().out}"
+    assert len(updates) == 3
+
+
+class Interrupts(adl_dist.Callback):
+    def on_update(self, now):
+        raise KeyboardInterrupt
+
+
+def test_a_stopped_script_says_where_it_stopped(tmp_path, capsys):
+    for run_dir in (tmp_path, None):
+        trainer = toy_trainer(1, 2, handle_signals=True)
+        of_fit = {"monitoring": SILENT, "callbacks": [Interrupts()], "epochs": 3, "batch_size": 8, "run_dir": run_dir}
+        update = trainer.fit(FixedImages(80), **of_fit)["stopped"]["update"]
+        saved = "nothing is saved, because there is no run_dir"
+        if run_dir is not None:
+            saved = f"saved {tmp_path}/checkpoints/update-{update:08d}; the same command resumes it"
+        why = "by KeyboardInterrupt in Interrupts.on_update"
+        expected = f"adl-dist: stopped at update {update} (0 of 3 epochs complete) {why}; {saved}\n"
+        assert capsys.readouterr().err == expected
+
+
+def told_to_the_end():
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        fitted(2, monitoring=adl_dist.Monitoring(tensorboard=False))
+    return out.getvalue()
+
+
+@pytest.mark.ranks
+def test_rank_0_says_where_the_trained_weights_are():
+    on_0, on_1 = run_ranks(2, told_to_the_end)
+    assert on_0.splitlines()[-1].startswith("note: the model of each process holds the trained weights of its own")
+    assert (on_1, "trained weights" in told_to_the_end()) == ("", False)
