@@ -24,7 +24,9 @@ def status(arguments: list[str]) -> None:
     as_json = "--json" in arguments
     run_dir = _local("status", [each for each in arguments if each != "--json"])
     if summary := _summary_of_ended(run_dir):
-        head = f"no run is training in {run_dir}; the last one there ended like this:"
+        stopped = summary.get("stopped", {})
+        how = f"was stopped by {stopped['why']}, and the same command resumes it" if stopped else "ended like this"
+        head = f"no run is training in {run_dir}; the last one there {how}:"
         sys.stdout.write((json.dumps({"ended": summary}) if as_json else f"{head}\n{final_table(summary)}") + "\n")
         return
     answer = ask_run(run_dir, "status")

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from adl_dist.checkpoint import layout
 from adl_dist.control.requests import RequestKind, RequestQueue
 from adl_dist.errors import ConfigError
 
@@ -175,4 +176,7 @@ def _reason(path: Path, error: OSError) -> str:
     why = f"there is no {SOCKET}" if isinstance(error, FileNotFoundError) else f"{SOCKET}: {error.strerror or error}"
     if not path.parent.is_dir():
         why = "there is no such folder"
-    return f"no run is training there on this machine ({why}); check the path, or ask on the machine of its rank 0"
+    way_out = "check the path, or ask on the machine of its rank 0"
+    if saved := layout.complete(path.parent / "checkpoints"):
+        way_out += f"; a run that left no summary was killed, and the same command resumes it from {saved[-1].name}"
+    return f"no run is training there on this machine ({why}); {way_out}"

@@ -22,8 +22,9 @@ from adl_dist.errors import ConfigError
 from adl_dist.monitor.activity import ActivityLog
 from adl_dist.monitor.status import process_status, user_frame
 from adl_dist.schedule import Action, Op
-from tests.support.commands import in_process
+from tests.support.commands import in_process, shows
 from tests.support.runs import toy_trainer
+from tests.support.saved import saved
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import SILENT
 
@@ -118,6 +119,15 @@ def test_the_end_of_a_run_waits_until_an_answer_has_left(tmp_path):
         client.sendall(b'{"ask": "status"}\n')
         asked.wait(5)
     assert left == [STATUS]
+
+
+def test_status_says_how_the_last_run_ended(tmp_path):
+    path = saved(tmp_path / "checkpoints", 7)
+    shows(in_process("status", str(tmp_path)).refusal(), ["left no summary was killed", f"resumes it from {path.name}"])
+    summary = {"updates": 7, "epochs": 1, "stages": [], "skipped_updates": 0}
+    for more, how in (({}, "ended like this:"), ({"stopped": {"why": "SIGTERM"}}, "was stopped by SIGTERM, and the")):
+        (tmp_path / "summary.json").write_text(json.dumps(summary | more))
+        shows(in_process("status", str(tmp_path)).out, [f"the last one there {how}", "1 epoch, 7 updates"])
 
 
 def test_status_prints_one_line_per_stage_or_json(tmp_path):
