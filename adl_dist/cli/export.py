@@ -45,6 +45,12 @@ def export(arguments: list[str]) -> None:
         model = instantiate.described_model(config)
         if not out.suffix and config.model.get("_target_") == OF_TRANSFORMERS:
             settings = _settings_of_transformers(config)
+    if not out.suffix and settings is None:
+        raise ConfigError(
+            f"out={options['out']}: only the model of a run with model=hf is written as a folder; give a name like "
+            f"{SINGLE} or model.pt. A folder of your own model is made by "
+            f"model.load_state_dict(safetensors.torch.load_file('{SINGLE}')) and model.save_pretrained"
+        )
     manifest = layout.verify(path) if model is None else state.verify(path, signature(model))
     found, texts = tensor_files.scan(path, tensor_files.MODEL, manifest["files"])
     extra = {name: stored for name, stored in found.items() if name.startswith(nested.ENTRY)}, texts

@@ -39,7 +39,10 @@ def generate(arguments: Sequence[str]) -> None:
 
 def _vocabulary(config: RunConfig, run_dir: PurePath) -> Vocabulary:
     if not {"train", "context"} <= config.data.keys():
-        raise ConfigError(f"{run_dir} was not trained on tokens; adl-dist generate takes a run of data=tokens")
+        raise ConfigError(
+            f"{run_dir} was not trained on data=tokens, as far as is known; if it is the run of a script that was, add "
+            "data=tokens data.train=FILE data.validation=FILE data.context=LENGTH"
+        )
     path = Path(config.data["train"]).expanduser()
     if (vocabulary := Vocabulary.next_to(path)) is None:
         raise ConfigError(

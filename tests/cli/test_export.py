@@ -106,6 +106,9 @@ def test_runs_of_scripts_are_exported_and_evaluated(tmp_path):
         assert in_process("export", str(run_dir), f"out={tmp_path / out}").code == 0
     assert_same(trainer.full_state_dict(), torch.load(tmp_path / "model.pt"))
     assert_same(trainer.full_state_dict(), safetensors.torch.load_file(tmp_path / "model.safetensors"))
+    outcome = in_process("export", str(run_dir), f"out={tmp_path / 'folder'}")
+    shows(outcome.refusal(), ["written as a folder", "model.load_state_dict", "save_pretrained"])
+    assert not (tmp_path / "folder").exists()
     outcome = in_process("evaluate", str(run_dir))
     assert outcome.code == 2
     shows(outcome.err, ["is the run of a script", "add model._target_=MODULE.FUNCTION"])

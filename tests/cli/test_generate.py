@@ -1,5 +1,6 @@
 """adl-dist generate: what a trained model draws is what its outputs say, and the same for a seed."""
 
+import functools
 import re
 import shlex
 from pathlib import Path
@@ -8,11 +9,16 @@ import pytest
 import torch
 from torch import nn
 
+import adl_dist
 from adl_dist import models
+from adl_dist.checkpoint.run_dir import chosen_checkpoint
 from adl_dist.cli.config.compose import config_folder
 from adl_dist.cli.generate import generate
 from adl_dist.cli.main import main
 from adl_dist.cli.tokenize import tokenize
+from adl_dist.errors import ConfigError
+from adl_dist.losses import TokenCrossEntropy
+from tests.support.values import SILENT
 
 TEXT = "abcdefgh" * 200
 
@@ -36,6 +42,21 @@ def run_dir(tmp_path_factory):
 def test_a_model_that_has_learnt_the_text_continues_it(run_dir, capsys):
     """Also far behind the end of its context."""
     generate([str(run_dir), "prompt=defg", "max_tokens=30", "temperature=0"])
+    assert capsys.readouterr().out.strip() == (TEXT[3:])[:34]
+
+
+def test_the_run_of_a_script_takes_its_model_and_tokens_by_name(run_dir, tmp_path, capsys):
+    model = models.gpt(vocab_size=8, context=8, layers=1, heads=2, width=32)
+    of_trainer = {"loss_fn": TokenCrossEntropy(), "optimizer": functools.partial(torch.optim.SGD, lr=0.0)}
+    trainer = adl_dist.Trainer(model, method="bp", init_from=chosen_checkpoint(run_dir, None), **of_trainer)
+    files = {name: str(run_dir.parent / "tokens" / f"{name}.bin") for name in ("train", "validation")}
+    data, _ = adl_dist.data.tokens(**files, context=8)
+    trainer.fit(data, epochs=1, max_updates=1, batch_size=8, run_dir=tmp_path, monitoring=SILENT)
+    words = "prompt=defg max_tokens=30 temperature=0 model=gpt model.layers=1 model.heads=2 model.width=32"
+    words = [str(tmp_path), *words.split(), "model.vocab_size=8", "model.context=8"]
+    with pytest.raises(ConfigError, match=r"add data=tokens data.train=FILE"):
+        generate(words)
+    generate([*words, "data=tokens", *(f"data.{name}={file}" for name, file in files.items()), "data.context=8"])
     assert capsys.readouterr().out.strip() == (TEXT[3:])[:34]
 
 

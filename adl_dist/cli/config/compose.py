@@ -139,7 +139,7 @@ def known_run(run_dir: PurePath) -> RunConfig:
     if is_of_script(plain):
         raise ConfigError(
             f"{run_dir} is the run of a script, so its model is not known here; add model._target_=MODULE.FUNCTION, "
-            "which makes it, or model=NAME"
+            "which makes it, or model=NAME; evaluate and generate take its data in the same way"
         )
     try:
         for group in GROUPS:
