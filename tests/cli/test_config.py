@@ -194,6 +194,11 @@ def test_a_target_of_ones_own_starts_from_an_empty_node():
     assert config.optimizer["momentum"] == 0.9
 
 
+def test_the_loss_of_the_model_is_a_choice():
+    loss = torch.tensor(0.5)
+    assert instantiate.build_loss(compose_run(["loss=model"])[0])((torch.zeros(2, 3), loss), None) is loss
+
+
 @pytest.mark.parametrize(
     "loss",
     [
