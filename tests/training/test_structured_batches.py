@@ -151,7 +151,7 @@ class Misnamed(Masked):
         return {"ids": ids, "masks": mask}, target
 
 
-def test_the_names_of_an_input_are_shown_where_the_model_takes_others():
+def test_the_names_of_a_misfit_input_are_shown():
     with pytest.raises(ConfigError, match=r"gets int64\[.*\] as ids, masks and fails on it .* argument 'masks'"):
         toy_trainer(2, 2, model=encoder()).fit(Misnamed(NUM), epochs=1, batch_size=4, monitoring=SILENT)
 
