@@ -1,7 +1,7 @@
 """Live control of a run: a Unix socket in its folder. No torch.
 
-One line of JSON is one request, ``{"ask": "status" | "checkpoint" | "stop"}``; one line is its answer, which holds
-``error`` if there is none. Each client has a thread of its own and may keep silent; none can hold up training.
+A client sends one line of JSON, ``{"ask": "status" | "checkpoint" | "stop"}``; one line is the answer, which holds
+``error`` if there is none. Each client has a thread of its own; none can hold up training.
 """
 
 import contextlib
@@ -12,7 +12,6 @@ import socket
 import socketserver
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,9 @@ logger = logging.getLogger("adl_dist")
 
 SOCKET = "control.sock"
 LONGEST_REQUEST = 10_000  # bytes
-SILENT_SECONDS = 60.0  # after which a silent client is disconnected
+SILENT_SECONDS = 1.0  # after which a silent client is disconnected
 CONNECT_SECONDS = 5.0
 POLL_SECONDS = 0.1  # between two checks whether the run is over
-LAST_ANSWER_SECONDS = 1.0  # limit for the last answers when the run is over
 ENDED = "the run ended before it answered"
 ASKED = {kind.value: kind for kind in (RequestKind.CHECKPOINT, RequestKind.STOP)}  # END is for callbacks
 LONGEST_ADDRESS = 107 if sys.platform == "linux" else 103  # bytes of a Unix socket's address; macOS has the least
@@ -65,10 +63,7 @@ class LiveControl:
             with contextlib.suppress(OSError):  # a disk that fails now must not make the run a failed one
                 self._path.unlink()  # first: a client that sees the file may connect
             server.shutdown()
-            server.server_close()
-            until = time.monotonic() + LAST_ANSWER_SECONDS  # the clients' threads may end with this process
-            while server.answering and time.monotonic() < until:
-                time.sleep(0.01)
+            server.server_close()  # last answers have left then
 
     def _answer(self, line: bytes) -> dict[str, Any]:
         try:
@@ -92,10 +87,8 @@ class LiveControl:
 class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     """A socket only for the owner, with a thread for each client."""
 
-    daemon_threads, block_on_close = True, False
-
     def __init__(self, address: str, answer: Callable[[bytes], dict[str, Any]]) -> None:
-        self.answer, self.answering = answer, set[_Client]()
+        self.answer = answer
         umask = os.umask(0o177)
         try:
             super().__init__(address, _Client)
@@ -108,7 +101,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 
 
 class _Client(socketserver.StreamRequestHandler):
-    """The answers to one client, until it disconnects or stays silent."""
+    """The answer to one client, unless it stays silent."""
 
     timeout = SILENT_SECONDS
     server: _Server
@@ -116,12 +109,8 @@ class _Client(socketserver.StreamRequestHandler):
     def handle(self) -> None:
         """Serve the client."""
         with contextlib.suppress(OSError):
-            while line := self.rfile.readline(LONGEST_REQUEST):
-                self.server.answering.add(self)
-                try:
-                    self.wfile.write(json.dumps(self.server.answer(line)).encode() + b"\n")
-                finally:
-                    self.server.answering.discard(self)
+            if line := self.rfile.readline(LONGEST_REQUEST):
+                self.wfile.write(json.dumps(self.server.answer(line)).encode() + b"\n")
 
 
 @contextlib.contextmanager
