@@ -48,9 +48,8 @@ class Job:
         A process that times out counts as alive, since it may be busy. Rank 0 checks all ranks; the others can only
         check rank 0, because they have no connection to each other.
         """
-        calls = [self._plane.call(COORDINATOR_RANK, JobEndpoint.ask, what, why, seconds=ASK_SECONDS)]
-        if self._world.rank == COORDINATOR_RANK:
-            calls += [self._plane.call(rank, JobEndpoint.ping, seconds=ASK_SECONDS) for rank in self._plane.others]
+        ranks = range(self._world.size) if self._world.rank == COORDINATOR_RANK else [COORDINATOR_RANK]
+        calls = [self._plane.call(rank, JobEndpoint.ask, what, why, seconds=ASK_SECONDS) for rank in ranks]
         errors = [error for call in calls if (error := call.answer_or_error()) is not None]
         for error in errors:
             logger.warning("asked by %s: %s", why, error)

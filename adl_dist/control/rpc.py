@@ -64,11 +64,8 @@ class JobEndpoint:
         end_because(why)
 
     def ask(self, what: RequestKind, why: str) -> None:
-        """Take a request from outside, which any process may receive."""
+        """Take a request, which rank 0 carries out; others show life by it."""
         self.requests.ask(what, why)
-
-    def ping(self) -> None:
-        """Answer, to show that this process is alive."""
 
 
 # RPC calls functions by their names, so each process needs one place where a message finds its object: the endpoint of
