@@ -251,12 +251,12 @@ def ask_past_one_that_is_late_and_one_that_is_gone():
             dist.barrier()
 
     ask_from(*range(RANKS))
-    job.ASK_SECONDS, ping = 0.3, JobEndpoint.ping
+    job.ASK_SECONDS, ask = 0.3, JobEndpoint.ask
     if world.rank == 2:
-        JobEndpoint.ping = lambda self: time.sleep(1)
+        JobEndpoint.ask = lambda self, what, why: time.sleep(1)
     dist.barrier()
     ask_from(0)
-    job.ASK_SECONDS, JobEndpoint.ping = 5.0, ping
+    job.ASK_SECONDS, JobEndpoint.ask = 5.0, ask
     if world.rank == 2:
         rpc.shutdown(graceful=False)
     dist.barrier()
