@@ -268,19 +268,14 @@ def _join(rank: int, size: int, num_stages: int, device: torch.device, timeout_s
         listener = None
     if listener is not None:
         block(listener)
-    _report_open_ports(rank)
-    world = World(rank, size, num_stages, device, store, edges, backend, timeout, cores, listener, owns_group)
-    world._group = dist.GroupMember.WORLD
-    return world
-
-
-def _report_open_ports(rank: int) -> None:
-    """Warn once per node if its kernel cannot block ports."""
-    if int(os.environ.get("LOCAL_RANK", rank)) == 0 and (why := port_filter.error) is not None:
+    if local_rank == 0 and (why := port_filter.error) is not None:
         warn(
             f"the ports of {socket.gethostname()} stay open: its kernel takes no socket filter ({why.strerror}); let "
             "only those reach it whom you trust (SECURITY.md)"
         )
+    world = World(rank, size, num_stages, device, store, edges, backend, timeout, cores, listener, owns_group)
+    world._group = dist.GroupMember.WORLD
+    return world
 
 
 def _start_rpc(rank: int, size: int, store: dist.Store, timeout_seconds: float) -> None:

@@ -165,15 +165,10 @@ def _carry_out(  # 8: a stage, facts about it, and its actions
 def _restored(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
     """Restore parameters, buffers, gradients and random streams on exit."""
     parts = [*modules, *(vars(module)["model"] for module in modules if is_part(module))]
-    owners = {id(owner): owner for part in parts for owner in part.modules()}
-    held = [
-        (tensors, key, tensor)
-        for owner in owners.values()
-        for tensors in (owner._parameters, owner._buffers)
-        for key, tensor in tensors.items()
-        if tensor is not None and not tensor.is_meta
-    ]
-    unique = {id(tensor): tensor for _, _, tensor in held}
+    owners = [owner for part in parts for owner in part.modules()]
+    held = [(tensors, dict(tensors)) for owner in owners for tensors in (owner._parameters, owner._buffers)]
+    found = (tensor for _, before in held for tensor in before.values() if tensor is not None and not tensor.is_meta)
+    unique = {id(tensor): tensor for tensor in found}
     kept = [(tensor, tensor.detach().to("cpu", copy=True), tensor.grad) for tensor in unique.values()]
     for tensor in unique.values():
         tensor.grad = None
@@ -181,8 +176,8 @@ def _restored(modules: Sequence[nn.Module], device: torch.device) -> Iterator[No
         with streams_kept(device):
             yield
     finally:
-        for tensors, key, tensor in held:
-            tensors[key] = tensor
+        for tensors, before in held:
+            tensors.update(before)
         for tensor, values, grad in kept:
             tensor.data.copy_(values)
             tensor.grad = grad
