@@ -22,33 +22,9 @@ from adl_dist.errors import AdlError, ConfigError, in_one_line
 MOST_TRIED = 100_000
 
 
-def warmup_factor(update: int, *, num_warmup_updates: int) -> float:
-    """Return (s + 1) / W for update s of W warm-up updates, then 1."""
-    return (update + 1) / num_warmup_updates if update < num_warmup_updates else 1.0
-
-
-def multistep_factor(update: int, *, milestones: Sequence[int], gamma: float, num_warmup_updates: int) -> float:
-    """Return gamma ** (milestones <= s), times the warm-up."""
-    passed = sum(milestone <= update for milestone in milestones)
-    return float(gamma**passed) * warmup_factor(update, num_warmup_updates=num_warmup_updates)
-
-
-def cosine_factor(update: int, *, total_updates: int, final_factor: float, num_warmup_updates: int) -> float:
-    """Return half a cosine from 1 at s = W to f at s = T, after the warm-up.
-
-    f + (1 - f) (1 + cos(pi (s - W) / (T - W))) / 2; as in torch, the end belongs to the update after the last one.
-    """
-    if update < num_warmup_updates:
-        return warmup_factor(update, num_warmup_updates=num_warmup_updates)
-    if update >= total_updates:
-        return final_factor
-    progress = (update - num_warmup_updates) / (total_updates - num_warmup_updates)
-    return final_factor + (1 - final_factor) * (1 + math.cos(math.pi * progress)) / 2
-
-
 def constant(optimizer: Optimizer, *, updates_per_epoch: int, warmup_epochs: float = 0.0) -> LRScheduler:
     """Keep the optimizer's learning rate after a linear warm-up."""
-    return _scheduler(optimizer, warmup_factor, warmup_epochs, updates_per_epoch)
+    return _scheduler(optimizer, lambda update: 1.0, warmup_epochs, updates_per_epoch)
 
 
 def multistep(
@@ -72,7 +48,10 @@ def multistep(
     if not gamma > 0:
         raise ConfigError(f"lr_schedule.gamma must be above 0, got {gamma}")
     in_updates = [round(epoch * updates_per_epoch) for epoch in epochs]
-    factor = partial(multistep_factor, milestones=in_updates, gamma=gamma)
+
+    def factor(update: int) -> float:
+        return float(gamma ** sum(milestone <= update for milestone in in_updates))
+
     return _scheduler(optimizer, factor, warmup_epochs, updates_per_epoch)
 
 
@@ -86,20 +65,32 @@ def cosine(
 ) -> LRScheduler:
     """Decay the learning rate by half a cosine, after a linear warm-up.
 
-    It ends at ``final_factor``, in [0, 1], of the optimizer's rate.
+    From s = W to s = T it is f + (1 - f) (1 + cos(pi (s - W) / (T - W))) / 2 of the optimizer's rate, with f the
+    ``final_factor``, in [0, 1]. As in torch, the end belongs to the update after the last one.
     """
     if not 0 <= final_factor <= 1:
         raise ConfigError(f"lr_schedule.final_factor must be in [0, 1], got {final_factor}")
-    factor = partial(cosine_factor, total_updates=total_updates, final_factor=final_factor)
+    num_warmup = round(warmup_epochs * updates_per_epoch)
+
+    def factor(update: int) -> float:
+        if update < num_warmup:
+            return 1.0
+        if update >= total_updates:
+            return final_factor
+        progress = (update - num_warmup) / (total_updates - num_warmup)
+        return final_factor + (1 - final_factor) * (1 + math.cos(math.pi * progress)) / 2
+
     return _scheduler(optimizer, factor, warmup_epochs, updates_per_epoch)
 
 
 def _scheduler(
-    optimizer: Optimizer, factor: Callable[..., float], warmup_epochs: float, updates_per_epoch: int
+    optimizer: Optimizer, factor: Callable[[int], float], warmup_epochs: float, updates_per_epoch: int
 ) -> LRScheduler:
+    """Multiply the rate by ``factor`` of the update s, and by (s + 1) / W before update W."""
     if not warmup_epochs >= 0:
         raise ConfigError(f"lr_schedule.warmup_epochs must be at least 0, got {warmup_epochs}")
-    return LambdaLR(optimizer, partial(factor, num_warmup_updates=round(warmup_epochs * updates_per_epoch)))
+    W = round(warmup_epochs * updates_per_epoch)
+    return LambdaLR(optimizer, lambda update: factor(update) * ((update + 1) / W if update < W else 1.0))
 
 
 def build_lr_schedule(

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from adl_dist import optim
 from adl_dist.errors import ConfigError
 from adl_dist.optim import build_lr_schedule, constant, cosine, fast_forward, multistep, try_schedule
 from tests.support.runs import toy_trainer
@@ -30,23 +29,24 @@ def learning_rates(schedule, num_updates):
     return rates
 
 
-MULTISTEP = partial(optim.multistep_factor, milestones=[3, 5], gamma=0.5, num_warmup_updates=2)
-COSINE = partial(optim.cosine_factor, total_updates=20, final_factor=0.1, num_warmup_updates=4)
-SHORTER_THAN_WARM_UP = partial(optim.cosine_factor, total_updates=2, final_factor=0.0, num_warmup_updates=4)
+MULTISTEP = partial(multistep, updates_per_epoch=1, milestones=[3, 5], gamma=0.5, warmup_epochs=2)
+COSINE = partial(cosine, updates_per_epoch=1, total_updates=20, final_factor=0.1, warmup_epochs=4)
+SHORTER_THAN_WARM_UP = partial(cosine, updates_per_epoch=1, total_updates=2, warmup_epochs=4)
 
 
 @pytest.mark.parametrize(
-    ("factor", "updates", "expected"),
+    ("schedule", "updates", "expected"),
     [
-        (partial(optim.warmup_factor, num_warmup_updates=4), range(6), [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
-        (partial(optim.warmup_factor, num_warmup_updates=0), [0], [1.0]),
+        (partial(constant, updates_per_epoch=1, warmup_epochs=4), range(6), [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
+        (partial(constant, updates_per_epoch=1), [0], [1.0]),
         (MULTISTEP, range(7), [0.5, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25]),
         (COSINE, (0, 3, 4, 12, 20, 21, 1000), [0.25, 1.0, 1.0, pytest.approx(0.55, abs=1e-15), 0.1, 0.1, 0.1]),
         (SHORTER_THAN_WARM_UP, range(3), [0.25, 0.5, 0.75]),
     ],
     ids=["warm-up", "no warm-up", "multistep", "cosine", "short cosine"],
 )
-def test_a_factor_is_what_its_formula_says(factor, updates, expected):
+def test_a_factor_is_what_its_formula_says(schedule, updates, expected):
+    (factor,) = schedule(sgd()).lr_lambdas
     assert [factor(s) for s in updates] == expected
 
 
