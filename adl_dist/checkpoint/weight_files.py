@@ -211,21 +211,12 @@ def _header(file: PurePath) -> dict[str, Stored]:
 
 def _indexed(folder: PurePath) -> dict[str, Stored]:
     """Return where the tensors are that the index of ``folder`` names."""
-
-    def refuse(reason: str) -> CheckpointError:
-        return CheckpointError(f"init_from={folder}: {reason}; expected all files of one model, as they were saved")
-
     try:
         of_name = dict(json.loads(read(folder / INDEX))["weight_map"])
+        held = {file: _header(folder / PurePath(file).name) for file in dict.fromkeys(of_name.values())}
+        return {name: held[file][name] for name, file in of_name.items()}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise refuse(f"{INDEX} has no 'weight_map' that can be read ({type(error).__name__})") from error
-    files, names = dict.fromkeys(of_name.values()), storage_of(folder).names(folder)
-    for file in files:
-        if not isinstance(file, str) or PurePath(file).name != file:
-            raise refuse(f"{INDEX} names a file elsewhere, {file}")
-        if file not in names:
-            raise refuse(f"{file}, which {INDEX} names, is missing")
-    held = {file: _header(folder / file) for file in files}
-    if lacking := [name for name, file in of_name.items() if name not in held[file]]:
-        raise refuse(f"{of_name[lacking[0]]} does not hold {lacking[0]}, though {INDEX} says so")
-    return {name: held[file][name] for name, file in of_name.items()}
+        raise CheckpointError(
+            f"init_from={folder}: {INDEX} does not fit the files beside it ({in_one_line(error)}); expected all files "
+            "of one model, as they were saved"
+        ) from error
