@@ -80,7 +80,8 @@ class WeightFiles:
             if here.get(name) != there.get(name):
                 raise CheckpointError(
                     f"init_from={self.path} is of another model: {name} is {here.get(name, 'missing')} in this model "
-                    f"and {there.get(name, 'missing')} in the file; {_way_out(here, there)}"
+                    f"and {there.get(name, 'missing')} in the file, which begins with {next(iter(there), 'nothing')}; "
+                    "use the model= and data= that it was made with, or save it under the names of this model"
                 )
         names_of: dict[int, list[str]] = {}
         for name in state.keys() & self.tensors.keys():
@@ -165,29 +166,6 @@ class PickledWeights(WeightFiles):
 def matches(name: str, patterns: Sequence[str]) -> bool:
     """Return whether ``name`` matches one of ``patterns``, as file names do."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _way_out(here: Mapping[str, object], there: Mapping[str, object]) -> str:
-    for ours, theirs, longer in ((here, there, "file"), (there, here, "model")):
-        if (prefix := _prefix(ours, theirs)) is not None:
-            other = "model" if longer == "file" else "file"
-            return (
-                f"the names of the {longer} are those of the {other} with '{prefix}' before them: save the weights "
-                f"under the names of this model"
-            )
-    return "use the model= and data= that it was made with"
-
-
-def _prefix(short: Mapping[str, object], long: Mapping[str, object]) -> str | None:
-    """Return the prefix from names of ``short`` to those of ``long``, or None."""
-    first = next(iter(short), "")
-    for name in long:
-        prefix = name.removesuffix(first)
-        if first and prefix and prefix != name and prefix.endswith("."):
-            same = sum(f"{prefix}{each}" in long for each in short)
-            if 2 * same > len(short):
-                return prefix
-    return None
 
 
 def _not_there(path: PurePath) -> CheckpointError:

@@ -21,6 +21,7 @@ from torch import Tensor
 from adl_dist.distributed.world import World, disconnect
 from adl_dist.errors import AdlError, ChannelError, ConfigError, StageFailed, message_of
 from adl_dist.report import announced
+from adl_dist.report.runs import flatten
 
 TURNS_AHEAD = 64  # more than a call still has, when an error ends it
 NUM_SAMPLED = 4  # elements of a tensor
@@ -128,36 +129,25 @@ def check_consistent(
         ConfigError: If two ranks differ; the text names them and the first different entry.
     """
     rank, published = agreement.rank, agreement.all({"values": values, "initial": dict(initial)})
-    mine = published[rank]["values"]
+    mine = flatten(published[rank]["values"])
     for other, message in enumerate(published):
         if other == rank or 0 not in (rank, other):
             continue
-        if (difference := first_difference(mine, message["values"])) is not None:
-            name, *both = difference
+        theirs = flatten(message["values"])
+        for name in (n for n in {**mine, **theirs} if mine.get(n, "missing") != theirs.get(n, "missing")):
+            both = (values.get(name, "missing") for values in (mine, theirs))
             here, there = (shorten(str(value), 60, placeholder="...") for value in both)
             raise ConfigError(
                 f"rank {rank} and rank {other} were not given the same job: {name} is {here} here and {there} there; "
                 "start all ranks with one command, and let all make the same"
             )
         for name, elements in initial.items():
-            theirs = message["initial"].get(name, elements)  # without any, its weights come from a checkpoint
-            if not all(map(partial(math.isclose, rel_tol=1e-3, abs_tol=1e-6), elements, theirs)):
+            others = message["initial"].get(name, elements)  # without any, its weights come from a checkpoint
+            if not all(map(partial(math.isclose, rel_tol=1e-3, abs_tol=1e-6), elements, others)):
                 raise ConfigError(
                     f"rank {rank} and rank {other} do not begin with the same weights: the initial {name} differs; "
                     "call torch.manual_seed(...) before the model is built, on every rank"
                 )
-
-
-def first_difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """Return the dotted name and both values of the first difference."""
-    for name in {**mine, **theirs}:
-        here, there = mine.get(name, "missing"), theirs.get(name, "missing")
-        if here == there:
-            continue
-        if isinstance(here, dict) and isinstance(there, dict) and (inner := first_difference(here, there)):
-            return f"{name} {inner[0]}" if name == "model" else f"{name}.{inner[0]}", *inner[1:]
-        return name, here, there
-    return None
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from tests.support.values import SILENT
 
 CASES = {
     "seed": "do not begin with the same weights: the initial 1.weight differs; call torch.manual_seed",
-    "shape": r"were not given the same job: model 3.weight is \[., 6\] here and \[., 6\] there",
+    "shape": r"were not given the same job: model.3.weight is \[., 6\] here and \[., 6\] there",
     "M": r"were not given the same job: method\(accumulation_steps=...\) is . here and . there",
     "rate": r"were not given the same job: optimizer.lr is 0.\d here and 0.\d there",
     "class": r"were not given the same job: optimizer.name is torch.optim.\S+ here and torch.optim.\S+ there",
