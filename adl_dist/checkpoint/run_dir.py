@@ -340,19 +340,12 @@ def _version(file: Path) -> object:
 def chosen_checkpoint(run_dir: str | os.PathLike[str], wanted: str | None) -> PurePath:
     """Return the ``wanted`` checkpoint: ``best``, ``newest``, None or a path."""
     folder = place_of(run_dir)
-    if wanted == "best":
-        if best := layout.best_of(layout.complete(folder / CHECKPOINTS)):
-            return best
-        nothing = f"{folder} holds no checkpoint with a validation loss, or with runtime.best_metric"
-        raise CheckpointError(f"checkpoint=best: {nothing}; omit it for the newest")
-    path = folder if wanted in (None, "newest") else place_of(str(wanted))
-    if layout.is_complete(path):
-        return path
-    if saved := layout.complete(path / CHECKPOINTS):
-        return saved[-1]
-    if path is not folder:
+    path = folder if wanted in (None, "best", "newest") else place_of(str(wanted))
+    saved = [path] if layout.is_complete(path) else layout.complete(path / CHECKPOINTS)
+    found = layout.best_of(saved) if wanted == "best" else saved[-1] if saved else None
+    if found is None:
         raise CheckpointError(
-            f"checkpoint={wanted}: expected best, newest, or a checkpoint folder, like "
-            "runs/NAME/checkpoints/update-00000042"
+            f"checkpoint={wanted or 'newest'}: {path} holds no complete checkpoint like that; expected best, which "
+            "needs a validation, newest, or a checkpoint folder, like runs/NAME/checkpoints/update-00000042"
         )
-    raise CheckpointError(f"{path} holds no complete checkpoint; train first: adl-dist train run_dir={path}")
+    return found

@@ -38,7 +38,6 @@ from adl_dist.report.files import write_atomically
 Data = bytes | memoryview
 PIECE_BYTES = 2**26  # large files are written and read in pieces of this size; on disk, one is synced before the next
 READ_AHEAD_BYTES = 2**22  # of a file that is not local
-PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}  # that fsspec needs for a kind of URL
 
 
 class Progress:
@@ -174,9 +173,7 @@ class Fsspec:
         try:
             self._files: Any = fsspec.filesystem(scheme, use_listings_cache=False)
         except (ImportError, ValueError) as error:
-            package = PACKAGES.get(scheme)
-            way_out = f"pip install {package}" if package else "give a local folder, s3:// or gs://"
-            raise ConfigError(f"{scheme}:// cannot be used: {error}; {way_out}") from None
+            raise ConfigError(f"{scheme}:// cannot be used: {error}; give a local folder, s3:// or gs://") from None
 
     def names(self, folder: PurePath) -> list[str]:
         """See :class:`LocalFolders`."""

@@ -149,13 +149,10 @@ class PickledWeights(WeightFiles):
                 f"init_from={path} cannot be read ({in_one_line(error)[:120]}); expected a state_dict saved by "
                 f"torch.save, or a {SUFFIX} file, like those of adl-dist export"
             ) from error
-        if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
-            raise CheckpointError(f"init_from={path} holds a {type(state).__name__}; expected a state_dict")
-        if wrapped := [name for name, value in state.items() if isinstance(value, Mapping)]:
-            raise CheckpointError(
-                f"init_from={path} holds a dictionary under '{wrapped[0]}', as training scripts save it with more; "
-                "save the state_dict alone"
-            )
+        is_flat = isinstance(state, Mapping) and not any(isinstance(value, Mapping) for value in state.values())
+        if not is_flat or not all(isinstance(name, str) for name in state):
+            held = f" with {', '.join(map(str, [*state][:3]))}" if isinstance(state, Mapping) else ""
+            raise CheckpointError(f"init_from={path} holds a {type(state).__name__}{held}; save the state_dict alone")
         super().__init__(path, state)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:

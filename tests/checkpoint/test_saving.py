@@ -138,7 +138,7 @@ def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path):
     assert names(blind) == ["update-00000007", "update-00000008"]
     assert [chosen_checkpoint(blind, wanted).name[-1] for wanted in ("best", None)] == ["7", "8"]
     saved(tmp_path / "no validation" / "checkpoints", 1)
-    with pytest.raises(adl_dist.AdlError, match=r"checkpoint=best: .* no checkpoint with a validation loss"):
+    with pytest.raises(adl_dist.AdlError, match=r"checkpoint=best: .*expected best, which needs a validation"):
         chosen_checkpoint(tmp_path / "no validation", "best")
 
 

@@ -306,7 +306,7 @@ def test_a_run_of_processes_that_is_killed_continues_from_s3(s3, tmp_path):
     ("run_dir", "told"),
     [
         ("nothing://bucket/run", "nothing:// cannot be used: Protocol not known: nothing; give a local folder"),
-        ("gs://bucket/run", "gs:// cannot be used: .*; pip install gcsfs"),
+        ("gs://bucket/run", "gs:// cannot be used: .*install gcsfs"),
     ],
 )
 def test_a_url_that_cannot_be_used_is_told(run_dir, told):

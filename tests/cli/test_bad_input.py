@@ -322,10 +322,12 @@ def test_evaluate_and_export_refuse_a_folder_that_is_no_run(command, run_dir, tm
     shows(refused(*command, f"run_dir={tmp_path / 'none'}"), ["is not a run folder", "train first"])
     for wanted in (tmp_path, "worst"):
         line = refused(*command, f"run_dir={run_dir}", f"checkpoint={wanted}")
-        shows(line, [f"checkpoint={wanted}: expected best, newest, or a checkpoint folder, like runs/NAME"])
+        shows(
+            line, [f"checkpoint={wanted}: ", "expected best, which needs a validation, newest, or a checkpoint folder"]
+        )
     shutil.rmtree(run_dir / "checkpoints")
     line = refused(*command, f"run_dir={run_dir}")
-    shows(line, [f"{run_dir} holds no complete checkpoint", f"adl-dist train run_dir={run_dir}"])
+    shows(line, [f"{run_dir} holds no complete checkpoint"])
     assert not (tmp_path / "model.pt").exists()
 
 
@@ -350,9 +352,9 @@ OTHER_MODEL = ["of another model", "0.1.weight is [8, 192] in this model and mis
     [
         (b"", NO_STATE),
         (slice(-500), NO_STATE),
-        ([1, 2], ["holds a list", "expected a state_dict"]),
+        ([1, 2], ["holds a list", "save the state_dict alone"]),
         (torch.nn.Linear(1, 1), NO_STATE),
-        ({"model": {}}, ["holds a dictionary under 'model'", "save the state_dict alone"]),
+        ({"model": {}}, ["holds a dict with model", "save the state_dict alone"]),
         (slice(None), OTHER_MODEL),
     ],
     ids=["empty", "cut", "list", "whole module", "nested", "another model"],
