@@ -192,6 +192,6 @@ def _indexed(folder: PurePath) -> dict[str, Stored]:
         return {name: held[file][name] for name, file in of_name.items()}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"init_from={folder}: {INDEX} does not fit the files beside it ({in_one_line(error)}); expected all files "
+            f"init_from={folder}: {INDEX} does not fit the files next to it ({in_one_line(error)}); expected all files "
             "of one model, as they were saved"
         ) from error
