@@ -207,7 +207,7 @@ def add_labels(runs: Sequence[Run]) -> None:
     keys = dict.fromkeys(key for one in flat for key in one)
     telling = [key for key in keys if not key.startswith(NOT_IN_LABELS) and _tells_apart(key, flat)]
     for run, one in zip(runs, flat, strict=True):
-        run.label = " ".join([run.label, *(f"{key}={one[key]}" for key in telling if key in one)])
+        run.label = " ".join([run.label, *(f"{key}={one[key]}" for key in telling if one.get(key) is not None)])
 
 
 def _read_method(run: Run) -> None:
@@ -308,10 +308,11 @@ def method_label(chosen: Mapping[str, Any]) -> str:
 
 
 def _tells_apart(key: str, configs: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether ``key`` has several values (of the cut: for one K)."""
-    depends_on = "partition.num_stages" if key.startswith("partition.") else ""
-    values = {(config.get(depends_on), str(config.get(key))) for config in configs}
-    return len(values) > len({first for first, _ in values})
+    """Return whether ``key`` has several values (of the cut: for one K; of an optimizer or the like: for one class)."""
+    group = key.partition(".")[0]
+    of = {f"{group}.name", f"{group}._target_", *(["partition.num_stages"] * (group == "partition"))} - {key}
+    values = {(*(str(config.get(name)) for name in of), str(config.get(key))) for config in configs}
+    return len(values) > len({value[:-1] for value in values})
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -72,6 +72,16 @@ def test_bp_comes_first_and_others_are_compared_with_their_m(runs):
     assert [(label, row[1]) for label, row in rows.items()] == list(differences.items())
 
 
+def test_settings_that_follow_from_a_class_are_in_no_label(runs):
+    sgd, adam = {"name": "SGD", "lr": 0.1, "momentum": 0.9}, {"name": "Adam", "lr": 0.003, "eps": 1e-8}
+    for optimizer, every in ((sgd, None), (sgd | {"lr": 0.2}, None), (adam, None), (adam, 40)):
+        runs.add("adl", 0.9, optimizer=optimizer, checkpoint_every_updates=every)
+    _, rows = runs.table()
+    of_sgd, of_adam = "optimizer.lr={} optimizer.name=SGD", "optimizer.lr=0.003 optimizer.name=Adam"
+    labels = [of_sgd.format(0.1), of_sgd.format(0.2), of_adam, f"checkpoint_every_updates=40 {of_adam}"]
+    assert [*rows] == [f"adl {label}" for label in labels]
+
+
 def test_runs_that_diverged_are_counted_but_not_in_the_median(runs):
     runs.add("bp", 0.9)
     runs.add("fdg", 0.5, math.nan, seed=0, diverged=(11, 1))
