@@ -5,6 +5,7 @@ the store go only those samples, a cut that rank 0 has measured, and what all mu
 publishes why, so that the others end with the same error; in gloo a mismatch would abort the process.
 """
 
+import atexit
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -75,10 +76,14 @@ class Agreement:
             code = error.exit_code if isinstance(error, AdlError) else 1
             with suppress(ChannelError):  # rank 0, whose store it may be, is gone
                 for _ in range(TURNS_AHEAD):
-                    self._turn += 1
-                    self._publish({"failed": message_of(error, self.rank), "exit_code": code})
+                    self.fail(message_of(error, self.rank), code)
             disconnect(in_order=False)
             raise
+
+    def fail(self, text: str, exit_code: int) -> None:
+        """Publish an error in place of the value of the next turn."""
+        self._turn += 1
+        self._publish({"failed": text, "exit_code": exit_code})
 
     def _publish(self, message: dict[str, Any]) -> None:
         with _store_error_context(0):
@@ -105,6 +110,8 @@ def start_call(world: World, name: str) -> Agreement:
         ConfigError: If another rank makes another call.
         ChannelError: If another rank makes none in time.
     """
+    if world.is_distributed and not world.num_jobs:
+        atexit.register(_leave, world)
     agreement = Agreement(world.fresh_store(), world.rank, world.size)
     for other, called in enumerate(agreement.all(name, call=name)):
         if called != name:
@@ -113,6 +120,16 @@ def start_call(world: World, name: str) -> Agreement:
                 "also if only rank 0 uses the result"
             )
     return agreement
+
+
+def _leave(world: World) -> None:
+    """Tell ranks that make another call that this one has ended."""
+    text = (
+        f"rank {world.rank} has ended without this call; every rank must make it, also if only rank 0 uses the result"
+    )
+    if not world.has_left:
+        with suppress(ChannelError):
+            Agreement(world.fresh_store(), world.rank, world.size).fail(text, ConfigError.exit_code)
 
 
 def check_consistent(

@@ -1,5 +1,6 @@
 """Ranks whose scripts differ are refused by name; an optimizer may depend on the stage."""
 
+import atexit
 import contextlib
 import io
 import os
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from adl_dist.errors import AdlError, ConfigError
+from adl_dist.errors import AdlError, ConfigError, StageFailed
 from adl_dist.report import warning
 from tests.support.ranks import run_ranks
 from tests.support.runs import toy_trainer
@@ -84,3 +85,20 @@ def test_the_folder_of_rank_0_counts_and_late_ranks_are_named(other, tmp_path):
     assert len([*(tmp_path / "run" / "checkpoints").iterdir()]) == 1
     assert rest == [loss, "rank 1 calls evaluate(), but rank 0 full_state_dict(): " + refusal.partition(": ")[2]]
     assert refusal.startswith("rank 0 calls full_state_dict(), but rank 1 evaluate(): ")
+
+
+def called_by_rank_0_alone():
+    trainer = toy_trainer(2, timeout_seconds=30)
+    trainer.fit(FixedImages(8), epochs=1, batch_size=4, monitoring=SILENT)
+    if int(os.environ["RANK"]):
+        atexit._run_exitfuncs()
+        return None
+    start = time.monotonic()
+    with pytest.raises(StageFailed, match=r"rank 1 has ended without this call; every rank must make it"):
+        trainer.full_state_dict()
+    return time.monotonic() - start
+
+
+@pytest.mark.ranks
+def test_a_call_that_an_ended_rank_has_not_made_fails_at_once():
+    assert run_ranks(2, called_by_rank_0_alone)[0] < 20
