@@ -72,11 +72,12 @@ MISFITS = [
 ]
 IS_NO_CLASS = ["the model has 10 outputs", "[0, 10)", "data.num_classes"]
 DIVERGES = ["optimizer.lr", "lr_schedule.warmup_epochs", "method.accumulation_steps"]
-# What shows at some micro-batch: nothing is saved.
+BAD_VALIDATION = [f"data._target_={USER}.bad_validation_target"], ["validation dataset", "micro-batch 1", *IS_NO_CLASS]
+# What shows at some micro-batch: nothing is saved but what was trained before a validation.
 IN_TRAINING = [
     ([f"model._target_={USER}.Branching"], ["user_code.py:", "the answer is False here, and was True in all recorded"]),
     ([IMAGES, "data.last_target=10"], ["training dataset", "of epoch 1", "target 10", *IS_NO_CLASS]),
-    ([f"data._target_={USER}.bad_validation_target"], ["validation dataset", "micro-batch 1", *IS_NO_CLASS]),
+    BAD_VALIDATION,
     ([f"data._target_={USER}.raises_at_a_sample"], ["training dataset: sample 20: RaisesAt raised ZeroDivisionError"]),
     ([f"model._target_={USER}.exits_at", "model.at=6"], ["sys.exit(3) at", "user_code.py:", "raise an error instead"]),
     (["optimizer.lr=1e20"], ["stage 1: the loss is nan at update 1 (epoch 1)", *DIVERGES]),
@@ -89,7 +90,7 @@ IN_TRAINING = [
 @pytest.mark.parametrize(("overrides", "parts"), [*MISFITS, *IN_TRAINING])
 def test_what_shows_only_with_the_data_is_told_and_not_saved(overrides, parts, tmp_path):
     shows(refused(*words(tmp_path / "run", "lr_schedule=constant", *overrides)), parts)
-    assert not list(tmp_path.glob("run/checkpoints/*"))
+    assert len(list(tmp_path.glob("run/checkpoints/*"))) == ((overrides, parts) == BAD_VALIDATION)
     assert (overrides, parts) in IN_TRAINING or not (tmp_path / "run/metrics.jsonl").exists()
 
 
@@ -337,7 +338,7 @@ def test_export_never_writes_over_what_is_there(run_dir, tmp_path):
     before = snapshot(tmp_path)
     there = dict.fromkeys(("file", "link", "run"), ("is there already", "choose another name"))
     nowhere = {f"{name}/model.pt": [f"there is no folder {tmp_path / name}"] for name in ("none", "file")}
-    for name, parts in {**there, **nowhere, "m" * 300: ["File name too long", "choose another place"]}.items():
+    for name, parts in {**there, **nowhere, "m" * 300 + ".pt": ["File name too long", "choose another place"]}.items():
         line = refused("export", f"run_dir={run_dir}", f"out={tmp_path / name}")
         shows(line, [f"out={tmp_path / name} ", *parts])
     assert snapshot(tmp_path) == before
