@@ -204,24 +204,17 @@ def check_sizes(pipeline: Pipeline, sizes: Iterable[int]) -> None:
 
 def check_targets(pipeline: Pipeline, result: TrialResult) -> None:
     """Raise ConfigError if a head lacks the classes that it needs."""
-    target, shown = result.targets[0], ", ".join(map(str, result.targets))
+    method, has_heads = pipeline.method, pipeline.num_stages > 1
+    target, is_local = result.targets[0], pipeline.spec.local_losses
     is_class = len(result.targets) == 1 and not target.is_floating_point and not target.shape
-    has_classes = result.num_classes is not None and is_class
-    if pipeline.method.head_sees_target and pipeline.num_stages > 1 and not has_classes:
+    needs_target = (method.head_sees_target and has_heads) or (is_local and method.head == "predsim")
+    needs_output = has_heads and (method.head_sees_target or is_local)
+    if (needs_target and not is_class) or (needs_output and result.num_classes is None):
         raise ConfigError(
-            "method.head_sees_target=true tells heads the class of each sample, but the targets are "
-            f"{shown}; expected one whole number per sample and a model that returns [B, classes]: use "
-            "method.head_sees_target=false"
+            f"heads of method={method.name} learn the class of each sample, but the targets are "
+            f"{', '.join(map(str, result.targets))}; expected one whole number per sample, and a model that returns "
+            "[B, classes]: use another method.head, method.head_sees_target=false, or another method"
         )
-    if not pipeline.spec.local_losses:
-        return
-    if pipeline.method.head == "predsim" and not is_class:
-        raise ConfigError(
-            f"method.head=predsim compares samples by their class, but the targets are {shown}; expected one whole "
-            "number per sample: choose another method.head"
-        )
-    if pipeline.num_stages > 1 and result.num_classes is None:
-        raise ConfigError("method=dgl needs a model that returns [B, classes], or there is nothing to learn locally")
 
 
 def build_stages(

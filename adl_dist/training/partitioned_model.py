@@ -5,8 +5,7 @@ import hashlib
 import json
 import logging
 import platform
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from itertools import accumulate
@@ -181,17 +180,19 @@ class PartitionedModel:
         for channels_last in formats:
             tried = replace(spec, precision=replace(spec.precision, channels_last=channels_last))
             try:
-                with _collector_off():
-                    trial = Trial(self._model, tried, samples, device)
-                    chain = None
-                    if self.num_stages > 1 or not isinstance(self.spec.balance, str):
-                        keeps = keeps_ties(spec.pipeline.method)
-                        chain = trial.chain(granularity=self.spec.granularity, keeps_ties=keeps)
-                    tried, result, sizes = self._choose(trial, chain, startup, links)
+                gc.freeze()  # each collection would look at all of torch's 400,000 objects, 0.1 s a time
+                trial = Trial(self._model, tried, samples, device)
+                chain = None
+                if self.num_stages > 1 or not isinstance(self.spec.balance, str):
+                    keeps = keeps_ties(spec.pipeline.method)
+                    chain = trial.chain(granularity=self.spec.granularity, keeps_ties=keeps)
+                tried, result, sizes = self._choose(trial, chain, startup, links)
                 break
             except (ConfigError, PartitionError):
                 if channels_last is formats[-1]:
                     raise
+            finally:
+                gc.unfreeze()
         if trial.note is not None:
             self._note(trial.note)
         self._cut(chain, sizes)
@@ -315,12 +316,7 @@ class PartitionedModel:
             self._note(f"delays of this run: {delays} micro-batches")
             return Pipeline(pipeline.method.with_delays(delays), self.num_stages)
         measured = with_delays(profile, pipeline, machine=machine)
-        delays, longest = list(measured.nominal_delays), pipeline.method.longest_delay(self.num_stages)
-        why = "the least that keep all stages at work"
-        if delays[0] == longest:
-            stale = longest / pipeline.micro_batches_per_update
-            why = f"the best with a staleness of at most {stale:g} updates (method.max_staleness)"
-        self._note(f"measured delays: {delays} micro-batches, {why}")
+        self._note(f"measured delays: {list(measured.nominal_delays)} micro-batches")
         return measured
 
     def _known(self, samples: Samples) -> PartitionResult | None:
@@ -396,21 +392,6 @@ def keeps_ties(method: Method) -> str | None:
     """Return why tied weights must be on one stage, or None."""
     why = method.why_not_tied
     return None if why is None else f"since {why}: use partition.tied=untie"
-
-
-@contextmanager
-def _collector_off() -> Iterator[None]:
-    """Switch the garbage collector off inside.
-
-    It would look at all of torch's 400,000 objects, 0.1 s a time, and free nothing.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def take_profile(
