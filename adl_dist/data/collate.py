@@ -42,9 +42,7 @@ def collated(collate_fn: Callable[[list[Any]], Any], samples: list[Any], indices
     where = f"collate_fn, for {len(samples)} samples from sample {indices[0]} on,"
     with own_code(where):
         made = collate_fn(samples)
-    if not isinstance(made, tuple | list) or len(made) != 2:
-        raise DataError(f"{where} returned {_kind(made)}; expected a pair (input, target)")
-    pair = _as_batch(made[0], "an input", where), _as_batch(made[1], "a target", where)
+    pair = as_pair(made, f"{where} returned:")
     for tensor in (*tensors_of(pair[0]), *tensors_of(pair[1])):
         if tensor.shape[:1] != (len(samples),):
             raise DataError(f"{where} returned a tensor {list(tensor.shape)}; its first dimension must be the samples")
@@ -52,19 +50,18 @@ def collated(collate_fn: Callable[[list[Any]], Any], samples: list[Any], indices
     return copy_batch(pair[0]), copy_batch(pair[1])
 
 
-def as_pair(sample: Any, index: int) -> Pair:
-    """Convert one sample to input and target.
+def as_pair(value: Any, where: str) -> Pair:
+    """Convert a sample, or a collated micro-batch, to input and target.
 
     Raises:
         DataError: If it is not a pair of tensors or numbers, or of tuples or dictionaries of these.
     """
-    where = f"sample {index}:"
-    if not isinstance(sample, tuple | list) or len(sample) != 2:
+    if not isinstance(value, tuple | list) or len(value) != 2:
         raise DataError(
-            f"{where} expected a pair (input, target), got {_kind(sample)}; let the dataset's __getitem__ return two "
-            "values; an input or a target of several tensors is a tuple or a dictionary of them"
+            f"{where} expected a pair (input, target), got {_kind(value)}; let the dataset's __getitem__, or "
+            "collate_fn, return two values; an input or a target of several tensors is a tuple or a dictionary of them"
         )
-    return _as_batch(sample[0], "an input", where), _as_batch(sample[1], "a target", where)
+    return _as_batch(value[0], "an input", where), _as_batch(value[1], "a target", where)
 
 
 def _as_batch(value: Any, what: str, where: str) -> Batch:

@@ -285,7 +285,7 @@ class _MicroBatches(Dataset["Pair | DataError"]):
             seed_streams(seed)
             with own_code(f"sample {index}: {type(self._dataset).__name__}"):
                 sample = self._dataset[index] if self._stream is None else self._stream.next()
-            samples.append(sample if self._collate_fn is not None else as_pair(sample, index))
+            samples.append(sample if self._collate_fn is not None else as_pair(sample, f"sample {index}:"))
         if self._collate_fn is None:
             return stacked(samples, indices)
         seed_streams(stream_seed(self._seed, "collate", epoch, indices[0]))

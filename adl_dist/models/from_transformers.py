@@ -88,7 +88,10 @@ def build(config: Any, task: str, *, weights: str | None = None, download: bool 
         else:
             how |= {"local_files_only": not download, "output_loading_info": True}
             model, found = kind.from_pretrained(weights, config=config, **how)
-            _tell_missing(weights, sorted(found["missing_keys"]))
+            if names := sorted(found["missing_keys"]):
+                shown = f"{', '.join(names[:3])}{' ..' * (len(names) > 3)}"
+                lacking = f"{weights} lacks the weights of {len(names)} tensors, newly drawn: {shown}"
+                warnings.warn(lacking, stacklevel=2)
     except Exception as error:  # the library's own code can raise anything
         where = f"weights of {weights}" if weights is not None else "configuration"
         raise ConfigError(f"{kind.__name__} refuses the {where}: {in_one_line(error)[:200]}") from error
@@ -114,13 +117,6 @@ def _names_here(model: Any, names: Iterable[str]) -> dict[str, str]:
             # A tensor that the library merges with others keeps its name, by which it is refused later.
             here[name] = name if made_of is not None else str(found)
     return here
-
-
-def _tell_missing(weights: str, names: list[str]) -> None:
-    """Warn of parameters without weights, which are newly drawn."""
-    if names:
-        shown = f"{', '.join(names[:3])}{' ..' * (len(names) > 3)}"
-        warnings.warn(f"{weights} lacks the weights of {len(names)} tensors, newly drawn: {shown}", stacklevel=3)
 
 
 def read_config(config: str, *, download: bool = False, options: dict[str, Any] | None = None) -> Any:

@@ -36,9 +36,8 @@ Cuts = Mapping[int, tuple[Machine, list[int] | None]]  # by K: the devices, and 
 def _measured(question: Question) -> Plan:
     """Measure the model, and predict each method by the profile."""
     flags, config, sizes, machine = question.flags, question.config, question.sizes, machine_of(question)
-    shown = {"shape": flags.input, "kept_in": flags.profile, "quiet": flags.json}
     try:
-        profiler = Profiler(config, threads=question.threads, **shown)
+        profiler = Profiler(config, threads=question.threads, shape=flags.input, kept_in=flags.profile)
     except DataError as error:
         raise DataError(f"{error}; or describe a sample: --input 3,224,224") from error
     cuts, refused = _cuts(question, machine, profiler.chain)

@@ -44,7 +44,6 @@ class Profiler:
         threads: int,
         shape: list[int] | None = None,
         kept_in: Path | None = None,
-        quiet: bool = False,
     ) -> None:
         """Build the model and run it on a sample.
 
@@ -53,14 +52,13 @@ class Profiler:
             threads: Threads of a stage.
             shape: Shape of a sample, [C, H, W]; if None, that of the training data.
             kept_in: File for the measurements; the micro-batch size is appended to its name.
-            quiet: Print no progress.
 
         Raises:
             ConfigError: If the model fails on such a sample, or the loss on its output.
             DataError: If the data is missing.
         """
         self.granularity, self.threads = config.partition.granularity, threads
-        self._config, self._shape, self._kept_in, self._quiet = config, shape, kept_in, quiet
+        self._config, self._shape, self._kept_in = config, shape, kept_in
         self._load: list[int] = []  # process ids
         self._is_loaded = False
         self.device = torch.device(config.runtime.device)
@@ -186,8 +184,7 @@ class Profiler:
         return Throughput(samples=samples, forward=load + forward, backward=backward)
 
     def _say(self, text: str) -> None:
-        if not self._quiet:
-            sys.stderr.write(f"{text}{', the other cores at work' if self._is_loaded else ''} ...\n")
+        sys.stderr.write(f"{text}{', the other cores at work' if self._is_loaded else ''} ...\n")
 
 
 def _tried(model: nn.Module, samples: Samples, device: torch.device, spec: TrainSpec) -> tuple[TrainSpec, Samples]:
@@ -216,7 +213,7 @@ def _train_forever(parent: int, reply: Connection, config: RunConfig, how: dict[
     for stream in (1, 2):  # the user's code may print
         os.dup2(null, stream)
     try:
-        profiler = Profiler(config, **how, quiet=True)
+        profiler = Profiler(config, **how)
         profiler.pace(size)
     except Exception as error:
         reply.send(in_one_line(error))
