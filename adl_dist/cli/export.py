@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -12,7 +11,6 @@ from adl_dist.checkpoint.state import signature
 from adl_dist.checkpoint.weight_files import SINGLE
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import content_of, is_of_script
-from adl_dist.cli.config.schema import RunConfig
 from adl_dist.cli.run_folder import OF_MODEL, named_folder, wants_averages
 from adl_dist.errors import CheckpointError, ConfigError
 from adl_dist.models.from_transformers import read_config
@@ -44,7 +42,10 @@ def export(arguments: list[str]) -> None:
         config = instantiate.run_with(run_dir, words)
         model = instantiate.described_model(config)
         if not out.suffix and config.model.get("_target_") == OF_TRANSFORMERS:
-            settings = _settings_of_transformers(config)
+            replaced = {key: value for key, value in config.model.items() if key not in KEYS}
+            settings = read_config(config.model["config"], options=replaced)
+            if config.partition.tied == "untie":  # or the library could tie them again, and drop one of both
+                settings.tie_word_embeddings = False
     if not out.suffix and settings is None:
         raise ConfigError(
             f"out={options['out']}: only the model of a run with model=hf is written as a folder; give a name like "
@@ -64,8 +65,12 @@ def export(arguments: list[str]) -> None:
                 unfinished.mkdir()
                 tensor_files.copy(unfinished / SINGLE, tensors)
                 settings.save_pretrained(unfinished)
+            elif out.suffix == tensor_files.SUFFIX:
+                tensor_files.copy(unfinished, tensors)
             else:
-                _write_file(unfinished, tensors, extra)
+                read = dict(tensor_files.read(tensors))
+                with unfinished.open("wb") as file:
+                    torch.save({name: read[name] for name in tensors} | nested.unpacked_state(*extra), file)
     except OSError as error:
         raise CheckpointError(f"out={out} cannot be written: {error.strerror}; choose another place") from error
     if settings is not None:
@@ -73,23 +78,3 @@ def export(arguments: list[str]) -> None:
         return
     loader = "safetensors.torch.load_file" if out.suffix == tensor_files.SUFFIX else "torch.load"
     say(f"{out}: {len(tensors)} tensors of {path}; model.load_state_dict({loader}('{out}')) takes them")
-
-
-def _write_file(path: Path, tensors: dict[str, tensor_files.Stored], extra: tuple[Any, Any]) -> None:
-    """Write the weights, with the ``extra`` state only for ``torch.save``."""
-    if path.suffix == tensor_files.SUFFIX:
-        tensor_files.copy(path, tensors)
-        return
-    read = dict(tensor_files.read(tensors))
-    with path.open("wb") as file:
-        torch.save({name: read[name] for name in tensors} | nested.unpacked_state(*extra), file)
-
-
-def _settings_of_transformers(config: RunConfig) -> Any:
-    """Return the transformers configuration of a run's model, as trained."""
-    node = config.model
-    replaced = {key: value for key, value in node.items() if key not in KEYS}
-    settings = read_config(node["config"], options=replaced)
-    if config.partition.tied == "untie":  # or the library could tie them again, and drop one of both
-        settings.tie_word_embeddings = False
-    return settings

@@ -27,10 +27,12 @@ def tokenize(arguments: Sequence[str]) -> None:
     for out in outs:
         if os.path.lexists(out):
             raise ConfigError(f"{out} is there already and would be written over; choose another --out")
-    for path in paths:
-        if path.is_dir() or not path.exists():  # no pipe, which can be read once only
-            _read(path, chosen.level)  # says so before a folder is made
-    vocabulary = _vocabulary(chosen.tokenizer, chosen.level, paths)
+    if chosen.tokenizer is not None:
+        vocabulary = Vocabulary.of_tokenizer(Path(chosen.tokenizer))
+    elif chosen.level == "byte":
+        vocabulary = Vocabulary.of_bytes()
+    else:
+        vocabulary = Vocabulary.of_chars(_read(path, chosen.level) for path in paths)
     dtype = "uint16" if vocabulary.size <= 2**16 else "uint32"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -68,12 +70,6 @@ def _parser() -> Parser:
         "--validation", type=float, default=0.1, metavar="SHARE", help="end of each file to validate on; default: 0.1"
     )
     return parser
-
-
-def _vocabulary(tokenizer: str | None, level: str, paths: Sequence[Path]) -> Vocabulary:
-    if tokenizer is not None:
-        return Vocabulary.of_tokenizer(Path(tokenizer))
-    return Vocabulary.of_bytes() if level == "byte" else Vocabulary.of_chars(_read(path, level) for path in paths)
 
 
 def _read(path: Path, kind: str) -> str:

@@ -108,7 +108,7 @@ class Run:
     @cached_property
     def timeline(self) -> Timeline | None:
         """The actions of a few updates."""
-        return self.load(TIMELINE, lambda path: Timeline.read(path.parent))
+        return self.load(TIMELINE, Timeline.read)
 
     @cached_property
     def logs(self) -> Sequence[Entry]:

@@ -68,15 +68,12 @@ class Timeline:
                 unfinished.write_text(json.dumps(asdict(self)) + "\n")
 
     @classmethod
-    def read(cls, folder: Path) -> "Timeline | None":
-        """Return the timeline of the run in ``folder``, or None if it has none.
+    def read(cls, path: Path) -> "Timeline":
+        """Read a file of :meth:`write`.
 
         Raises:
-            OSError, ValueError, TypeError, KeyError: If the file is damaged.
+            OSError, ValueError, TypeError, KeyError: If it is damaged.
         """
-        path = folder / TIMELINE
-        if not path.is_file():
-            return None
         content: dict[str, Any] = json.loads(path.read_text())
         stages = [[Timed(*each) for each in stage] for stage in content.pop("stages")]
         return cls(**content, stages=stages)
