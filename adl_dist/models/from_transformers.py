@@ -49,7 +49,17 @@ def hf_model(
     if task not in TASKS:
         raise ConfigError(f"model.task: there is no '{task}'; choose one of {', '.join(TASKS)}")
     found = read_config(config, download=download, options=options)
-    _check_kind(found)
+    kind = f"model.config: a network of type {found.model_type}"
+    if getattr(found, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"{kind} has an encoder and a decoder, and no task of model=hf gives both inputs; only one of both is "
+            "taken, or hand the model to adl_dist.Trainer"
+        )
+    if getattr(found, "output_router_logits", False):
+        raise ConfigError(
+            f"{kind} adds a loss of its routers (output_router_logits=true), which would be left out; with "
+            "model.output_router_logits=false it is trained without that loss, as transformers does then"
+        )
     weights_in = _weights_of(config, weights, transformers, download=download)
     if torch.get_default_device().type != "meta":
         return build(found, task, weights=weights_in, download=download)
@@ -151,21 +161,6 @@ def _library() -> Any:
     except ImportError as error:
         raise ConfigError(f"model=hf needs the package transformers ({error}): pip install transformers") from None
     return transformers
-
-
-def _check_kind(config: Any) -> None:
-    """Raise ConfigError if an input or a loss of the network would be missing."""
-    name = f"model.config: a network of type {config.model_type}"
-    if getattr(config, "is_encoder_decoder", False):
-        raise ConfigError(
-            f"{name} has an encoder and a decoder, and no task of model=hf gives both inputs; only one of both is "
-            "taken, or hand the model to adl_dist.Trainer"
-        )
-    if getattr(config, "output_router_logits", False):
-        raise ConfigError(
-            f"{name} adds a loss of its routers (output_router_logits=true), which would be left out; with "
-            "model.output_router_logits=false it is trained without that loss, as transformers does then"
-        )
 
 
 def _weights_of(config: str, weights: bool | None, transformers: Any, *, download: bool) -> str | None:
