@@ -2,16 +2,17 @@
 
 import os
 import sys
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 
+from adl_dist.checkpoint.identity import class_name
 from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.checkpoint.run_dir import RunFolder, chosen_checkpoint
 from adl_dist.cli.config import instantiate
-from adl_dist.cli.config.compose import print_keys, renamed_words, with_values
+from adl_dist.cli.config.compose import content_of, is_of_script, print_keys, renamed_words, with_values
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.cli.run_folder import OF_MODEL, named_folder, wants_averages
 from adl_dist.cli.sweep import command as sweep
@@ -21,7 +22,7 @@ from adl_dist.distributed.affinity import num_cores
 from adl_dist.distributed.device import check_device, set_for_nccl
 from adl_dist.distributed.network import check_named_interfaces
 from adl_dist.distributed.world import launched_rank, launched_world_size
-from adl_dist.errors import DivergedError, Exit
+from adl_dist.errors import ConfigError, DivergedError, Exit
 from adl_dist.launch.local import launch_local
 from adl_dist.report import announced, final_table, say, tell
 from adl_dist.report.page import REPORT
@@ -101,6 +102,7 @@ def evaluate(arguments: list[str]) -> None:
     """Run ``adl-dist evaluate``: evaluate a checkpoint in this process, uncut."""
     run_dir, options, words = named_folder("evaluate", arguments, ("checkpoint", "ema"), groups=OF_MODEL)
     config = instantiate.run_with(run_dir, words)
+    _check_loss(run_dir, config, words)
     if config.runtime.device == "cuda" and not torch.cuda.is_available():
         config.runtime.device = "cpu"
         note = "has runtime.device=cuda, but torch finds no CUDA device here; computing on the CPU"
@@ -114,6 +116,19 @@ def evaluate(arguments: list[str]) -> None:
     metrics = trainer.evaluate(val_data, batch_size=micro_batch_size, **how)
     shown = [f"{n.replace('_', ' ')} {v:{'.2%' if n.endswith('accuracy') else '.4f'}}" for n, v in metrics.items()]
     say(f"{path}: {', '.join(shown)}, {len(val_data)} samples")  # type: ignore[arg-type]
+
+
+def _check_loss(run_dir: PurePath, config: RunConfig, words: Sequence[str]) -> None:
+    """Refuse the default loss for a script's run that was trained with another."""
+    plain = content_of(run_dir)
+    if not is_of_script(plain) or any(word.startswith("loss") for word in words):
+        return
+    name = plain["loss"]["name"]
+    if name not in (class_name(instantiate.build_loss(config)), class_name(torch.nn.functional.cross_entropy)):
+        raise ConfigError(
+            f"{run_dir} is the run of a script whose loss was {name}; add loss._target_=MODULE.NAME, which makes it or "
+            "is it, and its arguments, or loss=cross_entropy to evaluate by torch's cross-entropy"
+        )
 
 
 def _ending(summary: Mapping[str, Any], config: RunConfig) -> str:

@@ -80,8 +80,11 @@ IN_TRAINING = [
     BAD_VALIDATION,
     ([f"data._target_={USER}.raises_at_a_sample"], ["training dataset: sample 20: RaisesAt raised ZeroDivisionError"]),
     ([f"model._target_={USER}.exits_at", "model.at=6"], ["sys.exit(3) at", "user_code.py:", "raise an error instead"]),
-    (["optimizer.lr=1e20"], ["stage 1: the loss is nan at update 1 (epoch 1)", *DIVERGES]),
-    ([f"loss._target_={USER}.InfiniteLoss"], ["stage 1: the loss is inf at update 0 (epoch 1)", *DIVERGES]),
+    (["optimizer.lr=1e20"], ["stage 1: the loss is nan at update 1 (epoch 1)", *DIVERGES, "NaN in the data?"]),
+    (
+        [f"loss._target_={USER}.InfiniteLoss"],
+        ["stage 1: the loss is inf at update 0 (epoch 1)", *DIVERGES, "look for NaN"],
+    ),
     # One update in each epoch: its loss was still that of the weights before.
     (["data.num_samples=16", "optimizer.lr=1e20"], ["stage 1", "validation loss is nan", "update 0 (epoch 1)"]),
 ]

@@ -156,7 +156,7 @@ def test_replicas_wait_for_the_longer_of_backward_and_ring():
         ),
         pytest.param(
             known(parameter_bytes=100, act_bytes=8, grad_bytes=8), 2, Machine(bandwidth=0.1), False,
-            "the links are too slow", id="slower link",
+            "the links are too slow for so little work in a micro-batch", id="slower link",
         ),
     ],
 )  # fmt: skip
