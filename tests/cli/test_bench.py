@@ -244,6 +244,6 @@ def test_a_bench_has_a_row_per_contender_and_keeps_every_run(tmp_path):
     assert all(row["median"] > 0 for row in facts["table"])
     assert [len(run["peak_memory_bytes"]) for run in facts["runs"]] == [1, 2, 2]
     assert [row.get("predicted_images_per_second", 0) > 0 for row in facts["table"]] == [False, True, True]
-    shows(done.out, [*names, "ratio: of medians, to torch-bp", "units per stage 2 3", "left out: torch-ddp: the 15"])
+    shows(done.out, [*names, "ratio: of medians, to torch-bp", "units per stage 8 7", "left out: torch-ddp: the 15"])
     assert (out / "bench.svg").stat().st_size > 1000
     assert left_behind(tmp_path) == []
