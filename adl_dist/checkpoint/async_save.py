@@ -20,7 +20,7 @@ from torch import Tensor
 from adl_dist.checkpoint import layout, tensor_files
 from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.checkpoint.tensor_files import Shard
-from adl_dist.errors import AdlError, StageFailed, TakenOverError, in_one_line
+from adl_dist.errors import AdlError, StageFailed, TakenOverError, in_one_line, text_of
 from adl_dist.report import warn
 
 logger = logging.getLogger("adl_dist")
@@ -163,7 +163,7 @@ class Saver:
                 layout.undo(path, token)
             if isinstance(error, TakenOverError):
                 self.lost = error
-            self._fail(manifest["update"], in_one_line(error))
+            self._fail(manifest["update"], text_of(error) if isinstance(error, OSError) else in_one_line(error))
             return
         logger.info("saved %s", self._saved)
         try:

@@ -73,7 +73,7 @@ def test_a_rank_with_slow_or_failing_saves_does_not_end_the_run(tmp_path):
         for name in files:
             assert (path / name).read_bytes() == (alone / "checkpoints" / path.name / name).read_bytes()
     assert "update 4 could not be saved" in (tmp_path / "logs" / "rank0.log").read_text()
-    assert "rank 1: [Errno 5] Input/output error" in (tmp_path / "metrics.jsonl").read_text()
+    assert "checkpoints: rank 1: OSError: [Errno 5] Input/output error" in (tmp_path / "metrics.jsonl").read_text()
 
 
 def the_only_save_fails_on_rank_1(folder):
@@ -105,7 +105,7 @@ def test_a_last_save_that_fails_ends_all_with_exit_code_1(tmp_path):
     assert [ending[:2] for ending in endings] == [("SaveError", 1), ("StageFailed", 1)]
     for _, _, text in endings:
         assert "update 2 could not be saved" in text
-        assert "rank 1: [Errno 28] No space left on device" in text
+        assert "checkpoints: rank 1: OSError: [Errno 28] No space left on device" in text
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
