@@ -26,6 +26,7 @@ from adl_dist.distributed.procfs import machine, start_time
 from adl_dist.errors import CheckpointError, ConfigError, DivergedError
 from adl_dist.report import tell, warn
 from adl_dist.report.files import write_atomically
+from adl_dist.report.recorder import METRICS
 from adl_dist.report.runs import flatten
 from adl_dist.schedule import Method
 from adl_dist.settings import REMOVED_OPTIONS, renamed, settings_of
@@ -250,8 +251,10 @@ class RunFolder:
 
     def recognise(self, config: Mapping[str, Any], *, without: Collection[str] = ()) -> None:
         """Raise ConfigError if settings of the run differ, except in ``without``."""
-        if not self.is_claimed:
-            return
+        records = self.path / METRICS
+        has_trained = (records.is_file() and records.stat().st_size) or layout.complete(self.checkpoints)
+        if not (self.is_claimed and has_trained):
+            return  # a run that failed before its first update leaves nothing to continue
         try:
             theirs = renamed(flatten(dict(yaml.safe_load((self.path / CONFIG).read_text()))))
         except (yaml.YAMLError, TypeError, ValueError) as error:
