@@ -162,7 +162,7 @@ def test_another_runs_folder_stays_as_it_is_to_the_last_byte(overrides, parts, r
     assert snapshot(run_dir) == before
 
 
-def test_a_folder_of_a_run_that_failed_before_its_first_update_is_taken_over(tmp_path):
+def test_a_run_that_failed_before_an_update_leaves_its_folder(tmp_path):
     data = SMALL, f"data._target_={USER}.images", "data.num_samples=16"
     failed, corrected = (in_process(*words(tmp_path / "run", *data, f"data.last_target={n}")) for n in (99, 1))
     shows(failed.refusal(), ["of epoch 1 has target 99, but the model has"])
