@@ -464,7 +464,10 @@ class ForwardRun:
         Received tensors in it are replaced by the forward's own objects (``originals``).
         """
         if key[1] == "contiguous" and (type(out) is Value or originals):
-            out, originals = out.view_as(out), None
+            view = out.view_as(out)
+            if self.tape is not None:
+                self.tape.note(Tensor.view_as, (out, out), {}, view)
+            out, originals = view, None
         if type(out) is Tensor and not originals:
             self.made(out, (*key, 0), stage)
             return out

@@ -21,12 +21,12 @@ def is_openable(module: nn.Module) -> bool:
     return module._compiled_call_impl is None and not type(module).__module__.startswith("torch._dynamo")
 
 
-def place_of_call(module: nn.Module) -> tuple[str, Callable[..., Any]]:
+def place_of_call(module: nn.Module, has_hooks: bool) -> tuple[str, Callable[..., Any]]:
     """Return the attribute of ``module`` to intercept, and its present value.
 
     Forward hooks are the caller's: they run on each stage, before and after the forward.
     """
-    if (module._forward_hooks or module._forward_pre_hooks) and is_openable(module):
+    if has_hooks and is_openable(module):
         return "forward", module.forward
     return CALL, vars(module).get(CALL) or module._call_impl
 

@@ -53,6 +53,7 @@ def record_forward(model: nn.Module, batches: Sequence[Batch]) -> Recording:
             "module inside, or use num_stages=1"
         )
     while True:
+        recording.hooked |= _hooked(model)
         known, recording.refused, recording.closed = recording._known(), "", {}
         for training in (True, False):
             model.train(training)
@@ -67,6 +68,7 @@ def record_forward(model: nn.Module, batches: Sequence[Batch]) -> Recording:
                     break
             recorder.finish()
             recording.modes[training] = recorder.mode
+        recording.hooked |= _hooked(model)
         if recording._known() != known:
             continue
         if not recording.closed:
@@ -74,6 +76,10 @@ def record_forward(model: nn.Module, batches: Sequence[Batch]) -> Recording:
                 raise PartitionError(f"the model's own forward cannot be run in stages: {recording.refused}")
             return recording
         recording.whole |= recording.closed
+
+
+def _hooked(model: nn.Module) -> set[str]:
+    return {name for name, module in model.named_modules() if module._forward_hooks or module._forward_pre_hooks}
 
 
 def is_of_torch(module: nn.Module) -> bool:
@@ -739,7 +745,7 @@ def _intercepted(model: nn.Module, names: dict[int, str], watch: Recorder) -> It
     changed = []
     for module in model.modules():
         if module is not model:
-            place, own = place_of_call(module)
+            place, own = place_of_call(module, names[id(module)] in watch.recording.hooked)
             changed.append((module, place, vars(module).get(place)))
             vars(module)[place] = _interceptor(module, names[id(module)], own, watch)
     try:

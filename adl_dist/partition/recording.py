@@ -149,6 +149,7 @@ class Recording:
         closed: the same for the last runs only; these modules may be followed once others are.
         refused: why the model's own forward cannot be followed; empty if it can.
         opened: names of modules without children that are followed because of their effects.
+        hooked: names of modules with forward hooks, which run around what is recorded; the first forward may add some.
         glue: names of buffers, and of tensors that are plain attributes, that every stage needs.
         moved: those of them that a forward changes independently of the batch, each with the modules that change it in
             their forwards.
@@ -164,6 +165,7 @@ class Recording:
     closed: dict[str, str] = field(default_factory=dict)
     refused: str = ""
     opened: set[str] = field(default_factory=set)
+    hooked: set[str] = field(default_factory=set)
     glue: set[str] = field(default_factory=set)
     moved: dict[str, set[str]] = field(default_factory=dict)
     predicted: set[Any] = field(default_factory=set)
@@ -171,7 +173,7 @@ class Recording:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def _known(self) -> tuple[int, ...]:
-        return len(self.state), *map(len, self.births.values()), len(self.whole), len(self.opened)
+        return len(self.state), *map(len, (*self.births.values(), self.whole, self.opened, self.hooked))
 
 
 def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -117,7 +117,7 @@ class StageModule(_Part):
         for module in twin.modules():
             name = self._names[id(module)]
             if name in followed:
-                place, own = self._natives[module] = place_of_call(module)
+                place, own = self._natives[module] = place_of_call(module, name in plan.recording.hooked)
                 vars(module)[place] = call_of(module, name, own, self)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -1,14 +1,18 @@
 """The calls of one forward on one stage, repeated without user code."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adl_dist.batch import Tensors
+from adl_dist.errors import PartitionError
 from adl_dist.partition.containers import map_leaves, map_tensors, tensors_in
+
+Autocasts = tuple[tuple[str, torch.dtype | None], ...]  # by device; None: it is off
 
 
 class _Number(int):
@@ -25,7 +29,8 @@ class Tape:
         """Start a tape for the incoming activations ``acts``."""
         self._numbers: dict[int, _Number] = {}
         self._alive: list[Tensor] = []  # so that no other tensor gets the id of one
-        self._steps: list[tuple[Callable[..., Any], Any, Any, list[_Number], Any, bool]] = []
+        self._steps: list[tuple[Callable[..., Any], Any, Any, list[_Number], Any, bool, Autocasts]] = []
+        self._autocasts = _autocasts()  # of the run, which a replay has, too
         self._inputs = [self._number(act) for act in acts]
         self._buffers: dict[_Number, Tensor | str] = {}
         self._result: Any = None
@@ -53,13 +58,31 @@ class Tape:
         """Note one call with its arguments and result.
 
         If the call draws, ``draws`` is True for the stage's own streams, or the state of the common ones.
+
+        Raises:
+            PartitionError: If it computes with a tensor whose computation is not on the tape.
         """
+        if isinstance(module := getattr(function, "__self__", None), nn.Module):
+            for part in module.modules():
+                for key, held in vars(part).items():
+                    if isinstance(held, Tensor) and self.knows(held):  # as a hook before the call has computed it
+                        self.note(partial(_assign, part, key), (held,), {}, None)
         args, kwargs = self._numbered((args, kwargs))
         numbers = [self._number(t) for t in tensors_in(out)]
-        self._steps.append((function, args, kwargs, numbers, draws, torch.is_grad_enabled()))
+        autocasts = now if (now := _autocasts()) != self._autocasts else ()
+        self._steps.append((function, args, kwargs, numbers, draws, torch.is_grad_enabled(), autocasts))
 
     def _numbered(self, value: Any) -> Any:
-        return map_tensors(lambda t: self._numbers.get(id(t), t), value)
+        def number(tensor: Tensor) -> Any:
+            found = self._numbers.get(id(tensor), tensor)
+            if found is tensor and tensor.grad_fn is not None:
+                raise PartitionError(
+                    f"a {type(tensor).__name__}{[*tensor.shape]} comes from a computation that a replay of the forward "
+                    "cannot repeat; use method.weights=stash, without recomputation"
+                )
+            return found
+
+        return map_tensors(number, value)
 
     def end(self, result: Any) -> None:
         """Note the stage's result and release all tensors."""
@@ -81,8 +104,22 @@ class Tape:
         def filled(value: Any) -> Any:
             return map_leaves(lambda leaf: made[leaf] if type(leaf) is _Number else leaf, value, copies=True)
 
-        for function, args, kwargs, numbers, draws, with_graph in self._steps:
-            with stream(draws) if draws else nullcontext(), torch.set_grad_enabled(with_graph):
+        for function, args, kwargs, numbers, draws, with_graph, autocasts in self._steps:
+            with ExitStack() as around:
+                if draws:
+                    around.enter_context(stream(draws))
+                for device, dtype in autocasts:
+                    around.enter_context(torch.autocast(device, dtype, enabled=dtype is not None))
+                around.enter_context(torch.set_grad_enabled(with_graph))
                 out = function(*filled(args), **filled(kwargs))
             made |= zip(numbers, tensors_in(out), strict=True)
         return filled(self._result)
+
+
+def _assign(module: nn.Module, key: str, tensor: Tensor) -> None:
+    vars(module)[key] = tensor
+
+
+def _autocasts() -> Autocasts:
+    kinds = ("cpu", "cuda")
+    return tuple((kind, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None) for kind in kinds)

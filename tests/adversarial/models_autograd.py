@@ -293,6 +293,37 @@ def hook_on_activation(self, h):
     return torch.tanh(y) + h
 
 
+COLLECTED = []  # by the hooks of the present forward
+
+
+class CollectsByHooks(nn.Module):
+    """The first forward registers the hooks, as that of transformers does for hidden states."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([linear(6)(), *(linear()() for _ in range(4))])
+        self.has_hooks = False
+
+    def forward(self, x):
+        if not self.has_hooks:
+            self.has_hooks = True
+            for layer in self.layers:
+                layer.register_forward_hook(lambda module, given, out: COLLECTED.append(out))
+        COLLECTED.clear()
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x, *COLLECTED
+
+
+model_of(name="hooks_of_the_first_forward")(CollectsByHooks)
+
+
+@block()
+def contiguous_already(self, h):
+    """The call returns its input, which the forward has as another object."""
+    return torch.tanh(self.inner(h).contiguous()).contiguous() * h
+
+
 @model_of()
 def hook_of_the_root():
     net = chain(linear(6), nn.Tanh, linear(), nn.Tanh, linear(WIDTH, 5))()

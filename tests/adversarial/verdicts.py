@@ -23,9 +23,9 @@ STAGES = (2, 3)
 EQUAL = ("equal", "")
 
 
-def verdict_of(name, K):
+def verdict_of(name, K, *, replays=False):
     """Train a model uncut and in K stages."""
-    return compare(CASES[name].model, CASES[name].batches(), K)
+    return compare(CASES[name].model, CASES[name].batches(), K, replays=replays)
 
 
 def expected():

@@ -51,6 +51,7 @@ def compare(
     learning_rate: float = 1e-3,
     tolerance: float = 1e-12,
     chain: Chain | None = None,
+    replays: bool = False,
 ) -> Verdict:
     """Train uncut and in stages on ``batches``, evaluate, and compare outputs, gradients and buffers.
 
@@ -62,6 +63,8 @@ def compare(
         learning_rate: of the updates between micro-batches.
         tolerance: how much ``close`` may differ.
         chain: the recorded model, to record once for several cuts.
+        replays: whether each stage replays a forward that it did with other weights. Then buffers are not compared, and
+            there is no evaluation.
     """
     try:
         seed_all(0)
@@ -73,7 +76,7 @@ def compare(
         seed_all(0)
         ((model,), _) = stages_of(build, recorded_of(batches), [len(names)], chain)
     try:
-        worst = _compare(model, stages, batches, loss, learning_rate)
+        worst = _compare(model, stages, batches, loss, learning_rate, replays=replays)
     except PartitionError as error:
         return Verdict("refused", str(error), units=names)
     except Difference as error:
@@ -109,7 +112,9 @@ def stages_of(
     return attempt(chain, choose, make, fixed=not isinstance(cut, int)), chain.units
 
 
-def _compare(model: nn.Module, stages: Sequence[StageModule], batches: Sequence[Any], loss: Any, rate: float) -> float:
+def _compare(
+    model: nn.Module, stages: Sequence[StageModule], batches: Sequence[Any], loss: Any, rate: float, *, replays: bool
+) -> float:
     worst = 0.0
     model.train()
     for stage in stages:
@@ -121,15 +126,20 @@ def _compare(model: nn.Module, stages: Sequence[StageModule], batches: Sequence[
         expected = _call(model, batch)
         loss(expected).backward()
         seed_all(number)
-        out, _ = chain(stages, batch, loss, number)
+        out, _ = chain(stages, batch, loss, number, replays=replays)
         worst = max(worst, _unlike(expected, out, f"output of micro-batch {number}"))
         worst = max(worst, _gradients(model, stages, number))
-        worst = max(worst, _buffers(model, stages, number))
+        if replays:
+            _copy_buffers(model, stages)
+        else:
+            worst = max(worst, _buffers(model, stages, number))
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.data.add_(parameter.grad, alpha=-rate)
                 parameter.grad = None
         _update(stages, rate)
+    if replays:
+        return worst
     model.eval()
     for stage in stages:
         stage.eval()
@@ -152,7 +162,9 @@ def _call(model: nn.Module, batch: Any) -> Any:
     return model(*(t.clone() for t in args), **{k: t.clone() for k, t in kwargs.items()})
 
 
-def chain(stages: Sequence[StageModule], batch: Any, loss: Any, seed: int) -> tuple[Any, list[Any]]:
+def chain(
+    stages: Sequence[StageModule], batch: Any, loss: Any, seed: int, *, replays: bool = False
+) -> tuple[Any, list[Any]]:
     """Run forward and backward through all stages as training does, with leaves between them."""
     acts, kept = tuple(t.clone() for t in tensors_of(batch)), []
     own: Any = dict.fromkeys(("torch", "python", "numpy"), seed)
@@ -160,7 +172,7 @@ def chain(stages: Sequence[StageModule], batch: Any, loss: Any, seed: int) -> tu
         if kept:
             acts = tuple(t.detach().requires_grad_(t.requires_grad) for t in acts)
         stage.seeds, stage.own_streams = (dict.fromkeys(("torch", "python", "numpy"), seed), own), None
-        out = stage(*acts)
+        out = _replayed(stage, acts) if replays else stage(*acts)
         own = own if stage.own_streams is None else stage.own_streams  # as one stream through all stages
         kept.append((acts, out))
         acts = out
@@ -175,6 +187,30 @@ def chain(stages: Sequence[StageModule], batch: Any, loss: Any, seed: int) -> tu
             torch.autograd.backward([end for end, _ in pairs], [grad for _, grad in pairs])
         grads = [act.grad for act in acts]
     return kept[-1][1], []
+
+
+def _replayed(stage: StageModule, acts: Sequence[Tensor]) -> Any:
+    """Return what the replay of a forward gives that had other weights."""
+    parameters = [p for p in stage.parameters() if p.is_floating_point()]
+    weights, buffers = [p.data.clone() for p in parameters], {name: b.clone() for name, b in stage.named_buffers()}
+    for parameter in parameters:
+        parameter.data.mul_(1.001)
+    stage.keep_tape = True
+    with torch.no_grad():
+        stage(*(act.detach().clone() for act in acts))
+    tape, stage.tape, stage.keep_tape = stage.tape, None, False
+    for parameter, weight in zip(parameters, weights, strict=True):
+        parameter.data.copy_(weight)
+    return stage(*acts, replay=tape, buffers=buffers)
+
+
+def _copy_buffers(model: nn.Module, stages: Sequence[StageModule]) -> None:
+    """Give the stages the buffers of ``model``, because theirs have seen other weights."""
+    of_model = dict(model.named_buffers())
+    for stage in stages:
+        for name, buffer in stage.named_buffers():
+            if name in of_model and buffer.shape == of_model[name].shape:
+                buffer.copy_(of_model[name])
 
 
 def _holders(stages: Sequence[StageModule]) -> dict[str, list[nn.Parameter]]:
