@@ -18,10 +18,8 @@ Found = TypeVar("Found")
 def flops_sizes(chain: Chain, num_stages: int, *, opens: bool = True) -> list[int]:
     """Return the units of each stage for the least work on the slowest one.
 
-    Cuts lie between blocks if that is even enough, or unless it ``opens`` blocks. Blocks stay whole where micro-batches
-    may take different paths, because what crosses a cut inside a block may depend on the path.
+    Cuts lie between blocks if that is even enough, or unless it ``opens`` blocks.
     """
-    opens = opens and not any(mode.decides for mode in chain.recording.modes.values())
     sizes = _best(chain, num_stages, opened=())
     opened: set[int] = set()
     while opens and slowest_above_mean(chain, sizes) > MOST_ABOVE_MEAN:

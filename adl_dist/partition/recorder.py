@@ -200,6 +200,7 @@ class Recorder(TorchFunctionMode):
         self.kept: list[Any] = []
         self.inside: Call | None = None
         self.position = 0
+        self._readers: dict[Label, set[Key | None]] = {}
         self.returned: dict[Label, set[int]] = {}
         self.made_in: dict[Label, tuple[Call, ...]] = {}
         self.frames = [_Frame(None, "", 0)]
@@ -224,10 +225,12 @@ class Recorder(TorchFunctionMode):
             if fact.label is not None:
                 self._read(fact.label, None)
                 self.mode.outputs[fact.label] = None
+                self._readers.setdefault(fact.label, set()).add(None)
             self.mode.uses |= fact.uses
             self.mode.common |= fact.common
         self._note_replaced()
         self._order_runs()
+        self.mode.readers.append(self._readers)
         self.facts, self.kept = {}, []
 
     def _inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -603,6 +606,7 @@ class Recorder(TorchFunctionMode):
         """Note a use of a value, and whether it bypasses arguments or results."""
         if call is not None:
             call.reads[label] = None
+            self._readers.setdefault(label, set()).add(call.key)
         around = {id(frame.call) for frame in self.frames}
         for frame in self.frames[1:]:
             assert frame.call is not None

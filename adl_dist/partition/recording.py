@@ -112,6 +112,7 @@ class ModeRecord:
         tensors: of each label, its dtype, and whether it is part of a graph.
         memory: of each label, a number of the memory that it lies in.
         outputs: labels of the values in the model's result.
+        readers: for each run the calls that compute with each label; None stands for the result.
         uses, common: names of parameters, and places of whole-number inputs, that the result also depends on.
         asked: places of whole-number inputs whose elements Python asks for.
         state: labels of the values that tensors of the model have after a run.
@@ -128,6 +129,7 @@ class ModeRecord:
     tensors: dict[Label, tuple[torch.dtype, bool]] = field(default_factory=dict)
     memory: dict[Label, int] = field(default_factory=dict)
     outputs: dict[Label, None] = field(default_factory=dict)
+    readers: list[dict[Label, set[Key | None]]] = field(default_factory=list)
     uses: set[str] = field(default_factory=set)
     common: set[int] = field(default_factory=set)
     asked: set[int] = field(default_factory=set)

@@ -451,6 +451,7 @@ class _Assignment:
         crossing, sizes = [], []
         for edge in range(self.num_stages - 1):
             slots = [(label, *aliases.get(label, ())) for label in self._crossing(edge)]
+            self._check_alike(edge, [label for label, *_ in slots])
             crossing.append(slots)
             sizes.append(None if self.mode.decides else self._sizes(slots))
         labels = [*self.mode.shapes]
@@ -496,6 +497,19 @@ class _Assignment:
             >= self.labels.get(label, EVERYWHERE)
             and self.labels.get(label, EVERYWHERE) != EVERYWHERE
         ]
+
+    def _check_alike(self, edge: int, crossing: Sequence[Label]) -> None:
+        """Raise a CutImpossibleError if the runs need tensors of other kinds from ``crossing``."""
+        kinds = set()
+        for readers in self.mode.readers if self.mode.decides else ():
+            stages = {label: [self._reads_on(key) for key in readers.get(label, ())] for label in crossing}
+            sent = [label for label, found in stages.items() if max(found, default=EVERYWHERE) > edge]
+            kinds.add(tuple((*self.mode.tensors[label], len(self.mode.shapes[label][0])) for label in sent))
+        if len(kinds) > 1:
+            raise CutImpossibleError(edge, "what crosses it depends on the path that a micro-batch takes")
+
+    def _reads_on(self, key: Key | None) -> int:
+        return self.num_stages - 1 if key is None else self.calls.get(key, EVERYWHERE)
 
     def _last(self, label: Label) -> int:
         return self.last_use.get(label, EVERYWHERE)

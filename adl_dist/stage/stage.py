@@ -542,6 +542,8 @@ class Stage(Learner):
         ends: Iterable[Tensor] = outs
         if self.loss is None:
             needs, gets = self._info.out_needs_grad, self._info.out_gets_grad
+            if needs is not None and len(needs) != len(outs):
+                raise self._unlike_trial(f"{len(outs)} tensors leave, not {len(needs)},", micro_batch)
             if needs is not None and not all(needs):
                 for place, (out, need) in enumerate(zip(outs, needs, strict=True)):
                     if out.requires_grad and not need:

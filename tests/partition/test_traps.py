@@ -693,7 +693,7 @@ REFUSED = {
     "c6": "'add' runs inside torch.utils.checkpoint, which has one stage",
     "c8": "'a.b' runs inside torch.utils.checkpoint, which has one stage",
     "w25": "computes 'div' with a tensor [2, 5, 8] of 'a', which it lacks",
-    "w27": "buffer 'mean' was computed by another stage in this micro-batch",
+    "w27": "depends on the path that a micro-batch takes|'mean' was computed by another stage in this micro-batch",
     "w18b": "writes values of a parameter that another stage holds to a tensor of this one",
 }
 MUST_BE_EQUAL = ["w1", "w2", "w6", "w7", "w8", "w15", "w20", "w21", "c1"]
@@ -724,7 +724,7 @@ def test_a_trap_is_equal_or_refused_by_name(name):
     found = verdicts_of(name)
     assert [v for v in found if v.kind not in ("equal", "close", "refused")] == []
     refusals = [v.text for v in found if v.kind == "refused"]
-    assert [text for text in refusals if REFUSED.get(name, "none") not in text] == []
+    assert [text for text in refusals if not any(one in text for one in REFUSED.get(name, "none").split("|"))] == []
     assert bool(refusals) == (name in REFUSED)
 
 

@@ -216,7 +216,7 @@ class StageRun:
             names = describe_names(batch.input_) if k == 0 else ""
             gets = f"{self._places[k]} gets {', '.join(_shown(t) for t in leaves)}{names}"
             if self._draws_common:
-                vars(stage)["seeds"] = seeds
+                vars(stage).update(seeds=seeds, own_streams=None)
             with torch.set_grad_enabled(training):
                 # The samples are used again, and a model may write to its input.
                 out = self._call(k, tuple(t.clone() for t in leaves) if k == 0 else leaves, batch, gets)
