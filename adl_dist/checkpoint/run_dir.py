@@ -57,12 +57,11 @@ FREE_TO_CHANGE = {
     *("runtime.keep_best", "runtime.async_save"),
     *("runtime.best_metric", "runtime.best_mode", "runtime.loggers", "callbacks"),
     *("runtime.tensorboard", "runtime.trace", "runtime.report", "runtime.profile_memory"),
-    "runtime.stage_records_every",
+    *("runtime.stage_records_every", "train.clip_scope", "clip_scope"),  # a run that continues keeps its own scope
     *(*CUT, *(f"partition.{name}" for name in CUT)),
 }
 # What a run trained with if its folder is older than one of these settings, and so does not name it.
 OF_OLD = {f"method.{name}": setting.default for name, setting in settings_of(Method).items() if name != "name"}
-OF_OLD |= {"train.clip_scope": "stage", "clip_scope": "stage"}
 
 # Names of the objects of a script; version 0.3.8 also wrote attributes of loss and schedule.
 OF_SCRIPT = {"loss.name", "lr_schedule.made_by.name", "lr_schedule.name"}
@@ -249,26 +248,37 @@ class RunFolder:
             text = json.dumps({"update": error.update, "epoch": error.epoch}) + "\n"
             storage_of(self.place).write(self.place / DIVERGED, text.encode())
 
-    def recognise(self, config: Mapping[str, Any], *, without: Collection[str] = ()) -> None:
-        """Raise ConfigError if settings of the run differ, except in ``without``."""
+    @property
+    def clip_scope(self) -> str | None:
+        """The ``train.clip_scope`` of the run that continues, or None if there is none."""
+        theirs = self._settings()
+        before = "stage"  # before 0.4.0 the only one
+        return None if theirs is None else theirs.get("train.clip_scope", theirs.get("clip_scope", before))
+
+    def _settings(self) -> dict[str, Any] | None:
+        """Return the settings of the run that continues, by dotted names, or None if there is none."""
         records = self.path / METRICS
         has_trained = (records.is_file() and records.stat().st_size) or layout.complete(self.checkpoints)
         if not (self.is_claimed and has_trained):
-            return  # a run that failed before its first update leaves nothing to continue
+            return None  # a run that failed before its first update leaves nothing to continue
         try:
-            theirs = renamed(flatten(dict(yaml.safe_load((self.path / CONFIG).read_text()))))
+            return renamed(flatten(dict(yaml.safe_load((self.path / CONFIG).read_text()))))
         except (yaml.YAMLError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"{self.path / CONFIG} cannot be read ({' '.join(str(error).split())}), so it is unknown which run "
                 "this is; choose another run_dir"
             ) from error
+
+    def recognise(self, config: Mapping[str, Any], *, without: Collection[str] = ()) -> None:
+        """Raise ConfigError if settings of the run differ, except in ``without``."""
+        if (theirs := self._settings()) is None:
+            return
         mine = flatten(config)
         if "loss.name" in theirs and "loss._target_" not in theirs:
             theirs = {n: v for n, v in theirs.items() if not n.startswith(("loss.", "lr_schedule.")) or n in OF_SCRIPT}
         mine = {f"method.{name}": value for name, value in REMOVED_OPTIONS.items() if f"method.{name}" in theirs} | mine
         theirs |= {name: OF_OLD[name] for name in mine.keys() & OF_OLD.keys() - theirs.keys()}
-        unused = {f"{key}scope" for key in ("train.clip_", "clip_") if mine.get(f"{key}norm") is None}
-        names = {n for n in (mine.keys() | theirs.keys()) - FREE_TO_CHANGE - unused if n.split(".")[0] not in without}
+        names = {n for n in (mine.keys() | theirs.keys()) - FREE_TO_CHANGE if n.split(".")[0] not in without}
         # Of another optimizer most keys are there on one side only; its name says more.
         in_order = sorted(names, key=lambda n: (n not in mine or n not in theirs, n))
         if differing := [n for n in in_order if mine.get(n) != theirs.get(n)]:

@@ -82,6 +82,7 @@ class Coordinator:
         self._saved_time = time.monotonic()
         self._evaluated_at: int | None = None
         self._failure_recorded: str | None = None
+        self._is_speed_known = False  # whether the first updates have shown how long a segment takes
         self._metrics: dict[str, Any] = {}
 
     def train(self, workers: WorkerGroup) -> Summary:
@@ -105,11 +106,30 @@ class Coordinator:
         """
         if self.saving is not None:
             self.saving.folder.check_not_lost()
+        every_minutes = self.saving.policy.every_minutes if self.saving is not None else None
+        if every_minutes is not None and record["name"] == "train/loss":
+            self._note_late_saves(record, every_minutes)
         self.recorder.write_of_update(record)
         self.progress.update(record)
         if self.callbacks.any:
             self.callback_queue.put(partial(self.callbacks.take, record))
         self.totals.take(record)
+
+    def _note_late_saves(self, record: Record, minutes: float) -> None:
+        """Note once if the first segment will last more than twice the ``minutes`` between two checkpoints."""
+        seconds, num_done = record["elapsed_seconds"], record["update"] + 1 - self._update
+        if self._is_speed_known or seconds < min(10.0, 6 * minutes):
+            return
+        self._is_speed_known = True
+        num_updates = self.plan.segment(self._epoch, self._sample, self._update).num_updates
+        segment_minutes, every = num_updates * seconds / num_done / 60, round(60 * minutes * num_done / seconds)
+        if segment_minutes > 2 * minutes and self.drain_changes_result(self._epoch):
+            self.progress.note(
+                f"the pipeline is empty only every {num_updates} updates, about {segment_minutes:.3g} min, and "
+                f"runtime.checkpoint_every_minutes={minutes:g} saves only there; "
+                f"runtime.checkpoint_every_updates={max(1, every)} saves in time, but empties it for that, which "
+                "changes values (docs/runs.md)"
+            )
 
     def part(self, part: PartReport) -> None:
         """Pass a report on a part of a save to the save, in any thread."""

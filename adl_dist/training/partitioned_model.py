@@ -173,7 +173,7 @@ class PartitionedModel:
                 something else than the uncut model.
         """
         if self._settled is not None and (known := self._known(samples)) is not None:
-            return known
+            return known._replace(spec=replace(known.spec, gradients=spec.gradients))  # which a resumed run may keep
         assert self._model is not None
         device, feed = startup.world.device, startup.loaders.first
         formats = memory_formats(self._model, spec, samples)

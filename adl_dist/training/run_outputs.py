@@ -18,6 +18,7 @@ from adl_dist.control.coordinator import CheckpointContext
 from adl_dist.control.messages import Summary
 from adl_dist.control.worker import LocalWorker
 from adl_dist.errors import ConfigError
+from adl_dist.partition.imbalance import is_uneven
 from adl_dist.report import MetricsWriter, Progress, say, tell, warn
 from adl_dist.report.callbacks import Callbacks
 from adl_dist.report.files import write_atomically
@@ -94,7 +95,11 @@ class Outputs:
         )
 
     def progress(
-        self, worker: LocalWorker, partitioned: PartitionedModel, saving: CheckpointContext | None
+        self,
+        worker: LocalWorker,
+        partitioned: PartitionedModel,
+        saving: CheckpointContext | None,
+        eval_every_updates: int | None,
     ) -> Progress:
         """Return the display of the run; on rank 0 show notes about the cut."""
         pipeline = worker.pipeline
@@ -103,14 +108,22 @@ class Outputs:
             return progress
         for note in partitioned.notes:
             progress.note(note)
+        if eval_every_updates is not None and not pipeline.drain_is_exact:
+            progress.note(
+                f"note: eval_every_updates={eval_every_updates} empties the pipeline in mid-epoch, so gradients are "
+                "less stale afterwards, and values differ from those of a run without"
+            )
         if partitioned.warning is not None:
             warn(f"{partitioned.warning}; so {pipeline.num_stages} stages are hardly faster than one")
         if saving is not None:
             _write_start(saving.folder.path, worker, partitioned)
         return progress
 
-    def tell_end(self, summary: Summary, epochs: int, *, is_apart: bool) -> None:
-        """Tell of a stop, and, if the model ``is_apart`` in a script's processes, where its weights are."""
+    def tell_end(self, summary: Summary, epochs: int, *, is_apart: bool, is_measured: bool) -> None:
+        """Tell of a stop, or how busy stages were, and where the weights are.
+
+        The model ``is_apart`` in the processes of a script. A cut that ``is_measured`` cannot be better.
+        """
         if (stopped := summary.get("stopped")) is not None:
             complete = f"{stopped['epoch']} of {epochs} epochs complete"
             where = f"stopped at update {stopped['update']} ({complete}) by {stopped['why']}"
@@ -122,7 +135,15 @@ class Outputs:
             if stopped["checkpoint"] is not None:
                 saved = f"saved {stopped['checkpoint']}; the same command resumes it{note}"
             tell(sys.stderr, worded(f"adl-dist: {where}; {saved}\n"))
-        elif is_apart and not self.monitoring.quiet:
+            return
+        loads = [stage["busy_share"] for stage in summary["stages"]]
+        if len(loads) > 1 and is_uneven(loads) and not is_measured and not self.monitoring.quiet:
+            busy = ", ".join(f"{load:.0%}" for load in loads)
+            say(
+                f"note: stages were busy {busy} of the time: the cut is uneven; partition.balance=auto measures it, "
+                "and cuts where it is best"
+            )
+        if is_apart and not self.monitoring.quiet:
             say(
                 "note: the model of each process holds the trained weights of its own stage only; "
                 "trainer.full_state_dict(), called on every rank, has all"

@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
@@ -160,6 +161,7 @@ class Trainer:
             ema=ema,
             seed=seed,
         )
+        self._gradients = self._spec.gradients  # as given; a run that continues may clip otherwise
         metrics_of(self._spec.metrics, None)  # refuses a wrong name before any work
         self._processes, self._timeouts = processes or ProcessOptions(), timeouts or WatchdogTimeouts()
         self._distributed = _is_distributed(self._processes, self._spec.pipeline)
@@ -279,6 +281,7 @@ class Trainer:
         config: Mapping[str, Any] | None,
     ) -> Summary:
         self._data = data  # as :meth:`evaluate` loads, too
+        self._spec = replace(self._spec, gradients=self._gradients)
         self._partitioned.peak_tflops = outputs.monitoring.peak_tflops
         every = {"checkpoint_every_updates": outputs.checkpoints.every_updates}
         every["eval_every_updates"] = length["eval_every_updates"]
@@ -298,6 +301,9 @@ class Trainer:
             if says and (left := data.batch_size % steps):
                 asked = f"train.batch_size={data.batch_size} is no multiple of M={steps}"
                 say(f"note: {asked}: an update has {data.batch_size - left} samples")
+            if says and self._spec.gradients is not self._gradients:
+                scope = self._spec.gradients.clip_scope
+                say(f"note: gradients are clipped as when this run began: train.clip_scope={scope}")
             with announced(PREPARING) if says else contextlib.nullcontext():
                 plan, worker, made = self._assemble(world, agreement, data, folder, {**length, **every, **sizes})
             known_by.update({name: made[name] for name in later})
@@ -318,7 +324,9 @@ class Trainer:
                 saving.folder.pull()
                 write_after_run(saving.folder.path)
             if world.rank == 0:
-                outputs.tell_end(summary, plan.epochs, is_apart=config is None and world.is_distributed)
+                is_measured = self._partitioned.spec.balance == "auto"
+                is_apart = config is None and world.is_distributed
+                outputs.tell_end(summary, plan.epochs, is_apart=is_apart, is_measured=is_measured)
             return summary
 
     @arguments.one_at_a_time
@@ -423,17 +431,29 @@ class Trainer:
         found: dict[str, Any] = {"place": None}
         if folder is not None and world.rank == 0:
             resume = folder.check(known_by, resume=resume, later=later)
-            found = {"place": str(folder.place), "resume": resume, "cut": folder.cut}
+            found = {"place": str(folder.place), "resume": resume, "cut": folder.cut, "clip_scope": folder.clip_scope}
         folder, found = share_folder(folder, found, world, agreement)
         if folder is None:
             log_to(None)
             return None, resume
+        if (scope := found["clip_scope"]) is not None:
+            self._keep_clip_scope(scope, known_by)
         if (cut := found["cut"]) is not None:
             self._partitioned.initial = {}
             if self._partitioned.sizes is None and cut.get("num_stages") == self._spec.pipeline.num_stages:
                 self._partitioned.begins = list(cut.get("begins", ()))
         log_to(folder.path / "logs" / f"rank{launched_rank()}.log")
         return folder, found["resume"]
+
+    def _keep_clip_scope(self, scope: Any, known_by: Mapping[str, Any]) -> None:
+        """Clip as the run that continues did until now."""
+        given = self._spec.gradients
+        kept = replace(given, clip_scope=scope)
+        if kept.clips_model(self._spec.pipeline) != given.clips_model(self._spec.pipeline):
+            self._spec = replace(self._spec, gradients=kept)
+            for settings in (known_by, known_by.get("train")):  # of a script, and of the command line
+                if isinstance(settings, dict) and "clip_scope" in settings:
+                    settings["clip_scope"] = scope
 
     @contextlib.contextmanager
     def _start_job(self, world: World, folder: RunFolder | None) -> Iterator[tuple[job.Job, Agreement]]:
@@ -526,7 +546,7 @@ class Trainer:
         coordinator = Coordinator(
             plan,
             recorder,
-            outputs.progress(worker, self._partitioned, saving),
+            outputs.progress(worker, self._partitioned, saving, plan.eval_every_updates),
             Totals(worker.unit, None if flops is None else flops / world.size),
             saving,
             outputs.callbacks,

@@ -1,6 +1,7 @@
 """A cut, delays and links that follow from a measurement."""
 
 import json
+import re
 import time
 
 import pytest
@@ -112,3 +113,9 @@ def test_measuring_leaves_no_mark_on_the_training():
 
 
 # --- Links -------------------------------------------------------------------------------------------------------
+
+
+def test_after_a_run_a_script_hears_how_uneven_its_cut_was(capsys):
+    trainer = trainer_of(slow_in_the_middle(), balance=[5, 1])
+    trainer.fit(FixedImages(8), batch_size=4, epochs=1, run_dir=None, monitoring=adl_dist.Monitoring())
+    assert re.search(r"^note: stages were busy \d+%, \d+% of the time: .*balance='auto'", capsys.readouterr().out, re.M)
