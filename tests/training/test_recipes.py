@@ -183,9 +183,11 @@ def test_evaluation_every_two_updates_is_that_of_a_plain_loop(K):
     assert summary["validation_loss"] == seen.validation[-1][1]
 
 
-def test_evaluation_in_mid_epoch_empties_the_pipeline(tmp_path):
+def test_evaluation_in_mid_epoch_empties_the_pipeline(tmp_path, capsys):
     data = WithTargets(*samples(5 * BATCH))
-    evaluated, *_ = fitted(2, data, data, "adl", eval_every_updates=2, run_dir=tmp_path / "a")
+    more = {"monitoring": adl_dist.Monitoring(tensorboard=False, report=False), "run_dir": tmp_path / "a"}
+    evaluated, *_ = fitted(2, data, data, "adl", eval_every_updates=2, **more)
+    assert "note: eval_every_updates=2 empties the pipeline in mid-epoch" in capsys.readouterr().out
     policy = CheckpointPolicy(every_updates=2)
     saved, *_ = fitted(2, data, data, "adl", checkpoints=policy, run_dir=tmp_path / "b")
     plain, *_ = fitted(2, data, data, "adl")
