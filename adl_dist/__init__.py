@@ -85,16 +85,19 @@ _LATE = {
     "TextSamples": "training.text_samples",
     "Trainer": "training.trainer",
 }
+_MODULES = ("data", "losses", "models", "optim", "optimizers")  # that the docs name
 
 
 def __getattr__(name: str) -> Any:
     if name == "Moment":
         warnings.warn("adl_dist.Moment is adl_dist.TrainerState since 0.4", DeprecationWarning, stacklevel=2)
         name = "TrainerState"
+    if name in _MODULES:
+        return importlib.import_module(f"adl_dist.{name}")
     if name not in _LATE:
         raise AttributeError(f"module 'adl_dist' has no attribute '{name}'")
     return getattr(importlib.import_module(f"adl_dist.{_LATE[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATE})
+    return sorted({*globals(), *_LATE, *_MODULES})

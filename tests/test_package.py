@@ -1,5 +1,6 @@
 """What the wheel and the source archive hold, and that their version is told in one place."""
 
+import importlib
 import re
 import subprocess
 import sys
@@ -11,6 +12,15 @@ import yaml
 
 import adl_dist
 from tests.support.commands import ROOT, in_process
+
+NAMED = r"\badl_dist\.([a-z]+)\.[A-Za-z]"  # in Python and as targets of the command line
+
+
+def test_modules_that_the_docs_name_are_there_from_the_start():
+    named = {name for page in (ROOT / "docs").rglob("*.md") for name in re.findall(NAMED, page.read_text())}
+    assert "losses" in named
+    for name in named:
+        assert adl_dist.__getattr__(name) is importlib.import_module(f"adl_dist.{name}")
 
 
 @pytest.fixture(scope="module")

@@ -349,8 +349,12 @@ def advise(
     if other.fits and (1 + WORTH_IT) * other.best >= speed:
         rival = f"{pipeline.method.name} with K = {pipeline.num_stages} makes {speed:,.0f}"
         if other.single >= other.ddp:
-            slow_links = "the links are too slow" if choice.link_share > MOST_OF_LINKS else None
-            why = choice.uneven or slow_links or "a pipeline gains less here than it costs"
+            slow_links = "the links are too slow for so little work in a micro-batch"
+            why = (
+                choice.uneven
+                or (choice.link_share > MOST_OF_LINKS and slow_links)
+                or "a pipeline gains less here than it costs"
+            )
             single = f"use one device: it makes {other.single:,.0f} {unit}/s"
             return None, f"{single}, {rival}, and DDP {other.ddp:,.0f}: {why}"
         fresh = f"{rival}, and gradients that are not stale"

@@ -18,7 +18,7 @@ from adl_dist.report.progress import holders
 from adl_dist.report.runs import ACCURACY, LOSS, REFERENCE, Measure, Run, measure_of, read_runs
 from adl_dist.report.tables import markdown_table
 
-NOTHING = "."
+NOTHING, TRAIN_LOSS = ".", "train/loss"
 MINUS = "\u2212"
 
 
@@ -49,7 +49,7 @@ def compare(
     if not paths:
         raise ConfigError("there is no run to compare; give folders of runs")
     chosen = [] if reference is None else [Path(reference)]
-    runs = read_runs(dict.fromkeys([*chosen, *folders_below(paths)]))
+    runs = _distinct(read_runs(dict.fromkeys([*chosen, *folders_below(paths)])))
     goal = runs[0] if chosen else None
     if out is None:
         return _text(_references_first(runs), command=command, reference=goal)
@@ -74,12 +74,29 @@ def folders_below(paths: Iterable[Path]) -> list[Path]:
     return list(folders)
 
 
-def write_comparison(folder: Path, runs: Sequence[Run], *, command: str, reference: Run | None = None) -> str:
-    """Write comparison.md, which is returned, comparison.csv and curves."""
+def _distinct(runs: Iterable[Run]) -> list[Run]:
+    """Return ``runs`` without repetitions: those of equal settings and results, as sweeps may share."""
+    first: dict[str, Run] = {}
+    for run in runs:
+        settings = {key: value for key, value in run.settings.items() if key not in ("run_dir", "resume")}
+        results = [
+            [point.value for point in run.curves.get(name, ())] for name in (TRAIN_LOSS, LOSS.name, ACCURACY.name)
+        ]
+        first.setdefault(repr((settings, results)), run)
+    return [*first.values()]
+
+
+def write_comparison(
+    folder: Path, runs: Sequence[Run], *, command: str, reference: Run | None = None, failed: Sequence[str] = ()
+) -> str:
+    """Write comparison.md, which is returned, comparison.csv and curves.
+
+    ``failed`` are lines about runs without a result.
+    """
     from adl_dist.report.curves import draw_curves, save_figure  # imported late: matplotlib takes a second
 
     measure, runs = measure_of(runs), _references_first(runs)
-    text = _text(runs, command=command, reference=reference)
+    text = _text(runs, command=command, reference=reference, failed=failed)
     with write_atomically(folder / "comparison.md") as unfinished:
         unfinished.write_text(text)
     rows = [_csv_row(run) for run in runs]
@@ -98,7 +115,7 @@ def _references_first(runs: Sequence[Run]) -> list[Run]:
     return sorted(runs, key=lambda run: run.method["name"] != REFERENCE)  # stable: otherwise as given
 
 
-def _text(runs: Sequence[Run], *, command: str, reference: Run | None) -> str:
+def _text(runs: Sequence[Run], *, command: str, reference: Run | None, failed: Sequence[str] = ()) -> str:
     measure = measure_of(runs)
     origin = (
         f"Command: `{command}`\n\n{len(runs)} runs, seeds {', '.join(map(str, sorted({run.seed for run in runs})))}; "
@@ -108,7 +125,7 @@ def _text(runs: Sequence[Run], *, command: str, reference: Run | None) -> str:
     names = {str(run.folder): _name(run) for run in runs}
     goals = overhead.rows(runs, names, reference)
     reached = ["\n".join([*markdown_table(goals), "", overhead.note(runs, names, reference)])] if goals else []
-    return "\n\n".join([_table(runs, measure), *reached, *_memory_table(runs), origin]) + "\n"
+    return "\n\n".join([_table(runs, measure), *failed, *reached, *_memory_table(runs), origin]) + "\n"
 
 
 def _table(runs: Sequence[Run], measure: Measure) -> str:
@@ -118,13 +135,15 @@ def _table(runs: Sequence[Run], measure: Measure) -> str:
         cells.setdefault((run.label, run.num_stages), []).append(run)
     labels = list(dict.fromkeys(run.label for run in runs))
     references = list(dict.fromkeys(run.label for run in runs if run.method["name"] == REFERENCE))
-    rows = [["method", *(part for K in stages for part in (f"K = {K}", f"to {REFERENCE}"))]]
+    rows = [["method", *(part for K in stages for part in (f"K = {K}", *[f"to {REFERENCE}"] * bool(references)))]]
     for label in labels:
         row = [label]
         for K in stages:
             # The result of the reference does not depend on K, so any K will do.
             near = [cells.get((r, K)) or next(cells[r, k] for k in stages if (r, k) in cells) for r in references]
-            row += [_cell(cells.get((label, K), []), measure), _difference(cells.get((label, K), []), near, measure)]
+            row.append(_cell(cells.get((label, K), []), measure))
+            if references:
+                row.append(_difference(cells.get((label, K), []), near, measure))
         rows.append(row)
     name = measure.name.replace("/", " ").capitalize()
     spread = f"{name} after the last epoch: median over the seeds that came there (min to max, seeds)."

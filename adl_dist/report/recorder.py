@@ -15,6 +15,7 @@ from adl_dist.report.loggers import LOGGERS, TENSORBOARD, Logger, TensorBoard
 from adl_dist.report.warning import warn
 
 METRICS = "metrics.jsonl"
+STALENESS = "stage/staleness"
 
 
 class MetricsWriter:
@@ -48,6 +49,7 @@ class MetricsWriter:
         self._file: io.FileIO | None = None
         self._size = 0  # of the file, in whole lines
         self._is_failing = False
+        self._offsets: dict[int, list[int]] = {}  # staleness of each stage's backwards since its last record
 
     def start(self, *, from_update: int) -> None:
         """Open the files, and drop records from ``from_update`` on.
@@ -92,8 +94,18 @@ class MetricsWriter:
         return any(one != TENSORBOARD for one in self._wanted)
 
     def write_of_update(self, record: dict[str, Any]) -> None:
-        """Write a record of an update; figures of stages only every few updates."""
-        if record["update"] % self._stages_every == 0 or not record["name"].startswith("stage/"):
+        """Write a record of an update; figures of stages only every few updates.
+
+        Staleness is the mean since the record before.
+        """
+        is_due = record["update"] % self._stages_every == 0
+        if record["name"] == STALENESS:
+            offsets = self._offsets.setdefault(record["stage"], [])
+            offsets += record["by_offset"]
+            if is_due:
+                record = {**record, "value": sum(offsets) / len(offsets), "max": max(offsets)}
+                offsets.clear()
+        if is_due or not record["name"].startswith("stage/"):
             self.write(record)
 
     def write(self, record: dict[str, Any]) -> None:

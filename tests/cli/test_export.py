@@ -13,7 +13,7 @@ from adl_dist.checkpoint import layout, tensor_files
 from adl_dist.cli.export import OF_TRANSFORMERS
 from tests.support.commands import assert_same, in_process, shows
 from tests.support.runs import toy_trainer
-from tests.support.toys import FixedImages
+from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import QUIET
 
 SMALL = ["data=digits", "model._target_=tests.cli.test_export.net", "model.width=8", "train.max_updates=1"]
@@ -114,6 +114,21 @@ def test_runs_of_scripts_are_exported_and_evaluated(tmp_path):
     shows(outcome.err, ["is the run of a script", "add model._target_=MODULE.FUNCTION"])
     words = ("model._target_=tests.support.toys.batch_norm_net", f"data._target_={__name__}.images")
     shows(in_process("evaluate", str(run_dir), *words).out, [f"validation loss {summary['validation_loss']:.4f}"])
+
+
+def test_a_scripts_run_is_not_evaluated_by_another_loss(tmp_path):
+    """The value is that of the plain model."""
+    trainer, data, run_dir = toy_trainer(2, 2, loss_fn=nn.MultiMarginLoss()), FixedImages(16), str(tmp_path / "run")
+    trainer.fit(data, epochs=1, batch_size=8, run_dir=run_dir, monitoring=QUIET)
+    words = ("model._target_=tests.support.toys.batch_norm_net", f"data._target_={__name__}.images")
+    refusal = in_process("evaluate", run_dir, *words).refusal()
+    shows(refusal, ["torch.nn.modules.loss.MultiMarginLoss", "add loss._target_=MODULE.NAME"])
+    model = batch_norm_net()
+    model.load_state_dict(trainer.full_state_dict())
+    with torch.no_grad():
+        loss = nn.MultiMarginLoss()(model.eval()(data.images), torch.tensor(data.labels))
+    shown = in_process("evaluate", run_dir, *words, "loss._target_=torch.nn.MultiMarginLoss").out
+    shows(shown, [f"validation loss {loss:.4f}"])
 
 
 def images():

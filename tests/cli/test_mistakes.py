@@ -52,6 +52,7 @@ SETTINGS = {
     # no KEY=VALUE
     "train": ["'train' cannot be read; write KEY=VALUE"],
     "--epochs=5": ["unknown option --epochs; did you mean 'train.epochs=5'?"],
+    "sweep.variants.x=[method=bp]": ["x=[method=bp]' cannot be read", "sweep.variants.stale=['method=adl','method."],
     "train.epochs=[1": ["'train.epochs=[1' cannot be read; write KEY=VALUE", "quote"],
     "train.epochs=1,2": ["train.epochs=1,2 gives several values, but one command is one run", "[1,2]"],
     "train.batch_size=${nosuch}": ["Interpolation key 'nosuch' not found"],

@@ -17,7 +17,7 @@ from adl_dist.errors import ConfigError
 from tests.support.commands import in_process, left_behind, shows, snapshot
 from tests.support.kill import HOLD, Command
 
-BP, WILD = '++sweep.variants.bp=["method=bp"]', '++sweep.variants.wild=["method=fdg","optimizer.lr=1e6"]'
+BP, WILD = 'sweep.variants.bp=["method=bp"]', 'sweep.variants.wild=["method=fdg","optimizer.lr=1e6"]'
 SETTINGS = [
     *("model._target_=tests.support.kill.net_with_dropout", "data._target_=tests.support.kill.held_images"),
     *("train.batch_size=16", "train.epochs=3"),
@@ -126,6 +126,17 @@ def test_a_run_that_fails_is_named_and_the_others_run(tmp_path, monkeypatch):
     shows(again.out, ["2 of them to do"])  # the cause may have been fixed
 
 
+def test_the_comparison_says_which_run_failed_and_why(tmp_path, monkeypatch):
+    words, run_dir = [*SETTINGS, "train.max_updates=1"], tmp_path / "run"
+    assert in_process("train", "seed=0", *words, f"run_dir={run_dir / 'adl-M4/k2-seed0'}").code == 0
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'adl-dist: error: no luck'; exit 2\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert in_process("train", "-m", "seed=0,1", *words, f"run_dir={run_dir}").code == 1
+    assert "failed: adl-M4/k2-seed1, no luck" in (run_dir / "comparison.md").read_text().splitlines()
+
+
 def row_of(job):
     return job.folder.parent.name, job.config.partition.num_stages, job.config.seed
 
@@ -139,7 +150,7 @@ def test_two_sweeps_in_one_folder_are_refused(tmp_path):
 
 def test_a_variant_that_fixes_k_meets_the_seeds_not_other_ks():
     words = ["--multirun", "partition.num_stages=2,3", "seed=0,1", "runtime.processes=false"]
-    words += ['++sweep.variants.bp=["method=bp","partition.num_stages=1"]', '++sweep.variants.fdg=["method=fdg"]']
+    words += ["sweep.variants={bp: ['method=bp','partition.num_stages=1'], fdg: ['method=fdg']}"]
     ran = [row_of(job) for job in requested(words).jobs]
     assert sorted(ran) == sorted([("bp", 1, 0), ("bp", 1, 1), *(("fdg", K, seed) for K in (2, 3) for seed in (0, 1))])
 

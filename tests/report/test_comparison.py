@@ -8,11 +8,12 @@ import pytest
 import yaml
 
 from adl_dist.report import curves
-from adl_dist.report.comparison import write_comparison
+from adl_dist.report.comparison import compare, write_comparison
 from adl_dist.report.runs import read_runs
 from tests.support.commands import in_process, shows
 
 EPOCHS = 3
+ADL_FDG = (("adl", 90), ("fdg", 80))
 
 
 class Runs:
@@ -62,6 +63,20 @@ def test_a_row_has_median_range_seeds_and_difference_to_bp(runs):
     head, rows = runs.table()
     assert head == ["method", "K = 2", "to bp"]
     assert rows["adl"] == ["92.00 % (91.00 to 95.00, 3)", "\u22121.00"]
+
+
+def test_without_bp_there_is_no_column_of_it(runs):
+    runs.add("adl", 0.9)
+    runs.add("fdg", 0.8)
+    assert runs.table() == (["method", "K = 2"], {name: [f"{v}.00 % ({v}.00 to {v}.00, 1)"] for name, v in ADL_FDG})
+
+
+def test_equal_runs_count_once(runs):
+    """Equal settings of a script do not make equal runs."""
+    for value, seed in ((0.9, 0), (0.9, 0), (0.9, 1), (0.7, 1)):
+        runs.add("adl", value, seed=seed)
+    text = compare(runs.made)
+    shows(text, ["3 runs, seeds 0, 1", "90.00 % (70.00 to 90.00, 3)"])
 
 
 def test_bp_comes_first_and_others_are_compared_with_their_m(runs):

@@ -95,6 +95,27 @@ class GraphCounts(Callback):
 
 
 @compiles
+@torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
+def test_modules_compiled_by_the_user_are_recorded_as_python():
+    """Their compiler sees their own graphs only, and all train as without it."""
+    plain, compiled, graphs = perceptron(), perceptron(), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    for place in (1, 2):
+        compiled[place] = torch.compile(compiled[place], backend=backend)
+    states = []
+    for model in (plain, compiled):
+        trainer = toy_trainer(2, 2, model=model, balance="even")
+        trainer.fit(FixedImages(8), epochs=1, batch_size=4, monitoring=QUIET)
+        states.append({name.replace("_orig_mod.", ""): value for name, value in trainer.full_state_dict().items()})
+    assert_same(*states)
+    assert graphs, "in training they are compiled"
+
+
+@compiles
 @pytest.mark.usefixtures("traced_only")
 @pytest.mark.parametrize(("method", "K", "M"), [("2bw", 2, 2)])
 def test_no_weight_version_compiles_again(method, K, M):

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import io
 import json
+import statistics
 import weakref
 
 import pytest
@@ -59,6 +60,10 @@ def test_of_stages_every_nth_update_is_recorded(tmp_path):
         assert updates["stage/staleness", k] == updates["stage/gradient_norm", k] == [0, 3, 6, 9, 12]
         assert updates["stage/busy_share", k] == [6, 13]
     assert updates["train/loss", 1] == [*range(14)]
+    # Of seven updates with M = 2 and a delay of two micro-batches only an epoch's first one is fresh.
+    stale = [0, 1, 1, 1, 1, 1, 1] * 2
+    means = [0, *(statistics.mean(stale[n - 2 : n + 1]) for n in (3, 6, 9, 12))]
+    assert [r["value"] for r in records(tmp_path) if (r["name"], r.get("stage")) == ("stage/staleness", 0)] == means
 
 
 def test_pipelined_evaluation_counts_every_sample_once():

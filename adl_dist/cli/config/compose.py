@@ -247,7 +247,7 @@ def _opened(overrides: Sequence[str]) -> list[str]:
             text = text.lstrip("+")  # Hydra would add an unknown key
         elif rest == "_target_" and node != "loss" and node not in chosen:
             opened.insert(0, f"{node}=custom")
-        is_free = (node in OPEN_NODES and rest) or override.key_or_group.startswith("sweep.variants.")
+        is_free = (node in OPEN_NODES and rest) or override.key_or_group.startswith("sweep.variants")
         if is_free and not override.is_delete() and not text.startswith("+"):
             text = f"++{text}"
         opened.append(text)
@@ -265,6 +265,8 @@ def parse(text: str, *, several: bool = False) -> Override:
         quoted = "brackets, commas or spaces: \"run_dir='a, b'\""
         if "${" in text:
             quoted = f"resolvers in resolvers: \"seed='${{oc.decode:${{oc.env:SEED}}}}'\"; {RESOLVERS}"
+        if "sweep.variants" in text:
+            quoted = "brackets, commas or =: \"sweep.variants.stale=['method=adl','method.weights=latest']\""
         raise ConfigError(
             f"'{text}' cannot be read; write KEY=VALUE, like train.epochs=2, and quote a VALUE that holds {quoted}"
         ) from error

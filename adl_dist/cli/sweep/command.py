@@ -48,7 +48,8 @@ def run(sweep: Sweep) -> int:
     with locked(sweep.run_dir):
         run_all(sweep.jobs, sweep, of="runs")
         if runs := read_runs([job.folder for job in sweep.jobs if RunFolder(job.folder).is_claimed]):
-            say(f"\n{write_comparison(sweep.run_dir, runs, command=sweep.command)}")
+            failed = [f"failed: {job.name}, {_reason(job)}" for job in sweep.jobs if job_status(job) == "unfinished"]
+            say(f"\n{write_comparison(sweep.run_dir, runs, command=sweep.command, failed=failed)}")
     return 1 if any(job_status(job) == "unfinished" for job in sweep.jobs) else 0
 
 
@@ -118,6 +119,14 @@ def _outcome(job: Job, code: int | None = None) -> str:
         case _:
             how = "" if code is None else f"{how_it_ended(code)}; "
             return f"failed ({how}see {job.folder / LOG})"
+
+
+def _reason(job: Job) -> str:
+    """Return the error that ended a run, or the file that may tell of it."""
+    log = job.folder / LOG
+    lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+    said = [line.removeprefix("adl-dist: ") for line in lines if line.startswith("adl-dist: error: ")]
+    return said[-1].removeprefix("error: ") if said else f"see {log}"
 
 
 def _run_here(jobs: Sequence[Job], *, at_once: int | None) -> Iterator[tuple[Job, int]]:

@@ -236,7 +236,7 @@ def _stages(run: Run) -> Sequence[Part]:
     if staleness := _of_stages(run, "stage/staleness", lambda name: _over_epoch(run.finite(name))):
         charts.append(chart("mean staleness (updates)", "epoch", staleness, from_zero=True))
     if charts:
-        note = "Staleness: moving average over the records of an epoch (runtime.stage_records_every)."
+        note = "Staleness: mean since the record before (runtime.stage_records_every), averaged over an epoch."
         found.append(parts.charts(charts, note))
     if run.timeline is not None:
         found.append(parts.shares(run.timeline, "The time of each stage during the timeline below."))

@@ -1,11 +1,13 @@
 """The trial at the start: runs of the stages, compared with the model."""
 
+import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -101,7 +103,11 @@ class Trial:
         """
         batches = [batch for pair in self.samples.readings for batch in pair]
         try:
-            with self.spec.precision.autocasting(self.device)(), warnings.catch_warnings(action="ignore"):
+            with (
+                _uncompiled(),
+                self.spec.precision.autocasting(self.device)(),
+                warnings.catch_warnings(action="ignore"),
+            ):
                 return Chain(self.model, batches, granularity=granularity, keeps_ties=keeps_ties)
         except (AdlError, torch.OutOfMemoryError):
             raise
@@ -131,7 +137,7 @@ class Trial:
 
     def _run(self, chain: Chain | None, sizes: Sequence[int], *, verify: bool) -> TrialResult:
         start = time.perf_counter()
-        with streams_kept(self.device):
+        with _uncompiled(), streams_kept(self.device):
             seed_streams(stream_seed(self.spec.seed, "trial"), self.device)
             plan = None if chain is None else chain.plan(sizes)
             if chain is None or plan is None:
@@ -239,6 +245,14 @@ class Trial:
         except (ConfigError, PartitionError) as error:
             return str(error)
         return None
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Run modules that the user has compiled as Python, without their compiler."""
+    if "torch._dynamo" not in sys.modules:  # which takes a second to import, and compiling imports it
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def _copy(model: nn.Module) -> nn.Module:
