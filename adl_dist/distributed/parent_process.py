@@ -15,6 +15,8 @@ LAUNCH_ID = "ADL_DIST_LAUNCH_ID"
 # Set by a script that starts torchrun: a file that a rank creates if its run has stopped, because torchrun's exit code
 # does not show it.
 STOPPED_FILE = "ADL_DIST_STOPPED_FILE"
+# Set by adl_dist's rendezvous of torchrun: a file where a rank writes that it ends by an error of the user's.
+USER_ERROR_FILE = "ADL_DIST_USER_ERROR_FILE"
 # Set by a process for itself: its id, if another adl-dist command has started it.
 PART_OF_COMMAND = "ADL_DIST_PART_OF_COMMAND"
 # Limit for rank 0 to print the error of a job; torchrun, and our own launcher, then end the other ranks.
@@ -83,6 +85,13 @@ def flag_stopped() -> None:
     if path := os.environ.get(STOPPED_FILE):
         with contextlib.suppress(OSError):  # the run has stopped and is saved in any case
             Path(path).touch()
+
+
+def flag_user_error() -> None:
+    """Tell torchrun that a restart would meet the same error."""
+    if path := os.environ.get(USER_ERROR_FILE):
+        with contextlib.suppress(OSError):
+            Path(path).write_text("ended")
 
 
 def read_flag(name: str, folder: Path | None = None) -> str | None:

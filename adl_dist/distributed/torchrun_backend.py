@@ -7,31 +7,54 @@ on one node, and listens only at the endpoint's address on several. The ranks do
 torchrun finds this by the entry point ``torchrun.handlers`` in pyproject.toml.
 """
 
+import atexit
 import datetime
 import errno
 import os
 import sys
+import tempfile
+import time
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from adl_dist.distributed import network
+from adl_dist.distributed.parent_process import RANK_0_SECONDS, USER_ERROR_FILE
 from adl_dist.distributed.rendezvous import listen_at, reachable, store_on
 from adl_dist.distributed.rpc_errors import first_line
 from adl_dist.errors import ConfigError
+from adl_dist.report.warning import announced
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousHandlerCreator, RendezvousParameters
+    from collections.abc import Callable
+
+    from torch.distributed.elastic import rendezvous as elastic
 
 DEFAULT_PORT = 29400  # torch's, for c10d
+TELL_SECONDS = 2 * RANK_0_SECONDS  # for ranks of other nodes to print an error; their agents need the store
 
 
-def entry_point() -> "RendezvousHandlerCreator":
+class FirstAddress(str):
+    """The address of the node that hosts the store; it sorts first.
+
+    torch gives ranks in the order of the nodes' addresses as text, where 10.0.0.10 is before 10.0.0.9.
+    """
+
+    __slots__ = ()
+
+    def __lt__(self, other: str) -> bool:
+        return True
+
+    def __gt__(self, other: str) -> bool:
+        return False
+
+
+def entry_point() -> "elastic.RendezvousHandlerCreator":
     """Return the handler's constructor; torchrun calls this first."""
     return make_handler
 
 
-def make_handler(parameters: "RendezvousParameters") -> "RendezvousHandler":
+def make_handler(parameters: "elastic.RendezvousParameters") -> "elastic.RendezvousHandler":
     """Join this agent with the others, or exit with one line and code 2.
 
     ``parameters`` are torchrun's flags: ``--nnodes``, ``--rdzv-id``, ``--rdzv-endpoint=HOST:PORT`` (on several nodes
@@ -45,35 +68,74 @@ def make_handler(parameters: "RendezvousParameters") -> "RendezvousHandler":
         name = parameters.backend  # torch compares it with the requested one
 
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    hosts = False
     try:
         network.check_named_interfaces()
         if parameters.max_nodes == 1:
             store: dist.Store = dist.HashStore()
             parameters.local_addr = network.LOOPBACK
         else:
-            store = _store_of_agents(parameters)
+            store, hosts = _store_of_agents(parameters)
             if parameters.local_addr is None:
                 interface = network.named_interface() or network.interface_towards(_endpoint(parameters)[0])
                 parameters.local_addr = network.address_of(interface)
     except ConfigError as error:
-        sys.stderr.write(f"adl-dist: error: {error}\n")
-        raise SystemExit(2) from None
-    return create_handler(store, Backend(store, parameters.run_id), parameters)
+        raise _ending(str(error)) from None
+    if hosts and parameters.local_addr:
+        parameters.local_addr = FirstAddress(parameters.local_addr)
+    handler = create_handler(store, Backend(store, parameters.run_id), parameters)
+    setattr(handler, "next_rendezvous", _in_lines(parameters, handler.next_rendezvous, hosts=hosts))  # noqa: B010
+    return handler
 
 
-def _store_of_agents(parameters: "RendezvousParameters") -> dist.TCPStore:
+def _in_lines(
+    parameters: "elastic.RendezvousParameters", join: "Callable[[], elastic.RendezvousInfo]", *, hosts: bool
+) -> "Callable[[], elastic.RendezvousInfo]":
+    """Return ``join``, which follows no user's error, with one line for a wait or an error."""
+    from torch.distributed.elastic import rendezvous as elastic
+
+    user_error, path = tempfile.mkstemp(prefix="adl-dist-")
+    os.environ[USER_ERROR_FILE] = path
+    atexit.register(os.unlink, path)
+    nodes = f"{parameters.min_nodes} nodes at {parameters.endpoint}"
+
+    def next_rendezvous() -> "elastic.RendezvousInfo":
+        if os.fstat(user_error).st_size:
+            time.sleep(TELL_SECONDS if hosts else 0)
+            raise _ending("a restart would meet the same error, so there is none")
+        try:
+            with announced(f"waiting for all {nodes}"):
+                return join()
+        except elastic.RendezvousTimeoutError:
+            more = "start the others, or wait longer by --rdzv-conf=join_timeout=SECONDS"
+            raise _ending(f"not all {nodes} have joined in time; {more}") from None
+        except (elastic.RendezvousClosedError, elastic.RendezvousConnectionError):
+            raise _ending("the run has ended on another node, whose output says why") from None
+
+    return next_rendezvous
+
+
+def _ending(text: str) -> SystemExit:
+    """Print an error, and return the end of this agent."""
+    sys.stderr.write(f"adl-dist: error: {text}\n")
+    return SystemExit(ConfigError.exit_code)
+
+
+def _store_of_agents(parameters: "elastic.RendezvousParameters") -> tuple[dist.TCPStore, bool]:
+    """Return the store of all nodes, and whether this one hosts it."""
     host, port = _endpoint(parameters)
     host = reachable(host)
     timeout = datetime.timedelta(seconds=parameters.get_as_int("read_timeout", 60) or 60)
     try:
-        return store_on(listen_at(host, port), timeout)
+        with listen_at(host, port) as listener:
+            return store_on(listener, timeout), True
     except ConfigError as error:
         number = getattr(error.__cause__, "errno", None)
         if number not in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
             raise
     # The address of another node, or another agent of this node hosts it already.
     try:
-        return dist.TCPStore(host, port, is_master=False, timeout=timeout)
+        return dist.TCPStore(host, port, is_master=False, timeout=timeout), False
     except RuntimeError as error:
         raise ConfigError(
             f"no answer from the first node at --rdzv-endpoint={parameters.endpoint} within "
@@ -82,7 +144,7 @@ def _store_of_agents(parameters: "RendezvousParameters") -> dist.TCPStore:
         ) from error
 
 
-def _endpoint(parameters: "RendezvousParameters") -> tuple[str, int]:
+def _endpoint(parameters: "elastic.RendezvousParameters") -> tuple[str, int]:
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
     try:

@@ -1,6 +1,7 @@
 """The run folder of rank 0 as the other ranks reach it, also without a shared file system."""
 
 import contextlib
+import os
 import socket
 import uuid
 from collections.abc import Mapping
@@ -59,6 +60,17 @@ def share_folder(
         names = ", ".join(f"rank {rank} on {one['host']}" for rank, one in apart.items())
         say(f"note: no shared file system: {names} cannot see {folder.place}; checkpoints travel to rank 0 and back")
     return folder, values
+
+
+def say_node(world: World, agreement: Agreement, *, quiet: bool) -> None:
+    """Say, once on each of several nodes, which stages are there and where progress is printed."""
+    first = agreement.first(socket.gethostname())
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    if quiet or local_size == world.size or int(os.environ.get("LOCAL_RANK", 0)):
+        return
+    here = f"rank {world.rank}" + f" to {world.rank + local_size - 1}" * (local_size > 1)
+    does = "reads the data, and keeps the checkpoints" if world.rank == 0 else f"progress is printed on {first}"
+    say(f"{here} of {world.size} on {socket.gethostname()}; {does}")
 
 
 def _counting(given: RunFolder | None, place: str | None, token: Path, rank: int) -> RunFolder | None:

@@ -59,7 +59,7 @@ from adl_dist.training.measured import record_delays
 from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
 from adl_dist.training.partitioned_model import PartitionedModel, Startup
 from adl_dist.training.run_outputs import OF_RANK_0, Outputs
-from adl_dist.training.shared_folder import share_folder
+from adl_dist.training.shared_folder import say_node, share_folder
 from adl_dist.training.startup_sync import Agreement, start_call
 from adl_dist.training.tied_copies import untied
 
@@ -297,6 +297,7 @@ class Trainer:
             folder, resume = self._agreed_folder(world, agreement, folder, known_by, resume, later)
             if self.needs_data:
                 outputs.check_validation(data.validation is not None, saves=folder is not None)
+            say_node(world, agreement, quiet=outputs.monitoring.quiet)
             says = world.rank == 0 and not outputs.monitoring.quiet
             if says and (left := data.batch_size % steps):
                 asked = f"train.batch_size={data.batch_size} is no multiple of M={steps}"

@@ -5,13 +5,17 @@ import os
 import pathlib
 import shutil
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 
 from adl_dist.checkpoint import layout
 from adl_dist.distributed.world import disconnect, launched_rank
+from adl_dist.training.shared_folder import say_node
+from adl_dist.training.startup_sync import Agreement
 from tests.support.commands import assert_same
 from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.runs import toy_trainer
@@ -71,6 +75,17 @@ def test_ranks_without_a_shared_folder_save_and_resume_the_same(suffix, tmp_path
     for state in states:
         assert_same(state, resumed)
     assert [path.name for path in layout.complete(kept)] == ["update-00000009", "update-00000012"]
+
+
+@pytest.mark.parametrize(
+    ("rank", "line"), [(0, "rank 0 to 1 of 4 on {}; reads"), (2, "rank 2 to 3 of 4 on {}; progress")]
+)
+def test_each_of_several_nodes_says_what_it_has(rank, line, monkeypatch, capsys):
+    for name, value in (("LOCAL_WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    agreement = Agreement(dist.HashStore(), 0, 4)
+    say_node(SimpleNamespace(rank=rank, size=4), agreement, quiet=False)
+    assert capsys.readouterr().out.startswith(line.format(socket.gethostname()))
 
 
 def test_a_newer_checkpoint_on_another_machine_is_named(tmp_path):
