@@ -50,7 +50,11 @@ def call_of(module: nn.Module, name: str, own: Callable[..., Any], stage: Any) -
 
     def call(*args: Any, **kwargs: Any) -> Any:
         run = Watch.active
-        if run is None or (frame := run.frame) is None:
+        if run is None:  # in a backward, by torch.utils.checkpoint, which has kept what the forward gave it
+            for value in tensors_in((args, kwargs)):
+                as_tensor(value)
+            return own(*args, **kwargs)
+        if (frame := run.frame) is None:
             return own(*args, **kwargs)
         counts = run.counts
         count = counts.get(name, 0)

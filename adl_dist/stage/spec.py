@@ -102,6 +102,9 @@ class Precision(PrecisionSettings):
         matmul.allow_tf32 = cudnn.allow_tf32 = self.tf32
         cudnn.benchmark = self.cudnn_benchmark
         torch.set_num_threads(threads)
+        # In evaluation nn.TransformerEncoder would take another path, by nested tensors, where all layers are on a stage.
+        has_fast_path = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
         try:
             with _deterministic() if self.deterministic else nullcontext():
                 yield
@@ -109,6 +112,7 @@ class Precision(PrecisionSettings):
             matmul.allow_tf32, cudnn.allow_tf32 = before
             cudnn.benchmark = benchmark
             torch.set_num_threads(num_threads)
+            torch.backends.mha.set_fastpath_enabled(has_fast_path)
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from adl_dist.errors import DivergedError
 from adl_dist.schedule import METHODS, Pipeline, method
@@ -124,3 +125,28 @@ def test_stop_names_the_update_that_was_not_finite_one_later(M, pick_next, tmp_p
     assert not list((tmp_path / "checkpoints").glob("update-*"))
     reported = [r["update"] for r in records(tmp_path) if r["name"] == "train/loss"]
     assert max(reported) < 5 // M, "no figure of an update that is not applied in the end"
+
+
+class Checkpointed(nn.Module):
+    """Residual blocks whose forward runs again in the backward."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(72, 72), nn.ReLU(), nn.Linear(72, 72)) for _ in range(4))
+        self.last = nn.Linear(72, 5)
+
+    def forward(self, x):
+        x = x.flatten(1)
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return self.last(x)
+
+
+def test_a_forward_that_runs_again_in_the_backward_may_be_split():
+    states = []
+    for options in ({}, SPLIT):
+        trainer = toy_trainer(3, 2, "adl", options, model=Checkpointed(), balance="even")
+        trainer.fit(FixedImages(20), epochs=1, batch_size=6, monitoring=QUIET)
+        states.append(trainer.full_state_dict())
+    assert_same(*states)

@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 from adl_dist import Loading
 from adl_dist.batch import rows_of
 from adl_dist.errors import ConfigError
+from adl_dist.losses import TokenCrossEntropy
 from adl_dist.partition import Chain, even_sizes
 from tests.support.coded import crossing
 from tests.support.equations import EQUATIONS, assert_close
@@ -278,3 +279,30 @@ def test_the_output_may_be_a_dataclass():
     summary = trainer.fit(data, epochs=1, batch_size=8, shuffle=False, val_dataset=data, monitoring=SILENT)
     assert_close(trainer.full_state_dict(), plain.state_dict())
     assert summary["validation_accuracy"] == (plain(x).logits.argmax(1) == y).double().mean()
+
+
+class Padded(nn.Module):
+    """An encoder of torch, which in evaluation drops what is padded, if nothing keeps it from that."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.first, self.layers, self.last = nn.Embedding(9, 8), nn.TransformerEncoder(layer, 3), nn.Linear(8, 9)
+
+    def forward(self, ids):
+        return self.last(self.layers(self.first(ids), src_key_padding_mask=ids == 0))
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+def test_an_encoder_with_padding_is_evaluated_as_one_stage_does():
+    ids = torch.randint(1, 9, (12, 5), generator=torch.Generator().manual_seed(0))
+    ids[::2, 3:] = 0
+    losses = []
+    for K in (1, 3):
+        options = {"optimizer": sgd, "dtype": torch.float64, "loss_fn": TokenCrossEntropy()}
+        trainer = toy_trainer(K, 2, "gpipe" if K > 1 else "bp", model=Padded(), **options)
+        data = TensorDataset(ids, ids)
+        summary = trainer.fit(data, epochs=1, batch_size=4, shuffle=False, val_dataset=data, monitoring=SILENT)
+        losses.append(summary["validation_loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
