@@ -102,7 +102,7 @@ class Precision(PrecisionSettings):
         matmul.allow_tf32 = cudnn.allow_tf32 = self.tf32
         cudnn.benchmark = self.cudnn_benchmark
         torch.set_num_threads(threads)
-        # In evaluation nn.TransformerEncoder would take another path, by nested tensors, where all layers are on a stage.
+        # In evaluation nn.TransformerEncoder would take a path by nested tensors, if all its layers are on one stage.
         has_fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         try:
