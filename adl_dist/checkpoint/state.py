@@ -145,8 +145,10 @@ def dropped_note(path: PurePath, manifest: Mapping[str, Any]) -> str | None:
     )
 
 
-def averaged(path: PurePath, tensors: Mapping[str, Stored], module: nn.Module) -> dict[str, Stored]:
+def averaged(path: PurePath, tensors: Mapping[str, Stored], module: nn.Module | None) -> dict[str, Stored]:
     """Replace ``tensors`` by the moving averages of those of ``module``.
+
+    Without a module, names of one parameter are told by their equal weights.
 
     Raises:
         CheckpointError: it holds none.
@@ -158,14 +160,23 @@ def averaged(path: PurePath, tensors: Mapping[str, Stored], module: nn.Module) -
             "train with train.ema=0.999"
         )
     names_of: dict[int, list[str]] = {}  # a parameter of several names is averaged under one of them
-    for name, tensor in module.state_dict(keep_vars=True).items():
+    for name, tensor in module.state_dict(keep_vars=True).items() if module is not None else ():
         names_of.setdefault(id(tensor), []).append(name)
     found = dict(tensors)
-    for names in names_of.values():
+    for names in names_of.values() if module is not None else _names_of_equal(tensors, averages):
         average = next((averages[name] for name in names if name in averages), None)
         if average is not None:
             found |= dict.fromkeys(names, average)
     return found
+
+
+def _names_of_equal(tensors: Mapping[str, Stored], averages: Iterable[str]) -> Iterator[list[str]]:
+    """Yield the name of each average, with those of equal tensors without one."""
+    others = {name: stored for name, stored in tensors.items() if name not in averages}
+    for name in averages:
+        alike = {other: stored for other, stored in others.items() if stored.shape == tensors[name].shape}
+        own = dict(tensor_files.read({name: tensors[name]}))[name] if alike else None
+        yield [name, *(other for other, value in tensor_files.read(alike) if own is not None and value.equal(own))]
 
 
 def verify(path: PurePath, expected: Signature) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def export(arguments: list[str]) -> None:
     needs_model = not is_of_script(content_of(run_dir))
     path, wants_average = chosen_checkpoint(run_dir, options.get("checkpoint")), wants_averages(options)
     model, settings = None, None
-    if needs_model or words or wants_average:  # otherwise the checkpoint says it all
+    if needs_model or words:  # otherwise the checkpoint says it all
         config = instantiate.run_with(run_dir, words)
         model = instantiate.described_model(config)
         if not out.suffix and config.model.get("_target_") == OF_TRANSFORMERS:
@@ -55,7 +55,7 @@ def export(arguments: list[str]) -> None:
     manifest = layout.verify(path) if model is None else state.verify(path, signature(model))
     found, texts = tensor_files.scan(path, tensor_files.MODEL, manifest["files"])
     extra = {name: stored for name, stored in found.items() if name.startswith(nested.ENTRY)}, texts
-    if model is not None and wants_average:
+    if wants_average:
         found = state.averaged(path, found, model)
     names = sorted(found.keys() - extra[0].keys()) if model is None else signature(model)
     tensors = {name: found[name] for name in names}

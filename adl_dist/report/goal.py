@@ -47,8 +47,8 @@ class Goal:
             )
         if self.metric is not None and self.best is None and self.metric not in KNOWN:
             raise ConfigError(
-                f"it is not known which way {self.metric} is better{did_you_mean(self.metric, KNOWN)}; give "
-                f"best_mode={HIGHEST} or {LOWEST} (runtime.best_mode)"
+                f"it is not known which way {self.metric} is better{did_you_mean(self.metric, KNOWN)}; "
+                f"give {HIGHEST} or {LOWEST} as best_mode"
             )
 
     def check(self, own: Collection[str]) -> None:
@@ -56,12 +56,14 @@ class Goal:
 
         ``own`` are the metrics measured in addition to loss and accuracy.
         """
-        known = [*KNOWN, *(f"validation_{name}" for name in own)]
-        if self.metric == TOP5 and TOP5 not in known[len(KNOWN) :]:
+        basic = "validation_loss", "validation_accuracy"
+        measured = list(dict.fromkeys([*basic, *(f"validation_{name}" for name in own)]))
+        if self.metric == TOP5 and TOP5 not in measured:
             raise ConfigError(f"{TOP5} is measured if train.metrics has top5 (Trainer(metrics=['top5'])); it has not")
-        if self.metric is not None and self.metric not in known:
-            hint = did_you_mean(self.metric, known)
-            raise ConfigError(f"there is no metric '{self.metric}'{hint}; there are {', '.join(known)}")
+        if self.metric is not None and self.metric not in (*KNOWN, *measured):
+            whole = f"validation_{self.metric}"
+            hint = f"; did you mean '{whole}'?" if whole in measured else did_you_mean(self.metric, measured)
+            raise ConfigError(f"there is no metric '{self.metric}'{hint}; there are {', '.join(measured)}")
 
     def score(self, metrics: Mapping[str, float]) -> tuple[float, ...] | None:
         """Return a score that is higher if ``metrics`` are better, or None.

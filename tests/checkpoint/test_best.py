@@ -1,5 +1,6 @@
 """The best checkpoint is the best of the metric that was chosen, for all who ask later."""
 
+import re
 from functools import partial
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 import adl_dist
 from adl_dist.checkpoint import layout
+from adl_dist.errors import ConfigError
 from adl_dist.report.goal import Goal
 from tests.support.runs import toy_trainer
 from tests.support.saved import position
@@ -90,3 +92,9 @@ def test_without_a_choice_accuracy_counts_and_then_the_loss():
     assert goal.score(worse) < goal.score(better)
     assert goal.score({"validation_loss": 1.0}) > goal.score({"validation_loss": 2.0})
     assert goal.score({}) is None
+
+
+def test_a_metric_without_its_prefix_is_told_with_it():
+    told = "did you mean 'validation_f1'?; there are validation_loss, validation_accuracy, validation_f1"
+    with pytest.raises(ConfigError, match=re.escape(told) + "$"):
+        Goal("f1", "max").check(["f1", "accuracy"])

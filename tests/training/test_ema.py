@@ -92,3 +92,6 @@ def test_copies_have_equal_averages_that_are_saved_once(tmp_path):
             assert torch.equal(average[first], average[name]), name
     saved = [name for file in tmp_path.glob("checkpoints/*/ema-*") for name in load_file(file)]
     assert sorted(saved) == sorted(name for name, _ in tied_net().named_parameters())
+    out = tmp_path / "average.pt"
+    assert in_process("export", str(tmp_path), f"out={out}", "ema=true").code == 0
+    assert_same(torch.load(out), average)
