@@ -82,7 +82,7 @@ class RunFolder:
         place: where the run folder is.
         path: where this process writes all files but checkpoints: ``place``, or the working folder.
         is_shared: whether this process sees the run folder of rank 0, or is rank 0.
-        cut: that of the checkpoint that the run continues from, once checked; None without one.
+        identity: that of the checkpoint that the run continues from, once checked; None without one.
     """
 
     is_shared = True
@@ -95,7 +95,7 @@ class RunFolder:
         self._has_copy = "://" in os.fspath(run_dir)
         if self._has_copy:
             self.path = working_folder()
-        self.cut: dict[str, Any] | None = None
+        self.identity: dict[str, Any] | None = None
         self._copied: dict[PurePath, object] = {}  # files that are the same in both, each with size and time
         self._ownership = Ownership(self.place, _launch_id())
 
@@ -135,7 +135,7 @@ class RunFolder:
                     f"resume={resume} is neither 'auto' nor 'never' nor the folder of a checkpoint, "
                     "like runs/NAME/checkpoints/update-00000042"
                 )
-            self.cut = layout.read_manifest(start)["identity"].get("cut", {})
+            self.identity = layout.read_manifest(start)["identity"]
             if saved and _resolved(start) != _resolved(saved[-1]):
                 raise CheckpointError(
                     f"run_dir={self.place} holds {saved[-1].name}, and continuing from resume={resume} would write "
@@ -143,7 +143,7 @@ class RunFolder:
                 )
         elif saved:
             _, manifest, _ = layout.first_usable(saved[::-1], layout.read_manifest)  # the content is read later, once
-            self.cut = manifest["identity"].get("cut", {})
+            self.identity = manifest["identity"]
         return resume
 
     def reach(self, place: str) -> PurePath:

@@ -113,6 +113,7 @@ def imagefolder(
     cache: bool = False,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
+    num_classes: int | None = None,
 ) -> Datasets:
     """Open the images in ``root/train/<class>/`` and ``root/val/<class>/``.
 
@@ -130,6 +131,7 @@ def imagefolder(
             keep theirs beyond an epoch with ``data.persistent_workers``.
         mean: means of red, green and blue, in [0, 1]; by default CIFAR-10's up to 64 pixels, ImageNet's above.
         std: standard deviations; needs ``mean``.
+        num_classes: how many folders ``train`` must hold, if given.
 
     Raises:
         DataError: If a folder is missing, has no images or other classes, or, on loading, an image is unreadable.
@@ -141,7 +143,9 @@ def imagefolder(
         raise ConfigError("data.mean and data.std go together: three numbers each, of red, green and blue")
     if mean is not None and std is not None:
         statistics = mean, std
-    return _open(root, statistics, small=small, augment=augment, image_size=image_size, cache=cache)
+    return _open(
+        root, statistics, small=small, augment=augment, image_size=image_size, cache=cache, num_classes=num_classes
+    )
 
 
 def imagenet(
@@ -193,15 +197,17 @@ def _open(
             resize, geometry = None, [v2.RandomResizedCrop(image_size), v2.RandomHorizontalFlip()]
         dataset = ImageFolder(str(train), transform(statistics, geometry), loader=_Reader(resize, cache=cache))
     except FileNotFoundError as error:
+        missing = [path.name for path in (train, folder / "val") if not path.is_dir()]
+        found = f"there is no {' and no '.join(missing)}" if missing else text_of(error)
         raise DataError(
-            f"{folder}: expected the folders train and val (or test), each with one folder for each class: "
-            f"{text_of(error)}; set data.root to the folder that holds them"
+            f"{folder}: expected the folders train and val (or test), each with one folder for each class, but "
+            f"{found}; set data.root to the folder that holds them"
         ) from error
     num_found = len(dataset.classes)
     if num_classes is not None and num_found != num_classes:
         raise DataError(
-            f"{train}: expected a folder for each of {num_classes} classes, found {num_found}; unpack the rest, or set "
-            f"data.num_classes={num_found} if these are all"
+            f"{train}: expected a folder for each of {num_classes} classes, found {num_found}; set "
+            f"data.num_classes={num_found} if these are all, or complete them"
         )
     if dataset.classes != seen_whole.classes:
         odd = sorted(set(dataset.classes) ^ set(seen_whole.classes))

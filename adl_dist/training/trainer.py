@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from adl_dist.checkpoint import state
 from adl_dist.checkpoint.async_save import Saver
-from adl_dist.checkpoint.identity import class_name, optimizer_name
+from adl_dist.checkpoint.identity import check_identity, class_name, identity_of, optimizer_name
 from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.checkpoint.run_dir import RunFolder, chosen_checkpoint, log_to
 from adl_dist.checkpoint.storage import on_rank, place_of
@@ -432,7 +432,8 @@ class Trainer:
         found: dict[str, Any] = {"place": None}
         if folder is not None and world.rank == 0:
             resume = folder.check(known_by, resume=resume, later=later)
-            found = {"place": str(folder.place), "resume": resume, "cut": folder.cut, "clip_scope": folder.clip_scope}
+            cut = None if folder.identity is None else folder.identity.get("cut", {})
+            found = {"place": str(folder.place), "resume": resume, "cut": cut, "clip_scope": folder.clip_scope}
         folder, found = share_folder(folder, found, world, agreement)
         if folder is None:
             log_to(None)
@@ -484,6 +485,8 @@ class Trainer:
         """Load the data, settle the cut and build the worker of this process."""
         loaders = self._load(world, data) if self.needs_data else Loaders()
         plan = Plan(**length, **loaders.lengths)
+        if folder is not None and (known := folder.identity) is not None:  # before the model is cut, which takes long
+            check_identity(folder.checkpoints, known, identity_of(plan, known.get("optimizer", "")))
         startup = Startup(world, agreement, loaders, plan, None if folder is None else folder.path)
         with self._bound(world):  # with the threads of the first forward, but without the loaders' workers
             settled = build.settle_partition(self._spec, self._partitioned, startup, self._settings)

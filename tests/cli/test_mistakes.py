@@ -35,6 +35,8 @@ SETTINGS = {
     "optimizer=rotated": ["optimizer=rotated was removed in 0.4.0", "examples/rotated_adam.py"],
     # types and ranges, one of each kind
     "train.batch_size=abc": ["train.batch_size must be a whole number, got 'abc'"],
+    "optimizer.lr=fast": ["optimizer.lr must be a finite number, got 'fast'"],
+    "optimizer.lr=nan": ["optimizer.lr must be a finite number, got nan"],
     "train=5": ["train=5: expected settings, like train.batch_size=VALUE"],
     "runtime.processes=maybe": ["runtime.processes must be true or false, got 'maybe'"],
     "train.clip_norm=inf": ["train.clip_norm must be a finite number, got inf"],
@@ -88,7 +90,11 @@ BY_RANKS = {
     (f"model._target_={USER}.no_module",): [f"{USER}.no_module returned str", "expected a torch.nn.Module"],
     ("init_from=nosuch.pt",): ["init_from=nosuch.pt is not there", "expected a state_dict"],
     ("data=cifar10", f"data.root={NOWHERE}"): ["CIFAR-10", "data.download=true", "cifar-10-batches-py", NOWHERE],
-    ("data=imagefolder", f"data.root={NOWHERE}"): ["train", "one folder for each class", NOWHERE],
+    ("data=imagefolder", f"data.root={NOWHERE}"): [
+        "there is no train and no val",
+        "one folder for each class",
+        NOWHERE,
+    ],
 }
 COMMANDS = [
     (["trian"], ["there is no command 'trian'; did you mean train?; choose one of train, evaluate, export"]),

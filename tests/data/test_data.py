@@ -328,6 +328,13 @@ def test_an_image_that_cannot_be_read_is_named(content, tmp_path):
         list(Loader(imagefolder(str(root))[0], seed=0, shuffle=False).batches(0, [4]))
 
 
+@pytest.mark.parametrize("num_classes", [1, 3])
+def test_other_numbers_of_classes_than_folders_are_refused(num_classes, tmp_path):
+    root = write_photographs(tmp_path)
+    with pytest.raises(DataError, match=rf"each of {num_classes} classes, found 2; set data.num_classes=2"):
+        built("data=imagefolder", f"data.root={root}", f"data.num_classes={num_classes}")
+
+
 def write_photographs(root, validation="val"):
     """JPEGs of noise: longer and shorter than 224, upright and not, colour and grey; the same in both folders."""
     random_bytes = np.random.RandomState(0)
@@ -409,7 +416,7 @@ def test_a_users_own_statistics_replace_the_default_ones(tmp_path):
     root = write_photographs(tmp_path)
     _, plain = imagefolder(root, image_size=24, mean=[0, 0, 0], std=[1, 1, 1])
     of_user = ["data.mean=[0.5,0.25,0]", "data.std=[0.5,2,1]"]
-    _, by_user = built("data=imagefolder", f"data.root={root}", "data.image_size=24", *of_user)
+    _, by_user = built("data=imagefolder", f"data.root={root}", "data.image_size=24", "data.num_classes=2", *of_user)
     mean, std = torch.tensor([0.5, 0.25, 0])[:, None, None], torch.tensor([0.5, 2, 1])[:, None, None]
     for (image, _), (values, _) in zip(by_user, plain, strict=True):
         assert torch.equal(image, (values - mean) / std)

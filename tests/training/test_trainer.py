@@ -16,6 +16,7 @@ import adl_dist
 from adl_dist import engine
 from adl_dist.errors import DataError
 from adl_dist.schedule import work
+from adl_dist.training import build
 from tests.support.commands import assert_same
 from tests.support.kill import HeldImages, records
 from tests.support.ranks import run_ranks
@@ -181,7 +182,7 @@ def test_arguments_of_fit_are_checked_before_anything_happens(arguments, message
         toy_trainer(2, 2).fit(FixedImages(8), **values(**{"epochs": 1, "batch_size": 4, "quiet": True, **arguments}))
 
 
-def test_a_checkpoint_continues_only_the_run_that_wrote_it(tmp_path):
+def test_a_checkpoint_continues_only_the_run_that_wrote_it(tmp_path, monkeypatch):
     """Other data, another optimizer, an older checkpoint: each is told, and nothing is written over."""
 
     def fit(samples=12, optimizer=torch.optim.SGD, epochs=2, resume="auto", run_dir=tmp_path):
@@ -201,6 +202,9 @@ def test_a_checkpoint_continues_only_the_run_that_wrote_it(tmp_path):
         with pytest.raises(adl_dist.AdlError, match=message):
             fit(**options)
         assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == saved
+    monkeypatch.setattr(build, "settle_partition", None)  # other data are refused before the model is cut
+    with pytest.raises(adl_dist.AdlError, match="num_samples is 12 there and 40 here"):
+        fit(samples=40)
 
 
 def test_an_update_of_fewer_samples_than_asked_for_is_told(capsys):

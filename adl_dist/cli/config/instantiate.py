@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import logging
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -269,6 +270,9 @@ def build_optimizer(config: RunConfig) -> OptimizerFactory:
     node = {key: value for key, value in config.optimizer.items() if key != "rules"}
     rules = config.optimizer.get("rules")
     target, arguments = _bind("optimizer", node, "params")
+    rate = arguments.get("lr")
+    if rate is not None and not (type(rate) in (int, float) and math.isfinite(rate)):
+        raise ConfigError(f"optimizer.lr must be a finite number, got {rate!r}")
 
     def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
         try:
