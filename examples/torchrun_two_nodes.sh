@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Trains own_cnn.py on two nodes, one stage on each. Start the same command on both; FIRST is the address of one of
-# them, on which port 29400 is free and reachable from the other (docs/network.md). Both must see the run folder.
+# Trains own_cnn.py on two nodes, one stage on each. Start the same command on both; FIRST is the address of the one that
+# has the data and keeps the run folder. Its port 29400 must be free and reachable from the other (docs/network.md).
 #
 #     examples/torchrun_two_nodes.sh FIRST [RUN_DIR]
 set -euo pipefail

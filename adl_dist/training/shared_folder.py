@@ -12,7 +12,7 @@ from adl_dist.checkpoint.layout import complete
 from adl_dist.checkpoint.run_dir import RunFolder, make_folder
 from adl_dist.distributed.world import World
 from adl_dist.errors import ConfigError
-from adl_dist.report import say
+from adl_dist.report import say, warn
 from adl_dist.training.startup_sync import Agreement
 
 
@@ -44,7 +44,8 @@ def share_folder(
         return folder, values
     folder.is_shared = world.rank == 0 or (folder.path / values["token"]).exists()
     newest = [path.name for path in complete(folder.checkpoints)][-1:]
-    mine = {"host": socket.gethostname(), "is_shared": folder.is_shared, "newest": "".join(newest)}
+    has_begun = (folder.path / "logs" / f"rank{world.rank}.log").exists()
+    mine = {"host": socket.gethostname(), "is_shared": folder.is_shared, "newest": "".join(newest), "begun": has_begun}
     ranks = agreement.all(mine)
     if world.rank == 0:
         token.unlink(missing_ok=True)
@@ -59,6 +60,11 @@ def share_folder(
     if apart and world.rank == 0:
         names = ", ".join(f"rank {rank} on {one['host']}" for rank, one in apart.items())
         say(f"note: no shared file system: {names} cannot see {folder.place}; checkpoints travel to rank 0 and back")
+        if not newest and values["resume"] == "auto" and any(one["begun"] for one in apart.values()):
+            warn(
+                f"{names} took part in run_dir={folder.place} before, but rank 0 on {ranks[0]['host']} has none of "
+                "its checkpoints, and starts from the beginning; if one was saved, copy the run folder to there"
+            )
     return folder, values
 
 

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from adl_dist.checkpoint import layout
+from adl_dist.checkpoint.run_dir import RunFolder
 from adl_dist.distributed.world import disconnect, launched_rank
-from adl_dist.training.shared_folder import say_node
+from adl_dist.training.shared_folder import say_node, share_folder
 from adl_dist.training.startup_sync import Agreement
 from tests.support.commands import assert_same
 from tests.support.ranks import RanksFailed, run_ranks
@@ -86,6 +87,15 @@ def test_each_of_several_nodes_says_what_it_has(rank, line, monkeypatch, capsys)
     agreement = Agreement(dist.HashStore(), 0, 4)
     say_node(SimpleNamespace(rank=rank, size=4), agreement, quiet=False)
     assert capsys.readouterr().out.startswith(line.format(socket.gethostname()))
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_rank_0_with_an_empty_disk_is_told(begun, tmp_path, capsys):
+    other = {"host": "second", "is_shared": False, "newest": "", "begun": begun}
+    agreement = SimpleNamespace(first=lambda value: value, all=lambda mine: [mine, other])
+    here, folder = SimpleNamespace(rank=0, size=2, is_distributed=True), RunFolder(tmp_path / "run")
+    share_folder(folder, {"place": str(folder.place), "resume": "auto"}, here, agreement)
+    assert ("rank 1 on second took part" in capsys.readouterr().err) is begun
 
 
 def test_a_newer_checkpoint_on_another_machine_is_named(tmp_path):
