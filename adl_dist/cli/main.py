@@ -149,8 +149,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     code = _run(list(sys.argv[1:] if arguments is None else arguments))
     _flush()
     if code and "RANK" in os.environ:
-        if code == ConfigError.exit_code:
-            parent_process.flag_user_error()
         # A rank that failed must not wait in some destructor for peers that wait for it.
         os._exit(code)
     ending.append(code)
@@ -198,11 +196,9 @@ def exit_code_of(command: Callable[[], None], *, resumes: bool = False) -> int:
         return 0
     except AdlError as error:
         logger.error("%s\n%s", error, traceback.format_exc())
+        if error.exit_code == ConfigError.exit_code:
+            parent_process.flag_user_error(text_of(error))
         _print_error(text_of(error), kind="error: ")
-        if "RANK" in os.environ and "torch" in sys.modules:
-            from adl_dist.distributed.world import tell_absence  # it loads torch
-
-            tell_absence(error)
         return error.exit_code
     except KeyboardInterrupt:
         hint = "; the same command resumes from the last checkpoint, if there is one" if resumes else ""

@@ -15,7 +15,7 @@ LAUNCH_ID = "ADL_DIST_LAUNCH_ID"
 # Set by a script that starts torchrun: a file that a rank creates if its run has stopped, because torchrun's exit code
 # does not show it.
 STOPPED_FILE = "ADL_DIST_STOPPED_FILE"
-# Set by adl_dist's rendezvous of torchrun: a file where a rank writes that it ends by an error of the user's.
+# Set by adl_dist's rendezvous of torchrun: a file for the text of a user's error that ends a rank.
 USER_ERROR_FILE = "ADL_DIST_USER_ERROR_FILE"
 # Set by a process for itself: its id, if another adl-dist command has started it.
 PART_OF_COMMAND = "ADL_DIST_PART_OF_COMMAND"
@@ -87,11 +87,11 @@ def flag_stopped() -> None:
             Path(path).touch()
 
 
-def flag_user_error() -> None:
-    """Tell torchrun that a restart would meet the same error."""
+def flag_user_error(text: str) -> None:
+    """Tell torchrun, and through it all nodes, of an error that a restart would meet again."""
     if path := os.environ.get(USER_ERROR_FILE):
         with contextlib.suppress(OSError):
-            Path(path).write_text("ended")
+            Path(path).write_text(f"rank {os.environ.get('RANK', '0')}: {text}")
 
 
 def read_flag(name: str, folder: Path | None = None) -> str | None:

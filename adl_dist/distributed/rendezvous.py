@@ -14,14 +14,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from adl_dist.distributed import network, parent_process
+from adl_dist.distributed import network
 from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
-from adl_dist.errors import AdlError, ChannelError, ConfigError, StageFailed
+from adl_dist.errors import ChannelError, ConfigError
 from adl_dist.report.warning import SAY_SECONDS, say
 
 POLL_SECONDS = 0.01
-LIST, FAILED = "adl_dist/list", "adl_dist/failed"
-HEAR_SECONDS = 60.0  # limit for the others to start and read why rank 0, which hosts the store, ends
+LIST = "adl_dist/list"
 
 
 def rendezvous(rank: int, size: int, timeout: datetime.timedelta) -> tuple[dist.Store, socket.socket | None]:
@@ -33,46 +32,16 @@ def rendezvous(rank: int, size: int, timeout: datetime.timedelta) -> tuple[dist.
     Raises:
         ConfigError: If rank 0 cannot listen at its address.
         ChannelError: If the others do not come in time.
-        StageFailed: If one of the others has ended instead.
         RuntimeError: If the store cannot be reached.
     """
-    shared, listener = _store_of_attempt(rank, size, timeout)
-    prefix = f"adl_dist/{barrier_on_attempt(shared, rank, size, timeout)}"
-    return dist.PrefixStore(prefix, shared), listener
-
-
-def publish_failure(error: AdlError, rank: int, size: int) -> None:
-    """Give the error of a rank that ends to those that wait for it to join.
-
-    In a store that outlives the attempt nothing is written, because the next attempt would read it.
-    """
-    if size == 1 or _has_lasting_store():
-        return
-    seconds = parent_process.RANK_0_SECONDS if rank else HEAR_SECONDS
-    store, listener = _store_of_attempt(rank, size, datetime.timedelta(seconds=seconds))
-    store.set(FAILED, json.dumps({"text": str(error), "exit_code": error.exit_code}))
-    heard = [f"{FAILED}/{other}" for other in range(size)]
-    store.set(heard[rank], "")
-    if listener is not None:
-        deadline = time.monotonic() + seconds
-        while not store.check(heard) and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-        listener.close()
-
-
-def _has_lasting_store() -> bool:
-    """Return whether the store is that of torchrun's agent or of the user's process group."""
-    return dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-
-
-def _store_of_attempt(rank: int, size: int, timeout: datetime.timedelta) -> tuple[dist.Store, socket.socket | None]:
     listener = None
     if folder := os.environ.get(RENDEZVOUS_FOLDER):
         # The last process that has a file open removes it, which must not be one of the previous attempt.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         shared: dist.Store = dist.FileStore(str(Path(folder) / f"attempt{attempt}"), size)
         shared.set_timeout(timeout)
-    elif _has_lasting_store():
+    elif dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        # The store of torchrun's agent, or of the user's own init_process_group.
         shared, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
     else:
         try:
@@ -88,7 +57,8 @@ def _store_of_attempt(rank: int, size: int, timeout: datetime.timedelta) -> tupl
             shared = store_on(listener, timeout)
         else:
             shared = dist.TCPStore(host, port, size, is_master=False, timeout=timeout)
-    return shared, listener
+    prefix = f"adl_dist/{barrier_on_attempt(shared, rank, size, timeout)}"
+    return dist.PrefixStore(prefix, shared), listener
 
 
 def reachable(host: str) -> str:
@@ -153,7 +123,6 @@ def barrier_on_attempt(store: dist.Store, rank: int, size: int, timeout: datetim
 
     Raises:
         ChannelError: If not all have come in time.
-        StageFailed: If one of them has ended instead.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     me = uuid.uuid4().hex
@@ -162,10 +131,6 @@ def barrier_on_attempt(store: dist.Store, rank: int, size: int, timeout: datetim
     listed: list[str] = []
     say_at = time.monotonic() + SAY_SECONDS
     while time.monotonic() < deadline:
-        if store.check([FAILED]):
-            failed = StageFailed(**json.loads(store.get(FAILED)))
-            store.set(f"{FAILED}/{rank}", "")  # the store may end now
-            raise failed
         if rank == 0 and store.check(signed):
             names = [store.get(key).decode() for key in signed]
             if names != listed:

@@ -8,30 +8,31 @@ torchrun finds this by the entry point ``torchrun.handlers`` in pyproject.toml.
 """
 
 import atexit
+import contextlib
 import datetime
 import errno
 import os
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from adl_dist.distributed import network
-from adl_dist.distributed.parent_process import RANK_0_SECONDS, USER_ERROR_FILE
+from adl_dist.distributed.parent_process import USER_ERROR_FILE
 from adl_dist.distributed.rendezvous import listen_at, reachable, store_on
 from adl_dist.distributed.rpc_errors import first_line
 from adl_dist.errors import ConfigError
 from adl_dist.report.warning import announced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch.distributed.elastic import rendezvous as elastic
 
 DEFAULT_PORT = 29400  # torch's, for c10d
-TELL_SECONDS = 2 * RANK_0_SECONDS  # for ranks of other nodes to print an error; their agents need the store
+ERROR = "adl_dist/error"  # in the agents' store
+TELL_SECONDS = 3.0  # for which the store stays after an error; the other agents read it every 0.1 s
 
 
 class FirstAddress(str):
@@ -84,24 +85,28 @@ def make_handler(parameters: "elastic.RendezvousParameters") -> "elastic.Rendezv
     if hosts and parameters.local_addr:
         parameters.local_addr = FirstAddress(parameters.local_addr)
     handler = create_handler(store, Backend(store, parameters.run_id), parameters)
-    setattr(handler, "next_rendezvous", _in_lines(parameters, handler.next_rendezvous, hosts=hosts))  # noqa: B010
+    _end_in_lines(handler, parameters, store, hosts=hosts)
     return handler
 
 
-def _in_lines(
-    parameters: "elastic.RendezvousParameters", join: "Callable[[], elastic.RendezvousInfo]", *, hosts: bool
-) -> "Callable[[], elastic.RendezvousInfo]":
-    """Return ``join``, which follows no user's error, with one line for a wait or an error."""
+def _end_in_lines(
+    handler: "elastic.RendezvousHandler", parameters: "elastic.RendezvousParameters", store: dist.Store, *, hosts: bool
+) -> None:
+    """Make ``handler`` announce its waits, and end with one line.
+
+    A user's error on one node ends the agents of all nodes with its text, and no restart follows.
+    """
     from torch.distributed.elastic import rendezvous as elastic
 
-    user_error, path = tempfile.mkstemp(prefix="adl-dist-")
+    descriptor, path = tempfile.mkstemp(prefix="adl-dist-")
+    os.close(descriptor)
     os.environ[USER_ERROR_FILE] = path
     atexit.register(os.unlink, path)
     nodes = f"{parameters.min_nodes} nodes at {parameters.endpoint}"
+    join, num_waiting, close = handler.next_rendezvous, handler.num_nodes_waiting, handler.shutdown
 
     def next_rendezvous() -> "elastic.RendezvousInfo":
-        if os.fstat(user_error).st_size:
-            time.sleep(TELL_SECONDS if hosts else 0)
+        if Path(path).read_text():
             raise _ending("a restart would meet the same error, so there is none")
         try:
             with announced(f"waiting for all {nodes}"):
@@ -112,7 +117,23 @@ def _in_lines(
         except (elastic.RendezvousClosedError, elastic.RendezvousConnectionError):
             raise _ending("the run has ended on another node, whose output says why") from None
 
-    return next_rendezvous
+    def num_nodes_waiting() -> int:  # asked again and again while ranks run
+        if store.check([ERROR]):
+            raise _ending(store.get(ERROR).decode())
+        return num_waiting()
+
+    def shutdown() -> bool:
+        has_error = False
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            if text := Path(path).read_text():
+                store.set(ERROR, text)
+            has_error = store.check([ERROR])
+        is_closed = close()
+        time.sleep(TELL_SECONDS if hosts and has_error else 0)
+        return is_closed
+
+    for replacement in (next_rendezvous, num_nodes_waiting, shutdown):
+        setattr(handler, replacement.__name__, replacement)
 
 
 def _ending(text: str) -> SystemExit:
@@ -135,7 +156,8 @@ def _store_of_agents(parameters: "elastic.RendezvousParameters") -> tuple[dist.T
             raise
     # The address of another node, or another agent of this node hosts it already.
     try:
-        return dist.TCPStore(host, port, is_master=False, timeout=timeout), False
+        with announced(f"waiting for the first node at {parameters.endpoint}"):
+            return dist.TCPStore(host, port, is_master=False, timeout=timeout), False
     except RuntimeError as error:
         raise ConfigError(
             f"no answer from the first node at --rdzv-endpoint={parameters.endpoint} within "

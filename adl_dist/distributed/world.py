@@ -27,9 +27,9 @@ from adl_dist.distributed.affinity import cores_here, own_cores
 from adl_dist.distributed.device import choose_device, message_backend, set_for_nccl
 from adl_dist.distributed.network import choose_interface
 from adl_dist.distributed.parent_process import end_with_torchrun
-from adl_dist.distributed.rendezvous import publish_failure, rendezvous
+from adl_dist.distributed.rendezvous import rendezvous
 from adl_dist.distributed.rpc_errors import first_line
-from adl_dist.errors import AdlError, ChannelError, ConfigError, StageFailed
+from adl_dist.errors import AdlError, ChannelError, ConfigError
 from adl_dist.report import warn
 from adl_dist.schedule import Pipeline
 from adl_dist.schedule.actions import Message
@@ -197,13 +197,6 @@ def connect(num_stages: int, *, size: int | None = None, device_type: str, timeo
     # After an uncaught exception do not wait for the others, which may wait for this process.
     atexit.register(lambda: disconnect(in_order=not hasattr(sys, "last_value")))
     return _world
-
-
-def tell_absence(error: AdlError) -> None:
-    """Tell the ranks that wait for this one to join why it does not."""
-    if _world is None and not isinstance(error, (ChannelError, StageFailed)):
-        with contextlib.suppress(AdlError, RuntimeError):  # the others are gone
-            publish_failure(error, launched_rank(), launched_world_size() or 1)
 
 
 def disconnect(*, in_order: bool = True) -> None:

@@ -14,9 +14,9 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from adl_dist.distributed import network, torchrun_backend
 from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER, USER_ERROR_FILE, flag_user_error
-from adl_dist.distributed.rendezvous import barrier_on_attempt, listen_at, publish_failure, rendezvous, store_on
+from adl_dist.distributed.rendezvous import barrier_on_attempt, listen_at, rendezvous, store_on
 from adl_dist.distributed.torchrun_backend import make_handler
-from adl_dist.errors import ChannelError, ConfigError, DataError, StageFailed
+from adl_dist.errors import ChannelError, ConfigError
 from adl_dist.transport.port_filter import block, blocking_new, unblock
 from tests.support.ports import free_port
 
@@ -118,16 +118,6 @@ def test_a_node_named_loopback_meets_itself_where_others_meet_it(first_node, mon
         assert other.get("key") == b"value"
 
 
-def test_a_rank_that_ends_before_it_joins_says_why_to_the_others(first_node, monkeypatch):
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    with ThreadPoolExecutor() as ranks:
-        waiting = ranks.submit(rendezvous, 1, 2, LONG_ENOUGH)
-        publish_failure(DataError("the data are missing"), 0, 2)
-        with pytest.raises(StageFailed, match="the data are missing") as failed:
-            waiting.result()
-    assert failed.value.exit_code == 2
-
-
 @pytest.fixture
 def agent(monkeypatch):
     """Makes the handler of one of two of torchrun's agents, by its address."""
@@ -151,10 +141,15 @@ def test_an_agent_ends_in_one_line(agent, capsys, monkeypatch):
         handler.next_rendezvous()
     assert "not all 2 nodes at 127.0.0.1:" in capsys.readouterr().err
     monkeypatch.setattr(torchrun_backend, "TELL_SECONDS", 0)
-    flag_user_error()
+    flag_user_error("the data are missing")
     with pytest.raises(SystemExit):
         handler.next_rendezvous()
     assert "a restart would meet the same error" in capsys.readouterr().err
+    other = agent("127.0.0.10")
+    handler.shutdown()
+    with pytest.raises(SystemExit):
+        other.num_nodes_waiting()
+    assert capsys.readouterr().err == "adl-dist: error: rank 0: the data are missing\n"
 
 
 def agreed(store, order):
