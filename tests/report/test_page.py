@@ -34,6 +34,7 @@ def test_whole_run_has_every_part_and_all_figures(run):
                             "images per second", "busy (%)", "mean staleness (updates)"]  # fmt: skip
     assert page.count('<svg width="100%"') == 2, "measured, schedule"
     assert "Cannot be shown" not in page
+    assert "try method=adl" not in page, "which the run has"
 
 
 def charts(page):

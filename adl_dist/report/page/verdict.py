@@ -22,9 +22,11 @@ def verdict(run: Run) -> str | None:
         is_measured = run.config.get("partition", run.config).get("balance") == "auto"
         way_out = "fewer stages" if is_measured else "partition.balance=auto"
         why = f"because the cut is uneven (stage {most} was busy for {busy[most]:.0%}): try {way_out}"
+    elif run.pipeline is not None and run.pipeline.spec.flush:
+        why = "as its schedule leaves it, or waiting: try method=adl, or a larger method.accumulation_steps"
     else:
         why = (
-            "by its schedule, or waiting for messages or a free core: try method=adl, a larger "
-            "method.accumulation_steps, fewer stages, or runtime.codec=int8 over a slow link"
+            "waiting for messages or for a free core: try larger micro-batches, fewer stages, or runtime.codec=int8 "
+            "over a slow link"
         )
     return f"Stage {stage} was idle for {idle:.0%} of the time, {why}."
