@@ -137,7 +137,7 @@ def test_several_runs_are_compared(run, tmp_path):
 @pytest.mark.parametrize(
     ("busy", "why"),
     [
-        ([0.6, 0.6], "by its schedule, or waiting for messages"),
+        ([0.6, 0.6], "waiting for messages or for a free core"),
         ([0.45, 0.9], "because the cut is uneven (stage 1 was busy for 90%): try partition.balance=auto"),
         ([0.95, 0.92], "All stages were busy for at least 92% of the time."),
     ],
