@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import gc
 import importlib
 import logging
 import os
@@ -239,6 +240,15 @@ def _print_error(text: str, *, kind: str = "") -> None:
         return
     with contextlib.suppress(KeyboardInterrupt):
         if rank != "0":
+            _release(sys.exception())  # or rank 0 would wait for messages on connections that the frames hold
             time.sleep(parent_process.RANK_0_SECONDS)
         sys.stderr.write(f"adl-dist: {kind}{'' if rank == '0' and kind else f'rank {rank}: '}{text}\n")
         _flush()
+
+
+def _release(error: BaseException | None) -> None:
+    """Free the values in the frames of ``error`` and of its causes."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    gc.collect()
