@@ -253,6 +253,6 @@ def _hang_up() -> None:
         for descriptor in map(int, os.listdir("/proc/self/fd")):
             with contextlib.suppress(OSError):
                 if descriptor > 2 and stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                    one = socket.socket(fileno=os.dup(descriptor))
-                    one.getpeername()  # raises OSError for a listener, without which gloo would abort
-                    one.shutdown(socket.SHUT_RDWR)
+                    with socket.socket(fileno=os.dup(descriptor)) as connection:
+                        connection.getpeername()  # raises OSError for a listener, without which gloo would abort
+                        connection.shutdown(socket.SHUT_RDWR)

@@ -222,7 +222,6 @@ def disconnect(*, in_order: bool = True) -> None:
             # On a failed GPU this fails too, which must not hide the cause.
             with contextlib.nullcontext() if in_order else contextlib.suppress(RuntimeError):
                 dist.destroy_process_group(group)
-    world.edges.clear()  # with the groups their connections are closed, on which others may wait
 
 
 def _has_group() -> bool:

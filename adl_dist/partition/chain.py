@@ -1,6 +1,5 @@
 """A recorded model as a chain of units with possible cuts between them."""
 
-import copy
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
@@ -11,7 +10,7 @@ from torch.utils._pytree import tree_structure
 from adl_dist.batch import Batch
 from adl_dist.errors import PartitionError
 from adl_dist.partition.recorder import record_forward
-from adl_dist.partition.recording import Key
+from adl_dist.partition.recording import Key, copied
 from adl_dist.partition.stage_module import StageModule, extra_states
 from adl_dist.partition.stage_plan import CutImpossibleError, StagePlan, plan_stages, units_of
 from adl_dist.partition.work import FLOPS_PER_BYTE
@@ -119,13 +118,7 @@ class Chain:
 def copied_model(model: nn.Module) -> nn.Module:
     """Return a deep copy of ``model``, or raise a PartitionError."""
     memo = {id(t): t.detach().clone() for t in _unregistered(model) if not t.is_leaf}
-    try:
-        twin = copy.deepcopy(model, memo)
-    except Exception as error:
-        raise PartitionError(
-            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and each stage needs a copy "
-            "of its Python objects; give the class whose object cannot be copied a __deepcopy__, or use num_stages=1"
-        ) from error
+    twin = copied(model, memo)
     for module in twin.modules():
         if isinstance(module, torch.jit.ScriptModule):  # of which torch copies parameters with their graph
             for name, parameter in [*module.named_parameters(recurse=False)]:

@@ -1,5 +1,6 @@
 """The record of a model's runs: calls, data flow and side effects."""
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adl_dist.errors import PartitionError, in_one_line
 from adl_dist.partition.absent import RecordedResults
 from adl_dist.partition.functions import LIGHT
 from adl_dist.partition.value import Label
@@ -176,6 +178,20 @@ class Recording:
 
     def _known(self) -> tuple[int, ...]:
         return len(self.state), *map(len, (*self.births.values(), self.whole, self.opened, self.hooked))
+
+
+def copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Return a deep copy of ``model``, or raise a PartitionError.
+
+    ``memo`` is that of :func:`copy.deepcopy`: objects by the id of those that they replace.
+    """
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise PartitionError(
+            f"{type(model).__name__} cannot be copied ({in_one_line(error)}), and each stage needs a copy of its "
+            "Python objects; give the class whose object cannot be copied a __deepcopy__, or use num_stages=1"
+        ) from error
 
 
 def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from adl_dist.batch import Structure
-from adl_dist.errors import PartitionError, in_one_line
 from adl_dist.partition.absent import Results, module_signature
 from adl_dist.partition.containers import map_tensors
 from adl_dist.partition.forward_run import ForwardError, ForwardRun, call_of
 from adl_dist.partition.intercept import OF_TORCH, place_of_call
-from adl_dist.partition.recording import held_tensors, module_named, put_tensor
+from adl_dist.partition.recording import copied, held_tensors, module_named, put_tensor
 from adl_dist.partition.stage_plan import EXTRA_STATE, CallPlan, FramePlan, StagePlan, Way
 from adl_dist.partition.tape import Tape
 from adl_dist.partition.value import (
@@ -95,13 +94,7 @@ class StageModule(_Part):
             is_copied = index in stages if is_moved or isinstance(tensor, nn.Parameter) else name in plan.everywhere
             if stages and (index == stages[0] or is_copied):
                 held |= dict.fromkeys(names.get(id(tensor), ()), memo[id(tensor)])
-        try:
-            twin = copy.deepcopy(model, memo)
-        except Exception as error:
-            raise PartitionError(
-                f"{type(model).__name__} cannot be copied ({in_one_line(error)}), and each stage needs a "
-                "copy of its Python objects; give the class whose object cannot be copied a __deepcopy__"
-            ) from error
+        twin = copied(model, memo)
         self.model = twin
         self._twins = [(ref(mine), other) for mine, other in zip(model.modules(), twin.modules(), strict=True)]
         self._given = {n: _attributes(m) for n, (m, _) in enumerate(zip(model.modules(), twin.modules(), strict=True))}
