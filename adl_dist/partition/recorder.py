@@ -52,8 +52,8 @@ def record_forward(model: nn.Module, batches: Sequence[Batch]) -> Recording:
             f"{type(model).__name__} has backward hooks, which need both ends of the model on one stage; put them on a "
             "module inside, or use num_stages=1"
         )
+    recording.hooked |= _hooked(model)
     while True:
-        recording.hooked |= _hooked(model)
         known, recording.refused, recording.closed = recording._known(), "", {}
         for training in (True, False):
             model.train(training)
