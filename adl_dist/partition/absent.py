@@ -272,7 +272,7 @@ class Results:
 
     def keep_last(self, arg: Tensor, out: Tensor) -> None:
         """Cache the last result of a one-argument call if both are absent."""
-        if arg.is_meta and out.is_meta and out is not arg:
+        if arg.is_meta and out.is_meta and out is not arg and not self._varies:
             self.fast = arg, out, torch.is_grad_enabled()
 
     def forget(self) -> None:

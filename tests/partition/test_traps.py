@@ -675,6 +675,31 @@ class BufferOfTwoStages(ThreeLayers):
         return self.c(h)
 
 
+class FirstOnes(nn.Module):
+    """A layer whose caller sets how much of its result is wanted."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.wanted = linear(), 8
+
+    def forward(self, x):
+        return self.layer(x)[:, : self.wanted]
+
+
+@trap("w28", [normal(n, 6, 8) for n in (3, 2, 2, 2, 2)])
+class SizeFromAnAttribute(ThreeLayers):
+    """The size of a result changes while the arguments stay the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.b, self.calls = FirstOnes(), 0
+
+    def forward(self, x):
+        self.calls += 1
+        self.b.wanted = 3 + self.calls % 2
+        return self.c(self.b(self.a(x))).sum(1)
+
+
 class Nested(TwoLayers):
     def forward(self, x):
         return checkpoint(self.b, self.a(x).tanh(), use_reentrant=False)
@@ -730,4 +755,4 @@ def test_a_trap_is_equal_or_refused_by_name(name):
 
 def test_what_must_be_equal_is():
     assert not {*MUST_BE_EQUAL} & {*REFUSED}
-    assert len(TRAPS) == 42
+    assert len(TRAPS) == 43
