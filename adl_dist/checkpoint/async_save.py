@@ -52,15 +52,15 @@ class PartWriter:
 
     def write(self, path: PurePath, shards: Mapping[str, Shard], *, token: str, background: bool) -> None:
         """Write tensors to files in ``path``, from copies if in the background."""
-        if not background:
-            self._write(path, shards, token)
-            return
         try:
-            arguments = path, _copied(shards), token
+            arguments = path, _copied(shards) if background else shards, token
         except Exception as error:  # no memory, for which torch raises errors of its own
             self._report_failure(path, token, error)
         else:
-            threading.Thread(target=self._write, args=arguments, name=SAVING, daemon=True).start()
+            if background:
+                threading.Thread(target=self._write, args=arguments, name=SAVING, daemon=True).start()
+            else:
+                self._write(*arguments)
 
     def _write(self, path: PurePath, shards: Mapping[str, Shard], token: str) -> None:
         try:
@@ -102,11 +102,6 @@ class Saver:
         """Take the report of one process; called by any thread."""
         self._parts.put(part)
 
-    def save(self, write_parts: WriteParts, manifest: Mapping[str, Any]) -> None:
-        """Save the present state of the stages, after the previous save has ended."""
-        self.begin(write_parts, manifest["update"])
-        self.complete(manifest)
-
     def begin(self, write_parts: WriteParts, update: int) -> None:
         """Have all parts of a save written, after the previous save has ended."""
         self.wait()
@@ -118,7 +113,7 @@ class Saver:
                 self._saved = path
                 return
         except OSError as error:
-            self._fail(update, in_one_line(error))
+            self._fail(update, error)
             return
         self._begun = path, write_parts(path, token, self.policy.background), token
 
@@ -126,8 +121,7 @@ class Saver:
         """Complete the save that has begun, if any, by its manifest."""
         if self._begun is None:
             return
-        (path, ranks, token), self._begun = self._begun, None
-        arguments = path, manifest, ranks, token
+        arguments, self._begun = (manifest, *self._begun), None
         if self.policy.background:
             self._thread = threading.Thread(target=self._finish, args=arguments, name=COMMITTING, daemon=True)
             self._thread.start()
@@ -140,30 +134,25 @@ class Saver:
             self._thread.join(seconds)
         return self._saved
 
-    def _finish(self, path: PurePath, manifest: Mapping[str, Any], ranks: Collection[int], token: str) -> None:
+    def _finish(self, manifest: Mapping[str, Any], path: PurePath, ranks: Collection[int], token: str) -> None:
         try:
             parts = self._collect(ranks, token)  # all, also if one failed: then no process writes there any more
-        except StageFailed as error:
-            self.lost = error
-            self._fail(manifest["update"], str(error))
-            return  # this run is over; others may still write there, so the folder stays until the next start
-        try:
             if failures := [part.failure for part in parts if part.failure]:
                 raise OSError("; ".join(failures))
             files = {name: digest for part in parts for name, digest in part.files.items()}
-            if wrong := layout.wrong_size(path, files):
-                raise OSError(f"{path}: {wrong}")
+            layout.check_sizes(path, files)
             files |= tensor_files.write_index(path, files)
             self.check_owner()
             self.before_commit()
             self._saved = layout.commit(path, manifest, files)
         except Exception as error:
             logger.exception("%s could not be completed", path)
-            with contextlib.suppress(OSError):
-                layout.undo(path, token)
-            if isinstance(error, TakenOverError):
+            if isinstance(error, StageFailed | TakenOverError):
                 self.lost = error
-            self._fail(manifest["update"], text_of(error) if isinstance(error, OSError) else in_one_line(error))
+            if not isinstance(error, StageFailed):  # else others may still write there, until the next start
+                with contextlib.suppress(OSError):
+                    layout.undo(path, token)
+            self._fail(manifest["update"], error)
             return
         logger.info("saved %s", self._saved)
         try:
@@ -183,8 +172,8 @@ class Saver:
                 parts[part.rank] = part
         return [parts[rank] for rank in sorted(parts)]
 
-    def _fail(self, update: int, reason: str) -> None:
-        self.failure = f"update {update} could not be saved in {self.folder}: {reason}"
+    def _fail(self, update: int, error: Exception) -> None:
+        self.failure = f"update {update} could not be saved in {self.folder}: {text_of(error)}"
         warn(f"{self.failure}; the checkpoints before it are untouched")
 
 

@@ -12,10 +12,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from adl_dist.checkpoint.nested import PLAIN
 from adl_dist.errors import CheckpointError
 from adl_dist.schedule.run_plan import Plan
-
-PLAIN = (bool, int, float, str, type(None))
 
 
 def described_optimizer(optimizer: Optimizer) -> dict[str, list[Any]]:

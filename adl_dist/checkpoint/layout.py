@@ -9,12 +9,13 @@ checkpoints/rejected-update-...  damaged, and passed over for an older one; kept
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import PurePath
 from typing import Any
 
-from adl_dist.checkpoint.storage import Data, iter_pieces, read, storage_of
-from adl_dist.errors import CheckpointError, UnusableError
+from adl_dist.checkpoint import storage
+from adl_dist.checkpoint.storage import PIECE_BYTES, Data, progress
+from adl_dist.errors import CheckpointError, UnusableError, in_one_line
 from adl_dist.report.goal import Goal
 
 FORMAT = 5
@@ -30,18 +31,21 @@ Digest = dict[str, Any]  # {"bytes", "sha256"} of a file
 
 
 def create_hashed(file: PurePath, content: Iterable[Data]) -> Digest:
-    """Write a new file; return its size and checksum."""
-    checksum, size = hashlib.sha256(), 0
+    """Write a new file in counted pieces; return its size and checksum."""
+    checksum, num_bytes = hashlib.sha256(), 0
 
-    def hashed() -> Iterator[Data]:
-        nonlocal size
+    def pieces() -> Iterator[Data]:
+        nonlocal num_bytes
         for data in content:
-            checksum.update(data)
-            size += len(data)
-            yield data
+            for start in range(0, len(data), PIECE_BYTES):
+                piece = data[start : start + PIECE_BYTES]
+                checksum.update(piece)
+                num_bytes += len(piece)
+                yield piece
+                progress.count()
 
-    storage_of(file).create(file, hashed())
-    return {"bytes": size, "sha256": checksum.hexdigest()}
+    storage.create(file, pieces())
+    return {"bytes": num_bytes, "sha256": checksum.hexdigest()}
 
 
 def place(folder: PurePath, update: int) -> PurePath:
@@ -51,69 +55,7 @@ def place(folder: PurePath, update: int) -> PurePath:
 
 def is_complete(path: PurePath) -> bool:
     """Return whether ``path`` is the folder of a complete checkpoint."""
-    return MANIFEST in storage_of(path).names(path)
-
-
-def begin(path: PurePath, token: str) -> bool:
-    """Begin a save; return False if ``path`` is a complete checkpoint already.
-
-    Raises:
-        OSError: What is there cannot be read, and stays; or the save cannot begin.
-    """
-    if is_complete(path):
-        try:
-            read_manifest(path)
-        except UnusableError as error:
-            if isinstance(error.__cause__, OSError):
-                raise error.__cause__ from None
-        else:
-            return False
-    remove(path)
-    try:
-        storage_of(path).create(path / TOKEN, [token.encode()])
-    except FileExistsError:  # of another process
-        raise
-    except OSError:
-        with suppress(OSError):
-            storage_of(path).delete(path)
-        raise
-    return True
-
-
-def has_begun(path: PurePath, token: str) -> bool:
-    """Return whether the save under way in ``path`` is the one with ``token``."""
-    with suppress(FileNotFoundError, NotADirectoryError):
-        return read(path / TOKEN) == token.encode()
-    return False
-
-
-def undo(path: PurePath, token: str) -> None:
-    """Remove an incomplete checkpoint of the save with ``token``."""
-    if has_begun(path, token) and not is_complete(path):
-        storage_of(path).delete(path)
-
-
-def wrong_size(path: PurePath, files: Mapping[str, Digest]) -> str | None:
-    """Describe the first of ``files`` in ``path`` with a wrong size, or None."""
-    for name, digest in files.items():
-        size: object
-        try:
-            size = storage_of(path).size(path / name)
-        except FileNotFoundError:
-            size = "no such file"
-        if size != digest["bytes"]:
-            return f"{name} should hold {digest['bytes']} bytes, found {size}"
-    return None
-
-
-def commit(path: PurePath, manifest: Mapping[str, Any], files: Mapping[str, Digest]) -> PurePath:
-    """Complete the checkpoint ``path`` by the manifest of its ``files``."""
-    text = {"format": FORMAT, **manifest, "files": dict(files)}
-    content = json.dumps({**text, "sha256": _checksum(text)}, indent=1).encode()
-    storage_of(path).write(path / MANIFEST, content)
-    with suppress(OSError):  # it does no harm
-        storage_of(path).delete(path / TOKEN)
-    return path
+    return MANIFEST in storage.names(path)
 
 
 def complete(folder: PurePath) -> list[PurePath]:
@@ -121,15 +63,60 @@ def complete(folder: PurePath) -> list[PurePath]:
     return [path for path in _update_folders(folder) if is_complete(path)]
 
 
+def clean(folder: PurePath) -> None:
+    """Remove the remains of interrupted saves."""
+    for path in (path for path in _update_folders(folder) if not is_complete(path)):
+        with suppress(OSError):
+            storage.delete(path)
+
+
 def _update_folders(folder: PurePath) -> list[PurePath]:
-    names = storage_of(folder).names(folder)
-    return [folder / name for name in names if name.startswith(UPDATE) and name.endswith("/")]
+    return [folder / name for name in storage.names(folder) if name.startswith(UPDATE) and name.endswith("/")]
+
+
+def begin(path: PurePath, token: str) -> bool:
+    """Begin a save; return False if ``path`` is a complete checkpoint already.
+
+    Raise OSError if the save cannot begin, or a checkpoint that is there cannot be read; it stays.
+    """
+    if is_complete(path):
+        try:
+            read_manifest(path)
+            return False
+        except CheckpointError as error:
+            if isinstance(error.__cause__, OSError):
+                raise error.__cause__ from None
+    remove(path)
+    storage.create(path / TOKEN, [token.encode()])
+    return True
+
+
+def has_begun(path: PurePath, token: str) -> bool:
+    """Return whether the save under way in ``path`` is the one with ``token``."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return storage.read(path / TOKEN) == token.encode()
+    return False
+
+
+def undo(path: PurePath, token: str) -> None:
+    """Remove an incomplete checkpoint of the save with ``token``."""
+    if has_begun(path, token) and not is_complete(path):
+        storage.delete(path)
+
+
+def commit(path: PurePath, manifest: Mapping[str, Any], files: Mapping[str, Digest]) -> PurePath:
+    """Complete the checkpoint ``path`` by the manifest of its ``files``."""
+    text = {"format": FORMAT, **manifest, "files": dict(files)}
+    storage.write(path / MANIFEST, json.dumps({**text, "sha256": _checksum(text)}, indent=1).encode())
+    with suppress(OSError):  # it does no harm
+        storage.delete(path / TOKEN)
+    return path
 
 
 def remove(path: PurePath) -> None:
     """Remove a checkpoint, its manifest first, so that no reader trusts it."""
-    storage_of(path).delete(path / MANIFEST)
-    storage_of(path).delete(path)
+    storage.delete(path / MANIFEST)
+    storage.delete(path)
 
 
 def prune(folder: PurePath, *, keep: int, keep_best: bool) -> None:
@@ -144,90 +131,85 @@ def prune(folder: PurePath, *, keep: int, keep_best: bool) -> None:
 def best_of(saved: Sequence[PurePath]) -> PurePath | None:
     """Return the best checkpoint by the newest one's goal, the first of ties."""
     manifests = {}
-    for path in saved:
+    for path in sorted(saved):
         with suppress(CheckpointError, OSError):  # damaged, or removed meanwhile
             manifests[path] = read_manifest(path)
     goal = Goal(**manifests[max(manifests)].get("goal", {})) if manifests else Goal()
-    found = {path: goal.score(manifest["metrics"]) for path, manifest in manifests.items()}
-    scores = {path: score for path, score in found.items() if score is not None}
-    return max(sorted(scores), key=lambda path: scores[path], default=None)
+    scores = {path: score for path, one in manifests.items() if (score := goal.score(one["metrics"])) is not None}
+    return max(scores, key=lambda path: scores[path], default=None)
 
 
 def reject(path: PurePath) -> PurePath:
     """Move a checkpoint to a name that no run resumes from; return its path."""
     aside = path.with_name(f"rejected-{path.name}")
     try:
-        storage_of(path).delete(aside)
-        storage_of(path).move(path, aside)
+        storage.delete(aside)
+        storage.move(path, aside)
     except OSError as error:
-        reason = error.strerror or error
-        raise CheckpointError(f"{path} cannot be moved to {aside.name}: {reason}; move it out of the way") from error
+        raise CheckpointError(f"{path} cannot be moved to {aside.name}: {error}; move it out of the way") from error
     return aside
 
 
-def clean(folder: PurePath) -> None:
-    """Remove the remains of interrupted saves."""
-    for path in (path for path in _update_folders(folder) if not is_complete(path)):
-        with suppress(OSError):
-            storage_of(path).delete(path)
+@contextmanager
+def reading(path: PurePath, name: str) -> Iterator[None]:
+    """Turn an error of reading file ``name`` of ``path`` into UnusableError."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise UnusableError(
+            f"{path} is damaged: {name} cannot be read ({in_one_line(error)}); continue from one next to it, if there "
+            "is one (train takes the newest good one with resume=auto, evaluate and export take checkpoint=PATH), or "
+            "start again with another run_dir"
+        ) from error
 
 
 def read_manifest(path: PurePath) -> dict[str, Any]:
     """Read and check the manifest of a checkpoint, and the sizes of its files.
 
-    Raises:
-        UnusableError: the checkpoint is damaged.
-        CheckpointError: ``path`` is not a checkpoint, or has another format.
+    Raise UnusableError if the checkpoint is damaged, CheckpointError if it is none or has another format.
     """
-    try:
-        manifest = dict(json.loads(read(path / MANIFEST)))
+    with reading(path, MANIFEST):
+        if not is_complete(path):
+            raise CheckpointError(
+                f"{path} is not a checkpoint: it has no {MANIFEST}; expected a folder like "
+                "runs/NAME/checkpoints/update-00000042"
+            )
+        manifest = dict(json.loads(storage.read(path / MANIFEST)))
         expected = manifest.pop("sha256", None)
-        is_as_written = expected is None or _checksum(manifest) == expected  # another format may have no checksum
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(
-            f"{path} is not a checkpoint: it has no {MANIFEST}; expected a folder like "
-            "runs/NAME/checkpoints/update-00000042"
-        ) from None
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise damaged(path, f"its {MANIFEST} cannot be read ({reason})") from error
-    if manifest.get("format", FORMAT) != FORMAT and is_as_written:
-        raise CheckpointError(
-            f"{path} has format {manifest.get('format')}; this version of adl_dist reads format {FORMAT}: use the "
-            "version that wrote it"
-        )
-    for name, kind in FIELDS.items():
-        if type(manifest.get(name)) is not kind:
-            found = repr(manifest[name]) if name in manifest else "nothing"
-            raise damaged(path, f"its {MANIFEST} should give '{name}' as {kind.__name__}, found {found}")
-    if expected is None or not is_as_written:
-        raise damaged(path, f"its {MANIFEST} does not have the checksum that it gives")
-    for name, digest in manifest["files"].items():
-        if PurePath(name).name != name or name in ("", ".."):
-            raise damaged(path, f"its {MANIFEST} names a file elsewhere, {name}")
-        if not isinstance(digest, dict) or "bytes" not in digest or not isinstance(digest.get("sha256"), str):
-            raise damaged(path, f"its {MANIFEST} should give 'bytes' and 'sha256' of {name}, found {digest!r}")
-    try:
-        wrong = wrong_size(path, manifest["files"])
-    except OSError as error:
-        raise damaged(path, f"its files cannot be looked at ({error.strerror})") from error
-    if wrong:
-        raise damaged(path, wrong)
+        is_as_written = expected == _checksum(manifest)
+        if manifest.get("format", FORMAT) != FORMAT and (is_as_written or expected is None):
+            raise CheckpointError(
+                f"{path} has format {manifest.get('format')}; this version of adl_dist reads format {FORMAT}: use the "
+                "version that wrote it"
+            )
+        if not is_as_written:
+            raise ValueError("it does not have the checksum that it gives")
+        # Those who can write to the folder can write checksums, too.
+        if missing := [name for name, kind in FIELDS.items() if type(manifest.get(name)) is not kind]:
+            raise ValueError(f"it has no '{missing[0]}', or of another kind")
+        if elsewhere := [n for n in manifest["files"] if PurePath(n).name != n or n in ("", "..")]:
+            raise ValueError(f"it names a file elsewhere: '{elsewhere[0]}'")
+        check_sizes(path, manifest["files"])
     return manifest
+
+
+def check_sizes(path: PurePath, files: Mapping[str, Digest]) -> None:
+    """Raise OSError or ValueError for a missing file, or a wrong size."""
+    for name, digest in files.items():
+        if (found := storage.size(path / name)) != digest["bytes"]:
+            raise ValueError(f"{name} should hold {digest['bytes']} bytes, found {found}")
 
 
 def verify(path: PurePath) -> dict[str, Any]:
     """Verify all checksums of a checkpoint, and return its manifest."""
     manifest = read_manifest(path)
     for name, digest in manifest["files"].items():
-        checksum = hashlib.sha256()
-        try:
-            for piece in iter_pieces(path / name):
+        with reading(path, name):
+            checksum = hashlib.sha256()
+            for piece in storage.iter_pieces(path / name):
                 checksum.update(piece)
-        except OSError as error:
-            raise damaged(path, f"{name} cannot be read ({error.strerror})") from error
-        if (found := checksum.hexdigest()) != digest["sha256"]:
-            raise damaged(path, f"{name} should have the SHA-256 {digest['sha256'][:12]}..., found {found[:12]}...")
+            if (found := checksum.hexdigest()) != digest["sha256"]:
+                raise ValueError(f"its SHA-256 should be {digest['sha256'][:12]}..., found {found[:12]}...")
     return manifest
 
 
@@ -252,17 +234,6 @@ def first_usable(
         f"none of the {len(rejected)} checkpoints in {candidates[0].parent} can be used, and nothing was changed: "
         f"{reasons}; bring back a copy of one, or start again with another run_dir"
     )
-
-
-def damaged(path: PurePath, reason: str) -> UnusableError:
-    """Return the error of a damaged checkpoint, with a reason and a way out."""
-    way_out = "start again with another run_dir"
-    if others := [other for other in complete(path.parent) if other != path]:
-        way_out = (
-            f"{others[-1].name} next to it may be good: train takes the newest good one with resume=auto, evaluate and "
-            f"export take checkpoint={others[-1]}"
-        )
-    return UnusableError(f"{path} is damaged: {reason}; {way_out}")
 
 
 def _checksum(manifest: Mapping[str, Any]) -> str:

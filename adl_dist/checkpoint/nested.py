@@ -1,4 +1,4 @@
-"""Nested values of an optimizer as tensors and JSON, and back.
+"""Nested values of a ``state_dict()`` as tensors and JSON, and back.
 
 The values are tensors, numbers, text, and any nesting of these. What comes back is equal to the bit and of the same
 type: a Python int stays one, a tuple stays a tuple, a tensor has its dtype, and its strides, because a product of
@@ -7,7 +7,7 @@ matrices may be rounded otherwise with others.
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,11 +37,7 @@ class Packer:
         self._names: dict[int, str] = {}  # of these, by address
 
     def packed(self, name: str, value: Any) -> Any:
-        """Return the JSON of ``value``, in which tensors are names in ``tensors``.
-
-        Raises:
-            Unstorable: it is or holds what cannot be restored.
-        """
+        """Return JSON with names in place of tensors, or raise Unstorable."""
         kind = type(value)
         if kind in PLAIN:
             return value
@@ -50,15 +46,13 @@ class Packer:
         if kind is tuple:
             return {"tuple": [self.packed(f"{name}.{i}", one) for i, one in enumerate(value)]}
         if kind is dict:
-            return {"dict": [[self._key(name, key), self.packed(f"{name}.{key}", one)] for key, one in value.items()]}
+            for key in value:
+                if not all(type(part) in PLAIN for part in (key if type(key) is tuple else (key,))):
+                    raise Unstorable(f"{name} has a key that is a {type(key).__name__}; expected text or numbers")
+            return {"dict": [[self.packed(name, k), self.packed(f"{name}.{k}", one)] for k, one in value.items()]}
         if kind is Tensor:
             return self._tensor(name, value)
         raise Unstorable(f"{name} is a {kind.__name__}; expected {KINDS}")
-
-    def _key(self, name: str, key: Any) -> Any:
-        if not all(type(part) in PLAIN for part in (key if type(key) is tuple else (key,))):
-            raise Unstorable(f"{name} has a key that is a {type(key).__name__}; expected text or numbers")
-        return self.packed(name, key)
 
     def _tensor(self, name: str, tensor: Tensor) -> dict[str, Any]:
         if reason := tensor_files.why_unstorable(tensor):
@@ -69,10 +63,8 @@ class Packer:
             raise Unstorable(f"{name} shares its memory with {other}; expected a tensor of its own, as clone() makes")
         self.tensors[name] = tensor
         leaf: dict[str, Any] = {"tensor": name}
-        is_dense = (
-            1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) == tensor.numel()
-        )
-        if is_dense and not tensor.is_contiguous():
+        span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        if span == tensor.numel() and not tensor.is_contiguous():
             leaf["strides"] = list(tensor.stride())
         if self._device.type != "cpu":  # on the CPU the two are the same
             leaf["with_parameter"] = tensor.device.type != "cpu"
@@ -80,44 +72,39 @@ class Packer:
 
 
 def unpacked(
-    packed: Any,
-    tensors: Mapping[str, Tensor],
+    texts: Mapping[str, str],
+    stored: Mapping[str, Stored],
     device: torch.device = CPU,
     *,
     steps_on_cpu: bool = True,
-) -> Any:
-    """Restore a packed value, with its tensors on ``device`` or the CPU.
+) -> dict[str, Any]:
+    """Read values by the JSON of :meth:`Packer.packed`.
 
-    Where it was saved on the CPU, all are on ``device``, except what is called ``step`` if ``steps_on_cpu``.
+    Tensors are on ``device`` or the CPU. Where a tensor was saved on the CPU, it is on ``device``, except one called
+    ``step`` if ``steps_on_cpu``.
     """
+    names: set[str] = set()
+    read: dict[str, Tensor] = {}
 
-    def value_of(packed: Any) -> Any:
-        if isinstance(packed, list):
-            return [value_of(one) for one in packed]
-        if not isinstance(packed, dict):
-            return packed
+    def find(packed: dict[str, Any]) -> None:
+        names.update([packed["tensor"]] if "tensor" in packed else [])
+
+    def value_of(packed: dict[str, Any]) -> Any:
         if "tuple" in packed:
-            return tuple(value_of(one) for one in packed["tuple"])
+            return tuple(packed["tuple"])
         if "dict" in packed:
-            return {value_of(key): value_of(one) for key, one in packed["dict"]}
-        value, is_step = tensors[packed["tensor"]], packed["tensor"].rpartition(".")[2] == "step"
+            return dict(packed["dict"])
+        if "tensor" not in packed:
+            return packed
+        value, is_step = read[packed["tensor"]], packed["tensor"].rpartition(".")[2] == "step"
         if "strides" in packed:
             value = torch.empty_strided(value.shape, packed["strides"], dtype=value.dtype).copy_(value)
         return value.to(device) if packed.get("with_parameter", not (is_step and steps_on_cpu)) else value
 
-    return value_of(packed)
-
-
-def tensor_names(packed: Any) -> Iterable[str]:
-    """Yield the names of all tensors of a packed value."""
-    if isinstance(packed, list):
-        for one in packed:
-            yield from tensor_names(one)
-    elif isinstance(packed, dict):
-        if "tensor" in packed:
-            yield packed["tensor"]
-        for one in (*packed.get("tuple", ()), *(one for pair in packed.get("dict", ()) for one in pair)):
-            yield from tensor_names(one)
+    for text in texts.values():
+        json.loads(text, object_hook=find)
+    read.update(tensor_files.read({name: stored[name] for name in names}))
+    return {key: json.loads(text, object_hook=value_of) for key, text in texts.items()}
 
 
 def is_extra_state(name: str) -> bool:
@@ -126,11 +113,7 @@ def is_extra_state(name: str) -> bool:
 
 
 def packed_state(state: Mapping[str, Any]) -> Shard:
-    """Return a ``state_dict()`` as tensors by name, and other entries as JSON.
-
-    Raises:
-        Unstorable: If an entry cannot be saved.
-    """
+    """Return tensors, and other entries as JSON, or raise Unstorable."""
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and not is_extra_state(name)}
     for name, tensor in tensors.items():
         if reason := tensor_files.why_unstorable(tensor):
@@ -144,16 +127,15 @@ def packed_state(state: Mapping[str, Any]) -> Shard:
     return Shard({**tensors, **packer.tensors}, texts)
 
 
-def unpacked_state(tensors: Mapping[str, Stored], texts: Mapping[str, str]) -> dict[str, Any]:
+def unpacked_state(stored: Mapping[str, Stored], texts: Mapping[str, str]) -> dict[str, Any]:
     """Read the ``state_dict()`` of :func:`packed_state`, on the CPU."""
-    read = dict(tensor_files.read(tensors))
-    others = {name: json.loads(text) for name, text in texts.items() if name.startswith(ENTRY)}
-    values = {name.removeprefix(ENTRY): unpacked(packed, read) for name, packed in others.items()}
-    return {name: tensor for name, tensor in read.items() if not name.startswith(ENTRY)} | values
+    tensors = {name: at for name, at in stored.items() if not name.startswith(ENTRY)}
+    entries = unpacked({name: text for name, text in texts.items() if name.startswith(ENTRY)}, stored)
+    return dict(tensor_files.read(tensors)) | {name.removeprefix(ENTRY): value for name, value in entries.items()}
 
 
 def of_this_version(found: Mapping[str, Any], state: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Return ``found`` with the versions of modules in ``state``, a state_dict.
+    """Return ``found`` with the versions of modules that ``state`` has.
 
     Without them modules would convert it, as one of a version before they had versions.
     """

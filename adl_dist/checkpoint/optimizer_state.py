@@ -9,7 +9,6 @@ index.
 
 import json
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
-from adl_dist.checkpoint import nested, tensor_files
-from adl_dist.checkpoint.nested import PLAIN, Packer, Unstorable
+from adl_dist.checkpoint import nested
+from adl_dist.checkpoint.nested import CPU, PLAIN, Packer, Unstorable
 from adl_dist.checkpoint.tensor_files import Shard, Stored
 from adl_dist.errors import CheckpointError, ConfigError
 from adl_dist.stage import Learner
@@ -30,26 +29,25 @@ ENTRIES = "state", "param_groups"  # of the state_dict() of every optimizer
 
 
 def shard_of(learner: Learner) -> Shard:
-    """Return the optimizer state of ``learner``, empty if it has no optimizer.
+    """Return the optimizer state of ``learner``, or raise ConfigError.
 
-    Raises:
-        ConfigError: a part of it cannot be saved.
+    It is empty without an optimizer.
     """
     if learner.optimizer is None:
         return Shard({})
     parameters = _parameters(learner, learner.optimizer)
-    names = {parameter: name for name, parameter in reversed(parameters.items())}  # the first of several
+    names: dict[Any, str] = {
+        parameter: name for name, parameter in reversed(parameters.items())
+    }  # the first of several
     packer = Packer(_device_of(parameters))
     metadata = {}
     try:
         for parameter, state in learner.optimizer.state.items():
             if isinstance(parameter, str) or not state:
                 continue
-            if (name := names.get(parameter)) is None:
-                raise Unstorable(
-                    f"its state has a key that is no parameter of the stage but a {type(parameter).__name__}"
-                )
-            metadata[f"{OF_PARAMETER}{name}"] = json.dumps(packer.packed(name, dict(state)))
+            if parameter not in names:
+                raise Unstorable(f"its state has a key that is a {type(parameter).__name__}, no parameter of the stage")
+            metadata[f"{OF_PARAMETER}{names[parameter]}"] = json.dumps(packer.packed(names[parameter], dict(state)))
         for parameter, past in learner.mitigation.history.items() if learner.mitigation is not None else ():
             place = f"{OF_MITIGATION}{names[parameter]}"
             metadata[place] = json.dumps(packer.packed(place, past))
@@ -65,64 +63,69 @@ def shard_of(learner: Learner) -> Shard:
     return Shard(packer.tensors, metadata)
 
 
-def restore(where: str, learner: Learner, tensors: Mapping[str, Stored], metadata: Mapping[str, str]) -> None:
+def restore(where: str, learner: Learner, stored: Mapping[str, Stored], metadata: Mapping[str, str]) -> None:
     """Restore the saved optimizer state of ``learner``, for any cut.
 
     ``where`` names the checkpoint in errors. ``load_state_dict`` reads only entries of its own: it turns ints into
-    tensors and casts tensors to the dtype of their parameter.
-
-    Raises:
-        CheckpointError: values of a stage were saved, and no stage had the parameters that this one has.
+    tensors and casts tensors to the dtype of their parameter. Raise CheckpointError if values of a stage were saved,
+    and no stage had the parameters that this one has.
     """
     if learner.optimizer is None:
         return
-    parameters = _parameters(learner, learner.optimizer)
-    kept = ((name, metadata[key]) for name in parameters if (key := f"{OF_PARAMETER}{name}") in metadata)
-    states = {name: json.loads(text) for name, text in kept}
+    optimizer: Any = learner.optimizer
+    parameters = _parameters(learner, optimizer)
+    remembers: dict[str, Any] = {OF_PARAMETER: optimizer.state}
     # A stage that has become fresh has no use for what was remembered of its parameters; one that has become stale
     # begins to remember.
-    used = parameters if learner.mitigation is not None else ()
-    pasts = {name: json.loads(metadata[key]) for name in used if (key := f"{OF_MITIGATION}{name}") in metadata}
-    values = _values_for(where, _groups(learner.optimizer, parameters), metadata)
-    names = {*nested.tensor_names([*states.values(), *pasts.values(), values])}
-    read = dict(tensor_files.read({name: tensors[name] for name in names}))
-    place = partial(
-        nested.unpacked,
-        tensors=read,
-        device=_device_of(parameters),
-        steps_on_cpu=not any(g.get("capturable") or g.get("fused") for g in learner.optimizer.param_groups),
+    if learner.mitigation is not None:
+        remembers[OF_MITIGATION] = learner.mitigation.history
+    wanted = [f"{kind}{name}" for kind in remembers for name in parameters]
+    wanted += _of_stage(where, _groups(optimizer, parameters), metadata)
+    values = nested.unpacked(
+        {key: metadata[key] for key in wanted if key in metadata},
+        stored,
+        _device_of(parameters),
+        steps_on_cpu=not any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups),
     )
-    of_stage = place(values)
+    of_stage: dict[str, Any] = next((value["values"] for key, value in values.items() if key.startswith(OF_STAGE)), {})
     if entries := {name.removeprefix(ENTRY): value for name, value in of_stage.items() if name.startswith(ENTRY)}:
-        learner.optimizer.load_state_dict({**learner.optimizer.state_dict(), **entries})
-    for name, packed in states.items():
-        learner.optimizer.state[parameters[name]] = place(packed)
-    for name, packed in pasts.items():
-        assert learner.mitigation is not None
-        learner.mitigation.history[parameters[name]] = place(packed)
+        optimizer.load_state_dict({**optimizer.state_dict(), **entries})
+    for kind, state in remembers.items():
+        for name, parameter in parameters.items():
+            if f"{kind}{name}" in values:
+                state[parameter] = values[f"{kind}{name}"]
     for name, value in of_stage.items():
         if name.startswith(GROUPS):
             number, _, key = name.removeprefix(GROUPS).partition("].")
-            learner.optimizer.param_groups[int(number)][key] = value
+            optimizer.param_groups[int(number)][key] = value
         elif name.startswith(STATE):
-            learner.optimizer.state[name.removeprefix(STATE)] = value
+            optimizer.state[name.removeprefix(STATE)] = value
 
 
-def saved_values(metadata: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return the values of each stage, and the names that are ignored now.
+def names_of_values(text: str, *, ignored: bool = False) -> list[str]:
+    """Return the names of a stage's values, or of those of version 0.3.8."""
+    names = [str(name) for name, _ in json.loads(text)["values"]["dict"]]
+    return [name for name in names if name.startswith((GROUPS, STATE, ENTRY)) != ignored]
 
-    The latter are of version 0.3.8.
-    """
-    saved = [json.loads(text) for name, text in metadata.items() if name.startswith(OF_STAGE)]
-    for one in saved:
-        pairs = one["values"]["dict"]
-        one["values"]["dict"] = [pair for pair in pairs if pair[0].startswith((GROUPS, STATE, ENTRY))]
-        one["ignored"] = [name for name, _ in pairs if not name.startswith((GROUPS, STATE, ENTRY))]
-    return saved
+
+def _of_stage(where: str, groups: list[list[str]], metadata: Mapping[str, str]) -> list[str]:
+    """Return the key of the values of the stage with ``groups``, if any."""
+    saved = {key: json.loads(text)["groups"] for key, text in metadata.items() if key.startswith(OF_STAGE)}
+    if same := [key for key, theirs in saved.items() if theirs == groups]:
+        return same[:1]
+    here = {name for group in groups for name in group}
+    for key, theirs in saved.items():
+        if (names := names_of_values(metadata[key])) and any(here.intersection(group) for group in theirs):
+            raise CheckpointError(
+                f"{where} holds values that an optimizer keeps for all parameters of a stage ({', '.join(names[:3])}), "
+                "and the model is cut differently now; resume with the partition that it was made with, or start a new "
+                "run with init_from= in another run_dir"
+            )
+    return []
 
 
 def _parameters(learner: Learner, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return the parameters of ``optimizer`` by all their names, of each the first one first."""
+    """Return parameters by all their names, of each the first one first."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     # The cut decides under which of its names the state of a parameter was saved.
     named = *learner.named_parameters(), *learner.named_parameters(remove_duplicate=False)
@@ -152,33 +155,15 @@ def _stage_values(learner: Learner, optimizer: Optimizer) -> dict[str, Any]:
 
 def _are_equal(one: Any, other: Any) -> bool:
     """Return whether nested values are equal, or identical if they are opaque."""
+
+    def are_equal(one: Any, other: Any) -> bool:
+        if isinstance(one, Tensor) and isinstance(other, Tensor):
+            return one.dtype == other.dtype and torch.equal(one, other)
+        return one is other or (type(one) is type(other) and isinstance(one, PLAIN) and bool(one == other))
+
     (ones, kind), (others, other_kind) = tree_flatten(one), tree_flatten(other)
-    return kind == other_kind and all(map(_are_equal_leaves, ones, others))
-
-
-def _are_equal_leaves(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    return one is other or (type(one) is type(other) and isinstance(one, PLAIN) and bool(one == other))
-
-
-def _values_for(where: str, groups: list[list[str]], metadata: Mapping[str, str]) -> Any:
-    """Return the packed values of the stage with the parameters in ``groups``."""
-    saved = saved_values(metadata)
-    for one in saved:
-        if one["groups"] == groups:
-            return one["values"]
-    here = {name for group in groups for name in group}
-    for one in (one for one in saved if one["values"]["dict"]):
-        if any(name in here for group in one["groups"] for name in group):
-            names = ", ".join(str(key) for key, _ in one["values"]["dict"][:3])
-            raise CheckpointError(
-                f"{where} holds values that an optimizer keeps for all parameters of a stage ({names}), and the model "
-                "is cut differently now; resume with the partition that it was made with, or start a new run with "
-                "init_from= in another run_dir"
-            )
-    return {"dict": []}
+    return kind == other_kind and all(map(are_equal, ones, others))
 
 
 def _device_of(parameters: Mapping[str, Tensor]) -> torch.device:
-    return next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
+    return next((parameter.device for parameter in parameters.values()), CPU)

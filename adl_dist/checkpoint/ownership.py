@@ -17,14 +17,13 @@ import uuid
 from pathlib import Path, PurePath
 from typing import Any
 
-from adl_dist.checkpoint.storage import read, storage_of
+from adl_dist.checkpoint import storage
 from adl_dist.distributed.procfs import machine, start_time, state_of
 from adl_dist.errors import TakenOverError
 from adl_dist.report import say
 
 PREFIX = "owner-"
 BEAT_SECONDS, LEASE_SECONDS = 8.0, 30.0
-EMPTY_SECONDS = 2.0  # how long an owner file may be empty, as it is while it is made
 _held: set[PurePath] = set()  # the owner files of this process
 _dead: dict[PurePath, bytes] = {}  # owner files that this process has seen unchanged for LEASE_SECONDS
 
@@ -38,12 +37,11 @@ class Ownership:
 
     def __init__(self, folder: PurePath, launch: str | None = None) -> None:
         """Prepare the ownership of ``folder``; restarts share the ``launch`` id."""
-        pid = os.getpid()
         self._folder = folder
         self._me: dict[str, Any] = {
             "machine": machine(),
-            "pid": pid,
-            "started": start_time(pid),
+            "pid": os.getpid(),
+            "started": start_time(os.getpid()),
             "launch": launch,
             "folder": str(folder.resolve() if isinstance(folder, Path) else folder),
             "host": socket.gethostname(),
@@ -59,32 +57,27 @@ class Ownership:
         With ``waits=False`` an owner elsewhere does not count, of which a sign of life would have to be awaited.
         """
         launch = self._me["launch"]
-        texts = {file: _text_of(file) for file in self._files()}
-        own = {file for file, text in texts.items() if text and launch and _owner_in(text).get("launch") == launch}
-        return any(self._is_alive(file, text, waits) for file, text in texts.items() if file not in own)
+        others = {f: text for f, text in self._texts().items() if not launch or _owner_in(text).get("launch") != launch}
+        return any(self._is_alive(file, text, waits=waits) for file, text in others.items())
 
     def take(self) -> bool:
         """Take the folder and return True, or False if another process holds it."""
-        dead = {file: _text_of(file) for file in self._files()}
+        dead = self._texts()
         if any(self._is_alive(file, text) for file, text in dead.items()):
             return False
         number = 1 + max((int(file.name.removeprefix(PREFIX)) for file in dead), default=0)
         mine = self._folder / f"{PREFIX}{number:08d}"
         self._me |= {"since": time.strftime("%Y-%m-%d %H:%M:%S"), "id": uuid.uuid4().hex}
         try:
-            storage_of(mine).create(mine, [self._text(0)])
+            storage.create(mine, [self._text(0)])
         except FileExistsError:
             return False
-        except BaseException:  # as on a full disk: an empty file would be left
-            with contextlib.suppress(OSError):
-                storage_of(mine).delete(mine)
-            raise
-        others = {file: _text_of(file) for file in self._files() if file != mine}
-        if any(text is not None and dead.get(file) != text for file, text in others.items()):
-            storage_of(mine).delete(mine)  # another process found the folder free meanwhile; numbers may come again
+        others = {file: text for file, text in self._texts().items() if file != mine}
+        if any(dead.get(file) != text for file, text in others.items()):
+            storage.delete(mine)  # another process found the folder free meanwhile; numbers may come again
             return False
         for file in dead:
-            storage_of(file).delete(file)
+            storage.delete(file)
         _held.add(mine)
         self._file, self.lost = mine, None
         self._thread = threading.Thread(target=self._beat, args=(mine,), name="owner of the run folder", daemon=True)
@@ -104,47 +97,51 @@ class Ownership:
 
     def release(self) -> None:
         """Let others own the folder."""
-        if self._file is None:
+        if self._file is None or self._thread is None:
             return
         mine, self._file = self._file, None
         _held.discard(mine)
         self._over.set()
-        assert self._thread is not None
         self._thread.join()
         with contextlib.suppress(OSError):
-            storage_of(mine).delete(mine)
+            storage.delete(mine)
 
     def _files(self) -> list[PurePath]:
-        names = storage_of(self._folder).names(self._folder)
+        names = storage.names(self._folder)
         return [self._folder / name for name in names if name.startswith(PREFIX) and name[len(PREFIX) :].isdigit()]
 
-    def _is_alive(self, file: PurePath, text: bytes | None, waits: bool = True) -> bool:
-        if text is None:  # released
-            return False
+    def _texts(self) -> dict[PurePath, bytes]:
+        texts = {}
+        for file in self._files():
+            with contextlib.suppress(FileNotFoundError):  # released meanwhile
+                texts[file] = storage.read(file)
+        return texts
+
+    def _is_alive(self, file: PurePath, text: bytes, *, waits: bool = True) -> bool:
         owner, me = _owner_in(text), self._me
-        if owner.get("machine") == me["machine"] != "":
-            if owner.get("folder", me["folder"]) != me["folder"]:  # a copy
-                return False
-            if owner["pid"] == me["pid"]:
-                return file in _held
-            return start_time(owner["pid"]) == owner["started"] and state_of(owner["pid"]) not in ("Z", "X")
-        return waits and _dead.get(file) != text and self._changes(file, text)
+        if owner.get("machine") != me["machine"] or not me["machine"]:
+            return waits and self._changes(file, text)
+        if owner.get("folder", me["folder"]) != me["folder"]:  # a copy
+            return False
+        if owner["pid"] == me["pid"]:
+            return file in _held
+        return start_time(owner["pid"]) == owner["started"] and state_of(owner["pid"]) not in ("Z", "X")
 
     def _changes(self, file: PurePath, text: bytes) -> bool:
         """Return whether an owner file changes, not just vanishes, in the lease."""
-        if text:
-            who = f"{_name_of(_owner_in(text))}, which owns {self._folder},"
-            say(f"waiting up to {LEASE_SECONDS:g} s to see whether {who} still runs ...")
-        until = time.monotonic() + (LEASE_SECONDS if text else EMPTY_SECONDS)
+        if _dead.get(file) == text:
+            return False
+        who = f"{_name_of(_owner_in(text))}, which owns {self._folder},"
+        say(f"waiting up to {LEASE_SECONDS:g} s to see whether {who} still runs ...")
+        until = time.monotonic() + LEASE_SECONDS
         while time.monotonic() < until:
             time.sleep(0.2)
             try:
-                if read(file) != text:
+                if storage.read(file) != text:
                     return True
             except FileNotFoundError:
                 return False
-        if text:  # two files of the same name may be empty
-            _dead[file] = text
+        _dead[file] = text
         return False
 
     def _text(self, beat: int) -> bytes:
@@ -152,38 +149,30 @@ class Ownership:
 
     def _beat(self, mine: PurePath) -> None:
         beat = 0
-        while not self._over.wait(BEAT_SECONDS):
+        while self.lost is None and not self._over.wait(BEAT_SECONDS):
             beat += 1
             with contextlib.suppress(OSError):  # the next one may succeed before the lease is over
                 self._look(mine)
-                if self.lost is not None:
-                    return
-                storage_of(mine).write(mine, self._text(beat))
+                if self.lost is None:
+                    storage.write(mine, self._text(beat))
 
     def _look(self, mine: PurePath) -> None:
         """Find out whether another process has taken the folder over."""
-        files = self._files()
-        for file in files:
-            if file != mine and (file.name > mine.name or mine not in files):
+        texts = self._texts()
+        for file, text in texts.items():
+            if text and file != mine and (file.name > mine.name or mine not in texts):
                 with contextlib.suppress(FileNotFoundError):
-                    if read(file):
-                        time.sleep(0.5)  # a process that has found the folder owned deletes its file again
-                        owner = _owner_in(read(file))
-                        self.lost = TakenOverError(
-                            f"run_dir={self._folder}: another process ({_name_of(owner)}) has taken the folder over at "
-                            f"{owner.get('since', 'an unknown time')}, because this one, pid {self._me['pid']} on "
-                            f"{self._me['host']}, did not answer for {LEASE_SECONDS:g} s; stop that one and give the "
-                            "command again to continue from the newest checkpoint, or choose another run_dir"
-                        )
-                        return
-        if mine not in files:
+                    time.sleep(0.5)  # a process that has found the folder owned deletes its file again
+                    owner = _owner_in(storage.read(file))
+                    self.lost = TakenOverError(
+                        f"run_dir={self._folder}: another process ({_name_of(owner)}) has taken the folder over at "
+                        f"{owner.get('since', 'an unknown time')}, because this one, pid {self._me['pid']} on "
+                        f"{self._me['host']}, did not answer for {LEASE_SECONDS:g} s; stop that one and give the "
+                        "command again to continue from the newest checkpoint, or choose another run_dir"
+                    )
+                    return
+        if mine not in texts:
             raise OSError(f"{mine}, which this process has made, is gone")
-
-
-def _text_of(file: PurePath) -> bytes | None:
-    with contextlib.suppress(FileNotFoundError):
-        return read(file)
-    return None
 
 
 def _owner_in(text: bytes) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from typing import Any
 
 import yaml
 
-from adl_dist.checkpoint import layout
+from adl_dist.checkpoint import layout, storage
 from adl_dist.checkpoint.ownership import Ownership
-from adl_dist.checkpoint.storage import copy_small_files, on_rank, place_of, progress, storage_of, working_folder
+from adl_dist.checkpoint.storage import copy_small_files, on_rank, place_of, progress, working_folder
 from adl_dist.distributed.parent_process import LAUNCH_ID
 from adl_dist.distributed.procfs import machine, start_time
 from adl_dist.errors import CheckpointError, ConfigError, DivergedError
@@ -39,40 +39,37 @@ TAKEN = "another process is training here; wait for it, or choose another run_di
 
 # Settings that say where the model is cut, in the Python API and under partition.* on the command line.
 CUT = "num_stages", "balance", "granularity", "speeds", "device_speeds", "links"
-# Settings that may differ when a run continues: its length and place, how it is watched, and how it is cut. (Another
-# device, number of threads or choice of kernels may move the last bits. A schedule that depends on the run's length
-# follows the new length, and another cut has a staleness of its own: these two the run reports.) runtime.cuda_graphs
-# was removed in 0.4.0, but older folders name it.
-FREE_TO_CHANGE = {
-    *("run_dir", "resume", "init_from", "init_skip"),
+# Settings that may differ when a run continues: its length and place, how it is watched, and how it is cut; the clip
+# scope, because a run keeps its own. (Another device, number of threads or choice of kernels may move the last bits. A
+# schedule that depends on the run's length follows the new length, and another cut has a staleness of its own: these
+# two the run reports.) All under runtime.* and partition.* may, but those in FIXED.
+FREE = {
+    *("run_dir", "resume", "init_from", "init_skip", "callbacks", "tf32", "deterministic", *CUT),
     *("data.root", "data.download", "data.num_workers", "data.persistent_workers"),
     *("train.epochs", "train.max_updates", "train.non_finite", "train.max_skipped", "non_finite", "max_skipped"),
-    *("runtime.processes", "runtime.device", "runtime.threads", "runtime.bind_cores"),
-    *("runtime.max_restarts", "runtime.meta_init"),
-    *("runtime.timeout_seconds", "runtime.watchdog_warn_seconds", "runtime.watchdog_abort_seconds"),
-    *("method.split_backward", "method.max_deferred", "method.stages_per_process"),
-    *("runtime.tf32", "tf32", "runtime.cudnn_benchmark", "runtime.compile", "runtime.deterministic", "deterministic"),
-    *("runtime.cuda_graphs", "runtime.peak_tflops", "partition.verify"),
-    *("runtime.checkpoint_every_epochs", "runtime.checkpoint_every_minutes", "runtime.keep_checkpoints"),
-    *("runtime.keep_best", "runtime.async_save"),
-    *("runtime.best_metric", "runtime.best_mode", "runtime.loggers", "callbacks"),
-    *("runtime.tensorboard", "runtime.trace", "runtime.report", "runtime.profile_memory"),
-    *("runtime.stage_records_every", "train.clip_scope", "clip_scope"),  # a run that continues keeps its own scope
-    *(*CUT, *(f"partition.{name}" for name in CUT)),
+    *("method.split_backward", "method.max_deferred", "method.stages_per_process", "train.clip_scope", "clip_scope"),
+}
+FIXED = {
+    *("runtime.channels_last", "runtime.autocast", "runtime.codec", "runtime.gradient_codec"),
+    *("runtime.checkpoint_every_updates", "partition.tied"),
 }
 # What a run trained with if its folder is older than one of these settings, and so does not name it.
 OF_OLD = {f"method.{name}": setting.default for name, setting in settings_of(Method).items() if name != "name"}
-
 # Names of the objects of a script; version 0.3.8 also wrote attributes of loss and schedule.
 OF_SCRIPT = {"loss.name", "lr_schedule.made_by.name", "lr_schedule.name"}
+
+
+def may_change(name: str) -> bool:
+    """Return whether the setting ``name`` may differ when a run continues."""
+    return name in FREE or (name.startswith(("runtime.", "partition.")) and name not in FIXED)
 
 
 class RunFolder:
     """The folder of a run, with its records, logs and checkpoints.
 
     It holds config.yaml, metrics.jsonl, summary.json, tensorboard/, logs/, checkpoints/ and trace.json. Only rank 0
-    writes here, except ``logs/rank{r}.log``, ``trace/rank{r}.jsonl``, the checkpoint's own files, and
-    ``diverged.json``, which the rank that has diverged writes.
+    writes here, except ``logs/rank{r}.log``, the checkpoint's own files, and ``diverged.json``, which the rank that has
+    diverged writes.
 
     Checkpoints are written into the storage of the run folder. All other files are small, and some are appended to.
     If the run folder is a URL, each process writes them in a working folder, and copies them at each checkpoint and at
@@ -91,19 +88,17 @@ class RunFolder:
         """Take the folder at a local path or a URL. Nothing is read or written."""
         self.place = place_of(run_dir)
         self.checkpoints = self.place / CHECKPOINTS
-        self.path = Path(self.place)
         self._has_copy = "://" in os.fspath(run_dir)
-        if self._has_copy:
-            self.path = working_folder()
+        self.path = working_folder() if self._has_copy else Path(self.place)
         self.identity: dict[str, Any] | None = None
         self._copied: dict[PurePath, object] = {}  # files that are the same in both, each with size and time
         self._ownership = Ownership(self.place, _launch_id())
 
     def check(self, config: Mapping[str, Any], *, resume: str, later: Collection[str] = (), waits: bool = True) -> str:
-        """Refuse a folder that this run must not write to.
+        """Refuse a folder that this run must not write to, and change nothing.
 
-        Nothing is changed. Settings under ``later`` are not known yet, and compared by :meth:`recognise` when they are.
-        With ``waits=False`` an owner on another machine is left to the check of the process that trains.
+        Settings under ``later`` are not known yet, and compared by :meth:`recognise` when they are. With
+        ``waits=False`` an owner on another machine is left to the check of the process that trains.
 
         Return ``resume`` (``auto``, ``never`` or the path of a checkpoint), or ``auto`` if this launch has saved here
         before, since then this is a restart.
@@ -112,9 +107,10 @@ class RunFolder:
             ConfigError: the folder belongs to a run of another configuration.
             CheckpointError: it holds a run and ``resume=never``; ``resume`` names no checkpoint.
         """
-        with self._explained("made"):
-            self._check_place()
-        with self._explained("read"):
+        with self._explained():
+            above = next(p for p in (self.path, *self.path.parents) if p.exists())
+            if not above.is_dir() or not os.access(above, os.W_OK):
+                raise OSError(f"{above} is {'not writable' if above.is_dir() else 'a file'}")
             if self._ownership.is_held(waits=waits):
                 raise ConfigError(f"run_dir={self.place}: {TAKEN}")
         self.pull()
@@ -128,51 +124,43 @@ class RunFolder:
                 "use resume=auto to continue it, or another run_dir"
             )
         self.recognise(config, without=later)
-        if resume not in ("auto", "never"):
-            start = place_of(resume)
-            if not storage_of(start).names(start):
-                raise CheckpointError(
-                    f"resume={resume} is neither 'auto' nor 'never' nor the folder of a checkpoint, "
-                    "like runs/NAME/checkpoints/update-00000042"
-                )
-            self.identity = layout.read_manifest(start)["identity"]
-            if saved and _resolved(start) != _resolved(saved[-1]):
-                raise CheckpointError(
-                    f"run_dir={self.place} holds {saved[-1].name}, and continuing from resume={resume} would write "
-                    "over it; choose another run_dir to continue from there"
-                )
-        elif saved:
-            _, manifest, _ = layout.first_usable(saved[::-1], layout.read_manifest)  # the content is read later, once
-            self.identity = manifest["identity"]
+        if resume in ("auto", "never"):
+            if saved:  # the content is read later, once
+                self.identity = layout.first_usable(saved[::-1], layout.read_manifest)[1]["identity"]
+            return resume
+        start = place_of(resume)
+        if not storage.names(start):
+            raise CheckpointError(
+                f"resume={resume} is neither 'auto' nor 'never' nor the folder of a checkpoint, "
+                "like runs/NAME/checkpoints/update-00000042"
+            )
+        self.identity = layout.read_manifest(start)["identity"]
+        if saved and _resolved(start) != _resolved(saved[-1]):
+            raise CheckpointError(
+                f"run_dir={self.place} holds {saved[-1].name}, and continuing from resume={resume} would write "
+                "over it; choose another run_dir to continue from there"
+            )
         return resume
 
     def reach(self, place: str) -> PurePath:
         """Return a place of rank 0 as this process reaches it."""
-        is_local = isinstance(path := place_of(place), Path)
-        return on_rank(0, path) if is_local and not self.is_shared else path
-
-    def _check_place(self) -> None:
-        """Raise OSError if nothing can be written at the place."""
-        if not isinstance(self.place, Path):
-            storage_of(self.place).names(self.place)
-            return
-        above = next(p for p in (self.place, *self.place.absolute().parents) if p.exists())
-        if not above.is_dir() or not os.access(above, os.W_OK):
-            raise OSError(f"{above} is {'not writable' if above.is_dir() else 'a file'}")
+        path = place_of(place)
+        return on_rank(0, path) if isinstance(path, Path) and not self.is_shared else path
 
     @contextlib.contextmanager
-    def _explained(self, done: str) -> Iterator[None]:
-        """Turn an OSError into the line that run_dir cannot be ``done``."""
+    def _explained(self) -> Iterator[None]:
+        """Turn an OSError into the line that run_dir cannot be used."""
         try:
             yield
         except OSError as error:
-            way_out = "make room, or choose another run_dir" if done == "written" else "choose another run_dir"
-            raise ConfigError(f"run_dir={self.place} cannot be {done}: {error.strerror or error}; {way_out}") from error
+            raise ConfigError(
+                f"run_dir={self.place} cannot be used: {error.strerror or error}; choose another run_dir"
+            ) from error
 
     def open(self, *, resume: str) -> list[PurePath]:
         """Take the folder; return the checkpoints to resume from, best first."""
         make_folder(self.path)
-        with self._explained("written"):
+        with self._explained():
             if not self._ownership.take():
                 raise ConfigError(f"run_dir={self.place}: {TAKEN}")
         layout.clean(self.checkpoints)
@@ -180,10 +168,9 @@ class RunFolder:
 
     def claim(self, config: Mapping[str, Any]) -> None:
         """Record the run of the folder, and the launch that continues it."""
-        with self._explained("written"):
-            if (launch := _launch_id()) is None:
-                (self.path / LAUNCH).unlink(missing_ok=True)
-            else:
+        with self._explained():
+            (self.path / LAUNCH).unlink(missing_ok=True)
+            if (launch := _launch_id()) is not None:
                 (self.path / LAUNCH).write_text(launch)
             with write_atomically(self.path / CONFIG) as unfinished:
                 unfinished.write_text(yaml.safe_dump(dict(config), sort_keys=False))
@@ -218,7 +205,7 @@ class RunFolder:
         for file in self.path.rglob("[!.]*") if self._has_copy else ():
             name, known = file.relative_to(self.path), _version(file)
             if known is not None and name.parts[0] != CHECKPOINTS and self._copied.get(name) != known:
-                storage_of(self.place).write(self.place / name, file.read_bytes())
+                storage.write(self.place / name, file.read_bytes())
                 progress.count()
                 self._copied[name] = known
 
@@ -246,17 +233,17 @@ class RunFolder:
         """Write ``diverged.json`` for ``adl-dist compare``, on the diverged rank."""
         with contextlib.suppress(OSError):
             text = json.dumps({"update": error.update, "epoch": error.epoch}) + "\n"
-            storage_of(self.place).write(self.place / DIVERGED, text.encode())
+            storage.write(self.place / DIVERGED, text.encode())
 
     @property
     def clip_scope(self) -> str | None:
-        """The ``train.clip_scope`` of the run that continues, or None if there is none."""
+        """The ``train.clip_scope`` of the run that continues, if there is one."""
         theirs = self._settings()
         before = "stage"  # before 0.4.0 the only one
         return None if theirs is None else theirs.get("train.clip_scope", theirs.get("clip_scope", before))
 
     def _settings(self) -> dict[str, Any] | None:
-        """Return the settings of the run that continues, by dotted names, or None if there is none."""
+        """Return the settings of the run that continues by dotted names, or None."""
         records = self.path / METRICS
         has_trained = (records.is_file() and records.stat().st_size) or layout.complete(self.checkpoints)
         if not (self.is_claimed and has_trained):
@@ -278,7 +265,7 @@ class RunFolder:
             theirs = {n: v for n, v in theirs.items() if not n.startswith(("loss.", "lr_schedule.")) or n in OF_SCRIPT}
         mine = {f"method.{name}": value for name, value in REMOVED_OPTIONS.items() if f"method.{name}" in theirs} | mine
         theirs |= {name: OF_OLD[name] for name in mine.keys() & OF_OLD.keys() - theirs.keys()}
-        names = {n for n in (mine.keys() | theirs.keys()) - FREE_TO_CHANGE if n.split(".")[0] not in without}
+        names = {n for n in mine.keys() | theirs.keys() if not may_change(n) and n.split(".")[0] not in without}
         # Of another optimizer most keys are there on one side only; its name says more.
         in_order = sorted(names, key=lambda n: (n not in mine or n not in theirs, n))
         if differing := [n for n in in_order if mine.get(n) != theirs.get(n)]:

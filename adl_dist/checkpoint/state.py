@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from adl_dist.checkpoint import layout, nested, optimizer_state, tensor_files
-from adl_dist.checkpoint.nested import Packer, Unstorable, is_extra_state
+from adl_dist.checkpoint.nested import Unstorable, is_extra_state
 from adl_dist.checkpoint.tensor_files import EMA, HEADS, LOSS, MODEL, OPTIMIZER, Shard, Stored
 from adl_dist.data.stream import Place
 from adl_dist.errors import CheckpointError, ConfigError, UnusableError, in_one_line
@@ -46,23 +46,23 @@ def signature(model: nn.Module) -> Signature:
 
 
 def state_of(stages: Iterable[Stage], num_stages: int) -> dict[str, Shard]:
-    """Return the state of the stages to save, by file name.
-
-    Raises:
-        ConfigError: a part of it cannot be saved.
-    """
+    """Return the files of stages to save, or raise ConfigError."""
     shards = {}
     for stage in stages:
-        loss_fn = _loss_with_state(stage)
+        # Of a tied copy the first stage that holds one saves it.
+        learners = [one for one in stage.learners if not isinstance(one, TiedWeights) or one.is_first]
+        optimizers = [optimizer_state.shard_of(learner) for learner in learners]
+        loss_fn, heads = _loss_with_state(stage), _head_tensors(stage)
         parts = {
             MODEL: _packed("model", stage.module.state_dict()),
-            OPTIMIZER: _of_optimizers(stage),
+            OPTIMIZER: Shard(
+                {name: tensor for shard in optimizers for name, tensor in shard.tensors.items()},
+                {name: text for shard in optimizers for name, text in shard.metadata.items()},
+            ),
             LOSS: _packed("loss", {} if loss_fn is None else loss_fn.state_dict()),
+            EMA: Shard({name: tensor for one in stage.averages_to_save for name, tensor in one.tensors.items()}),
+            HEADS: Shard(heads, {stage.head_prefix: _end_of(stage)} if heads else {}),
         }
-        if own := stage.averages_to_save:
-            parts[EMA] = Shard({name: tensor for one in own for name, tensor in one.tensors.items()})
-        if stage.head is not None:
-            parts[HEADS] = Shard(_head_tensors(stage), {stage.head_prefix: _end_of(stage)})
         for kind, shard in parts.items():
             if shard.tensors or shard.metadata or kind == MODEL:
                 shards[tensor_files.file_name(kind, stage.index, num_stages)] = shard
@@ -71,87 +71,74 @@ def state_of(stages: Iterable[Stage], num_stages: int) -> dict[str, Shard]:
 
 def shard_of_place(place: Place) -> dict[str, Shard]:
     """Return the position of a dataset, by file name, or raise ConfigError."""
-    packer = Packer()
+    packer = nested.Packer()
     with _storable("training dataset"):
-        packed = packer.packed("state_dict", place.state)
-    text = json.dumps([place.epoch, place.sample, packed])
+        text = json.dumps([place.epoch, place.sample, packer.packed("state_dict", place.state)])
     return {tensor_files.file_name(DATA, 0, 1): Shard(packer.tensors, {PLACE: text})}
 
 
 def read_place(path: PurePath) -> Place | None:
     """Return the dataset's position at a checkpoint, or None if it has none."""
-    tensors, metadata = tensor_files.scan(path, DATA, layout.read_manifest(path)["files"])
-    if PLACE not in metadata:
-        return None
+    stored, texts = tensor_files.scan(path, DATA, layout.read_manifest(path)["files"])
     with _explained(path):
-        epoch, sample, packed = json.loads(metadata[PLACE])
-        values = dict(tensor_files.read({name: tensors[name] for name in nested.tensor_names([packed])}))
-        return Place(epoch, sample, nested.unpacked(packed, values))
+        values = nested.unpacked({PLACE: texts[PLACE]}, stored) if PLACE in texts else {}
+        return Place(*values[PLACE]) if values else None
 
 
 def load(path: PurePath, stages: Sequence[Stage]) -> None:
     """Restore the stages of this process from a checkpoint of any cut."""
     manifest = layout.read_manifest(path)
-    files = manifest["files"]
-    model, extra = tensor_files.scan(path, MODEL, files)
-    of_loss = tensor_files.scan(path, LOSS, files)
-    optimizer, values = tensor_files.scan(path, OPTIMIZER, files)
-    heads, places = tensor_files.scan(path, HEADS, files)
-    averages, _ = tensor_files.scan(path, EMA, files)
-    _check_heads(path, stages, heads, places)
+    found = {kind: tensor_files.scan(path, kind, manifest["files"]) for kind in (MODEL, LOSS, OPTIMIZER, HEADS, EMA)}
+    heads, averages = found[HEADS][0], found[EMA][0]
+    _check_heads(path, stages, *found[HEADS])
     cut = ", ".join(f"{name} {value}" for name, value in manifest["identity"].get("cut", {}).items())
     where = f"{path} ({cut})" if cut else str(path)
     with _explained(path):
         for stage in stages:
-            _fill(stage.module, model, extra)
+            _fill(stage.module, *found[MODEL])
             for average in stage.averages:
                 own = {name: averages[name] for name in averages.keys() & average.names}
                 average.restore(dict(tensor_files.read(own)))
             if stage.head is not None:
-                head = {name: heads[name] for name in _head_tensors(stage)}
-                named = ((name.removeprefix(stage.head_prefix), tensor) for name, tensor in tensor_files.read(head))
-                stage.head.load_state_dict(dict(named))
-            if (loss_fn := _loss_with_state(stage)) is not None and (state := nested.unpacked_state(*of_loss)):
+                head = tensor_files.read({name: heads[name] for name in _head_tensors(stage)})
+                stage.head.load_state_dict({name.removeprefix(stage.head_prefix): tensor for name, tensor in head})
+            if (loss_fn := _loss_with_state(stage)) is not None and (state := nested.unpacked_state(*found[LOSS])):
                 loss_fn.load_state_dict(state)
             for learner in stage.learners:
-                optimizer_state.restore(where, learner, optimizer, values)
+                optimizer_state.restore(where, learner, *found[OPTIMIZER])
 
 
 def load_weights(path: PurePath, module: nn.Module, *, ema: bool = False) -> None:
     """Load parameters and buffers of a model or a part from a checkpoint.
 
-    Raise CheckpointError if that fails. With ``ema`` the trained parameters are their moving averages.
+    With ``ema`` the trained parameters are their moving averages. Raise CheckpointError if that fails.
     """
-    files = layout.read_manifest(path)["files"]
+    stored, extra = tensor_files.scan(path, MODEL, layout.read_manifest(path)["files"])
     with _explained(path):
-        tensors, extra = tensor_files.scan(path, MODEL, files)
-        _fill(module, averaged(path, tensors, module) if ema else tensors, extra)
+        _fill(module, averaged(path, stored, module) if ema else stored, extra)
 
 
 def dropped_note(path: PurePath, manifest: Mapping[str, Any]) -> str | None:
     """Return a note on ignored entries of version 0.3.8, or None."""
-    tensors, texts = tensor_files.scan(path, OLD_BUFFERS, manifest["files"])
-    names = [name.removeprefix("attribute:") for name in (*tensors, *texts) if name != "format"]
-    held = ["state of the loss" if name.startswith("loss:") else name for name in names]
-    of_stages = optimizer_state.saved_values(tensor_files.scan(path, OPTIMIZER, manifest["files"])[1])
-    held += [name for one in of_stages for name in one["ignored"]]
-    held += manifest["identity"].get("constants", ())
-    if not (names := sorted({*held})):
+    stored, texts = tensor_files.scan(path, OLD_BUFFERS, manifest["files"])
+    names = {name.removeprefix("attribute:") for name in (*stored, *texts) if name != "format"}
+    names |= {*manifest["identity"].get("constants", ())}
+    of_optimizers = tensor_files.scan(path, OPTIMIZER, manifest["files"])[1]
+    for text in (text for name, text in of_optimizers.items() if name.startswith(optimizer_state.OF_STAGE)):
+        names |= {*optimizer_state.names_of_values(text, ignored=True)}
+    if not names:
         return None
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    shown = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return (
         f"{path} is of an older version; it holds values that no state_dict() returns, and these are not restored: "
         f"{shown}; they begin as the script makes them"
     )
 
 
-def averaged(path: PurePath, tensors: Mapping[str, Stored], module: nn.Module | None) -> dict[str, Stored]:
-    """Replace ``tensors`` by the moving averages of those of ``module``.
+def averaged(path: PurePath, stored: Mapping[str, Stored], module: nn.Module | None) -> dict[str, Stored]:
+    """Replace ``stored`` tensors of ``module`` by their moving averages.
 
-    Without a module, names of one parameter are told by their equal weights.
-
-    Raises:
-        CheckpointError: it holds none.
+    Without a module, names of one parameter are told by their equal weights. Raise CheckpointError without averages.
     """
     averages = tensor_files.scan(path, EMA, layout.read_manifest(path)["files"])[0]
     if not averages:
@@ -162,28 +149,27 @@ def averaged(path: PurePath, tensors: Mapping[str, Stored], module: nn.Module | 
     names_of: dict[int, list[str]] = {}  # a parameter of several names is averaged under one of them
     for name, tensor in module.state_dict(keep_vars=True).items() if module is not None else ():
         names_of.setdefault(id(tensor), []).append(name)
-    found = dict(tensors)
-    for names in names_of.values() if module is not None else _names_of_equal(tensors, averages):
+    found = dict(stored)
+    for names in names_of.values() if module is not None else _names_of_equal(stored, averages):
         average = next((averages[name] for name in names if name in averages), None)
         if average is not None:
             found |= dict.fromkeys(names, average)
     return found
 
 
-def _names_of_equal(tensors: Mapping[str, Stored], averages: Iterable[str]) -> Iterator[list[str]]:
+def _names_of_equal(stored: Mapping[str, Stored], averages: Iterable[str]) -> Iterator[list[str]]:
     """Yield the name of each average, with those of equal tensors without one."""
-    others = {name: stored for name, stored in tensors.items() if name not in averages}
     for name in averages:
-        alike = {other: stored for other, stored in others.items() if stored.shape == tensors[name].shape}
-        own = dict(tensor_files.read({name: tensors[name]}))[name] if alike else None
+        alike = {n: at for n, at in stored.items() if n not in averages and at.shape == stored[name].shape}
+        own = dict(tensor_files.read({name: stored[name]}))[name] if alike else None
         yield [name, *(other for other, value in tensor_files.read(alike) if own is not None and value.equal(own))]
 
 
 def verify(path: PurePath, expected: Signature) -> dict[str, Any]:
     """Verify checksums and signature of a checkpoint; return its manifest."""
     manifest = layout.verify(path)
-    tensors = tensor_files.scan(path, MODEL, manifest["files"])[0]
-    saved = {name: stored.shape for name, stored in tensors.items() if not name.startswith(nested.ENTRY)}
+    stored = tensor_files.scan(path, MODEL, manifest["files"])[0]
+    saved = {name: at.shape for name, at in stored.items() if not name.startswith(nested.ENTRY)}
     for name in sorted(expected.keys() | saved.keys()):
         if expected.get(name) != saved.get(name):
             raise UnusableError(
@@ -195,18 +181,9 @@ def verify(path: PurePath, expected: Signature) -> dict[str, Any]:
 
 
 def _loss_with_state(stage: Stage) -> Any:
-    """Return the user's loss if it is on ``stage`` and has a ``state_dict()``, otherwise None."""
+    """Return the user's loss on ``stage`` if it has a ``state_dict()``."""
     loss_fn = stage.loss.users_loss if stage.is_last and stage.loss is not None else None
     return loss_fn if hasattr(loss_fn, "load_state_dict") else None
-
-
-def _of_optimizers(stage: Stage) -> Shard:
-    """Return the optimizer state of a stage and its head."""
-    # Of a tied copy the first stage that holds one saves it.
-    own = [one for one in stage.learners if not isinstance(one, TiedWeights) or one.is_first]
-    shards = [optimizer_state.shard_of(one) for one in own]
-    tensors = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
-    return Shard(tensors, {name: text for shard in shards for name, text in shard.metadata.items()})
 
 
 @contextmanager
@@ -229,12 +206,10 @@ def _packed(whose: str, state: Mapping[str, Any]) -> Shard:
 def _fill(module: nn.Module, stored: Mapping[str, Stored], texts: Mapping[str, str]) -> None:
     """Load the ``state_dict()`` of ``module``, with its extra state."""
     state = module.state_dict()
-    names = state.keys()
-    entries = [f"{nested.ENTRY}{name}" for name in names if is_extra_state(name)]
-    tensors = {name: at for name, at in stored.items() if name in names or (entries and name.startswith(nested.ENTRY))}
-    texts = {entry: texts[entry] for entry in entries if entry in texts}
-    found = nested.unpacked_state(tensors, texts)
-    if missing := [name for name in names if name not in found]:
+    entries = {f"{nested.ENTRY}{name}" for name in state if is_extra_state(name)}
+    wanted = {name: at for name, at in stored.items() if name in state or (entries and name.startswith(nested.ENTRY))}
+    found = nested.unpacked_state(wanted, {entry: texts[entry] for entry in entries & texts.keys()})
+    if missing := [name for name in state if name not in found]:
         raise ValueError(f"{missing[0]} is missing")
     # Not strictly: a part of a module has its extra state, but is of another class.
     module.load_state_dict(nested.of_this_version(found, state), strict=False)
@@ -258,17 +233,18 @@ def _check_heads(
     path: PurePath, stages: Sequence[Stage], heads: Mapping[str, Stored], places: Mapping[str, str]
 ) -> None:
     """Refuse heads of another kind or place, even if the shapes are the same."""
-    shapes = {name: list(tensor.shape) for stage in stages for name, tensor in _head_tensors(stage).items()}
-    misfits = [f"{n} does not fit" for n, shape in shapes.items() if n not in heads or heads[n].shape != shape]
     for stage in (stage for stage in stages if stage.head is not None):
         here = _end_of(stage)
-        if (saved := places.get(stage.head_prefix, here)) != here:
-            misfits.append(f"{stage.head_prefix} stood after {saved}, and would now stand after {here}")
-    if misfits:
-        raise CheckpointError(
-            f"{path} holds heads of another cut or kind ({misfits[0]}); continue with the partition and "
-            "options of method.head that it was made with, or start a new run with init_from= in another run_dir"
-        )
+        there = places.get(stage.head_prefix, here)
+        shapes = {name: [*tensor.shape] for name, tensor in _head_tensors(stage).items()}
+        misfits = [f"{n} does not fit" for n, shape in shapes.items() if n not in heads or heads[n].shape != shape]
+        if there != here:
+            misfits.append(f"{stage.head_prefix} stood after {there}, and would now stand after {here}")
+        if misfits:
+            raise CheckpointError(
+                f"{path} holds heads of another cut or kind ({misfits[0]}); continue with the partition and "
+                "options of method.head that it was made with, or start a new run with init_from= in another run_dir"
+            )
 
 
 def _head_tensors(stage: Stage) -> dict[str, Tensor]:

@@ -8,16 +8,16 @@ file, `save_file` writes any number of bytes in one call, during which a slow di
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
 import torch
 from torch import Tensor
 
-from adl_dist.checkpoint.layout import Digest, create_hashed, damaged
-from adl_dist.checkpoint.storage import PIECE_BYTES, Data, progress, storage_of
-from adl_dist.errors import in_one_line
+from adl_dist.checkpoint import storage
+from adl_dist.checkpoint.layout import Digest, create_hashed, reading
+from adl_dist.checkpoint.storage import PIECE_BYTES, Data, progress
 
 SUFFIX = ".safetensors"
 INDEX = f"model{SUFFIX}.index.json"
@@ -34,7 +34,6 @@ CODES = {
 }  # fmt: skip
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 MOST_HEADER_BYTES = 100_000_000  # as the library
-Described = tuple[str, list[int], int]  # the code of a tensor's dtype, its shape, its bytes
 
 
 @dataclass(frozen=True)
@@ -51,14 +50,9 @@ class Stored:
 
     file: PurePath
     begin: int
-    num_bytes: int
+    nbytes: int
     shape: list[int]
-    code: str
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the tensor."""
-        return DTYPES[self.code]
+    dtype: torch.dtype
 
 
 def file_name(kind: str, stage: int, num_stages: int) -> str:
@@ -66,27 +60,31 @@ def file_name(kind: str, stage: int, num_stages: int) -> str:
     return f"{kind}-{stage + 1:05d}-of-{num_stages:05d}{SUFFIX}"
 
 
-def why_unstorable(tensor: object) -> str | None:
+def why_unstorable(tensor: Tensor) -> str | None:
     """Return the reason why safetensors cannot hold ``tensor``, or None."""
-    if not isinstance(tensor, Tensor):
-        return f"it is a {type(tensor).__name__}, and safetensors files hold tensors only"
     if tensor.layout is not torch.strided:
         return f"its layout is {tensor.layout}, and safetensors files hold dense tensors only"
-    if tensor.dtype not in CODES:
-        return f"its dtype is {tensor.dtype}, which safetensors files cannot hold"
-    return None
+    return None if tensor.dtype in CODES else f"its dtype is {tensor.dtype}, which safetensors files cannot hold"
 
 
 def write(path: PurePath, shards: Mapping[str, Shard]) -> dict[str, Digest]:
     """Create files of the unfinished ``path``; return their digests by name."""
-    return {name: create_hashed(path / name, _encoded(shard)) for name, shard in shards.items()}
+    return {
+        name: create_hashed(path / name, _encoded(shard.tensors, shard.metadata, shard.tensors.__getitem__))
+        for name, shard in shards.items()
+    }
+
+
+def copy(path: PurePath, tensors: Mapping[str, Stored]) -> Digest:
+    """Write one file of ``tensors``, with one tensor at a time in memory."""
+    return create_hashed(path, _encoded(tensors, {}, lambda name: next(read({name: tensors[name]}))[1]))
 
 
 def write_index(path: PurePath, files: Iterable[str]) -> dict[str, Digest]:
     """Write the index of ``files`` for other programs; return its digest."""
     tensors, _ = scan(path, MODEL, files)
     index = {
-        "metadata": {"total_size": sum(stored.num_bytes for stored in tensors.values())},
+        "metadata": {"total_size": sum(stored.nbytes for stored in tensors.values())},
         "weight_map": {name: stored.file.name for name, stored in sorted(tensors.items())},
     }
     return {INDEX: create_hashed(path / INDEX, [json.dumps(index, indent=1).encode()])}
@@ -100,20 +98,18 @@ def scan(path: PurePath, kind: str, files: Iterable[str]) -> tuple[dict[str, Sto
     """
     tensors: dict[str, Stored] = {}
     metadata: dict[str, str] = {}
-    for file in (path / name for name in files if name.startswith(f"{kind}-")):
-        try:
-            of_file = header(file)
-        except (OSError, ValueError) as error:
-            raise damaged(path, f"{file.name} cannot be read ({in_one_line(error)})") from error
-        tensors |= of_file[0]
-        metadata |= of_file[1]
+    for name in (name for name in files if name.startswith(f"{kind}-")):
+        with reading(path, name):
+            of_file, texts = header(path / name)
+        tensors |= of_file
+        metadata |= texts
     return tensors, metadata
 
 
 def header(file: PurePath) -> tuple[dict[str, Stored], dict[str, str]]:
     """Read a file's header, or raise OSError, or ValueError if it is invalid."""
-    size = storage_of(file).size(file)
-    with storage_of(file).open(file) as content:
+    size = storage.size(file)
+    with storage.open_file(file) as content:
         length = int.from_bytes(content.read(8), "little")
         begin = 8 + length
         if size < 8 or length > min(size - 8, MOST_HEADER_BYTES):
@@ -124,10 +120,10 @@ def header(file: PurePath) -> tuple[dict[str, Stored], dict[str, str]]:
             found = {name: _stored(file, begin, **entry) for name, entry in entries.items()}
         except (AttributeError, TypeError, KeyError, ValueError, RecursionError) as error:
             raise ValueError(f"its header is not one of safetensors: {error}") from None
-    for stored in sorted(found.values(), key=lambda stored: (stored.begin, stored.num_bytes)):
+    for stored in sorted(found.values(), key=lambda stored: (stored.begin, stored.nbytes)):
         if stored.begin != begin:
             raise ValueError("its tensors overlap or leave a gap")
-        begin += stored.num_bytes
+        begin += stored.nbytes
     if begin != size:
         raise ValueError(f"it should hold {begin} bytes by its header, found {size}")
     return found, metadata
@@ -137,65 +133,46 @@ def _stored(file: PurePath, data: int, *, dtype: str, shape: list[int], data_off
     begin, end = data_offsets
     if min([begin, *shape]) < 0 or math.prod(shape) * DTYPES[dtype].itemsize != end - begin:
         raise ValueError(f"{end - begin} bytes for {dtype} {shape}")
-    return Stored(file, data + begin, end - begin, [*shape], dtype)
+    return Stored(file, data + begin, end - begin, [*shape], DTYPES[dtype])
 
 
 def read(tensors: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors, each read into new memory; raise OSError on failure."""
     for file in sorted({stored.file for stored in tensors.values()}):
         of_file = {name: stored for name, stored in tensors.items() if stored.file == file}
-        with storage_of(file).open(file) as content:
+        with storage.open_file(file) as content:
             for name, stored in sorted(of_file.items(), key=lambda item: item[1].begin):
                 tensor = torch.empty(stored.shape, dtype=stored.dtype)
                 content.seek(stored.begin)
                 memory = _bytes_of(tensor)
-                for start in range(0, stored.num_bytes, PIECE_BYTES):
+                for start in range(0, stored.nbytes, PIECE_BYTES):
                     piece = content.read(len(memory[start : start + PIECE_BYTES]))
-                    memory[start : start + len(piece)] = piece
                     if len(piece) != len(memory[start : start + PIECE_BYTES]):
                         raise OSError(f"{file} has become shorter")
+                    memory[start : start + len(piece)] = piece
                 progress.count()
                 yield name, tensor
 
 
-def copy(path: PurePath, tensors: Mapping[str, Stored]) -> Digest:
-    """Write one file of ``tensors``, with one tensor at a time in memory."""
-    described = {name: (stored.code, stored.shape, stored.num_bytes) for name, stored in tensors.items()}
-    content = (tensor for name in _in_order(described) for _, tensor in read({name: tensors[name]}))
-    return create_hashed(path, _laid_out(described, {}, content))
+def _encoded(
+    held: Mapping[str, Tensor] | Mapping[str, Stored], metadata: Mapping[str, str], tensor_of: Callable[[str], Tensor]
+) -> Iterator[Data]:
+    """Yield the bytes of a file of the tensors ``held``."""
+    codes = list(CODES)
+    names = sorted(held, key=lambda name: (codes.index(held[name].dtype), name))
+    header: dict[str, object] = {"__metadata__": dict(sorted({"format": "pt", **metadata}.items()))}
+    end = 0
+    for name in names:
+        begin, end = end, end + held[name].nbytes
+        entry = {"dtype": CODES[held[name].dtype], "shape": [*held[name].shape], "data_offsets": [begin, end]}
+        header[name] = entry
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name in names:
+        yield _bytes_of(tensor_of(name).detach().cpu().resolve_conj().resolve_neg().contiguous())
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the CPU."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
-def _encoded(shard: Shard) -> Iterator[Data]:
-    for name, tensor in shard.tensors.items():
-        if reason := why_unstorable(tensor):
-            raise ValueError(f"{name} cannot be saved: {reason}")
-    described = {name: (CODES[t.dtype], list(t.shape), t.nbytes) for name, t in shard.tensors.items()}
-    yield from _laid_out(described, shard.metadata, (shard.tensors[name] for name in _in_order(described)))
-
-
-def _in_order(described: Mapping[str, Described]) -> list[str]:
-    """Return the names of tensors as they lie in a file."""
-    codes = list(CODES.values())
-    return sorted(described, key=lambda name: (codes.index(described[name][0]), name))
-
-
-def _laid_out(
-    described: Mapping[str, Described], metadata: Mapping[str, str], content: Iterable[Tensor]
-) -> Iterator[Data]:
-    """Yield the bytes of a file with ``content`` in the order of the file."""
-    header: dict[str, object] = {"__metadata__": dict(sorted({"format": "pt", **metadata}.items()))}
-    end = 0
-    for name in _in_order(described):
-        code, shape, num_bytes = described[name]
-        begin, end = end, end + num_bytes
-        header[name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for tensor in content:
-        yield _bytes_of(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous())

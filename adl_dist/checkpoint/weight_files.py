@@ -1,4 +1,4 @@
-"""Weights of any origin: in safetensors files, or a state_dict saved by ``torch.save``.
+"""Weights in safetensors files, or a state_dict saved by ``torch.save``.
 
 The former are in a file, a folder with an index of several (``model.safetensors.index.json``, as the Hugging Face hub
 has them), a folder with one ``model.safetensors``, or a checkpoint. They are read one tensor at a time.
@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adl_dist.checkpoint import layout, tensor_files
+from adl_dist.checkpoint import layout, storage, tensor_files
 from adl_dist.checkpoint.nested import ENTRY, is_extra_state, of_this_version
-from adl_dist.checkpoint.storage import read, storage_of
 from adl_dist.checkpoint.tensor_files import INDEX, MODEL, SUFFIX, Stored
 from adl_dist.errors import CheckpointError, in_one_line
 
@@ -23,10 +22,10 @@ SINGLE = f"{MODEL}{SUFFIX}"
 
 
 class WeightFiles:
-    """The places of the tensors of a model on disk.
+    """The places of a model's tensors on disk, or the tensors of a pickle.
 
     Attributes:
-        tensors: by name, where each is.
+        tensors: by name.
     """
 
     def __init__(self, path: PurePath, tensors: Mapping[str, Any]) -> None:
@@ -35,37 +34,23 @@ class WeightFiles:
 
     @classmethod
     def at(cls, path: PurePath) -> "WeightFiles":
-        """Find the weights at ``path``, and verify them if it is a checkpoint.
-
-        Raises:
-            CheckpointError: it is nothing of what is known, or damaged.
-        """
-        names = storage_of(path).names(path)
-        if layout.MANIFEST in names:
-            try:
-                return cls(path, tensor_files.scan(path, MODEL, layout.verify(path)["files"])[0])
-            except CheckpointError as error:
-                raise CheckpointError(f"init_from: {error}") from error
-        if INDEX in names:
-            return cls(path, _indexed(path))
-        if SINGLE in names:
-            return cls(path, _header(path / SINGLE))
-        if names:
+        """Find the weights at ``path``; verify a checkpoint, or raise its error."""
+        try:
+            return cls(path, _tensors_at(path))
+        except CheckpointError as error:
+            raise CheckpointError(f"init_from: {error}") from error
+        except Exception as error:  # a damaged pickle can raise anything
             raise CheckpointError(
-                f"init_from={path} is a folder without {INDEX}, {SINGLE} and {layout.MANIFEST}; name the file itself, "
-                "or the folder of a checkpoint, like runs/NAME/checkpoints/update-00000042"
-            )
-        return cls(path, _header(path)) if path.suffix == SUFFIX else PickledWeights(path)
+                f"init_from={path} cannot be read ({in_one_line(error)[:200]}); expected a state_dict saved by "
+                f"torch.save, a {SUFFIX} file, like those of adl-dist export, a folder with {INDEX} and all files that "
+                f"it names, or with {SINGLE}, or the folder of a checkpoint"
+            ) from error
 
     def check(self, model: nn.Module, skip: Sequence[str] = ()) -> None:
-        """Compare names and shapes with those of ``model``.
+        """Compare names and shapes with those of ``model``, except ``skip``.
 
-        Tensors of ``model`` with names that match ``skip`` are left out.
-
-        A tensor of several names may be there by one of them, or by more with the same values.
-
-        Raises:
-            CheckpointError: they differ; names the first that does.
+        A tensor of several names may be there by one of them, or by more with the same values. Raise CheckpointError,
+        with the first that differs.
         """
         state = {
             n: value
@@ -84,25 +69,20 @@ class WeightFiles:
                     "use the model= and data= that it was made with, or save it under the names of this model"
                 )
         names_of: dict[int, list[str]] = {}
-        for name in state.keys() & self.tensors.keys():
+        for name in sorted(state.keys() & self.tensors.keys()):
             names_of.setdefault(id(state[name]), []).append(name)
-        for names in (sorted(names) for names in names_of.values() if len(names) > 1):
-            values = dict(self.read(names))  # of one tensor, which would lose all but one
-            one = values[names[0]]
-            for other in names[1:]:
-                if not torch.equal(one, values[other].to(one.dtype)):
+        for first, *others in names_of.values():
+            values = dict(self.read([first, *others])) if others else {}  # of one tensor, which would lose all but one
+            for other in others:
+                if not torch.equal(values[first], values[other].to(values[first].dtype)):
                     raise CheckpointError(
-                        f"init_from={self.path} is of another model: {names[0]} and {other} are one tensor in this "
+                        f"init_from={self.path} is of another model: {first} and {other} are one tensor in this "
                         "model and have different values in the file; build the model without tied weights, or use "
                         "partition.tied=untie"
                     )
 
     def load_into(self, model: nn.Module, skip: Sequence[str] = ()) -> None:
-        """Load the tensors into ``model``, except those with names that match ``skip``.
-
-        Raises:
-            CheckpointError: they are those of a different model.
-        """
+        """Load tensors except ``skip``; CheckpointError for another model."""
         self.tensors = {name: stored for name, stored in self.tensors.items() if not matches(name, skip)}
         self.check(model, skip)
         # Not strictly, as of several names of one tensor one is enough.
@@ -117,47 +97,15 @@ class WeightFiles:
         self.tensors = {new: self.tensors[old] for old, new in names.items()}
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of ``names`` that exist, each read into new memory.
-
-        Raises:
-            CheckpointError: the files cannot be read any more.
-        """
+        """Yield those of ``names`` that exist, or raise CheckpointError."""
+        held = {name: self.tensors[name] for name in names if name in self.tensors}
+        yield from ((name, one) for name, one in held.items() if not isinstance(one, Stored))
         try:
-            yield from tensor_files.read({name: self.tensors[name] for name in names if name in self.tensors})
+            yield from tensor_files.read({name: one for name, one in held.items() if isinstance(one, Stored)})
         except Exception as error:
             raise CheckpointError(
                 f"init_from={self.path} cannot be read any more ({in_one_line(error)}); was it changed?"
             ) from error
-
-
-class PickledWeights(WeightFiles):
-    """A state_dict saved by ``torch.save``, read as a whole."""
-
-    def __init__(self, path: PurePath) -> None:
-        """Read the file.
-
-        Raises:
-            CheckpointError: it cannot be read, or holds something else.
-        """
-        try:
-            with storage_of(path).open(path) as file:
-                state: Any = torch.load(file, map_location="cpu", weights_only=True)
-        except FileNotFoundError:
-            raise _not_there(path) from None
-        except Exception as error:  # a damaged pickle can raise anything
-            raise CheckpointError(
-                f"init_from={path} cannot be read ({in_one_line(error)[:120]}); expected a state_dict saved by "
-                f"torch.save, or a {SUFFIX} file, like those of adl-dist export"
-            ) from error
-        is_flat = isinstance(state, Mapping) and not any(isinstance(value, Mapping) for value in state.values())
-        if not is_flat or not all(isinstance(name, str) for name in state):
-            held = f" with {', '.join(map(str, [*state][:3]))}" if isinstance(state, Mapping) else ""
-            raise CheckpointError(f"init_from={path} holds a {type(state).__name__}{held}; save the state_dict alone")
-        super().__init__(path, state)
-
-    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """See :class:`WeightFiles`."""
-        yield from ((name, self.tensors[name]) for name in names if name in self.tensors)
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
@@ -165,33 +113,23 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _not_there(path: PurePath) -> CheckpointError:
-    return CheckpointError(
-        f"init_from={path} is not there; expected a state_dict saved by torch.save, a {SUFFIX} file, a folder "
-        f"with {INDEX} or {SINGLE}, or the folder of a checkpoint"
-    )
-
-
-def _header(file: PurePath) -> dict[str, Stored]:
-    try:
-        return tensor_files.header(file)[0]
-    except FileNotFoundError:
-        raise _not_there(file) from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"init_from={file} cannot be read ({in_one_line(error)}); expected a {SUFFIX} file, like those "
-            "of adl-dist export"
-        ) from error
-
-
-def _indexed(folder: PurePath) -> dict[str, Stored]:
-    """Return where the tensors are that the index of ``folder`` names."""
-    try:
-        of_name = dict(json.loads(read(folder / INDEX))["weight_map"])
-        held = {file: _header(folder / PurePath(file).name) for file in dict.fromkeys(of_name.values())}
+def _tensors_at(path: PurePath) -> Mapping[str, Any]:
+    """Return the place of each tensor, or of a pickle the tensors."""
+    names = storage.names(path)
+    if layout.MANIFEST in names:
+        return tensor_files.scan(path, MODEL, layout.verify(path)["files"])[0]
+    if INDEX in names:
+        of_name = dict(json.loads(storage.read(path / INDEX))["weight_map"])
+        held = {file: tensor_files.header(path / PurePath(file).name)[0] for file in {*of_name.values()}}
         return {name: held[file][name] for name, file in of_name.items()}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"init_from={folder}: {INDEX} does not fit the files next to it ({in_one_line(error)}); expected all files "
-            "of one model, as they were saved"
-        ) from error
+    if names:
+        path = path / SINGLE
+    if path.suffix == SUFFIX:
+        return tensor_files.header(path)[0]
+    with storage.open_file(path) as file:
+        state: Any = torch.load(file, map_location="cpu", weights_only=True)
+    is_flat = isinstance(state, Mapping) and not any(isinstance(value, Mapping) for value in state.values())
+    if not is_flat or not all(isinstance(name, str) for name in state):
+        held_there = f" with {', '.join(map(str, [*state][:3]))}" if isinstance(state, Mapping) else ""
+        raise ValueError(f"it holds a {type(state).__name__}{held_there}; save the state_dict alone")
+    return dict(state)

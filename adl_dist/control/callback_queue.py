@@ -29,19 +29,16 @@ class CallbackQueue:
 
     def put(self, call: Callable[[], object]) -> None:
         """Make ``call`` now or, during training, in :meth:`run_waiting`."""
-        if self._has_failed:
-            return
-        self._waiting.append(call)
+        if not self._has_failed:
+            self._waiting.append(call)
         if not self._is_training:
             self.run_waiting()
 
     def run_waiting(self) -> None:
         """Make the waiting calls in order, and restore the random streams.
 
-        If a different thread is making calls, as when a process fails while rank 0 trains, it makes them all.
-
-        Raises:
-            CallbackError: If a call fails. No further call is made.
+        If a different thread is making calls, as when a process fails while rank 0 trains, it makes them all. After a
+        call that fails, whose error is raised, no further call is made.
         """
         if not self._waiting or not self._running.acquire(blocking=False):
             return
@@ -63,9 +60,9 @@ class CallbackQueue:
         try:
             yield
         except BaseException:
-            self._is_training = False
             with suppress(CallbackError):  # it is in the log; the error of training says more
                 self.run_waiting()
             raise
-        self._is_training = False
+        finally:
+            self._is_training = False
         self.run_waiting()

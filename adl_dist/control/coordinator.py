@@ -21,7 +21,7 @@ from adl_dist.control.group import RpcWorkerGroup, WorkerGroup
 from adl_dist.control.messages import Done, EvaluateResult, Record, Summary
 from adl_dist.control.requests import RequestKind, RequestQueue
 from adl_dist.errors import AdlError, DataError, DivergedError, SaveError, StageFailed
-from adl_dist.monitor.trace import TRACE, merge_parts
+from adl_dist.monitor.trace import TRACE, write_trace
 from adl_dist.report import MetricsWriter, Progress, warn
 from adl_dist.report.callbacks import Callbacks, TrainerState
 from adl_dist.report.logs import RESUMED
@@ -116,7 +116,7 @@ class Coordinator:
         self.totals.take(record)
 
     def _note_late_saves(self, record: Record, minutes: float) -> None:
-        """Note once if the first segment will last more than twice the ``minutes`` between two checkpoints."""
+        """Note once if the first segment lasts more than twice the ``minutes``."""
         seconds, num_done = record["elapsed_seconds"], record["update"] + 1 - self._update
         if self._is_speed_known or seconds < min(10.0, 6 * minutes):
             return
@@ -227,7 +227,7 @@ class Coordinator:
 
     @property
     def _is_best(self) -> bool:
-        """Whether the best checkpoint is to be kept, and the present evaluation is better than all saved ones."""
+        """Whether the present evaluation is better than all that are saved."""
         if self.saving is None or not self.saving.policy.keep_best:
             return False
         goal, saver = self.saving.policy.goal, self.saving.saver
@@ -239,7 +239,7 @@ class Coordinator:
 
     @property
     def ends_segment(self) -> bool:
-        """Whether the running segment should end for a planned checkpoint, which changes no value."""
+        """Whether the segment should end for a checkpoint that is due by time."""
         return self._is_time_to_save and not self.drain_changes_result(self._epoch)
 
     def _carry_out_requests(self) -> dict[str, Any] | None:
@@ -430,13 +430,13 @@ class Coordinator:
                 warn(f"{self.saving.folder.path / TIMELINE} could not be written: {error.strerror}; the run continues")
 
     def _write_trace(self, run_dir: Path, origin: float) -> None:
-        results = self._workers.call(messages.Trace(str(run_dir), origin), dict)
+        parts = self._workers.call(messages.Trace(origin), dict)
         try:
-            path = merge_parts(run_dir, results, {"updates": self._update, "epochs": self._epoch})
+            path = write_trace(run_dir, parts, {"updates": self._update, "epochs": self._epoch})
         except OSError as error:
             warn(f"{run_dir / TRACE} could not be written: {error}; the run itself is complete and saved")
             return
-        if left_out := {result["stage"]: result["events_left_out"] for result in results if result["events_left_out"]}:
+        if left_out := {part["stage"]: part["events_left_out"] for part in parts if part["events_left_out"]}:
             self._note(
                 f"{path} holds the first events only; left out by stage: {left_out}. summary.json counts all of them"
             )

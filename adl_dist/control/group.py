@@ -46,11 +46,10 @@ class WorkerGroup:
         assert all(isinstance(one, result) for one in results), f"expected results of {result.__name__}, got {results}"
         return results
 
-    def status(self, *, closely: bool = False) -> CoordinatorStatus:
-        """Return the coordinator's status; with ``closely`` also its line of code."""
+    def status(self) -> CoordinatorStatus:
+        """Return the coordinator's status."""
         command, is_waiting, since = self._now
-        at = user_frame(self.thread) if closely else ""
-        return CoordinatorStatus(command, is_waiting, time.monotonic() - since, at)
+        return CoordinatorStatus(command, is_waiting, time.monotonic() - since, user_frame(self.thread))
 
 
 class RpcWorkerGroup(WorkerGroup):

@@ -74,7 +74,7 @@ class Job:
             endpoint.stop.is_wanted = lambda: self.requests.any_open or coordinator.ends_segment
             endpoint.stop.announce = plane.announce
         if not self._world.is_distributed:
-            local = WorkerGroup(lambda command: worker.execute(command, coordinator))
+            local = WorkerGroup(lambda command: worker.execute(command, coordinator.record, coordinator.part))
             with self._supervised(local, worker.activity, coordinator):
                 return act(local)
         try:
@@ -130,17 +130,18 @@ class Job:
             coordinator.part(PartReport(rank=rank, failure=text, is_gone=True))
 
         def status() -> dict[str, Any]:
-            now, known = group.status(), watchdog.statuses(closely=False)
+            now, known = group.status(), watchdog.statuses()
             stages = [_stage_row(one, stage) for one in known if one.seen is not None for stage in one.seen.stages]
             return {"coordinator": f"{now.doing} since {now.seconds:.1f} s", "stages": stages}
 
         live = None if self._run_dir is None else LiveControl(self._run_dir, status, self.requests)
         watchdog = Watchdog(
             self._world.size,
-            self._plane,
             activity,
             group.status,
             self._timeouts,
+            ask_peers=self._plane.statuses,
+            abort_peers=self._plane.abort,
             on_gone=report_gone,
             on_end=lambda: None if live is None else live.close(),
         )
@@ -155,7 +156,7 @@ class Job:
             watchdog.join()
             if live is not None:
                 live.close()
-        heartbeat.deactivate()  # not after an error: others may still ask for the place of the failure
+        heartbeat.activate(None)  # not after an error: others may still ask for the place of the failure
 
     def _run_on_other_rank(self, worker: LocalWorker) -> Summary:
         """Serve rank 0, and end this process if its watchdog stops asking."""
@@ -168,7 +169,7 @@ class Job:
         finally:
             monitor.stop()
             monitor.join()
-        heartbeat.deactivate()
+        heartbeat.activate(None)
         return result
 
     def _end_without_rank_0(self, why: str) -> None:

@@ -3,9 +3,8 @@
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from adl_dist.checkpoint.async_save import PartReport
 from adl_dist.errors import AdlError, ChannelError, StageFailed, message_of
 from adl_dist.report.totals import TrainResult
 from adl_dist.schedule import Segment
@@ -47,9 +46,8 @@ class Save:
 
 @dataclass(frozen=True)
 class Trace:
-    """The command to write a part of the trace; ``origin`` is its time 0."""
+    """The command to return a part of the trace; ``origin`` is its time 0."""
 
-    run_dir: str
     origin: float
 
 
@@ -128,7 +126,7 @@ class Done:
     rank: int
 
 
-Result = TrainResult | EvaluateResult | Done | dict[str, Any]  # the last: one stage of monitor.trace.write_part
+Result = TrainResult | EvaluateResult | Done | dict[str, Any]  # the last: one stage of monitor.trace.parts_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,13 +137,3 @@ class Report:
     records: list[Record] = field(default_factory=list)  # for metrics.jsonl, since its last report
     results: list[Result] | None = None  # of a command, once it is done
     failure: Failure | None = None
-
-
-class Reporter(Protocol):
-    """The receiver of a worker's reports during a command."""
-
-    def record(self, record: Record) -> None:
-        """Receive one record."""
-
-    def part(self, part: PartReport) -> None:
-        """Receive the report on a part of a save, in any thread; never raise."""

@@ -40,7 +40,7 @@ class RequestQueue:
     """The open requests of one job, taken while the pipeline is empty."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._open: list[Request] = []
         self._taken: list[Request] = []
         self._closed = ""
@@ -50,10 +50,9 @@ class RequestQueue:
         request = Request(what, why)
         request.done.set_running_or_notify_cancel()  # so that the asker cannot cancel it before it is answered
         with self._lock:
-            if not (closed := self._closed):
-                self._open.append(request)
-        if closed:
-            request.answer(closed, failed=True)
+            self._open.append(request)
+            if self._closed:
+                self.close(self._closed)
         return request.done
 
     @property
@@ -72,7 +71,6 @@ class RequestQueue:
         """Answer all unanswered and future requests that they are not carried out."""
         with self._lock:
             self._closed = why
-        self.take()
-        for request in self._taken:
-            if not request.done.done():
+            self.take()
+            for request in (request for request in self._taken if not request.done.done()):
                 request.answer(why, failed=True)

@@ -55,9 +55,9 @@ class JobEndpoint:
             case _:
                 self.commands.put(message)
 
-    def status(self, asker: ProcessStatus, *, closely: bool) -> ProcessStatus:
+    def status(self, asker: ProcessStatus) -> ProcessStatus:
         """Return the status of this process to rank 0, the ``asker``."""
-        return self.heartbeat.answer(asker, closely=closely)
+        return self.heartbeat.answer(asker)
 
     def abort(self, why: str) -> None:
         """End this process, after the answer to this call."""
@@ -85,9 +85,9 @@ def open_endpoint(job: int) -> JobEndpoint:
         return _endpoints[job]
 
 
-def _deliver(job: int, method: Callable[..., T], arguments: tuple[object, ...], options: dict[str, object]) -> T:
+def _deliver(job: int, method: Callable[..., T], *arguments: object) -> T:
     """Call ``method`` of this process's endpoint, in a thread of RPC."""
-    return method(open_endpoint(job), *arguments, **options)
+    return method(open_endpoint(job), *arguments)
 
 
 class ControlPlane:
@@ -98,18 +98,15 @@ class ControlPlane:
         self.others = [rank for rank in range(world.size) if rank != world.rank]
         self._job, self._seconds = world.num_jobs, world.timeout.total_seconds()
 
-    def call(
-        self, rank: int, method: Callable[..., T], *arguments: object, seconds: float | None = None, **options: object
-    ) -> Call[T]:
+    def call(self, rank: int, method: Callable[..., T], *arguments: object, seconds: float | None = None) -> Call[T]:
         """Call ``method`` of an endpoint; the default limit is a message's."""
 
         def start(limit: float) -> torch.futures.Future[T]:
             future: torch.futures.Future[T] = torch.futures.Future()
             if rank == self.world.rank:  # also when RPC has ended
-                future.set_result(method(self.endpoint, *arguments, **options))
+                future.set_result(method(self.endpoint, *arguments))
             else:
-                message = self._job, method, arguments, options
-                future = rpc.rpc_async(name_of(rank), _deliver, args=message, timeout=limit)
+                future = rpc.rpc_async(name_of(rank), _deliver, args=(self._job, method, *arguments), timeout=limit)
             return future
 
         return Call(f"rank {rank}", start, self._seconds if seconds is None else seconds)
@@ -123,22 +120,12 @@ class ControlPlane:
         for call in [self.send(rank, stop) for rank in self.others]:
             call.wait()
 
-    def statuses(
-        self, limits: Mapping[int, float], asker: ProcessStatus, *, closely: bool
-    ) -> dict[int, ProcessStatus | PeerError]:
+    def statuses(self, limits: Mapping[int, float], asker: ProcessStatus) -> dict[int, ProcessStatus | PeerError]:
         """Return the status of processes; ``limits`` are seconds for answers."""
-        calls = {
-            rank: self.call(rank, JobEndpoint.status, asker, closely=closely, seconds=seconds)
-            for rank, seconds in limits.items()
-        }
+        calls = {r: self.call(r, JobEndpoint.status, asker, seconds=seconds) for r, seconds in limits.items()}
         return {rank: call.answer_or_error() for rank, call in calls.items()}
 
-    def abort(self, why: str) -> Callable[[], None]:
-        """Tell all others to exit; return a function that waits for them."""
-        calls = [self.call(rank, JobEndpoint.abort, why, seconds=ANSWER_SECONDS) for rank in self.others]
-
-        def wait() -> None:
-            for call in calls:
-                call.answer_or_error()
-
-        return wait
+    def abort(self, why: str) -> None:
+        """Tell all others to exit, and wait for them."""
+        for call in [self.call(rank, JobEndpoint.abort, why, seconds=ANSWER_SECONDS) for rank in self.others]:
+            call.answer_or_error()

@@ -51,9 +51,8 @@ class LiveControl:
         except OSError as error:
             logger.warning("no live control of this run: %s: %s", self._path, error)
             return
-        threading.Thread(
-            target=self._server.serve_forever, args=(POLL_SECONDS,), name="live control", daemon=True
-        ).start()
+        serve = self._server.serve_forever
+        threading.Thread(target=serve, args=(POLL_SECONDS,), name="live control", daemon=True).start()
 
     def close(self) -> None:
         """Stop listening, and remove the socket file."""
@@ -78,13 +77,11 @@ class LiveControl:
         while not done.done():
             if self._over.wait(POLL_SECONDS) and not done.done():  # a run may end right after its answer
                 return {"error": ENDED}
-        try:
-            return {"done": done.result()}
-        except Exception as error:
-            return {"error": f"{ask}: {error}"}
+        error = done.exception()
+        return {"done": done.result()} if error is None else {"error": f"{ask}: {error}"}
 
 
-class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+class _Server(socketserver.ThreadingUnixStreamServer):
     """A socket only for the owner, with a thread for each client."""
 
     def __init__(self, address: str, answer: Callable[[bytes], dict[str, Any]]) -> None:
@@ -115,11 +112,7 @@ class _Client(socketserver.StreamRequestHandler):
 
 @contextlib.contextmanager
 def short_address(path: Path) -> Iterator[str]:
-    """Yield an address of the socket that is short enough for the kernel.
-
-    Raises:
-        OSError: If the folder is missing, or the path is long and this system has no /proc.
-    """
+    """Yield an address that is short enough for the kernel."""
     if len(os.fsencode(path)) <= LONGEST_ADDRESS:
         yield str(path)
         return
@@ -133,12 +126,7 @@ def short_address(path: Path) -> Iterator[str]:
 def ask_run(run_dir: Path, ask: str) -> dict[str, Any]:
     """Send a request to a run on this machine and return its answer.
 
-    Args:
-        run_dir: the run folder.
-        ask: ``status`` or the value of a :class:`RequestKind`.
-
-    Raises:
-        ConfigError: If no run listens there, or it refuses.
+    ``ask`` is ``status`` or the value of a :class:`RequestKind`. Raise ConfigError if no run listens, or it refuses.
     """
     path = run_dir / SOCKET
     try:

@@ -83,7 +83,7 @@ def serve(worker: LocalWorker, plane: ControlPlane) -> Summary:
         try:
             command = plane.endpoint.commands.get()  # a Ctrl-C here must reach the others, too
             if not isinstance(command, Finish | Abort):
-                reporter.results(worker.execute(command, reporter))
+                reporter.results(worker.execute(command, reporter.record, reporter.part))
                 continue
         except BaseException as error:
             ended = plane.endpoint.stop.failure

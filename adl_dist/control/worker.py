@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adl_dist import engine
 from adl_dist.batch import Batch, tensors_of
-from adl_dist.checkpoint.async_save import PartWriter
+from adl_dist.checkpoint.async_save import PartReport, PartWriter
 from adl_dist.checkpoint.state import load, read_place, shard_of_place, state_of
 from adl_dist.checkpoint.storage import place_of
 from adl_dist.control import messages
@@ -21,7 +21,6 @@ from adl_dist.control.messages import (
     Command,
     EvaluateResult,
     Record,
-    Reporter,
     Result,
     command_name,
 )
@@ -32,7 +31,7 @@ from adl_dist.distributed.world import World
 from adl_dist.engine import BatchSource, StageContext
 from adl_dist.monitor.activity import FINISHING, USER_CODE, ActivityLog, Window
 from adl_dist.monitor.memory import MemoryMeter, peak_memory
-from adl_dist.monitor.trace import write_part
+from adl_dist.monitor.trace import parts_of
 from adl_dist.optim import fast_forward
 from adl_dist.report.totals import CodedResult, TiedResult, TrainResult
 from adl_dist.schedule import (
@@ -95,25 +94,30 @@ class LocalWorker:
         for loader in filter(None, (self.train_loader, self.validation_loader)):
             loader.close()
 
-    def execute(self, command: Command, reporter: Reporter) -> list[Result]:
-        """Carry out ``command``; return its results, in the order of stages."""
+    def execute(
+        self, command: Command, record: Callable[[Record], None], report_part: Callable[[PartReport], None]
+    ) -> list[Result]:
+        """Carry out ``command``; return its results, in the order of stages.
+
+        Meanwhile ``record`` takes its records, and ``report_part`` the end of this process's part of a save, in any
+        thread.
+        """
         with self.activity.during(command_name(command)):
             match command:
                 case messages.Train():
-                    return [*self._train(command.segment, reporter.record)]
+                    return [*self._train(command.segment, record)]
                 case messages.Evaluate():
                     return [*self._evaluate(command.segment)]
                 case messages.Load():
                     self._load(command.path, command.update)
                 case messages.Save():
-                    part = PartWriter(self.world.rank, reporter.part)
+                    part = PartWriter(self.world.rank, report_part)
                     tensors = state_of(self.stages, self.pipeline.num_stages)
                     if (place := self._stream.place() if self._stream is not None else None) is not None:
                         tensors |= shard_of_place(place)
                     part.write(self.reach(command.path), tensors, token=command.token, background=command.background)
                 case messages.Trace():
-                    folder, stages = Path(command.run_dir), sorted(self.contexts)
-                    return [*write_part(self.activity, self.world, folder, stages, origin=command.origin)]
+                    return [*parts_of(self.activity, self.world, sorted(self.contexts), origin=command.origin)]
         return [messages.Done(self.world.rank)]
 
     def _train(self, segment: Segment, emit: Callable[[Record], None]) -> list[TrainResult]:

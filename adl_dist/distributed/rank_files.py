@@ -1,19 +1,19 @@
-"""The local files of another rank, as a file system of fsspec for machines without a shared one.
+"""The local files of another rank, as a file system of fsspec.
 
-``rank://0/root/run`` is ``/root/run`` on the machine of rank 0. Files travel in pieces of ``MESSAGE_BYTES``. The other
-rank works in a thread of its own, so that its RPC threads stay free for the watchdog.
+Machines without a shared file system use them. ``rank://0/root/run`` is ``/root/run`` on the machine of rank 0. Files
+travel in pieces of ``MESSAGE_BYTES``. Each rank makes one call at a time, and RPC has a thread for each of them, so
+that others stay free for the watchdog.
 """
 
 import errno
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
-import torch.futures
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
@@ -23,7 +23,6 @@ from adl_dist.distributed.world import name_of, world_of_process
 MESSAGE_BYTES = 2**20
 SYNC_BYTES = 2**26  # written to disk before the next
 
-_thread = ThreadPoolExecutor(1, thread_name_prefix="files for other ranks")
 _local = LocalFileSystem()
 
 
@@ -33,19 +32,13 @@ class RankFiles(AbstractFileSystem):  # type: ignore[misc]
     protocol = "rank"
 
     def call(self, work: Callable[..., Any], path: str, *arguments: object) -> Any:
-        """Return the result of ``work`` on the rank and with the path that ``path`` names.
-
-        Raises:
-            OSError: If ``work`` raises it, or the rank is gone or late.
-        """
+        """Return the result of ``work`` on another rank, or raise OSError."""
         rank, _, rest = self._strip_protocol(path).partition("/")
-        message, world = (work, f"/{rest}", *arguments), world_of_process()
+        start = partial(rpc.rpc_async, name_of(int(rank)), _result_or_error, (work, f"/{rest}", *arguments))
+        world = world_of_process()
         limit = (dist.default_pg_timeout if world is None else world.timeout).total_seconds()
         try:
-            call = Call[Any](
-                f"rank {rank}", lambda s: rpc.rpc_async(name_of(int(rank)), _run_later, args=message, timeout=s), limit
-            )
-            result = call.wait()
+            result = Call[Any](f"rank {rank}", lambda seconds: start(timeout=seconds), limit).wait()
         except PeerError as error:
             raise OSError(errno.EIO, str(error)) from error
         if isinstance(result, OSError):
@@ -96,18 +89,9 @@ def _append(path: str, begin: int, piece: bytes) -> None:
             os.fsync(out.fileno())
 
 
-@rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def _run_later(work: Callable[..., object], *arguments: object) -> "torch.futures.Future[object]":
-    """Run ``work`` in the thread for it; an OSError is its result, because RPC would lose its number."""
-    done: torch.futures.Future[object] = torch.futures.Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work(*arguments))
-        except OSError as error:
-            done.set_result(error)
-        except Exception as error:
-            done.set_exception(error)
-
-    _thread.submit(run)
-    return done
+def _result_or_error(work: Callable[..., object], *arguments: object) -> object:
+    """Return a result or OSError, of which RPC would lose the number."""
+    try:
+        return work(*arguments)
+    except OSError as error:
+        return error

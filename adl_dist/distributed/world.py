@@ -100,7 +100,7 @@ class World:
             self.is_aborted = True
 
     def use_group(self, *, works: bool) -> None:
-        """Make our group torch's default one while a trainer ``works``, and the script's own otherwise, if any."""
+        """Make our group torch's default one only while a trainer ``works``."""
         if self.owns_group and works == (dist.GroupMember.WORLD is not self._group):
             dist.GroupMember.WORLD, self._set_aside = self._set_aside, dist.GroupMember.WORLD
 
@@ -292,7 +292,7 @@ def _start_rpc(rank: int, size: int, store: dist.Store, timeout_seconds: float) 
     options = rpc.TensorPipeRpcBackendOptions(
         _transports=["uv"],
         _channels=["basic"],
-        num_worker_threads=2,
+        num_worker_threads=2 + size,  # one for each rank that keeps its files here, see rank_files.py
         init_method=f"{scheme}://",
         rpc_timeout=timeout_seconds,
     )

@@ -98,6 +98,11 @@ class Event(NamedTuple):
     version: int  # updates that the stage had made when the action began
     forward_version: int | None  # updates before the micro-batch's forward, or None without a forward
 
+    @property
+    def staleness(self) -> int | None:
+        """The staleness of a backward in updates, None of other actions."""
+        return self.version - (self.forward_version or 0) if self.action.op in BACKWARDS else None
+
 
 class Window(NamedTuple):
     """The part of a segment that its timeline shows."""
@@ -135,7 +140,7 @@ class ActivityLog:
         self.events: dict[int, list[Event]] = defaultdict(list)  # of each stage
         self.num_left_out: dict[int, int] = defaultdict(int)
         self.window: Window | None = None  # of the present segment
-        self._timed: dict[int, list[Timed]] = defaultdict(list)  # the actions of each stage in the window
+        self._in_timeline: dict[int, list[Event]] = defaultdict(list)  # those in the window
         self._in_window: set[int] = set()  # stages that are in the window now
         self._keeps = False
 
@@ -170,7 +175,7 @@ class ActivityLog:
         number = self.present.number + 1 if self.present is not None else 1
         self.present = SegmentActivity(number, segment, training, time.perf_counter(), self.stages)
         self.window = window
-        self._timed.clear()
+        self._in_timeline.clear()
         self._in_window = {*contexts} if window is not None and window.after < 0 else set()
         self._keeps = bool(self.most_events or self._in_window)
 
@@ -211,34 +216,36 @@ class ActivityLog:
     def _keep(self, k: int, action: Action, began: float, ended: float) -> None:
         """Keep an event for the trace, the timeline, or both."""
         assert self.present is not None, "open comes before"
-        op, number = action
-        stage = self.stages[k].context.stage
-        if k in self._in_window:
-            stale = stage.tally.staleness[-1] if op in BACKWARDS else None
-            self._timed[k].append(Timed(op.value, number, began, ended, stale))
-        if not self.most_events:
-            return
-        if len(self.events[k]) >= self.most_events:
-            self.num_left_out[k] += 1
-            return
+        stage, op = self.stages[k].context.stage, action.op
         version, forward_version = stage.version - (op is Op.UPDATE), None
         if op in BACKWARDS:
             forward_version = version - stage.tally.staleness[-1]
-        elif op in (Op.FORWARD, Op.FORWARD_ONLY, Op.RECOMPUTE):
-            forward_version = stage.in_flight[number].version
-        self.events[k].append(Event(self.present, action, began, ended, version, forward_version))
+        elif op in (Op.FORWARD, Op.FORWARD_ONLY, Op.RECOMPUTE) and action.number in stage.in_flight:
+            forward_version = stage.in_flight[action.number].version
+        event = Event(self.present, action, began, ended, version, forward_version)
+        if k in self._in_window:
+            self._in_timeline[k].append(event)
+        if len(self.events[k]) < self.most_events:
+            self.events[k].append(event)
+        else:
+            self.num_left_out[k] += 1
 
     def timeline(self, stage: int) -> Timeline | None:
         """Return the timeline of ``stage`` on the wall clock, or None."""
-        timed = self._timed.get(stage)
-        if self.window is None or not timed:
+        events = self._in_timeline.get(stage)
+        if self.window is None or not events:
             return None
         offset = wall_offset()
         return Timeline(
             epoch=self.epoch,
             device=self.device.type,
             is_steady=self.window.is_steady and stage not in self._in_window,  # else it was ended within the window
-            stages=[[each._replace(begin=each.begin + offset, end=each.end + offset) for each in timed]],
+            stages=[
+                [
+                    Timed(e.action.op.value, e.action.number, e.begin + offset, e.end + offset, e.staleness)
+                    for e in events
+                ]
+            ],
         )
 
 

@@ -30,19 +30,15 @@ class Heartbeat:
         self.asked_at = time.monotonic()  # time of rank 0's last question, or when the stages were built
         self.asker: ProcessStatus | None = None  # rank 0 at its last question, if any
 
-    def answer(self, asker: ProcessStatus, *, closely: bool) -> ProcessStatus:
+    def answer(self, asker: ProcessStatus) -> ProcessStatus:
         """Return the status of this process to the ``asker``, rank 0."""
         self.asked_at, self.asker = time.monotonic(), asker
-        return process_status(self._activity, closely=closely)
+        return process_status(self._activity)
 
-    def activate(self, activity: ActivityLog) -> None:
-        """Answer from ``activity`` from now on."""
-        activity.enter(IDLE)
-        self._activity, self.asked_at = activity, time.monotonic()
-
-    def deactivate(self) -> None:
-        """Forget the record of a job that is over, and its tensors."""
-        self.activate(ActivityLog(1))
+    def activate(self, activity: ActivityLog | None) -> None:
+        """Answer from ``activity``, or forget that of a job that is over."""
+        self._activity, self.asked_at = activity or ActivityLog(1), time.monotonic()
+        self._activity.enter(IDLE)
 
     def rank0_status(self) -> str | None:
         """Return a description of rank 0 if it is known to be dead, or None."""

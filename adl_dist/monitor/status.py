@@ -56,7 +56,7 @@ class StageStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessStatus:
-    """The status of one process; fields with (c) only if asked closely."""
+    """The status of one process."""
 
     host: str
     pid: int
@@ -65,12 +65,12 @@ class ProcessStatus:
     phase: str = IDLE  # the running command, or start, idle, finishing or failed
     mark: str = ""  # changes with every progress of the process
     stages: list[StageStatus] = field(default_factory=list)
-    at: str = ""  # line of its main thread (c)
-    loaders: list[tuple[int, str]] = field(default_factory=list)  # (id, state) of loader processes that are awaited (c)
+    at: str = ""  # line of its main thread
+    loaders: list[tuple[int, str]] = field(default_factory=list)  # (id, state) of loader processes that are awaited
     memory_bytes: int = 0  # held now, on the GPU if it computes there
     saving: str = ""  # "saving" or "committing" while a second thread works on a checkpoint
-    saving_at: str = ""  # line of that thread (c)
-    is_debugged: bool = False  # whether a Python debugger is active (c)
+    saving_at: str = ""  # line of that thread
+    is_debugged: bool = False  # whether a Python debugger is active
     runs_ahead: bool = False  # whether a GPU may not have finished the messages of finished actions
 
     @property
@@ -104,7 +104,7 @@ class CoordinatorStatus:
     command: str = ""  # the last one, if any
     is_waiting: bool = False  # whether it waits for the stages' results, or works on its own after them
     seconds: float = 0.0  # since that began
-    at: str = ""  # line of its thread; only if asked closely
+    at: str = ""  # line of its thread
 
     @property
     def doing(self) -> str:
@@ -114,23 +114,14 @@ class CoordinatorStatus:
         return f"{'waits for the results of' if self.is_waiting else 'at work after'} '{self.command}'"
 
 
-def process_status(log: ActivityLog, *, closely: bool = False) -> ProcessStatus:
-    """Return the status of this process; ``closely`` adds lines of code."""
-    now = time.perf_counter()
+def process_status(log: ActivityLog) -> ProcessStatus:
+    """Return the status of this process."""
     # Each read once, because the main thread changes them meanwhile.
     (phase, since), doing, segment = log.phase, log.doing, log.present
     threads = {thread.name: thread for thread in threading.enumerate()}
     saver = threads.get(SAVING) or threads.get(COMMITTING)  # the one that writes, else the one that waits for all
-    loaders = multiprocessing.active_children() if closely and doing is not None and doing[1].op is Op.LOAD else []
-    stages = []
-    for k in sorted(segment.stages) if segment is not None else [launched_rank()]:
-        figures = _figures(segment, k, is_over=phase in (IDLE, FAILED), now=now) if segment is not None else {}
-        if doing is not None and doing[0] == k:
-            figures |= _present(k, doing[1], log.num_stages) | {"seconds": now - doing[2]}
-        else:
-            text, waits_for = _waiting(k, phase, doing[0] if doing is not None else None, log.num_stages)
-            figures |= {"doing": text, "waits_for": waits_for, "seconds": now - since}
-        stages.append(StageStatus(stage=k, epoch=log.epoch, **figures))
+    loaders = multiprocessing.active_children() if doing is not None and doing[1].op is Op.LOAD else []
+    numbers = sorted(segment.stages) if segment is not None else [launched_rank()]
     return ProcessStatus(
         host=socket.gethostname(),
         pid=os.getpid(),
@@ -138,36 +129,44 @@ def process_status(log: ActivityLog, *, closely: bool = False) -> ProcessStatus:
         start_time=start_time(os.getpid()),
         phase=phase,
         mark=f"{since} {doing[2] if doing else ''} {progress.num_pieces}",
-        stages=stages,
-        at=user_frame(threading.main_thread().ident) if closely else "",
+        stages=[_stage_status(log, k, phase, since, doing, segment) for k in numbers],
+        at=user_frame(threading.main_thread().ident),
         loaders=sorted((child.pid, state_of(child.pid)) for child in loaders if child.pid is not None),
         memory_bytes=_memory_bytes(log.device),
         saving=saver.name if saver else "",
-        saving_at=user_frame(saver.ident) if closely and saver else "",
-        is_debugged=closely and _is_debugged(),
+        saving_at=user_frame(saver.ident) if saver else "",
+        is_debugged=_is_debugged(),
         runs_ahead=log.runs_ahead,
     )
 
 
-def _present(k: int, action: Action, num_stages: int) -> dict[str, Any]:
-    """Return the fields for the present ``action`` of stage ``k``."""
-    op, number = action
-    text, peers = f"{KINDS[op][1]} {number}", []
-    if (message := message_of(action, k, num_stages=num_stages)) is not None:
-        peers = [message.receiver if op in LINKS else message.sender]
-        text += f" {'to' if op in LINKS else 'from'} stage {peers[0]}"
-    return {"doing": text, "op": op, "number": number, "waits_for": peers}
-
-
-def _waiting(k: int, phase: str, at_work: int | None, num_stages: int) -> tuple[str, list[int]]:
-    """Return the text for a stage without an action, and its peers."""
-    if at_work is not None:
-        return "wait for its turn", [at_work]
-    if phase == IDLE:
-        return "wait for the next command", [COORDINATOR]
-    if phase == FINISHING:
-        return "wait for the last messages to leave", [n for n in (k - 1, k + 1) if 0 <= n < num_stages]
-    return phase, []
+def _stage_status(
+    log: ActivityLog,
+    k: int,
+    phase: str,
+    since: float,
+    present: tuple[int, Action, float] | None,
+    segment: SegmentActivity | None,
+) -> StageStatus:
+    op, number, peers, now = None, 0, [], time.perf_counter()
+    if present is not None and present[0] == k:
+        (op, number), since = present[1:]
+        doing = f"{KINDS[op][1]} {number}"
+        if (message := message_of(present[1], k, num_stages=log.num_stages)) is not None:
+            peers = [message.receiver if op in LINKS else message.sender]
+            doing += f" {'to' if op in LINKS else 'from'} stage {peers[0]}"
+    elif present is not None:
+        doing, peers = "wait for its turn", [present[0]]
+    elif phase == IDLE:
+        doing, peers = "wait for the next command", [COORDINATOR]
+    elif phase == FINISHING:
+        doing, peers = "wait for the last messages to leave", [n for n in (k - 1, k + 1) if 0 <= n < log.num_stages]
+    else:
+        doing = phase
+    figures = {} if segment is None else _figures(segment, k, is_over=phase in (IDLE, FAILED), now=now)
+    return StageStatus(
+        stage=k, doing=doing, op=op, number=number, seconds=now - since, waits_for=peers, epoch=log.epoch, **figures
+    )
 
 
 def _figures(segment: SegmentActivity, k: int, *, is_over: bool, now: float) -> dict[str, Any]:

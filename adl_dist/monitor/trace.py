@@ -1,90 +1,52 @@
 """``run_dir/trace.json``: the events of all stages.
 
-Each rank writes the events of its stages into a file of its own; rank 0 then makes one of them and removes the parts.
-The form is Chrome's "JSON Object Format", for https://ui.perfetto.dev or chrome://tracing: complete events, one process
-for each stage, times in microseconds.
+Each rank sends the events of its stages to rank 0, compressed, and that writes the file. The form is Chrome's "JSON
+Object Format", for https://ui.perfetto.dev or chrome://tracing: complete events, one process for each stage, times in
+microseconds.
 """
 
-import fileinput
 import json
-import os
-import shutil
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from adl_dist.distributed.world import World
 from adl_dist.monitor.activity import KINDS, ActivityLog, wall_offset
+from adl_dist.report.files import write_atomically
 from adl_dist.schedule import Op
 
 TRACE = "trace.json"
-PARTS = "trace"  # a folder, while the file is made
 MOST_EVENTS = 200_000  # the first ones of each stage are kept: about 30 MB of memory, and as much on disk
 
 
-def write_part(
-    log: ActivityLog, world: World, run_dir: Path, stages: Sequence[int], *, origin: float
-) -> list[dict[str, Any]]:
-    """Write the events of this process's ``stages``.
+def parts_of(log: ActivityLog, world: World, stages: Sequence[int], *, origin: float) -> list[dict[str, Any]]:
+    """Return the compressed events of ``stages``, and their numbers.
 
-    Args:
-        log: the record of this process.
-        world: the processes.
-        run_dir: the run folder.
-        stages: the stages of this process.
-        origin: zero of the trace's time, in seconds of ``time.time``, which NTP keeps equal on all machines.
-
-    Returns:
-        For each stage the name of its part and the numbers of events there and left out, or why it ``failed``: the run
-        is worth more than its trace.
+    ``origin`` is zero of the trace's time, in seconds of ``time.time``, which NTP keeps equal on all machines.
     """
-    part = run_dir / PARTS / f"rank{world.rank}.jsonl"
-    began = origin - wall_offset()
-    try:
-        part.parent.mkdir(exist_ok=True)
-        with part.open("w") as file:
-            for k in stages:
-                file.writelines(json.dumps(line) + "\n" for line in _lines(log, world, k, began))
-    except OSError as error:
-        return [{"stage": k, "failed": f"rank {world.rank}: {error}"} for k in stages]
+    zero = origin - wall_offset()
     return [
         {
             "stage": k,
-            "part": part.name,
             "events": len(log.events[k]),
             "events_left_out": log.num_left_out[k],
+            "lines": zlib.compress(",\n".join(json.dumps(line) for line in _lines(log, world, k, zero)).encode(), 1),
         }
         for k in stages
     ]
 
 
-def merge_parts(run_dir: Path, results: Sequence[dict[str, Any]], about: dict[str, Any]) -> Path:
-    """Join the parts to one file, whole or not at all; on rank 0.
-
-    Args:
-        run_dir: the run folder.
-        results: the results of :func:`write_part` for all stages.
-        about: facts about the run for ``otherData``.
-
-    Raises:
-        OSError: If the file or a part could not be written.
-    """
-    parts = run_dir / PARTS
-    try:
-        if failed := [result["failed"] for result in results if "failed" in result]:
-            raise OSError("; ".join(dict.fromkeys(failed)))
-        stages = [{name: value for name, value in result.items() if name != "part"} for result in results]
-        head = json.dumps({"displayTimeUnit": "ms", "otherData": {**about, "stages": stages}})
-        names = dict.fromkeys(parts / result["part"] for result in results)
-        with (parts / TRACE).open("w") as file, fileinput.FileInput(names) as lines:
-            file.write(head.removesuffix("}") + ', "traceEvents": [\n')
-            file.write(next(lines).rstrip("\n"))
-            file.writelines(",\n" + line.rstrip("\n") for line in lines)
-            file.write("\n]}\n")
-        os.replace(parts / TRACE, run_dir / TRACE)
-        return run_dir / TRACE
-    finally:
-        shutil.rmtree(parts, ignore_errors=True)
+def write_trace(run_dir: Path, parts: Sequence[dict[str, Any]], about: dict[str, Any]) -> Path:
+    """Write the :func:`parts_of` all stages, and facts ``about`` the run."""
+    stages = [{name: value for name, value in part.items() if name != "lines"} for part in parts]
+    head = json.dumps({"displayTimeUnit": "ms", "otherData": {**about, "stages": stages}})
+    with write_atomically(run_dir / TRACE) as unfinished, unfinished.open("wb") as file:
+        file.write(f'{head.removesuffix("}")}, "traceEvents": [\n'.encode())
+        for number, part in enumerate(parts):
+            file.write(b",\n" * (number > 0) + zlib.decompress(part["lines"]))
+        file.write(b"\n]}\n")
+    return run_dir / TRACE
 
 
 def _lines(log: ActivityLog, world: World, k: int, origin: float) -> Iterator[dict[str, Any]]:

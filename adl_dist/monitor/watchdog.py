@@ -8,8 +8,8 @@ after ``abort_seconds`` it ends the job. Every other process has a heartbeat mon
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from adl_dist.checkpoint.async_save import LAST_SAVE_SECONDS
 from adl_dist.distributed.rpc_errors import PeerError
@@ -24,16 +24,8 @@ AGAIN_SECONDS = 0.2  # limit for an answer of a process that did not answer the 
 MARGIN_SECONDS = 5.0  # for the end of a job, in addition to the wait for a save
 
 
-class Peers(Protocol):
-    """The other processes, as the watchdog calls them."""
-
-    def statuses(
-        self, limits: Mapping[int, float], asker: ProcessStatus, *, closely: bool
-    ) -> dict[int, ProcessStatus | PeerError]:
-        """Return the status of processes; ``limits`` are seconds for answers."""
-
-    def abort(self, why: str) -> Callable[[], None]:
-        """Tell all to exit; return a function that waits for them."""
+# Returns the status of the processes whose limits in seconds are given; the second is rank 0's own.
+AskPeers = Callable[[Mapping[int, float], ProcessStatus], Mapping[int, ProcessStatus | PeerError]]
 
 
 class Watchdog(PollingThread):
@@ -42,11 +34,12 @@ class Watchdog(PollingThread):
     def __init__(
         self,
         num_processes: int,
-        peers: Peers,
         activity: ActivityLog,
-        coordination: Callable[..., CoordinatorStatus],
+        coordination: Callable[[], CoordinatorStatus],
         timeouts: WatchdogTimeouts,
         *,
+        ask_peers: AskPeers,
+        abort_peers: Callable[[str], None],
         on_gone: Callable[[int, str], None],
         on_end: Callable[[], None],
     ) -> None:
@@ -54,32 +47,33 @@ class Watchdog(PollingThread):
 
         Args:
             num_processes: of the job, including this one.
-            peers: the other processes.
             activity: the record of this process.
-            coordination: returns the coordinator's status, with ``closely=True`` also its line of code.
+            coordination: returns the coordinator's status.
             timeouts: the limits on a standstill.
+            ask_peers: returns the status of other processes.
+            abort_peers: tells all others why they are to exit, and waits for them.
             on_gone: takes the rank of a process that is gone, and a line that names it.
             on_end: called right before the end of the job.
         """
         super().__init__("watchdog", timeouts, distributed=num_processes > 1)
-        self._peers, self._activity, self._coordination = peers, activity, coordination
-        self._on_gone, self._on_end = on_gone, on_end
+        self._activity, self._coordination = activity, coordination
+        self._ask_peers, self._abort_peers, self._on_gone, self._on_end = ask_peers, abort_peers, on_gone, on_end
         self._asking = threading.Lock()
         self._ranks = {rank: RankStatus(rank=rank) for rank in range(num_processes)}
         self._changed_at = time.monotonic()
         self._heard_at = dict.fromkeys(self._ranks, self._changed_at)
         self._marks: tuple[Any, ...] = ()
 
-    def statuses(self, *, closely: bool) -> list[RankStatus]:
+    def statuses(self) -> list[RankStatus]:
         """Return the present or last known status of all processes."""
         with self._asking:
-            own = process_status(self._activity, closely=closely)
+            own = process_status(self._activity)
             limits = {
                 rank: AGAIN_SECONDS if known.silent_seconds else ANSWER_SECONDS
                 for rank, known in self._ranks.items()
                 if rank and known.state != GONE
             }
-            answers = {0: own, **self._peers.statuses(limits, own, closely=closely)}
+            answers = {0: own, **self._ask_peers(limits, own)}
             now = time.monotonic()
             for rank, answer in answers.items():
                 if isinstance(answer, ProcessStatus):
@@ -93,12 +87,12 @@ class Watchdog(PollingThread):
 
     def cause(self) -> str | None:
         """Return the name of the process that holds up the others, or None."""
-        cause = cause_of(self.statuses(closely=True), self._coordination(closely=True))
+        cause = cause_of(self.statuses(), self._coordination())
         return cause.text if cause.rank is not None else None
 
     def look(self) -> None:
         """Check whether the status of any process has changed."""
-        statuses = self.statuses(closely=False)
+        statuses, coordination = self.statuses(), self._coordination()
         now = time.monotonic()
         if self._over.is_set():
             return
@@ -109,7 +103,6 @@ class Watchdog(PollingThread):
                 self.stop()
                 self._on_gone(known.rank, describe_silence(known))
                 return
-        coordination = self._coordination()
         marks = (coordination.command, coordination.is_waiting, *(s.seen and s.seen.mark for s in statuses))
         if marks != self._marks:
             if self._has_reported:
@@ -121,32 +114,26 @@ class Watchdog(PollingThread):
         has_failed = any(known.seen and known.seen.phase == FAILED for known in statuses)
         grace = LAST_SAVE_SECONDS + MARGIN_SECONDS if has_failed else 0.0
         if self._abort_seconds is not None and still >= self._abort_seconds + grace:
-            self._end(still)
+            self._end(still, statuses, coordination)
         elif still >= self._stall_seconds and not self._has_reported:
             self._has_reported = True
-            self._report_stall(still)
+            then = f"; after {self._abort_seconds:g} s the job is ended" if self._abort_seconds is not None else ""
+            print_bounded(
+                f"adl-dist: no progress in {still:.1f} s (runtime.watchdog_warn_seconds={self._stall_seconds:g})"
+                f"{then}\n{picture(statuses, coordination)}\nlikely cause: {cause_of(statuses, coordination).text}"
+            )
 
-    def _report_stall(self, still: float) -> None:
-        statuses, coordination = self.statuses(closely=True), self._coordination(closely=True)
-        then = f"; after {self._abort_seconds:g} s the job is ended" if self._abort_seconds is not None else ""
-        print_bounded(
-            f"adl-dist: no progress in {still:.1f} s (runtime.watchdog_warn_seconds={self._stall_seconds:g}){then}\n"
-            f"{picture(statuses, coordination)}\nlikely cause: {cause_of(statuses, coordination).text}"
-        )
-
-    def _end(self, still: float) -> None:
-        statuses = self.statuses(closely=True)
+    def _end(self, still: float, statuses: Sequence[RankStatus], coordination: CoordinatorStatus) -> None:
         if any(known.seen and known.seen.is_debugged for known in statuses):
             return
         exit_deadline()
-        cause = cause_of(statuses, self._coordination(closely=True))
+        cause = cause_of(statuses, coordination)
         why = f"no progress in {still:.1f} s (runtime.watchdog_abort_seconds={self._abort_seconds:g}): {cause.text}"
         print_bounded(f"adl-dist: error: {why}; the same command resumes from the last checkpoint", logging.ERROR)
-        wait_for_peers = self._peers.abort(why)
         for known in statuses[1:]:
             # Before any wait: the launcher ends this process as soon as another one has ended.
             if known.seen and known.silent_seconds:
                 kill(known.seen)
-        wait_for_peers()
+        self._abort_peers(why)
         run_bounded(PRINT_SECONDS, self._on_end)  # it removes a file
         end()

@@ -56,8 +56,6 @@ class Outputs:
         given = {f"resume={resume}": resume != "auto", "trace=True": monitoring.trace, "loggers": monitoring.loggers}
         if run_dir is None and (needing := [name for name, is_given in given.items() if is_given]):
             raise ConfigError(f"{needing[0]} needs a run_dir, but there is none; give one, or omit it")
-        if monitoring.trace and "://" in os.fspath(run_dir or ""):
-            raise ConfigError(f"trace=True needs one folder for all ranks, and run_dir={run_dir!s} is a URL")
         num_processes = pipeline.num_processes if is_distributed else 1
         if monitoring.memory and num_processes < pipeline.num_stages:
             raise ConfigError(

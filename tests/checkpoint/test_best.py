@@ -15,63 +15,37 @@ from tests.support.saved import position
 from tests.support.toys import FixedImages
 from tests.support.values import SILENT
 
-EPOCHS = 5
-
 
 def tenth(output, target):
     """A metric of a user's own, which no one knows the way of."""
     return (output[:, 0] > 0).sum(), len(target)
 
 
-def kept_by(folder, **policy):
-    """The updates of the checkpoints that are left, and the metrics of all."""
-    found = {}
-
-    class Watch(adl_dist.Callback):
-        def on_epoch(self, now):
-            found[now.update] = dict(now.metrics)
-
-    checkpoints = adl_dist.CheckpointPolicy(keep=1, keep_best=True, **policy)
-    trainer = toy_trainer(2, 2, metrics=["top5", tenth])
-    options = {"val_dataset": FixedImages(12, seed=1), "monitoring": SILENT, "callbacks": [Watch()]}
-    trainer.fit(FixedImages(8), epochs=EPOCHS, batch_size=4, run_dir=folder, checkpoints=checkpoints, **options)
-    left = [int(path.name.removeprefix("update-")) for path in layout.complete(folder / "checkpoints")]
-    return left, found
-
-
-def test_the_best_of_evaluations_in_mid_epoch_is_kept(tmp_path):
+@pytest.mark.parametrize(
+    ("goal", "pick"),
+    [
+        ({"best_metric": "validation_loss"}, min),
+        ({"best_metric": "validation_tenth", "best_mode": "min"}, min),
+        ({"best_metric": "validation_accuracy"}, max),
+    ],
+)
+def test_the_best_of_evaluations_in_mid_epoch_is_kept(goal, pick, tmp_path):
     """Also where no checkpoint is due; the losses go up and down with the learning rate."""
     found = {}
 
     class Watch(adl_dist.Callback):
         def on_epoch(self, now):
-            found[now.update] = now.metrics["validation_loss"]
+            found[now.update] = now.metrics[goal["best_metric"]]
 
-    trainer = toy_trainer(2, 2, optimizer=partial(torch.optim.SGD, lr=0.7))
-    policy = adl_dist.CheckpointPolicy(keep=1, keep_best=True, best_metric="validation_loss", every_epochs=0)
+    trainer = toy_trainer(2, 2, metrics=["accuracy", tenth], optimizer=partial(torch.optim.SGD, lr=0.7), verify=False)
+    policy = adl_dist.CheckpointPolicy(keep=1, keep_best=True, every_epochs=0, **goal)
     options = {"val_dataset": FixedImages(12, seed=1), "monitoring": SILENT, "callbacks": [Watch()]}
     length = {"epochs": 2, "batch_size": 4, "eval_every_updates": 1}
     trainer.fit(FixedImages(20), run_dir=tmp_path, checkpoints=policy, **length, **options)
-    best = min(found, key=found.get)
-    assert best not in (5, 10), "it is in mid-epoch"
-    assert layout.best_of(layout.complete(tmp_path / "checkpoints")).name == f"update-{best:08d}"
-
-
-@pytest.mark.parametrize(
-    ("metric", "best", "pick"),
-    [
-        ("validation_loss", None, min),
-        ("validation_loss", "max", max),
-        ("validation_accuracy", None, max),
-        ("validation_tenth", "min", min),
-    ],
-)
-def test_the_best_mode_that_of_the_chosen_metric(metric, best, pick, tmp_path):
-    left, found = kept_by(tmp_path, best_metric=metric, best_mode=best)
-    value = pick(one[metric] for one in found.values())
-    expected = min(update for update, one in found.items() if one[metric] == value)  # the first of equals
-    assert left == sorted({expected, max(found)})
-    assert layout.best_of(layout.complete(tmp_path / "checkpoints")).name == f"update-{expected:08d}"
+    best = min(update for update, value in found.items() if value == pick(found.values()))  # the first of equals
+    saved = layout.complete(tmp_path / "checkpoints")
+    assert [path.name for path in saved] == [f"update-{update:08d}" for update in sorted({best, 10})]
+    assert layout.best_of(saved) == layout.place(tmp_path / "checkpoints", best)
 
 
 def test_what_the_best_mode_of_is_what_the_run_is_after_now(tmp_path):

@@ -6,8 +6,7 @@ from unittest.mock import patch
 
 import pytest
 
-from adl_dist.checkpoint import layout, optimizer_state
-from adl_dist.checkpoint.storage import storage_of
+from adl_dist.checkpoint import layout, optimizer_state, storage
 from adl_dist.control import worker
 from adl_dist.optim import fast_forward
 from adl_dist.report import recorder
@@ -44,7 +43,7 @@ def one_update_ahead(self, path, update, load=worker.LocalWorker._load):
 
 
 def has_files(path):
-    return bool(storage_of(path).names(path))
+    return bool(storage.names(path))
 
 
 RATE, TWICE = "'train/learning_rate'", r"^metrics: .*'train/loss', \d, \d, 1\)"
@@ -55,7 +54,13 @@ BUGS = {
     "updates are counted from one too many": (worker.LocalWorker, "_load", one_update_ahead, 2, RATE),
     "records of updates that are made again are kept": (recorder, "_update_of", lambda line: -1, 5, TWICE),
     "checksums are not compared": (layout, "verify", layout.read_manifest, 1, "newest checkpoint: another"),
-    "a checkpoint counts without its manifest": (layout, "is_complete", has_files, 89, "it has no manifest.json"),
+    "a checkpoint counts without its manifest": (
+        layout,
+        "is_complete",
+        has_files,
+        89,
+        "manifest.json cannot be read .FileNotFoundError",
+    ),
 }
 
 

@@ -1,5 +1,6 @@
 """Whatever an optimizer remembers survives a save and a resume, bit for bit, or is refused by name."""
 
+import json
 from functools import partial
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
+from adl_dist.checkpoint import tensor_files
 from adl_dist.checkpoint.nested import Packer, unpacked
+from adl_dist.checkpoint.tensor_files import Shard
 from adl_dist.errors import CheckpointError, ConfigError
 from adl_dist.optimizers import Muon
 from tests.support.commands import assert_same
@@ -240,18 +243,20 @@ def test_an_optimizer_that_refuses_a_parameter_is_told(tmp_path):
 # --- devices ----------------------------------------------------------------------------------------------------------
 
 
-def placed(*, saved_on, steps_on_cpu=True):
+def placed(folder, *, saved_on, steps_on_cpu=True):
     """Where a counter on the CPU and an average that is with its parameter come back, now that this is on "meta"."""
     on_gpu = torch.device("meta") if saved_on == "gpu" else torch.device("cpu")
     packer = Packer(on_gpu)
-    packed = packer.packed("w", {"step": torch.zeros(()), "average": torch.zeros(2, device=on_gpu)})
-    read = {name: torch.zeros(tensor.shape) for name, tensor in packer.tensors.items()}
-    back = unpacked(packed, read, device=torch.device("meta"), steps_on_cpu=steps_on_cpu)
+    text = json.dumps(packer.packed("w", {"step": torch.zeros(()), "average": torch.zeros(2, device=on_gpu)}))
+    shard = Shard({name: torch.zeros(tensor.shape) for name, tensor in packer.tensors.items()})
+    tensor_files.write(folder, {saved_on: shard})
+    stored, _ = tensor_files.header(folder / saved_on)
+    back = unpacked({"w": text}, stored, torch.device("meta"), steps_on_cpu=steps_on_cpu)["w"]
     return {key: value.device.type for key, value in back.items()}
 
 
-def test_a_counter_comes_back_where_it_was_or_torch_keeps_it():
+def test_a_counter_comes_back_where_it_was_or_torch_keeps_it(tmp_path):
     """On a CPU nothing says which state goes to a GPU; "meta" stands for one."""
-    assert placed(saved_on="gpu") == {"step": "cpu", "average": "meta"}
-    assert placed(saved_on="cpu") == {"step": "cpu", "average": "meta"}
-    assert placed(saved_on="cpu", steps_on_cpu=False) == {"step": "meta", "average": "meta"}
+    assert placed(tmp_path / "1", saved_on="gpu") == {"step": "cpu", "average": "meta"}
+    assert placed(tmp_path / "2", saved_on="cpu") == {"step": "cpu", "average": "meta"}
+    assert placed(tmp_path / "3", saved_on="cpu", steps_on_cpu=False) == {"step": "meta", "average": "meta"}

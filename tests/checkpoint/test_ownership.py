@@ -17,7 +17,7 @@ from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.checkpoint.run_dir import RunFolder
 from tests.support.commands import snapshot
 from tests.support.runs import toy_trainer
-from tests.support.saved import FIRST, position, saved, shards, writing
+from tests.support.saved import FIRST, position, save, saved, shards, writing
 from tests.support.toys import FixedImages
 from tests.support.values import SILENT
 
@@ -153,7 +153,7 @@ def test_a_failed_save_leaves_the_checkpoint_of_the_new_owner(tmp_path):
         raise OSError("another process has taken the folder over")
 
     saver = Saver(tmp_path, CheckpointPolicy(keep=1, background=False), before_commit=taken_over)
-    saver.save(writing(saver, shards()), position(1))
+    save(saver, writing(saver, shards()), position(1))
     assert "another process" in saver.failure
     layout.verify(path)
 
@@ -166,12 +166,12 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_replaced(tmp_path, monkeypa
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     saver = Saver(tmp_path, CheckpointPolicy(keep=1, background=False))
-    for place, name in ((layout, "read"), (storage.LocalFolders, "size")):
+    for name in ("read", "size"):
         with monkeypatch.context() as patch:
-            patch.setattr(place, name, fails)
-            saver.save(writing(saver, shards(seed=1)), position(1))
+            patch.setattr(storage, name, fails)
+            save(saver, writing(saver, shards(seed=1)), position(1))
         assert "Input/output error" in saver.failure
         assert snapshot(tmp_path) == before
     (path / FIRST).write_bytes(b"")
-    saver.save(writing(saver, shards(seed=1)), position(1))
+    save(saver, writing(saver, shards(seed=1)), position(1))
     assert (saver.failure, saver.wait()) == (None, path)

@@ -23,7 +23,6 @@ OPTIMIZERS = {
 CHOICES = {
     "predict and spike": ({"mitigation": ["predict", "spike"]}, "sgd"),
     "predict the present weights": ({"mitigation": ["predict"], "weights": "latest"}, "adamw"),
-    "predict and error feedback": ({"mitigation": ["predict", "error_feedback"]}, "adamw"),
     "nesterov": ({"mitigation": ["nesterov", "discount"], "discount_updates": 30}, "plain"),
 }
 

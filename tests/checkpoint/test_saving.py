@@ -19,7 +19,7 @@ from adl_dist.checkpoint.run_dir import chosen_checkpoint
 from adl_dist.report import MetricsWriter
 from tests.support.commands import assert_same, in_process, snapshot, words
 from tests.support.runs import trainer_of
-from tests.support.saved import FIRST, position, saved, shards, writing
+from tests.support.saved import FIRST, position, save, saved, shards, writing
 from tests.support.toys import Counted, FixedImages, batch_norm_net
 from tests.support.values import values
 
@@ -59,7 +59,7 @@ def full_after(monkeypatch, num_bytes):
 def test_a_disk_full_at_any_byte_keeps_the_old_checkpoint(background, tmp_path, monkeypatch, capfd):
     """And the next save, for which there is room again, is complete."""
     saver = Saver(tmp_path, CheckpointPolicy(keep=1, background=background))
-    saver.save(writing(saver, shards()), position(1))
+    save(saver, writing(saver, shards()), position(1))
     assert saver.wait().name == "update-00000001"
     before = snapshot(tmp_path)
     needed = sum(file.stat().st_size for file in saver.wait().iterdir())
@@ -67,7 +67,7 @@ def test_a_disk_full_at_any_byte_keeps_the_old_checkpoint(background, tmp_path, 
     for room in range(0, 2 * needed, needed // 12):
         with monkeypatch.context() as patch:
             full_after(patch, room)
-            saver.save(writing(saver, shards(seed=room)), position(2))
+            save(saver, writing(saver, shards(seed=room)), position(2))
             path = saver.wait()
         if path is not None:
             break
@@ -111,7 +111,7 @@ def test_a_reader_never_sees_half_a_checkpoint(tmp_path):
     reader.start()
     try:
         for update in range(50):
-            saver.save(writing(saver, shards(), PartWriter(1, saver.take_part).write), position(update))
+            save(saver, writing(saver, shards(), PartWriter(1, saver.take_part).write), position(update))
         assert saver.wait() == layout.complete(tmp_path)[-1]
     finally:
         over.set()
@@ -182,7 +182,7 @@ def test_a_save_fails_at_once_where_a_process_is_gone(reported_before, tmp_path)
         saver.take_part(PartReport(rank=1, failure="stage 1: the process is gone", is_gone=True))
 
     saver = Saver(tmp_path, CheckpointPolicy(keep=1, background=True))
-    saver.save(writing(saver, shards(), dies), position(1))
+    save(saver, writing(saver, shards(), dies), position(1))
     path = saver.wait(20)
     if reported_before:
         assert (path, saver.lost) == (tmp_path / "update-00000001", None)

@@ -186,6 +186,28 @@ def test_a_state_dict_of_copies_is_restored(tmp_path):
     assert_same(trainer_of(model=model(), init_from=tmp_path / "start").full_state_dict(), whole)
 
 
+class Versioned(nn.Linear):
+    """As torch documents it: weights of version 1 were ten times as large."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state, prefix, metadata, *others):
+        if (metadata.get("version") or 1) < 2:
+            state[f"{prefix}weight"] = state[f"{prefix}weight"] / 10
+        super()._load_from_state_dict(state, prefix, metadata, *others)
+
+
+@pytest.mark.parametrize("K", [1, 2])
+def test_a_module_with_a_version_is_restored_as_it_was_saved(K, tmp_path):
+    def trainer():
+        torch.manual_seed(0)
+        return trainer_of(K, model=nn.Sequential(nn.Flatten(), Versioned(72, 8), nn.Linear(8, 5)), verify=False)
+
+    whole = fit(trainer(), None, 2)
+    fit(trainer(), tmp_path, 1)
+    assert_same(fit(trainer(), tmp_path, 2), whole)
+
+
 # --- a run of version 0.3.8 -------------------------------------------------------------------------------------------
 
 

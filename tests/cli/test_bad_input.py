@@ -176,7 +176,7 @@ def test_a_run_folder_that_cannot_be_made_says_why(tmp_path):
     reasons = {"file/run": "is a file", "file": "is a file", "r" * 300: "File name too long"}
     for name, reason in reasons.items():
         line = refused(*words(tmp_path / name, processes=True))
-        shows(line, [f"run_dir={tmp_path / name} cannot be made", reason, "choose another run_dir"])
+        shows(line, [f"run_dir={tmp_path / name} cannot be used", reason, "choose another run_dir"])
     assert snapshot(tmp_path) == before
 
 
@@ -257,9 +257,13 @@ def edited(**changes):
 DATA, INDEX = "model-00001-of-00002.safetensors", "model.safetensors.index.json"
 DAMAGES = {
     "cut data": (DATA, cut, [f"{DATA} should hold", "bytes, found"]),
-    "garbled index": (INDEX, lambda path: path.write_text("x" * path.stat().st_size), [f"{INDEX} should have the SHA"]),
-    "cut manifest": ("manifest.json", cut, ["its manifest.json cannot be read"]),
-    "no update": ("manifest.json", edited(update=None), ["its manifest.json", "'update'"]),
+    "garbled index": (
+        INDEX,
+        lambda path: path.write_text("x" * path.stat().st_size),
+        [f"{INDEX} cannot be read", "its SHA-256 should be"],
+    ),
+    "cut manifest": ("manifest.json", cut, ["manifest.json cannot be read"]),
+    "no update": ("manifest.json", edited(update=None), ["manifest.json cannot be read", "checksum"]),
 }
 
 
@@ -270,7 +274,7 @@ def test_a_damaged_checkpoint_says_what_is_wrong_and_the_way_on(damage, run_dir,
     newest, older = (run_dir / "checkpoints" / each for each in (NEWEST, OLDER))
     inflict(newest / name)
     before = snapshot(run_dir / "checkpoints")
-    parts = [f"{newest} is damaged", *parts, f"{OLDER} next to it may be good", f"checkpoint={older}"]
+    parts = [f"{newest} is damaged", *parts, "continue from one next to it", "evaluate and export take checkpoint=PATH"]
     train, out = words(run_dir, SMALL, "train.epochs=3"), tmp_path / "model.pt"
     if damage in ("cut data", "cut manifest"):
         for command in ([*train, f"resume={newest}"], ["export", f"run_dir={run_dir}", f"out={out}"]):

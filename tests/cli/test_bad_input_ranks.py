@@ -39,7 +39,7 @@ def logs_of(run_dir):
 def test_a_mistake_that_every_rank_finds_is_reported_once(tmp_path):
     """The model is built by the ranks alone: each finds the same mistake, and the user reads one line of it."""
     outcome = as_command(ADL_DIST, *words(tmp_path / "run", "init_from=nosuch.pt", processes=True))
-    shows(outcome.refusal(), ["init_from=nosuch.pt is not there", "expected a state_dict"])
+    shows(outcome.refusal(), ["init_from=nosuch.pt cannot be read (FileNotFoundError", "expected a state_dict"])
     assert left_behind(tmp_path) == []
     assert snapshot(tmp_path) == {}
 

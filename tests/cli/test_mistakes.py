@@ -88,7 +88,7 @@ BY_RANKS = {
     (f"model._target_={USER}.raises",): [f"{USER}.raises failed", "LookupError: no such weights on any server"],
     (f"model._target_={USER}.exits",): [f"{USER}.exits failed", "SystemExit: 3"],
     (f"model._target_={USER}.no_module",): [f"{USER}.no_module returned str", "expected a torch.nn.Module"],
-    ("init_from=nosuch.pt",): ["init_from=nosuch.pt is not there", "expected a state_dict"],
+    ("init_from=nosuch.pt",): ["init_from=nosuch.pt cannot be read (FileNotFoundError", "expected a state_dict"],
     ("data=cifar10", f"data.root={NOWHERE}"): ["CIFAR-10", "data.download=true", "cifar-10-batches-py", NOWHERE],
     ("data=imagefolder", f"data.root={NOWHERE}"): [
         "there is no train and no val",

@@ -44,7 +44,7 @@ class Plane(ControlPlane):
 class WaitsInVain:
     """A worker whose peer is gone."""
 
-    def execute(self, command, reporter):
+    def execute(self, command, *_):
         raise ChannelError("waited for the act of micro-batch 3")
 
 

@@ -153,7 +153,7 @@ def test_a_heartbeat_monitor_ends_rank_0_that_asks_no_more(number, said, monkeyp
     with another_process() as (rank_0, asker):
         monitor.start()
         for _ in range(5 if number else 0):
-            answers.answer(asker, closely=False)
+            answers.answer(asker)
             time.sleep(0.1)
         assert lines == []
         began = time.monotonic()

@@ -60,6 +60,12 @@ class Trap:
         return os.mkdir, (self._file,)
 
 
+def save(saver, write_parts, manifest):
+    """Save the parts that ``write_parts`` has written, after the previous save has ended."""
+    saver.begin(write_parts, manifest["update"])
+    saver.complete(manifest)
+
+
 OTHER = {"model-00009-of-00009.safetensors": Shard({"other": torch.ones(2)})}  # of another process
 
 

@@ -36,7 +36,6 @@ def assert_is_whole(run_dir, summary, method, *, training, validation=None):
         for one, other in pairwise(of_stage):
             assert min(one["ts"], one["dur"]) >= 0
             assert one["ts"] + one["dur"] <= other["ts"] + 1e-6, (one, other)  # microseconds, in float64
-    assert not (run_dir / "trace").exists()
     assert_shares_are_all_of_the_time(summary, K)
 
     def times(stage, op, *, ends):
