@@ -23,11 +23,11 @@ from adl_dist.seeds import stream_seed
 from adl_dist.stage import LossFn, OptimizerFactory, Stage, TrainSpec, in_dtype
 from adl_dist.stage.calls import Compiler
 from adl_dist.stage.heads import build_gradient_network, build_head, normalises_samples
-from adl_dist.stage.loss import LossTerms, ReturnsSumError, SumCountLoss, class_loss, loss_terms
+from adl_dist.stage.loss import LossTerms, class_loss, loss_terms
 from adl_dist.stage.model_norm import MISSING, ModelNorm
 from adl_dist.training.edges import COUNTS, connect_stages
-from adl_dist.training.measured import links_between
-from adl_dist.training.partitioned_model import PartitionedModel, PartitionResult, Startup, unit_of_inputs
+from adl_dist.training.measured import links_between, unit_of_inputs
+from adl_dist.training.partitioned_model import PartitionedModel, PartitionResult, Startup
 from adl_dist.training.startup_sync import check_consistent
 from adl_dist.training.tied_copies import parameters_by_name
 from adl_dist.training.trial.samples import Samples, share, take
@@ -60,11 +60,7 @@ def settle_partition(
     check_consistent(agreement, given, partitioned.initial)
     samples = share(agreement, take(*loaders, plan))
     links, loader = links_between(partitioned.spec.links, world, agreement, startup.folder), loaders.first
-    finalize = partial(partitioned.finalize, startup, samples=samples, links=links)
-    try:
-        found = finalize(spec)
-    except ReturnsSumError as pair:  # whatever it counts, which is only known now
-        found = finalize(replace(spec, loss_fn=SumCountLoss(spec.loss_fn, pair.target, pair.count)))
+    found = partitioned.finalize(startup, spec, samples, links)
     if loader is not None:
         loader.expect(found.spec, loss_terms(found.spec.loss_fn, samples.one[1], spec.loss_reduction), num_outputs=None)
         for target in (batch.target for batch in samples.pair):

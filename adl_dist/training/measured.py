@@ -1,22 +1,120 @@
-"""The links and delays with which a run was begun, kept in its folder."""
+"""Measurements for a cut, kept in the run folder: costs of units, links and delays."""
 
+import hashlib
 import json
+import platform
 from collections import ChainMap
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+from torch import Tensor, nn
+
+from adl_dist.batch import Batch, device_of, map_batch, tensors_of
 from adl_dist.distributed.world import World
 from adl_dist.errors import ConfigError
 from adl_dist.links import LINKS, Links, parse_links
+from adl_dist.partition import Chain
+from adl_dist.partition.costs import Profile
 from adl_dist.report.files import write_atomically
+from adl_dist.stage import TrainSpec
+from adl_dist.stage.optimizer import stage_optimizer
+from adl_dist.training.input import DeviceLoader
 from adl_dist.training.startup_sync import Agreement
 from adl_dist.transport.link_speed import measure_links
+from adl_dist.transport.spec import TensorSpec
 
-LINKS_FILE, DELAYS_FILE = "links.json", "delays.json"
+PROFILE_FILE, LINKS_FILE, DELAYS_FILE = "profile.json", "links.json", "delays.json"
+SHARE_OF_MEMORY = 0.9  # of a GPU; the rest is for what operations need while they run, and for fragments
 FREE = 1e15, 0.0  # bytes per second and seconds of one way within a process
 
 T = TypeVar("T")
+
+
+def take_profile(
+    model: nn.Module,
+    chain: Chain,
+    spec: TrainSpec,
+    sample: tuple[Batch, Batch],
+    *,
+    micro_batch_size: int,
+    kept_in: Path | None,
+    feed: DeviceLoader | None,
+) -> Profile:
+    """Measure the cost of each unit of ``chain``, or read an earlier measurement.
+
+    The ``sample``, input [1, ...] and target [1, ...], is repeated to a micro-batch, on its device. ``kept_in`` is the
+    file of the measurement. ``feed`` is the source of stage 0's micro-batches, or None.
+
+    Raises:
+        PartitionError: If that file is not a profile.
+    """
+    from adl_dist.partition.measure import measure
+    from adl_dist.training.split_costs import with_split_costs
+
+    of = _profile_key(model, chain, spec, sample, micro_batch_size)
+    profile = Profile.load(kept_in, of) if kept_in is not None and kept_in.is_file() else None
+    if profile is None:
+        input_, target = micro_batch(sample, micro_batch_size)
+        within = spec.precision.autocasting(device_of(input_))
+        how: dict[str, Any] = {"input_": input_, "target": target, "loss_fn": spec.loss_fn, "within": within}
+        profile = measure(model, chain, optimizer=spec.optimizer, of=of, **how)
+        profile = with_split_costs(profile, model, chain, **how)
+        if feed is not None:
+            profile = replace(profile, loading=feed.seconds_to_load(micro_batch_size))
+        if kept_in is not None:
+            profile.save(kept_in)
+    return profile
+
+
+def _profile_key(
+    model: nn.Module, chain: Chain, spec: TrainSpec, sample: tuple[Batch, Batch], micro_batch_size: int
+) -> dict[str, Any]:
+    """Return the values that must be equal for a measurement to be used again."""
+    inputs, device = tensors_of(sample[0]), device_of(sample[0])
+    shapes = {name: list(value.shape) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    digest = json.dumps([chain.units, shapes, repr(model), repr(spec.loss_fn)])
+    return {
+        "units": len(chain.units),
+        "granularity": chain.granularity,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "model": hashlib.sha256(digest.encode()).hexdigest()[:16],
+        "optimizer": type(stage_optimizer(spec.optimizer, trained, where="the model")).__name__,
+        **{key: value for key, value in spec.precision.settings.items() if "codec" not in key},
+        "micro_batch_size": micro_batch_size,
+        "input": list(inputs[0].shape[1:]) if len(inputs) == 1 else [list(tensor.shape[1:]) for tensor in inputs],
+        "unit": unit_of_inputs(inputs[0]),
+        "channels_last": TensorSpec.of(inputs[0]).channels_last,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "threads": torch.get_num_threads(),
+        "torch": str(torch.__version__),
+        **dict.fromkeys(("splits", "codecs", "updates"), True),  # measured as well
+    }
+
+
+def unit_of_inputs(inputs: Tensor) -> str:
+    """Return the name of the samples in ``inputs``: images, sequences or samples."""
+    if inputs.is_floating_point():
+        return "images" if inputs.ndim == 4 else "samples"
+    return "sequences" if inputs.ndim == 2 else "samples"
+
+
+def device_memory(device: torch.device, num_stages: int = 1) -> int | None:
+    """Return the GPU memory of a process's stage in bytes, or None on a CPU."""
+    return int(torch.cuda.mem_get_info(device)[1] * SHARE_OF_MEMORY) // num_stages if device.type == "cuda" else None
+
+
+def micro_batch(sample: tuple[Batch, Batch], size: int) -> tuple[Batch, Batch]:
+    """Return input [size, ...] and target [size, ...] of one sample, repeated on its device."""
+    device = device_of(sample[0])
+
+    def repeated(tensor: Tensor) -> Tensor:
+        return TensorSpec.of(tensor).empty(size, device).copy_(tensor)
+
+    return map_batch(repeated, sample[0]), map_batch(repeated, sample[1])
 
 
 def links_between(links: str | None, world: World, agreement: Agreement, folder: Path | None) -> Links | None:

@@ -1,10 +1,7 @@
 """The cut model: units by stage, and the stages in this process."""
 
 import gc
-import hashlib
-import json
 import logging
-import platform
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
@@ -17,38 +14,35 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_structure
 
-from adl_dist.batch import Batch, Tensors, device_of, map_batch, tensors_of
+from adl_dist.batch import tensors_of
 from adl_dist.checkpoint.nested import is_extra_state
 from adl_dist.checkpoint.state import signature
 from adl_dist.codecs import PLAIN
 from adl_dist.distributed.world import World
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.links import Links
-from adl_dist.partition import Chain, CutImpossibleError, Machine, StageModule, checked_sizes, even_sizes, flops_sizes
+from adl_dist.partition import Chain, Machine, StageModule, checked_sizes, even_sizes, flops_sizes
+from adl_dist.partition.balance import Balance
 from adl_dist.partition.chain import copied_model
-from adl_dist.partition.costs import Profile
+from adl_dist.partition.costs import Profile, UnitCost
 from adl_dist.partition.cut import attempt, begins_of, loads_of
 from adl_dist.partition.imbalance import why_uneven
 from adl_dist.partition.predict import best_cut, unevenness, with_delays
-from adl_dist.schedule import Method, Pipeline
+from adl_dist.schedule import Pipeline
 from adl_dist.schedule.run_plan import Plan
 from adl_dist.stage import TrainSpec
-from adl_dist.stage.optimizer import stage_optimizer
 from adl_dist.training.flops import flops_per_sample, peak_tflops
-from adl_dist.training.input import DeviceLoader, Loaders
+from adl_dist.training.input import Loaders
 from adl_dist.training.lazy_weights import LazyWeights
-from adl_dist.training.measured import read_delays
+from adl_dist.training.measured import PROFILE_FILE, device_memory, read_delays, take_profile
 from adl_dist.training.options import PartitionSpec
 from adl_dist.training.startup_sync import Agreement, sampled
 from adl_dist.training.tied_copies import Ties, tie_copies
 from adl_dist.training.trial.samples import Samples
 from adl_dist.training.trial.stage_run import TrialResult
-from adl_dist.training.trial.trial import Trial, check_trains, memory_formats
+from adl_dist.training.trial.trial import Trial, check_trains, settle_formats
 from adl_dist.transport.coding_speed import coding_costs
 from adl_dist.transport.spec import TensorSpec
-
-PROFILE = "profile.json"
-SHARE_OF_MEMORY = 0.9  # the rest is for what operations need while they run, and for fragments
 
 logger = logging.getLogger("adl_dist")
 
@@ -79,6 +73,26 @@ class PartitionResult(NamedTuple):
             for one in (self.samples, samples)
         ]
         return alike[0] == alike[1] and self.samples.varies == samples.varies
+
+
+@dataclass
+class _Measured:
+    """Measured costs, the delays that follow from them, and the best cut."""
+
+    profile: Profile
+    pipeline: Pipeline
+    machine: Machine
+    balance: Balance = field(init=False)  # of the last choice
+
+    def units_of(self, chain: Chain) -> list[UnitCost]:
+        """Return the units, with no cut where ``chain`` forbids it."""
+        return [replace(u, may_cut=u.may_cut and n not in chain.forbidden) for n, u in enumerate(self.profile.units)]
+
+    def best_sizes(self, chain: Chain) -> list[int]:
+        """Choose the best cut that ``chain`` allows."""
+        allowed = replace(self.profile, units=self.units_of(chain))
+        self.balance = best_cut(allowed, self.pipeline, machine=self.machine)
+        return self.balance.sizes
 
 
 @dataclass
@@ -175,24 +189,19 @@ class PartitionedModel:
         if self._settled is not None and (known := self._known(samples)) is not None:
             return known._replace(spec=replace(known.spec, gradients=spec.gradients))  # which a resumed run may keep
         assert self._model is not None
-        device, feed = startup.world.device, startup.loaders.first
-        formats = memory_formats(self._model, spec, samples)
-        for channels_last in formats:
-            tried = replace(spec, precision=replace(spec.precision, channels_last=channels_last))
-            try:
-                gc.freeze()  # each collection would look at all of torch's 400,000 objects, 0.1 s a time
-                trial = Trial(self._model, tried, samples, device)
-                chain = None
-                if self.num_stages > 1 or not isinstance(self.spec.balance, str):
-                    keeps = keeps_ties(spec.pipeline.method)
-                    chain = trial.chain(granularity=self.spec.granularity, keeps_ties=keeps)
-                tried, result, sizes = self._choose(trial, chain, startup, links)
-                break
-            except (ConfigError, PartitionError):
-                if channels_last is formats[-1]:
-                    raise
-            finally:
-                gc.unfreeze()
+        model, device, feed = self._model, startup.world.device, startup.loaders.first
+
+        def attempt(tried: TrainSpec) -> tuple[Trial, Chain | None, TrainSpec, TrialResult, list[int]]:
+            trial = Trial(model, tried, samples, device)
+            is_cut = self.num_stages > 1 or not isinstance(self.spec.balance, str)
+            chain = trial.chain(granularity=self.spec.granularity) if is_cut else None
+            return trial, chain, *self._choose(trial, chain, startup, links)
+
+        gc.freeze()  # each collection would look at all of torch's 400,000 objects, 0.1 s a time
+        try:
+            trial, chain, tried, result, sizes = settle_formats(model, spec, samples, attempt)
+        finally:
+            gc.unfreeze()
         if trial.note is not None:
             self._note(trial.note)
         self._cut(chain, sizes)
@@ -202,7 +211,7 @@ class PartitionedModel:
             for module in self.modules.values():
                 self.weights.make(module)
             self.weights = None
-        if channels_last is not formats[0]:
+        if spec.precision.channels_last is None and not tried.precision.channels_last:
             self._note("channels_last is off: the model runs in the plain memory format only")
         peak = peak_tflops(self.peak_tflops, spec, device)
         if peak is not None and feed is not None and not trial.is_lazy and result.learns:
@@ -215,38 +224,47 @@ class PartitionedModel:
         self, trial: Trial, chain: Chain | None, startup: Startup, links: Links | None
     ) -> tuple[TrainSpec, TrialResult, list[int]]:
         """Choose the cut; return the spec with its delays, result and sizes."""
-        spec, delays = trial.spec, trial.spec.pipeline.nominal_delays
+        spec, delays, balance = trial.spec, trial.spec.pipeline.nominal_delays, self.spec.balance
         if chain is None or self.num_stages == 1:
             if chain is not None:
-                checked_sizes(chain, 1, self.spec.balance)
+                checked_sizes(chain, 1, balance)
             result, sizes = trial.run(), [1]
-        elif self.spec.balance == "auto":
-            sizes, delays = startup.agreement.first(self._measured(trial, chain, startup, links))
-            result = trial.run(chain, sizes, verify=self.spec.verify)
         else:
-            result, sizes = self._even(trial, chain)
+            fixed = None if balance == "auto" else self._fixed_sizes(chain)
+            measured = self._measure(trial, chain, startup, links) if balance == "auto" else None
+            if measured is not None:
+                delays = measured.pipeline.nominal_delays
+            # A head takes the one tensor that blocks hand on.
+            by_work = partial(flops_sizes, opens=not spec.pipeline.spec.has_heads)
+
+            def choose() -> list[int]:
+                if balance == "auto":
+                    return list(startup.agreement.first(measured and measured.best_sizes(chain)))
+                return fixed or (by_work if balance == "flops" else even_sizes)(chain, self.num_stages)
+
+            def run(sizes: list[int]) -> tuple[TrialResult, list[int]]:
+                return trial.run(chain, sizes, verify=self.spec.verify), sizes
+
+            result, sizes = attempt(chain, choose, run, fixed=fixed is not None)
+            self._describe(chain, sizes, measured, is_fixed=fixed is not None)
         if spec.pipeline.method.awaits_delays:
-            spec = replace(spec, pipeline=Pipeline(spec.pipeline.method.with_delays(tuple(delays)), self.num_stages))
+            method = spec.pipeline.method.with_delays(tuple(startup.agreement.first(delays)))
+            spec = replace(spec, pipeline=Pipeline(method, self.num_stages))
         return spec, result, sizes
 
-    def _even(self, trial: Trial, chain: Chain) -> tuple[TrialResult, list[int]]:
-        """Try the given or the most even cut; return result and sizes."""
-        is_flops, fixed = self.spec.balance == "flops", self._fixed_sizes(chain)
-        # A head takes the one tensor that blocks hand on.
-        opens = not trial.spec.pipeline.spec.has_heads
-        choose = partial(flops_sizes, opens=opens) if is_flops else even_sizes
-        result, sizes = attempt(
-            chain,
-            lambda: fixed or choose(chain, self.num_stages),
-            lambda sizes: (trial.run(chain, sizes, verify=self.spec.verify), sizes),
-            fixed=fixed is not None,
-        )
+    def _describe(self, chain: Chain, sizes: list[int], measured: _Measured | None, *, is_fixed: bool) -> None:
+        """Note the cut, and the cause if it is uneven."""
+        if measured is not None:
+            shown = ", ".join(f"{1000 * seconds:.1f}" for seconds in measured.balance.stage_seconds)
+            self._note(f"measured {cut_note(chain, sizes)}; {shown} ms per micro-batch")
+            self.warning = unevenness(measured.units_of(chain), measured.balance)
+            return
         self._note(cut_note(chain, sizes))
         reasons = [chain.forbidden.get(unit, "") for unit in range(len(chain.units))]
-        if fixed is None and any(reasons):
+        if not is_fixed and any(reasons):
+            is_flops = self.spec.balance == "flops"
             loads, of = (loads_of(chain, sizes), "the work") if is_flops else (sizes, "the units")
             self.warning = why_uneven(chain.units, reasons, sizes, loads, of=of)
-        return result, sizes
 
     def _fixed_sizes(self, chain: Chain) -> list[int] | None:
         """Return the given sizes or those of the resumed run, or None."""
@@ -259,65 +277,46 @@ class PartitionedModel:
                 self._note(f"the cut of the checkpoint is not used: {error}")
         return None
 
-    def _measured(
-        self, trial: Trial, chain: Chain, startup: Startup, links: Links | None
-    ) -> tuple[list[int], tuple[int, ...]] | None:
-        """Measure the units with the data, if any; return the best sizes and delays."""
-        if startup.loaders.first is None:
+    def _measure(self, trial: Trial, chain: Chain, startup: Startup, links: Links | None) -> _Measured | None:
+        """Measure the units in the process that has the data, and choose the delays that the method leaves open.
+
+        Values depend on delays, so a run keeps them, whatever is measured when it continues.
+        """
+        folder, spec, feed = startup.folder, trial.spec, startup.loaders.first
+        if feed is None:
             return None
-        folder = startup.folder
         profile = take_profile(
             copied_model(trial.model),
             chain,
-            trial.spec,
-            granularity=self.spec.granularity,
-            sample=trial.samples.one,
+            spec,
+            trial.samples.one,
             micro_batch_size=startup.plan.micro_batch_size,
-            kept_in=None if folder is None else folder / PROFILE,
-            feed=startup.loaders.first,
+            kept_in=None if folder is None else folder / PROFILE_FILE,
+            feed=feed,
         )
-        codecs = trial.spec.precision.codecs
-        if codecs != PLAIN and not profile.coding:
+        if spec.precision.codecs != PLAIN and not profile.coding:
             profile = replace(profile, coding=coding_costs(trial.device))
             if folder is not None:  # the same command is to make the same cut
-                profile.save(folder / PROFILE)
+                profile.save(folder / PROFILE_FILE)
         machine = Machine(
             speeds=self.spec.speeds,
             memory_bytes=device_memory(trial.device, -(-self.num_stages // startup.world.size)),
-            codecs=codecs,
+            codecs=spec.precision.codecs,
             coding=profile.coding,
             **({} if links is None else links.figures),
         )
         if links is not None:
             self._note(f"links between stages: {links}")
-        pipeline = self._with_delays(profile, trial.spec.pipeline, machine, folder)
-        while True:
-            units = [replace(u, may_cut=u.may_cut and n not in chain.forbidden) for n, u in enumerate(profile.units)]
-            balance = best_cut(replace(profile, units=units), pipeline, machine=machine)
-            try:
-                trial.run(chain, balance.sizes)
-                break
-            except CutImpossibleError as error:
-                chain.forbidden.setdefault(sum(balance.sizes[: error.stage + 1]) - 1, error.reason)
-        shown = ", ".join(f"{1000 * seconds:.1f}" for seconds in balance.stage_seconds)
-        self._note(f"measured {cut_note(chain, balance.sizes)}; {shown} ms per micro-batch")
-        self.warning = unevenness(units, balance)
-        return balance.sizes, pipeline.nominal_delays
-
-    def _with_delays(self, profile: Profile, pipeline: Pipeline, machine: Machine, folder: Path | None) -> Pipeline:
-        """Return ``pipeline`` with the recorded or the best delays.
-
-        Values depend on delays, so a run keeps them, whatever is measured when it continues.
-        """
-        if not pipeline.method.awaits_delays:
-            return pipeline
-        delays = read_delays(folder, self.num_stages) if folder is not None else None
-        if delays is not None:
-            self._note(f"delays of this run: {delays} micro-batches")
-            return Pipeline(pipeline.method.with_delays(delays), self.num_stages)
-        measured = with_delays(profile, pipeline, machine=machine)
-        self._note(f"measured delays: {list(measured.nominal_delays)} micro-batches")
-        return measured
+        pipeline = spec.pipeline
+        if pipeline.method.awaits_delays:
+            kept = None if folder is None else read_delays(folder, self.num_stages)
+            if kept is None:
+                pipeline = with_delays(profile, pipeline, machine=machine)
+            else:
+                pipeline = Pipeline(pipeline.method.with_delays(kept), self.num_stages)
+            whose = "measured delays" if kept is None else "delays of this run"
+            self._note(f"{whose}: {list(pipeline.nominal_delays)} micro-batches")
+        return _Measured(profile, pipeline, machine)
 
     def _known(self, samples: Samples) -> PartitionResult | None:
         """Return the result of an earlier call, if it holds for these samples.
@@ -336,7 +335,7 @@ class PartitionedModel:
         is_new = samples.trains and not settled.samples.trains and self.num_stages == 1  # no backward was looked at
         if not is_new and settled.holds_for(samples):
             if samples.trains:
-                check_trains(settled.result, samples)
+                check_trains(settled.result)
             return settled
         if self._model is None:
             raise ConfigError(
@@ -386,109 +385,6 @@ def cut_note(chain: Chain, sizes: Sequence[int]) -> str:
     work = " ".join(f"{share:.0%}".replace("%", " %") for share in loads_of(chain, sizes))
     inside = [chain.block_names[chain.blocks[n]] for n in stops[:-1] if chain.blocks[n] == chain.blocks[n - 1]]
     return f"cut: {', '.join(shown)}; work {work}" + (f"; inside {', '.join(dict.fromkeys(inside))}" if inside else "")
-
-
-def keeps_ties(method: Method) -> str | None:
-    """Return why tied weights must be on one stage, or None."""
-    why = method.why_not_tied
-    return None if why is None else f"since {why}: use partition.tied=untie"
-
-
-def take_profile(
-    model: nn.Module,
-    chain: Chain,
-    spec: TrainSpec,
-    *,
-    granularity: str,
-    sample: tuple[Batch, Batch],
-    micro_batch_size: int,
-    kept_in: Path | None,
-    feed: DeviceLoader | None,
-) -> Profile:
-    """Measure the cost of each unit, or read an earlier measurement.
-
-    Its units are those of ``chain``; it is on the device of the ``sample``: input [1, ...] and target [1, ...], which
-    are repeated to a micro-batch. ``kept_in`` is the file of the measurement. ``feed`` is what stage 0 loads
-    micro-batches from, or None.
-
-    Raises:
-        PartitionError: If that file is not a profile.
-    """
-    from adl_dist.partition.measure import measure
-    from adl_dist.training.split_costs import with_split_costs
-
-    of = _profile_key(model, chain, spec, granularity, device_of(sample[0]), tensors_of(sample[0]), micro_batch_size)
-    if kept_in is not None and kept_in.is_file():
-        kept = Profile.load(kept_in, of)
-        if kept is not None:
-            return kept
-    device = device_of(sample[0])
-    input_, target = micro_batch(sample, micro_batch_size, device)
-    how: dict[str, Any] = {"input_": input_, "target": target, "loss_fn": spec.loss_fn}
-    how["within"] = spec.precision.autocasting(device)
-    profile = measure(model, chain, optimizer=spec.optimizer, of=of, **how)
-    profile = with_split_costs(profile, model, chain, **how)
-    if feed is not None:
-        profile = replace(profile, loading=feed.seconds_to_load(micro_batch_size))
-    if kept_in is not None:
-        profile.save(kept_in)
-    return profile
-
-
-def _profile_key(
-    model: nn.Module,
-    chain: Chain,
-    spec: TrainSpec,
-    granularity: str,
-    device: torch.device,
-    inputs: Tensors,
-    micro_batch_size: int,
-) -> dict[str, Any]:
-    """Return the values that must be equal for a measurement to be used again."""
-    shapes = {name: list(value.shape) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    digest = json.dumps([chain.units, shapes, repr(model), repr(spec.loss_fn)])
-    return {
-        "units": len(chain.units),
-        "granularity": granularity,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "model": hashlib.sha256(digest.encode()).hexdigest()[:16],
-        "optimizer": type(stage_optimizer(spec.optimizer, trained, where="the model")).__name__,
-        **{
-            key: value for key, value in spec.precision.settings.items() if "codec" not in key
-        },  # what it spares is measured
-        "micro_batch_size": micro_batch_size,
-        "input": list(inputs[0].shape[1:]) if len(inputs) == 1 else [list(tensor.shape[1:]) for tensor in inputs],
-        "unit": unit_of_inputs(inputs[0]),
-        "channels_last": TensorSpec.of(inputs[0]).channels_last,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        "threads": torch.get_num_threads(),
-        "torch": str(torch.__version__),
-        "splits": True,  # Measure also what a split defers.
-        "codecs": True,  # and what codecs spare
-        "updates": True,  # and the update of each unit
-    }
-
-
-def unit_of_inputs(inputs: Tensor) -> str:
-    """Return the name of the samples in ``inputs``: images, sequences or samples."""
-    if inputs.is_floating_point():
-        return "images" if inputs.ndim == 4 else "samples"
-    return "sequences" if inputs.ndim == 2 else "samples"
-
-
-def device_memory(device: torch.device, num_stages: int = 1) -> int | None:
-    """Return the GPU memory of a process's stage in bytes, or None on a CPU."""
-    return int(torch.cuda.mem_get_info(device)[1] * SHARE_OF_MEMORY) // num_stages if device.type == "cuda" else None
-
-
-def micro_batch(sample: tuple[Batch, Batch], size: int, device: torch.device) -> tuple[Batch, Batch]:
-    """Return input [size, ...] and target [size, ...] of one sample, repeated."""
-
-    def repeated(tensor: Tensor) -> Tensor:
-        return TensorSpec.of(tensor).empty(size, device).copy_(tensor)
-
-    return map_batch(repeated, sample[0]), map_batch(repeated, sample[1])
 
 
 def _plain(tensor: Any) -> Any:

@@ -23,7 +23,7 @@ from adl_dist.report.warning import warn
 from adl_dist.schedule import Method
 from adl_dist.schedule.run_plan import micro_batch_size_of
 from adl_dist.settings import WAS_REMOVED
-from adl_dist.training.partitioned_model import device_memory
+from adl_dist.training.measured import device_memory
 from adl_dist.transport.coding_speed import coding_costs
 
 BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}

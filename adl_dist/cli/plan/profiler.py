@@ -7,31 +7,29 @@ import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.reading import device_loader
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.distributed.affinity import num_cores, tune_malloc
 from adl_dist.distributed.parent_process import LAUNCHER, end_with_launcher
-from adl_dist.errors import ConfigError, PartitionError, in_one_line
+from adl_dist.errors import ConfigError, in_one_line
 from adl_dist.partition import Chain
 from adl_dist.partition.costs import Profile
 from adl_dist.partition.measure import pace
 from adl_dist.partition.predict import Throughput
 from adl_dist.stage import TrainSpec, in_dtype
-from adl_dist.stage.loss import ReturnsSumError, SumCountLoss
-from adl_dist.training.partitioned_model import keeps_ties, micro_batch, take_profile
+from adl_dist.training.measured import micro_batch, take_profile
 from adl_dist.training.trial import samples as samples_of
 from adl_dist.training.trial.samples import Samples
-from adl_dist.training.trial.trial import Trial, memory_formats
+from adl_dist.training.trial.trial import Trial, settle_formats
 
 
 class Profiler:
@@ -72,12 +70,20 @@ class Profiler:
             assert shape is not None
             inputs = torch.randn(samples_of.NUM_SAMPLES, *shape, dtype=precision.dtype, device=self.device)
             samples = Samples.of(inputs, torch.zeros(len(inputs), dtype=torch.long))
-        self.spec, self.samples = _tried(self.model, samples, self.device, self.spec)
+        self._trial = settle_formats(self.model, self.spec, samples, partial(self._tried, samples))
+        self.spec = self._trial.spec
+        self.samples = samples.to(self.device, channels_last=bool(self.spec.precision.channels_last))
         if self._loader is not None:
             self._loader.precision = self.spec.precision
         self.reads_stream = self._loader is not None and self._loader.stream is not None
         self._autocast = self.spec.precision.autocasting(self.device)
         self._sample = self.samples.one
+
+    def _tried(self, samples: Samples, spec: TrainSpec) -> Trial:
+        """Try the model on ``samples`` with one spec."""
+        trial = Trial(self.model, spec, samples, self.device)
+        trial.run()
+        return trial
 
     @cached_property
     def chain(self) -> Chain:
@@ -86,10 +92,7 @@ class Profiler:
         Raises:
             PartitionError: If it cannot be divided.
         """
-        with self._autocast():  # read as training reads it, or buffers that many units read would be on one stage
-            keeps = keeps_ties(self.spec.pipeline.method)
-            batches = [batch for pair in self.samples.readings for batch in pair]
-            return Chain(self.model, batches, granularity=self.granularity, keeps_ties=keeps)
+        return self._trial.chain(granularity=self.granularity)
 
     def num_others(self, num_stages: int) -> int:
         """Return the number of other stages on this machine's cores; 0 on GPUs."""
@@ -167,8 +170,7 @@ class Profiler:
                 self.model,
                 self.chain,
                 self.spec,
-                granularity=self.granularity,
-                sample=self._sample,
+                self._sample,
                 micro_batch_size=size,
                 kept_in=kept_in,
                 feed=self._loader,
@@ -177,7 +179,7 @@ class Profiler:
     def pace(self, samples: int) -> Throughput:
         """Measure the uncut model with so many samples at once, on one device."""
         self._say(f"measuring the whole model with {samples} samples")
-        batch = micro_batch(self._sample, samples, self.device)
+        batch = micro_batch(self._sample, samples)
         with self.spec.precision.apply(threads=self.threads):
             forward, backward = pace(self.model, *batch, self.spec.loss_fn, self._autocast)
             load = 0.0 if self._loader is None else self._loader.seconds_to_load(samples)
@@ -185,24 +187,6 @@ class Profiler:
 
     def _say(self, text: str) -> None:
         sys.stderr.write(f"{text}{', the other cores at work' if self._is_loaded else ''} ...\n")
-
-
-def _tried(model: nn.Module, samples: Samples, device: torch.device, spec: TrainSpec) -> tuple[TrainSpec, Samples]:
-    """Try ``model``; return the spec, and the samples in its memory format."""
-    formats = memory_formats(model, spec, samples)
-    for channels_last in formats:
-        spec = replace(spec, precision=replace(spec.precision, channels_last=channels_last))
-        try:
-            try:
-                Trial(model, spec, samples, device).run()
-            except ReturnsSumError as pair:
-                spec = replace(spec, loss_fn=SumCountLoss(spec.loss_fn, pair.target, pair.count))
-                Trial(model, spec, samples, device).run()
-            break
-        except (ConfigError, PartitionError):
-            if channels_last is formats[-1]:
-                raise
-    return spec, samples.to(device, channels_last=bool(spec.precision.channels_last))
 
 
 def _train_forever(parent: int, reply: Connection, config: RunConfig, how: dict[str, Any], size: int) -> None:

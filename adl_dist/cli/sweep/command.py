@@ -33,7 +33,7 @@ from adl_dist.errors import ConfigError, text_of
 from adl_dist.report import say
 from adl_dist.report.comparison import write_comparison
 from adl_dist.report.runs import read_json, read_runs, status_of
-from adl_dist.training.partitioned_model import keeps_ties
+from adl_dist.training.trial.trial import keeps_ties
 
 LOG = Path("logs") / "output.log"
 LAUNCHER_FOLDER = ".launcher"  # output of a launcher of Hydra, inside the folder of the sweep

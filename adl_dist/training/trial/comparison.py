@@ -1,7 +1,7 @@
 """A comparison of the stages' results with the uncut model's."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -14,13 +14,15 @@ from adl_dist.stage.calls import flatten_output, takes_gradient
 
 FIRST, SECOND, EVALUATION = "the first micro-batch", "the second micro-batch", "evaluation"
 EVALUATION_AGAIN, STATE = "evaluation of the second micro-batch", "after that"
-# Differences are reported in this order: the first is nearest to its cause.
-TIMES, KINDS = (FIRST, SECOND, EVALUATION, EVALUATION_AGAIN, STATE), ("output", "loss", "gradient", "buffer")
 SHARE = 30  # of the rounding allowed: so much less of the largest gradient of the model counts as zero
 
-Key = tuple[str, str, str]  # when, what and its name
-Values = Mapping[str, Tensor | None]  # by name; None: no gradient
-Take = Callable[[str, str, Values], None]  # is given (when, what, values)
+
+class Results(NamedTuple):
+    """Values of one kind at one time; None stands for no gradient."""
+
+    when: str
+    what: str  # output, loss, gradient or buffer
+    values: Mapping[str, Tensor | None]  # by name
 
 
 class Difference(NamedTuple):
@@ -37,63 +39,49 @@ class Difference(NamedTuple):
         return f"the {self.what}{of} {self.text} {where}"
 
 
-class Comparison:
-    """A comparison of results of the uncut model with the stages'.
+def first_difference(spec: TrainSpec, expected: Iterable[Results], found: Iterable[Results]) -> Difference | None:
+    """Return the first difference between the uncut model's results and the stages'.
 
     Outputs and losses must be equal to the bit on a CPU. Gradients may differ by rounding: they are summed in another
     order where stages use one value or one weight.
     """
-
-    def __init__(self, spec: TrainSpec, found: dict[Key, Tensor | None]) -> None:
-        """Compare with ``found``, the results of the stages."""
-        self._found = found
-        self._differences: list[Difference] = []
-        dtypes = [spec.precision.dtype, *([spec.precision.autocast] if spec.precision.autocast else [])]
-        self._eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-
-    def take(self, when: str, what: str, values: Values) -> None:
-        """Compare ``values``, and forget those of the stages."""
+    dtypes = [spec.precision.dtype, *([spec.precision.autocast] if spec.precision.autocast else [])]
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+    for (_, _, others), (when, what, values) in zip(found, expected, strict=True):
         largest = max((_largest(value) for value in values.values() if value is not None), default=0.0)
-        found = {key[2]: self._found.pop(key) for key in [*self._found] if key[:2] == (when, what)}
-        for name in {**values, **found}:
-            text = self._text(what, values.get(name), found.get(name), largest)
-            if text:
-                self._differences.append(Difference(when, what, name, text))
+        texts = {
+            name: _describe(what, values.get(name), others.get(name), eps, largest) for name in {**values, **others}
+        }
+        if differing := [name for name, text in texts.items() if text]:
+            # Parameters are in the order in which they are used, mostly: the last is the nearest to the loss.
+            name = differing[-1 if what == "gradient" else 0]
+            return Difference(when, what, name, texts[name])
+    return None
 
-    def first_difference(self) -> Difference | None:
-        """Return the difference that is nearest to its cause."""
-        if not self._differences:
-            return None
-        first = min(self._differences, key=lambda one: (TIMES.index(one.when), KINDS.index(one.what)))
-        same = [one for one in self._differences if (one.when, one.what) == (first.when, first.what)]
-        # Parameters are in the order in which they are used, mostly: the last is the nearest to the loss.
-        return same[-1] if first.what == "gradient" else first
 
-    def _text(self, what: str, expected: Tensor | None, found: Tensor | None, largest: float) -> str:
-        if expected is None or found is None:
-            if (expected is None) is (found is None):
-                return ""
-            return "is missing, but was expected" if found is None else "is there, but none was expected"
-        if expected.shape != found.shape or expected.dtype != found.dtype:
-            return f"is {_kind(found)}, expected {_kind(expected)}"
-        if is_equal(expected, found):
+def _describe(what: str, expected: Tensor | None, found: Tensor | None, eps: float, largest: float) -> str:
+    """Return how two values of one name differ, or empty text."""
+    if expected is None or found is None:
+        if expected is found:
             return ""
-        wide = [_wide(tensor) for tensor in (expected, found)]
-        gaps = (wide[0] - wide[1]).abs()
-        same = (wide[0] == wide[1]) | (wide[0].isnan() & wide[1].isnan())  # infinities of one sign, too
-        gaps = gaps.masked_fill(same, 0.0).nan_to_num(math.inf)
-        difference, scale = float(gaps.max()), max(_largest(expected), _largest(found))
-        is_exact = not takes_gradient(expected) or (what != "gradient" and expected.device.type == "cpu")
-        eps = 0.0 if is_exact else max(self._eps, torch.finfo(expected.dtype).eps)
-        allowed = math.sqrt(eps) * scale
-        if what == "gradient":
-            allowed += math.sqrt(eps) / SHARE * largest
-        if difference <= allowed:
-            return ""
-        place = int(gaps.argmax())
-        pair = [f"{tensor.flatten()[place].item():.6g}" for tensor in wide]
-        share = f"{difference / scale:.2g} of its largest element" if scale and math.isfinite(difference) else "NaN"
-        return f"differs by {share} (expected {pair[0]}, found {pair[1]})"
+        return "is missing, but was expected" if found is None else "is there, but none was expected"
+    if expected.shape != found.shape or expected.dtype != found.dtype:
+        return f"is {_kind(found)}, expected {_kind(expected)}"
+    if is_equal(expected, found):
+        return ""
+    wide = [_wide(tensor) for tensor in (expected, found)]
+    gaps = (wide[0] - wide[1]).abs()
+    same = (wide[0] == wide[1]) | (wide[0].isnan() & wide[1].isnan())  # infinities of one sign, too
+    gaps = gaps.masked_fill(same, 0.0).nan_to_num(math.inf)
+    difference, scale = float(gaps.max()), max(_largest(expected), _largest(found))
+    is_exact = not takes_gradient(expected) or (what != "gradient" and expected.device.type == "cpu")
+    rounding = 0.0 if is_exact else math.sqrt(max(eps, torch.finfo(expected.dtype).eps))
+    if difference <= rounding * (scale + (largest / SHARE if what == "gradient" else 0.0)):
+        return ""
+    place = int(gaps.argmax())
+    pair = [f"{tensor.flatten()[place].item():.6g}" for tensor in wide]
+    share = f"{difference / scale:.2g} of its largest element" if scale and math.isfinite(difference) else "NaN"
+    return f"differs by {share} (expected {pair[0]}, found {pair[1]})"
 
 
 def is_equal(a: Tensor, b: Tensor) -> bool:
@@ -134,9 +122,8 @@ def record_calls(models: Sequence[nn.Module]) -> Iterator[Calls]:
         with torch._C.DisableTorchFunctionSubclass():
             leaves = flatten_output(out)
             if leaves and not any(leaf.is_meta for leaf in leaves):
-                calls[names[id(module)], counts[id(module)]] = [
-                    leaf.detach().clone().as_subclass(Tensor) for leaf in leaves
-                ]
+                key = names[id(module)], counts[id(module)]
+                calls[key] = [leaf.detach().clone().as_subclass(Tensor) for leaf in leaves]
         counts[id(module)] += 1
 
     handle = register_module_forward_hook(hook)
@@ -149,12 +136,9 @@ def record_calls(models: Sequence[nn.Module]) -> Iterator[Calls]:
 def describe_first_difference(expected: Calls, found: Calls) -> str:
     """Return a clause that names the first different module."""
     before = ""
-    for key, outs in expected.items():
-        if key not in found:
-            continue
-        if not all(a.shape == b.shape and is_equal(a, b) for a, b in zip(outs, found[key], strict=False)):
-            return f"; the first module whose result differs is '{key[0]}'" + (
-                f", right after '{before}'" if before else ""
-            )
+    for key in (key for key in expected if key in found):
+        pairs = zip(expected[key], found[key], strict=False)
+        if not all(a.shape == b.shape and is_equal(a, b) for a, b in pairs):
+            return f"; the first module whose result differs is '{key[0]}'" + f", right after '{before}'" * bool(before)
         before = key[0]
     return "; the results of its modules are equal, so it is a computation between them" if before else ""

@@ -5,7 +5,8 @@ Every rank runs the whole model, on copies. So each finds by itself which tensor
 
 import copy
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,12 +44,15 @@ from adl_dist.stage.info import StageInfo, describe_units, link_stages
 from adl_dist.stage.loss import check_is_mean, class_loss, is_known_mean, loss_terms, try_loss
 from adl_dist.stage.versions import Exchange
 from adl_dist.streams import Streams, seed_streams
-from adl_dist.training.trial.comparison import EVALUATION, EVALUATION_AGAIN, FIRST, SECOND, STATE, Take
+from adl_dist.training.trial.comparison import EVALUATION, EVALUATION_AGAIN, FIRST, SECOND, STATE, Results
 from adl_dist.training.trial.samples import MicroBatch, Samples
 from adl_dist.transport.spec import Specs, TensorSpec, merge_specs
 
 META = torch.device("meta")
 STREAMS = "torch", "python", "numpy"
+
+Leaves = dict[str, nn.Parameter]
+Context = Callable[[], AbstractContextManager[None]]
 
 
 class TrialResult(NamedTuple):
@@ -61,7 +65,6 @@ class TrialResult(NamedTuple):
     num_outputs: int | None  # its output's dimension of classes; None if that has none
     learns: bool  # whether a gradient of the loss reaches the model
     loss_fault: str | None = None  # why no group of micro-batches can be trained with the loss
-    single_fault: str | None = None  # why the model cannot be trained on a micro-batch of one sample
 
 
 @dataclass
@@ -137,7 +140,7 @@ class StageRun:
         self._targets: list[tuple[int, Tensors]] = []
         self._outputs: list[tuple[Any, Batch]] = []  # of both micro-batches in training, with targets
         self._learns = False
-        self._trained = [
+        self._trained: list[Leaves] = [
             {name: p for name, p in stage.named_parameters() if p.requires_grad and takes_gradient(p)}
             for stage in stages
         ]
@@ -145,56 +148,59 @@ class StageRun:
     def run(
         self,
         samples: Samples,
-        take: Take = lambda when, what, values: None,
         *,
-        between: frozenset[str] = frozenset(),
+        between: Collection[str] | None = None,
         delayed: bool = False,
         backward: bool = True,
-    ) -> None:
-        """Train on both micro-batches and evaluate them.
+    ) -> Iterator[Results]:
+        """Train on both micro-batches and evaluate them; yield the results.
 
-        ``take`` is called with (when, what, values by name). Parameters named in ``between`` change between the two,
-        all others before the evaluation. If ``delayed``, the second forward comes before the first backward, with the
-        older weights put back in for that, as in training with delayed gradients.
+        Parameters named in ``between``, by default all, change before the second forward, and all before the
+        evaluation. If ``delayed``, the first backward comes after the second forward, with the older weights put back
+        in for that, as in training with delayed gradients.
 
         Raises:
             ConfigError: If a stage or the loss fails.
             CutImpossibleError: If the stages cannot agree on what crosses a cut.
         """
         first, second = samples.pair
-        exchanges = [
-            Exchange([p for name, p in trained.items() if name in between], [module] if between else [])
-            for trained, module in zip(self._trained, self.modules, strict=True)
-        ]
-        older: list[list[nn.Parameter]] = [[] for _ in self.stages]
+        leaves, plain, gradients = self._trained, list[Context]([nullcontext] * len(self.stages)), None
+        within, changing = plain, [p for of in self._trained for n, p in of.items() if between is None or n in between]
         one = self.forward(first, FIRST)
-        _give_results(take, FIRST, one)
-        if not delayed and backward:
-            take(FIRST, "gradient", self._backward(one, FIRST))
-        if delayed and between:
-            older = [exchange.start_version() for exchange in exchanges]
-        for exchange in exchanges:
-            change_values(exchange.parameters)
+        yield from _results(FIRST, one)
+        if delayed:
+            leaves, within = self._start_versions(changing)
+        elif backward:
+            gradients = self._backward(one, FIRST, leaves, within)
+        change_values(changing)
         two = self.forward(second, SECOND)
-        _give_results(take, SECOND, two)
-        if delayed and backward:
-            is_swapped = self._spec.pipeline.method.weights != "latest"
-            within = [
-                partial(exchange.swapped, old) if is_swapped and old else nullcontext
-                for exchange, old in zip(exchanges, older, strict=True)
-            ]
-            names = [[name for name in trained if name in between] for trained in self._trained]
-            holders = [dict(zip(some, old, strict=False)) for some, old in zip(names, older, strict=True)]
-            take(FIRST, "gradient", self._backward(one, FIRST, holders, within))
-        del one
+        yield from _results(SECOND, two)
         if backward:
-            take(SECOND, "gradient", self._backward(two, SECOND))
-        del two
+            if gradients is None:
+                gradients = self._backward(one, FIRST, leaves, within)
+            yield Results(FIRST, "gradient", gradients)
+            yield Results(SECOND, "gradient", self._backward(two, SECOND, self._trained, plain))
+        del one, two
         for trained in self._trained:
-            change_values([p for name, p in trained.items() if name not in between])
-        _give_results(take, EVALUATION, self.forward(first, EVALUATION, training=False))
-        _give_results(take, EVALUATION_AGAIN, self.forward(second, EVALUATION_AGAIN, training=False))
-        take(STATE, "buffer", {n: b.detach() for stage in reversed(self.stages) for n, b in stage.named_buffers()})
+            change_values(trained.values())
+        yield from _results(EVALUATION, self.forward(first, EVALUATION, training=False))
+        yield from _results(EVALUATION_AGAIN, self.forward(second, EVALUATION_AGAIN, training=False))
+        yield Results(STATE, "buffer", {n: b.detach() for s in reversed(self.stages) for n, b in s.named_buffers()})
+
+    def _start_versions(self, parameters: Sequence[nn.Parameter]) -> tuple[list[Leaves], list[Context]]:
+        """Put copies into ``parameters``.
+
+        Return the older versions, which get the gradients of graphs built before, and the contexts of their backwards.
+        """
+        leaves, within, chosen = list[Leaves](), list[Context](), {id(p) for p in parameters}
+        is_swapped = self._spec.pipeline.method.weights != "latest"
+        for trained, module in zip(self._trained, self.modules, strict=True):
+            names = [name for name, p in trained.items() if id(p) in chosen]
+            exchange = Exchange([trained[name] for name in names], [module])
+            older = exchange.start_version()
+            leaves.append({**trained, **dict(zip(names, older, strict=True))})
+            within.append(partial(exchange.swapped, older) if is_swapped else nullcontext)
+        return leaves, within
 
     def forward(self, batch: MicroBatch, when: str, *, training: bool = True) -> _Passage:
         """Forward one micro-batch through all stages."""
@@ -280,16 +286,12 @@ class StageRun:
         return self._outs[0].shape[1 if classes is None else classes.dim] if self._outs[0].ndim > 1 else None
 
     def _backward(
-        self,
-        passage: _Passage,
-        when: str,
-        holders: Sequence[Mapping[str, nn.Parameter]] = (),
-        within: Sequence[Callable[[], AbstractContextManager[None]]] = (),
+        self, passage: _Passage, when: str, leaves: Sequence[Leaves], within: Sequence[Context]
     ) -> dict[str, Tensor | None]:
         """Run the backward of all stages, last to first; return summed gradients.
 
-        ``when`` names the forward, and seeds the random streams. ``holders`` are the tensors of each stage that get the
-        gradients in place of the parameters of their names, ``within`` the contexts of the backwards.
+        ``when`` names the forward, and seeds the random streams. ``leaves`` are the tensors of each stage that get the
+        gradients, by the names of parameters, ``within`` the contexts of the backwards.
         """
         assert passage.loss is not None
         seed_streams(stream_seed(self._spec.seed, f"backward of {when}"), self._device)
@@ -299,7 +301,7 @@ class StageRun:
             arrived, before = zip(passage.ends[k], grads, strict=True), Streams(self._device)
             if pairs := [(end, grad) for end, grad in arrived if end.requires_grad and grad is not None]:
                 try:
-                    with within[k]() if within else nullcontext():
+                    with within[k]():
                         torch.autograd.backward([end for end, _ in pairs], [grad for _, grad in pairs])
                 except (torch.OutOfMemoryError, AdlError):
                     raise
@@ -309,12 +311,11 @@ class StageRun:
             self._draws[k] |= before.moved() - {"torch"}
             grads = [leaf.grad for leaf in passage.acts[k]]
             self._note_gradients(k, [grad is not None for grad in grads])
-            for name, parameter in self._trained[k].items():
-                holder = holders[k].get(name, parameter) if holders else parameter
-                if holder.grad is not None:
+            for name, leaf in leaves[k].items():
+                if leaf.grad is not None:
                     earlier = gradients[name]  # of a later stage that holds it, too
-                    gradients[name] = holder.grad if earlier is None else earlier + holder.grad
-                holder.grad = parameter.grad = None
+                    gradients[name] = leaf.grad if earlier is None else earlier + leaf.grad
+                leaf.grad = self._trained[k][name].grad = None
         return gradients
 
     def _note_gradients(self, k: int, gets: list[bool]) -> None:
@@ -403,15 +404,14 @@ def _made_up(tensor: Tensor, generator: torch.Generator) -> Tensor:
     return made.requires_grad_(tensor.requires_grad).clone()  # no leaf, as the loss may not write to one
 
 
-def change_values(parameters: Sequence[nn.Parameter]) -> None:
-    """Change weights in place, so that a use of the old ones shows."""
+def change_values(parameters: Iterable[nn.Parameter]) -> None:
+    """Change weights in place, also relative to each other, so that a use of the old ones shows."""
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         for p in parameters:
             if p.numel() and not p.is_meta:
-                half = len(p) // 2 if p.ndim else 0
-                if half:
-                    p[:half].mul_(0.8)
-                (p[half:] if p.ndim else p).mul_(1.25)
+                rows = p if p.ndim else p[None]
+                rows[: len(rows) // 2].mul_(0.8)
+                rows[len(rows) // 2 :].mul_(1.25)
                 if not p.any():
                     p.add_(0.01)
 
@@ -427,11 +427,16 @@ def forward_error(gets: str, error: BaseException, *, training: bool) -> ConfigE
     return ConfigError(text)
 
 
-def _give_results(take: Take, when: str, passage: _Passage) -> None:
-    leaves = [leaf.detach() for leaf in flatten_output(passage.output)]
-    take(when, "output", {str(place): leaf for place, leaf in enumerate(leaves)})
+def exhaust(results: Iterable[Results]) -> None:
+    """Carry out a run without a look at its results."""
+    deque(results, maxlen=0)
+
+
+def _results(when: str, passage: _Passage) -> Iterator[Results]:
+    outs = [leaf.detach() for leaf in flatten_output(passage.output)]
+    yield Results(when, "output", {str(place): out for place, out in enumerate(outs)})
     assert passage.loss is not None
-    take(when, "loss", {"": passage.loss.detach()})
+    yield Results(when, "loss", {"": passage.loss.detach()})
 
 
 def _as_sent(tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,23 +17,24 @@ from adl_dist.errors import AdlError, ConfigError, PartitionError
 from adl_dist.partition import Chain, StageModule
 from adl_dist.partition.chain import copied_model
 from adl_dist.partition.stage_plan import StagePlan
+from adl_dist.schedule import Method
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.calls import takes_gradient
 from adl_dist.stage.info import describe_units, link_stages
+from adl_dist.stage.loss import ReturnsSumError, SumCountLoss
 from adl_dist.stage.versions import check_versions
 from adl_dist.streams import seed_streams, streams_kept
 from adl_dist.training.trial.comparison import (
     FIRST,
     SECOND,
-    Comparison,
     Difference,
-    Key,
     describe_first_difference,
+    first_difference,
     record_calls,
 )
 from adl_dist.training.trial.samples import NUM_SAMPLES, Samples
-from adl_dist.training.trial.stage_run import StageRun, TrialResult, crossing_acts, forward_error
+from adl_dist.training.trial.stage_run import StageRun, TrialResult, crossing_acts, exhaust, forward_error
 from adl_dist.transport.spec import Specs, TensorSpec
 
 SHARED = (
@@ -50,6 +51,8 @@ REPEATS = (
     "a backward computes with its weights again, as activation checkpointing does, but method.weights=latest has no "
     "weights of the forward; use method.weights=stash, or no checkpointing"
 )
+
+Found = TypeVar("Found")
 
 
 class Trial:
@@ -69,21 +72,18 @@ class Trial:
             ConfigError: If autocast is asked for, which does nothing on meta, and the model is there.
             PartitionError: If the model cannot be copied.
         """
-        self.spec, self._given, self._all_samples = spec, model, samples
+        self.spec, self._given, self._all_samples, self.note = spec, model, samples, None
         self.is_lazy = any(p.is_meta for p in model.parameters())
-        if self.is_lazy and spec.precision.autocast is not None:
-            raise ConfigError(
-                "runtime.autocast changes what travels between stages, and that is not known of a model on meta; build "
-                "the model with its weights (runtime.meta_init=false), or use no autocast"
-            )
-        self.note = (
-            None
-            if not self.is_lazy
-            else (
+        if self.is_lazy:
+            if spec.precision.autocast is not None:
+                raise ConfigError(
+                    "runtime.autocast changes what travels between stages, and that is not known of a model on meta; "
+                    "build the model with its weights (runtime.meta_init=false), or use no autocast"
+                )
+            self.note = (
                 "each process makes or reads the weights of its own stages only; shapes and calls were recorded, and "
                 "values were not compared with the uncut model's, since no process holds all weights"
             )
-        )
         num_bytes = sum(tensor.nbytes for tensor in model.parameters())
         has_room = device.type != "cuda" or 3 * num_bytes < torch.cuda.mem_get_info(device)[0]
         self._use(device if has_room else torch.device("cpu"))
@@ -94,25 +94,27 @@ class Trial:
         self.model = self.spec.precision.place(_copy(self._given), place)
         self.samples = self._all_samples.to(device, channels_last=channels_last)
 
-    def chain(self, *, granularity: str, keeps_ties: str | None) -> Chain:
+    def chain(self, *, granularity: str) -> Chain:
         """Record the model on the samples.
 
         Raises:
             ConfigError: If its forward fails.
             PartitionError: If its forward cannot be run in stages.
         """
+        keeps = keeps_ties(self.spec.pipeline.method)
         batches = [batch for pair in self.samples.readings for batch in pair]
         try:
+            # Recorded as in training, or buffers that many units read would be on one stage.
             with (
                 _uncompiled(),
                 self.spec.precision.autocasting(self.device)(),
                 warnings.catch_warnings(action="ignore"),
             ):
-                return Chain(self.model, batches, granularity=granularity, keeps_ties=keeps_ties)
+                return Chain(self.model, batches, granularity=granularity, keeps_ties=keeps)
         except (AdlError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # the user's own forward can raise anything
-            self._uncut().run(self.samples, backward=False)
+            exhaust(self._uncut().run(self.samples, backward=False))
             given = ", ".join(str(TensorSpec.of(t)) for t in tensors_of(self.samples.one[0]))
             raise forward_error(f"the model gets {given}", error, training=True) from error
 
@@ -140,111 +142,98 @@ class Trial:
         with _uncompiled(), streams_kept(self.device):
             seed_streams(stream_seed(self.spec.seed, "trial"), self.device)
             plan = None if chain is None else chain.plan(sizes)
-            if chain is None or plan is None:
-                run = StageRun([_copy(self.model)], self.spec, self.device)
-                run.run(self.samples, backward=self.samples.trains)
-                result = run.result(self.samples)
-            elif self.is_lazy:
-                result = self._run_recorded(plan)
+            if chain is None or plan is None or self.is_lazy:
+                run = self._uncut("" if plan is None else "the model")
+                exhaust(run.run(self.samples, backward=self.samples.trains and plan is None))
+            elif verify:
+                run = self._compared(chain, plan, sizes)
+                seconds = f"{time.perf_counter() - start:.2f} s"
+                self.note = f"the stages were found equal to the uncut model on {NUM_SAMPLES} samples in {seconds}"
             else:
-                cut = partial(self._cut, chain, plan, sizes)
-                run = cut()
-                if verify:
-                    self._compare(run, cut, partial(self._uncut_as, chain, run))
-                    seconds = f"{time.perf_counter() - start:.2f} s"
-                    self.note = f"the stages were found equal to the uncut model on {NUM_SAMPLES} samples in {seconds}"
-                else:
-                    run.run(self.samples)
-                result = run.result(self.samples)
-            result = result._replace(single_fault=self._single_fault())
-        if self.samples.trains:
-            check_trains(result, self.samples)
+                run = self._cut(chain, plan, sizes)
+                exhaust(run.run(self.samples))
+            result = run.result(self.samples)
+            if plan is not None and self.is_lazy:
+                result = _with_recorded(result, plan)
+            if self.samples.trains:
+                check_trains(result)
+                self._check_single()
         return result
-
-    def _run_recorded(self, plan: StagePlan) -> TrialResult:
-        """Return recorded facts about a meta model; try the loss on noise."""
-        run = self._uncut()
-        run.run(self.samples, backward=False)
-        result = run.result(self.samples)
-        acts, infos = dict(result.acts), {0: replace(result.infos[0], inputs=None)}
-        for k in range(1, plan.num_stages):
-            seen = [crossing_acts(plan.modes[training], k - 1) for training in (True, False)]
-            needs = seen[0].needs_grad[0]
-            acts[k] = Specs(*(one.specs() for one in seen)).getting_gradients(needs)
-            infos[k] = replace(infos[0], needs_grad=needs, gets_grad=needs, keeps_memory=((), ()))
-        return result._replace(acts=acts, infos=link_stages(infos))
 
     def _cut(self, chain: Chain, plan: StagePlan, sizes: Sequence[int]) -> StageRun:
         return StageRun(chain.stages(_copy(self.model), plan, sizes, range(len(sizes))), self.spec, self.device)
 
-    def _uncut(self) -> StageRun:
-        return StageRun([_copy(self.model)], self.spec, self.device, "the model")
+    def _uncut(self, name: str = "the model") -> StageRun:
+        return StageRun([_copy(self.model)], self.spec, self.device, name)
 
-    def _uncut_as(self, chain: Chain, cut: StageRun) -> StageRun:
-        """Return the uncut model, or one stage if stages share random streams."""
-        model: nn.Module = _copy(self.model)
-        if any(isinstance(stage, StageModule) and stage.draws[0] for stage in cut.stages):
-            whole = [len(chain.units)]
-            (model,) = chain.stages(model, chain.plan(whole), whole, [0])
-        return StageRun([model], self.spec, self.device, name="the uncut model")
-
-    def _compare(self, run: StageRun, cut: Callable[[], StageRun], uncut: Callable[[], StageRun]) -> None:
-        """Compare the stages with the uncut model, as in training.
+    def _compared(self, chain: Chain, plan: StagePlan, sizes: Sequence[int]) -> StageRun:
+        """Compare the stages with the uncut model, as in training; return their run.
 
         Raises:
             PartitionError: If they differ; names the first unit that does.
         """
-        pipeline, weights = self.spec.pipeline, self.spec.pipeline.method.weights
-        is_delayed = pipeline.overlaps or weights == "2bw"
-        between: set[str] = set()
+        pipeline, weights, between = self.spec.pipeline, self.spec.pipeline.method.weights, set[str]()
+        run, whole = self._cut(chain, plan, sizes), [len(chain.units)]
         for k, stage in enumerate(run.stages):
             if weights == "2bw" or (pipeline.delays[k] and not pipeline.spec.flush and weights != "recompute"):
                 check_versions(stage, f"stage {k} ({describe_units(stage)})")
                 between |= {name for name, p in stage.named_parameters() if p.requires_grad and takes_gradient(p)}
-        names = frozenset(between)
-        difference, cause = self._difference(run, uncut(), names, delayed=is_delayed), SHARED
+        # One stage in place of the uncut model, if stages share random streams.
+        is_stage = any(isinstance(stage, StageModule) and stage.draws[0] for stage in run.stages)
+        if is_stage:
+            uncut = partial(self._cut, chain, chain.plan(whole), whole)
+        else:
+            uncut = partial(self._uncut, "the uncut model")
+
+        def compare(cut: StageRun, *, delayed: bool) -> Difference | None:
+            expected = uncut().run(self.samples, between=between)
+            return first_difference(self.spec, expected, cut.run(self.samples, between=between, delayed=delayed))
+
+        is_delayed = pipeline.overlaps or weights == "2bw"
+        difference, cause = compare(run, delayed=is_delayed), SHARED
         if difference is not None and is_delayed:
             # A backward that writes, like that of BatchNorm computed again, writes later if it is delayed.
-            in_place = self._difference(cut(), uncut(), names, delayed=False)
+            in_place = compare(self._cut(chain, plan, sizes), delayed=False)
             if in_place is None and difference.when in (FIRST, SECOND):
                 cause = REPEATS if weights == "latest" else OVERTAKES
             else:
                 difference = in_place
-        if difference is not None:
-            is_of_forward = cause is SHARED and difference.what in ("output", "loss")
-            where = self._where(cut(), uncut(), names) if is_of_forward else ""
-            raise PartitionError(
-                f"the stages do not compute as the uncut model: {difference}{where}; likely cause: {cause}"
-            )
-
-    def _difference(self, cut: StageRun, uncut: StageRun, names: frozenset[str], *, delayed: bool) -> Difference | None:
-        found: dict[Key, torch.Tensor | None] = {}
-        cut.run(
-            self.samples,
-            lambda when, what, values: found.update({(when, what, name): value for name, value in values.items()}),
-            between=names,
-            delayed=delayed,
+        if difference is None:
+            return run
+        where = ""
+        if cause is SHARED and difference.what in ("output", "loss"):
+            with ExitStack() as stack:
+                runs = [self._cut(chain, plan, sizes), uncut()]
+                found, expected = (stack.enter_context(record_calls(one.modules)) for one in runs)
+                for one in runs:
+                    exhaust(one.run(self.samples, between=between))
+                where = describe_first_difference(expected, found)
+        raise PartitionError(
+            f"the stages do not compute as the uncut model: {difference}{where}; likely cause: {cause}"
         )
-        comparison = Comparison(self.spec, found)
-        uncut.run(self.samples, comparison.take, between=names)
-        return comparison.first_difference()
 
-    def _where(self, cut: StageRun, uncut: StageRun, names: frozenset[str]) -> str:
-        """Return a clause that names the first different module."""
-        with ExitStack() as stack:
-            found, expected = (stack.enter_context(record_calls(run.modules)) for run in (cut, uncut))
-            for run in (cut, uncut):
-                run.run(self.samples, between=names)
-            return describe_first_difference(expected, found)
-
-    def _single_fault(self) -> str | None:
-        """Return why the model cannot be trained on one sample, or None."""
+    def _check_single(self) -> None:
+        """Raise ConfigError if the model cannot be trained on a micro-batch of one sample that the run has."""
+        if 1 not in self.samples.sizes[0]:
+            return
         try:
-            with warnings.catch_warnings(action="ignore"):  # of a size that may never come
-                self._uncut().forward(self.samples.repeated(1), "one sample")
+            self._uncut().forward(self.samples.repeated(1), "one sample")
         except (ConfigError, PartitionError) as error:
-            return str(error)
-        return None
+            raise ConfigError(
+                f"a micro-batch of the training data holds 1 sample, and {error}; choose another train.batch_size, so "
+                "that none does, also not the last of an epoch"
+            ) from error
+
+
+def _with_recorded(result: TrialResult, plan: StagePlan) -> TrialResult:
+    """Return the facts about a model on meta, with those recorded of each stage."""
+    acts, infos = dict(result.acts), {0: replace(result.infos[0], inputs=None)}
+    for k in range(1, plan.num_stages):
+        seen = [crossing_acts(plan.modes[training], k - 1) for training in (True, False)]
+        needs = seen[0].needs_grad[0]
+        acts[k] = Specs(*(one.specs() for one in seen)).getting_gradients(needs)
+        infos[k] = replace(infos[0], needs_grad=needs, gets_grad=needs, keeps_memory=((), ()))
+    return result._replace(acts=acts, infos=link_stages(infos))
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
@@ -266,19 +255,36 @@ def _copy(model: nn.Module) -> nn.Module:
     return twin
 
 
-def memory_formats(model: nn.Module, spec: TrainSpec, samples: Samples) -> list[bool]:
-    """Return the values of channels_last to try in turn.
+def keeps_ties(method: Method) -> str | None:
+    """Return why tied weights must be on one stage, or None."""
+    why = method.why_not_tied
+    return None if why is None else f"since {why}: use partition.tied=untie"
 
-    A model that fails with channels_last may run in the plain format.
+
+def settle_formats(model: nn.Module, spec: TrainSpec, samples: Samples, attempt: Callable[[TrainSpec], Found]) -> Found:
+    """Return the result of ``attempt`` with the first spec that suits model and loss.
+
+    A model that fails with channels_last may run in the plain memory format. A loss that returns (sum, count) is known
+    only when it was called.
     """
-    if spec.precision.channels_last is not None:
-        return [spec.precision.channels_last]
     has_images = any(tensor.ndim == 4 for tensor in (*tensors_of(samples.one[0]), *model.parameters()))
-    return [True, False] if has_images else [True]
+    given = spec.precision.channels_last
+    formats = [given] if given is not None else [True, False] if has_images else [True]
+    for channels_last in formats:
+        tried = replace(spec, precision=replace(spec.precision, channels_last=channels_last))
+        try:
+            try:
+                return attempt(tried)
+            except ReturnsSumError as pair:
+                return attempt(replace(tried, loss_fn=SumCountLoss(spec.loss_fn, pair.target, pair.count)))
+        except (ConfigError, PartitionError):
+            if channels_last is formats[-1]:
+                raise
+    raise AssertionError("the last format either succeeds or raises")
 
 
-def check_trains(result: TrialResult, samples: Samples) -> None:
-    """Raise ConfigError if the loss cannot train the model on ``samples``."""
+def check_trains(result: TrialResult) -> None:
+    """Raise ConfigError if the loss cannot train the model."""
     if result.loss_fault is not None:
         raise ConfigError(result.loss_fault)
     if not result.learns:
@@ -286,9 +292,4 @@ def check_trains(result: TrialResult, samples: Samples) -> None:
             "there is nothing to train: the loss depends on no parameter that takes a gradient; expected one with "
             "requires_grad=True, and an output that is not detached from it; to evaluate only, use Trainer.evaluate "
             "(adl-dist evaluate)"
-        )
-    if 1 in samples.sizes[0] and result.single_fault is not None:
-        raise ConfigError(
-            f"a micro-batch of the training data holds 1 sample, and {result.single_fault}; choose another "
-            "train.batch_size, so that none does, also not the last of an epoch"
         )
