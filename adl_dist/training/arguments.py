@@ -2,7 +2,6 @@
 
 import functools
 import multiprocessing
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -22,14 +21,10 @@ from adl_dist.stage import GradientPolicy, LossFn, Precision
 from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
 
 F = TypeVar("F", bound=Callable[..., Any])
-_FITTING = threading.Lock()  # held by the trainer that trains
 
 
 def one_at_a_time(method: F) -> F:
-    """Refuse a call of ``method`` while a method of its trainer runs.
-
-    Random streams are common to all threads, so ``fit`` of another trainer is refused as well.
-    """
+    """Refuse a call of ``method`` while a method of its trainer runs."""
 
     @functools.wraps(method)
     @torch.inference_mode(mode=False)  # which would keep the gradients of the user's own weights
@@ -40,11 +35,6 @@ def one_at_a_time(method: F) -> F:
                 "stages are in mid-training; call it afterwards. A callback finds figures in now.metrics, and weights "
                 "in the checkpoint in now.checkpoint (on_checkpoint)"
             )
-        if method.__name__ == "fit" and not _FITTING.acquire(blocking=False):
-            raise ConfigError(
-                "Trainer.fit is called while another trainer of this process trains, and both would draw from the same "
-                "random streams; train one after the other, or in a process each"
-            )
         trainer.running = method.__name__
         try:
             return method(trainer, *args, **kwargs)
@@ -52,40 +42,53 @@ def one_at_a_time(method: F) -> F:
             trainer.running = None
             if (world := world_of_process()) is not None:
                 world.use_group(works=False)
-            if method.__name__ == "fit":
-                _FITTING.release()
 
     return alone  # type: ignore[return-value]
 
 
-def check_process() -> None:
-    """End a process that imports the user's script only to load data."""
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
+def check_trainer(
+    model: nn.Module, loss_fn: Any, optimizer: object, lr_schedule: object, *, num_stages: int, **values: object
+) -> LossFn:
+    """Check the arguments of a Trainer; return the loss.
+
+    Raises:
+        ConfigError: If one is of a wrong kind.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # a process that only loads data
         raise SystemExit("this script trains when it is imported; put that under `if __name__ == '__main__':`")
-
-
-def resolve_method(method: Method | str | None) -> Method:
-    """Return the method itself, by its name, or by default."""
-    if method is None or isinstance(method, str):
-        return Method(name=method) if method is not None else Method()
-    if not isinstance(method, Method):
-        raise ConfigError(f"method={method!r}: expected adl_dist.method(NAME, ...) or a name, got {_kind(method)}")
-    return method
-
-
-def check_model(model: object) -> None:
-    """Raise ConfigError unless ``model`` is a module."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model: expected a torch.nn.Module, got {_kind(model)}; of layers make an nn.Sequential")
-
-
-def check_uncompiled(model: nn.Module, num_stages: int) -> None:
-    """Raise ConfigError for a compiled model that is to be cut."""
+    if loss_fn != "model" and (isinstance(loss_fn, type) or not callable(loss_fn)):
+        raise ConfigError(
+            f"loss_fn: expected a callable that takes (output, target), like torch.nn.CrossEntropyLoss(), or 'model', "
+            f"got {_kind(loss_fn)}"
+        )
+    given = (optimizer, "optimizer", "parameters", Optimizer), (lr_schedule, "lr_schedule", "optimizer", LRScheduler)
+    for value, name, takes, made in given:
+        if isinstance(value, made):
+            kind = type(value).__name__
+            raise ConfigError(
+                f"{name} is a {kind} that has its {takes} already; each stage makes one of its own: give what makes "
+                f"it, like {name}=lambda {takes}: {made.__module__}.{kind}({takes}, ...)"
+            )
+        if not callable(value) and not (value is None and name == "lr_schedule"):
+            raise ConfigError(f"{name}: expected a callable that takes {takes}, got {_kind(value)}")
+    check_values({**values, "num_stages": num_stages})
     if num_stages > 1 and hasattr(model, "_orig_mod"):
         raise ConfigError(
             "model is one function since torch.compile, and cannot be cut; give the model itself, and have its stages "
             "compiled by Precision(compile=True) (runtime.compile=true)"
         )
+    return ModelLoss() if loss_fn == "model" else loss_fn
+
+
+def resolve_method(method: Method | str | None) -> Method:
+    """Return the method itself, by its name, or by default."""
+    if isinstance(method, Method | None):
+        return method or Method()
+    if not isinstance(method, str):
+        raise ConfigError(f"method={method!r}: expected adl_dist.method(NAME, ...) or a name, got {_kind(method)}")
+    return Method(name=method)
 
 
 def check_layers(model: nn.Module, *, distributed: bool) -> None:
@@ -134,32 +137,6 @@ def conversion_notes(model: nn.Module, loss_fn: object, dtype: torch.dtype) -> l
 
 def _shown(names: Sequence[str]) -> str:
     return f"'{names[0]}'" + f" and {len(names) - 1} more" * (len(names) > 1)
-
-
-def resolve_loss(loss_fn: Any) -> LossFn:
-    """Return the loss; ConfigError unless it takes (output, target)."""
-    if loss_fn == "model":
-        return ModelLoss()
-    if isinstance(loss_fn, type) or not callable(loss_fn):
-        raise ConfigError(
-            f"loss_fn: expected a callable that takes (output, target), like torch.nn.CrossEntropyLoss(), or 'model', "
-            f"got {_kind(loss_fn)}"
-        )
-    return loss_fn  # type: ignore[no-any-return]
-
-
-def check_factories(optimizer: object, lr_schedule: object) -> None:
-    """Raise ConfigError unless both arguments are factories."""
-    given = (optimizer, "optimizer", "parameters", Optimizer), (lr_schedule, "lr_schedule", "optimizer", LRScheduler)
-    for value, name, takes, made in given:
-        kind = type(value).__name__
-        if isinstance(value, made):
-            raise ConfigError(
-                f"{name} is a {kind} that has its {takes} already; each stage makes one of its own: give what makes "
-                f"it, like {name}=lambda {takes}: {made.__module__}.{kind}({takes}, ...)"
-            )
-        if not callable(value) and not (value is None and name == "lr_schedule"):
-            raise ConfigError(f"{name}: expected a callable that takes {takes}, got {_kind(value)}")
 
 
 def check_delays(method: Method, balance: object) -> None:

@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from adl_dist.batch import is_class_target, tensors_of
+from adl_dist.batch import tensors_of
 from adl_dist.checkpoint.identity import class_name, described_optimizer, merged
 from adl_dist.control.worker import LocalWorker
 from adl_dist.errors import ConfigError, in_one_line
@@ -59,13 +59,8 @@ def settle_partition(
         given = {**given, "optimizer": sample_optimizer(spec.optimizer)}
     check_consistent(agreement, given, partitioned.initial)
     samples = share(agreement, take(*loaders, plan))
-    links, loader = links_between(partitioned.spec.links, world, agreement, startup.folder), loaders.first
+    links = links_between(partitioned.spec.links, world, agreement, startup.folder)
     found = partitioned.finalize(startup, spec, samples, links)
-    if loader is not None:
-        loader.expect(found.spec, loss_terms(found.spec.loss_fn, samples.one[1], spec.loss_reduction), num_outputs=None)
-        for target in (batch.target for batch in samples.pair):
-            if isinstance(target, Tensor) and is_class_target(target):
-                loader.check(target, "micro-batch 0 of epoch 1")
     check_consistent(agreement, {"cut": partitioned.sizes})
     return found._replace(samples=samples)
 

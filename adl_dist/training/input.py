@@ -4,7 +4,7 @@ They have the run's dtype and memory format.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from adl_dist.batch import as_classes, is_class_target, map_batch
+from adl_dist.batch import Batch, as_classes, is_class_target, map_batch
 from adl_dist.data import Loader, Loading, check_dataset
 from adl_dist.data.loading import PLAIN
 from adl_dist.engine import Batches
@@ -65,19 +65,13 @@ class DeviceLoader:
         self.num_samples = self._loader.num_samples
         self.precision = precision  # of what is loaded; the memory format may be settled later on
         self._device, self._name = device, name
-        self._num_classes: int | None = None
-        self._classes = ClassLoss(IGNORED, None, is_torchs_own=False)
-        self._may_ignore = True
+        self._check: Callable[[Batch, str], None] = lambda target, where: None
 
     def expect(self, spec: TrainSpec, terms: LossTerms | None, *, num_outputs: int | None) -> None:
-        """Check targets from now on, as far as the loss is known.
-
-        Those of torch's losses of classes against the number of outputs; and if the ``terms`` of a loss are not
-        counted, that there is no target that it ignores.
-        """
-        self._may_ignore = terms is not None or spec.loss_reduction == "batch"
-        if (classes := class_loss(spec.loss_fn)) is not None:
-            self._num_classes, self._classes = num_outputs, classes
+        """Check targets from now on, see :func:`check_targets`."""
+        may_ignore = terms is not None or spec.loss_reduction == "batch"
+        classes = class_loss(spec.loss_fn)
+        self._check = partial(check_targets, classes=classes, num_outputs=num_outputs, may_ignore=may_ignore)
 
     def batches(self, epoch: int, sizes: Sequence[int], *, first_sample: int = 0) -> Batches:
         """Yield micro-batches of ``sizes`` in the order of ``epoch``.
@@ -88,9 +82,7 @@ class DeviceLoader:
         """
         batches = self._named(self._loader.batches(epoch, sizes, first_sample=first_sample))
         for micro_batch, (input_, target) in enumerate(batches):
-            is_looked_at = (self._num_classes is not None or not self._may_ignore) and is_class_target(target)
-            if is_looked_at and isinstance(target, Tensor):
-                self.check(target, f"micro-batch {micro_batch} of epoch {epoch + 1}")
+            self._check(target, f"{self._name} dataset: micro-batch {micro_batch} of epoch {epoch + 1}")
             if self._device.type != "cpu":
                 # First, because a conversion on the CPU would leave the pinned memory that the copy needs; on a stream
                 # of its own, to overlap with what is launched already.
@@ -133,32 +125,39 @@ class DeviceLoader:
                 seconds.append(time.perf_counter() - start)
         return min(seconds) * micro_batch_size / sizes[0]
 
-    def check(self, target: Tensor, where: str) -> None:
-        """Raise DataError for an unexpected ``target`` [B, ...] at ``where``."""
-        target = as_classes(target)
-        ignored, is_torchs_own = self._classes.ignore_index, self._classes.is_torchs_own
-        # Of several targets in a sample a class derived from torch's may want the outputs in another order.
-        if self._num_classes is None or (target.ndim > 1 and not is_torchs_own):
-            wrong = (target == ignored) & (not self._may_ignore)
-        else:
-            wrong = (target < 0) | (target >= self._num_classes)
-            if self._may_ignore:
-                wrong &= target != ignored
-        if not bool(wrong.any()):
+
+def check_targets(
+    target: Batch, where: str, *, classes: ClassLoss | None, num_outputs: int | None, may_ignore: bool
+) -> None:
+    """Raise DataError for an unexpected class in ``target`` [B, ...] at ``where``.
+
+    Targets of torch's losses of ``classes`` are below ``num_outputs``. None may be one that the loss ignores, unless
+    its terms are counted, or it ``may_ignore`` some otherwise.
+    """
+    if not isinstance(target, Tensor) or not is_class_target(target):
+        return
+    target, ignored = as_classes(target), IGNORED if classes is None else classes.ignore_index
+    # Of several targets in a sample a class derived from torch's may want the outputs in another order.
+    if classes is None or num_outputs is None or (target.ndim > 1 and not classes.is_torchs_own):
+        if may_ignore:
             return
-        value = int(target[wrong][0])
-        found = f"{self._name} dataset: {where} has target {value}"
-        if value == ignored:
-            raise DataError(
-                f"{found}, which torch's losses ignore, and then they are no mean over the samples; give those another "
-                "number to ignore, like loss.ignore_index=-1, and one of your own a num_terms(target), the number of "
-                "terms that it averages over (docs/own.md), that of a model by "
-                "loss_fn=adl_dist.losses.ModelLoss(num_terms=...)"
-            )
+        wrong = target == ignored
+    else:
+        wrong = ((target < 0) | (target >= num_outputs)) & ((target != ignored) | (not may_ignore))
+    if not bool(wrong.any()):
+        return
+    value = int(target[wrong][0])
+    if value == ignored:
         raise DataError(
-            f"{found}, but the model has {self._num_classes} outputs, so targets must be in [0, {self._num_classes}); "
-            "set data.num_classes (model.num_classes) to the number of classes, or correct the targets"
+            f"{where} has target {value}, which torch's losses ignore, and then they are no mean over the samples; "
+            "give those another number to ignore, like loss.ignore_index=-1, and one of your own a "
+            "num_terms(target), the number of terms that it averages over (docs/own.md), that of a model by "
+            "loss_fn=adl_dist.losses.ModelLoss(num_terms=...)"
         )
+    raise DataError(
+        f"{where} has target {value}, but the model has {num_outputs} outputs, so targets must be in [0, "
+        f"{num_outputs}); set data.num_classes (model.num_classes) to the number of classes, or correct the targets"
+    )
 
 
 @dataclass(frozen=True)
@@ -179,6 +178,19 @@ class Loaders(NamedTuple):
 
     training: DeviceLoader | None = None
     validation: DeviceLoader | None = None
+
+    @classmethod
+    def open(cls, data: Data, spec: TrainSpec, device: torch.device) -> "Loaders":
+        """Open the datasets for the first stage."""
+        how: dict[str, Any] = {"seed": spec.seed, "num_workers": data.num_workers}
+        load: Callable[..., DeviceLoader] = partial(DeviceLoader, device=device, precision=spec.precision, **how)
+        training = validation = None
+        if data.trains:
+            least, loading = data.batch_size, data.loading
+            training = load(data.training, "training", shuffle=data.shuffle, min_samples=least, loading=loading)
+        if data.validation is not None or not data.trains:
+            validation = load(data.validation, "validation", loading=data.loading.of_validation)
+        return cls(training, validation)
 
     @property
     def first(self) -> DeviceLoader | None:

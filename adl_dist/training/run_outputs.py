@@ -42,6 +42,7 @@ class Outputs:
     monitoring: Monitoring = field(default_factory=Monitoring)
     callbacks: Callbacks = field(default_factory=Callbacks)
     callback_queue: CallbackQueue = field(default_factory=CallbackQueue)
+    notes: list[str] = field(default_factory=list)  # further lines for the user at the start
 
     def check(
         self,
@@ -104,7 +105,7 @@ class Outputs:
         progress = Progress(num_stages=pipeline.num_stages, quiet=self.monitoring.quiet, unit=worker.unit)
         if worker.world.rank > 0:
             return progress
-        for note in partitioned.notes:
+        for note in (*self.notes, *partitioned.notes):
             progress.note(note)
         if eval_every_updates is not None and not pipeline.drain_is_exact:
             progress.note(

@@ -4,7 +4,6 @@ import contextlib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 from weakref import ref
@@ -42,7 +41,7 @@ from adl_dist.monitor.memory import MemoryMeter
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.monitor.trace import MOST_EVENTS
 from adl_dist.optimizers import prepare
-from adl_dist.report import MetricsWriter, Progress, announced, say
+from adl_dist.report import MetricsWriter, Progress, announced
 from adl_dist.report.callbacks import Callbacks
 from adl_dist.report.page import write_after_run
 from adl_dist.report.totals import Totals
@@ -53,7 +52,7 @@ from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, 
 from adl_dist.stage.average import WeightAverage
 from adl_dist.stage.metrics import metrics_of
 from adl_dist.training import arguments, build
-from adl_dist.training.input import Data, DeviceLoader, Loaders
+from adl_dist.training.input import Data, Loaders
 from adl_dist.training.lazy_weights import prepare_weights
 from adl_dist.training.measured import record_delays
 from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
@@ -142,13 +141,10 @@ class Trainer:
         init_skip: Sequence[str] = (),
     ) -> None:
         """Check the arguments and load the initial weights."""
-        arguments.check_process()
-        arguments.check_model(model)
-        loss_fn = arguments.resolve_loss(loss_fn)
-        arguments.check_factories(optimizer, lr_schedule)
-        given = {"partition": partition, "precision": precision, "gradients": gradients, "processes": processes}
-        arguments.check_values({**given, "timeouts": timeouts, "num_stages": num_stages, "seed": seed})
-        arguments.check_uncompiled(model, num_stages)
+        loss_fn = arguments.check_trainer(
+            model, loss_fn, optimizer, lr_schedule, num_stages=num_stages, seed=seed, partition=partition,
+            precision=precision, gradients=gradients, processes=processes, timeouts=timeouts,
+        )  # fmt: skip
         self._spec = TrainSpec(
             pipeline=Pipeline(arguments.resolve_method(method), num_stages),
             loss_fn=loss_fn,
@@ -166,9 +162,7 @@ class Trainer:
         self._processes, self._timeouts = processes or ProcessOptions(), timeouts or WatchdogTimeouts()
         self._distributed = _is_distributed(self._processes, self._spec.pipeline)
         arguments.check_layers(model, distributed=self._distributed)
-        path = None if init_from is None else self._reach(init_from)
-        skipped = [init_skip] if isinstance(init_skip, str) else init_skip
-        self._partitioned = self._prepare(model, partition or PartitionSpec(), path, skipped)
+        self._partitioned = self._prepare(model, partition or PartitionSpec(), init_from, init_skip)
         self._modules = [ref(module) for module in model.modules()]  # of the user's; a process keeps those of its stage
         # Of the stages of this process, which may have nothing to train; None before the first fit.
         self._averages: list[WeightAverage] | None = None
@@ -177,27 +171,31 @@ class Trainer:
         self.requests = RequestQueue()  # of the job that runs now, or did last; to ask it to stop or to save
 
     def _prepare(
-        self, model: nn.Module, partition: PartitionSpec, init_from: PurePath | None, init_skip: Sequence[str]
+        self,
+        model: nn.Module,
+        partition: PartitionSpec,
+        init_from: str | os.PathLike[str] | None,
+        init_skip: Sequence[str],
     ) -> PartitionedModel:
         """Load or prepare the weights of ``model``, which is not cut yet."""
         spec, num_stages = self._spec, self._spec.pipeline.num_stages
         arguments.check_delays(spec.pipeline.method, partition.balance)
         names = untied(model) if partition.tied == "untie" else {}
-        weights = prepare_weights(model, init_from, spec.seed, names, init_skip)
+        path = None if init_from is None else self._reach(init_from)
+        skipped = [init_skip] if isinstance(init_skip, str) else init_skip
+        weights = prepare_weights(model, path, spec.seed, names, skipped)
         if weights is not None and not self._distributed:  # this process has all of it in any case
             weights.make(model)
             weights = None
         prepare(model, spec.optimizer)
         notes = arguments.conversion_notes(model, spec.loss_fn, spec.precision.dtype)
         notes += filter(None, [spec.gradients.note(spec.pipeline)])
-        own = spec.pipeline.stages_of(launched_rank()) if self._distributed else range(num_stages)
-        model = in_dtype(model, spec.precision.dtype)
-        partitioned = PartitionedModel(model, num_stages, partition, [*own], weights)
         if names:
             shown = f"{', '.join([*names][:3])}{' ..' * (len(names) > 3)}"
             notes.append(f"partition.tied=untie: {shown} had the weights of another layer, now its own")
-        partitioned.notes += notes
-        return partitioned
+        own = spec.pipeline.stages_of(launched_rank()) if self._distributed else range(num_stages)
+        model = in_dtype(model, spec.precision.dtype)
+        return PartitionedModel(model, num_stages, partition, [*own], weights, notes=notes)
 
     @property
     def rank(self) -> int:
@@ -287,6 +285,9 @@ class Trainer:
         every["eval_every_updates"] = length["eval_every_updates"]
         steps = self._spec.pipeline.micro_batches_per_update
         sizes = {"micro_batch_size": micro_batch_size_of(data.batch_size, steps), "accumulation_steps": steps}
+        if left := data.batch_size % steps:
+            asked = f"train.batch_size={data.batch_size} is no multiple of M={steps}"
+            outputs.notes.append(f"note: {asked}: an update has {data.batch_size - left} samples")
         folder = RunFolder(run_dir) if run_dir is not None else None
         own = {**self._settings, "batch_size": data.batch_size, "shuffle": data.shuffle, **every}
         known_by = own if config is None else dict(config)
@@ -297,15 +298,11 @@ class Trainer:
             folder, resume = self._agreed_folder(world, agreement, folder, known_by, resume, later)
             if self.needs_data:
                 outputs.check_validation(data.validation is not None, saves=folder is not None)
-            say_node(world, agreement, quiet=outputs.monitoring.quiet)
-            says = world.rank == 0 and not outputs.monitoring.quiet
-            if says and (left := data.batch_size % steps):
-                asked = f"train.batch_size={data.batch_size} is no multiple of M={steps}"
-                say(f"note: {asked}: an update has {data.batch_size - left} samples")
-            if says and self._spec.gradients is not self._gradients:
+            if self._spec.gradients is not self._gradients:
                 scope = self._spec.gradients.clip_scope
-                say(f"note: gradients are clipped as when this run began: train.clip_scope={scope}")
-            with announced(PREPARING) if says else contextlib.nullcontext():
+                outputs.notes.append(f"note: gradients are clipped as when this run began: train.clip_scope={scope}")
+            say_node(world, agreement, quiet=outputs.monitoring.quiet)
+            with announced(PREPARING) if world.rank == 0 and not outputs.monitoring.quiet else contextlib.nullcontext():
                 plan, worker, made = self._assemble(world, agreement, data, folder, {**length, **every, **sizes})
             known_by.update({name: made[name] for name in later})
             if folder is not None:
@@ -314,12 +311,11 @@ class Trainer:
                     record_delays(folder.path, worker.pipeline.nominal_delays)
         if self._spec.ema is not None:
             self._averages = [average for stage in worker.stages for average in stage.averages]
-        closing_folder = contextlib.nullcontext() if folder is None else contextlib.closing(folder)
-        with self._keep_modes(), contextlib.closing(worker), closing_folder:
-            saving = self._saving(world, folder, known_by, resume, outputs, made)
-            worker.wants_timeline = folder is not None and outputs.monitoring.report
+        with self._keep_modes(), contextlib.closing(worker), contextlib.closing(folder or contextlib.ExitStack()):
+            saving = None
             if folder is not None:
-                worker.reach = folder.reach
+                worker.wants_timeline, worker.reach = outputs.monitoring.report, folder.reach
+                saving = self._saving(folder, known_by, resume, outputs, made) if world.rank == 0 else None
             summary = self._train(running, worker, plan, saving, outputs)
             if saving is not None and outputs.monitoring.report:
                 saving.folder.pull()
@@ -429,22 +425,19 @@ class Trainer:
         later: Collection[str],
     ) -> tuple[RunFolder | None, str]:
         """Return the run folder of rank 0 and from where it resumes, and begin the log."""
-        found: dict[str, Any] = {"place": None}
+        found: dict[str, Any] = {"place": None, "resume": resume}
         if folder is not None and world.rank == 0:
             resume = folder.check(known_by, resume=resume, later=later)
             cut = None if folder.identity is None else folder.identity.get("cut", {})
             found = {"place": str(folder.place), "resume": resume, "cut": cut, "clip_scope": folder.clip_scope}
         folder, found = share_folder(folder, found, world, agreement)
-        if folder is None:
-            log_to(None)
-            return None, resume
-        if (scope := found["clip_scope"]) is not None:
+        log_to(None if folder is None else folder.path / "logs" / f"rank{launched_rank()}.log")
+        if (scope := found.get("clip_scope")) is not None:
             self._keep_clip_scope(scope, known_by)
-        if (cut := found["cut"]) is not None:
+        if (cut := found.get("cut")) is not None:
             self._partitioned.initial = {}
             if self._partitioned.sizes is None and cut.get("num_stages") == self._spec.pipeline.num_stages:
                 self._partitioned.begins = list(cut.get("begins", ()))
-        log_to(folder.path / "logs" / f"rank{launched_rank()}.log")
         return folder, found["resume"]
 
     def _keep_clip_scope(self, scope: Any, known_by: Mapping[str, Any]) -> None:
@@ -483,7 +476,7 @@ class Trainer:
         self, world: World, agreement: Agreement, data: Data, folder: RunFolder | None, length: Mapping[str, Any]
     ) -> tuple[Plan, LocalWorker, build.Settings]:
         """Load the data, settle the cut and build the worker of this process."""
-        loaders = self._load(world, data) if self.needs_data else Loaders()
+        loaders = Loaders.open(data, self._spec, world.device) if self.needs_data else Loaders()
         plan = Plan(**length, **loaders.lengths)
         if folder is not None and (known := folder.identity) is not None:  # before the model is cut, which takes long
             check_identity(folder.checkpoints, known, identity_of(plan, known.get("optimizer", "")))
@@ -492,30 +485,9 @@ class Trainer:
             settled = build.settle_partition(self._spec, self._partitioned, startup, self._settings)
             return plan, *build.build_worker(settled, self._partitioned, startup, self._processes.pick_next)
 
-    def _load(self, world: World, data: Data) -> Loaders:
-        """Open the datasets for the first stage."""
-        seed, precision = self._spec.seed, self._spec.precision
-        how: dict[str, Any] = {"num_workers": data.num_workers, "device": world.device, "precision": precision}
-        load: Callable[..., DeviceLoader] = partial(DeviceLoader, seed=seed, **how)
-        training = validation = None
-        if data.trains:
-            min_samples, loading = data.batch_size, data.loading
-            training = load(data.training, "training", shuffle=data.shuffle, min_samples=min_samples, loading=loading)
-        if data.validation is not None or not data.trains:
-            validation = load(data.validation, "validation", loading=data.loading.of_validation)
-        return Loaders(training, validation)
-
     def _saving(
-        self,
-        world: World,
-        folder: RunFolder | None,
-        config: Mapping[str, Any],
-        resume: str,
-        outputs: Outputs,
-        made: build.Settings,
-    ) -> CheckpointContext | None:
-        if folder is None or world.rank != 0:
-            return None
+        self, folder: RunFolder, config: Mapping[str, Any], resume: str, outputs: Outputs, made: build.Settings
+    ) -> CheckpointContext:
         policy = outputs.checkpoints
         return CheckpointContext(
             folder=folder,
@@ -541,8 +513,6 @@ class Trainer:
         world, pipeline, monitoring = worker.world, worker.pipeline, outputs.monitoring
         worker.activity.most_events = MOST_EVENTS if monitoring.trace else 0
         worker.meter = MemoryMeter.of(pipeline, world.device) if monitoring.memory else None
-        # Where draining changes the result and checkpoints are planned, a stop waits for the next one.
-        stops_early = pipeline.drain_is_exact or outputs.checkpoints.every_updates is None
         recorder = outputs.recorder(saving)
         if world.rank == 0 and (outputs.callbacks.any or recorder.has_loggers):
             worker.callback_queue = outputs.callback_queue
@@ -559,6 +529,8 @@ class Trainer:
             drain_changes_result=lambda epoch: not pipeline.in_epoch(epoch).drain_is_exact,
             skips_non_finite=self._spec.gradients.skips,
         )
+        # Where draining changes the result and checkpoints are planned, a stop waits for the next one.
+        stops_early = pipeline.drain_is_exact or outputs.checkpoints.every_updates is None
         try:
             with self._applied(), self._bound(world), contextlib.ExitStack() as stack:
                 if self._processes.handle_signals:

@@ -21,10 +21,8 @@ from torch.utils._pytree import tree_map, tree_structure
 from adl_dist.batch import (
     Batch,
     Tensors,
-    as_classes,
     copy_batch,
     describe_names,
-    is_class_target,
     map_tensors,
     move_batch,
     num_samples,
@@ -44,6 +42,7 @@ from adl_dist.stage.info import StageInfo, describe_units, link_stages
 from adl_dist.stage.loss import check_is_mean, class_loss, is_known_mean, loss_terms, try_loss
 from adl_dist.stage.versions import Exchange
 from adl_dist.streams import Streams, seed_streams
+from adl_dist.training.input import check_targets
 from adl_dist.training.trial.comparison import EVALUATION, EVALUATION_AGAIN, FIRST, SECOND, STATE, Results
 from adl_dist.training.trial.samples import MicroBatch, Samples
 from adl_dist.transport.spec import Specs, TensorSpec, merge_specs
@@ -139,7 +138,7 @@ class StageRun:
         self._draws: list[set[str]] = [set() for _ in stages]
         self._targets: list[tuple[int, Tensors]] = []
         self._outputs: list[tuple[Any, Batch]] = []  # of both micro-batches in training, with targets
-        self._learns = False
+        self._learns, self._dataset = False, "training"
         self._trained: list[Leaves] = [
             {name: p for name, p in stage.named_parameters() if p.requires_grad and takes_gradient(p)}
             for stage in stages
@@ -164,6 +163,7 @@ class StageRun:
             CutImpossibleError: If the stages cannot agree on what crosses a cut.
         """
         first, second = samples.pair
+        self._dataset = "training" if samples.trains else "validation"
         leaves, plain, gradients = self._trained, list[Context]([nullcontext] * len(self.stages)), None
         within, changing = plain, [p for of in self._trained for n, p in of.items() if between is None or n in between]
         one = self.forward(first, FIRST)
@@ -269,12 +269,16 @@ class StageRun:
             )
         self._targets.append((num_samples(target), tensors_of(target)))
         got = f"{', '.join(map(_shown, outs))} and {', '.join(map(_shown, tensors_of(target)))}"
-        classes, self._outs = class_loss(self._loss_fn), outs
+        self._outs, reduction = outs, self._spec.loss_reduction
+        if (classes := class_loss(self._loss_fn)) is not None:  # one out of range would end a GPU's process
+            check_targets(
+                target,
+                f"{self._dataset} dataset: micro-batch 0 of epoch 1",
+                classes=classes,
+                num_outputs=self._num_outputs,
+                may_ignore=reduction == "batch" or loss_terms(self._loss_fn, target) is not None,
+            )
         target = move_batch(target, outs[0].device)
-        if is_class_target(target) and classes is not None and (number := self._num_outputs) is not None:
-            # One out of range ends a GPU's process; the loader names the micro-batch.
-            known = target.clamp(0, number - 1).to(target.dtype)  # type: ignore[union-attr]
-            target = torch.where(as_classes(target) == classes.ignore_index, target, known)  # type: ignore[arg-type]
         if torch.is_grad_enabled() and len(self._outputs) < 2:
             self._outputs.append((map_tensors(lambda leaf: leaf.detach().clone(), out), target))
         with self._within():
